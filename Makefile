@@ -1,0 +1,142 @@
+# Two commands matter: `make demo` and `make test`. Both set up what they need and are quick when it is there.
+#
+# Every environment is made from one hashed lock and nothing else. The project joins it as an editable install
+# without dependencies: the lock still decides every third-party file, the package is importable from any folder and
+# in every child process, the console script exists, and `overlays`, `tests` and `benchmarks` do not become top-level
+# names, which putting the checkout on PYTHONPATH would make of them.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.SECONDARY:
+# Editable installs of several environments write the same metadata folder of the checkout.
+.NOTPARALLEL:
+# What the calling shell has set up must not leak into the environments.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+# Without bytecode on disk every one of the many test processes would compile torch and Megatron anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+LOCK ?= locks/current.txt
+LANE := $(basename $(notdir $(LOCK)))
+BIN := .venv/bin
+MINIMUM_COVERAGE := 95
+
+# Lanes that tests run in beside .venv, and older and newer Pythons for the loader alone where the machine has them.
+TEST_LANES := .envs/old .envs/newest
+LOADER_PYTHONS := 3.10 3.11 3.13
+LOADERS := .envs/loader-oldest $(LOADER_PYTHONS:%=.envs/loader-%)
+
+say = @printf '== %s\n'
+
+.PHONY: help
+help: ## list the commands
+	@printf 'make <command>\n\n'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
+	    while IFS='|' read -r name text; do printf '  %-12s %s\n' "$$name" "$$text"; done
+	@printf '\nLocks: %s\n' "$(filter-out locks/wheels.txt locks/uv.txt,$(sort $(wildcard locks/*.txt)))"
+
+# --- main jobs -------------------------------------------------------------------------------------------------
+
+.PHONY: demo
+demo: .envs/$(LANE)/.ready ## set up one lane and train a tiny model in it; LOCK=locks/newest.txt chooses another lane
+	$(say) 'demo in .envs/$(LANE)'
+	@.envs/$(LANE)/bin/python examples/train_tiny.py
+
+.PHONY: test
+test: setup ## set up everything, then lint, type checks, contracts and all tests with branch coverage
+	$(say) 'ruff check'
+	@$(BIN)/ruff check .
+	$(say) 'ruff format'
+	@$(BIN)/ruff format --check .
+	$(say) 'mypy (strict)'
+	@$(BIN)/mypy
+	$(say) 'import layers'
+	@$(BIN)/lint-imports
+	$(say) 'ledger in step with the overlays'
+	@$(BIN)/python -m megacpp_overlays ledger --check RETIREMENT.md
+	$(say) 'pytest with branch coverage, child processes included'
+	@$(BIN)/coverage erase
+	@$(BIN)/coverage run -m pytest
+	$(say) 'coverage'
+	@$(BIN)/coverage combine --quiet
+	@rm -f .coverage.* # what is left is empty: the data file of a child that was killed
+	@$(BIN)/coverage report --fail-under=$(MINIMUM_COVERAGE)
+
+.PHONY: bench
+bench: .envs/bench/.ready ## measure what importing costs and write benchmarks/import_cost.md
+	@.envs/bench/bin/python benchmarks/import_cost.py --write
+
+# --- setting up ------------------------------------------------------------------------------------------------
+
+.PHONY: setup
+setup: .venv/.ready $(TEST_LANES:%=%/.ready) $(LOADERS:%=%/.ready) wheels ## all environments and wheels that `make test` needs
+
+.PHONY: wheels
+wheels: .venv/.ready ## fetch the upstream releases that the offline probe tests read
+	@$(BIN)/python scripts/wheels.py fetch locks/wheels.txt .cache/wheels
+
+# .synced: the environment holds what its lock says. .ready: the project is in it as well.
+.venv/.synced: locks/dev.txt
+	@scripts/environment.sh .venv $< && touch $@
+
+.envs/%/.synced: locks/%.txt
+	@scripts/environment.sh .envs/$* $< && touch $@
+
+.venv/.ready .envs/%/.ready: EDITABLE = --quiet --offline --no-deps --no-build-isolation --editable .
+
+.venv/.ready: .venv/.synced pyproject.toml
+	$(say) 'megacpp_overlays into .venv'
+	@"$$(scripts/uv.sh)" pip install --python $(@D)/bin/python $(EDITABLE) && touch $@
+
+.envs/%/.ready: .envs/%/.synced pyproject.toml
+	$(say) 'megacpp_overlays into .envs/$*'
+	@"$$(scripts/uv.sh)" pip install --python $(@D)/bin/python $(EDITABLE) && touch $@
+
+# The benchmark measures what users install. The wheel comes from an sdist in a folder of its own: a build in the
+# checkout would leave a build/ behind, whose old modules end up in the next wheel.
+PACKAGE := pyproject.toml $(wildcard megacpp_overlays/*.py megacpp_overlays/cli/*.py megacpp_overlays/kernels/*.py \
+    overlays/*.py feature_probes/*.py)
+
+.envs/bench/.ready: .envs/bench/.synced .venv/.ready $(PACKAGE)
+	$(say) 'a wheel of megacpp_overlays into .envs/bench'
+	@rm -rf .cache/dist && mkdir -p .cache/dist
+	@$(BIN)/python -m build --no-isolation --outdir .cache/dist . >.cache/dist/log 2>&1 || { cat .cache/dist/log; exit 1; }
+	@"$$(scripts/uv.sh)" pip install --quiet --offline --no-deps --reinstall --python $(@D)/bin/python .cache/dist/*.whl
+	@touch $@
+
+# The loader alone, with the bare checkout on its path. A Python that is missing here is skipped, and so are its tests.
+.envs/loader-oldest/.ready: locks/loader-oldest.txt
+	@scripts/environment.sh $(@D) $< && touch $@
+
+$(LOADER_PYTHONS:%=.envs/loader-%/.ready): .envs/loader-%/.ready: locks/loader.txt
+	@if scripts/python.sh $* >/dev/null; then scripts/environment.sh $(@D) $< $*; \
+	else mkdir -p $(@D); printf '== no Python %s here: its tests are skipped\n' '$*'; fi
+	@touch $@
+
+# --- locks: never changed by the commands above ----------------------------------------------------------------
+
+UPGRADE :=
+COMPILE = "$$(scripts/uv.sh)" pip compile --quiet --generate-hashes --no-header --no-annotate --no-emit-index-url \
+    --no-emit-find-links --python "$$(scripts/python.sh 3.12 --fetch)" $(if $(UPGRADE),--upgrade)
+LINUX = --python-version 3.12 --python-platform x86_64-manylinux_2_28
+
+.PHONY: lock
+lock: ## recompile the locks, keeping versions where they still fit; UPGRADE=1 takes the newest
+	@for lane in current old newest; do \
+	    printf '== locks/%s.txt\n' $$lane; \
+	    $(COMPILE) $(LINUX) locks/$$lane.in -o locks/$$lane.txt; done
+	@for lane in dev bench; do \
+	    printf '== locks/%s.txt\n' $$lane; \
+	    groups=; [[ $$lane == bench ]] || groups='--group pyproject.toml:lint --group pyproject.toml:test'; \
+	    $(COMPILE) $(LINUX) -c locks/current.txt $$groups locks/$$lane.in -o locks/$$lane.txt; done
+	@for lane in loader uv; do \
+	    printf '== locks/%s.txt\n' $$lane; \
+	    $(COMPILE) --universal --python-version 3.10 locks/$$lane.in -o locks/$$lane.txt; done
+	$(say) 'locks/loader-oldest.txt'
+	@$(COMPILE) $(LINUX) --resolution lowest-direct locks/loader-oldest.in -o locks/loader-oldest.txt
+
+.PHONY: clean
+clean: ## remove environments and build outputs; downloaded wheels stay
+	rm -rf .venv .envs build dist *.egg-info .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache \
+	    .import_linter_cache .hypothesis

@@ -1,0 +1,1 @@
+"""The probes: one module per target question, standard library only."""

@@ -1,0 +1,114 @@
+"""Find and rebind names that were bound to a function before its seam went in.
+
+`from m import f` keeps the old function under a name, perhaps a new one. Names are found by identity, never by
+spelling, in the namespaces of loaded modules. If code ran between the import of the target and the seam, the
+function may also be held by classes, which are rebound, and by objects that no assignment to a name can change
+(a partial, a container, an instance, a default argument, a closure); those are reported.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from types import CellType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from megacpp_overlays.seams import Mark, Owner, Seam
+
+
+def rebind(placed: Sequence[Seam], *, deep: bool) -> list[Seam]:
+    """Lead every stale name of the originals to their replacements; return what was changed.
+
+    Args:
+        placed: the seams of one overlay.
+        deep: whether to look into classes too, which takes a walk over the heap (tens of milliseconds).
+    """
+    changed: list[Seam] = []
+    for seam in placed:
+        owners = [*_modules(), *(_borrowing_classes(seam) if deep else ())]
+        changed += [_lead(seam, *found) for found in list(_stale_names(seam, owners))]
+    return changed
+
+
+def _lead(seam: Seam, owner: Owner, name: str, raw: Any) -> Seam:
+    replacement = seam.replacement if raw is seam.original else seam.function
+    setattr(owner, name, replacement)
+    return Seam(owner, name, raw, replacement, inherited=False)
+
+
+def _stale_names(seam: Seam, owners: Sequence[Owner]) -> Iterator[tuple[Owner, str, Any]]:
+    for owner in owners:
+        if not _holds(owner, seam.original, seam.original_function):
+            continue
+        for name, value in list(vars(owner).items()):
+            stale = value is seam.original or value is seam.original_function
+            if stale and not (owner is seam.owner and name == seam.name):
+                yield owner, name, value
+
+
+def _holds(owner: Owner, raw: object, function: object) -> bool:
+    # The hot loop of an import: a training process has a hundred thousand names, and nearly none is ours.
+    for value in list(vars(owner).values()):  # noqa: SIM110 - any() with a generator takes twice as long
+        if value is function or value is raw:
+            return True
+    return False
+
+
+def _modules() -> list[ModuleType]:
+    # type() and not isinstance: a lazy module may answer __class__ by importing something.
+    found = {id(each): each for each in list(sys.modules.values()) if issubclass(type(each), ModuleType)}
+    return list(found.values())
+
+
+def _borrowing_classes(seam: Seam) -> list[type]:
+    namespaces = [each for each in gc.get_referrers(seam.original, seam.original_function) if type(each) is dict]
+    classes = {id(cls): cls for namespace in namespaces for cls in _classes_with(namespace)}
+    return list(classes.values())
+
+
+def _classes_with(namespace: dict[str, Any]) -> list[type]:
+    owners = [each for each in gc.get_referrers(namespace) if issubclass(type(each), type)]
+    return [cls for cls in owners if any(each is namespace for each in gc.get_referents(cls))]
+
+
+def holders(placed: Sequence[Seam]) -> list[str]:
+    """Return what else still holds the originals, after rebinding, in words."""
+    found: list[str] = []
+    for seam in placed:
+        ours = {id(seam.original), id(vars(seam.function)), *_closure_cells(seam.function)}
+        found += [
+            _words(referrer)
+            for referrer in gc.get_referrers(seam.original_function)
+            if id(referrer) not in ours and not isinstance(referrer, Seam | Mark | FrameType)
+        ]
+    return sorted(found)
+
+
+def _closure_cells(function: Any) -> Iterator[int]:
+    """Yield the ids of the cells of a function and of the functions in them."""
+    for cell in getattr(function, "__closure__", None) or ():
+        yield id(cell)
+        try:
+            inner = cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+        if isinstance(inner, FunctionType) and inner is not function:
+            yield from _closure_cells(inner)
+
+
+def _words(referrer: object) -> str:
+    if isinstance(referrer, MethodType):
+        return f"a bound method of {type(referrer.__self__).__qualname__}"
+    if isinstance(referrer, CellType):
+        return "a closure"
+    if isinstance(referrer, tuple) and (function := _defaults_of(referrer)) is not None:
+        return f"a default argument of {function.__module__}.{function.__qualname__}"
+    if isinstance(referrer, dict | list | tuple | set | frozenset):
+        return f"a {type(referrer).__qualname__} of {len(referrer)} items"
+    return f"an object of {type(referrer).__module__}.{type(referrer).__qualname__}"
+
+
+def _defaults_of(values: tuple[object, ...]) -> FunctionType | None:
+    functions = (each for each in gc.get_referrers(values) if isinstance(each, FunctionType))
+    return next((function for function in functions if function.__defaults__ is values), None)

@@ -1,0 +1,125 @@
+"""All decisions of this process: as a table, as JSON, and as a fingerprint to compare ranks by.
+
+Imported with the package, so what only a report needs is imported by the functions that make it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megacpp_overlays.errors import ActivationError
+from megacpp_overlays.log import as_dict, consequence
+from megacpp_overlays.model import Decision, Record
+
+SCHEMA = 1
+"""Version of the JSON form. It changes when a key changes its meaning."""
+
+_COLUMNS = ("overlay", "pack", "decision", "verdict", "shape", "target")
+_WIDTH = 110
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """A snapshot of every decision. Printing it prints the table."""
+
+    version: str
+    """Version of this package."""
+    mode: str
+    records: tuple[Record, ...]
+
+    @property
+    def conflicts(self) -> tuple[Record, ...]:
+        """The decisions that somebody has to look at."""
+        return tuple(record for record in self.records if record.decision is Decision.CONFLICT)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash over ids, verdicts, decisions, source hashes and versions: equal means the same code runs."""
+        import hashlib
+        import json
+
+        rows = [
+            (
+                record.overlay.id,
+                record.verdict,
+                record.decision.value,
+                record.source_sha256,
+                # A version is worth comparing; the path in "unversioned, loaded from ..." differs by host.
+                (record.version or "").partition(",")[0],
+            )
+            for record in self.records
+        ]
+        return hashlib.sha256(json.dumps([self.version, self.mode, rows]).encode()).hexdigest()[:16]
+
+    def as_dict(self) -> dict[str, object]:
+        """Return plain data with stable keys, fit for a checkpoint or an experiment tracker."""
+        return {
+            "schema": SCHEMA,
+            "package": "megacpp_overlays",
+            "version": self.version,
+            "mode": self.mode,
+            "fingerprint": self.fingerprint,
+            "decisions": [as_dict(record) for record in self.records],
+        }
+
+    def to_json(self) -> str:
+        """Return `as_dict` as indented JSON."""
+        import json
+
+        return json.dumps(self.as_dict(), indent=2)
+
+    def __str__(self) -> str:
+        """Return the table for a terminal."""
+        rows = [_row(record) for record in self.records]
+        widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
+        lines = [f"megacpp_overlays {self.version}   mode {self.mode}   fingerprint {self.fingerprint}", ""]
+        lines += [_cells(_COLUMNS, widths), _cells(["-" * width for width in widths], widths)]
+        for row, record in zip(rows, self.records, strict=True):
+            lines += [_cells(row, widths), *_notes(record)]
+        return "\n".join(lines)
+
+
+def _row(record: Record) -> tuple[str, ...]:
+    overlay = record.overlay
+    target = f"{overlay.target.distribution} {record.version or ''}".strip()
+    pack = f"{overlay.pack:02}"
+    return overlay.id, pack, record.decision.value, record.verdict, record.shape, target
+
+
+def _cells(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def _notes(record: Record) -> list[str]:
+    import textwrap
+
+    notes = [record.reason, consequence(record)]
+    if record.seams:
+        notes.append(f"replaced: {', '.join((*record.seams, *record.rebound))}")
+    if record.decision in {Decision.ACTIVE, Decision.CONFLICT}:
+        notes.append(f"off: {record.overlay.variable}=off")
+    if record.decision in {Decision.ACTIVE, Decision.RETIRED, Decision.CONFLICT}:
+        notes.append(f"delete when: {record.overlay.retire_when}")
+    return [
+        line
+        for note in notes
+        for line in textwrap.wrap(note, _WIDTH, initial_indent="    ", subsequent_indent="      ")
+    ]
+
+
+def raise_for(conflicts: Sequence[Record]) -> None:
+    """Raise if there is any conflict.
+
+    Raises:
+        ActivationError: names each overlay, its target, the evidence and the way out.
+    """
+    if conflicts:
+        raise ActivationError(
+            "\n".join(
+                f"{record.overlay.id} could not be decided on {record.overlay.target} "
+                f"({record.version or 'unknown version'}): {record.reason}. "
+                f"Switch it off with {record.overlay.variable}=off, or leave strict mode."
+                for record in conflicts
+            )
+        )

@@ -1,0 +1,38 @@
+"""`megacpp-overlays ledger`: print, check or rewrite RETIREMENT.md from the declarations."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megacpp_overlays import lane
+from megacpp_overlays.ledger import difference, render
+
+if TYPE_CHECKING:
+    from megacpp_overlays.cli.commands import Subparsers
+
+
+def add_to(commands: Subparsers) -> None:
+    """Add the command to the parser."""
+    text = "Print RETIREMENT.md as the declarations have it, or check or rewrite the file."
+    parser = commands.add_parser("ledger", help=text, description=text)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--check", metavar="FILE", type=Path, help="exit 1 when FILE is not in step")
+    what.add_argument("--write", metavar="FILE", type=Path, help="bring FILE in step, its history kept")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> bool:
+    """Do what was asked; return whether the ledger is in step."""
+    overlays = lane.current().overlays
+    if arguments.check is not None:
+        found = difference(overlays, arguments.check)
+        print(found or f"{arguments.check} is in step", file=sys.stderr if found else sys.stdout)
+        return not found
+    if arguments.write is not None:
+        arguments.write.write_text(render(overlays, arguments.write))
+    else:
+        print(render(overlays, None))
+    return True

@@ -1,0 +1,33 @@
+"""Policy: one pure function from switch and verdict to decision."""
+
+from __future__ import annotations
+
+from megacpp_overlays.model import Decision, Verdict
+from megacpp_overlays.settings import Mode, Switch
+
+
+def decide(*, mode: Mode, switch: Switch, verdict: Verdict, installable: bool) -> Decision:
+    """Return what to do about a finding.
+
+    Args:
+        mode: the global setting.
+        switch: the setting of this one overlay; `off` beats every mode.
+        verdict: what the probe says.
+        installable: whether the overlay has seams for the shape that the probe named.
+
+    Returns:
+        `ACTIVE` is an order to install; it becomes true only after reach and self-test.
+    """
+    if switch is Switch.OFF or mode is Mode.OFF:
+        return Decision.DISABLED
+    match verdict:
+        case Verdict.FIXED:
+            return Decision.RETIRED
+        case Verdict.ABSENT:
+            return Decision.ABSENT
+        case Verdict.UNRECOGNISED:
+            return Decision.CONFLICT
+        case Verdict.BROKEN if not installable:
+            return Decision.CONFLICT
+        case Verdict.BROKEN:
+            return Decision.DISABLED if mode is Mode.OBSERVE else Decision.ACTIVE

@@ -1,0 +1,169 @@
+"""From a loaded target to seams that are in, reached and tested.
+
+Either every seam of an overlay is in and verified when `install` returns, or it raises and upstream is exactly
+as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+from megacpp_overlays import aliases, distributions, live, seams
+from megacpp_overlays.decide import decide
+from megacpp_overlays.errors import OverlayError, SeamError
+from megacpp_overlays.model import Decision, Evidence, Finding, Overlay, Record, Replacement, Verdict
+from megacpp_overlays.seams import Seam
+from megacpp_overlays.settings import Mode, Settings, Switch
+from megacpp_overlays.source import ModuleSource, SourceTree
+
+
+class RefusedError(OverlayError):
+    """Raised when a check says no. The text becomes the reason of the conflict."""
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """What one overlay changed."""
+
+    seams: tuple[Seam, ...]
+    rebound: tuple[Seam, ...]
+
+    @property
+    def changes(self) -> tuple[Seam, ...]:
+        """Everything that was changed, in order."""
+        return (*self.seams, *self.rebound)
+
+    def still_in_place(self) -> Installed:
+        """Return what is left of it: executing a module again overwrites the seams in its namespace."""
+        return Installed(
+            tuple(seam for seam in self.seams if seam.in_place), tuple(seam for seam in self.rebound if seam.in_place)
+        )
+
+
+def examine(overlay: Overlay, tree: SourceTree) -> Finding:
+    """Run the probe of an overlay. A probe that fails has not recognised what it saw."""
+    try:
+        return overlay.probe(tree)
+    except Exception as error:  # noqa: BLE001 - whatever a probe trips over is a shape it does not know
+        seen = Evidence(seen=f"the probe could not read it: {type(error).__name__}: {error}")
+        return Finding(verdict=Verdict.UNRECOGNISED, shape=None, evidence=(seen,))
+
+
+def assess(overlay: Overlay, module: ModuleType, settings: Settings, tree: SourceTree) -> Record:
+    """Probe a loaded target and decide. `active` in the result is an order; `install` makes it true."""
+    finding = examine(overlay, tree)
+    decision = decide(
+        mode=settings.mode,
+        switch=settings.switch(overlay.id),
+        verdict=finding.verdict,
+        installable=finding.shape in overlay.replacements,
+    )
+    source = source_of(overlay, tree)
+    return Record(
+        overlay=overlay,
+        decision=decision,
+        reason=_reason(overlay, finding, decision, settings),
+        finding=finding,
+        version=distributions.describe(overlay.target.distribution, getattr(module, "__file__", None)),
+        source_sha256=source.sha256 if source else None,
+    )
+
+
+def source_of(overlay: Overlay, tree: SourceTree) -> ModuleSource | None:
+    """Return the source of the target module, or None when it is missing or cannot be read."""
+    try:
+        return tree.module(overlay.target.module)
+    except OverlayError:
+        return None
+
+
+def _reason(overlay: Overlay, finding: Finding, decision: Decision, settings: Settings) -> str:
+    seen = finding.summary()
+    match decision:
+        case Decision.DISABLED if settings.switch(overlay.id) is Switch.OFF:
+            return f"{overlay.variable}=off; upstream here is {finding.verdict.value}: {seen}"
+        case Decision.DISABLED if settings.mode is Mode.OBSERVE:
+            return f"observe only; would install for shape {finding.shape}: {seen}"
+        case Decision.CONFLICT if finding.shape in overlay.unsupported:
+            return f"{overlay.unsupported[finding.shape or '']}: {seen}"
+        case Decision.CONFLICT if finding.verdict is Verdict.BROKEN:
+            return f"no seam for shape {finding.shape}: {seen}"
+        case _:
+            return seen
+
+
+def install(overlay: Overlay, shape: str, module: ModuleType, tree: SourceTree, *, late: bool) -> Installed:
+    """Put in all seams of an overlay, lead every live name to them, and test the result.
+
+    Args:
+        overlay: the declaration.
+        shape: the broken shape that the probe found.
+        module: the target module, completely executed.
+        tree: where its source is read.
+        late: whether other code could run between the import of the target and now, so that objects, and not
+            only names, may hold the original.
+
+    Raises:
+        RefusedError: the live object is somebody else's, a witness disagrees with the probe, the original is still
+            held, or the self-test fails.
+        SeamError: an attribute cannot be replaced.
+    """
+    replacements = overlay.replacements[shape]
+    source = tree.module(overlay.target.module)
+    if source is None:
+        raise RefusedError(f"{overlay.target.module} is loaded but has no source")
+    for replacement in replacements:
+        if (owner := live.foreign_owner(module, replacement.symbol, source)) is not None:
+            raise RefusedError(owner)
+    first_time = not any(_is_ours(module, replacement.symbol) for replacement in replacements)
+    if first_time and overlay.witness is not None and not (seen := overlay.witness(module)).broken:
+        raise RefusedError(f"the probe says BROKEN but the loaded code does not behave so: {seen.seen}")
+    placed: list[Seam] = []
+    rebound: list[Seam] = []
+    try:
+        placed.extend(_place(overlay, replacement, module) for replacement in replacements)
+        rebound += aliases.rebind(placed, deep=late)
+        if late:
+            _refuse_holders(placed)
+        _self_test(overlay, module)
+    except BaseException:
+        undo_all((*placed, *rebound))
+        raise
+    return Installed(tuple(placed), tuple(rebound))
+
+
+def _self_test(overlay: Overlay, module: ModuleType) -> None:
+    seen = overlay.self_test(module)
+    if seen.broken:
+        raise RefusedError(f"the self-test failed after installing: {seen.seen}")
+
+
+def _is_ours(module: ModuleType, symbol: str) -> bool:
+    owner, name = seams.resolve(module, symbol)
+    return seams.mark_of(seams.raw_attribute(owner, name)[0]) is not None
+
+
+def _place(overlay: Overlay, replacement: Replacement, module: ModuleType) -> Seam:
+    owner, name = seams.resolve(module, replacement.symbol)
+    return seams.replace(owner, name, lambda original: replacement.make(original, module), overlay_id=overlay.id)
+
+
+def _refuse_holders(placed: Sequence[Seam]) -> None:
+    if held := aliases.holders(placed):
+        raise RefusedError(
+            f"{', '.join(map(str, placed))} was imported before the overlay was armed, and the original is still "
+            f"held by {', '.join(held)}; import megacpp_overlays first"
+        )
+
+
+def undo_all(changed: Sequence[Seam]) -> None:
+    """Undo seams, the last first; try them all before an error leaves.
+
+    Raises:
+        SeamError: at least one attribute was replaced by somebody else meanwhile.
+    """
+    lost = [seam for seam in reversed(changed) if not seam.undo()]
+    if lost:
+        raise SeamError("; ".join(seam.taken_by() for seam in lost))

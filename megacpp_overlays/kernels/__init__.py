@@ -1,0 +1,1 @@
+"""Numerical code. Imported only inside the function that installs a seam; torch is loaded by then."""

@@ -1,0 +1,55 @@
+"""Is the live object the one in the source?
+
+A probe reads text. If somebody replaced the function since, the text says nothing about what will run, so
+the seam must not go in. A decorator in the source explains one wrapper each; any further wrapper, and any
+function from another file or line, is somebody else's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from megacpp_overlays import seams
+from megacpp_overlays.source import FunctionNode, ModuleSource
+
+_DESCRIPTORS = {"staticmethod", "classmethod", "property"}
+
+
+def foreign_owner(module: ModuleType, symbol: str, source: ModuleSource) -> str | None:
+    """Return who replaced a symbol since its module was written, or None when it is upstream's own.
+
+    Our own seams count as upstream's own: behind them is the original.
+    """
+    owner, name = seams.resolve(module, symbol)
+    raw, _ = seams.raw_attribute(owner, name)
+    if (mark := seams.mark_of(raw)) is not None:
+        raw = mark.original
+    node = source.function(symbol)
+    if node is None:
+        return f"{symbol} is not in {source.path}, yet it is loaded: {seams.describe(raw)}"
+    live: Any = seams.plain_function(raw)
+    for _ in range(_wrappers(node) + 1):
+        code = getattr(live, "__code__", None)
+        if isinstance(code, CodeType) and _is_at(code, node, source):
+            return None
+        live = getattr(live, "__wrapped__", None)
+    return f"{symbol} was replaced by {seams.describe(raw)}"
+
+
+def _wrappers(node: FunctionNode) -> int:
+    names = (getattr(decorator, "id", None) for decorator in node.decorator_list)
+    return sum(name not in _DESCRIPTORS for name in names)
+
+
+def _is_at(code: CodeType, node: FunctionNode, source: ModuleSource) -> bool:
+    first_line = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return code.co_firstlineno == first_line and _same_file(code.co_filename, source.path)
+
+
+def _same_file(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    first, second = Path(one), Path(other)
+    return first.exists() and second.exists() and first.samefile(second)

@@ -1,0 +1,134 @@
+"""Decision lines, written for an engineer who reads them at 3 a.m. among a thousand ranks.
+
+Rank 0 prints every decision, other ranks print only conflicts; all of them keep everything for the audit. The
+default writes to stderr itself, because most launchers import us before they configure logging.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megacpp_overlays.errors import SettingsError
+from megacpp_overlays.model import Decision, Record, Verdict
+from megacpp_overlays.settings import LOG, LogForm, Settings
+
+logger = logging.getLogger("megacpp_overlays")
+logger.addHandler(logging.NullHandler())
+
+_LEVELS = {Decision.CONFLICT: logging.WARNING}
+
+
+class Log:
+    """Writes one line per decision in the form that the settings ask for.
+
+    Raises:
+        SettingsError: the log path cannot be opened for appending.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        if settings.log_path is not None:
+            try:
+                Path(settings.log_path).open("a").close()
+            except OSError as error:
+                raise SettingsError(f"{LOG}={settings.log_path} cannot be written: {error.strerror}") from error
+
+    def armed(self, records: Sequence[Record]) -> None:
+        """Say once, at import, what waits and what is off."""
+        waiting = [record.overlay.id for record in records if record.decision is Decision.ARMED]
+        off = [record.overlay.id for record in records if record.decision is Decision.DISABLED]
+        words = [f"mode {self._settings.mode.value}"]
+        words += [f"armed: {', '.join(waiting)}"] if waiting else []
+        words += [f"off: {', '.join(off)}"] if off else []
+        self._write("; ".join(words), {"event": "armed", "armed": waiting, "off": off}, logging.INFO)
+
+    def decided(self, record: Record) -> None:
+        """Say what was decided about one overlay."""
+        level = _LEVELS.get(record.decision, logging.INFO)
+        self._write(line(record), {"event": "decision", **as_dict(record)}, level)
+
+    def _write(self, text: str, data: dict[str, object], level: int) -> None:
+        if self._settings.rank != 0 and level < logging.WARNING:
+            return
+        form, path = self._settings.log, self._settings.log_path
+        if form is LogForm.LOGGING:
+            logger.log(level, "%s", text)
+        elif path is not None:
+            row = self._json(data) if path.endswith((".json", ".jsonl")) else text
+            try:
+                with Path(path).open("a") as file:
+                    file.write(f"{row}\n")
+            except OSError as error:  # the disk is full, or the folder is gone since the start
+                _print(f"[megacpp_overlays] {text} | {LOG}={path} cannot be written: {error.strerror}")
+        else:
+            rank = f" rank {self._settings.rank}" if self._settings.rank else ""
+            _print(self._json(data) if form is LogForm.JSON else f"[megacpp_overlays{rank}] {text}")
+
+    def _json(self, data: dict[str, object]) -> str:
+        import json  # noqa: PLC0415 - the default form does not need it
+
+        return json.dumps({**data, "rank": self._settings.rank})
+
+
+def _print(row: str) -> None:
+    if sys.stderr is None:  # a windowless process
+        return
+    try:
+        print(row, file=sys.stderr, flush=True)  # noqa: T201 - the one place that prints
+    except (OSError, ValueError):  # closed, or a broken pipe
+        logger.warning("%s", row)
+
+
+def line(record: Record) -> str:
+    """Return a decision as one line that needs no other line to be understood."""
+    overlay = record.overlay
+    version = f" {record.version}" if record.version else ""
+    head = f"{record.decision.value}: {overlay.id} (pack {overlay.pack:02}) on {overlay.target.distribution}{version}"
+    parts = [head, record.reason]
+    if record.decision is Decision.ACTIVE:
+        parts += [f"shape {record.shape}", f"replaced {', '.join(record.seams)}"]
+        parts += [f"rebound {', '.join(record.rebound)}"] if record.rebound else []
+    parts += [consequence(record)] if consequence(record) else []
+    if record.decision in {Decision.ACTIVE, Decision.RETIRED, Decision.CONFLICT}:
+        parts.append(f"delete when {overlay.retire_when}")
+    if record.decision in {Decision.ACTIVE, Decision.CONFLICT}:
+        parts.append(f"off: {overlay.variable}=off")
+    return " | ".join(parts)
+
+
+def consequence(record: Record) -> str:
+    """Return what the decision means for the run; empty where upstream is fixed, absent or not known yet."""
+    breaks = record.overlay.breaks
+    verdict = record.finding.verdict if record.finding else None
+    if record.decision is Decision.ACTIVE:
+        return f"without it: {breaks}"
+    if verdict is Verdict.BROKEN:
+        return f"nothing is installed, so {breaks}"
+    if record.decision is Decision.CONFLICT:
+        return f"nothing is installed; if upstream is still broken, {breaks}"
+    return ""
+
+
+def as_dict(record: Record) -> dict[str, object]:
+    """Return a decision as plain data with stable keys."""
+    overlay, finding = record.overlay, record.finding
+    return {
+        "id": overlay.id,
+        "pack": overlay.pack,
+        "decision": record.decision.value,
+        "verdict": record.verdict,
+        "shape": finding.shape if finding else None,
+        "distribution": overlay.target.distribution,
+        "version": record.version,
+        "target": str(overlay.target),
+        "reason": record.reason,
+        "evidence": [str(item) for item in finding.evidence] if finding else [],
+        "source_sha256": record.source_sha256,
+        "seams": list(record.seams),
+        "rebound": list(record.rebound),
+        "retire_when": overlay.retire_when,
+        "variable": overlay.variable,
+    }

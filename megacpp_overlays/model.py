@@ -1,0 +1,195 @@
+"""The words of the project as data: verdicts, findings, overlays, decisions.
+
+Standard library only, no effects. Everything here is frozen: a decision that was taken is not edited,
+it is replaced by the next one. Where equality means nothing (functions inside), it is left out: making these
+classes is a third of what an import of this package costs.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megacpp_overlays.source import SourceTree
+
+
+class Verdict(enum.Enum):
+    """What a probe says about the code that is really there."""
+
+    BROKEN = "BROKEN"
+    FIXED = "FIXED"
+    ABSENT = "ABSENT"
+    UNRECOGNISED = "UNRECOGNISED"
+
+
+class Decision(enum.Enum):
+    """What the loader did about it."""
+
+    ARMED = "armed"
+    """The hook waits; the target has not been imported yet."""
+    ACTIVE = "active"
+    """Every seam is in, every live binding leads to it, and the self-test passed."""
+    RETIRED = "retired"
+    """Upstream no longer has the defect; nothing was installed."""
+    ABSENT = "absent"
+    """The target is not in this environment or not in this version; nothing was installed."""
+    DISABLED = "disabled"
+    """Switched off, or only observed; nothing was installed."""
+    CONFLICT = "conflict"
+    """Something was not recognised or did not work; upstream is exactly as it was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """One thing a probe saw, and where."""
+
+    seen: str
+    file: str | None = None
+    line: int | None = None
+
+    def __str__(self) -> str:
+        if self.file is None:
+            return self.seen
+        name = self.file.rsplit("/", 1)[-1]
+        return f"{self.seen} ({name}:{self.line})" if self.line else f"{self.seen} ({name})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The answer of a probe: a verdict, the name of the shape it recognised, and what it saw.
+
+    A BROKEN finding must name its shape, because the shape selects the seams.
+    """
+
+    verdict: Verdict
+    shape: str | None
+    evidence: tuple[Evidence, ...]
+
+    def __post_init__(self) -> None:
+        if self.verdict is Verdict.BROKEN and not self.shape:
+            raise ValueError("a BROKEN finding must name the shape that it recognised")
+        if not self.evidence:
+            raise ValueError("a finding without evidence is a guess")
+
+    def summary(self) -> str:
+        """Return the evidence as one line."""
+        return "; ".join(str(item) for item in self.evidence)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Observation:
+    """What a witness or a self-test saw when it ran the loaded target."""
+
+    broken: bool
+    seen: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What an overlay is about: a distribution, a module in it, and a qualified symbol in that."""
+
+    distribution: str
+    module: str
+    symbol: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.symbol}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Replacement:
+    """One declared seam: the symbol to replace and how to make what replaces it.
+
+    `make(original, module)` gets the plain function that is there now (unwrapped from staticmethod,
+    classmethod or property) and the target module; it returns the function to put in its place. It may
+    import torch and kernels: the target has imported them already.
+    """
+
+    symbol: str
+    make: Callable[[Callable[..., Any], ModuleType], Callable[..., Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Thread:
+    """An upstream issue or pull request, and its state when somebody last looked."""
+
+    repository: str
+    number: int
+    state: str
+
+    def __str__(self) -> str:
+        return f"{self.repository}#{self.number} ({self.state})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Overlay:
+    """The declaration of one runtime fix. No field has a default: none may be forgotten."""
+
+    id: str
+    """Lower-case words joined by hyphens; also the name in logs, variables and the ledger."""
+    pack: int
+    """Number of the upstream problem in the inventory."""
+    title: str
+    """What the overlay does, in one short sentence."""
+    target: Target
+    probe: Callable[[SourceTree], Finding]
+    """Pure, standard library only: source in, finding out."""
+    replacements: Mapping[str, tuple[Replacement, ...]]
+    """Seams by broken shape. A broken shape that is not listed ends in conflict."""
+    unsupported: Mapping[str, str]
+    """Broken shapes that are known but not repaired, each with the sentence that says why."""
+    witness: Callable[[ModuleType], Observation] | None
+    """Cheap check of the loaded target before installing; must agree with the finding."""
+    self_test: Callable[[ModuleType], Observation]
+    """The same question through the public entry after installing; must say not broken."""
+    breaks: str
+    """What goes wrong without the overlay, for the log line."""
+    retire_when: str
+    """The sentence that says when the overlay is deleted."""
+    retired: Callable[[SourceTree], bool]
+    """The same condition as a check over one environment's source."""
+    threads: tuple[Thread, ...]
+    last_validated: str
+    """Date, host and versions of the last validation."""
+
+    @property
+    def variable(self) -> str:
+        """Name of the environment variable that switches this overlay off."""
+        return variable_for(self.id)
+
+
+def variable_for(overlay_id: str) -> str:
+    """Return the environment variable of an overlay id: `scale-pad` -> `MEGACPP_OVERLAY_SCALE_PAD`."""
+    return "MEGACPP_OVERLAY_" + overlay_id.upper().replace("-", "_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Record:
+    """One decision of this process, with everything a reader needs to check it."""
+
+    overlay: Overlay
+    decision: Decision
+    reason: str
+    finding: Finding | None = None
+    version: str | None = None
+    """Version or origin of the target as it is here, such as `0.19.2`."""
+    source_sha256: str | None = None
+    """Hash of the text of the target module."""
+    seams: tuple[str, ...] = field(default=())
+    """Qualified names that lead to a seam now."""
+    rebound: tuple[str, ...] = field(default=())
+    """Stale aliases that were found by identity and now lead to the seam too."""
+
+    @property
+    def verdict(self) -> str:
+        """The verdict as text, or `-` where no probe has run."""
+        return self.finding.verdict.value if self.finding else "-"
+
+    @property
+    def shape(self) -> str:
+        """The recognised shape, or `-`."""
+        return (self.finding.shape if self.finding else None) or "-"

@@ -1,0 +1,81 @@
+"""The ordered overlays, checked before anything is armed."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from collections.abc import Iterable, Sequence
+
+from megacpp_overlays import overlays as built_in
+from megacpp_overlays.errors import RegistryError, SettingsError
+from megacpp_overlays.model import Overlay, variable_for
+
+PLUGIN_GROUP = "megacpp_overlays.overlays"
+
+_ID = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+
+
+def load(plugins: Sequence[str] = ()) -> tuple[Overlay, ...]:
+    """Return every overlay of this package and of the named plugins, by pack and id.
+
+    A module below `megacpp_overlays.overlays` declares its overlay as `OVERLAY`. Nothing is registered by name
+    here, so a new file is a new overlay.
+
+    Raises:
+        RegistryError: a declaration is incomplete or collides with another.
+        SettingsError: a named plugin is not installed.
+    """
+    names = sorted(found.name for found in pkgutil.iter_modules(built_in.__path__))
+    modules = [importlib.import_module(f"{built_in.__name__}.{name}") for name in names]
+    declared = [(module.__name__, getattr(module, "OVERLAY", None)) for module in modules]
+    declared += [(f"plugin {name}", _load_plugin(name)) for name in plugins]
+    return check(declared)
+
+
+def check(declared: Iterable[tuple[str, object]]) -> tuple[Overlay, ...]:
+    """Return the declared overlays in order, or raise for the first that cannot stand.
+
+    Raises:
+        RegistryError: names the declaration and what is wrong with it.
+    """
+    overlays: list[Overlay] = []
+    ids: dict[str, str] = {}
+    symbols: dict[tuple[str, str], str] = {}
+    for origin, overlay in declared:
+        if not isinstance(overlay, Overlay):
+            raise RegistryError(f"{origin} declares {overlay!r} where an Overlay is expected")
+        _check_fields(origin, overlay)
+        variable = variable_for(overlay.id)
+        if variable in ids:
+            raise RegistryError(f"{origin} and {ids[variable]} both declare {overlay.id}")
+        ids[variable] = origin
+        for symbol in {item.symbol for items in overlay.replacements.values() for item in items}:
+            place = (overlay.target.module, symbol)
+            if place in symbols:
+                raise RegistryError(f"{origin} and {symbols[place]} both replace {'.'.join(place)}")
+            symbols[place] = origin
+        overlays.append(overlay)
+    return tuple(sorted(overlays, key=lambda overlay: (overlay.pack, overlay.id)))
+
+
+def _check_fields(origin: str, overlay: Overlay) -> None:
+    if not _ID.fullmatch(overlay.id):
+        raise RegistryError(f"{origin}: id {overlay.id!r} is not lower-case words joined by hyphens")
+    for name in ("title", "breaks", "retire_when", "last_validated"):
+        if not getattr(overlay, name).strip():
+            raise RegistryError(f"{origin}: {name} is empty")
+    if not overlay.replacements or not all(overlay.replacements.values()):
+        raise RegistryError(f"{origin}: a shape without seams belongs in `unsupported`")
+    if both := overlay.replacements.keys() & overlay.unsupported.keys():
+        raise RegistryError(f"{origin}: {', '.join(sorted(both))} is both repaired and unsupported")
+
+
+def _load_plugin(name: str) -> object:
+    import importlib_metadata  # noqa: PLC0415 - only where a plugin is asked for
+
+    found = importlib_metadata.entry_points(group=PLUGIN_GROUP)
+    if name not in found.names:
+        known = ", ".join(sorted(found.names)) or "none"
+        raise SettingsError(f"MEGACPP_OVERLAYS_PLUGINS names {name}, which is not installed; installed: {known}")
+    return found[name].load()

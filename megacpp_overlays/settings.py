@@ -1,0 +1,167 @@
+"""The one reader of the environment.
+
+Variables:
+
+    MEGACPP_OVERLAYS            auto (default) | off | observe | strict
+    MEGACPP_OVERLAY_<ID>        auto (default) | off, one per overlay
+    MEGACPP_OVERLAYS_DISABLE    comma-separated overlay ids, the same as off for each
+    MEGACPP_OVERLAYS_LOG        stderr (default) | logging | json | a path with a slash in it
+    MEGACPP_OVERLAYS_PLUGINS    comma-separated entry points to load from group megacpp_overlays.overlays
+
+An empty value counts as not set. Anything unknown raises SettingsError: a typo must not leave a fix on
+that somebody wanted off, or off that somebody needs on.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from megacpp_overlays.errors import SettingsError
+from megacpp_overlays.model import variable_for
+
+MODE = "MEGACPP_OVERLAYS"
+DISABLE = "MEGACPP_OVERLAYS_DISABLE"
+LOG = "MEGACPP_OVERLAYS_LOG"
+PLUGINS = "MEGACPP_OVERLAYS_PLUGINS"
+
+_PREFIX = "MEGACPP_OVERLAY"
+_RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
+class Mode(enum.Enum):
+    """The global setting."""
+
+    AUTO = "auto"
+    OFF = "off"
+    OBSERVE = "observe"
+    STRICT = "strict"
+
+
+class Switch(enum.Enum):
+    """The setting of one overlay."""
+
+    AUTO = "auto"
+    OFF = "off"
+
+
+class LogForm(enum.Enum):
+    """Where decision lines go."""
+
+    STDERR = "stderr"
+    LOGGING = "logging"
+    JSON = "json"
+    FILE = "file"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything the environment says, read once."""
+
+    mode: Mode = Mode.AUTO
+    disabled: frozenset[str] = frozenset()
+    log: LogForm = LogForm.STDERR
+    log_path: str | None = None
+    rank: int = 0
+
+    def switch(self, overlay_id: str) -> Switch:
+        """Return the switch of one overlay."""
+        return Switch.OFF if overlay_id in self.disabled else Switch.AUTO
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str], known_ids: Collection[str]) -> Settings:
+        """Read and check every variable of ours.
+
+        Args:
+            env: usually `os.environ`.
+            known_ids: ids of all registered overlays.
+
+        Raises:
+            SettingsError: a name or value is not known, or two settings contradict each other.
+        """
+        switches = {variable_for(overlay_id): overlay_id for overlay_id in known_ids}
+        _refuse_unknown_names(env, {MODE, DISABLE, LOG, PLUGINS, *switches})
+        listed = {_known_id(word, known_ids) for word in _words(env, DISABLE)}
+        off = set(listed)
+        for name, overlay_id in switches.items():
+            if not env.get(name, "").strip():
+                continue
+            if _choice(env, name, Switch, Switch.AUTO) is Switch.OFF:
+                off.add(overlay_id)
+            elif overlay_id in listed:
+                raise SettingsError(f"{name}={env[name]} but {DISABLE} lists {overlay_id}: remove one of the two")
+        form, path = _log(env)
+        return cls(
+            mode=_choice(env, MODE, Mode, Mode.AUTO),
+            disabled=frozenset(off),
+            log=form,
+            log_path=path,
+            rank=_rank(env),
+        )
+
+
+def plugin_names(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the plugins that the environment asks for; they load before `Settings.from_env` runs."""
+    return tuple(_words(env, PLUGINS))
+
+
+Choice = TypeVar("Choice", bound=enum.Enum)
+
+
+def _choice(env: Mapping[str, str], name: str, kind: type[Choice], default: Choice) -> Choice:
+    text = env.get(name, "").strip()
+    if not text:
+        return default
+    values = [member.value for member in kind]
+    if text.lower() not in values:
+        raise SettingsError(f"{name}={text} is not known; {_nearest(text.lower(), values)}")
+    return kind(text.lower())
+
+
+def _log(env: Mapping[str, str]) -> tuple[LogForm, str | None]:
+    text = env.get(LOG, "").strip()
+    if "/" in text:  # a bare word is never a path, so a misspelt form cannot become a file
+        return LogForm.FILE, text
+    forms = [LogForm.STDERR, LogForm.LOGGING, LogForm.JSON]
+    for form in forms:
+        if text.lower() == form.value:
+            return form, None
+    if not text:
+        return LogForm.STDERR, None
+    hint = _nearest(text.lower(), [form.value for form in forms])
+    raise SettingsError(f"{LOG}={text} is not known; {hint}, or a path with a slash in it (./{text})")
+
+
+def _words(env: Mapping[str, str], name: str) -> list[str]:
+    return [word.strip() for word in env.get(name, "").split(",") if word.strip()]
+
+
+def _known_id(word: str, known_ids: Collection[str]) -> str:
+    if word not in known_ids:
+        raise SettingsError(f"{DISABLE} names {word}, which is no overlay; {_nearest(word, known_ids)}")
+    return word
+
+
+def _refuse_unknown_names(env: Mapping[str, str], known: Collection[str]) -> None:
+    for name in sorted(env):
+        if name.startswith(_PREFIX) and name not in known:
+            raise SettingsError(f"{name} is no setting of megacpp_overlays; {_nearest(name, known)}")
+
+
+def _nearest(word: str, known: Collection[str]) -> str:
+    from difflib import get_close_matches  # noqa: PLC0415 - only on the way to an error
+
+    choices = sorted(known)
+    close = get_close_matches(word, choices, n=1, cutoff=0.5)
+    meant = f"did you mean {close[0]}? " if close else ""
+    return f"{meant}known: {', '.join(choices)}"
+
+
+def _rank(env: Mapping[str, str]) -> int:
+    # Launchers own these variables, so an odd value is theirs to report: it only means "cannot tell" here.
+    for name in _RANK_VARIABLES:
+        if env.get(name, "").isdigit():
+            return int(env[name])
+    return 0

@@ -1,0 +1,212 @@
+"""What a probe sees: the text and syntax tree of a module, without importing it.
+
+One probe serves three callers because all of them hand it a `SourceTree`:
+
+    InstalledTree   the packages of this interpreter, and the files of modules that are loaded
+    WheelTree       a wheel on disk
+    DirectoryTree   an unpacked tree or a source checkout
+
+Only the top-level package is ever looked up through the import system; that runs no upstream code, while
+`find_spec("a.b.c")` would execute `a` and `a.b`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import sys
+import zipfile
+from pathlib import Path
+from typing import Protocol
+
+from megacpp_overlays.errors import SourceError
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class ModuleSource:
+    """The text of one module, with the few questions that probes ask of it."""
+
+    def __init__(self, name: str, path: str, text: str) -> None:
+        self.name = name
+        self.path = path
+        self.text = text
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Hash of the text, to compare modules between ranks, hosts and versions."""
+        import hashlib  # noqa: PLC0415 - not needed to arm
+
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @functools.cached_property
+    def syntax(self) -> ast.Module:
+        """The syntax tree.
+
+        Raises:
+            SourceError: this interpreter cannot parse the text.
+        """
+        try:
+            return ast.parse(self.text, filename=self.path)
+        except SyntaxError as error:
+            raise SourceError(f"{self.path}:{error.lineno}: cannot be parsed: {error.msg}") from error
+
+    def find(self, symbol: str) -> ast.ClassDef | FunctionNode | None:
+        """Return the one definition of a qualified name such as `Layer.forward`.
+
+        Returns:
+            None when there is none.
+
+        Raises:
+            SourceError: the name is defined more than once, so the text alone cannot say which one is live.
+        """
+        body: list[ast.stmt] = self.syntax.body
+        found: ast.ClassDef | FunctionNode | None = None
+        for part in symbol.split("."):
+            matches = [node for node in _definitions(body) if node.name == part]
+            if len(matches) > 1:
+                raise SourceError(f"{self.path}: {symbol} is defined {len(matches)} times")
+            if not matches:
+                return None
+            found = matches[0]
+            body = found.body
+        return found
+
+    def function(self, symbol: str) -> FunctionNode | None:
+        """Return the definition of a function or method, or None when the name is no function here."""
+        node = self.find(symbol)
+        return node if isinstance(node, FunctionNode) else None
+
+
+def _definitions(body: list[ast.stmt]) -> list[ast.ClassDef | FunctionNode]:
+    """Return the classes and functions of a scope, those under `if` and `try` included."""
+    found: list[ast.ClassDef | FunctionNode] = []
+    for node in body:
+        if isinstance(node, ast.ClassDef | FunctionNode):
+            found.append(node)
+        elif isinstance(node, ast.If):
+            found += _definitions(node.body) + _definitions(node.orelse)
+        elif isinstance(node, ast.Try):
+            for block in (node.body, node.orelse, node.finalbody, *(h.body for h in node.handlers)):
+                found += _definitions(block)
+        elif isinstance(node, ast.With):
+            found += _definitions(node.body)
+    return found
+
+
+def parameters(function: FunctionNode) -> tuple[str, ...]:
+    """Return the parameter names of a function in order, `*` and `**` marked as such."""
+    args = function.args
+    names = [arg.arg for arg in (*args.posonlyargs, *args.args)]
+    names += [f"*{args.vararg.arg}"] if args.vararg else []
+    names += [arg.arg for arg in args.kwonlyargs]
+    names += [f"**{args.kwarg.arg}"] if args.kwarg else []
+    return tuple(names)
+
+
+class SourceTree(Protocol):
+    """Anything that can hand out module sources by dotted name."""
+
+    def module(self, name: str) -> ModuleSource | None:
+        """Return the source of a module, or None when there is no such module here.
+
+        Raises:
+            SourceError: the module is there, but its text cannot be read.
+        """
+
+
+class InstalledTree:
+    """The packages of this interpreter. A loaded module answers with the file that it was loaded from."""
+
+    def module(self, name: str) -> ModuleSource | None:
+        """Return the source of an importable module; imports nothing."""
+        loaded = sys.modules.get(name)
+        if loaded is not None and getattr(loaded, "__file__", None):
+            return _read_python(name, Path(str(loaded.__file__)))
+        top, *rest = name.split(".")
+        try:
+            spec = importlib.util.find_spec(top)
+        except (ImportError, ValueError):  # ValueError: a module without __spec__ sits in sys.modules
+            return None
+        if spec is None:
+            return None
+        if not rest:
+            return _read_python(name, Path(spec.origin)) if spec.origin and spec.has_location else None
+        for folder in spec.submodule_search_locations or ():
+            if (path := _module_file(Path(folder), rest)) is not None:
+                return _read_python(name, path)
+        return None
+
+
+class Remembered:
+    """A tree that reads and parses each module once; for the steps of one decision."""
+
+    def __init__(self, tree: SourceTree) -> None:
+        self._tree = tree
+        self._found: dict[str, ModuleSource | None] = {}
+
+    def module(self, name: str) -> ModuleSource | None:
+        """Return the same source object for the same name."""
+        if name not in self._found:
+            self._found[name] = self._tree.module(name)
+        return self._found[name]
+
+
+class DirectoryTree:
+    """A folder that holds top-level packages: an unpacked wheel, site-packages, a source checkout."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def module(self, name: str) -> ModuleSource | None:
+        """Return the source of a module below the folder."""
+        path = _module_file(self.root, name.split("."))
+        return None if path is None else _read_python(name, path)
+
+
+class WheelTree:
+    """A wheel on disk, read in place."""
+
+    def __init__(self, wheel: Path) -> None:
+        self.wheel = wheel
+        self._archive = zipfile.ZipFile(wheel)
+        self._members = frozenset(self._archive.namelist())
+
+    def module(self, name: str) -> ModuleSource | None:
+        """Return the source of a module inside the wheel."""
+        stem = name.replace(".", "/")
+        for member in (f"{stem}/__init__.py", f"{stem}.py"):
+            if member in self._members:
+                path = f"{self.wheel}/{member}"
+                return ModuleSource(name, path, _decode(path, self._archive.read(member)))
+        return None
+
+    def close(self) -> None:
+        """Close the archive."""
+        self._archive.close()
+
+
+def _module_file(folder: Path, parts: list[str]) -> Path | None:
+    stem = folder.joinpath(*parts)
+    for path in (stem / "__init__.py", stem.with_name(f"{stem.name}.py")):
+        if path.is_file():
+            return path
+    return None
+
+
+def _read_python(name: str, path: Path) -> ModuleSource:
+    if path.suffix != ".py":
+        raise SourceError(f"{name} is loaded from {path}, which has no Python source")
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise SourceError(f"{name}: cannot read {path}: {error.strerror}") from error
+    return ModuleSource(name, str(path), _decode(str(path), raw))
+
+
+def _decode(path: str, raw: bytes) -> str:
+    try:
+        return importlib.util.decode_source(raw)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise SourceError(f"{path}: cannot be decoded: {error}") from error

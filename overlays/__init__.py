@@ -1,0 +1,1 @@
+"""The overlays: one module each, with one declaration and its replacement functions."""

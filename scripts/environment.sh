@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Make the environment FOLDER hold exactly what LOCK says, every file checked against its hash.
+# Usage: scripts/environment.sh FOLDER LOCK [PYTHON_VERSION]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+folder=$1 lock=$2 version=${3:-3.12}
+
+uv=$(scripts/uv.sh)
+# Large wheels on a slow line are no error.
+export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-600}
+
+holds() {
+    [[ $("$folder/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) == "$version" ]]
+}
+
+echo "== environment $folder from $lock"
+if ! holds; then
+    python=$(scripts/python.sh "$version" --fetch)
+    echo "   Python $version: $python"
+    rm -rf "$folder"
+    "$uv" --quiet venv --no-project --python "$python" "$folder"
+fi
+# sync also removes what the lock does not name, so a changed lock leaves nothing behind.
+"$uv" pip sync --python "$folder/bin/python" --require-hashes "$lock"

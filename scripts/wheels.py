@@ -1,0 +1,130 @@
+"""Keep a folder of upstream wheels in step with a hashed list of them.
+
+    wheels.py fetch LIST FOLDER     download what is missing or damaged, each file checked against its hash
+    wheels.py record LIST FOLDER    write the list anew from the wheels in the folder
+
+The offline probe tests read many releases of one package, which no requirements file can name together, so each
+line of the list becomes one `pip download`. To add a release: `pip download --no-deps --dest FOLDER name==version`
+(with PLATFORM below), then `record`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+# The listed wheels are read and never imported, so every host fetches the same ones.
+PLATFORM = (
+    "--only-binary=:all:",
+    "--python-version=3.12",
+    "--platform=manylinux_2_28_x86_64",
+    "--platform=manylinux_2_24_x86_64",
+    "--platform=manylinux2014_x86_64",
+    "--platform=any",
+)
+LINE = re.compile(r"(?P<name>[a-z0-9-]+)==(?P<version>[0-9a-z.+]+) --hash=sha256:(?P<sha256>[0-9a-f]{64})")
+
+
+@dataclass(frozen=True, order=True)
+class Wheel:
+    """One line of the list."""
+
+    name: str
+    version: str
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"{self.name}=={self.version} --hash=sha256:{self.sha256}"
+
+    def lies_in(self, folder: Path) -> bool:
+        """Whether the folder has this very file."""
+        pattern = f"{self.name.replace('-', '_')}-{self.version}-*.whl"
+        return any(digest(path) == self.sha256 for path in folder.glob(pattern))
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def read(path: Path) -> list[Wheel]:
+    """Return the wheels of a list.
+
+    Raises:
+        SystemExit: a line is not `name==version --hash=sha256:...`.
+    """
+    wheels = []
+    for line in path.read_text().splitlines():
+        if not line or line.startswith("#"):
+            continue
+        if (match := LINE.fullmatch(line)) is None:
+            sys.exit(f"error: {path}: cannot read the line: {line}")
+        wheels.append(Wheel(**match.groupdict()))
+    return wheels
+
+
+def fetch(wheels: list[Wheel], folder: Path, workers: int) -> int:
+    """Download what is missing; return the number of wheels that could not be had."""
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = [wheel for wheel in wheels if not wheel.lies_in(folder)]
+    print(f"== {folder}: {len(wheels) - len(missing)} of {len(wheels)} upstream wheels are there", flush=True)
+    failed = 0
+    with ThreadPoolExecutor(workers) as pool:
+        jobs = {pool.submit(download, wheel, folder): wheel for wheel in missing}
+        for number, job in enumerate(as_completed(jobs), start=1):
+            wheel, problem = jobs[job], job.result()
+            failed += bool(problem)
+            print(f"   {number}/{len(missing)} {wheel.name} {wheel.version} {problem or ''}".rstrip(), flush=True)
+    return failed
+
+
+def download(wheel: Wheel, folder: Path) -> str | None:
+    """Let pip fetch one wheel and check its hash; return what went wrong, if anything did."""
+    # The file appears in the folder complete or not at all, whoever else is fetching it at the same time.
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        wanted = Path(temporary, "wanted.txt")
+        wanted.write_text(f"{wheel}\n")
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command += [*PLATFORM, "--require-hashes", "--requirement", str(wanted), "--dest", temporary]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return f"FAILED\n{done.stderr.strip()}"
+        for path in Path(temporary).glob("*.whl"):
+            os.replace(path, folder / path.name)
+    return None
+
+
+def record(folder: Path) -> list[Wheel]:
+    """Return the wheels of a folder, by name and release order."""
+    wheels = []
+    for path in folder.glob("*.whl"):
+        name, version, *_ = path.name.split("-")
+        wheels.append(Wheel(name.replace("_", "-").lower(), version, digest(path)))
+    return sorted(wheels, key=lambda wheel: (wheel.name, [int(part) for part in re.findall(r"\d+", wheel.version)]))
+
+
+def main() -> int:
+    """Run one command; return 0 when the folder and the list agree."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["fetch", "record"])
+    parser.add_argument("list", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--workers", type=int, default=4, help="downloads at the same time")
+    chosen = parser.parse_args()
+    if chosen.command == "record":
+        lines = "".join(f"{wheel}\n" for wheel in record(chosen.folder))
+        chosen.list.write_text(f"# Upstream wheels for the offline probe tests; written by scripts/wheels.py.\n{lines}")
+        return 0
+    return 1 if fetch(read(chosen.list), chosen.folder, chosen.workers) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

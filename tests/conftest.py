@@ -1,0 +1,94 @@
+"""What every test may use: a clean environment, throw-away targets, and the wheels of real releases."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from made_up import BROKEN_TEXT, Upstream
+
+from megacpp_overlays.errors import SeamError
+from megacpp_overlays.lane import Lane
+from megacpp_overlays.model import Overlay
+from megacpp_overlays.settings import Settings
+
+ROOT = Path(__file__).resolve().parent.parent
+WHEELS = ROOT / ".cache" / "wheels"
+"""Wheels of every supported release, fetched by `make wheels` with their hashes checked."""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what is marked `gpu` where there is none."""
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test sees the switches of the shell that runs the suite."""
+    for name in [name for name in os.environ if name.startswith("MEGACPP_OVERLAY")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def wheel() -> Callable[[str, str], Path]:
+    """Return the path of a release: `wheel("liger-kernel", "0.8.1")`."""
+
+    def find(distribution: str, version: str) -> Path:
+        name = distribution.replace("-", "_")
+        found = sorted(WHEELS.glob(f"{name}-{version}-*.whl"))
+        assert found, f"no wheel of {distribution} {version} in {WHEELS}: run `make wheels`"
+        return found[0]
+
+    return find
+
+
+@pytest.fixture
+def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run code in a fresh interpreter, with folders put first on its path and variables added."""
+
+    def run(code: str, *folders: Path, check: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, **variables}
+        env["PYTHONPATH"] = os.pathsep.join([*map(str, folders), *filter(None, [env.get("PYTHONPATH")])])
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
+        assert not check or done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return run
+
+
+@pytest.fixture
+def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Upstream]:
+    """A broken made-up upstream under a name that no other test uses; forgotten afterwards."""
+    made = Upstream(f"upstream_{uuid.uuid4().hex}", tmp_path)
+    made.write(BROKEN_TEXT)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield made
+    for name in [name for name in sys.modules if name.partition(".")[0] == made.name]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def lane() -> Iterator[Callable[..., Lane]]:
+    """Make lanes over given overlays and settings; each is undone and unhooked afterwards."""
+    made: list[Lane] = []
+
+    def make(*overlays: Overlay, **settings: object) -> Lane:
+        made.append(Lane(overlays, Settings(**settings)))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for each in made:
+        each._hooks.close()
+        with contextlib.suppress(SeamError):  # a test may have taken a seam over
+            each.undo()
