@@ -19,7 +19,7 @@ _COLUMNS = ("overlay", "pack", "decision", "verdict", "shape", "target")
 _WIDTH = 110
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Audit:
     """A snapshot of every decision. Printing it prints the table."""
 

@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import wrapt
 
@@ -105,6 +105,11 @@ def _when_complete(module: ModuleType, then: Callable[[ModuleType], None]) -> No
     and before any other thread may go on with it. Giving the spec a class of ours turns that into a call.
     """
     spec = module.__spec__
+    told = threading.Lock()
+
+    def tell_once() -> None:
+        if told.acquire(blocking=False):
+            then(module)
 
     class WatchedSpec(type(spec)):  # type: ignore[misc]  # the class of a spec is only known here
         """A spec that tells when its module is complete."""
@@ -118,9 +123,11 @@ def _when_complete(module: ModuleType, then: Callable[[ModuleType], None]) -> No
             self.__dict__["_initializing"] = value
             if not value:
                 self.__class__ = type(self).__mro__[1]
-                then(module)
+                tell_once()
 
     spec.__class__ = WatchedSpec
+    if not _is_half_imported(module):  # another thread finished it just before the line above
+        tell_once()
 
 
 class _LaterLoads:
@@ -152,8 +159,9 @@ def _ask_others(
     own: object, name: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> importlib.machinery.ModuleSpec | None:
     for finder in sys.meta_path:
-        if finder is not own and (spec := finder.find_spec(name, path, target)) is not None:
-            return spec
+        find_spec = getattr(finder, "find_spec", None)  # the import system, too, passes by a finder without it
+        if finder is not own and find_spec is not None and (spec := find_spec(name, path, target)) is not None:
+            return cast("importlib.machinery.ModuleSpec", spec)
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from types import ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -120,5 +120,17 @@ def test_the_cells_of_the_replacement_itself_do_not_count(upstream: Upstream) ->
             return inner(x) if x else recursive(1)
 
         return recursive
+
+    assert aliases.holders([seams.replace(module, "double", make, overlay_id="double-fix")]) == []
+
+
+def test_a_replacement_with_an_empty_cell_is_no_trouble(upstream: Upstream) -> None:
+    module = upstream.load()
+
+    def make(original: Any) -> Any:
+        def replacement(x: int) -> int:
+            return original(x)
+
+        return FunctionType(replacement.__code__, {}, closure=(CellType(),))
 
     assert aliases.holders([seams.replace(module, "double", make, overlay_id="double-fix")]) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
 
 from megacpp_overlays.errors import ActivationError, OverlayError
+from megacpp_overlays.install import install
 from megacpp_overlays.lane import Lane
 from megacpp_overlays.model import Decision, Observation, Overlay, Record, Replacement
 from megacpp_overlays.settings import Mode
+from megacpp_overlays.source import InstalledTree
 
 LaneMaker = Callable[..., Lane]
 
@@ -238,3 +241,39 @@ def test_an_error_while_arming_again_does_not_reach_the_launcher(
 
     assert current.audit().records[0].reason == "ImportError: no such kernel"
     assert module.double(1) == 3
+
+
+def test_a_target_whose_source_cannot_be_read_is_a_conflict(upstream: Upstream, lane: LaneMaker) -> None:
+    module = upstream.load()
+    module.__file__ = str(upstream.folder / "layers.so")
+
+    record, _ = settle(lane, upstream, upstream.overlay())
+
+    assert record.decision is Decision.CONFLICT
+    assert "has no Python source" in record.reason
+    assert record.source_sha256 is None
+    assert module.double(1) == 3
+
+
+def test_a_target_that_vanished_while_it_was_decided_on_is_a_conflict(upstream: Upstream, lane: LaneMaker) -> None:
+    found = upstream.probe(InstalledTree())
+    target = replace(upstream.overlay().target, module=upstream.module_name)
+
+    class Nothing:
+        def module(self, name: str) -> None:
+            return None
+
+    with pytest.raises(OverlayError, match="is loaded but has no source"):
+        install(upstream.overlay(target=target), found.shape or "", upstream.load(), Nothing(), late=False)
+
+
+def test_an_error_outside_every_overlay_is_recorded_too(
+    upstream: Upstream, lane: LaneMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = lane(upstream.overlay())
+    current.arm()
+    monkeypatch.setattr(current, "_settle", explode)
+
+    assert upstream.load().double(1) == 3
+    record = current.audit().records[0]
+    assert (record.decision, record.reason) == (Decision.CONFLICT, "ImportError: no such kernel")

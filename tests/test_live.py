@@ -9,7 +9,7 @@ from typing import Any
 from made_up import Upstream
 
 from megacpp_overlays import live, seams
-from megacpp_overlays.source import InstalledTree
+from megacpp_overlays.source import InstalledTree, ModuleSource
 
 
 def owner_of(upstream: Upstream, module: ModuleType, symbol: str) -> str | None:
@@ -96,3 +96,22 @@ def test_a_file_that_changed_under_a_running_process_is_noticed(upstream: Upstre
     upstream.write("\n\n\ndef double(x):\n    return x + x + 1\n")
 
     assert "was replaced by" in (owner_of(upstream, module, "double") or "")
+
+
+def test_a_module_that_was_imported_through_a_link_is_upstreams_own(upstream: Upstream) -> None:
+    module = upstream.load()
+    source = InstalledTree().module(upstream.module_name)
+    assert source is not None
+    link = upstream.folder.parent / f"link_to_{upstream.name}"
+    link.symlink_to(upstream.folder)
+    through_link = ModuleSource(source.name, str(link / upstream.name / "layers.py"), source.text)
+
+    assert live.foreign_owner(module, "double", through_link) is None
+
+
+def test_a_function_of_another_file_on_the_same_line_is_somebody_elses(upstream: Upstream) -> None:
+    upstream.write((upstream.folder / upstream.name / "layers.py").read_text(), module="copy")
+    module, other = upstream.load(), upstream.load("copy")
+    module.double = other.double
+
+    assert "copy.py" in (owner_of(upstream, module, "double") or "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from made_up import Upstream
@@ -148,3 +149,20 @@ def test_a_remembered_tree_reads_each_module_once(upstream: Upstream) -> None:
 
     assert tree.module(upstream.module_name) is first
     assert tree.module("no_such_module") is None
+
+
+def test_a_module_without_a_spec_hides_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = ModuleType("stubbed_package")
+    stub.__spec__ = None
+    monkeypatch.setitem(sys.modules, "stubbed_package", stub)
+
+    assert InstalledTree().module("stubbed_package.layers") is None
+
+
+def test_a_module_that_a_wheel_does_not_have_is_none(tmp_path: Path) -> None:
+    archive = tmp_path / "empty-1.0-py3-none-any.whl"
+    zipfile.ZipFile(archive, "w").close()
+    packed = WheelTree(archive)
+
+    assert packed.module("empty.layers") is None
+    packed.close()

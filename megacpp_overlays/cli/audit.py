@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from megacpp_overlays import lane
 from megacpp_overlays.audit import Audit
+from megacpp_overlays.cli.commands import Subparsers
 from megacpp_overlays.model import Decision, Record
-
-if TYPE_CHECKING:
-    from megacpp_overlays.cli.commands import Subparsers
 
 
 def add_to(commands: Subparsers) -> None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megacpp_overlays import lane
+from megacpp_overlays.cli.commands import Subparsers
 from megacpp_overlays.ledger import difference, render
-
-if TYPE_CHECKING:
-    from megacpp_overlays.cli.commands import Subparsers
 
 
 def add_to(commands: Subparsers) -> None:
