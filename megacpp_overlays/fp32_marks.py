@@ -117,8 +117,8 @@ def declared_names(module: Any) -> frozenset[str]:
     if missing:
         raise OverlayError(
             f"{type(module).__module__}.{type(module).__qualname__} is declared to keep {', '.join(missing)} in fp32 "
-            f"but has no such parameter; correct the declaration, or name it as optional "
-            f"(megacpp_overlays.fp32_marks)"
+            f"but has no such parameter; correct the declaration, name it as optional (megacpp_overlays.fp32_marks), "
+            f"or set MEGACPP_OVERLAY_FLOAT16_FP32_EXEMPTION=off"
         )
     return (found.required | found.optional) & set(registered)
 

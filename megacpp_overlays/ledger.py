@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megacpp_overlays.model import Overlay
+from megacpp_overlays.source import SourceTree
 
 HISTORY = "## History"
 
@@ -34,6 +35,11 @@ def difference(overlays: Sequence[Overlay], path: Path) -> str:
     expected = render(overlays, path)
     lines = difflib.unified_diff(current.splitlines(), expected.splitlines(), str(path), "declarations", lineterm="")
     return "\n".join(lines)
+
+
+def due(overlays: Sequence[Overlay], tree: SourceTree) -> list[Overlay]:
+    """Return the overlays whose retirement condition holds in one environment; imports nothing of it."""
+    return [overlay for overlay in overlays if overlay.retired(tree)]
 
 
 def _history(path: Path | None) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from made_up import BROKEN_TEXT, Upstream
+from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
 
 from megacpp_overlays import cli
 from megacpp_overlays import lane as lanes
@@ -79,6 +79,22 @@ def test_ledger_prints_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureF
     assert cli.main(["ledger"]) == 0
 
     assert capsys.readouterr().out.strip() == path.read_text().strip()
+
+
+@pytest.mark.usefixtures("current")
+@pytest.mark.parametrize(
+    ("text", "code", "says"),
+    [(BROKEN_TEXT, 0, "nothing is due here"), (FIXED_TEXT, 1, "double-fix: upstream doubles without adding one")],
+    ids=["broken", "fixed"],
+)
+def test_ledger_says_what_can_be_deleted_here(
+    upstream: Upstream, capsys: pytest.CaptureFixture[str], text: str, code: int, says: str
+) -> None:
+    upstream.write(text)
+
+    assert cli.main(["ledger", "--due"]) == code
+
+    assert capsys.readouterr().out.strip() == says
 
 
 def test_an_error_of_ours_is_one_line_and_exit_1(

@@ -70,6 +70,20 @@ def test_every_decision_has_its_line(audits: dict[str, tuple[int, dict[str, dict
         assert f"[megacpp_overlays] {found['decision']}: {overlay} (pack " in stderr
 
 
+@pytest.mark.parametrize("lane", LANES)
+def test_what_is_due_for_deletion_is_what_the_audit_calls_retired(
+    audits: dict[str, tuple[int, dict[str, dict[str, str]], str]], lane: str
+) -> None:
+    retired = [overlay for overlay, found in audits[lane][1].items() if found["decision"] == "retired"]
+
+    done = subprocess.run(
+        [LANES[lane], "-m", "megacpp_overlays", "ledger", "--due"], capture_output=True, text=True, check=False, cwd="/"
+    )
+
+    assert done.returncode == bool(retired)
+    assert [line.partition(":")[0] for line in done.stdout.splitlines() if ":" in line] == retired
+
+
 def test_observe_installs_nothing_and_reports_the_same_verdicts(
     audits: dict[str, tuple[int, dict[str, dict[str, str]], str]],
 ) -> None:

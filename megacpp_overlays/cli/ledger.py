@@ -1,4 +1,4 @@
-"""`megacpp-overlays ledger`: print, check or rewrite RETIREMENT.md from the declarations."""
+"""`megacpp-overlays ledger`: print, check or rewrite RETIREMENT.md from the declarations, or say what is due."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from pathlib import Path
 
 from megacpp_overlays import lane
 from megacpp_overlays.cli.commands import Subparsers
-from megacpp_overlays.ledger import difference, render
+from megacpp_overlays.ledger import difference, due, render
+from megacpp_overlays.source import InstalledTree
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    text = "Print RETIREMENT.md as the declarations have it, or check or rewrite the file."
+    text = "Print RETIREMENT.md as the declarations have it, check or rewrite the file, or say what is due."
     parser = commands.add_parser("ledger", help=text, description=text)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", metavar="FILE", type=Path, help="exit 1 when FILE is not in step")
+    what.add_argument("--due", action="store_true", help="list what can be deleted here; exit 1 when there is any")
     what.add_argument("--write", metavar="FILE", type=Path, help="bring FILE in step, its history kept")
     parser.set_defaults(run=run)
 
@@ -28,6 +30,10 @@ def run(arguments: argparse.Namespace) -> bool:
         found = difference(overlays, arguments.check)
         print(found or f"{arguments.check} is in step", file=sys.stderr if found else sys.stdout)
         return not found
+    if arguments.due:
+        overdue = due(overlays, InstalledTree())
+        print("\n".join(f"{overlay.id}: {overlay.retire_when}" for overlay in overdue) or "nothing is due here")
+        return not overdue
     if arguments.write is not None:
         arguments.write.write_text(render(overlays, arguments.write))
     else:
