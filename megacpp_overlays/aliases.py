@@ -3,7 +3,8 @@
 `from m import f` keeps the old function under a name, perhaps a new one. Names are found by identity, never by
 spelling, in the namespaces of loaded modules. If code ran between the import of the target and the seam, the
 function may also be held by classes, which are rebound, and by objects that no assignment to a name can change
-(a partial, a container, an instance, a default argument, a closure); those are reported.
+(a partial, a container, an instance, a default argument, a closure); those are reported. So are instances that were
+built before a seam went into their constructor.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from types import CellType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from megacpp_overlays.seams import Mark, Owner, Seam
+from megacpp_overlays.seams import Mark, Owner, Seam, owner_name
 
 
 def rebind(placed: Sequence[Seam], *, deep: bool) -> list[Seam]:
@@ -83,6 +84,20 @@ def holders(placed: Sequence[Seam]) -> list[str]:
             if id(referrer) not in ours and not isinstance(referrer, Seam | Mark | FrameType)
         ]
     return sorted(found)
+
+
+def built_before(placed: Sequence[Seam]) -> list[str]:
+    """Return which classes have instances that a seam on their constructor came too late for, in words."""
+    classes = [seam.owner for seam in placed if isinstance(seam.owner, type) and seam.name in {"__init__", "__new__"}]
+    if not any(map(_instances, classes)):
+        return []
+    gc.collect()  # what nobody can reach any more does not count
+    counts = {cls: _instances(cls) for cls in classes}
+    return [f"{count} of {owner_name(cls)}" for cls, count in counts.items() if count]
+
+
+def _instances(cls: type) -> int:
+    return sum(issubclass(type(each), cls) for each in gc.get_objects())
 
 
 def _closure_cells(function: Any) -> Iterator[int]:

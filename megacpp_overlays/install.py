@@ -94,7 +94,9 @@ def _reason(overlay: Overlay, finding: Finding, decision: Decision, settings: Se
             return seen
 
 
-def install(overlay: Overlay, shape: str, module: ModuleType, tree: SourceTree, *, late: bool) -> Installed:
+def install(
+    overlay: Overlay, shape: str, module: ModuleType, tree: SourceTree, *, late: bool, again: bool = False
+) -> Installed:
     """Put in all seams of an overlay, lead every live name to them, and test the result.
 
     Args:
@@ -104,10 +106,11 @@ def install(overlay: Overlay, shape: str, module: ModuleType, tree: SourceTree, 
         tree: where its source is read.
         late: whether other code could run between the import of the target and now, so that objects, and not
             only names, may hold the original.
+        again: whether the overlay was undone on purpose; instances that were built meanwhile are then as wanted.
 
     Raises:
         RefusedError: the live object is somebody else's, a witness disagrees with the probe, the original is still
-            held, or the self-test fails.
+            held, instances were built without the seam, or the self-test fails.
         SeamError: an attribute cannot be replaced.
     """
     replacements = overlay.replacements[shape]
@@ -127,6 +130,8 @@ def install(overlay: Overlay, shape: str, module: ModuleType, tree: SourceTree, 
         rebound += aliases.rebind(placed, deep=late)
         if late:
             _refuse_holders(placed)
+        if late and not again:
+            _refuse_instances(placed)
         _self_test(overlay, module)
     except BaseException:
         undo_all((*placed, *rebound))
@@ -155,6 +160,14 @@ def _refuse_holders(placed: Sequence[Seam]) -> None:
         raise RefusedError(
             f"{', '.join(map(str, placed))} was imported before the overlay was armed, and the original is still "
             f"held by {', '.join(held)}; import megacpp_overlays first"
+        )
+
+
+def _refuse_instances(placed: Sequence[Seam]) -> None:
+    if built := aliases.built_before(placed):
+        raise RefusedError(
+            f"{', '.join(map(str, placed))} came too late for instances that were built before: {', '.join(built)}; "
+            "import megacpp_overlays first"
         )
 
 

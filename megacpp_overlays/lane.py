@@ -92,7 +92,9 @@ class Lane:
         mine = [o for o in self.overlays if o.target.module == module.__name__ and o.id not in self._undone]
         with self._locks[module.__name__]:
             settled = [
-                self._settle(overlay, module, late=late) for overlay in mine if only is None or overlay.id in only
+                self._settle(overlay, module, late=late, again=only is not None)
+                for overlay in mine
+                if only is None or overlay.id in only
             ]
         if self.settings.mode is Mode.STRICT:
             raise_for([record for record in settled if record.decision is Decision.CONFLICT])
@@ -146,7 +148,7 @@ class Lane:
         records = tuple(self._review(self._records[o.id]) for o in self.overlays if o.id in self._records)
         return Audit(version=VERSION, mode=self.settings.mode.value, records=records)
 
-    def _settle(self, overlay: Overlay, module: ModuleType, *, late: bool) -> Record:
+    def _settle(self, overlay: Overlay, module: ModuleType, *, late: bool, again: bool) -> Record:
         from megacpp_overlays import install
 
         kept = [installed.still_in_place() for installed in self._installed.pop(overlay.id, [])]
@@ -156,7 +158,7 @@ class Lane:
         try:
             record = install.assess(overlay, module, self.settings, tree)
             if record.decision is Decision.ACTIVE:
-                installed = install.install(overlay, record.shape, module, tree, late=late)
+                installed = install.install(overlay, record.shape, module, tree, late=late, again=again)
                 self._installed[overlay.id].append(installed)
                 record = replace(
                     record,
@@ -176,8 +178,8 @@ class Lane:
         if record.decision is Decision.ARMED:
             return _if_absent(record, self._tree)
         if record.decision is Decision.ACTIVE:
-            newest = self._installed[record.overlay.id][-1]
-            lost = [str(seam) for seam in newest.seams if not seam.in_place]
+            installed = self._installed.get(record.overlay.id, [])[-1:]  # empty while another thread settles anew
+            lost = [str(seam) for each in installed for seam in each.seams if not seam.in_place]
             if lost:
                 reason = f"replaced by somebody else after installing: {', '.join(lost)}"
                 return replace(record, decision=Decision.CONFLICT, reason=reason)

@@ -23,6 +23,9 @@ def double(x):
 
 
 class Layer:
+    def __init__(self):
+        self.built = True
+
     def forward(self, x):
         return double(x) + 1
 

@@ -13,7 +13,7 @@ from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
 
 from megacpp_overlays.audit import Audit
 from megacpp_overlays.lane import Lane
-from megacpp_overlays.model import Decision, Observation, Record, Replacement
+from megacpp_overlays.model import Decision, Observation, Overlay, Record, Replacement
 
 LaneMaker = Callable[..., Lane]
 
@@ -247,3 +247,62 @@ def test_two_overlays_on_one_module_are_settled_together(upstream: Upstream, lan
     assert [record.decision for record in current.audit().records] == [Decision.ACTIVE, Decision.ACTIVE]
     current.undo("double-fix")
     assert (module.double(1), module.Layer.static(1)) == (3, 1)
+
+
+def constructor_overlay(upstream: Upstream) -> Overlay:
+    def mark(original: Callable[..., None], _: ModuleType) -> Callable[..., None]:
+        def __init__(self: object) -> None:  # noqa: N807 - it becomes a constructor
+            original(self)
+            vars(self)["seen"] = True
+
+        return __init__
+
+    return upstream.overlay(
+        replacements={"off-by-one": (Replacement(symbol="Layer.__init__", make=mark),)},
+        witness=None,
+        self_test=lambda module: Observation(broken=not hasattr(module.Layer(), "seen"), seen="a built layer"),
+    )
+
+
+@pytest.mark.parametrize("name", ["Layer", "Child"])
+def test_an_instance_that_was_built_before_its_constructor_was_repaired_is_a_conflict(
+    upstream: Upstream, lane: LaneMaker, name: str
+) -> None:
+    module = upstream.load()
+    built = getattr(module, name)()
+    current = lane(constructor_overlay(upstream))
+
+    current.arm()
+
+    record = only(current.audit())
+    assert record.decision is Decision.CONFLICT
+    assert f"1 of {upstream.module_name}.Layer" in record.reason
+    assert not hasattr(module.Layer(), "seen")
+    del built
+
+
+def test_instances_that_nobody_can_reach_do_not_count(upstream: Upstream, lane: LaneMaker) -> None:
+    module = upstream.load()
+    circle = module.Layer()
+    circle.itself = circle
+    del circle
+    current = lane(constructor_overlay(upstream))
+
+    current.arm()
+
+    assert only(current.audit()).decision is Decision.ACTIVE
+
+
+def test_instances_that_were_built_while_an_overlay_was_undone_on_purpose_do_not_count(
+    upstream: Upstream, lane: LaneMaker
+) -> None:
+    current = lane(constructor_overlay(upstream))
+    current.arm()
+    module = upstream.load()
+    current.undo()
+    built = module.Layer()
+
+    current.arm()
+
+    assert only(current.audit()).decision is Decision.ACTIVE
+    assert (hasattr(built, "seen"), hasattr(module.Layer(), "seen")) == (False, True)
