@@ -1,8 +1,8 @@
 """Find and rebind names that were bound to a function before its seam went in.
 
 `from m import f` keeps the old function under a name, perhaps a new one. Names are found by identity, never by
-spelling, in the namespaces of loaded modules. If code ran between the import of the target and the seam, the
-function may also be held by classes, which are rebound, and by objects that no assignment to a name can change
+spelling, in the namespaces of loaded modules. The function may also be held by classes, which are rebound, and by
+objects that no assignment to a name can change
 (a partial, a container, an instance, a default argument, a closure); those are reported. So are instances that were
 built before a seam went into their constructor.
 """
@@ -15,42 +15,84 @@ from collections.abc import Iterator, Sequence
 from types import CellType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from megacpp_overlays.seams import Mark, Owner, Seam, owner_name
+from megacpp_overlays.errors import SeamError
+from megacpp_overlays.seams import Mark, Owner, Seam, namespace, owner_name, plain_function, raw_attribute
+
+_FROZEN_BY_PYTHON = 10_000
+"""Python freezes some hundred objects of its own at start; `gc.freeze()` in a launcher hides hundreds of thousands."""
 
 
-def rebind(placed: Sequence[Seam], *, deep: bool) -> list[Seam]:
-    """Lead every stale name of the originals to their replacements; return what was changed.
+def rebind(placed: Sequence[Seam], changed: list[Seam], *, deep: bool) -> None:
+    """Lead every stale name of the originals to their replacements.
 
     Args:
         placed: the seams of one overlay.
+        changed: gets each name that was changed, one by one, so that the caller can undo them if a later one fails.
         deep: whether to look into classes too, which takes a walk over the heap (tens of milliseconds).
+
+    Raises:
+        SeamError: an owner does not let a name be assigned.
     """
-    changed: list[Seam] = []
     for seam in placed:
         owners = [*_modules(), *(_borrowing_classes(seam) if deep else ())]
-        changed += [_lead(seam, *found) for found in list(_stale_names(seam, owners))]
-    return changed
+        for owner, name, raw in list(_names_of(seam.original, seam.original_function, owners)):
+            if owner is seam.owner and name == seam.name:
+                continue
+            alias = Seam(owner, name, raw, seam.replacement if raw is seam.original else seam.function, inherited=False)
+            _assign(alias, alias.replacement)
+            changed.append(alias)
 
 
-def _lead(seam: Seam, owner: Owner, name: str, raw: Any) -> Seam:
-    replacement = seam.replacement if raw is seam.original else seam.function
-    setattr(owner, name, replacement)
-    return Seam(owner, name, raw, replacement, inherited=False)
+def lead_back(undone: Sequence[Seam]) -> None:
+    """Lead names that were bound to a replacement while it was in back to the original.
+
+    Raises:
+        SeamError: an owner does not let a name be assigned.
+    """
+    for seam in undone:
+        for owner, name, raw in list(_names_of(seam.replacement, seam.function, _modules())):
+            original = seam.original if raw is seam.replacement else seam.original_function
+            _assign(Seam(owner, name, raw, original, inherited=False), original)
 
 
-def _stale_names(seam: Seam, owners: Sequence[Owner]) -> Iterator[tuple[Owner, str, Any]]:
+def _assign(alias: Seam, value: Any) -> None:
+    try:
+        setattr(alias.owner, alias.name, value)
+    except Exception as error:
+        raise SeamError(f"{alias} holds the other function and cannot be assigned: {error!r}") from error
+
+
+def is_held_elsewhere(owner: Owner, name: str) -> bool:
+    """Return whether anything beside its own name holds a function: a count of references, and no walk."""
+    raw, inherited = raw_attribute(owner, name)
+    if inherited:
+        return False
+    kind = type(raw) if isinstance(raw, staticmethod | classmethod | property) else None
+    alone = type("Alone", (), {name: kind(_template()) if kind else _template()})
+    return _references(owner, name) > _references(alone, name)
+
+
+def _template() -> Any:
+    def function() -> None: ...
+
+    return function
+
+
+def _references(owner: Owner, name: str) -> int:
+    return sys.getrefcount(plain_function(namespace(owner)[name]))
+
+
+def _names_of(raw: object, function: object, owners: Sequence[Owner]) -> Iterator[tuple[Owner, str, Any]]:
     for owner in owners:
-        if not _holds(owner, seam.original, seam.original_function):
-            continue
-        for name, value in list(vars(owner).items()):
-            stale = value is seam.original or value is seam.original_function
-            if stale and not (owner is seam.owner and name == seam.name):
-                yield owner, name, value
+        if _holds(owner, raw, function):
+            for name, value in list(namespace(owner).items()):
+                if value is raw or value is function:
+                    yield owner, name, value
 
 
 def _holds(owner: Owner, raw: object, function: object) -> bool:
     # The hot loop of an import: a training process has a hundred thousand names, and nearly none is ours.
-    for value in list(vars(owner).values()):  # noqa: SIM110 - any() with a generator takes twice as long
+    for value in list(namespace(owner).values()):  # noqa: SIM110 - any() with a generator takes twice as long
         if value is function or value is raw:
             return True
     return False
@@ -74,14 +116,21 @@ def _classes_with(namespace: dict[str, Any]) -> list[type]:
 
 
 def holders(placed: Sequence[Seam]) -> list[str]:
-    """Return what else still holds the originals, after rebinding, in words."""
+    """Return what else still holds the originals, after rebinding, in words.
+
+    Local variables of running functions are neither reached nor reported.
+    """
     found: list[str] = []
+    if gc.get_freeze_count() > _FROZEN_BY_PYTHON:
+        found.append("what gc.freeze() hides")
     for seam in placed:
         ours = {id(seam.original), id(vars(seam.function)), *_closure_cells(seam.function)}
         found += [
             _words(referrer)
             for referrer in gc.get_referrers(seam.original_function)
-            if id(referrer) not in ours and not isinstance(referrer, Seam | Mark | FrameType)
+            if id(referrer) not in ours
+            and not isinstance(referrer, FrameType)
+            and type(referrer).__name__ not in {Seam.__name__, Mark.__name__}  # of any copy of this package
         ]
     return sorted(found)
 
@@ -97,7 +146,7 @@ def built_before(placed: Sequence[Seam]) -> list[str]:
 
 
 def _instances(cls: type) -> int:
-    return sum(issubclass(type(each), cls) for each in gc.get_objects())
+    return sum(cls in type(each).__mro__ for each in gc.get_objects())
 
 
 def _closure_cells(function: Any) -> Iterator[int]:

@@ -6,6 +6,7 @@ as it was.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -104,8 +105,8 @@ def install(
         shape: the broken shape that the probe found.
         module: the target module, completely executed.
         tree: where its source is read.
-        late: whether other code could run between the import of the target and now, so that objects, and not
-            only names, may hold the original.
+        late: whether other code could run between the import of the target and now. Then objects, too, are searched
+            for the original; so they are whenever its count of references says that somebody holds it.
         again: whether the overlay was undone on purpose; instances that were built meanwhile are then as wanted.
 
     Raises:
@@ -117,24 +118,31 @@ def install(
     source = tree.module(overlay.target.module)
     if source is None:
         raise RefusedError(f"{overlay.target.module} is loaded but has no source")
+    if sys.modules.get(overlay.target.module) is not module:
+        raise RefusedError(f"{overlay.target.module} put something else in its place in sys.modules")
     for replacement in replacements:
         if (owner := live.foreign_owner(module, replacement.symbol, source)) is not None:
             raise RefusedError(owner)
-    first_time = not any(_is_ours(module, replacement.symbol) for replacement in replacements)
-    if first_time and overlay.witness is not None and not (seen := overlay.witness(module)).broken:
+    places = [seams.resolve(module, replacement.symbol) for replacement in replacements]
+    ours = [seams.mark_of(seams.raw_attribute(*place)[0]) is not None for place in places]
+    if not any(ours) and overlay.witness is not None and not (seen := overlay.witness(module)).broken:
         raise RefusedError(f"the probe says BROKEN but the loaded code does not behave so: {seen.seen}")
+    deep = late or any(aliases.is_held_elsewhere(*place) for place in places)
     placed: list[Seam] = []
     rebound: list[Seam] = []
     try:
-        placed.extend(_place(overlay, replacement, module) for replacement in replacements)
-        rebound += aliases.rebind(placed, deep=late)
-        if late:
-            _refuse_holders(placed)
+        for replacement in replacements:
+            placed.append(_place(overlay, replacement, module))  # noqa: PERF401 - what is in must be known if one fails
+        # What is adopted was reached and verified by whoever put it in, and is theirs to undo.
+        fresh = [seam for seam in placed if not seam.adopted]
+        aliases.rebind(fresh, rebound, deep=deep)
+        if deep:
+            _refuse_holders(fresh)
         if late and not again:
-            _refuse_instances(placed)
+            _refuse_instances(fresh)
         _self_test(overlay, module)
     except BaseException:
-        undo_all((*placed, *rebound))
+        undo_all((*(seam for seam in placed if not seam.adopted), *rebound))
         raise
     return Installed(tuple(placed), tuple(rebound))
 
@@ -145,11 +153,6 @@ def _self_test(overlay: Overlay, module: ModuleType) -> None:
         raise RefusedError(f"the self-test failed after installing: {seen.seen}")
 
 
-def _is_ours(module: ModuleType, symbol: str) -> bool:
-    owner, name = seams.resolve(module, symbol)
-    return seams.mark_of(seams.raw_attribute(owner, name)[0]) is not None
-
-
 def _place(overlay: Overlay, replacement: Replacement, module: ModuleType) -> Seam:
     owner, name = seams.resolve(module, replacement.symbol)
     return seams.replace(owner, name, lambda original: replacement.make(original, module), overlay_id=overlay.id)
@@ -158,8 +161,8 @@ def _place(overlay: Overlay, replacement: Replacement, module: ModuleType) -> Se
 def _refuse_holders(placed: Sequence[Seam]) -> None:
     if held := aliases.holders(placed):
         raise RefusedError(
-            f"{', '.join(map(str, placed))} was imported before the overlay was armed, and the original is still "
-            f"held by {', '.join(held)}; import megacpp_overlays first"
+            f"the original of {', '.join(map(str, placed))} is still held by {', '.join(held)}; "
+            "if that is not upstream's own doing, import megacpp_overlays first"
         )
 
 

@@ -6,18 +6,19 @@ imported by the functions that do that.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from megacpp_overlays import registry
 from megacpp_overlays.audit import Audit, raise_for
-from megacpp_overlays.errors import RegistryError
-from megacpp_overlays.hooks import Hooks
+from megacpp_overlays.errors import ActivationError, RegistryError, SeamError
+from megacpp_overlays.hooks import Hooks, is_half_imported
 from megacpp_overlays.log import Log
 from megacpp_overlays.model import Decision, Evidence, Finding, Overlay, Record, Verdict
 from megacpp_overlays.settings import Mode, Settings, Switch, plugin_names
@@ -26,7 +27,8 @@ from megacpp_overlays.version import VERSION
 
 if TYPE_CHECKING:
     from megacpp_overlays.install import Installed
-    from megacpp_overlays.seams import Seam
+
+_UNDONE = "undone in this process"
 
 
 class Lane:
@@ -74,61 +76,87 @@ class Lane:
         if self.settings.mode is Mode.OFF:
             return
         undone, self._undone = self._undone, set()
-        for name in self._targets():
-            self._hooks.watch(name)
         for overlay in self.overlays:
             if overlay.id in undone:
                 self._records[overlay.id] = _before_import(overlay, self.settings)
-        for name in dict.fromkeys(o.target.module for o in self.overlays if o.id in undone):
-            if (module := sys.modules.get(name)) is not None:
-                self.loaded(module, late=True, only=undone)
+        conflicts: list[str] = []
+        for name in self._targets():
+            with _collecting(conflicts):
+                self._hooks.watch(name)
+            again = {o.id for o in self.overlays if o.id in undone and o.target.module == name}
+            if again and (module := sys.modules.get(name)) is not None:
+                with _collecting(conflicts):
+                    self.loaded(name, module, late=True, again=again)
+        if conflicts:  # strict: every target has been settled before the first of them is raised
+            raise ActivationError("\n".join(conflicts))
 
-    def loaded(self, module: ModuleType, *, late: bool, only: Collection[str] | None = None) -> None:
+    def loaded(self, name: str, module: ModuleType, *, late: bool, again: Collection[str] = ()) -> None:
         """Settle the overlays whose target is this module (called by the hooks).
+
+        Args:
+            name: the name under which it was watched.
+            module: the module, complete.
+            late: see `install.install`.
+            again: ids of overlays that were undone on purpose; only these are settled then.
 
         Raises:
             ActivationError: `strict` is on and one of them ended in conflict.
         """
-        mine = [o for o in self.overlays if o.target.module == module.__name__ and o.id not in self._undone]
-        with self._locks[module.__name__]:
+        with self._locks[name]:
+            mine = [o for o in self.overlays if o.target.module == name and o.id not in self._undone]
             settled = [
-                self._settle(overlay, module, late=late, again=only is not None)
+                self._settle(overlay, module, late=late, again=bool(again))
                 for overlay in mine
-                if only is None or overlay.id in only
+                if not again or overlay.id in again
             ]
         if self.settings.mode is Mode.STRICT:
             raise_for([record for record in settled if record.decision is Decision.CONFLICT])
 
-    def failed(self, module_name: str, error: Exception) -> None:
+    def failed(self, name: str, error: Exception) -> None:
         """Record that the loader itself failed on a module (called by the hooks)."""
         for overlay in self.overlays:
-            if overlay.target.module == module_name:
+            if overlay.target.module == name:
                 self._keep(_conflict(_before_import(overlay, self.settings), error))
 
     def undo(self, overlay_id: str | None = None) -> None:
         """Put back what one overlay, or every overlay, replaced. It stays off until `arm` is called again.
 
         Raises:
-            SeamError: somebody replaced an attribute after us; the rest is undone.
+            SeamError: somebody replaced an attribute after us; the rest is undone, and the overlay is in conflict.
             RegistryError: there is no such overlay.
         """
-        from megacpp_overlays.install import undo_all
-
         chosen = [overlay for overlay in self.overlays if overlay_id in {None, overlay.id}]
         if overlay_id is not None and not chosen:
             known = ", ".join(overlay.id for overlay in self.overlays)
             raise RegistryError(f"there is no overlay {overlay_id}; known: {known}")
-        changed: list[Seam] = []
-        for overlay in chosen:
+        problems = [problem for overlay in chosen if (problem := self._undo_one(overlay))]
+        if problems:
+            raise SeamError("; ".join(problems))
+
+    def _undo_one(self, overlay: Overlay) -> str:
+        """Undo one overlay; return what could not be put back, in words."""
+        from megacpp_overlays import aliases
+
+        with self._locks[overlay.target.module]:
             self._undone.add(overlay.id)
-            for installed in self._installed.pop(overlay.id, []):
-                changed += installed.changes
+            changed = [seam for each in self._installed.pop(overlay.id, []) for seam in each.changes]
+            lost = [seam for seam in reversed(changed) if not seam.undo()]
+            aliases.lead_back([seam for seam in changed if seam not in lost])
             record = self._records.get(overlay.id)
-            if record is not None and record.decision in {Decision.ACTIVE, Decision.ARMED}:
-                self._records[overlay.id] = replace(
-                    record, decision=Decision.DISABLED, reason="undone in this process", seams=(), rebound=()
-                )
-        undo_all(changed)
+            if record is None or record.decision not in {Decision.ACTIVE, Decision.ARMED, Decision.CONFLICT}:
+                return ""
+            off = replace(record, seams=(), rebound=())
+            if not lost:
+                if record.decision is not Decision.CONFLICT:
+                    self._records[overlay.id] = replace(off, decision=Decision.DISABLED, reason=_UNDONE)
+                return ""
+            from megacpp_overlays.install import Installed
+
+            self._installed[overlay.id] = [Installed(tuple(reversed(lost)), ())]  # for another try
+            reason = "; ".join(seam.taken_by() for seam in lost)
+            kept = tuple(str(seam) for seam in lost)
+            self._records[overlay.id] = replace(off, decision=Decision.CONFLICT, reason=reason, seams=kept)
+            return reason
 
     def audit(self) -> Audit:
         """Return all decisions as they stand now.
@@ -145,21 +173,33 @@ class Lane:
 
     def snapshot(self) -> Audit:
         """Return the same as `audit`, and never raise: for reports that show conflicts themselves."""
+        self._settle_what_no_hook_heard()
         records = tuple(self._review(self._records[o.id]) for o in self.overlays if o.id in self._records)
         return Audit(version=VERSION, mode=self.settings.mode.value, records=records)
+
+    def _settle_what_no_hook_heard(self) -> None:
+        """Settle a target that was loaded past every hook, by a loader or a recipe of somebody's own."""
+        for name in self._targets():
+            module = sys.modules.get(name)
+            waits = any(
+                o.target.module == name and (r := self._records.get(o.id)) and r.decision is Decision.ARMED
+                for o in self.overlays
+            )
+            if waits and module is not None and not is_half_imported(module) and self.settings.mode is not Mode.OFF:
+                with _collecting([]):  # the audit that asks for this raises for every conflict itself
+                    self._hooks.complete(name, module, late=True)
 
     def _settle(self, overlay: Overlay, module: ModuleType, *, late: bool, again: bool) -> Record:
         from megacpp_overlays import install
 
-        kept = [installed.still_in_place() for installed in self._installed.pop(overlay.id, [])]
-        self._installed[overlay.id] = [installed for installed in kept if installed.changes]
         tree = Remembered(self._tree)
         record = _before_import(overlay, self.settings)
+        kept = [each.still_in_place() for each in self._installed.get(overlay.id, [])]
         try:
             record = install.assess(overlay, module, self.settings, tree)
             if record.decision is Decision.ACTIVE:
                 installed = install.install(overlay, record.shape, module, tree, late=late, again=again)
-                self._installed[overlay.id].append(installed)
+                kept.append(installed)
                 record = replace(
                     record,
                     seams=tuple(str(seam) for seam in installed.seams),
@@ -167,6 +207,7 @@ class Lane:
                 )
         except Exception as error:  # noqa: BLE001 - undone already; upstream must go on as if we were not here
             record = _conflict(record, error)
+        self._installed[overlay.id] = [each for each in kept if each.changes]
         return self._keep(record)
 
     def _keep(self, record: Record) -> Record:
@@ -178,11 +219,17 @@ class Lane:
         if record.decision is Decision.ARMED:
             return _if_absent(record, self._tree)
         if record.decision is Decision.ACTIVE:
+            from megacpp_overlays.seams import describe
+
             installed = self._installed.get(record.overlay.id, [])[-1:]  # empty while another thread settles anew
-            lost = [str(seam) for each in installed for seam in each.seams if not seam.in_place]
+            over = [seam for each in installed for seam in each.seams if not seam.in_place]
+            lost = [seam for seam in over if not seam.is_wrapped]
             if lost:
-                reason = f"replaced by somebody else after installing: {', '.join(lost)}"
+                reason = "; ".join(f"{seam} was replaced after us by {describe(seam.current)}" for seam in lost)
                 return replace(record, decision=Decision.CONFLICT, reason=reason)
+            if over:
+                wrapped = "; ".join(f"{seam} is wrapped by {describe(seam.current)}" for seam in over)
+                return replace(record, reason=f"{record.reason}; {wrapped}")
         return record
 
 
@@ -197,8 +244,20 @@ def _before_import(overlay: Overlay, settings: Settings) -> Record:
 
 def _conflict(record: Record, error: Exception) -> Record:
     own = type(error).__module__.startswith("megacpp_overlays.")
-    reason = str(error) if own else f"{type(error).__name__}: {error}"
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - somebody's exception cannot even say what it is
+        text = "no text"
+    reason = text if own else f"{type(error).__name__}: {text}"
     return replace(record, decision=Decision.CONFLICT, reason=reason)
+
+
+@contextlib.contextmanager
+def _collecting(conflicts: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except ActivationError as error:
+        conflicts.append(str(error))
 
 
 def _if_absent(record: Record, tree: InstalledTree) -> Record:

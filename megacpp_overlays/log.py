@@ -16,7 +16,6 @@ from megacpp_overlays.model import Decision, Record, Verdict
 from megacpp_overlays.settings import LOG, LogForm, Settings
 
 logger = logging.getLogger("megacpp_overlays")
-logger.addHandler(logging.NullHandler())
 
 _LEVELS = {Decision.CONFLICT: logging.WARNING}
 
@@ -30,9 +29,11 @@ class Log:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        if settings.log_path is not None:
+        # Absolute, because a launcher may change its folder later.
+        self._path = None if settings.log_path is None else Path(settings.log_path).absolute()
+        if self._path is not None:
             try:
-                Path(settings.log_path).open("a").close()
+                self._path.open("a").close()
             except OSError as error:
                 raise SettingsError(f"{LOG}={settings.log_path} cannot be written: {error.strerror}") from error
 
@@ -53,19 +54,21 @@ class Log:
     def _write(self, text: str, data: dict[str, object], level: int) -> None:
         if self._settings.rank != 0 and level < logging.WARNING:
             return
-        form, path = self._settings.log, self._settings.log_path
-        if form is LogForm.LOGGING:
+        try:
+            self._write_as_asked(text, data, level)
+        except Exception as error:  # noqa: BLE001 - a full disk or somebody's handler must not stop an import
+            _print(f"[megacpp_overlays] {text} | {LOG} does not work: {type(error).__name__}: {error}")
+
+    def _write_as_asked(self, text: str, data: dict[str, object], level: int) -> None:
+        rank = f" rank {self._settings.rank}" if self._settings.rank else ""
+        if self._settings.log is LogForm.LOGGING:
             logger.log(level, "%s", text)
-        elif path is not None:
-            row = self._json(data) if path.endswith((".json", ".jsonl")) else text
-            try:
-                with Path(path).open("a") as file:
-                    file.write(f"{row}\n")
-            except OSError as error:  # the disk is full, or the folder is gone since the start
-                _print(f"[megacpp_overlays] {text} | {LOG}={path} cannot be written: {error.strerror}")
+        elif self._path is not None:
+            row = self._json(data) if self._path.suffix in {".json", ".jsonl"} else f"[megacpp_overlays{rank}] {text}"
+            with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(f"{row}\n")
         else:
-            rank = f" rank {self._settings.rank}" if self._settings.rank else ""
-            _print(self._json(data) if form is LogForm.JSON else f"[megacpp_overlays{rank}] {text}")
+            _print(self._json(data) if self._settings.log is LogForm.JSON else f"[megacpp_overlays{rank}] {text}")
 
     def _json(self, data: dict[str, object]) -> str:
         import json  # noqa: PLC0415 - the default form does not need it
@@ -105,6 +108,8 @@ def consequence(record: Record) -> str:
     verdict = record.finding.verdict if record.finding else None
     if record.decision is Decision.ACTIVE:
         return f"without it: {breaks}"
+    if record.decision is Decision.CONFLICT and record.seams:
+        return f"if what is there now does not repair it, {breaks}"
     if verdict is Verdict.BROKEN:
         return f"nothing is installed, so {breaks}"
     if record.decision is Decision.CONFLICT:

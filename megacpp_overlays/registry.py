@@ -29,7 +29,7 @@ def load(plugins: Sequence[str] = ()) -> tuple[Overlay, ...]:
     names = sorted(found.name for found in pkgutil.iter_modules(built_in.__path__))
     modules = [importlib.import_module(f"{built_in.__name__}.{name}") for name in names]
     declared = [(module.__name__, getattr(module, "OVERLAY", None)) for module in modules]
-    declared += [(f"plugin {name}", _load_plugin(name)) for name in plugins]
+    declared += [(f"plugin {name}", _load_plugin(name)) for name in dict.fromkeys(plugins)]
     return check(declared)
 
 
@@ -45,7 +45,10 @@ def check(declared: Iterable[tuple[str, object]]) -> tuple[Overlay, ...]:
     for origin, overlay in declared:
         if not isinstance(overlay, Overlay):
             raise RegistryError(f"{origin} declares {overlay!r} where an Overlay is expected")
-        _check_fields(origin, overlay)
+        try:
+            _check_fields(origin, overlay)
+        except (TypeError, AttributeError) as error:
+            raise RegistryError(f"{origin}: a field has the wrong type: {error}") from error
         variable = variable_for(overlay.id)
         if variable in ids:
             raise RegistryError(f"{origin} and {ids[variable]} both declare {overlay.id}")
@@ -65,6 +68,11 @@ def _check_fields(origin: str, overlay: Overlay) -> None:
     for name in ("title", "breaks", "retire_when", "last_validated"):
         if not getattr(overlay, name).strip():
             raise RegistryError(f"{origin}: {name} is empty")
+    for name in ("probe", "self_test", "retired"):
+        if not callable(getattr(overlay, name)):
+            raise RegistryError(f"{origin}: {name} cannot be called")
+    if not isinstance(overlay.pack, int):
+        raise RegistryError(f"{origin}: pack {overlay.pack!r} is no number")
     if not overlay.replacements or not all(overlay.replacements.values()):
         raise RegistryError(f"{origin}: a shape without seams belongs in `unsupported`")
     if both := overlay.replacements.keys() & overlay.unsupported.keys():
@@ -78,4 +86,7 @@ def _load_plugin(name: str) -> object:
     if name not in found.names:
         known = ", ".join(sorted(found.names)) or "none"
         raise SettingsError(f"MEGACPP_OVERLAYS_PLUGINS names {name}, which is not installed; installed: {known}")
-    return found[name].load()
+    try:
+        return found[name].load()
+    except Exception as error:  # an ImportError would read as "this optional package is missing"
+        raise RegistryError(f"plugin {name} cannot be loaded: {type(error).__name__}: {error}") from error

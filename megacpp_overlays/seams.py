@@ -7,9 +7,9 @@ would come back as a plain function, and an inherited method would come back as 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from megacpp_overlays.errors import SeamError
@@ -18,6 +18,7 @@ Owner = ModuleType | type
 
 _MARK = "__megacpp_seam__"
 _ABSENT = object()
+_kept: dict[tuple[str, int], Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class Mark:
     """The raw attribute that was there first."""
     inherited: bool
     """Whether the owner had no attribute of its own, so that undoing deletes ours."""
+    made: Any
+    """The function that carries this mark. `functools.wraps` copies marks; a copy does not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,8 @@ class Seam:
     original: Any
     replacement: Any
     inherited: bool
+    adopted: bool = False
+    """Whether it was there already, put in and verified by another lane."""
 
     def __str__(self) -> str:
         return f"{owner_name(self.owner)}.{self.name}"
@@ -57,7 +62,22 @@ class Seam:
     @property
     def in_place(self) -> bool:
         """Whether the attribute still is ours."""
-        return vars(self.owner).get(self.name) is self.replacement
+        return namespace(self.owner).get(self.name) is self.replacement
+
+    @property
+    def current(self) -> Any:
+        """The attribute as it is now."""
+        return namespace(self.owner).get(self.name)
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether what is there now still leads to ours, by its own account."""
+        outer = plain_function(self.current)
+        for _ in range(16):
+            outer = getattr(outer, "__wrapped__", None)
+            if outer is self.function:
+                return True
+        return False
 
     def undo(self) -> bool:
         """Put the original back; a second undo does nothing.
@@ -66,7 +86,7 @@ class Seam:
             False when somebody replaced the attribute after us. It is left alone then: putting the original
             back would drop what they installed.
         """
-        current = vars(self.owner).get(self.name, _ABSENT)
+        current = namespace(self.owner).get(self.name, _ABSENT)
         if current is self.original or (self.inherited and current is _ABSENT):
             return True
         if current is not self.replacement:
@@ -79,7 +99,7 @@ class Seam:
 
     def taken_by(self) -> str:
         """Return in words who holds the attribute now."""
-        return f"{self} was replaced after us by {describe(vars(self.owner).get(self.name))}; not undone"
+        return f"{self} was replaced after us by {describe(self.current)}; not undone"
 
 
 def resolve(module: ModuleType, symbol: str) -> tuple[Owner, str]:
@@ -91,7 +111,7 @@ def resolve(module: ModuleType, symbol: str) -> tuple[Owner, str]:
     owner: Owner = module
     *path, name = symbol.split(".")
     for part in path:
-        inner = vars(owner).get(part, _ABSENT)
+        inner = namespace(owner).get(part, _ABSENT)
         if not isinstance(inner, type):
             raise SeamError(f"{owner_name(owner)} has no class {part}")
         owner = inner
@@ -102,8 +122,8 @@ def resolve(module: ModuleType, symbol: str) -> tuple[Owner, str]:
 
 def raw_attribute(owner: Owner, name: str) -> tuple[Any, bool]:
     """Return an attribute as its owner stores it, and whether it is inherited."""
-    if name in vars(owner):
-        return vars(owner)[name], False
+    if name in namespace(owner):
+        return namespace(owner)[name], False
     for base in owner.__mro__ if isinstance(owner, type) else ():
         if name in vars(base):
             return vars(base)[name], True
@@ -121,8 +141,19 @@ def plain_function(raw: Any) -> Any:
 
 def mark_of(raw: Any) -> Mark | None:
     """Return the mark of a replacement, or None for any other attribute."""
-    mark = vars(function).get(_MARK) if hasattr(function := plain_function(raw), "__dict__") else None
-    return mark if type(mark).__name__ == Mark.__name__ else None
+    function = plain_function(raw)
+    if type(function) is not FunctionType:  # a proxy answers for what it wraps
+        return None
+    mark: Mark | None = vars(function).get(_MARK)
+    # By name: it may be another copy of this package that put it in.
+    return mark if type(mark).__name__ == Mark.__name__ and getattr(mark, "made", None) is function else None
+
+
+def namespace(owner: Owner) -> Mapping[str, Any]:
+    """Return the attributes of a module or class; unlike `vars`, this does not wake a lazy module."""
+    is_class = issubclass(type(owner), type)  # isinstance() asks the object itself
+    found: Mapping[str, Any] = vars(owner) if is_class else object.__getattribute__(owner, "__dict__")
+    return found
 
 
 def replace(owner: Owner, name: str, make: Callable[[Any], Any], *, overlay_id: str) -> Seam:
@@ -139,21 +170,35 @@ def replace(owner: Owner, name: str, make: Callable[[Any], Any], *, overlay_id: 
     if (mark := mark_of(raw)) is not None:
         if mark.overlay_id != overlay_id:
             raise SeamError(f"{owner_name(owner)}.{name} is already held by overlay {mark.overlay_id}")
-        return Seam(owner, name, mark.original, raw, mark.inherited)
+        return Seam(owner, name, mark.original, raw, mark.inherited, adopted=True)
     function = plain_function(raw)
     if not callable(function):
         raise SeamError(f"{owner_name(owner)}.{name} is no function: {describe(raw)}")
-    made = make(function)
-    if made is function or not callable(made):
-        raise SeamError(f"the replacement of {owner_name(owner)}.{name} is {describe(made)}")
+    # Undone and put in again, it is the same function: somebody may hold it.
+    kept = _kept.get((overlay_id, id(function)))
+    made = kept if kept is not None and kept.__wrapped__ is function else None
+    if made is None:
+        made = make(function)
+        if not _is_new(made, function):
+            raise SeamError(f"the replacement of {owner_name(owner)}.{name} is no new function but {describe(made)}")
     functools.update_wrapper(made, function)
-    setattr(made, _MARK, Mark(overlay_id, raw, inherited))
+    setattr(made, _MARK, Mark(overlay_id, raw, inherited, made))
+    _kept[overlay_id, id(function)] = made
     replacement = _like(raw, made)
     try:
         setattr(owner, name, replacement)
     except (AttributeError, TypeError) as error:
         raise SeamError(f"{owner_name(owner)}.{name} cannot be replaced: {error}") from error
     return Seam(owner, name, raw, replacement, inherited)
+
+
+def _is_new(made: Any, function: Any) -> bool:
+    """Return whether a function was made for this seam: marking upstream's own would damage it."""
+    if type(made) is not FunctionType or made is function or _MARK in vars(made):
+        return False
+    if "__wrapped__" in vars(made):
+        return vars(made)["__wrapped__"] is function
+    return made.__code__.co_filename != getattr(getattr(function, "__code__", None), "co_filename", None)
 
 
 def _like(raw: Any, function: Callable[..., Any]) -> Any:

@@ -162,6 +162,6 @@ def _nearest(word: str, known: Collection[str]) -> str:
 def _rank(env: Mapping[str, str]) -> int:
     # Launchers own these variables, so an odd value is theirs to report: it only means "cannot tell" here.
     for name in _RANK_VARIABLES:
-        if env.get(name, "").isdigit():
+        if env.get(name, "").isdecimal() and len(env[name]) < len("1000000000"):
             return int(env[name])
     return 0

@@ -6,8 +6,8 @@ One probe serves three callers because all of them hand it a `SourceTree`:
     WheelTree       a wheel on disk
     DirectoryTree   an unpacked tree or a source checkout
 
-Only the top-level package is ever looked up through the import system; that runs no upstream code, while
-`find_spec("a.b.c")` would execute `a` and `a.b`.
+Packages are located by asking the finders of the import system level by level, which runs no upstream code, while
+`importlib.util.find_spec("a.b.c")` would execute `a` and `a.b`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ import functools
 import importlib.util
 import sys
 import zipfile
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Protocol
+from types import ModuleType
+from typing import Protocol, cast
 
 from megacpp_overlays.errors import SourceError
 
@@ -122,21 +125,47 @@ class InstalledTree:
     def module(self, name: str) -> ModuleSource | None:
         """Return the source of an importable module; imports nothing."""
         loaded = sys.modules.get(name)
-        if loaded is not None and getattr(loaded, "__file__", None):
-            return _read_python(name, Path(str(loaded.__file__)))
-        top, *rest = name.split(".")
-        try:
-            spec = importlib.util.find_spec(top)
-        except (ImportError, ValueError):  # ValueError: a module without __spec__ sits in sys.modules
-            return None
-        if spec is None:
-            return None
-        if not rest:
-            return _read_python(name, Path(spec.origin)) if spec.origin and spec.has_location else None
-        for folder in spec.submodule_search_locations or ():
-            if (path := _module_file(Path(folder), rest)) is not None:
+        if isinstance(file := getattr(loaded, "__file__", None), str):
+            return _read_python(name, Path(file))
+        *parents, last = name.split(".")
+        if not parents:
+            spec = find_spec(name, None, None)
+            return _read_python(name, Path(spec.origin)) if spec and spec.origin and spec.has_location else None
+        for folder in _search_path(parents):
+            if (path := _module_file(Path(folder), [last])) is not None:
                 return _read_python(name, path)
         return None
+
+
+def _search_path(parents: list[str]) -> list[str]:
+    """Return the folders in which modules of a package are looked for, and import nothing on the way.
+
+    Editable installs and `pkgutil.extend_path` decide that level by level, so each level is asked.
+    """
+    folders = list(sys.path)
+    for depth in range(1, len(parents) + 1):
+        name = ".".join(parents[:depth])
+        loaded = sys.modules.get(name)
+        if loaded is not None and hasattr(loaded, "__path__"):
+            folders = list(loaded.__path__)
+            continue
+        try:
+            spec = find_spec(name, folders if depth > 1 else None, None)
+            folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+        except (ImportError, KeyError):  # KeyError: a namespace package asks for its parent, which is not imported
+            folders = [str(Path(folder, parents[depth - 1])) for folder in folders]
+    return folders
+
+
+def find_spec(
+    name: str, path: Sequence[str] | None, target: ModuleType | None, *, but: object = None
+) -> ModuleSpec | None:
+    """Ask the finders of the import system for a module, and none of its parents be imported for it."""
+    for finder in sys.meta_path:
+        ask = getattr(finder, "find_spec", None)  # the import system, too, passes by a finder without it
+        if finder is not but and ask is not None and (spec := ask(name, path, target)) is not None:
+            return cast("ModuleSpec", spec)
+    return None
 
 
 class Remembered:

@@ -19,13 +19,19 @@ def put(module: ModuleType, symbol: str) -> seams.Seam:
     )
 
 
+def rebound(placed: list[seams.Seam], *, deep: bool) -> list[seams.Seam]:
+    changed: list[seams.Seam] = []
+    aliases.rebind(placed, changed, deep=deep)
+    return changed
+
+
 def test_names_that_were_imported_earlier_are_led_to_the_seam_even_if_renamed(upstream: Upstream) -> None:
     upstream.write("from .layers import double\n", module="user")
     upstream.write("from .layers import double as twice\n", module="renamer")
     module, user, renamer = upstream.load(), upstream.load("user"), upstream.load("renamer")
     original = module.double
 
-    changed = aliases.rebind([put(module, "double")], deep=False)
+    changed = rebound([put(module, "double")], deep=False)
 
     assert user.double is renamer.twice is module.double is not original
     assert sorted(map(str, changed)) == [f"{upstream.name}.renamer.twice", f"{upstream.name}.user.double"]
@@ -37,7 +43,7 @@ def test_a_function_that_a_class_borrowed_is_rebound_too(upstream: Upstream) -> 
     upstream.write("from . import layers\nclass Borrower:\n    run = layers.Layer.static\n", module="user")
     module, user = upstream.load(), upstream.load("user")
 
-    changed = aliases.rebind([put(module, "Layer.static")], deep=True)
+    changed = rebound([put(module, "Layer.static")], deep=True)
 
     assert [str(seam) for seam in changed] == [f"{upstream.name}.user.Borrower.run"]
     assert user.Borrower.run is module.Layer.static
@@ -47,7 +53,7 @@ def test_a_borrowed_descriptor_stays_a_descriptor(upstream: Upstream) -> None:
     upstream.write("from . import layers\nclass B:\n    run = vars(layers.Layer)['static']\n", module="user")
     module, user = upstream.load(), upstream.load("user")
 
-    aliases.rebind([put(module, "Layer.static")], deep=True)
+    rebound([put(module, "Layer.static")], deep=True)
 
     assert vars(user.B)["run"] is vars(module.Layer)["static"]
     assert user.B().run(1) == 2
@@ -57,7 +63,7 @@ def test_another_function_of_the_same_name_is_left_alone(upstream: Upstream) -> 
     upstream.write("def double(x): return 0\n", module="user")
     module, user = upstream.load(), upstream.load("user")
 
-    assert aliases.rebind([put(module, "double")], deep=False) == []
+    assert rebound([put(module, "double")], deep=False) == []
     assert user.double(1) == 0
 
 
@@ -69,7 +75,7 @@ def test_looking_for_names_does_not_wake_lazy_modules(upstream: Upstream, monkey
     monkeypatch.setitem(sys.modules, "lazy_module", Lazy("lazy_module"))
     monkeypatch.setitem(sys.modules, "not_a_module", object())  # type: ignore[misc]
 
-    assert aliases.rebind([put(upstream.load(), "double")], deep=True) == []
+    assert rebound([put(upstream.load(), "double")], deep=True) == []
 
 
 def test_what_only_holds_names_is_held_by_nobody(upstream: Upstream) -> None:

@@ -24,14 +24,14 @@ class Ear:
         self.error: Exception | None = None
         self.failures: list[str] = []
 
-    def loaded(self, module: ModuleType, *, late: bool) -> None:
-        self.heard.append((module.__name__, late))
+    def loaded(self, name: str, module: ModuleType, *, late: bool) -> None:
+        self.heard.append((name, late))
         assert module.double(1) == 3  # complete
         if self.error is not None:
             raise self.error
 
-    def failed(self, module_name: str, error: Exception) -> None:
-        self.failures.append(f"{module_name}: {error}")
+    def failed(self, name: str, error: Exception) -> None:
+        self.failures.append(f"{name}: {error}")
 
 
 @pytest.fixture
@@ -145,7 +145,9 @@ def test_a_module_that_another_thread_completes_at_the_last_moment_is_heard_once
     module = upstream.load()
     told: list[ModuleType] = []
 
-    hooks._when_complete(module, told.append)  # it is complete already: the announcement has been missed
+    hooks._when_complete(
+        module, lambda: told.append(module)
+    )  # it is complete already: the announcement has been missed
 
     assert told == [module]
     module.__spec__._initializing = False  # type: ignore[union-attr]
@@ -159,7 +161,7 @@ def test_code_that_runs_while_the_module_is_half_imported_sees_it_as_such(upstre
     assert spec is not None
     spec._initializing = True  # type: ignore[attr-defined]
 
-    hooks._when_complete(module, told.append)
+    hooks._when_complete(module, lambda: told.append(module))
 
     assert spec._initializing  # type: ignore[attr-defined]
     assert told == []

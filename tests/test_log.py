@@ -115,7 +115,7 @@ def test_a_path_is_appended_to_and_its_ending_chooses_the_form(
     if name.endswith(".jsonl"):
         assert json.loads(last)["decision"] == "active"
     else:
-        assert last.startswith("active: double-fix")
+        assert last.startswith("[megacpp_overlays] active: double-fix")
 
 
 def test_a_path_that_cannot_be_written_is_refused_at_once(upstream: Upstream, lane: LaneMaker, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_log_file_that_cannot_be_written_any_more_does_not_stop_the_import(
     assert upstream.load().double(1) == 2
     err = capsys.readouterr().err
     assert "active: double-fix" in err
-    assert "overlays.log cannot be written: No such file or directory" in err
+    assert "MEGACPP_OVERLAYS_LOG does not work: FileNotFoundError" in err
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "none"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import pickle
 import random
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_up import Upstream
+from made_up import BROKEN_TEXT, Upstream
 
 from megacpp_overlays import seams
 from megacpp_overlays.errors import SeamError
@@ -162,15 +163,38 @@ def test_a_symbol_that_cannot_be_replaced_is_refused_by_name(upstream: Upstream,
         put(upstream.load(), symbol)
 
 
-@pytest.mark.parametrize("make", [lambda original: original, lambda original: None], ids=["same", "nothing"])
-def test_a_replacement_that_is_none_is_refused_before_anything_changes(upstream: Upstream, make: Any) -> None:
+@pytest.mark.parametrize("what", ["the original", "nothing", "a class", "another function of upstream"])
+def test_a_replacement_that_is_not_new_is_refused_before_anything_changes(upstream: Upstream, what: str) -> None:
     module = upstream.load()
-    original = module.double
+    original, other = module.double, module.Layer.static
+    made = {"the original": original, "nothing": None, "a class": module.Layer, "another function of upstream": other}
 
-    with pytest.raises(SeamError, match="the replacement of"):
-        put(module, "double", make)
+    with pytest.raises(SeamError, match="is no new function but"):
+        put(module, "double", lambda _: made[what])
 
     assert module.double is original
+    assert not hasattr(other, "__wrapped__")
+
+
+def test_undone_and_put_in_again_it_is_the_same_function(upstream: Upstream) -> None:
+    module = upstream.load()
+    first = put(module, "double")
+    held = module.double
+    first.undo()
+
+    put(module, "double")
+
+    assert module.double is held
+
+
+def test_a_function_that_wraps_ours_does_not_pass_for_ours(upstream: Upstream) -> None:
+    module = upstream.load()
+    seam = put(module, "double")
+    module.double = functools.wraps(module.double)(lambda x: 0)  # copies our mark with everything else
+
+    assert seams.mark_of(module.double) is None
+    assert seam.is_wrapped
+    assert not seam.undo()
 
 
 def test_an_owner_that_does_not_let_go_is_refused() -> None:
@@ -179,11 +203,11 @@ def test_an_owner_that_does_not_let_go_is_refused() -> None:
 
 
 def test_a_mark_of_another_copy_of_the_loader_is_recognised(upstream: Upstream) -> None:
-    class Mark:
-        overlay_id, original, inherited = "double-fix", upstream.load().double, False
-
     def theirs(x: int) -> int:
         return x
+
+    class Mark:
+        overlay_id, original, inherited, made = "double-fix", upstream.load().double, False, staticmethod(theirs)
 
     theirs.__megacpp_seam__ = Mark()  # type: ignore[attr-defined]
 
@@ -195,20 +219,11 @@ def test_a_mark_of_another_copy_of_the_loader_is_recognised(upstream: Upstream) 
 @given(st.lists(st.sampled_from(["Layer.forward", "Layer.static", "double"]), max_size=12), st.randoms())
 def test_any_order_of_replacing_and_undoing_ends_at_the_original(symbols: list[str], order: random.Random) -> None:
     module = ModuleType("made_up_layers")
-
-    class Layer:
-        def forward(self, x: int) -> int:
-            return x
-
-        @staticmethod
-        def static(x: int) -> int:
-            return x
-
-    vars(module).update(Layer=Layer, double=lambda x: x)
-    before = (vars(Layer)["forward"], vars(Layer)["static"], module.double)
+    exec(compile(BROKEN_TEXT, "made_up_layers.py", "exec"), vars(module))
+    before = (vars(module.Layer)["forward"], vars(module.Layer)["static"], module.double)
 
     placed = [put(module, symbol) for symbol in symbols]
     order.shuffle(placed)
 
     assert all(seam.undo() for seam in placed)
-    assert (vars(Layer)["forward"], vars(Layer)["static"], module.double) == before
+    assert (vars(module.Layer)["forward"], vars(module.Layer)["static"], module.double) == before
