@@ -31,6 +31,7 @@ _KNOWN = {
     "_build_model_and_main_param_groups": frozenset(
         {"d3b9ec843d7b5fe0", "189aa2fd2b7cee02", "cddbef4c0da0fb8d", "27725fe072b02207"}
     ),
+    "_get_main_param_and_optimizer_states": frozenset({"1f985891d60ba90d", "b3ebdb49fee2a4f9", "ebff2424af03350f"}),
     _RESTORE: frozenset({"d1660ba11e6b8294", "2097a2ad2385a1c1", "f014b8476ec8181a"}),
 }
 """Bodies of the releases from 0.13.0 to 0.19.2; main d98e8a64dd has those of 0.19.2."""

@@ -15,6 +15,7 @@ import ast
 from collections.abc import Iterator
 
 from megacpp_overlays.errors import SourceError
+from megacpp_overlays.feature_probes import float16_distributed_order, float16_optimizer_state_ids
 from megacpp_overlays.fp32_marks import MAMBA3, MAMBA3_ALWAYS, MAMBA3_MIMO, MARK
 from megacpp_overlays.model import Evidence, Finding, Target, Verdict
 from megacpp_overlays.source import FunctionNode, ModuleSource, SourceTree, parameters
@@ -78,9 +79,22 @@ def probe(tree: SourceTree) -> Finding:
     except SourceError as error:
         return _finding(Verdict.UNRECOGNISED, None, Evidence(seen=str(error)))
     seen = _at(source, f"{TARGET.symbol}.__init__ casts with {ast.unparse(cast)}", cast.lineno)
-    if shape == BLANKET_CAST:
-        return _finding(Verdict.BROKEN, shape, seen)
-    return _who_marks(tree, seen)
+    finding = _finding(Verdict.BROKEN, shape, seen) if shape == BLANKET_CAST else _who_marks(tree, seen)
+    return _if_checkpoints_hold(tree, finding) if finding.verdict is Verdict.BROKEN else finding
+
+
+def _if_checkpoints_hold(tree: SourceTree, finding: Finding) -> Finding:
+    """Return the finding if both optimizers are known to save fp32 parameters, repaired or by themselves.
+
+    A model that keeps some parameters in fp32 is what an unrepaired optimizer saves under wrong names, without an
+    error; upstream's rounding is the lesser harm.
+    """
+    for probe_neighbour in (float16_optimizer_state_ids.probe, float16_distributed_order.probe):
+        neighbour = probe_neighbour(tree)
+        if neighbour.verdict is Verdict.UNRECOGNISED:
+            why = Evidence(seen="fp32 parameters may be saved under wrong names here: an optimizer is not known")
+            return _finding(Verdict.UNRECOGNISED, None, *finding.evidence, why, *neighbour.evidence)
+    return finding
 
 
 def _read(source: ModuleSource, cls: ast.AST | None) -> tuple[str, ast.Call]:

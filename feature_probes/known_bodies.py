@@ -25,6 +25,8 @@ def methods(source: ModuleSource, class_name: str) -> dict[str, FunctionNode]:
     found = source.find(class_name)
     if not isinstance(found, ast.ClassDef) or found not in source.syntax.body or found.decorator_list or found.keywords:
         raise SourceError(f"{source.path}: {class_name} is no plain class of this module")
+    if [ast.unparse(base) for base in found.bases] != ["MixedPrecisionOptimizer"]:
+        raise SourceError(f"{source.path}:{found.lineno}: {class_name} has other bases than MixedPrecisionOptimizer")
     for statement in source.syntax.body:
         if statement is not found and _rebinds(statement, class_name):
             raise SourceError(f"{source.path}:{statement.lineno}: {class_name} is changed outside its class")

@@ -12,7 +12,8 @@ What was seen in the releases:
     0.8.2 to 0.8.5                  per-token losses, per-token gradients
 
 The seam differentiates what the forward pass computes, so a release is only called repairable when every part
-that defines the loss is one that was read: the module without comments, docstrings and layout, and the kernel.
+that defines the loss is one that was read: the module without comments, docstrings and layout, and the kernel with
+the imports and constants beside it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import ast
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeGuard
 
+from megacpp_overlays.errors import SourceError
 from megacpp_overlays.fingerprint import fingerprint, is_docstring
 from megacpp_overlays.model import Evidence, Finding, Verdict
 from megacpp_overlays.source import FunctionNode, ModuleSource, SourceTree, parameters
@@ -64,40 +66,52 @@ def _parts(core_forward: str, core_backward: str, function: str, kernel: str, re
 
 KNOWN = (
     Known(
-        "0.5.3 to 0.5.8",
+        "0.5.3 to 0.5.5",
         DETACHED,
-        _parts("202a77230d6848ca", "1287d9753299dc74", "71e4dbbb5c2955c5", "00f52994aa8d37c5", "d24c1667542ffe60"),
+        _parts("202a77230d6848ca", "1287d9753299dc74", "71e4dbbb5c2955c5", "91ab6fcef0f329bc", "d24c1667542ffe60"),
+    ),
+    Known(
+        "0.5.6 to 0.5.8",
+        DETACHED,
+        _parts("202a77230d6848ca", "1287d9753299dc74", "71e4dbbb5c2955c5", "576c12850df29c94", "d24c1667542ffe60"),
     ),
     Known(
         "0.6.3",
         INPUT_NEEDS_GRADIENT,
-        _parts("ca1ec270fdb96b18", "1287d9753299dc74", "e87da7d90ec6356c", "b9ed6eea3cc4cde4", "d24c1667542ffe60"),
+        _parts("ca1ec270fdb96b18", "1287d9753299dc74", "e87da7d90ec6356c", "c3ae95024bca70d5", "d24c1667542ffe60"),
     ),
     Known(
         "0.6.4",
         BIAS_NEEDS_GRADIENT,
-        _parts("b5526b06177ee647", "1287d9753299dc74", "fb3e28f7c4facab2", "e1a626fbba6ea9f3", "d24c1667542ffe60"),
+        _parts("b5526b06177ee647", "1287d9753299dc74", "fb3e28f7c4facab2", "0521a7dc7238e979", "d24c1667542ffe60"),
     ),
     Known(
         "0.6.5 and 0.7.0",
         BIAS_NEEDS_GRADIENT,
-        _parts("b5526b06177ee647", "1287d9753299dc74", "fb3e28f7c4facab2", "d06056faa6bc0698", "6a4501d807cf3507"),
+        _parts("b5526b06177ee647", "1287d9753299dc74", "fb3e28f7c4facab2", "b8a5e10d1eda0455", "6a4501d807cf3507"),
     ),
     Known(
         "0.8.0",
         DETACHED,
-        _parts("aafd981bbe3b5807", "1287d9753299dc74", "aac67427a9ed02f0", "82cfc8a9fe7e2a62", "6a4501d807cf3507"),
+        _parts("aafd981bbe3b5807", "1287d9753299dc74", "aac67427a9ed02f0", "5b30e7931b3698fe", "6a4501d807cf3507"),
     ),
     Known(
         "0.8.1",
         DETACHED,
-        _parts("5af575ba2dfb0eac", "1287d9753299dc74", "aac67427a9ed02f0", "f462a1fb12af5cdd", "9af9e61faea51d8d"),
+        _parts("5af575ba2dfb0eac", "1287d9753299dc74", "aac67427a9ed02f0", "213d41ef2f41f5c7", "9af9e61faea51d8d"),
     ),
 )
 
 
 def probe(tree: SourceTree) -> Finding:
     """Return whether per-token gradients are right in the liger-kernel of a tree."""
+    try:
+        return _probe(tree)
+    except SourceError as error:
+        return _finding(Verdict.UNRECOGNISED, None, Evidence(seen=str(error)))
+
+
+def _probe(tree: SourceTree) -> Finding:
     source = tree.module(MODULE)
     if source is None:
         return _finding(Verdict.ABSENT, None, Evidence(seen=f"there is no {MODULE}"))
@@ -137,15 +151,26 @@ def fingerprints(source: ModuleSource, tree: SourceTree) -> dict[str, str]:
         SourceError: a name is defined more than once.
     """
     named = {name: source.find(name) for name in (CORE_FORWARD, CORE_BACKWARD, FUNCTION)}
-    kernel_source = tree.module(KERNEL_MODULE)
-    kernel = None if kernel_source is None else kernel_source.find(KERNEL)
     own = list(named.values())
     rest = [node for node in source.syntax.body if node not in own and not is_docstring(node)]
     return {
         **{name: fingerprint(node) for name, node in named.items()},
-        KERNEL: fingerprint(kernel),
+        KERNEL: fingerprint(_kernel(tree)),
         "the rest": fingerprint(rest),
     }
+
+
+def _kernel(tree: SourceTree) -> list[object]:
+    """Return the kernel, the imports and constants that it reads, and the names of the other functions there.
+
+    Their names, because one of them could take the place of something that the kernel calls.
+    """
+    source = tree.module(KERNEL_MODULE)
+    if source is None or (kernel := source.find(KERNEL)) is None:
+        return []
+    body = [node for node in source.syntax.body if node is not kernel and not is_docstring(node)]
+    named = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    return [kernel, *(node.name if isinstance(node, named) else node for node in body)]
 
 
 def _known(source: ModuleSource, tree: SourceTree, seen: tuple[Evidence, ...]) -> Finding:

@@ -60,7 +60,7 @@ def exempt_registrations(module: Any) -> list[Registration]:
 
 def _keep_out_of_the_cast(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
     def __init__(self: Any, config: Any, module: Any) -> None:  # noqa: N807 - it becomes a constructor
-        with _out_of_reach(exempt_registrations(module)):
+        with _out_of_reach(module, exempt_registrations(module)):
             original(self, config, module)
 
     return __init__
@@ -76,25 +76,37 @@ def _mark_before_the_cast(original: Callable[..., Any], _module: ModuleType) -> 
 
 
 @contextlib.contextmanager
-def _out_of_reach(registrations: list[Registration]) -> Iterator[None]:
+def _out_of_reach(root: Any, registrations: list[Registration]) -> Iterator[None]:
     """Take parameters out of their modules; put the same objects back, in the same order, whatever happens."""
-    import torch
-
+    if not registrations:
+        yield
+        return
     with contextlib.ExitStack() as putting_back:
-        for owner, name, parameter in registrations:
-            if type(owner)._apply is torch.nn.Module._apply and "_apply" not in vars(owner):  # noqa: SLF001
+        if _casts_plainly(root):
+            for owner, name, parameter in registrations:
                 # None is a legal entry, which `_apply` skips; the key stays, and with it the order.
                 putting_back.callback(_parameters(owner).__setitem__, name, parameter)
                 _parameters(owner)[name] = None
-        # A module with an `_apply` of its own may read its parameters there, so it must find them.
-        kept = {
-            id(tensor): tensor for item in registrations for tensor in (item[2], item[2].grad) if tensor is not None
-        }
-        for owner in {
-            id(owner): owner for owner, name, _ in registrations if _parameters(owner)[name] is not None
-        }.values():
-            putting_back.enter_context(_apply_except(owner, kept))
+        else:
+            # Somewhere in the tree a cast of its own may look at any parameter, so all of them must be there.
+            kept = {
+                id(tensor): tensor for item in registrations for tensor in (item[2], item[2].grad) if tensor is not None
+            }
+            for owner in {id(owner): owner for owner, _, _ in registrations}.values():
+                putting_back.enter_context(_apply_except(owner, kept))
         yield
+
+
+def _casts_plainly(root: Any) -> bool:
+    """Return whether every module of a tree is cast by torch's own methods."""
+    import torch
+
+    base = torch.nn.Module
+    own_cast = type(root).half is not base.half or type(root).bfloat16 is not base.bfloat16
+    return not own_cast and all(
+        type(module)._apply is base._apply and "_apply" not in vars(module)  # noqa: SLF001
+        for module in root.modules()
+    )
 
 
 @contextlib.contextmanager

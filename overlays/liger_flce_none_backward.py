@@ -51,8 +51,9 @@ def _forward(
 
         def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
             given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-            if given["reduction"] != "none":
-                return original(ctx, *args, **kwargs)
+            fits = len(args) + len(kwargs) == len({*names[: len(args)], *kwargs}) and given.keys() == set(names)
+            if not fits or given["reduction"] != "none":
+                return original(ctx, *args, **kwargs)  # which says what does not fit
             call = dict(given)
             for name in ("_input", "weight", "bias"):
                 if call[name] is not None:

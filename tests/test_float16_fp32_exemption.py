@@ -682,3 +682,47 @@ def test_switched_off_upstream_is_as_it_was(run_python: Callable[..., subprocess
 
     assert seen.startswith("disabled ")
     assert " torch.bfloat16 False torch.bfloat16 False " in seen
+
+
+class Container(torch.nn.Module):
+    """A parent that looks at an exempt parameter of its child while it is cast."""
+
+    def __init__(self, child: torch.nn.Module) -> None:
+        super().__init__()
+        self.child = child
+        self.plain = torch.nn.Parameter(torch.full((3,), EXACT))
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._apply(*args, **kwargs)
+        self.seen = [parameter for parameter in (self.child.dt_bias, self.plain) if parameter is not None]
+        return result
+
+
+class OwnCast(torch.nn.Module):
+    """A root that saves and restores a parameter around its cast, as home-made fixes do."""
+
+    def __init__(self, child: torch.nn.Module) -> None:
+        super().__init__()
+        self.child = child
+
+    def bfloat16(self) -> Any:
+        before = self.child.dt_bias.data.clone()
+        result = super().bfloat16()
+        self.child.dt_bias.data = before
+        return result
+
+
+@pytest.mark.parametrize("parent", [Container, OwnCast])
+def test_a_parent_with_a_cast_of_its_own_finds_the_parameters_of_its_children(
+    wrap: Callable[..., Any], mamba3: type[Mixer], parent: type[torch.nn.Module]
+) -> None:
+    model = parent(mamba3())
+    before = dict(model.named_parameters())
+
+    wrap(model)
+
+    assert is_exact(model.child.dt_bias)
+    assert dict(model.named_parameters()) == before
+    if parent is Container:
+        assert len(model.seen) == 2
+        assert model.plain.dtype is torch.bfloat16

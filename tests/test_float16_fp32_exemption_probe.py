@@ -381,3 +381,24 @@ def test_the_probe_leaves_the_tree_as_it_was(released: str) -> None:
     probe(tree)
 
     assert ast.dump(source.syntax) == ast.dump(before)
+
+
+@pytest.mark.parametrize("module", ["megatron.core.optimizer.optimizer", "megatron.core.optimizer.distrib_optimizer"])
+def test_where_an_optimizer_is_not_known_fp32_parameters_are_not_kept(
+    module: str, wheel: Callable[[str, str], Path]
+) -> None:
+    release = WheelTree(wheel("megatron-core", "0.19.2"))
+
+    class Edited:
+        def module(self, name: str) -> ModuleSource | None:
+            source = release.module(name)
+            if source is None or name != module:
+                return source
+            return ModuleSource(name, source.path, source.text.replace("(MixedPrecisionOptimizer)", "(Another)"))
+
+    assert probe(release).verdict is Verdict.BROKEN
+    finding = probe(Edited())
+    release.close()
+
+    assert finding.verdict is Verdict.UNRECOGNISED
+    assert "saved under wrong names" in finding.summary()

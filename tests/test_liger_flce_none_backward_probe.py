@@ -274,6 +274,18 @@ def test_a_release_whose_kernel_computes_another_loss_is_not_repaired(wheel: Whe
     assert feature.KERNEL in finding.summary()
 
 
+@pytest.mark.parametrize(
+    "tail", ["LOG2_E = 1.0", "def tanh(x):\n    return x", "liger_cross_entropy_kernel = other", "import other as tl"]
+)
+def test_what_the_kernel_reads_beside_itself_counts(wheel: Wheel, tail: str) -> None:
+    release = wheel("liger-kernel", "0.8.1")
+    changed = f"{text_of(release, feature.KERNEL_MODULE)}\n{tail}\n"
+
+    finding = install.examine(OVERLAY, Edited(release, cross_entropy=changed))
+
+    assert finding.verdict is Verdict.UNRECOGNISED
+
+
 def test_the_parts_of_two_releases_together_are_not_a_release(wheel: Wheel) -> None:
     older, newer = wheel("liger-kernel", "0.8.0"), wheel("liger-kernel", "0.8.1")
 
