@@ -69,11 +69,11 @@ def timed(function, keys):
 def of_target(key):
     return lambda: [key] if settling[-1:] == [target] else []
 
-def loaded(self, module, **kwargs):
-    settling.append(module.__name__)
-    keys = (["settle"] if module.__name__ == target else []) + (["all hooks"] if len(settling) == 1 else [])
+def loaded(self, name, module, **kwargs):
+    settling.append(name)
+    keys = (["settle"] if name == target else []) + (["all hooks"] if len(settling) == 1 else [])
     try:
-        return timed(original, lambda: keys)(self, module, **kwargs)
+        return timed(original, lambda: keys)(self, name, module, **kwargs)
     finally:
         settling.pop()
 
