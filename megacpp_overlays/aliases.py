@@ -69,6 +69,7 @@ def is_held_elsewhere(owner: Owner, name: str) -> bool:
         return False
     kind = type(raw) if isinstance(raw, staticmethod | classmethod | property) else None
     alone = type("Alone", (), {name: kind(_template()) if kind else _template()})
+    del raw  # it would count
     return _references(owner, name) > _references(alone, name)
 
 

@@ -140,3 +140,14 @@ def test_a_replacement_with_an_empty_cell_is_no_trouble(upstream: Upstream) -> N
         return FunctionType(replacement.__code__, {}, closure=(CellType(),))
 
     assert aliases.holders([seams.replace(module, "double", make, overlay_id="double-fix")]) == []
+
+
+@pytest.mark.parametrize("symbol", ["double", "Layer.forward", "Layer.static", "Layer.build", "Layer.size"])
+def test_a_count_of_references_tells_whether_a_walk_is_needed(upstream: Upstream, symbol: str) -> None:
+    owner, name = seams.resolve(upstream.load(), symbol)
+    assert not aliases.is_held_elsewhere(owner, name)
+
+    held = seams.plain_function(vars(owner)[name])
+
+    assert aliases.is_held_elsewhere(owner, name)
+    del held
