@@ -42,6 +42,7 @@ class Audit:
         rows = [
             (
                 record.overlay.id,
+                record.overlay.target.module,
                 record.verdict,
                 record.decision.value,
                 record.source_sha256,
@@ -78,6 +79,24 @@ class Audit:
         for row, record in zip(rows, self.records, strict=True):
             lines += [_cells(row, widths), *_notes(record)]
         return "\n".join(lines)
+
+
+def without_repetition(records: Sequence[Record]) -> tuple[Record, ...]:
+    """Return the records that say something: an overlay in parts must not fill the audit with what it is not.
+
+    An overlay has a part for each module that upstream ever kept the defect in, and most trees have only one of them.
+    So an absent part is left out where another part is there, and a part that says the same as the one before, too.
+    """
+    present = {record.overlay.id for record in records if record.decision is not Decision.ABSENT}
+    kept: list[Record] = []
+    said: set[tuple[str, Decision, str]] = set()
+    for record in records:
+        overlay, absent = record.overlay.id, record.decision is Decision.ABSENT
+        words = (overlay, record.decision, "" if absent else record.reason)
+        if not (absent and overlay in present) and words not in said:
+            kept.append(record)
+            said.add(words)
+    return tuple(kept)
 
 
 def _row(record: Record) -> tuple[str, ...]:

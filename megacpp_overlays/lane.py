@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from megacpp_overlays import registry
-from megacpp_overlays.audit import Audit, raise_for
+from megacpp_overlays.audit import Audit, raise_for, without_repetition
 from megacpp_overlays.errors import ActivationError, RegistryError, SeamError
 from megacpp_overlays.hooks import Hooks, is_half_imported
 from megacpp_overlays.log import Log
@@ -40,9 +40,10 @@ class Lane:
         self._log = Log(settings)
         self._hooks = Hooks(self)
         self._tree = InstalledTree()
-        self._records: dict[str, Record] = {}
-        self._installed: dict[str, list[Installed]] = {}
-        self._undone: set[str] = set()
+        # By declaration, not by id: an overlay may have several parts, and each is decided on its own.
+        self._records: dict[Overlay, Record] = {}
+        self._installed: dict[Overlay, list[Installed]] = {}
+        self._undone: set[Overlay] = set()
         self._locks: dict[str, threading.RLock] = {}
         self.renew_locks()
 
@@ -70,44 +71,44 @@ class Lane:
         """Watch every target. Arming again settles what was undone and changes nothing else."""
         waiting = [_before_import(overlay, self.settings) for overlay in self.overlays]
         # setdefault: another thread may be arming too, and may have settled a target already.
-        fresh = [record for record in waiting if self._records.setdefault(record.overlay.id, record) is record]
+        fresh = [record for record in waiting if self._records.setdefault(record.overlay, record) is record]
         if fresh:
             self._log.armed(fresh)
         if self.settings.mode is Mode.OFF:
             return
         undone, self._undone = self._undone, set()
         for overlay in self.overlays:
-            if overlay.id in undone:
-                self._records[overlay.id] = _before_import(overlay, self.settings)
+            if overlay in undone:
+                self._records[overlay] = _before_import(overlay, self.settings)
         conflicts: list[str] = []
         for name in self._targets():
             with _collecting(conflicts):
                 self._hooks.watch(name)
-            again = {o.id for o in self.overlays if o.id in undone and o.target.module == name}
+            again = {o for o in self.overlays if o in undone and o.target.module == name}
             if again and (module := sys.modules.get(name)) is not None:
                 with _collecting(conflicts):
                     self.loaded(name, module, late=True, again=again)
         if conflicts:  # strict: every target has been settled before the first of them is raised
             raise ActivationError("\n".join(conflicts))
 
-    def loaded(self, name: str, module: ModuleType, *, late: bool, again: Collection[str] = ()) -> None:
+    def loaded(self, name: str, module: ModuleType, *, late: bool, again: Collection[Overlay] = ()) -> None:
         """Settle the overlays whose target is this module (called by the hooks).
 
         Args:
             name: the name under which it was watched.
             module: the module, complete.
             late: see `install.install`.
-            again: ids of overlays that were undone on purpose; only these are settled then.
+            again: overlays that were undone on purpose; only these are settled then.
 
         Raises:
             ActivationError: `strict` is on and one of them ended in conflict.
         """
         with self._locks[name]:
-            mine = [o for o in self.overlays if o.target.module == name and o.id not in self._undone]
+            mine = [o for o in self.overlays if o.target.module == name and o not in self._undone]
             settled = [
                 self._settle(overlay, module, late=late, again=bool(again))
                 for overlay in mine
-                if not again or overlay.id in again
+                if not again or overlay in again
             ]
         if self.settings.mode is Mode.STRICT:
             raise_for([record for record in settled if record.decision is Decision.CONFLICT])
@@ -127,7 +128,7 @@ class Lane:
         """
         chosen = [overlay for overlay in self.overlays if overlay_id in {None, overlay.id}]
         if overlay_id is not None and not chosen:
-            known = ", ".join(overlay.id for overlay in self.overlays)
+            known = ", ".join(dict.fromkeys(overlay.id for overlay in self.overlays))
             raise RegistryError(f"there is no overlay {overlay_id}; known: {known}")
         problems = [problem for overlay in chosen if (problem := self._undo_one(overlay))]
         if problems:
@@ -138,24 +139,24 @@ class Lane:
         from megacpp_overlays import aliases
 
         with self._locks[overlay.target.module]:
-            self._undone.add(overlay.id)
-            changed = [seam for each in self._installed.pop(overlay.id, []) for seam in each.changes]
+            self._undone.add(overlay)
+            changed = [seam for each in self._installed.pop(overlay, []) for seam in each.changes]
             lost = [seam for seam in reversed(changed) if not seam.undo()]
             aliases.lead_back([seam for seam in changed if seam not in lost])
-            record = self._records.get(overlay.id)
+            record = self._records.get(overlay)
             if record is None or record.decision not in {Decision.ACTIVE, Decision.ARMED, Decision.CONFLICT}:
                 return ""
             off = replace(record, seams=(), rebound=())
             if not lost:
                 if record.decision is not Decision.CONFLICT:
-                    self._records[overlay.id] = replace(off, decision=Decision.DISABLED, reason=_UNDONE)
+                    self._records[overlay] = replace(off, decision=Decision.DISABLED, reason=_UNDONE)
                 return ""
             from megacpp_overlays.install import Installed
 
-            self._installed[overlay.id] = [Installed(tuple(reversed(lost)), ())]  # for another try
+            self._installed[overlay] = [Installed(tuple(reversed(lost)), ())]  # for another try
             reason = "; ".join(seam.taken_by() for seam in lost)
             kept = tuple(str(seam) for seam in lost)
-            self._records[overlay.id] = replace(off, decision=Decision.CONFLICT, reason=reason, seams=kept)
+            self._records[overlay] = replace(off, decision=Decision.CONFLICT, reason=reason, seams=kept)
             return reason
 
     def audit(self) -> Audit:
@@ -174,15 +175,15 @@ class Lane:
     def snapshot(self) -> Audit:
         """Return the same as `audit`, and never raise: for reports that show conflicts themselves."""
         self._settle_what_no_hook_heard()
-        records = tuple(self._review(self._records[o.id]) for o in self.overlays if o.id in self._records)
-        return Audit(version=VERSION, mode=self.settings.mode.value, records=records)
+        records = [self._review(self._records[o]) for o in self.overlays if o in self._records]
+        return Audit(version=VERSION, mode=self.settings.mode.value, records=without_repetition(records))
 
     def _settle_what_no_hook_heard(self) -> None:
         """Settle a target that was loaded past every hook, by a loader or a recipe of somebody's own."""
         for name in self._targets():
             module = sys.modules.get(name)
             waits = any(
-                o.target.module == name and (r := self._records.get(o.id)) and r.decision is Decision.ARMED
+                o.target.module == name and (r := self._records.get(o)) and r.decision is Decision.ARMED
                 for o in self.overlays
             )
             if waits and module is not None and not is_half_imported(module) and self.settings.mode is not Mode.OFF:
@@ -194,7 +195,7 @@ class Lane:
 
         tree = Remembered(self._tree)
         record = _before_import(overlay, self.settings)
-        kept = [each.still_in_place() for each in self._installed.get(overlay.id, [])]
+        kept = [each.still_in_place() for each in self._installed.get(overlay, [])]
         try:
             record = install.assess(overlay, module, self.settings, tree)
             if record.decision is Decision.ACTIVE:
@@ -207,11 +208,11 @@ class Lane:
                 )
         except Exception as error:  # noqa: BLE001 - undone already; upstream must go on as if we were not here
             record = _conflict(record, error)
-        self._installed[overlay.id] = [each for each in kept if each.changes]
+        self._installed[overlay] = [each for each in kept if each.changes]
         return self._keep(record)
 
     def _keep(self, record: Record) -> Record:
-        self._records[record.overlay.id] = record
+        self._records[record.overlay] = record
         self._log.decided(record)
         return record
 
@@ -221,7 +222,7 @@ class Lane:
         if record.decision is Decision.ACTIVE:
             from megacpp_overlays.seams import describe
 
-            installed = self._installed.get(record.overlay.id, [])[-1:]  # empty while another thread settles anew
+            installed = self._installed.get(record.overlay, [])[-1:]  # empty while another thread settles anew
             over = [seam for each in installed for seam in each.seams if not seam.in_place]
             lost = [seam for seam in over if not seam.is_wrapped]
             if lost:

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacpp_overlays.model import Overlay
+from megacpp_overlays.model import Overlay, Verdict
 from megacpp_overlays.source import SourceTree
 
 HISTORY = "## History"
@@ -26,7 +26,7 @@ _EMPTY_HISTORY = f"{HISTORY}\n\nNo overlay has been retired yet.\n"
 
 def render(overlays: Sequence[Overlay], existing: Path | None) -> str:
     """Return the ledger for these overlays, with the history of an existing file."""
-    return "\n".join([_HEAD, *map(_entry, overlays), _history(existing)])
+    return "\n".join([_HEAD, *map(_entry, _by_id(overlays)), _history(existing)])
 
 
 def difference(overlays: Sequence[Overlay], path: Path) -> str:
@@ -38,8 +38,24 @@ def difference(overlays: Sequence[Overlay], path: Path) -> str:
 
 
 def due(overlays: Sequence[Overlay], tree: SourceTree) -> list[Overlay]:
-    """Return the overlays whose retirement condition holds in one environment; imports nothing of it."""
-    return [overlay for overlay in overlays if overlay.retired(tree)]
+    """Return the overlays whose retirement condition holds in one environment; imports nothing of it.
+
+    An overlay in parts is due when a part of it is, and no other part still finds something to do.
+    """
+    return [
+        parts[0]
+        for parts in _by_id(overlays)
+        if any(part.retired(tree) for part in parts)
+        and all(part.retired(tree) or part.probe(tree).verdict is Verdict.ABSENT for part in parts)
+    ]
+
+
+def _by_id(overlays: Sequence[Overlay]) -> list[list[Overlay]]:
+    """Return the parts of each overlay, in order."""
+    parts: dict[str, list[Overlay]] = {}
+    for overlay in overlays:
+        parts.setdefault(overlay.id, []).append(overlay)
+    return list(parts.values())
 
 
 def _history(path: Path | None) -> str:
@@ -47,21 +63,29 @@ def _history(path: Path | None) -> str:
     return text[text.index(HISTORY) :] if HISTORY in text else _EMPTY_HISTORY
 
 
-def _entry(overlay: Overlay) -> str:
-    rows = [
-        ("What it does", overlay.title),
-        ("Target", f"`{overlay.target}` of {overlay.target.distribution}"),
-        *((f"Replaces, shape `{shape}`", _symbols(overlay, shape)) for shape in overlay.replacements),
-        *((f"Left alone, shape `{shape}`", why) for shape, why in overlay.unsupported.items()),
+def _entry(parts: Sequence[Overlay]) -> str:
+    overlay = parts[0]
+    rows = [("What it does", overlay.title)]
+    for part in parts:
+        rows += [
+            ("Target", f"`{part.target}` of {part.target.distribution}"),
+            *((f"Replaces, shape `{shape}`", _symbols(part, shape)) for shape in part.replacements),
+            *((f"Left alone, shape `{shape}`", why) for shape, why in part.unsupported.items()),
+        ]
+    rows += [
         ("Without it", overlay.breaks),
         ("Switched off by", f"`{overlay.variable}=off`"),
         ("Deleted when", overlay.retire_when),
-        ("Checked by", f"`{overlay.retired.__module__}.{overlay.retired.__qualname__}`"),
+        ("Checked by", ", ".join(dict.fromkeys(f"`{part.retired.__module__}.{_name(part)}`" for part in parts))),
         ("Upstream threads", "; ".join(map(str, overlay.threads)) or "none found"),
-        ("Last validated", overlay.last_validated),
+        ("Last validated", "; ".join(dict.fromkeys(part.last_validated for part in parts))),
     ]
     lines = [f"## {overlay.id} (pack {overlay.pack:02})", "", "| | |", "|---|---|"]
     return "\n".join([*lines, *(f"| {name} | {text} |" for name, text in rows), ""])
+
+
+def _name(part: Overlay) -> str:
+    return getattr(part.retired, "__qualname__", type(part.retired).__qualname__)
 
 
 def _symbols(overlay: Overlay, shape: str) -> str:

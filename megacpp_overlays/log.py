@@ -39,8 +39,8 @@ class Log:
 
     def armed(self, records: Sequence[Record]) -> None:
         """Say once, at import, what waits and what is off."""
-        waiting = [record.overlay.id for record in records if record.decision is Decision.ARMED]
-        off = [record.overlay.id for record in records if record.decision is Decision.DISABLED]
+        waiting = _ids(records, Decision.ARMED)
+        off = _ids(records, Decision.DISABLED)
         words = [f"mode {self._settings.mode.value}"]
         words += [f"armed: {', '.join(waiting)}"] if waiting else []
         words += [f"off: {', '.join(off)}"] if off else []
@@ -74,6 +74,10 @@ class Log:
         import json  # noqa: PLC0415 - the default form does not need it
 
         return json.dumps({**data, "rank": self._settings.rank})
+
+
+def _ids(records: Sequence[Record], decision: Decision) -> list[str]:
+    return list(dict.fromkeys(record.overlay.id for record in records if record.decision is decision))
 
 
 def _print(row: str) -> None:

@@ -127,7 +127,12 @@ class Thread:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Overlay:
-    """The declaration of one runtime fix. No field has a default: none may be forgotten."""
+    """The declaration of one runtime fix. No field has a default: none may be forgotten.
+
+    A defect that upstream keeps in several modules, at once or one after the other, is declared in *parts*: one
+    declaration for each target module, alike in id, pack, title, breaks, retire_when and threads. Each part is
+    decided on its own; the switch is one.
+    """
 
     id: str
     """Lower-case words joined by hyphens; also the name in logs, variables and the ledger."""

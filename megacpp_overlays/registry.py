@@ -6,6 +6,7 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Iterable, Sequence
+from types import ModuleType
 
 from megacpp_overlays import overlays as built_in
 from megacpp_overlays.errors import RegistryError, SettingsError
@@ -19,8 +20,9 @@ _ID = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 def load(plugins: Sequence[str] = ()) -> tuple[Overlay, ...]:
     """Return every overlay of this package and of the named plugins, by pack and id.
 
-    A module below `megacpp_overlays.overlays` declares its overlay as `OVERLAY`. Nothing is registered by name
-    here, so a new file is a new overlay.
+    A module below `megacpp_overlays.overlays` declares its overlay as `OVERLAY`, or as `PARTS` where the defect lives
+    in several modules: declarations with one id and different targets. Nothing is registered by name here, so a new
+    file is a new overlay.
 
     Raises:
         RegistryError: a declaration is incomplete or collides with another.
@@ -28,9 +30,18 @@ def load(plugins: Sequence[str] = ()) -> tuple[Overlay, ...]:
     """
     names = sorted(found.name for found in pkgutil.iter_modules(built_in.__path__))
     modules = [importlib.import_module(f"{built_in.__name__}.{name}") for name in names]
-    declared = [(module.__name__, getattr(module, "OVERLAY", None)) for module in modules]
-    declared += [(f"plugin {name}", _load_plugin(name)) for name in dict.fromkeys(plugins)]
+    declared = [(module.__name__, part) for module in modules for part in _parts(_declaration(module))]
+    declared += [(f"plugin {name}", part) for name in dict.fromkeys(plugins) for part in _parts(_load_plugin(name))]
     return check(declared)
+
+
+def _declaration(module: ModuleType) -> object:
+    return getattr(module, "PARTS", None) or getattr(module, "OVERLAY", None)
+
+
+def _parts(declared: object) -> tuple[object, ...]:
+    """Return the parts of a declaration; an overlay on its own is its only part."""
+    return declared if isinstance(declared, tuple) else (declared,)
 
 
 def check(declared: Iterable[tuple[str, object]]) -> tuple[Overlay, ...]:
@@ -40,7 +51,7 @@ def check(declared: Iterable[tuple[str, object]]) -> tuple[Overlay, ...]:
         RegistryError: names the declaration and what is wrong with it.
     """
     overlays: list[Overlay] = []
-    ids: dict[str, str] = {}
+    first: dict[str, tuple[str, Overlay]] = {}
     symbols: dict[tuple[str, str], str] = {}
     for origin, overlay in declared:
         if not isinstance(overlay, Overlay):
@@ -49,10 +60,13 @@ def check(declared: Iterable[tuple[str, object]]) -> tuple[Overlay, ...]:
             _check_fields(origin, overlay)
         except (TypeError, AttributeError) as error:
             raise RegistryError(f"{origin}: a field has the wrong type: {error}") from error
-        variable = variable_for(overlay.id)
-        if variable in ids:
-            raise RegistryError(f"{origin} and {ids[variable]} both declare {overlay.id}")
-        ids[variable] = origin
+        elsewhere, part = first.setdefault(variable_for(overlay.id), (origin, overlay))
+        if part is not overlay:
+            if elsewhere != origin:
+                raise RegistryError(f"{origin} and {elsewhere} both declare {overlay.id}")
+            _check_part(origin, part, overlay)
+            if any(o.id == overlay.id and o.target.module == overlay.target.module for o in overlays):
+                raise RegistryError(f"{origin}: two parts of {overlay.id} are about {overlay.target.module}")
         for symbol in {item.symbol for items in overlay.replacements.values() for item in items}:
             place = (overlay.target.module, symbol)
             if place in symbols:
@@ -60,6 +74,13 @@ def check(declared: Iterable[tuple[str, object]]) -> tuple[Overlay, ...]:
             symbols[place] = origin
         overlays.append(overlay)
     return tuple(sorted(overlays, key=lambda overlay: (overlay.pack, overlay.id)))
+
+
+def _check_part(origin: str, one: Overlay, other: Overlay) -> None:
+    """Check that two parts are one overlay: one switch, one ledger entry, one sentence each."""
+    for name in ("id", "pack", "title", "breaks", "retire_when", "threads"):
+        if getattr(one, name) != getattr(other, name):
+            raise RegistryError(f"{origin}: the parts of {one.id} do not agree on {name}")
 
 
 def _check_fields(origin: str, overlay: Overlay) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from made_up import BROKEN_TEXT, Upstream
+from trees import STAND_INS
 
 from megacpp_overlays.errors import SeamError
 from megacpp_overlays.lane import Lane
@@ -21,6 +22,34 @@ from megacpp_overlays.settings import Settings
 ROOT = Path(__file__).resolve().parent.parent
 WHEELS = ROOT / ".cache" / "wheels"
 """Wheels of every supported release, fetched by `make wheels` with their hashes checked."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let real source trees be tested beside the stand-ins."""
+    text = "a folder that holds the package folder of an upstream, such as a Megatron-LM checkout; may be repeated"
+    parser.addoption("--upstream-tree", action="append", default=[], type=Path, metavar="PATH", help=text)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run what asks for `tree` on every stand-in and every given tree."""
+    if "tree" in metafunc.fixturenames:
+        given = {f"upstream-{path.resolve().name}": path for path in _given_trees(metafunc.config)}
+        trees = {**STAND_INS, **given}
+        metafunc.parametrize("tree", list(trees.values()), ids=list(trees))
+
+
+def _given_trees(config: pytest.Config) -> list[Path]:
+    found: list[Path] = config.getoption("--upstream-tree")
+    for path in found:
+        if not path.is_dir():
+            raise pytest.UsageError(f"--upstream-tree {path}: no such folder")
+    return [path.resolve() for path in found]
+
+
+@pytest.fixture(scope="session")
+def upstream_trees(pytestconfig: pytest.Config) -> list[Path]:
+    """Return the source trees that were given with `--upstream-tree`; usually none."""
+    return _given_trees(pytestconfig)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
