@@ -1,8 +1,8 @@
 """The words of the project as data: verdicts, findings, overlays, decisions.
 
 Standard library only, no effects. Everything here is frozen: a decision that was taken is not edited,
-it is replaced by the next one. Where equality means nothing (functions inside), it is left out: making these
-classes is a third of what an import of this package costs.
+it is replaced by the next one. Making these classes is a third of what an import of this package costs, so plain
+records are named tuples, a tenth of a dataclass, and where equality means nothing (functions inside), it is left out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from megacpp_overlays.source import SourceTree
@@ -43,8 +43,7 @@ class Decision(enum.Enum):
     """Something was not recognised or did not work; upstream is exactly as it was."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class Evidence(NamedTuple):
     """One thing a probe saw, and where."""
 
     seen: str
@@ -80,16 +79,14 @@ class Finding:
         return "; ".join(str(item) for item in self.evidence)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Observation:
+class Observation(NamedTuple):
     """What a witness or a self-test saw when it ran the loaded target."""
 
     broken: bool
     seen: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class Target(NamedTuple):
     """What an overlay is about: a distribution, a module in it, and a qualified symbol in that."""
 
     distribution: str
@@ -100,8 +97,7 @@ class Target:
         return f"{self.module}.{self.symbol}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Replacement:
+class Replacement(NamedTuple):
     """One declared seam: the symbol to replace and how to make what replaces it.
 
     `make(original, module)` gets the plain function that is there now (unwrapped from staticmethod,
@@ -113,8 +109,7 @@ class Replacement:
     make: Callable[[Callable[..., Any], ModuleType], Callable[..., Any]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Thread:
+class Thread(NamedTuple):
     """An upstream issue or pull request, and its state when somebody last looked."""
 
     repository: str

@@ -112,7 +112,7 @@ def test_a_target_that_is_not_installed_is_absent_and_one_that_waits_is_armed(
 
 
 def test_a_module_that_an_installed_distribution_does_not_have_is_absent(upstream: Upstream, lane: LaneMaker) -> None:
-    target = replace(upstream.overlay().target, distribution="pytest", module="pytest.no_such_module")
+    target = upstream.overlay().target._replace(distribution="pytest", module="pytest.no_such_module")
     current = lane(upstream.overlay(target=target))
     current.arm()
 

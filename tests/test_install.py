@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -258,7 +257,7 @@ def test_a_target_whose_source_cannot_be_read_is_a_conflict(upstream: Upstream, 
 
 def test_a_target_that_vanished_while_it_was_decided_on_is_a_conflict(upstream: Upstream, lane: LaneMaker) -> None:
     found = upstream.probe(InstalledTree())
-    target = replace(upstream.overlay().target, module=upstream.module_name)
+    target = upstream.overlay().target._replace(module=upstream.module_name)
 
     class Nothing:
         def module(self, name: str) -> None:
