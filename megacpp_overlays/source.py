@@ -161,7 +161,10 @@ def find_spec(
     name: str, path: Sequence[str] | None, target: ModuleType | None, *, but: object = None
 ) -> ModuleSpec | None:
     """Ask the finders of the import system for a module, and none of its parents be imported for it."""
+    parent = name.rpartition(".")[0]
     for finder in sys.meta_path:
+        if type(finder).__module__.partition(".")[0] == "wrapt" and parent and parent not in sys.modules:
+            continue  # its hooks would import the parents of a watched module, which no import system asks it to do
         ask = getattr(finder, "find_spec", None)  # the import system, too, passes by a finder without it
         if finder is not but and ask is not None and (spec := ask(name, path, target)) is not None:
             return cast("ModuleSpec", spec)

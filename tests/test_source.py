@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -11,11 +12,28 @@ import pytest
 from made_up import Upstream
 
 from megacpp_overlays.errors import SourceError
+from megacpp_overlays.lane import Lane
 from megacpp_overlays.source import DirectoryTree, InstalledTree, ModuleSource, Remembered, WheelTree, parameters
 
 
 def source(text: str) -> ModuleSource:
     return ModuleSource("made_up", "made_up.py", text)
+
+
+def test_nothing_is_imported_to_read_a_module_below_a_watched_package(
+    upstream: Upstream, lane: Callable[..., Lane]
+) -> None:
+    """As `gated_delta_net` and `gated_delta_net.gdn` are: wrapt's finder would import the parents of the former."""
+    inner = upstream.folder / upstream.name / "inner"
+    inner.mkdir()
+    (inner / "__init__.py").touch()
+    (inner / "deep.py").touch()
+    upstream.write("raise SystemExit('imported')", module="__init__")
+    target = upstream.overlay().target._replace(module=f"{upstream.name}.inner")
+    lane(upstream.overlay(target=target)).arm()
+
+    assert InstalledTree().module(f"{upstream.name}.inner.deep") is not None
+    assert upstream.name not in sys.modules
 
 
 def test_one_module_reads_the_same_from_every_kind_of_tree(upstream: Upstream, tmp_path: Path) -> None:
