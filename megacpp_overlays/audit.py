@@ -81,22 +81,29 @@ class Audit:
         return "\n".join(lines)
 
 
-def without_repetition(records: Sequence[Record]) -> tuple[Record, ...]:
-    """Return the records that say something: an overlay in parts must not fill the audit with what it is not.
+def what_counts(records: Sequence[Record]) -> tuple[Record, ...]:
+    """Return the records that say what became of their overlays: parts must not fill the audit with what is not.
 
     An overlay has a part for each module that upstream ever kept the defect in, and most trees have only one of them.
-    So an absent part is left out where another part is there, and a part that says the same as the one before, too.
+    So a part that is absent or retired is left out where another part has more to say: an overlay is retired when no
+    part of it has work left. A part that says the same as the one before is left out, too.
     """
-    present = {record.overlay.id for record in records if record.decision is not Decision.ABSENT}
+    most: dict[str, int] = {}
+    for record in records:
+        most[record.overlay.id] = max(_weight(record), most.get(record.overlay.id, 0))
     kept: list[Record] = []
     said: set[tuple[str, Decision, str]] = set()
     for record in records:
         overlay, absent = record.overlay.id, record.decision is Decision.ABSENT
         words = (overlay, record.decision, "" if absent else record.reason)
-        if not (absent and overlay in present) and words not in said:
+        if _weight(record) == most[overlay] and words not in said:
             kept.append(record)
             said.add(words)
     return tuple(kept)
+
+
+def _weight(record: Record) -> int:
+    return {Decision.ABSENT: 0, Decision.RETIRED: 1}.get(record.decision, 2)
 
 
 def _row(record: Record) -> tuple[str, ...]:

@@ -126,7 +126,7 @@ class Overlay:
 
     A defect that upstream keeps in several modules, at once or one after the other, is declared in *parts*: one
     declaration for each target module, alike in id, pack, title, breaks, retire_when and threads. Each part is
-    decided on its own; the switch is one.
+    decided on its own; the switch is one, and an audit leaves out parts that have nothing to do where another has.
     """
 
     id: str

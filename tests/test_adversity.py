@@ -142,7 +142,10 @@ def test_two_lanes_that_are_armed_while_half_imported_both_hear(upstream: Upstre
         del sys.arm_both  # type: ignore[attr-defined]
 
     assert module.double(1) == 2
-    assert [next(iter(each._records.values())).decision for each in (first, second)] == [Decision.ACTIVE, Decision.ACTIVE]
+    assert [next(iter(each._records.values())).decision for each in (first, second)] == [
+        Decision.ACTIVE,
+        Decision.ACTIVE,
+    ]
 
 
 def test_a_lane_that_fails_on_an_adopted_seam_leaves_it_to_its_owner(upstream: Upstream, lane: LaneMaker) -> None:

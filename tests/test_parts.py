@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -67,6 +68,21 @@ def test_a_part_that_is_absent_is_left_out_where_another_is_there(upstream: Upst
     assert [item["target"] for item in json.loads(made.audit().to_json())["decisions"]] == [
         f"{upstream.name}.layers.double"
     ]
+
+
+def test_an_overlay_is_retired_when_no_part_has_work_left(upstream: Upstream, lane: LaneMaker) -> None:
+    upstream.write(FIXED_TEXT, module="moved")
+    made = lane(*parts(upstream))
+    made.arm()
+    upstream.load("moved")
+    assert decisions(made) == [("layers", "armed")]
+
+    upstream.load("layers")
+    assert decisions(made) == [("layers", "active")]
+
+    upstream.write(FIXED_TEXT)
+    importlib.reload(upstream.load("layers"))
+    assert decisions(made) == [("layers", "retired"), ("moved", "retired")]
 
 
 def test_an_overlay_whose_parts_are_all_absent_is_absent_once(upstream: Upstream, lane: LaneMaker) -> None:
