@@ -1,0 +1,151 @@
+"""Does the scatter of top-k indices into the DSA index mask ask the device whether there are sentinels?
+
+Negative indices are sentinels. Spring 2026 trees look for them with `any()` on the host, which raises while a CUDA
+graph is captured: `dsa._scatter_topk_into_index_mask` in force-pushed states of PR 3674 and forks of them, then
+`dsa_masking.scatter_topk_into_index_mask` at the head of that pull request and on main from 2026-06-25 to 2026-07-08.
+Since d1cab16a01 it is one `scatter_reduce_`. No release up to 0.19.2 has the branch.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+
+from megacpp_overlays.errors import SourceError
+from megacpp_overlays.feature_probes.host_reads import (
+    absent,
+    at,
+    broken,
+    called,
+    calls,
+    fixed,
+    plain_function,
+    signature,
+    unrecognised,
+)
+from megacpp_overlays.model import Evidence, Finding, Target
+from megacpp_overlays.source import FunctionNode, ModuleSource, SourceTree
+
+_VARIANT = "megatron.core.transformer.experimental_attention_variant"
+DSA = Target(distribution="megatron-core", module=f"{_VARIANT}.dsa", symbol="_scatter_topk_into_index_mask")
+MASKING = Target(distribution="megatron-core", module=f"{_VARIANT}.dsa_masking", symbol="scatter_topk_into_index_mask")
+
+BRANCHY = "branch-on-sentinels"
+
+_SIGNATURE = "index_mask, topk_indices, *, seq_chunk_size=256"
+_BRANCHY = Counter(
+    {"call any": 2, "call where": 1, "call to": 1, "call scatter_": 1}
+    | {"call max": 1, "call int": 1, "call range": 1, "call min": 1}
+    | {"compare Lt": 1, "compare GtE": 1, "compare Eq": 2, "compare NotEq": 2}
+    | {"operator Add": 2, "operator Or": 1, "operator USub": 1}
+    | {"number 0": 3, "number 0.0": 2, "number 1": 2, "number 2": 1, "number 3": 1}
+    | {"Assert": 2, "Assign": 11, "Expr": 1, "For": 1, "If": 3}
+)
+"""What the branchy function is made of, whatever its names and the order of its lines."""
+
+_WITHOUT_HOST = frozenset(
+    {"clamp", "clamp_min", "float", "full", "full_like", "int", "masked_fill_", "max", "min", "range"}
+    | {"scatter_", "scatter_reduce_", "to", "where", "zeros", "zeros_like"}
+)
+"""Calls that stay on the device; `where` does with three arguments."""
+
+
+def probe_dsa(tree: SourceTree) -> Finding:
+    """Return whether the scatter of a single-file DSA reads from the host."""
+    return _probe(tree, DSA)
+
+
+def probe_masking(tree: SourceTree) -> Finding:
+    """Return whether the scatter of a DSA with a masking module reads from the host.
+
+    Source: https://github.com/NVIDIA/Megatron-LM/pull/5099
+    """
+    return _probe(tree, MASKING)
+
+
+def _probe(tree: SourceTree, target: Target) -> Finding:
+    try:
+        source = tree.module(target.module)
+        if source is None:
+            return absent(f"there is no module {target.module}")
+        function = plain_function(source, target.symbol)
+        if function is None:
+            return absent(f"{target.module} has no {target.symbol}")
+    except SourceError as error:
+        return unrecognised(Evidence(seen=str(error)))
+    if signature(function) != _SIGNATURE:
+        return unrecognised(at(source, function, f"its parameters are not ({_SIGNATURE})"))
+    if Counter(_parts(function)) == _BRANCHY:
+        return _branchy(source, function)
+    strange = [call for call in calls(function) if called(call) not in _WITHOUT_HOST or _selects(call)]
+    writes = [*calls(function, "scatter_reduce_"), *calls(function, "scatter_")]
+    if writes and not strange:
+        return fixed(at(source, writes[0], "sentinels and indices go through one write, and nothing is read back"))
+    why = f"calls {ast.unparse(strange[0].func)}" if strange else "writes nothing that is known"
+    return unrecognised(at(source, strange[0] if strange else function, f"{function.name} {why}"))
+
+
+def _branchy(source: ModuleSource, function: FunctionNode) -> Finding:
+    """Return BROKEN if the branches and the writes are where they are known, and every name is bound."""
+    branches = [node for node in ast.walk(function) if isinstance(node, ast.If) and calls(node.test, "any")]
+    outer = [node for node in branches if any(isinstance(op, ast.Lt) for op in _comparisons(node.test))]
+    if len(branches) != 2 or len(outer) != 1:
+        return unrecognised(at(source, function, f"{function.name} branches in a way that is not known"))
+    for problem in (*_other_writes(function), *_unbound(function)):
+        return unrecognised(at(source, function, problem))
+    return broken(BRANCHY, *(at(source, node, f"the host waits for {ast.unparse(node.test)}") for node in branches))
+
+
+def _parts(function: FunctionNode) -> Iterator[str]:
+    """Yield what a body is made of. Statements that it should not have are named, so that they count."""
+    docstring = ast.get_docstring(function, clean=False) is not None
+    for statement in function.body[docstring:]:
+        for node in ast.walk(statement):
+            match node:
+                case ast.Call():
+                    yield f"call {called(node)}"
+                case ast.Compare(ops=operators):
+                    yield from (f"compare {type(operator).__name__}" for operator in operators)
+                case ast.BinOp(op=operator) | ast.UnaryOp(op=operator) | ast.BoolOp(op=operator):
+                    yield f"operator {type(operator).__name__}"
+                case ast.Constant(value=value) if not isinstance(value, str):
+                    yield f"number {value!r}"
+                case ast.stmt() | ast.IfExp() | ast.Lambda() | ast.NamedExpr() | ast.comprehension() | ast.Await():
+                    yield type(node).__name__
+
+
+def _comparisons(node: ast.AST) -> Iterator[ast.cmpop]:
+    return (operator for each in ast.walk(node) if isinstance(each, ast.Compare) for operator in each.ops)
+
+
+def _selects(call: ast.Call) -> bool:
+    """Return whether a `where` returns positions, which the host has to count."""
+    return called(call) == "where" and len(call.args) + len(call.keywords) < 3
+
+
+def _other_writes(function: FunctionNode) -> Iterator[str]:
+    """Yield what is written beside 0.0 at places of the mask."""
+    zero = "0.0"
+    for node in ast.walk(function):
+        match node:
+            case ast.Assign(targets=[ast.Subscript(value=place)], value=value):
+                if ast.unparse(place) != "index_mask" or ast.unparse(value) != zero:
+                    yield f"writes {ast.unparse(node)}"
+            case ast.Call(func=ast.Attribute(attr="scatter_", value=ast.Subscript(value=place)), args=[axis, _, value]):
+                if [ast.unparse(each) for each in (place, axis, value)] != ["index_mask", "-1", zero]:
+                    yield f"writes {ast.unparse(node)}"
+            case ast.Call() if called(node) == "scatter_":
+                yield f"writes {ast.unparse(node)}"
+
+
+def _unbound(function: FunctionNode) -> Iterator[str]:
+    """Yield names that are neither parameters nor bound here nor known."""
+    names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+    bound = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    bound |= {argument.arg for argument in ast.walk(function.args) if isinstance(argument, ast.arg)}
+    annotations = [argument.annotation for argument in ast.walk(function.args) if isinstance(argument, ast.arg)]
+    outside = {id(node) for each in (*annotations, function.returns) if each for node in ast.walk(each)}
+    known = bound | {"torch", "max", "min", "int", "range"}
+    strange = [node.id for node in names if node.id not in known and id(node) not in outside]
+    return (f"uses {name}, which it does not bind" for name in strange)

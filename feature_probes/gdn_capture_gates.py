@@ -1,0 +1,89 @@
+"""Does the gated delta net read packed sequence lengths from the host on the way of a captured forward pass?
+
+With packed sequences `forward` resolves `cu_seqlens` twice, for queries and for keys, and each time reads the last
+entry and the divisibility by the context-parallel size from the host; then it asserts that `torch.equal` holds for the
+two. 0.18.0 to 0.18.2 and trees up to 2026-07-08 have it in one file, 0.19.x, main and dev in a base class; dev and main
+share the body. Earlier releases refuse packed sequences.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from megacpp_overlays.errors import SourceError
+from megacpp_overlays.feature_probes.host_reads import (
+    absent,
+    at,
+    broken,
+    calls,
+    fixed,
+    plain_function,
+    reads,
+    unrecognised,
+)
+from megacpp_overlays.fingerprint import fingerprint
+from megacpp_overlays.model import Evidence, Finding, Target
+from megacpp_overlays.source import ModuleSource, SourceTree
+
+_PACKAGE = "megatron.core.ssm.gated_delta_net"
+SINGLE = Target(distribution="megatron-core", module=_PACKAGE, symbol="GatedDeltaNet._resolve_cu_seqlens")
+COMMON = Target(distribution="megatron-core", module=f"{_PACKAGE}.common", symbol="_GDNBase._resolve_cu_seqlens")
+
+READ_LENGTHS = "packed-lengths-read-on-host"
+
+_BODIES = {
+    "b39e050347278bd9": "0.18.0 and 0.18.2",
+    "60d632a69727e7df": "0.19.0, 0.19.2, main, dev and PR 3674",
+}
+_CALLERS = {SINGLE.module: (_PACKAGE,), COMMON.module: (f"{_PACKAGE}.gdn", f"{_PACKAGE}.gdn2")}
+"""Modules whose forward pass calls it. Not every tree has the last."""
+_NAMES = ["'cu_seqlens_q'", "'cu_seqlens_kv'"]
+_EQUAL = "torch.equal(cu_seqlens_q, cu_seqlens_kv)"
+
+
+def probe_single(tree: SourceTree) -> Finding:
+    """Return whether a gated delta net in one file reads packed lengths from the host."""
+    return _ask(tree, SINGLE)
+
+
+def probe_common(tree: SourceTree) -> Finding:
+    """Return whether the base class of the gated delta nets reads packed lengths from the host."""
+    return _ask(tree, COMMON)
+
+
+def _ask(tree: SourceTree, target: Target) -> Finding:
+    try:
+        source = tree.module(target.module)
+        return absent(f"there is no module {target.module}") if source is None else _probe(source, target, tree)
+    except SourceError as error:
+        return unrecognised(Evidence(seen=str(error)))
+
+
+def _probe(source: ModuleSource, target: Target, tree: SourceTree) -> Finding:
+    class_name = target.symbol.partition(".")[0]
+    if source.find(class_name) is None:
+        return absent(f"{source.name} defines no {class_name}")
+    function = plain_function(source, target.symbol)
+    if function is None:
+        return absent(f"{target.symbol} does not exist: packed sequences are not supported")
+    found = list(reads(function))
+    if not found:
+        return fixed(at(source, function, f"{target.symbol} reads nothing from the host"))
+    if (body := fingerprint(function)) not in _BODIES:
+        return unrecognised(at(source, function, f"{target.symbol} has an unknown body {body}"))
+    callers = [caller for name in _CALLERS[target.module] if (caller := tree.module(name)) is not None]
+    equal: list[Evidence] = []
+    for caller in callers:
+        resolved = [call.args[3:4] for call in calls(caller.syntax, "_resolve_cu_seqlens")]
+        compared = calls(caller.syntax, "equal")
+        if [ast.unparse(each[0]) if each else "" for each in resolved] != _NAMES:
+            return unrecognised(Evidence(seen="does not resolve once for queries and once for keys", file=caller.path))
+        if [ast.unparse(each) for each in compared] != [_EQUAL]:
+            return unrecognised(
+                Evidence(seen="does not compare the two in the one way that is known", file=caller.path)
+            )
+        equal.append(at(caller, compared[0], f"the host waits for {_EQUAL}"))
+    if not equal:
+        return unrecognised(at(source, function, "nothing that calls it was found"))
+    seen = [at(source, call, f"the host reads {ast.unparse(call)}") for call in found[:2]]
+    return broken(READ_LENGTHS, *seen, *equal, Evidence(seen=f"as in {_BODIES[body]}"))

@@ -1,0 +1,62 @@
+"""Is a CUDA stream being captured into a graph? And what a host would read meanwhile.
+
+While a stream is captured, work is recorded and not run, so the host cannot look at a value. A gate that has to know
+this asks `capturing` first and leaves every other run to upstream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+_rehearsing = False
+
+READS = frozenset({"_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero"})
+"""Operators whose result, or its size, has to be on the host before the next line runs."""
+
+
+def capturing(device: Any) -> bool:
+    """Return whether work on a device is recorded into a CUDA graph now. Never initialises CUDA.
+
+    A compiler that traces the caller gets no: what it compiles stays upstream's way, and in one graph, since it cannot
+    trace the question (torch 2.11).
+
+    Args:
+        device: a `torch.device`. Only CUDA devices are asked, on their current stream.
+    """
+    import torch
+
+    if torch.compiler.is_compiling():
+        return False
+    if device.type != "cuda":
+        return _rehearsing
+    return _rehearsing or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+@contextlib.contextmanager
+def rehearsal() -> Iterator[None]:
+    """Let `capturing` say yes on any device: how a gate that has just been put in is tried without a GPU."""
+    global _rehearsing
+    before, _rehearsing = _rehearsing, True
+    try:
+        yield
+    finally:
+        _rehearsing = before
+
+
+@contextlib.contextmanager
+def host_reads() -> Iterator[list[str]]:
+    """Collect the operators in this block that make the host wait for a value. Works on CPU tensors as well."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if (name := func.overloadpacket.__name__) in READS:
+                seen.append(name)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        yield seen
