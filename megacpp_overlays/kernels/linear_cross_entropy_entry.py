@@ -1,0 +1,265 @@
+"""A portable entry for Megatron's fused linear cross entropy: `forward` and `backward` as its dispatcher wants them.
+
+The contract is that of `megatron.core.fusions.linear_cross_entropy.blackwell.entry` (Megatron-LM dev, 2026-02 to
+2026-08). What callers see:
+
+- hidden states are (tokens, size) or (sequence, batch, size), labels (tokens,) or (sequence, batch), the weight
+  (classes of this rank, size); contiguous. The three are on one CUDA device.
+- The loss of a token is the log of the sum of exp(logits) minus the logit of its label; 0 where the label is
+  `ignore_index`. "none" gives it flat, (tokens,), also for three-dimensional hidden states; "sum" and "mean" give a
+  tensor without dimensions. "mean" divides by the tokens that are not ignored; if there are none, loss and
+  gradients are NaN. Losses are float32.
+- In a tensor-parallel group of more than one rank, rank r holds classes r * n to (r + 1) * n, and every rank has all
+  labels. The highest logits are reduced with MAX, the sums of exponentials and the label's logit with SUM, and every
+  rank returns the same loss.
+- With sequence parallelism the hidden states are one rank's share of the first dimension; they are gathered along it,
+  and the gathered ones go to the backward pass.
+- Seven values leave the forward pass: the loss, the highest logit and the sum of exponentials of every token over
+  the whole vocabulary (float32), the number of tokens that are not ignored (int64, no dimensions), rank and size of
+  the group (0 and 1 without one), and the hidden states of all tokens.
+- The backward pass gets the gradient of the loss: per token for "none", else without dimensions. It adds up the
+  gradient of the hidden states in float32, sums it over the group in float32, keeps this rank's share of the
+  sequence, and only then rounds it to the dtype of the hidden states. The weight gradient has the weight's dtype.
+
+Where this entry is wider than that one: float32 (whose products follow torch's TF32 setting), any sizes, labels of
+any integer dtype, and a gradient of any strides. Where it differs: the highest logit is never raised to 0, which keeps
+sums of exponentials from vanishing; a label outside the vocabulary leaves the log of the sum as the loss (upstream: the
+same in a group, undefined without one); logits of ignored tokens may be infinite. All ranks of a group must run the
+same entry, so a group may not mix GPU generations.
+
+`LCE_FWD_VOCAB_SPLIT_SIZE` and `LCE_BWD_VOCAB_SPLIT_SIZE` set the classes that one block of logits has, as they do
+upstream; without them a block takes 256 MiB.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Literal
+
+import torch
+from torch import distributed
+
+from megacpp_overlays.kernels.linear_cross_entropy_shard import classes_per_block, shard_gradients, shard_statistics
+
+Reduction = Literal["none", "sum", "mean"]
+Forward = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, torch.Tensor]
+Gradients = tuple[torch.Tensor, torch.Tensor]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def forward(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    tp_group: distributed.ProcessGroup | None = None,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    sequence_parallel: bool = False,
+) -> Forward:
+    """Return the loss and what the backward pass needs; see the module for shapes and dtypes.
+
+    Raises:
+        ValueError: a tensor is not on the one CUDA device, or has a wrong shape, dtype or layout; the reduction is
+            none of the three.
+    """
+    _check_devices(hidden=hidden, weight=weight, labels=labels)
+    with _on_device_of(hidden):
+        found: Forward = forward_on_any_device(
+            hidden, weight, labels, tp_group, reduction, ignore_index, sequence_parallel
+        )
+    return found
+
+
+def backward(
+    dlogprobs: torch.Tensor,
+    global_hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    maximum: torch.Tensor,
+    accu: torch.Tensor,
+    num_valid_tokens: torch.Tensor,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    tp_group: distributed.ProcessGroup | None = None,
+    tp_rank: int = 0,
+    tp_world_size: int = 1,
+    sequence_parallel: bool = False,
+) -> Gradients:
+    """Return the gradients for this rank's hidden states and for its weight; see the module.
+
+    Raises:
+        ValueError: a tensor is not on the one CUDA device; `dlogprobs` has a wrong shape; the reduction is none of
+            the three.
+    """
+    _check_devices(global_hidden=global_hidden, weight=weight, labels=labels, dlogprobs=dlogprobs)
+    with _on_device_of(global_hidden):
+        found: Gradients = backward_on_any_device(
+            dlogprobs,
+            global_hidden,
+            weight,
+            labels,
+            maximum,
+            accu,
+            num_valid_tokens,
+            reduction,
+            ignore_index,
+            tp_group,
+            tp_rank,
+            tp_world_size,
+            sequence_parallel,
+        )
+    return found
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def forward_on_any_device(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    tp_group: distributed.ProcessGroup | None,
+    reduction: Reduction,
+    ignore_index: int,
+    sequence_parallel: bool,
+) -> Forward:
+    """Do the work of `forward`, on the CPU too where Triton kernels are interpreted."""
+    _check_reduction(reduction)
+    rank = 0 if tp_group is None else distributed.get_rank(tp_group)
+    ranks = 1 if tp_group is None else distributed.get_world_size(tp_group)
+    _check_layout(hidden, weight, labels, gathered=ranks if sequence_parallel else 1)
+
+    global_hidden = hidden
+    if sequence_parallel and ranks > 1:
+        global_hidden = hidden.new_empty((hidden.shape[0] * ranks, *hidden.shape[1:]))
+        distributed.all_gather_into_tensor(global_hidden, hidden, group=tp_group)
+    rows, flat_labels = global_hidden.view(-1, hidden.shape[-1]), labels.view(-1)
+
+    with torch.autocast(hidden.device.type, enabled=False):  # it would round float32 logits
+        maximum, accumulate, label_logit = shard_statistics(
+            rows,
+            weight,
+            flat_labels,
+            first_class=rank * weight.shape[0],
+            step=_split("LCE_FWD_VOCAB_SPLIT_SIZE", rows.shape[0]),
+        )
+    if ranks > 1:
+        maximum, accumulate, label_logit = _reconcile(maximum, accumulate, label_logit, tp_group)
+
+    kept = flat_labels != ignore_index
+    num_valid_tokens = kept.sum()
+    losses = torch.where(kept, maximum + accumulate.log() - label_logit, 0.0)
+    loss = losses
+    if reduction != "none":
+        loss = losses.sum()
+    if reduction == "mean":
+        loss = loss / num_valid_tokens
+    return loss, maximum, accumulate, num_valid_tokens, rank, ranks, global_hidden
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def backward_on_any_device(
+    dlogprobs: torch.Tensor,
+    global_hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    maximum: torch.Tensor,
+    accu: torch.Tensor,
+    num_valid_tokens: torch.Tensor,
+    reduction: Reduction,
+    ignore_index: int,
+    tp_group: distributed.ProcessGroup | None,
+    tp_rank: int,
+    tp_world_size: int,
+    sequence_parallel: bool,
+) -> Gradients:
+    """Do the work of `backward`, on the CPU too where Triton kernels are interpreted."""
+    _check_reduction(reduction)
+    rows, flat_labels = global_hidden.view(-1, global_hidden.shape[-1]), labels.view(-1)
+    expected = tuple(flat_labels.shape) if reduction == "none" else ()
+    if tuple(dlogprobs.shape) != expected:
+        raise ValueError(f'dlogprobs is {tuple(dlogprobs.shape)}; reduction "{reduction}" needs {expected}')
+    scale = torch.where(flat_labels != ignore_index, dlogprobs.float(), 0.0)
+    if reduction == "mean":
+        scale = scale / num_valid_tokens
+
+    with torch.autocast(global_hidden.device.type, enabled=False):
+        d_hidden, d_weight = shard_gradients(
+            rows,
+            weight,
+            flat_labels,
+            maximum,
+            accu,
+            scale,
+            first_class=tp_rank * weight.shape[0],
+            step=_split("LCE_BWD_VOCAB_SPLIT_SIZE", rows.shape[0]),
+        )
+    d_hidden = d_hidden.view(global_hidden.shape)
+    if tp_group is not None and tp_world_size > 1:
+        distributed.all_reduce(d_hidden, op=distributed.ReduceOp.SUM, group=tp_group)
+        if sequence_parallel:
+            share = global_hidden.shape[0] // tp_world_size
+            # A copy, so that the gradient of the whole sequence is not kept alive by a part of it.
+            d_hidden = d_hidden[tp_rank * share : (tp_rank + 1) * share].to(global_hidden.dtype, copy=True)
+    return d_hidden.to(global_hidden.dtype), d_weight
+
+
+def _reconcile(
+    maximum: torch.Tensor,
+    accumulate: torch.Tensor,
+    label_logit: torch.Tensor,
+    group: distributed.ProcessGroup | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the three numbers of every token over the whole vocabulary, from those of this rank's shard."""
+    highest = maximum.clone()
+    distributed.all_reduce(highest, op=distributed.ReduceOp.MAX, group=group)
+    sums = torch.stack([accumulate * torch.exp(maximum - highest), label_logit])
+    distributed.all_reduce(sums, op=distributed.ReduceOp.SUM, group=group)
+    return highest, sums[0], sums[1]
+
+
+def _on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be that of the tensors."""
+    if tensor.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    device: contextlib.AbstractContextManager[object] = torch.cuda.device(tensor.device)
+    return device
+
+
+def _split(variable: str, tokens: int) -> int:
+    chosen = int(os.environ.get(variable, "0"))
+    return chosen if chosen > 0 else classes_per_block(tokens)
+
+
+def _check_devices(**tensors: torch.Tensor) -> None:
+    where = {name: tensor.device for name, tensor in tensors.items()}
+    if len(set(where.values())) > 1 or any(device.type != "cuda" for device in where.values()):
+        found = ", ".join(f"{name} on {device}" for name, device in where.items())
+        raise ValueError(f"the fused linear cross entropy needs its tensors on one CUDA device: {found}")
+
+
+def _check_reduction(reduction: str) -> None:
+    if reduction not in ("none", "sum", "mean"):
+        raise ValueError(f"Invalid reduction: {reduction}")
+
+
+def _check_layout(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, gathered: int) -> None:
+    """Refuse what upstream's entry refuses, in words.
+
+    Raises:
+        ValueError: names the shapes, dtypes or strides that do not fit.
+    """
+    shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, labels {tuple(labels.shape)}"
+    if (hidden.dim(), weight.dim(), labels.dim()) not in {(2, 2, 1), (3, 2, 2)} or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(f"these shapes do not fit together: {shapes}")
+    if hidden.numel() // max(hidden.shape[-1], 1) * gathered != labels.numel():
+        raise ValueError(f"there must be one label for each of the tokens of {gathered} rank(s): {shapes}")
+    if hidden.dtype not in _DTYPES or weight.dtype != hidden.dtype:
+        raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}; both must be one of {_DTYPES}")
+    if labels.is_floating_point():
+        raise ValueError(f"labels are {labels.dtype}; they must be integers")
+    loose = [
+        name for name, one in (("hidden", hidden), ("weight", weight), ("labels", labels)) if not one.is_contiguous()
+    ]
+    if loose:
+        raise ValueError(f"not contiguous: {', '.join(loose)}")

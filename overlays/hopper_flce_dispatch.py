@@ -1,0 +1,185 @@
+"""Give Megatron's fused linear cross entropy an entry on GPUs that its dispatcher does not know.
+
+The seam is `_get_platform`, the one way to the dispatcher. Upstream is asked first, so what it serves it keeps: a
+Blackwell GPU always, and a Hopper GPU where the tree has an entry for it. Only a refusal of capability 8, 9 or 12 is
+answered, with the portable entry of `kernels.linear_cross_entropy_entry`; any other refusal stays as it is, and so does
+that of an AMD GPU, whose capability is also called 9. The device is asked at the first call, never at import, and
+once, as upstream does.
+
+Upstream's singleton is left as a refusal leaves it, and its cached getter keeps no refusal: there is nothing to reset,
+neither when an earlier call failed nor when the overlay is undone. `_get_platform.cache_clear()` makes the next call
+ask again.
+
+A tree with an entry for Hopper whose kernels cannot be imported (they need nvidia-cutlass-dsl and cuda-python) dies with
+an AttributeError on a Hopper GPU; there the portable entry steps in, with a warning.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+from megacpp_overlays import seams
+from megacpp_overlays.feature_probes import hopper_flce_dispatch as feature
+from megacpp_overlays.log import logger
+from megacpp_overlays.model import Observation, Overlay, Replacement, Thread, Verdict
+from megacpp_overlays.source import SourceTree
+
+_ID = "hopper-flce-dispatch"
+_HOPPER = 9
+_REFUSED_BY_ALL = (8, 12)
+"""Major compute capabilities without a branch in every broken shape. To ask for 9 could import upstream's kernels."""
+_HOPPER_ENTRY = f"{feature.ENTRIES}.hopper.entry"
+
+
+def _getter_that_answers(refused: frozenset[int]) -> Callable[[Callable[..., Any], ModuleType], Callable[..., Any]]:
+    """Return the maker of the seam.
+
+    Args:
+        refused: major compute capabilities that the dispatcher of this shape has no branch for, of those served here.
+    """
+
+    def make(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+        served: list[Any] = []
+
+        def _get_platform() -> Any:
+            if served:
+                return served[0]
+            try:
+                return original()
+            except (ValueError, AttributeError) as refusal:
+                major = _major_capability()
+                without_kernels = isinstance(refusal, AttributeError)
+                if not (_lacks_kernels(major) if without_kernels else major in refused):
+                    raise
+                if without_kernels:
+                    logger.warning(
+                        "%s has no kernels here (are nvidia-cutlass-dsl and cuda-python installed?)", _HOPPER_ENTRY
+                    )
+            served.append(_portable_platform(module))
+            logger.info(
+                "%s: compute capability %s is served by %s", module.__name__, major, served[0].forward_func.__module__
+            )
+            return served[0]
+
+        def cache_clear() -> None:
+            served.clear()
+            original.cache_clear()  # type: ignore[attr-defined]
+
+        def cache_info() -> Any:
+            return original.cache_info()  # type: ignore[attr-defined]
+
+        # Upstream's getter is a functools cache, and a cache can be asked and cleared.
+        vars(_get_platform).update(cache_clear=cache_clear, cache_info=cache_info)
+        return _get_platform
+
+    return make
+
+
+def _major_capability() -> int | None:
+    """Return the major compute capability of the current device, or None for a device that is not NVIDIA's."""
+    import torch
+
+    if torch.version.hip is not None:
+        return None
+    major: int = torch.cuda.get_device_capability(torch.cuda.current_device())[0]
+    return major
+
+
+def _lacks_kernels(major: int | None) -> bool:
+    """Return whether upstream's own entry for this device could not import what it needs."""
+    entry = sys.modules.get(_HOPPER_ENTRY)
+    return major == _HOPPER and entry is not None and not hasattr(entry, "forward")
+
+
+def _portable_platform(module: ModuleType) -> Any:
+    """Return a platform with the portable entry, beside upstream's singleton."""
+    from megacpp_overlays.kernels import linear_cross_entropy_entry as entry
+
+    platform = object.__new__(module.Platform)
+    platform.forward_func, platform.backward_func = entry.forward, entry.backward
+    platform._initialized = True
+    return platform
+
+
+def _witness(module: ModuleType) -> Observation:
+    """Run upstream's constructor with a made-up device.
+
+    The function runs with other globals, so nothing that other threads can see is touched and no device is asked.
+    """
+    refused = [major for major in _REFUSED_BY_ALL if _refuses(module.Platform.__init__, major)]
+    seen = f"the dispatcher refuses compute capability {', '.join(map(str, refused)) or 'neither 8 nor 12'}"
+    return Observation(broken=tuple(refused) == _REFUSED_BY_ALL, seen=seen)
+
+
+def _refuses(constructor: FunctionType, major: int) -> bool:
+    cuda = SimpleNamespace(
+        is_available=lambda: True, current_device=lambda: 0, get_device_capability=lambda device=None: (major, 0)
+    )
+    made_up = {**constructor.__globals__, "torch": SimpleNamespace(cuda=cuda)}
+    try:
+        FunctionType(constructor.__code__, made_up, closure=constructor.__closure__)(SimpleNamespace())
+    except ValueError:
+        return True
+    return False
+
+
+def _self_test(module: ModuleType) -> Observation:
+    """Look at the getter that upstream's autograd function reaches, and at what it would hand out."""
+    reached = getattr(module, feature.FUNCTION).forward.__globals__.get(feature.GETTER)
+    if (mark := seams.mark_of(reached)) is None or mark.overlay_id != _ID:
+        return Observation(broken=True, seen=f"{feature.FUNCTION} does not reach the seam")
+    if importlib.util.find_spec("triton") is None:
+        return Observation(broken=True, seen="triton is not installed, and the portable entry needs it")
+    platform = _portable_platform(module)
+    for function, expected in ((platform.forward_func, feature.FORWARD), (platform.backward_func, feature.BACKWARD)):
+        if (found := tuple(inspect.signature(function).parameters)) != expected:
+            return Observation(broken=True, seen=f"the portable entry takes {', '.join(found)}")
+    return Observation(broken=False, seen=f"compute capability 8, 9 and 12 lead to {platform.forward_func.__module__}")
+
+
+def _retired(tree: SourceTree) -> bool:
+    return feature.probe(tree).verdict is Verdict.FIXED
+
+
+def _seams(refused: frozenset[int]) -> tuple[Replacement, ...]:
+    return (Replacement(symbol=feature.GETTER, make=_getter_that_answers(refused)),)
+
+
+OVERLAY = Overlay(
+    id=_ID,
+    pack=10,
+    title="The fused linear cross entropy runs on compute capability 8, 9 and 12, with a portable entry",
+    target=feature.TARGET,
+    probe=feature.probe,
+    replacements={
+        feature.BLACKWELL_ONLY: _seams(feature.SERVED),
+        feature.BLACKWELL_AND_HOPPER: _seams(feature.SERVED - {_HOPPER}),
+    },
+    unsupported={
+        feature.AT_IMPORT: (
+            "this tree asks for the device while the module is imported, so on any other device the import itself "
+            "fails, before a seam can go in; use a tree that asks at the first call (dev since 2025-12-05)"
+        ),
+    },
+    witness=_witness,
+    self_test=_self_test,
+    breaks='cross_entropy_fusion_impl="linear" ends in "Unsupported architecture" at the first step on these GPUs',
+    retire_when="Platform of every supported Megatron has branches for compute capability 8, 9 and 12",
+    retired=_retired,
+    threads=(
+        Thread(repository="NVIDIA/Megatron-LM", number=2256, state="merged to dev 2025-12-05, unreleased"),
+        Thread(repository="NVIDIA/Megatron-LM", number=2206, state="open, the same for main"),
+        Thread(repository="NVIDIA/Megatron-LM", number=3345, state="not merged at 2026-08-21, adds a branch for 9"),
+        Thread(repository="NVIDIA/Megatron-LM", number=2739, state="merged to dev 2025-12, reverted by #3218"),
+        Thread(repository="NVIDIA/Megatron-LM", number=3226, state="merged to dev 2026-02-04, reapplies #2739"),
+    ),
+    last_validated=(
+        "2026-11-21, H200, torch 2.11.0+cu130, triton 3.6.0: dev d48bd6be0a and the head of pull request 3345; x86-64 "
+        "without GPU: releases 0.14.0 to 0.19.2 and main read"
+    ),
+)

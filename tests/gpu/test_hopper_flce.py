@@ -1,0 +1,130 @@
+"""Pack 10 on a GPU: Megatron's public `linear_cross_entropy`, served by the portable entry, against float64.
+
+Our stand-in for Megatron-LM dev, and every tree given with `--upstream-tree` whose dispatcher knows Blackwell alone.
+Each test is an interpreter of its own. The two ranks take a GPU each where there are two; on one GPU they share it, with
+gloo and without sequence parallelism, whose gather gloo does not have for CUDA tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from portable_entry_cases import CASES, LARGE, PARALLEL
+from test_portable_entry import check, run_grid, run_ranks
+from trees import STAND_INS
+
+from megacpp_overlays.feature_probes import hopper_flce_dispatch as feature
+from megacpp_overlays.source import DirectoryTree
+
+pytestmark = pytest.mark.gpu
+
+OPTION = "--upstream-tree"
+PORTABLE = "megacpp_overlays.kernels.linear_cross_entropy_entry"
+SCALE = 16
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run every test here on the stand-in and the given trees that have no entry for Hopper."""
+    given = {f"upstream-{path.resolve().name}": path.resolve() for path in metafunc.config.getoption(OPTION)}
+    every = {**STAND_INS, **given}
+    chosen = {
+        name: path for name, path in every.items() if feature.probe(DirectoryTree(path)).shape == feature.BLACKWELL_ONLY
+    }
+    metafunc.parametrize("dispatcher", list(chosen.values()), ids=list(chosen), scope="module")
+
+
+@pytest.fixture(autouse=True)
+def served_device() -> None:
+    import torch
+
+    major = torch.cuda.get_device_capability()[0]
+    if major not in feature.SERVED:
+        pytest.skip(f"compute capability {major} is not the portable entry's")
+
+
+@functools.cache
+def grid(dispatcher: Path) -> dict[str, Any]:
+    return run_grid(dispatcher, device="cuda:0", scale=SCALE, cases=list(CASES))
+
+
+@functools.cache
+def large(dispatcher: Path) -> dict[str, Any]:
+    return run_grid(dispatcher, device="cuda:0", cases=list(LARGE), peak=[8192, 1024, 131072], again=True)
+
+
+def test_the_dispatcher_hands_out_the_portable_entry(dispatcher: Path) -> None:
+    found = grid(dispatcher)
+
+    assert (found["decision"], found["entry"]) == ("active", PORTABLE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradients_are_those_of_float64(dispatcher: Path, name: str) -> None:
+    check(grid(dispatcher)["cases"][name], CASES[name])
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_they_are_at_the_size_of_a_model_too(dispatcher: Path, name: str) -> None:
+    check(large(dispatcher)["cases"][name], LARGE[name])
+
+
+def test_torch_that_cannot_name_the_dtype_of_a_product_gets_the_same(dispatcher: Path) -> None:
+    names = ["bfloat16", "bfloat16, mean", "float16"]
+
+    found = run_grid(dispatcher, device="cuda:0", scale=SCALE, cases=names, widen=True)["cases"]
+
+    for name in names:
+        check(found[name], CASES[name])
+
+
+def test_memory_is_bounded_by_a_block_of_logits(dispatcher: Path) -> None:
+    """8192 tokens and 131072 classes are 4 GiB of logits in float32, hidden size 1024.
+
+    A block is 256 MiB of logits and 128 MiB of gradients, and the gradient of the hidden states is 32 MiB twice. The
+    rest is for cuBLAS.
+    """
+    assert large(dispatcher)["peak"] < 640
+
+
+def test_a_step_neither_waits_for_the_host_nor_changes_when_repeated(dispatcher: Path) -> None:
+    found = large(dispatcher)["again"]
+
+    assert found["synchronises"] == ""
+    assert found["same bits"]
+
+
+def test_a_compiled_call_gives_the_same_bits(dispatcher: Path) -> None:
+    """Upstream's NVTX ranges break the graph around an entry, so fullgraph can only be asked of the entry."""
+    found = large(dispatcher)["again"]
+
+    assert found["compiled"]
+    assert found["traced"]
+
+
+@functools.cache
+def ranks(dispatcher: Path, rendezvous: Path) -> Any:
+    import torch
+
+    if torch.cuda.device_count() >= 2:
+        return run_ranks(dispatcher, rendezvous, list(PARALLEL), "nccl", ["cuda:0", "cuda:1"], scale=SCALE)
+    names = [name for name, case in PARALLEL.items() if not case.sequence_parallel]
+    return run_ranks(dispatcher, rendezvous, names, "gloo", ["cuda:0", "cuda:0"], scale=SCALE)
+
+
+@pytest.fixture(scope="module")
+def rendezvous(dispatcher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks") / "rendezvous"
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_two_shards_of_a_vocabulary_are_one_vocabulary(dispatcher: Path, rendezvous: Path, name: str) -> None:
+    found = ranks(dispatcher, rendezvous)
+    if name not in found[0]["cases"]:
+        pytest.skip("sequence parallelism needs two GPUs")
+
+    for report in found:
+        assert report["entry"] == PORTABLE
+        check(report["cases"][name], PARALLEL[name])

@@ -1,0 +1,126 @@
+"""Run in a fresh interpreter: what Megatron's dispatcher answers on made-up devices, as JSON.
+
+The tree is the one that is first on the path. MEGACPP_OVERLAYS decides whether the overlay is on. With LATE=1 it is
+imported after the target, and after a failed call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import pickle
+import sys
+from typing import Any
+
+import torch
+
+LATE = os.environ.get("LATE") == "1"
+if not LATE:
+    import megacpp_overlays  # noqa: F401 - it arms
+# isort: split
+from megatron.core.fusions import fused_linear_cross_entropy as upstream  # noqa: E402 - LATE is about this order
+
+OVERLAY = "hopper-flce-dispatch"
+
+
+class Device:
+    """What torch says of a GPU that is not there."""
+
+    def __init__(self) -> None:
+        self.major = 9
+        self.asked = 0
+
+    def capability(self, device: Any = None) -> tuple[int, int]:
+        self.asked += 1
+        return self.major, 0
+
+    def pretend(self) -> None:
+        torch.cuda.is_available = lambda: True
+        torch.cuda.current_device = lambda: 0
+        torch.cuda.get_device_capability = self.capability
+
+
+def forget() -> None:
+    """Bring the dispatcher back to where it was after import, as far as upstream's own means reach."""
+    upstream.Platform._instance = None
+    upstream._get_platform.cache_clear()
+
+
+def answer(device: Device, major: int, *, fresh: bool = True) -> str:
+    """Return the module of the chosen entry, or the error."""
+    device.major = major
+    if fresh:
+        forget()
+    try:
+        platform = upstream._get_platform()
+    except (ValueError, AssertionError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    assert isinstance(platform, upstream.Platform)
+    assert platform.forward_func.__module__ == platform.backward_func.__module__
+    return str(platform.forward_func.__module__)
+
+
+def hopper_without_kernels(device: Device) -> Any:
+    """Return the answer for 9 where upstream's own entry could not import what it needs, and what was logged."""
+    try:
+        from megatron.core.fusions.linear_cross_entropy.hopper import entry
+    except ImportError:
+        return None
+    for name in ("forward", "backward"):
+        with contextlib.suppress(AttributeError):
+            delattr(entry, name)
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("megacpp_overlays").addHandler(handler)
+    return {"answer": answer(device, 9), "logged": logged}
+
+
+def cpu_tensors() -> str:
+    try:
+        upstream.linear_cross_entropy(torch.zeros(2, 3), torch.zeros(4, 3), torch.zeros(2, dtype=torch.int64))
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def main() -> None:
+    """Ask, fail, ask again, undo."""
+    report: dict[str, Any] = {"cuda after import": torch.cuda.is_initialized()}
+    report["without cuda"] = answer(Device(), 9)
+    device = Device()
+    device.pretend()
+    if LATE:
+        report["before"] = answer(device, 9)
+        import megacpp_overlays
+
+        report["after"] = answer(device, 9, fresh=False)
+    import megacpp_overlays
+
+    record = next(r for r in megacpp_overlays.audit().records if r.overlay.id == OVERLAY)
+    report["decision"], report["shape"], report["reason"] = record.decision.value, record.shape, record.reason
+    report["answers"] = {major: answer(device, major) for major in (7, 8, 9, 10, 11, 12)}
+    torch.version.hip = "6.4"
+    report["amd"] = answer(device, 12)
+    torch.version.hip = None
+    answer(device, 7)
+    report["after a failure"] = answer(device, 12, fresh=False)
+    report["singleton is initialised"] = hasattr(upstream.Platform._instance, "_initialized")
+    device.asked = 0
+    report["on another device later"] = answer(device, 7, fresh=False)
+    report["asked again"] = device.asked
+    report["pickles"] = pickle.loads(pickle.dumps(upstream._get_platform)) is upstream._get_platform
+    report["cpu tensors"] = cpu_tensors() if record.decision.value == "active" else None
+    report["hopper without kernels"] = hopper_without_kernels(device)
+    if record.decision.value == "active":
+        answer(device, 12)
+        megacpp_overlays.undo(OVERLAY)
+        report["undone"] = answer(device, 12, fresh=False)
+    report["cuda"] = torch.cuda.is_initialized()
+    sys.stdout.write(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
