@@ -34,7 +34,7 @@ help: ## list the commands
 	@printf 'make <command>\n\n'
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
 	    while IFS='|' read -r name text; do printf '  %-12s %s\n' "$$name" "$$text"; done
-	@printf '\nLocks: %s\n' "$(filter-out locks/wheels.txt locks/uv.txt,$(sort $(wildcard locks/*.txt)))"
+	@printf '\nLocks: %s\n' "$(filter-out locks/wheels.txt locks/uv.txt locks/te-source.txt,$(sort $(wildcard locks/*.txt)))"
 
 # --- main jobs -------------------------------------------------------------------------------------------------
 
@@ -67,6 +67,9 @@ test: setup ## set up everything, then lint, type checks, contracts and all test
 bench: .envs/bench/.ready ## measure what importing costs and write benchmarks/import_cost.md
 	@.envs/bench/bin/python benchmarks/import_cost.py --write
 
+.PHONY: te
+te: .envs/te/.ready ## build Transformer Engine into .envs/te (about 20 minutes), which `make test` then tests against too
+
 # --- setting up ------------------------------------------------------------------------------------------------
 
 .PHONY: setup
@@ -96,7 +99,7 @@ wheels: .venv/.ready ## fetch the upstream releases that the offline probe tests
 # The benchmark measures what users install. The wheel comes from an sdist in a folder of its own: a build in the
 # checkout would leave a build/ behind, whose old modules end up in the next wheel.
 PACKAGE := pyproject.toml $(wildcard megacpp_overlays/*.py megacpp_overlays/cli/*.py megacpp_overlays/kernels/*.py \
-    overlays/*.py feature_probes/*.py)
+    megacpp_overlays/repro/*.py overlays/*.py feature_probes/*.py packs/*.json packs/*/*)
 
 .envs/bench/.ready: .envs/bench/.synced .venv/.ready $(PACKAGE)
 	$(say) 'a wheel of megacpp_overlays into .envs/bench'
@@ -104,6 +107,11 @@ PACKAGE := pyproject.toml $(wildcard megacpp_overlays/*.py megacpp_overlays/cli/
 	@$(BIN)/python -m build --no-isolation --outdir .cache/dist . >.cache/dist/log 2>&1 || { cat .cache/dist/log; exit 1; }
 	@"$$(scripts/uv.sh)" pip install --quiet --offline --no-deps --reinstall --python $(@D)/bin/python .cache/dist/*.whl
 	@touch $@
+
+# The PyTorch part of Transformer Engine is published as source alone, so it is built before the project joins.
+.envs/te/.synced: locks/te.txt locks/te-source.txt
+	@scripts/environment.sh .envs/te $<
+	@scripts/transformer_engine.sh .envs/te locks/te-source.txt && touch $@
 
 # The loader alone, with the bare checkout on its path. A Python that is missing here is skipped, and so are its tests.
 .envs/loader-oldest/.ready: locks/loader-oldest.txt
@@ -123,7 +131,7 @@ LINUX = --python-version 3.12 --python-platform x86_64-manylinux_2_28
 
 .PHONY: lock
 lock: ## recompile the locks, keeping versions where they still fit; UPGRADE=1 takes the newest
-	@for lane in current old newest; do \
+	@for lane in current old newest te; do \
 	    printf '== locks/%s.txt\n' $$lane; \
 	    $(COMPILE) $(LINUX) locks/$$lane.in -o locks/$$lane.txt; done
 	@for lane in dev bench; do \

@@ -1,0 +1,270 @@
+"""Does the dispatcher of the fused SparseMLA kernel know a quantized query or key when it gets one?
+
+A quantized tensor of Transformer Engine says bf16 and has no storage. What was seen of the dispatcher:
+
+    per-batch-pointer   `query[:, i].contiguous()` for each batch element, and that goes to the kernel. Slices of a
+                        Float8Tensor stay what they are, so the kernel gets pointer 0. Source builds of spring 2026 in
+                        `dsa.py`, early revisions of pull request 5049 in `ops/tilelang_dsa.py`
+    bf16-guard-fooled   a guard asks for bf16 and is told so; the permutation that follows dequantizes silently.
+                        0.19.0, 0.19.2, main since 2026-07-24, and the port to dev in pull request 6279
+    ABSENT              0.18.2 and older, dev, and the head of pull request 3674, whose backends are elsewhere
+    FIXED               nothing yet: the dispatcher would have to ask for QuantizedTensor and dequantize, or decline
+
+The seam hands the dispatcher plain tensors, so it fits any dispatcher that does not look for quantized ones. Every
+call in it must be one that was read, and nothing in it, in its guard or in the kernel's autograd function may be named
+after quantization.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from megacpp_overlays.errors import SourceError
+from megacpp_overlays.model import Evidence, Finding, Target, Verdict
+from megacpp_overlays.source import FunctionNode, ModuleSource, SourceTree, parameters
+
+_PACKAGE = "megatron.core.transformer.experimental_attention_variant"
+DISTRIBUTION = "megatron-core"
+TARGET = Target(distribution=DISTRIBUTION, module=f"{_PACKAGE}.ops.tilelang_dsa", symbol="fused_sparse_mla_absorbed")
+SPRING_TARGET = Target(distribution=DISTRIBUTION, module=f"{_PACKAGE}.dsa", symbol="_fused_sparse_mla_absorbed")
+KERNEL_MODULE = f"{_PACKAGE}.ops.sparse_mla"
+KERNEL = "SparseMLA"
+TENSORS = ("query", "key")
+
+PER_BATCH = "per-batch-pointer"
+GUARD_FOOLED = "bf16-guard-fooled"
+
+_PARAMETERS = (*TENSORS, "topk_indices", "softmax_scale", "v_channels")
+_GUARD = "_all_bfloat16"
+_GUARD_SAYS = "return all((tensor.dtype == torch.bfloat16 for tensor in tensors))"
+_FUNCTIONS = {
+    f"{KERNEL}.apply",
+    _GUARD,
+    "_is_supported_sparse_mla_head_count",
+    "max",
+    "range",
+    "torch.empty",
+    "torch.nn.functional.pad",
+}
+_METHODS = {"contiguous", "copy_", "permute", "size", "to", "unsqueeze"}
+_ABOUT_QUANTIZATION = re.compile(r"quant|float8|fp8|mxfp|nvfp|scale_inv|_data\b|__torch_", re.IGNORECASE)
+
+
+class _UnknownError(Exception):
+    """Something that no known form has."""
+
+    def __init__(self, seen: str, node: ast.AST) -> None:
+        super().__init__(seen)
+        self.line: int | None = getattr(node, "lineno", None)
+
+
+def probe(tree: SourceTree) -> Finding:
+    """Return what `ops.tilelang_dsa.fused_sparse_mla_absorbed` does to a quantized query or key.
+
+    Source: https://github.com/NVIDIA/Megatron-LM/pull/5049
+    """
+    return _probe(tree, TARGET)
+
+
+def probe_spring(tree: SourceTree) -> Finding:
+    """Return the same for `dsa._fused_sparse_mla_absorbed`, where the dispatcher was before `ops.tilelang_dsa`.
+
+    Source: https://github.com/NVIDIA/Megatron-LM/pull/3674
+    """
+    return _probe(tree, SPRING_TARGET)
+
+
+def _probe(tree: SourceTree, target: Target) -> Finding:
+    source = tree.module(target.module)
+    if source is None:
+        return _finding(Verdict.ABSENT, None, Evidence(seen=f"there is no module {target.module}"))
+    if not re.search(rf"\b{target.symbol}\b", source.text):
+        return _finding(Verdict.ABSENT, None, Evidence(seen=f"defines no {target.symbol}", file=source.path))
+    try:
+        function = _the_function(source, target.symbol)
+        if _handles_quantized(source, function):
+            return _finding(Verdict.FIXED, None, _at(source, "asks for QuantizedTensor itself", function.lineno))
+        _check_known(source, function)
+        _check_kernel(tree)
+        return _shape(source, function)
+    except _UnknownError as unknown:
+        return _finding(Verdict.UNRECOGNISED, None, _at(source, str(unknown), unknown.line))
+    except SourceError as error:
+        return _finding(Verdict.UNRECOGNISED, None, Evidence(seen=str(error)))
+
+
+def _the_function(source: ModuleSource, symbol: str) -> FunctionNode:
+    function = source.function(symbol)
+    if function is None or function not in source.syntax.body or function.decorator_list:
+        raise _UnknownError(f"{symbol} is no plain function of this module", function or source.syntax)
+    for node in ast.walk(source.syntax):
+        if isinstance(node, ast.Name) and node.id == symbol and not isinstance(node.ctx, ast.Load):
+            raise _UnknownError(f"{symbol} is bound again", node)
+    if (names := parameters(function)) != _PARAMETERS:
+        raise _UnknownError(f"{symbol} takes other parameters than any known one: {', '.join(names)}", function)
+    return function
+
+
+def _check_known(source: ModuleSource, function: FunctionNode) -> None:
+    """Raise unless every call was read before and nothing is named after quantization."""
+    for node in ast.walk(function):
+        if (name := _identifier(node)) is not None and _ABOUT_QUANTIZATION.search(name):
+            raise _UnknownError(f"{function.name} knows of {name}, in a way that is not known", node)
+        if isinstance(node, ast.Call) and not _is_known_call(node):
+            raise _UnknownError(f"{function.name} calls {ast.unparse(node.func)}", node)
+    start = _statements(function)[0]
+    if ast.unparse(start) != f"if {KERNEL} is None:\n    return None":
+        raise _UnknownError(f"{function.name} does not begin by declining where there is no kernel", start)
+    imports = [node for node in ast.walk(source.syntax) if isinstance(node, ast.ImportFrom) and _brings_kernel(node)]
+    if [node.module for node in imports] != [KERNEL_MODULE]:
+        raise _UnknownError(f"{KERNEL} is not the one of {KERNEL_MODULE}", imports[0] if imports else source.syntax)
+
+
+def _brings_kernel(node: ast.ImportFrom) -> bool:
+    return any(KERNEL in {alias.name, alias.asname} for alias in node.names)
+
+
+def _is_known_call(call: ast.Call) -> bool:
+    if ast.unparse(call.func) in _FUNCTIONS:
+        return True
+    return isinstance(call.func, ast.Attribute) and call.func.attr in _METHODS
+
+
+def _check_kernel(tree: SourceTree) -> None:
+    """Raise if the kernel's autograd function, where there is one, looks for quantized tensors itself."""
+    source = tree.module(KERNEL_MODULE)
+    if source is None:
+        return
+    for node in ast.walk(source.syntax):
+        if (name := _identifier(node)) is not None and _ABOUT_QUANTIZATION.search(name):
+            raise SourceError(f"{source.path}: {KERNEL} knows of {name}, in a way that is not known")
+
+
+def _identifier(node: ast.AST) -> str | None:
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name) | ast.arg(arg=name):
+            return name
+        case ast.keyword(arg=name):
+            return name
+        case _:
+            return None
+
+
+def _shape(source: ModuleSource, function: FunctionNode) -> Finding:
+    calls = [
+        node
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"{KERNEL}.apply"
+    ]
+    if len(calls) != 1 or calls[0].keywords or len(calls[0].args) != 4:
+        raise _UnknownError(f"{function.name} does not call {KERNEL}.apply once with four arguments", function)
+    call = calls[0]
+    forms = {_form(function, argument, name) for argument, name in zip(call.args, TENSORS, strict=False)}
+    match forms.pop() if len(forms) == 1 else None:
+        case "slice":
+            seen = "the kernel gets query[:, i].contiguous(), which stays quantized and has pointer 0"
+            return _finding(Verdict.BROKEN, PER_BATCH, _at(source, seen, call.lineno))
+        case "permutation" if _is_guarded(source, function):
+            seen = f"{_GUARD} takes a quantized tensor for bf16, and permute dequantizes it silently"
+            return _finding(Verdict.BROKEN, GUARD_FOOLED, _at(source, seen, call.lineno))
+        case _:
+            raise _UnknownError(f"what {KERNEL}.apply gets is made in no known way", call)
+
+
+def _form(function: FunctionNode, argument: ast.expr, tensor: str) -> str | None:
+    """Return how an argument of the kernel is first made from a parameter: by a slice or by a permutation."""
+    if not isinstance(argument, ast.Name):
+        return None
+    made = [
+        node.value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [argument.id]
+    ]
+    match sorted(made, key=lambda value: value.lineno)[:1]:
+        case [
+            ast.Call(
+                func=ast.Attribute(
+                    value=ast.Subscript(
+                        value=ast.Name(id=name), slice=ast.Tuple(elts=[ast.Slice(None, None, None), ast.Name()])
+                    ),
+                    attr="contiguous",
+                ),
+                args=[],
+            )
+        ] if name == tensor:
+            return "slice"
+        case [
+            ast.Call(
+                func=ast.Attribute(
+                    value=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="permute")), attr="contiguous"
+                ),
+                args=[],
+            )
+        ] if name == tensor:
+            return "permutation"
+        case _:
+            return None
+
+
+def _is_guarded(source: ModuleSource, function: FunctionNode) -> bool:
+    """Return whether the dispatcher declines what is not bf16, and asks no more than that."""
+    asks = f"if not {_GUARD}({', '.join(TENSORS)}):\n    return None"
+    guard = source.function(_GUARD)
+    says = [ast.unparse(node) for node in _statements(guard)] if guard else []
+    return any(ast.unparse(node) == asks for node in function.body) and says == [_GUARD_SAYS]
+
+
+def _handles_quantized(source: ModuleSource, function: FunctionNode) -> bool:
+    """Return whether, for the query and for the key, a first-level statement asks `isinstance(..., QuantizedTensor)`
+    and returns or dequantizes; nothing else is recognised as a repair."""
+    imported = any(
+        isinstance(node, ast.ImportFrom)
+        and (node.module or "").split(".")[0] == "transformer_engine"
+        and any(alias.name == "QuantizedTensor" and alias.asname is None for alias in node.names)
+        for node in ast.walk(source.syntax)
+    )
+    handled: set[str] = set()
+    for statement in function.body:
+        if any(
+            isinstance(node, ast.Call) and ast.unparse(node.func) == f"{KERNEL}.apply" for node in ast.walk(statement)
+        ):
+            break
+        handled.update(_handled_by(statement))
+    return imported and handled >= set(TENSORS)
+
+
+def _handled_by(statement: ast.stmt) -> Iterator[str]:
+    match statement:
+        case ast.If(test=test, body=[ast.Return()], orelse=[]):
+            for part in test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) else [test]:
+                yield from (name for name in TENSORS if _asks(part, name))
+        case ast.If(test=test, body=[ast.Assign(targets=[ast.Name(id=name)], value=value)], orelse=[]):
+            if _asks(test, name) and _dequantizes(value, name):
+                yield name
+        case ast.Assign(targets=[ast.Name(id=name)], value=ast.IfExp(test=test, body=value, orelse=ast.Name(id=other))):
+            if name == other and _asks(test, name) and _dequantizes(value, name):
+                yield name
+
+
+def _asks(test: ast.expr, name: str) -> bool:
+    return ast.unparse(test) == f"isinstance({name}, QuantizedTensor)"
+
+
+def _dequantizes(value: ast.expr, name: str) -> bool:
+    return isinstance(value, ast.Call) and ast.unparse(value.func) == f"{name}.dequantize"
+
+
+def _statements(function: FunctionNode) -> list[ast.stmt]:
+    first = function.body[0]
+    is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    return function.body[1:] if is_text else function.body
+
+
+def _at(source: ModuleSource, seen: str, line: int | None) -> Evidence:
+    return Evidence(seen=seen, file=source.path, line=line)
+
+
+def _finding(verdict: Verdict, shape: str | None, seen: Evidence) -> Finding:
+    return Finding(verdict=verdict, shape=shape, evidence=(seen,))

@@ -1,0 +1,1 @@
+"""Stand-in for `megatron.core`: same names, signatures and behaviour, none of its code."""
