@@ -196,7 +196,8 @@ OVERLAY = Overlay(
         Thread(repository="NVIDIA/Megatron-LM", number=6172, state="merged to dev 2026-08-02"),
         Thread(repository="NVIDIA/Megatron-LM", number=5038, state="not merged on 2026-05-28, not checked since"),
     ),
-    last_validated="2026-11-21, H200, torch 2.11.0+cu130, megatron-core 0.19.2: training and a checkpoint round trip; "
+    last_validated="2026-11-21, H200, torch 2.11.0+cu130, megatron-core 0.19.2: training, a checkpoint round trip, and the "
+    "real Mamba3 of mamba-ssm 2.3.2.post1, MIMO with tilelang 0.1.8; "
     "2026-11-20, x86-64 without GPU, torch 2.11.0: megatron-core 0.14.0, 0.16.1, 0.17.1, 0.19.2, main d98e8a64dd and "
     "dev d48bd6be0a loaded, 0.13.0 to 0.19.2 read",
 )

@@ -171,7 +171,8 @@ def test_package_list_names_every_folder_with_code() -> None:
     found = set()
     for package in (name for name in FOLDERS if name in PACKAGES):
         top = ROOT / FOLDERS[package]
-        for folder, _, files in os.walk(top, followlinks=False):
+        for folder, folders, files in os.walk(top, followlinks=False):
+            folders[:] = [name for name in folders if name.isidentifier()]  # a pack's folder is data
             if any(file.endswith(".py") for file in files):
                 found.add(".".join((package, *Path(folder).relative_to(top).parts)))
     assert sorted(PACKAGES) == sorted(found)
@@ -233,6 +234,9 @@ def test_wheel_holds_every_module_of_the_tree_and_nothing_else(wheel_file: Path)
     for package in PACKAGES:
         folder = ROOT / package.replace(".", "/")
         in_tree |= {f"{package.replace('.', '/')}/{file.name}" for file in folder.glob("*.py")}
+    data = PROJECT["tool"]["setuptools"]["package-data"]["megacpp_overlays.packs"]
+    packs = ROOT / "packs"
+    in_tree |= {f"megacpp_overlays/packs/{file.relative_to(packs)}" for glob in data for file in packs.glob(glob)}
     assert names == in_tree
 
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megacpp_overlays.cli import audit, ledger
+from megacpp_overlays.cli import audit, ledger, receipts, repro
 from megacpp_overlays.errors import OverlayError
 from megacpp_overlays.version import VERSION
 
@@ -14,15 +14,18 @@ CLEAN, CONFLICT, USAGE = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return 0 for clean, 1 for a conflict or a failed check, 2 for wrong usage."""
+    """Run one command; return 0 for clean, 1 for a conflict or a failed check, 2 for wrong usage, or its own code."""
     parser = argparse.ArgumentParser(prog="megacpp-overlays", description="Audit the overlays of this environment.")
     parser.add_argument("--version", action="version", version=f"megacpp_overlays {VERSION}")
     commands = parser.add_subparsers(metavar="command", required=True)
-    for command in (audit, ledger):
+    for command in (audit, ledger, receipts, repro):
         command.add_to(commands)
     chosen = parser.parse_args(arguments)
     try:
-        return CLEAN if chosen.run(chosen) else CONFLICT
+        outcome: bool | int = chosen.run(chosen)
     except OverlayError as error:
         print(f"megacpp-overlays: {error}", file=sys.stderr)
         return CONFLICT
+    if isinstance(outcome, bool):
+        return CLEAN if outcome else CONFLICT
+    return outcome

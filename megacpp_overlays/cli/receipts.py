@@ -1,0 +1,46 @@
+"""`megacpp-overlays receipts`: check the inventory and its receipts, take receipts in, bring the manifest in step."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megacpp_overlays import lane
+from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.model import Overlay
+from megacpp_overlays.repro import inventory, manifest, receipts
+
+
+def add_to(commands: Subparsers) -> None:
+    """Add the command to the parser."""
+    text = "Check the packs and their receipts, take in receipts from another machine, or bring the manifest in step."
+    parser = commands.add_parser("receipts", help=text, description=text)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--check", action="store_true", help="exit 1 when a claim has no kept log, or a log was changed")
+    what.add_argument("--adopt", metavar="FOLDER", type=Path, help="take in what `repro --keep FOLDER` wrote elsewhere")
+    what.add_argument("--sync", action="store_true", help="bring the manifest in step with notes and declarations")
+    parser.add_argument("--packs", metavar="FOLDER", type=Path, help="where the packs are, if not in the package")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> bool:
+    """Do what was asked; return whether everything holds."""
+    folder = arguments.packs or inventory.own_folder()
+    overlays = _overlays()
+    if arguments.sync:
+        manifest.write(folder, manifest.synchronise(folder, overlays))
+    elif arguments.adopt is not None:
+        for log in receipts.adopt(arguments.adopt, folder):
+            print(f"adopted: {log}")
+    wrong = [*manifest.problems(folder, overlays), *receipts.problems(folder)]
+    for line in wrong:
+        print(line, file=sys.stderr)
+    if not wrong:
+        total, fresh = receipts.current_of(folder, manifest.read(folder)["packs"])
+        print(f"{total} receipts hold; {fresh} of them are of the reproducers as they are now")
+    return not wrong
+
+
+def _overlays() -> tuple[Overlay, ...]:
+    return lane.current().overlays

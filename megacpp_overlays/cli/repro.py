@@ -1,0 +1,97 @@
+"""`megacpp-overlays repro NN`: reproduce an upstream problem here, and show what its overlay does about it."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from megacpp_overlays import lane
+from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.repro import inventory, receipts, runner
+from megacpp_overlays.repro.case import Case, PackError
+from megacpp_overlays.repro.transcript import Transcript
+
+_TEXT = "Run a pack's reproducer: each case in a fresh process without its overlay, then in one with every overlay."
+_CODES = """\
+exit codes:
+  0  something was earned (BUG_REPRODUCED and FIX_VALIDATED, or BUG_NOT_PRESENT) and nothing failed; other cases may
+     be BLOCKED
+  1  something failed: no fix, a crash, or a probe and a behaviour that disagree
+  2  wrong usage
+  3  nothing ran: every case is BLOCKED on this host
+"""
+
+
+def add_to(commands: Subparsers) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "repro", help=_TEXT, description=_TEXT, epilog=_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("number", metavar="NN", type=int, nargs="?", help="number of the pack")
+    parser.add_argument("--list", action="store_true", help="list the packs and their cases, and run nothing")
+    parser.add_argument("--case", metavar="NAME", action="append", help="run only this case; can be repeated")
+    parser.add_argument("--tree", metavar="PATH", type=Path, help="use the packages in this folder, such as a checkout")
+    parser.add_argument("--keep", metavar="FOLDER", type=Path, help="add a receipt to this folder of packs")
+    parser.add_argument("--packs", metavar="FOLDER", type=Path, help="where the packs are, if not in the package")
+    parser.add_argument("--timeout", metavar="SECONDS", type=float, default=900.0, help="for one process (default 900)")
+    parser.add_argument("--verbose", action="store_true", help="print what the processes print, too")
+    parser.set_defaults(run=lambda arguments: run(arguments, parser))
+
+
+def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Do what was asked; return the exit code."""
+    folder = arguments.packs or inventory.own_folder()
+    if arguments.list and arguments.number is None:
+        for each in inventory.list_packs(folder):
+            _list(each)
+        return 0
+    if arguments.number is None:
+        parser.error("which pack? give its number, or --list")
+    if arguments.tree is not None and not arguments.tree.is_dir():
+        parser.error("--tree: there is no such folder")
+    try:
+        pack = inventory.find(folder, arguments.number)
+        if arguments.list:
+            _list(pack)
+            return 0
+        overlays = lane.current().overlays
+        kept = receipts.prepare(arguments.keep, pack, overlays) if arguments.keep else None  # before hours of runs
+        job = runner.Job(
+            reproducer=pack.reproducer,
+            cases=_chosen(inventory.load_cases(pack.reproducer), arguments.case),
+            overlays=overlays,
+            command=_command(arguments),
+            tree=arguments.tree,
+            timeout=arguments.timeout,
+        )
+        roots = [arguments.tree.resolve()] if arguments.tree else []
+        transcript = Transcript(roots, functools.partial(print, flush=True), verbose=arguments.verbose)
+        stamp, code = runner.run(job, transcript)
+    except PackError as error:
+        parser.error(str(error))
+    if kept is not None:
+        log = receipts.keep(arguments.keep, kept, pack, stamp, transcript.text, job.command)
+        print(f"kept: {log}")
+    return code
+
+
+def _list(pack: inventory.Pack) -> None:
+    print(pack.name)
+    for case in inventory.load_cases(pack.reproducer):
+        print(f"  {case.name}: overlay {case.overlay}, {case.device}")
+
+
+def _chosen(cases: Sequence[Case], names: Sequence[str] | None) -> tuple[Case, ...]:
+    return tuple(cases) if not names else tuple(inventory.choose(cases, name) for name in dict.fromkeys(names))
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    """Return the command that a reader types to get such a receipt."""
+    words = ["megacpp-overlays", "repro", str(arguments.number)]
+    for name in arguments.case or ():
+        words += ["--case", name]
+    words += ["--tree", "PATH"] if arguments.tree else []
+    return shlex.join(words)

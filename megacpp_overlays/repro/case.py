@@ -1,0 +1,74 @@
+"""One case of a reproducer: what to run, on what, and what it may answer.
+
+`packs/NN-slug/reproduce.py` declares `CASES`, a tuple of these. A case calls upstream through its public entry,
+measures, and returns what it saw. It knows nothing of the overlay, so that the same measurement stands for upstream
+and for the fix. Upstreams are imported inside `run`: the file itself is also loaded where nothing is run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from megacpp_overlays.errors import OverlayError
+
+CPU, CUDA = "cpu", "cuda"
+
+_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+
+
+class PackError(OverlayError):
+    """Raised when a pack is not there, or its reproducer is not one."""
+
+
+class Blocked(OverlayError):  # noqa: N818 - the word that is printed
+    """Raised by a case that this host cannot run; the text is the reason."""
+
+
+class TargetAbsent(OverlayError):  # noqa: N818 - the word of the verdict it agrees with
+    """Raised by a case when this upstream does not have what the pack is about; the text says what is missing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Behaviour:
+    """What a case measured."""
+
+    broken: bool
+    seen: str
+    """One line with numbers: what was compared with what, and how far apart they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Case:
+    """One measurement of one overlay's defect.
+
+    Raises:
+        ValueError: a field cannot be what it says.
+    """
+
+    name: str
+    """Lower-case words joined by hyphens, unique in its pack."""
+    overlay: str
+    """Id of the overlay that is off in the first run and on in the second."""
+    device: str
+    """`cpu` or `cuda`. A cuda case is BLOCKED on a host without one."""
+    versions: tuple[str, ...]
+    """Distributions whose versions belong in the stamp, beside the overlay's own target."""
+    run: Callable[[], Behaviour]
+    """Measures in a fresh process; raises Blocked or TargetAbsent where it cannot."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the child process, such as TRITON_INTERPRET=1."""
+    targets: tuple[str, ...] = ()
+    """Modules of the overlay's parts that the case is about; empty means every part. The probes of these parts are
+    what its behaviour must agree with."""
+    crash_is_broken: bool = False
+    """Whether a process that dies while it measures shows the defect. Without this a crash is a failure."""
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"case name {self.name!r} is not lower-case words joined by hyphens")
+        if self.device not in {CPU, CUDA}:
+            raise ValueError(f"case {self.name}: device {self.device!r} is neither {CPU} nor {CUDA}")
+        if ours := [name for name in self.environment if name.startswith("MEGACPP_OVERLAY")]:
+            raise ValueError(f"case {self.name}: {', '.join(ours)} is set by the runner")

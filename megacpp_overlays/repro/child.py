@@ -1,0 +1,96 @@
+"""Run one case in this fresh process: `python -m megacpp_overlays.repro.child REPRODUCER CASE REPORT [--probe-only]`.
+
+Importing the package arms the overlays, as in a launcher. What is found goes to the file REPORT, one JSON object per
+line, because the output belongs to upstream and a process may die at any moment:
+
+    probed   the findings, from source, before anything of upstream is imported
+    running  the case begins
+    result   what it answered
+    settled  the decisions of the loader and the source of the targets as they are loaded
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from megacpp_overlays import install, lane
+from megacpp_overlays.model import Overlay, Record
+from megacpp_overlays.repro import inventory
+from megacpp_overlays.repro.case import CUDA, Behaviour, Blocked, Case, TargetAbsent
+from megacpp_overlays.source import InstalledTree, find_spec
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the case and write the report."""
+    reproducer, name, report, *options = arguments
+    case = inventory.choose(inventory.load_cases(Path(reproducer)), name)
+    current = lane.current()
+    parts = inventory.parts_of(case, current.overlays)
+    with Path(report).open("w", buffering=1) as lines:
+
+        def tell(event: str, **facts: object) -> None:
+            print(json.dumps({"event": event, **facts}), file=lines)
+
+        tell("probed", parts=[_probed(part) for part in parts])
+        if "--probe-only" in options:
+            return
+        if (reason := _why_blocked(case, parts)) is not None:
+            tell("result", kind="blocked", seen=reason)
+            return
+        tell("running")
+        tell("result", **_answer(case))
+        records = {record.overlay: record for record in current.every_part()}
+        tell("settled", parts=[_settled(part, records[part]) for part in parts])
+
+
+def _probed(part: Overlay) -> dict[str, object]:
+    finding = install.examine(part, InstalledTree())
+    facts = {"verdict": finding.verdict.value, "shape": finding.shape, "evidence": finding.summary()}
+    return {**facts, **_source(part)}
+
+
+def _source(part: Overlay) -> dict[str, object]:
+    source = install.source_of(part, InstalledTree())
+    found = {"file": source.path, "sha256": source.sha256} if source else {"file": None, "sha256": None}
+    return {"module": part.target.module, **found}
+
+
+def _why_blocked(case: Case, parts: Sequence[Overlay]) -> str | None:
+    for target in (part.target for part in parts):
+        if find_spec(target.module.partition(".")[0], None, None) is None:
+            return f"{target.distribution} is not installed"
+    if case.device != CUDA:
+        return None
+    if find_spec("torch", None, None) is None:
+        return "torch is not installed"
+    torch = importlib.import_module("torch")
+    return None if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
+
+
+def _answer(case: Case) -> dict[str, object]:
+    try:
+        behaviour = case.run()
+    except Blocked as reason:
+        return {"kind": "blocked", "seen": str(reason)}
+    except TargetAbsent as missing:
+        return {"kind": "absent", "seen": str(missing)}
+    except Exception as error:  # noqa: BLE001 - upstream code may fail in any way; none of them is an answer
+        traceback.print_exc()
+        return {"kind": "failed", "seen": f"{type(error).__name__}: {error}"}
+    if not isinstance(behaviour, Behaviour):
+        return {"kind": "failed", "seen": f"the case returned {type(behaviour).__name__}, not a Behaviour"}
+    return {"kind": "broken" if behaviour.broken else "sound", "seen": behaviour.seen}
+
+
+def _settled(part: Overlay, record: Record) -> dict[str, object]:
+    loaded = _source(part) if part.target.module in sys.modules else {"module": part.target.module}
+    return {**loaded, "decision": record.decision.value, "reason": record.reason}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

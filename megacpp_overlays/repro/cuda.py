@@ -1,0 +1,50 @@
+"""Which GPUs are here, asked of the driver itself: no torch, no context, milliseconds."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+_MAJOR, _MINOR = 75, 76
+"""CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of the CUDA driver API."""
+
+
+class Gpu(NamedTuple):
+    """What a stamp says of a GPU."""
+
+    name: str
+    capability: str
+    driver: str
+
+
+def visible() -> list[Gpu]:
+    """Return the GPUs that a new process may use; CUDA_VISIBLE_DEVICES counts. Empty where there is no driver."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count = ctypes.c_int()
+    if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return []
+    driver = _driver_version()
+    return [_describe(cuda, number, driver) for number in range(count.value)]
+
+
+def _describe(cuda: ctypes.CDLL, number: int, driver: str) -> Gpu:
+    device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    cuda.cuDeviceGet(ctypes.byref(device), number)
+    cuda.cuDeviceGetName(name, len(name), device)
+    cuda.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)
+    cuda.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
+    return Gpu(name.value.decode(errors="replace"), f"{major.value}.{minor.value}", driver)
+
+
+def _driver_version() -> str:
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return "of unknown version"
+    version = ctypes.create_string_buffer(96)
+    known = nvml.nvmlInit_v2() == 0 and nvml.nvmlSystemGetDriverVersion(version, len(version)) == 0
+    return version.value.decode(errors="replace") if known else "of unknown version"

@@ -1,0 +1,129 @@
+"""The packs as folders: find one by number, and load the cases of its reproducer.
+
+A pack is a folder `NN-slug` with a `reproduce.py`. The file is loaded from its path, so that no folder of the
+inventory is ever on `sys.path`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megacpp_overlays import packs as own
+from megacpp_overlays.model import Overlay
+from megacpp_overlays.repro.case import Case, PackError
+
+_FOLDER = re.compile(r"(\d\d)-([a-z0-9]+(?:-[a-z0-9]+)*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """One folder of the inventory."""
+
+    folder: Path
+    number: int
+    slug: str
+
+    @property
+    def name(self) -> str:
+        """Name of the folder, `09-liger-flce-none-backward`."""
+        return self.folder.name
+
+    @property
+    def reproducer(self) -> Path:
+        """Where the cases are."""
+        return self.folder / "reproduce.py"
+
+
+def own_folder() -> Path:
+    """Return the packs that came with this package."""
+    return Path(str(own.__file__)).resolve().parent
+
+
+def list_packs(folder: Path) -> tuple[Pack, ...]:
+    """Return the packs below a folder, by number.
+
+    Raises:
+        PackError: two folders have the same number.
+    """
+    found = [
+        Pack(path, int(name[1]), name[2])
+        for path in (sorted(folder.iterdir()) if folder.is_dir() else ())
+        if path.is_dir() and (name := _FOLDER.fullmatch(path.name))
+    ]
+    for number, count in Counter(pack.number for pack in found).items():
+        if count > 1:
+            raise PackError(f"{count} packs have the number {number:02}")
+    return tuple(found)
+
+
+def find(folder: Path, number: int) -> Pack:
+    """Return a pack by its number.
+
+    Raises:
+        PackError: there is none; the text lists those that are there.
+    """
+    every = list_packs(folder)
+    for pack in every:
+        if pack.number == number:
+            return pack
+    raise PackError(f"there is no pack {number:02}; known: {', '.join(pack.name for pack in every) or 'none'}")
+
+
+def load_cases(reproducer: Path) -> tuple[Case, ...]:
+    """Execute a `reproduce.py` and return its cases.
+
+    Raises:
+        PackError: there is no such file, it cannot be executed, or its CASES are not what they should be.
+    """
+    where = f"{reproducer.parent.name}/{reproducer.name}"
+    name = "megacpp_pack_" + re.sub(r"\W", "_", reproducer.parent.name)
+    spec = importlib.util.spec_from_file_location(name, reproducer)
+    if spec is None or spec.loader is None or not reproducer.is_file():
+        raise PackError(f"there is no {where}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # classes that the file makes look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise PackError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
+    cases = getattr(module, "CASES", None)
+    if not isinstance(cases, tuple) or not cases or not all(isinstance(case, Case) for case in cases):
+        raise PackError(f"{where} declares no CASES, a tuple of Case")
+    for case_name, count in Counter(case.name for case in cases).items():
+        if count > 1:
+            raise PackError(f"{where} declares {count} cases {case_name}")
+    return cases
+
+
+def choose(cases: Sequence[Case], name: str) -> Case:
+    """Return a case by name.
+
+    Raises:
+        PackError: there is none; the text lists those that are there.
+    """
+    for case in cases:
+        if case.name == name:
+            return case
+    raise PackError(f"there is no case {name}; known: {', '.join(case.name for case in cases)}")
+
+
+def parts_of(case: Case, overlays: Sequence[Overlay]) -> tuple[Overlay, ...]:
+    """Return the parts of the overlay that a case is about.
+
+    Raises:
+        PackError: there is no such overlay, or it has no such target.
+    """
+    parts = [overlay for overlay in overlays if overlay.id == case.overlay]
+    if not parts:
+        raise PackError(f"case {case.name}: there is no overlay {case.overlay}")
+    modules = {part.target.module for part in parts}
+    if unknown := set(case.targets) - modules:
+        raise PackError(f"case {case.name}: {case.overlay} has no target {', '.join(sorted(unknown))}")
+    return tuple(part for part in parts if not case.targets or part.target.module in case.targets)

@@ -1,0 +1,153 @@
+"""What two runs of a case and the probe together have shown: one pure function.
+
+A sentinel is earned by a measurement that the probe agrees with:
+
+    probe          the run without the overlay        earns
+    BROKEN         broken                             BUG_REPRODUCED, and FIX_VALIDATED if the run with every overlay
+                                                      is not broken and the overlay is active in it
+    FIXED          not broken                         BUG_NOT_PRESENT, if it is not broken with every overlay either
+    ABSENT         the target is absent               BUG_NOT_PRESENT
+    UNRECOGNISED   anything                           nothing: FAILED
+
+Every other combination is FAILED. A case that cannot run here is BLOCKED, whatever the probe says.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megacpp_overlays.model import Decision, Verdict
+
+
+class Sentinel(enum.Enum):
+    """The words that a reproducer prints."""
+
+    BUG_REPRODUCED = "BUG_REPRODUCED"
+    FIX_VALIDATED = "FIX_VALIDATED"
+    BUG_NOT_PRESENT = "BUG_NOT_PRESENT"
+    BLOCKED = "BLOCKED"
+    FAILED = "FAILED"
+
+
+EARNED = frozenset({Sentinel.BUG_REPRODUCED, Sentinel.FIX_VALIDATED, Sentinel.BUG_NOT_PRESENT})
+
+
+class Kind(enum.Enum):
+    """How a run of a case ended."""
+
+    BROKEN = "broken"
+    SOUND = "sound"
+    ABSENT = "absent"
+    BLOCKED = "blocked"
+    FAILED = "failed"
+    """It measured nothing: an error, a crash, or a measurement of the wrong code."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One part of the overlay in one run: what the probe read, and what the loader did."""
+
+    module: str
+    verdict: Verdict
+    shape: str | None
+    evidence: str
+    decision: Decision | None
+    """None where the run did not get that far."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run of a case in a process of its own."""
+
+    kind: Kind
+    seen: str
+    parts: tuple[Part, ...]
+
+
+class Said(NamedTuple):
+    """A sentinel and the reason for it."""
+
+    sentinel: Sentinel
+    reason: str
+
+
+def verdict_of(parts: Sequence[Part]) -> Verdict:
+    """Return the verdict over all parts of an overlay: one broken part is enough to be broken."""
+    seen = {part.verdict for part in parts}
+    for verdict in (Verdict.BROKEN, Verdict.UNRECOGNISED, Verdict.FIXED):
+        if verdict in seen:
+            return verdict
+    return Verdict.ABSENT
+
+
+def judge(without: Run, with_all: Run | None) -> tuple[Said, ...]:
+    """Return what was earned, by a run without the overlay and one with every overlay.
+
+    Args:
+        without: the run without the overlay of the case.
+        with_all: the run with every overlay; None where the first run left nothing to compare.
+    """
+    if without.kind is Kind.BLOCKED:
+        return (Said(Sentinel.BLOCKED, without.seen),)
+    if without.kind is Kind.FAILED:
+        return (_failed(f"without the overlay: {without.seen}"),)
+    verdict = verdict_of(without.parts)
+    if any(part.decision is Decision.ACTIVE for part in without.parts):
+        return (_failed("the overlay was active in the run without it"),)
+    match verdict, without.kind:
+        case Verdict.ABSENT, Kind.ABSENT:
+            return (Said(Sentinel.BUG_NOT_PRESENT, f"the target is absent: {without.seen}"),)
+        case Verdict.FIXED, Kind.SOUND:
+            problem = _harm(with_all)
+            return (_failed(problem) if problem else Said(Sentinel.BUG_NOT_PRESENT, without.seen),)
+        case Verdict.BROKEN, Kind.BROKEN:
+            problem = _no_fix(with_all)
+            fix = _failed(problem) if problem else Said(Sentinel.FIX_VALIDATED, with_all.seen if with_all else "")
+            return (Said(Sentinel.BUG_REPRODUCED, without.seen), fix)
+        case _:
+            says = {Kind.BROKEN: "broken", Kind.SOUND: "not broken", Kind.ABSENT: "absent"}[without.kind]
+            return (_failed(f"the probe says {verdict.value}, the behaviour is {says}: {without.seen}"),)
+
+
+def _no_fix(run: Run | None) -> str | None:
+    """Return why a run with every overlay validates no fix, or None when it does."""
+    if run is None or run.kind is not Kind.SOUND:
+        return _unusable(run)
+    broken = [part for part in run.parts if part.verdict is Verdict.BROKEN]
+    # A case may leave one of several targets alone; that part then waits, and nothing is claimed for it.
+    if not any(part.decision is Decision.ACTIVE for part in broken):
+        return "not broken with every overlay, but the overlay is not active: " + _decisions(run.parts)
+    if any(part.decision not in {Decision.ACTIVE, Decision.ARMED} for part in broken) or _in_conflict(run):
+        return "the overlay is only partly in: " + _decisions(run.parts)
+    return None
+
+
+def _harm(run: Run | None) -> str | None:
+    """Return what the overlays do to an upstream that is right, or None when they leave it alone."""
+    if run is None or run.kind is not Kind.SOUND:
+        return _unusable(run)
+    if any(part.decision is Decision.ACTIVE for part in run.parts) or _in_conflict(run):
+        return "upstream is right, and yet the overlay is not retired: " + _decisions(run.parts)
+    return None
+
+
+def _unusable(run: Run | None) -> str:
+    return "there is no run with every overlay" if run is None else f"with every overlay: {run.kind.value}: {run.seen}"
+
+
+def _in_conflict(run: Run) -> bool:
+    return any(part.decision is Decision.CONFLICT for part in run.parts)
+
+
+def _decisions(parts: Sequence[Part]) -> str:
+    return "; ".join(
+        f"{part.module} {part.decision.value if part.decision else 'undecided'}: {part.reason}" for part in parts
+    )
+
+
+def _failed(reason: str) -> Said:
+    return Said(Sentinel.FAILED, reason)

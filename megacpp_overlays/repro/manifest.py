@@ -1,0 +1,172 @@
+"""`packs/manifest.json`: what every pack claims, derived from its folder and the declarations, never typed twice.
+
+    number, slug                  the name of the folder
+    title, class, state           the heading of README.md, and its lines `Class` and `Lifecycle state`
+    targets, overlays, threads    the declarations of the overlays with this pack number
+    threads[].checked, receipts   kept in the manifest alone
+
+A claim needs a kept log: `problems` refuses a state or a class that the receipts do not show.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megacpp_overlays.errors import OverlayError
+from megacpp_overlays.model import Overlay
+from megacpp_overlays.repro import inventory, schema
+from megacpp_overlays.repro.inventory import Pack
+from megacpp_overlays.repro.judge import Sentinel
+
+SCHEMA = 1
+NAME, SCHEMA_NAME, README = "manifest.json", "manifest.schema.json", "README.md"
+
+CLASSES = ("overlay", "fork", "bug report", "regression guard", "held")
+STATES = ("draft", "reproduced", "validated", "ready", "filed", "merged", "retired")
+"""In the order of a life. From `ready` on a pack is fit to be sent, so every thread has been looked at."""
+
+_PROOF = {
+    "overlay": Sentinel.FIX_VALIDATED,
+    "fork": Sentinel.FIX_VALIDATED,
+    "bug report": Sentinel.BUG_REPRODUCED,
+    "regression guard": Sentinel.BUG_NOT_PRESENT,
+    "held": Sentinel.FIX_VALIDATED,
+}
+"""What a receipt must show for the state `validated`, by class."""
+
+
+class ManifestError(OverlayError):
+    """Raised when a manifest cannot be read, or the notes of a pack lack what belongs in it."""
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a folder of packs; an empty one where there is none yet.
+
+    Raises:
+        ManifestError: it is no JSON, or does not fit the schema.
+    """
+    path = folder / NAME
+    if not path.exists():
+        return {"schema": SCHEMA, "packs": []}
+    try:
+        data: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ManifestError(f"{NAME} is no JSON: {error}") from error
+    rules = json.loads((inventory.own_folder() / SCHEMA_NAME).read_text())
+    if found := schema.problems(data, rules):
+        raise ManifestError(f"{NAME} does not fit its schema: {'; '.join(found)}")
+    return data
+
+
+def write(folder: Path, data: Mapping[str, Any]) -> None:
+    """Write a manifest, packs by number and receipts by name."""
+    packs = [
+        {**pack, "receipts": sorted(pack["receipts"], key=lambda receipt: str(receipt["log"]))}
+        for pack in sorted(data["packs"], key=lambda pack: int(pack["number"]))
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / NAME).write_text(json.dumps({"schema": SCHEMA, "packs": packs}, indent=2, ensure_ascii=False) + "\n")
+
+
+def entry_of(data: Mapping[str, Any], number: int) -> dict[str, Any] | None:
+    """Return the entry of a pack."""
+    return next((pack for pack in data["packs"] if pack["number"] == number), None)
+
+
+def derive(pack: Pack, overlays: Sequence[Overlay], kept: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the entry of a pack as its folder and the declarations have it.
+
+    Args:
+        pack: the folder.
+        overlays: every declared overlay, in parts.
+        kept: the entry as it is, for what only the manifest knows.
+
+    Raises:
+        ManifestError: the notes lack a heading, a class or a state.
+    """
+    mine = [overlay for overlay in overlays if overlay.pack == pack.number]
+    checked = {(each["repository"], each["number"]): each["checked"] for each in (kept or {}).get("threads", ())}
+    threads = {
+        (thread.repository, thread.number): {
+            "repository": thread.repository,
+            "number": thread.number,
+            "state": thread.state,
+            "checked": checked.get((thread.repository, thread.number)),
+        }
+        for overlay in mine
+        for thread in overlay.threads
+    }
+    return {
+        "number": pack.number,
+        "slug": pack.slug,
+        **_notes(pack),
+        "targets": [target._asdict() for target in dict.fromkeys(overlay.target for overlay in mine)],
+        "overlays": list(dict.fromkeys(overlay.id for overlay in mine)),
+        "threads": list(threads.values()),
+        "receipts": list((kept or {}).get("receipts", ())),
+    }
+
+
+def _notes(pack: Pack) -> dict[str, str]:
+    path = pack.folder / README
+    text = path.read_text() if path.exists() else ""
+    heading = re.search(r"^# (?:[Pp]ack )?(?:\d\d)?[:. ]*(.+)$", text, re.MULTILINE)
+    found = {"title": heading[1].strip() if heading else None}
+    for name, label, words in (("class", "class", CLASSES), ("state", "lifecycle state", STATES)):
+        # A heading, a table row or a bold word: the label, then anything but a word, then the value.
+        value = re.search(rf"^\W*{label}\W+({'|'.join(words)})\b", text, re.MULTILINE | re.IGNORECASE)
+        found[name] = value[1].lower() if value else None
+    if missing := [name for name, value in found.items() if value is None]:
+        raise ManifestError(f"{pack.name}/{README} does not say its {', '.join(missing)}")
+    return {name: str(value) for name, value in found.items()}
+
+
+def synchronise(folder: Path, overlays: Sequence[Overlay]) -> dict[str, Any]:
+    """Return the manifest as the folders and the declarations have it, with its receipts and dates."""
+    data = read(folder)
+    packs = inventory.list_packs(folder)
+    return {"schema": SCHEMA, "packs": [derive(pack, overlays, entry_of(data, pack.number)) for pack in packs]}
+
+
+def problems(folder: Path, overlays: Sequence[Overlay]) -> list[str]:
+    """Return what is wrong with the claims of a folder of packs, one line each; the logs are checked elsewhere."""
+    data = read(folder)
+    found = [f"{pack['number']:02}: {text}" for pack in data["packs"] for text in _overclaims(pack)]
+    expected = synchronise(folder, overlays)
+    for number in sorted({pack["number"] for pack in (*data["packs"], *expected["packs"])}):
+        entry, wanted = entry_of(data, number), entry_of(expected, number)
+        if entry is None or wanted is None:
+            found.append(f"{number:02}: {'not in the manifest' if entry is None else 'there is no such folder'}")
+            continue
+        stale = [name for name in wanted if entry[name] != wanted[name]]
+        found += [f"{number:02}: {name} is not as the notes and declarations have it" for name in stale]
+    return found
+
+
+def _overclaims(pack: Mapping[str, Any]) -> Iterator[str]:
+    """Say what a pack claims to be and its receipts do not show."""
+    kind, state, overlays = pack["class"], pack["state"], pack["overlays"]
+    shown = {(claim["sentinel"], claim["overlay"]) for receipt in pack["receipts"] for claim in receipt["claims"]}
+    if (kind == "overlay") and not overlays:
+        yield "its class is overlay, and no overlay has its number"
+    if kind == "regression guard" and overlays:
+        yield "its class is regression guard, and an overlay still has its number"
+    if kind == "held" and STATES.index(state) > STATES.index("validated"):
+        yield f"it is held, and its state is {state}"
+    if (kind == "regression guard") != (state == "retired"):
+        yield f"its class is {kind}, and its state is {state}: what is retired is a regression guard, and nothing else"
+    if state == "draft":
+        return
+    proof = Sentinel.BUG_REPRODUCED if state == "reproduced" else _PROOF[kind]
+    for overlay in overlays or [None]:
+        if not any(sentinel == proof.value and overlay in {None, about} for sentinel, about in shown):
+            about = f" for {overlay}" if overlay else ""
+            yield f"its state is {state}, and no receipt shows {proof.value}{about}"
+    if STATES.index(state) >= STATES.index("ready"):
+        for thread in pack["threads"]:
+            if thread["checked"] is None:
+                yield f"its state is {state}, and {thread['repository']}#{thread['number']} has no date checked"

@@ -1,0 +1,201 @@
+"""A receipt: the log of one run, kept as it was, with its hash and what it claims.
+
+    FOLDER/NN-slug/receipts/<date>-<cpu or GPU>-<id>.log    the log
+    FOLDER/manifest.json                                    host, versions, tree, command, exit code, claims, sha256
+
+The log is the evidence. A check reads it and recomputes everything that the manifest says of it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megacpp_overlays.model import Overlay
+from megacpp_overlays.repro import inventory, manifest
+from megacpp_overlays.repro.inventory import Pack
+from megacpp_overlays.repro.judge import EARNED, Sentinel
+from megacpp_overlays.repro.manifest import ManifestError
+from megacpp_overlays.repro.runner import exit_code
+from megacpp_overlays.repro.stamp import Stamp
+from megacpp_overlays.repro.transcript import paths_in
+
+_CASE = re.compile(r"case (?P<case>\S+) \(overlay (?P<overlay>\S+)\): ")
+_SAID = re.compile(rf"(?P<sentinel>{'|'.join(Sentinel.__members__)}): .* \(case (?P<case>\S+)\)")
+_FOLDER = "receipts"
+
+
+def prepare(folder: Path, pack: Pack, overlays: Sequence[Overlay]) -> dict[str, Any]:
+    """Return the manifest that a receipt of this pack can be added to.
+
+    Args:
+        folder: any folder; `keep` makes a folder of packs of it.
+        pack: the pack that will be run.
+        overlays: every declared overlay, in parts.
+
+    Raises:
+        ManifestError: the manifest there cannot be read, or the notes of the pack lack what belongs in it.
+    """
+    data = manifest.read(folder)
+    if manifest.entry_of(data, pack.number) is None:
+        data["packs"].append(manifest.derive(pack, overlays, None))
+    return data
+
+
+def keep(folder: Path, data: dict[str, Any], pack: Pack, stamp: Stamp, text: str, command: str) -> str:
+    """Add a receipt to a folder of packs; return the name of the log in it.
+
+    Args:
+        folder: where.
+        data: the manifest, as `prepare` returned it.
+        pack: the pack that was run.
+        stamp: where the log comes from.
+        text: the log.
+        command: what a reader types to get such a log; without paths.
+    """
+    sentinels, claims = _read(text)
+    receipt = {
+        "log": "",
+        "sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        **stamp.as_dict(),
+        "command": command,
+        "exit_code": exit_code(sentinels),
+        "claims": claims,
+    }
+    log = receipt["log"] = _name(pack.name, receipt)
+    entry = next(each for each in data["packs"] if each["number"] == pack.number)
+    entry["receipts"] = [each for each in entry["receipts"] if each["log"] != log] + [receipt]
+    path = folder / log
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode())
+    manifest.write(folder, data)
+    return log
+
+
+def _name(pack: str, receipt: Mapping[str, Any]) -> str:
+    gpu = receipt["host"]["gpu"]
+    model = re.sub(r"[^a-z0-9]+", "-", gpu["name"].lower()).strip("-") if gpu else "cpu"
+    return f"{pack}/{_FOLDER}/{receipt['date']}-{model}-{receipt['sha256'][:8]}.log"
+
+
+def _read(text: str) -> tuple[list[Sentinel], list[dict[str, str]]]:
+    """Return every sentinel of a log, and what it claims."""
+    overlays: dict[str, str] = {}
+    sentinels: list[Sentinel] = []
+    claims: list[dict[str, str]] = []
+    for line in text.split("\n"):
+        if found := _CASE.match(line):
+            overlays[found["case"]] = found["overlay"]
+        elif found := _SAID.fullmatch(line):
+            sentinels.append(Sentinel(found["sentinel"]))
+            if sentinels[-1] in EARNED:
+                overlay = overlays.get(found["case"], "")
+                claims.append({"case": found["case"], "sentinel": found["sentinel"], "overlay": overlay})
+    return sentinels, claims
+
+
+def problems(folder: Path) -> list[str]:
+    """Return what is wrong with the receipts of a folder of packs, one line each.
+
+    Raises:
+        ManifestError: the manifest cannot be read.
+    """
+    data = manifest.read(folder)
+    found: list[str] = []
+    named: list[str] = []
+    for pack in data["packs"]:
+        name = f"{pack['number']:02}-{pack['slug']}"
+        for receipt in pack["receipts"]:
+            named.append(receipt["log"])
+            found += [f"{receipt['log']}: {text}" for text in _wrong_with(folder, name, receipt)]
+    found += [
+        f"{log}: it is in the manifest more than once" for log in sorted({x for x in named if named.count(x) > 1})
+    ]
+    kept = {path.relative_to(folder).as_posix() for path in folder.glob(f"*/{_FOLDER}/*")}
+    found += [f"{log}: no receipt in the manifest names it" for log in sorted(kept - set(named))]
+    return found
+
+
+def _wrong_with(folder: Path, pack: str, receipt: Mapping[str, Any]) -> list[str]:
+    path = folder / receipt["log"]
+    if not receipt["log"].startswith(f"{pack}/"):
+        return [f"it is not of {pack}"]
+    if not path.is_file():
+        return ["there is no such log"]
+    raw = path.read_bytes()
+    if hashlib.sha256(raw).hexdigest() != receipt["sha256"]:
+        return ["its sha256 is another one: the log was changed"]
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError:
+        return ["it is no text"]
+    lines = text.split("\n")
+    stamp = Stamp(**{name: receipt[name] for name in ("host", "versions", "tree", "reproducer")})
+    sentinels, claims = _read(text)
+    wrong = []
+    if lines[0] != stamp.line():
+        wrong.append("its first line is not the stamp of this host, these versions, tree and reproducer")
+    if lines[1:2] != [f"$ {receipt['command']}"]:
+        wrong.append(f"its second line is not the command: {receipt['command']}")
+    if receipt["log"] != _name(pack, receipt):
+        wrong.append(f"its name is not that of its date, GPU and hash: {_name(pack, receipt)}")
+    if lines[-2:] != [f"exit code {receipt['exit_code']}", ""]:
+        wrong.append(f"its last line is not: exit code {receipt['exit_code']}")
+    if exit_code(sentinels) != receipt["exit_code"]:
+        wrong.append(f"its sentinels mean exit code {exit_code(sentinels)}, not {receipt['exit_code']}")
+    wrong += [
+        f"it {'claims' if claim in receipt['claims'] else 'does not claim'} {claim['sentinel']} for case "
+        f"{claim['case']} of {claim['overlay']}, which the log {'shows' if claim in claims else 'does not show'}"
+        for claim in (*receipt["claims"], *claims)
+        if (claim in claims) != (claim in receipt["claims"])
+    ]
+    if (receipt["tree"] is not None) != ("--tree PATH" in receipt["command"]):
+        wrong.append("its command and its tree do not fit together")
+    if machine := paths_in(text):
+        wrong.append(f"it has paths of a machine: {', '.join(machine[:3])}")
+    return wrong
+
+
+def adopt(source: Path, folder: Path) -> list[str]:
+    """Copy the receipts of another folder of packs, made on another machine; return the logs that are new.
+
+    Nothing is copied unless everything can be.
+
+    Raises:
+        ManifestError: a receipt does not hold there, or is of a pack that is not here.
+    """
+    if wrong := problems(source):
+        raise ManifestError(f"these receipts do not hold: {'; '.join(wrong)}")
+    data, here = manifest.read(source), manifest.read(folder)
+    new: list[str] = []
+    for pack in data["packs"]:
+        entry = manifest.entry_of(here, pack["number"])
+        if entry is None or entry["slug"] != pack["slug"]:
+            raise ManifestError(f"there is no pack {pack['number']:02}-{pack['slug']} here; run receipts --sync first")
+        known = {receipt["log"] for receipt in entry["receipts"]}
+        fresh = [receipt for receipt in pack["receipts"] if receipt["log"] not in known]
+        entry["receipts"] += fresh
+        new += [receipt["log"] for receipt in fresh]
+    for log in new:
+        (folder / log).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / log, folder / log)
+    manifest.write(folder, here)
+    return new
+
+
+def current_of(folder: Path, packs: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+    """Return how many receipts there are, and how many are of the reproducer as it is now."""
+    fresh = total = 0
+    for pack in inventory.list_packs(folder):
+        digest = hashlib.sha256(pack.reproducer.read_bytes()).hexdigest()[:12] if pack.reproducer.is_file() else ""
+        for entry in packs:
+            if entry["number"] == pack.number:
+                total += len(entry["receipts"])
+                fresh += sum(receipt["reproducer"] == digest for receipt in entry["receipts"])
+    return total, fresh

@@ -1,0 +1,234 @@
+"""Run the cases of a reproducer, each in two fresh processes: without its overlay, then with every overlay."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import megacpp_overlays
+from megacpp_overlays.model import Decision, Overlay, Verdict
+from megacpp_overlays.repro import cuda, inventory, stamp
+from megacpp_overlays.repro.case import CUDA, Case
+from megacpp_overlays.repro.judge import EARNED, Kind, Part, Run, Said, Sentinel, judge
+from megacpp_overlays.repro.transcript import Transcript
+from megacpp_overlays.settings import DISABLE, LOG, PLUGINS
+
+PASSED, FAILED, NOTHING_RAN = 0, 1, 3
+
+_TAIL = 15
+"""Lines of a failed run that are shown."""
+_MOST = 300
+"""Lines of a run that are kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What to run, and how."""
+
+    reproducer: Path
+    cases: tuple[Case, ...]
+    overlays: tuple[Overlay, ...]
+    """Every overlay of this process, in parts."""
+    command: str
+    """What a reader types to run the same; without paths."""
+    tree: Path | None = None
+    timeout: float = 900.0
+    """Seconds for one process."""
+
+
+def run(job: Job, transcript: Transcript) -> tuple[stamp.Stamp, int]:
+    """Run every case, and say what each one earned.
+
+    Returns:
+        The stamp, and the exit code: 0 when something was earned and nothing failed, 1 when anything failed,
+        3 when everything was blocked, so that a CI cannot take "nothing ran here" for success.
+
+    Raises:
+        PackError: a case names an overlay or a target that is not there, or the tree holds none of the packages.
+    """
+    parts = {case.name: inventory.parts_of(case, job.overlays) for case in job.cases}
+    every = tuple(part for case in job.cases for part in parts[case.name])
+    taken = stamp.take(job.reproducer, job.cases, every, job.tree)
+    transcript.say(taken.line())
+    transcript.say(f"$ {job.command}")
+    said: list[Said] = []
+    for case in job.cases:
+        found = _run_case(job, case, transcript)
+        for sentinel, reason in found:
+            transcript.say(f"{sentinel.value}: {reason} (case {case.name})")
+        said += found
+    code = exit_code([each.sentinel for each in said])
+    transcript.say(f"exit code {code}")
+    return taken, code
+
+
+def exit_code(sentinels: Sequence[Sentinel]) -> int:
+    """Return the exit code that belongs to what was said."""
+    if Sentinel.FAILED in sentinels:
+        return FAILED
+    return PASSED if EARNED & set(sentinels) else NOTHING_RAN
+
+
+def _run_case(job: Job, case: Case, transcript: Transcript) -> tuple[Said, ...]:
+    transcript.say(f"case {case.name} (overlay {case.overlay}): {case.device}")
+    with tempfile.TemporaryDirectory(prefix="repro-") as folder:
+        process = _Process(job, case, Path(folder), transcript)
+        if case.device == CUDA and not cuda.visible():
+            _show_probe(process.run({}, probe_only=True), transcript)
+            return (Said(Sentinel.BLOCKED, "needs a CUDA device"),)
+        without = process.run({DISABLE: case.overlay})
+        _show_probe(without, transcript)
+        transcript.say(f"  without the overlay: {_in_words(without)}")
+        if without.kind not in {Kind.BROKEN, Kind.SOUND}:
+            return judge(without, None)
+        with_all = process.run({})
+        transcript.say(f"  with every overlay: {_in_words(with_all)}")
+        return judge(without, with_all)
+
+
+def _show_probe(run: Run, transcript: Transcript) -> None:
+    for part in run.parts:
+        shape = f", shape {part.shape}" if part.shape else ""
+        transcript.say(f"  probe of {part.module}: {part.verdict.value}{shape}: {part.evidence}")
+
+
+def _in_words(run: Run) -> str:
+    words = {Kind.SOUND: "not broken"}.get(run.kind, run.kind.value)
+    decisions = ", ".join(dict.fromkeys(part.decision.value for part in run.parts if part.decision))
+    return f"{words}: {run.seen}" + (f" [overlay: {decisions}]" if decisions else "")
+
+
+class _Process:
+    """One case, ready to be run in fresh processes."""
+
+    def __init__(self, job: Job, case: Case, folder: Path, transcript: Transcript) -> None:
+        self._job = job
+        self._case = case
+        self._folder = folder
+        self._transcript = transcript
+
+    def run(self, variables: Mapping[str, str], *, probe_only: bool = False) -> Run:
+        """Run the case once, with variables added to its environment, and return what it answered."""
+        # A folder of its own: `-m` puts it on the path, and whatever upstream writes goes with it.
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        report, output = folder / "report", folder / "output"
+        command = [sys.executable, "-m", "megacpp_overlays.repro.child"]
+        command += [str(self._job.reproducer.resolve()), self._case.name, str(report)]
+        command += ["--probe-only"] if probe_only else []
+        with output.open("wb") as stream:
+            ended = _wait(command, folder, {**self._environment(), **variables}, stream, self._job.timeout)
+        lines = output.read_text(errors="replace").splitlines()
+        run = self._read(report, ended, lines, probe_only=probe_only)
+        for before_last, line in zip(range(len(lines) - 1, -1, -1), lines, strict=True):
+            if before_last < _MOST:
+                self._transcript.note(f"    | {line}", show=run.kind is Kind.FAILED and before_last < _TAIL)
+        return run
+
+    def _environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("MEGACPP_OVERLAY")}
+        if PLUGINS in os.environ:
+            kept[PLUGINS] = os.environ[PLUGINS]
+        path = [str(self._job.tree.resolve())] if self._job.tree else []
+        path += [str(Path(entry).resolve()) for entry in kept.get("PYTHONPATH", "").split(os.pathsep) if entry]
+        root = Path(str(megacpp_overlays.__file__)).resolve().parent.parent
+        if root not in {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}:
+            path.append(str(root))
+        return {**kept, LOG: "stderr", "PYTHONPATH": os.pathsep.join(path), **self._case.environment}
+
+    def _read(self, report: Path, ended: str | None, output: Sequence[str], *, probe_only: bool) -> Run:
+        """Return what the report of a process says, and what the way it ended says about that."""
+        facts = _facts(report)
+        parts = _parts(facts)
+        if problem := _wrong_code(facts, self._job.tree):
+            return Run(kind=Kind.FAILED, seen=problem, parts=parts)
+        if ended is not None:
+            last = next((line for line in reversed(output) if line.strip()), "no output")
+            died = "running" in facts and "result" not in facts
+            kind = Kind.BROKEN if died and self._case.crash_is_broken else Kind.FAILED
+            return Run(kind=kind, seen=f"the process {ended}: {last}", parts=parts)
+        if probe_only:
+            return Run(kind=Kind.BLOCKED, seen="only probed", parts=parts)
+        result = facts.get("result")
+        if result is None:
+            return Run(kind=Kind.FAILED, seen="the process ended without an answer", parts=parts)
+        return Run(kind=Kind(result["kind"]), seen=result["seen"], parts=parts)
+
+
+def _wait(
+    command: Sequence[str], folder: Path, environment: Mapping[str, str], output: Any, timeout: float
+) -> str | None:
+    """Run a command; return in words how it ended, or None when it ended well."""
+    process = subprocess.Popen(  # noqa: S603 - this interpreter and files of ours
+        command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    with _nothing_left_of(process):
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return f"took more than {timeout:g} seconds"
+    if code < 0:
+        return f"was killed by signal {-code} ({signal.strsignal(-code)})"
+    return f"ended with exit code {code}" if code else None
+
+
+@contextlib.contextmanager
+def _nothing_left_of(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """End a process and whatever it started, however this is left."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _facts(report: Path) -> dict[str, Any]:
+    """Return the events of a report by name; the last line may be torn."""
+    facts: dict[str, Any] = {}
+    for line in report.read_text().splitlines() if report.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            event = json.loads(line)
+            facts[event["event"]] = event
+    return facts
+
+
+def _parts(facts: Mapping[str, Any]) -> tuple[Part, ...]:
+    settled = {part["module"]: part for part in facts.get("settled", {}).get("parts", ())}
+    found = []
+    for part in facts.get("probed", {}).get("parts", ()):
+        outcome = settled.get(part["module"])
+        found.append(
+            Part(
+                module=part["module"],
+                verdict=Verdict(part["verdict"]),
+                shape=part["shape"],
+                evidence=part["evidence"],
+                decision=Decision(outcome["decision"]) if outcome else None,
+                reason=outcome["reason"] if outcome else "",
+            )
+        )
+    return tuple(found)
+
+
+def _wrong_code(facts: Mapping[str, Any], tree: Path | None) -> str | None:
+    """Return how what was probed, what was loaded and what was asked for differ, or None."""
+    probed = {part["module"]: part for part in facts.get("probed", {}).get("parts", ())}
+    for loaded in facts.get("settled", {}).get("parts", ()):
+        name = loaded["module"]
+        if "sha256" in loaded and loaded["sha256"] != probed[name]["sha256"]:
+            return f"{name}: the probe read {probed[name]['file']}, and {loaded['file']} was loaded"
+    for name, part in probed.items():
+        in_tree = tree is not None and (tree / name.partition(".")[0]).is_dir()
+        if tree and in_tree and part["file"] and not Path(part["file"]).resolve().is_relative_to(tree.resolve()):
+            return f"{name} does not come from --tree: {part['file']}"
+    return None

@@ -1,0 +1,546 @@
+"""`megacpp-overlays repro`: a sentinel is earned by a measurement that the probe agrees with, and by nothing else.
+
+The packs and the upstream here are made up; the overlay is a plugin, as a user's own would be. Every case runs in the
+same child processes as a real one.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
+
+from megacpp_overlays import cli, registry
+from megacpp_overlays.model import Decision, Verdict
+from megacpp_overlays.repro import Behaviour, Case, inventory, runner, trees
+from megacpp_overlays.repro.case import PackError
+from megacpp_overlays.repro.judge import EARNED, Kind, Part, Run, Sentinel, judge, verdict_of
+from megacpp_overlays.repro.transcript import Transcript, paths_in, scrub
+
+UPSTREAM = "made_target"
+PLUGIN = """
+from pathlib import Path
+from made_up import Upstream
+OVERLAY = Upstream("made_target", Path(__file__).parent).overlay()
+"""
+REPRODUCER = """
+import os, signal, subprocess, sys, time
+from megacpp_overlays.repro import Behaviour, Blocked, Case, TargetAbsent
+
+def double():
+    from made_target import layers
+    if not hasattr(layers, "double"):
+        raise TargetAbsent("no double")
+    return layers.double(1)
+
+def measure():
+{body}
+
+CASES = (
+    Case(name="double", overlay="double-fix", device={device!r}, versions=("packaging",), run=measure{more}),
+)
+"""
+HONEST = 'value = double()\nreturn Behaviour(broken=value != 2, seen=f"double(1) = {value}")'
+ABSENT_TEXT = "def other():\n    pass\n"
+UNKNOWN_TEXT = BROKEN_TEXT.replace("x + x + 1", "2 * x + 1")
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """A folder of packs with one pack, 99-double, and the upstream it is about."""
+
+    folder: Path
+    upstream: Upstream
+
+    @property
+    def packs(self) -> Path:
+        return self.folder / "packs"
+
+    def write(self, body: str = HONEST, *, device: str = "cpu", more: str = "") -> Path:
+        pack = self.packs / "99-double"
+        pack.mkdir(parents=True, exist_ok=True)
+        text = REPRODUCER.format(body=textwrap.indent(body, "    "), device=device, more=more)
+        (pack / "reproduce.py").write_text(text)
+        (pack / "README.md").write_text("# Pack 99: double\n\nClass: overlay\n\nLifecycle state: draft\n")
+        return pack / "reproduce.py"
+
+    def run(self, *, timeout: float = 60.0, given_tree: Path | None = None) -> Ran:
+        reproducer = self.packs / "99-double" / "reproduce.py"
+        job = runner.Job(
+            reproducer=reproducer,
+            cases=inventory.load_cases(reproducer),
+            overlays=registry.load(["double"]),
+            command="megacpp-overlays repro 99",
+            tree=given_tree,
+            timeout=timeout,
+        )
+        transcript = Transcript([], lambda line: None)
+        _, code = runner.run(job, transcript)
+        return Ran(transcript.text, code)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run said."""
+
+    text: str
+    code: int
+
+    @property
+    def said(self) -> dict[str, str]:
+        found = re.findall(rf"^({'|'.join(Sentinel.__members__)}): (.*) \(case double\)$", self.text, re.MULTILINE)
+        return dict(found)
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inventory:
+    """An inventory whose overlay is an installed plugin, with a broken upstream."""
+    (tmp_path / "made_up_plugin.py").write_text(PLUGIN)
+    metadata = tmp_path / "made_up_plugin-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up-plugin\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[megacpp_overlays.overlays]\ndouble = made_up_plugin:OVERLAY\n")
+    path = [str(tmp_path), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+    monkeypatch.setenv("MEGACPP_OVERLAYS_PLUGINS", "double")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "made_up_plugin", raising=False)
+    upstream = Upstream(UPSTREAM, tmp_path)
+    upstream.write(BROKEN_TEXT)
+    inventory = Inventory(tmp_path, upstream)
+    inventory.write()
+    return inventory
+
+
+# What a run earns
+
+
+@pytest.mark.parametrize(
+    ("text", "body", "says", "code"),
+    [
+        (BROKEN_TEXT, HONEST, {"BUG_REPRODUCED": "double(1) = 3", "FIX_VALIDATED": "double(1) = 2"}, 0),
+        (FIXED_TEXT, HONEST, {"BUG_NOT_PRESENT": "double(1) = 2"}, 0),
+        (ABSENT_TEXT, HONEST, {"BUG_NOT_PRESENT": "the target is absent: no double"}, 0),
+        (UNKNOWN_TEXT, HONEST, {"FAILED": "the probe says UNRECOGNISED, the behaviour is broken"}, 1),
+        (BROKEN_TEXT, 'return Behaviour(broken=False, seen="-")', {"FAILED": "says BROKEN, the behaviour is not"}, 1),
+        (FIXED_TEXT, 'return Behaviour(broken=True, seen="-")', {"FAILED": "says FIXED, the behaviour is broken"}, 1),
+        (ABSENT_TEXT, 'return Behaviour(broken=False, seen="-")', {"FAILED": "says ABSENT, the behaviour is not"}, 1),
+        (FIXED_TEXT, 'raise TargetAbsent("-")', {"FAILED": "says FIXED, the behaviour is absent"}, 1),
+        (
+            BROKEN_TEXT,
+            'double()\nreturn Behaviour(broken=True, seen="always")',
+            {"BUG_REPRODUCED": "always", "FAILED": "with every overlay: broken: always"},
+            1,
+        ),
+        (
+            BROKEN_TEXT,
+            'off = "double-fix" in os.environ.get("MEGACPP_OVERLAYS_DISABLE", "")\n'
+            'return Behaviour(broken=off, seen="made up")',
+            {"BUG_REPRODUCED": "made up", "FAILED": "the overlay is not active: made_target.layers armed"},
+            1,
+        ),
+        (BROKEN_TEXT, 'raise RuntimeError("of upstream")', {"FAILED": "RuntimeError: of upstream"}, 1),
+        (BROKEN_TEXT, 'return "broken"', {"FAILED": "the case returned str, not a Behaviour"}, 1),
+        (BROKEN_TEXT, "os.kill(os.getpid(), signal.SIGSEGV)", {"FAILED": "killed by signal 11"}, 1),
+        (BROKEN_TEXT, 'print("bye", flush=True); os._exit(7)', {"FAILED": "ended with exit code 7: bye"}, 1),
+        (BROKEN_TEXT, "os._exit(0)", {"FAILED": "ended without an answer"}, 1),
+        (BROKEN_TEXT, 'raise Blocked("no such device")', {"BLOCKED": "no such device"}, 3),
+    ],
+    ids=[
+        "broken",
+        "fixed",
+        "absent",
+        "unrecognised",
+        "broken, behaves well",
+        "fixed, behaves badly",
+        "absent, behaves",
+        "fixed, absent",
+        "the fix does not fix",
+        "sound without the overlay being active",
+        "raises",
+        "returns nonsense",
+        "segmentation fault",
+        "exits",
+        "exits without an answer",
+        "blocked",
+    ],
+)
+def test_a_sentinel_is_printed_only_when_probe_and_measurement_agree(
+    made: Inventory, text: str, body: str, says: dict[str, str], code: int
+) -> None:
+    made.upstream.write(text)
+    made.write(body)
+
+    ran = made.run()
+
+    assert (list(ran.said), ran.code) == (list(says), code), ran.text
+    assert all(says[name] in reason for name, reason in ran.said.items()), ran.text
+
+
+def test_a_crash_shows_the_defect_only_where_the_case_says_so(made: Inventory) -> None:
+    made.write(
+        'if double() != 2: os.abort()\nreturn Behaviour(broken=False, seen="alive")', more=", crash_is_broken=True"
+    )
+
+    ran = made.run()
+
+    assert list(ran.said) == ["BUG_REPRODUCED", "FIX_VALIDATED"], ran.text
+    assert "killed by signal 6" in ran.said["BUG_REPRODUCED"]
+
+
+def test_a_crash_before_the_measurement_shows_nothing(made: Inventory) -> None:
+    reproducer = made.write(more=", crash_is_broken=True")
+    reproducer.write_text(reproducer.read_text() + '\nif "megacpp_overlays.repro.child" in sys.orig_argv: os.abort()\n')
+
+    assert list(made.run().said) == ["FAILED"]
+
+
+def test_what_hangs_is_ended_with_everything_it_started(made: Inventory, tmp_path: Path) -> None:
+    made.write(
+        f'child = subprocess.Popen(["sleep", "300"])\nopen({str(tmp_path / "pid")!r}, "w").write(str(child.pid))\n'
+        "time.sleep(300)"
+    )
+
+    ran = made.run(timeout=3.0)
+
+    assert list(ran.said) == ["FAILED"]
+    assert "without the overlay: the process took more than 3 seconds" in ran.said["FAILED"]
+    child = Path("/proc") / (tmp_path / "pid").read_text() / "stat"
+    assert wait_until(lambda: not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_a_cuda_case_is_blocked_without_a_device_and_still_probed(
+    made: Inventory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    made.write('raise RuntimeError("must not run")', device="cuda")
+
+    ran = made.run()
+
+    assert (ran.said, ran.code) == ({"BLOCKED": "needs a CUDA device"}, 3)
+    assert "probe of made_target.layers: BROKEN, shape off-by-one: return x + x + 1 (layers.py:" in ran.text
+
+
+def test_a_target_that_is_not_installed_blocks_the_case(made: Inventory) -> None:
+    (made.folder / UPSTREAM).rename(made.folder / "elsewhere")
+
+    assert made.run().said == {"BLOCKED": f"{UPSTREAM} is not installed"}
+
+
+def test_what_upstream_prints_is_kept_and_cannot_forge_a_sentinel(made: Inventory) -> None:
+    made.write('print("FIX_VALIDATED: forged (case double)")\nprint("{}")\nraise Blocked("here")')
+
+    ran = made.run()
+
+    assert ran.said == {"BLOCKED": "here"}
+    assert "    | FIX_VALIDATED: forged (case double)" in ran.text
+
+
+def test_the_first_line_stamps_hardware_and_versions_and_no_name_of_the_host(made: Inventory) -> None:
+    lines = made.run().text.splitlines()
+
+    assert lines[0].startswith(f"host: {platform.machine()}, ")
+    assert f"Python {platform.python_version()}" in lines[0]
+    assert re.search(r"versions: megacpp-overlays \S+ \([0-9a-f]{12}\), made_target \S.*, packaging \d+", lines[0])
+    assert lines[1] == "$ megacpp-overlays repro 99"
+    assert lines[-1] == "exit code 0"
+    assert str(made.folder) not in "\n".join(lines)
+    assert platform.node() not in re.split(r"[\s,]", lines[0])
+
+
+# Source trees
+
+
+def test_a_tree_wins_over_what_is_installed_and_is_named_by_its_content(made: Inventory, tmp_path: Path) -> None:
+    other = Upstream(UPSTREAM, tmp_path / "checkout")
+    other.folder.mkdir()
+    other.write(FIXED_TEXT)
+
+    ran = made.run(given_tree=other.folder)
+
+    assert list(ran.said) == ["BUG_NOT_PRESENT"], ran.text
+    assert f"{UPSTREAM} from --tree" in ran.text
+    assert ran.text.splitlines()[0].endswith(f"tree: {UPSTREAM} {trees.tree_id(other.folder / UPSTREAM)[:12]}")
+    assert str(other.folder) not in ran.text
+
+
+def test_a_tree_that_the_process_does_not_import_from_is_a_failure(made: Inventory, tmp_path: Path) -> None:
+    half = tmp_path / "half" / UPSTREAM  # no __init__.py: the installed package, which has one, wins
+    half.mkdir(parents=True)
+    (half / "layers.py").write_text(FIXED_TEXT)
+
+    ran = made.run(given_tree=half.parent)
+
+    assert list(ran.said) == ["FAILED"]
+    assert "made_target.layers does not come from --tree" in ran.said["FAILED"]
+
+
+def test_a_tree_without_the_package_is_refused(made: Inventory, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+
+    with pytest.raises(PackError, match="no package folder of this pack, such as made_target"):
+        made.run(given_tree=tmp_path / "empty")
+
+
+def git(folder: Path, *arguments: str) -> str:
+    who = ("-c", "user.name=tests", "-c", "user.email=tests@example.invalid", "-c", "commit.gpgsign=false")
+    done = subprocess.run(["git", "-C", str(folder), *who, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_the_name_of_a_tree_is_the_one_that_git_gives_it(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    for name, text in {"__init__.py": "", "a/b.py": "x = 1\n", "a.py": "y\n", "a0/c.txt": "z", "run.sh": "#!"}.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+    (package / "run.sh").chmod(0o755)
+    (package / "link").symlink_to("a.py")
+    (package / "empty").mkdir()
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", "--all")
+    git(tmp_path, "commit", "--quiet", "--message", "one")
+    (package / "__pycache__").mkdir()
+    (package / "__pycache__" / "a.cpython-312.pyc").write_bytes(b"\0")
+
+    described = trees.describe(tmp_path, ["package", "missing"])
+
+    assert trees.tree_id(package) == git(tmp_path, "rev-parse", "HEAD:package")
+    assert described == {
+        "package": git(tmp_path, "rev-parse", "HEAD:package")[:12],
+        "commit": git(tmp_path, "rev-parse", "HEAD")[:12],
+    }
+    (package / "a.py").write_text("changed\n")
+    assert trees.describe(tmp_path, ["package"])["commit"].endswith(" modified")
+    assert "commit" not in trees.describe(package, ["a"])  # its top is another folder
+
+
+# The judgement, over every combination
+
+RUNS = st.builds(
+    Run,
+    kind=st.sampled_from(Kind),
+    seen=st.just("numbers"),
+    parts=st.lists(
+        st.builds(
+            Part,
+            module=st.just("target"),
+            verdict=st.sampled_from(Verdict),
+            shape=st.none(),
+            evidence=st.just("seen"),
+            decision=st.one_of(st.none(), st.sampled_from(Decision)),
+            reason=st.just("why"),
+        ),
+        min_size=1,
+        max_size=3,
+    ).map(tuple),
+)
+
+
+@given(without=RUNS, with_all=st.one_of(st.none(), RUNS))
+def test_no_combination_earns_what_was_not_shown(without: Run, with_all: Run | None) -> None:
+    said = [each.sentinel for each in judge(without, with_all)]
+
+    verdict = verdict_of(without.parts)
+    assert said
+    if Sentinel.BUG_REPRODUCED in said:
+        assert (without.kind, verdict) == (Kind.BROKEN, Verdict.BROKEN)
+    if Sentinel.FIX_VALIDATED in said:
+        assert said == [Sentinel.BUG_REPRODUCED, Sentinel.FIX_VALIDATED]
+        assert with_all is not None
+        assert with_all.kind is Kind.SOUND
+        active = [part for part in with_all.parts if part.decision is Decision.ACTIVE]
+        assert any(part.verdict is Verdict.BROKEN for part in active)
+        assert not any(part.decision is Decision.CONFLICT for part in with_all.parts)
+    if Sentinel.BUG_NOT_PRESENT in said:
+        assert said == [Sentinel.BUG_NOT_PRESENT]
+        assert (verdict, without.kind) in {(Verdict.FIXED, Kind.SOUND), (Verdict.ABSENT, Kind.ABSENT)}
+    if verdict is Verdict.UNRECOGNISED or without.kind in {Kind.FAILED, Kind.BLOCKED}:
+        assert not EARNED & set(said)
+    if any(part.decision is Decision.ACTIVE for part in without.parts):
+        assert not EARNED & set(said)
+    assert (Sentinel.BLOCKED in said) == (without.kind is Kind.BLOCKED)
+    assert runner.exit_code(said) == (1 if Sentinel.FAILED in said else 0 if EARNED & set(said) else 3)
+
+
+@given(st.lists(st.sampled_from(Verdict), min_size=1))
+def test_one_broken_part_is_enough_to_be_broken_and_an_unknown_one_hides_no_other_answer(
+    verdicts: list[Verdict],
+) -> None:
+    parts = [
+        Part(module="m", verdict=verdict, shape=None, evidence="-", decision=None, reason="") for verdict in verdicts
+    ]
+    order = [Verdict.BROKEN, Verdict.UNRECOGNISED, Verdict.FIXED, Verdict.ABSENT]
+
+    assert verdict_of(parts) is min(verdicts, key=order.index)
+
+
+# Declarations
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"name": "Two Words"}, "is not lower-case words joined by hyphens"),
+        ({"device": "tpu"}, "is neither cpu nor cuda"),
+        ({"environment": {"MEGACPP_OVERLAYS": "off"}}, "is set by the runner"),
+    ],
+)
+def test_a_case_that_cannot_be_meant_is_refused(changes: dict[str, object], says: str) -> None:
+    fields: dict[str, object] = {"name": "a", "overlay": "b", "device": "cpu", "versions": ()}
+    with pytest.raises(ValueError, match=says):
+        Case(**{**fields, "run": lambda: Behaviour(broken=True, seen="-"), **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("import nowhere_to_be_found", "cannot be loaded: ModuleNotFoundError"),
+        ("CASES = ()", "declares no CASES"),
+        ("CASES = [1]", "declares no CASES"),
+        (REPRODUCER.format(body="    pass", device="cpu", more="") + "CASES += CASES", "declares 2 cases double"),
+    ],
+)
+def test_a_reproducer_that_is_none_is_refused(made: Inventory, text: str, says: str) -> None:
+    reproducer = made.write()
+    reproducer.write_text(text)
+    before = list(sys.path)
+
+    with pytest.raises(PackError, match=says):
+        inventory.load_cases(reproducer)
+    assert sys.path == before
+
+
+def test_two_packs_with_one_number_are_refused(made: Inventory) -> None:
+    (made.packs / "99-treble").mkdir()
+
+    with pytest.raises(PackError, match="2 packs have the number 99"):
+        inventory.list_packs(made.packs)
+
+
+def test_a_case_about_an_overlay_that_is_not_there_is_refused(made: Inventory) -> None:
+    reproducer = made.write()
+    reproducer.write_text(reproducer.read_text().replace("double-fix", "treble-fix"))
+
+    with pytest.raises(PackError, match="case double: there is no overlay treble-fix"):
+        made.run()
+
+
+def test_a_case_about_one_part_is_judged_by_that_part(made: Inventory) -> None:
+    made.write(more=', targets=("made_target.layers",)')
+    assert list(made.run().said) == ["BUG_REPRODUCED", "FIX_VALIDATED"]
+
+    made.write(more=', targets=("made_target.missing",)')
+    with pytest.raises(PackError, match=r"double-fix has no target made_target\.missing"):
+        made.run()
+
+
+# The command
+
+
+def command(made: Inventory, *arguments: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "megacpp_overlays", "repro", "--packs", str(made.packs), *arguments]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT)])}
+    return subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_the_command_runs_one_case_and_exits_with_its_code(made: Inventory) -> None:
+    done = command(made, "99", "--case", "double")
+
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("host: ")
+    assert lines[1] == "$ megacpp-overlays repro 99 --case double"
+    assert [line.split(":")[0] for line in lines if line.endswith("(case double)")] == [
+        "BUG_REPRODUCED",
+        "FIX_VALIDATED",
+    ]
+
+
+def test_the_command_lists_packs_and_cases_and_runs_nothing(
+    made: Inventory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["repro", "--list", "--packs", str(made.packs)]) == 0
+    assert cli.main(["repro", "--list", "99", "--packs", str(made.packs)]) == 0
+
+    assert capsys.readouterr().out == 2 * "99-double\n  double: overlay double-fix, cpu\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "which pack?"),
+        (["12"], "there is no pack 12; known: 99-double"),
+        (["99", "--case", "treble"], "there is no case treble; known: double"),
+        (["99", "--tree", "/nowhere/at/all"], "--tree: there is no such folder"),
+        (["ninety"], "invalid int value"),
+    ],
+)
+def test_wrong_usage_exits_2_and_says_what_is_known(
+    made: Inventory, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["repro", "--packs", str(made.packs), *arguments])
+
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+# What is kept says nothing about the machine
+
+NAMES = st.text("abcxyz019_.-", min_size=1, max_size=8).filter(lambda name: not set(name) <= {".", "-"})
+
+
+@given(st.lists(NAMES, min_size=2, max_size=6), st.sampled_from(["", "-I", "file://", "PATH=", '"', "(", "at "]))
+def test_no_absolute_path_is_left(names: list[str], before: str) -> None:
+    text = scrub(f"{before}/{'/'.join(names)}: error")
+
+    assert not paths_in(text)
+    assert names[-1].rstrip(".") in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "see https://example.org/a/b/c",
+        "megatron/core/x.py:12",
+        "1/2/3 and a/b",
+        "../up/and/down",
+        "./here/it/is",
+        "a / b / c",
+    ],
+)
+def test_what_is_no_absolute_path_stays(text: str) -> None:
+    assert scrub(text) == text
+
+
+def test_files_of_known_folders_keep_their_names_from_there_on(tmp_path: Path) -> None:
+    text = scrub(f'File "{tmp_path}/tree/megatron/core/x.py", line 3, and {tmp_path}/other/y.py', [tmp_path / "tree"])
+
+    assert text == 'File "megatron/core/x.py", line 3, and .../y.py'
+
+
+def test_the_name_of_the_host_is_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "node", functools.partial(str, "node-17.example"))
+
+    assert scrub("listening on [node-17.example]:29500") == "listening on [<host>]:29500"
