@@ -4,6 +4,9 @@ Negative indices are sentinels. Spring 2026 trees look for them with `any()` on 
 graph is captured: `dsa._scatter_topk_into_index_mask` in force-pushed states of PR 3674 and forks of them, then
 `dsa_masking.scatter_topk_into_index_mask` at the head of that pull request and on main from 2026-06-25 to 2026-07-08.
 Since d1cab16a01 it is one `scatter_reduce_`. No release up to 0.19.2 has the branch.
+
+The replacement stands for the whole function, and the witness compares what it writes, so the branch is recognised by
+its parts. The repair is recognised by fingerprint: a name does not show whether a value is read.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from megacpp_overlays.feature_probes.host_reads import (
     signature,
     unrecognised,
 )
+from megacpp_overlays.fingerprint import fingerprint
 from megacpp_overlays.model import Evidence, Finding, Target
 from megacpp_overlays.source import FunctionNode, ModuleSource, SourceTree
 
@@ -44,11 +48,10 @@ _BRANCHY = Counter(
 )
 """What the branchy function is made of, whatever its names and the order of its lines."""
 
-_WITHOUT_HOST = frozenset(
-    {"clamp", "clamp_min", "float", "full", "full_like", "int", "masked_fill_", "max", "min", "range"}
-    | {"scatter_", "scatter_reduce_", "to", "where", "zeros", "zeros_like"}
-)
-"""Calls that stay on the device; `where` does with three arguments."""
+# Fingerprints of the branchy bodies that were read: 86dd80a3a382ef8c in PR 3674 and main of 2026-06-25, and our
+# stand-ins 34d8269cb55ed7a1 (spring) and 1cd2ed1e1f88dee7 (June).
+_REPAIRED = {"ad733f7b78721b12": "0.19.0, 0.19.2, main, dev and main of 2026-07-08"}
+"""Fingerprints of bodies that read nothing from the host."""
 
 
 def probe_dsa(tree: SourceTree) -> Finding:
@@ -78,12 +81,9 @@ def _probe(tree: SourceTree, target: Target) -> Finding:
         return unrecognised(at(source, function, f"its parameters are not ({_SIGNATURE})"))
     if Counter(_parts(function)) == _BRANCHY:
         return _branchy(source, function)
-    strange = [call for call in calls(function) if called(call) not in _WITHOUT_HOST or _selects(call)]
-    writes = [*calls(function, "scatter_reduce_"), *calls(function, "scatter_")]
-    if writes and not strange:
-        return fixed(at(source, writes[0], "sentinels and indices go through one write, and nothing is read back"))
-    why = f"calls {ast.unparse(strange[0].func)}" if strange else "writes nothing that is known"
-    return unrecognised(at(source, strange[0] if strange else function, f"{function.name} {why}"))
+    if (body := fingerprint(function)) in _REPAIRED:
+        return fixed(at(source, function, f"one write and nothing read back, as in {_REPAIRED[body]}"))
+    return unrecognised(at(source, function, f"{function.name} has an unknown body {body}"))
 
 
 def _branchy(source: ModuleSource, function: FunctionNode) -> Finding:
@@ -117,11 +117,6 @@ def _parts(function: FunctionNode) -> Iterator[str]:
 
 def _comparisons(node: ast.AST) -> Iterator[ast.cmpop]:
     return (operator for each in ast.walk(node) if isinstance(each, ast.Compare) for operator in each.ops)
-
-
-def _selects(call: ast.Call) -> bool:
-    """Return whether a `where` returns positions, which the host has to count."""
-    return called(call) == "where" and len(call.args) + len(call.keywords) < 3
 
 
 def _other_writes(function: FunctionNode) -> Iterator[str]:

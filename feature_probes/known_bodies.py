@@ -1,4 +1,4 @@
-"""Tell whether the methods of a class are ones that were read before.
+"""Tell whether functions, or the methods of a class, are ones that were read before.
 
 For a method that a seam only surrounds, but whose inner order the seam relies on, a structural reason is not enough:
 an edit anywhere in it may matter. So its fingerprint must be known, and nothing else may replace it.
@@ -10,6 +10,7 @@ import ast
 from collections.abc import Mapping
 
 from megacpp_overlays.errors import SourceError
+from megacpp_overlays.feature_probes.host_reads import plain_function
 from megacpp_overlays.fingerprint import fingerprint
 from megacpp_overlays.model import Evidence, Finding, Verdict
 from megacpp_overlays.source import FunctionNode, ModuleSource
@@ -75,6 +76,21 @@ def unknown(source: ModuleSource, class_name: str, known: Mapping[str, frozenset
         if (seen := fingerprint(found[name])) not in bodies:
             line = found[name].lineno
             return Evidence(seen=f"{class_name}.{name} has an unknown body {seen}", file=source.path, line=line)
+    return None
+
+
+def unfamiliar(source: ModuleSource, known: Mapping[str, str]) -> Evidence | None:
+    """Return evidence of the first function that is missing or whose fingerprint is not the known one, or None.
+
+    Raises:
+        SourceError: a name is bound, but not by exactly one plain `def`.
+    """
+    for name, body in known.items():
+        function = plain_function(source, name)
+        if function is None:
+            return Evidence(seen=f"{source.name} has no {name}", file=source.path)
+        if (seen := fingerprint(function)) != body:
+            return Evidence(seen=f"{name} has an unknown body {seen}", file=source.path, line=function.lineno)
     return None
 
 

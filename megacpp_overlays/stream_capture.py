@@ -7,10 +7,12 @@ this asks `capturing` first and leaves every other run to upstream.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
-_rehearsing = False
+_rehearsal = threading.local()
+"""One answer for each thread: a forward pass in another thread has no part in a rehearsal."""
 
 READS = frozenset({"_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero"})
 """Operators whose result, or its size, has to be on the host before the next line runs."""
@@ -30,19 +32,22 @@ def capturing(device: Any) -> bool:
     if torch.compiler.is_compiling():
         return False
     if device.type != "cuda":
-        return _rehearsing
-    return _rehearsing or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+        return _rehearsing()
+    return _rehearsing() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 @contextlib.contextmanager
 def rehearsal() -> Iterator[None]:
-    """Let `capturing` say yes on any device: how a gate that has just been put in is tried without a GPU."""
-    global _rehearsing
-    before, _rehearsing = _rehearsing, True
+    """Let `capturing` say yes on any device, in this thread: how a new gate is tried without a GPU."""
+    before, _rehearsal.on = _rehearsing(), True
     try:
         yield
     finally:
-        _rehearsing = before
+        _rehearsal.on = before
+
+
+def _rehearsing() -> bool:
+    return getattr(_rehearsal, "on", False)
 
 
 @contextlib.contextmanager

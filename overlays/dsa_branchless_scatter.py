@@ -92,6 +92,9 @@ def _self_test(symbol: str) -> Callable[[ModuleType], Observation]:
 
 
 def _part(target: Target, probe: Callable[[SourceTree], Finding]) -> Overlay:
+    def retired(tree: SourceTree) -> bool:
+        return probe(tree).verdict is Verdict.FIXED
+
     return Overlay(
         id="dsa-branchless-scatter",
         pack=1,
@@ -104,7 +107,7 @@ def _part(target: Target, probe: Callable[[SourceTree], Finding]) -> Overlay:
         self_test=_self_test(target.symbol),
         breaks="capturing DSA's unfused attention or its indexer loss into a CUDA graph raises",
         retire_when="every supported Megatron scatters without reading back, as main does since d1cab16a01",
-        retired=lambda tree: probe(tree).verdict is Verdict.FIXED,
+        retired=retired,
         threads=(
             Thread(repository="NVIDIA/Megatron-LM", number=3674, state="closed 2026-06-17, superseded by 5243 to 5247"),
             Thread(repository="NVIDIA/Megatron-LM", number=5246, state="merged 2026-06-25, with the branch"),

@@ -75,6 +75,8 @@ def _make_bounds(original: Callable[..., Any], _module: ModuleType) -> Callable[
         if made is not None and not _is_marked(made):
             return None
         if varlen_starts is not None:
+            if key_positions is not None and key_positions.shape != (skv,):
+                return None
             return varlen_starts.to(dtype=torch.int32, device=device), varlen_ends.to(dtype=torch.int32, device=device)
         if mask.shape != (sq, skv):
             return None
@@ -221,7 +223,11 @@ def _bounds_self_test(module: ModuleType, symbol: str, mask_symbol: str) -> Obse
 
 
 def _lengths_case(module: ModuleType) -> Observation:
-    """Ask what a process on its own can ask: the part that is left to upstream, with no group."""
+    """Ask what a process on its own can ask: the part that is left to upstream, with no group.
+
+    This shows that the function is there and takes what it is given, and no more: neither that upstream reads what it
+    gathered nor that the seam does not, since both need a group of ranks. The fingerprint in the probe says the first.
+    """
     import torch
 
     validate = getattr(module, feature.LENGTHS)
@@ -251,7 +257,20 @@ def _dsa_self_test(module: ModuleType) -> Observation:
     positions = _positions_case(module, feature.SINGLE_FILE[feature.POSITIONS])
     if positions.broken or not hasattr(module, feature.SINGLE_FILE[feature.BOUNDS]):
         return positions
-    return _bounds_self_test(module, feature.SINGLE_FILE[feature.BOUNDS], feature.SINGLE_FILE[feature.MASK])
+    bounds = _bounds_self_test(module, feature.SINGLE_FILE[feature.BOUNDS], feature.SINGLE_FILE[feature.MASK])
+    return bounds if bounds.broken else _fused_loss_case(module, bounds)
+
+
+def _fused_loss_case(module: ModuleType, so_far: Observation) -> Observation:
+    """Ask the fused loss by the name of its first parameter, as a caller may; upstream's own would miss the others."""
+    import torch
+
+    try:
+        with stream_capture.rehearsal():
+            declines = getattr(module, feature.FUSED_LOSS)(q=torch.empty(0, device="cpu")) is None
+    except TypeError as error:
+        return Observation(broken=True, seen=f"{feature.FUSED_LOSS} in a rehearsal: {error}")
+    return so_far if declines else Observation(broken=True, seen=f"{feature.FUSED_LOSS} does not decline")
 
 
 def _part(
@@ -261,6 +280,9 @@ def _part(
     witness: Callable[[ModuleType], Observation],
     self_test: Callable[[ModuleType], Observation],
 ) -> Overlay:
+    def retired(tree: SourceTree) -> bool:
+        return probe(tree).verdict is Verdict.FIXED
+
     return Overlay(
         id="dsa-capture-gates",
         pack=1,
@@ -273,7 +295,7 @@ def _part(
         self_test=self_test,
         breaks="capturing a DSA layer into a CUDA graph raises at a validation that waits for the device",
         retire_when="no supported Megatron reads from the host to validate masks, positions or lengths of DSA",
-        retired=lambda tree: probe(tree).verdict is Verdict.FIXED,
+        retired=retired,
         threads=(
             Thread(repository="NVIDIA/Megatron-LM", number=3674, state="closed 2026-06-17, superseded by 5243 to 5247"),
             Thread(repository="NVIDIA/Megatron-LM", number=5099, state="merged 2026-07-08; lengths still read"),

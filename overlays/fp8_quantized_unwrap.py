@@ -167,6 +167,9 @@ def _part(target: Target, probe: Callable[[SourceTree], Finding], shapes: tuple[
     def ask(module: ModuleType) -> Observation:
         return observe(module, target.symbol)
 
+    def retired(tree: SourceTree) -> bool:
+        return probe(tree).verdict is Verdict.FIXED
+
     return Overlay(
         id=ID,
         pack=3,
@@ -182,7 +185,7 @@ def _part(target: Target, probe: Callable[[SourceTree], Finding], shapes: tuple[
             "dequantized without a word (0.19)"
         ),
         retire_when="the dispatcher asks for QuantizedTensor itself, or the TileLang backend is gone",
-        retired=lambda tree: probe(tree).verdict is Verdict.FIXED,
+        retired=retired,
         threads=(
             Thread(repository="NVIDIA/Megatron-LM", number=5049, state="merged 2026-07-24, brought the silent form"),
             Thread(repository="NVIDIA/Megatron-LM", number=6279, state="open, the same form for dev"),

@@ -10,6 +10,11 @@ on the host, and keep the table by identity of the tensor; a graph replays the c
 in the same tensor it would compute something else and say nothing. Where the assertion fails, the next synchronisation
 reports a device-side assertion and the process is lost.
 
+The copy belongs to the graph from then on, which reads its memory, so it is never replaced. A tensor that is written to
+is compared with its copy when it passes the next time outside a capture, where upstream waits for the device anyway. If
+it holds other lengths it is refused in every later capture, even if they passed: the kernels would still take the table
+of the first ones. Graphs that exist are held to the first lengths by their assertion.
+
 So this is for a graph over static buffers and one packing, such as a whole step over sequences of fixed lengths.
 Megatron's own graphs for each layer are refused with a reason: the local ones clone their inputs, and those of
 Transformer Engine take no packed sequences, or, on dev, one tensor for queries and another for keys. Any packing in one
@@ -28,7 +33,7 @@ from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, T
 from megacpp_overlays.source import SourceTree
 
 _MARK = "megacpp_checked"
-"""Attribute of a `cu_seqlens` tensor: its content and version when it passed, and what it passed as."""
+"""Attribute of a `cu_seqlens` tensor: what it held when it first passed, and what it passed as since."""
 _ROLES = ("cu_seqlens_q", "cu_seqlens_kv")
 
 
@@ -51,6 +56,11 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
                 f"cu_seqlens_q and as cu_seqlens_kv for {total_seq_len} tokens and cp_size={cp_size}; run a warm-up "
                 "pass first, with one tensor for both, and capture with that very tensor"
             )
+        if checked["rewritten"]:
+            raise RuntimeError(
+                f"GDN: {name} was rewritten with other lengths after it had passed, and kernels keep the chunks of the "
+                "first ones with the tensor; run the warm-up pass and the capture with a new tensor"
+            )
         same = (chosen == checked["content"]).all()
         torch._assert_async(same, f"GDN: {name} holds other lengths than in the warm-up")  # noqa: SLF001
         return chosen
@@ -59,12 +69,18 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
 
 
 def _remember(cu_seqlens: Any, passed: tuple[str, int, int]) -> None:
-    """Keep with a tensor that it passed, and what it held."""
+    """Keep with a tensor that it passed, what it held the first time, and whether it has held anything else."""
+    import torch
+
     version = None if cu_seqlens.is_inference() else cu_seqlens._version  # noqa: SLF001
     checked = getattr(cu_seqlens, _MARK, None)
-    if checked is None or version is None or checked["version"] != version:
-        checked = {"content": cu_seqlens.detach().clone(), "version": version, "passed": set()}
+    if checked is None:
+        content = cu_seqlens.detach().clone()
+        checked = {"content": content, "version": version, "passed": set(), "rewritten": False}
         setattr(cu_seqlens, _MARK, checked)
+    elif version is None or checked["version"] != version:
+        checked["rewritten"] |= not torch.equal(checked["content"], cu_seqlens)
+        checked["version"] = version
     checked["passed"].add(passed)
 
 
@@ -119,6 +135,11 @@ def _self_test(symbol: str) -> Callable[[ModuleType], Observation]:
             refused = all(_refuses(resolve, *case) for case in ((key_lengths, 6), (lengths.clone(), 6), (lengths, 8)))
             lengths[1] = 4
             changed = _refuses(resolve, lengths, 6)
+        for role in _ROLES:
+            resolve(lengths, 6, role)
+        lengths[1] = 2
+        with stream_capture.rehearsal():
+            changed = changed and _refuses(resolve, lengths, 6)
         seen = f"warmed-up lengths kept: {kept}; others refused: {refused and changed}; {len(read)} reads from the host"
         return Observation(broken=bool(read) or not (kept and refused and changed), seen=seen)
 
@@ -134,6 +155,9 @@ def _refuses(resolve: Callable[..., Any], lengths: Any, total: int) -> bool:
 
 
 def _part(target: Target, probe: Callable[[SourceTree], Finding]) -> Overlay:
+    def retired(tree: SourceTree) -> bool:
+        return probe(tree).verdict is Verdict.FIXED
+
     return Overlay(
         id="gdn-capture-gates",
         pack=1,
@@ -146,7 +170,7 @@ def _part(target: Target, probe: Callable[[SourceTree], Finding]) -> Overlay:
         self_test=_self_test(target.symbol),
         breaks="capturing a gated delta net with packed sequences into a CUDA graph raises",
         retire_when="no supported Megatron reads packed lengths of the gated delta net from the host",
-        retired=lambda tree: probe(tree).verdict is Verdict.FIXED,
+        retired=retired,
         threads=(
             Thread(repository="NVIDIA/Megatron-LM", number=2645, state="merged 2026-05-14, with the checks"),
             Thread(repository="NVIDIA/Megatron-LM", number=6796, state="open 2026-08-24, for dev"),

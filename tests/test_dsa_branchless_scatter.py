@@ -122,15 +122,33 @@ def test_other_edits_are_not_recognised(old: str, new: str) -> None:
         ("safe_idx = idx_chunk.clamp_min(0)", "safe_idx = torch.where(valid_topk)"),
         ("safe_idx = idx_chunk.clamp_min(0)", "safe_idx = read(idx_chunk)"),
         ("index_mask[:, s0:s1].scatter_reduce_(", "index_mask[:, s0:s1].index_fill("),
+        (
+            "safe_idx = idx_chunk.clamp_min(0)",
+            "safe_idx = idx_chunk.clamp_min(0) if idx_chunk.min() < 0 else idx_chunk",
+        ),
+        ("safe_idx = idx_chunk.clamp_min(0)", "safe_idx = idx_chunk.clamp(0, int(idx_chunk.max()))"),
+        ("safe_idx = idx_chunk.clamp_min(0)", "safe_idx = idx_chunk[idx_chunk >= 0]"),
+        ("torch.zeros((), dtype", "torch.full((), 1.0, dtype"),
     ],
 )
-def test_the_repair_counts_only_while_nothing_in_it_reads_back(
-    old: str, new: str, wheel: Callable[[str, str], Path]
-) -> None:
+def test_the_repair_counts_only_as_it_was_read(old: str, new: str, wheel: Callable[[str, str], Path]) -> None:
     tree = WheelTree(wheel("megatron-core", "0.19.2"))
     assert PARTS[1].target is MASKING
 
     assert edited(tree, PARTS[1], old, new).verdict is Verdict.UNRECOGNISED
+
+
+def test_a_branch_without_any_is_no_repair() -> None:
+    text = text_of(DirectoryTree(JUNE), MASKING.module)
+    for old, new in (("(picked < 0).any()", "picked.min() < 0"), ("torch.any(real)", "real.max()")):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    branch, _, rest = text.partition("                batches, offsets")
+    text = f"{branch}                index_mask[:, first:end].scatter_(-1, picked[real], 0.0)\n        else:{rest.partition('else:')[2]}"
+
+    finding = PARTS[1].probe(EditedTree(DirectoryTree(JUNE), MASKING.module, text))
+
+    assert finding.verdict is Verdict.UNRECOGNISED
 
 
 # The same bits

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,7 +16,18 @@ from typing import Any
 
 import pytest
 import torch
-from dsa_source import RELEASES, AttnMaskType, EditedTree, edited, install, module_of, text_of, trees, verdicts
+from dsa_source import (
+    RELEASES,
+    AttnMaskType,
+    EditedTree,
+    edited,
+    install,
+    module_of,
+    statement_edits,
+    text_of,
+    trees,
+    verdicts,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import STAND_INS
@@ -162,6 +174,73 @@ def test_edits_that_the_seams_rely_on_are_not_recognised(part: Overlay, old: str
     assert edited(DirectoryTree(JUNE), part, old, new).verdict is Verdict.UNRECOGNISED
 
 
+VOUCHED_FOR = {
+    "masking": (
+        *(feature.BOUNDS, feature.MASK, "normalize_varlen_bounds", "_build_default_causal_mask"),
+        *("build_causal_mask_from_positions", "generate_varlen_mask_params_for_positions"),
+    ),
+    "layout": (
+        *(feature.POSITIONS, "get_cp_positions_from_layout", "build_zigzag_cp_local_positions"),
+        *("normalize_cp_comm_type", "get_packed_qk_cu_seqlens"),
+    ),
+    "single": (
+        *feature.SINGLE_FILE.values(),
+        *("_build_causal_mask_from_positions", "_get_cp_positions_from_layout"),
+    ),
+}
+"""What a mark speaks for: all that makes a mask or key positions, and all that looks at them."""
+
+
+def test_no_statement_of_what_a_mark_vouches_for_may_change(dsa_tree: Path) -> None:
+    tree, single = DirectoryTree(dsa_tree), Gates(dsa_tree).parts == [DSA]
+    part, edits = DSA if single else MASKING, 0
+    where = {"single": DSA} if single else {"masking": MASKING, "layout": LAYOUT}
+    for place, owner in where.items():
+        text = text_of(tree, owner.target.module)
+        for symbol in VOUCHED_FOR[place]:
+            if f"def {symbol}(" not in text:
+                continue  # the stand-ins do with fewer helpers
+            for what, changed in statement_edits(text, symbol):
+                finding = part.probe(EditedTree(tree, owner.target.module, changed))
+                assert finding.verdict is Verdict.UNRECOGNISED, (symbol, what)
+                edits += 1
+    assert edits > 80
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("    return torch.zeros_like(ends), ends\n", "    return (ends - 4096).clamp_min(0), ends\n"),
+        ("    seen = mask.isfinite()\n", "    if skv > 4096:\n        return None\n    seen = mask.isfinite()\n"),
+        ("torch.equal(everything, positions)", "(everything == positions).sum() == skv"),
+        ("query_pos[:, None]", "query_pos[:, None].clamp_max(4096)"),
+    ],
+    ids=["a window", "another decline", "a comparison by its sum", "a window in a helper"],
+)
+@pytest.mark.parametrize(("stand_in", "part"), [(JUNE, MASKING), (SPRING, DSA)], ids=["june", "spring"])
+def test_a_window_or_another_answer_is_not_recognised(stand_in: Path, part: Overlay, old: str, new: str) -> None:
+    text = text_of(DirectoryTree(stand_in), part.target.module)
+    before, found, after = text.rpartition(old)
+    assert found
+
+    finding = part.probe(EditedTree(DirectoryTree(stand_in), part.target.module, before + new + after))
+
+    assert finding.verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("_sparse_kl(q, k,", "_sparse_kl(q_indexer, k,"),
+        ("_sparse_kl(q, k,", "_sparse_kl(q, /, k,"),
+        ("_sparse_kl(q, k,", "_sparse_kl(k, q,"),
+        ("    if lighting_indexer is None:\n        return None\n", ""),
+    ],
+)
+def test_the_fused_loss_must_take_q_first_and_be_able_to_decline(old: str, new: str) -> None:
+    assert edited(DirectoryTree(SPRING), DSA, old, new).verdict is Verdict.UNRECOGNISED
+
+
 def test_key_positions_must_come_in_order_from_the_layout() -> None:
     tree = DirectoryTree(JUNE)
     text = text_of(tree, LAYOUT.target.module).replace("keys = torch.arange(skv,", "keys = torch.randperm(skv,")
@@ -179,6 +258,17 @@ def test_key_positions_must_come_in_order_from_the_layout() -> None:
         (DSA, "def rotate_activation(", "_validate_nonpacked_cp_uniform_length = None\n\n\ndef rotate_activation("),
         (LAYOUT, "and not position_ids.is_cuda", "and position_ids.is_cuda"),
         (MASKING, "explicit_key_positions = key_positions is not None", "explicit_key_positions = bool(key_positions)"),
+        (
+            MASKING,
+            "explicit_key_positions = key_positions is not None",
+            "explicit_key_positions = varlen_ends is not None and int(varlen_ends.max()) > skv",
+        ),
+        (
+            MASKING,
+            "explicit_key_positions = key_positions is not None",
+            "explicit_key_positions = mask is not None and (mask[0] != mask[-1]).sum() > 0",
+        ),
+        (LAYOUT, "if query_pos.numel() != sq:", "if query_pos.numel() != sq or int(query_pos.max()) > sq:"),
     ],
 )
 def test_edits_of_a_release_are_not_recognised(
@@ -256,6 +346,14 @@ def test_what_was_copied_changed_or_cut_declines(patched: Gates, layout: dict[st
         assert patched.bounds(**{**built, name: change(built[name])}) is None
 
 
+def test_key_positions_of_another_length_decline(upstream: Gates, patched: Gates) -> None:
+    with stream_capture.rehearsal():
+        built = patched.built(**LAYOUTS["packed"], skv=8)
+        assert patched.bounds(**built) is not None
+        assert patched.bounds(**{**built, "skv": 4}) is None
+    assert upstream.bounds(**{**built, "skv": 4}) is None
+
+
 def test_a_mask_that_was_made_before_the_capture_declines(patched: Gates) -> None:
     built = patched.built()
     with stream_capture.rehearsal():
@@ -322,6 +420,54 @@ def test_the_fused_loss_of_spring_declines_only_in_a_capture() -> None:
     with stream_capture.rehearsal():
         assert fused(*arguments, loss_coeff=2.0) is None
     undo()
+
+
+def test_the_self_test_asks_the_fused_loss_by_name() -> None:
+    text = text_of(DirectoryTree(SPRING), DSA.target.module).replace("_sparse_kl(q, k,", "_sparse_kl(q_indexer, k,")
+    module = module_of(EditedTree(DirectoryTree(SPRING), DSA.target.module, text), DSA.target.module)
+    undo = install(DSA, feature.SINGLE_FUSED, module)
+    loss = vars(module)[feature.FUSED_LOSS]
+    assert not DSA.self_test(module).broken
+
+    vars(module)[feature.FUSED_LOSS] = loss.__wrapped__
+    assert DSA.self_test(module).broken
+
+    vars(module)[feature.FUSED_LOSS] = loss
+    undo()
+
+
+# A rehearsal is one thread's own
+
+
+def test_a_rehearsal_ends_although_another_threads_begins_inside_it_and_ends_later() -> None:
+    begun, inside, ended = threading.Event(), threading.Event(), threading.Event()
+    seen: dict[str, list[bool]] = {"first": [], "second": []}
+
+    def first() -> None:
+        with stream_capture.rehearsal():
+            begun.set()
+            inside.wait(60)
+            seen["first"].append(stream_capture.capturing(CPU))
+        seen["first"].append(stream_capture.capturing(CPU))
+        ended.set()
+
+    def second() -> None:
+        begun.wait(60)
+        seen["second"].append(stream_capture.capturing(CPU))
+        with stream_capture.rehearsal():
+            inside.set()
+            ended.wait(60)
+            seen["second"].append(stream_capture.capturing(CPU))
+        seen["second"].append(stream_capture.capturing(CPU))
+
+    threads = [threading.Thread(target=each) for each in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+    assert seen == {"first": [True, False], "second": [False, True, False]}
+    assert not stream_capture.capturing(CPU)
 
 
 # Sequence lengths of two ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -131,11 +132,18 @@ def test_another_class_is_not_recognised(line: str, wheel: Wheel) -> None:
     assert IN_A_BASE_CLASS.probe(EditedTree(tree, COMMON.module, text)).verdict is Verdict.UNRECOGNISED
 
 
-def test_a_repair_that_reads_nothing_is_fixed(wheel: Wheel) -> None:
+def test_a_body_without_known_reads_is_no_repair_until_it_was_read(wheel: Wheel) -> None:
     tree = WheelTree(wheel("megatron-core", "0.19.2"))
-    text = "class _GDNBase:\n    def _resolve_cu_seqlens(self, a, b, c, d, cp_size=1):\n        return b if a is None else a"
+    text = text_of(tree, COMMON.module)
+    for old, new in (
+        ("cu_seqlens[-1].cpu().item()", "int(cu_seqlens[-1])"),
+        ("(seq_lengths % cp_size != 0).any()", "(seq_lengths % cp_size != 0).sum() > 0"),
+        ("{seq_lengths.tolist()}", "{seq_lengths}"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
 
-    assert IN_A_BASE_CLASS.probe(EditedTree(tree, COMMON.module, text)).verdict is Verdict.FIXED
+    assert IN_A_BASE_CLASS.probe(EditedTree(tree, COMMON.module, text)).verdict is Verdict.UNRECOGNISED
 
 
 # Outside a capture
@@ -245,13 +253,67 @@ def test_other_content_in_the_same_tensor_fails_the_assertion(
     undo()
 
 
-def test_what_was_rewritten_and_passed_again_is_what_counts(resolve: Resolver) -> None:
+class Compared(torch.overrides.TorchFunctionMode):
+    """Keep what the assertion compares with: a captured graph reads that memory with every replay."""
+
+    def __init__(self) -> None:
+        self.memory: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.eq or func is torch.Tensor.__eq__:
+            self.memory.append(weakref.ref(args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_was_rewritten_with_other_lengths_is_refused_for_good(resolve: Resolver) -> None:
     given_lengths = warmed_up(resolve, lengths(0, 2, 6))
     given_lengths[1] = 3
+    warmed_up(resolve, given_lengths)
+    given_lengths[1] = 2
+    warmed_up(resolve, given_lengths)
+
+    with stream_capture.rehearsal(), stream_capture.host_reads() as read:
+        for role in ROLES:
+            with pytest.raises(RuntimeError, match="rewritten with other lengths"):
+                resolve(given_lengths, role)
+    assert read == []
+
+
+def test_the_same_lengths_written_again_pass(resolve: Resolver) -> None:
+    given_lengths = warmed_up(resolve, lengths(0, 2, 6))
+    given_lengths.copy_(lengths(0, 2, 6))
     warmed_up(resolve, given_lengths)
 
     with stream_capture.rehearsal():
         assert resolve(given_lengths) is given_lengths
+
+
+def test_lengths_of_inference_mode_are_compared_each_time(resolve: Resolver) -> None:
+    with torch.inference_mode():
+        same, other = warmed_up(resolve, lengths(0, 2, 6)), warmed_up(resolve, lengths(0, 2, 6))
+        other[1] = 3
+        warmed_up(resolve, other)
+        warmed_up(resolve, same)
+
+        with stream_capture.rehearsal():
+            assert resolve(same) is same
+            with pytest.raises(RuntimeError, match="rewritten with other lengths"):
+                resolve(other)
+
+
+@pytest.mark.parametrize("rewritten", [(0, 2, 6), (0, 3, 6)], ids=["same lengths", "other lengths"])
+def test_what_a_graph_compares_with_lives_as_long_as_the_tensor(resolve: Resolver, rewritten: tuple[int, ...]) -> None:
+    given_lengths = warmed_up(resolve, lengths(0, 2, 6))
+    with stream_capture.rehearsal(), Compared() as compared:
+        resolve(given_lengths)
+    assert len(compared.memory) == 1
+
+    given_lengths.copy_(lengths(*rewritten))
+    warmed_up(resolve, given_lengths)
+
+    content = compared.memory[0]()
+    assert content is not None
+    assert content.tolist() == [0, 2, 6]
 
 
 # Installing
