@@ -6,7 +6,7 @@ Imported with the package, so what only a report needs is imported by the functi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megacpp_overlays.errors import ActivationError
 from megacpp_overlays.log import as_dict, consequence
@@ -17,6 +17,8 @@ SCHEMA = 1
 
 _COLUMNS = ("overlay", "pack", "decision", "verdict", "shape", "target")
 _WIDTH = 110
+_SAID_ONCE = frozenset({Decision.ABSENT, Decision.ARMED, Decision.DISABLED})
+"""Decisions that are the same for every part of an overlay, whatever module it is about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,6 +29,12 @@ class Audit:
     """Version of this package."""
     mode: str
     records: tuple[Record, ...]
+    """Every part of every overlay, in order."""
+
+    @property
+    def decisions(self) -> tuple[Record, ...]:
+        """The records that say what became of each overlay; what is printed."""
+        return what_counts(self.records)
 
     @property
     def conflicts(self) -> tuple[Record, ...]:
@@ -61,7 +69,7 @@ class Audit:
             "version": self.version,
             "mode": self.mode,
             "fingerprint": self.fingerprint,
-            "decisions": [as_dict(record) for record in self.records],
+            "decisions": [as_dict(record) for record in self.decisions],
         }
 
     def to_json(self) -> str:
@@ -72,11 +80,12 @@ class Audit:
 
     def __str__(self) -> str:
         """Return the table for a terminal."""
-        rows = [_row(record) for record in self.records]
+        decisions = self.decisions
+        rows = [_row(record) for record in decisions]
         widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
         lines = [f"megacpp_overlays {self.version}   mode {self.mode}   fingerprint {self.fingerprint}", ""]
         lines += [_cells(_COLUMNS, widths), _cells(["-" * width for width in widths], widths)]
-        for row, record in zip(rows, self.records, strict=True):
+        for row, record in zip(rows, decisions, strict=True):
             lines += [_cells(row, widths), *_notes(record)]
         return "\n".join(lines)
 
@@ -86,20 +95,28 @@ def what_counts(records: Sequence[Record]) -> tuple[Record, ...]:
 
     An overlay has a part for each module that upstream ever kept the defect in, and most trees have only one of them.
     So a part that is absent or retired is left out where another part has more to say: an overlay is retired when no
-    part of it has work left. A part that says the same as the one before is left out, too.
+    part of it has work left. A part that waits or is off like another part is left out, too. What was installed, and what
+    went wrong, is never left out.
     """
     most: dict[str, int] = {}
     for record in records:
         most[record.overlay.id] = max(_weight(record), most.get(record.overlay.id, 0))
     kept: list[Record] = []
-    said: set[tuple[str, Decision, str]] = set()
+    said: set[tuple[str, Decision]] = set()
     for record in records:
-        overlay, absent = record.overlay.id, record.decision is Decision.ABSENT
-        words = (overlay, record.decision, "" if absent else record.reason)
-        if _weight(record) == most[overlay] and words not in said:
-            kept.append(record)
-            said.add(words)
+        overlay, decision = record.overlay.id, record.decision
+        alike = decision in _SAID_ONCE and (overlay, decision) in said
+        if _weight(record) == most[overlay] and not alike:
+            kept.append(_waiting_for_all(record, records) if decision is Decision.ARMED else record)
+            said.add((overlay, decision))
     return tuple(kept)
+
+
+def _waiting_for_all(record: Record, records: Sequence[Record]) -> Record:
+    """Return the record of a part that waits, with the targets of the other parts that wait."""
+    waiting = [r for r in records if r.overlay.id == record.overlay.id and r.decision is Decision.ARMED]
+    others = [f" or {other.overlay.target.module}" for other in waiting if other is not record]
+    return replace(record, reason="".join([record.reason, *others]))
 
 
 def _weight(record: Record) -> int:

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from megacpp_overlays import registry
-from megacpp_overlays.audit import Audit, raise_for, what_counts
+from megacpp_overlays.audit import Audit, raise_for
 from megacpp_overlays.errors import ActivationError, RegistryError, SeamError
 from megacpp_overlays.hooks import Hooks, is_half_imported
 from megacpp_overlays.log import Log
@@ -174,12 +174,9 @@ class Lane:
 
     def snapshot(self) -> Audit:
         """Return the same as `audit`, and never raise: for reports that show conflicts themselves."""
-        return Audit(version=VERSION, mode=self.settings.mode.value, records=what_counts(self.every_part()))
-
-    def every_part(self) -> list[Record]:
-        """Return what was decided about every part of every overlay, also where an audit leaves it out."""
         self._settle_what_no_hook_heard()
-        return [self._review(self._records[o]) for o in self.overlays if o in self._records]
+        records = tuple(self._review(self._records[o]) for o in self.overlays if o in self._records)
+        return Audit(version=VERSION, mode=self.settings.mode.value, records=records)
 
     def _settle_what_no_hook_heard(self) -> None:
         """Settle a target that was loaded past every hook, by a loader or a recipe of somebody's own."""

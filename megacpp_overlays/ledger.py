@@ -85,7 +85,9 @@ def _entry(parts: Sequence[Overlay]) -> str:
 
 
 def _name(part: Overlay) -> str:
-    return getattr(part.retired, "__qualname__", type(part.retired).__qualname__)
+    """Return the name of the retirement check; one that is made for each part is named after its maker."""
+    name: str = getattr(part.retired, "__qualname__", type(part.retired).__qualname__)
+    return name.replace(".<locals>.", ": ")
 
 
 def _symbols(overlay: Overlay, shape: str) -> str:

@@ -15,7 +15,7 @@ from megacpp_overlays import registry
 from megacpp_overlays.errors import RegistryError
 from megacpp_overlays.lane import Lane
 from megacpp_overlays.ledger import due, render
-from megacpp_overlays.model import Decision, Overlay, Target, Thread
+from megacpp_overlays.model import Decision, Observation, Overlay, Target, Thread
 from megacpp_overlays.source import DirectoryTree
 
 LaneMaker = Callable[..., Lane]
@@ -43,7 +43,7 @@ class _Renamed:
 
 
 def decisions(lane: Lane) -> list[tuple[str, str]]:
-    return [(r.overlay.target.module.rpartition(".")[2], r.decision.value) for r in lane.audit().records]
+    return [(r.overlay.target.module.rpartition(".")[2], r.decision.value) for r in lane.audit().decisions]
 
 
 def test_each_part_is_decided_when_its_own_module_is_imported(upstream: Upstream, lane: LaneMaker) -> None:
@@ -127,16 +127,60 @@ def test_a_conflict_in_one_part_leaves_the_other_active(upstream: Upstream, lane
     assert [record.overlay.target.module for record in audit.conflicts] == [f"{upstream.name}.moved"]
 
 
-def test_the_fingerprint_tells_which_part_was_decided(upstream: Upstream, lane: LaneMaker) -> None:
-    first, second = parts(upstream)
+def test_parts_that_wait_are_one_line_that_names_them_all(upstream: Upstream, lane: LaneMaker) -> None:
     upstream.write(BROKEN_TEXT, module="moved")
-    made = lane(first, second)
+    made = lane(*parts(upstream))
     made.arm()
-    both = made.audit()
-    swapped = replace(both, records=tuple(reversed(both.records)))
 
-    assert {record.decision for record in both.records} == {Decision.ARMED}
-    assert both.fingerprint != swapped.fingerprint
+    (record,) = made.audit().decisions
+    assert record.decision is Decision.ARMED
+    assert record.reason == f"waits for the import of {upstream.name}.layers or {upstream.name}.moved"
+
+
+def test_parts_of_the_same_words_are_all_shown_where_something_was_done(upstream: Upstream, lane: LaneMaker) -> None:
+    """The evidence of both is the same line of code; what was replaced is not the same."""
+    upstream.write(BROKEN_TEXT, module="moved")
+    failing = Observation(broken=True, seen="no")
+    for changes, decision in (({}, Decision.ACTIVE), ({"self_test": lambda module: failing}, Decision.CONFLICT)):
+        made = lane(*parts(upstream, **changes))
+        made.arm()
+        upstream.load("layers")
+        upstream.load("moved")
+        audit = made.audit()
+
+        assert [record.decision for record in audit.decisions] == [decision, decision]
+        assert len(audit.conflicts) == (2 if decision is Decision.CONFLICT else 0)
+        made.undo()
+
+
+def test_the_fingerprint_sees_the_code_of_a_part_that_is_not_shown(upstream: Upstream, lane: LaneMaker) -> None:
+    fingerprints = set()
+    for comment in ("", "# another copy"):
+        upstream.write(BROKEN_TEXT)
+        upstream.write(f"{FIXED_TEXT}\n{comment}\n", module="moved")
+        made = lane(*parts(upstream))
+        made.arm()
+        for module in ("layers", "moved"):
+            importlib.reload(upstream.load(module))
+        assert decisions(made) == [("layers", "active")]
+        fingerprints.add(made.audit().fingerprint)
+        made.undo()
+
+    assert len(fingerprints) == 2
+
+
+def test_the_fingerprint_tells_which_part_was_decided(upstream: Upstream, lane: LaneMaker) -> None:
+    upstream.write(BROKEN_TEXT, module="moved")
+    made = lane(*parts(upstream))
+    made.arm()
+    upstream.load("layers")
+    upstream.load("moved")
+    both = made.audit()
+    first, second = both.records
+
+    assert both.decisions == both.records
+    assert first.source_sha256 == second.source_sha256
+    assert replace(both, records=(first,)).fingerprint != replace(both, records=(second,)).fingerprint
 
 
 def test_the_ledger_has_one_entry_with_every_target(upstream: Upstream) -> None:
