@@ -18,6 +18,7 @@ from __future__ import annotations
 import ast
 
 from megacpp_overlays.errors import SourceError
+from megacpp_overlays.fingerprint import is_docstring
 from megacpp_overlays.model import Evidence, Finding, Target, Verdict
 from megacpp_overlays.source import FunctionNode, ModuleSource, SourceTree, parameters
 
@@ -143,13 +144,17 @@ def _constructor(source: ModuleSource) -> FunctionNode:
 
 def _dispatch(init: FunctionNode) -> tuple[dict[int, str], ast.Raise]:
     """Return the package of the entry by major capability, and the refusal of every other."""
-    left = [statement for statement in init.body if isinstance(statement, ast.If) and _majors(statement.test)]
+    capability = _capability(init)
+    left = [statement for statement in init.body if isinstance(statement, ast.If) and not _returns_early(statement)]
     if len(left) != 1:
         raise _UnknownError(f"{TARGET.symbol}.__init__ has {len(left)} comparisons of the capability", init)
     branches: dict[int, str] = {}
     rest: list[ast.stmt] = list(left)
     while len(rest) == 1 and isinstance(branch := rest[0], ast.If):
-        for major in _majors(branch.test):
+        majors = _majors(branch.test, capability)
+        if not majors:
+            raise _UnknownError(f"a branch asks what is not known: {ast.unparse(branch.test)}", branch)
+        for major in majors:
             branches[major] = _imported_entry(branch)
         rest = branch.orelse
     match rest:
@@ -167,18 +172,49 @@ def _dispatch(init: FunctionNode) -> tuple[dict[int, str], ast.Raise]:
     return branches, refusal
 
 
-def _majors(test: ast.expr) -> list[int]:
+def _capability(init: FunctionNode) -> str:
+    """Return the one name that holds the compute capability; everything else at its level must be known, too."""
+    for statement in init.body:
+        if not isinstance(statement, ast.If | ast.Assert | ast.Assign | ast.AnnAssign) and not is_docstring(statement):
+            raise _UnknownError(f"{TARGET.symbol}.__init__ has a statement of an unknown kind", statement)
+    names = [
+        statement.targets[0].id
+        for statement in init.body
+        if isinstance(statement, ast.Assign)
+        and isinstance(statement.targets[0], ast.Name)
+        and isinstance(statement.value, ast.Call)
+        and ast.unparse(statement.value.func).endswith(".get_device_capability")
+    ]
+    stores = [node.id for node in ast.walk(init) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    if len(names) != 1 or stores.count(names[0]) != 1:
+        raise _UnknownError(f"{TARGET.symbol}.__init__ does not ask once for the compute capability", init)
+    return names[0]
+
+
+def _returns_early(statement: ast.If) -> bool:
+    """Return whether this leaves a singleton alone that was initialised before."""
+    match statement:
+        case ast.If(
+            test=ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[ast.Name(id="self"), *_]),
+            body=[ast.Return(value=None)],
+            orelse=[],
+        ):
+            return True
+    return False
+
+
+def _majors(test: ast.expr, capability: str) -> list[int]:
     """Return the numbers in `capability[0] == 9` or `capability[0] in (8, 9)`; nothing for any other test."""
     match test:
         case ast.Compare(
-            left=ast.Subscript(value=ast.Name(), slice=ast.Constant(value=0)), ops=[ast.Eq()], comparators=[one]
-        ):
+            left=ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=0)), ops=[ast.Eq()], comparators=[one]
+        ) if name == capability:
             numbers = [one]
         case ast.Compare(
-            left=ast.Subscript(value=ast.Name(), slice=ast.Constant(value=0)),
+            left=ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=0)),
             ops=[ast.In()],
             comparators=[ast.Tuple(elts=several) | ast.List(elts=several) | ast.Set(elts=several)],
-        ):
+        ) if name == capability:
             numbers = several
         case _:
             return []

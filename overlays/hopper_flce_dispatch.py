@@ -47,8 +47,8 @@ def _getter_that_answers(refused: frozenset[int]) -> Callable[[Callable[..., Any
         served: list[Any] = []
 
         def _get_platform() -> Any:
-            if served:
-                return served[0]
+            if found := served[:1]:  # another thread may clear the cache meanwhile
+                return found[0]
             try:
                 return original()
             except (ValueError, AttributeError) as refusal:
@@ -60,11 +60,12 @@ def _getter_that_answers(refused: frozenset[int]) -> Callable[[Callable[..., Any
                     logger.warning(
                         "%s has no kernels here (are nvidia-cutlass-dsl and cuda-python installed?)", _HOPPER_ENTRY
                     )
-            served.append(_portable_platform(module))
+            platform = _portable_platform(module)
+            served.append(platform)
             logger.info(
-                "%s: compute capability %s is served by %s", module.__name__, major, served[0].forward_func.__module__
+                "%s: compute capability %s is served by %s", module.__name__, major, platform.forward_func.__module__
             )
-            return served[0]
+            return platform
 
         def cache_clear() -> None:
             served.clear()

@@ -101,8 +101,12 @@ def test_a_dispatcher_that_is_built_at_import_cannot_be_reached(edited: Callable
     ("old", "new", "reason"),
     [
         ("capability[0] == 10", "capability[0] in (8, 10)", "no known dispatcher has branches for 8, 10 alone"),
-        ("capability[0] == 10", "capability[0] >= 10", "0 comparisons"),
-        ("capability[0] == 10", "capability == (10, 0)", "0 comparisons"),
+        ("capability[0] == 10", "capability[0] >= 10", "a branch asks what is not known"),
+        ("capability[0] == 10", "capability == (10, 0)", "a branch asks what is not known"),
+        ("capability[0] == 10", "name[0] == 10", "a branch asks what is not known"),
+        ("        if capability[0]", "        capability = (10, 0)\n        if capability[0]", "does not ask once"),
+        ("        if capability[0]", "        if capability[0] > 10:\n            return\n        if capability[0]", "2 comp"),
+        ("        if capability[0]", "        for _ in ():\n            pass\n        if capability[0]", "unknown kind"),
         ("            raise ValueError(", "            print(", "do not end in a ValueError"),
         ("raise ValueError(", "raise RuntimeError(", "do not end in a ValueError"),
         ("linear_cross_entropy.blackwell import entry", "other.blackwell import entry", "does not import one entry"),
@@ -133,6 +137,26 @@ def test_an_edit_of_meaning_is_not_recognised(
 
     assert found.verdict is Verdict.UNRECOGNISED
     assert reason in found.summary()
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "capability[0] >= 8",
+        "capability[0] == 9 or capability[0] == 12 or capability[0] == 8",
+        "capability >= (8, 0)",
+        "capability == (9, 0)",
+        "HAVE_TRITON and capability[0] == 9",
+    ],
+)
+def test_a_second_branch_that_asks_otherwise_is_not_recognised(edited: Callable[..., DirectoryTree], test: str) -> None:
+    """It may be the repair, so BROKEN would be as wrong as FIXED."""
+    branch = f"        elif {test}:\n            from .linear_cross_entropy.other import entry\n        else:\n            raise"
+
+    found = feature.probe(edited("        else:\n            raise", branch))
+
+    assert found.verdict is Verdict.UNRECOGNISED
+    assert "a branch asks what is not known" in found.summary()
 
 
 @pytest.mark.parametrize(

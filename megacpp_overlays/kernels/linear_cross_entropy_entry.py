@@ -24,8 +24,8 @@ The contract is that of `megatron.core.fusions.linear_cross_entropy.blackwell.en
 Where this entry is wider than that one: float32 (whose products follow torch's TF32 setting), any sizes, labels of
 any integer dtype, and a gradient of any strides. Where it differs: the highest logit is never raised to 0, which keeps
 sums of exponentials from vanishing; a label outside the vocabulary leaves the log of the sum as the loss (upstream: the
-same in a group, undefined without one); logits of ignored tokens may be infinite. All ranks of a group must run the
-same entry, so a group may not mix GPU generations.
+same in a group, undefined without one); logits of ignored tokens may overflow, while their hidden states are
+finite. All ranks of a group must run the same entry, so a group may not mix GPU generations.
 
 `LCE_FWD_VOCAB_SPLIT_SIZE` and `LCE_BWD_VOCAB_SPLIT_SIZE` set the classes that one block of logits has, as they do
 upstream; without them a block takes 256 MiB.
