@@ -8,18 +8,20 @@ A quantized tensor of Transformer Engine says bf16 and has no storage. What was 
     bf16-guard-fooled   a guard asks for bf16 and is told so; the permutation that follows dequantizes silently.
                         0.19.0, 0.19.2, main since 2026-07-24, and the port to dev in pull request 6279
     ABSENT              0.18.2 and older, dev, and the head of pull request 3674, whose backends are elsewhere
-    FIXED               nothing yet: the dispatcher would have to ask for QuantizedTensor and dequantize, or decline
+    FIXED               nothing yet: the dispatcher would have to ask for QuantizedTensor and dequantize, or decline,
+                        and be a known one otherwise
 
 The seam hands the dispatcher plain tensors, so it fits any dispatcher that does not look for quantized ones. Every
-call in it must be one that was read, and nothing in it, in its guard or in the kernel's autograd function may be named
-after quantization.
+call and attribute in it must be one that was read, and nothing in it, in its guard or in the kernel's autograd function
+may be named after quantization. Kernel and guard must be bound where they were, and nowhere else.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.model import Evidence, Finding, Target, Verdict
@@ -37,6 +39,7 @@ PER_BATCH = "per-batch-pointer"
 GUARD_FOOLED = "bf16-guard-fooled"
 
 _PARAMETERS = (*TENSORS, "topk_indices", "softmax_scale", "v_channels")
+_QUANTIZED = "QuantizedTensor"
 _GUARD = "_all_bfloat16"
 _GUARD_SAYS = "return all((tensor.dtype == torch.bfloat16 for tensor in tensors))"
 _FUNCTIONS = {
@@ -49,6 +52,8 @@ _FUNCTIONS = {
     "torch.nn.functional.pad",
 }
 _METHODS = {"contiguous", "copy_", "permute", "size", "to", "unsqueeze"}
+_TORCH = {"apply", "empty", "functional", "int32", "nn", "pad"}
+_ATTRIBUTES = _METHODS | _TORCH | {"device", "dtype", "ndim", "shape"}
 _ABOUT_QUANTIZATION = re.compile(r"quant|float8|fp8|mxfp|nvfp|scale_inv|_data\b|__torch_", re.IGNORECASE)
 
 
@@ -84,15 +89,17 @@ def _probe(tree: SourceTree, target: Target) -> Finding:
         return _finding(Verdict.ABSENT, None, Evidence(seen=f"defines no {target.symbol}", file=source.path))
     try:
         function = _the_function(source, target.symbol)
-        if _handles_quantized(source, function):
-            return _finding(Verdict.FIXED, None, _at(source, "asks for QuantizedTensor itself", function.lineno))
-        _check_known(source, function)
+        rest = _without_repair(source, function)
+        _check_known(source, rest or function)
         _check_kernel(tree)
-        return _shape(source, function)
+        finding = _shape(source, rest or function)
     except _UnknownError as unknown:
         return _finding(Verdict.UNRECOGNISED, None, _at(source, str(unknown), unknown.line))
     except SourceError as error:
         return _finding(Verdict.UNRECOGNISED, None, Evidence(seen=str(error)))
+    if rest is not None:
+        return _finding(Verdict.FIXED, None, _at(source, "asks for QuantizedTensor itself", function.lineno))
+    return finding
 
 
 def _the_function(source: ModuleSource, symbol: str) -> FunctionNode:
@@ -108,18 +115,70 @@ def _the_function(source: ModuleSource, symbol: str) -> FunctionNode:
 
 
 def _check_known(source: ModuleSource, function: FunctionNode) -> None:
-    """Raise unless every call was read before and nothing is named after quantization."""
+    """Raise unless every call and attribute was read before and nothing is named after quantization."""
     for node in ast.walk(function):
         if (name := _identifier(node)) is not None and _ABOUT_QUANTIZATION.search(name):
             raise _UnknownError(f"{function.name} knows of {name}, in a way that is not known", node)
         if isinstance(node, ast.Call) and not _is_known_call(node):
             raise _UnknownError(f"{function.name} calls {ast.unparse(node.func)}", node)
+    for node in (node for statement in function.body for node in ast.walk(statement)):
+        if isinstance(node, ast.Attribute) and node.attr not in _ATTRIBUTES:
+            raise _UnknownError(f"{function.name} looks at {ast.unparse(node)}", node)
     start = _statements(function)[0]
     if ast.unparse(start) != f"if {KERNEL} is None:\n    return None":
         raise _UnknownError(f"{function.name} does not begin by declining where there is no kernel", start)
     imports = [node for node in ast.walk(source.syntax) if isinstance(node, ast.ImportFrom) and _brings_kernel(node)]
     if [node.module for node in imports] != [KERNEL_MODULE]:
         raise _UnknownError(f"{KERNEL} is not the one of {KERNEL_MODULE}", imports[0] if imports else source.syntax)
+    _check_bound(source, KERNEL, _kernel_bindings(source, imports[0]))
+    guard = source.function(_GUARD)
+    is_plain = guard is not None and guard in source.syntax.body and not guard.decorator_list
+    _check_bound(source, _GUARD, [guard] if guard is not None and is_plain else [])
+
+
+def _kernel_bindings(source: ModuleSource, brought: ast.ImportFrom) -> list[ast.AST]:
+    """Return what may bind the kernel: its import, and `= None` where that import fails."""
+    if brought in source.syntax.body:
+        return list(brought.names)
+    for statement in source.syntax.body:
+        if isinstance(statement, ast.Try) and brought in statement.body:
+            fallbacks = [node for handler in statement.handlers for node in handler.body]
+            targets = [
+                node.targets[0]
+                for node in fallbacks
+                if isinstance(node, ast.Assign) and ast.unparse(node) == f"{KERNEL} = None"
+            ]
+            return [*brought.names, *targets]
+    return []
+
+
+def _check_bound(source: ModuleSource, name: str, allowed: Sequence[ast.AST]) -> None:
+    for node in ast.walk(source.syntax):
+        if _binds(node, name) and not any(node is each for each in allowed):
+            raise _UnknownError(f"{name} is bound in another way than any known one", node)
+
+
+def _binds(node: ast.AST, name: str) -> bool:
+    """Return whether a node binds or deletes a name, changes what it names, or could: a star, or the name as text."""
+    match node:
+        case ast.Name(id=used) | ast.Attribute(value=ast.Name(id=used)):
+            return used == name and not isinstance(node.ctx, ast.Load)
+        case ast.FunctionDef(name=used) | ast.AsyncFunctionDef(name=used) | ast.ClassDef(name=used):
+            return used == name
+        case ast.ExceptHandler(name=used) | ast.MatchAs(name=used) | ast.MatchStar(name=used) | ast.arg(arg=used):
+            return used == name
+        case ast.MatchMapping(rest=used):
+            return used == name
+        case ast.alias(name=used, asname=given):
+            return (given or used.split(".")[0]) in {name, "*"}
+        case ast.Global(names=names) | ast.Nonlocal(names=names):
+            return name in names
+        case ast.Constant(value=value):
+            return bool(value == name)
+        case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[ast.Name(id=used), *_]):
+            return used == name
+        case _:
+            return False
 
 
 def _brings_kernel(node: ast.ImportFrom) -> bool:
@@ -216,30 +275,64 @@ def _is_guarded(source: ModuleSource, function: FunctionNode) -> bool:
     return any(ast.unparse(node) == asks for node in function.body) and says == [_GUARD_SAYS]
 
 
-def _handles_quantized(source: ModuleSource, function: FunctionNode) -> bool:
-    """Return whether, for the query and for the key, a first-level statement asks `isinstance(..., QuantizedTensor)`
-    and returns or dequantizes; nothing else is recognised as a repair."""
-    imported = any(
-        isinstance(node, ast.ImportFrom)
-        and (node.module or "").split(".")[0] == "transformer_engine"
-        and any(alias.name == "QuantizedTensor" and alias.asname is None for alias in node.names)
-        for node in ast.walk(source.syntax)
-    )
+def _without_repair(source: ModuleSource, function: FunctionNode) -> FunctionNode | None:
+    """Return the function without the first-level statements that ask `isinstance(..., QuantizedTensor)`, for query
+    and key, and decline or dequantize; or None if it has no such repair.
+
+    Only refusals may come before them, and only padding may bind the query or the key again.
+    """
+    imports = [
+        node
+        for node in source.syntax.body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformer_engine"
+    ]
+    brought = [alias for node in imports for alias in node.names if _binds(alias, _QUANTIZED)]
+    if [(alias.name, alias.asname) for alias in brought] != [(_QUANTIZED, None)]:
+        return None
     handled: set[str] = set()
+    kept: list[ast.stmt] = []
+    early = True
     for statement in function.body:
-        if any(
-            isinstance(node, ast.Call) and ast.unparse(node.func) == f"{KERNEL}.apply" for node in ast.walk(statement)
-        ):
-            break
-        handled.update(_handled_by(statement))
-    return imported and handled >= set(TENSORS)
+        if names := set(_handled_by(statement)) if early else set():
+            handled |= names
+        else:
+            kept.append(statement)
+            early = early and (_is_text(statement) or _declines(statement))
+    if handled != set(TENSORS):
+        return None
+    _check_bound(source, _QUANTIZED, brought)
+    rest = copy.copy(function)
+    rest.body = kept
+    pads = [node.targets[0] for node in ast.walk(rest) if isinstance(node, ast.Assign) and _is_padding(node)]
+    for node in (node for statement in kept for node in ast.walk(statement)):
+        if any(_binds(node, name) for name in TENSORS) and not any(node is each for each in pads):
+            raise _UnknownError(f"{function.name} binds the query or the key again", node)
+    return rest
+
+
+def _is_padding(node: ast.Assign) -> bool:
+    value, target = node.value, node.targets[0]
+    return (
+        isinstance(value, ast.Call)
+        and ast.unparse(value.func) == "torch.nn.functional.pad"
+        and [ast.unparse(each) for each in (*node.targets, *value.args[:1])] == [ast.unparse(target)] * 2
+    )
+
+
+def _declines(statement: ast.stmt) -> bool:
+    match statement:
+        case ast.If(body=[ast.Return(value=None | ast.Constant(value=None))], orelse=[]):
+            return True
+        case _:
+            return False
 
 
 def _handled_by(statement: ast.stmt) -> Iterator[str]:
     match statement:
-        case ast.If(test=test, body=[ast.Return()], orelse=[]):
-            for part in test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) else [test]:
-                yield from (name for name in TENSORS if _asks(part, name))
+        case ast.If(test=test) if _declines(statement):
+            parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) else [test]
+            asked = [name for part in parts for name in TENSORS if _asks(part, name)]
+            yield from asked if len(asked) == len(parts) else ()
         case ast.If(test=test, body=[ast.Assign(targets=[ast.Name(id=name)], value=value)], orelse=[]):
             if _asks(test, name) and _dequantizes(value, name):
                 yield name
@@ -249,17 +342,21 @@ def _handled_by(statement: ast.stmt) -> Iterator[str]:
 
 
 def _asks(test: ast.expr, name: str) -> bool:
-    return ast.unparse(test) == f"isinstance({name}, QuantizedTensor)"
+    return name in TENSORS and ast.unparse(test) == f"isinstance({name}, {_QUANTIZED})"
 
 
 def _dequantizes(value: ast.expr, name: str) -> bool:
-    return isinstance(value, ast.Call) and ast.unparse(value.func) == f"{name}.dequantize"
+    types = ("torch.bfloat16", *(f"{each}.dtype" for each in TENSORS))
+    known = {f"{name}.dequantize({given})" for given in ("", *(f"dtype={each}" for each in types))}
+    return ast.unparse(value) in known
 
 
 def _statements(function: FunctionNode) -> list[ast.stmt]:
-    first = function.body[0]
-    is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-    return function.body[1:] if is_text else function.body
+    return function.body[1:] if _is_text(function.body[0]) else function.body
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _at(source: ModuleSource, seen: str, line: int | None) -> Evidence:

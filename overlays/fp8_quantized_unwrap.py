@@ -4,7 +4,7 @@ A quantized tensor of Transformer Engine passes for bf16 (see `megacpp_overlays.
 dispatcher hands its null pointer to the kernel, or dequantizes it by accident and the run loses FP8 without a word.
 The seam looks at the query and the key first. Plain tensors go on untouched, for the price of comparing two types.
 A quantized one goes to the FP8-aware kernel that is registered (`megacpp_overlays.fp8_sparse_mla`), or is dequantized
-once, with its gradient, and a line says so, once per tensor and recipe. Everything else stays upstream's, refusals
+once, with its gradient, and a line says so, once per tensor and recipe, on every rank. Everything else stays upstream's, refusals
 included: where upstream declines, its caller gets the quantized tensors and what they do there is as before.
 
 The dispatcher lived in two modules, so the overlay has two parts.
@@ -24,6 +24,7 @@ from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, T
 from megacpp_overlays.source import SourceTree
 
 ID = "fp8-quantized-unwrap"
+_SWAPPING = threading.Lock()
 
 
 def _unwrapping(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
@@ -35,12 +36,13 @@ def _unwrapping(original: Callable[..., Any], module: ModuleType) -> Callable[..
     places = tuple((name, order.index(name)) for name in feature.TENSORS)
     plain = (torch.Tensor, torch.nn.Parameter)
     where = f"{original.__module__}.{original.__qualname__}"
-    said: set[tuple[str, type, str]] = set()
+    said: set[tuple[str, type, str, bool]] = set()
 
-    def say(tensors: dict[str, Any], outcome: Callable[[Any], str]) -> None:
+    def say(tensors: dict[str, Any], outcome: Callable[[Any], str], *, declined: bool = False) -> None:
         for name, tensor in tensors.items():
             recipe = quantized.recipe(tensor)
-            if (key := (name, type(tensor), recipe)) not in said:
+            # A call that upstream declined must not hide the first one that lost FP8.
+            if (key := (name, type(tensor), recipe, declined)) not in said:
                 said.add(key)
                 held = f"{type(tensor).__name__} ({recipe}) of {quantized.payload_bytes(tensor)} bytes"
                 _log(f"{ID}: the {name} of {where} came as {held}; {outcome(tensor)}")
@@ -61,10 +63,13 @@ def _unwrapping(original: Callable[..., Any], module: ModuleType) -> Callable[..
         if getattr(module, feature.KERNEL) is None:
             return original(*args, **kwargs)  # which declines whatever it is given
         opened = {name: quantized.dequantized(tensor) for name, tensor in found.items()}
-        if not is_test:
-            say(found, lambda tensor: f"dequantized to {_size(tensor)}, because no FP8-aware SparseMLA took it")
         given = [opened.get(order[place], value) for place, value in enumerate(args)]
-        return original(*given, **{name: opened.get(name, value) for name, value in kwargs.items()})
+        output = original(*given, **{name: opened.get(name, value) for name, value in kwargs.items()})
+        if not is_test and output is None:
+            say(found, lambda tensor: f"dequantized to {_size(tensor)}, but upstream declined it", declined=True)
+        elif not is_test:
+            say(found, lambda tensor: f"dequantized to {_size(tensor)}, because no FP8-aware SparseMLA took it")
+        return output
 
     return dispatch
 
@@ -74,40 +79,46 @@ def _size(tensor: Any) -> str:
 
 
 def _log(text: str) -> None:
-    """Warn on rank 0. Without FP8 the run is slower and larger than was asked for."""
+    """Warn on every rank: with pipeline parallelism rank 0 may have none of the layers that lose FP8."""
     from torch import distributed
 
     together = distributed.is_available() and distributed.is_initialized()
-    level = logging.DEBUG if together and distributed.get_rank() else logging.WARNING
-    logging.getLogger("megacpp_overlays").log(level, "[megacpp_overlays] %s", text)
+    rank = f"rank {distributed.get_rank()}: " if together else ""
+    logging.getLogger("megacpp_overlays").warning("[megacpp_overlays] %s%s", rank, text)
 
 
 def observe(module: ModuleType, symbol: str) -> Observation:
     """Call the dispatcher that callers reach with quantized query and key, and look at what the kernel gets.
 
-    The kernel is TileLang's and may be missing, so a recorder stands in its place meanwhile; calls of other threads
-    pass through it. The quantized tensors are ours: Transformer Engine may be missing too, and is never imported.
+    The kernel is TileLang's and may be missing, so a recorder stands in its place meanwhile, one at a time. Calls of
+    other threads pass through it, or, where the kernel is missing, get an output of one axis, which every known
+    dispatcher declines as it declines a missing kernel. One window stays: a thread that asked for the kernel while the
+    recorder was there, and calls it when None is back, gets AttributeError. The quantized tensors are ours: Transformer
+    Engine may be missing too, and is never imported.
     """
     import torch
 
     query, key = _made_quantized(1, 1, 16, 576), _made_quantized(1, 1, 1, 576)
     indices = torch.zeros(1, 1, 64, dtype=torch.int32, device="cpu")
-    upstream, thread, got = getattr(module, feature.KERNEL), threading.get_ident(), []
+    thread = threading.get_ident()
+    got: list[tuple[Any, ...]] = []
 
     class Recorder:
         @staticmethod
         def apply(*args: Any) -> Any:
             if threading.get_ident() != thread:
-                return upstream.apply(*args)
+                return (torch.empty(0, device="cpu"), None) if upstream is None else upstream.apply(*args)
             got.append(args[:2])
             output = torch.zeros(*args[0].shape[:-1], 512, dtype=torch.bfloat16, device="cpu")
             return output, output[..., 0].float()
 
-    setattr(module, feature.KERNEL, Recorder)
-    try:
-        output = getattr(module, symbol)(query, key, indices, 1.0, 512)
-    finally:
-        setattr(module, feature.KERNEL, upstream)
+    with _SWAPPING:
+        upstream = getattr(module, feature.KERNEL)
+        setattr(module, feature.KERNEL, Recorder)
+        try:
+            output = getattr(module, symbol)(query, key, indices, 1.0, 512)
+        finally:
+            setattr(module, feature.KERNEL, upstream)
     if len(got) != 1 or output is None:
         return Observation(broken=False, seen="the dispatcher declines quantized tensors")
     names = " and ".join(feature.TENSORS)

@@ -9,6 +9,7 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -252,6 +253,40 @@ def test_the_line_says_who_took_it(module: ModuleType, kernel: Kernel, caplog: p
     assert re.search(r"; handed as it is to .*fp8_kernel$", record.getMessage())
 
 
+def test_what_upstream_declined_is_not_said_to_have_lost_fp8(
+    module: ModuleType, kernel: Kernel, caplog: pytest.LogCaptureFixture
+) -> None:
+    query, key, indices = inputs()
+    (replacement,) = RELEASE.replacements[feature.GUARD_FOOLED]
+    dispatch = replacement.make(module.fused_sparse_mla_absorbed, module)  # type: ignore[attr-defined]
+    opened = quantized(query)
+    with caplog.at_level(logging.DEBUG, "megacpp_overlays"):
+        for _ in range(2):
+            assert dispatch(opened, key, indices, 0.5, 64) is None
+        assert opened.opened == 2  # a declined call pays for it too
+        assert dispatch(opened, key, indices, 0.5, 512) is not None
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.endswith("bytes of bfloat16 at each call, but upstream declined it")
+    assert second.endswith("because no FP8-aware SparseMLA took it")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_warns_and_names_itself(
+    rank: int, module: ModuleType, kernel: Kernel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipeline stage that is not rank 0's may have all the layers."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    query, key, indices = inputs()
+    (replacement,) = RELEASE.replacements[feature.GUARD_FOOLED]
+    dispatch = replacement.make(module.fused_sparse_mla_absorbed, module)  # type: ignore[attr-defined]
+    with caplog.at_level(logging.DEBUG, "megacpp_overlays"):
+        dispatch(quantized(query), key, indices, 0.5, 512)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith(f"[megacpp_overlays] rank {rank}: fp8-quantized-unwrap: the query of ")
+
+
 def test_without_a_configured_log_the_line_is_on_stderr(run_python: Callable[..., Any]) -> None:
     code = (
         "from fp8_dispatch import *\n"
@@ -313,8 +348,6 @@ def test_the_self_test_leaves_the_kernel_as_it_was(module: ModuleType, seam: Any
 
 def test_other_threads_reach_their_kernel_during_a_self_test(module: ModuleType) -> None:
     """Arming late, the witness may run while another thread is in the forward pass."""
-    import threading
-
     query, key, _ = inputs()
     results: list[Any] = []
 
@@ -342,6 +375,56 @@ def test_other_threads_reach_their_kernel_during_a_self_test(module: ModuleType)
             module.fused_sparse_mla_absorbed = original  # type: ignore[attr-defined]
     assert results[0] == "training"
     assert results[1].shape == (3, 2, 16, 512)
+
+
+def test_other_threads_are_declined_during_a_self_test_without_a_kernel(module: ModuleType) -> None:
+    original = module.fused_sparse_mla_absorbed  # type: ignore[attr-defined]
+    query, key, indices = inputs()
+    results: list[Any] = []
+
+    def dispatch(*args: Any) -> Any:
+        other = threading.Thread(target=lambda: results.append(original(query, key, indices, 0.5, 512)))
+        other.start()
+        other.join()
+        return original(*args)
+
+    with kernel_in(module, None):
+        module.fused_sparse_mla_absorbed = dispatch  # type: ignore[attr-defined]
+        try:
+            assert RELEASE.self_test(module).broken
+        finally:
+            module.fused_sparse_mla_absorbed = original  # type: ignore[attr-defined]
+    assert results == [None]
+
+
+def test_two_self_tests_at_once_leave_the_kernel_as_it_was(module: ModuleType) -> None:
+    """The second starts while the first is inside the dispatcher."""
+    original = module.fused_sparse_mla_absorbed  # type: ignore[attr-defined]
+    inside, late = threading.Event(), threading.Event()
+    seen: list[Any] = []
+
+    def dispatch(*args: Any) -> Any:
+        seen.append(module.SparseMLA)  # type: ignore[attr-defined]
+        if not inside.is_set():
+            inside.set()
+            late.wait(0.3)  # only a second one that does not wait sets it
+        else:
+            late.set()
+        return original(*args)
+
+    with kernel_in(module, None):
+        module.fused_sparse_mla_absorbed = dispatch  # type: ignore[attr-defined]
+        try:
+            first, second = (threading.Thread(target=RELEASE.self_test, args=(module,)) for _ in range(2))
+            first.start()
+            assert inside.wait(30)
+            second.start()
+            first.join()
+            second.join()
+        finally:
+            module.fused_sparse_mla_absorbed = original  # type: ignore[attr-defined]
+        assert module.SparseMLA is None  # type: ignore[attr-defined]
+    assert len(seen) == 2
 
 
 def test_the_loader_makes_it_active_without_tilelang(run_python: Callable[..., Any]) -> None:

@@ -91,9 +91,9 @@ def test_the_silent_form() -> None:
 
 HANDLED = {
     "declines": "    if isinstance(query, QuantizedTensor) or isinstance(key, QuantizedTensor):\n        return None\n",
-    "hands on": (
-        "    if isinstance(query, QuantizedTensor) or isinstance(key, QuantizedTensor):\n"
-        "        return fp8_sparse_mla(query, key, topk_indices, softmax_scale, v_channels)\n"
+    "declines without a value": (
+        "    if isinstance(query, QuantizedTensor):\n        return\n"
+        "    if isinstance(key, QuantizedTensor):\n        return\n"
     ),
     "dequantizes": (
         "    if isinstance(query, QuantizedTensor):\n        query = query.dequantize(dtype=torch.bfloat16)\n"
@@ -101,7 +101,7 @@ HANDLED = {
     ),
     "dequantizes in an expression": (
         "    query = query.dequantize() if isinstance(query, QuantizedTensor) else query\n"
-        "    key = key.dequantize() if isinstance(key, QuantizedTensor) else key\n"
+        "    key = key.dequantize(dtype=query.dtype) if isinstance(key, QuantizedTensor) else key\n"
     ),
 }
 
@@ -111,7 +111,66 @@ def test_a_dispatcher_that_asks_for_both_is_fixed(how: str) -> None:
     assert changed((START, START + HANDLED[how])).verdict is Verdict.FIXED
 
 
+IMPORT = "from transformer_engine.pytorch import QuantizedTensor\n"
+KERNEL_IMPORT = f"from {feature.KERNEL_MODULE} import SparseMLA\n"
+DEQUANTIZES = HANDLED["dequantizes"]
+
+NOT_A_REPAIR = {
+    "hands on": [(START, START + HANDLED["declines"].replace("return None", "return fp8_unsafe(query, key)"))],
+    "a launch before the question": [
+        (START, START + "    if v_channels:\n        return two_pass(query, key)\n" + HANDLED["declines"])
+    ],
+    "a launch in the question": [
+        (START, START + HANDLED["declines"].replace(" or ", " or two_pass(query, key) or ")),
+    ],
+    "quantized again": [(START, START + DEQUANTIZES + "    query = quantizer(query)\n")],
+    "the old one again": [(START, START + "    raw = query\n" + DEQUANTIZES + "    query = raw\n")],
+    "another one after it": [(START, START + DEQUANTIZES + "    query = topk_indices\n")],
+    "one asked for too late": [("    out, _ =", DEQUANTIZES + "    out, _ =")],
+    "the class is bound again": [(IMPORT, IMPORT + "QuantizedTensor = ()\n"), (START, START + HANDLED["declines"])],
+    "the class is imported twice": [(IMPORT, IMPORT * 2), (START, START + HANDLED["declines"])],
+    "the class is imported for types only": [
+        (IMPORT, f"if TYPE_CHECKING:\n    {IMPORT}"),
+        (START, START + HANDLED["declines"]),
+    ],
+    "into another type": [(START, START + DEQUANTIZES.replace("torch.bfloat16", "torch.float32"))],
+    "a repair around an unknown kernel": [
+        (START, START + HANDLED["declines"]),
+        ("ops.sparse_mla import", "ops.fp8_sparse_mla import"),
+    ],
+}
+
+BOUND_AGAIN = {
+    "kernel, wrapped": KERNEL_IMPORT + "SparseMLA = AwareKernel(SparseMLA)\n",
+    "kernel, wrapped in a branch": KERNEL_IMPORT
+    + "if SparseMLA is not None:\n    SparseMLA = AwareKernel(SparseMLA)\n",
+    "kernel, of another module": KERNEL_IMPORT + "SparseMLA = other_mod.SparseMLA\n",
+    "kernel, a class": KERNEL_IMPORT + "class SparseMLA(SparseMLA):\n    pass\n",
+    "kernel, a function": KERNEL_IMPORT + "def SparseMLA(): ...\n",
+    "kernel, imported under its name": KERNEL_IMPORT + "from other import Aware as SparseMLA\n",
+    "kernel, perhaps by a star": KERNEL_IMPORT + "from other import *\n",
+    "kernel, its attribute": KERNEL_IMPORT + "SparseMLA.apply = aware\n",
+    "kernel, by setattr": KERNEL_IMPORT + "setattr(SparseMLA, 'apply', aware)\n",
+    "kernel, by its name as text": KERNEL_IMPORT + "globals()['SparseMLA'] = aware\n",
+    "kernel, deleted": KERNEL_IMPORT + "del SparseMLA\n",
+    "kernel, in a function": KERNEL_IMPORT + "def arm():\n    global SparseMLA\n    SparseMLA = aware\n",
+    "kernel, another fallback": f"try:\n    {KERNEL_IMPORT}except ImportError:\n    SparseMLA = Aware\n",
+    "kernel, imported in a branch": f"if x:\n    {KERNEL_IMPORT}",
+    "guard": KERNEL_IMPORT + "_all_bfloat16 = strict_bf16\n",
+    "guard, twice": KERNEL_IMPORT + "def _all_bfloat16(*tensors): ...\n",
+    "guard, imported": KERNEL_IMPORT + "from other import _all_bfloat16\n",
+}
+
 NOT_KNOWN = {
+    **NOT_A_REPAIR,
+    **{f"bound again: {what}": [(KERNEL_IMPORT, text)] for what, text in BOUND_AGAIN.items()},
+    "the guard is decorated": [("def _all_bfloat16", "@plain_only\ndef _all_bfloat16")],
+    "a class is looked at": [
+        (START, START + "    if query.__class__ is not torch.Tensor:\n        return None\n"),
+    ],
+    "an attribute of a wrapper is looked at": [
+        (START, START + "    if query.is_wrapper or key.is_wrapper:\n        return None\n"),
+    ],
     "one of two is asked for": [(START, START + "    if isinstance(query, QuantizedTensor):\n        return None\n")],
     "asked for after the kernel ran": [
         ("    return out.permute", HANDLED["declines"] + "    return out.permute"),
@@ -155,6 +214,19 @@ NOT_KNOWN = {
 def test_what_was_not_read_is_not_recognised(what: str) -> None:
     finding = changed(*NOT_KNOWN[what])
     assert finding.verdict is Verdict.UNRECOGNISED, finding
+
+
+@pytest.mark.parametrize("at", [START, "    q = query.permute"], ids=["first", "after the refusals"])
+def test_a_repair_may_come_after_refusals_and_before_padding(at: str) -> None:
+    pad = "    query = torch.nn.functional.pad(query, (0, 64))\n"
+    assert changed((at, DEQUANTIZES + (pad if at != START else "") + at)).verdict is Verdict.FIXED
+
+
+def test_the_kernel_may_be_missing() -> None:
+    finding = changed(
+        (KERNEL_IMPORT, f"try:\n    {KERNEL_IMPORT}except (ImportError, OSError):\n    SparseMLA = None\n")
+    )
+    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, feature.GUARD_FOOLED)
 
 
 def test_a_kernel_that_knows_of_quantized_tensors_is_not_recognised() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import hashlib
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from megacpp_overlays.repro.stamp import Stamp
 
 CPU = {"machine": "x86_64", "processor": "a CPU", "cpus": 2, "system": "Linux 6.1", "python": "3.12.1", "gpu": None}
 GPU = {**CPU, "gpu": {"name": "NVIDIA H200", "capability": "9.0", "driver": "580.1", "count": 1}}
+REPRODUCER = "CASES = ()\n"
+DIGEST = hashlib.sha256(REPRODUCER.encode()).hexdigest()[:12]
 COMMAND = "megacpp-overlays repro 99"
 EARNED = (
     "case double (overlay double-fix): cpu",
@@ -33,8 +37,14 @@ EARNED = (
 RULES = json.loads((inventory.own_folder() / "manifest.schema.json").read_text())
 
 
-def stamp_of(host: dict[str, Any] = CPU, tree: dict[str, str] | None = None) -> Stamp:
-    return Stamp(host=host, versions={"megacpp-overlays": "0 (0)", "made": "1"}, tree=tree, reproducer="0" * 12)
+def stamp_of(host: dict[str, Any] = CPU, tree: dict[str, str] | None = None, reproducer: str = DIGEST) -> Stamp:
+    return Stamp(
+        host=host,
+        versions={"megacpp-overlays": "0 (0)", "made": "1"},
+        tree=tree,
+        reproducer=reproducer,
+        date="2026-11-21",
+    )
 
 
 def log_of(stamp: Stamp, *lines: str, command: str = COMMAND, code: int = 0) -> str:
@@ -53,7 +63,7 @@ def folder(tmp_path: Path, overlays: tuple[Overlay, ...]) -> Path:
     packs = tmp_path / "packs"
     pack = packs / "99-double"
     pack.mkdir(parents=True)
-    (pack / "reproduce.py").write_text("CASES = ()\n")
+    (pack / "reproduce.py").write_text(REPRODUCER)
     write_notes(packs)
     manifest.write(packs, manifest.synchronise(packs, overlays))
     keep(packs, overlays)
@@ -123,6 +133,13 @@ def without(line: str) -> Callable[[str], str]:
     return lambda text: "".join(each for each in text.splitlines(keepends=True) if not each.startswith(line))
 
 
+def move(folder: Path, receipt: dict[str, Any], **changes: str) -> None:
+    old = folder / receipt["log"]
+    receipt.update(changes)
+    receipt["log"] = receipts._name("99-double", receipt)
+    old.rename(folder / receipt["log"])
+
+
 TAMPERING: dict[str, tuple[Callable[[Path, dict[str, Any]], Any], str]] = {
     "log changed": (lambda folder, r: (folder / r["log"]).write_text("better"), "the log was changed"),
     "log deleted": (lambda folder, r: (folder / r["log"]).unlink(), "there is no such log"),
@@ -147,6 +164,10 @@ TAMPERING: dict[str, tuple[Callable[[Path, dict[str, Any]], Any], str]] = {
     "exit code improved": (
         edit_log(lambda text: text.replace("exit code", "FAILED: - (case double)\nexit code")),
         "its sentinels mean exit code 1, not 0",
+    ),
+    "date changed": (
+        lambda folder, r: move(folder, r, date="2030-01-01"),
+        "its first line is not the stamp",
     ),
     "stamp taken out": (edit_log(without("host:")), "its first line is not the stamp"),
     "other command": (
@@ -269,6 +290,30 @@ def test_a_state_or_class_that_the_receipts_do_not_show_is_refused(
     assert (wrong == []) if says is None else any(says in problem for problem in wrong), wrong
 
 
+@pytest.mark.parametrize(
+    ("stamp", "code"),
+    [
+        (stamp_of(reproducer="0" * 12), 0),
+        (stamp_of(tree={"stand-in": "made-spring", "made": "1" * 12}), 0),
+        (stamp_of(), 1),
+    ],
+    ids=["of another reproducer", "of a stand-in", "with a failure"],
+)
+def test_a_receipt_that_says_nothing_of_upstream_and_the_present_reproducer_proves_no_state(
+    folder: Path, overlays: tuple[Overlay, ...], stamp: Stamp, code: int
+) -> None:
+    shutil.rmtree(folder / "99-double" / "receipts")
+    (folder / manifest.NAME).unlink()
+    write_notes(folder, "overlay", "validated")
+    failure = ("FAILED: another case (case other)",) if code else ()
+    keep(folder, overlays, stamp, *EARNED, *failure, code=code)
+
+    assert receipts.problems(folder) == []
+    assert manifest.problems(folder, overlays) == [
+        "99: its state is validated, and no receipt shows FIX_VALIDATED for double-fix"
+    ]
+
+
 def test_a_retired_pack_is_a_guard_without_an_overlay(folder: Path, overlays: tuple[Overlay, ...]) -> None:
     write_notes(folder, "regression guard", "retired")
     keep(folder, overlays, None, "case double (overlay double-fix): cpu", "BUG_NOT_PRESENT: - (case double)")
@@ -361,6 +406,64 @@ def test_receipts_of_an_unknown_pack_are_refused(folder: Path, overlays: tuple[O
         receipts.adopt(folder, tmp_path / "here")
 
 
+def test_receipts_of_another_reproducer_are_not_adopted(
+    folder: Path, overlays: tuple[Overlay, ...], tmp_path: Path
+) -> None:
+    link_notes(folder, tmp_path / "elsewhere")
+    keep(tmp_path / "elsewhere", overlays, stamp_of(GPU, reproducer="0" * 12))
+
+    with pytest.raises(ManifestError, match=r"of another reproduce\.py than the one here: 99-double/receipts/"):
+        receipts.adopt(tmp_path / "elsewhere", folder)
+
+
+# Where a receipt can be kept
+
+
+def test_a_folder_that_has_the_pack_with_another_reproducer_is_refused(
+    folder: Path, overlays: tuple[Overlay, ...], tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "99-double" / "reproduce.py").write_text("CASES = (1,)\n")
+
+    with pytest.raises(ManifestError, match=r"has pack 99 with another reproduce\.py"):
+        receipts.prepare(tmp_path / "elsewhere", inventory.find(folder, 99), overlays)
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "/proc/nowhere"])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(
+    folder: Path, overlays: tuple[Overlay, ...], tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "file").touch()
+
+    with pytest.raises(ManifestError, match=f"{name} cannot be written: "):
+        receipts.prepare(tmp_path / name, inventory.find(folder, 99), overlays)
+
+
+def test_no_receipt_is_lost_when_runs_end_at_once(folder: Path, overlays: tuple[Overlay, ...]) -> None:
+    pack = inventory.find(folder, 99)
+    entries = [receipts.prepare(folder, pack, overlays) for _ in range(8)]  # all of them before any is kept
+    start = threading.Barrier(len(entries))
+
+    def keep_one(number: int) -> None:
+        start.wait()
+        text = log_of(stamp_of(), f"    | {number}", *EARNED)
+        receipts.keep(folder, entries[number], pack, stamp_of(), text, COMMAND)
+
+    with concurrent.futures.ThreadPoolExecutor(len(entries)) as pool:
+        list(pool.map(keep_one, range(len(entries))))
+
+    assert receipts.problems(folder) == []
+    assert len(manifest.read(folder)["packs"][0]["receipts"]) == 1 + len(entries)
+    assert not list(folder.glob(".manifest*"))
+
+
+def test_text_that_cannot_be_encoded_is_kept_escaped(folder: Path, overlays: tuple[Overlay, ...]) -> None:
+    log = keep(folder, overlays, None, *EARNED, "    | a lone \udc80")
+
+    assert receipts.problems(folder) == []
+    assert "a lone \\udc80\n" in (folder / log).read_text()
+
+
 def test_a_receipt_from_a_tree_names_it(folder: Path, overlays: tuple[Overlay, ...]) -> None:
     keep(folder, overlays, stamp_of(tree={"made": "1" * 12, "commit": "2" * 12}))
 
@@ -376,7 +479,7 @@ def test_the_command_checks_and_says_what_is_wrong(
     monkeypatch.setattr("megacpp_overlays.cli.receipts._overlays", lambda: overlays)
 
     assert cli.main(["receipts", "--check", "--packs", str(folder)]) == 0
-    assert capsys.readouterr().out == "1 receipts hold; 0 of them are of the reproducers as they are now\n"
+    assert capsys.readouterr().out == "1 receipts hold; 1 of them are of the reproducers as they are now\n"
 
     next(folder.glob("99-double/receipts/*")).write_text("")
     assert cli.main(["receipts", "--check", "--packs", str(folder)]) == 1

@@ -10,6 +10,7 @@ import functools
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -269,6 +270,33 @@ def test_the_first_line_stamps_hardware_and_versions_and_no_name_of_the_host(mad
     assert platform.node() not in re.split(r"[\s,]", lines[0])
 
 
+def test_a_case_that_needs_torch_is_blocked_where_there_is_none(made: Inventory) -> None:
+    made.write('raise ModuleNotFoundError("No module named torch", name="torch")')
+
+    assert made.run().said == {"BLOCKED": "torch is not installed"}
+
+
+def test_a_log_that_was_cut_says_so(made: Inventory) -> None:
+    made.write('print("x\\n" * 400)\nraise Blocked("here")')
+
+    text = made.run().text
+
+    assert re.search(r"^    \| \(\d+ lines before this one were left out\)$", text, re.MULTILINE)
+    assert text.count("    | ") == 301
+
+
+def test_a_host_that_is_named_like_one_of_our_words_changes_none_of_them(
+    made: Inventory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "node", functools.partial(str, "double"))
+
+    ran = made.run()
+
+    assert list(ran.said) == ["BUG_REPRODUCED", "FIX_VALIDATED"], ran.text
+    assert "case double (overlay double-fix): cpu" in ran.text
+    assert ran.said["BUG_REPRODUCED"] == "HOST(1) = 3"
+
+
 # Source trees
 
 
@@ -301,6 +329,109 @@ def test_a_tree_without_the_package_is_refused(made: Inventory, tmp_path: Path) 
 
     with pytest.raises(PackError, match="no package folder of this pack, such as made_target"):
         made.run(given_tree=tmp_path / "empty")
+
+
+@pytest.mark.parametrize("layout", ["", "foo"])
+def test_a_tree_whose_package_folder_has_no_file_is_refused(made: Inventory, tmp_path: Path, layout: str) -> None:
+    (tmp_path / "hollow" / UPSTREAM / layout).mkdir(parents=True)
+
+    with pytest.raises(PackError, match="no package folder of this pack, such as made_target"):
+        made.run(given_tree=tmp_path / "hollow")
+
+
+def test_what_is_absent_must_be_absent_from_the_tree(made: Inventory, tmp_path: Path) -> None:
+    made.upstream.write(ABSENT_TEXT)
+    made.upstream.write("", module="other")
+    (made.folder / UPSTREAM / "layers.py").unlink()  # absent from what is installed, which is what would be probed
+    made.write('raise TargetAbsent("no layers")')
+    half = tmp_path / "half" / UPSTREAM
+    half.mkdir(parents=True)
+    (half / "other.py").write_text("")
+
+    ran = made.run(given_tree=half.parent)
+
+    assert list(ran.said) == ["FAILED"], ran.text
+    assert "made_target.layers does not come from --tree" in ran.said["FAILED"]
+
+
+@pytest.mark.parametrize("files", [["megatron/energon/__init__.py"], ["megatron/__init__.py"]])
+def test_a_namespace_that_others_share_is_not_the_package(tmp_path: Path, files: list[str]) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    assert package_of_megatron(tmp_path) == "None"
+
+    for file in ("megatron/core/__init__.py", "megatron/core/x.py"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    assert package_of_megatron(tmp_path) == str(tmp_path / "megatron/core/__init__.py")
+
+
+def package_of_megatron(folder: Path) -> str:
+    """Return where a process that has this folder and no other finds megatron-core."""
+    code = (
+        "import sys\n"
+        "from megacpp_overlays.model import Target\n"
+        "from megacpp_overlays.repro.child import _package\n"
+        f"sys.path[:] = [{str(folder)!r}]\n"
+        "print(_package(Target('megatron-core', 'megatron.core.x', 'f')))"
+    )
+    words = [sys.executable, "-c", code]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_a_tree_may_hold_its_package_as_a_link(made: Inventory, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    Upstream(UPSTREAM, tmp_path / "real").write(FIXED_TEXT)
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / UPSTREAM).symlink_to(tmp_path / "real" / UPSTREAM)
+
+    ran = made.run(given_tree=tmp_path / "tree")
+
+    assert list(ran.said) == ["BUG_NOT_PRESENT"], ran.text
+
+
+def test_a_stand_in_is_stamped_as_one(made: Inventory, tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
+    Upstream(UPSTREAM, tmp_path / "tree").write(FIXED_TEXT)
+    (tmp_path / "tree" / trees.MARKER).write_text("made-spring is a stand-in\n")
+
+    ran = made.run(given_tree=tmp_path / "tree")
+
+    assert re.search(r" \| stand-in made-spring: made_target [0-9a-f]{12}$", ran.text.splitlines()[0])
+    assert "tree: " not in ran.text.splitlines()[0]
+
+
+def test_a_stand_in_that_is_not_named_with_tree_is_a_failure(made: Inventory) -> None:
+    (made.folder / trees.MARKER).write_text("made-spring\n")
+
+    ran = made.run()
+
+    assert "comes from a stand-in, which must be given with --tree" in ran.said["FAILED"]
+
+
+def test_every_stand_in_of_the_tests_is_marked_with_its_name() -> None:
+    folders = [path for path in (ROOT / "tests" / "stand_ins").iterdir() if path.is_dir() and path.name[0] not in "._"]
+
+    assert folders
+    assert {path.name: trees.stand_in_of(path / "megatron" / "core" / "__init__.py") for path in folders} == {
+        path.name: path.name for path in folders
+    }
+
+
+def test_the_commit_of_a_tree_is_not_that_of_a_repository_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", "--all")
+    git(tmp_path, "commit", "--quiet", "--message", "one")
+    commit = git(tmp_path, "rev-parse", "HEAD")[:12]
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "nowhere"))
+
+    assert trees.describe(tmp_path, ["package"])["commit"] == commit
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -493,17 +624,48 @@ def test_the_command_lists_packs_and_cases_and_runs_nothing(
         (["12"], "there is no pack 12; known: 99-double"),
         (["99", "--case", "treble"], "there is no case treble; known: double"),
         (["99", "--tree", "/nowhere/at/all"], "--tree: there is no such folder"),
+        (["99", "--tree", "colon:ed"], "cannot be on the path of a process"),
+        (["99", "--keep", "/proc/nowhere"], "--keep: /proc/nowhere cannot be written"),
+        (["--list", "--packs", "/nowhere/at/all"], "--packs: there is no such folder"),
         (["ninety"], "invalid int value"),
     ],
 )
 def test_wrong_usage_exits_2_and_says_what_is_known(
-    made: Inventory, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    made: Inventory,
+    arguments: list[str],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    (tmp_path / "colon:ed").mkdir()
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:
         cli.main(["repro", "--packs", str(made.packs), *arguments])
 
     assert caught.value.code == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_run_that_is_asked_to_end_leaves_nothing(made: Inventory, tmp_path: Path, number: signal.Signals) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    made.write(f'open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))\ntime.sleep(300)')
+    words = [sys.executable, "-m", "megacpp_overlays", "repro", "--packs", str(made.packs), "99"]
+    path = os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT)])
+    env = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary)}
+
+    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        written = tmp_path / "pid"
+        assert wait_until(lambda: written.exists() and bool(written.read_text()))
+        child = Path("/proc") / written.read_text()
+        process.send_signal(number)
+        process.communicate(timeout=30)
+
+    assert process.returncode == 128 + number
+    assert wait_until(lambda: not child.exists())
+    assert list(temporary.iterdir()) == []
 
 
 # What is kept says nothing about the machine
@@ -543,4 +705,39 @@ def test_files_of_known_folders_keep_their_names_from_there_on(tmp_path: Path) -
 def test_the_name_of_the_host_is_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "node", functools.partial(str, "node-17.example"))
 
-    assert scrub("listening on [node-17.example]:29500") == "listening on [<host>]:29500"
+    assert scrub("listening on [node-17.example]:29500") == "listening on [HOST]:29500"
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("at node7.hpc.example.com:29500", "at HOST:29500"),
+        ("node7: ready", "HOST: ready"),
+        ("in hpc.example.com", "in HOST"),
+        ("http://node7/a/b/c", "http://HOST/a/b/c"),
+        ("tcp://10.1.2.3:29500, 127.0.0.1", "tcp://ADDRESS:29500, 127.0.0.1"),
+        ("torchinductor_alice", "torchinductor_USER"),
+        ("malice of alices", "malice of alices"),
+        ("-isystem/srv/home/alice/include/x", "-isystem.../x"),
+        ("'a\\n/srv/other/x.py'", "'a\\n.../x.py'"),
+        ("\x1b[31m/srv/other/x.py\x1b[0m", ".../x.py"),
+        ("../../home/bob/x.py", ".../x.py"),
+        ('File "/srv/my data/x y.py"', 'File ".../x y.py"'),
+        ("home is /srv/home/alice.", "home is ...."),
+        ("a lone \udc80", "a lone \\udc80"),
+    ],
+)
+def test_what_names_host_user_or_place_is_taken_out(text: str, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "node", functools.partial(str, "node7.hpc.example.com"))
+    monkeypatch.setenv("LOGNAME", "alice")
+    monkeypatch.setenv("HOME", "/srv/home/alice")
+
+    assert scrub(text) == kept
+    assert not paths_in(scrub(text))
+
+
+def test_a_short_host_name_is_a_word_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "node", functools.partial(str, "box"))
+
+    assert scrub("a box at http://box/a/b/c") == "a box at http://box/a/b/c"
+    assert not paths_in(scrub("http://box/a/b/c"))

@@ -15,7 +15,8 @@ from megacpp_overlays.repro import inventory, manifest, receipts
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
     text = "Check the packs and their receipts, take in receipts from another machine, or bring the manifest in step."
-    parser = commands.add_parser("receipts", help=text, description=text)
+    limits = "--check shows that logs and manifest are consistent, not that a log is authentic: nothing is signed."
+    parser = commands.add_parser("receipts", help=text, description=text, epilog=limits)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--check", action="store_true", help="exit 1 when a claim has no kept log, or a log was changed")
     what.add_argument("--adopt", metavar="FOLDER", type=Path, help="take in what `repro --keep FOLDER` wrote elsewhere")
@@ -29,7 +30,8 @@ def run(arguments: argparse.Namespace) -> bool:
     folder = arguments.packs or inventory.own_folder()
     overlays = _overlays()
     if arguments.sync:
-        manifest.write(folder, manifest.synchronise(folder, overlays))
+        with manifest.locked(folder):
+            manifest.write(folder, manifest.synchronise(folder, overlays))
     elif arguments.adopt is not None:
         for log in receipts.adopt(arguments.adopt, folder):
             print(f"adopted: {log}")

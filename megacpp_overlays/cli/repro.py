@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import os
 import shlex
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megacpp_overlays import lane
 from megacpp_overlays.cli.commands import Subparsers
 from megacpp_overlays.repro import inventory, receipts, runner
 from megacpp_overlays.repro.case import Case, PackError
+from megacpp_overlays.repro.manifest import ManifestError
 from megacpp_overlays.repro.transcript import Transcript
 
 _TEXT = "Run a pack's reproducer: each case in a fresh process without its overlay, then in one with every overlay."
@@ -44,6 +49,8 @@ def add_to(commands: Subparsers) -> None:
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Do what was asked; return the exit code."""
     folder = arguments.packs or inventory.own_folder()
+    if not folder.is_dir():
+        parser.error("--packs: there is no such folder")
     if arguments.list and arguments.number is None:
         for each in inventory.list_packs(folder):
             _list(each)
@@ -52,6 +59,8 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error("which pack? give its number, or --list")
     if arguments.tree is not None and not arguments.tree.is_dir():
         parser.error("--tree: there is no such folder")
+    if arguments.tree is not None and os.pathsep in str(arguments.tree.resolve()):
+        parser.error(f"--tree: a path with {os.pathsep!r} cannot be on the path of a process")
     try:
         pack = inventory.find(folder, arguments.number)
         if arguments.list:
@@ -69,13 +78,31 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         )
         roots = [arguments.tree.resolve()] if arguments.tree else []
         transcript = Transcript(roots, functools.partial(print, flush=True), verbose=arguments.verbose)
-        stamp, code = runner.run(job, transcript)
-    except PackError as error:
+        with _ending_in_order():
+            stamp, code = runner.run(job, transcript)
+    except (PackError, ManifestError) as error:
         parser.error(str(error))
     if kept is not None:
         log = receipts.keep(arguments.keep, kept, pack, stamp, transcript.text, job.command)
         print(f"kept: {log}")
     return code
+
+
+@contextlib.contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """Leave by an exception when asked to end: the processes of a run are in sessions of their own."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    asked = [signal.SIGTERM, signal.SIGHUP] if threading.current_thread() is threading.main_thread() else []
+    # One that is ignored stays so: nohup.
+    before = {number: signal.signal(number, leave) for number in asked if signal.getsignal(number) is signal.SIG_DFL}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _list(pack: inventory.Pack) -> None:

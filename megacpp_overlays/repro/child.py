@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from megacpp_overlays import install, lane
-from megacpp_overlays.model import Overlay, Record
+from megacpp_overlays.model import Overlay, Record, Target
 from megacpp_overlays.repro import inventory
 from megacpp_overlays.repro.case import CUDA, Behaviour, Blocked, Case, TargetAbsent
 from megacpp_overlays.source import InstalledTree, find_spec
@@ -44,14 +45,14 @@ def main(arguments: Sequence[str]) -> None:
             return
         tell("running")
         tell("result", **_answer(case))
-        records = {record.overlay: record for record in current.every_part()}
+        records = {record.overlay: record for record in current.snapshot().records}
         tell("settled", parts=[_settled(part, records[part]) for part in parts])
 
 
 def _probed(part: Overlay) -> dict[str, object]:
     finding = install.examine(part, InstalledTree())
     facts = {"verdict": finding.verdict.value, "shape": finding.shape, "evidence": finding.summary()}
-    return {**facts, **_source(part)}
+    return {**facts, **_source(part), "package": _package(part.target)}
 
 
 def _source(part: Overlay) -> dict[str, object]:
@@ -60,9 +61,32 @@ def _source(part: Overlay) -> dict[str, object]:
     return {"module": part.target.module, **found}
 
 
+def _package(target: Target) -> str | None:
+    """Return the file of the package that a target is in, or None when that package is not here; imports nothing.
+
+    `megatron` may be there without megatron-core: it is a namespace that several distributions share. So what is
+    looked for is the package that has the name of the distribution, and below it the first that is no namespace.
+    """
+    named = target.distribution.replace("-", ".")
+    least = named.count(".") + 1 if f"{target.module}.".startswith(f"{named}.") else 1
+    names = target.module.split(".")
+    folders: list[str] | None = None
+    for depth in range(1, len(names) + 1):
+        try:
+            spec = find_spec(".".join(names[:depth]), folders, None)
+            if spec is None:
+                return None
+            if depth >= least and spec.has_location and spec.origin:
+                return spec.origin
+            folders = list(spec.submodule_search_locations or ())
+        except (ImportError, KeyError):  # noqa: PERF203 - KeyError: a namespace in one asks for its parent
+            folders = [str(Path(folder, names[depth - 1])) for folder in folders or sys.path]
+    return None
+
+
 def _why_blocked(case: Case, parts: Sequence[Overlay]) -> str | None:
     for target in (part.target for part in parts):
-        if find_spec(target.module.partition(".")[0], None, None) is None:
+        if _package(target) is None:
             return f"{target.distribution} is not installed"
     if case.device != CUDA:
         return None
@@ -79,6 +103,11 @@ def _answer(case: Case) -> dict[str, object]:
         return {"kind": "blocked", "seen": str(reason)}
     except TargetAbsent as missing:
         return {"kind": "absent", "seen": str(missing)}
+    except ModuleNotFoundError as error:
+        traceback.print_exc()
+        if error.name == "torch":
+            return {"kind": "blocked", "seen": "torch is not installed"}
+        return {"kind": "failed", "seen": f"{type(error).__name__}: {error}"}
     except Exception as error:  # noqa: BLE001 - upstream code may fail in any way; none of them is an answer
         traceback.print_exc()
         return {"kind": "failed", "seen": f"{type(error).__name__}: {error}"}
@@ -94,3 +123,7 @@ def _settled(part: Overlay, record: Record) -> dict[str, object]:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    # All is said. A process group whose capture failed can wait for ever while the interpreter ends.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

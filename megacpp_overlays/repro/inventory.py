@@ -6,6 +6,7 @@ inventory is ever on `sys.path`.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import re
 import sys
@@ -73,6 +74,11 @@ def find(folder: Path, number: int) -> Pack:
         if pack.number == number:
             return pack
     raise PackError(f"there is no pack {number:02}; known: {', '.join(pack.name for pack in every) or 'none'}")
+
+
+def digest(reproducer: Path) -> str:
+    """Return the first 12 digits of the sha256 of a `reproduce.py`; empty where there is none."""
+    return hashlib.sha256(reproducer.read_bytes()).hexdigest()[:12] if reproducer.is_file() else ""
 
 
 def load_cases(reproducer: Path) -> tuple[Case, ...]:

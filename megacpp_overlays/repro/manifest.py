@@ -5,12 +5,16 @@
     targets, overlays, threads    the declarations of the overlays with this pack number
     threads[].checked, receipts   kept in the manifest alone
 
-A claim needs a kept log: `problems` refuses a state or a class that the receipts do not show.
+A claim needs a kept log: `problems` refuses a state or a class that the receipts do not show. What counts is a
+receipt of the reproducer as it is now, in which nothing failed, and of upstream itself, not of a stand-in.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +25,7 @@ from megacpp_overlays.model import Overlay
 from megacpp_overlays.repro import inventory, schema
 from megacpp_overlays.repro.inventory import Pack
 from megacpp_overlays.repro.judge import Sentinel
+from megacpp_overlays.repro.trees import STAND_IN
 
 SCHEMA = 1
 NAME, SCHEMA_NAME, README = "manifest.json", "manifest.schema.json", "README.md"
@@ -69,7 +74,26 @@ def write(folder: Path, data: Mapping[str, Any]) -> None:
         for pack in sorted(data["packs"], key=lambda pack: int(pack["number"]))
     ]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / NAME).write_text(json.dumps({"schema": SCHEMA, "packs": packs}, indent=2, ensure_ascii=False) + "\n")
+    text = json.dumps({"schema": SCHEMA, "packs": packs}, indent=2, ensure_ascii=False) + "\n"
+    draft = folder / f".{NAME}.{os.getpid()}"
+    try:
+        draft.write_text(text)
+        draft.replace(folder / NAME)  # a reader sees the old one or the new one, never half of one
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time read a manifest, change it and write it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems lock no folder
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def entry_of(data: Mapping[str, Any], number: int) -> dict[str, Any] | None:
@@ -135,7 +159,12 @@ def synchronise(folder: Path, overlays: Sequence[Overlay]) -> dict[str, Any]:
 def problems(folder: Path, overlays: Sequence[Overlay]) -> list[str]:
     """Return what is wrong with the claims of a folder of packs, one line each; the logs are checked elsewhere."""
     data = read(folder)
-    found = [f"{pack['number']:02}: {text}" for pack in data["packs"] for text in _overclaims(pack)]
+    digests = {pack.number: inventory.digest(pack.reproducer) for pack in inventory.list_packs(folder)}
+    found = [
+        f"{pack['number']:02}: {text}"
+        for pack in data["packs"]
+        for text in _overclaims(pack, digests.get(pack["number"], ""))
+    ]
     expected = synchronise(folder, overlays)
     for number in sorted({pack["number"] for pack in (*data["packs"], *expected["packs"])}):
         entry, wanted = entry_of(data, number), entry_of(expected, number)
@@ -147,10 +176,17 @@ def problems(folder: Path, overlays: Sequence[Overlay]) -> list[str]:
     return found
 
 
-def _overclaims(pack: Mapping[str, Any]) -> Iterator[str]:
+def _counts(receipt: Mapping[str, Any], digest: str) -> bool:
+    """Return whether a receipt says something about upstream, by the reproducer as it is now, and nothing failed."""
+    stand_in = STAND_IN in (receipt["tree"] or {})
+    return receipt["reproducer"] == digest and receipt["exit_code"] == 0 and not stand_in
+
+
+def _overclaims(pack: Mapping[str, Any], digest: str) -> Iterator[str]:
     """Say what a pack claims to be and its receipts do not show."""
     kind, state, overlays = pack["class"], pack["state"], pack["overlays"]
-    shown = {(claim["sentinel"], claim["overlay"]) for receipt in pack["receipts"] for claim in receipt["claims"]}
+    counted = [receipt for receipt in pack["receipts"] if _counts(receipt, digest)]
+    shown = {(claim["sentinel"], claim["overlay"]) for receipt in counted for claim in receipt["claims"]}
     if (kind == "overlay") and not overlays:
         yield "its class is overlay, and no overlay has its number"
     if kind == "regression guard" and overlays:

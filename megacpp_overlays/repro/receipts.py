@@ -3,15 +3,17 @@
     FOLDER/NN-slug/receipts/<date>-<cpu or GPU>-<id>.log    the log
     FOLDER/manifest.json                                    host, versions, tree, command, exit code, claims, sha256
 
-The log is the evidence. A check reads it and recomputes everything that the manifest says of it.
+The log is the evidence. A check reads it and recomputes everything that the manifest says of it. So it shows that
+log and manifest are consistent, not that the log is authentic: nothing is signed, and whoever can write both can
+write a run that never was.
 """
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import re
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ _FOLDER = "receipts"
 
 
 def prepare(folder: Path, pack: Pack, overlays: Sequence[Overlay]) -> dict[str, Any]:
-    """Return the manifest that a receipt of this pack can be added to.
+    """Make sure that a receipt of this pack can be added to a folder; return the entry of the pack.
 
     Args:
         folder: any folder; `keep` makes a folder of packs of it.
@@ -39,42 +41,58 @@ def prepare(folder: Path, pack: Pack, overlays: Sequence[Overlay]) -> dict[str, 
         overlays: every declared overlay, in parts.
 
     Raises:
-        ManifestError: the manifest there cannot be read, or the notes of the pack lack what belongs in it.
+        ManifestError: the folder cannot be written or its manifest cannot be read, it has this pack with another
+            reproducer, or the notes of the pack lack what belongs in the manifest.
     """
-    data = manifest.read(folder)
-    if manifest.entry_of(data, pack.number) is None:
-        data["packs"].append(manifest.derive(pack, overlays, None))
-    return data
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        logs = folder / pack.name / _FOLDER
+        for place in (folder, logs.parent, logs):
+            if place.exists():
+                tempfile.TemporaryFile(dir=place).close()
+        entry = manifest.entry_of(manifest.read(folder), pack.number)
+    except OSError as error:
+        raise ManifestError(f"--keep: {folder} cannot be written: {error.strerror}") from error
+    for there in inventory.list_packs(folder):
+        known = inventory.digest(there.reproducer)
+        if there.number == pack.number and known and known != inventory.digest(pack.reproducer):
+            raise ManifestError(f"--keep: {folder} has pack {pack.number:02} with another reproduce.py")
+    if entry is not None and entry["slug"] != pack.slug:
+        raise ManifestError(f"--keep: pack {pack.number:02} of {folder} is {entry['slug']}, not {pack.slug}")
+    return entry or manifest.derive(pack, overlays, None)
 
 
-def keep(folder: Path, data: dict[str, Any], pack: Pack, stamp: Stamp, text: str, command: str) -> str:
+def keep(folder: Path, entry: dict[str, Any], pack: Pack, stamp: Stamp, text: str, command: str) -> str:
     """Add a receipt to a folder of packs; return the name of the log in it.
 
     Args:
         folder: where.
-        data: the manifest, as `prepare` returned it.
+        entry: the entry of the pack, as `prepare` returned it; the one in the manifest is taken where there is one.
         pack: the pack that was run.
         stamp: where the log comes from.
         text: the log.
         command: what a reader types to get such a log; without paths.
     """
     sentinels, claims = _read(text)
+    raw = text.encode(errors="backslashreplace")
     receipt = {
         "log": "",
-        "sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "sha256": hashlib.sha256(raw).hexdigest(),
         **stamp.as_dict(),
         "command": command,
         "exit_code": exit_code(sentinels),
         "claims": claims,
     }
     log = receipt["log"] = _name(pack.name, receipt)
-    entry = next(each for each in data["packs"] if each["number"] == pack.number)
-    entry["receipts"] = [each for each in entry["receipts"] if each["log"] != log] + [receipt]
     path = folder / log
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(text.encode())
-    manifest.write(folder, data)
+    with manifest.locked(folder):
+        data = manifest.read(folder)  # as it is now: other runs may have ended since `prepare`
+        if (present := manifest.entry_of(data, pack.number)) is None:
+            data["packs"].append(present := entry)
+        present["receipts"] = [each for each in present["receipts"] if each["log"] != log] + [receipt]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(raw)
+        manifest.write(folder, data)
     return log
 
 
@@ -136,11 +154,11 @@ def _wrong_with(folder: Path, pack: str, receipt: Mapping[str, Any]) -> list[str
     except UnicodeDecodeError:
         return ["it is no text"]
     lines = text.split("\n")
-    stamp = Stamp(**{name: receipt[name] for name in ("host", "versions", "tree", "reproducer")})
+    stamp = Stamp(**{name: receipt[name] for name in ("host", "versions", "tree", "reproducer", "date")})
     sentinels, claims = _read(text)
     wrong = []
     if lines[0] != stamp.line():
-        wrong.append("its first line is not the stamp of this host, these versions, tree and reproducer")
+        wrong.append("its first line is not the stamp of this host, these versions, tree, reproducer and date")
     if lines[1:2] != [f"$ {receipt['command']}"]:
         wrong.append(f"its second line is not the command: {receipt['command']}")
     if receipt["log"] != _name(pack, receipt):
@@ -168,11 +186,17 @@ def adopt(source: Path, folder: Path) -> list[str]:
     Nothing is copied unless everything can be.
 
     Raises:
-        ManifestError: a receipt does not hold there, or is of a pack that is not here.
+        ManifestError: a receipt does not hold there, or is of a pack or of a reproducer that is not here.
     """
     if wrong := problems(source):
         raise ManifestError(f"these receipts do not hold: {'; '.join(wrong)}")
+    with manifest.locked(folder):
+        return _adopt(source, folder)
+
+
+def _adopt(source: Path, folder: Path) -> list[str]:
     data, here = manifest.read(source), manifest.read(folder)
+    digests = {pack.number: inventory.digest(pack.reproducer) for pack in inventory.list_packs(folder)}
     new: list[str] = []
     for pack in data["packs"]:
         entry = manifest.entry_of(here, pack["number"])
@@ -180,6 +204,8 @@ def adopt(source: Path, folder: Path) -> list[str]:
             raise ManifestError(f"there is no pack {pack['number']:02}-{pack['slug']} here; run receipts --sync first")
         known = {receipt["log"] for receipt in entry["receipts"]}
         fresh = [receipt for receipt in pack["receipts"] if receipt["log"] not in known]
+        if other := [receipt["log"] for receipt in fresh if receipt["reproducer"] != digests.get(pack["number"])]:
+            raise ManifestError(f"these receipts are of another reproduce.py than the one here: {', '.join(other)}")
         entry["receipts"] += fresh
         new += [receipt["log"] for receipt in fresh]
     for log in new:
@@ -193,7 +219,7 @@ def current_of(folder: Path, packs: Sequence[Mapping[str, Any]]) -> tuple[int, i
     """Return how many receipts there are, and how many are of the reproducer as it is now."""
     fresh = total = 0
     for pack in inventory.list_packs(folder):
-        digest = hashlib.sha256(pack.reproducer.read_bytes()).hexdigest()[:12] if pack.reproducer.is_file() else ""
+        digest = inventory.digest(pack.reproducer)
         for entry in packs:
             if entry["number"] == pack.number:
                 total += len(entry["receipts"])

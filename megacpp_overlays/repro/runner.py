@@ -11,13 +11,13 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import megacpp_overlays
 from megacpp_overlays.model import Decision, Overlay, Verdict
-from megacpp_overlays.repro import cuda, inventory, stamp
+from megacpp_overlays.repro import cuda, inventory, stamp, trees
 from megacpp_overlays.repro.case import CUDA, Case
 from megacpp_overlays.repro.judge import EARNED, Kind, Part, Run, Said, Sentinel, judge
 from megacpp_overlays.repro.transcript import Transcript
@@ -128,11 +128,18 @@ class _Process:
         with output.open("wb") as stream:
             ended = _wait(command, folder, {**self._environment(), **variables}, stream, self._job.timeout)
         lines = output.read_text(errors="replace").splitlines()
-        run = self._read(report, ended, lines, probe_only=probe_only)
+        run = self._without_names(self._read(report, ended, lines, probe_only=probe_only))
+        if len(lines) > _MOST:
+            self._transcript.note(f"    | ({len(lines) - _MOST} lines before this one were left out)")
         for before_last, line in zip(range(len(lines) - 1, -1, -1), lines, strict=True):
             if before_last < _MOST:
                 self._transcript.note(f"    | {line}", show=run.kind is Kind.FAILED and before_last < _TAIL)
         return run
+
+    def _without_names(self, run: Run) -> Run:
+        clean = self._transcript.clean
+        parts = (replace(part, evidence=clean(part.evidence), reason=clean(part.reason)) for part in run.parts)
+        return replace(run, seen=clean(run.seen), parts=tuple(parts))
 
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("MEGACPP_OVERLAY")}
@@ -228,7 +235,15 @@ def _wrong_code(facts: Mapping[str, Any], tree: Path | None) -> str | None:
         if "sha256" in loaded and loaded["sha256"] != probed[name]["sha256"]:
             return f"{name}: the probe read {probed[name]['file']}, and {loaded['file']} was loaded"
     for name, part in probed.items():
-        in_tree = tree is not None and (tree / name.partition(".")[0]).is_dir()
-        if tree and in_tree and part["file"] and not Path(part["file"]).resolve().is_relative_to(tree.resolve()):
-            return f"{name} does not come from --tree: {part['file']}"
+        # The package, too: a part that is absent has no file, and its absence must be that of the tree.
+        for file in (part["package"], part["file"]):
+            if file and tree and (tree / name.partition(".")[0]).is_dir() and not _is_below(Path(file), tree):
+                return f"{name} does not come from --tree: {file}"
+            if file and not tree and trees.stand_in_of(Path(file)):
+                return f"{name} comes from a stand-in, which must be given with --tree: {file}"
     return None
+
+
+def _is_below(file: Path, tree: Path) -> bool:
+    # A package folder of the tree may be a link; the process knows the file by its name in the tree.
+    return any(path.is_relative_to(tree.resolve()) for path in (file, file.resolve()))

@@ -5,6 +5,7 @@ A stamp names hardware and software and nothing else: no host, no user, no path.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import os
 import platform
@@ -18,7 +19,7 @@ import megacpp_overlays
 from megacpp_overlays import distributions
 from megacpp_overlays.errors import OverlayError
 from megacpp_overlays.model import Overlay
-from megacpp_overlays.repro import cuda, trees
+from megacpp_overlays.repro import cuda, inventory, trees
 from megacpp_overlays.repro.case import Case
 from megacpp_overlays.source import InstalledTree
 from megacpp_overlays.version import VERSION
@@ -36,9 +37,12 @@ class Stamp:
     versions: Mapping[str, str]
     """Version by distribution; what came from a source tree says so."""
     tree: Mapping[str, str] | None
-    """None, or the git id of each package folder, and `commit` where the tree is a checkout."""
+    """None, or the git id of each package folder, and `commit` where the tree is a checkout, or the name of the
+    `stand-in` that it is."""
     reproducer: str
     """First 12 digits of the sha256 of `reproduce.py`."""
+    date: str
+    """Day of the run, UTC, as 2026-11-21."""
 
     def line(self) -> str:
         """Return the stamp as the first line of a log."""
@@ -48,9 +52,12 @@ class Stamp:
             f"Python {host['python']}, {_gpu(host['gpu'])}",
             "versions: " + ", ".join(f"{name} {version}" for name, version in self.versions.items()),
             f"reproduce.py: {self.reproducer}",
+            f"date: {self.date}",
         ]
         if self.tree is not None:
-            parts.append("tree: " + ", ".join(f"{name} {found}" for name, found in self.tree.items()))
+            kind = f"stand-in {self.tree[trees.STAND_IN]}" if trees.STAND_IN in self.tree else "tree"
+            ids = (f"{name} {found}" for name, found in self.tree.items() if name != trees.STAND_IN)
+            parts.append(f"{kind}: " + ", ".join(ids))
         return " | ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
@@ -77,6 +84,7 @@ def take(reproducer: Path, cases: Sequence[Case], overlays: Sequence[Overlay], t
         PackError: the tree holds no package of these overlays.
     """
     tops = {overlay.target.distribution: overlay.target.module.partition(".")[0] for overlay in overlays}
+    targets = list(tops.values())
     names = dict.fromkeys([*tops, *(name for case in cases for name in case.versions)])
     names.pop(OWN, None)
     tops |= {name: name.replace("-", "_") for name in names if name not in tops}
@@ -84,8 +92,9 @@ def take(reproducer: Path, cases: Sequence[Case], overlays: Sequence[Overlay], t
     return Stamp(
         host=_host(),
         versions={OWN: f"{VERSION} ({_own_sources()})", **versions},
-        tree=trees.describe(tree, list(tops.values())) if tree else None,
-        reproducer=hashlib.sha256(reproducer.read_bytes()).hexdigest()[:12],
+        tree=trees.describe(tree, targets, tops.values()) if tree else None,
+        reproducer=inventory.digest(reproducer),
+        date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     )
 
 

@@ -1,15 +1,30 @@
-"""What a run prints and keeps. Nothing in it says where on a disk, or on whose machine, it was made."""
+"""What a run prints and keeps. Nothing in it says where on a disk, or on whose machine, it was made.
+
+Paths are taken out of every line. The names of the host and of the user, and addresses, are taken out of what others
+wrote: the output of upstream and the words of a case. Our own words stay, also on a host that is named like one.
+"""
 
 from __future__ import annotations
 
+import getpass
+import os
 import platform
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-_ABSOLUTE = re.compile(r"(?:(?<=file://)|(?<=-[IL])|(?<![\w./]))/[\w.+@=%~-]+(?:/[\w.+@=%~-]+)+/?")
+_PART = r"[\w.+@=%~-]+"
+_BEFORE = r"(?:(?<=file://)|(?<=-[IL])|(?<=-isystem)|(?<=-iquote)|(?<=-include)|(?<=\\[nrt])|(?<![\w./]))"
+_ABSOLUTE = re.compile(rf"{_BEFORE}/{_PART}(?:/{_PART})+/?")
 """An absolute path of two names or more. A path in a URL follows a name, and a relative one a name or a dot."""
+_QUOTED = re.compile(r"(?<=[\"'])/[\w.+@=%~ -]+(?:/[\w.+@=%~ -]+)+(?=[\"'])")
+_CLIMBING = re.compile(rf"(?<![\w./])(?:\.\./){{2,}}{_PART}(?:/{_PART})*/?")
+_COLOUR = re.compile(r"(?:\x1b|\\x1b|\\033)\[[0-?]*[ -/]*[@-~]|\x1b\].*?(?:\x07|\x1b\\)")
+_OCTET = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
+_ADDRESS = re.compile(rf"(?:(?<=//)|(?<![\w./-]))(?!127\.|0\.0\.0\.0){_OCTET}(?:\.{_OCTET}){{3}}(?![\w-]|\.\d)")
+_NOBODY = {"localhost", "root"}
 
 
 def paths_in(text: str) -> list[str]:
@@ -18,19 +33,78 @@ def paths_in(text: str) -> list[str]:
 
 
 def scrub(text: str, roots: Iterable[Path] = ()) -> str:
-    """Return a text without absolute paths and without the name of this host.
+    """Return a text of others without absolute paths, names of this host and its user, and addresses.
+
+    Args:
+        text: any text.
+        roots: see `without_paths`.
+    """
+    return _without_names(without_paths(text, roots))
+
+
+def without_paths(text: str, roots: Iterable[Path] = ()) -> str:
+    """Return a text without absolute paths, colours and what cannot be encoded.
 
     Args:
         text: any text.
         roots: folders whose files are named from there on, `liger_kernel/ops/x.py`; of other files only the last
             part of the name stays.
     """
+    text = _COLOUR.sub("", text.encode(errors="backslashreplace").decode())
     for root in sorted({str(root).rstrip("/") for root in roots}, key=len, reverse=True):
         if root:
-            text = re.sub(rf"(?<![\w./]){re.escape(root)}/", "", text)
-    text = _ABSOLUTE.sub(lambda found: f".../{found[0].rstrip('/').rpartition('/')[2]}", text)
+            text = re.sub(f"{_before(root)}{re.escape(root)}/", "", text)
+    for root in _own_folders():
+        text = re.sub(f"{_before(root)}{re.escape(root)}(?![\\w-])(?:/{_PART})*/?", _last, text)
+    for pattern in (_QUOTED, _ABSOLUTE, _CLIMBING):
+        text = pattern.sub(lambda found: f".../{found[0].rstrip('/').rpartition('/')[2]}", text)
+    return text
+
+
+def _before(root: str) -> str:
+    if not root.startswith("/"):
+        return r"(?<=\.\./)"
+    # `/tmp` may be the middle of a relative path; a root of several names is itself, whatever precedes it.
+    return "" if root.count("/") > 1 else _BEFORE
+
+
+def _last(found: re.Match[str]) -> str:
+    below = found[0].rstrip("/").rpartition("/")[2]
+    own = {root.rpartition("/")[2] for root in _own_folders()}
+    return "..." if below in own else f".../{below}"
+
+
+def _own_folders() -> list[str]:
+    """Return the folders that say whose machine this is, the longest first; of home also the way down to it."""
+    folders = {os.path.expanduser("~"), tempfile.gettempdir(), os.getcwd(), sys.prefix, sys.base_prefix}
+    folders |= {os.path.realpath(folder) for folder in folders}
+    home = os.path.expanduser("~").strip("/")
+    named = {folder.rstrip("/") for folder in folders if folder.startswith("/")} | ({home} if "/" in home else set())
+    return sorted((folder for folder in named if folder), key=len, reverse=True)
+
+
+def _without_names(text: str) -> str:
     node = platform.node()
-    return re.sub(rf"(?<![\w.-]){re.escape(node)}(?![\w-])", "<host>", text) if node else text
+    label, _, domain = node.partition(".")
+    if _is_telling(label):
+        text = re.sub(rf"(?<![A-Za-z0-9-]){re.escape(label)}(?:\.[A-Za-z0-9-]+)*(?![A-Za-z0-9-])", "HOST", text)
+    if "." in domain:
+        text = re.sub(rf"(?<![A-Za-z0-9-])(?:[A-Za-z0-9-]+\.)*{re.escape(domain)}(?![A-Za-z0-9-])", "HOST", text)
+    if _is_telling(user := _user()):
+        text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(user)}(?![A-Za-z0-9])", "USER", text)
+    return _ADDRESS.sub("ADDRESS", text)
+
+
+def _is_telling(name: str) -> bool:
+    """Return whether a name is one that is no word by chance."""
+    return name not in _NOBODY and (len(name) >= 4 or any(letter.isdigit() for letter in name))
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError, ImportError):  # a number without a name, as in a container
+        return ""
 
 
 class Transcript:
@@ -40,7 +114,7 @@ class Transcript:
         """Begin with nothing said.
 
         Args:
-            roots: see `scrub`; the folders of `sys.path` are added.
+            roots: see `without_paths`; the folders of `sys.path` are added.
             show: prints a line.
             verbose: whether to print what is noted, too.
         """
@@ -50,20 +124,25 @@ class Transcript:
         self._lines: list[str] = []
 
     def say(self, line: str) -> None:
-        """Keep one line and print it."""
-        self._keep(line)
+        """Keep one line of our own words and print it. Words of others in it have been cleaned."""
+        self._lines.append(without_paths(_one_line(line), self._roots))
         self._show(self._lines[-1])
 
     def note(self, line: str, *, show: bool = False) -> None:
         """Keep one line, such as one that upstream printed; print it when asked to."""
-        self._keep(line)
+        self._lines.append(self.clean(_one_line(line)))
         if self._verbose or show:
             self._show(self._lines[-1])
 
-    def _keep(self, line: str) -> None:
-        self._lines.append(scrub(" ".join(line.splitlines()), self._roots))
+    def clean(self, text: str) -> str:
+        """Return words of others as they may be said."""
+        return scrub(text, self._roots)
 
     @property
     def text(self) -> str:
         """Everything that was kept."""
         return "".join(f"{line}\n" for line in self._lines)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.splitlines())

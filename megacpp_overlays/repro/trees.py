@@ -18,20 +18,40 @@ EMPTY = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
 """What git calls a folder with nothing in it."""
 
 
-def describe(tree: Path, packages: Collection[str]) -> dict[str, str]:
+MARKER = "STAND_IN"
+"""A file beside the package folders of a tree that is a stand-in of our own; its first word is the name."""
+STAND_IN = "stand-in"
+
+
+def describe(tree: Path, packages: Collection[str], others: Collection[str] = ()) -> dict[str, str]:
     """Return the git id of each package folder, and the commit when the tree is a git checkout.
+
+    A stand-in is named as one, under the key `stand-in`: what it shows is no word about upstream.
 
     Args:
         tree: the folder that holds the package folders.
-        packages: top-level packages that could be in it, the most expected first.
+        packages: top-level packages of the targets, the most expected first.
+        others: top-level packages that may be in it, too.
 
     Raises:
-        PackError: the tree holds none of them.
+        PackError: the tree holds none of the targets' packages, or nothing in them.
     """
-    found = {name: tree_id(tree / name)[:12] for name in sorted(set(packages)) if (tree / name).is_dir()}
-    if not found:
+    names = sorted({*packages, *others})
+    ids = {name: tree_id(tree / name) for name in names if (tree / name).is_dir()}
+    found = {name: id[:12] for name, id in ids.items() if id != EMPTY}
+    if not any(name in found for name in packages):
         raise PackError(f"--tree: it holds no package folder of this pack, such as {next(iter(packages))}")
+    if name := next(filter(None, (stand_in_of(tree / package / "__init__.py") for package in found)), None):
+        return {STAND_IN: name, **found}
     return found | ({"commit": commit} if (commit := _commit(tree)) else {})
+
+
+def stand_in_of(file: Path) -> str | None:
+    """Return the name of the stand-in that a file is in, also through a link, or None."""
+    for folder in dict.fromkeys((*file.parents, *file.resolve().parents)):
+        if (marker := folder / MARKER).is_file():
+            return next(iter(marker.read_text(errors="replace").split()), "without a name")
+    return None
 
 
 def tree_id(folder: Path) -> str:
@@ -70,9 +90,11 @@ def _commit(tree: Path) -> str | None:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     command = ["git", "-C", str(folder), *arguments]
+    # GIT_DIR and its like, as in a hook, would answer for another repository.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         done = subprocess.run(  # noqa: S603 - it only reads
-            command, capture_output=True, text=True, check=False, timeout=60
+            command, env=environment, capture_output=True, text=True, check=False, timeout=60
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
