@@ -227,12 +227,5 @@ CASES = (
     _case("wrapper-stand-in", "cpu", _run_stand_in),
     _case("transformer-engine-on-cpu", "cpu", _run_engine_on_cpu, "transformer-engine", "transformer-engine-torch"),
     _case("transformer-engine-on-gpu", "cuda", _run_engine_on_gpu, "transformer-engine", "transformer-engine-torch"),
-    _case(
-        "transformer-engine-with-tilelang",
-        "cuda",
-        _run_engine_with_kernel,
-        "transformer-engine",
-        "transformer-engine-torch",
-        "tilelang",
-    ),
+    _case("transformer-engine-with-tilelang", "cuda", _run_engine_with_kernel, "transformer-engine", "transformer-engine-torch", "tilelang"),
 )
