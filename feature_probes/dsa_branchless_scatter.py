@@ -16,17 +16,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from megacpp_overlays.errors import SourceError
-from megacpp_overlays.feature_probes.host_reads import (
-    absent,
-    at,
-    broken,
-    called,
-    calls,
-    fixed,
-    plain_function,
-    signature,
-    unrecognised,
-)
+from megacpp_overlays.feature_probes.definitions import called, calls, plain_function, signature
+from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unrecognised
 from megacpp_overlays.fingerprint import fingerprint
 from megacpp_overlays.model import Evidence, Finding, Target
 from megacpp_overlays.source import FunctionNode, ModuleSource, SourceTree

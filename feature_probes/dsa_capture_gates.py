@@ -19,16 +19,9 @@ import ast
 from collections.abc import Callable, Mapping
 
 from megacpp_overlays.errors import SourceError
-from megacpp_overlays.feature_probes.host_reads import (
-    absent,
-    at,
-    broken,
-    calls,
-    fixed,
-    plain_function,
-    reads,
-    unrecognised,
-)
+from megacpp_overlays.feature_probes.definitions import calls, plain_function
+from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unrecognised
+from megacpp_overlays.feature_probes.host_reads import reads
 from megacpp_overlays.feature_probes.known_bodies import unfamiliar
 from megacpp_overlays.fingerprint import fingerprint
 from megacpp_overlays.model import Evidence, Finding, Target

@@ -10,7 +10,8 @@ from __future__ import annotations
 import ast
 
 from megacpp_overlays.errors import SourceError
-from megacpp_overlays.feature_probes.known_bodies import methods, unknown, unrecognised
+from megacpp_overlays.feature_probes.findings import unrecognised
+from megacpp_overlays.feature_probes.known_bodies import methods, unknown
 from megacpp_overlays.model import Evidence, Finding, Target, Verdict
 from megacpp_overlays.source import FunctionNode, SourceTree
 

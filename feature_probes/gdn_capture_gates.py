@@ -14,15 +14,9 @@ from __future__ import annotations
 import ast
 
 from megacpp_overlays.errors import SourceError
-from megacpp_overlays.feature_probes.host_reads import (
-    absent,
-    at,
-    broken,
-    calls,
-    plain_function,
-    reads,
-    unrecognised,
-)
+from megacpp_overlays.feature_probes.definitions import calls, plain_function
+from megacpp_overlays.feature_probes.findings import absent, at, broken, unrecognised
+from megacpp_overlays.feature_probes.host_reads import reads
 from megacpp_overlays.fingerprint import fingerprint
 from megacpp_overlays.model import Evidence, Finding, Target
 from megacpp_overlays.source import ModuleSource, SourceTree

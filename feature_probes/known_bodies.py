@@ -10,9 +10,9 @@ import ast
 from collections.abc import Mapping
 
 from megacpp_overlays.errors import SourceError
-from megacpp_overlays.feature_probes.host_reads import plain_function
+from megacpp_overlays.feature_probes.definitions import plain_function
 from megacpp_overlays.fingerprint import fingerprint
-from megacpp_overlays.model import Evidence, Finding, Verdict
+from megacpp_overlays.model import Evidence
 from megacpp_overlays.source import FunctionNode, ModuleSource
 
 
@@ -92,8 +92,3 @@ def unfamiliar(source: ModuleSource, known: Mapping[str, str]) -> Evidence | Non
         if (seen := fingerprint(function)) != body:
             return Evidence(seen=f"{name} has an unknown body {seen}", file=source.path, line=function.lineno)
     return None
-
-
-def unrecognised(*evidence: Evidence) -> Finding:
-    """Return the finding that installs nothing."""
-    return Finding(verdict=Verdict.UNRECOGNISED, shape=None, evidence=evidence)
