@@ -51,7 +51,7 @@ def _binds(statement: ast.stmt, name: str) -> bool:
         match node:
             case ast.Name(id=used) | ast.Attribute(attr=used) if used == name and not isinstance(node.ctx, ast.Load):
                 return True
-            case ast.alias() if name in {node.name, node.asname}:
+            case ast.alias() if {name, "*"} & {node.name, node.asname}:
                 return True
             case ast.FunctionDef(name=used) | ast.AsyncFunctionDef(name=used) | ast.ClassDef(name=used) if used == name:
                 return True

@@ -24,6 +24,7 @@ L = "liger-kernel"
 EXPECTED = {
     "dsa-branchless-scatter": (M, {"old": "absent", "current": "retired", "newest": "retired"}),
     "dsa-capture-gates": (M, {"old": "absent", "current": "active", "newest": "active"}),
+    "dsa-indexer-streaming": (M, {"old": "active", "current": "active", "newest": "active"}),
     "gdn-capture-gates": (M, {"old": "absent", "current": "active", "newest": "active"}),
     "fp8-quantized-unwrap": (M, {"old": "absent", "current": "active", "newest": "active"}),
     "liger-flce-none-backward": (L, {"old": "active", "current": "active", "newest": "retired"}),

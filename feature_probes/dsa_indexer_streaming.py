@@ -1,0 +1,209 @@
+"""Do DSA's index scores, and the backward of the fused indexer loss, build a tensor of all queries, heads and keys?
+
+Every release with DSA does, main of 2026-08-22 and dev of 2026-08-21 too. 0.16 has a method and leaves the backward to
+autograd. Since 0.17 a function computes the scores, and the loss has a backward of its own that builds eleven tensors of
+that size against three in the forward; since 0.19 the relu is an option.
+
+The seam on the backward lets upstream's code work out the gradient of the scores and takes over where heads come in, so
+it relies on the order inside. A body that was not read is UNRECOGNISED. No repair has been seen yet: whether code builds
+such a tensor does not show in its names, and FIXED takes the fingerprints of a repair that was read.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+
+from megacpp_overlays.errors import SourceError
+from megacpp_overlays.feature_probes.definitions import calls, plain_function
+from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unrecognised
+from megacpp_overlays.fingerprint import fingerprint
+from megacpp_overlays.model import Evidence, Finding, Target
+from megacpp_overlays.source import FunctionNode, ModuleSource, SourceTree, parameters
+
+_VARIANT = "megatron.core.transformer.experimental_attention_variant"
+_CLASS = "DSAIndexer"
+SCORES = "_compute_index_scores"
+METHOD = f"{_CLASS}.{SCORES}"
+BACKWARD = "bwd_fused_indexer_loss_naive"
+TARGET = Target(distribution="megatron-core", module=f"{_VARIANT}.dsa", symbol=SCORES)
+
+FOUR_AXIS_METHOD = "four-axis-method"
+FOUR_AXIS = "four-axis-functions"
+FOUR_AXIS_OPTIONAL_RELU = "four-axis-functions-optional-relu"
+
+_Bodies = tuple[str, str | None]
+"""Fingerprints of the scores and of the backward of the loss, None where it has none."""
+
+_BROKEN: Mapping[_Bodies, tuple[str, str]] = {
+    ("96cfb6ddfe0ac18b", None): (FOUR_AXIS_METHOD, "0.16.0 and 0.16.1"),
+    ("ace32bfc4bd3beca", "6aa4c82a95b0ddad"): (FOUR_AXIS, "0.17.0 to 0.18.2"),
+    ("ace32bfc4bd3beca", "2a450e4ff9ad1831"): (FOUR_AXIS, "dev of 2026-05-27 to 2026-07-22"),
+    ("c12f370018a641b6", "ce06f43b0d246b16"): (FOUR_AXIS_OPTIONAL_RELU, "PR 3674 and main of 2026-06-25"),
+    ("c12f370018a641b6", "76949155f39584c0"): (FOUR_AXIS_OPTIONAL_RELU, "0.19.0, 0.19.2 and main"),
+    ("c12f370018a641b6", "6f76b6c3f70bd668"): (FOUR_AXIS_OPTIONAL_RELU, "dev"),
+}
+_REPAIRED: Mapping[_Bodies, str] = {}
+
+_PRODUCTS = "sbhd,tbd->sbht"
+_EQUATIONS = [_PRODUCTS, "sbht,sbhd->tbd", "sbht,tbd->sbhd"]
+"""What the backward asks of `einsum`, in alphabetical order: the products again, the gradients of k and of q."""
+_INPUTS = ("q", "weights", "k")
+
+_KERNELS = f"{_VARIANT}.dsa_kernels"
+_BACKENDS = "_BACKEND_MODULE_NAME_BY_BACKEND"
+_COMPRESSED = f"{_VARIANT}.csa_utils.cp_utils"
+_COPY = "compute_cp_indexer_topk"
+
+
+def probe(tree: SourceTree) -> Finding:
+    """Return whether index scores, or their gradients, go through a tensor of (queries, batch, heads, keys)."""
+    try:
+        source = tree.module(TARGET.module)
+        return absent(f"there is no module {TARGET.module}") if source is None else _probe(source, tree)
+    except SourceError as error:
+        return unrecognised(Evidence(seen=str(error)))
+
+
+def _probe(source: ModuleSource, tree: SourceTree) -> Finding:
+    scores, backward = plain_function(source, SCORES), plain_function(source, BACKWARD)
+    if scores is None:
+        scores = plain_function(source, METHOD)
+    elif source.find(METHOD) is not None:
+        return unrecognised(at(source, scores, f"has both {SCORES} and {METHOD}"))
+    if scores is None:
+        return _without_scores(source, backward)
+    bodies = fingerprint(scores), None if backward is None else fingerprint(backward)
+    if bodies in _REPAIRED:
+        return fixed(at(source, scores, f"builds no four-axis tensor, as in {_REPAIRED[bodies]}"))
+    if bodies not in _BROKEN:
+        return unrecognised(
+            at(source, scores, f"{SCORES} and {BACKWARD} have unknown bodies, {bodies[0]} and {bodies[1]}")
+        )
+    if backward is not None and (problem := next(_surprises(scores, backward), None)) is not None:
+        return unrecognised(at(source, backward, f"{BACKWARD} {problem}"))
+    shape, where = _BROKEN[bodies]
+    seen = [
+        at(source, call, f"{function.name} builds [queries, batch, heads, keys] in float32")
+        for function in (scores, backward)
+        if function is not None
+        for call in _products(function)
+    ]
+    return broken(shape, *seen, Evidence(seen=f"as in {where}"), *_backends(tree), *_compressed(tree))
+
+
+def _without_scores(source: ModuleSource, backward: FunctionNode | None) -> Finding:
+    """Return ABSENT only where no DSA is: what moved or got another name is not gone."""
+    if (rest := backward or source.find(_CLASS) or next(_products(source.syntax), None)) is None:
+        return absent(f"{source.name} has no {SCORES}")
+    return unrecognised(at(source, rest, f"there is DSA but no {SCORES}"))
+
+
+def _products(node: ast.AST) -> Iterator[ast.Call]:
+    return (call for call in calls(node, "einsum") if _equation(call) == _PRODUCTS)
+
+
+def _equation(call: ast.Call) -> str:
+    match call.args:
+        case [ast.Constant(value=str(equation)), *_]:
+            return equation
+    return ""
+
+
+def _surprises(scores: FunctionNode, backward: FunctionNode) -> Iterator[str]:
+    """Yield where a backward is not what the seam takes it for: a guard for whoever adds a fingerprint."""
+    optional = "use_relu" in parameters(scores)
+    asked = f"{SCORES}(q, weights, k{', use_relu=use_relu' if optional else ''})"
+    inner = calls(backward, SCORES)
+    if parameters(backward)[:3] != _INPUTS or ("use_relu" in parameters(backward)) is not optional:
+        yield f"does not take {', '.join(_INPUTS)} first, or use_relu as the scores do"
+    elif [ast.unparse(call) for call in inner] != [asked]:
+        yield f"does not compute the scores once, by {asked}"
+    elif sorted(_equation(call) for call in calls(backward, "einsum")) != _EQUATIONS:
+        yield "contracts something else than products and gradients"
+    else:
+        start = next(_products(backward)).lineno
+        yield from (f"uses {name} before heads come in" for name in _early(backward, start, inner[0]))
+        if _products_behind(backward, start) not in _MULTIPLIED:
+            yield "does not multiply one gradient with products and with weights"
+        if [ast.unparse(each) for each in _returned(backward)] != [f"grad_{name}.to({name}.dtype)" for name in _INPUTS]:
+            yield "returns something else than the gradients of q, weights and k"
+
+
+def _early(backward: FunctionNode, start: int, inner: ast.Call) -> Iterator[str]:
+    """Yield the inputs that a backward binds anew, or reads before a line other than for the scores or a device."""
+    harmless = {id(node) for node in ast.walk(inner)}
+    harmless |= {
+        id(each.value) for each in ast.walk(backward) if isinstance(each, ast.Attribute) and each.attr == "device"
+    }
+    for node in ast.walk(backward):
+        if isinstance(node, ast.Name) and node.id in _INPUTS:
+            read = isinstance(node.ctx, ast.Load)
+            if not read or (node.lineno < start and id(node) not in harmless):
+                yield node.id
+
+
+_GRADIENT = "grad_weighted_scores"
+_MULTIPLIED = tuple(
+    sorted(
+        [
+            (_GRADIENT, products),
+            (_GRADIENT, "weights.unsqueeze(-1)"),
+            (on_its_way, "relu_mask.float()"),
+        ]
+    )
+    for products, on_its_way in (("scores_after_relu", "grad_scores_after_relu"), ("scores_for_weights", "grad_scores"))
+)
+"""What a backward multiplies once heads are in, up to 0.18 and since."""
+
+
+def _products_behind(backward: FunctionNode, start: int) -> list[tuple[str, str]]:
+    found = [each for each in ast.walk(backward) if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mult)]
+    return sorted((ast.unparse(each.left), ast.unparse(each.right)) for each in found if each.lineno > start)
+
+
+def _returned(backward: FunctionNode) -> list[ast.expr]:
+    match [each for each in ast.walk(backward) if isinstance(each, ast.Return)]:
+        case [ast.Return(value=ast.Tuple(elts=found))]:
+            return found
+    return []
+
+
+def _backends(tree: SourceTree) -> Iterator[Evidence]:
+    """Yield how a configuration goes past the function, if the tree has backends that do.
+
+    Source: https://github.com/NVIDIA/Megatron-LM/pull/5049 and https://github.com/NVIDIA/Megatron-LM/pull/5099
+    """
+    if (source := tree.module(_KERNELS)) is None:
+        return
+    for node in source.syntax.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=table)], value=ast.Dict(keys=names, values=modules)) if (
+                table == _BACKENDS
+            ):
+                listed = zip(map(_text, names), map(_text, modules), strict=True)
+                here = [name for name, module in listed if tree.module(module) is not None]
+                if here:
+                    yield at(source, node, _BYPASS.format(" or ".join(here)))
+                return
+    yield Evidence(
+        seen="its backends are not listed in a way that is known; some may never call this", file=source.path
+    )
+
+
+_BYPASS = (
+    "where dsa_kernel_backend is {} and attention_backend is not unfused, fused kernels may run instead, and then what is "
+    "replaced is not called; it is where they decline or are not asked, as tilelang is not for a dense indexer loss"
+)
+
+
+def _compressed(tree: SourceTree) -> Iterator[Evidence]:
+    """Yield the copy that compressed sparse attention has for context parallelism, which nobody repairs."""
+    if (source := tree.module(_COMPRESSED)) is not None and (found := source.find(_COPY)) is not None:
+        yield at(
+            source, found, f"with context parallelism, compressed sparse attention has its own in {_COPY}: not repaired"
+        )
+
+
+def _text(node: ast.expr | None) -> str:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "?"

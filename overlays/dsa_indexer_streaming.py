@@ -1,0 +1,244 @@
+"""Compute DSA's index scores and their gradients without a tensor of all queries, heads and keys.
+
+The scores are replaced whole: float32, new, and kept by nobody, because the loss adds its masks in place. The backward
+of the fused indexer loss is upstream's own up to the gradient of the scores, bit for bit, masks and collectives
+included; only where it takes the gradients of queries, weights and keys from it (see `score_gradient`), ours do. Where
+there is no such backward, as in 0.16, autograd reaches ours through the scores.
+
+On NVIDIA devices bfloat16 queries and keys are multiplied on tensor cores; everything else takes blocks in PyTorch. Sums
+over heads run in another order than upstream's, so scores differ by float32 rounding, and a top-k may choose otherwise
+between keys that are that close.
+
+Not covered: the main attention's scores, (batch, heads, queries, keys), which the loss builds as well; the backends of
+`dsa_kernel_backend`, which bring their own indexer; and on dev the copy of the scores that compressed sparse attention
+has for context parallelism.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from megacpp_overlays.feature_probes import dsa_indexer_streaming as feature
+from megacpp_overlays.model import Observation, Overlay, Replacement, Thread, Verdict, variable_for
+from megacpp_overlays.source import SourceTree
+
+_ID = "dsa-indexer-streaming"
+_ADVICE = f"{feature.BACKWARD} is not what {_ID} knows; {variable_for(_ID)}=off leaves it to upstream"
+
+
+def _make_method(_original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
+    from megacpp_overlays.kernels import index_scores
+
+    def scores(self: Any, q: Any, weights: Any, k: Any) -> Any:
+        return index_scores.scores(q, weights, k)
+
+    return scores
+
+
+def _make_scores(_original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
+    from megacpp_overlays.kernels import index_scores
+    from megacpp_overlays.score_gradient import true_tensors
+
+    def scores(q: Any, weights: Any, k: Any) -> Any:
+        return index_scores.scores(*true_tensors(q, weights, k))
+
+    return scores
+
+
+def _make_scores_with_optional_relu(_original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
+    from megacpp_overlays.kernels import index_scores
+    from megacpp_overlays.score_gradient import true_tensors
+
+    def scores(q: Any, weights: Any, k: Any, use_relu: bool = True) -> Any:
+        return index_scores.scores(*true_tensors(q, weights, k), use_relu=use_relu)
+
+    return scores
+
+
+def _make_backward(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
+    from megacpp_overlays.kernels import index_scores
+    from megacpp_overlays.score_gradient import Question
+
+    def backward(q: Any, weights: Any, k: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        question = Question(q, weights, k, _ADVICE)
+        try:
+            returned = original(*question.unknowns(), *args, **kwargs)
+        except TypeError as error:  # what Python's operators raise of an unknown, and not only that
+            raise question.refusal(f"it raises {error}") from error
+        grad = question.gradient(returned)
+        return index_scores.gradients(grad, q, weights, k, use_relu=question.rectified)
+
+    return backward
+
+
+_QUERIES, _BATCH, _HEADS, _KEYS, _DIM = 8, 2, 4, 6, 3
+_BOUND = _QUERIES * _BATCH * _HEADS * _KEYS
+_TOLERANCE = 1e-3
+"""Relative, in the Euclidean norm: far above float32 rounding and below that of any narrower type."""
+
+
+def _measure(module: ModuleType) -> tuple[list[str], str | None]:
+    """Return the operators whose result is as large as the four-axis tensor, and the first result that is wrong.
+
+    On CPU tensors and whatever the importing thread has set: no random numbers, no autocast, and no autograd, whose
+    engine asks the driver for devices when it starts.
+    """
+    import torch
+
+    with torch.inference_mode(mode=False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        shapes = ((_QUERIES, _BATCH, _HEADS, _DIM), (_QUERIES, _BATCH, _HEADS), (_KEYS, _BATCH, _DIM))
+        inputs = [_wave(*shape) for shape in shapes]
+        large: list[str] = []
+        for what, found, expected in _cases(module, inputs, large):
+            for one, other in zip(found, expected, strict=True):
+                if one.shape != other.shape or one.dtype != torch.float32:
+                    return large, f"{what} gives {one.dtype} of {tuple(one.shape)}"
+                if not (away := ((one - other).norm() / other.norm()).item()) < _TOLERANCE:
+                    return large, f"{what} is {away:.1e} away from the definition"
+    return large, None
+
+
+def _cases(module: ModuleType, inputs: list[Any], large: list[str]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name of a result, what the module computes, and what the definition says, in float64."""
+    import inspect
+
+    import torch
+
+    from megacpp_overlays.kernels import index_scores_reference as reference
+
+    backward = getattr(module, feature.BACKWARD, None)
+    method = None if hasattr(module, feature.SCORES) else vars(module.DSAIndexer)[feature.SCORES]
+    compute = getattr(module, feature.SCORES) if method is None else functools.partial(method, None)
+    wide = [each.double() for each in inputs]
+    loss, mask, target, factor = _loss()
+    if backward is not None and "mask" in inspect.signature(backward).parameters:
+        loss["mask"] = mask
+    options = [{"use_relu": True}, {"use_relu": False}] if "use_relu" in inspect.signature(compute).parameters else [{}]
+    for option in options:
+        expected = reference.scores(*wide, **option)
+        with _watch(large):
+            scores = compute(*inputs, **option)
+        yield f"{feature.SCORES}{option or ''}", [scores], [expected]
+        if backward is not None:
+            above = (torch.softmax(expected + mask, dim=-1) - target) * factor
+            with _watch(large):
+                manual = backward(*inputs, **loss, **option)
+            yield f"{feature.BACKWARD}{option or ''}", manual, reference.gradients(above, *wide, **option)
+
+
+def _loss() -> tuple[dict[str, Any], Any, Any, float]:
+    """Return a causal indexer loss of one attention head as the backward takes it; its mask, target and weight by hand.
+
+    Its gradient of the index scores is (softmax(scores + mask) - target) * weight.
+    """
+    import torch
+
+    query, key = _wave(_QUERIES, _BATCH, 1, 2), _wave(_KEYS, _BATCH, 1, 2)
+    rows, columns = (torch.arange(size, device="cpu") for size in (_QUERIES, _KEYS))
+    mask = torch.zeros((_QUERIES, _KEYS), dtype=torch.float32, device="cpu")
+    mask.masked_fill_(columns > rows[:, None], float("-inf"))
+    scale, coefficient, above = 0.5, 0.25, 3.0
+    loss = {
+        "query": query,
+        "key": key,
+        "topk_indices": torch.zeros((_BATCH, _QUERIES, 1), dtype=torch.int64, device="cpu"),
+        "softmax_scale": scale,
+        "loss_coeff": coefficient,
+        "sparse_loss": False,
+        "grad_loss": torch.tensor(above, dtype=torch.float32, device="cpu"),
+        "pg_collection": SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)),
+    }
+    attention = torch.einsum("sbnd,tbnd->bst", query.double(), key.double()) * scale
+    return loss, mask, torch.softmax(attention + mask, dim=-1), above * coefficient / (_BATCH * _QUERIES)
+
+
+def _wave(*shape: int) -> Any:
+    """Return float32 numbers between -1 and 1, always the same and none of them alike."""
+    import math
+
+    import torch
+
+    return torch.arange(1, math.prod(shape) + 1, dtype=torch.float32, device="cpu").mul(0.7).sin().view(shape)
+
+
+def _watch(large: list[str]) -> Any:
+    """Return a context that collects the operators whose result is as large as the four-axis tensor.
+
+    It sees our operators from outside; what they hold meanwhile is measured by their own tests.
+    """
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            results = result if isinstance(result, list | tuple) else [result]
+            if any(isinstance(each, torch.Tensor) and each.numel() >= _BOUND for each in results):
+                large.append(func.overloadpacket.__name__)
+            return result
+
+    return Watch()
+
+
+def _witness(module: ModuleType) -> Observation:
+    large, wrong = _measure(module)
+    if wrong is not None:
+        return Observation(broken=False, seen=f"it does not compute what the replacement computes: {wrong}")
+    return Observation(broken=bool(large), seen=_said(large))
+
+
+def _self_test(module: ModuleType) -> Observation:
+    large, wrong = _measure(module)
+    return Observation(broken=bool(large or wrong), seen=wrong or _said(large))
+
+
+def _said(large: list[str]) -> str:
+    names = ", ".join(dict.fromkeys(large))
+    return (
+        f"{len(large)} operators return {_BOUND} or more elements for {_BOUND} in four axes{f': {names}' * bool(names)}"
+    )
+
+
+def _retired(tree: SourceTree) -> bool:
+    return feature.probe(tree).verdict is Verdict.FIXED
+
+
+_BACKWARD = Replacement(symbol=feature.BACKWARD, make=_make_backward)
+
+OVERLAY = Overlay(
+    id=_ID,
+    pack=12,
+    title="compute DSA's index scores and their gradients without a tensor of all queries, heads and keys",
+    target=feature.TARGET,
+    probe=feature.probe,
+    replacements={
+        feature.FOUR_AXIS_METHOD: (Replacement(symbol=feature.METHOD, make=_make_method),),
+        feature.FOUR_AXIS: (Replacement(symbol=feature.SCORES, make=_make_scores), _BACKWARD),
+        feature.FOUR_AXIS_OPTIONAL_RELU: (
+            Replacement(symbol=feature.SCORES, make=_make_scores_with_optional_relu),
+            _BACKWARD,
+        ),
+    },
+    unsupported={},
+    witness=_witness,
+    self_test=_self_test,
+    breaks="the DSA indexer needs several float32 tensors of (queries, batch, heads, keys), in the backward most of all",
+    retire_when="no supported Megatron builds that tensor, neither for the scores nor for their gradients",
+    retired=_retired,
+    threads=(
+        Thread(repository="NVIDIA/Megatron-LM", number=4039, state="open when last seen, a fused loss for TP 1"),
+        Thread(repository="NVIDIA/Megatron-LM", number=2869, state="open when last seen"),
+        Thread(
+            repository="modelscope/mcore-bridge", number=36, state="open when last seen, the einsum asks for 238 GiB"
+        ),
+        Thread(repository="NVIDIA/Megatron-LM", number=3674, state="closed 2026-06-17, superseded by 5243 to 5247"),
+        Thread(repository="NVIDIA/Megatron-LM", number=5246, state="merged 2026-06-25, made the relu optional"),
+        Thread(repository="NVIDIA/Megatron-LM", number=5099, state="merged 2026-07-08, a cuDNN backend beside it"),
+        Thread(repository="NVIDIA/Megatron-LM", number=5049, state="merged 2026-07-24, a TileLang backend beside it"),
+    ),
+    last_validated="2026-11-21, H200, torch 2.11.0+cu130, triton 3.6.0: megatron-core 0.19.2 and dev 945f6a8f05db; x86-64 without "
+    "GPU: 0.16.1 to 0.19.2, main, dev and PR 3674",
+)
