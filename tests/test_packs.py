@@ -136,3 +136,29 @@ def test_pack_16_reproduces_the_defect_of_an_older_release_from_its_tree(
 
     assert sentinels(done.stdout) == [("BUG_REPRODUCED", "state-names-cpu"), ("FIX_VALIDATED", "state-names-cpu")]
     assert "megatron-core from --tree" in done.stdout
+
+
+BOTH_OF_PACK_12 = [
+    (sentinel, case)
+    for case in ("scores-cpu", "indexer-loss-cpu")
+    for sentinel in ("BUG_REPRODUCED", "MEMORY_SAVE_VERIFIED")
+]
+
+
+@pytest.mark.upstream
+def test_pack_12_counts_four_axis_tensors_and_verifies_that_the_overlay_needs_none() -> None:
+    done = repro("12", "--case", "scores-cpu", "--case", "indexer-loss-cpu")
+
+    assert sentinels(done.stdout) == BOTH_OF_PACK_12
+    assert "with ReLU 3 in the forward and 11 in the backward pass" in done.stdout
+
+
+@pytest.mark.upstream
+def test_pack_12_does_so_in_a_release_whose_loss_goes_through_autograd(
+    wheel: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    zipfile.ZipFile(wheel("megatron-core", "0.16.1")).extractall(tmp_path / "unpacked")
+
+    done = repro("12", "--case", "scores-cpu", "--case", "indexer-loss-cpu", "--tree", str(tmp_path / "unpacked"))
+
+    assert sentinels(done.stdout) == BOTH_OF_PACK_12

@@ -266,6 +266,9 @@ def test_a_manifest_that_is_no_json_or_does_not_fit_is_refused(folder: Path) -> 
         ("overlay", "reproduced", ("BUG_REPRODUCED",), None),
         ("overlay", "reproduced", (), "no receipt shows BUG_REPRODUCED for double-fix"),
         ("overlay", "validated", ("BUG_REPRODUCED", "FIX_VALIDATED"), None),
+        ("overlay", "validated", ("BUG_REPRODUCED", "MEMORY_SAVE_VERIFIED"), None),
+        ("overlay", "validated", ("BUG_REPRODUCED", "SOMETHING_ELSE"), "no receipt shows FIX_VALIDATED for double-fix"),
+        ("overlay", "reproduced", ("MEMORY_SAVE_VERIFIED",), "no receipt shows BUG_REPRODUCED for double-fix"),
         ("overlay", "validated", ("BUG_REPRODUCED",), "no receipt shows FIX_VALIDATED for double-fix"),
         ("overlay", "ready", ("BUG_REPRODUCED", "FIX_VALIDATED"), "made/up#1 has no date checked"),
         ("overlay", "retired", ("FIX_VALIDATED",), "what is retired is a regression guard"),
@@ -282,7 +285,8 @@ def test_a_state_or_class_that_the_receipts_do_not_show_is_refused(
     (folder / manifest.NAME).unlink()
     write_notes(folder, kind, state)
     lines = [f"{sentinel}: - (case double)" for sentinel in shown]
-    keep(folder, overlays, None, "case double (overlay double-fix): cpu", *lines, code=0 if shown else 3)
+    head = "case double (overlay double-fix, fix shown by MEMORY_SAVE_VERIFIED): cpu"
+    keep(folder, overlays, None, head, *lines, code=0 if shown else 3)
 
     wrong = manifest.problems(folder, overlays)
 

@@ -27,7 +27,7 @@ from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
 
 from megacpp_overlays import cli, registry
 from megacpp_overlays.model import Decision, Verdict
-from megacpp_overlays.repro import Behaviour, Case, inventory, runner, trees
+from megacpp_overlays.repro import Behaviour, Case, inventory, manifest, receipts, runner, trees
 from megacpp_overlays.repro.case import PackError
 from megacpp_overlays.repro.judge import EARNED, Kind, Part, Run, Sentinel, judge, verdict_of
 from megacpp_overlays.repro.transcript import Transcript, paths_in, scrub
@@ -297,6 +297,48 @@ def test_a_host_that_is_named_like_one_of_our_words_changes_none_of_them(
     assert ran.said["BUG_REPRODUCED"] == "HOST(1) = 3"
 
 
+# A word of the pack's own
+
+
+OWN_WORD = ', fix_sentinel="MEMORY_SAVE_VERIFIED"'
+
+
+def test_a_case_may_have_its_own_word_for_a_fix_that_is_shown(made: Inventory) -> None:
+    made.write(more=OWN_WORD)
+
+    ran = made.run()
+
+    assert "case double (overlay double-fix, fix shown by MEMORY_SAVE_VERIFIED): cpu\n" in ran.text
+    assert "MEMORY_SAVE_VERIFIED: double(1) = 2 (case double)\n" in ran.text
+    assert (list(ran.said), ran.code) == (["BUG_REPRODUCED"], 0), ran.text
+
+
+def test_its_own_word_is_said_of_nothing_but_a_fix(made: Inventory) -> None:
+    made.write(more=OWN_WORD)
+    made.upstream.write(FIXED_TEXT)
+    fixed = made.run()
+    made.upstream.write(UNKNOWN_TEXT)
+    unknown = made.run()
+
+    assert (list(fixed.said), list(unknown.said)) == (["BUG_NOT_PRESENT"], ["FAILED"])
+    assert not re.search("^MEMORY_SAVE_VERIFIED", fixed.text + unknown.text, re.MULTILINE)
+
+
+def test_a_receipt_with_its_own_word_is_proof_of_the_fix(made: Inventory) -> None:
+    made.write(more=OWN_WORD)
+    done = command(made, "99", "--keep", str(made.packs))
+    assert done.returncode == 0, done.stdout + done.stderr
+    notes = made.packs / "99-double" / "README.md"
+    notes.write_text(notes.read_text().replace("draft", "validated"))
+    overlays = registry.load(["double"])
+    manifest.write(made.packs, manifest.synchronise(made.packs, overlays))
+
+    claims = manifest.read(made.packs)["packs"][0]["receipts"][0]["claims"]
+
+    assert [claim["sentinel"] for claim in claims] == ["BUG_REPRODUCED", "MEMORY_SAVE_VERIFIED"]
+    assert [*receipts.problems(made.packs), *manifest.problems(made.packs, overlays)] == []
+
+
 # Source trees
 
 
@@ -535,6 +577,10 @@ def test_one_broken_part_is_enough_to_be_broken_and_an_unknown_one_hides_no_othe
         ({"name": "Two Words"}, "is not lower-case words joined by hyphens"),
         ({"device": "tpu"}, "is neither cpu nor cuda"),
         ({"environment": {"MEGACPP_OVERLAYS": "off"}}, "is set by the runner"),
+        ({"fix_sentinel": "Memory saved"}, "is not upper-case words joined by underscores"),
+        ({"fix_sentinel": "MEMORY_SAVED_"}, "is not upper-case words joined by underscores"),
+        ({"fix_sentinel": "BUG_NOT_PRESENT"}, "BUG_NOT_PRESENT means something else"),
+        ({"fix_sentinel": "FAILED"}, "FAILED means something else"),
     ],
 )
 def test_a_case_that_cannot_be_meant_is_refused(changes: dict[str, object], says: str) -> None:
@@ -656,7 +702,9 @@ def test_a_run_that_is_asked_to_end_leaves_nothing(made: Inventory, tmp_path: Pa
     path = os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT)])
     env = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary)}
 
-    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    # Under `nohup` the tests ignore SIGHUP, and what they start would, too.
+    heeded = functools.partial(signal.signal, number, signal.SIG_DFL)
+    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heeded) as process:
         written = tmp_path / "pid"
         assert wait_until(lambda: written.exists() and bool(written.read_text()))
         child = Path("/proc") / written.read_text()

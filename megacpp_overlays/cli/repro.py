@@ -22,8 +22,8 @@ from megacpp_overlays.repro.transcript import Transcript
 _TEXT = "Run a pack's reproducer: each case in a fresh process without its overlay, then in one with every overlay."
 _CODES = """\
 exit codes:
-  0  something was earned (BUG_REPRODUCED and FIX_VALIDATED, or BUG_NOT_PRESENT) and nothing failed; other cases may
-     be BLOCKED
+  0  something was earned (BUG_REPRODUCED and FIX_VALIDATED, or the pack's own word for that, or BUG_NOT_PRESENT) and
+     nothing failed; other cases may be BLOCKED
   1  something failed: no fix, a crash, or a probe and a behaviour that disagree
   2  wrong usage
   3  nothing ran: every case is BLOCKED on this host

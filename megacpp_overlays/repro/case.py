@@ -12,10 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from megacpp_overlays.errors import OverlayError
+from megacpp_overlays.repro.judge import Sentinel, meaning
 
 CPU, CUDA = "cpu", "cuda"
 
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+_WORD = re.compile(r"[A-Z]+(_[A-Z]+)*")
 
 
 class PackError(OverlayError):
@@ -64,6 +66,8 @@ class Case:
     what its behaviour must agree with."""
     crash_is_broken: bool = False
     """Whether a process that dies while it measures shows the defect. Without this a crash is a failure."""
+    fix_sentinel: str = Sentinel.FIX_VALIDATED.value
+    """What is printed where the fix is shown: upper-case words joined by underscores."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -72,3 +76,11 @@ class Case:
             raise ValueError(f"case {self.name}: device {self.device!r} is neither {CPU} nor {CUDA}")
         if ours := [name for name in self.environment if name.startswith("MEGACPP_OVERLAY")]:
             raise ValueError(f"case {self.name}: {', '.join(ours)} is set by the runner")
+        if not _WORD.fullmatch(self.fix_sentinel):
+            raise ValueError(f"case {self.name}: {self.fix_sentinel!r} is not upper-case words joined by underscores")
+        if meaning(self.fix_sentinel) is not Sentinel.FIX_VALIDATED:
+            raise ValueError(f"case {self.name}: {self.fix_sentinel} means something else")
+
+    def word(self, sentinel: Sentinel) -> str:
+        """Return what this case prints for a sentinel."""
+        return self.fix_sentinel if sentinel is Sentinel.FIX_VALIDATED else sentinel.value

@@ -10,6 +10,8 @@ A sentinel is earned by a measurement that the probe agrees with:
     UNRECOGNISED   anything                           nothing: FAILED
 
 Every other combination is FAILED. A case that cannot run here is BLOCKED, whatever the probe says.
+
+A case may print a word of its own for FIX_VALIDATED, such as MEMORY_SAVE_VERIFIED; it is earned in the same way.
 """
 
 from __future__ import annotations
@@ -33,6 +35,11 @@ class Sentinel(enum.Enum):
 
 
 EARNED = frozenset({Sentinel.BUG_REPRODUCED, Sentinel.FIX_VALIDATED, Sentinel.BUG_NOT_PRESENT})
+
+
+def meaning(word: str) -> Sentinel:
+    """Return the sentinel that a printed word stands for: a case's own word shows the fix."""
+    return Sentinel.__members__.get(word, Sentinel.FIX_VALIDATED)
 
 
 class Kind(enum.Enum):

@@ -24,7 +24,7 @@ from megacpp_overlays.errors import OverlayError
 from megacpp_overlays.model import Overlay
 from megacpp_overlays.repro import inventory, schema
 from megacpp_overlays.repro.inventory import Pack
-from megacpp_overlays.repro.judge import Sentinel
+from megacpp_overlays.repro.judge import Sentinel, meaning
 from megacpp_overlays.repro.trees import STAND_IN
 
 SCHEMA = 1
@@ -186,7 +186,7 @@ def _overclaims(pack: Mapping[str, Any], digest: str) -> Iterator[str]:
     """Say what a pack claims to be and its receipts do not show."""
     kind, state, overlays = pack["class"], pack["state"], pack["overlays"]
     counted = [receipt for receipt in pack["receipts"] if _counts(receipt, digest)]
-    shown = {(claim["sentinel"], claim["overlay"]) for receipt in counted for claim in receipt["claims"]}
+    shown = {(meaning(claim["sentinel"]), claim["overlay"]) for receipt in counted for claim in receipt["claims"]}
     if (kind == "overlay") and not overlays:
         yield "its class is overlay, and no overlay has its number"
     if kind == "regression guard" and overlays:
@@ -199,7 +199,7 @@ def _overclaims(pack: Mapping[str, Any], digest: str) -> Iterator[str]:
         return
     proof = Sentinel.BUG_REPRODUCED if state == "reproduced" else _PROOF[kind]
     for overlay in overlays or [None]:
-        if not any(sentinel == proof.value and overlay in {None, about} for sentinel, about in shown):
+        if not any(sentinel is proof and overlay in {None, about} for sentinel, about in shown):
             about = f" for {overlay}" if overlay else ""
             yield f"its state is {state}, and no receipt shows {proof.value}{about}"
     if STATES.index(state) >= STATES.index("ready"):

@@ -21,14 +21,14 @@ from typing import Any
 from megacpp_overlays.model import Overlay
 from megacpp_overlays.repro import inventory, manifest
 from megacpp_overlays.repro.inventory import Pack
-from megacpp_overlays.repro.judge import EARNED, Sentinel
+from megacpp_overlays.repro.judge import EARNED, Sentinel, meaning
 from megacpp_overlays.repro.manifest import ManifestError
 from megacpp_overlays.repro.runner import exit_code
 from megacpp_overlays.repro.stamp import Stamp
 from megacpp_overlays.repro.transcript import paths_in
 
-_CASE = re.compile(r"case (?P<case>\S+) \(overlay (?P<overlay>\S+)\): ")
-_SAID = re.compile(rf"(?P<sentinel>{'|'.join(Sentinel.__members__)}): .* \(case (?P<case>\S+)\)")
+_CASE = re.compile(r"case (?P<case>\S+) \(overlay (?P<overlay>[^\s,]+)(?:, fix shown by (?P<fix>\S+))?\): ")
+_SAID = re.compile(r"(?P<word>[A-Z]+(?:_[A-Z]+)*): .* \(case (?P<case>\S+)\)")
 _FOLDER = "receipts"
 
 
@@ -105,16 +105,20 @@ def _name(pack: str, receipt: Mapping[str, Any]) -> str:
 def _read(text: str) -> tuple[list[Sentinel], list[dict[str, str]]]:
     """Return every sentinel of a log, and what it claims."""
     overlays: dict[str, str] = {}
+    own: set[tuple[str, str]] = set()
     sentinels: list[Sentinel] = []
     claims: list[dict[str, str]] = []
     for line in text.split("\n"):
         if found := _CASE.match(line):
             overlays[found["case"]] = found["overlay"]
+            own.add((found["case"], found["fix"]))
         elif found := _SAID.fullmatch(line):
-            sentinels.append(Sentinel(found["sentinel"]))
+            case, word = found["case"], found["word"]
+            if word not in Sentinel.__members__ and (case, word) not in own:
+                continue
+            sentinels.append(meaning(word))
             if sentinels[-1] in EARNED:
-                overlay = overlays.get(found["case"], "")
-                claims.append({"case": found["case"], "sentinel": found["sentinel"], "overlay": overlay})
+                claims.append({"case": case, "sentinel": word, "overlay": overlays.get(case, "")})
     return sentinels, claims
 
 

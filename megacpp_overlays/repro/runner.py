@@ -65,7 +65,7 @@ def run(job: Job, transcript: Transcript) -> tuple[stamp.Stamp, int]:
     for case in job.cases:
         found = _run_case(job, case, transcript)
         for sentinel, reason in found:
-            transcript.say(f"{sentinel.value}: {reason} (case {case.name})")
+            transcript.say(f"{case.word(sentinel)}: {reason} (case {case.name})")
         said += found
     code = exit_code([each.sentinel for each in said])
     transcript.say(f"exit code {code}")
@@ -80,7 +80,8 @@ def exit_code(sentinels: Sequence[Sentinel]) -> int:
 
 
 def _run_case(job: Job, case: Case, transcript: Transcript) -> tuple[Said, ...]:
-    transcript.say(f"case {case.name} (overlay {case.overlay}): {case.device}")
+    own = "" if case.fix_sentinel == Sentinel.FIX_VALIDATED.value else f", fix shown by {case.fix_sentinel}"
+    transcript.say(f"case {case.name} (overlay {case.overlay}{own}): {case.device}")
     with tempfile.TemporaryDirectory(prefix="repro-") as folder:
         process = _Process(job, case, Path(folder), transcript)
         if case.device == CUDA and not cuda.visible():
