@@ -15,10 +15,11 @@ import json
 import os
 import subprocess
 import sys
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import timing
 
 ROOT = Path(__file__).resolve().parent.parent
 STAND_IN = ROOT / "tests/stand_ins/dev-linear-cross-entropy"
@@ -44,24 +45,13 @@ def main() -> None:
 
 def head(tree: Path) -> list[str]:
     """Return the title, how to read the page, and where it was measured."""
-    import torch
-    import triton
-
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],  # noqa: S607 - wherever it is
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()[0]
     return [
         "# The portable entry of Megatron's fused linear cross entropy",
         "",
         'Written by `benchmarks/hopper_flce.py`. bfloat16, `reduction="none"`, a random gradient for each token. Memory',
         "is the peak above inputs and gradients; errors are of the gradients against float64, over the largest value.",
         "",
-        f"- Date: {datetime.now(timezone.utc):%Y-%m-%d}",
-        f"- Host: {torch.cuda.get_device_name()}, driver {driver}",
-        f"- Versions: torch {torch.__version__}, triton {triton.__version__}",
+        *timing.where(),
         f"- Megatron: {'a stand-in for dev' if tree == STAND_IN else tree.name}",
     ]
 
@@ -113,21 +103,17 @@ def measure(kind: str, shape: tuple[int, ...]) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     for attempt in range(WARM_UP + ROUNDS):
         hidden.grad = weight.grad = None
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        marks[0].record()
-        losses = loss(hidden, weight, labels)
-        marks[1].record()
-        losses.backward(arriving)
-        marks[2].record()
+        marks = timing.marked((lambda: loss(hidden, weight, labels), lambda losses: losses.backward(arriving)))
         torch.cuda.synchronize()
         if attempt >= WARM_UP:
-            forward.append(marks[0].elapsed_time(marks[1]))
-            both.append(marks[0].elapsed_time(marks[2]))
+            taken = timing.elapsed_ms(marks)
+            forward.append(taken[0])
+            both.append(sum(taken))
     kept = sum(tensor.numel() * tensor.element_size() for tensor in (hidden, weight)) * 2
     peak = torch.cuda.max_memory_allocated() - kept
     expected = true_gradients(hidden, weight, labels, arriving)
     errors = {
-        name: relative_error(leaf.grad, true)
+        name: timing.relative_error(leaf.grad, true)
         for name, leaf, true in zip(("hidden", "weight"), (hidden, weight), expected, strict=True)
     }
     return {"forward": median(forward), "both": median(both), "peak_mib": peak / 2**20, **errors}
@@ -170,11 +156,6 @@ def true_gradients(hidden: Any, weight: Any, labels: Any, arriving: Any) -> tupl
         for_hidden[rows] = slope @ wide
         for_weight += slope.t() @ hidden[rows].detach().double()
     return for_hidden, for_weight
-
-
-def relative_error(found: Any, expected: Any) -> float:
-    """Return the largest difference over the largest value."""
-    return float((found.double() - expected).abs().max() / expected.abs().max())
 
 
 if __name__ == "__main__":

@@ -17,10 +17,11 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import timing
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = ((8192, 4096, 131072), (4096, 2048, 32000))
@@ -49,15 +50,6 @@ def main() -> None:
 
 def head() -> list[str]:
     """Return the title, how to read the page, and where it was measured."""
-    import torch
-    import triton
-
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],  # noqa: S607 - wherever it is
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()[0]
     return [
         "# Per-token gradients of Liger's fused linear cross entropy",
         "",
@@ -65,9 +57,7 @@ def head() -> list[str]:
         "bfloat16. Memory is the peak above inputs and gradients; errors are of the gradients against float64, over",
         "the largest value.",
         "",
-        f"- Date: {datetime.now(timezone.utc):%Y-%m-%d}",
-        f"- Host: {torch.cuda.get_device_name()}, driver {driver}",
-        f"- Versions: torch {torch.__version__}, triton {triton.__version__}",
+        *timing.where(),
     ]
 
 
@@ -125,20 +115,17 @@ def measure(version: str, shape: tuple[int, ...], mode: str) -> dict[str, Any]:
 
     times = []
     for attempt in range(WARM_UP + ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.reset_peak_memory_stats()
-        start.record()
-        step()
-        end.record()
+        marks = timing.marked((step,))
         torch.cuda.synchronize()
         if attempt >= WARM_UP:
-            times.append(start.elapsed_time(end))
+            times += timing.elapsed_ms(marks)
     kept = sum(tensor.numel() * tensor.element_size() for tensor in (x, weight)) * 2
     peak = torch.cuda.max_memory_allocated() - kept
     decisions = {record.overlay.id: record.decision.value for record in megacpp_overlays.audit().records}
     expected = dict(zip(("input", "weight"), true_gradients(x, weight, target, mask), strict=True))
     found = {"input": x.grad, "weight": weight.grad}
-    errors = {name: relative_error(found[name], expected[name]) for name in found}
+    errors = {name: timing.relative_error(found[name], expected[name]) for name in found}
     decision = decisions["liger-flce-none-backward"] if version else "-"
     if mode != "off" and version and decision not in {"active", "retired"}:
         sys.exit(f"the overlay is {decision}: {megacpp_overlays.audit()}")
@@ -171,11 +158,6 @@ def true_gradients(x: Any, weight: Any, target: Any, mask: Any) -> tuple[Any, An
         grad_x[rows] = probability @ wide
         grad_weight += probability.t() @ x[rows].detach().double()
     return grad_x, grad_weight
-
-
-def relative_error(found: Any, expected: Any) -> float:
-    """Return the largest difference over the largest value."""
-    return float((found.double() - expected).abs().max() / expected.abs().max())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,131 @@
+"""The plot of what index_scores.py measured: time and memory, before and after, on a log scale, as SVG."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from xml.sax.saxutils import escape
+
+WIDTH, LEFT, RIGHT = 960, 330, 150
+ROW, BAR, GAP, PANEL = 46, 15, 3, 66
+GREY, BLUE, TEXT, FAINT = "#9aa3ad", "#1f6feb", "#1b1f24", "#d8dde3"
+
+Bars = list[tuple[str, float | None, float | None]]
+"""Label, before, after; None for what was not measured or did not fit."""
+
+
+def svg(found: dict[str, Any]) -> str:
+    """Return the plot."""
+    host = found["host"]
+    source = f"{host.get('gpu', 'no GPU')}, megatron-core {found['versions']['megatron-core']}, {found['date']}"
+    panels = [("Time, ms", bars_of(found, "ms")), ("Peak memory of the call, MiB", bars_of(found, "mib"))]
+    body, top = [], 74
+    for title, bars in panels:
+        drawn = [bar for bar in bars if bar[1] or bar[2]]
+        if drawn:
+            body += panel(title, drawn, top)
+            top += PANEL + ROW * len(drawn)
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}" width="{WIDTH}" height="{top}" '
+            f'font-family="system-ui, sans-serif" font-size="13" fill="{TEXT}">',
+            f'<rect width="{WIDTH}" height="{top}" fill="white"/>',
+            text(20, 28, "DSA index scores, before and after", size=18, weight=600),
+            text(20, 50, f"{source}. Log scale; shorter is better.", fill="#57606a"),
+            f'<rect x="{WIDTH - 210}" y="16" width="14" height="14" fill="{GREY}"/>',
+            text(WIDTH - 190, 28, "before"),
+            f'<rect x="{WIDTH - 120}" y="16" width="14" height="14" fill="{BLUE}"/>',
+            text(WIDTH - 100, 28, "after"),
+            *body,
+            "</svg>\n",
+        ]
+    )
+
+
+def bars_of(found: dict[str, Any], kind: str) -> Bars:
+    """Return the pairs of bars of one panel; kind is ms or mib."""
+    field = {"ms": "ms", "mib": "extra_mib"}[kind]
+    bars: Bars = []
+    for each in found.get("forward", ()):
+        before, after = (each["rows"][name] for name in ("upstream", "kernel"))
+        sides = (
+            [side["warm"] and side["warm"]["ms"] for side in (before, after)]
+            if kind == "ms"
+            else [side["extra_mib"] for side in (before, after)]
+        )
+        bars.append((f"forward, {size(each)}", *sides))
+    for each in found.get("autograd", ()):
+        before, after = (each["rows"][name] for name in ("upstream", "kernel"))
+        sides = (
+            [side["stages"] and side["stages"][1] for side in (before, after)]
+            if kind == "ms"
+            else [side["extra_mib"] for side in (before, after)]
+        )
+        bars.append((f"autograd backward, {size(each, each['batch'])}", *sides))
+    for each in found.get("manual", ()):
+        for one in each["main"]:
+            where = size(each, one["batch"])
+            if kind == "ms" and one is each["main"][0]:
+                bars.append((f"loss backward, indexer half, {where}", *indexer_half(one)))
+            label = f"loss backward, np={one['heads']}, {where}"
+            bars.append((label, *(one["rows"].get(side, {}).get(field) for side in ("before", "after"))))
+    for each in found.get("step", ()):
+        label = f"whole step, np={each['heads']}, {size(each)}"
+        bars.append((label, *(each["rows"].get(side, {}).get(field) for side in ("before", "after"))))
+    return bars
+
+
+def indexer_half(one: dict[str, Any]) -> tuple[float | None, float | None]:
+    """Return the milliseconds that are not upstream's loss half, before and after."""
+    loss = one["rows"]["loss half"]["ms"]
+    sides = (one["rows"].get(side, {}).get("ms") for side in ("before", "after"))
+    before, after = (side - loss if side and loss else None for side in sides)
+    return before, after
+
+
+def size(each: dict[str, Any], batch: int | None = None) -> str:
+    """Return the sizes that tell the rows apart."""
+    shape = each["shape"]
+    return f"{shape['queries']} x {shape['keys']}, b={batch or shape['batch']}"
+
+
+def panel(title: str, bars: Bars, top: int) -> list[str]:
+    """Return one panel."""
+    values = [value for _, *sides in bars for value in sides if value]
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    low -= math.log10(min(values)) - low < 0.15  # else the shortest bar has no length
+    span, bottom = max(1, high - low), top + 24 + ROW * len(bars)
+
+    def place(value: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (math.log10(value) - low) / span
+
+    lines = [text(20, top + 6, title, size=15, weight=600)]
+    for power in range(low, low + span + 1):
+        x = place(10.0**power)
+        lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top + 12}" y2="{bottom}" stroke="{FAINT}"/>')
+        lines.append(text(x, top + 6, f"{10.0**power:g}", anchor="middle", fill="#57606a"))
+    for number, (label, before, after) in enumerate(bars):
+        y = top + 22 + ROW * number
+        lines.append(text(LEFT - 10, y + BAR + 5, label, anchor="end"))
+        for value, colour, above in ((before, GREY, y), (after, BLUE, y + BAR + GAP)):
+            if not value:
+                lines.append(text(LEFT + 6, above + BAR - 3, "not measured, or does not fit", fill="#57606a"))
+                continue
+            end = place(value)
+            lines.append(
+                f'<rect x="{LEFT}" y="{above}" width="{end - LEFT:.1f}" height="{BAR}" rx="2" fill="{colour}"/>'
+            )
+            ratio = ""
+            if colour == BLUE and before:
+                ratio = f"  ({before / value:.1f} x less)" if before >= value else f"  ({value / before:.1f} x more)"
+            said = f"{value:.3g}" if value < 100 else f"{value:,.0f}".replace(",", " ")
+            lines.append(text(end + 6, above + BAR - 3, said + ratio))
+    return lines
+
+
+def text(
+    x: float, y: float, words: str, *, size: int = 13, weight: int = 400, anchor: str = "start", fill: str = TEXT
+) -> str:
+    """Return one line of text."""
+    style = f'font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" fill="{fill}"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(words)}</text>'

@@ -1,0 +1,182 @@
+"""What the benchmarks of kernels share: where they ran, how long calls take side by side, how much memory they need."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from statistics import median
+from typing import Any
+
+Stages = Sequence[Callable[..., Any]]
+"""A contestant: the first stage takes nothing, each other one the result of the stage before it."""
+
+
+def where() -> list[str]:
+    """Return date, GPU and versions as the lines that open a page."""
+    import torch
+    import triton
+
+    return [
+        f"- Date: {datetime.now(timezone.utc):%Y-%m-%d}",
+        f"- Host: {torch.cuda.get_device_name()}, driver {ask_driver('driver_version')[0]}",
+        f"- Versions: torch {torch.__version__}, triton {triton.__version__}",
+    ]
+
+
+def ask_driver(*fields: str) -> list[str]:
+    """Return fields of the first GPU as nvidia-smi names and prints them.
+
+    Raises:
+        OSError: there is no nvidia-smi.
+        subprocess.CalledProcessError: it does not know a field.
+    """
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [field.strip() for field in printed.splitlines()[0].split(",")]
+
+
+def relative_error(found: Any, expected: Any) -> float:
+    """Return the largest difference over the largest value."""
+    return float((found.double() - expected).abs().max() / expected.abs().max())
+
+
+def marked(stages: Stages, device: str = "cuda") -> list[Any]:
+    """Run the stages; return the marks around them, to be read by `elapsed_ms` after the device is done."""
+    marks, result = [_mark(device)], ()
+    for stage in stages:
+        result = (stage(*result),)
+        marks.append(_mark(device))
+    return marks
+
+
+def elapsed_ms(marks: Sequence[Any]) -> list[float]:
+    """Return the milliseconds of each stage."""
+    return [
+        (end - start) * 1000 if isinstance(end, float) else start.elapsed_time(end)
+        for start, end in itertools.pairwise(marks)
+    ]
+
+
+def _mark(device: str) -> Any:
+    if device == "cpu":
+        return time.perf_counter()
+    import torch
+
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def settle(device: str) -> None:
+    """Wait for the device."""
+    import torch
+
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def clear(device: str) -> None:
+    """Give back what nobody holds."""
+    import torch
+
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def fits(stages: Stages, device: str) -> bool:
+    """Run the stages once; return whether the device has the memory for them."""
+    import torch
+
+    try:
+        marked(stages, device)
+        settle(device)
+    except torch.OutOfMemoryError:
+        fitted = False
+    else:
+        fitted = True
+    if not fitted:  # here, not above: there the exception still holds the frames and their tensors
+        clear(device)
+    return fitted
+
+
+def race(
+    contestants: Mapping[str, Stages],
+    device: str,
+    *,
+    rounds: int,
+    burst_ms: float = 0.0,
+    before_each: Callable[[], Any] | None = None,
+    limit_s: float = math.inf,
+) -> dict[str, dict[str, Any] | None]:
+    """Time contestants in turn, so that all of them see the same clocks, power and temperature.
+
+    Args:
+        contestants: stages by name.
+        device: cuda or cpu.
+        rounds: how often each has its turn.
+        burst_ms: how long a turn lasts at least. Its first call is not counted when there are others: it finds in the
+            cache what another contestant left there.
+        before_each: runs before every call, out of the time that is taken; its work is on the device's queue.
+        limit_s: after this many seconds no round is begun; three are run always.
+
+    Returns:
+        By name: the medians `ms`, of all stages together, and `stages`, of each, with the number of `calls`; or None
+        for what does not fit into the device's memory.
+    """
+    prepare = before_each or (lambda: None)
+    calls = {}
+    for name, stages in contestants.items():
+        if not fits(stages, device):
+            continue
+        marks = marked(stages, device)
+        settle(device)
+        once = sum(elapsed_ms(marks))
+        calls[name] = max(1, min(200, math.ceil(burst_ms / once)))
+    taken: dict[str, list[list[float]]] = {name: [] for name in calls}
+    start = time.perf_counter()
+    for turn in range(rounds):
+        if turn >= 3 and time.perf_counter() - start > limit_s:
+            break
+        burst: dict[str, list[list[Any]]] = {name: [] for name in calls}
+        for name, count in calls.items():
+            for _ in range(count + (count > 1)):
+                prepare()
+                burst[name].append(marked(contestants[name], device))
+        settle(device)
+        for name, found in burst.items():
+            taken[name] += [elapsed_ms(marks) for marks in found[len(found) > 1 :]]
+    return {name: _medians(taken[name]) if name in taken else None for name in contestants}
+
+
+def _medians(samples: list[list[float]]) -> dict[str, Any]:
+    return {
+        "ms": median(sum(sample) for sample in samples),
+        "stages": [median(stage) for stage in zip(*samples, strict=True)],
+        "calls": len(samples),
+    }
+
+
+def extra_mib(stages: Stages, device: str) -> float | None:
+    """Return the peak of device memory above what was held before, in MiB; None on a CPU, or where it does not fit."""
+    import torch
+
+    if device == "cpu" or not fits(stages, device):  # the first run fills workspaces that stay
+        return None
+    clear(device)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    marked(stages, device)
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def mib(*tensors: Any) -> float:
+    """Return what tensors take, in MiB."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20
