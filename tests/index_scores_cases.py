@@ -33,12 +33,13 @@ LAYOUTS = [
 LAYOUTS_OF_GRADIENT = ["contiguous", "queries first", "every other key", "one number"]
 
 SPOILS = {
-    f"{number}, {gates}, relu {use_relu}": (number, gates == "open", use_relu)
+    f"{number} {where}, {gates}, relu {use_relu}": (number, where == "alone", gates == "open", use_relu)
     for number in (float("nan"), float("inf"))
+    for where in ("alone", "among others")
     for gates in ("open", "closed")
     for use_relu in (True, False)
 }
-"""Numbers that may arrive from above in one place, whether all gates are open there, and whether there are gates."""
+"""A number from above in one place, whether all else is 0, whether all gates are open there, and if there are gates."""
 
 UNIT = 2.0**-24
 """Largest relative error of one float32 operation."""
@@ -72,12 +73,14 @@ def random(
     return q, weights, k, torch.randn(batch, queries, keys, generator=generator)
 
 
-def spoil(number: float, is_open: bool) -> Any:
+def spoil(number: float, alone: bool, is_open: bool) -> Any:
     """Return q, weights, k and a gradient of whole numbers with one number put into the gradient, and its place."""
     queries, batch, keys = place = (66, 1, 130)
     q, weights, k, grad = whole(11, queries + 4, keys + 9, batch + 1, 2, 16)
     q = q.abs() + 1
     k[keys, batch] = k[keys, batch].abs() + 1 if is_open else -k[keys, batch].abs() - 1
+    if alone:
+        grad.zero_()
     grad[batch, queries, keys] = number
     return (q, weights, k, grad), place
 
@@ -97,12 +100,12 @@ def by_hand(grad: torch.Tensor, q: torch.Tensor, weights: torch.Tensor, k: torch
     )
 
 
-def misplaced(found: Any, number: float, is_open: bool, use_relu: bool) -> dict[str, list[list[int]]]:
+def misplaced(found: Any, number: float, alone: bool, is_open: bool, use_relu: bool) -> dict[str, list[list[int]]]:
     """Return where gradients for `spoil` are finite and upstream's are not, or the reverse, or where others differ.
 
     All of what the number reaches is spoilt upstream: every dim and head of its query, and every dim of its key.
     """
-    (q, weights, k, grad), (query, batch, key) = spoil(number, is_open)
+    (q, weights, k, grad), (query, batch, key) = spoil(number, alone, is_open)
     truths = by_hand(*[each.double() for each in (grad, q, weights, k)], use_relu=use_relu)
     bad = {}
     for name, place, seen, true in zip(("q", "weights", "k"), (query, query, key), found, truths, strict=True):

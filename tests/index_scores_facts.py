@@ -118,11 +118,10 @@ def empty() -> dict[str, list[str]]:
 
 def spoilt_gradients() -> dict[str, dict[str, list[list[int]]]]:
     found = {}
-    for name, (number, is_open, use_relu) in SPOILS.items():
-        q, weights, k, grad = spoil(number, is_open)[0]
-        found[name] = misplaced(
-            index_scores.gradients(grad, q, weights, k, use_relu), number, is_open=is_open, use_relu=use_relu
-        )
+    for name, spoilt in SPOILS.items():
+        *how, use_relu = spoilt
+        q, weights, k, grad = spoil(*how)[0]
+        found[name] = misplaced(index_scores.gradients(grad, q, weights, k, use_relu), *spoilt)
     return found
 
 

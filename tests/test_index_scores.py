@@ -275,12 +275,12 @@ def test_a_nan_reaches_what_it_would_reach_upstream(use_relu: bool) -> None:
 @pytest.mark.parametrize("spoilt", SPOILS)
 def test_a_gradient_that_is_not_finite_reaches_its_query_and_its_key_and_nothing_else(spoilt: str) -> None:
     """Upstream multiplies with its gates, and 0 times NaN is NaN."""
-    number, is_open, use_relu = SPOILS[spoilt]
-    q, weights, k, grad = spoil(number, is_open)[0]
+    *how, use_relu = SPOILS[spoilt]
+    q, weights, k, grad = spoil(*how)[0]
 
     found = index_scores.gradients(grad, q, weights, k, use_relu)
 
-    assert misplaced(found, number, is_open, use_relu) == {}
+    assert misplaced(found, *SPOILS[spoilt]) == {}
 
 
 # The operators.

@@ -35,7 +35,7 @@ _WIDE = 4
 """How many of them, side by side, one program looks at."""
 _PARTS = 8
 _SHARED, _SHARED_BEYOND_128 = 99 * 1024, 163 * 1024
-"""Bytes of shared memory that a program may need: what capability 8.6 and 12.0, and what 8.0 have."""
+"""Bytes of shared memory that a device must offer: what capability 8.6 and 12.0, and what 8.0 have. A newer one may use more."""
 
 
 def takes(dim: int, device: torch.device) -> bool:
