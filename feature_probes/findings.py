@@ -13,21 +13,26 @@ def at(source: ModuleSource, node: ast.AST, seen: str) -> Evidence:
     return Evidence(seen=seen, file=source.path, line=getattr(node, "lineno", None))
 
 
+def conclusion(verdict: Verdict, shape: str | None, *seen: Evidence) -> Finding:
+    """Return the finding of a verdict, a shape where it is BROKEN, and what was seen."""
+    return Finding(verdict=verdict, shape=shape, evidence=seen)
+
+
 def broken(shape: str, *seen: Evidence) -> Finding:
     """Return the finding of a recognised shape."""
-    return Finding(verdict=Verdict.BROKEN, shape=shape, evidence=seen)
+    return conclusion(Verdict.BROKEN, shape, *seen)
 
 
 def fixed(*seen: Evidence) -> Finding:
     """Return the finding of upstream's own repair."""
-    return Finding(verdict=Verdict.FIXED, shape=None, evidence=seen)
+    return conclusion(Verdict.FIXED, None, *seen)
 
 
 def absent(seen: str) -> Finding:
     """Return the finding where there is nothing to repair."""
-    return Finding(verdict=Verdict.ABSENT, shape=None, evidence=(Evidence(seen=seen),))
+    return conclusion(Verdict.ABSENT, None, Evidence(seen=seen))
 
 
 def unrecognised(*seen: Evidence) -> Finding:
     """Return the finding that installs nothing."""
-    return Finding(verdict=Verdict.UNRECOGNISED, shape=None, evidence=seen)
+    return conclusion(Verdict.UNRECOGNISED, None, *seen)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 
 from megacpp_overlays.errors import SourceError
-from megacpp_overlays.feature_probes.findings import unrecognised
+from megacpp_overlays.feature_probes.findings import conclusion, unrecognised
 from megacpp_overlays.feature_probes.known_bodies import methods, unknown
 from megacpp_overlays.model import Evidence, Finding, Target, Verdict
 from megacpp_overlays.source import FunctionNode, SourceTree
@@ -45,22 +45,22 @@ def probe(tree: SourceTree) -> Finding:
     """
     source = tree.module(TARGET.module)
     if source is None:
-        return _finding(Verdict.ABSENT, None, Evidence(seen=f"there is no module {TARGET.module}"))
+        return conclusion(Verdict.ABSENT, None, Evidence(seen=f"there is no module {TARGET.module}"))
     try:
         if TARGET.symbol not in source.text:
-            return _finding(Verdict.ABSENT, None, Evidence(seen=f"defines no {TARGET.symbol}", file=source.path))
+            return conclusion(Verdict.ABSENT, None, Evidence(seen=f"defines no {TARGET.symbol}", file=source.path))
         found = methods(source, TARGET.symbol)
         if _records_again(found.get("__init__")) and _restores_without_autograd(found.get(_RESTORE)):
             line = found["__init__"].lineno
             seen = Evidence(seen="positions are recorded again after the groups are built", file=source.path, line=line)
-            return _finding(Verdict.FIXED, None, seen)
+            return conclusion(Verdict.FIXED, None, seen)
         if (surprise := unknown(source, TARGET.symbol, _KNOWN)) is not None:
             return unrecognised(surprise)
     except SourceError as error:
         return unrecognised(Evidence(seen=str(error)))
     line = found["__init__"].lineno
     seen = Evidence(seen="positions are recorded before each group is reordered by dtype", file=source.path, line=line)
-    return _finding(Verdict.BROKEN, STALE_ORDER, seen)
+    return conclusion(Verdict.BROKEN, STALE_ORDER, seen)
 
 
 def _records_again(init: FunctionNode | None) -> bool:
@@ -96,7 +96,3 @@ def _copies(node: ast.AST) -> list[ast.Call]:
         for call in ast.walk(node)
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "copy_"
     ]
-
-
-def _finding(verdict: Verdict, shape: str | None, seen: Evidence) -> Finding:
-    return Finding(verdict=verdict, shape=shape, evidence=(seen,))

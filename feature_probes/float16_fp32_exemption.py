@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes import float16_distributed_order, float16_optimizer_state_ids
+from megacpp_overlays.feature_probes.findings import conclusion
 from megacpp_overlays.fp32_marks import MAMBA3, MAMBA3_ALWAYS, MAMBA3_MIMO, MARK
 from megacpp_overlays.model import Evidence, Finding, Target, Verdict
 from megacpp_overlays.source import FunctionNode, ModuleSource, SourceTree, parameters
@@ -68,18 +69,18 @@ def probe(tree: SourceTree) -> Finding:
     """
     source = tree.module(TARGET.module)
     if source is None:
-        return _finding(Verdict.ABSENT, None, Evidence(seen=f"there is no module {TARGET.module}"))
+        return conclusion(Verdict.ABSENT, None, Evidence(seen=f"there is no module {TARGET.module}"))
     try:
         cls = source.find(TARGET.symbol)
         if cls is None and not _bindings(source.syntax, TARGET.symbol):
-            return _finding(Verdict.ABSENT, None, _at(source, f"defines no {TARGET.symbol}", None))
+            return conclusion(Verdict.ABSENT, None, _at(source, f"defines no {TARGET.symbol}", None))
         shape, cast = _read(source, cls)
     except _UnknownError as unknown:
-        return _finding(Verdict.UNRECOGNISED, None, _at(source, str(unknown), unknown.line))
+        return conclusion(Verdict.UNRECOGNISED, None, _at(source, str(unknown), unknown.line))
     except SourceError as error:
-        return _finding(Verdict.UNRECOGNISED, None, Evidence(seen=str(error)))
+        return conclusion(Verdict.UNRECOGNISED, None, Evidence(seen=str(error)))
     seen = _at(source, f"{TARGET.symbol}.__init__ casts with {ast.unparse(cast)}", cast.lineno)
-    finding = _finding(Verdict.BROKEN, shape, seen) if shape == BLANKET_CAST else _who_marks(tree, seen)
+    finding = conclusion(Verdict.BROKEN, shape, seen) if shape == BLANKET_CAST else _who_marks(tree, seen)
     return _if_checkpoints_hold(tree, finding) if finding.verdict is Verdict.BROKEN else finding
 
 
@@ -93,7 +94,7 @@ def _if_checkpoints_hold(tree: SourceTree, finding: Finding) -> Finding:
         neighbour = probe_neighbour(tree)
         if neighbour.verdict is Verdict.UNRECOGNISED:
             why = Evidence(seen="fp32 parameters may be saved under wrong names here: an optimizer is not known")
-            return _finding(Verdict.UNRECOGNISED, None, *finding.evidence, why, *neighbour.evidence)
+            return conclusion(Verdict.UNRECOGNISED, None, *finding.evidence, why, *neighbour.evidence)
     return finding
 
 
@@ -208,19 +209,21 @@ def _who_marks(tree: SourceTree, seen: Evidence) -> Finding:
         source = tree.module(module_name)
         init = source.function(f"{class_name}.__init__") if source else None
     except SourceError as error:
-        return _finding(Verdict.UNRECOGNISED, None, seen, Evidence(seen=str(error)))
+        return conclusion(Verdict.UNRECOGNISED, None, seen, Evidence(seen=str(error)))
     if source is None or init is None:
-        return _finding(Verdict.BROKEN, MARKS_HONOURED, seen, Evidence(seen=f"there is no {MAMBA3} that marks"))
+        return conclusion(Verdict.BROKEN, MARKS_HONOURED, seen, Evidence(seen=f"there is no {MAMBA3} that marks"))
     always = {name for statement in init.body for name in _marked_by(statement)}
     anywhere = {name for node in ast.walk(init) if isinstance(node, ast.stmt) for name in _marked_by(node)}
     missing = [name for name in MAMBA3_ALWAYS if name not in always]
     missing += [name for name in MAMBA3_MIMO if name not in anywhere]
     if not missing:
-        return _finding(Verdict.FIXED, None, seen, _at(source, f"{class_name} marks its fp32 parameters", init.lineno))
+        return conclusion(
+            Verdict.FIXED, None, seen, _at(source, f"{class_name} marks its fp32 parameters", init.lineno)
+        )
     if MARK in source.text and not anywhere:
-        return _finding(Verdict.UNRECOGNISED, None, seen, _at(source, f"uses {MARK} in an unknown way", None))
+        return conclusion(Verdict.UNRECOGNISED, None, seen, _at(source, f"uses {MARK} in an unknown way", None))
     unmarked = _at(source, f"{class_name} does not mark {', '.join(missing)}", init.lineno)
-    return _finding(Verdict.BROKEN, MARKS_HONOURED, seen, unmarked)
+    return conclusion(Verdict.BROKEN, MARKS_HONOURED, seen, unmarked)
 
 
 def _marked_by(statement: ast.stmt) -> Iterator[str]:
@@ -299,7 +302,3 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
 
 def _at(source: ModuleSource, seen: str, line: int | None) -> Evidence:
     return Evidence(seen=seen, file=source.path, line=line)
-
-
-def _finding(verdict: Verdict, shape: str | None, *evidence: Evidence) -> Finding:
-    return Finding(verdict=verdict, shape=shape, evidence=evidence)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 
 from megacpp_overlays.errors import SourceError
-from megacpp_overlays.feature_probes.findings import unrecognised
+from megacpp_overlays.feature_probes.findings import conclusion, unrecognised
 from megacpp_overlays.feature_probes.known_bodies import methods, unknown
 from megacpp_overlays.model import Evidence, Finding, Target, Verdict
 from megacpp_overlays.source import FunctionNode, SourceTree
@@ -37,24 +37,24 @@ def probe(tree: SourceTree) -> Finding:
     """
     source = tree.module(TARGET.module)
     if source is None:
-        return _finding(Verdict.ABSENT, None, Evidence(seen=f"there is no module {TARGET.module}"))
+        return conclusion(Verdict.ABSENT, None, Evidence(seen=f"there is no module {TARGET.module}"))
     try:
         if TARGET.symbol not in source.text:
             seen = Evidence(seen=f"defines no {TARGET.symbol}", file=source.path)
-            return _finding(Verdict.ABSENT, None, seen)
+            return conclusion(Verdict.ABSENT, None, seen)
         method = methods(source, TARGET.symbol).get("sharded_state_dict")
         if method is None:
             return unrecognised(Evidence(seen=f"{TARGET.symbol} has no sharded_state_dict", file=source.path))
         line = method.lineno
         if _walks_the_inner_optimizer(method):
             seen = Evidence(seen="ids follow the groups of the inner optimizer", file=source.path, line=line)
-            return _finding(Verdict.FIXED, None, seen)
+            return conclusion(Verdict.FIXED, None, seen)
         if (surprise := unknown(source, TARGET.symbol, _KNOWN)) is not None:
             return unrecognised(surprise)
     except SourceError as error:
         return unrecognised(Evidence(seen=str(error)))
     seen = Evidence(seen="optimizer ids are given to the float16 parameters alone", file=source.path, line=line)
-    return _finding(Verdict.BROKEN, FLOAT16_IDS, seen)
+    return conclusion(Verdict.BROKEN, FLOAT16_IDS, seen)
 
 
 def _walks_the_inner_optimizer(method: FunctionNode) -> bool:
@@ -77,7 +77,3 @@ def _walks_the_inner_optimizer(method: FunctionNode) -> bool:
             return not method.decorator_list and name in generators
         case _:
             return False
-
-
-def _finding(verdict: Verdict, shape: str | None, seen: Evidence) -> Finding:
-    return Finding(verdict=verdict, shape=shape, evidence=(seen,))

@@ -24,6 +24,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from megacpp_overlays.errors import SourceError
+from megacpp_overlays.feature_probes.findings import conclusion
 from megacpp_overlays.model import Evidence, Finding, Target, Verdict
 from megacpp_overlays.source import FunctionNode, ModuleSource, SourceTree, parameters
 
@@ -84,9 +85,9 @@ def probe_spring(tree: SourceTree) -> Finding:
 def _probe(tree: SourceTree, target: Target) -> Finding:
     source = tree.module(target.module)
     if source is None:
-        return _finding(Verdict.ABSENT, None, Evidence(seen=f"there is no module {target.module}"))
+        return conclusion(Verdict.ABSENT, None, Evidence(seen=f"there is no module {target.module}"))
     if not re.search(rf"\b{target.symbol}\b", source.text):
-        return _finding(Verdict.ABSENT, None, Evidence(seen=f"defines no {target.symbol}", file=source.path))
+        return conclusion(Verdict.ABSENT, None, Evidence(seen=f"defines no {target.symbol}", file=source.path))
     try:
         function = _the_function(source, target.symbol)
         rest = _without_repair(source, function)
@@ -94,11 +95,11 @@ def _probe(tree: SourceTree, target: Target) -> Finding:
         _check_kernel(tree)
         finding = _shape(source, rest or function)
     except _UnknownError as unknown:
-        return _finding(Verdict.UNRECOGNISED, None, _at(source, str(unknown), unknown.line))
+        return conclusion(Verdict.UNRECOGNISED, None, _at(source, str(unknown), unknown.line))
     except SourceError as error:
-        return _finding(Verdict.UNRECOGNISED, None, Evidence(seen=str(error)))
+        return conclusion(Verdict.UNRECOGNISED, None, Evidence(seen=str(error)))
     if rest is not None:
-        return _finding(Verdict.FIXED, None, _at(source, "asks for QuantizedTensor itself", function.lineno))
+        return conclusion(Verdict.FIXED, None, _at(source, "asks for QuantizedTensor itself", function.lineno))
     return finding
 
 
@@ -224,10 +225,10 @@ def _shape(source: ModuleSource, function: FunctionNode) -> Finding:
     match forms.pop() if len(forms) == 1 else None:
         case "slice":
             seen = "the kernel gets query[:, i].contiguous(), which stays quantized and has pointer 0"
-            return _finding(Verdict.BROKEN, PER_BATCH, _at(source, seen, call.lineno))
+            return conclusion(Verdict.BROKEN, PER_BATCH, _at(source, seen, call.lineno))
         case "permutation" if _is_guarded(source, function):
             seen = f"{_GUARD} takes a quantized tensor for bf16, and permute dequantizes it silently"
-            return _finding(Verdict.BROKEN, GUARD_FOOLED, _at(source, seen, call.lineno))
+            return conclusion(Verdict.BROKEN, GUARD_FOOLED, _at(source, seen, call.lineno))
         case _:
             raise _UnknownError(f"what {KERNEL}.apply gets is made in no known way", call)
 
@@ -361,7 +362,3 @@ def _is_text(statement: ast.stmt) -> bool:
 
 def _at(source: ModuleSource, seen: str, line: int | None) -> Evidence:
     return Evidence(seen=seen, file=source.path, line=line)
-
-
-def _finding(verdict: Verdict, shape: str | None, seen: Evidence) -> Finding:
-    return Finding(verdict=verdict, shape=shape, evidence=(seen,))

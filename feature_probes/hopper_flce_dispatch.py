@@ -18,6 +18,7 @@ from __future__ import annotations
 import ast
 
 from megacpp_overlays.errors import SourceError
+from megacpp_overlays.feature_probes.findings import conclusion
 from megacpp_overlays.fingerprint import is_docstring
 from megacpp_overlays.model import Evidence, Finding, Target, Verdict
 from megacpp_overlays.source import FunctionNode, ModuleSource, SourceTree, parameters
@@ -77,19 +78,19 @@ def probe(tree: SourceTree) -> Finding:
     try:
         source = tree.module(TARGET.module)
         if source is None:
-            return _finding(Verdict.ABSENT, None, Evidence(seen=f"there is no module {TARGET.module}"))
+            return conclusion(Verdict.ABSENT, None, Evidence(seen=f"there is no module {TARGET.module}"))
         return _read(source, tree)
     except _UnknownError as unknown:
         where = unknown.source or source
         path = None if where is None else where.path
-        return _finding(Verdict.UNRECOGNISED, None, Evidence(seen=str(unknown), file=path, line=unknown.line))
+        return conclusion(Verdict.UNRECOGNISED, None, Evidence(seen=str(unknown), file=path, line=unknown.line))
     except SourceError as error:
-        return _finding(Verdict.UNRECOGNISED, None, Evidence(seen=str(error)))
+        return conclusion(Verdict.UNRECOGNISED, None, Evidence(seen=str(error)))
 
 
 def _read(source: ModuleSource, tree: SourceTree) -> Finding:
     if TARGET.symbol not in _names(source.syntax):
-        return _finding(Verdict.ABSENT, None, Evidence(seen=f"defines no {TARGET.symbol}", file=source.path))
+        return conclusion(Verdict.ABSENT, None, Evidence(seen=f"defines no {TARGET.symbol}", file=source.path))
     branches, refusal = _dispatch(_constructor(source))
     majors = frozenset(branches)
     known = ", ".join(map(str, sorted(majors)))
@@ -99,17 +100,17 @@ def _read(source: ModuleSource, tree: SourceTree) -> Finding:
         line=refusal.lineno,
     )
     if majors >= SERVED:
-        return _finding(Verdict.FIXED, None, seen)
+        return conclusion(Verdict.FIXED, None, seen)
     if (shape := _SHAPES.get(majors)) is None:
         raise _UnknownError(f"no known dispatcher has branches for {known} alone", refusal)
     if shape == BLACKWELL_ONLY and source.function(GETTER) is None and _built_at_import(source):
-        return _finding(Verdict.BROKEN, AT_IMPORT, seen, Evidence(seen="it is asked while the module is imported"))
+        return conclusion(Verdict.BROKEN, AT_IMPORT, seen, Evidence(seen="it is asked while the module is imported"))
     _check_bound_once(source)
     _check_getter(source)
     _check_autograd_function(source)
     for package in sorted(set(branches.values())):
         _check_entry(tree, f"{ENTRIES}.{package}.entry")
-    return _finding(Verdict.BROKEN, shape, seen)
+    return conclusion(Verdict.BROKEN, shape, seen)
 
 
 def _check_bound_once(source: ModuleSource) -> None:
@@ -307,7 +308,3 @@ def _calls(node: ast.expr, name: str) -> bool:
 
 def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
     return [node for node in body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
-
-
-def _finding(verdict: Verdict, shape: str | None, *seen: Evidence) -> Finding:
-    return Finding(verdict=verdict, shape=shape, evidence=seen)

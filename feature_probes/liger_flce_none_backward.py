@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeGuard
 
 from megacpp_overlays.errors import SourceError
+from megacpp_overlays.feature_probes.findings import conclusion
 from megacpp_overlays.fingerprint import fingerprint, is_docstring
 from megacpp_overlays.model import Evidence, Finding, Verdict
 from megacpp_overlays.source import FunctionNode, ModuleSource, SourceTree, parameters
@@ -108,18 +109,18 @@ def probe(tree: SourceTree) -> Finding:
     try:
         return _probe(tree)
     except SourceError as error:
-        return _finding(Verdict.UNRECOGNISED, None, Evidence(seen=str(error)))
+        return conclusion(Verdict.UNRECOGNISED, None, Evidence(seen=str(error)))
 
 
 def _probe(tree: SourceTree) -> Finding:
     source = tree.module(MODULE)
     if source is None:
-        return _finding(Verdict.ABSENT, None, Evidence(seen=f"there is no {MODULE}"))
+        return conclusion(Verdict.ABSENT, None, Evidence(seen=f"there is no {MODULE}"))
     forward, backward = source.function(f"{FUNCTION}.forward"), source.function(f"{FUNCTION}.backward")
     if forward is None or backward is None:
         return _unrecognised(source, None, f"{FUNCTION} has no forward or no backward")
     if "reduction" not in set(_words(source.syntax)):
-        return _finding(Verdict.ABSENT, None, _at(source, forward, "there is no choice of reduction"))
+        return conclusion(Verdict.ABSENT, None, _at(source, forward, "there is no choice of reduction"))
     core_forward, core_backward = source.function(CORE_FORWARD), source.function(CORE_BACKWARD)
     if core_forward is None or core_backward is None:
         return _unrecognised(source, forward, f"{CORE_FORWARD} or {CORE_BACKWARD} is missing")
@@ -128,7 +129,7 @@ def _probe(tree: SourceTree) -> Finding:
     for function in (backward, core_backward):
         if (guard := _rejection(function)) is not None:
             seen = _at(source, guard, "the backward pass refuses an upstream gradient per token")
-            return _finding(Verdict.BROKEN, REJECTED, seen)
+            return conclusion(Verdict.BROKEN, REJECTED, seen)
     if (scaling := _scaled_by_one(core_backward)) is None:
         return _unrecognised(source, core_backward, f"{CORE_BACKWARD} does not scale its gradients as known")
     one_scale = _at(source, scaling, "every gradient is scaled by the one number at grad_output")
@@ -137,7 +138,7 @@ def _probe(tree: SourceTree) -> Finding:
         return _known(source, tree, (per_token, one_scale))
     if (total := _only_sum(core_forward)) is not None:
         summed = _at(source, total, 'reduction="none" returns the sum of the losses')
-        return _finding(Verdict.BROKEN, SCALAR_NONE, summed, one_scale)
+        return conclusion(Verdict.BROKEN, SCALAR_NONE, summed, one_scale)
     return _unrecognised(source, core_forward, 'what reduction="none" returns is not clear')
 
 
@@ -178,7 +179,7 @@ def _known(source: ModuleSource, tree: SourceTree, seen: tuple[Evidence, ...]) -
     parts = fingerprints(source, tree)
     for known in KNOWN:
         if parts == known.parts:
-            return _finding(Verdict.BROKEN, known.shape, *seen, Evidence(seen=f"as in {known.releases}"))
+            return conclusion(Verdict.BROKEN, known.shape, *seen, Evidence(seen=f"as in {known.releases}"))
     strange = [name for name, value in parts.items() if all(value != known.parts[name] for known in KNOWN)]
     if not strange:
         return _unrecognised(source, None, "a mixture of parts from different releases", *seen)
@@ -207,7 +208,7 @@ def _deferred(source: ModuleSource, core_forward: FunctionNode, backward: Functi
     if not applied or not handed:
         missing = "applied" if not applied else "handed over by the backward pass"
         return _unrecognised(source, core_forward, f"token_grad_output is not {missing}")
-    return _finding(
+    return conclusion(
         Verdict.FIXED,
         None,
         _at(source, applied[0], "the gradient of the logits is multiplied by token_grad_output"),
@@ -280,10 +281,6 @@ def _at(source: ModuleSource, node: ast.stmt | ast.expr, seen: str) -> Evidence:
     return Evidence(seen=seen, file=source.path, line=node.lineno)
 
 
-def _finding(verdict: Verdict, shape: str | None, *seen: Evidence) -> Finding:
-    return Finding(verdict=verdict, shape=shape, evidence=seen)
-
-
 def _unrecognised(source: ModuleSource, node: ast.stmt | None, why: str, *seen: Evidence) -> Finding:
     place = Evidence(seen=why, file=source.path, line=None if node is None else node.lineno)
-    return _finding(Verdict.UNRECOGNISED, None, place, *seen)
+    return conclusion(Verdict.UNRECOGNISED, None, place, *seen)

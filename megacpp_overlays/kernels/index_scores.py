@@ -34,7 +34,7 @@ def scores(q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, use_relu: bo
         (batch, queries, keys), float32, contiguous.
 
     Raises:
-        ValueError: the shapes do not belong together.
+        ValueError: the shapes do not belong together, or the tensors are on several devices.
     """
     _check(q, weights, k)
     result: torch.Tensor = _scores(q, weights, k, use_relu)
@@ -51,7 +51,7 @@ def gradients(
         q: see `scores`, as are the next three.
 
     Raises:
-        ValueError: the shapes do not belong together.
+        ValueError: the shapes do not belong together, or the tensors are on several devices.
     """
     _check(q, weights, k)
     if grad.shape != (expected := (q.size(1), q.size(0), k.size(0))):

@@ -1,8 +1,9 @@
 """Index scores in plain PyTorch, one head and some queries at a time: for the CPU, float32 and odd dtypes.
 
 Float32 arithmetic, as upstream's. Beside the results it holds the keys and their gradient in float32, some queries of a
-head, and at most three blocks of 4 Mi elements, 32 Mi on a GPU, (batch, rows, keys), or of one row if that is longer. Heads and blocks are added in one order, so a rerun
-gives the same bits; blocks of another size may not, for a product of other rows may be added up in another order.
+head, and at most three blocks of 4 Mi elements, 32 Mi on a GPU, (batch, rows, keys), or of one row if that is longer.
+Heads and blocks are added in one order, so a rerun gives the same bits; blocks of another size may not, for a product of
+other rows may be added up in another order.
 """
 
 from __future__ import annotations
