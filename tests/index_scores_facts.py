@@ -30,6 +30,8 @@ SIZES = {
     "odd": (65, 47, 2, 3, 80),
     "one of each": (1, 1, 1, 1, 16),
     "one head, several tiles": (140, 150, 1, 1, 64),
+    "heads in three sums": (20, 30, 2, 67, 16),
+    "two tiles a program, and one over": (1030, 20, 1, 2, 16),
     "few queries": (3, 140, 1, 2, 96),
     "few keys": (130, 3, 2, 2, 128),
     "dim 192": (17, 33, 1, 2, 192),

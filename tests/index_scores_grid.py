@@ -19,6 +19,7 @@ from megacpp_overlays.kernels import index_scores
 from megacpp_overlays.kernels import index_scores_reference as reference
 
 NAMES = ("scores", "q", "weights", "k")
+LARGEST = "scores, largest error"
 
 
 class Entry(NamedTuple):
@@ -49,6 +50,8 @@ GRID = {
     **{f"dim {dim}, no relu": Entry(257, 300, 2, 5, dim, use_relu=False) for dim in (64, 128, 192)},
     "one head": Entry(256, 384, 2, 1, 128),
     "64 heads": Entry(256, 256, 1, 64, 128),
+    "70 heads, dim 192": Entry(250, 300, 1, 70, 192),
+    "two tiles a program": Entry(4100, 4100, 1, 3, 128),
     **{
         f"{queries} queries, {keys} keys": Entry(queries, keys, 3, 4, 128)
         for queries, keys in ((1, 1), (1, 257), (257, 1), (7, 65), (65, 7), (130, 130), (130, 257))
@@ -100,6 +103,11 @@ def error(found: torch.Tensor, true: torch.Tensor) -> float:
     return float((found.double() - true).norm() / true.norm())
 
 
+def largest_error(found: torch.Tensor, true: torch.Tensor) -> float:
+    """Return the largest error, over the largest value."""
+    return float((found.double() - true).abs().max() / true.abs().max())
+
+
 def _differ(found: torch.Tensor, true: torch.Tensor) -> bool:
     if found.device.type == "cpu" and found.dtype != torch.float32:
         return not bool(((found.double() - true).abs() <= 2.0**-7 * true.abs()).all())
@@ -113,11 +121,13 @@ def _errors(entry: Entry, device: str) -> dict[str, tuple[float, float]]:
     single = [each.detach().float().requires_grad_() for each in inputs]
     scores = four_axes(*single, entry.use_relu)
     others = (scores.detach(), *torch.autograd.grad(scores, single, grad))
+    results, true_results = compute(*tensors, entry.use_relu), truths(*tensors, entry.use_relu)
     return {
-        name: (error(mine, true), error(other if mine.dtype == torch.float32 else true.to(mine.dtype), true))
-        for name, mine, true, other in zip(
-            NAMES, compute(*tensors, entry.use_relu), truths(*tensors, entry.use_relu), others, strict=True
-        )
+        LARGEST: (largest_error(results[0], true_results[0]), largest_error(others[0], true_results[0])),
+        **{
+            name: (error(mine, true), error(other if mine.dtype == torch.float32 else true.to(mine.dtype), true))
+            for name, mine, true, other in zip(NAMES, results, true_results, others, strict=True)
+        },
     }
 
 

@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 
-QUERIES, KEYS, BATCH, HEADS = 128, 256, 1, 2
-"""Multiples of 16, so that copies are asynchronous and pipelines as deep as they get."""
+QUERIES, KEYS, BATCH, HEADS = (128, 512), 256, 1, 48
+"""Multiples of 16, so that copies are asynchronous and pipelines as deep as they get.
+
+Few queries and many, which have two tiles a program; and so many heads that some scores are added to others.
+"""
 
 
 class Device:
@@ -70,10 +73,11 @@ def compile_for(architecture: int, dim: int) -> None:
     from megacpp_overlays.kernels import index_scores_triton
 
     driver.set_active(Device(architecture))
-    q = torch.zeros(QUERIES, BATCH, HEADS, dim, dtype=torch.bfloat16)
-    weights, k = torch.zeros(QUERIES, BATCH, HEADS), torch.zeros(KEYS, BATCH, dim, dtype=torch.bfloat16)
-    index_scores_triton.scores(q, weights, k, True)
-    index_scores_triton.gradients(torch.zeros(BATCH, QUERIES, KEYS), q, weights, k, True)
+    for queries in QUERIES:
+        q = torch.zeros(queries, BATCH, HEADS, dim, dtype=torch.bfloat16)
+        weights, k = torch.zeros(queries, BATCH, HEADS), torch.zeros(KEYS, BATCH, dim, dtype=torch.bfloat16)
+        index_scores_triton.scores(q, weights, k, True)
+        index_scores_triton.gradients(torch.zeros(BATCH, queries, KEYS), q, weights, k, True)
 
 
 def main() -> None:

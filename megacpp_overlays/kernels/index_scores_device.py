@@ -86,45 +86,55 @@ def score_tiles(
     q_head,
     k_row,
     k_batch,
+    w_batch,
     one,
     RELU: tl.constexpr,
     DIM: tl.constexpr,
     REST: tl.constexpr,
     FULL: tl.constexpr,
+    ADD: tl.constexpr,
+    TILES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write the scores of a tile, float32: over heads, the products leave the tensor cores and are added up here."""
+    """Write the scores of a few tiles, one below the other, float32; with ADD, to what is there.
+
+    Over heads, the products leave the tensor cores and are added up here.
+    """
     column_tiles = tl.cdiv(keys, COLUMNS)
-    tile = tl.program_id(0)
+    program = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
-    rows = (tile // column_tiles) * ROWS + tl.arange(0, ROWS)
-    columns = (tile % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
-    # Rows past the end read the last one again and are not stored: that costs less than a mask in the loop.
-    inside = tl.minimum(rows, queries - 1).to(tl.int64)
+    columns = (program % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
     d = tl.arange(0, DIM)
-    q_tile = q + batch * q_batch + inside[:, None] * q_row
     k_tile = k + batch * k_batch + tl.minimum(columns, keys - 1).to(tl.int64)[None, :] * k_row
-    w_tile = weights + batch * heads * queries + inside
     key = _load(k_tile + d[:, None], d[:, None] < dim, FULL)
     if REST > 0:
         e = DIM + tl.arange(0, REST)
         key_rest = _load(k_tile + e[:, None], e[:, None] < dim, FULL)
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for _ in range(heads):
-        product = _dot(_load(q_tile + d[None, :], d[None, :] < dim, FULL), key)
-        if REST > 0:
-            rest = _dot(_load(q_tile + e[None, :], e[None, :] < dim, FULL), key_rest)
-            # Tensor cores cut what they add; a sum outside them is rounded. A plain + would become theirs.
-            product = tl.fma(rest, one, product)
-        if RELU:
-            product = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        total += product * tl.load(w_tile)[:, None]
-        q_tile += q_head
-        w_tile += queries
-    place = out + (batch * queries + inside[:, None]) * keys + columns[None, :]
-    inside_out = (rows < queries)[:, None] & (columns < keys)[None, :]
-    tl.store(place, total, mask=inside_out, eviction_policy="evict_first")
+    first = (program // column_tiles) * TILES
+    for tile in range(first, first + TILES):
+        rows = tile * ROWS + tl.arange(0, ROWS)
+        # Rows past the end read the last one again and are not stored: that costs less than a mask in the loop.
+        inside = tl.minimum(rows, queries - 1).to(tl.int64)
+        q_tile = q + batch * q_batch + inside[:, None] * q_row
+        w_tile = weights + batch * w_batch + inside
+        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for _ in range(heads):
+            product = _dot(_load(q_tile + d[None, :], d[None, :] < dim, FULL), key)
+            if REST > 0:
+                rest = _dot(_load(q_tile + e[None, :], e[None, :] < dim, FULL), key_rest)
+                # Tensor cores cut what they add; a sum outside them is rounded. A plain + would become theirs.
+                product = tl.fma(rest, one, product)
+            if RELU:
+                product = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            total += product * tl.load(w_tile)[:, None]
+            q_tile += q_head
+            w_tile += queries
+        place = out + (batch * queries + inside[:, None]) * keys + columns[None, :]
+        inside_out = (rows < queries)[:, None] & (columns < keys)[None, :]
+        if ADD:
+            total += tl.load(place, mask=inside_out, other=0.0)
+        tl.store(place, total, mask=inside_out, eviction_policy="evict_first")
 
 
 @triton.jit

@@ -33,6 +33,8 @@ _SQUARE = 64
 """Rows and columns of the blocks that are looked at for zeros."""
 _WIDE = 4
 """How many of them, side by side, one program looks at."""
+_HEADS = 64
+"""How many are added up one after the other: rounding grows with their number."""
 _PARTS = 8
 _SHARED, _SHARED_BEYOND_128 = 99 * 1024, 163 * 1024
 """Bytes of shared memory that a device must offer: what capability 8.6 and 12.0, and what 8.0 have. A newer one may use more."""
@@ -64,19 +66,26 @@ def scores(q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, use_relu: bo
     first = min(128, _padded(dim))
     rest = _padded(dim - first) if dim > first else 0
     tile = _tile(64, 128, 8, 3) if rest else _tile(64, 128, 4, 4)
-    tiles = triton.cdiv(queries, tile["ROWS"]) * triton.cdiv(keys, tile["COLUMNS"])
+    across = triton.cdiv(keys, tile["COLUMNS"])
+    tiles = _tiles(triton.cdiv(queries, tile["ROWS"]), across * batch, q.device)
+    programs = triton.cdiv(queries, tiles * tile["ROWS"]) * across
+    by_head = _by_head(weights)
     with _on(q):
-        device_code.score_tiles[tiles, batch](
-            *(q, _by_head(weights), k, result),
-            *(queries, keys, heads, dim),
-            *(*q.stride()[:3], *k.stride()[:2]),
-            one=1.0,
-            RELU=use_relu,
-            DIM=first,
-            REST=rest,
-            FULL=first + rest == dim,
-            **tile,
-        )
+        for start in range(0, heads, _HEADS):
+            some = slice(start, start + _HEADS)
+            device_code.score_tiles[programs, batch](
+                *(q[:, :, some], by_head[:, some], k, result),
+                *(queries, keys, min(_HEADS, heads - start), dim),
+                *(*q.stride()[:3], *k.stride()[:2], by_head.stride(0)),
+                one=1.0,
+                RELU=use_relu,
+                DIM=first,
+                REST=rest,
+                FULL=first + rest == dim,
+                ADD=start > 0,
+                TILES=tiles,
+                **tile,
+            )
     return result
 
 
@@ -172,6 +181,11 @@ def _parts(programs: int, most: int, device: torch.device) -> int:
     Each has a gradient of all keys of its own, so with few queries there are few parts.
     """
     return max(1, min(_PARTS, most, -(-6 * _processors(device) // programs)))
+
+
+def _tiles(down: int, across: int, device: torch.device) -> int:
+    """Return how many tiles of scores one program writes: two keep it busier, if there are enough for every processor."""
+    return 2 if down * across >= 16 * _processors(device) else 1
 
 
 @functools.cache
