@@ -43,6 +43,15 @@ demo: .envs/$(LANE)/.ready ## set up one lane and train a tiny model in it; LOCK
 	$(say) 'demo in .envs/$(LANE)'
 	@.envs/$(LANE)/bin/python examples/train_tiny.py
 
+TORCHRUN = .envs/$(LANE)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2
+
+.PHONY: demo-ranks
+demo-ranks: .envs/$(LANE)/.ready ## the demo on two ranks: once alike, which trains, and once with an odd one, which must not
+	$(say) 'two ranks that are alike'
+	@$(TORCHRUN) examples/train_tiny.py --device cpu
+	$(say) 'two ranks, and on the last one an overlay is off'
+	@if $(TORCHRUN) examples/odd_rank.py --device cpu; then echo 'it trained all the same'; exit 1; fi
+
 .PHONY: test
 test: setup ## set up everything, then lint, type checks, contracts and all tests with branch coverage
 	$(say) 'ruff check'
@@ -99,7 +108,7 @@ wheels: .venv/.ready ## fetch the upstream releases that the offline probe tests
 # The benchmark measures what users install. The wheel comes from an sdist in a folder of its own: a build in the
 # checkout would leave a build/ behind, whose old modules end up in the next wheel.
 PACKAGE := pyproject.toml $(wildcard megacpp_overlays/*.py megacpp_overlays/cli/*.py megacpp_overlays/kernels/*.py \
-    megacpp_overlays/repro/*.py overlays/*.py feature_probes/*.py packs/*.json packs/*/*)
+    megacpp_overlays/repro/*.py megacpp_overlays/startup/*.py overlays/*.py feature_probes/*.py packs/*.json packs/*/*)
 
 .envs/bench/.ready: .envs/bench/.synced .venv/.ready $(PACKAGE)
 	$(say) 'a wheel of megacpp_overlays into .envs/bench'

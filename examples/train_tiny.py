@@ -5,7 +5,8 @@
     MEGACPP_OVERLAYS=off python examples/train_tiny.py     upstream as it is
 
 The same model is built and measured twice, with the overlays undone and with them armed; then it trains with them.
-The exit code is 1 when an overlay did not do here what it says, or when the loss did not fall.
+The exit code is 1 when ranks do not run the same code, when an overlay did not do here what it says, or when the loss
+did not fall.
 """
 
 from __future__ import annotations
@@ -47,6 +48,11 @@ def main() -> int:
         is_first = dist.get_rank() == 0
         say: Say = print if is_first else lambda _text: None
         say(f"{demo_report.heading(device.type, dist.get_world_size())}\n\n{megacpp_overlays.audit()}\n")
+        try:
+            megacpp_overlays.verify_ranks()  # before step 1: every rank runs the same code, or none runs
+        except megacpp_overlays.RanksError as error:
+            say(str(error))
+            return 1
         off, on = measure_off_and_on(args.seed, device)
         audit = megacpp_overlays.audit()
         decisions = {record.overlay.id: record.decision.value for record in audit.records}

@@ -15,13 +15,17 @@ Raises at import:
 from __future__ import annotations
 
 import itertools
+import os
 import sys
+from typing import TYPE_CHECKING, Any
 
 # First, so that the function below and not the submodule is what `megacpp_overlays.audit` means.
 from megacpp_overlays.audit import Audit
 from megacpp_overlays.errors import (
     ActivationError,
+    ChildrenError,
     OverlayError,
+    RanksError,
     RegistryError,
     SeamError,
     SettingsError,
@@ -30,10 +34,17 @@ from megacpp_overlays.errors import (
 from megacpp_overlays.lane import current
 from megacpp_overlays.version import VERSION
 
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from megacpp_overlays.children import Children
+
 __all__ = [
     "ActivationError",
     "Audit",
+    "ChildrenError",
     "OverlayError",
+    "RanksError",
     "RegistryError",
     "SeamError",
     "SettingsError",
@@ -41,7 +52,10 @@ __all__ = [
     "__version__",
     "arm",
     "audit",
+    "child_environment",
+    "reach_children",
     "undo",
+    "verify_ranks",
 ]
 
 
@@ -71,15 +85,82 @@ def undo(overlay_id: str | None = None) -> None:
     current().undo(overlay_id)
 
 
+def reach_children(receipts: bool | str | os.PathLike[str] = False) -> Children:
+    """Arm every Python child of this environment that is started from now on, and theirs, before its first line.
+
+    Args:
+        receipts: where children say what they decided: a folder, or True for a fresh one; see `children.Children`.
+
+    Returns:
+        A handle, also a context manager: `demand()` checks that children run the code of this process, `close()` undoes.
+
+    Raises:
+        SettingsError: the folder cannot be written.
+        ChildrenError: this package lies in a folder that PYTHONPATH cannot name.
+    """
+    from megacpp_overlays import children  # noqa: PLC0415 - an import of the package only arms
+
+    return children.reach_children(receipts)
+
+
+def child_environment() -> dict[str, str]:
+    """Return the variables with which a Python of this environment arms at start-up, in the state of this process.
+
+    Raises:
+        ChildrenError: this package lies in a folder that PYTHONPATH cannot name.
+    """
+    from megacpp_overlays import children  # noqa: PLC0415
+
+    return children.child_environment()
+
+
+def verify_ranks(group: Any = None, timeout: float | timedelta = 300.0) -> Audit:
+    """Before step 1: return the audit if all ranks run the same code, and raise on every one of them if they do not.
+
+    Call it on every rank, after `torch.distributed.init_process_group` and after the imports of the model. Ranks meet in
+    the store of the process group, so that no device is touched and no rank can hang another: whoever has not arrived when
+    the first rank's time is up is named on all others. A process on its own returns its audit; so does a rank that is not
+    in the group.
+
+    Args:
+        group: a process group of torch.distributed; None is the default group.
+        timeout: seconds, or a timedelta, that this rank waits for the others. The answer comes within a minute after
+            it even if the store has gone.
+
+    Raises:
+        RanksError: ranks differ or are missing, or the store cannot be asked. The text has a table: which ranks, which
+            overlay, what differs, what to do.
+        ActivationError: they agree, MEGACPP_OVERLAYS=strict, and an overlay ended in conflict.
+    """
+    from megacpp_overlays import ranks  # noqa: PLC0415
+
+    return ranks.verify(current(), group, timeout)
+
+
 def _arm_at_import() -> None:
     try:
         arm()
+        if folder := current().settings.receipts:
+            _give_receipts(folder)
     except SettingsError as error:
         # The command line promises exit code 2 for wrong usage, but importing its package comes first.
         if not _is_own_command(sys.orig_argv):
             raise
         print(f"megacpp-overlays: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _give_receipts(folder: str) -> None:
+    from megacpp_overlays.receipts import give_receipts  # noqa: PLC0415
+
+    is_child = current().settings.parent_is_armed
+    try:
+        give_receipts(current(), folder, make=not is_child)
+    except SettingsError as error:
+        # A child did not ask for it and may run as somebody else: it works on, and whoever demands its receipt is told.
+        if not is_child:
+            raise
+        print(f"[megacpp_overlays] {error}", file=sys.stderr)
 
 
 def _is_own_command(argv: list[str]) -> bool:

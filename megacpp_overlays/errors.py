@@ -6,12 +6,17 @@
     +-- SourceError       the source of a module cannot be read
     +-- SeamError         an attribute cannot be replaced or put back
     +-- ActivationError   `strict` is on and an overlay ended in conflict
+    +-- RanksError        ranks do not run the same code, or one of them did not say so in time
+    +-- AuditFileError    a file has no audit that can be compared
+    +-- ChildrenError     a child process runs other code than its parent, or did not say so in time
 
 None of them is an ImportError: Megatron-Core reads an ImportError as "this optional package is missing"
 and carries on without it, which would turn a failed overlay into silence.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class OverlayError(Exception):
@@ -39,3 +44,25 @@ class ActivationError(OverlayError, RuntimeError):
 
     The message names the overlay, its target, the evidence and the variable that switches it off.
     """
+
+
+class RanksError(OverlayError, RuntimeError):
+    """Raised on every rank when ranks do not run the same code, or when one of them did not arrive in time.
+
+    Attributes:
+        differences: what is not the same, as `megacpp_overlays.differences.Difference` with ranks as holders.
+        missing: the ranks that did not arrive.
+    """
+
+    def __init__(self, text: str, *, differences: tuple[Any, ...] = (), missing: tuple[int, ...] = ()) -> None:
+        super().__init__(text)
+        self.differences = differences
+        self.missing = missing
+
+
+class ChildrenError(OverlayError, RuntimeError):
+    """Raised in a parent whose child process runs other code, or gave no receipt in time."""
+
+
+class AuditFileError(OverlayError, ValueError):
+    """Raised when a file that should hold an audit cannot be read, or holds none that this version knows."""

@@ -6,12 +6,13 @@ as it was.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-from megacpp_overlays import aliases, distributions, live, seams
+from megacpp_overlays import aliases, compiled, distributions, live, seams
 from megacpp_overlays.decide import decide
 from megacpp_overlays.errors import OverlayError, SeamError
 from megacpp_overlays.model import Decision, Evidence, Finding, Overlay, Record, Replacement, Verdict
@@ -96,7 +97,14 @@ def _reason(overlay: Overlay, finding: Finding, decision: Decision, settings: Se
 
 
 def install(
-    overlay: Overlay, shape: str, module: ModuleType, tree: SourceTree, *, late: bool, again: bool = False
+    overlay: Overlay,
+    shape: str,
+    module: ModuleType,
+    tree: SourceTree,
+    *,
+    late: bool,
+    again: bool = False,
+    dropped: Callable[[str], object] | None = None,
 ) -> Installed:
     """Put in all seams of an overlay, lead every live name to them, and test the result.
 
@@ -106,14 +114,17 @@ def install(
         module: the target module, completely executed.
         tree: where its source is read.
         late: whether other code could run between the import of the target and now. Then objects, too, are searched
-            for the original; so they are whenever its count of references says that somebody holds it.
+            for the original; so they are whenever its count of references says that somebody holds it. Graphs that were
+            compiled before may contain the original, too, and are dropped.
         again: whether the overlay was undone on purpose; instances that were built meanwhile are then as wanted.
+        dropped: is told which compiled graphs were dropped.
 
     Raises:
         RefusedError: the live object is somebody else's, a witness disagrees with the probe, the original is still
             held, instances were built without the seam, or the self-test fails.
-        SeamError: an attribute cannot be replaced.
+        SeamError: an attribute cannot be replaced, or a compiled graph cannot be dropped.
     """
+    graphs = None if late else compiled.graphs()
     replacements = overlay.replacements[shape]
     source = tree.module(overlay.target.module)
     if source is None:
@@ -130,20 +141,21 @@ def install(
     deep = late or any(aliases.is_held_elsewhere(*place) for place in places)
     placed: list[Seam] = []
     rebound: list[Seam] = []
-    try:
-        for replacement in replacements:
-            placed.append(_place(overlay, replacement, module))  # noqa: PERF401 - what is in must be known if one fails
-        # What is adopted was reached and verified by whoever put it in, and is theirs to undo.
-        fresh = [seam for seam in placed if not seam.adopted]
-        aliases.rebind(fresh, rebound, deep=deep)
-        if deep:
-            _refuse_holders(fresh)
-        if late and not again:
-            _refuse_instances(fresh)
-        _self_test(overlay, module)
-    except BaseException:
-        undo_all((*(seam for seam in placed if not seam.adopted), *rebound))
-        raise
+    with contextlib.nullcontext() if all(ours) else compiled.changing(graphs, dropped=dropped):
+        try:
+            for replacement in replacements:
+                placed.append(_place(overlay, replacement, module))  # noqa: PERF401 - what is in must be known if one fails
+            # What is adopted was reached and verified by whoever put it in, and is theirs to undo.
+            fresh = [seam for seam in placed if not seam.adopted]
+            aliases.rebind(fresh, rebound, deep=deep)
+            if deep:
+                _refuse_holders(fresh)
+            if late and not again:
+                _refuse_instances(fresh)
+            _self_test(overlay, module)
+        except BaseException:
+            undo_all((*(seam for seam in placed if not seam.adopted), *rebound))
+            raise
     return Installed(tuple(placed), tuple(rebound))
 
 

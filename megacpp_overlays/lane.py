@@ -7,10 +7,11 @@ imported by the functions that do that.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from megacpp_overlays.install import Installed
 
 _UNDONE = "undone in this process"
+_FROM_DISK = (
+    "torch._dynamo.config.caching_precompile brings back compiled graphs of processes that may have run without this "
+    "overlay; unset TORCH_CACHING_PRECOMPILE"
+)
 
 
 class Lane:
@@ -45,6 +50,8 @@ class Lane:
         self._installed: dict[Overlay, list[Installed]] = {}
         self._undone: set[Overlay] = set()
         self._locks: dict[str, threading.RLock] = {}
+        self.when_changed: Callable[[], None] | None = None
+        """Called after every decision, inside the hooks; it must not raise and must not settle anything."""
         self.renew_locks()
 
     @classmethod
@@ -88,6 +95,7 @@ class Lane:
             if again and (module := sys.modules.get(name)) is not None:
                 with _collecting(conflicts):
                     self.loaded(name, module, late=True, again=again)
+        self._changed()
         if conflicts:  # strict: every target has been settled before the first of them is raised
             raise ActivationError("\n".join(conflicts))
 
@@ -123,26 +131,35 @@ class Lane:
         """Put back what one overlay, or every overlay, replaced. It stays off until `arm` is called again.
 
         Raises:
-            SeamError: somebody replaced an attribute after us; the rest is undone, and the overlay is in conflict.
+            SeamError: somebody replaced an attribute after us; the rest is undone, and the overlay is in conflict. Or
+                a graph of torch.compile cannot be dropped now, see `compiled`; then everything stays in.
             RegistryError: there is no such overlay.
         """
         chosen = [overlay for overlay in self.overlays if overlay_id in {None, overlay.id}]
         if overlay_id is not None and not chosen:
             known = ", ".join(dict.fromkeys(overlay.id for overlay in self.overlays))
             raise RegistryError(f"there is no overlay {overlay_id}; known: {known}")
+        if any(self._installed.get(overlay) for overlay in chosen):
+            from megacpp_overlays import compiled
+
+            compiled.check()
         problems = [problem for overlay in chosen if (problem := self._undo_one(overlay))]
+        self._changed()
         if problems:
             raise SeamError("; ".join(problems))
 
     def _undo_one(self, overlay: Overlay) -> str:
         """Undo one overlay; return what could not be put back, in words."""
-        from megacpp_overlays import aliases
+        from megacpp_overlays import aliases, compiled
 
         with self._locks[overlay.target.module]:
-            self._undone.add(overlay)
-            changed = [seam for each in self._installed.pop(overlay, []) for seam in each.changes]
-            lost = [seam for seam in reversed(changed) if not seam.undo()]
-            aliases.lead_back([seam for seam in changed if seam not in lost])
+            changed = [seam for each in self._installed.get(overlay, []) for seam in each.changes]
+            dropped = functools.partial(self._log.dropped, overlay)
+            with compiled.changing(dropped=dropped) if changed else contextlib.nullcontext():
+                self._undone.add(overlay)
+                self._installed.pop(overlay, None)
+                lost = [seam for seam in reversed(changed) if not seam.undo()]
+                aliases.lead_back([seam for seam in changed if seam not in lost])
             record = self._records.get(overlay)
             if record is None or record.decision not in {Decision.ACTIVE, Decision.ARMED, Decision.CONFLICT}:
                 return ""
@@ -178,6 +195,12 @@ class Lane:
         records = tuple(self._review(self._records[o]) for o in self.overlays if o in self._records)
         return Audit(version=VERSION, mode=self.settings.mode.value, records=records)
 
+    def standing(self) -> Audit:
+        """Return the decisions as they were taken; looks for nothing and settles nothing, so a hook may ask."""
+        taken = [self._records[o] for o in self.overlays if o in self._records]
+        records = tuple(r if r.decision is Decision.ARMED else self._review(r) for r in taken)
+        return Audit(version=VERSION, mode=self.settings.mode.value, records=records)
+
     def _settle_what_no_hook_heard(self) -> None:
         """Settle a target that was loaded past every hook, by a loader or a recipe of somebody's own."""
         for name in self._targets():
@@ -199,7 +222,10 @@ class Lane:
         try:
             record = install.assess(overlay, module, self.settings, tree)
             if record.decision is Decision.ACTIVE:
-                installed = install.install(overlay, record.shape, module, tree, late=late, again=again)
+                dropped = functools.partial(self._log.dropped, overlay)
+                installed = install.install(
+                    overlay, record.shape, module, tree, late=late, again=again, dropped=dropped
+                )
                 kept.append(installed)
                 record = replace(
                     record,
@@ -214,14 +240,22 @@ class Lane:
     def _keep(self, record: Record) -> Record:
         self._records[record.overlay] = record
         self._log.decided(record)
+        self._changed()
         return record
+
+    def _changed(self) -> None:
+        if self.when_changed is not None:
+            self.when_changed()
 
     def _review(self, record: Record) -> Record:
         if record.decision is Decision.ARMED:
             return _if_absent(record, self._tree)
         if record.decision is Decision.ACTIVE:
+            from megacpp_overlays import compiled
             from megacpp_overlays.seams import describe
 
+            if compiled.come_from_disk():
+                return replace(record, decision=Decision.CONFLICT, reason=_FROM_DISK)
             installed = self._installed.get(record.overlay, [])[-1:]  # empty while another thread settles anew
             over = [seam for each in installed for seam in each.seams if not seam.in_place]
             lost = [seam for seam in over if not seam.is_wrapped]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megacpp_overlays.errors import SettingsError
-from megacpp_overlays.model import Decision, Record, Verdict
+from megacpp_overlays.model import Decision, Overlay, Record, Verdict
 from megacpp_overlays.settings import LOG, LogForm, Settings
 
 logger = logging.getLogger("megacpp_overlays")
@@ -38,7 +38,9 @@ class Log:
                 raise SettingsError(f"{LOG}={settings.log_path} cannot be written: {error.strerror}") from error
 
     def armed(self, records: Sequence[Record]) -> None:
-        """Say once, at import, what waits and what is off."""
+        """Say once, at import, what waits and what is off; a child does not repeat what its parent said."""
+        if self._settings.parent_is_armed:
+            return
         waiting = _ids(records, Decision.ARMED)
         off = _ids(records, Decision.DISABLED)
         words = [f"mode {self._settings.mode.value}"]
@@ -50,6 +52,11 @@ class Log:
         """Say what was decided about one overlay."""
         level = _LEVELS.get(record.decision, logging.INFO)
         self._write(line(record), {"event": "decision", **as_dict(record)}, level)
+
+    def dropped(self, overlay: Overlay, graphs: str) -> None:
+        """Say that compiled graphs are gone, because a model that compiles again stands still for minutes."""
+        text = f"dropped {graphs} of torch.compile, for the sake of {overlay.id}; what is called again compiles again"
+        self._write(text, {"event": "dropped", "id": overlay.id, "graphs": graphs}, logging.INFO)
 
     def _write(self, text: str, data: dict[str, object], level: int) -> None:
         if self._settings.rank != 0 and level < logging.WARNING:

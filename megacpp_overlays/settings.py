@@ -7,6 +7,9 @@ Variables:
     MEGACPP_OVERLAYS_DISABLE    comma-separated overlay ids, the same as off for each
     MEGACPP_OVERLAYS_LOG        stderr (default) | logging | json | a path with a slash in it
     MEGACPP_OVERLAYS_PLUGINS    comma-separated entry points to load from group megacpp_overlays.overlays
+    MEGACPP_OVERLAYS_RECEIPTS   an absolute path: the folder in which this process says what it decided
+    MEGACPP_OVERLAYS_CHILDREN   the environment whose Python processes arm at start-up; set by `reach_children` and
+                                by `megacpp-overlays run`, never by hand
 
 An empty value counts as not set. Anything unknown raises SettingsError: a typo must not leave a fix on
 that somebody wanted off, or off that somebody needs on.
@@ -15,6 +18,8 @@ that somebody wanted off, or off that somebody needs on.
 from __future__ import annotations
 
 import enum
+import os
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -26,6 +31,8 @@ MODE = "MEGACPP_OVERLAYS"
 DISABLE = "MEGACPP_OVERLAYS_DISABLE"
 LOG = "MEGACPP_OVERLAYS_LOG"
 PLUGINS = "MEGACPP_OVERLAYS_PLUGINS"
+RECEIPTS = "MEGACPP_OVERLAYS_RECEIPTS"
+CHILDREN = "MEGACPP_OVERLAYS_CHILDREN"
 
 _PREFIX = "MEGACPP_OVERLAY"
 _RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -65,6 +72,10 @@ class Settings:
     log: LogForm = LogForm.STDERR
     log_path: str | None = None
     rank: int = 0
+    receipts: str | None = None
+    """Folder, as an absolute path."""
+    parent_is_armed: bool = False
+    """A process of this environment was armed, said so, and started this one or one above it."""
 
     def switch(self, overlay_id: str) -> Switch:
         """Return the switch of one overlay."""
@@ -82,7 +93,7 @@ class Settings:
             SettingsError: a name or value is not known, or two settings contradict each other.
         """
         switches = {variable_for(overlay_id): overlay_id for overlay_id in known_ids}
-        _refuse_unknown_names(env, {MODE, DISABLE, LOG, PLUGINS, *switches})
+        _refuse_unknown_names(env, {MODE, DISABLE, LOG, PLUGINS, RECEIPTS, CHILDREN, *switches})
         listed = {_known_id(word, known_ids) for word in _words(env, DISABLE)}
         off = set(listed)
         for name, overlay_id in switches.items():
@@ -99,7 +110,17 @@ class Settings:
             log=form,
             log_path=path,
             rank=_rank(env),
+            receipts=_receipts(env),
+            parent_is_armed=_parent_is_armed(env),
         )
+
+
+def this_environment() -> str:
+    """Return the name of the environment that this interpreter belongs to.
+
+    The prefix alone is not enough: every Python of a system has `/usr`. `startup/sitecustomize.py` says the same.
+    """
+    return f"{sys.implementation.cache_tag}:{os.path.realpath(sys.prefix)}"
 
 
 def plugin_names(env: Mapping[str, str]) -> tuple[str, ...]:
@@ -132,6 +153,23 @@ def _log(env: Mapping[str, str]) -> tuple[LogForm, str | None]:
         return LogForm.STDERR, None
     hint = _nearest(text.lower(), [form.value for form in forms])
     raise SettingsError(f"{LOG}={text} is not known; {hint}, or a path with a slash in it (./{text})")
+
+
+def _receipts(env: Mapping[str, str]) -> str | None:
+    folder = env.get(RECEIPTS, "").strip()
+    if folder and not os.path.isabs(folder):
+        raise SettingsError(f"{RECEIPTS}={folder} is no absolute path, and children may start in any folder")
+    return folder or None
+
+
+def _parent_is_armed(env: Mapping[str, str]) -> bool:
+    name = env.get(CHILDREN, "").strip()
+    if name and not os.path.isabs(name.partition(":")[2]):
+        raise SettingsError(
+            f"{CHILDREN}={name} names no environment; unset it, and start the launcher with "
+            f"`python -m megacpp_overlays run`, or call megacpp_overlays.reach_children() in it"
+        )
+    return name == this_environment()
 
 
 def _words(env: Mapping[str, str], name: str) -> list[str]:

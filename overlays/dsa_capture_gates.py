@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from megacpp_overlays import stream_capture
+from megacpp_overlays import compiled, stream_capture
 from megacpp_overlays.feature_probes import dsa_capture_gates as feature
 from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Target, Thread, Verdict
 from megacpp_overlays.source import SourceTree
@@ -45,7 +45,7 @@ def _make_positions(original: Callable[..., Any], _module: ModuleType) -> Callab
             torch._assert_async(same, "DSA: position ids differ across the batch")  # noqa: SLF001 - the only one there is
         return original(position_ids[:1], sq, device)
 
-    return extract
+    return compiled.only_inlined(extract)
 
 
 def _make_mask(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
@@ -57,7 +57,7 @@ def _make_mask(original: Callable[..., Any], _module: ModuleType) -> Callable[..
                 setattr(made, _MARK, _version(made))
         return mask, varlen
 
-    return build
+    return compiled.only_inlined(build)
 
 
 def _make_bounds(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
@@ -83,14 +83,14 @@ def _make_bounds(original: Callable[..., Any], _module: ModuleType) -> Callable[
         ends = torch.isfinite(mask).sum(dim=-1, dtype=torch.int32)
         return torch.zeros_like(ends), ends
 
-    return bounds
+    return compiled.only_inlined(bounds)
 
 
 def _make_fused_loss(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
     def fused(q: Any, *args: Any, **kwargs: Any) -> Any:
         return None if stream_capture.capturing(q.device) else original(q, *args, **kwargs)
 
-    return fused
+    return compiled.only_inlined(fused)
 
 
 def _make_lengths(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
@@ -109,7 +109,7 @@ def _make_lengths(original: Callable[..., Any], _module: ModuleType) -> Callable
         # If they are the same, their sum is what upstream expects without a group.
         return original(sq=sq, skv=skv, cp_size=cp_size, cp_group=None, device=device)
 
-    return validate
+    return compiled.only_inlined(validate)
 
 
 def _version(tensor: Any) -> int | None:

@@ -30,7 +30,7 @@ _SWAPPING = threading.Lock()
 def _unwrapping(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
     import torch
 
-    from megacpp_overlays import fp8_sparse_mla, quantized
+    from megacpp_overlays import compiled, fp8_sparse_mla, quantized
 
     order = list(inspect.signature(original).parameters)
     places = tuple((name, order.index(name)) for name in feature.TENSORS)
@@ -71,7 +71,7 @@ def _unwrapping(original: Callable[..., Any], module: ModuleType) -> Callable[..
             say(found, lambda tensor: f"dequantized to {_size(tensor)}, because no FP8-aware SparseMLA took it")
         return output
 
-    return dispatch
+    return compiled.only_inlined(dispatch)
 
 
 def _size(tensor: Any) -> str:

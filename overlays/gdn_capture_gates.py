@@ -27,7 +27,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from megacpp_overlays import stream_capture
+from megacpp_overlays import compiled, stream_capture
 from megacpp_overlays.feature_probes import gdn_capture_gates as feature
 from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Target, Thread, Verdict
 from megacpp_overlays.source import SourceTree
@@ -65,7 +65,8 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
         torch._assert_async(same, f"GDN: {name} holds other lengths than in the warm-up")  # noqa: SLF001
         return chosen
 
-    return resolve
+    compiled.only_inlined(_remember)
+    return compiled.only_inlined(resolve)
 
 
 def _remember(cu_seqlens: Any, passed: tuple[str, int, int]) -> None:

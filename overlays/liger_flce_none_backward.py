@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from megacpp_overlays import compiled
 from megacpp_overlays.feature_probes import liger_flce_none_backward as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Target, Thread, Verdict
 from megacpp_overlays.source import SourceTree
@@ -64,7 +65,7 @@ def _forward(
             _remember(ctx, names, given)
             return outputs
 
-        return forward
+        return compiled.only_inlined(forward)
 
     return make
 

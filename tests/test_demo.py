@@ -134,6 +134,27 @@ def test_the_second_rank_brings_data_of_its_own(current: Run, two_ranks: Run) ->
     assert two_ranks.report["on"]["exempt"] == current.report["on"]["exempt"]
 
 
+def test_an_odd_rank_stops_the_demo_before_step_1_and_one_table_says_why(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MEGACPP_OVERLAY")}
+
+    done = subprocess.run(
+        [sys.executable, *launcher, ROOT / "examples/odd_rank.py", "--device", "cpu"],
+        env=clean,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+        cwd=tmp_path,
+    )
+
+    assert done.returncode == 1
+    table = done.stdout.partition("fingerprint")[2]
+    assert LOSS in table
+    assert "MEGACPP_OVERLAY_LIGER_FLCE_NONE_BACKWARD" in table
+    assert "Exempt parameters" not in table
+
+
 @pytest.mark.parametrize(("lane", "loss_decision"), [("old", "active"), ("newest", "retired")])
 def test_another_lane_shows_what_its_releases_need(tmp_path: Path, lane: str, loss_decision: str) -> None:
     assert LANES[lane].exists(), f"there is no {LANES[lane]}: run `make setup`"

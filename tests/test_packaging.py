@@ -172,7 +172,8 @@ def test_package_list_names_every_folder_with_code() -> None:
     for package in (name for name in FOLDERS if name in PACKAGES):
         top = ROOT / FOLDERS[package]
         for folder, folders, files in os.walk(top, followlinks=False):
-            folders[:] = [name for name in folders if name.isidentifier()]  # a pack's folder is data
+            # A pack's folder is data, and `startup` is found by its path.
+            folders[:] = [name for name in folders if name.isidentifier() and name != "startup"]
             if any(file.endswith(".py") for file in files):
                 found.add(".".join((package, *Path(folder).relative_to(top).parts)))
     assert sorted(PACKAGES) == sorted(found)
@@ -230,7 +231,7 @@ def test_bare_checkout_on_the_path_works(checkout: Path, venv: Venv) -> None:
 def test_wheel_holds_every_module_of_the_tree_and_nothing_else(wheel_file: Path) -> None:
     with zipfile.ZipFile(wheel_file) as archive:
         names = {name for name in archive.namelist() if not name.startswith(DIST_INFO)}
-    in_tree = {"megacpp_overlays/py.typed"}
+    in_tree = {f"megacpp_overlays/{name}" for name in PROJECT["tool"]["setuptools"]["package-data"]["megacpp_overlays"]}
     for package in PACKAGES:
         folder = ROOT / package.replace(".", "/")
         in_tree |= {f"{package.replace('.', '/')}/{file.name}" for file in folder.glob("*.py")}

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megacpp_overlays.cli import audit, ledger, receipts, repro
+from megacpp_overlays.cli import audit, compare, ledger, receipts, repro, run
 from megacpp_overlays.errors import OverlayError
 from megacpp_overlays.version import VERSION
 
@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="megacpp-overlays", description="Audit the overlays of this environment.")
     parser.add_argument("--version", action="version", version=f"megacpp_overlays {VERSION}")
     commands = parser.add_subparsers(metavar="command", required=True)
-    for command in (audit, ledger, receipts, repro):
+    for command in (audit, compare, ledger, receipts, repro, run):
         command.add_to(commands)
     chosen = parser.parse_args(arguments)
     try:

@@ -1,0 +1,65 @@
+"""`megacpp-overlays compare`: what changed between two runs that kept their audits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megacpp_overlays import compare
+from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.errors import AuditFileError
+
+SAME, DIFFERENT, NO_AUDIT = 0, 1, 2
+
+_COLUMNS = ("what", "changed", "before", "after")
+_WIDEST = 60
+
+
+def add_to(commands: Subparsers) -> None:
+    """Add the command to the parser."""
+    text = "Say what changed between two runs that kept audit().as_dict() as JSON."
+    codes = "Exit code 0: nothing; 1: something; 2: a file is no audit."
+    parser = commands.add_parser("compare", help=text, description=f"{text} {codes}")
+    parser.add_argument(
+        "before", type=Path, metavar="A.json", help="the earlier audit, or a report that has it as `audit`"
+    )
+    parser.add_argument("after", type=Path, metavar="B.json", help="the later one")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what changed; return the exit code."""
+    try:
+        before, after = compare.read(arguments.before), compare.read(arguments.after)
+    except AuditFileError as error:
+        print(f"megacpp-overlays: {error}", file=sys.stderr)
+        return NO_AUDIT
+    found = compare.changes(before, after)
+    hidden = not found and compare.is_hidden(before, after)
+    if arguments.json:
+        print(json.dumps({"changes": [each._asdict() for each in found], "hidden": hidden}, indent=2))
+    elif hidden:
+        print(
+            "Nothing that the audits show has changed, but their fingerprints differ: a part that they leave out has."
+        )
+    else:
+        print(_table(found) if found else "Nothing has changed.")
+    return DIFFERENT if found or hidden else SAME
+
+
+def _table(found: Sequence[compare.Change]) -> str:
+    rows = [_COLUMNS, *(tuple(_short(cell) for cell in change) for change in found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, tuple("-" * width for width in widths))
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _short(cell: str | None) -> str:
+    text = cell or "-"
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."

@@ -1,0 +1,84 @@
+"""`megacpp-overlays run LAUNCHER ...`: become `python LAUNCHER ...`, armed, with every Python below it.
+
+Nothing of Python is emulated here. The environment is set and this process is replaced, so that arguments, exit code,
+signals, process id, tracebacks, `sys.path[0]`, `__main__` and what pickles it are those of a plain Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from megacpp_overlays.cli.commands import Subparsers
+
+_TEXT = "Run a launcher with this package armed before its first line, in every Python process that it starts, too."
+_USAGE = "megacpp-overlays run [options of Python] (LAUNCHER | -m MODULE | -c CODE) [its arguments]"
+_REFUSED = {
+    "-I": "ignores PYTHONPATH",
+    "-E": "ignores PYTHONPATH",
+    "-S": "does not run what arms a process at start-up",
+}
+
+Option = tuple[str, ...]
+"""One option of Python, with its value if it takes one."""
+
+
+def add_to(commands: Subparsers) -> None:
+    """Add the command to the parser. What follows it is not for argparse, so no character marks an option there."""
+    parser = commands.add_parser("run", help=_TEXT, description=_TEXT, usage=_USAGE, add_help=False, prefix_chars="\0")
+    parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(run=lambda arguments: run(arguments.words, parser))
+
+
+def run(words: Sequence[str], parser: argparse.ArgumentParser) -> bool:
+    """Replace this process. Returns only where help is asked for; a wrong usage exits with 2."""
+    options, program = split(words)
+    if ("-h",) in options or ("--help",) in options:
+        parser.print_help()
+        return True
+    if not program:
+        parser.error("there is no launcher to run")
+    before, _ = split(sys.orig_argv[1:])
+    if refused := next((option[0] for option in (*before, *options) if option[0] in _REFUSED), None):
+        parser.error(
+            f"Python under {refused} {_REFUSED[refused]}: leave {refused} out, "
+            "or run the launcher without this command and import megacpp_overlays in its first line"
+        )
+    if not sys.executable:
+        parser.error("this Python does not know its own path: run the launcher with a Python that does")
+    return _become([word for option in (*before, *options) for word in option] + program)
+
+
+def _become(words: Sequence[str]) -> NoReturn:
+    from megacpp_overlays.children import child_environment  # noqa: PLC0415 - the other commands do not need it
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, *words], {**os.environ, **child_environment()})  # noqa: S606 - as asked
+
+
+def split(words: Sequence[str]) -> tuple[list[Option], list[str]]:
+    """Split the arguments of a Python into its own options, one by one, and the program with its arguments."""
+    options: list[Option] = []
+    rest = list(words)
+    while rest and rest[0].startswith("-") and rest[0] not in {"-", "--"}:
+        word = rest.pop(0)
+        if word.startswith("--"):
+            options.append((word, *_take(rest)) if word == "--check-hash-based-pycs" else (word,))
+            continue
+        for at, letter in enumerate(word[1:], 1):
+            tail = word[at + 1 :]
+            if letter in "mc":
+                return options, [word if at == 1 else f"-{letter}{tail}", *rest]
+            if letter in "WX":
+                options.append((f"-{letter}", *([tail] if tail else _take(rest))))
+                break
+            options.append((f"-{letter}",))
+    return options, rest
+
+
+def _take(rest: list[str]) -> list[str]:
+    return [rest.pop(0)] if rest else []
