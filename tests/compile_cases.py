@@ -1,9 +1,9 @@
-"""Run in a fresh interpreter: how often a compiled step through one overlay's seam breaks and compiles, as JSON.
+"""Run in a fresh interpreter: how often compiled steps through the seams of overlays break and compile, as JSON.
 
-    python compile_cases.py CASE
+    python compile_cases.py CASE ...
 
 The upstream is what is installed, or the tree that is first on the path. MEGACPP_OVERLAYS decides whether overlays are
-on. The step is traced once whole, then run at several sizes, some twice, so that recompiling is counted too.
+on. Each step is traced once whole, then run at several sizes, some twice, so that recompiling is counted too.
 """
 
 from __future__ import annotations
@@ -189,8 +189,9 @@ CASES = {
 
 
 def counted(case: Case) -> dict[str, Any]:
-    """Return graphs, breaks and compilations of a step, and what it returned at the last size."""
+    """Return graphs, breaks and compilations of a step."""
     counters = torch._dynamo.utils.counters
+    torch._dynamo.reset()
     whole = torch._dynamo.explain(case.step)(*case.inputs(SIZES[0]))
     torch._dynamo.reset()
     counters.clear()
@@ -214,9 +215,9 @@ def counted(case: Case) -> dict[str, Any]:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    report = counted(CASES[sys.argv[1]]())
-    decisions = {record.overlay.id: record.decision.value for record in megacpp_overlays.audit().decisions}
-    sys.stdout.write(json.dumps({**report, "decisions": decisions}) + "\n")
+    report = {name: counted(CASES[name]()) for name in sys.argv[1:]}
+    active = [record.overlay.id for record in megacpp_overlays.audit().records if record.decision.value == "active"]
+    sys.stdout.write(json.dumps({**report, "active": active}) + "\n")
 
 
 if __name__ == "__main__":
