@@ -14,6 +14,8 @@ What cannot be reached:
 - A CUDA graph that was captured by hand replays the kernels that were recorded.
 - What torch.export, AOTInductor, `aot_compile` or TorchScript made is a program of its own, with the code that was traced.
 - A call that is under way keeps its code to the end, on any thread, and so does a backward pass whose forward has run.
+- A thread that enters a compiled function in the instant between the check and the drop is not seen: change overlays
+  while other threads are not training.
 - `torch.compile(upstream.function)` holds that very function, as every other reference does; see `aliases`.
 - What a module compiled of itself while it was still being imported.
 - Dynamo's cache on disk (`caching_precompile`, off by default) compares files and not what is loaded, so it brings back

@@ -12,7 +12,8 @@ from test_compile import TEXT, measured_on, overlay_at
 from megacpp_overlays import compiled
 from megacpp_overlays.lane import Lane
 
-pytestmark = pytest.mark.gpu
+# Inductor warns as it likes.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 
 def test_graphs_that_inductor_recorded_follow_arming_undoing_and_arming_again(
