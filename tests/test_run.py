@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -206,11 +207,13 @@ def test_signals_reach_the_launcher_which_has_the_process_that_was_started(
 ) -> None:
     launcher = write(upstream, SLEEPS)
     codes = []
+    # In the background of a shell the tests ignore SIGINT, and what they start would, too.
+    heeded = None if number is signal.SIGKILL else functools.partial(signal.signal, number, signal.SIG_DFL)
 
     for words in ((), MODULE):
         command = [sys.executable, *words, str(launcher), *handled]
         with subprocess.Popen(
-            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, preexec_fn=heeded
         ) as process:
             assert process.stdout is not None
             assert int(process.stdout.readline()) == process.pid
