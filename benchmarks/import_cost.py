@@ -234,6 +234,15 @@ def starts_table(costs: dict[str, Cost], rounds: int) -> str:
     )
 
 
+def is_there(target: str) -> bool:
+    """Return whether this release has a target, without importing it or its packages."""
+    top, *rest = target.split(".")
+    spec = importlib.util.find_spec(top)
+    roots = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+    places = [root.joinpath(*rest) for root in roots]
+    return any(place.with_suffix(".py").exists() or (place / "__init__.py").exists() for place in places)
+
+
 def targets_table(all_settled: list[Settled], rounds: int) -> str:
     """Return the table of what the hooks add to their targets."""
     rows = [
@@ -273,7 +282,7 @@ def main() -> None:
     all_settled = []
     overlays = registry.load()
     for target in sorted({overlay.target.module for overlay in overlays}):
-        if importlib.util.find_spec(target.split(".")[0]) is not None:
+        if is_there(target):
             print(f"== import of {target}", file=sys.stderr, flush=True)
             all_settled.append(settled(target, chosen.target_rounds))
     if all_settled:
