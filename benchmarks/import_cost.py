@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_overlays import registry
+from megacpp_overlays.source import InstalledTree
 
 RESULT = Path(__file__).with_suffix(".md")
 NEUTRAL = RESULT.parent.resolve()
@@ -234,15 +235,6 @@ def starts_table(costs: dict[str, Cost], rounds: int) -> str:
     )
 
 
-def is_there(target: str) -> bool:
-    """Return whether this release has a target, without importing it or its packages."""
-    top, *rest = target.split(".")
-    spec = importlib.util.find_spec(top)
-    roots = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
-    places = [root.joinpath(*rest) for root in roots]
-    return any(place.with_suffix(".py").exists() or (place / "__init__.py").exists() for place in places)
-
-
 def targets_table(all_settled: list[Settled], rounds: int) -> str:
     """Return the table of what the hooks add to their targets."""
     rows = [
@@ -282,7 +274,7 @@ def main() -> None:
     all_settled = []
     overlays = registry.load()
     for target in sorted({overlay.target.module for overlay in overlays}):
-        if is_there(target):
+        if InstalledTree().module(target) is not None:
             print(f"== import of {target}", file=sys.stderr, flush=True)
             all_settled.append(settled(target, chosen.target_rounds))
     if all_settled:

@@ -47,6 +47,8 @@ class Audit:
         import hashlib
         import json
 
+        from megacpp_overlays.distributions import without_place
+
         rows = [
             (
                 record.overlay.id,
@@ -54,8 +56,7 @@ class Audit:
                 record.verdict,
                 record.decision.value,
                 record.source_sha256,
-                # A version is worth comparing; the path in "unversioned, loaded from ..." differs by host.
-                (record.version or "").partition(",")[0],
+                without_place(record.version) or "",
             )
             for record in self.records
         ]
@@ -81,12 +82,13 @@ class Audit:
     def __str__(self) -> str:
         """Return the table for a terminal."""
         decisions = self.decisions
-        rows = [_row(record) for record in decisions]
-        widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
+        from megacpp_overlays.columns import aligned
+
+        head, rule, *rows = aligned(_COLUMNS, [_row(record) for record in decisions])
         lines = [f"megacpp_overlays {self.version}   mode {self.mode}   fingerprint {self.fingerprint}", ""]
-        lines += [_cells(_COLUMNS, widths), _cells(["-" * width for width in widths], widths)]
+        lines += [head, rule]
         for row, record in zip(rows, decisions, strict=True):
-            lines += [_cells(row, widths), *_notes(record)]
+            lines += [row, *_notes(record)]
         return "\n".join(lines)
 
 
@@ -128,10 +130,6 @@ def _row(record: Record) -> tuple[str, ...]:
     target = f"{overlay.target.distribution} {record.version or ''}".strip()
     pack = f"{overlay.pack:02}"
     return overlay.id, pack, record.decision.value, record.verdict, record.shape, target
-
-
-def _cells(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
 def _notes(record: Record) -> list[str]:

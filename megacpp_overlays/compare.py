@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megacpp_overlays.audit import SCHEMA
+from megacpp_overlays.differences import by_target
+from megacpp_overlays.distributions import without_place
 from megacpp_overlays.errors import AuditFileError
 
 _KEPT_UNDER = ("audit", "megacpp_overlays", "statement")
@@ -80,7 +82,7 @@ def _of_package(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator
 
 
 def _of_overlays(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
-    then, now = _by_target(before), _by_target(after)
+    then, now = by_target(before), by_target(after)
     for key in dict.fromkeys([*then, *now]):
         old, new = then.get(key), now.get(key)
         if old is None or new is None:
@@ -95,15 +97,9 @@ def _decision(decision: Mapping[str, Any] | None) -> str | None:
     return None if decision is None else str(decision["decision"])
 
 
-def _by_target(audit: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, Any]]:
-    return {(each["id"], each["target"]): each for each in audit["decisions"]}
-
-
 def _value(what: str, decision: Mapping[str, Any]) -> str | None:
-    value = decision[what]
-    if what == "version" and value is not None:
-        return str(value).partition(",")[0]  # the path in "..., but loaded from ..." differs by host
-    return _text(value)
+    value = _text(decision[what])
+    return without_place(value) if what == "version" else value
 
 
 def _text(value: object) -> str | None:

@@ -13,6 +13,8 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from megacpp_overlays.columns import aligned
+
 PACKAGE = "megacpp_overlays"
 """The subject of what concerns no overlay in particular."""
 
@@ -119,10 +121,15 @@ def find(groups: Sequence[Group]) -> tuple[Difference, ...]:
         values = [each.get("versions", {}).get(name) for each in said]
         if _differs(values):
             found.append(_difference(name, "version", values, groups, f"install the same {name} everywhere"))
-    by_key = [{(each["id"], each["target"]): each for each in group.statement["decisions"]} for group in groups]
+    by_key = [by_target(group.statement) for group in groups]
     for key in dict.fromkeys(itertools.chain.from_iterable(by_key)):
         found += _of_overlay([each.get(key) for each in by_key], groups)
     return tuple(found)
+
+
+def by_target(statement: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, Any]]:
+    """Return the decisions of a statement or an audit, by the overlay and the target that each is about."""
+    return {(each["id"], each["target"]): each for each in statement["decisions"]}
 
 
 def _of_overlay(decisions: Sequence[Mapping[str, Any] | None], groups: Sequence[Group]) -> list[Difference]:
@@ -208,17 +215,13 @@ def table(found: Sequence[Difference], holders: str = "ranks") -> str:
         found: what `find` returned.
         holders: what those are called who hold a value.
     """
-    rows: list[tuple[str, ...]] = [(*_COLUMNS, holders)]
+    rows: list[tuple[str, ...]] = []
     for alike in _alike(found):
         first = alike[0]
         lines = [line for value, held_by in first.values for line in _lines(value, held_by)]
         for number, (subject, line) in enumerate(itertools.zip_longest(_subjects(alike), lines)):
             rows.append((subject or "", "" if number else first.field, *(line or ("", ""))))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, tuple("-" * width for width in widths))
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return "\n".join(aligned((*_COLUMNS, holders), rows))
 
 
 def advice(found: Sequence[Difference]) -> list[str]:

@@ -30,6 +30,11 @@ def describe(distribution: str, module_file: str | None) -> str | None:
     return f"{reported}, but loaded from {module_file}"
 
 
+def without_place(described: str | None) -> str | None:
+    """Return what `describe` said without the path in it, which honest hosts differ in."""
+    return (described or "").partition(",")[0] or None
+
+
 def _look_up(distribution: str) -> tuple[str | None, Path | None]:
     try:
         import importlib_metadata  # noqa: PLC0415 - 28 ms, and not needed to arm

@@ -18,7 +18,7 @@ from megacpp_overlays.errors import OverlayError, SeamError
 from megacpp_overlays.model import Decision, Evidence, Finding, Overlay, Record, Replacement, Verdict
 from megacpp_overlays.seams import Seam
 from megacpp_overlays.settings import Mode, Settings, Switch
-from megacpp_overlays.source import ModuleSource, SourceTree
+from megacpp_overlays.source import SourceTree, readable
 
 
 class RefusedError(OverlayError):
@@ -62,7 +62,7 @@ def assess(overlay: Overlay, module: ModuleType, settings: Settings, tree: Sourc
         verdict=finding.verdict,
         installable=finding.shape in overlay.replacements,
     )
-    source = source_of(overlay, tree)
+    source = readable(tree, overlay.target.module)
     return Record(
         overlay=overlay,
         decision=decision,
@@ -71,14 +71,6 @@ def assess(overlay: Overlay, module: ModuleType, settings: Settings, tree: Sourc
         version=distributions.describe(overlay.target.distribution, getattr(module, "__file__", None)),
         source_sha256=source.sha256 if source else None,
     )
-
-
-def source_of(overlay: Overlay, tree: SourceTree) -> ModuleSource | None:
-    """Return the source of the target module, or None when it is missing or cannot be read."""
-    try:
-        return tree.module(overlay.target.module)
-    except OverlayError:
-        return None
 
 
 def _reason(overlay: Overlay, finding: Finding, decision: Decision, settings: Settings) -> str:

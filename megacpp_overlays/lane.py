@@ -23,7 +23,7 @@ from megacpp_overlays.hooks import Hooks, is_half_imported
 from megacpp_overlays.log import Log
 from megacpp_overlays.model import Decision, Evidence, Finding, Overlay, Record, Verdict
 from megacpp_overlays.settings import Mode, Settings, Switch, plugin_names
-from megacpp_overlays.source import InstalledTree, Remembered
+from megacpp_overlays.source import InstalledTree, Remembered, readable
 from megacpp_overlays.version import VERSION
 
 if TYPE_CHECKING:
@@ -184,7 +184,10 @@ class Lane:
         Raises:
             ActivationError: `strict` is on and there is a conflict.
         """
-        audit = self.snapshot()
+        return self.answer_for(self.snapshot())
+
+    def answer_for(self, audit: Audit) -> Audit:
+        """Return a snapshot that was taken, or raise as `audit` does."""
         if self.settings.mode is Mode.STRICT:
             raise_for(audit.conflicts)
         return audit
@@ -296,10 +299,10 @@ def _collecting(conflicts: list[str]) -> Iterator[None]:
 
 
 def _if_absent(record: Record, tree: InstalledTree) -> Record:
-    from megacpp_overlays import distributions, install
+    from megacpp_overlays import distributions
 
     target = record.overlay.target
-    if install.source_of(record.overlay, tree) is not None:
+    if readable(tree, target.module) is not None:
         return record
     version = distributions.version(target.distribution)
     where = f"{target.distribution} {version}" if version else target.distribution

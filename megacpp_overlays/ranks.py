@@ -43,14 +43,15 @@ def verify(lane: Lane, group: Any = None, timeout: float | timedelta = TIMEOUT_S
     if not 0 < seconds < _LONGEST_S:
         raise ValueError(f"timeout is {timeout}; it must be more than nothing and less than a month, in seconds")
     meeting = _meeting(group)
+    audit = lane.snapshot()
     if meeting is not None:
-        # A conflict under `strict` is raised by `audit` below, when all ranks know of it.
-        told = statement.of(lane.snapshot(), lane.settings, InstalledTree())
+        told = statement.of(audit, lane.settings, InstalledTree())
         verdict = _run(meeting, statement.digest(told), told, seconds)
         if not verdict.agreed:
             missing = tuple(rank for rank, _ in verdict.missing)
             raise RanksError(report(verdict), differences=verdict.differences, missing=missing)
-    return lane.audit()
+    # A conflict under `strict` is raised when all ranks know of it.
+    return lane.answer_for(audit)
 
 
 def _meeting(group: Any) -> _Meeting | None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Protocol, cast
 
-from megacpp_overlays.errors import SourceError
+from megacpp_overlays.errors import OverlayError, SourceError
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -169,6 +169,14 @@ def find_spec(
         if finder is not but and ask is not None and (spec := ask(name, path, target)) is not None:
             return cast("ModuleSpec", spec)
     return None
+
+
+def readable(tree: SourceTree, name: str) -> ModuleSource | None:
+    """Return the source of a module, or None when it is missing or cannot be read."""
+    try:
+        return tree.module(name)
+    except OverlayError:
+        return None
 
 
 class Remembered:

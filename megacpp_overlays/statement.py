@@ -18,10 +18,9 @@ from typing import Any
 
 from megacpp_overlays import distributions
 from megacpp_overlays.audit import Audit
-from megacpp_overlays.errors import OverlayError
 from megacpp_overlays.model import Decision, Overlay, Record
 from megacpp_overlays.settings import Settings
-from megacpp_overlays.source import ModuleSource, Remembered, SourceTree
+from megacpp_overlays.source import Remembered, SourceTree, readable
 
 SCHEMA = 1
 """Version of the form. It changes when a key changes its meaning."""
@@ -62,7 +61,7 @@ def _decision(record: Record, tree: SourceTree, look_up: Any) -> dict[str, Any]:
     target = record.overlay.target
     version, source_sha256 = record.version, record.source_sha256
     if record.decision in {Decision.ARMED, Decision.DISABLED} and source_sha256 is None:
-        source = _source(target.module, tree)
+        source = readable(tree, target.module)
         # The word for a module of no distribution, as it will be when the module is loaded.
         version = look_up(target.distribution) or ("unversioned" if source else None)
         source_sha256 = source.sha256 if source else None
@@ -71,8 +70,7 @@ def _decision(record: Record, tree: SourceTree, look_up: Any) -> dict[str, Any]:
         "target": str(target),
         "module": target.module,
         "distribution": target.distribution,
-        # A version is worth comparing; the path in "unversioned, loaded from ..." differs by host.
-        "version": (version or "").partition(",")[0] or None,
+        "version": distributions.without_place(version),
         "source_sha256": source_sha256,
         "overlay_sha256": _declared_elsewhere(record.overlay),
         "verdict": record.verdict,
@@ -82,13 +80,6 @@ def _decision(record: Record, tree: SourceTree, look_up: Any) -> dict[str, Any]:
         "seams": list(record.seams),
         "variable": record.overlay.variable,
     }
-
-
-def _source(module: str, tree: SourceTree) -> ModuleSource | None:
-    try:
-        return tree.module(module)
-    except OverlayError:
-        return None
 
 
 def package_sha256() -> str:

@@ -21,6 +21,7 @@ import megacpp_overlays
 # isort: split
 import torch
 import torch._dynamo
+from fp8_dispatch import TraceableKernel
 
 VARIANT = "megatron.core.transformer.experimental_attention_variant"
 SIZES = (4, 6, 9, 6, 4)
@@ -91,22 +92,6 @@ class NoKernel:
         return self.launch
 
     def launch(self, *args: Any, **kwargs: Any) -> None: ...
-
-
-class TraceableKernel(torch.autograd.Function):
-    """Stands where TileLang's kernel would be."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, indices: Any, scale: float) -> Any:
-        ctx.save_for_backward(query, key)
-        ctx.scale = scale
-        return (query * key * scale)[..., :512].clone(), query[..., 0].float()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any, _: Any) -> Any:
-        query, key = ctx.saved_tensors
-        wide = torch.nn.functional.pad(gradient, (0, 64)) * ctx.scale
-        return wide * key, (wide * query).sum(dim=2, keepdim=True), None, None
 
 
 def sparse_mla(kernel: Any = TraceableKernel) -> Case:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_dispatch import AsFloat8, Kernel, inputs, kernel_in, kinds, part_of, quantized, seam_in
+from fp8_dispatch import AsFloat8, Kernel, TraceableKernel, inputs, kernel_in, kinds, part_of, quantized, seam_in
 
 from megacpp_overlays import fp8_sparse_mla
 from megacpp_overlays.feature_probes import fp8_quantized_unwrap as feature
@@ -306,26 +306,13 @@ def test_without_a_configured_log_the_line_is_on_stderr(run_python: Callable[...
 
 @pytest.mark.filterwarnings("ignore")  # torch's own
 def test_it_traces_in_one_graph_where_upstream_did(module: ModuleType, seam: Any) -> None:
-    class Traceable(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, query: Any, key: Any, indices: Any, scale: float) -> Any:
-            ctx.save_for_backward(query, key)
-            ctx.scale = scale
-            return (query * key * scale)[..., :512].clone(), query[..., 0].float()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Any, _: Any) -> Any:
-            query, key = ctx.saved_tensors
-            wide = torch.nn.functional.pad(gradient, (0, 64)) * ctx.scale
-            return wide * key, (wide * query).sum(dim=2, keepdim=True), None, None
-
     query, key, indices = inputs()
     leaves = query.clone().requires_grad_(), key.clone().requires_grad_()
 
     def step(query: Any, key: Any) -> Any:
         return module.fused_sparse_mla_absorbed(query, key, indices, softmax_scale=0.5, v_channels=512)  # type: ignore[attr-defined]
 
-    with kernel_in(module, Traceable):
+    with kernel_in(module, TraceableKernel):
         expected = step(*leaves)
         expected.sum().backward()
         gradients = [leaf.grad.clone() for leaf in leaves]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megacpp_overlays import compare
 from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.columns import aligned
 from megacpp_overlays.errors import AuditFileError
 
 SAME, DIFFERENT, NO_AUDIT = 0, 1, 2
@@ -52,12 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _table(found: Sequence[compare.Change]) -> str:
-    rows = [_COLUMNS, *(tuple(_short(cell) for cell in change) for change in found)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, tuple("-" * width for width in widths))
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return "\n".join(aligned(_COLUMNS, [tuple(map(_short, change)) for change in found]))
 
 
 def _short(cell: str | None) -> str:

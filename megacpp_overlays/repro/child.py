@@ -23,7 +23,7 @@ from megacpp_overlays import install, lane
 from megacpp_overlays.model import Overlay, Record, Target
 from megacpp_overlays.repro import inventory
 from megacpp_overlays.repro.case import CUDA, Behaviour, Blocked, Case, TargetAbsent
-from megacpp_overlays.source import InstalledTree, find_spec
+from megacpp_overlays.source import InstalledTree, find_spec, readable
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -56,7 +56,7 @@ def _probed(part: Overlay) -> dict[str, object]:
 
 
 def _source(part: Overlay) -> dict[str, object]:
-    source = install.source_of(part, InstalledTree())
+    source = readable(InstalledTree(), part.target.module)
     found = {"file": source.path, "sha256": source.sha256} if source else {"file": None, "sha256": None}
     return {"module": part.target.module, **found}
 
