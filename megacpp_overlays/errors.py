@@ -66,3 +66,11 @@ class ChildrenError(OverlayError, RuntimeError):
 
 class AuditFileError(OverlayError, ValueError):
     """Raised when a file that should hold an audit cannot be read, or holds none that this version knows."""
+
+
+class LockError(OverlayError, ValueError):
+    """Raised when a lock cannot be read, or an environment is not what its lock says."""
+
+
+class UpkeepError(OverlayError, RuntimeError):
+    """Raised when a command of the lane cannot do what was asked; the text says what is missing and the way out."""

@@ -6,7 +6,21 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megacpp_overlays.cli import audit, compare, ledger, receipts, repro, run
+from megacpp_overlays.cli import (
+    audit,
+    compare,
+    drift,
+    ledger,
+    matrix,
+    pack,
+    receipts,
+    repro,
+    retire,
+    run,
+    sweep,
+    triage,
+    wave,
+)
 from megacpp_overlays.errors import OverlayError
 from megacpp_overlays.version import VERSION
 
@@ -18,7 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="megacpp-overlays", description="Audit the overlays of this environment.")
     parser.add_argument("--version", action="version", version=f"megacpp_overlays {VERSION}")
     commands = parser.add_subparsers(metavar="command", required=True)
-    for command in (audit, compare, ledger, receipts, repro, run):
+    for command in (
+        *(audit, compare, run),
+        *(ledger, matrix, triage, drift, sweep, retire),
+        *(repro, receipts, pack, wave),
+    ):
         command.add_to(commands)
     chosen = parser.parse_args(arguments)
     try:

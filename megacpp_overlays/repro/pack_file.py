@@ -1,0 +1,172 @@
+"""`pack.toml`: what a pack says of itself that neither its notes nor a declaration says.
+
+repository = "linkedin/Liger-Kernel"    # where it would be filed
+upstream = "fixed"                      # new, overlap, fixed or declined
+priority = "crash"                      # crash, piggyback, refactor, report or none: its place in a wave
+files = ["src/liger_kernel/ops/x.py"]   # the files of that repository that it is about
+
+[[targets]]                             # only where no overlay declares them
+distribution = "tilelang"
+module = "tilelang.layout"
+symbol = "Fragment"
+
+[[threads]]                             # only those that no overlay declares
+repository = "tile-ai/tilelang"
+number = 2394
+state = "closed, reported 2026-06-14"
+
+[[diffs]]                               # a local change of an installed file that this pack accounts for
+distribution = "tilelang"
+file = "tilelang/layout/fragment.py"    # as RECORD names it
+sha256 = "..."                          # of the changed file
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megacpp_overlays.model import Target, Thread
+from megacpp_overlays.repro.case import PackError
+
+NAME = "pack.toml"
+
+UPSTREAM = ("new", "overlap", "fixed", "declined")
+"""What the search of upstream's threads and history found: nothing, a thread on it, a repair, or no wish for one."""
+PRIORITIES = ("crash", "piggyback", "refactor", "report", "none")
+"""Order within a wave: what stops a training run, what joins an open thread, what needs time of maintainers, what has
+no repair to offer; `none` is never filed."""
+
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diff:
+    """A local change of one installed file."""
+
+    distribution: str
+    file: str
+    """Path in the RECORD of the distribution."""
+    sha256: str
+    """Of the file with the change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackFile:
+    """The content of a `pack.toml`."""
+
+    repository: str
+    upstream: str
+    priority: str
+    files: tuple[str, ...]
+    targets: tuple[Target, ...] = ()
+    threads: tuple[Thread, ...] = ()
+    diffs: tuple[Diff, ...] = ()
+
+
+def read(folder: Path) -> PackFile:
+    """Read the `pack.toml` of a pack's folder.
+
+    Raises:
+        PackError: there is none, it is no TOML, or a field is missing, unknown or not what it should be.
+    """
+    path = folder / NAME
+    where = f"{folder.name}/{NAME}"
+    try:
+        data = _parse(path.read_text(), where)
+    except FileNotFoundError as error:
+        raise PackError(
+            f"{where}: there is no such file; it names the repository, the priority and the files"
+        ) from error
+    fields = _Fields(data, where)
+    found = PackFile(
+        repository=fields.text("repository", _REPOSITORY),
+        upstream=fields.choice("upstream", UPSTREAM),
+        priority=fields.choice("priority", PRIORITIES),
+        files=fields.texts("files"),
+        targets=tuple(
+            Target(each.text("distribution"), each.text("module"), each.text("symbol"))
+            for each in fields.tables("targets")
+        ),
+        threads=tuple(
+            Thread(each.text("repository", _REPOSITORY), each.number("number"), each.text("state"))
+            for each in fields.tables("threads")
+        ),
+        diffs=tuple(
+            Diff(distribution=each.text("distribution"), file=each.text("file"), sha256=each.text("sha256", _SHA256))
+            for each in fields.tables("diffs")
+        ),
+    )
+    fields.nothing_else()
+    return found
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib  # noqa: PLC0415 - not there before 3.11
+    else:
+        try:
+            import tomli as tomllib  # noqa: PLC0415
+        except ImportError as error:
+            raise PackError(f"{where}: reading TOML on Python 3.10 needs tomli: pip install tomli") from error
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise PackError(f"{where} is no TOML: {error}") from error
+
+
+class _Fields:
+    """A table of the file, asked field by field, so that a typo cannot hide."""
+
+    def __init__(self, data: Mapping[str, Any], where: str) -> None:
+        self._left = dict(data)
+        self._where = where
+        self._inner: list[_Fields] = []
+
+    def _take(self, name: str) -> Any:
+        if name not in self._left:
+            raise PackError(f"{self._where}: {name} is missing")
+        return self._left.pop(name)
+
+    def text(self, name: str, pattern: re.Pattern[str] | None = None) -> str:
+        value = self._take(name)
+        if not isinstance(value, str) or not value or (pattern and not pattern.fullmatch(value)):
+            raise PackError(f"{self._where}: {name} = {value!r} is not what it should be")
+        return value
+
+    def number(self, name: str) -> int:
+        value = self._take(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise PackError(f"{self._where}: {name} = {value!r} is no number of a thread")
+        return value
+
+    def choice(self, name: str, words: tuple[str, ...]) -> str:
+        value = self._take(name)
+        if value not in words:
+            raise PackError(f"{self._where}: {name} = {value!r} is none of {', '.join(words)}")
+        return str(value)
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        value = self._take(name)
+        if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
+            raise PackError(f"{self._where}: {name} is no list of texts")
+        return tuple(value)
+
+    def tables(self, name: str) -> tuple[_Fields, ...]:
+        value = self._left.pop(name, [])
+        if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+            raise PackError(f"{self._where}: {name} is no list of tables")
+        found = tuple(_Fields(each, f"{self._where}: {name}[{index}]") for index, each in enumerate(value))
+        self._inner += found
+        return found
+
+    def nothing_else(self) -> None:
+        for table in self._inner:
+            table.nothing_else()
+        if self._left:
+            raise PackError(f"{self._where}: {', '.join(sorted(self._left))} is not known")
