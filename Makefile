@@ -23,7 +23,7 @@ BIN := .venv/bin
 MINIMUM_COVERAGE := 95
 
 # Lanes that tests run in beside .venv, and older and newer Pythons for the loader alone where the machine has them.
-TEST_LANES := .envs/old .envs/newest
+TEST_LANES := .envs/spring-2026 .envs/summer-2026 .envs/newest
 LOADER_PYTHONS := 3.10 3.11 3.13
 LOADERS := .envs/loader-oldest $(LOADER_PYTHONS:%=.envs/loader-%)
 
@@ -34,7 +34,7 @@ help: ## list the commands
 	@printf 'make <command>\n\n'
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | \
 	    while IFS='|' read -r name text; do printf '  %-12s %s\n' "$$name" "$$text"; done
-	@printf '\nLocks: %s\n' "$(filter-out locks/wheels.txt locks/uv.txt locks/te-source.txt,$(sort $(wildcard locks/*.txt)))"
+	@printf '\nLocks: %s\n' "$(patsubst %.in,%.txt,$(filter-out locks/uv.in,$(sort $(wildcard locks/*.in))))"
 
 # --- main jobs -------------------------------------------------------------------------------------------------
 
@@ -89,11 +89,15 @@ wheels: .venv/.ready ## fetch the upstream releases that the offline probe tests
 	@$(BIN)/python scripts/wheels.py fetch locks/wheels.txt .cache/wheels
 
 # .synced: the environment holds what its lock says. .ready: the project is in it as well.
-.venv/.synced: locks/dev.txt
+.venv/.synced: locks/dev.txt | locks
 	@scripts/environment.sh .venv $< && touch $@
 
-.envs/%/.synced: locks/%.txt
+.envs/%/.synced: locks/%.txt | locks
 	@scripts/environment.sh .envs/$* $< && touch $@
+
+.PHONY: locks
+locks: ## fail if a lane and its lock disagree; everything that installs asks this first
+	@"$$(scripts/python.sh 3.12 --fetch)" scripts/lock.py check $(patsubst %.in,%.txt,$(sort $(wildcard locks/*.in)))
 
 .venv/.ready .envs/%/.ready: EDITABLE = --quiet --offline --no-deps --no-build-isolation --editable .
 
@@ -118,9 +122,14 @@ PACKAGE := pyproject.toml $(wildcard megacpp_overlays/*.py megacpp_overlays/cli/
 	@touch $@
 
 # The PyTorch part of Transformer Engine is published as source alone, so it is built before the project joins.
-.envs/te/.synced: locks/te.txt locks/te-source.txt
+.envs/te/.synced: locks/te.txt locks/te-source.txt | locks
 	@scripts/environment.sh .envs/te $<
-	@scripts/transformer_engine.sh .envs/te locks/te-source.txt && touch $@
+	@scripts/sources.sh .envs/te locks/te-source.txt && touch $@
+
+# mamba-ssm, too, is published as source alone; without its CUDA kernels it is built in a minute.
+.envs/spring-2026/.synced: locks/spring-2026.txt locks/spring-2026-source.txt | locks
+	@scripts/environment.sh .envs/spring-2026 $<
+	@scripts/sources.sh .envs/spring-2026 locks/spring-2026-source.txt && touch $@
 
 # The loader alone, with the bare checkout on its path. A Python that is missing here is skipped, and so are its tests.
 .envs/loader-oldest/.ready: locks/loader-oldest.txt
@@ -133,25 +142,12 @@ $(LOADER_PYTHONS:%=.envs/loader-%/.ready): .envs/loader-%/.ready: locks/loader.t
 
 # --- locks: never changed by the commands above ----------------------------------------------------------------
 
-UPGRADE :=
-COMPILE = "$$(scripts/uv.sh)" pip compile --quiet --generate-hashes --no-header --no-annotate --no-emit-index-url \
-    --no-emit-find-links --python "$$(scripts/python.sh 3.12 --fetch)" $(if $(UPGRADE),--upgrade)
-LINUX = --python-version 3.12 --python-platform x86_64-manylinux_2_28
+# In this order: `dev` and `bench` keep to what `current` pins.
+LANES := loader current newest summer-2026 spring-2026 te dev bench loader-oldest uv
 
 .PHONY: lock
-lock: ## recompile the locks, keeping versions where they still fit; UPGRADE=1 takes the newest
-	@for lane in current old newest te; do \
-	    printf '== locks/%s.txt\n' $$lane; \
-	    $(COMPILE) $(LINUX) locks/$$lane.in -o locks/$$lane.txt; done
-	@for lane in dev bench; do \
-	    printf '== locks/%s.txt\n' $$lane; \
-	    groups=; [[ $$lane == bench ]] || groups='--group pyproject.toml:lint --group pyproject.toml:test'; \
-	    $(COMPILE) $(LINUX) -c locks/current.txt $$groups locks/$$lane.in -o locks/$$lane.txt; done
-	@for lane in loader uv; do \
-	    printf '== locks/%s.txt\n' $$lane; \
-	    $(COMPILE) --universal --python-version 3.10 locks/$$lane.in -o locks/$$lane.txt; done
-	$(say) 'locks/loader-oldest.txt'
-	@$(COMPILE) $(LINUX) --resolution lowest-direct locks/loader-oldest.in -o locks/loader-oldest.txt
+lock: ## recompile the locks, keeping versions where they still fit; UPGRADE=1 takes the newest, LANES=name one of them
+	@"$$(scripts/python.sh 3.12 --fetch)" scripts/lock.py write $(if $(UPGRADE),--upgrade) $(LANES)
 
 .PHONY: clean
 clean: ## remove environments and build outputs; downloaded wheels stay

@@ -5,6 +5,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=$1 lock=$2 version=${3:-3.12}
 
+# A lock that is no longer its lane's must fail here, not after half an environment was changed.
+"$(scripts/python.sh "$version" --fetch)" scripts/lock.py check "$lock"
+
 uv=$(scripts/uv.sh)
 # Large wheels on a slow line are no error.
 export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-600}

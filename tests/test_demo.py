@@ -17,7 +17,7 @@ from conftest import ROOT
 pytestmark = pytest.mark.upstream
 
 EXEMPTION, LOSS = "float16-fp32-exemption", "liger-flce-none-backward"
-LANES = {"old": ROOT / ".envs/old/bin/python", "newest": ROOT / ".envs/newest/bin/python"}
+LANES = {"spring-2026": ROOT / ".envs/spring-2026/bin/python", "newest": ROOT / ".envs/newest/bin/python"}
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def test_an_odd_rank_stops_the_demo_before_step_1_and_one_table_says_why(tmp_pat
     assert "Exempt parameters" not in table
 
 
-@pytest.mark.parametrize(("lane", "loss_decision"), [("old", "active"), ("newest", "retired")])
+@pytest.mark.parametrize(("lane", "loss_decision"), [("spring-2026", "active"), ("newest", "retired")])
 def test_another_lane_shows_what_its_releases_need(tmp_path: Path, lane: str, loss_decision: str) -> None:
     assert LANES[lane].exists(), f"there is no {LANES[lane]}: run `make setup`"
 

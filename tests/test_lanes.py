@@ -1,4 +1,4 @@
-"""The same audit on three locked environments: the true mix of active and retired on real packages."""
+"""The same audit on every lane: the true mix of active, retired and absent on real packages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from conftest import ROOT
 pytestmark = pytest.mark.upstream
 
 LANES = {
-    "old": ROOT / ".envs/old/bin/python",
+    "spring-2026": ROOT / ".envs/spring-2026/bin/python",
+    "summer-2026": ROOT / ".envs/summer-2026/bin/python",
     "current": Path(sys.executable),
     "newest": ROOT / ".envs/newest/bin/python",
 }
@@ -22,22 +23,25 @@ LANES = {
 M = "megatron-core"
 L = "liger-kernel"
 EXPECTED = {
-    "dsa-branchless-scatter": (M, {"old": "absent", "current": "retired", "newest": "retired"}),
-    "dsa-capture-gates": (M, {"old": "absent", "current": "active", "newest": "active"}),
-    "dsa-indexer-streaming": (M, {"old": "active", "current": "active", "newest": "active"}),
-    "gdn-capture-gates": (M, {"old": "absent", "current": "active", "newest": "active"}),
-    "fp8-quantized-unwrap": (M, {"old": "absent", "current": "active", "newest": "active"}),
-    "liger-flce-none-backward": (L, {"old": "active", "current": "active", "newest": "retired"}),
-    "hopper-flce-dispatch": (M, {"old": "absent", "current": "absent", "newest": "absent"}),
-    "float16-distributed-order": (M, {"old": "active", "current": "active", "newest": "active"}),
-    "float16-fp32-exemption": (M, {"old": "active", "current": "active", "newest": "active"}),
-    "float16-optimizer-state-ids": (M, {"old": "active", "current": "active", "newest": "active"}),
+    "dsa-branchless-scatter": (M, ("absent", "absent", "retired", "retired")),
+    "dsa-capture-gates": (M, ("absent", "absent", "active", "active")),
+    "dsa-indexer-streaming": (M, ("active", "active", "active", "active")),
+    "gdn-capture-gates": (M, ("absent", "active", "active", "active")),
+    "fp8-quantized-unwrap": (M, ("absent", "absent", "active", "active")),
+    "liger-flce-none-backward": (L, ("active", "active", "active", "retired")),
+    "hopper-flce-dispatch": (M, ("absent", "absent", "absent", "absent")),
+    "float16-distributed-order": (M, ("active", "active", "active", "active")),
+    "float16-fp32-exemption": (M, ("active", "active", "active", "active")),
+    "float16-optimizer-state-ids": (M, ("active", "active", "active", "active")),
 }
+"""Distribution and decision by overlay, the decisions in the order of the lanes."""
 VERSIONS = {
-    ("old", M): "0.16.1",
+    ("spring-2026", M): "0.16.1",
+    ("summer-2026", M): "0.18.2",
     ("current", M): "0.19.2",
     ("newest", M): "0.19.2",
-    ("old", L): "0.6.5",
+    ("spring-2026", L): "0.7.0",
+    ("summer-2026", L): "0.8.1",
     ("current", L): "0.8.1",
     ("newest", L): "0.8.5",
 }
@@ -74,7 +78,7 @@ def test_the_decision_on_a_locked_environment(
 
     found = decisions[overlay]
     assert (found["decision"], found["distribution"], found["version"]) == (
-        expected[lane],
+        dict(zip(LANES, expected, strict=True))[lane],
         distribution,
         VERSIONS[lane, distribution],
     ), found["reason"]
