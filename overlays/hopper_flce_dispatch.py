@@ -176,7 +176,7 @@ OVERLAY = Overlay(
         Thread(repository="NVIDIA/Megatron-LM", number=2256, state="merged to dev 2025-12-05, unreleased"),
         Thread(repository="NVIDIA/Megatron-LM", number=2206, state="open, the same for main"),
         Thread(repository="NVIDIA/Megatron-LM", number=3345, state="not merged at 2026-08-21, adds a branch for 9"),
-        Thread(repository="NVIDIA/Megatron-LM", number=2739, state="merged to dev 2025-12, reverted by #3218"),
+        Thread(repository="NVIDIA/Megatron-LM", number=2739, state="merged to dev 2026-02-03, reverted by #3218"),
         Thread(repository="NVIDIA/Megatron-LM", number=3226, state="merged to dev 2026-02-04, reapplies #2739"),
     ),
     last_validated=(

@@ -107,17 +107,9 @@ def test_a_comment_is_no_reason_to_lock_anew(copy: Path) -> None:
 def test_a_lock_for_another_machine_is_refused_before_anything_is_installed(copy: Path) -> None:
     for name in ("newest.in", "newest.txt"):
         (copy / name).write_text((copy / name).read_text().replace("x86_64-manylinux", "riscv64-manylinux"))
-    digest = subprocess.run(
-        [sys.executable, "-c", "import lock, pathlib; print(lock.inputs(pathlib.Path('../locks/newest.in')))"],
-        cwd=copy.parent / "scripts",
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    lock = copy / "newest.txt"
-    lock.write_text(re.sub(r"# inputs: \w+", f"# inputs: {digest}", lock.read_text()))
+    make_current(copy / "newest.txt")
 
-    done = check_copy(lock)
+    done = check_copy(copy / "newest.txt")
 
     assert done.returncode == 1
     assert "it is for riscv64-manylinux_2_28, and this machine is" in done.stderr
@@ -140,6 +132,57 @@ def test_an_environment_is_not_touched_when_its_lane_and_lock_disagree(copy: Pat
     assert done.returncode != 0
     assert "has changed since this lock was made" in done.stderr
     assert not (copy.parent / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("lock", "given", "version"),
+    [("newest", [], "3.14"), ("newest", ["3.13"], "3.13"), ("loader", [], "3.10"), ("loader", ["3.11"], "3.11")],
+)
+def test_an_environment_has_the_python_of_its_lane_unless_another_is_given(
+    copy: Path, lock: str, given: list[str], version: str
+) -> None:
+    scripts = copy.parent / "scripts"
+    shutil.copy(ROOT / "scripts/environment.sh", scripts)
+    # What would fetch a Python and install into it writes down here what it was asked for.
+    write_script(scripts / "python.sh", f"echo $1 >>asked\necho {sys.executable}")
+    write_script(scripts / "uv.sh", "echo true")
+    change_python(copy / "newest", "3.12", "3.14")
+
+    done = subprocess.run(
+        ["scripts/environment.sh", "made", f"locks/{lock}.txt", *given],
+        cwd=copy.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (copy.parent / "asked").read_text().split()[-1] == version
+
+
+def write_script(path: Path, text: str) -> None:
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    path.chmod(0o755)
+
+
+def change_python(stem: Path, old: str, new: str) -> None:
+    """Make a lane and its lock be for another Python."""
+    for suffix in (".in", ".txt"):
+        path = stem.with_suffix(suffix)
+        path.write_text(path.read_text().replace(f"# python: {old}", f"# python: {new}"))
+    make_current(stem.with_suffix(".txt"))
+
+
+def make_current(lock: Path) -> None:
+    """Write into a lock the digest of what its lane says now."""
+    digest = subprocess.run(
+        [sys.executable, "-c", f"import lock, pathlib; print(lock.inputs(pathlib.Path('../locks/{lock.stem}.in')))"],
+        cwd=lock.parent.parent / "scripts",
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    lock.write_text(re.sub(r"# inputs: \w+", f"# inputs: {digest}", lock.read_text()))
 
 
 @pytest.mark.parametrize(
@@ -176,6 +219,26 @@ def test_a_pin_for_another_python_is_left_out(tmp_path: Path) -> None:
     path.write_text(f"a==1 ; python_version < '3' --hash=sha256:{SHA}\nb==2 --hash=sha256:{SHA}\n")
 
     assert list(locks.read(path).pins) == ["b"]
+
+
+def test_the_pins_of_another_environment_can_be_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text(
+        f"a==1 ; python_version < '3' --hash=sha256:{SHA}\na==2 ; python_version >= '3' --hash=sha256:{SHA}\n"
+    )
+    lock = locks.read(path)
+
+    old = lock.within({"python_version": "2.7"})
+
+    assert (lock.version("a"), old.version("a"), old.within({}).version("a")) == ("2", "1", "2")
+
+
+def test_a_lock_of_which_nothing_applies_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text(f"a==1 ; python_version < '3' --hash=sha256:{SHA}\n")
+
+    with pytest.raises(LockError, match=r"x\.txt: no pin of it applies to this Python on this platform"):
+        locks.read(path)
 
 
 NAMES = st.from_regex(r"[a-z]{1,8}(-[a-z0-9]{1,5})?", fullmatch=True)

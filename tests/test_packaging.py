@@ -235,9 +235,11 @@ def test_wheel_holds_every_module_of_the_tree_and_nothing_else(wheel_file: Path)
     for package in PACKAGES:
         folder = ROOT / package.replace(".", "/")
         in_tree |= {f"{package.replace('.', '/')}/{file.name}" for file in folder.glob("*.py")}
-    data = PROJECT["tool"]["setuptools"]["package-data"]["megacpp_overlays.packs"]
-    packs = ROOT / "packs"
-    in_tree |= {f"megacpp_overlays/packs/{file.relative_to(packs)}" for glob in data for file in packs.glob(glob)}
+    for package in ("megacpp_overlays.packs", "megacpp_overlays.upkeep.matrix"):
+        folder = ROOT / FOLDERS.get(package, package.replace(".", "/"))
+        data = [file for glob in PROJECT["tool"]["setuptools"]["package-data"][package] for file in folder.glob(glob)]
+        assert data
+        in_tree |= {f"{package.replace('.', '/')}/{file.relative_to(folder)}" for file in data}
     assert names == in_tree
 
 
@@ -259,8 +261,10 @@ def test_metadata_says_licence_python_and_exactly_three_dependencies(wheel_file:
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata.get_all("License-File") == ["LICENSE"]
     assert metadata["Requires-Python"] == ">=3.10"
-    required = [Requirement(line).name for line in metadata.get_all("Requires-Dist") or []]
-    assert sorted(required) == ["importlib-metadata", "packaging", "wrapt"]
+    required = [Requirement(line) for line in metadata.get_all("Requires-Dist") or []]
+    at_run_time = [each.name for each in required if each.marker is None or "extra" not in str(each.marker)]
+    assert sorted(at_run_time) == ["importlib-metadata", "packaging", "wrapt"]
+    assert metadata.get_all("Provides-Extra") == ["upkeep"]
 
 
 def test_wheel_has_one_console_script(wheel_file: Path) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from megacpp_overlays import registry
-from megacpp_overlays.repro import inventory, manifest, receipts
+from megacpp_overlays import registry, retired
+from megacpp_overlays.repro import inventory, manifest, pack_file, receipts
 
 PACKS = inventory.list_packs(inventory.own_folder())
 OVERLAYS = registry.load()
@@ -30,19 +30,23 @@ SECTIONS = (
     "Reproduce",
 )
 
+REPRODUCED = [pack for pack in PACKS if pack.reproducer.is_file()]
+
 each_pack = pytest.mark.parametrize("pack", PACKS, ids=lambda pack: pack.name)
+each_reproducer = pytest.mark.parametrize("pack", REPRODUCED, ids=lambda pack: pack.name)
 
 
 def test_every_overlay_has_a_case_in_the_pack_of_its_number() -> None:
-    measured = {case.overlay for pack in PACKS for case in inventory.load_cases(pack.reproducer)}
+    measured = {case.overlay for pack in REPRODUCED for case in inventory.load_cases(pack.reproducer)}
 
     assert {overlay.id for overlay in OVERLAYS} - measured == set()
 
 
-@each_pack
+@each_reproducer
 def test_cases_are_about_overlays_of_their_own_pack(pack: inventory.Pack) -> None:
-    for case in inventory.load_cases(pack.reproducer):
-        assert {part.pack for part in inventory.parts_of(case, OVERLAYS)} == {pack.number}
+    numbers = {overlay.id: overlay.pack for overlay in (*OVERLAYS, *retired.RETIRED)}
+
+    assert {numbers[case.overlay] for case in inventory.load_cases(pack.reproducer)} == {pack.number}
 
 
 @each_pack
@@ -52,13 +56,26 @@ def test_notes_have_the_shape_of_an_upstream_contribution(pack: inventory.Pack) 
     missing = [name for name in SECTIONS if not re.search(rf"^\W*{name}\b", text, re.MULTILINE)]
     assert not missing
     assert f"megacpp-overlays repro {pack.number}" in text
+    assert ("No reproducer yet" in text) != pack.reproducer.is_file()
+
+
+@each_pack
+def test_facts_say_where_it_would_be_filed_and_what_upstream_has(pack: inventory.Pack) -> None:
+    facts = pack_file.read(pack.folder)
+
+    declared = {
+        (each.repository, each.number) for part in OVERLAYS if part.pack == pack.number for each in part.threads
+    }
+    assert not declared & {(each.repository, each.number) for each in facts.threads}, "a declaration has it already"
+    assert facts.upstream != "overlap" or declared or facts.threads
 
 
 def test_reproducers_can_be_listed_without_importing_an_upstream() -> None:
     code = (
         "import sys\n"
         "from megacpp_overlays.repro import inventory\n"
-        "for pack in inventory.list_packs(inventory.own_folder()): inventory.load_cases(pack.reproducer)\n"
+        "for pack in inventory.list_packs(inventory.own_folder()):\n"
+        "    if pack.reproducer.is_file(): inventory.load_cases(pack.reproducer)\n"
         "loaded = {'torch', 'triton', 'megatron', 'liger_kernel', 'transformer_engine', 'mamba_ssm'} & set(sys.modules)\n"
         "assert not loaded, loaded"
     )

@@ -17,11 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_up import Upstream
 
-from megacpp_overlays import cli
-from megacpp_overlays.model import Overlay, Thread
+from megacpp_overlays import cli, retired
+from megacpp_overlays.model import Overlay, Target, Thread
 from megacpp_overlays.repro import inventory, manifest, receipts, schema
 from megacpp_overlays.repro.manifest import ManifestError
 from megacpp_overlays.repro.stamp import Stamp
+from megacpp_overlays.retired import Retired
 
 CPU = {"machine": "x86_64", "processor": "a CPU", "cpus": 2, "system": "Linux 6.1", "python": "3.12.1", "gpu": None}
 GPU = {**CPU, "gpu": {"name": "NVIDIA H200", "capability": "9.0", "driver": "580.1", "count": 1}}
@@ -271,6 +272,14 @@ def test_a_manifest_that_is_no_json_or_does_not_fit_is_refused(folder: Path) -> 
         ("overlay", "reproduced", ("MEMORY_SAVE_VERIFIED",), "no receipt shows BUG_REPRODUCED for double-fix"),
         ("overlay", "validated", ("BUG_REPRODUCED",), "no receipt shows FIX_VALIDATED for double-fix"),
         ("overlay", "ready", ("BUG_REPRODUCED", "FIX_VALIDATED"), "made/up#1 has no date checked"),
+        ("overlay", "ready", ("BUG_REPRODUCED", "FIX_VALIDATED"), "no pack.toml says what a search of upstream found"),
+        ("overlay", "filed", ("BUG_REPRODUCED", "FIX_VALIDATED"), "no pack.toml says what a search of upstream found"),
+        (
+            "regression guard",
+            "validated",
+            ("BUG_NOT_PRESENT",),
+            "its class is regression guard, and its state is validated",
+        ),
         ("overlay", "retired", ("FIX_VALIDATED",), "what is retired is a regression guard"),
         ("bug report", "validated", ("BUG_REPRODUCED",), None),
         ("fork", "validated", ("BUG_REPRODUCED",), "no receipt shows FIX_VALIDATED"),
@@ -355,6 +364,136 @@ def test_synchronising_keeps_receipts_and_dates(folder: Path, overlays: tuple[Ov
     manifest.write(folder, data)
 
     assert manifest.synchronise(folder, overlays) == data
+
+
+def write_facts(folder: Path, upstream: str = "new", priority: str = "crash", more: str = "") -> None:
+    text = f'repository = "made/up"\nupstream = "{upstream}"\npriority = "{priority}"\nfiles = ["layers.py"]\n{more}'
+    (folder / "99-double" / "pack.toml").write_text(text)
+
+
+def test_facts_of_the_pack_are_in_the_manifest_beside_the_declared_ones(
+    folder: Path, overlays: tuple[Overlay, ...]
+) -> None:
+    target = '[[targets]]\ndistribution = "made"\nmodule = "made.other"\nsymbol = "x"\n'
+    threads = "".join(
+        f'[[threads]]\nrepository = "made/up"\nnumber = {number}\nstate = "merged"\n' for number in (1, 2)
+    )
+    write_facts(folder, more=target + threads)
+
+    (entry,) = manifest.synchronise(folder, overlays)["packs"]
+
+    facts = ("repository", "upstream", "priority", "files")
+    assert [entry[name] for name in facts] == ["made/up", "new", "crash", ["layers.py"]]
+    assert [each["module"] for each in entry["targets"]] == ["made_target.layers", "made.other"]
+    assert [(each["number"], each["state"]) for each in entry["threads"]] == [(1, "open"), (2, "merged")]
+    assert manifest.problems(folder, overlays) == [
+        f"99: {name} is not as the notes and declarations have it" for name in (*facts, "targets", "threads")
+    ]
+
+
+def test_a_manifest_from_before_there_were_facts_is_read_and_brought_in_step(
+    folder: Path, overlays: tuple[Overlay, ...]
+) -> None:
+    data = manifest.read(folder)
+    for name in ("repository", "upstream", "priority", "files"):
+        del data["packs"][0][name]
+    manifest.write(folder, data)
+
+    assert "99: repository is not as the notes and declarations have it" in manifest.problems(folder, overlays)
+    manifest.write(folder, manifest.synchronise(folder, overlays))
+    assert manifest.problems(folder, overlays) == receipts.problems(folder) == []
+
+
+def test_targets_and_threads_of_a_retired_overlay_stay_those_of_its_pack(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Target("made", "made.layers", "double")
+    gone = Retired(
+        id="double-fix",
+        pack=99,
+        date="2026-11-21",
+        distribution="made",
+        version="2.0",
+        why="upstream doubles",
+        targets=(target,),
+        threads=(Thread("made/up", 1, "merged"),),
+    )
+    monkeypatch.setattr(retired, "RETIRED", (gone, gone._replace(pack=98)))
+
+    (entry,) = manifest.synchronise(folder, ())["packs"]
+
+    assert entry["targets"] == [target._asdict()]
+    assert [each["state"] for each in entry["threads"]] == ["merged"]
+    assert entry["overlays"] == []
+
+
+def test_the_day_of_a_look_is_that_of_the_saved_answer_else_the_one_that_was_kept(
+    folder: Path, overlays: tuple[Overlay, ...]
+) -> None:
+    data = manifest.read(folder)
+    data["packs"][0]["threads"][0]["checked"] = "2026-05-28"
+    manifest.write(folder, data)
+    answer = {"repository": "made/up", "number": 2, "checked": "2026-11-20"}
+    checked = []
+    for number in (2, 1):
+        (folder / "threads.json").write_text(json.dumps({"schema": 1, "threads": [{**answer, "number": number}]}))
+        checked.append(manifest.synchronise(folder, overlays)["packs"][0]["threads"][0]["checked"])
+
+    assert checked == ["2026-05-28", "2026-11-20"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"threads": [{"number": 1}]}'])
+def test_saved_answers_that_are_none_are_refused(folder: Path, overlays: tuple[Overlay, ...], text: str) -> None:
+    (folder / "threads.json").write_text(text)
+
+    with pytest.raises(ManifestError, match=r"threads\.json is not what `megacpp-overlays sweep` writes"):
+        manifest.synchronise(folder, overlays)
+
+
+@pytest.mark.parametrize(
+    ("upstream", "priority", "says"),
+    [
+        ("new", "crash", []),
+        ("overlap", "piggyback", []),
+        ("fixed", "crash", ["upstream has it fixed: it becomes a regression guard or stays local"]),
+        ("declined", "crash", ["upstream has it declined: it becomes a regression guard or stays local"]),
+        ("new", "none", ["its priority is none: that is never filed"]),
+    ],
+)
+def test_what_is_ready_has_something_to_file_and_a_place_in_a_wave(
+    folder: Path, overlays: tuple[Overlay, ...], upstream: str, priority: str, says: list[str]
+) -> None:
+    write_notes(folder, "overlay", "ready")
+    write_facts(folder, upstream, priority)
+    answer = {"repository": "made/up", "number": 1, "checked": "2026-11-20"}
+    (folder / "threads.json").write_text(json.dumps({"schema": 1, "threads": [answer]}))
+    manifest.write(folder, manifest.synchronise(folder, overlays))
+
+    assert [text.partition("ready, and ")[2] for text in manifest.problems(folder, overlays)] == says
+
+
+def test_a_pack_without_a_reproducer_is_a_draft_and_nothing_else(folder: Path, overlays: tuple[Overlay, ...]) -> None:
+    shutil.rmtree(folder / "99-double" / "receipts")
+    (folder / "99-double" / "reproduce.py").unlink()
+    (folder / manifest.NAME).unlink()
+    claims = {}
+    for state in ("draft", "reproduced"):
+        write_notes(folder, "fork", state)
+        manifest.write(folder, manifest.synchronise(folder, overlays))
+        claims[state] = manifest.problems(folder, overlays)
+
+    assert claims == {
+        "draft": [],
+        "reproduced": ["99: its state is reproduced, and no receipt shows BUG_REPRODUCED for double-fix"],
+    }
+    assert receipts.current_of(folder, manifest.read(folder)["packs"]) == (0, 0)
+
+
+def test_a_guard_may_be_a_draft_until_there_is_a_reproducer(folder: Path) -> None:
+    write_notes(folder, "regression guard", "draft")
+    manifest.write(folder, manifest.synchronise(folder, ()))
+
+    assert manifest.problems(folder, ()) == []
 
 
 def test_notes_without_a_class_are_refused(folder: Path, overlays: tuple[Overlay, ...]) -> None:

@@ -2,11 +2,17 @@
 
     number, slug                  the name of the folder
     title, class, state           the heading of README.md, and its lines `Class` and `Lifecycle state`
-    targets, overlays, threads    the declarations of the overlays with this pack number
-    threads[].checked, receipts   kept in the manifest alone
+    repository, upstream,         `pack.toml`; null, and no files, where there is none
+    priority, files
+    overlays                      the declarations of the overlays with this pack number
+    targets, threads              those of the overlays, those of overlays that were retired, and those of `pack.toml`
+    threads[].checked             `threads.json`, the last answers about upstream's threads; else what stands here
+    receipts                      kept in the manifest alone
 
 A claim needs a kept log: `problems` refuses a state or a class that the receipts do not show. What counts is a
-receipt of the reproducer as it is now, in which nothing failed, and of upstream itself, not of a stand-in.
+receipt of the reproducer as it is now, in which nothing failed, and of upstream itself, not of a stand-in. A pack
+without a reproducer is a draft and nothing else. What is ready to be sent also has a repository, the result of a search
+there, a priority, and threads that somebody looked at.
 """
 
 from __future__ import annotations
@@ -20,15 +26,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megacpp_overlays import retired
 from megacpp_overlays.errors import OverlayError
-from megacpp_overlays.model import Overlay
-from megacpp_overlays.repro import inventory, schema
+from megacpp_overlays.model import Overlay, Thread
+from megacpp_overlays.repro import inventory, pack_file, schema
 from megacpp_overlays.repro.inventory import Pack
 from megacpp_overlays.repro.judge import Sentinel, meaning
 from megacpp_overlays.repro.trees import STAND_IN
 
 SCHEMA = 1
 NAME, SCHEMA_NAME, README = "manifest.json", "manifest.schema.json", "README.md"
+THREADS = "threads.json"
+STALE, MISSING = "is not as the notes and declarations have it", "not in the manifest"
+"""What `problems` says of an entry that `synchronise` would change."""
 
 CLASSES = ("overlay", "fork", "bug report", "regression guard", "held")
 STATES = ("draft", "reproduced", "validated", "ready", "filed", "merged", "retired")
@@ -110,29 +120,51 @@ def derive(pack: Pack, overlays: Sequence[Overlay], kept: Mapping[str, Any] | No
         kept: the entry as it is, for what only the manifest knows.
 
     Raises:
-        ManifestError: the notes lack a heading, a class or a state.
+        ManifestError: the notes lack a heading, a class or a state, or the saved answers about threads cannot be read.
+        PackError: its `pack.toml` cannot be read.
     """
     mine = [overlay for overlay in overlays if overlay.pack == pack.number]
-    checked = {(each["repository"], each["number"]): each["checked"] for each in (kept or {}).get("threads", ())}
-    threads = {
-        (thread.repository, thread.number): {
-            "repository": thread.repository,
-            "number": thread.number,
-            "state": thread.state,
-            "checked": checked.get((thread.repository, thread.number)),
-        }
-        for overlay in mine
-        for thread in overlay.threads
-    }
+    said = pack_file.read(pack.folder) if (pack.folder / pack_file.NAME).exists() else None
+    gone = [each for each in retired.RETIRED if each.pack == pack.number]
+    targets = [overlay.target for overlay in mine] + [target for each in gone for target in each.targets]
+    threads = [thread for overlay in mine for thread in overlay.threads]
+    threads += [thread for each in gone for thread in each.threads]
     return {
         "number": pack.number,
         "slug": pack.slug,
         **_notes(pack),
-        "targets": [target._asdict() for target in dict.fromkeys(overlay.target for overlay in mine)],
+        "repository": said.repository if said else None,
+        "upstream": said.upstream if said else None,
+        "priority": said.priority if said else None,
+        "files": list(said.files) if said else [],
+        "targets": [target._asdict() for target in dict.fromkeys((*targets, *(said.targets if said else ())))],
         "overlays": list(dict.fromkeys(overlay.id for overlay in mine)),
-        "threads": list(threads.values()),
+        "threads": _threads(pack, [*threads, *(said.threads if said else ())], kept),
         "receipts": list((kept or {}).get("receipts", ())),
     }
+
+
+def _threads(pack: Pack, threads: Sequence[Thread], kept: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the threads of a pack, with the day of the last look; of one that is named twice, the first counts."""
+    checked = {(each["repository"], each["number"]): each["checked"] for each in (kept or {}).get("threads", ())}
+    checked |= _answered(pack.folder.parent)
+    states: dict[tuple[str, int], str] = {}
+    for thread in threads:
+        states.setdefault((thread.repository, thread.number), thread.state)
+    return [
+        {"repository": repository, "number": number, "state": state, "checked": checked.get((repository, number))}
+        for (repository, number), state in states.items()
+    ]
+
+
+def _answered(folder: Path) -> dict[tuple[str, int], str]:
+    """Return the day of the last answer about each thread; `megacpp-overlays sweep` writes the file and checks the rest."""
+    path = folder / THREADS
+    try:
+        threads = json.loads(path.read_text())["threads"] if path.exists() else []
+        return {(each["repository"], each["number"]): each["checked"] for each in threads}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ManifestError(f"{THREADS} is not what `megacpp-overlays sweep` writes: {error!r}") from error
 
 
 def _notes(pack: Pack) -> dict[str, str]:
@@ -169,10 +201,10 @@ def problems(folder: Path, overlays: Sequence[Overlay]) -> list[str]:
     for number in sorted({pack["number"] for pack in (*data["packs"], *expected["packs"])}):
         entry, wanted = entry_of(data, number), entry_of(expected, number)
         if entry is None or wanted is None:
-            found.append(f"{number:02}: {'not in the manifest' if entry is None else 'there is no such folder'}")
+            found.append(f"{number:02}: {MISSING if entry is None else 'there is no such folder'}")
             continue
-        stale = [name for name in wanted if entry[name] != wanted[name]]
-        found += [f"{number:02}: {name} is not as the notes and declarations have it" for name in stale]
+        stale = [name for name in wanted if name not in entry or entry[name] != wanted[name]]
+        found += [f"{number:02}: {name} {STALE}" for name in stale]
     return found
 
 
@@ -193,7 +225,7 @@ def _overclaims(pack: Mapping[str, Any], digest: str) -> Iterator[str]:
         yield "its class is regression guard, and an overlay still has its number"
     if kind == "held" and STATES.index(state) > STATES.index("validated"):
         yield f"it is held, and its state is {state}"
-    if (kind == "regression guard") != (state == "retired"):
+    if state not in {"draft", "retired"} if kind == "regression guard" else state == "retired":
         yield f"its class is {kind}, and its state is {state}: what is retired is a regression guard, and nothing else"
     if state == "draft":
         return
@@ -203,6 +235,20 @@ def _overclaims(pack: Mapping[str, Any], digest: str) -> Iterator[str]:
             about = f" for {overlay}" if overlay else ""
             yield f"its state is {state}, and no receipt shows {proof.value}{about}"
     if STATES.index(state) >= STATES.index("ready"):
-        for thread in pack["threads"]:
-            if thread["checked"] is None:
-                yield f"its state is {state}, and {thread['repository']}#{thread['number']} has no date checked"
+        yield from _not_fit_to_be_sent(pack)
+
+
+def _not_fit_to_be_sent(pack: Mapping[str, Any]) -> Iterator[str]:
+    """Say what a pack lacks that is ready, or was sent; a regression guard was ready once and is not sent again."""
+    state = pack["state"]
+    for thread in pack["threads"]:
+        if thread["checked"] is None:
+            yield f"its state is {state}, and {thread['repository']}#{thread['number']} has no date checked"
+    if pack["class"] == "regression guard":
+        return
+    if pack.get("upstream") is None:
+        yield f"its state is {state}, and no {pack_file.NAME} says what a search of upstream found"
+    elif state == "ready" and pack["upstream"] in pack_file.SETTLED:
+        yield f"its state is ready, and upstream has it {pack['upstream']}: it becomes a regression guard or stays local"
+    if pack.get("priority") == "none":
+        yield f"its state is {state}, and its priority is none: that is never filed"

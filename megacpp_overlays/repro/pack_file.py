@@ -4,6 +4,7 @@ repository = "linkedin/Liger-Kernel"    # where it would be filed
 upstream = "fixed"                      # new, overlap, fixed or declined
 priority = "crash"                      # crash, piggyback, refactor, report or none: its place in a wave
 files = ["src/liger_kernel/ops/x.py"]   # the files of that repository that it is about
+searched = 2026-11-20                   # optional: the day when upstream was last searched for threads and repairs
 
 [[targets]]                             # only where no overlay declares them
 distribution = "tilelang"
@@ -23,6 +24,7 @@ sha256 = "..."                          # of the changed file
 
 from __future__ import annotations
 
+import datetime
 import re
 import sys
 from collections.abc import Mapping
@@ -37,6 +39,8 @@ NAME = "pack.toml"
 
 UPSTREAM = ("new", "overlap", "fixed", "declined")
 """What the search of upstream's threads and history found: nothing, a thread on it, a repair, or no wish for one."""
+SETTLED = ("fixed", "declined")
+"""Nothing to file."""
 PRIORITIES = ("crash", "piggyback", "refactor", "report", "none")
 """Order within a wave: what stops a training run, what joins an open thread, what needs time of maintainers, what has
 no repair to offer; `none` is never filed."""
@@ -64,6 +68,8 @@ class PackFile:
     upstream: str
     priority: str
     files: tuple[str, ...]
+    searched: datetime.date | None = None
+    """Day when `upstream` was last looked into; None where nobody wrote it down."""
     targets: tuple[Target, ...] = ()
     threads: tuple[Thread, ...] = ()
     diffs: tuple[Diff, ...] = ()
@@ -89,6 +95,7 @@ def read(folder: Path) -> PackFile:
         upstream=fields.choice("upstream", UPSTREAM),
         priority=fields.choice("priority", PRIORITIES),
         files=fields.texts("files"),
+        searched=fields.day("searched"),
         targets=tuple(
             Target(each.text("distribution"), each.text("module"), each.text("symbol"))
             for each in fields.tables("targets")
@@ -156,6 +163,12 @@ class _Fields:
         if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
             raise PackError(f"{self._where}: {name} is no list of texts")
         return tuple(value)
+
+    def day(self, name: str) -> datetime.date | None:
+        value = self._left.pop(name, None)
+        if value is not None and type(value) is not datetime.date:
+            raise PackError(f"{self._where}: {name} = {value!r} is no day such as 2026-11-20, without quotes")
+        return value
 
     def tables(self, name: str) -> tuple[_Fields, ...]:
         value = self._left.pop(name, [])

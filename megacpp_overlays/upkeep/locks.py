@@ -4,15 +4,15 @@ The head of a lock says what it is for, in comments that `make lock` writes and 
 
     # lane: current
     # python: 3.12
-    # platform: x86_64-manylinux_2_28
+    # platform: x86_64-manylinux_2_28    or `any`: every platform, from this Python on
     # inputs: the SHA-256 of what it was compiled from
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from packaging.markers import Marker
@@ -21,6 +21,8 @@ from packaging.utils import canonicalize_name
 
 from megacpp_overlays.errors import LockError
 
+ANY = "any"
+"""The platform of a lock for every platform; its Python is then the oldest that it is for."""
 _HEAD = re.compile(r"# (lane|python|platform|inputs): (\S+)")
 _HASH = re.compile(r"\s--hash=(\S+)")
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
@@ -47,12 +49,25 @@ class Lock:
     lane: str
     """What the head says, or the name of the file."""
     python: str | None
-    """`3.12`, or None where the head does not say."""
+    """`3.12`, or None where the head does not say. The oldest one where the platform is `any`."""
     platform: str | None
     inputs: str | None
     """SHA-256 of what the lock was compiled from."""
     pins: Mapping[str, Pin]
-    """By canonical name; pins whose marker excludes this interpreter are left out."""
+    """By canonical name, those that apply where the lock is read, or in the environment that was asked for."""
+    lines: tuple[tuple[int, Pin], ...]
+    """Every pin with the number of its line, whatever its marker says."""
+
+    def within(self, environment: Mapping[str, str]) -> Lock:
+        """Return the lock with the pins that apply in an environment.
+
+        Args:
+            environment: the values of all markers there, such as `python_full_version`.
+
+        Raises:
+            LockError: none applies there, or two of one distribution do.
+        """
+        return replace(self, pins=_applying(self.path, self.lines, environment))
 
     def version(self, distribution: str) -> str | None:
         """Return the version that the lock pins, or None where it names no such distribution."""
@@ -61,7 +76,7 @@ class Lock:
 
 
 def read(path: Path) -> Lock:
-    """Read a lock.
+    """Read a lock, as it applies to this interpreter; see `Lock.within` for another.
 
     Raises:
         LockError: there is no such file, or a line of it is no pin with hashes; the text names the line.
@@ -72,15 +87,8 @@ def read(path: Path) -> Lock:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise LockError(f"{path}: cannot read this lock: {reason}") from error
     head = {match[1]: match[2] for line in text.splitlines() if (match := _HEAD.fullmatch(line))}
-    pins: dict[str, Pin] = {}
-    for number, line in _logical_lines(text):
-        pin = _pin(path, number, line)
-        if pin.marker is not None and not pin.marker.evaluate():
-            continue
-        if pin.name in pins:
-            raise LockError(f"{path}:{number}: {pin.name} is pinned twice")
-        pins[pin.name] = pin
-    if not pins:
+    lines = tuple((number, _pin(path, number, line)) for number, line in _logical_lines(text))
+    if not lines:
         raise LockError(f"{path}: no pin in it; a lock is a requirements file with hashes, as `make lock` writes it")
     return Lock(
         path=path,
@@ -88,8 +96,23 @@ def read(path: Path) -> Lock:
         python=head.get("python"),
         platform=head.get("platform"),
         inputs=head.get("inputs"),
-        pins=pins,
+        pins=_applying(path, lines, {}),
+        lines=lines,
     )
+
+
+def _applying(path: Path, lines: Sequence[tuple[int, Pin]], environment: Mapping[str, str]) -> dict[str, Pin]:
+    """Return the pins whose marker holds; what the environment does not say is taken from this interpreter."""
+    pins: dict[str, Pin] = {}
+    for number, pin in lines:
+        if pin.marker is not None and not pin.marker.evaluate(dict(environment)):
+            continue
+        if pin.name in pins:
+            raise LockError(f"{path}:{number}: {pin.name} is pinned twice")
+        pins[pin.name] = pin
+    if not pins:
+        raise LockError(f"{path}: no pin of it applies to this Python on this platform")
+    return pins
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:

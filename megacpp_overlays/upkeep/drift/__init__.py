@@ -1,0 +1,1 @@
+"""Whether what is installed and loaded is what was published."""

@@ -1,0 +1,1 @@
+"""Whether a pack is fit to be sent upstream, and when; nothing here can send anything."""

@@ -1,0 +1,1 @@
+"""The checklist of a retirement, and the change that it prepares."""

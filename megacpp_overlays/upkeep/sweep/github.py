@@ -1,0 +1,276 @@
+"""Ask GitHub's REST API, or that of a GitHub Enterprise server, politely.
+
+One request at a time, as the host asks of its clients. An answer is kept with its ETag, so asking again costs nothing
+of the hourly budget where a token is used, and no traffic anywhere. When the budget is spent the client stops and says
+when it is renewed. A token goes to the host that was named and to no other: a redirect to another host is not followed,
+and no proxy stands between this machine and itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+from urllib.parse import urljoin, urlsplit
+
+import requests
+from requests.adapters import HTTPAdapter, Retry
+from urllib3.exceptions import NewConnectionError
+
+from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.upkeep.sweep.answer_cache import AnswerCache, Kept
+from megacpp_overlays.version import VERSION
+
+DEFAULT = "https://api.github.com"
+_LOOPBACK = {"127.0.0.1", "::1", "localhost"}
+_REDIRECTS, _HOPS = {301, 302, 307, 308}, 5
+
+
+class HostError(UpkeepError):
+    """Base class of what can go wrong with the host."""
+
+
+class UnreachableError(HostError):
+    """Raised when no connection comes about: no network, no such host, a proxy or a certificate that refuses."""
+
+
+class RateLimitError(HostError):
+    """Raised when the host wants no more requests for now.
+
+    Attributes:
+        until: when it takes requests again, UTC.
+    """
+
+    def __init__(self, until: datetime) -> None:
+        super().__init__(f"the host takes no more requests until {until:%Y-%m-%d %H:%M:%S} UTC")
+        self.until = until
+
+
+class RefusedError(HostError):
+    """Raised when the host does not take the token."""
+
+
+class GoneError(HostError):
+    """Raised when the host knows no such thing, or does not show it."""
+
+
+class NoAnswerError(HostError):
+    """Raised when one answer did not come, or is not what it should be."""
+
+
+def checked_address(text: str) -> str:
+    """Return the address of an API without its last slash.
+
+    Raises:
+        UpkeepError: it is no http or https address, or it carries a name or a password.
+    """
+    if "@" in text:
+        raise UpkeepError("the address of the API has credentials in it; leave them out and set GITHUB_TOKEN instead")
+    try:
+        parts = urlsplit(text)
+        fits = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
+    except ValueError:  # half of an IPv6 address, or a port that is no number
+        fits = False
+    # A query may be a token, so one is not shown.
+    shown, *rest = re.split("[?#]", text)
+    if not fits or rest:
+        raise UpkeepError(
+            f"{shown!r}{' with a query' if rest else ''} is no address of an API; it looks like {DEFAULT}"
+        )
+    return text.rstrip("/")
+
+
+class Client:
+    """Answers of one host, with its budget.
+
+    Args:
+        api: base address, such as `https://api.github.com` or `https://ghe.example/api/v3`.
+        token: sent to that host alone; never printed, never kept.
+        cache: folder for answers and their ETags; made if it is missing.
+        timeout: seconds to connect, and to wait for an answer.
+        backoff: seconds before the second retry of a request that failed on the way or with 5xx; doubled each time.
+
+    Raises:
+        UpkeepError: the address is none, or the token would travel in the open.
+    """
+
+    def __init__(
+        self,
+        api: str,
+        token: str | None,
+        cache: Path,
+        *,
+        timeout: tuple[float, float] = (5.0, 20.0),
+        backoff: float = 0.5,
+    ) -> None:
+        self.api = checked_address(api)
+        parts = urlsplit(self.api)
+        if token and parts.scheme == "http" and parts.hostname not in _LOOPBACK:
+            raise UpkeepError(f"{self.api} is not encrypted, so the token stays here; use https, or unset the token")
+        # A proxy of the environment would see the token, and has no way to this machine.
+        self._proxies = {"no_proxy": str(parts.hostname)} if parts.hostname in _LOOPBACK else {}
+        self._cache, self._timeout = AnswerCache(cache), timeout
+        self._session = requests.Session()
+        self._session.headers.update(
+            {
+                "Accept": "application/vnd.github+json",
+                "User-Agent": f"megacpp-overlays/{VERSION}",
+                "X-GitHub-Api-Version": "2022-11-28",
+            }
+        )
+        self._session.auth = _authorization(token)
+        # What asks us to wait is answered by stopping, never by sleeping here.
+        retry = Retry(
+            total=3,
+            connect=1,
+            read=2,
+            backoff_factor=backoff,
+            status_forcelist=(500, 502, 503, 504),
+            allowed_methods=("GET",),
+            respect_retry_after_header=False,
+            raise_on_status=False,
+        )
+        for scheme in ("http://", "https://"):
+            self._session.mount(scheme, HTTPAdapter(max_retries=retry))
+        self.asked = 0
+        """Requests made, retries not counted."""
+        self.unchanged = 0
+        """How many of them were answered from the cache, because nothing had changed."""
+        self.left: int | None = None
+        """Requests that the host still takes, as it last said."""
+        self._closed_until: datetime | None = None
+
+    def get(self, path: str, keep: Sequence[str], *, lasting: bool = False) -> Any:
+        """Return the named fields of the object, or of every object of the list, at a path.
+
+        Args:
+            path: below the address of the API.
+            keep: names of fields; one that the answer lacks is None.
+            lasting: the answer never changes, so one that is in the cache is good.
+
+        Raises:
+            HostError: see its subclasses.
+        """
+        return self._ask(self.api + path, keep, lasting=lasting)[0]
+
+    def pages(self, path: str, keep: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
+        """Yield the pages of a list, as far as they are asked for.
+
+        Raises:
+            HostError: see its subclasses.
+        """
+        url: str | None = self.api + path
+        while url:
+            page, url = self._ask(url, keep)
+            if not isinstance(page, list):
+                raise NoAnswerError(f"{self.api + path}: the answer is no list")
+            yield page
+
+    def _ask(self, url: str, keep: Sequence[str], *, lasting: bool = False) -> tuple[Any, str | None]:
+        """Return the fields and, of a list, the address of its next page."""
+        for _ in range(_HOPS):
+            kept = self._cache.find(url)
+            if kept and lasting:
+                return kept.body, kept.next
+            response = self._send(url, kept.etag if kept else None)
+            if response.status_code in _REDIRECTS and "Location" in response.headers:
+                url = self._follow(url, response.headers["Location"])
+                continue
+            if response.status_code == requests.codes.not_modified and kept:
+                self.unchanged += 1
+                return kept.body, kept.next
+            self._raise_for(response, url)
+            return self._keep(url, response, keep)
+        raise NoAnswerError(f"{url}: more than {_HOPS} redirects")
+
+    def _send(self, url: str, etag: str | None) -> requests.Response:
+        if self._closed_until and datetime.now(timezone.utc) < self._closed_until:
+            raise RateLimitError(self._closed_until)
+        headers = {"If-None-Match": etag} if etag else {}
+        self.asked += 1
+        try:
+            response = self._session.get(
+                url, headers=headers, timeout=self._timeout, allow_redirects=False, proxies=self._proxies
+            )
+        except requests.RequestException as error:
+            cause = getattr(error.args[0], "reason", None) if error.args else None
+            no_way = (requests.ConnectTimeout, requests.exceptions.ProxyError, requests.exceptions.SSLError)
+            if isinstance(error, no_way) or isinstance(cause, NewConnectionError):
+                raise UnreachableError(f"{urlsplit(url).netloc} cannot be reached: {cause or error}") from error
+            raise NoAnswerError(f"{url}: no whole answer: {cause or error}") from error
+        self._note_budget(response)
+        return response
+
+    def _note_budget(self, response: requests.Response) -> None:
+        left, reset = response.headers.get("X-RateLimit-Remaining", ""), response.headers.get("X-RateLimit-Reset", "")
+        if left.isdecimal():
+            self.left = int(left)
+            self._closed_until = datetime.fromtimestamp(int(reset), timezone.utc) if reset.isdecimal() else None
+            if self.left:
+                self._closed_until = None
+
+    def _follow(self, url: str, location: str) -> str:
+        target = urljoin(url, location)
+        here, there = urlsplit(url), urlsplit(target)
+        if (here.scheme, here.netloc) != (there.scheme, there.netloc):
+            raise NoAnswerError(f"{url}: leads to another host, {there.netloc}; that is not followed")
+        return target
+
+    def _raise_for(self, response: requests.Response, url: str) -> None:
+        match response.status_code:
+            case 200:
+                return
+            case 401:
+                raise RefusedError(f"{urlsplit(url).netloc} does not take the token in GITHUB_TOKEN or GH_TOKEN")
+            case 404 | 410 | 451:
+                raise GoneError(f"{url}: not there ({response.status_code}), or not shown to everybody")
+            case 403 | 429 if _limited(response):
+                self._closed_until = _resume(response)
+                raise RateLimitError(self._closed_until)
+            case status:
+                raise NoAnswerError(f"{url}: the host answered {status} {response.reason}".rstrip())
+
+    def _keep(self, url: str, response: requests.Response, keep: Sequence[str]) -> tuple[Any, str | None]:
+        try:
+            data = response.json()
+            body = [_reduced(each, keep) for each in data] if isinstance(data, list) else _reduced(data, keep)
+        except (ValueError, TypeError) as error:
+            raise NoAnswerError(f"{url}: the answer is not the JSON that it should be") from error
+        following = response.links.get("next", {}).get("url")
+        following = self._follow(url, following) if following else None
+        self._cache.keep(Kept(url, response.headers.get("ETag"), following, body))
+        return body, following
+
+
+def _authorization(token: str | None) -> Callable[[requests.PreparedRequest], requests.PreparedRequest]:
+    # Always set, also without a token: otherwise requests sends what it finds in a netrc file.
+    def add(request: requests.PreparedRequest) -> requests.PreparedRequest:
+        if token:
+            request.headers["Authorization"] = f"Bearer {token}"
+        return request
+
+    return add
+
+
+def _reduced(data: Any, keep: Sequence[str]) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise TypeError("no object")
+    return {name: data.get(name) for name in keep}
+
+
+def _limited(response: requests.Response) -> bool:
+    spent = response.headers.get("X-RateLimit-Remaining") == "0" or "Retry-After" in response.headers
+    return spent or response.status_code == requests.codes.too_many_requests or "rate limit" in response.text.lower()
+
+
+def _resume(response: requests.Response) -> datetime:
+    """Return when to come back, by the host's rules: Retry-After, else the reset of the budget, else in a minute."""
+    now = datetime.now(timezone.utc)
+    wait, reset = response.headers.get("Retry-After", ""), response.headers.get("X-RateLimit-Reset", "")
+    if wait.isdecimal():
+        return now + timedelta(seconds=int(wait))
+    if response.headers.get("X-RateLimit-Remaining") == "0" and reset.isdecimal():
+        return datetime.fromtimestamp(int(reset), timezone.utc)
+    return now + timedelta(minutes=1)

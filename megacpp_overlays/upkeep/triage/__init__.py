@@ -1,0 +1,1 @@
+"""What an upgrade from one lock to another does to each overlay."""

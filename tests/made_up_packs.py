@@ -1,0 +1,148 @@
+"""Made-up packs in a folder of their own: notes, facts, a reproducer, kept receipts and saved answers of upstream."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megacpp_overlays.model import Overlay
+from megacpp_overlays.repro import inventory, manifest, receipts
+from megacpp_overlays.repro.stamp import Stamp
+from megacpp_overlays.upkeep.filing import standing
+from megacpp_overlays.upkeep.filing.standing import Standing
+from megacpp_overlays.upkeep.sweep import threads
+
+TODAY = datetime.datetime.now(datetime.timezone.utc).date()
+HOST = {"machine": "x86_64", "processor": "a CPU", "cpus": 2, "system": "Linux 6.1", "python": "3.12.1", "gpu": None}
+REPRODUCER = """
+from megacpp_overlays.repro import Behaviour, Case
+
+
+def measure():
+    from made_target import layers
+
+    value = layers.double(1)
+    return Behaviour(broken=value != 2, seen=f"double(1) = {value}")
+
+
+CASES = (Case(name="double", overlay="double-fix", device="cpu", versions=("packaging",), run=measure),)
+"""
+SECTIONS = """\
+## Target
+made/up, `layers.double`.
+
+## Problem
+It adds one too many, see #1.
+
+| release | double(1) |
+|---|---|
+| 1.0 | 3 |
+
+## Solution
+Add nothing.
+
+## Changed surfaces
+One line.
+
+## Testing evidence
+`reproduce.py` says so.
+
+## Upstream state
+Nobody wrote about it.
+
+## Reproduce
+```
+megacpp-overlays repro 99
+```
+"""
+
+
+def notes(kind: str = "overlay", state: str = "draft", sections: str = SECTIONS) -> str:
+    """Return the text of a README.md."""
+    return f"# Pack 99: doubles\n\n| | |\n|---|---|\n| Class | {kind} |\n| Lifecycle state | {state} |\n\n{sections}"
+
+
+@dataclass(frozen=True)
+class Packs:
+    """A folder of packs."""
+
+    folder: Path
+    overlays: tuple[Overlay, ...] = ()
+
+    def write(
+        self,
+        number: int = 99,
+        *,
+        kind: str = "overlay",
+        state: str = "draft",
+        repository: str = "made/up",
+        upstream: str = "new",
+        priority: str = "crash",
+        more: str = "",
+        reproducer: str | None = REPRODUCER,
+    ) -> Path:
+        """Write one pack; return its folder."""
+        pack = self.folder / f"{number:02}-double"
+        pack.mkdir(parents=True, exist_ok=True)
+        (pack / "README.md").write_text(notes(kind, state))
+        facts = (
+            f'repository = "{repository}"\nupstream = "{upstream}"\npriority = "{priority}"\nfiles = ["layers.py"]\n'
+        )
+        (pack / "pack.toml").write_text(facts + more)
+        if reproducer is not None:
+            (pack / "reproduce.py").write_text(reproducer)
+        return pack
+
+    def keep(self, number: int = 99, *sentinels: str) -> None:
+        """Keep a receipt of a run that printed these words."""
+        pack = inventory.find(self.folder, number)
+        digest = inventory.digest(pack.reproducer)
+        stamp = Stamp(host=HOST, versions={"made": "1"}, tree=None, reproducer=digest, date="2026-11-21")
+        command = f"megacpp-overlays repro {number}"
+        said = [f"{word}: double(1) = 3 (case double)" for word in sentinels]
+        lines = (stamp.line(), f"$ {command}", "case double (overlay double-fix): cpu", *said, "exit code 0")
+        entry = receipts.prepare(self.folder, pack, self.overlays)
+        receipts.keep(self.folder, entry, pack, stamp, "".join(f"{line}\n" for line in lines), command)
+
+    def ready(self, number: int = 99, **facts: Any) -> Path:
+        """Write a pack that is ready to be sent: a bug report, unless it is said to be something else."""
+        kind = facts.pop("kind", "bug report")
+        pack = self.write(number, kind=kind, state="ready", **facts)
+        self.keep(number, "BUG_REPRODUCED", *(["FIX_VALIDATED"] if kind != "bug report" else []))
+        return pack
+
+    def answer(self, number: int = 1, state: str = "open", repository: str = "made/up", age: int = 0) -> None:
+        """Save an answer about an upstream thread, some days old."""
+        fields = dict.fromkeys(threads.Answer.__dataclass_fields__)
+        checked = TODAY - datetime.timedelta(days=age)
+        fields |= {"repository": repository, "number": number, "state": state, "checked": checked, "source": "api"}
+        new = threads.Answer(**fields)  # type: ignore[arg-type]
+        old = [each for each in threads.read(self.folder).values() if each.key != new.key]
+        threads.write(self.folder, [*old, new])
+
+    def synchronise(self) -> None:
+        """Bring the manifest in step."""
+        manifest.write(self.folder, manifest.synchronise(self.folder, self.overlays))
+
+    def standing(self, number: int = 99) -> Standing:
+        """Return where a pack stands, with a manifest that is in step."""
+        self.synchronise()
+        return standing.of_one(self.folder, number, self.overlays)
+
+
+def thread(number: int = 1, repository: str = "made/up", state: str = "open") -> str:
+    """Return a thread as pack.toml has it."""
+    return f'[[threads]]\nrepository = "{repository}"\nnumber = {number}\nstate = "{state}"\n'
+
+
+def searched(day: datetime.date = TODAY) -> str:
+    """Return the day of a search as pack.toml has it."""
+    return f"searched = {day}\n"
+
+
+def lines_of(found: Sequence[object]) -> str:
+    """Return several things as one text."""
+    return "\n".join(map(str, found))
