@@ -5,7 +5,7 @@
 
 The offline probe tests read many releases of one package, which no requirements file can name together, so each
 line of the list becomes one `pip download`. To add a release: `pip download --no-deps --dest FOLDER name==version`
-(with PLATFORM below), then `record`.
+(with PLATFORM and one of PYTHONS below), then `record`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-# The listed wheels are read and never imported, so every host fetches the same ones.
+# The listed wheels are read and never imported, so every host fetches the same ones. Old releases have none for 3.12.
+PYTHONS = ("3.12", "3.11", "3.10")
 PLATFORM = (
     "--only-binary=:all:",
-    "--python-version=3.12",
     "--platform=manylinux_2_28_x86_64",
     "--platform=manylinux_2_24_x86_64",
     "--platform=manylinux2014_x86_64",
@@ -94,8 +94,12 @@ def download(wheel: Wheel, folder: Path) -> str | None:
         wanted.write_text(f"{wheel}\n")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
         command += [*PLATFORM, "--require-hashes", "--requirement", str(wanted), "--dest", temporary]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
+        for python in PYTHONS:
+            asked = [*command, f"--python-version={python}"]
+            done = subprocess.run(asked, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                break
+        else:
             return f"FAILED\n{done.stderr.strip()}"
         for path in Path(temporary).glob("*.whl"):
             os.replace(path, folder / path.name)

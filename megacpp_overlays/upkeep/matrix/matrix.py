@@ -1,0 +1,313 @@
+"""Every probe over every release of its target: what it found, and where upstream changed its mind.
+
+Releases are read as they were published and trees as they lie there. Nothing of them is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import itertools
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import NamedTuple
+
+from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.model import Evidence, Finding, Overlay, Target, Verdict
+from megacpp_overlays.repro import judge
+from megacpp_overlays.source import Remembered
+from megacpp_overlays.upkeep.matrix.archives import Archives
+from megacpp_overlays.upkeep.matrix.file_trees import FileTree, newest_member, open_archive
+from megacpp_overlays.upkeep.matrix.releases import Answer, Release, nearest
+
+UPLOADED, BUILT, COMMITTED = "uploaded", "built", "committed"
+"""What the date of a row is the date of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What the probe of one part of an overlay found."""
+
+    module: str
+    verdict: Verdict
+    shape: str | None
+    evidence: tuple[Evidence, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What the probes of one overlay found in one release."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict over all parts, as a reproducer has it."""
+        return judge.verdict_of(
+            [
+                judge.Part(module=p.module, verdict=p.verdict, shape=p.shape, evidence="", decision=None, reason="")
+                for p in self.parts
+            ]
+        )
+
+    @property
+    def telling(self) -> tuple[Part, ...]:
+        """The parts to show: those that have something to say, or all where none has."""
+        return tuple(part for part in self.parts if part.verdict is not Verdict.ABSENT) or self.parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One release, or one tree."""
+
+    name: str
+    """The version, or what the tree was called."""
+    date: str | None
+    """In UTC."""
+    dated: str | None
+    """`uploaded`, `built` or `committed`; None where there is no date."""
+    source: str
+    """The file that was read, or the commit."""
+    sha256: str | None
+    """Of the file."""
+    yanked: str | None
+    """Why the release was withdrawn, perhaps in no words; None where it was not."""
+    cells: Mapping[str, Cell]
+    """By overlay; empty where nothing could be read."""
+    problem: str | None = None
+    """Why nothing could be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One overlay."""
+
+    overlay: str
+    pack: int
+    title: str
+    breaks: str
+    retire_when: str
+    targets: tuple[Target, ...]
+    left_alone: Mapping[str, str]
+    """Broken shapes that the overlay does not repair, each with the reason."""
+    probes: Mapping[str, str]
+    """SHA-256 of the source of each module that the probes are made of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """One distribution."""
+
+    distribution: str
+    asked: str
+    """When the index was asked, in UTC."""
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    """Releases by version."""
+    trees: tuple[Row, ...] = ()
+
+
+class Flip(NamedTuple):
+    """A release in which the verdict is not that of the release before it, in order of version."""
+
+    overlay: str
+    before: Verdict
+    after: Verdict
+    row: Row
+
+
+class Run(NamedTuple):
+    """Releases one after the other in which the probes found the very same."""
+
+    first: Row
+    last: Row
+    cell: Cell
+
+
+def choose(overlays: Sequence[Overlay], target: str | None) -> dict[str, list[Overlay]]:
+    """Return the overlays to probe, in parts, by the distribution that they are about.
+
+    Args:
+        overlays: every declared overlay.
+        target: a distribution or the id of an overlay; None for all.
+
+    Raises:
+        UpkeepError: the target is neither; the text has the nearest names.
+    """
+    names = list(dict.fromkeys(part.target.distribution for part in overlays))
+    ids = list(dict.fromkeys(part.id for part in overlays))
+    if target is not None and target not in {*names, *ids}:
+        raise UpkeepError(f"{target}: no overlay has this id, and none is about it; {nearest(target, [*names, *ids])}")
+    chosen: dict[str, list[Overlay]] = {}
+    for part in overlays:
+        if target in {None, part.id, part.target.distribution}:
+            chosen.setdefault(part.target.distribution, []).append(part)
+    return chosen
+
+
+def columns(overlays: Sequence[Overlay]) -> tuple[Column, ...]:
+    """Return the columns for overlays in parts."""
+    parts: dict[str, list[Overlay]] = {}
+    for overlay in overlays:
+        parts.setdefault(overlay.id, []).append(overlay)
+    return tuple(
+        Column(
+            overlay=of_it[0].id,
+            pack=of_it[0].pack,
+            title=of_it[0].title,
+            breaks=of_it[0].breaks,
+            retire_when=of_it[0].retire_when,
+            targets=tuple(part.target for part in of_it),
+            left_alone={shape: why for part in of_it for shape, why in part.unsupported.items()},
+            probes=dict(sorted(_sources({part.probe.__module__ for part in of_it}).items())),
+        )
+        for of_it in parts.values()
+    )
+
+
+def probe(overlays: Sequence[Overlay], tree: FileTree) -> dict[str, Cell]:
+    """Return what every probe finds in a tree, by overlay; a probe that raises has recognised nothing.
+
+    Raises:
+        UpkeepError: the tree cannot be read.
+    """
+    remembered = Remembered(tree)
+    found: dict[str, list[Part]] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # old releases have escapes that newer Pythons warn about
+        for overlay in overlays:
+            try:
+                finding = overlay.probe(remembered)
+            except UpkeepError:  # the tree cannot be read, which is nothing that a probe could have seen
+                raise
+            except Exception as error:  # noqa: BLE001 - one probe that fails must not hide what the others see
+                seen = Evidence(seen=f"the probe fails: {type(error).__name__}: {error}")
+                finding = Finding(verdict=Verdict.UNRECOGNISED, shape=None, evidence=(seen,))
+            part = Part(
+                module=overlay.target.module,
+                verdict=finding.verdict,
+                shape=finding.shape,
+                evidence=finding.evidence,
+            )
+            found.setdefault(overlay.id, []).append(part)
+    return {name: Cell(parts=tuple(parts)) for name, parts in found.items()}
+
+
+def packages(overlays: Sequence[Overlay]) -> tuple[str, ...]:
+    """Return the top-level packages that overlays are about."""
+    return tuple(dict.fromkeys(part.target.module.partition(".")[0] for part in overlays))
+
+
+def release_row(release: Release, overlays: Sequence[Overlay], archives: Archives) -> Row:
+    """Return the row of a release; one that cannot be read says why."""
+    problem = "it has no wheel and no tar.gz with a SHA-256"
+    row: Row | None = None
+    for file in release.files:
+        try:
+            if (path := archives.get(file)) is None:
+                problem = f"{file.name} is not in the cache; run once with a network"
+                break
+            with open_archive(path) as tree:
+                has_source = any(tree.has_package(name) for name in packages(overlays))
+                row = _row(release, file.name, file.sha256, probe(overlays, tree), path)
+        except UpkeepError as error:
+            problem = str(error)
+            break
+        if has_source:
+            return row
+    else:
+        if row is not None:
+            return row  # every file was read, and what it has is elsewhere: the probes say ABSENT
+    return Row(
+        name=release.version,
+        date=release.date,
+        dated=UPLOADED if release.date else None,
+        source=release.files[0].name if release.files else "",
+        sha256=None,
+        yanked=release.yanked,
+        cells={},
+        problem=problem,
+    )
+
+
+def is_left_alone(cell: Cell, column: Column) -> bool:
+    """Return whether what is broken there is known, and not repaired by the overlay."""
+    broken = [part for part in cell.parts if part.verdict is Verdict.BROKEN]
+    return bool(broken) and all(part.shape in column.left_alone for part in broken)
+
+
+def _row(release: Release, name: str, sha256: str, cells: Mapping[str, Cell], path: Path) -> Row:
+    date, dated = release.date, UPLOADED if release.date else None
+    if date is None and (written := newest_member(path)) is not None:
+        date, dated = datetime.fromtimestamp(written, timezone.utc).date().isoformat(), BUILT
+    return Row(
+        name=release.version, date=date, dated=dated, source=name, sha256=sha256, yanked=release.yanked, cells=cells
+    )
+
+
+def table(
+    overlays: Sequence[Overlay], answer: Answer, archives: Archives, *, pre: bool, tell: Callable[[str], None]
+) -> Table:
+    """Probe every release of one distribution.
+
+    Args:
+        overlays: those about it, in parts.
+        answer: the releases that there are.
+        archives: where their files are.
+        pre: read pre-releases and development builds, too.
+        tell: gets a line for people now and then, since this takes a while.
+    """
+    wanted = [each for each in answer.releases if pre or each.is_final]
+    tell(f"{answer.distribution}: {len(wanted)} releases")
+    rows = tuple(release_row(each, overlays, archives) for each in wanted)
+    return Table(distribution=answer.distribution, asked=answer.asked, columns=columns(overlays), rows=rows)
+
+
+def flips(table: Table, overlay: str) -> tuple[Flip, ...]:
+    """Return where the verdict about an overlay changes, in order of version."""
+    rows = [row for row in table.rows if row.problem is None]
+    return tuple(
+        Flip(overlay, before.cells[overlay].verdict, after.cells[overlay].verdict, after)
+        for before, after in itertools.pairwise(rows)
+        if before.cells[overlay].verdict is not after.cells[overlay].verdict
+    )
+
+
+def runs(rows: Sequence[Row], overlay: str) -> tuple[Run, ...]:
+    """Return what was found about an overlay, releases in which it is the very same taken together."""
+    found: list[Run] = []
+    for row in rows:
+        if row.problem is not None:
+            continue
+        cell = row.cells[overlay]
+        if found and found[-1].cell == cell:
+            found[-1] = found[-1]._replace(last=row)
+        else:
+            found.append(Run(row, row, cell))
+    return tuple(found)
+
+
+def _sources(names: set[str]) -> dict[str, str]:
+    """Return the SHA-256 of modules, and of the probe modules that they import."""
+    found: dict[str, str] = {}
+    waiting = sorted(names)
+    while waiting:
+        name = waiting.pop()
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if name in found or file is None:
+            continue
+        raw = Path(file).read_bytes()
+        found[name] = hashlib.sha256(raw).hexdigest()
+        waiting += [each for each in _imported(ast.parse(raw)) if each.startswith("megacpp_overlays.feature_probes.")]
+    return found
+
+
+def _imported(syntax: ast.Module) -> Iterator[str]:
+    for node in syntax.body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{each.name}" for each in node.names)

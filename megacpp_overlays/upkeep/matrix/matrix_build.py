@@ -1,0 +1,119 @@
+"""Make the matrix anew, or compare a kept one with what the probes and the index say now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megacpp_overlays.model import Overlay
+from megacpp_overlays.upkeep.matrix import matrix, matrix_file, matrix_page, matrix_trees
+from megacpp_overlays.upkeep.matrix.archives import Archives
+from megacpp_overlays.upkeep.matrix.matrix import Table
+from megacpp_overlays.upkeep.matrix.package_index import Answers, NoNetworkError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where releases come from."""
+
+    cache: Path
+    """What was asked and fetched before."""
+    archives: tuple[Path, ...]
+    """Folders with releases that are only read."""
+    offline: bool
+    tell: Callable[[str], None]
+    """Gets lines for people: what is being done, and when an old answer is used."""
+
+    def answers(self) -> Answers:
+        """Return what the index says; a context manager."""
+        return Answers(self.cache / "index", offline=self.offline, tell=self.tell)
+
+    def files(self, answers: Answers) -> Archives:
+        """Return the files of releases."""
+        return Archives(self.cache / "files", self.archives, answers.index)
+
+
+def build(
+    overlays: Sequence[Overlay],
+    places: Places,
+    *,
+    target: str | None = None,
+    pre: bool = False,
+    trees: Sequence[str] = (),
+    kept: Path | None = None,
+) -> tuple[Table, ...]:
+    """Probe every release, and the given trees.
+
+    Args:
+        overlays: every declared overlay.
+        places: where releases come from.
+        target: a distribution or an overlay; None for all.
+        pre: read pre-releases and development builds, too.
+        trees: folders or commits, as `matrix_trees.open_tree` takes them.
+        kept: a folder whose kept matrix says which releases there are, where no index does.
+
+    Raises:
+        UpkeepError: there is no such target or tree, or nothing says which releases there are.
+    """
+    chosen = matrix.choose(overlays, target)
+    known = matrix.packages([part for parts in chosen.values() for part in parts])
+    tables = []
+    with ExitStack() as stack:
+        opened = [matrix_trees.open_tree(text, known, stack) for text in trees]
+        answers = stack.enter_context(places.answers())
+        files = places.files(answers)
+        for name, parts in chosen.items():
+            try:
+                answer = answers.get(name)
+            except NoNetworkError:
+                remembered = matrix_file.answers(matrix_file.read(kept)) if kept and _is_there(kept) else {}
+                if name not in remembered:
+                    raise
+                answer = remembered[name]
+                places.tell(f"{name}: no index; the kept releases of {answer.asked} are read again")
+            table = matrix.table(parts, answer, files, pre=pre, tell=places.tell)
+            rows = [row for tree in opened if (row := matrix_trees.tree_row(tree, parts))]
+            tables.append(replace(table, trees=tuple(rows)))
+    return tuple(tables)
+
+
+def write(tables: Sequence[Table], folder: Path) -> None:
+    """Keep the matrix and its page in a folder.
+
+    Raises:
+        UpkeepError: a release could not be read.
+    """
+    matrix_file.complete(tables)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / matrix_file.NAME).write_text(matrix_file.to_text(tables))
+    (folder / matrix_file.PAGE).write_text(matrix_page.render(matrix_file.read(folder)))
+
+
+def check(overlays: Sequence[Overlay], folder: Path, places: Places) -> list[str]:
+    """Return in what a kept matrix is stale, one line each.
+
+    Every release in it is probed again, from the very same files, and the page is made again. Where there is an
+    index, what it says of the dates and the files, and a release that came since, count as well.
+
+    Raises:
+        UpkeepError: there is no kept matrix, or a file that it was made from is not here.
+    """
+    kept = matrix_file.read(folder)
+    with places.answers() as answers:
+        newer: list[str] = []
+        if not places.offline:
+            newer = [line for table in kept for line in matrix_file.newer(table, answers.get(table.distribution))]
+        now = matrix_file.again(kept, overlays, places.files(answers), places.tell)
+    found = matrix_file.differences(kept, now, overlays)
+    if not found and (folder / matrix_file.NAME).read_text() != matrix_file.to_text(now):
+        found.append(f"{matrix_file.NAME} is not what --write makes of these releases: its flips or its order differ")
+    page = folder / matrix_file.PAGE
+    if not page.exists() or page.read_text() != matrix_page.render(kept):
+        found.append(f"{matrix_file.PAGE} is not made from the {matrix_file.NAME} beside it")
+    return found + newer
+
+
+def _is_there(folder: Path) -> bool:
+    return (folder / matrix_file.NAME).exists()

@@ -1,0 +1,274 @@
+"""The kept matrix: `matrix.json` beside `matrix.html`, and whether both still say what the probes say.
+
+The data names every file that was read by its SHA-256, so anybody can read the same bytes again. It holds no address.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.model import Evidence, Overlay, Target, Verdict
+from megacpp_overlays.upkeep.matrix import matrix
+from megacpp_overlays.upkeep.matrix.archives import Archives
+from megacpp_overlays.upkeep.matrix.matrix import Cell, Column, Part, Row, Table
+from megacpp_overlays.upkeep.matrix.releases import Answer, ArchiveFile, in_order, release
+
+SCHEMA = 1
+NAME, PAGE = "matrix.json", "matrix.html"
+
+
+def to_data(tables: Sequence[Table]) -> dict[str, Any]:
+    """Return tables as data for JSON."""
+    return {"schema": SCHEMA, "distributions": [_table(each) for each in tables]}
+
+
+def to_text(tables: Sequence[Table]) -> str:
+    """Return what `matrix.json` holds for these tables."""
+    return data_to_text(to_data(tables))
+
+
+def data_to_text(data: dict[str, Any]) -> str:
+    """Return data as JSON with every finding on a line of its own; the data is used up by it."""
+    short: list[str] = []
+    for each in data["distributions"]:
+        for row in (*each["releases"], *each.get("trees", ())):
+            for name, parts in row["overlays"].items():
+                short.append(json.dumps(parts, ensure_ascii=False))
+                row["overlays"][name] = f"\0{len(short) - 1}\0"
+    text = json.dumps(data, indent=1, ensure_ascii=False)
+    pieces = text.split('"\\u0000')
+    return pieces[0] + "".join(short[int(n)] + rest for n, rest in (p.split('\\u0000"', 1) for p in pieces[1:])) + "\n"
+
+
+def read(folder: Path) -> tuple[Table, ...]:
+    """Return the kept tables.
+
+    Raises:
+        UpkeepError: there are none, or they cannot be read.
+    """
+    path = folder / NAME
+    try:
+        data = json.loads(path.read_text())
+        if data["schema"] != SCHEMA:
+            raise UpkeepError(f"{path}: schema {data['schema']!r} is not known here; write it anew with --write")
+        return tuple(_read_table(each) for each in data["distributions"])
+    except OSError as error:
+        raise UpkeepError(f"{path}: cannot read it: {error.strerror}; make it with --write") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise UpkeepError(f"{path}: this is no kept matrix: {type(error).__name__}: {error}") from error
+
+
+def answers(tables: Sequence[Table]) -> dict[str, Answer]:
+    """Return what an index would have to say to get these tables, by distribution."""
+    return {table.distribution: _answer(table) for table in tables}
+
+
+def again(
+    tables: Sequence[Table], overlays: Sequence[Overlay], archives: Archives, tell: Callable[[str], None]
+) -> tuple[Table, ...]:
+    """Probe the releases of kept tables again, with the overlays as they are now.
+
+    Raises:
+        UpkeepError: an archive is not here.
+    """
+    known = answers(tables)
+    chosen = matrix.choose(overlays, None)
+    made = tuple(
+        matrix.table(chosen[name], answer, archives, pre=True, tell=tell)
+        for name, answer in known.items()
+        if name in chosen
+    )
+    complete(made)
+    return made
+
+
+def complete(tables: Sequence[Table]) -> None:
+    """Raise when a release could not be read: what is kept must not have holes.
+
+    Raises:
+        UpkeepError: names each such release and the reason.
+    """
+    missing = [
+        f"{table.distribution} {row.name}: {row.problem}" for table in tables for row in table.rows if row.problem
+    ]
+    if missing:
+        raise UpkeepError("not every release can be read\n  " + "\n  ".join(missing))
+
+
+def differences(kept: Sequence[Table], now: Sequence[Table], overlays: Sequence[Overlay]) -> list[str]:
+    """Return how kept tables differ from what the probes say now, one line each."""
+    wanted, have = list(matrix.choose(overlays, None)), [table.distribution for table in kept]
+    found = [f"{name}: it is not in the kept matrix" for name in wanted if name not in have]
+    found += [f"{name}: no overlay is about it any more" for name in have if name not in wanted]
+    fresh = {table.distribution: table for table in now}
+    for table in kept:
+        if table.distribution in fresh:
+            found += _changes(table, fresh[table.distribution])
+    return found
+
+
+def newer(table: Table, answer: Answer) -> list[str]:
+    """Return in what a kept table is not what an index says: its final releases, their dates, files and yanks."""
+    name, kept = table.distribution, {row.name: row for row in table.rows}
+    final = {each.version: each for each in answer.releases if each.is_final}
+    found = [f"{name} {version} ({each.date}) came since" for version, each in final.items() if version not in kept]
+    found += [f"{name} {version}: the index no longer has it" for version in kept if version not in final]
+    for row, each in ((row, final[version]) for version, row in kept.items() if version in final):
+        if row.yanked != each.yanked:
+            found.append(f"{name} {row.name}: the index says something else about its being yanked")
+        if each.date is not None and (row.date, row.dated) != (each.date, matrix.UPLOADED):
+            uploaded = f"the index says that it was uploaded on {each.date}"
+            found.append(f"{name} {row.name}: {row.date} is kept, {uploaded}")
+        if (row.source, row.sha256) not in {(file.name, file.sha256) for file in each.files}:
+            found.append(f"{name} {row.name}: the index has no {row.source} with the SHA-256 that is kept")
+    return found
+
+
+def _changes(kept: Table, now: Table) -> list[str]:
+    name = kept.distribution
+    old, new = ({column.overlay: column for column in table.columns} for table in (kept, now))
+    found = [f"{name}: {overlay} is not in the kept matrix" for overlay in new if overlay not in old]
+    found += [f"{name}: there is no {overlay} any more" for overlay in old if overlay not in new]
+    if not found and list(old) != list(new):
+        found.append(f"{name}: the overlays are in another order")
+    for overlay, column in old.items():
+        if overlay in new and column != new[overlay]:
+            what = "the probe is" if column.probes != new[overlay].probes else "the declaration is"
+            found.append(f"{name}: {overlay}: {what} not the one that the kept matrix was made with")
+    rows = {row.name: row for row in now.rows}
+    for row in kept.rows:
+        for overlay in (each for each in row.cells if each in new):
+            before, after = row.cells[overlay], rows[row.name].cells[overlay]
+            if before.verdict is not after.verdict:
+                change = f"{before.verdict.value} is kept, the probe says {after.verdict.value}"
+                found.append(f"{name} {row.name}: {overlay}: {change}")
+            elif before != after:
+                found.append(f"{name} {row.name}: {overlay}: {after.verdict.value} as kept, for other reasons")
+        if replace(row, cells={}) != replace(rows[row.name], cells={}):
+            found.append(f"{name} {row.name}: its date or its file is not as kept")
+    return found
+
+
+def _table(table: Table) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "distribution": table.distribution,
+        "asked": table.asked,
+        "overlays": [
+            {
+                "id": column.overlay,
+                "pack": column.pack,
+                "title": column.title,
+                "breaks": column.breaks,
+                "retire_when": column.retire_when,
+                "targets": [target._asdict() for target in column.targets],
+                "left_alone": dict(column.left_alone),
+                "probes": dict(column.probes),
+            }
+            for column in table.columns
+        ],
+        "flips": [
+            {"overlay": each.overlay, "before": each.before.value, "after": each.after.value, "release": each.row.name}
+            | {"date": each.row.date}
+            for column in table.columns
+            for each in matrix.flips(table, column.overlay)
+        ],
+        "releases": [_row(row) for row in table.rows],
+    }
+    if table.trees:
+        data["trees"] = [_row(row) for row in table.trees]
+    return data
+
+
+def _row(row: Row) -> dict[str, Any]:
+    data: dict[str, Any] = {"name": row.name, "date": row.date, "dated": row.dated}
+    data |= {"source": row.source, "sha256": row.sha256, "yanked": row.yanked}
+    data["overlays"] = {name: _cell(cell) for name, cell in row.cells.items()}
+    return data if row.problem is None else {**data, "problem": row.problem}
+
+
+def _cell(cell: Cell) -> dict[str, Any]:
+    return {
+        "verdict": cell.verdict.value,
+        "parts": [
+            {
+                "module": part.module,
+                "verdict": part.verdict.value,
+                "shape": part.shape,
+                "evidence": [each._asdict() for each in part.evidence],
+            }
+            for part in cell.parts
+        ],
+    }
+
+
+def _read_table(data: Mapping[str, Any]) -> Table:
+    return Table(
+        distribution=data["distribution"],
+        asked=data["asked"],
+        columns=tuple(
+            Column(
+                overlay=each["id"],
+                pack=each["pack"],
+                title=each["title"],
+                breaks=each["breaks"],
+                retire_when=each["retire_when"],
+                targets=tuple(Target(**target) for target in each["targets"]),
+                left_alone=each["left_alone"],
+                probes=each["probes"],
+            )
+            for each in data["overlays"]
+        ),
+        rows=tuple(map(_read_row, data["releases"])),
+        trees=tuple(map(_read_row, data.get("trees", ()))),
+    )
+
+
+def _read_row(data: Mapping[str, Any]) -> Row:
+    return Row(
+        name=data["name"],
+        date=data["date"],
+        dated=data["dated"],
+        source=data["source"],
+        sha256=data["sha256"],
+        yanked=data["yanked"],
+        cells={name: _read_cell(each) for name, each in data["overlays"].items()},
+        problem=data.get("problem"),
+    )
+
+
+def _read_cell(data: Mapping[str, Any]) -> Cell:
+    cell = Cell(
+        parts=tuple(
+            Part(
+                module=part["module"],
+                verdict=Verdict(part["verdict"]),
+                shape=part["shape"],
+                evidence=tuple(Evidence(**each) for each in part["evidence"]),
+            )
+            for part in data["parts"]
+        )
+    )
+    if cell.verdict.value != data["verdict"]:
+        raise ValueError(f"the parts say {cell.verdict.value}, and the verdict is {data['verdict']}")
+    return cell
+
+
+def _answer(table: Table) -> Answer:
+    releases = [
+        release(
+            row.name,
+            [ArchiveFile(name=row.source, sha256=row.sha256 or "", uploaded=_uploaded(row))],
+            row.yanked,
+        )
+        for row in table.rows
+    ]
+    return Answer(distribution=table.distribution, asked=table.asked, releases=in_order(releases))
+
+
+def _uploaded(row: Row) -> str | None:
+    return row.date if row.dated == matrix.UPLOADED else None

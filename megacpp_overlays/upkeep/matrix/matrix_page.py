@@ -1,0 +1,130 @@
+"""The kept matrix as one static HTML page: no script, no request, the same bytes for the same tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from megacpp_overlays.model import Evidence, Verdict
+from megacpp_overlays.upkeep.matrix import matrix_text
+from megacpp_overlays.upkeep.matrix.matrix import UPLOADED, Column, Flip, Row, Table, flips, is_left_alone, runs
+
+MEANINGS = {
+    Verdict.BROKEN: "the code is there, and so is the defect",
+    Verdict.FIXED: "the code is there, and upstream no longer has the defect",
+    Verdict.ABSENT: "there is no such code in this release",
+    Verdict.UNRECOGNISED: "the code has a form that the probe does not know: it says nothing, and nothing is installed",
+}
+
+
+def render(tables: Sequence[Table]) -> str:
+    """Return the page for these tables."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("matrix.html.j2").render(
+        asked=", ".join(sorted({table.asked for table in tables})),
+        meanings=[(verdict.value, text) for verdict, text in MEANINGS.items()],
+        distributions=[_distribution(table) for table in tables],
+    )
+
+
+def _distribution(table: Table) -> dict[str, Any]:
+    every = [flip for column in table.columns for flip in flips(table, column.overlay)]
+    order = {row.name: number for number, row in enumerate(table.rows)}
+    anchors = {column.overlay: _anchors(table, column) for column in table.columns}
+    by_place = {(flip.overlay, flip.row.name): flip for flip in every}
+    return {
+        "name": table.distribution,
+        "other_dates": any(row.dated != UPLOADED for row in table.rows),
+        "columns": [_column(table, column, anchors[column.overlay]) for column in table.columns],
+        "rows": [
+            {
+                "name": row.name,
+                "dated": matrix_text.dated(row),
+                "file": row.source,
+                "sha256": row.sha256,
+                "yanked": row.yanked,
+                "cells": [_cell(row, column, anchors[column.overlay], by_place) for column in table.columns],
+            }
+            for row in reversed(table.rows)
+        ],
+        "flips": [
+            {
+                "overlay": flip.overlay,
+                "before": flip.before.value,
+                "after": flip.after.value,
+                "release": flip.row.name,
+                "date": matrix_text.dated(flip.row),
+                "anchor": anchors[flip.overlay][flip.row.name],
+            }
+            for flip in sorted(every, key=lambda flip: -order[flip.row.name])
+        ],
+    }
+
+
+def _anchors(table: Table, column: Column) -> dict[str, str]:
+    """Return by release the id of the place on the page where its evidence is."""
+    found: dict[str, str] = {}
+    rows = [row.name for row in table.rows]
+    for run in runs(table.rows, column.overlay):
+        first, last = rows.index(run.first.name), rows.index(run.last.name)
+        found |= dict.fromkeys(rows[first : last + 1], f"{column.overlay}-{run.first.name}")
+    return found
+
+
+def _cell(row: Row, column: Column, anchors: dict[str, str], flips: dict[tuple[str, str], Flip]) -> dict[str, Any]:
+    cell = row.cells[column.overlay]
+    flip = flips.get((column.overlay, row.name))
+    return {
+        "verdict": cell.verdict.value,
+        "was": flip.before.value if flip else None,
+        "left_alone": is_left_alone(cell, column),
+        "anchor": anchors[row.name],
+    }
+
+
+def _column(table: Table, column: Column, anchors: dict[str, str]) -> dict[str, Any]:
+    counted = Counter(row.cells[column.overlay].verdict for row in table.rows)
+    return {
+        "overlay": column.overlay,
+        "pack": f"{column.pack:02}",
+        "title": column.title,
+        "breaks": column.breaks,
+        "retire_when": column.retire_when,
+        "history": matrix_text.history(table, column.overlay),
+        "counts": [(verdict.value, counted[verdict]) for verdict in Verdict if counted[verdict]],
+        "targets": [str(target) for target in column.targets],
+        "left_alone": list(column.left_alone.items()),
+        "probes": [(name.rpartition(".")[2], digest) for name, digest in column.probes.items()],
+        "runs": [
+            {
+                "span": matrix_text.span(run),
+                "anchor": anchors[run.first.name],
+                "verdict": run.cell.verdict.value,
+                "parts": [
+                    {
+                        "module": part.module if len(run.cell.parts) > 1 else None,
+                        "verdict": part.verdict.value if part.verdict is not run.cell.verdict else None,
+                        "shape": part.shape,
+                        "seen": [(each.seen, _place(each)) for each in part.evidence],
+                    }
+                    for part in run.cell.telling
+                ],
+            }
+            for run in reversed(runs(table.rows, column.overlay))
+        ],
+    }
+
+
+def _place(evidence: Evidence) -> str | None:
+    return f"{evidence.file}:{evidence.line}" if evidence.line else evidence.file

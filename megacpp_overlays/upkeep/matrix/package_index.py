@@ -1,0 +1,228 @@
+"""Ask a package index what releases there are, and remember what it said.
+
+The index is the one that pip or uv would ask: UV_DEFAULT_INDEX, UV_INDEX_URL or PIP_INDEX_URL, else PyPI. The simple
+API says which files there are, their hashes and what was yanked (PEP 503, 592 and 691). Dates are in its JSON form
+(PEP 700); where an index answers in HTML alone, they come from the project JSON beside it, `/pypi/NAME/json`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+import requests
+from packaging.version import InvalidVersion, Version
+from pypi_simple import PYPI_SIMPLE_ENDPOINT, DistributionPackage, NoSuchProjectError, PyPISimple
+from pypi_simple.errors import DigestMismatchError, UnsupportedContentTypeError, UnsupportedRepoVersionError
+
+from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.upkeep.matrix.releases import (
+    Answer,
+    ArchiveFile,
+    Release,
+    from_data,
+    in_order,
+    is_plain,
+    release,
+    to_data,
+)
+
+VARIABLES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")
+_TIMEOUT = (10.0, 60.0)
+"""Seconds to connect and to wait for bytes."""
+_KINDS = (".whl", ".tar.gz")
+
+
+class NoNetworkError(UpkeepError):
+    """Raised when the index cannot be reached, or must not be asked."""
+
+
+def configured(env: Mapping[str, str] = os.environ) -> str:
+    """Return the address of the index that the environment configures; never print it, it may hold a password."""
+    for name in VARIABLES:
+        if value := env.get(name, "").strip():
+            named, _, address = value.partition("=")  # uv: NAME=URL
+            return address if address and "/" not in named else value
+    return PYPI_SIMPLE_ENDPOINT
+
+
+class PackageIndex:
+    """The index as it answers now."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._client = PyPISimple(endpoint)
+        self._packages: dict[str, DistributionPackage] = {}
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.s.close()
+
+    def ask(self, distribution: str) -> Answer:
+        """Return every release of a distribution.
+
+        Raises:
+            NoNetworkError: there is no answer.
+            UpkeepError: the index has no such project, or what it says cannot be read.
+        """
+        try:
+            page = self._client.get_project_page(distribution, timeout=_TIMEOUT)
+            packages = [each for each in page.packages if _is_readable(each)]
+            self._packages |= {each.digests["sha256"]: each for each in packages}
+            dates = {each.filename: _date(each.upload_time) for each in packages if each.upload_time}
+            if len(dates) < len(packages):
+                dates = self._project_json(distribution) | dates
+        except NoSuchProjectError as error:
+            raise UpkeepError(f"{distribution}: the configured index has no such project") from error
+        except (requests.ConnectionError, requests.Timeout) as error:
+            raise NoNetworkError(f"the configured index does not answer ({type(error).__name__})") from error
+        except requests.HTTPError as error:
+            raise NoNetworkError(f"the configured index answers with an error ({_status(error)})") from error
+        except (UnsupportedContentTypeError, UnsupportedRepoVersionError, requests.RequestException) as error:
+            raise UpkeepError(f"the configured index says what cannot be read: {type(error).__name__}") from error
+        return Answer(distribution=distribution, asked=today(), releases=_releases(page.packages, dates))
+
+    def download(self, file: ArchiveFile, path: Path) -> None:
+        """Write a file of an answer to a path, its hash checked; nothing is left there on any failure.
+
+        Raises:
+            NoNetworkError: it cannot be had.
+            UpkeepError: what came is not what the index lists.
+        """
+        if (package := self._packages.get(file.sha256)) is None:
+            raise NoNetworkError(f"{file.name} is not in the cache, and the configured index does not offer it")
+        try:
+            self._client.download_package(package, path, timeout=_TIMEOUT)
+        except DigestMismatchError as error:
+            raise UpkeepError(f"{file.name}: what came does not have the SHA-256 that the index lists") from error
+        except requests.RequestException as error:
+            raise NoNetworkError(f"{file.name} cannot be downloaded ({_status(error)})") from error
+
+    def _project_json(self, distribution: str) -> dict[str, str]:
+        """Return upload dates by file name from the project JSON beside the simple API, where there is one."""
+        parts = urlsplit(self._client.endpoint)
+        path = parts.path.rstrip("/")
+        if not path.endswith("/simple"):
+            return {}
+        address = urlunsplit(parts._replace(path=f"{path.removesuffix('/simple')}/pypi/{distribution}/json"))
+        dates: dict[str, str] = {}
+        with contextlib.suppress(requests.RequestException, KeyError, TypeError, ValueError, AttributeError):
+            answer = self._client.s.get(address, timeout=_TIMEOUT)
+            answer.raise_for_status()
+            for files in answer.json()["releases"].values():
+                for each in files:
+                    dates[each["filename"]] = _date(datetime.fromisoformat(each["upload_time"]))
+        return dates
+
+
+def _is_readable(package: DistributionPackage) -> bool:
+    """Return whether a file can be read, and can be checked."""
+    name = package.filename
+    return name.endswith(_KINDS) and is_plain(name) and "sha256" in package.digests
+
+
+def _releases(packages: Sequence[DistributionPackage], dates: Mapping[str, str]) -> tuple[Release, ...]:
+    """Return a release for every version, also for one of which no file can be read."""
+    by_version: defaultdict[str, list[DistributionPackage]] = defaultdict(list)
+    for each in packages:
+        with contextlib.suppress(InvalidVersion, TypeError):  # no version, or one from before PEP 440
+            by_version[str(Version(each.version or ""))].append(each)
+    return in_order(
+        release(
+            version,
+            [
+                ArchiveFile(name=each.filename, sha256=each.digests["sha256"], uploaded=dates.get(each.filename))
+                for each in of_it
+                if _is_readable(each)
+            ],
+            next((each.yanked_reason or "" for each in of_it), "") if all(each.is_yanked for each in of_it) else None,
+        )
+        for version, of_it in by_version.items()
+    )
+
+
+class Answers:
+    """What an index says, with what it said before where it does not answer."""
+
+    def __init__(self, folder: Path, *, offline: bool, tell: Callable[[str], None]) -> None:
+        """Prepare to ask.
+
+        Args:
+            folder: where answers are remembered.
+            offline: ask nothing.
+            tell: gets one sentence for people when an old answer is used.
+        """
+        endpoint = configured()
+        parts = urlsplit(endpoint)
+        place = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+        self._folder = folder / hashlib.sha256(place.encode()).hexdigest()[:12]
+        self._tell = tell
+        self.index = None if offline else PackageIndex(endpoint)
+
+    def __enter__(self) -> Answers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.index is not None:
+            self.index.close()
+
+    def get(self, distribution: str) -> Answer:
+        """Return the answer of today, or the last one.
+
+        Raises:
+            NoNetworkError: there is no answer, and none is remembered.
+            UpkeepError: there is one, and no release in it.
+        """
+        answer = self._get(distribution)
+        if not answer.releases:
+            raise UpkeepError(f"{distribution}: the configured index has no release of it")
+        return answer
+
+    def _get(self, distribution: str) -> Answer:
+        path = self._folder / f"{distribution}.json"
+        if self.index is not None:
+            try:
+                answer = self.index.ask(distribution)
+            except NoNetworkError as error:
+                reason = str(error)
+            else:
+                _write(path, json.dumps(to_data(answer)))
+                return answer
+        else:
+            reason = "offline"
+        try:
+            answer = from_data(json.loads(path.read_text()))
+        except (OSError, ValueError, UpkeepError) as error:
+            raise NoNetworkError(f"{distribution}: {reason}, and no answer of the index is in the cache") from error
+        if self.index is not None:
+            self._tell(f"{reason}: what it said of {distribution} on {answer.asked} is used")
+        return answer
+
+
+def today() -> str:
+    """Return the date in UTC."""
+    return _date(datetime.now(timezone.utc))
+
+
+def _date(time: datetime) -> str:
+    return (time if time.tzinfo is None else time.astimezone(timezone.utc)).date().isoformat()
+
+
+def _status(error: requests.RequestException) -> str:
+    return f"HTTP {error.response.status_code}" if error.response is not None else type(error).__name__
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(text)
+        draft.replace(path)  # a reader sees the old one or the new one, never half of one
+    finally:
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,150 @@
+"""The releases of a distribution: which there are, when they came, and which file of each is read.
+
+Data alone: asking an index is in `package_index`, getting a file is in `archives`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+from packaging.version import Version
+
+from megacpp_overlays.errors import UpkeepError
+
+_MINOR = 12
+"""The Python that wheels are chosen for where there is no pure one. They are read and never imported, so it only has
+to be the same choice on every machine."""
+
+
+def is_plain(name: str) -> bool:
+    """Return whether a name that an index gave leads to no other folder."""
+    return bool(name) and not name.startswith(".") and not set(name) & set("/\\\0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchiveFile:
+    """One file of a release."""
+
+    name: str
+    sha256: str
+    uploaded: str | None
+    """Date in UTC, `2026-08-18`; None where the index does not say."""
+
+    def __post_init__(self) -> None:
+        if not is_plain(self.name):
+            raise ValueError(f"{self.name!r} is no name of a file")
+
+    @property
+    def is_wheel(self) -> bool:
+        """Whether it is a wheel; else it is a source distribution."""
+        return self.name.endswith(".whl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """One version of a distribution."""
+
+    version: str
+    date: str | None
+    """When its first file was uploaded, as a date in UTC; None where the index does not say."""
+    yanked: str | None
+    """Why all of its files were withdrawn, perhaps in no words; None where they were not."""
+    files: tuple[ArchiveFile, ...]
+    """Those that can be read and checked, the one that is read first."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it is neither a pre-release nor a development build."""
+        return not Version(self.version).is_prerelease
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What an index said about a distribution."""
+
+    distribution: str
+    asked: str
+    """The date in UTC."""
+    releases: tuple[Release, ...]
+    """By version."""
+
+
+def release(version: str, files: Iterable[ArchiveFile], yanked: str | None) -> Release:
+    """Return a release, its files in the order in which they are tried."""
+    files = tuple(sorted(files, key=_preference))
+    date = min((file.uploaded for file in files if file.uploaded), default=None)
+    return Release(version=version, date=date, yanked=yanked, files=files)
+
+
+def in_order(releases: Iterable[Release]) -> tuple[Release, ...]:
+    """Return releases by version."""
+    return tuple(sorted(releases, key=lambda each: Version(each.version)))
+
+
+def _preference(file: ArchiveFile) -> tuple[int, bool, bool, int, str]:
+    """Order the files of a release: a pure wheel, another wheel, a source distribution.
+
+    Wheels of one release have the same Python files, so of several the one for x86-64 and the Python next to 3.12 is
+    read, whatever machine this is.
+    """
+    if not file.is_wheel:
+        return 2, False, False, 0, file.name
+    try:
+        tags = parse_wheel_filename(file.name)[3]
+    except InvalidWheelFilename:
+        return 3, False, False, 0, file.name
+    if any(tag.platform == "any" for tag in tags):
+        return 0, False, False, 0, file.name
+    minors = [
+        int(tag.interpreter[3:]) for tag in tags if tag.interpreter[:3] == "cp3" and tag.interpreter[3:].isdigit()
+    ]
+    away = min((abs(minor - _MINOR) for minor in minors), default=99)
+    newer = min(minors, default=99) > _MINOR
+    return 1, not any(tag.platform.endswith("x86_64") for tag in tags), newer, away, file.name
+
+
+def to_data(answer: Answer) -> dict[str, Any]:
+    """Return an answer as data for JSON; it holds no address."""
+    return {
+        "distribution": answer.distribution,
+        "asked": answer.asked,
+        "releases": [
+            {
+                "version": each.version,
+                "yanked": each.yanked,
+                "files": [{"name": f.name, "sha256": f.sha256, "uploaded": f.uploaded} for f in each.files],
+            }
+            for each in answer.releases
+        ],
+    }
+
+
+def from_data(data: Mapping[str, Any]) -> Answer:
+    """Return the answer that was kept as data.
+
+    Raises:
+        UpkeepError: this is no such data.
+    """
+    try:
+        releases = [
+            release(
+                str(Version(each["version"])),
+                [ArchiveFile(name=f["name"], sha256=f["sha256"], uploaded=f["uploaded"]) for f in each["files"]],
+                each["yanked"],
+            )
+            for each in data["releases"]
+        ]
+        return Answer(distribution=data["distribution"], asked=data["asked"], releases=in_order(releases))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UpkeepError(f"this is no kept answer of an index: {type(error).__name__}: {error}") from error
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """Return what somebody may have meant, for an error."""
+    import difflib  # noqa: PLC0415 - only on the way to an error
+
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return (f"did you mean {close[0]}? " if close else "") + f"known: {', '.join(known)}"

@@ -1,0 +1,567 @@
+"""Releases: which there are, when they came, which file of each is read, and that it is the one that was published."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from index_server import NAME, PACKAGE, Index, module, sdist, serving, wheel
+
+from megacpp_overlays.errors import SourceError, UpkeepError
+from megacpp_overlays.upkeep.matrix import archives as archives_module
+from megacpp_overlays.upkeep.matrix.archives import Archives
+from megacpp_overlays.upkeep.matrix.file_trees import Folder, newest_member, open_archive
+from megacpp_overlays.upkeep.matrix.git_commit import GitCommit
+from megacpp_overlays.upkeep.matrix.package_index import Answers, NoNetworkError, configured
+from megacpp_overlays.upkeep.matrix.releases import ArchiveFile, from_data, nearest, release, to_data
+
+PURE = f"{PACKAGE}-1.0-py3-none-any.whl"
+BUILT = "made_up_upstream-1.0-cp{0}-cp{0}-manylinux_2_28_{1}.whl"
+SOURCE = f"{PACKAGE}-1.0.tar.gz"
+
+
+@pytest.fixture
+def index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+    with serving() as made:
+        monkeypatch.setenv("UV_DEFAULT_INDEX", made.endpoint)
+        yield made
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def answers(tmp_path: Path, said: list[str]) -> Callable[..., Answers]:
+    """Make the answers of the configured index, remembered in one folder."""
+    return lambda *, offline=False: Answers(tmp_path / "index", offline=offline, tell=said.append)
+
+
+def file(name: str, sha256: str = "0" * 64, uploaded: str | None = None) -> ArchiveFile:
+    return ArchiveFile(name=name, sha256=sha256, uploaded=uploaded)
+
+
+# --- which file of a release ---
+
+
+@given(st.permutations([BUILT.format(minor, cpu) for minor in (310, 311, 312, 313) for cpu in ("x86_64", "aarch64")]))
+def test_of_several_wheels_the_same_one_is_read_on_every_machine(names: list[str]) -> None:
+    files = release("1.0", [file(SOURCE), *map(file, names)], None).files
+
+    assert files[0].name == BUILT.format(312, "x86_64")
+    assert files[1].name == BUILT.format(311, "x86_64"), "an older Python before a newer one"
+    assert files[-1].name == SOURCE
+
+
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [
+        ([BUILT.format(312, "x86_64"), PURE, SOURCE], PURE),
+        ([SOURCE, BUILT.format(313, "aarch64")], BUILT.format(313, "aarch64")),
+        ([SOURCE, "not-a-name.whl"], SOURCE),
+    ],
+    ids=["a pure wheel", "any wheel", "no wheel that says what it is for"],
+)
+def test_wheels_come_before_source(names: list[str], first: str) -> None:
+    assert release("1.0", map(file, names), None).files[0].name == first
+
+
+@pytest.mark.parametrize("name", ["../x.whl", "/etc/x.whl", "a\\b.whl", "", ".hidden.whl"])
+def test_a_name_that_leads_to_another_folder_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="no name of a file"):
+        file(name)
+
+
+# --- what an index says ---
+
+
+@pytest.mark.parametrize("speaks_json", [True, False], ids=["JSON", "HTML"])
+def test_releases_come_by_version_with_the_date_of_their_first_file(
+    index: Index, answers: Callable[..., Answers], speaks_json: bool
+) -> None:
+    index.speaks_json = speaks_json
+    index.publish(f"{PACKAGE}-0.10.0-py3-none-any.whl", b"b", "2026-02-01T23:30:00Z")
+    index.publish(f"{PACKAGE}-0.9.0-py3-none-any.whl", b"a", "2026-01-05T10:00:00Z")
+    index.publish(f"{PACKAGE}-0.9.0.tar.gz", b"c", "2026-01-04T10:00:00Z")
+    index.publish(f"{PACKAGE}-0.11.0rc1.tar.gz", b"d", "2026-03-01T10:00:00Z")
+    index.yanked = {f"{PACKAGE}-0.10.0-py3-none-any.whl": "wrong version", f"{PACKAGE}-0.9.0.tar.gz": "only one file"}
+
+    with answers() as asked:
+        answer = asked.get(PACKAGE)
+
+    assert [(each.version, each.date, each.yanked, each.is_final) for each in answer.releases] == [
+        ("0.9.0", "2026-01-04", None, True),
+        ("0.10.0", "2026-02-01", "wrong version", True),
+        ("0.11.0rc1", "2026-03-01", None, False),
+    ]
+
+
+@pytest.mark.parametrize("has_project_json", [True, False])
+def test_without_any_date_there_is_none(index: Index, answers: Callable[..., Answers], has_project_json: bool) -> None:
+    index.speaks_json, index.has_project_json = False, has_project_json
+    index.publish(PURE, b"a", None)
+
+    with answers() as asked:
+        assert asked.get(PACKAGE).releases[0].date is None
+
+
+def test_an_index_that_is_no_simple_one_is_asked_for_no_dates(
+    index: Index, answers: Callable[..., Answers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UV_DEFAULT_INDEX", f"{index.address}/mirror/")
+
+    with answers() as asked, pytest.raises(UpkeepError, match="no such project"):
+        asked.get(PACKAGE)
+
+    assert index.asked == [f"/mirror/{NAME}/"]
+
+
+def test_files_that_cannot_be_read_or_checked_are_passed_over(index: Index, answers: Callable[..., Answers]) -> None:
+    index.publish(PURE, b"a")
+    index.publish(f"{PACKAGE}-1.0.win32.exe", b"b")
+    index.publish(f"{PACKAGE}-2.0.egg", b"c")
+    index.publish(f"{PACKAGE}-not.a.version-py3-none-any.whl", b"d")
+
+    with answers() as asked:
+        assert [f.name for each in asked.get(PACKAGE).releases for f in each.files] == [PURE]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, "https://pypi.org/simple/"),
+        ({"PIP_INDEX_URL": "https://a.example/simple", "UV_INDEX_URL": ""}, "https://a.example/simple"),
+        (
+            {"UV_DEFAULT_INDEX": "mine=https://a.example/simple", "PIP_INDEX_URL": "https://b"},
+            "https://a.example/simple",
+        ),
+        ({"UV_INDEX_URL": "https://u:p@a.example/simple?x=1"}, "https://u:p@a.example/simple?x=1"),
+    ],
+)
+def test_the_index_is_the_one_that_pip_or_uv_would_ask(variables: dict[str, str], expected: str) -> None:
+    assert configured(variables) == expected
+
+
+def test_an_unknown_project_is_an_error_that_names_it(index: Index, answers: Callable[..., Answers]) -> None:
+    with answers() as asked, pytest.raises(UpkeepError, match="other: the configured index has no such project"):
+        asked.get("other")
+
+
+def test_a_release_of_files_that_cannot_be_read_stays_a_release(index: Index, answers: Callable[..., Answers]) -> None:
+    index.publish(f"{PACKAGE}-0.5.0.zip", b"a")
+    index.publish(PURE, b"b")
+    index.publish(f"{PACKAGE}-1.0.zip", b"c")
+    index.yanked[PURE] = "not all of it"
+
+    with answers() as asked:
+        found = asked.get(PACKAGE).releases
+    with answers(offline=True) as remembered:
+        assert remembered.get(PACKAGE).releases == found
+
+    assert [(each.version, [f.name for f in each.files], each.yanked) for each in found] == [
+        ("0.5.0", [], None),
+        ("1.0", [PURE], None),
+    ]
+
+
+def test_a_project_without_any_release_is_an_error(index: Index, answers: Callable[..., Answers]) -> None:
+    index.publish(f"{PACKAGE}-not.a.version-py3-none-any.whl", b"a")
+
+    with answers() as asked, pytest.raises(UpkeepError, match=f"{PACKAGE}: the configured index has no release of it"):
+        asked.get(PACKAGE)
+
+
+def test_an_answer_that_is_no_page_is_an_error(index: Index, answers: Callable[..., Answers]) -> None:
+    index.answer = lambda _: (200, "image/png", b"x")  # type: ignore[method-assign]
+
+    with answers() as asked, pytest.raises(UpkeepError, match="cannot be read: UnsupportedContentTypeError"):
+        asked.get(PACKAGE)
+
+
+# --- what it said before ---
+
+
+def test_an_answer_is_remembered_and_holds_no_address(
+    index: Index, answers: Callable[..., Answers], tmp_path: Path, said: list[str]
+) -> None:
+    index.publish(PURE, b"a")
+    with answers() as asked:
+        answer = asked.get(PACKAGE)
+    before = len(index.asked)
+
+    with answers(offline=True) as remembered:
+        assert remembered.get(PACKAGE) == answer
+
+    assert len(index.asked) == before, "offline asks nobody"
+    assert said == []
+    assert not [path for path in (tmp_path / "index").rglob("*.json") if "http" in path.read_text()]
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_where_the_index_fails_its_last_answer_is_used_and_that_is_said(
+    index: Index, answers: Callable[..., Answers], said: list[str], status: int
+) -> None:
+    index.publish(PURE, b"a")
+    with answers() as asked:
+        answer = asked.get(PACKAGE)
+
+    index.status = status
+    with answers() as again:
+        assert again.get(PACKAGE) == answer
+
+    assert said == [
+        f"the configured index answers with an error (HTTP {status}): what it said of {PACKAGE} on {answer.asked} is used"
+    ]
+
+
+def test_without_a_network_and_without_a_memory_there_is_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "http://user:secret@127.0.0.1:9/simple/")
+
+    with Answers(tmp_path, offline=False, tell=said.append) as asked, pytest.raises(NoNetworkError) as caught:
+        asked.get(PACKAGE)
+
+    assert "the configured index does not answer" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_what_another_index_said_is_not_taken_for_an_answer(
+    index: Index, answers: Callable[..., Answers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index.publish(PURE, b"a")
+    with answers() as asked:
+        asked.get(PACKAGE)
+
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "https://other.example/simple")
+    with answers(offline=True) as other, pytest.raises(NoNetworkError, match="no answer of the index is in the cache"):
+        other.get(PACKAGE)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"releases": [{"version": "x", "yanked": null, "files": []}]}'])
+def test_a_damaged_memory_is_no_answer(
+    index: Index, answers: Callable[..., Answers], tmp_path: Path, text: str
+) -> None:
+    index.publish(PURE, b"a")
+    with answers() as asked:
+        asked.get(PACKAGE)
+    next((tmp_path / "index").rglob("*.json")).write_text(text)
+
+    with answers(offline=True) as damaged, pytest.raises(NoNetworkError, match="offline"):
+        damaged.get(PACKAGE)
+
+
+versions = st.from_regex(r"[0-9]{1,2}\.[0-9]{1,2}(rc[0-9])?", fullmatch=True)
+
+
+@given(st.lists(st.tuples(versions, st.sampled_from([None, "", "why"])), unique_by=lambda each: each[0]))
+def test_an_answer_survives_being_written_and_read(releases: list[tuple[str, str | None]]) -> None:
+    data = {
+        "distribution": PACKAGE,
+        "asked": "2026-11-21",
+        "releases": [
+            {"version": v, "yanked": y, "files": [{"name": PURE, "sha256": "0" * 64, "uploaded": "2026-01-01"}]}
+            for v, y in releases
+        ],
+    }
+    answer = from_data(data)
+
+    assert from_data(to_data(answer)) == answer
+    assert len(answer.releases) == len(releases)
+
+
+# --- the files ---
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "files"
+
+
+def published(index: Index, answers: Callable[..., Answers], content: bytes) -> ArchiveFile:
+    index.publish(PURE, content)
+    with answers() as asked:
+        return asked.get(PACKAGE).releases[0].files[0]
+
+
+def test_a_file_is_fetched_once(index: Index, answers: Callable[..., Answers], cache: Path) -> None:
+    wanted = published(index, answers, b"content")
+    with answers() as asked:
+        asked.get(PACKAGE)
+        files = Archives(cache, (), asked.index)
+
+        assert [files.get(wanted), files.get(wanted)] == [cache / PURE] * 2
+
+    assert (cache / PURE).read_bytes() == b"content"
+    assert index.asked.count(f"/files/{PURE}") == 1
+
+
+@pytest.mark.parametrize("damage", [b"", b"cont", b"changed"], ids=["empty", "half", "changed"])
+def test_a_damaged_file_does_not_count_and_is_fetched_again(
+    index: Index, answers: Callable[..., Answers], cache: Path, damage: bytes
+) -> None:
+    wanted = published(index, answers, b"content")
+    cache.mkdir()
+    (cache / PURE).write_bytes(damage)
+
+    assert Archives(cache).get(wanted) is None
+    with answers() as asked:
+        asked.get(PACKAGE)
+        Archives(cache, (), asked.index).get(wanted)
+
+    assert (cache / PURE).read_bytes() == b"content"
+
+
+@pytest.mark.parametrize("sent", [b"cont", b"other"], ids=["cut short", "another file"])
+def test_what_is_not_what_the_index_lists_is_not_kept(
+    index: Index, answers: Callable[..., Answers], cache: Path, sent: bytes
+) -> None:
+    wanted = published(index, answers, b"content")
+    index.served[PURE] = sent
+
+    with answers() as asked:
+        asked.get(PACKAGE)
+        with pytest.raises(UpkeepError, match="does not have the SHA-256"):
+            Archives(cache, (), asked.index).get(wanted)
+
+    assert list(cache.iterdir()) == []
+
+
+def test_a_file_that_the_index_does_not_have_is_an_error_that_names_it(
+    index: Index, answers: Callable[..., Answers], cache: Path
+) -> None:
+    wanted = published(index, answers, b"content")
+
+    with answers() as asked:
+        files = Archives(cache, (), asked.index)
+        with pytest.raises(NoNetworkError, match="does not offer it"):
+            files.get(wanted)
+        asked.get(PACKAGE)
+        index.files.clear()
+        with pytest.raises(NoNetworkError, match=f"{PURE} cannot be downloaded .HTTP 404"):
+            files.get(wanted)
+
+
+def test_another_folder_is_read_and_never_written(
+    index: Index, answers: Callable[..., Answers], cache: Path, tmp_path: Path
+) -> None:
+    wanted = published(index, answers, b"content")
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    (wheels / PURE).write_bytes(b"content")
+    with answers() as asked:
+        asked.get(PACKAGE)
+        assert Archives(cache, [wheels], asked.index).get(wanted) == wheels / PURE
+
+        (wheels / PURE).write_bytes(b"changed")
+        assert Archives(cache, [wheels], asked.index).get(wanted) == cache / PURE
+
+    assert (wheels / PURE).read_bytes() == b"changed"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"MEGACPP_RELEASES_CACHE": "/a"}, "/a"),
+        ({"XDG_CACHE_HOME": "/x"}, "/x/megacpp-overlays/releases"),
+        ({"HOME": "/h"}, "/h/.cache/megacpp-overlays/releases"),
+    ],
+)
+def test_the_cache_is_where_caches_are(
+    variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MEGACPP_RELEASES_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    assert archives_module.default_folder() == Path(expected)
+
+
+# --- what is in them ---
+
+
+def git(folder: Path, *arguments: str) -> None:
+    identity = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.invalid", "-c", "commit.gpgsign=false")
+    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def write(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("top", ["", "src/"], ids=["at the top", "below src"])
+@pytest.mark.parametrize("kind", ["wheel", "sdist", "folder", "commit", "bare"])
+def test_every_kind_of_tree_gives_the_same_source_with_the_same_path(tmp_path: Path, kind: str, top: str) -> None:
+    files = {f"{top}{name}": text for name, text in module("x = 1\n").items()}
+    if kind == "wheel":
+        (tmp_path / PURE).write_bytes(wheel(files))
+        tree = open_archive(tmp_path / PURE)
+    elif kind == "sdist":
+        (tmp_path / SOURCE).write_bytes(sdist(f"{PACKAGE}-1.0", {**files, "README": "no Python"}))
+        tree = open_archive(tmp_path / SOURCE)
+    elif kind == "folder":
+        tree = Folder(write(tmp_path, files))
+    else:
+        git(write(tmp_path / "work", files), "init", "--quiet")
+        git(tmp_path / "work", "add", "--all")
+        git(tmp_path / "work", "commit", "--quiet", "--message", "made up")
+        git(tmp_path, "clone", "--quiet", "--bare", "work", "bare")
+        (tmp_path / "work" / f"{top}{PACKAGE}" / "layers.py").write_text("changed, and not committed")
+        tree = GitCommit(tmp_path / ("work" if kind == "commit" else "bare"), "HEAD")
+
+    with tree:
+        source = tree.module(f"{PACKAGE}.layers")
+        package = tree.module(PACKAGE)
+
+        assert source is not None
+        assert package is not None
+        assert (source.path, source.text) == (f"{top}{PACKAGE}/layers.py", "x = 1\n")
+        assert package.path == f"{top}{PACKAGE}/__init__.py"
+        assert tree.module(f"{PACKAGE}.missing") is None
+        assert tree.has_package(PACKAGE)
+        assert not tree.has_package("other")
+
+
+def committed(folder: Path, files: dict[str, str], links: dict[str, str]) -> Path:
+    write(folder, files)
+    for name, target in links.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to(target)
+    git(folder, "init", "--quiet")
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "--message", "made up")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "links",
+    [
+        {f"{PACKAGE}/layers.py": "real.py"},
+        {f"{PACKAGE}/layers.py": "../lib/..//made_up_upstream/./real.py"},
+        {f"{PACKAGE}/layers.py": "second.py", f"{PACKAGE}/second.py": "real.py"},
+        {f"{PACKAGE}/layers.py": "../lib/real.py", "lib": PACKAGE},
+    ],
+    ids=["beside it", "a roundabout way", "a link to a link", "through a folder"],
+)
+def test_a_committed_link_is_read_as_what_it_leads_to(tmp_path: Path, links: dict[str, str]) -> None:
+    files = {f"{PACKAGE}/real.py": "x = 1\n", f"{PACKAGE}/__init__.py": ""}
+    if "lib" not in links:
+        files["lib/other.py"] = ""
+
+    with GitCommit(committed(tmp_path, files, links), "HEAD") as tree:
+        source = tree.module(f"{PACKAGE}.layers")
+
+    assert source is not None
+    assert (source.path, source.text) == (f"{PACKAGE}/layers.py", "x = 1\n")
+
+
+def test_a_submodule_of_the_name_src_hides_no_package_beside_it(tmp_path: Path) -> None:
+    folder = committed(tmp_path, {f"{PACKAGE}/layers.py": "x = 1\n"}, {})
+    git(folder, "update-index", "--add", "--cacheinfo", f"160000,{'1' * 40},src")
+    git(folder, "commit", "--quiet", "--message", "points to it")
+
+    with GitCommit(folder, "HEAD") as tree:
+        assert tree.has_package(PACKAGE)
+        assert not tree.has_package("other")
+
+
+def test_a_package_that_is_a_link_to_a_folder_is_there(tmp_path: Path) -> None:
+    with GitCommit(committed(tmp_path, {"code/layers.py": "x = 1\n"}, {PACKAGE: "code"}), "HEAD") as tree:
+        assert tree.has_package(PACKAGE)
+        assert tree.module(f"{PACKAGE}.layers") is not None
+        assert tree.module(f"{PACKAGE}.layers.deeper") is None, "a file has no folder in it"
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("/etc/hostname", "leads out of the repository"),
+        ("../../other.py", "leads out of the repository"),
+        ("missing.py", "leads to nothing"),
+        ("layers.py", "leads to itself"),
+    ],
+)
+def test_a_committed_link_that_leads_nowhere_is_an_error(tmp_path: Path, target: str, says: str) -> None:
+    folder = committed(tmp_path / "work", {f"{PACKAGE}/__init__.py": ""}, {f"{PACKAGE}/layers.py": target})
+
+    with GitCommit(folder, "HEAD") as tree, pytest.raises(SourceError, match=f"^{PACKAGE}/layers.py: .*{says}"):
+        tree.module(f"{PACKAGE}.layers")
+
+
+@pytest.mark.parametrize("what", ["layers.py", ""], ids=["a file", "a tree"])
+def test_an_object_that_git_cannot_deliver_is_no_absent_file(tmp_path: Path, what: str) -> None:
+    folder = committed(tmp_path, {f"{PACKAGE}/layers.py": "x = 1\n"}, {})
+    found = ["git", "rev-parse", f"HEAD:{PACKAGE}/{what}".rstrip("/")]
+    name = subprocess.run(found, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+    (folder / ".git" / "objects" / name[:2] / name[2:]).unlink()
+
+    with pytest.raises(UpkeepError, match="git cannot give"), GitCommit(folder, "HEAD") as tree:
+        tree.module(f"{PACKAGE}.layers")
+
+
+def test_a_reader_that_ended_is_an_error_and_closes_without_another(tmp_path: Path) -> None:
+    tree = GitCommit(committed(tmp_path, {f"{PACKAGE}/layers.py": "x = 1\n"}, {}), "HEAD")
+    with tree:
+        tree._process.kill()
+        tree._process.wait()
+        for _ in range(2):
+            with pytest.raises(UpkeepError, match="git cannot give"):
+                tree.module(f"{PACKAGE}.layers")
+
+
+def test_a_module_that_is_no_text_is_an_error_with_its_path_in_the_tree(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_bytes(b"# coding: nonsense\n")
+
+    with pytest.raises(SourceError, match=r"^bad.py: cannot be decoded"):
+        Folder(tmp_path).module("bad")
+
+
+@pytest.mark.parametrize("name", [PURE, SOURCE])
+def test_a_damaged_archive_is_an_error_that_names_it(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"neither")
+
+    with pytest.raises(UpkeepError, match=f"{name}: cannot open"):
+        open_archive(tmp_path / name)
+
+
+def test_a_repository_without_the_commit_and_a_folder_without_one_say_so(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    git(tmp_path / "empty", "init", "--quiet")
+
+    with pytest.raises(UpkeepError, match="has no commit 'nonsense'"):
+        GitCommit(tmp_path / "empty", "nonsense")
+    (tmp_path / "plain").mkdir()
+    with pytest.raises(UpkeepError, match="git finds no repository"):
+        GitCommit(Path("/nonexistent"), "main")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        (PURE, wheel({"a.py": ""}, (2026, 3, 4, 5, 6, 8)), 1772600768.0),
+        (PURE, wheel({"a.py": ""}, (1980, 1, 1, 0, 0, 0)), None),
+        (SOURCE, sdist("x", {"a.py": ""}, 1_772_600_000), 1772600000.0),
+        (SOURCE, sdist("x", {"a.py": ""}, 0), None),
+    ],
+    ids=["wheel", "wheel that hides it", "sdist", "sdist that hides it"],
+)
+def test_the_newest_member_dates_an_archive(tmp_path: Path, name: str, content: bytes, expected: float | None) -> None:
+    (tmp_path / name).write_bytes(content)
+
+    assert newest_member(tmp_path / name) == expected
+
+
+def test_the_nearest_name_is_offered() -> None:
+    assert nearest("liger", ["liger-kernel", "megatron-core"]) == (
+        "did you mean liger-kernel? known: liger-kernel, megatron-core"
+    )
+    assert nearest("zzz", ["a"]) == "known: a"
