@@ -81,6 +81,7 @@ class Lane:
         fresh = [record for record in waiting if self._records.setdefault(record.overlay, record) is record]
         if fresh:
             self._log.armed(fresh)
+        self._log.outlived()
         if self.settings.mode is Mode.OFF:
             return
         undone, self._undone = self._undone, set()
@@ -130,6 +131,8 @@ class Lane:
     def undo(self, overlay_id: str | None = None) -> None:
         """Put back what one overlay, or every overlay, replaced. It stays off until `arm` is called again.
 
+        A launcher may still name an overlay that was retired: it is told so, and goes on.
+
         Raises:
             SeamError: somebody replaced an attribute after us; the rest is undone, and the overlay is in conflict. Or
                 a graph of torch.compile cannot be dropped now, see `compiled`; then everything stays in.
@@ -137,6 +140,11 @@ class Lane:
         """
         chosen = [overlay for overlay in self.overlays if overlay_id in {None, overlay.id}]
         if overlay_id is not None and not chosen:
+            from megacpp_overlays import retired
+
+            if (gone := retired.find(overlay_id)) is not None:
+                self._log.retired(f"{gone}: there is nothing to undo")
+                return
             known = ", ".join(dict.fromkeys(overlay.id for overlay in self.overlays))
             raise RegistryError(f"there is no overlay {overlay_id}; known: {known}")
         if any(self._installed.get(overlay) for overlay in chosen):

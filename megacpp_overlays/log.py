@@ -29,6 +29,7 @@ class Log:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._outlived = settings.outlived
         # Absolute, because a launcher may change its folder later.
         self._path = None if settings.log_path is None else Path(settings.log_path).absolute()
         if self._path is not None:
@@ -47,6 +48,16 @@ class Log:
         words += [f"armed: {', '.join(waiting)}"] if waiting else []
         words += [f"off: {', '.join(off)}"] if off else []
         self._write("; ".join(words), {"event": "armed", "armed": waiting, "off": off}, logging.INFO)
+
+    def outlived(self) -> None:
+        """Say once which variables name a retired overlay; a child does not repeat it either."""
+        sentences, self._outlived = self._outlived, ()
+        for sentence in () if self._settings.parent_is_armed else sentences:
+            self._write(sentence, {"event": "outlived", "text": sentence}, logging.INFO)
+
+    def retired(self, sentence: str) -> None:
+        """Say that what was asked for is about a retired overlay."""
+        self._write(sentence, {"event": "outlived", "text": sentence}, logging.INFO)
 
     def decided(self, record: Record) -> None:
         """Say what was decided about one overlay."""

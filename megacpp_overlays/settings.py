@@ -12,7 +12,8 @@ Variables:
                                 by `megacpp-overlays run`, never by hand
 
 An empty value counts as not set. Anything unknown raises SettingsError: a typo must not leave a fix on
-that somebody wanted off, or off that somebody needs on.
+that somebody wanted off, or off that somebody needs on. What names a retired overlay is known: it says nothing any
+more, and a launcher that still has it must start.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ class Settings:
     """Folder, as an absolute path."""
     parent_is_armed: bool = False
     """A process of this environment was armed, said so, and started this one or one above it."""
+    outlived: tuple[str, ...] = ()
+    """Sentences about variables that name a retired overlay and can go."""
 
     def switch(self, overlay_id: str) -> Switch:
         """Return the switch of one overlay."""
@@ -93,8 +96,12 @@ class Settings:
             SettingsError: a name or value is not known, or two settings contradict each other.
         """
         switches = {variable_for(overlay_id): overlay_id for overlay_id in known_ids}
-        _refuse_unknown_names(env, {MODE, DISABLE, LOG, PLUGINS, RECEIPTS, CHILDREN, *switches})
-        listed = {_known_id(word, known_ids) for word in _words(env, DISABLE)}
+        known = {MODE, DISABLE, LOG, PLUGINS, RECEIPTS, CHILDREN, *switches}
+        strange = {name for name in env if name.startswith(_PREFIX)} - known
+        words = _words(env, DISABLE)
+        outlived = _outlived(env, strange, set(words) - set(known_ids))
+        _refuse_unknown_names(strange - outlived.keys(), known)
+        listed = {_known_id(word, known_ids) for word in words if word not in outlived}
         off = set(listed)
         for name, overlay_id in switches.items():
             if not env.get(name, "").strip():
@@ -112,6 +119,7 @@ class Settings:
             rank=_rank(env),
             receipts=_receipts(env),
             parent_is_armed=_parent_is_armed(env),
+            outlived=tuple(outlived[name] for name in sorted(outlived)),
         )
 
 
@@ -182,10 +190,31 @@ def _known_id(word: str, known_ids: Collection[str]) -> str:
     return word
 
 
-def _refuse_unknown_names(env: Mapping[str, str], known: Collection[str]) -> None:
-    for name in sorted(env):
-        if name.startswith(_PREFIX) and name not in known:
-            raise SettingsError(f"{name} is no setting of megacpp_overlays; {_nearest(name, known)}")
+def _refuse_unknown_names(strange: Collection[str], known: Collection[str]) -> None:
+    for name in sorted(strange):
+        raise SettingsError(f"{name} is no setting of megacpp_overlays; {_nearest(name, known)}")
+
+
+def _outlived(env: Mapping[str, str], variables: Collection[str], ids: Collection[str]) -> dict[str, str]:
+    """Return what names a retired overlay, each variable or id with a sentence about it.
+
+    Args:
+        env: usually `os.environ`.
+        variables: names of ours that belong to no overlay.
+        ids: ids in the list of disabled overlays that are no overlay's.
+    """
+    if not variables and not ids:
+        return {}
+    from megacpp_overlays.retired import RETIRED  # noqa: PLC0415 - only where there is something to look for
+
+    found = {}
+    for gone in RETIRED:
+        if (name := variable_for(gone.id)) in variables:
+            _choice(env, name, Switch, Switch.AUTO)
+            found[name] = f"{gone}: {name} does nothing and can go"
+        if gone.id in ids:
+            found[gone.id] = f"{gone}: it can go from {DISABLE}"
+    return found
 
 
 def _nearest(word: str, known: Collection[str]) -> str:

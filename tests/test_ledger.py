@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
 from made_up import Upstream
 
 from megacpp_overlays import registry
 from megacpp_overlays.ledger import difference, render
+from megacpp_overlays.retired import Retired
 
 
 def test_the_ledger_of_this_repository_is_in_step() -> None:
@@ -50,3 +54,32 @@ def test_history_is_kept(upstream: Upstream, tmp_path: Path) -> None:
 
     assert "scale-pad: gone" in render([upstream.overlay()], path)
     assert difference([upstream.overlay()], path) == ""
+
+
+GONE = Retired("old-fix", 7, "2026-11-21", "made-up", "2.0", "made-up is right", (), ())
+
+
+def test_a_retired_overlay_is_a_row_of_the_history_and_nothing_else(upstream: Upstream, tmp_path: Path) -> None:
+    path = tmp_path / "RETIREMENT.md"
+
+    path.write_text(render([upstream.overlay()], None, [GONE]))
+
+    assert "| `old-fix` | 07 | 2026-11-21 | made-up 2.0 | made-up is right |\n" in path.read_text()
+    assert "No overlay has been retired yet." not in path.read_text()
+    assert difference([upstream.overlay()], path, [GONE]) == ""
+    assert "old-fix" in difference([upstream.overlay()], path, [])
+
+
+@given(st.lists(st.sampled_from(["A word by hand.", "", "| a | table |", "### More", "- a point"]), max_size=6))
+def test_what_people_wrote_into_the_history_stays_below_the_table(lines: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "RETIREMENT.md")
+        path.write_text(render([], None) + "\n" + "\n".join(lines))
+
+        path.write_text(once := render([], path, [GONE]))
+        twice = render([], path, [GONE, GONE._replace(id="older-fix")])
+
+    kept = "\n".join(lines).strip("\n")
+    assert once.rstrip("\n").endswith(kept)
+    assert twice.rstrip("\n").endswith(kept)
+    assert (once.count("| `old-fix` |"), twice.count("| `old-fix` |"), twice.count("| `older-fix` |")) == (1, 1, 1)

@@ -16,23 +16,28 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import made_up_checkout
 import pytest
 from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
+from made_up_checkout import Checkout
 
-from megacpp_overlays import cli, registry
-from megacpp_overlays.model import Decision, Verdict
+from megacpp_overlays import cli, registry, retired
+from megacpp_overlays.model import Decision, Target, Verdict
 from megacpp_overlays.repro import Behaviour, Case, inventory, manifest, receipts, runner, trees
 from megacpp_overlays.repro.case import PackError
 from megacpp_overlays.repro.judge import EARNED, Kind, Part, Run, Sentinel, judge, verdict_of
 from megacpp_overlays.repro.transcript import Transcript, paths_in, scrub
+from megacpp_overlays.retired import Retired
+from megacpp_overlays.upkeep.retire.retirement_texts import with_entry
 
 UPSTREAM = "made_target"
+LAYERS = "made_target.layers"
 PLUGIN = """
 from pathlib import Path
 from made_up import Upstream
@@ -337,6 +342,85 @@ def test_a_receipt_with_its_own_word_is_proof_of_the_fix(made: Inventory) -> Non
 
     assert [claim["sentinel"] for claim in claims] == ["BUG_REPRODUCED", "MEMORY_SAVE_VERIFIED"]
     assert [*receipts.problems(made.packs), *manifest.problems(made.packs, overlays)] == []
+
+
+# A regression guard: the overlay was retired, and its reproducer stays
+
+
+GONE = Retired(
+    "double-fix", 99, "2026-11-21", "made-target", "2.0", "-", (Target("made-target", LAYERS, "double"),), ()
+)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    """A copy of this package in which `double-fix` was retired, with the pack that it had."""
+    made = made_up_checkout.make(tmp_path_factory.mktemp("guarded"))
+    for name in ("overlays/double_fix.py", "feature_probes/double_fix.py"):
+        (made.root / name).unlink()
+    path = made.root / "megacpp_overlays/retired.py"
+    path.write_text(with_entry(path.read_text(), [GONE]))
+    return made
+
+
+def guard(checkout: Checkout, upstream: str | None, folder: Path) -> tuple[int, str]:
+    """Run the guard on an upstream that is given as a tree, or on none; return the exit code and what was printed."""
+    if upstream is None:
+        done = checkout.run("repro", "99", "--case", "double")
+    else:
+        made = Upstream(UPSTREAM, folder)
+        made.write(upstream)
+        done = checkout.run("repro", "99", "--case", "double", "--tree", str(folder))
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("upstream", "code", "says"),
+    [
+        (FIXED_TEXT, 0, "BUG_NOT_PRESENT: double(1) = 2 (case double)"),
+        (ABSENT_TEXT, 0, "BUG_NOT_PRESENT: the target is absent: no double (case double)"),
+        (BROKEN_TEXT, 1, "FAILED: the bug is back, or this release never had the repair: double-fix was retired on "),
+        (UNKNOWN_TEXT, 1, "FAILED: the bug is back"),  # nobody has to recognise it: it is measured
+        ("1 / 0", 1, "FAILED: ZeroDivisionError: division by zero (case double)"),
+        (None, 3, "BLOCKED: made-target is not installed (case double)"),
+    ],
+    ids=["sound", "absent", "broken", "broken in a new way", "does not import", "not installed"],
+)
+def test_a_guard_measures_upstream_once_and_says_whether_the_bug_is_back(
+    guarded: Checkout, tmp_path: Path, upstream: str | None, code: int, says: str
+) -> None:
+    found, text = guard(guarded, upstream, tmp_path)
+
+    assert found == code, text
+    assert f"\n{says}" in text
+    assert text.count("upstream alone: ") == 1
+    assert "with every overlay: " not in text
+    assert ("made-target from --tree" in text.splitlines()[0]) == (upstream is not None)
+
+
+def test_a_guard_of_a_tree_looks_at_that_tree(guarded: Checkout, tmp_path: Path) -> None:
+    half = tmp_path / "half" / UPSTREAM  # without __init__.py: the package below wins
+    half.mkdir(parents=True)
+    (half / "layers.py").write_text(FIXED_TEXT)
+    Upstream(UPSTREAM, tmp_path).write(FIXED_TEXT)
+    path = os.pathsep.join([str(guarded.root), str(tmp_path)])
+
+    done = guarded.run("repro", "99", "--case", "double", "--tree", str(half.parent), PYTHONPATH=path)
+
+    assert done.returncode == 1
+    assert "FAILED: made_target.layers does not come from --tree" in done.stdout
+
+
+def test_a_case_names_targets_of_its_retired_overlay_or_it_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retired, "RETIRED", (GONE,))
+    case = Case(name="double", overlay="double-fix", device="cpu", versions=(), run=Behaviour)
+
+    assert inventory.parts_of(case, ()) == ()
+    assert inventory.targets_of(case, ()) == GONE.targets
+    with pytest.raises(PackError, match=r"double-fix has no target made_target\.other"):
+        inventory.targets_of(replace(case, targets=("made_target.other",)), ())
+    with pytest.raises(PackError, match="case double: there is no overlay double-repair"):
+        inventory.targets_of(replace(case, overlay="double-repair"), ())
 
 
 # Source trees

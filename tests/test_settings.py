@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megacpp_overlays import retired
 from megacpp_overlays.errors import SettingsError
 from megacpp_overlays.settings import LogForm, Mode, Settings, Switch, plugin_names
 
@@ -99,6 +100,52 @@ def test_the_rank_comes_from_the_launcher(env: dict[str, str], rank: int) -> Non
 def test_plugins_are_a_list_of_names() -> None:
     assert plugin_names({"MEGACPP_OVERLAYS_PLUGINS": "ours, theirs,"}) == ("ours", "theirs")
     assert plugin_names({}) == ()
+
+
+# Overlays that were retired
+
+
+@pytest.fixture
+def gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`old-fix` was retired."""
+    entry = retired.Retired("old-fix", 7, "2026-11-21", "made-up", "2.0", "made-up is right", (), ())
+    monkeypatch.setattr(retired, "RETIRED", (entry,))
+
+
+@pytest.mark.usefixtures("gone")
+@pytest.mark.parametrize("value", ["off", "auto"])
+def test_a_variable_of_a_retired_overlay_is_known_and_says_that_it_can_go(value: str) -> None:
+    settings = Settings.from_env({"MEGACPP_OVERLAY_OLD_FIX": value}, IDS)
+
+    assert settings.disabled == frozenset()
+    assert settings.outlived == (
+        "old-fix was retired on 2026-11-21, with made-up 2.0: MEGACPP_OVERLAY_OLD_FIX does nothing and can go",
+    )
+
+
+@pytest.mark.usefixtures("gone")
+def test_the_list_may_name_a_retired_overlay_beside_others() -> None:
+    settings = Settings.from_env({"MEGACPP_OVERLAYS_DISABLE": "old-fix,scale-pad"}, IDS)
+
+    assert settings.disabled == {"scale-pad"}
+    assert settings.outlived == (
+        "old-fix was retired on 2026-11-21, with made-up 2.0: it can go from MEGACPP_OVERLAYS_DISABLE",
+    )
+
+
+@pytest.mark.usefixtures("gone")
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"MEGACPP_OVERLAY_OLD_FIX": "of"}, "MEGACPP_OVERLAY_OLD_FIX=of is not known; did you mean off"),
+        ({"MEGACPP_OVERLAY_OLD_FX": "off"}, "MEGACPP_OVERLAY_OLD_FX is no setting"),
+        ({"MEGACPP_OVERLAYS_DISABLE": "old-fx"}, "names old-fx, which is no overlay"),
+        ({"MEGACPP_OVERLAY_OLD_FIX": "off", "MEGACPP_OVERLAY_SCALE_PADD": "off"}, "MEGACPP_OVERLAY_SCALE_PADD is no"),
+    ],
+)
+def test_a_typo_is_refused_all_the_same(env: dict[str, str], says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        Settings.from_env(env, IDS)
 
 
 @given(st.text(string.ascii_letters + string.digits + "_-", min_size=1, max_size=12))

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import os
 import shlex
-import signal
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megacpp_overlays import lane
 from megacpp_overlays.cli.commands import Subparsers
-from megacpp_overlays.repro import inventory, receipts, runner
+from megacpp_overlays.repro import ending, inventory, receipts, runner
 from megacpp_overlays.repro.case import Case, PackError
 from megacpp_overlays.repro.manifest import ManifestError
 from megacpp_overlays.repro.transcript import Transcript
@@ -78,7 +75,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         )
         roots = [arguments.tree.resolve()] if arguments.tree else []
         transcript = Transcript(roots, functools.partial(print, flush=True), verbose=arguments.verbose)
-        with _ending_in_order():
+        with ending.by_exception():
             stamp, code = runner.run(job, transcript)
     except (PackError, ManifestError) as error:
         parser.error(str(error))
@@ -88,25 +85,11 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     return code
 
 
-@contextlib.contextmanager
-def _ending_in_order() -> Iterator[None]:
-    """Leave by an exception when asked to end: the processes of a run are in sessions of their own."""
-
-    def leave(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    asked = [signal.SIGTERM, signal.SIGHUP] if threading.current_thread() is threading.main_thread() else []
-    # One that is ignored stays so: nohup.
-    before = {number: signal.signal(number, leave) for number in asked if signal.getsignal(number) is signal.SIG_DFL}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _list(pack: inventory.Pack) -> None:
     print(pack.name)
+    if not pack.reproducer.is_file():
+        print("  no reproduce.py yet")
+        return
     for case in inventory.load_cases(pack.reproducer):
         print(f"  {case.name}: overlay {case.overlay}, {case.device}")
 

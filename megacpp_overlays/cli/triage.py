@@ -1,18 +1,82 @@
-"""`megacpp-overlays triage`: not written yet."""
+"""`megacpp-overlays triage --from LOCK --to LOCK`: what an upgrade does to each carried fix."""
 
 from __future__ import annotations
 
 import argparse
+import functools
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
+from megacpp_overlays import lane
 from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.model import Overlay
+from megacpp_overlays.repro import ending, inventory
+from megacpp_overlays.upkeep import environments, evidence, locks
+from megacpp_overlays.upkeep.triage import triage, triage_report
+
+_TEXT = "Say for each overlay what an upgrade from one lock to another does to it: keep, conflict or retire."
+_MORE = """\
+The reproducers run in the environment of the lock `to`, which takes minutes; where this host cannot run a case, a kept
+receipt of the same versions counts.
+
+exit codes:
+  0  every overlay is kept, or has nothing to do on either side
+  1  a conflict, an overlay past its retirement, or a lock or environment that cannot be used
+  2  wrong usage
+"""
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser("triage")
-    parser.set_defaults(run=run)
+    parser = commands.add_parser(
+        "triage", help=_TEXT, description=_TEXT, epilog=_MORE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--from", dest="before", metavar="LOCK", type=Path, required=True, help="the lock in use")
+    parser.add_argument("--to", dest="after", metavar="LOCK", type=Path, required=True, help="the lock to move to")
+    parser.add_argument("--only", metavar="ID", action="append", help="triage only this overlay; can be repeated")
+    parser.add_argument("--environments", metavar="FOLDER", type=Path, help="environments by lane (default: .envs)")
+    parser.add_argument("--from-python", metavar="PYTHON", type=Path, help="interpreter of the environment of --from")
+    parser.add_argument("--to-python", metavar="PYTHON", type=Path, help="interpreter of the environment of --to")
+    parser.add_argument("--create", action="store_true", help="make an environment that is missing, from its lock")
+    parser.add_argument("--packs", metavar="FOLDER", type=Path, help="where the packs are, if not in the package")
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=float, default=evidence.TIMEOUT, help="for one process (default 900)"
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--brief", action="store_true", help="print one line for each overlay, and no evidence")
+    how.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.set_defaults(run=lambda arguments: run(arguments, parser))
 
 
-def run(arguments: argparse.Namespace) -> bool:
-    """Do what was asked."""
-    raise NotImplementedError
+def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
+    """Print the triage; return whether nothing is in conflict or past its retirement."""
+    packs = arguments.packs or inventory.own_folder()
+    if not packs.is_dir():
+        parser.error("--packs: there is no such folder")
+    if arguments.timeout <= 0:
+        parser.error("--timeout: seconds, more than 0")
+    overlays = lane.current().overlays
+    known = {overlay.id for overlay in overlays}
+    if unknown := [name for name in arguments.only or () if name not in known]:
+        parser.error(f"--only: there is no overlay {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    before, after = locks.read(arguments.before), locks.read(arguments.after)
+    triage.changes(before, after, overlays)  # no environment is made for what is no upgrade
+    find = functools.partial(environments.of, folder=arguments.environments, create=arguments.create)
+    progress = functools.partial(print, file=sys.stderr, flush=True)
+    how = triage.How(packs=packs, timeout=arguments.timeout, progress=progress)
+    with ending.by_exception():
+        here = find(before, python=arguments.from_python)
+        there = find(after, python=arguments.to_python)
+        changes = triage.changes(here.lock, there.lock, overlays)
+        triaged = triage.triage(here, there, _chosen(overlays, arguments.only), how)
+    if arguments.json:
+        print(json.dumps(triage_report.as_dict(before, after, changes, triaged), indent=2))
+    else:
+        print(triage_report.table(before, after, changes, triaged, brief=arguments.brief))
+    return triage_report.is_clean(triaged)
+
+
+def _chosen(overlays: Sequence[Overlay], names: Sequence[str] | None) -> tuple[Overlay, ...]:
+    return tuple(overlay for overlay in overlays if not names or overlay.id in names)

@@ -52,7 +52,8 @@ class Case:
     name: str
     """Lower-case words joined by hyphens, unique in its pack."""
     overlay: str
-    """Id of the overlay that is off in the first run and on in the second."""
+    """Id of the overlay that is off in the first run and on in the second. Once it is retired the case stays as it is
+    and runs once, as a regression guard."""
     device: str
     """`cpu` or `cuda`. A cuda case is BLOCKED on a host without one."""
     versions: tuple[str, ...]

@@ -7,6 +7,8 @@ line, because the output belongs to upstream and a process may die at any moment
     running  the case begins
     result   what it answered
     settled  the decisions of the loader and the source of the targets as they are loaded
+
+Of a target whose overlay was retired there is nothing to find or to decide, and where it comes from is said all the same.
 """
 
 from __future__ import annotations
@@ -31,34 +33,40 @@ def main(arguments: Sequence[str]) -> None:
     reproducer, name, report, *options = arguments
     case = inventory.choose(inventory.load_cases(Path(reproducer)), name)
     current = lane.current()
-    parts = inventory.parts_of(case, current.overlays)
+    parts = {part.target: part for part in inventory.parts_of(case, current.overlays)}
+    targets = inventory.targets_of(case, current.overlays)
     with Path(report).open("w", buffering=1) as lines:
 
         def tell(event: str, **facts: object) -> None:
             print(json.dumps({"event": event, **facts}), file=lines)
 
-        tell("probed", parts=[_probed(part) for part in parts])
+        probed = {target: _probed(part) for target, part in parts.items()}
+        tell("probed", parts=[{**_place(target), **probed.get(target, {})} for target in targets])
         if "--probe-only" in options:
             return
-        if (reason := _why_blocked(case, parts)) is not None:
+        if (reason := _why_blocked(case, targets)) is not None:
             tell("result", kind="blocked", seen=reason)
             return
         tell("running")
         tell("result", **_answer(case))
         records = {record.overlay: record for record in current.snapshot().records}
-        tell("settled", parts=[_settled(part, records[part]) for part in parts])
+        decided = {target: _decided(records[part]) for target, part in parts.items()}
+        tell("settled", parts=[{**_loaded(target), **decided.get(target, {})} for target in targets])
 
 
 def _probed(part: Overlay) -> dict[str, object]:
     finding = install.examine(part, InstalledTree())
-    facts = {"verdict": finding.verdict.value, "shape": finding.shape, "evidence": finding.summary()}
-    return {**facts, **_source(part), "package": _package(part.target)}
+    return {"verdict": finding.verdict.value, "shape": finding.shape, "evidence": finding.summary()}
 
 
-def _source(part: Overlay) -> dict[str, object]:
-    source = readable(InstalledTree(), part.target.module)
+def _place(target: Target) -> dict[str, object]:
+    return {**_source(target), "package": _package(target)}
+
+
+def _source(target: Target) -> dict[str, object]:
+    source = readable(InstalledTree(), target.module)
     found = {"file": source.path, "sha256": source.sha256} if source else {"file": None, "sha256": None}
-    return {"module": part.target.module, **found}
+    return {"module": target.module, **found}
 
 
 def _package(target: Target) -> str | None:
@@ -84,8 +92,8 @@ def _package(target: Target) -> str | None:
     return None
 
 
-def _why_blocked(case: Case, parts: Sequence[Overlay]) -> str | None:
-    for target in (part.target for part in parts):
+def _why_blocked(case: Case, targets: Sequence[Target]) -> str | None:
+    for target in targets:
         if _package(target) is None:
             return f"{target.distribution} is not installed"
     if case.device != CUDA:
@@ -116,9 +124,12 @@ def _answer(case: Case) -> dict[str, object]:
     return {"kind": "broken" if behaviour.broken else "sound", "seen": behaviour.seen}
 
 
-def _settled(part: Overlay, record: Record) -> dict[str, object]:
-    loaded = _source(part) if part.target.module in sys.modules else {"module": part.target.module}
-    return {**loaded, "decision": record.decision.value, "reason": record.reason}
+def _loaded(target: Target) -> dict[str, object]:
+    return _source(target) if target.module in sys.modules else {"module": target.module}
+
+
+def _decided(record: Record) -> dict[str, object]:
+    return {"decision": record.decision.value, "reason": record.reason}
 
 
 if __name__ == "__main__":

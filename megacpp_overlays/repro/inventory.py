@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacpp_overlays import packs as own
-from megacpp_overlays.model import Overlay
+from megacpp_overlays import retired
+from megacpp_overlays.model import Overlay, Target
 from megacpp_overlays.repro.case import Case, PackError
 
 _FOLDER = re.compile(r"(\d\d)-([a-z0-9]+(?:-[a-z0-9]+)*)")
@@ -121,15 +122,27 @@ def choose(cases: Sequence[Case], name: str) -> Case:
 
 
 def parts_of(case: Case, overlays: Sequence[Overlay]) -> tuple[Overlay, ...]:
-    """Return the parts of the overlay that a case is about.
+    """Return the parts of the overlay that a case is about; none where that overlay was retired.
 
     Raises:
-        PackError: there is no such overlay, or it has no such target.
+        PackError: there is and was no such overlay, or it has no such target.
     """
-    parts = [overlay for overlay in overlays if overlay.id == case.overlay]
-    if not parts:
+    chosen = targets_of(case, overlays)
+    return tuple(part for part in overlays if part.id == case.overlay and part.target in chosen)
+
+
+def targets_of(case: Case, overlays: Sequence[Overlay]) -> tuple[Target, ...]:
+    """Return the targets of the overlay that a case is about, also where that overlay was retired.
+
+    Raises:
+        PackError: as `parts_of`.
+    """
+    targets = [overlay.target for overlay in overlays if overlay.id == case.overlay]
+    if not targets and (gone := retired.find(case.overlay)) is not None:
+        targets = list(gone.targets)
+    if not targets:
         raise PackError(f"case {case.name}: there is no overlay {case.overlay}")
-    modules = {part.target.module for part in parts}
+    modules = {target.module for target in targets}
     if unknown := set(case.targets) - modules:
         raise PackError(f"case {case.name}: {case.overlay} has no target {', '.join(sorted(unknown))}")
-    return tuple(part for part in parts if not case.targets or part.target.module in case.targets)
+    return tuple(target for target in targets if not case.targets or target.module in case.targets)

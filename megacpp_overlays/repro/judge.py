@@ -12,6 +12,9 @@ A sentinel is earned by a measurement that the probe agrees with:
 Every other combination is FAILED. A case that cannot run here is BLOCKED, whatever the probe says.
 
 A case may print a word of its own for FIX_VALIDATED, such as MEMORY_SAVE_VERIFIED; it is earned in the same way.
+
+An overlay that was retired took its probe with it. Its case runs once, as a regression guard: upstream has the measurement
+to itself, BUG_NOT_PRESENT is earned where it is not broken or has no such feature, and FAILED says that the bug is back.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megacpp_overlays.model import Decision, Verdict
+from megacpp_overlays.retired import Retired
 
 
 class Sentinel(enum.Enum):
@@ -118,6 +122,26 @@ def judge(without: Run, with_all: Run | None) -> tuple[Said, ...]:
         case _:
             says = {Kind.BROKEN: "broken", Kind.SOUND: "not broken", Kind.ABSENT: "absent"}[without.kind]
             return (_failed(f"the probe says {verdict.value}, the behaviour is {says}: {without.seen}"),)
+
+
+def guard(run: Run, gone: Retired) -> tuple[Said, ...]:
+    """Return what a case shows whose overlay was retired.
+
+    Args:
+        run: the one run, with whatever overlays there still are.
+        gone: the overlay of the case.
+    """
+    match run.kind:
+        case Kind.BLOCKED:
+            return (Said(Sentinel.BLOCKED, run.seen),)
+        case Kind.FAILED:
+            return (_failed(run.seen),)
+        case Kind.BROKEN:
+            return (_failed(f"the bug is back, or this release never had the repair: {gone}; {run.seen}"),)
+        case Kind.ABSENT:
+            return (Said(Sentinel.BUG_NOT_PRESENT, f"the target is absent: {run.seen}"),)
+        case Kind.SOUND:
+            return (Said(Sentinel.BUG_NOT_PRESENT, run.seen),)
 
 
 def _no_fix(run: Run | None) -> str | None:

@@ -1,4 +1,7 @@
-"""Run the cases of a reproducer, each in two fresh processes: without its overlay, then with every overlay."""
+"""Run the cases of a reproducer, each in two fresh processes: without its overlay, then with every overlay.
+
+A case whose overlay was retired runs in one.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import megacpp_overlays
+from megacpp_overlays import retired
 from megacpp_overlays.model import Decision, Overlay, Verdict
-from megacpp_overlays.repro import cuda, inventory, stamp, trees
+from megacpp_overlays.repro import cuda, inventory, judge, stamp, trees
 from megacpp_overlays.repro.case import CUDA, Case
-from megacpp_overlays.repro.judge import EARNED, Kind, Part, Run, Said, Sentinel, judge
+from megacpp_overlays.repro.judge import EARNED, Kind, Part, Run, Said, Sentinel
 from megacpp_overlays.repro.transcript import Transcript
 from megacpp_overlays.settings import DISABLE, LOG, PLUGINS
 
@@ -56,14 +60,13 @@ def run(job: Job, transcript: Transcript) -> tuple[stamp.Stamp, int]:
     Raises:
         PackError: a case names an overlay or a target that is not there, or the tree holds none of the packages.
     """
-    parts = {case.name: inventory.parts_of(case, job.overlays) for case in job.cases}
-    every = tuple(part for case in job.cases for part in parts[case.name])
-    taken = stamp.take(job.reproducer, job.cases, every, job.tree)
+    targets = tuple(target for case in job.cases for target in inventory.targets_of(case, job.overlays))
+    taken = stamp.take(job.reproducer, job.cases, targets, job.tree)
     transcript.say(taken.line())
     transcript.say(f"$ {job.command}")
     said: list[Said] = []
     for case in job.cases:
-        found = _run_case(job, case, transcript)
+        found = run_case(job, case, transcript)
         for sentinel, reason in found:
             transcript.say(f"{case.word(sentinel)}: {reason} (case {case.name})")
         said += found
@@ -79,22 +82,30 @@ def exit_code(sentinels: Sequence[Sentinel]) -> int:
     return PASSED if EARNED & set(sentinels) else NOTHING_RAN
 
 
-def _run_case(job: Job, case: Case, transcript: Transcript) -> tuple[Said, ...]:
+def run_case(job: Job, case: Case, transcript: Transcript) -> tuple[Said, ...]:
+    """Run one case of a job, and return what it earned."""
     own = "" if case.fix_sentinel == Sentinel.FIX_VALIDATED.value else f", fix shown by {case.fix_sentinel}"
     transcript.say(f"case {case.name} (overlay {case.overlay}{own}): {case.device}")
+    gone = None if inventory.parts_of(case, job.overlays) else retired.find(case.overlay)
     with tempfile.TemporaryDirectory(prefix="repro-") as folder:
         process = _Process(job, case, Path(folder), transcript)
         if case.device == CUDA and not cuda.visible():
-            _show_probe(process.run({}, probe_only=True), transcript)
+            if gone is None:
+                _show_probe(process.run({}, probe_only=True), transcript)
             return (Said(Sentinel.BLOCKED, "needs a CUDA device"),)
+        if gone is not None:
+            transcript.say(f"  regression guard: {gone}")
+            alone = process.run({})  # other overlays of its pack may be what makes the measurement possible
+            transcript.say(f"  upstream alone: {_in_words(alone)}")
+            return judge.guard(alone, gone)
         without = process.run({DISABLE: case.overlay})
         _show_probe(without, transcript)
         transcript.say(f"  without the overlay: {_in_words(without)}")
         if without.kind not in {Kind.BROKEN, Kind.SOUND}:
-            return judge(without, None)
+            return judge.judge(without, None)
         with_all = process.run({})
         transcript.say(f"  with every overlay: {_in_words(with_all)}")
-        return judge(without, with_all)
+        return judge.judge(without, with_all)
 
 
 def _show_probe(run: Run, transcript: Transcript) -> None:
@@ -211,9 +222,12 @@ def _facts(report: Path) -> dict[str, Any]:
 
 
 def _parts(facts: Mapping[str, Any]) -> tuple[Part, ...]:
+    """Return the parts of the overlay; what a guard looked at has no verdict and is none."""
     settled = {part["module"]: part for part in facts.get("settled", {}).get("parts", ())}
     found = []
     for part in facts.get("probed", {}).get("parts", ()):
+        if "verdict" not in part:
+            continue
         outcome = settled.get(part["module"])
         found.append(
             Part(

@@ -18,7 +18,7 @@ from typing import Any
 import megacpp_overlays
 from megacpp_overlays import distributions
 from megacpp_overlays.errors import OverlayError
-from megacpp_overlays.model import Overlay
+from megacpp_overlays.model import Target
 from megacpp_overlays.repro import cuda, inventory, trees
 from megacpp_overlays.repro.case import Case
 from megacpp_overlays.source import InstalledTree
@@ -71,20 +71,20 @@ def _gpu(gpu: Mapping[str, Any] | None) -> str:
     return f"{gpu['count']} x {gpu['name']}, compute capability {gpu['capability']}, driver {gpu['driver']}"
 
 
-def take(reproducer: Path, cases: Sequence[Case], overlays: Sequence[Overlay], tree: Path | None) -> Stamp:
+def take(reproducer: Path, cases: Sequence[Case], targets: Sequence[Target], tree: Path | None) -> Stamp:
     """Stamp a run of these cases.
 
     Args:
         reproducer: the file that declares the cases.
         cases: the cases that will run.
-        overlays: every part of their overlays.
+        targets: every target of their overlays.
         tree: the folder of `--tree`, or None.
 
     Raises:
-        PackError: the tree holds no package of these overlays.
+        PackError: the tree holds no package of these targets.
     """
-    tops = {overlay.target.distribution: overlay.target.module.partition(".")[0] for overlay in overlays}
-    targets = list(tops.values())
+    tops = {target.distribution: target.module.partition(".")[0] for target in targets}
+    expected = list(tops.values())
     names = dict.fromkeys([*tops, *(name for case in cases for name in case.versions)])
     names.pop(OWN, None)
     tops |= {name: name.replace("-", "_") for name in names if name not in tops}
@@ -92,7 +92,7 @@ def take(reproducer: Path, cases: Sequence[Case], overlays: Sequence[Overlay], t
     return Stamp(
         host=_host(),
         versions={OWN: f"{VERSION} ({_own_sources()})", **versions},
-        tree=trees.describe(tree, targets, tops.values()) if tree else None,
+        tree=trees.describe(tree, expected, tops.values()) if tree else None,
         reproducer=inventory.digest(reproducer),
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     )

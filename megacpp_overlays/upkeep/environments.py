@@ -1,0 +1,246 @@
+"""Find the environment that holds a lock, and make sure that it does.
+
+    FOLDER/NAME/bin/python    NAME is the lane of the lock, or the name of its file; `make .envs/NAME/.ready` makes it
+    FOLDER/../.venv           for the lane `dev`
+
+That an environment has the name of a lane says nothing: it is asked what it holds, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+from megacpp_overlays.errors import LockError
+from megacpp_overlays.upkeep.locks import ANY, Lock
+
+FOLDER = Path(".envs")
+
+_ASK = """
+import importlib.metadata, json, os, platform, sys
+found = [(each.metadata["Name"], each.version) for each in importlib.metadata.distributions()]
+here = sys.implementation.version
+markers = {
+    "implementation_name": sys.implementation.name,
+    "implementation_version": "%d.%d.%d" % here[:3] + ("" if here[3] == "final" else "%.1s%d" % here[3:]),
+    "os_name": os.name,
+    "platform_machine": platform.machine(),
+    "platform_python_implementation": platform.python_implementation(),
+    "platform_release": platform.release(),
+    "platform_system": platform.system(),
+    "platform_version": platform.version(),
+    "python_full_version": platform.python_version(),
+    "python_version": "%d.%d" % sys.version_info[:2],
+    "sys_platform": sys.platform,
+}
+print(json.dumps({
+    "markers": markers,
+    "python": platform.python_version(),
+    "machine": platform.machine(),
+    "system": sys.platform,
+    "libc": platform.libc_ver(),
+    "distributions": [pair for pair in found if all(pair)],
+}))
+"""
+_SECONDS = 60.0
+_MOST = 6
+"""Differences that are named; the rest is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """An interpreter whose environment holds a lock."""
+
+    lock: Lock
+    """With the pins that apply there."""
+    python: Path
+
+
+def of(lock: Lock, *, folder: Path | None = None, python: Path | None = None, create: bool = False) -> Environment:
+    """Return the environment that holds a lock.
+
+    Distributions that the lock does not name are all right, such as this project.
+
+    Args:
+        lock: what it must hold.
+        folder: where environments are; `.envs` below the working directory if not given.
+        python: its interpreter; it is not looked for then.
+        create: whether to make `folder/LANE` where there is no environment for the lock.
+
+    Raises:
+        LockError: there is none, or the one that is there is not what the lock says; the text says how they differ,
+            and the way out.
+    """
+    places = [python] if python else list(dict.fromkeys(_places(lock, folder or FOLDER)))
+    places = [place.absolute() for place in places]  # and no link is followed: that is how an environment is known
+    there = [place for place in places if place.is_file()]
+    if not there and create and python is None:
+        _create(lock, places[0].parent.parent)
+        there = places[:1]
+    if not there:
+        looked = ", ".join(map(str, places))
+        raise LockError(f"{lock.path}: no environment holds this lock: there is no {looked}; {_way_out(lock)}")
+    compared = {place: _compare(lock, place) for place in there}
+    for place, (applying, found) in compared.items():
+        if not found:
+            return Environment(applying, place)
+    place, (_, found) = next(iter(compared.items()))
+    more = f" and {len(found) - _MOST} more" if len(found) > _MOST else ""
+    raise LockError(
+        f"{lock.path}: the environment of {place} is not what this lock says: {'; '.join(found[:_MOST])}{more}; "
+        f"{_way_out(lock)}"
+    )
+
+
+def differences(lock: Lock, python: Path) -> list[str]:
+    """Return how an environment differs from a lock, one line each; empty where it holds everything that is pinned."""
+    _, found = _compare(lock, python)
+    return found
+
+
+def _compare(lock: Lock, python: Path) -> tuple[Lock, list[str]]:
+    """Return the lock with the pins that apply in an environment, and how the environment differs from it."""
+    try:
+        facts = _ask(python)
+    except subprocess.TimeoutExpired:
+        return lock, [f"it does not say within {_SECONDS:g} seconds what it holds"]
+    except (OSError, ValueError) as error:
+        return lock, [f"it does not say what it holds: {error}"]
+    try:
+        lock = lock.within(facts["markers"])
+    except LockError as error:
+        return lock, [str(error)]
+    held: dict[str, set[str]] = {}
+    for name, version in facts["distributions"]:
+        held.setdefault(canonicalize_name(name), set()).add(version)
+    found = [*_of_python(lock, facts), *_of_platform(lock, facts)]
+    for pin in lock.pins.values():
+        versions = held.get(pin.name, set())
+        if not versions:
+            found.append(f"{pin.name} {pin.version} is not installed")
+        elif not all(_same(version, pin.version) for version in versions):
+            found.append(f"{pin.name} is {' and '.join(sorted(versions))}, not {pin.version}")
+    return lock, found
+
+
+def _places(lock: Lock, folder: Path) -> Iterator[Path]:
+    for name in (lock.lane, lock.path.stem):
+        yield folder / name / "bin" / "python"
+        if name == "dev":
+            yield folder.parent / ".venv" / "bin" / "python"
+
+
+def _way_out(lock: Lock) -> str:
+    return f"`make .envs/{lock.path.stem}/.ready` makes one from locks/, or name an interpreter"
+
+
+def _ask(python: Path) -> Mapping[str, Any]:
+    command = [str(python), "-I", "-c", _ASK]
+    done = subprocess.run(  # noqa: S603 - the interpreter that the user named
+        command, capture_output=True, text=True, check=False, timeout=_SECONDS
+    )
+    if done.returncode:
+        raise OSError(f"exit code {done.returncode}: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
+    facts: Mapping[str, Any] = json.loads(done.stdout)
+    return facts
+
+
+def _of_python(lock: Lock, facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how the Python differs from the one of the lock, or from all that a lock for any platform is for."""
+    here: str = facts["python"]
+    if lock.python is None:
+        return
+    if lock.platform == ANY:
+        if not _reaches(here, lock.python):
+            yield f"its Python is {here}, older than {lock.python}"
+    elif not f"{here}.".startswith(f"{lock.python}."):
+        yield f"its Python is {here}, not {lock.python}"
+
+
+def _of_platform(lock: Lock, facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how the machine differs from a platform such as `x86_64-manylinux_2_28`, machine and system."""
+    if lock.platform in {None, ANY}:
+        return
+    machine, _, system = lock.platform.partition("-")
+    if facts["machine"] != machine:
+        yield f"its machine is {facts['machine']}, not {machine}"
+    if "linux" in system and facts["system"] != "linux":
+        yield f"its system is {facts['system']}, not Linux"
+    name, libc = facts["libc"]
+    if (wanted := re.search(r"manylinux_(\d+)_(\d+)", system)) and name == "glibc":
+        here = [int(number) for number in libc.split(".")[:2]]
+        if here < [int(number) for number in wanted.groups()]:
+            yield f"its glibc is {libc}, older than {'.'.join(wanted.groups())}"
+
+
+def _reaches(python: str, oldest: str) -> bool:
+    try:
+        return Version(python.rstrip("+")) >= Version(oldest)  # a build between two releases ends with a plus
+    except InvalidVersion:
+        return False
+
+
+def _same(one: str, other: str) -> bool:
+    try:
+        return Version(one) == Version(other)
+    except InvalidVersion:
+        return one == other
+
+
+def _create(lock: Lock, folder: Path) -> None:
+    """Make an environment of exactly what a lock says, every file checked against its hash.
+
+    Raises:
+        LockError: it could not be made, or the folder has something in it; nothing of this call is left.
+    """
+    if (uv := shutil.which("uv")) is None:
+        raise LockError(f"{lock.path}: making an environment needs uv, which is not on PATH; {_way_out(lock)}")
+    python = str(folder / "bin" / "python")
+    steps = (
+        [uv, "venv", "--quiet", "--no-project", "--python", lock.python or sys.executable, str(folder)],
+        [uv, "pip", "sync", "--quiet", "--python", python, "--require-hashes", str(lock.path)],
+    )
+    with _left_as_it_was(lock, folder):
+        for step in steps:
+            done = subprocess.run(step, capture_output=True, text=True, check=False)  # noqa: S603 - uv and two paths
+            if done.returncode:
+                why = done.stderr.strip() or "uv does not say why"
+                raise LockError(f"{lock.path}: {folder} could not be made: {why}")
+
+
+@contextlib.contextmanager
+def _left_as_it_was(lock: Lock, folder: Path) -> Iterator[None]:
+    """Have an empty folder, and remove what was put there if that fails: never anything that was there before."""
+    try:
+        folder.mkdir(parents=True)
+        is_ours = True
+    except OSError as error:
+        if not folder.is_dir():
+            raise LockError(f"{lock.path}: {folder} could not be made: {error.strerror}") from error
+        is_ours = False
+    if any(folder.iterdir()):
+        raise LockError(
+            f"{lock.path}: {folder} has no bin/python and is not empty, so no environment is made there: move it "
+            "away, or name an interpreter"
+        )
+    try:
+        yield
+    except BaseException:
+        for each in () if is_ours else folder.iterdir():
+            shutil.rmtree(each, ignore_errors=True)  # which passes over files
+            with contextlib.suppress(OSError):
+                each.unlink()
+        if is_ours:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise

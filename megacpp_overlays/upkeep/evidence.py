@@ -1,0 +1,305 @@
+"""What can be learned in an environment: what the probes read, what the loader decides, what the reproducers show.
+
+A case that this host cannot run may have been run elsewhere: a kept receipt of the same versions counts as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from packaging.version import InvalidVersion, Version
+
+from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.model import Decision, Verdict
+from megacpp_overlays.repro import inventory, manifest
+from megacpp_overlays.repro.case import Case
+from megacpp_overlays.repro.judge import Part, Said, Sentinel, meaning, verdict_of
+from megacpp_overlays.upkeep import processes
+from megacpp_overlays.upkeep.environments import Environment
+from megacpp_overlays.upkeep.locks import Lock
+
+TIMEOUT = 900.0
+"""Seconds for one process of a reproducer."""
+_LOOK = 300.0
+"""Seconds for a look that measures nothing: probes, and the import of every target."""
+_MARGIN = 60.0
+"""Seconds that are left to the runner around the two processes of a case."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbedPart:
+    """What the probe of one part of an overlay read."""
+
+    module: str
+    target: str
+    """With the symbol in the module."""
+    distribution: str
+    version: str | None
+    """Of the distribution; None where it is not installed."""
+    verdict: Verdict
+    shape: str | None
+    evidence: str
+    has_seams: bool
+    """Whether the overlay declares seams for the shape."""
+    left_alone: str | None
+    """Why it declares none, where it says so."""
+
+
+class HasTargets(Protocol):
+    """What is about some parts of an overlay: a case, or what is known of one."""
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Modules of the parts; empty means every part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probed:
+    """What the probes of an overlay read in an environment."""
+
+    overlay: str
+    parts: tuple[ProbedPart, ...]
+    due: bool
+    """Whether its retirement condition holds there."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict over all parts, as a reproducer has it."""
+        return verdict_of([_as_judged(part) for part in self.parts])
+
+    @property
+    def telling(self) -> tuple[ProbedPart, ...]:
+        """The parts that have this verdict."""
+        return tuple(part for part in self.parts if part.verdict is self.verdict)
+
+    @property
+    def shapes(self) -> tuple[str, ...]:
+        """The shapes of the telling parts, each once."""
+        return tuple(dict.fromkeys(part.shape for part in self.telling if part.shape))
+
+    @property
+    def evidence(self) -> str:
+        """What was seen in the telling parts, as one line."""
+        return "; ".join(dict.fromkeys(part.evidence for part in self.telling))
+
+    @property
+    def versions(self) -> Mapping[str, str | None]:
+        """Version by target distribution."""
+        return {part.distribution: part.version for part in self.parts}
+
+    def within(self, case: HasTargets) -> Probed:
+        """Return the same of the parts alone that a case is about."""
+        return dataclasses.replace(self, parts=tuple(part for part in self.parts if _is_about(case, part)))
+
+
+def _as_judged(part: ProbedPart) -> Part:
+    return Part(
+        module=part.module,
+        verdict=part.verdict,
+        shape=part.shape,
+        evidence=part.evidence,
+        decision=None,
+        reason="",
+    )
+
+
+def _is_about(case: HasTargets, part: ProbedPart) -> bool:
+    return not case.targets or part.module in case.targets
+
+
+class Decided(NamedTuple):
+    """What the loader decided about one part of an overlay, when its target was imported."""
+
+    target: str
+    decision: Decision
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A kept receipt that counts as evidence."""
+
+    log: str
+    """Its path in the folder of packs."""
+    said: Mapping[str, frozenset[Sentinel]]
+    """What it claims, by case."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseResult:
+    """What one case of a reproducer said."""
+
+    name: str
+    device: str
+    said: tuple[Said, ...]
+    targets: tuple[str, ...] = ()
+    """Modules of the parts that it is about; empty means every part."""
+
+    @property
+    def sentinels(self) -> frozenset[Sentinel]:
+        """What was said, without the reasons."""
+        return frozenset(each.sentinel for each in self.said)
+
+
+def uncovered(parts: Iterable[ProbedPart], cases: Iterable[HasTargets]) -> tuple[str, ...]:
+    """Return the modules of the parts that no case is about, each once.
+
+    Args:
+        parts: those that need evidence.
+        cases: those that gave it, here or by receipt.
+    """
+    cases = tuple(cases)
+    return tuple(dict.fromkeys(part.module for part in parts if not any(_is_about(case, part) for case in cases)))
+
+
+def probe(environment: Environment) -> Mapping[str, Probed]:
+    """Return what the probes read, by overlay id; nothing of upstream is imported.
+
+    Raises:
+        UpkeepError: this package does not run in that environment.
+    """
+    asked = processes.ask(environment.python, ["probe"], _LOOK)
+    if asked.problem is not None:
+        raise _cannot_look(environment, asked.problem)
+    parts: dict[str, list[ProbedPart]] = {}
+    due: dict[str, bool] = {}
+    for each in asked.answer:
+        overlay, due_here, verdict = each.pop("overlay"), each.pop("due"), Verdict(each.pop("verdict"))
+        parts.setdefault(overlay, []).append(ProbedPart(verdict=verdict, **each))
+        due[overlay] = due_here
+    return {id: Probed(overlay=id, parts=tuple(found), due=due[id]) for id, found in parts.items()}
+
+
+def pre_flight(environment: Environment) -> Mapping[str, tuple[Decided, ...]]:
+    """Import every target that is installed, and return what was decided, by overlay id.
+
+    Raises:
+        UpkeepError: the process did not come to an end of its own, or said nothing.
+    """
+    text, ended = processes.output(environment.python, ["-m", "megacpp_overlays", "audit", "--json"], _LOOK)
+    audit = _last_audit(text)
+    if audit is None:
+        raise _cannot_look(environment, f"the audit {ended or 'said nothing'}")
+    found: dict[str, list[Decided]] = {}
+    for each in audit["decisions"]:
+        decided = Decided(each["target"], Decision(each["decision"]), each["reason"])
+        found.setdefault(each["id"], []).append(decided)
+    return {id: tuple(decisions) for id, decisions in found.items()}
+
+
+def reproduce(
+    environment: Environment,
+    pack: inventory.Pack,
+    overlay_id: str,
+    *,
+    timeout: float = TIMEOUT,
+    progress: Callable[[str], object] = lambda line: None,
+) -> tuple[CaseResult, ...]:
+    """Run the cases of an overlay, each without it and then with every overlay; return what each of them said.
+
+    A case that takes too long, dies or cannot be run at all is FAILED, with the reason.
+
+    Args:
+        environment: where.
+        pack: where the cases are.
+        overlay_id: which cases of the pack.
+        timeout: seconds for one process; a case has two.
+        progress: gets a line when a case begins, and one when it has ended.
+
+    Raises:
+        PackError: the reproducer cannot be loaded.
+    """
+    found = []
+    for case in inventory.load_cases(pack.reproducer):
+        if case.overlay == overlay_id:
+            progress(f"{pack.name}: case {case.name} (overlay {overlay_id}, {case.device})")
+            found.append(_run_case(environment, pack, case, timeout))
+            progress(f"  {', '.join(each.sentinel.value for each in found[-1].said)}")
+    return tuple(found)
+
+
+def _run_case(environment: Environment, pack: inventory.Pack, case: Case, timeout: float) -> CaseResult:
+    arguments = ["run", str(pack.reproducer.resolve()), case.name, str(timeout)]
+    asked = processes.ask(environment.python, arguments, 2 * timeout + _MARGIN)
+    if asked.problem is None:
+        said = tuple(Said(Sentinel(sentinel), reason) for sentinel, reason in asked.answer)
+    else:
+        said = (Said(Sentinel.FAILED, asked.problem),)
+    return CaseResult(name=case.name, device=case.device, said=said, targets=case.targets)
+
+
+def receipts_for(probed: Probed, pack: inventory.Pack, lock: Lock) -> tuple[Kept, ...]:
+    """Return the kept receipts that say something about an overlay on what a lock pins, the newest first.
+
+    That is a receipt of the reproducer as it is now, whose log is as it was kept, in which nothing failed, which ran
+    on the released distributions and not on a tree or a stand-in, in the version that the lock pins for each target
+    of the overlay, and for torch.
+
+    Raises:
+        ManifestError: the manifest beside the pack cannot be read.
+    """
+    folder = pack.folder.parent
+    entry = manifest.entry_of(manifest.read(folder), pack.number)
+    digest = inventory.digest(pack.reproducer)
+    found = []
+    for receipt in (entry or {}).get("receipts", ()):
+        of_this = receipt["reproducer"] == digest and receipt["exit_code"] == 0 and receipt["tree"] is None
+        said: dict[str, set[Sentinel]] = {}
+        for claim in receipt["claims"]:
+            if claim["overlay"] == probed.overlay:
+                said.setdefault(claim["case"], set()).add(meaning(claim["sentinel"]))
+        if said and of_this and _same_versions(receipt["versions"], probed, lock) and _is_as_kept(folder, receipt):
+            kept = Kept(log=receipt["log"], said={case: frozenset(words) for case, words in said.items()})
+            found.append((receipt["date"], receipt["log"], kept))
+    return tuple(kept for _, _, kept in sorted(found, key=lambda each: each[:2], reverse=True))
+
+
+def _same_versions(stamped: Mapping[str, str], probed: Probed, lock: Lock) -> bool:
+    """Return whether a receipt was made with the versions of a lock; what both do not know of torch does not differ."""
+    for distribution in probed.versions:
+        pinned = lock.version(distribution)
+        if pinned is None or not _same(stamped.get(distribution), pinned):
+            return False
+    torch, pinned = stamped.get("torch"), lock.version("torch")
+    return torch is None or pinned is None or _same(torch, pinned)
+
+
+def _same(stamped: str | None, pinned: str) -> bool:
+    """Return whether two versions are one: a stamp also says which CUDA torch was built for, a lock may not."""
+    try:
+        one, other = Version(stamped or ""), Version(pinned)
+    except InvalidVersion:
+        return False
+    return one.public == other.public and other.local in {None, one.local}
+
+
+def _is_as_kept(folder: Path, receipt: Mapping[str, Any]) -> bool:
+    log = folder / receipt["log"]
+    expected: str = receipt["sha256"]
+    return log.is_file() and hashlib.sha256(log.read_bytes()).hexdigest() == expected
+
+
+def _last_audit(text: str) -> dict[str, Any] | None:
+    """Return the audit in what a process printed; upstream may have printed before it."""
+    decoder = json.JSONDecoder()
+    starts = [0, *(index + 1 for index, letter in enumerate(text) if letter == "\n")]
+    for start in reversed(starts):
+        with contextlib.suppress(ValueError):
+            found, _ = decoder.raw_decode(text, start)
+            if isinstance(found, dict) and "decisions" in found:
+                return found
+    return None
+
+
+def _cannot_look(environment: Environment, problem: str) -> UpkeepError:
+    return UpkeepError(
+        f"{environment.lock.path}: cannot look into the environment of {environment.python}: {problem}; "
+        "its lock must pin what this package needs: wrapt, importlib-metadata and packaging"
+    )

@@ -1,0 +1,69 @@
+"""What `evidence` asks of an environment, as a process in it: `python -m megacpp_overlays.upkeep.inside REPORT ...`.
+
+    REPORT probe                              what the probes read, importing nothing of upstream
+    REPORT run REPRODUCER CASE TIMEOUT        run a case, without its overlay and then with every overlay
+
+The answer goes to the file REPORT as JSON, because the output belongs to upstream.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megacpp_overlays import distributions, install, lane
+from megacpp_overlays.ledger import due
+from megacpp_overlays.model import Overlay
+from megacpp_overlays.repro import ending, inventory, runner
+from megacpp_overlays.repro.transcript import Transcript
+from megacpp_overlays.source import InstalledTree
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Do what was asked and write the report."""
+    report, what, *rest = arguments
+    overlays = lane.current().overlays
+    if what == "probe":
+        answer: object = [_probed(part, overlays) for part in overlays]
+    else:
+        reproducer, case, timeout = rest
+        answer = _run(Path(reproducer), case, float(timeout), overlays)
+    Path(report).write_text(json.dumps(answer))
+
+
+def _probed(part: Overlay, overlays: Sequence[Overlay]) -> dict[str, object]:
+    finding = install.examine(part, InstalledTree())
+    return {
+        "overlay": part.id,
+        "module": part.target.module,
+        "target": str(part.target),
+        "distribution": part.target.distribution,
+        "version": distributions.version(part.target.distribution),
+        "verdict": finding.verdict.value,
+        "shape": finding.shape,
+        "evidence": finding.summary(),
+        "has_seams": finding.shape in part.replacements,
+        "left_alone": part.unsupported.get(finding.shape or ""),
+        "due": _is_due([each for each in overlays if each.id == part.id]),
+    }
+
+
+def _is_due(parts: Sequence[Overlay]) -> bool:
+    try:
+        return bool(due(parts, InstalledTree()))
+    except Exception:  # noqa: BLE001 - what cannot be read is no reason to delete anything, and its probe says so
+        return False
+
+
+def _run(reproducer: Path, name: str, timeout: float, overlays: tuple[Overlay, ...]) -> list[list[str]]:
+    case = inventory.choose(inventory.load_cases(reproducer), name)
+    job = runner.Job(reproducer=reproducer, cases=(case,), overlays=overlays, command="", timeout=timeout)
+    said = runner.run_case(job, case, Transcript([], lambda line: None))
+    return [[each.sentinel.value, each.reason] for each in said]
+
+
+if __name__ == "__main__":
+    with ending.by_exception():
+        main(sys.argv[1:])

@@ -1,0 +1,114 @@
+"""Run this package with the interpreter of another environment.
+
+The process gets a copy of this package on its path and nothing else of this one: the switches and the PYTHONPATH of
+the shell do not count there, and neither do the packages that are installed beside this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import megacpp_overlays
+from megacpp_overlays.settings import LOG, PLUGINS
+
+_GRACE = 10.0
+"""Seconds that a process gets to end what it started."""
+_NOT_THEIRS = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "MEGACPP_OVERLAY", "COVERAGE_")
+"""What the names of variables begin with that are for this environment and not for another."""
+
+
+class Asked(NamedTuple):
+    """What a process in an environment answered."""
+
+    answer: Any
+    """What `inside` wrote as JSON; None where it did not come to that."""
+    problem: str | None
+    """How the process ended and its last line, where it gave no answer."""
+
+
+def ask(python: Path, arguments: Sequence[str], timeout: float) -> Asked:
+    """Run `upkeep.inside` with an interpreter and return its answer."""
+    with _place() as (folder, variables), tempfile.TemporaryFile("w+", errors="replace") as said:
+        report = folder / "report"
+        command = [str(python), "-m", "megacpp_overlays.upkeep.inside", str(report), *arguments]
+        ended = _run(command, folder, variables, said, subprocess.STDOUT, timeout)
+        if ended is None:
+            return Asked(json.loads(report.read_text()), None)
+        return Asked(None, f"the process {ended}: {_last_line(said)}")
+
+
+def output(python: Path, arguments: Sequence[str], timeout: float) -> tuple[str, str | None]:
+    """Run an interpreter; return what it printed on stdout, and how it ended in words, or None if it ended well."""
+    with _place() as (folder, variables), contextlib.ExitStack() as stack:
+        said, complained = (stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(2))
+        ended = _run([str(python), *arguments], folder, variables, said, complained, timeout)
+        said.seek(0)
+        return said.read(), f"{ended}: {_last_line(complained)}" if ended else None
+
+
+def _last_line(output: IO[str]) -> str:
+    output.seek(0)
+    return next((line for line in reversed(output.read().splitlines()) if line.strip()), "no output")
+
+
+@contextlib.contextmanager
+def _place() -> Iterator[tuple[Path, dict[str, str]]]:
+    """Make an empty folder to run in, and the variables that put a copy of this package on the path.
+
+    A copy, because the folder that this package is in may be the site-packages of another environment.
+    """
+    with tempfile.TemporaryDirectory(prefix="upkeep-") as name:
+        folder = Path(name).resolve()
+        package = Path(str(megacpp_overlays.__file__)).parent
+        path = folder / "path"
+        shutil.copytree(package, path / package.name, ignore=shutil.ignore_patterns("receipts"))
+        work = folder / "work"
+        work.mkdir()
+        kept = {
+            name: value for name, value in os.environ.items() if name == PLUGINS or not name.startswith(_NOT_THEIRS)
+        }
+        yield work, {**kept, LOG: "logging", "PYTHONPATH": str(path), "PYTHONNOUSERSITE": "1"}
+
+
+def _run(
+    command: Sequence[str], folder: Path, variables: Mapping[str, str], output: Any, errors: Any, timeout: float
+) -> str | None:
+    """Run a command to its end; return in words how it ended, or None when it ended well."""
+    process = subprocess.Popen(  # noqa: S603 - the interpreter that the user named, and files of ours
+        command,
+        cwd=folder,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=errors,
+        start_new_session=True,
+    )
+    try:
+        code = process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return f"took more than {timeout:g} seconds"
+    finally:
+        _end(process)
+    if code < 0:
+        return f"was killed by signal {-code}"
+    return f"ended with exit code {code}" if code else None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process, and give it the time to end what it started in sessions of their own."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

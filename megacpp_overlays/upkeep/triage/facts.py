@@ -1,0 +1,79 @@
+"""What was learned of an overlay for an upgrade, and what its cases show of that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megacpp_overlays.model import Verdict
+from megacpp_overlays.repro.judge import Said, Sentinel
+from megacpp_overlays.upkeep.evidence import CaseResult, Decided, Kept, Probed
+
+_PROOF = {
+    Verdict.BROKEN: frozenset({Sentinel.BUG_REPRODUCED, Sentinel.FIX_VALIDATED}),
+    Verdict.FIXED: frozenset({Sentinel.BUG_NOT_PRESENT}),
+}
+"""What a case must say to show a verdict; it can show no other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What was learned of one overlay."""
+
+    pack: int
+    """Number of its pack."""
+    locks: tuple[str, str]
+    """Paths of the locks `from` and `to`, for whoever reads what to do next."""
+    before: Probed
+    after: Probed
+    decided: tuple[Decided, ...] | str
+    """What the loader decided on `to`, or why that is not known. It matters where the target is BROKEN."""
+    ran: tuple[CaseResult, ...] | str
+    """What its cases said on `to`, or why none was run."""
+    kept: tuple[Kept, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What is known of one case on `to`."""
+
+    case: str
+    said: tuple[Said, ...]
+    receipt: str | None
+    """The log that says so; None where it was run here."""
+    targets: tuple[str, ...]
+    """Modules of the parts that it is about; empty means every part."""
+
+    @property
+    def sentinels(self) -> frozenset[Sentinel]:
+        """What was said, without the reasons."""
+        return frozenset(each.sentinel for each in self.said)
+
+    @property
+    def reasons(self) -> str:
+        """The reasons, as one line."""
+        return "; ".join(each.reason for each in self.said)
+
+    def __str__(self) -> str:
+        return f"{self.case} says {' and '.join(each.sentinel.value for each in self.said)}"
+
+
+def shown(facts: Facts) -> tuple[Shown, ...]:
+    """Return what is known of each case: what it said here, or what the newest receipt says where it is BLOCKED."""
+    found = []
+    log: str | None
+    for result in facts.ran if not isinstance(facts.ran, str) else ():
+        kept = next((each for each in facts.kept if result.name in each.said), None)
+        if kept is not None and Sentinel.BLOCKED in result.sentinels:
+            why = f"not run here: {result.said[0].reason}"
+            words = sorted(kept.said[result.name], key=list(Sentinel).index)
+            said, log = tuple(Said(word, why) for word in words), kept.log
+        else:
+            said, log = result.said, None
+        found.append(Shown(case=result.name, said=said, receipt=log, targets=result.targets))
+    return tuple(found)
+
+
+def proof(verdict: Verdict, cases: Iterable[Shown]) -> tuple[Shown, ...]:
+    """Return the cases that show that a verdict is true of the parts that they are about."""
+    return tuple(each for each in cases if verdict in _PROOF and each.sentinels >= _PROOF[verdict])

@@ -1,0 +1,202 @@
+"""What an upgrade does to each carried fix: keep, conflict or retire.
+
+    verdict on `to`              what is shown there                            outcome
+    BROKEN, all shapes seamed    the seams install; a case shows the bug        keep
+                                 without the overlay and the fix with it
+    FIXED                        a case shows that the bug is not present       retire
+    ABSENT                       it was absent on `from`, or `to` does not      absent: nothing to carry, nothing
+                                 pin its distribution                           to retire
+    ABSENT                       it was FIXED on `from`                         retire
+    anything else                                                               conflict
+
+A verdict alone is never enough: what counts is a case that was run on `to`, or the receipt of such a run elsewhere for
+a case that this host cannot run. Each part with the verdict of the overlay needs one, because a case may be about some
+parts only. A target that is gone where it was broken before is a conflict, whatever became of the other parts: code
+that was moved takes its defect with it, and no reproducer finds it there. It is none where a part that was absent is
+there now, and shown: that is the new place.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megacpp_overlays.model import Decision, Verdict
+from megacpp_overlays.repro.judge import Sentinel
+from megacpp_overlays.upkeep.evidence import Decided, Probed, uncovered
+from megacpp_overlays.upkeep.triage.facts import Facts, Shown, proof, shown
+
+
+class Outcome(enum.Enum):
+    """What an upgrade does to a fix."""
+
+    KEEP = "keep"
+    CONFLICT = "conflict"
+    RETIRE = "retire"
+    ABSENT = "absent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ruling:
+    """The outcome, and why."""
+
+    outcome: Outcome
+    reason: str
+    to_do: str
+    """What to do next; empty where there is nothing to do."""
+
+
+def judge(facts: Facts) -> Ruling:
+    """Return the outcome for one overlay; see the module docstring."""
+    cases = shown(facts)
+    if problem := _problem(facts, cases) or _partly_gone(facts, cases):
+        return problem
+    match facts.after.verdict:
+        case Verdict.ABSENT:
+            return _judge_absent(facts)
+        case Verdict.FIXED:
+            return _judge_fixed(facts, cases)
+        case _:
+            return _judge_broken(facts, cases)
+
+
+def _problem(facts: Facts, cases: Sequence[Shown]) -> Ruling | None:
+    """Return the conflict that no verdict can talk away, or None."""
+    after = facts.after
+    if unknown := [part for part in after.parts if part.verdict is Verdict.UNRECOGNISED]:
+        seen = "; ".join(f"{part.module}: {part.evidence}" for part in unknown)
+        behaviour = "".join(
+            f"; case {each.case}: {each.reasons}" for each in cases if Sentinel.FAILED in each.sentinels
+        )
+        return _conflict(f"shape unknown: {seen}{behaviour}", "read the new code, and teach its probe the shape")
+    if bare := [part for part in after.parts if part.verdict is Verdict.BROKEN and not part.has_seams]:
+        why = "; ".join(f"{part.shape} of {part.module}: {part.left_alone or part.evidence}" for part in bare)
+        return _conflict(f"no seam for shape {why}", "extend the overlay to that shape, or have upstream repair it")
+    if failed := [each for each in cases if Sentinel.FAILED in each.sentinels]:
+        why = "; ".join(f"{each.case}: {each.reasons}" for each in failed)
+        return _conflict(
+            f"its reproducer fails: {why}",
+            f"read `megacpp-overlays repro {facts.pack} --verbose` in that environment; repair overlay, probe or case",
+        )
+    decided = facts.decided if isinstance(facts.decided, tuple) else ()
+    if refused := [each for each in decided if each.decision is Decision.CONFLICT]:
+        why = "; ".join(f"{each.target}: {each.reason}" for each in refused)
+        return _conflict(f"the loader refuses it: {why}", "repair the overlay, or what its target needs to load")
+    return None
+
+
+def _judge_absent(facts: Facts) -> Ruling:
+    before, after = facts.before, facts.after
+    if before.verdict is Verdict.ABSENT:
+        return Ruling(outcome=Outcome.ABSENT, reason=f"on both: {after.evidence}", to_do="")
+    if all(version is None for version in after.versions.values()):
+        names = ", ".join(after.versions)
+        return Ruling(outcome=Outcome.ABSENT, reason=f"{names} is not in this environment any more", to_do="")
+    if before.verdict is Verdict.FIXED:
+        reason = f"upstream had repaired it, and its target is gone: {after.evidence}"
+        return _retire(before, facts.locks[0], reason)
+    return _gone(f"its target was {before.verdict.value} and is gone: {after.evidence}")
+
+
+def _partly_gone(facts: Facts, cases: Sequence[Shown]) -> Ruling | None:
+    """Return the conflict about broken parts that are gone while others are there, or None."""
+    before = {part.target: part.verdict for part in facts.before.parts}
+    moved = any(
+        before.get(part.target, Verdict.ABSENT) is Verdict.ABSENT and not uncovered([part], proof(part.verdict, cases))
+        for part in facts.after.parts
+        if part.verdict is not Verdict.ABSENT
+    )
+    gone = [
+        f"its target {part.target} was {was.value} and is gone: {part.evidence}"
+        for part in facts.after.parts
+        if part.verdict is Verdict.ABSENT and part.version is not None
+        if (was := before.get(part.target)) in {Verdict.BROKEN, Verdict.UNRECOGNISED}
+    ]
+    if facts.after.verdict is Verdict.ABSENT or moved or not gone:
+        return None
+    return _gone("; ".join(gone))
+
+
+def _gone(reason: str) -> Ruling:
+    return _conflict(
+        reason,
+        "find out whether upstream moved the code, and declare a part for the new place, or deleted it, and retire",
+    )
+
+
+def _judge_fixed(facts: Facts, cases: Sequence[Shown]) -> Ruling:
+    if problem := _not_shown(facts, cases):
+        return problem
+    since = {Verdict.FIXED: ", as before the upgrade", Verdict.ABSENT: "; what it is about is new and right"}
+    reason = f"upstream passes the reproducer without the overlay{since.get(facts.before.verdict, '')}"
+    return _retire(facts.after, facts.locks[1], reason)
+
+
+def _judge_broken(facts: Facts, cases: Sequence[Shown]) -> Ruling:
+    after = facts.after
+    if after.due:
+        return _conflict("its probe says BROKEN, and its retirement check says that it is due", "repair the check")
+    if isinstance(facts.decided, str):
+        here = [each for each in cases if each.receipt is None]
+        if uncovered(after.telling, proof(Verdict.BROKEN, here)):
+            return _conflict(f"whether it installs is not known: {facts.decided}", "repair the environment")
+    elif inactive := _inactive(after, facts.decided):
+        return _conflict(f"it does not install: {inactive}", "repair the overlay for the new code")
+    if problem := _not_shown(facts, cases):
+        return problem
+    since = "broken from here on" if facts.before.verdict in {Verdict.ABSENT, Verdict.FIXED} else "still broken"
+    reason = f"{since}; the seams install, and the reproducer shows bug and fix"
+    return Ruling(outcome=Outcome.KEEP, reason=reason, to_do="")
+
+
+def _inactive(after: Probed, decided: Sequence[Decided]) -> str:
+    """Return which broken target has no seams after its import, and why, or an empty text."""
+    found = {each.target: each for each in decided}
+    wanting = []
+    for part in after.parts:
+        each = found.get(part.target)
+        if part.verdict is Verdict.BROKEN and (each is None or each.decision is not Decision.ACTIVE):
+            wanting.append(
+                f"{part.target} {each.decision.value}: {each.reason}" if each else f"{part.target} undecided"
+            )
+    return "; ".join(wanting)
+
+
+def _not_shown(facts: Facts, cases: Sequence[Shown]) -> Ruling | None:
+    """Return that the behaviour is not what the probes say, or that nothing shows it of some part, or None."""
+    after = facts.after
+    disagreeing = []
+    for each in cases:
+        probed = after.within(each).verdict
+        contrary = Sentinel.BUG_NOT_PRESENT if probed is Verdict.BROKEN else Sentinel.BUG_REPRODUCED
+        if contrary in each.sentinels:
+            disagreeing.append(f"the probe says {probed.value}, {each}")
+    if disagreeing:
+        return _conflict(f"probe and behaviour disagree: {'; '.join(disagreeing)}", "repair the probe")
+    missing = uncovered(after.telling, proof(after.verdict, cases))
+    return _unproven(facts, missing, cases) if missing else None
+
+
+def _unproven(facts: Facts, modules: Sequence[str], cases: Sequence[Shown]) -> Ruling:
+    """Return that nothing shows whether the verdict is true of some parts."""
+    about = [each for each in cases if any(part.module in modules for part in facts.after.within(each).parts)]
+    said = "; ".join(f"{each.case}: {each.reasons}" for each in about)
+    why = facts.ran if isinstance(facts.ran, str) else said
+    return _conflict(
+        f"the probe says {facts.after.verdict.value} of {', '.join(modules)} and nothing else shows it: "
+        f"{why or 'its pack has no case for it'}",
+        f"run it where it can run with these versions, `megacpp-overlays repro {facts.pack} --keep FOLDER`, and take "
+        "the receipt in here, `megacpp-overlays receipts --adopt FOLDER`",
+    )
+
+
+def _conflict(reason: str, to_do: str) -> Ruling:
+    return Ruling(outcome=Outcome.CONFLICT, reason=reason, to_do=to_do)
+
+
+def _retire(probed: Probed, lock: str, reason: str) -> Ruling:
+    if not probed.due:
+        reason = f"{reason}; its retirement check does not say so yet"
+    to_do = f"`megacpp-overlays retire {probed.overlay} --lock {lock}`"
+    return Ruling(outcome=Outcome.RETIRE, reason=reason, to_do=to_do)

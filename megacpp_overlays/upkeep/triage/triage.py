@@ -1,0 +1,145 @@
+"""Gather, for an upgrade, what `outcomes` judges: from the two locks, their environments, and the packs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.utils import canonicalize_name
+
+from megacpp_overlays.errors import LockError, UpkeepError
+from megacpp_overlays.model import Overlay, Verdict
+from megacpp_overlays.repro import inventory
+from megacpp_overlays.repro.case import PackError
+from megacpp_overlays.upkeep import evidence
+from megacpp_overlays.upkeep.environments import Environment
+from megacpp_overlays.upkeep.evidence import CaseResult, Decided, Probed
+from megacpp_overlays.upkeep.locks import Lock
+from megacpp_overlays.upkeep.triage.facts import Facts
+from megacpp_overlays.upkeep.triage.outcomes import Ruling, judge
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """A distribution that is not the same in both locks."""
+
+    distribution: str
+    before: str | None
+    """None where it was added."""
+    after: str | None
+    """None where it was removed."""
+    is_target: bool
+    """Whether an overlay is about it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Triaged:
+    """One overlay, with everything a reader needs to check the outcome."""
+
+    overlay: Overlay
+    """The first of its parts."""
+    facts: Facts
+    ruling: Ruling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class How:
+    """How to run reproducers."""
+
+    packs: Path
+    timeout: float = evidence.TIMEOUT
+    """Seconds for one process; a case has two."""
+    progress: Callable[[str], object] = lambda line: None
+    """Gets a line for each step."""
+
+
+def changes(before: Lock, after: Lock, overlays: Collection[Overlay]) -> tuple[Changed, ...]:
+    """Return what differs between two locks, targets of overlays first.
+
+    Raises:
+        LockError: nothing does.
+    """
+    targets = {canonicalize_name(overlay.target.distribution) for overlay in overlays}
+    found = [
+        Changed(distribution=name, before=old, after=new, is_target=name in targets)
+        for name in sorted({*before.pins, *after.pins})
+        if (old := before.version(name)) != (new := after.version(name))
+    ]
+    if not found:
+        raise LockError(f"{before.path} and {after.path} pin the same versions: there is no upgrade to triage")
+    return tuple(sorted(found, key=lambda each: not each.is_target))
+
+
+def triage(before: Environment, after: Environment, overlays: Sequence[Overlay], how: How) -> tuple[Triaged, ...]:
+    """Triage overlays for an upgrade; this takes minutes, because their reproducers run.
+
+    Args:
+        before: where the upgrade starts; it is only probed.
+        after: where it leads to; it is probed, every target is imported where one is broken, and the reproducers run.
+        overlays: the declarations, in parts.
+        how: how to run reproducers.
+
+    Raises:
+        UpkeepError: this package does not run in one of the environments, or knows other overlays there.
+        ManifestError: the manifest of the packs cannot be read.
+    """
+    firsts = {overlay.id: overlay for overlay in reversed(overlays)}
+    here = _probe(before, firsts, how)
+    there = _probe(after, firsts, how)
+    decided = _pre_flight(after, how) if any(there[id].verdict is Verdict.BROKEN for id in firsts) else "not asked"
+    triaged = []
+    for id in dict.fromkeys(overlay.id for overlay in overlays):
+        overlay = firsts[id]
+        of_this = decided if isinstance(decided, str) else decided.get(id, ())
+        facts = _facts((before, after), overlay, here[id], there[id], of_this, how)
+        triaged.append(Triaged(overlay=overlay, facts=facts, ruling=judge(facts)))
+        how.progress(f"{id}: {triaged[-1].ruling.outcome.value}")
+    return tuple(triaged)
+
+
+def _probe(environment: Environment, ids: Collection[str], how: How) -> Mapping[str, Probed]:
+    how.progress(f"{environment.lock.path}: probing")
+    found = evidence.probe(environment)
+    if missing := [id for id in ids if id not in found]:
+        raise UpkeepError(f"{environment.lock.path}: its environment knows no overlay {', '.join(missing)}")
+    return found
+
+
+def _pre_flight(environment: Environment, how: How) -> Mapping[str, tuple[Decided, ...]] | str:
+    how.progress(f"{environment.lock.path}: importing every target")
+    try:
+        return evidence.pre_flight(environment)
+    except UpkeepError as error:
+        return str(error)
+
+
+def _facts(
+    environments: tuple[Environment, Environment],
+    overlay: Overlay,
+    before: Probed,
+    after: Probed,
+    decided: tuple[Decided, ...] | str,
+    how: How,
+) -> Facts:
+    environment = environments[1]
+    ran: tuple[CaseResult, ...] | str
+    kept: tuple[evidence.Kept, ...] = ()
+    if after.verdict is Verdict.ABSENT and (before.verdict is Verdict.ABSENT or not any(after.versions.values())):
+        ran = "there is no target to run it on"
+    else:
+        try:
+            pack = inventory.find(how.packs, overlay.pack)
+            ran = evidence.reproduce(environment, pack, overlay.id, timeout=how.timeout, progress=how.progress)
+            kept = evidence.receipts_for(after, pack, environment.lock)
+        except PackError as error:
+            ran = str(error)
+    return Facts(
+        pack=overlay.pack,
+        locks=(str(environments[0].lock.path), str(environment.lock.path)),
+        before=before,
+        after=after,
+        decided=decided,
+        ran=ran,
+        kept=kept,
+    )

@@ -1,0 +1,180 @@
+"""A triage as a table for people and as plain data."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from megacpp_overlays.columns import aligned
+from megacpp_overlays.repro.judge import Sentinel
+from megacpp_overlays.upkeep.evidence import Decided, Probed
+from megacpp_overlays.upkeep.locks import Lock
+from megacpp_overlays.upkeep.triage.facts import Shown, shown
+from megacpp_overlays.upkeep.triage.outcomes import Outcome
+from megacpp_overlays.upkeep.triage.triage import Changed, Triaged
+
+SCHEMA = 1
+_WIDTH = 120
+_MOST = 200
+"""Characters of what a case measured; JSON has all of it."""
+_COLUMNS = ("overlay", "pack", "target", "from", "to", "outcome")
+_CHANGES = ("distribution", "from", "to", "")
+
+
+def table(
+    before: Lock, after: Lock, changes: Sequence[Changed], triaged: Sequence[Triaged], *, brief: bool = False
+) -> str:
+    """Return what the upgrade changes, a row for each overlay, and a line that sums it up.
+
+    Args:
+        before: the lock in use.
+        after: the lock to move to.
+        changes: the distributions in which they differ.
+        triaged: the overlays.
+        brief: leave the evidence out.
+    """
+    rows = [(each.distribution, each.before or "-", each.after or "-", _what(each)) for each in changes]
+    lines = [f"from {_lock(before)} to {_lock(after)}", "", *aligned(_CHANGES, rows), ""]
+    head, rule, *rows_of_overlays = aligned(_COLUMNS, [_row(each) for each in triaged])
+    lines += [head, rule]
+    for row, each in zip(rows_of_overlays, triaged, strict=True):
+        lines += [row, *([] if brief else _notes(each))]
+    return "\n".join([*lines, "", summary(triaged)])
+
+
+def summary(triaged: Sequence[Triaged]) -> str:
+    """Return one line: how many of each outcome, and what to do next."""
+    count = Counter(each.ruling.outcome for each in triaged)
+    counted = ", ".join(f"{count[outcome]} {outcome.value}" for outcome in Outcome if count[outcome])
+    if count[Outcome.CONFLICT]:
+        return f"{counted}. Settle each conflict before the upgrade."
+    if count[Outcome.RETIRE]:
+        return f"{counted}. Upgrade, and retire what upstream has absorbed."
+    return f"{counted}. The upgrade changes nothing for the overlays."
+
+
+def as_dict(before: Lock, after: Lock, changes: Sequence[Changed], triaged: Sequence[Triaged]) -> dict[str, Any]:
+    """Return plain data with stable keys."""
+    return {
+        "schema": SCHEMA,
+        "from": _lock_as_dict(before),
+        "to": _lock_as_dict(after),
+        "changes": [
+            {"distribution": each.distribution, "from": each.before, "to": each.after, "target": each.is_target}
+            for each in changes
+        ],
+        "overlays": [_overlay_as_dict(each) for each in triaged],
+    }
+
+
+def is_clean(triaged: Sequence[Triaged]) -> bool:
+    """Return whether nothing is in conflict or past its retirement."""
+    return not any(each.ruling.outcome in {Outcome.CONFLICT, Outcome.RETIRE} for each in triaged)
+
+
+def _lock(lock: Lock) -> str:
+    return f"{lock.path} (lane {lock.lane}{f', Python {lock.python}' if lock.python else ''})"
+
+
+def _what(change: Changed) -> str:
+    word = "added" if change.before is None else "removed" if change.after is None else ""
+    return ", ".join(filter(None, [word, "target of overlays" if change.is_target else ""]))
+
+
+def _row(each: Triaged) -> tuple[str, ...]:
+    before, after = each.facts.before, each.facts.after
+    versions = [
+        f"{name} {old or '-'} -> {new or '-'}" if (old := before.versions.get(name)) != new else f"{name} {new or '-'}"
+        for name, new in after.versions.items()
+    ]
+    verdicts = (before.verdict.value, after.verdict.value)
+    return each.overlay.id, f"{each.overlay.pack:02}", ", ".join(versions), *verdicts, each.ruling.outcome.value
+
+
+def _notes(each: Triaged) -> list[str]:
+    notes = [f"{each.ruling.outcome.value}: {each.ruling.reason}", *_shapes(each.facts.before, each.facts.after)]
+    notes += _cases(shown(each.facts))
+    notes += [f"next: {each.ruling.to_do}"] if each.ruling.to_do else []
+    notes += [f"delete when: {each.overlay.retire_when}"]
+    return [
+        line
+        for note in notes
+        for line in textwrap.wrap(
+            note,
+            _WIDTH,
+            initial_indent="    ",
+            subsequent_indent="      ",
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+    ]
+
+
+def _cases(cases: Sequence[Shown]) -> list[str]:
+    """Return what was run here case by case, and then what was not, by receipt or by reason."""
+    lines = []
+    elsewhere: dict[str, list[str]] = {}
+    for case in cases:
+        if case.receipt is not None:
+            words = " and ".join(said.sentinel.value for said in case.said)
+            elsewhere.setdefault(f"receipt {case.receipt}", []).append(f"{case.case} {words}")
+        elif blocked := next((said for said in case.said if said.sentinel is Sentinel.BLOCKED), None):
+            elsewhere.setdefault(f"not run, {blocked.reason}", []).append(case.case)
+        else:
+            lines += [f"{said.sentinel.value} {case.case}: {_short(said.reason)}" for said in case.said]
+    return [*lines, *(f"{where}: {'; '.join(names)}" for where, names in elsewhere.items())]
+
+
+def _short(reason: str) -> str:
+    return textwrap.shorten(reason, _MOST, placeholder=" ...")
+
+
+def _shapes(before: Probed, after: Probed) -> list[str]:
+    if not before.shapes and not after.shapes:
+        return []
+    old, new = (", ".join(probed.shapes) or probed.verdict.value for probed in (before, after))
+    return [f"shape: {old} -> {new}" if old != new else f"shape: {new}"]
+
+
+def _lock_as_dict(lock: Lock) -> dict[str, str | None]:
+    return {"lock": str(lock.path), "lane": lock.lane, "python": lock.python, "platform": lock.platform}
+
+
+def _overlay_as_dict(each: Triaged) -> dict[str, Any]:
+    return {
+        "id": each.overlay.id,
+        "pack": each.overlay.pack,
+        "outcome": each.ruling.outcome.value,
+        "reason": each.ruling.reason,
+        "next": each.ruling.to_do or None,
+        "from": _probed_as_dict(each.facts.before),
+        "to": _probed_as_dict(each.facts.after),
+        "due": each.facts.after.due,
+        "decided": _decided_as_list(each.facts.decided),
+        "cases": [
+            {
+                "case": case.case,
+                "said": [{"sentinel": said.sentinel.value, "reason": said.reason} for said in case.said],
+                "receipt": case.receipt,
+            }
+            for case in shown(each.facts)
+        ],
+        "retire_when": each.overlay.retire_when,
+    }
+
+
+def _decided_as_list(decided: tuple[Decided, ...] | str) -> list[dict[str, str]] | None:
+    if isinstance(decided, str):
+        return None
+    return [{"target": each.target, "decision": each.decision.value, "reason": each.reason} for each in decided]
+
+
+def _probed_as_dict(probed: Probed) -> dict[str, Any]:
+    return {
+        "verdict": probed.verdict.value,
+        "shapes": list(probed.shapes),
+        "evidence": probed.evidence,
+        "versions": dict(probed.versions),
+    }
