@@ -1,0 +1,116 @@
+"""Which differences the inventory accounts for: the `[[diffs]]` of `pack.toml`."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.utils import canonicalize_name
+
+from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.repro import inventory, pack_file
+from megacpp_overlays.repro.pack_file import Diff
+from megacpp_overlays.upkeep.drift.published import FileDifference
+from megacpp_overlays.upkeep.drift.records import Kind
+
+
+class State(enum.Enum):
+    """What a difference, or all of a distribution, comes to."""
+
+    CLEAN = "clean"
+    TRACKED = "tracked"
+    """It differs, and an entry of the inventory accounts for every difference."""
+    UNTRACKED = "untracked"
+    """It differs, and nothing accounts for it."""
+    UNCHECKED = "cannot be checked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One `[[diffs]]` with the pack that has it."""
+
+    pack: str
+    """Name of the folder."""
+    diff: Diff
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Distribution by canonical name, and file."""
+        return canonicalize_name(self.diff.distribution), self.diff.file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accounted:
+    """One difference, and what the inventory has to say."""
+
+    distribution: str
+    file: str
+    kind: Kind
+    sha256: str | None
+    """Of the file as it is now."""
+    state: State
+    pack: str | None
+    note: str
+
+    @property
+    def block(self) -> str | None:
+        """What to paste into a `pack.toml` so that it is tracked; None where no hash can stand for it."""
+        if self.state is not State.UNTRACKED or self.sha256 is None:
+            return None
+        fields = {"distribution": self.distribution, "file": self.file, "sha256": self.sha256}
+        # JSON writes a text as TOML does.
+        return "\n".join(
+            ("[[diffs]]", *(f"{name} = {json.dumps(text, ensure_ascii=False)}" for name, text in fields.items()))
+        )
+
+
+def read(folder: Path) -> tuple[Entry, ...]:
+    """Return the local changes that the packs below a folder account for.
+
+    Raises:
+        UpkeepError: there is no such folder.
+        PackError: a `pack.toml` is not what it should be.
+    """
+    if not folder.is_dir():
+        raise UpkeepError(f"--packs {folder}: there is no such folder")
+    return tuple(
+        Entry(pack=pack.name, diff=diff)
+        for pack in inventory.list_packs(folder)
+        if (pack.folder / pack_file.NAME).is_file()
+        for diff in pack_file.read(pack.folder).diffs
+    )
+
+
+def account(
+    distribution: str, differences: Sequence[FileDifference], entries: Sequence[Entry]
+) -> tuple[Accounted, ...]:
+    """Return each difference of a distribution as tracked or untracked."""
+    by_key: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries:
+        by_key.setdefault(entry.key, []).append(entry)
+    return tuple(_one(distribution, each, by_key) for each in differences)
+
+
+def _one(distribution: str, each: FileDifference, by_key: Mapping[tuple[str, str], list[Entry]]) -> Accounted:
+    mine = by_key.get((distribution, each.file), [])
+    sha256 = each.sha256
+    match = next((entry for entry in mine if entry.diff.sha256 == sha256), None)
+    packs = ", ".join(dict.fromkeys(entry.pack for entry in mine))
+    return Accounted(
+        distribution=distribution,
+        file=each.file,
+        kind=each.kind,
+        sha256=sha256,
+        state=State.TRACKED if match else State.UNTRACKED,
+        pack=match.pack if match else None,
+        note="" if match or not packs else f"{packs} accounts for another version of this file",
+    )
+
+
+def stale(entries: Sequence[Entry], checked: Mapping[str, Sequence[FileDifference]]) -> tuple[Entry, ...]:
+    """Return the entries whose file is as published; those of distributions that were not checked are passed over."""
+    differing = {(name, each.file) for name, found in checked.items() for each in found}
+    return tuple(entry for entry in entries if entry.key[0] in checked and entry.key not in differing)

@@ -1,0 +1,149 @@
+"""The package folders of a source checkout against the commit that is checked out.
+
+git itself compares, through an index that is read afresh from the commit. So it does not matter what is staged, which
+files the repository's own index was told to pass over, or what it remembers of them. And a filter, or a rule of what to
+ignore, that somebody keeps beside the commit hides nothing: content is compared without filters, and Python files are
+listed although they are ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.upkeep.drift import records
+from megacpp_overlays.upkeep.drift.published import FileDifference, Files
+from megacpp_overlays.upkeep.drift.records import Kind
+
+_TIMEOUT = 300.0
+"""Seconds for one git command."""
+_PLAIN = (
+    *("-c", "core.fileMode=false"),  # who may execute it is no part of what it says
+    *("-c", "core.fsmonitor=false"),
+    *("-c", "core.untrackedCache=false"),
+    *("-c", f"core.hooksPath={os.devnull}"),
+    *("-c", f"core.excludesFile={os.devnull}"),
+    *("-c", f"core.attributesFile={os.devnull}"),
+    "--no-optional-locks",
+)
+_KINDS = {"M": Kind.CHANGED, "T": Kind.CHANGED, "D": Kind.MISSING, "?": Kind.ADDED}
+
+
+class NoCheckoutError(UpkeepError):
+    """Raised for a folder that git cannot compare; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkout:
+    """What one work tree holds of some packages."""
+
+    commit: str
+    """Full id."""
+    top: Path
+    files: Files
+
+
+def compare(paths: Sequence[Path], base: Path) -> Checkout:
+    """Compare folders and files of one work tree with its commit.
+
+    What is ignored is passed over, except for what Python would import from the package folders. Where the whole work
+    tree is compared it is passed over altogether: environments and builds are in there.
+
+    Args:
+        paths: package folders, or modules, of one work tree.
+        base: the folder that names of files are relative to: the one that holds the outermost packages.
+
+    Raises:
+        NoCheckoutError: they are in no work tree, its commit does not have them, or git says no; the text is git's.
+    """
+    top = Path(_git(base, "rev-parse", "--show-toplevel").removesuffix("\n"))
+    commit = _git(top, "rev-parse", "--verify", "HEAD^{commit}").strip()
+    within = [os.path.relpath(path.resolve(), top) for path in paths]
+    with tempfile.TemporaryDirectory() as folder:
+        index = {"GIT_INDEX_FILE": str(Path(folder, "index"))}
+        _git(top, "read-tree", commit, **index)
+        committed = _git(top, "ls-files", "--stage", "-z", "--", *within, **index).split("\0")[:-1]
+        if not committed:  # such as site-packages of an environment inside a checkout
+            raise NoCheckoutError(f"{top} is a work tree, but its commit has nothing of {', '.join(within)}")
+        status = _git(
+            top, "status", "-z", "--no-renames", "--untracked-files=all", "--porcelain=v1", "--", *within, **index
+        )
+        packages = [each for each in within if each != "."]
+        others = _git(top, "ls-files", "--others", "-z", "--", *packages, **index) if packages else ""
+    kinds = {file: Kind.ADDED for file in others.split("\0")[:-1] if _is_imported(top / file)}
+    kinds |= dict.fromkeys(_filtered(committed, top), Kind.CHANGED)
+    seen = {line[3:]: _KINDS[line[1]] for line in status.split("\0")[:-1]}
+    kinds |= {file: kind for file, kind in seen.items() if not records.is_bytecode(PurePosixPath(file))}
+    differences = sorted(_differences(kinds, top, base.resolve()), key=lambda each: each.file)
+    return Checkout(commit=commit, top=top, files=Files(checked=len(committed), differences=tuple(differences)))
+
+
+def _is_imported(path: Path) -> bool:
+    """Return whether Python would run a file that the commit does not have."""
+    if records.is_bytecode(PurePosixPath(path)):
+        return records.hides_source(path)
+    return path.suffix in {".py", ".pyc"} or path.is_dir()  # git names a link to a folder, and a repository, as one
+
+
+def _filtered(committed: Sequence[str], top: Path) -> Iterator[str]:
+    """Yield the files that are not what was committed, whatever a filter makes of them.
+
+    Line ends do not count: `core.autocrlf` is how Windows has them. Git LFS keeps content by its hash.
+    """
+    for line in committed:
+        about, _, file = line.partition("\t")
+        mode, blob, _ = about.split(" ")
+        path = top / file
+        if not mode.startswith("100") or path.is_symlink() or not path.is_file():
+            continue  # git reads links as they are, and has said what is missing
+        content = path.read_bytes()
+        plain = content.replace(b"\r\n", b"\n")
+        if blob not in {_blob(content, blob), _blob(plain, blob)} and not _is_large(content, top, blob):
+            yield file
+
+
+def _blob(content: bytes, like: str) -> str:
+    """Return the id that git gives to content in the repository of another id, which may be one of SHA-256."""
+    algorithm = "sha1" if len(like) == 40 else "sha256"
+    return hashlib.new(algorithm, b"blob %d\0%b" % (len(content), content), usedforsecurity=False).hexdigest()
+
+
+def _is_large(content: bytes, top: Path, blob: str) -> bool:
+    """Return whether the commit has the hash of a content in its place, as Git LFS has it."""
+    pointer = _git(top, "cat-file", "blob", blob)
+    hashed = f"oid sha256:{hashlib.sha256(content).hexdigest()}"
+    return pointer.startswith("version https://git-lfs.github.com/spec/") and hashed in pointer.splitlines()
+
+
+def _differences(kinds: Mapping[str, Kind], top: Path, base: Path) -> Iterator[FileDifference]:
+    for file, kind in kinds.items():
+        path = top / file
+        yield FileDifference(file=Path(os.path.relpath(path, base)).as_posix(), kind=kind, path=path)
+
+
+def _git(folder: Path, *words: str, **variables: str) -> str:
+    command = ["git", "-C", str(folder), *_PLAIN, *words]
+    try:
+        done = subprocess.run(  # noqa: S603 - it only reads
+            command, env={**_environment(), **variables}, capture_output=True, check=False, timeout=_TIMEOUT
+        )
+    except FileNotFoundError as error:
+        raise NoCheckoutError("git is not installed here") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoCheckoutError(f"git {words[0]} did not answer: {error}") from error
+    if done.returncode != 0:
+        said = os.fsdecode(done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
+        raise NoCheckoutError(f"git {words[0]}: {said[0]}")
+    return os.fsdecode(done.stdout)
+
+
+def _environment() -> Mapping[str, str]:
+    # GIT_DIR and its like, as in a hook, would answer for another repository.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    return {**kept, "LC_ALL": "C"}

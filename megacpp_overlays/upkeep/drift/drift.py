@@ -1,0 +1,264 @@
+"""Is what is installed what was published? The parts put together: files, checkouts, the inventory, this process."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.utils import canonicalize_name
+
+from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.model import Overlay
+from megacpp_overlays.source import InstalledTree, readable
+from megacpp_overlays.upkeep.drift import accounts, checkouts, published
+from megacpp_overlays.upkeep.drift.accounts import Accounted, Entry, State
+from megacpp_overlays.upkeep.drift.checkouts import NoCheckoutError
+from megacpp_overlays.upkeep.drift.installations import Installation, import_names
+from megacpp_overlays.upkeep.drift.published import FileDifference, Files, Owners
+
+STACK: Mapping[str, str | None] = {
+    "torch": "torch",
+    "triton": "triton",
+    "transformer-engine": "transformer_engine",
+    "transformer-engine-cu13": None,
+    "transformer-engine-torch": None,
+    "megatron-core": "megatron.core",
+    "mamba-ssm": "mamba_ssm",
+    "liger-kernel": "liger_kernel",
+    "tilelang": "tilelang",
+}
+"""What is looked at besides the targets of overlays, and what each is imported as; None is part of another one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One distribution, or one checkout that is imported in its place."""
+
+    distribution: str
+    version: str | None
+    where: str
+    """What its files were compared with."""
+    checked: int
+    """How many files were compared."""
+    differences: tuple[Accounted, ...] = ()
+    unchecked: tuple[str, ...] = ()
+    """What nothing can be said about, with reasons."""
+    restore: str = ""
+    """The command that makes it what was published."""
+
+    @property
+    def state(self) -> State:
+        """The worst that was found."""
+        if any(each.state is State.UNTRACKED for each in self.differences):
+            return State.UNTRACKED
+        if self.unchecked:
+            return State.UNCHECKED
+        return State.TRACKED if self.differences else State.CLEAN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All rows, and what does not belong to one."""
+
+    rows: tuple[Row, ...]
+    absent: tuple[str, ...]
+    """What was looked for and is neither installed nor importable."""
+    stale: tuple[Entry, ...]
+    """Entries of the inventory whose file is as published."""
+    quick: bool
+    required: bool = False
+    """Whether somebody asked for each by its name, so that nothing said is no answer."""
+
+    @property
+    def untracked(self) -> tuple[Accounted, ...]:
+        """Every difference that nothing accounts for."""
+        return tuple(each for row in self.rows for each in row.differences if each.state is State.UNTRACKED)
+
+    @property
+    def clean(self) -> bool:
+        """Whether everything was checked, and is as published or accounted for."""
+        answered = not (self.required and self.absent)
+        return answered and all(row.state in {State.CLEAN, State.TRACKED} for row in self.rows)
+
+
+def usual(overlays: Collection[Overlay], entries: Collection[Entry]) -> tuple[str, ...]:
+    """Return what is looked at unless something else is asked for: targets, the stack, and what the inventory names."""
+    targets = (canonicalize_name(overlay.target.distribution) for overlay in overlays)
+    return tuple(sorted({*STACK, *targets, *(entry.key[0] for entry in entries)}))
+
+
+def examine(
+    names: Collection[str],
+    installed: Mapping[str, Installation],
+    entries: Sequence[Entry],
+    overlays: Collection[Overlay],
+    *,
+    quick: bool = False,
+    required: bool = False,
+) -> Report:
+    """Compare distributions with what was published, and the differences with the inventory.
+
+    Args:
+        names: canonical names of distributions.
+        installed: everything that is installed.
+        entries: what the inventory accounts for.
+        overlays: their targets tell what a distribution that is not installed would be imported as.
+        quick: compare sizes alone where RECORD has them, except for files that the inventory names.
+        required: whether one that is not here at all is a failure.
+    """
+    search = _Search(installed, entries, _modules(overlays), quick=quick)
+    rows: list[Row] = []
+    absent: list[str] = []
+    for name in names:
+        found = tuple(search.rows(name))
+        rows += found
+        if not found:
+            absent.append(name)
+    return Report(
+        rows=tuple(rows),
+        absent=tuple(absent),
+        stale=accounts.stale(entries, search.compared),
+        quick=quick,
+        required=required,
+    )
+
+
+def _modules(overlays: Collection[Overlay]) -> Mapping[str, str]:
+    found = {canonicalize_name(each.target.distribution): each.target.module for each in overlays}
+    return found | {name: module for name, module in STACK.items() if module}
+
+
+def demand(names: Sequence[str], installed: Mapping[str, Installation]) -> tuple[str, ...]:
+    """Return canonical names of what a person asked for.
+
+    Raises:
+        UpkeepError: one of them is not installed, nor of the stack, which is found as a checkout on the path, too.
+    """
+    wanted = tuple(dict.fromkeys(map(canonicalize_name, names)))
+    for name in wanted:
+        if name not in installed and name not in STACK:
+            raise UpkeepError(f"--distribution {name}: no such distribution is installed here; see `pip list`")
+    return wanted
+
+
+class _Search:
+    """The rows of one distribution after the other."""
+
+    def __init__(
+        self,
+        installed: Mapping[str, Installation],
+        entries: Sequence[Entry],
+        modules: Mapping[str, str],
+        *,
+        quick: bool,
+    ) -> None:
+        self.compared: dict[str, list[FileDifference]] = {}
+        """Differences of the distributions that every file of was compared."""
+        self._installed = installed
+        self._entries = entries
+        self._modules = modules
+        self._owners = Owners(installed.values())
+        self._quick = quick
+
+    def rows(self, name: str) -> Iterator[Row]:
+        """Yield what can be said about one distribution."""
+        here = self._installed.get(name)
+        if here is None:
+            yield from self._checkouts(name, None, _located([self._modules[name]] if name in self._modules else []))
+        elif here.origin is not None and here.origin.editable:
+            yield from self._editable(here)
+        elif here.entries is None:
+            yield from self._without_record(here)
+        else:
+            yield self._published(here)
+            elsewhere = {base: paths for base, paths in _located(import_names(here)).items() if base != here.root}
+            yield from self._checkouts(name, here.version, elsewhere)
+
+    def _without_record(self, here: Installation) -> Iterator[Row]:
+        """Yield a checkout that has its metadata beside it, as `python -m` in one finds it, or that nothing is known."""
+        rows = tuple(self._checkouts(here.name, here.version, _located(here.top_levels)))
+        if here.also or not rows or any(row.state is State.UNCHECKED for row in rows):
+            why = here.why_not or "it has no RECORD"
+            rows = (
+                Row(
+                    distribution=here.name,
+                    version=here.version,
+                    where=str(here.root),
+                    checked=0,
+                    unchecked=(why,),
+                    restore=_reinstall(here),
+                ),
+            )
+        yield from rows
+
+    def _published(self, here: Installation) -> Row:
+        exactly = {entry.diff.file for entry in self._entries if entry.key[0] == here.name}
+        files = published.compare(here, self._owners, quick=self._quick, exactly=exactly)
+        where = "RECORD"
+        if here.origin is not None:
+            commit = f" at {here.origin.commit[:12]}" if here.origin.commit else ""
+            where = f"RECORD, from {here.origin.url}{commit}"
+        return self._row(here.name, here.version, where, files, _reinstall(here))
+
+    def _editable(self, here: Installation) -> Iterator[Row]:
+        located = _located(import_names(here))
+        folder = here.origin.folder if here.origin else None
+        if not located and folder is not None:
+            located = {folder.resolve(): [folder]}
+        yield from self._checkouts(here.name, here.version, located)
+
+    def _checkouts(self, name: str, version: str | None, located: Mapping[Path, Sequence[Path]]) -> Iterator[Row]:
+        for base, paths in located.items():
+            try:
+                found = checkouts.compare(paths, base)
+            except NoCheckoutError as error:
+                why = f"it is imported from {base}, which no RECORD and no commit accounts for: {error}"
+                yield Row(distribution=name, version=version, where=str(base), checked=0, unchecked=(why,))
+                continue
+            where = f"commit {found.commit[:12]} of {found.top}"
+            yield self._row(
+                name, version, where, found.files, f"git -C {shlex.quote(str(found.top))} stash --include-untracked"
+            )
+
+    def _row(self, name: str, version: str | None, where: str, files: Files, restore: str) -> Row:
+        if not files.unchecked:
+            self.compared.setdefault(name, []).extend(files.differences)
+        return Row(
+            distribution=name,
+            version=version,
+            where=where,
+            checked=files.checked,
+            differences=accounts.account(name, files.differences, self._entries),
+            unchecked=files.unchecked,
+            restore=restore,
+        )
+
+
+def _reinstall(here: Installation) -> str:
+    what = here.origin.url if here.origin else f"{here.name}=={here.version}"
+    if here.origin and here.origin.commit:
+        what = f"git+{here.origin.url}@{here.origin.commit}"
+    if here.installer == "uv":  # it links files to its cache, so an edit in place is in the cache, too
+        return f"uv pip install --reinstall --no-cache --no-deps {shlex.quote(what)}"
+    return f"pip install --force-reinstall --no-cache-dir --no-deps {shlex.quote(what)}"
+
+
+def _located(modules: Collection[str]) -> dict[Path, list[Path]]:
+    """Return where packages are imported from, by the folder that the outermost is in; imports nothing."""
+    found: dict[Path, list[Path]] = {}
+    tree = InstalledTree()
+    for name in modules:
+        parts = name.split(".")
+        for depth in range(1, len(parts) + 1):  # the first with a source: a folder above it may be a mere namespace
+            source = readable(tree, ".".join(parts[:depth]))
+            if source is None:
+                continue
+            path = Path(source.path).resolve()
+            path = path.parent if path.name == "__init__.py" else path
+            base = path.parents[depth - 1]
+            if path not in found.setdefault(base, []):
+                found[base].append(path)
+            break
+    return found

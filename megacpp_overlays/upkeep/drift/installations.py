@@ -1,0 +1,158 @@
+"""What is installed in this environment, and where it says that it came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
+from urllib.parse import unquote, urlsplit
+
+import importlib_metadata
+from packaging.utils import canonicalize_name
+
+from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.upkeep.drift import records
+from megacpp_overlays.upkeep.drift.records import Entry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What `direct_url.json` says; an installer writes it only for what did not come from an index.
+
+    Format: https://packaging.python.org/specifications/direct-url/. The proposal to write the same for what did come
+    from an index (PEP 710) is a draft, so the artifact of an ordinary install is not on record anywhere.
+    """
+
+    url: str
+    editable: bool = False
+    is_folder: bool = False
+    commit: str | None = None
+    """Of a repository that an installer built from."""
+    sha256: str | None = None
+    """Of an archive."""
+
+    @property
+    def folder(self) -> Path | None:
+        """The local folder, or None where it is none."""
+        parts = urlsplit(self.url)
+        return Path(unquote(parts.path)) if parts.scheme == "file" and self.is_folder else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installation:
+    """One installed distribution."""
+
+    name: str
+    """Canonical name, `liger-kernel`."""
+    version: str
+    root: Path
+    """The folder that holds its packages and its metadata, site-packages most often."""
+    entries: tuple[Entry, ...] | None
+    """Its RECORD, or None where there is none that can be used."""
+    why_not: str | None
+    """Why not."""
+    origin: Origin | None
+    installer: str
+    """`pip`, `uv`, or empty."""
+    top_levels: tuple[str, ...]
+    """What `top_level.txt` names, which setuptools writes; an editable install names its packages nowhere else."""
+    also: tuple[str, ...] = ()
+    """Other versions that the same folder has metadata of."""
+
+    def path(self, file: str) -> Path:
+        """Return where a file of RECORD is."""
+        return self.root / file
+
+
+def find_all(path: Sequence[str] | None = None) -> Mapping[str, Installation]:
+    """Return every installed distribution by canonical name; of two, the one that is found first.
+
+    Args:
+        path: folders to look in; None is the path of this interpreter.
+
+    Raises:
+        UpkeepError: the metadata of one of them cannot be read.
+    """
+    found: dict[str, Installation] = {}
+    also: dict[str, list[str]] = {}
+    for distribution in importlib_metadata.distributions(path=sys.path if path is None else list(path)):
+        here = _installation(cast("importlib_metadata.Distribution", distribution))
+        first = found.setdefault(here.name, here)
+        if first is not here and first.root == here.root and here.version != first.version:
+            also.setdefault(here.name, []).append(here.version)
+    return {name: _twice(each, also[name]) if name in also else each for name, each in found.items()}
+
+
+def _twice(first: Installation, versions: list[str]) -> Installation:
+    why = f"the folder has metadata of {', '.join((first.version, *versions))}: an upgrade was left half done"
+    return dataclasses.replace(first, why_not=why, entries=None, also=tuple(versions))
+
+
+def _installation(distribution: importlib_metadata.Distribution) -> Installation:
+    root = Path(str(distribution.locate_file(""))).resolve()
+    try:
+        name, version = str(distribution.metadata["Name"]), str(distribution.version)
+        origin = _origin(distribution.read_text("direct_url.json"))
+    except Exception as error:
+        where = getattr(distribution, "_path", root)  # it has no public name
+        raise UpkeepError(
+            f"{where}: the metadata of this distribution cannot be read ({type(error).__name__}: {error}); "
+            "reinstall it, or delete the folder if an installer left it behind"
+        ) from error
+    entries, why_not = _entries(distribution)
+    return Installation(
+        name=canonicalize_name(name),
+        version=version,
+        root=root,
+        entries=entries,
+        why_not=why_not,
+        origin=origin,
+        installer=(distribution.read_text("INSTALLER") or "").strip(),
+        top_levels=tuple((distribution.read_text("top_level.txt") or "").split()),
+    )
+
+
+def _entries(distribution: importlib_metadata.Distribution) -> tuple[tuple[Entry, ...] | None, str | None]:
+    text = distribution.read_text("RECORD")
+    if not text:
+        by = (distribution.read_text("INSTALLER") or "").strip()
+        return None, f"it was installed without a RECORD{f' by {by}' if by else ''}"
+    try:
+        return records.parse(text), None
+    except UpkeepError as error:
+        return None, str(error)
+
+
+def _origin(text: str | None) -> Origin | None:
+    if not text:
+        return None
+    data: Any = json.loads(text)
+    archive, vcs, folder = (data.get(key) for key in ("archive_info", "vcs_info", "dir_info"))
+    hashes = (archive or {}).get("hashes") or {}
+    old = str((archive or {}).get("hash", ""))  # `sha256=...`, before the field `hashes`
+    return Origin(
+        url=str(data["url"]),
+        editable=bool((folder or {}).get("editable")),
+        is_folder=folder is not None,
+        commit=(vcs or {}).get("commit_id"),
+        sha256=hashes.get("sha256") or old.partition("sha256=")[2] or None,
+    )
+
+
+def import_names(installation: Installation) -> tuple[str, ...]:
+    """Return the packages and modules that a distribution installs, the outermost of each: `megatron.core`."""
+    if installation.entries is None or (installation.origin and installation.origin.editable):
+        return installation.top_levels
+    return tuple(sorted(_outermost(PurePosixPath(entry.file) for entry in installation.entries)))
+
+
+def _outermost(files: Iterable[PurePosixPath]) -> set[str]:
+    python = [path for path in files if path.suffix == ".py" and all(map(str.isidentifier, path.with_suffix("").parts))]
+    packages = {path.parent for path in python if path.name == "__init__.py" and path.parent.parts}
+    outer = {package for package in packages if not any(above in packages for above in package.parents)}
+    single = {path.with_suffix("") for path in python if len(path.parts) == 1}
+    return {".".join(path.parts) for path in outer | single}

@@ -1,0 +1,158 @@
+"""RECORD: the list of files that a wheel was published with and an installer keeps, with their hashes.
+
+Format: https://packaging.python.org/specifications/recording-installed-packages/#the-record-file. It is parsed here and
+not by `importlib_metadata`, whose `files` leaves out what is no longer on disk.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import csv
+import enum
+import hashlib
+import io
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from megacpp_overlays.errors import UpkeepError
+
+ALGORITHMS = frozenset({"sha256", "sha384", "sha512", "sha3_256", "sha3_384", "sha3_512", "blake2b", "blake2s"})
+"""What the specification of wheels allows, sha256 or better, as far as every Python has it."""
+
+_UNHASHED = ("RECORD", "RECORD.jws", "RECORD.p7s")
+_CHUNK = 1 << 20
+
+
+class Kind(enum.Enum):
+    """How a file differs from what was published."""
+
+    CHANGED = "changed"
+    MISSING = "missing"
+    ADDED = "added"
+
+
+class CannotCheckError(UpkeepError):
+    """Raised for a file that RECORD says too little of, or that cannot be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One line of a RECORD."""
+
+    file: str
+    """Path as RECORD has it: with slashes, relative to the folder that holds the dist-info folder, or absolute."""
+    algorithm: str
+    """Empty where the line has no hash."""
+    digest: str
+    """URL-safe base64 without padding."""
+    size: int | None
+    """Bytes."""
+
+    @property
+    def may_lack_hash(self) -> bool:
+        """Whether the specification lets this line go without a hash: RECORD and its signatures, and bytecode."""
+        path = PurePosixPath(self.file)
+        return (
+            is_bytecode(path)
+            or path.suffix == ".pyc"
+            or (path.name in _UNHASHED and path.parent.suffix == ".dist-info")
+        )
+
+
+def parse(text: str) -> tuple[Entry, ...]:
+    """Read the text of a RECORD.
+
+    Raises:
+        UpkeepError: a line is none of a RECORD; the text names its number.
+    """
+    found = []
+    try:
+        rows = list(csv.reader(io.StringIO(text, newline="")))
+    except csv.Error as error:
+        raise UpkeepError(f"RECORD cannot be read: {error}") from error
+    for number, row in enumerate(rows, start=1):
+        if not row:
+            continue
+        if len(row) != 3 or not row[0]:
+            raise UpkeepError(f"RECORD, line {number}: a line is a path, a hash and a size, not {','.join(row)!r}")
+        file, hashed, size = row
+        algorithm, separator, digest = hashed.partition("=")
+        if (hashed and not (algorithm and separator and digest)) or (size and not size.isdecimal()):
+            raise UpkeepError(f"RECORD, line {number}: {hashed!r}, {size!r} is no hash and size")
+        length = int(size) if size else None
+        plain = digest.rstrip("=")  # which some tools leave there
+        found.append(Entry(file=file.removeprefix("./"), algorithm=algorithm.lower(), digest=plain, size=length))
+    return tuple(found)
+
+
+def is_bytecode(path: PurePosixPath) -> bool:
+    """Return whether Python made a file from another one, and makes it again.
+
+    A `.pyc` beside the sources is none of these: Python imports it where there is no source. It never reads a `.pyo`.
+    """
+    return path.suffix == ".pyo" or "__pycache__" in path.parts
+
+
+def hides_source(path: Path) -> bool:
+    """Return whether a file of `__pycache__` is run whatever its source says: an unchecked hash-based `.pyc`.
+
+    Source: https://peps.python.org/pep-0552/, the flags that follow the magic number.
+    """
+    if path.suffix != ".pyc":
+        return False
+    try:
+        with path.open("rb") as file:
+            header = file.read(16)
+    except OSError:  # Python cannot read it either
+        return False
+    return len(header) == 16 and int.from_bytes(header[4:8], "little") == 0b01
+
+
+def difference(entry: Entry, path: Path, *, quick: bool = False) -> Kind | None:
+    """Compare one installed file with its line; None is: as published.
+
+    Args:
+        entry: a line with a hash.
+        path: where the file is.
+        quick: compare the size alone where RECORD has it. A change that keeps the size goes unseen.
+
+    Raises:
+        CannotCheckError: the line has no hash that is allowed, or the file cannot be read.
+    """
+    if entry.algorithm not in ALGORITHMS:
+        raise CannotCheckError(f"{entry.file} has {f'a hash of {entry.algorithm}' if entry.algorithm else 'no hash'}")
+    try:
+        if not path.is_file():
+            return Kind.MISSING
+        if entry.size is not None and path.stat().st_size != entry.size:
+            return Kind.CHANGED
+        if quick and entry.size is not None:
+            return None
+        return None if _digest(path, entry.algorithm) == _decoded(entry) else Kind.CHANGED
+    except OSError as error:
+        raise CannotCheckError(f"{entry.file} cannot be read: {error.strerror}") from error
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file in hex.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return _digest(path, "sha256").hex()
+
+
+def _decoded(entry: Entry) -> bytes:
+    try:
+        return base64.b64decode(f"{entry.digest}{'=' * (-len(entry.digest) % 4)}", altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise CannotCheckError(f"{entry.file} has a hash that is no base64") from error
+
+
+def _digest(path: Path, algorithm: str) -> bytes:
+    found = hashlib.new(algorithm)
+    with path.open("rb") as file:  # a compiled library may be larger than what is free of the memory
+        while chunk := file.read(_CHUNK):
+            found.update(chunk)
+    return found.digest()

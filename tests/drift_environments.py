@@ -1,0 +1,91 @@
+"""Small real things for the tests of drift: wheels that pip installs, and git repositories."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from megacpp_overlays.upkeep.drift import installations
+from megacpp_overlays.upkeep.drift.installations import Installation
+
+
+def make_wheel(
+    folder: Path, name: str, version: str, files: Mapping[str, str], *, tag: str = "py3-none-any", mark: str = ""
+) -> Path:
+    """Write a wheel with a RECORD.
+
+    Args:
+        folder: where it goes.
+        name: of the distribution, with underscores.
+        version: of it.
+        files: content by path inside the wheel.
+        tag: what it is for.
+        mark: anything that makes the archive another one while its content stays the same.
+    """
+    info = f"{name}-{version}.dist-info"
+    content = {
+        **files,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n",
+    }
+    lines = [f"{file},sha256={digest(text)},{len(text.encode())}" for file, text in content.items()]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-{version}-{tag}.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.comment = mark.encode()
+        for file, text in content.items():
+            archive.writestr(file, text)
+        archive.writestr(f"{info}/RECORD", "\n".join([*lines, f"{info}/RECORD,,", ""]))
+    return path
+
+
+def digest(content: str | bytes, algorithm: str = "sha256") -> str:
+    """Return a hash as RECORD has it."""
+    raw = content.encode() if isinstance(content, str) else content
+    return base64.urlsafe_b64encode(hashlib.new(algorithm, raw).digest()).rstrip(b"=").decode()
+
+
+def install(target: Path, *what: Path | str, find_links: Path | None = None) -> None:
+    """Install with pip into a folder; what has a path of its own is noted as such, what is found by name is not."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+    words = [*command, "--disable-pip-version-check", "--target", str(target), *map(str, what)]
+    words += ["--find-links", str(find_links)] if find_links else []
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=without_pythonpath())
+    assert done.returncode == 0, done.stderr
+
+
+def without_pythonpath() -> dict[str, str]:
+    """Return the environment without what the run of the tests puts on the path."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+def installed_in(target: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Installation]:
+    """Put a folder first on the path, and return what is installed in it."""
+    monkeypatch.syspath_prepend(target)
+    return installations.find_all([str(target)])
+
+
+def git(folder: Path, *words: str) -> str:
+    """Run git without anybody's configuration; return what it prints."""
+    own = ("-c", "user.name=A Person", "-c", "user.email=person@example.org", "-c", "init.defaultBranch=main")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    env = {**kept, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
+    done = subprocess.run(["git", *own, *words], cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def commit_all(folder: Path) -> str:
+    """Commit everything in a folder, in a repository of its own; return the commit."""
+    git(folder, "init", "--quiet")
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "--message", "all of it")
+    return git(folder, "rev-parse", "HEAD")

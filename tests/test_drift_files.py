@@ -1,0 +1,303 @@
+"""Installed files against their RECORD: what pip installed is clean, and every hand in it is named."""
+
+from __future__ import annotations
+
+import py_compile
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from py_compile import PycInvalidationMode
+
+import pytest
+from drift_environments import digest, install, installed_in, make_wheel
+from made_up import Upstream
+
+from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.upkeep.drift import drift
+from megacpp_overlays.upkeep.drift.accounts import State
+from megacpp_overlays.upkeep.drift.drift import Report
+from megacpp_overlays.upkeep.drift.installations import import_names
+from megacpp_overlays.upkeep.drift.records import Kind
+
+FILES = {
+    "fast_ops/__init__.py": "",
+    "fast_ops/scale.py": "def scale(x):\n    return 2 * x\n",
+    "fast_ops/kernels/__init__.py": "",
+    "fast_ops/kernels/tile.so": "not really compiled",
+}
+
+
+@pytest.fixture(scope="session")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder that pip installed into, with two distributions that share a namespace."""
+    folder = tmp_path_factory.mktemp("published")
+    entry_point = {"fast_ops-1.0.dist-info/entry_points.txt": "[console_scripts]\nfast-ops = fast_ops:main\n"}
+    make_wheel(folder / "wheels", "fast_ops", "1.0", {**FILES, **entry_point})
+    make_wheel(folder / "wheels", "lab_core", "1.0", {"lab/core/__init__.py": "", "lab/core/x.py": "X = 1\n"})
+    make_wheel(folder / "wheels", "lab_more", "1.0", {"lab/more/__init__.py": "", "lab_flat.py": "Y = 1\n"})
+    install(folder / "target", "fast_ops", "lab_core", "lab_more", find_links=folder / "wheels")
+    return folder / "target"
+
+
+@pytest.fixture
+def target(published: Path, tmp_path: Path) -> Path:
+    """A copy of it that a test may spoil."""
+    shutil.copytree(published, tmp_path / "target")
+    return tmp_path / "target"
+
+
+@pytest.fixture
+def examine(target: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
+    """Compare distributions of the copy."""
+
+    def run(*names: str, quick: bool = False, required: bool = False) -> Report:
+        installed = installed_in(target, monkeypatch)
+        return drift.examine(names or ("fast-ops",), installed, (), (), quick=quick, required=required)
+
+    return run
+
+
+def found(report: Report) -> Mapping[str, Kind]:
+    return {each.file: each.kind for each in report.untracked}
+
+
+def test_what_pip_installed_is_clean_scripts_and_bytecode_included(
+    target: Path, examine: Callable[..., Report]
+) -> None:
+    cache = target / "fast_ops" / "__pycache__"
+    cache.mkdir(exist_ok=True)
+    (cache / "scale.cpython-399.pyc").write_bytes(b"made by a run")
+    (target / "fast_ops" / "old.pyo").write_bytes(b"made by a run")
+    assert (target / "bin" / "fast-ops").is_file()
+
+    report = examine("fast-ops", "lab-core", "lab-more")
+
+    assert report.clean
+    assert [(row.version, row.where, row.state) for row in report.rows] == [("1.0", "RECORD", State.CLEAN)] * 3
+    assert report.rows[0].checked >= len(FILES) + 4
+
+
+def test_changed_missing_and_added_files_are_named_one_by_one(target: Path, examine: Callable[..., Report]) -> None:
+    (target / "fast_ops" / "scale.py").write_text("def scale(x):\n    return 3 * x\n")
+    (target / "fast_ops" / "kernels" / "tile.so").unlink()
+    (target / "fast_ops" / "hot" / "deep").mkdir(parents=True)
+    (target / "fast_ops" / "hot" / "deep" / "fix.py").write_text("x = 1\n")
+
+    report = examine()
+
+    assert found(report) == {
+        "fast_ops/hot/deep/fix.py": Kind.ADDED,
+        "fast_ops/kernels/tile.so": Kind.MISSING,
+        "fast_ops/scale.py": Kind.CHANGED,
+    }
+    assert not report.clean
+    assert report.rows[0].state is State.UNTRACKED
+    assert "pip install --force-reinstall --no-cache-dir --no-deps fast-ops==1.0" in report.rows[0].restore
+
+
+def test_what_uv_installed_is_restored_past_its_cache(target: Path, examine: Callable[..., Report]) -> None:
+    (target / "fast_ops-1.0.dist-info" / "INSTALLER").write_text("uv")
+
+    assert "uv pip install --reinstall --no-cache --no-deps fast-ops==1.0" in examine().rows[0].restore
+
+
+def test_metadata_is_compared_too(target: Path, examine: Callable[..., Report]) -> None:
+    (target / "fast_ops-1.0.dist-info" / "entry_points.txt").write_text("[console_scripts]\nfast-ops = other:main\n")
+
+    assert found(examine()) == {"fast_ops-1.0.dist-info/entry_points.txt": Kind.CHANGED}
+
+
+def test_a_quick_look_compares_sizes_and_says_so(target: Path, examine: Callable[..., Report]) -> None:
+    (target / "fast_ops" / "scale.py").write_text("def scale(x):\n    return 3 * x\n")  # as long as it was
+    (target / "fast_ops" / "__init__.py").write_text("x = 1\n")
+
+    report = examine(quick=True)
+
+    assert found(report) == {"fast_ops/__init__.py": Kind.CHANGED}
+    assert report.quick
+
+
+def test_a_shared_folder_is_everybodys_and_a_part_of_it_its_owners(
+    target: Path, examine: Callable[..., Report]
+) -> None:
+    (target / "lab" / "__init__.py").write_text("")  # it would hide every other part of the namespace
+    (target / "lab" / "more" / "extra.py").write_text("")
+
+    assert found(examine("lab-core")) == {"lab/__init__.py": Kind.ADDED}
+    assert found(examine("lab-more")) == {"lab/__init__.py": Kind.ADDED, "lab/more/extra.py": Kind.ADDED}
+
+
+def test_import_names_are_the_outermost_packages_and_modules(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = installed_in(target, monkeypatch)
+
+    assert import_names(installed["fast-ops"]) == ("fast_ops",)
+    assert import_names(installed["lab-core"]) == ("lab.core",)
+    assert import_names(installed["lab-more"]) == ("lab.more", "lab_flat")
+
+
+def test_without_a_record_nothing_is_vouched_for(target: Path, examine: Callable[..., Report]) -> None:
+    (target / "fast_ops-1.0.dist-info" / "RECORD").unlink()
+    (target / "fast_ops-1.0.dist-info" / "INSTALLER").write_text("conda\n")
+
+    report = examine()
+
+    assert report.rows[0].state is State.UNCHECKED
+    assert report.rows[0].unchecked == ("it was installed without a RECORD by conda",)
+    assert not report.clean
+
+
+def test_a_damaged_record_is_no_record(target: Path, examine: Callable[..., Report]) -> None:
+    (target / "fast_ops-1.0.dist-info" / "RECORD").write_text("fast_ops/__init__.py\n")
+
+    assert "RECORD, line 1" in examine().rows[0].unchecked[0]
+
+
+def test_a_line_without_a_hash_leaves_the_distribution_unchecked(target: Path, examine: Callable[..., Report]) -> None:
+    record = target / "fast_ops-1.0.dist-info" / "RECORD"
+    lines = record.read_text().splitlines()
+    record.write_text(
+        "\n".join("fast_ops/scale.py,," if line.startswith("fast_ops/scale.py") else line for line in lines)
+    )
+
+    row = examine().rows[0]
+
+    assert (row.state, row.unchecked) == (State.UNCHECKED, ("fast_ops/scale.py has no hash",))
+
+
+def test_an_upgrade_that_was_left_half_done_cannot_be_checked(target: Path, examine: Callable[..., Report]) -> None:
+    shutil.copytree(target / "fast_ops-1.0.dist-info", target / "fast_ops-0.9.dist-info")
+    metadata = target / "fast_ops-0.9.dist-info" / "METADATA"
+    metadata.write_text(metadata.read_text().replace("1.0", "0.9"))
+
+    row = examine().rows[0]
+
+    assert row.state is State.UNCHECKED
+    assert "an upgrade was left half done" in row.unchecked[0]
+
+
+def test_metadata_that_cannot_be_read_is_an_error_with_a_way_out(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (target / "fast_ops-1.0.dist-info" / "direct_url.json").write_text("{")
+
+    with pytest.raises(UpkeepError, match=r"fast_ops-1\.0\.dist-info: the metadata .* reinstall it"):
+        installed_in(target, monkeypatch)
+
+
+def test_a_build_from_a_repository_names_its_commit(target: Path, examine: Callable[..., Report]) -> None:
+    origin = '{"url": "https://example.org/fast.git", "vcs_info": {"vcs": "git", "commit_id": "0123456789abcdef0123"}}'
+    (target / "fast_ops-1.0.dist-info" / "direct_url.json").write_text(origin)
+
+    row = examine().rows[0]
+
+    assert row.where == "RECORD, from https://example.org/fast.git at 0123456789ab"
+    assert row.restore.endswith(" git+https://example.org/fast.git@0123456789abcdef0123")
+
+
+def test_what_is_not_here_is_told_apart_from_what_is_clean(examine: Callable[..., Report]) -> None:
+    report = examine("fast-ops", "never-published")
+
+    assert [row.distribution for row in report.rows] == ["fast-ops"]
+    assert report.absent == ("never-published",)
+
+
+def test_a_person_asks_by_any_spelling_and_for_what_is_installed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = installed_in(target, monkeypatch)
+
+    assert drift.demand(["Fast_Ops", "fast.ops"], installed) == ("fast-ops",)
+    with pytest.raises(UpkeepError, match="--distribution fats-ops: no such distribution is installed here"):
+        drift.demand(["fats-ops"], installed)
+
+
+def test_usually_the_targets_of_overlays_and_the_stack_are_looked_at(upstream: Upstream) -> None:
+    names = drift.usual([upstream.overlay()], ())
+
+    assert {"torch", "triton", "megatron-core", "mamba-ssm", "liger-kernel", "tilelang"} <= set(names)
+    assert upstream.name.replace("_", "-") in names
+
+
+def test_a_link_to_other_code_in_site_packages_is_seen_through(
+    target: Path, tmp_path: Path, examine: Callable[..., Report]
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    shutil.move(target / "fast_ops", elsewhere / "fast_ops")
+    (target / "fast_ops").symlink_to(elsewhere / "fast_ops")
+
+    report = examine()
+
+    assert [row.state for row in report.rows] == [State.CLEAN, State.UNCHECKED]
+    assert f"it is imported from {elsewhere}, which no RECORD and no commit accounts for" in report.rows[1].unchecked[0]
+
+
+def test_a_link_to_a_folder_is_a_file_of_its_own(target: Path, tmp_path: Path, examine: Callable[..., Report]) -> None:
+    for name in ("scale", "kernels"):
+        (tmp_path / "elsewhere" / name).mkdir(parents=True)
+        (tmp_path / "elsewhere" / name / "__init__.py").write_text("")
+    (target / "fast_ops" / "scale").symlink_to(tmp_path / "elsewhere" / "scale")  # it is imported before scale.py
+    shutil.move(target / "fast_ops" / "kernels" / "tile.so", tmp_path / "elsewhere" / "kernels" / "tile.so")
+    shutil.rmtree(target / "fast_ops" / "kernels")
+    (target / "fast_ops" / "kernels").symlink_to(tmp_path / "elsewhere" / "kernels")  # with the files of RECORD
+
+    assert found(examine()) == {"fast_ops/scale": Kind.ADDED, "fast_ops/kernels": Kind.ADDED}
+
+
+def test_a_link_in_place_of_a_part_belongs_to_whoever_has_the_part(
+    target: Path, tmp_path: Path, examine: Callable[..., Report]
+) -> None:
+    shutil.move(target / "lab" / "more", tmp_path / "more")
+    (target / "lab" / "more").symlink_to(tmp_path / "more")
+
+    assert found(examine("lab-core")) == {}
+    assert found(examine("lab-more"))["lab/more"] is Kind.ADDED
+
+
+def compiled(source: Path, cache: Path, mode: PycInvalidationMode = PycInvalidationMode.TIMESTAMP) -> None:
+    py_compile.compile(str(source), cfile=str(cache), invalidation_mode=mode, doraise=True)
+
+
+def test_bytecode_that_needs_no_source_is_code_like_any_other(
+    target: Path, tmp_path: Path, examine: Callable[..., Report]
+) -> None:
+    (tmp_path / "extra.py").write_text("x = 1\n")
+    compiled(tmp_path / "extra.py", target / "fast_ops" / "extra.pyc")
+
+    assert found(examine()) == {"fast_ops/extra.pyc": Kind.ADDED}
+
+
+def test_cached_bytecode_that_python_never_compares_with_its_source_is_named(
+    target: Path, tmp_path: Path, examine: Callable[..., Report]
+) -> None:
+    cache = target / "fast_ops" / "__pycache__"
+    shutil.rmtree(cache, ignore_errors=True)
+    (tmp_path / "scale.py").write_text("def scale(x):\n    return 4 * x\n")
+    modes = {
+        "scale.cpython-312.pyc": PycInvalidationMode.UNCHECKED_HASH,
+        "scale.cpython-313.pyc": PycInvalidationMode.CHECKED_HASH,
+        "scale.cpython-314.pyc": PycInvalidationMode.TIMESTAMP,
+    }
+    for name, mode in modes.items():
+        compiled(tmp_path / "scale.py", cache / name, mode)
+    (cache / "scale.nbi").write_bytes(b"what another compiler keeps")
+    record = target / "fast_ops-1.0.dist-info" / "RECORD"
+    unnamed = found(examine())
+    record.write_text(f"{record.read_text()}fast_ops/__pycache__/scale.cpython-312.pyc,,\n")  # as pip does
+
+    assert unnamed == {"fast_ops/__pycache__/scale.cpython-312.pyc": Kind.ADDED}
+    assert found(examine()) == unnamed
+    content = (cache / "scale.cpython-312.pyc").read_bytes()
+    line = f"fast_ops/__pycache__/scale.cpython-312.pyc,sha256={digest(content)},{len(content)}"
+    record.write_text(record.read_text().replace("fast_ops/__pycache__/scale.cpython-312.pyc,,", line))
+    assert found(examine()) == {}  # published so
+    (cache / "scale.cpython-312.pyc").write_bytes(content + b"more")
+    assert found(examine()) == {"fast_ops/__pycache__/scale.cpython-312.pyc": Kind.CHANGED}
+
+
+def test_a_cache_that_lies_elsewhere_is_named(target: Path, tmp_path: Path, examine: Callable[..., Report]) -> None:
+    shutil.rmtree(target / "fast_ops" / "__pycache__", ignore_errors=True)
+    (target / "fast_ops" / "__pycache__").symlink_to(tmp_path)
+
+    assert found(examine()) == {"fast_ops/__pycache__": Kind.ADDED}
+
+
+def test_what_was_asked_for_by_name_and_is_not_here_is_not_clean(examine: Callable[..., Report]) -> None:
+    assert examine("fast-ops", "never-published").clean
+    assert not examine("fast-ops", "never-published", required=True).clean
+    assert examine("fast-ops", required=True).clean
