@@ -52,6 +52,10 @@ demo-ranks: .envs/$(LANE)/.ready ## the demo on two ranks: once alike, which tra
 	$(say) 'two ranks, and on the last one an overlay is off'
 	@if $(TORCHRUN) examples/odd_rank.py --device cpu; then echo 'it trained all the same'; exit 1; fi
 
+.PHONY: demo-upgrade
+demo-upgrade: setup ## take a clone of this checkout through an upgrade, up to the commits that retire what upstream absorbed
+	@examples/upgrade.sh summer-2026 newest dsa-branchless-scatter liger-flce-none-backward
+
 .PHONY: test
 test: setup ## set up everything, then lint, type checks, contracts and all tests with branch coverage
 	$(say) 'ruff check'
@@ -72,6 +76,10 @@ test: setup ## set up everything, then lint, type checks, contracts and all test
 	@rm -f .coverage.* # what is left is empty: the data file of a child that was killed
 	@$(BIN)/coverage report --fail-under=$(MINIMUM_COVERAGE)
 
+.PHONY: matrix
+matrix: wheels ## probe every release of every target and write packs/matrix.json and packs/matrix.html
+	@$(BIN)/python -m megacpp_overlays matrix --archives .cache/wheels --write packs
+
 .PHONY: bench
 bench: .envs/bench/.ready ## measure what importing costs and write benchmarks/import_cost.md
 	@.envs/bench/bin/python benchmarks/import_cost.py --write
@@ -82,11 +90,15 @@ te: .envs/te/.ready ## build Transformer Engine into .envs/te (about 20 minutes)
 # --- setting up ------------------------------------------------------------------------------------------------
 
 .PHONY: setup
-setup: .venv/.ready $(TEST_LANES:%=%/.ready) $(LOADERS:%=%/.ready) wheels ## all environments and wheels that `make test` needs
+setup: .venv/.ready $(TEST_LANES:%=%/.ready) $(LOADERS:%=%/.ready) wheels browser ## all environments and wheels that `make test` needs
 
 .PHONY: wheels
 wheels: .venv/.ready ## fetch the upstream releases that the offline probe tests read
 	@$(BIN)/python scripts/wheels.py fetch locks/wheels.txt .cache/wheels
+
+.PHONY: browser
+browser: ## find a Chromium for the tests of packs/matrix.html, or fetch one where npm is; without one they are skipped, unless MEGACPP_REQUIRE_BROWSER is set
+	@scripts/browser.sh --fetch >/dev/null
 
 # .synced: the environment holds what its lock says. .ready: the project is in it as well.
 .venv/.synced: locks/dev.txt | locks

@@ -75,7 +75,7 @@ END
 chmod 755 "$draft/browser/chromium"
 cat >"$draft/browser/own-fonts.conf" <<'END'
 <?xml version="1.0"?>
-<fontconfig><dir prefix="relative">fonts</dir><cachedir prefix="relative">fonts-cache</cachedir></fontconfig>
+<fontconfig><dir prefix="relative">fonts</dir><cachedir prefix="xdg">fontconfig</cachedir></fontconfig>
 END
 rm -rf "$HOME_OF_IT"
 mv "$draft/browser" "$HOME_OF_IT"
