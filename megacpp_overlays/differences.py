@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 import json
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megacpp_overlays.columns import aligned
+from megacpp_overlays.model import variable_for
 
 PACKAGE = "megacpp_overlays"
 """The subject of what concerns no overlay in particular."""
@@ -122,6 +123,7 @@ def find(groups: Sequence[Group]) -> tuple[Difference, ...]:
         if _differs(values):
             found.append(_difference(name, "version", values, groups, f"install the same {name} everywhere"))
     by_key = [by_target(group.statement) for group in groups]
+    found += _of_switches({overlay for key in by_key for overlay, _ in key}, groups)
     for key in dict.fromkeys(itertools.chain.from_iterable(by_key)):
         found += _of_overlay([each.get(key) for each in by_key], groups)
     return tuple(found)
@@ -130,6 +132,18 @@ def find(groups: Sequence[Group]) -> tuple[Difference, ...]:
 def by_target(statement: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, Any]]:
     """Return the decisions of a statement or an audit, by the overlay and the target that each is about."""
     return {(each["id"], each["target"]): each for each in statement["decisions"]}
+
+
+def _of_switches(decided: Collection[str], groups: Sequence[Group]) -> list[Difference]:
+    """Return the switches that differ although no process has decided anything about their overlays."""
+    listed = [group.statement.get("off") for group in groups]
+    found = []
+    for overlay in sorted(set(itertools.chain.from_iterable(filter(None, listed))) - set(decided)):
+        values = [None if off is None else "off" if overlay in off else "auto" for off in listed]
+        if _differs(values):
+            advice = f"set {variable_for(overlay)} the same everywhere, or nowhere"
+            found.append(_difference(overlay, "switch", values, groups, advice))
+    return found
 
 
 def _of_overlay(decisions: Sequence[Mapping[str, Any] | None], groups: Sequence[Group]) -> list[Difference]:

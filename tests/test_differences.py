@@ -282,6 +282,16 @@ def test_the_value_with_the_most_holders_comes_first() -> None:
     assert difference.values == (("2.0", ("b", "c")), ("1.0", ("a",)))
 
 
+def test_a_switch_of_an_overlay_that_nobody_decided_about_is_told() -> None:
+    said = [stated(off=[], decisions=[]), stated(off=["scale-pad"], decisions=[])]
+
+    (told,) = differences.find([Group(each, (number,)) for number, each in enumerate(said)])
+
+    assert (told.subject, told.field) == ("scale-pad", "switch")
+    assert told.values == (("auto", (0,)), ("off", (1,)))
+    assert told.advice == "set MEGACPP_OVERLAY_SCALE_PAD the same everywhere, or nowhere"
+
+
 @given(st.data())
 def test_statements_with_unequal_digests_never_go_without_a_difference(data: st.DataObject) -> None:
     hashes = st.sampled_from(["a" * 64, "c" * 64])
