@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -132,3 +133,14 @@ def test_a_wrong_setting_in_a_launcher_raises_at_import() -> None:
 
     assert wrong.returncode == 1
     assert "SettingsError: MEGACPP_OVERLAY_LIGER is no setting of megacpp_overlays" in wrong.stderr
+
+
+@pytest.mark.parametrize("command", ["ledger", "receipts --check"])  # more than Python keeps back, and less
+def test_a_reader_that_has_seen_enough_is_no_traceback(command: str) -> None:
+    line = f"{shlex.quote(sys.executable)} -W ignore -m megacpp_overlays {command} | true"
+
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, cwd="/")
+
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipeError" not in done.stderr

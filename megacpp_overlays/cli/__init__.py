@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -41,8 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         outcome: bool | int = chosen.run(chosen)
+        sys.stdout.flush()
     except OverlayError as error:
         print(f"megacpp-overlays: {error}", file=sys.stderr)
+        return CONFLICT
+    except BrokenPipeError:
+        # Whoever reads, such as `head`, has seen enough. Python flushes once more at its end, which must not raise.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CONFLICT
     if isinstance(outcome, bool):
         return CLEAN if outcome else CONFLICT
