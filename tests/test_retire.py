@@ -633,8 +633,12 @@ def test_a_file_beside_it_that_is_saved_meanwhile_is_kept_and_not_committed(chec
 
 SIGNALLED = """
 import os
+import signal
 import sys
 from pathlib import Path
+
+# Under `nohup` the tests ignore SIGHUP, and what they start would, too.
+signal.signal(int(sys.argv[-1]), signal.SIG_DFL)
 
 from megacpp_overlays.cli import main
 
