@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from made_up import BROKEN_TEXT, Upstream
 from trees import STAND_INS
 
@@ -18,6 +19,10 @@ from megacpp_overlays.errors import SeamError
 from megacpp_overlays.lane import Lane
 from megacpp_overlays.model import Overlay
 from megacpp_overlays.settings import Settings
+
+# How long an example takes says how busy the host is, and nothing about what is tested.
+settings.register_profile("any host", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any host")
 
 ROOT = Path(__file__).resolve().parent.parent
 WHEELS = ROOT / ".cache" / "wheels"
