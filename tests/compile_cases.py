@@ -118,7 +118,7 @@ def token_losses() -> Case:
 
     def step(x: Any, weight: Any, target: Any) -> Any:
         function = liger.LigerFusedLinearCrossEntropyFunction
-        return function.apply(x, weight, target, None, None, -100, 0.0, 0.0, "none")[0]
+        return 3 * function.apply(2 * x, weight, target, None, None, -100, 0.0, 0.0, "none")[0]
 
     def inputs(size: int) -> list[Any]:
         return [numbers(size, 8), numbers(16, 8, seed=1), torch.arange(size)]

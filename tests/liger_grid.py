@@ -1,8 +1,9 @@
 """Run in a fresh interpreter: one liger-kernel release, many per-token losses, errors against float64 as JSON.
 
-    LIGER_GRID='{"device": "cpu", "scale": 1, "cases": ["plain"]}' python tests/liger_grid.py
+    LIGER_GRID='{"device": "cpu", "scale": 1, "cases": ["plain"], "memory": {}}' python tests/liger_grid.py
 
-The release is the one that is first on the path, which holds this folder too. TRITON_INTERPRET must be set outside, where there is no GPU.
+The release is the one that is first on the path, which holds this folder too. TRITON_INTERPRET must be set outside,
+where there is no GPU. `memory` is what this process would choose, by the fields of `Memory`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from liger_cases import CASES, Case
 from liger_kernel.ops import fused_linear_cross_entropy as upstream
 
 import megacpp_overlays
+from megacpp_overlays.kernels import linear_cross_entropy_memory
 from megacpp_overlays.kernels import linear_cross_entropy_reference as reference
 
 FUNCTION = upstream.LigerFusedLinearCrossEntropyFunction
@@ -116,30 +118,7 @@ def run(case: Case, device: str, scale: int) -> dict[str, Any]:
     if problems:
         return {"problems": problems}
 
-    def true(value: Any) -> Any:
-        """Round as the products of the case do, and continue in float64."""
-        rounded = value.detach()
-        if case.autocast and value is not given["bias"] and value is not given["ce_weight"]:
-            rounded = rounded.to(getattr(torch, case.autocast))
-        return rounded.double().cpu()  # float64 is cheap there, and every operation is deterministic
-
-    options = {
-        ours: case.options[theirs]
-        for theirs, ours in {
-            "ignore_index": "ignore_index",
-            "lse_square_scale": "lse_square_scale",
-            "label_smoothing": "label_smoothing",
-            "softcap": "softcap",
-            "use_token_scaling": "token_scaling",
-        }.items()
-        if theirs in case.options
-    }
-    named = {
-        "bias": None if given["bias"] is None else true(given["bias"]),
-        "ce_weight": None if given["ce_weight"] is None else true(given["ce_weight"]),
-        **options,
-    }
-    x, weight, target = true(given["_input"]), true(given["weight"]), given["target"].cpu()
+    x, weight, target, named = truth(case, given)
     true_loss, _ = reference.token_losses(x, weight, target, **named)
     gradients = reference.gradients(x, weight, target, arrived.double().cpu(), **named)
     if case.strided_input:
@@ -149,6 +128,29 @@ def run(case: Case, device: str, scale: int) -> dict[str, Any]:
         if name in leaves and name not in case.frozen:
             errors[name] = error(leaves[name].grad, gradient)
     return {"problems": [], "errors": errors}
+
+
+def truth(case: Case, given: dict[str, Any]) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """Return what the reference takes: rounded as the products of the case round, and in float64 from there on."""
+
+    def true(value: Any) -> Any:
+        rounded = value.detach()
+        if case.autocast and value is not given["bias"] and value is not given["ce_weight"]:
+            rounded = rounded.to(getattr(torch, case.autocast))
+        return rounded.double().cpu()  # float64 is cheap there, and every operation is deterministic
+
+    terms = {
+        "ignore_index": "ignore_index",
+        "lse_square_scale": "lse_square_scale",
+        "label_smoothing": "label_smoothing",
+        "softcap": "softcap",
+        "use_token_scaling": "token_scaling",
+    }
+    named = {
+        **{name: None if given[name] is None else true(given[name]) for name in ("bias", "ce_weight")},
+        **{ours: case.options[theirs] for theirs, ours in terms.items() if theirs in case.options},
+    }
+    return true(given["_input"]), true(given["weight"]), given["target"].cpu(), named
 
 
 def error(seen: Any, true: Any) -> float:
@@ -167,6 +169,31 @@ def everything(reduction: str, device: str, scale: int) -> list[Any]:
     loss.backward(torch.full_like(loss, 0.5))
     bare = outputs(Case(options={"reduction": reduction}), {**given, "bias": None})
     return [*found, *bare[1:], given["leaf"].grad, given["weight"].grad, given["bias"].grad]
+
+
+def losses(dtype: str, device: str, scale: int) -> dict[str, Any]:
+    """Return all outputs of one call that asks for losses and z-losses, and how far both are from float64."""
+    options: dict[str, Any] = {"lse_square_scale": 0.05, "label_smoothing": 0.1, "return_z_loss": True}
+    if "use_token_scaling" in NAMES:
+        options["use_token_scaling"] = True
+    case = Case(options=options, bias=True, ce_weight="contiguous", ignored=(1,), dtype=dtype)
+    given = tensors(case, device, scale)
+    found = [each if each is None else each.detach() for each in outputs(case, given)]
+    x, weight, target, named = truth(case, given)
+    true = reference.token_losses(x, weight, target, **named)
+    return {"outputs": found, "errors": [error(*pair) for pair in zip(found, true, strict=False)]}
+
+
+def compared(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """Return how the outputs of two calls differ."""
+    pairs = list(zip(ours["outputs"], theirs["outputs"], strict=True))
+    kinds = [each is None or (each.dtype, each.shape, each.requires_grad) for pair in pairs for each in pair]
+    return {
+        "same kinds": kinds[::2] == kinds[1::2],
+        "apart": [error(mine, upstream_s.double().cpu()) for mine, upstream_s in pairs if mine is not None],
+        "ours": ours["errors"],
+        "theirs": theirs["errors"],
+    }
 
 
 def same(one: list[Any], other: list[Any]) -> bool:
@@ -192,6 +219,7 @@ def main() -> None:
     """Run the cases, then undo the overlay and compare with upstream."""
     request = json.loads(os.environ["LIGER_GRID"])
     device, scale = request["device"], request["scale"]
+    linear_cross_entropy_memory._chosen = linear_cross_entropy_memory.Memory(**request["memory"])
     torch.use_deterministic_algorithms(True, warn_only=False)
     record = next(r for r in megacpp_overlays.audit().records if r.overlay.pack == 9)
     report: dict[str, Any] = {
@@ -202,11 +230,15 @@ def main() -> None:
     }
     if record.decision.value == "active":
         ours = {reduction: everything(reduction, device, scale) for reduction in ("mean", "sum", "none")}
+        ours_per_token = {dtype: losses(dtype, device, scale) for dtype in ("float32", "bfloat16")}
         report["second derivative"] = second_derivative(device)
         megacpp_overlays.undo("liger-flce-none-backward")
         theirs = {reduction: everything(reduction, device, scale) for reduction in ("mean", "sum", "none")}
         report["same"] = {name: same(ours[name], theirs[name]) for name in ("mean", "sum")}
-        report["same outputs"] = same(ours["none"][:-3], theirs["none"][:-3])
+        report["same with metrics"] = same(ours["none"][:-3], theirs["none"][:-3])
+        report["losses"] = {
+            dtype: compared(each, losses(dtype, device, scale)) for dtype, each in ours_per_token.items()
+        }
         report["undone"] = run(CASES["zero first"], device, scale)
     sys.stdout.write(json.dumps(report))
 

@@ -5,10 +5,12 @@ Single facts with known numbers, and a comparison with float64 on inputs that hy
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import sys
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +21,10 @@ from portable_entry_cases import Case
 from portable_entry_grid import BACKWARD_SPLIT, FORWARD_SPLIT, arrival, truth
 
 from megacpp_overlays.kernels import linear_cross_entropy_entry as entry
+from megacpp_overlays.kernels import linear_cross_entropy_memory, linear_cross_entropy_shard
+
+# isort: split
+from megatron.core.fusions import fused_linear_cross_entropy as upstream
 
 
 def forward(hidden: Any, weight: Any, labels: Any, reduction: Any, ignore_index: int = -100) -> Any:
@@ -64,6 +70,46 @@ def infinite_logits_of_an_ignored_token() -> dict[str, bool]:
         "all else is finite": all(bool(each.isfinite().all()) for each in (values[0], for_hidden, for_weight)),
         "its own gradient is zero": not for_hidden[1].any(),
     }
+
+
+def step(passes: int = 1, logits: str = "keep", packs: bool = False) -> tuple[list[int], list[Any]]:
+    """Return the products of the forward pass and of some backward passes, and the last gradients."""
+    core = SimpleNamespace(forward_func=entry.forward_on_any_device, backward_func=entry.backward_on_any_device)
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in ((6, 4), (9, 4))]
+    hooks = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved)
+    counted = mock.Mock(wraps=linear_cross_entropy_shard.product)
+    with (
+        mock.patch.object(upstream, "_get_platform", return_value=core),
+        mock.patch.object(linear_cross_entropy_shard, "product", counted),
+        mock.patch.dict(os.environ, {FORWARD_SPLIT: "3", BACKWARD_SPLIT: "3"}),
+        mock.patch.object(linear_cross_entropy_memory, "_chosen", linear_cross_entropy_memory.Memory(logits=logits)),
+    ):
+        with hooks if packs else contextlib.nullcontext():
+            loss = upstream.linear_cross_entropy(*leaves, torch.arange(6), reduction="sum")
+        forward_products = counted.call_count
+        for _ in range(passes):
+            found = torch.autograd.grad(loss, leaves, retain_graph=True)
+    return [forward_products, counted.call_count - forward_products], list(found)
+
+
+STEPS = {
+    "kept": step,
+    "computed again": lambda: step(logits="recompute"),
+    "kept, second backward pass": lambda: step(passes=2),
+    "kept, but what is saved is packed": lambda: step(packs=True),
+}
+
+
+def products_of_a_step() -> dict[str, list[int]]:
+    return {name: each()[0] for name, each in STEPS.items()}
+
+
+def same_gradients_every_time() -> bool:
+    found = [each()[1] for each in STEPS.values()]
+    return all(
+        torch.allclose(a, b, rtol=1e-5, atol=1e-6) for each in found for a, b in zip(each, found[0], strict=True)
+    )
 
 
 # Without shrinking: in the interpreter that takes minutes, and the drawn example is small as it is.
@@ -118,7 +164,13 @@ def close(seen: Any, true: Any) -> None:
 
 def main() -> None:
     check_drawn_inputs()
-    facts = (seven_values, mean_over_no_token, infinite_logits_of_an_ignored_token)
+    facts = (
+        seven_values,
+        mean_over_no_token,
+        infinite_logits_of_an_ignored_token,
+        products_of_a_step,
+        same_gradients_every_time,
+    )
     sys.stdout.write(json.dumps({fact.__name__: fact() for fact in facts}))
 
 

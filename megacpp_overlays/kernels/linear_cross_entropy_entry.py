@@ -7,8 +7,8 @@ The contract is that of `megatron.core.fusions.linear_cross_entropy.blackwell.en
   (classes of this rank, size); contiguous. The three are on one CUDA device.
 - The loss of a token is the log of the sum of exp(logits) minus the logit of its label; 0 where the label is
   `ignore_index`. "none" gives it flat, (tokens,), also for three-dimensional hidden states; "sum" and "mean" give a
-  tensor without dimensions. "mean" divides by the tokens that are not ignored; if there are none, loss and
-  gradients are NaN. Losses are float32.
+  tensor without dimensions. "mean" divides by the tokens that are not ignored; if there are none, the loss
+  is NaN. Losses are float32.
 - In a tensor-parallel group of more than one rank, rank r holds classes r * n to (r + 1) * n, and every rank has all
   labels. The highest logits are reduced with MAX, the sums of exponentials and the label's logit with SUM, and every
   rank returns the same loss.
@@ -23,29 +23,43 @@ The contract is that of `megatron.core.fusions.linear_cross_entropy.blackwell.en
 
 Where this entry is wider than that one: float32 (whose products follow torch's TF32 setting), any sizes, labels of
 any integer dtype, and a gradient of any strides. Where it differs: the highest logit is never raised to 0, which keeps
-sums of exponentials from vanishing; a label outside the vocabulary leaves the log of the sum as the loss (upstream: the
-same in a group, undefined without one); logits of ignored tokens may overflow, while their hidden states are
-finite. All ranks of a group must run the same entry, so a group may not mix GPU generations.
+sums of exponentials from vanishing; the mean over no token gives gradients of 0, as PyTorch's does, not NaN; a label
+outside the vocabulary leaves the log of the sum as the loss (upstream: the same in a group, undefined without one);
+logits of ignored tokens may overflow, while their hidden states are finite. All ranks of a group must run the same
+entry, so a group may not mix GPU generations.
 
 `LCE_FWD_VOCAB_SPLIT_SIZE` and `LCE_BWD_VOCAB_SPLIT_SIZE` set the classes that one block of logits has, as they do
-upstream; without them a block takes 256 MiB.
+upstream; without them `linear_cross_entropy_memory` says what a pass takes. Logits are float32, as upstream's are; those
+that are kept between the passes have the dtype of the hidden states.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import distributed
 
-from megacpp_overlays.kernels.linear_cross_entropy_shard import classes_per_block, shard_gradients, shard_statistics
+from megacpp_overlays.kernels.linear_cross_entropy_memory import Memory, process_wide
+from megacpp_overlays.kernels.linear_cross_entropy_parallel import (
+    Group,
+    Layer,
+    Terms,
+    backward_pass,
+    forward_pass,
+    gather,
+)
+from megacpp_overlays.kernels.linear_cross_entropy_shard import Wanted
+from megacpp_overlays.kernels.vocabulary_softmax import Statistics
 
 Reduction = Literal["none", "sum", "mean"]
 Forward = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor]
 
+_KEPT = "megacpp_kept_logits"
+"""Attribute of a forward pass's sums of exponentials. Only they go from upstream's forward to its backward pass."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -65,10 +79,7 @@ def forward(
             none of the three.
     """
     _check_devices(hidden=hidden, weight=weight, labels=labels)
-    with _on_device_of(hidden):
-        found: Forward = forward_on_any_device(
-            hidden, weight, labels, tp_group, reduction, ignore_index, sequence_parallel
-        )
+    found: Forward = forward_on_any_device(hidden, weight, labels, tp_group, reduction, ignore_index, sequence_parallel)
     return found
 
 
@@ -94,22 +105,21 @@ def backward(
             the three.
     """
     _check_devices(global_hidden=global_hidden, weight=weight, labels=labels, dlogprobs=dlogprobs)
-    with _on_device_of(global_hidden):
-        found: Gradients = backward_on_any_device(
-            dlogprobs,
-            global_hidden,
-            weight,
-            labels,
-            maximum,
-            accu,
-            num_valid_tokens,
-            reduction,
-            ignore_index,
-            tp_group,
-            tp_rank,
-            tp_world_size,
-            sequence_parallel,
-        )
+    found: Gradients = backward_on_any_device(
+        dlogprobs,
+        global_hidden,
+        weight,
+        labels,
+        maximum,
+        accu,
+        num_valid_tokens,
+        reduction,
+        ignore_index,
+        tp_group,
+        tp_rank,
+        tp_world_size,
+        sequence_parallel,
+    )
     return found
 
 
@@ -129,31 +139,21 @@ def forward_on_any_device(
     ranks = 1 if tp_group is None else distributed.get_world_size(tp_group)
     _check_layout(hidden, weight, labels, gathered=ranks if sequence_parallel else 1)
 
-    global_hidden = hidden
-    if sequence_parallel and ranks > 1:
-        global_hidden = hidden.new_empty((hidden.shape[0] * ranks, *hidden.shape[1:]))
-        distributed.all_gather_into_tensor(global_hidden, hidden, group=tp_group)
+    group = Group(tp_group, rank, ranks, sequence_parallel)
+    global_hidden = gather(hidden, group)
     rows, flat_labels = global_hidden.view(-1, hidden.shape[-1]), labels.view(-1)
-
     with torch.autocast(hidden.device.type, enabled=False):  # it would round float32 logits
-        maximum, accumulate, label_logit = shard_statistics(
-            rows,
-            weight,
-            flat_labels,
-            first_class=rank * weight.shape[0],
-            step=_split("LCE_FWD_VOCAB_SPLIT_SIZE", rows.shape[0]),
-        )
-    if ranks > 1:
-        maximum, accumulate, label_logit = _reconcile(maximum, accumulate, label_logit, tp_group)
+        found = forward_pass(rows, flat_labels, _layer(weight), Terms(ignore_index=ignore_index), group, _memory("FWD"))
 
-    kept = flat_labels != ignore_index
-    num_valid_tokens = kept.sum()
-    losses = torch.where(kept, maximum + accumulate.log() - label_logit, 0.0)
-    loss = losses
+    num_valid_tokens = (flat_labels != ignore_index).sum()
+    loss = found.losses
     if reduction != "none":
-        loss = losses.sum()
+        loss = loss.sum()
     if reduction == "mean":
         loss = loss / num_valid_tokens
+    maximum, accumulate = found.statistics.maximum, found.statistics.accumulate
+    if found.kept is not None:
+        setattr(accumulate, _KEPT, found.kept)
     return loss, maximum, accumulate, num_valid_tokens, rank, ranks, global_hidden
 
 
@@ -184,51 +184,31 @@ def backward_on_any_device(
         scale = scale / num_valid_tokens
 
     with torch.autocast(global_hidden.device.type, enabled=False):
-        d_hidden, d_weight = shard_gradients(
-            rows,
-            weight,
-            flat_labels,
-            maximum,
-            accu,
+        d_hidden, d_weight, _ = backward_pass(
             scale,
-            first_class=tp_rank * weight.shape[0],
-            step=_split("LCE_BWD_VOCAB_SPLIT_SIZE", rows.shape[0]),
+            rows,
+            flat_labels,
+            Statistics(maximum, accu, maximum),  # the label's logit is not asked for again
+            _layer(weight),
+            Terms(ignore_index=ignore_index),
+            Group(tp_group, tp_rank, tp_world_size, sequence_parallel),
+            _memory("BWD"),
+            Wanted(hidden_dtype=global_hidden.dtype),
+            kept=getattr(accu, _KEPT, None),
         )
-    d_hidden = d_hidden.view(global_hidden.shape)
-    if tp_group is not None and tp_world_size > 1:
-        distributed.all_reduce(d_hidden, op=distributed.ReduceOp.SUM, group=tp_group)
-        if sequence_parallel:
-            share = global_hidden.shape[0] // tp_world_size
-            # A copy, so that the gradient of the whole sequence is not kept alive by a part of it.
-            d_hidden = d_hidden[tp_rank * share : (tp_rank + 1) * share].to(global_hidden.dtype, copy=True)
-    return d_hidden.to(global_hidden.dtype), d_weight
+    assert d_hidden is not None and d_weight is not None  # noqa: S101, PT018 - both were asked for
+    return d_hidden.view(-1, *global_hidden.shape[1:]), d_weight
 
 
-def _reconcile(
-    maximum: torch.Tensor,
-    accumulate: torch.Tensor,
-    label_logit: torch.Tensor,
-    group: distributed.ProcessGroup | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the three numbers of every token over the whole vocabulary, from those of this rank's shard."""
-    highest = maximum.clone()
-    distributed.all_reduce(highest, op=distributed.ReduceOp.MAX, group=group)
-    sums = torch.stack([accumulate * torch.exp(maximum - highest), label_logit])
-    distributed.all_reduce(sums, op=distributed.ReduceOp.SUM, group=group)
-    return highest, sums[0], sums[1]
+def _layer(weight: torch.Tensor) -> Layer:
+    """Logits in float32, as upstream's kernels have them."""
+    return Layer(weight=weight, logits_dtype=torch.float32)
 
 
-def _on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be that of the tensors."""
-    if tensor.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    device: contextlib.AbstractContextManager[object] = torch.cuda.device(tensor.device)
-    return device
-
-
-def _split(variable: str, tokens: int) -> int:
-    chosen = int(os.environ.get(variable, "0"))
-    return chosen if chosen > 0 else classes_per_block(tokens)
+def _memory(direction: str) -> Memory:
+    """Return what holds for the process, with the blocks that upstream's variable asks for."""
+    classes = int(os.environ.get(f"LCE_{direction}_VOCAB_SPLIT_SIZE", "0"))
+    return replace(process_wide(), block_classes=max(classes, 0))
 
 
 def _check_devices(**tensors: torch.Tensor) -> None:

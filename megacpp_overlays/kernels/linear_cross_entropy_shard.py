@@ -1,108 +1,203 @@
 """Linear cross entropy over the part of a vocabulary that one rank holds, a block of classes at a time.
 
 The blocks run along the vocabulary because then each block of the weight gradient is one product over all tokens,
-summed in float32 and rounded once, and only the gradient of the hidden states is added up between blocks, in float32.
-Peak extra memory is the logits of one block in float32 and their gradient in the dtype of the hidden states, beside
-the float32 gradient of the hidden states and one block's share of it.
+summed in float32 and rounded once, and only the gradient of the hidden states is added up between blocks, in float32,
+by the product itself. A block's gradient takes the place of its logits. Or the logits are kept from the forward
+pass, all of them, and there is one block.
 
-cuBLAS through torch and the Triton passes of `vocabulary_softmax`; no host synchronisation.
+cuBLAS through torch and the passes of `vocabulary_softmax`; no host synchronisation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 
-from megacpp_overlays.kernels.vocabulary_softmax import add_statistics, logits_gradient, start_statistics
+from megacpp_overlays.kernels.linear_cross_entropy_memory import Memory, padded
+from megacpp_overlays.kernels.linear_cross_entropy_products import add_product, product
+from megacpp_overlays.kernels.vocabulary_softmax import (
+    Coefficients,
+    Statistics,
+    add_statistics,
+    logits_gradient,
+    room_for_statistics,
+)
 
-_LOGITS = 1 << 26
-"""Logits that one block holds, 256 MiB in float32. More would not make the products any faster."""
-_NARROWEST = 256
-"""Classes of a block, however many tokens there are: narrower products leave the device idle."""
 
-_SUMS_WIDE = hasattr(torch.ops.aten.mm, "dtype")
-"""Whether a product can be asked for in another dtype: torch 2.8 and newer, on CUDA."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One rank's part of an output layer, and what belongs to its classes."""
+
+    weight: torch.Tensor
+    """(classes of this shard, hidden size), any strides."""
+    bias: torch.Tensor | None = None
+    """(classes of this shard,)."""
+    class_weight: torch.Tensor | None = None
+    """(classes of this shard,); None where label smoothing does not ask for it."""
+    first_class: int = 0
+    """The label of the shard's first class."""
+    softcap: float | None = None
+    logits_dtype: torch.dtype = torch.float32
+    """Of a block of logits: float32, or that of the hidden states."""
+
+    @property
+    def classes(self) -> int:
+        """How many there are."""
+        return int(self.weight.shape[0])
+
+    def part(self, rows: slice) -> tuple[torch.Tensor, dict[str, torch.Tensor | float | None]]:
+        """Return the weight of some classes, and the arguments that a pass over their logits takes."""
+        of_classes = {"bias": self.bias, "class_weight": self.class_weight}
+        parts = {name: None if each is None else each[rows] for name, each in of_classes.items()}
+        return self.weight[rows], {**parts, "softcap": self.softcap}
 
 
-def classes_per_block(tokens: int) -> int:
-    """Return how many classes share one block of logits."""
-    return max(_NARROWEST, _LOGITS // max(tokens, 1) // _NARROWEST * _NARROWEST)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which gradients a backward pass computes, and where."""
+
+    hidden: bool = True
+    hidden_dtype: torch.dtype = torch.float32
+    """Of the hidden states' gradient; float32 where it has to be added up still."""
+    weight: bool = True
+    bias: bool = True
+    main_grad: torch.Tensor | None = None
+    """(classes of this shard, hidden size), float32: the weight gradient is added to it instead of returned."""
+
+
+@dataclass(slots=True)
+class Kept:
+    """Logits that wait for the first backward pass, without bias and softcap."""
+
+    block: torch.Tensor | None
+    """(tokens, classes from `first` to the last, and padding); None once they were taken."""
+    first: int
+    """Row of the shard's weight that the first column belongs to."""
+
+    def take(self) -> torch.Tensor | None:
+        """Return the block, which nothing else refers to from now on: it is overwritten, and has to go in time."""
+        block, self.block = self.block, None
+        return block
 
 
 def shard_statistics(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, first_class: int, step: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what the loss needs to know of this shard's logits.
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    shard: Shard,
+    memory: Memory,
+    *,
+    spread: bool = False,
+    keep: torch.dtype | None = None,
+) -> tuple[Statistics, Kept]:
+    """Return what the loss needs to know of this shard's logits, and the last block of them, which is in memory anyway.
 
     Args:
-        hidden: (tokens, hidden size).
-        weight: (classes of this shard, hidden size), same dtype.
+        hidden: (tokens, hidden size), contiguous.
         labels: (tokens,), integer, contiguous; over the whole vocabulary.
-        first_class: the label of the shard's first class.
-        step: classes in a block.
-
-    Returns:
-        float32 tensors of shape (tokens,): the highest logit here, the sum of exp(logit - highest) here, and the
-        logit of the token's own class, 0 where another shard has it.
+        shard: the output layer.
+        memory: what a block may take.
+        spread: whether label smoothing asks for the sum of all logits.
+        keep: dtype in which all logits are one block. None cuts them as the backward pass does.
     """
-    running = start_statistics(hidden.shape[0], hidden.device)
-    for start in range(0, weight.shape[0], step):
-        logits = _product(hidden, weight[start : start + step].t())
-        add_statistics(logits, labels, first_class + start, *running)
-        del logits  # or two blocks would be alive at once
-    return running
+    tokens = hidden.shape[0]
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    running = room_for_statistics(tokens, hidden.device, wide, spread=spread)
+    dtype = keep or shard.logits_dtype
+    step = shard.classes if keep else _step(hidden, shard, memory)
+    block = torch.empty((tokens, padded(step)), dtype=dtype, device=hidden.device)
+    rows = slice(0)
+    for rows in _blocks(shard.classes, step):
+        weight, options = shard.part(rows)
+        logits = block[:, : weight.shape[0]]
+        product(hidden, weight.to(hidden.dtype).t(), out=logits)
+        add_statistics(logits, labels, shard.first_class + rows.start, running, first=rows.start == 0, **options)
+    return running, Kept(block, rows.start)
 
 
 def shard_gradients(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
     labels: torch.Tensor,
-    maximum: torch.Tensor,
-    accumulate: torch.Tensor,
-    scale: torch.Tensor,
+    shard: Shard,
+    coefficients: Coefficients,
+    memory: Memory,
+    wanted: Wanted,
     *,
-    first_class: int,
-    step: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this shard's share of the gradient for `hidden`, and the gradient for `weight`.
+    kept: Kept | None = None,
+    when_hidden_is_done: Callable[[torch.Tensor], None] = lambda _: None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Return this shard's share of the gradient for `hidden`, and the gradients for weight and bias.
 
     The gradient of the logits is formed in float32 and rounded once, to the dtype of `hidden`, for the products. In
-    float16 small ones vanish there unless the loss is scaled, as they do in upstream's entry.
+    float16 small ones vanish there unless the loss is scaled, as they do in PyTorch's own.
 
     Args:
-        hidden: (tokens, hidden size).
-        weight: (classes of this shard, hidden size), same dtype.
+        hidden: (tokens, hidden size), contiguous.
         labels: (tokens,), integer, contiguous; over the whole vocabulary.
-        maximum: highest logit over the whole vocabulary, (tokens,), float32.
-        accumulate: sum of exp(logit - highest) over the whole vocabulary, (tokens,), float32.
-        scale: gradient of each token's loss, (tokens,), float32.
-        first_class: the label of the shard's first class.
-        step: classes in a block.
+        shard: the output layer.
+        coefficients: what the passes over all shards came to.
+        memory: what the gradient of the hidden states and a block may take together.
+        wanted: which gradients.
+        kept: logits of the forward pass, which are overwritten. The others are computed again; without it, all are.
+        when_hidden_is_done: called with the gradient of the hidden states as soon as it is complete, before the
+            last product, so that communication can run beside that.
 
     Returns:
-        (tokens, hidden size) in float32, and the shape and dtype of `weight`.
+        (tokens, hidden size) in the dtype asked for, and the shape and dtype of weight and bias; None where not wanted.
     """
-    tokens = hidden.shape[0]
-    hidden_gradient = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-    weight_gradient = torch.empty_like(weight)
-    block = torch.empty((tokens, min(step, weight.shape[0])), dtype=hidden.dtype, device=hidden.device)
-    for start in range(0, weight.shape[0], step):
-        rows = slice(start, start + step)
-        logits = _product(hidden, weight[rows].t())
-        gradient = block[:, : logits.shape[1]]
-        logits_gradient(logits, labels, first_class + start, maximum, accumulate, scale, out=gradient)
-        del logits
-        hidden_gradient += _product(gradient, weight[rows])
-        torch.mm(gradient.t(), hidden, out=weight_gradient[rows])
-    return hidden_gradient, weight_gradient
+    step = _step(hidden, shard, memory)
+    block = kept.take() if kept else None
+    is_there = block is not None
+    todo = _blocks(kept.first if kept and is_there else shard.classes, step)
+    if kept and is_there:
+        todo.insert(0, slice(kept.first, shard.classes))
+
+    of_hidden = None
+    sum_dtype = wanted.hidden_dtype if len(todo) == 1 else _wider(hidden.dtype)
+    of_weight = torch.empty_like(shard.weight) if wanted.weight and wanted.main_grad is None else None
+    of_bias = torch.empty_like(shard.bias) if wanted.bias and shard.bias is not None else None
+    for place, rows in enumerate(todo):
+        weight, options = shard.part(rows)
+        weight = weight.to(hidden.dtype)
+        if not is_there or block is None:
+            if block is None or block[:1].nbytes < padded(step) * shard.logits_dtype.itemsize:
+                block = torch.empty((hidden.shape[0], padded(step)), dtype=shard.logits_dtype, device=hidden.device)
+            block = block.view(shard.logits_dtype)
+            product(hidden, weight.t(), out=block[:, : weight.shape[0]])
+        is_there = False
+        logits, gradient = block[:, : weight.shape[0]], block.view(hidden.dtype)[:, : weight.shape[0]]
+        logits_gradient(logits, labels, shard.first_class + rows.start, coefficients, gradient, **options)
+        if of_bias is not None:
+            of_bias[rows] = gradient.sum(dim=0, dtype=_wider(gradient.dtype))
+        if wanted.hidden:
+            if of_hidden is None:
+                of_hidden = torch.empty(hidden.shape, dtype=sum_dtype, device=hidden.device)
+                product(gradient, weight, out=of_hidden)
+            else:
+                add_product(of_hidden, gradient, weight)
+            if place == len(todo) - 1:
+                when_hidden_is_done(of_hidden)
+        if wanted.main_grad is not None:
+            add_product(wanted.main_grad[rows], gradient.t(), hidden)
+        elif of_weight is not None:
+            product(gradient.t(), hidden, out=of_weight[rows])
+    return of_hidden, of_weight, of_bias
 
 
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return the product in float32, summed in float32, of two matrices of one dtype.
+def _step(hidden: torch.Tensor, shard: Shard, memory: Memory) -> int:
+    """Return the classes of a block, beside the gradient of the hidden states in float32.
 
-    Where torch cannot say so, the factors are widened, which is as exact and slower.
+    The finished gradient is only made after the last block is gone, and its memory counts as a result.
     """
-    if left.dtype == torch.float32:
-        return left @ right
-    if left.is_cuda and _SUMS_WIDE:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
+    beside = hidden.numel() * max(4 - hidden.element_size(), 0)
+    return memory.classes_with(hidden.shape[0], shard.logits_dtype.itemsize, beside, shard.classes)
+
+
+def _blocks(classes: int, step: int) -> list[slice]:
+    """Return the rows of each block. If one has to be narrower it is the first: the last one may be kept."""
+    return [slice(max(0, stop - step), stop) for stop in range(classes, 0, -step)][::-1]
+
+
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,170 +1,163 @@
-"""Two passes over a block of logits: what a softmax needs to know of them, and the gradient of a cross entropy.
+"""Two passes over a block of logits: what a cross entropy needs to know of them, and their gradient.
 
-A block is (tokens, classes) of a vocabulary that is cut into blocks. The first pass adds a block to three running
-numbers for each token; after the last block they determine the loss and every probability. The second pass takes
-these numbers and turns a block into its gradient.
+A block is (tokens, classes) of a vocabulary that is cut into blocks. The first pass adds a block to some running
+numbers for each token; after the last block they determine the loss and every probability. The second pass takes what
+follows from these numbers and turns a block into its gradient.
 
-Triton, float32 arithmetic; any CUDA device of capability 8 and above, and CPU tensors in the Triton interpreter.
+Triton on CUDA devices, and on CPU tensors in the Triton interpreter; plain PyTorch everywhere else.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+from types import ModuleType
+from typing import NamedTuple
+
 import torch
-import triton
-import triton.language as tl
 
-_WIDEST = 4096
-"""Classes that one program holds at a time."""
-_LOWEST = torch.finfo(torch.float32).min
-"""A running maximum before the first class. Finite, so that no difference of two maxima is undefined."""
+from megacpp_overlays.kernels import vocabulary_softmax_torch as in_torch
+
+in_triton: ModuleType | None
+try:
+    from megacpp_overlays.kernels import vocabulary_softmax_triton as in_triton
+except ImportError:  # no Triton here
+    in_triton = None
 
 
-def start_statistics(tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the running numbers of no class at all.
+class Statistics(NamedTuple):
+    """Running numbers of every token, (tokens,) each, in the dtype of the arithmetic."""
 
-    Returns:
-        Three float32 tensors of shape (tokens,): the highest logit, the sum of exp(logit - highest), and the logit
-        of the token's own class, which is 0 until its block came by.
+    maximum: torch.Tensor
+    """The highest logit."""
+    accumulate: torch.Tensor
+    """The sum of exp(logit - highest)."""
+    label_logit: torch.Tensor
+    """The logit of the token's own class; 0 until its block came by."""
+    spread_logits: torch.Tensor | None = None
+    """The sum of all logits, weighted by class where classes have weights; for label smoothing alone."""
+
+    @property
+    def lse(self) -> torch.Tensor:
+        """The log of the sum of exp(logits)."""
+        return self.maximum + self.accumulate.log()
+
+
+class Coefficients(NamedTuple):
+    """What turns the logits of a token into their gradient, (tokens,) each, in the dtype of the arithmetic."""
+
+    lse: torch.Tensor
+    of_probability: torch.Tensor
+    """Factor of exp(logit - lse)."""
+    of_label: torch.Tensor
+    """What is taken off at the token's own class."""
+    of_spread: torch.Tensor | None = None
+    """What is taken off at every class, times the weight of the class; for label smoothing alone."""
+
+
+def room_for_statistics(
+    tokens: int, device: torch.device, wide: torch.dtype = torch.float32, *, spread: bool = False
+) -> Statistics:
+    """Return running numbers that hold nothing yet; the first block writes them.
+
+    Args:
+        tokens: how many.
+        device: of the numbers.
+        wide: dtype of the arithmetic, float32 or float64.
+        spread: whether label smoothing will ask for the sum of all logits.
     """
-    maximum = torch.full((tokens,), _LOWEST, dtype=torch.float32, device=device)
-    return maximum, torch.zeros_like(maximum), torch.zeros_like(maximum)
+    return Statistics(*torch.empty((4 if spread else 3, tokens), dtype=wide, device=device).unbind())
 
 
 def add_statistics(
     logits: torch.Tensor,
     labels: torch.Tensor,
     first_class: int,
-    maximum: torch.Tensor,
-    accumulate: torch.Tensor,
-    label_logit: torch.Tensor,
+    statistics: Statistics,
+    *,
+    first: bool,
+    bias: torch.Tensor | None = None,
+    class_weight: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> None:
-    """Add a block of logits to the running numbers, in place.
+    """Add a block of logits to the running numbers, in place. A shard has one block or more.
 
     Args:
-        logits: (tokens, classes), float32, rows of unit stride.
+        logits: (tokens, classes), floating, rows of unit stride.
         labels: (tokens,), integer, contiguous.
         first_class: the number that a label has for the first column of the block.
-        maximum: see `start_statistics`, as are the next two.
+        statistics: see `room_for_statistics`.
+        first: whether this is the first block, before which the numbers hold nothing.
+        bias: (classes,), contiguous; added to the logits.
+        class_weight: (classes,), contiguous; only the spread logits are weighted.
+        softcap: bound of the logits, applied after the bias.
     """
-    tokens, classes = logits.shape
-    if tokens == 0:
-        return
-    block = _block(classes)
-    _statistics[(tokens,)](
-        logits,
-        logits.stride(0),
-        labels,
-        maximum,
-        accumulate,
-        label_logit,
-        first_class,
-        classes,
-        BLOCK=block,
-        num_warps=_warps(block),
-    )
+    with _on_device_of(logits):
+        _passes(logits).add_statistics(logits, labels, first_class, statistics, first, bias, class_weight, softcap)
 
 
 def logits_gradient(
     logits: torch.Tensor,
     labels: torch.Tensor,
     first_class: int,
-    maximum: torch.Tensor,
-    accumulate: torch.Tensor,
-    scale: torch.Tensor,
+    coefficients: Coefficients,
     out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    class_weight: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> None:
-    """Write scale * (softmax - one at the label) of a block.
+    """Write the gradient of a block.
 
-    A token whose scale is 0 gets zeros, whatever its logits are. The result is rounded once, to the dtype of `out`.
+    A token whose coefficients are all 0 gets zeros, whatever its logits are. The result is rounded once, to the dtype
+    of `out`.
 
     Args:
-        logits: (tokens, classes), float32, rows of unit stride.
+        logits: (tokens, classes), floating, rows of unit stride.
         labels: (tokens,), integer, contiguous.
         first_class: the number that a label has for the first column of the block.
-        maximum: highest logit over the whole vocabulary, (tokens,), float32.
-        accumulate: sum of exp(logit - highest) over the whole vocabulary, (tokens,), float32.
-        scale: gradient of each token's loss, (tokens,), float32.
-        out: (tokens, classes), floating, rows of unit stride.
+        coefficients: in float32 for logits up to float32.
+        out: (tokens, classes), floating, rows of unit stride. It may be the logits themselves, or the start of each
+            row's memory in an element that is not wider.
+        bias: as in `add_statistics`, as are the next two.
+        class_weight: (classes,).
+        softcap: bound of the logits.
     """
-    tokens, classes = logits.shape
-    if tokens == 0:
-        return
-    block = _block(classes)
-    _gradient[(tokens, triton.cdiv(classes, block))](
-        logits,
-        logits.stride(0),
-        labels,
-        maximum,
-        accumulate,
-        scale,
-        out,
-        out.stride(0),
-        first_class,
-        classes,
-        BLOCK=block,
-        num_warps=_warps(block),
-    )
+    with _on_device_of(logits):
+        _passes(logits).logits_gradient(logits, labels, first_class, coefficients, bias, class_weight, softcap, out)
 
 
-def _block(classes: int) -> int:
-    return min(_WIDEST, 1 << (classes - 1).bit_length())
+def plain_losses(statistics: Statistics, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Return the log-sum-exp less the logit of the label, (tokens,); 0 where the label is `ignore_index`."""
+    with _on_device_of(labels):
+        losses: torch.Tensor = _passes(statistics.maximum).plain_losses(statistics, labels, ignore_index)
+        return losses
 
 
-def _warps(block: int) -> int:
-    return max(1, min(8, block // 256))
+def plain_coefficients(
+    statistics: Statistics, labels: torch.Tensor, ignore_index: int, gradient: torch.Tensor
+) -> Coefficients:
+    """Return what the gradients of such losses make of the logits.
+
+    Args:
+        statistics: over the whole vocabulary.
+        labels: (tokens,), integer, contiguous.
+        ignore_index: as in `plain_losses`.
+        gradient: that of each token's loss, (tokens,), floating, any stride.
+    """
+    with _on_device_of(labels):
+        lse, scale = _passes(statistics.maximum).plain_coefficients(statistics, labels, ignore_index, gradient)
+        return Coefficients(lse, scale, scale)
 
 
-# `first_class` differs from block to block; compiling anew for a round number would cost more than it gains.
-@triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
-def _statistics(  # type: ignore[no-untyped-def]
-    logits,
-    stride,
-    labels,
-    maximum,
-    accumulate,
-    label_logit,
-    first_class,
-    classes,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)  # a block may have more than 2**31 elements
-    logits += row * stride
-    highest = tl.load(maximum + row)
-    total = tl.load(accumulate + row)
-    for start in range(0, classes, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        values = tl.load(logits + column, mask=column < classes, other=float("-inf"))
-        above = tl.maximum(highest, tl.max(values, axis=0))
-        total = total * tl.exp(highest - above) + tl.sum(tl.exp(values - above), axis=0)
-        highest = above
-    tl.store(maximum + row, highest)
-    tl.store(accumulate + row, total)
-    column = tl.load(labels + row).to(tl.int64) - first_class
-    here = (column >= 0) & (column < classes)
-    tl.store(label_logit + row, tl.load(logits + column, mask=here, other=0.0), mask=here)
+def _on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be that of the tensors."""
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    device: contextlib.AbstractContextManager[object] = torch.cuda.device(tensor.device)
+    return device
 
 
-@triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
-def _gradient(  # type: ignore[no-untyped-def]
-    logits,
-    logits_stride,
-    labels,
-    maximum,
-    accumulate,
-    scale,
-    out,
-    out_stride,
-    first_class,
-    classes,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < classes
-    own = tl.load(labels + row).to(tl.int64) - first_class
-    factor = tl.load(scale + row)
-    values = tl.load(logits + row * logits_stride + column, mask=inside, other=float("-inf"))
-    probability = tl.exp(values - tl.load(maximum + row)) / tl.load(accumulate + row)
-    gradient = (probability - tl.where(column == own, 1.0, 0.0)) * factor
-    gradient = tl.where(factor == 0.0, 0.0, gradient)
-    tl.store(out + row * out_stride + column, gradient.to(out.dtype.element_ty), mask=inside)
+def _passes(logits: torch.Tensor) -> ModuleType:
+    on_device = logits.is_cuda or (logits.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+    return in_triton if in_triton is not None and on_device and logits.dtype != torch.float64 else in_torch

@@ -1,0 +1,169 @@
+"""How much memory the fused linear cross entropy may take, and what it does with it.
+
+Two variables, read once by a process, so that every step of a run computes in the same way:
+
+    MEGACPP_LINEAR_CE_MEMORY_MIB    256 (default), or another number of MiB: extra memory of a backward pass
+    MEGACPP_LINEAR_CE_LOGITS        recompute (default) | keep | auto
+
+`recompute` forms the logits a second time in the backward pass; all but the last block, which stays from the forward
+pass, within that memory. `keep` holds all of them, in the dtype of the hidden states: three products instead of four,
+for 2 bytes a token and class in half precision. `auto` keeps them if, at the first call of the process
+on a CUDA device, there is room for them twice; what it finds holds for every later call.
+
+What stays from a forward pass stays until its backward pass. Several losses that wait for one backward pass, such as
+those of heads that predict further tokens, each hold a block.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from dataclasses import dataclass
+
+import torch
+
+from megacpp_overlays.log import logger
+
+MEMORY_MIB = "MEGACPP_LINEAR_CE_MEMORY_MIB"
+LOGITS = "MEGACPP_LINEAR_CE_LOGITS"
+_DEFAULT_MIB = 256
+_MIB = 1 << 20
+_NARROWEST = 256
+"""Classes of a block, however many tokens there are: narrower products leave the device idle."""
+_FIRST_CLASS_OF_A_ROW = 64
+"""Rows of a block of logits begin at multiples of this many elements: cuBLAS is slow at odd strides."""
+
+
+class Logits(str, enum.Enum):
+    """What becomes of the logits between the passes."""
+
+    RECOMPUTE = "recompute"
+    KEEP = "keep"
+    AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A choice.
+
+    Attributes:
+        extra_mib: MiB above inputs, losses and gradients that recomputing may take. The gradient of the hidden states
+            in float32 is part of it. Where that alone nearly fills it, a block of logits still gets a quarter.
+        logits: a `Logits` or its name.
+        block_classes: classes that share one block of logits, whatever it takes; 0 leaves that to `extra_mib`.
+
+    Raises:
+        ValueError: the number is not positive, or the name is unknown.
+    """
+
+    extra_mib: int = _DEFAULT_MIB
+    logits: Logits | str = Logits.RECOMPUTE
+    block_classes: int = 0
+
+    def __post_init__(self) -> None:
+        """Check both."""
+        if self.extra_mib < 1:
+            raise ValueError(f"extra_mib is {self.extra_mib}; it is a number of MiB, 1 or more")
+        object.__setattr__(self, "logits", _logits(self.logits, "logits"))
+
+    def fits(self, tokens: int, classes: int, element: int) -> bool:
+        """Return whether all logits together are no more than a block may take: then there is one block.
+
+        Args:
+            tokens: rows of the logits.
+            classes: columns of the logits.
+            element: bytes of one.
+        """
+        return not self.block_classes and tokens * padded(classes) * element <= self.extra_mib * _MIB
+
+    def keeps(self, tokens: int, classes: int, element: int, device: torch.device) -> bool:
+        """Return whether a forward pass keeps its logits.
+
+        Args:
+            tokens: rows of the logits.
+            classes: columns of the logits.
+            element: bytes of one.
+            device: theirs.
+        """
+        if self.logits is not Logits.AUTO:
+            return self.logits is Logits.KEEP
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return False
+        global _room_was_found
+        if _room_was_found is None:
+            _room_was_found = _has_room(2 * tokens * classes * element, device)
+        return _room_was_found
+
+    def classes_with(self, tokens: int, element: int, taken: int, classes: int) -> int:
+        """Return how many classes share one block of logits.
+
+        Args:
+            tokens: rows of a block.
+            element: bytes of a logit.
+            taken: bytes that something else takes meanwhile, where there is more than one block.
+            classes: of the whole shard; blocks are as equal as can be.
+        """
+        if self.block_classes:
+            return min(self.block_classes, max(classes, 1))
+        if self.fits(tokens, classes, element):
+            return max(classes, 1)
+        budget = self.extra_mib * _MIB
+        room = max(budget - taken, budget // 4)
+        widest = max(_NARROWEST, room // max(tokens * element, 1) // _NARROWEST * _NARROWEST)
+        blocks = max(1, -(-classes // widest))
+        return max(1, min(widest, -(-classes // blocks // _NARROWEST) * _NARROWEST))
+
+
+_room_was_found: bool | None = None
+_chosen: Memory | None = None
+
+
+def process_wide() -> Memory:
+    """Return the choice of the environment, which is read at the first call.
+
+    Raises:
+        ValueError: a variable holds what it cannot mean.
+    """
+    global _chosen
+    if _chosen is None:
+        _chosen = from_environment()
+    return _chosen
+
+
+def from_environment() -> Memory:
+    """Return the choice of the environment as it is now.
+
+    Raises:
+        ValueError: a variable holds what it cannot mean.
+    """
+    number = os.environ.get(MEMORY_MIB) or str(_DEFAULT_MIB)
+    if not number.isdecimal() or int(number) < 1:
+        raise ValueError(f"{MEMORY_MIB} is {number!r}; it is a whole number of MiB, 1 or more")
+    return Memory(extra_mib=int(number), logits=_logits(os.environ.get(LOGITS) or Logits.RECOMPUTE, LOGITS))
+
+
+def padded(classes: int) -> int:
+    """Return the elements of a row of logits."""
+    return -(-classes // _FIRST_CLASS_OF_A_ROW) * _FIRST_CLASS_OF_A_ROW
+
+
+def _logits(given: Logits | str, name: str) -> Logits:
+    try:
+        return Logits(given)
+    except ValueError:
+        known = ", ".join(each.value for each in Logits)
+        raise ValueError(f"{name} is {given!r}; it is one of {known}") from None
+
+
+def _has_room(wanted: int, device: torch.device) -> bool:
+    """Return whether a CUDA device has so many bytes left, those included that PyTorch holds without using them."""
+    free, _ = torch.cuda.mem_get_info(device)
+    left = free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    logger.info(
+        "linear cross entropy on %s: %d MiB left, twice the logits are %d MiB; they are %s",
+        device,
+        left // _MIB,
+        wanted // _MIB,
+        "kept" if wanted <= left else "computed again",
+    )
+    return bool(wanted <= left)

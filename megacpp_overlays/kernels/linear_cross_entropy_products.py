@@ -1,0 +1,49 @@
+"""Products of two matrices of one dtype, summed in float32 and written where and in the dtype that is asked for.
+
+cuBLAS can write float32 from half precision, and can add to what is there. Torch says so since 2.8, on CUDA; elsewhere
+the factors are widened, which is as exact and slower.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_NAMES_DTYPES = hasattr(torch.ops.aten.mm, "dtype_out") and hasattr(torch.ops.aten.addmm, "dtype_out")
+
+
+def product(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> None:
+    """Write `left @ right`.
+
+    Args:
+        left: (m, k), floating.
+        right: (k, n), same dtype.
+        out: (m, n), floating, rows of unit stride.
+    """
+    if out.dtype == left.dtype:
+        torch.mm(left, right, out=out)
+    elif _can_widen(left, out):
+        torch.ops.aten.mm.dtype_out(left, right, out.dtype, out=out)
+    elif out.element_size() > left.element_size():
+        torch.mm(left.to(out.dtype), right.to(out.dtype), out=out)
+    else:
+        out.copy_(left @ right)
+
+
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add `left @ right` to `total`, in place.
+
+    Args:
+        total: (m, n), the dtype of the factors or a wider one, rows of unit stride.
+        left: (m, k), floating.
+        right: (k, n), same dtype.
+    """
+    if total.dtype == left.dtype:
+        torch.addmm(total, left, right, out=total)
+    elif _can_widen(left, total):
+        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
+def _can_widen(factor: torch.Tensor, result: torch.Tensor) -> bool:
+    return _NAMES_DTYPES and factor.is_cuda and result.dtype == torch.float32

@@ -1,0 +1,258 @@
+"""How much memory a linear cross entropy may take: what the environment says, and what follows for its blocks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megacpp_overlays.kernels import linear_cross_entropy_memory
+from megacpp_overlays.kernels.linear_cross_entropy_memory import (
+    LOGITS,
+    MEMORY_MIB,
+    Logits,
+    Memory,
+    from_environment,
+    padded,
+    process_wide,
+)
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin as a new process does, and leave nothing behind."""
+    for name in (MEMORY_MIB, LOGITS):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("_chosen", "_room_was_found"):
+        monkeypatch.setattr(linear_cross_entropy_memory, name, None)
+
+
+# The environment
+
+
+def test_without_variables_256_mib_are_used_to_compute_logits_again() -> None:
+    assert from_environment() == Memory(extra_mib=256, logits=Logits.RECOMPUTE)
+
+
+def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MEMORY_MIB, "")
+    monkeypatch.setenv(LOGITS, "")
+
+    assert from_environment() == Memory()
+
+
+@pytest.mark.parametrize("mib", [1, 512, 100_000])
+@pytest.mark.parametrize("logits", list(Logits))
+def test_variables_say_how_much_and_what_becomes_of_the_logits(
+    mib: int, logits: Logits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGACPP_LINEAR_CE_MEMORY_MIB", str(mib))
+    monkeypatch.setenv("MEGACPP_LINEAR_CE_LOGITS", logits.value)
+
+    assert from_environment() == Memory(mib, logits)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "256MiB", "1e3", " 256", "many"])
+def test_a_bad_amount_is_named_with_its_variable_and_what_is_allowed(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MEMORY_MIB, value)
+
+    with pytest.raises(ValueError, match=f"^{MEMORY_MIB} is '{re.escape(value)}'; it is a whole number of MiB, 1 or"):
+        process_wide()
+
+
+@pytest.mark.parametrize("value", ["KEEP", "cache", "1", " keep"])
+def test_a_bad_way_is_named_with_its_variable_and_what_is_allowed(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LOGITS, value)
+
+    with pytest.raises(ValueError, match=f"^{LOGITS} is '{value}'; it is one of recompute, keep, auto$"):
+        process_wide()
+
+
+def test_the_environment_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MEMORY_MIB, "77")
+    first = process_wide()
+
+    monkeypatch.setenv(MEMORY_MIB, "not a number")
+
+    assert first == Memory(77)
+    assert process_wide() is first
+
+
+def test_importing_the_kernel_does_not_read_it(run_python: Callable[..., Any]) -> None:
+    """So a bad variable is an error of the step that it is for, with words, not of an import hook."""
+    code = f"""
+import torch
+from megacpp_overlays.kernels.linear_cross_entropy import linear_cross_entropy
+try:
+    linear_cross_entropy(torch.zeros(2, 2), torch.zeros(3, 2), torch.tensor([0, 1]))
+except ValueError as error:
+    print(error)
+import os
+os.environ["{MEMORY_MIB}"] = "5"
+print(float(linear_cross_entropy(torch.zeros(2, 2), torch.zeros(3, 2), torch.tensor([0, 1])).exp()))
+"""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = run_python(code, ROOT, **{MEMORY_MIB: "five", "MEGACPP_OVERLAYS_LOG": "logging", "PYTHONPATH": path})
+
+    refusal, loss = done.stdout.splitlines()
+    assert refusal == f"{MEMORY_MIB} is 'five'; it is a whole number of MiB, 1 or more"
+    assert float(loss) == pytest.approx(3.0)
+
+
+# A choice
+
+
+def test_a_way_may_be_given_by_its_name() -> None:
+    assert Memory(logits="keep") == Memory(logits=Logits.KEEP)
+
+
+@pytest.mark.parametrize(
+    ("given_", "reason"),
+    [
+        ({"extra_mib": 0}, "extra_mib is 0; it is a number of MiB, 1 or more"),
+        ({"extra_mib": -5}, "extra_mib is -5"),
+        ({"logits": "all"}, "logits is 'all'; it is one of recompute, keep, auto"),
+    ],
+)
+def test_a_choice_that_cannot_be_meant_is_refused(given_: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Memory(**given_)
+
+
+SIZES = {
+    "tokens": st.integers(0, 200_000),
+    "element": st.sampled_from([2, 4, 8]),
+    "classes": st.integers(1, 300_000),
+    "extra_mib": st.integers(1, 4096),
+}
+
+
+@settings(deadline=None)
+@given(**SIZES, taken=st.integers(0, 2**33))
+def test_a_block_stays_within_what_is_left_but_gets_a_quarter_and_256_classes(
+    tokens: int, element: int, classes: int, extra_mib: int, taken: int
+) -> None:
+    step = Memory(extra_mib).classes_with(tokens, element, taken, classes)
+
+    budget = extra_mib * MIB
+    allowed = max(budget - taken, budget / 4)
+    if Memory(extra_mib).fits(tokens, classes, element):
+        assert step == classes  # nothing is added up then, so nothing else is taken
+    else:
+        assert 1 <= step <= 256 or tokens * element * step <= allowed
+
+
+@settings(deadline=None)
+@given(**SIZES)
+def test_blocks_are_as_equal_as_multiples_of_256_classes_can_be(
+    tokens: int, element: int, classes: int, extra_mib: int
+) -> None:
+    """So no product is narrow: the first block lacks fewer classes than there are blocks of 256."""
+    assume(not Memory(extra_mib).fits(tokens, classes, element))
+
+    step = Memory(extra_mib).classes_with(tokens, element, 0, classes)
+
+    blocks = -(-classes // step)
+    assert step % 256 == 0
+    assert step < -(-classes // blocks) + 256
+    widest = max(256, extra_mib * MIB // max(tokens * element, 1) // 256 * 256)
+    assert blocks == -(-classes // widest) or step == 256
+
+
+def test_the_default_at_the_size_of_a_model() -> None:
+    """8192 tokens of size 4096 in bfloat16, 131072 classes: 64 MiB are the sum in float32 beside its result."""
+    forward = Memory().classes_with(8192, 2, 0, 131072)
+    backward = Memory().classes_with(8192, 2, 64 * MIB, 131072)
+
+    assert (forward, backward) == (16384, 12032)
+    assert 8192 * 2 * backward <= 192 * MIB
+
+
+@given(classes=st.integers(1, 1000), block=st.integers(1, 2000))
+def test_the_classes_of_a_block_can_be_given(classes: int, block: int) -> None:
+    assert Memory(block_classes=block).classes_with(10**9, 4, 2**40, classes) == min(block, classes)
+
+
+@given(classes=st.integers(0, 300_000))
+def test_rows_of_logits_begin_at_multiples_of_64_elements(classes: int) -> None:
+    row = padded(classes)
+
+    assert row % 64 == 0
+    assert 0 <= row - classes < 64
+
+
+# Keeping
+
+
+@pytest.mark.parametrize(("logits", "keeps"), [("recompute", False), ("keep", True), ("auto", False)])
+def test_a_host_keeps_logits_only_if_told_to(logits: str, keeps: bool) -> None:
+    assert Memory(logits=logits).keeps(1, 1, 4, CPU) is keeps
+
+
+@settings(deadline=None)
+@given(**SIZES)
+def test_logits_that_a_block_has_room_for_are_one_block(
+    tokens: int, element: int, classes: int, extra_mib: int
+) -> None:
+    memory = Memory(extra_mib)
+
+    fits = memory.fits(tokens, classes, element)
+
+    assert fits == (tokens * padded(classes) * element <= extra_mib * MIB)
+    assert not replace(memory, block_classes=classes).fits(tokens, classes, element)
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_what_is_found_at_the_first_call_holds_for_every_later_one(room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that keeps its logits and a step that does not differ in their last bits, and in their time."""
+    answers: list[int] = []
+
+    def has_room(wanted: int, device: torch.device) -> bool:
+        answers.append(wanted)
+        return room
+
+    monkeypatch.setattr(linear_cross_entropy_memory, "_has_room", has_room)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    automatic, device = Memory(logits="auto"), torch.device("cuda")
+
+    assert not automatic.keeps(1, 1, 4, CPU)  # which settles nothing
+    assert automatic.keeps(1000, 5000, 2, device) is room
+    room = not room
+    assert automatic.keeps(7, 3, 2, device) is not room
+    assert answers == [2 * 1000 * 5000 * 2]
+
+
+@pytest.mark.parametrize(("free", "kept"), [(98, False), (99, True)])
+def test_memory_that_pytorch_holds_without_using_it_counts_as_room(
+    free: int, kept: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A device of which PyTorch holds 3 MiB and uses 2; the logits take 50. No such device is here."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * MIB, 1000 * MIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * MIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * MIB)
+
+    with caplog.at_level(logging.INFO, logger="megacpp_overlays"):
+        assert Memory(logits="auto").keeps(1024, 25 * 1024, 2, torch.device("cuda")) is kept
+
+    assert f"{free + 1} MiB left, twice the logits are 100 MiB; they are" in caplog.text
+
+
+def test_nothing_is_asked_of_a_device_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+    assert not Memory(logits="auto").keeps(1, 1, 2, torch.device("cuda"))
