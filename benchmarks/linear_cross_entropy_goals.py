@@ -1,0 +1,116 @@
+"""What was asked of the fused linear cross entropy, beside what linear_cross_entropy.py found. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+OURS, KEPT, UNMASKED = "ours", "ours, logits kept", "ours, none without a mask"
+THREE, FOUR = "three products", "four products"
+EAGER, COMPILED = "PyTorch", "torch.compile"
+LIGER, EXACT = "liger-kernel 0.8.5", "cut-cross-entropy, exact"
+
+OF_FLOOR, EXTRA_MIB, OF_NONE, TIMES_AS_RIGHT = 1.08, 256, 1.03, 3
+TIMES_AS_FAST = {LIGER: 1.3, EXACT: 2.0}
+
+Found = dict[str, Any]
+Goal = tuple[str, str, str, str]
+
+
+def goals(found: Found) -> Iterator[Goal]:
+    """Yield where, what was asked for, what was found, and whether that is enough."""
+    for each in found.get("none", ()):
+        where, rows = size(each["shape"]), each["rows"]
+        yield from at_most(f"{where}, none", f"<= {OF_FLOOR} x the four products", rows, OURS, FOUR, OF_FLOOR)
+        for peer, times in TIMES_AS_FAST.items():
+            yield from faster(f"{where}, none", rows, peer, times)
+        yield from memory(f"{where}, none", rows[OURS])
+        yield from at_most(f"{where}, logits kept", f"<= {OF_FLOOR} x the three products", rows, KEPT, THREE, OF_FLOOR)
+        yield from at_most(f"{where}, logits kept", "not slower than torch.compile", rows, KEPT, COMPILED, 1.0)
+        yield from no_more_memory(f"{where}, logits kept", rows)
+    for each in found.get("mean", ()):
+        where = f"{size(each['shape'])}, mean"
+        yield from at_most(where, f"<= {OF_NONE} x none on the same data", each["rows"], OURS, UNMASKED, OF_NONE)
+    for each in found.get("accuracy", ()):
+        for labels, rows in each["none"].items():
+            yield from as_right(f"{size(each['shape'])}, {labels} labels", rows)
+
+
+def refuses(row: Found) -> bool:
+    """Return whether a way says that it has no such reduction; other failures say nothing about it."""
+    return "reduction" in row.get("failed", "")
+
+
+def size(shape: Found) -> str:
+    """Return sizes in words."""
+    return f"{shape['tokens']} x {shape['hidden']} x {shape['vocabulary']}"
+
+
+def ratio(rows: Found, name: str, other: str, cache: str) -> float | None:
+    """Return how long one takes, as a multiple of how long another does; None if one of them did not run."""
+    one, two = (((rows.get(each) or {}).get(cache) or {}).get("ms") for each in (name, other))
+    return one / two if one and two else None
+
+
+def both(rows: Found, name: str, other: str) -> tuple[float, float] | None:
+    """Return the ratio with a warm and with a cold cache."""
+    warm, cold = (ratio(rows, name, other, cache) for cache in ("warm", "cold"))
+    return None if warm is None or cold is None else (warm, cold)
+
+
+def goal(where: str, asked: str, seen: str, reached: bool) -> Goal:
+    """Return one row."""
+    return where, asked, seen, "reached" if reached else "**missed**"
+
+
+def at_most(where: str, asked: str, rows: Found, name: str, other: str, limit: float) -> Iterator[Goal]:
+    """Yield the row that compares two times with a limit."""
+    found = both(rows, name, other)
+    if found is None:
+        yield where, asked, f"{name} or {other} did not run", "not measured"
+        return
+    yield goal(where, asked, f"{found[0]:.3f} x, cold {found[1]:.3f} x", max(found) <= limit)
+
+
+def faster(where: str, rows: Found, peer: str, times: float) -> Iterator[Goal]:
+    """Yield the row that says how many times faster ours is than a peer."""
+    asked, found = f">= {times} x faster than {peer}", both(rows, peer, OURS)
+    if found is None:
+        yield where, asked, f"{peer} did not run", "not measured"
+        return
+    yield goal(where, asked, f"{found[0]:.2f} x, cold {found[1]:.2f} x", min(found) >= times)
+
+
+def memory(where: str, row: Found) -> Iterator[Goal]:
+    """Yield the row on the extra peak."""
+    if row.get("extra_mib") is not None:
+        seen = f"{row['extra_mib']:.0f} MiB"
+        yield goal(where, f"extra peak <= {EXTRA_MIB} MiB", seen, row["extra_mib"] <= EXTRA_MIB)
+
+
+def no_more_memory(where: str, rows: Found) -> Iterator[Goal]:
+    """Yield the row that compares the peak with that of torch.compile."""
+    mine, theirs = (rows.get(name, {}).get("extra_mib") for name in (KEPT, COMPILED))
+    if mine is not None and theirs is not None:
+        seen = f"{mine:.0f} MiB, torch.compile {theirs:.0f} MiB"
+        yield goal(where, "no more memory than torch.compile", seen, round(mine) <= round(theirs))
+
+
+def as_right(where: str, rows: Found) -> Iterator[Goal]:
+    """Yield the rows that compare errors of gradients, norm over norm, with those of PyTorch and of Liger."""
+    ours, kept, plain, liger = (rows.get(each, {}).get("errors") for each in (OURS, KEPT, EAGER, LIGER))
+    if not ours or not kept:
+        return
+    for gradient, words in (("x", "dX"), ("weight", "dW")):
+        mine = [each[gradient]["norm"] for each in (ours, kept)]
+        seen = f"{mine[0]:.2e}, logits kept {mine[1]:.2e}"
+        if plain:
+            theirs = plain[gradient]["norm"]
+            asked = f"error of {words} no worse than PyTorch's"
+            yield goal(where, asked, f"{seen}, PyTorch {theirs:.2e}", round(max(mine) / theirs, 2) <= 1)
+        for measure, of_what in (("norm", "in the norm"), ("max", "in the largest error")):
+            if liger and gradient == "weight":
+                theirs, mine = liger[gradient][measure], [each[gradient][measure] for each in (ours, kept)]
+                asked = f"{words} {TIMES_AS_RIGHT} x as right as Liger's, {of_what}"
+                seen = f"{theirs / max(mine):.2f} x: {max(mine):.2e}, Liger {theirs:.2e}"
+                yield goal(where, asked, seen, theirs / max(mine) >= TIMES_AS_RIGHT)

@@ -1,0 +1,98 @@
+"""The benchmark of the vocabulary-parallel loss, on a CPU: every line of it runs, and its page says what it found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+SCRIPT = ROOT / "benchmarks/linear_cross_entropy_ranks.py"
+WAYS = ["recompute", "recompute, sequence parallel", "keep", "keep, sequence parallel"]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """Run it with two ranks, and with three, over which the sizes cannot be spread; return the numbers and the page."""
+    folder = tmp_path_factory.mktemp("ranks")
+    page = folder / "page.md"
+    options = ["--device", "cpu", "--quick", "--rounds", "1", "--sizes", "2", "3", "--dtype", "float32"]
+    command = [sys.executable, str(SCRIPT), *options, "--json", str(folder / "found.json"), "--write", str(page)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "found.json").read_text()), page
+
+
+def environment() -> dict[str, str]:
+    given = {name: value for name, value in os.environ.items() if not name.startswith("MEGACPP_")}
+    return {**given, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+
+
+def test_the_ranks_agree_with_one_process_and_with_float64(written: tuple[dict[str, Any], Path]) -> None:
+    found = written[0]["sizes"]["2"]
+
+    named = [row["name"] for row in found["correctness"]]
+    assert named == [f"TP={size}, {way}" for logits in ("recompute", "keep") for size, way in among(logits)]
+    for row in found["correctness"]:
+        assert max(row["float64"].values()) < 1e-5
+        assert row["same_loss_everywhere"]
+        assert row["same_bits_again"]
+    assert [row["name"] for row in found["options"]] == [f"TP=2, {way}" for way in WAYS]
+    for row in [row for row in found["correctness"] if row["one_gpu"]] + found["options"]:
+        assert max(row["one_gpu"].values()) < 1e-5
+
+
+def among(logits: str) -> list[tuple[int, str]]:
+    return [(1, logits), *((2, way) for way in WAYS if way.startswith(logits))]
+
+
+def test_every_way_is_timed_beside_its_products_and_its_collectives(written: tuple[dict[str, Any], Path]) -> None:
+    found = written[0]["sizes"]["2"]
+
+    assert {f"TP=2, {way}" for way in WAYS} < {row["name"] for row in found["times"]}
+    assert {"products, TP=1", "products, TP=2"} < {row["name"] for row in found["times"]}
+    assert [row["name"].split(" ")[0] for row in found["collectives"]] == [
+        "all_reduce",
+        "reduce_scatter",
+        "all_gather",
+        "all_reduce",
+    ]
+    assert all(row["ms"] > 0 for row in found["times"] + found["collectives"])
+    assert [row["same_bits"] for row in found["graphs"]] == [True] * len(WAYS)
+
+
+def test_a_size_that_cannot_be_measured_is_said_with_its_reason(written: tuple[dict[str, Any], Path]) -> None:
+    (skipped,) = written[0]["skipped"]
+
+    assert (skipped["size"], skipped["reason"]) == (3, "96 classes and 40 tokens are not divided by 3")
+    assert f"Not measured: {skipped['reason']}." in written[1].read_text()
+
+
+def test_the_page_is_made_again_from_the_numbers_without_torch(
+    written: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    again = tmp_path / "again.md"
+    script = ROOT / "benchmarks/linear_cross_entropy_ranks_page.py"
+    command = [sys.executable, "-S", str(script), str(written[1].with_name("found.json")), "--write", str(again)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+
+    assert again.read_text() == written[1].read_text()
+    for way in WAYS:
+        assert f"| TP=2, {way} |" in again.read_text()
+
+
+def test_a_launch_that_fails_is_a_problem_with_its_output(tmp_path: Path) -> None:
+    kept = tmp_path / "found.json"
+    options = ["--device", "cpu", "--quick", "--sizes", "2", "--limit", "0.5", "--json", str(kept)]
+    command = [sys.executable, str(SCRIPT), *options]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=120)
+
+    assert done.returncode == 1
+    (problem,) = json.loads(kept.read_text())["problems"]
+    assert problem.startswith("TP=2: not done after 0.5 s")
+    assert "## Problems" in done.stdout
