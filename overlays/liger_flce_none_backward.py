@@ -175,14 +175,15 @@ def _compute(
 
     from megacpp_overlays.kernels.linear_cross_entropy import product_dtype
     from megacpp_overlays.kernels.linear_cross_entropy_memory import process_wide
-    from megacpp_overlays.kernels.linear_cross_entropy_parallel import Group, Layer, Terms, forward_pass
+    from megacpp_overlays.kernels.linear_cross_entropy_parallel import Group, Layer, Terms, as_labels, forward_pass
 
     memory = memory or process_wide()
-    comes_back = any(ctx.needs_input_grad)
+    # Without grad mode the node still says what would need a gradient, but has nowhere to send one.
+    comes_back = any(ctx.needs_input_grad) and bool(getattr(ctx, "next_functions", True))
     x, weight, target, bias, ce_weight = (given[name] for name in _TENSORS)
     terms = Terms(**{ours: given[theirs] for theirs, ours in _TERMS.items() if theirs in given})
     rows = x.to(product_dtype(x, weight)).contiguous()
-    labels = target.reshape(-1)[: len(rows)].contiguous()  # upstream does not look at more of them either
+    labels = as_labels(target.reshape(-1)[: len(rows)])  # upstream does not look at more of them either
     layer = Layer(weight=weight, bias=_of_each_class(bias, weight), class_weight=ce_weight)
     with torch.autocast(x.device.type, enabled=False):
         found = forward_pass(rows, labels, layer, terms, Group(), memory, comes_back=comes_back)

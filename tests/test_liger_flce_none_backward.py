@@ -379,6 +379,27 @@ for _ in range(2):
     assert done.stdout.split() == ["1", "2", "3"]
 
 
+def test_without_gradients_no_logits_wait_for_a_backward_pass(
+    releases: Releases, run_python: Callable[..., Any]
+) -> None:
+    code = f"""{CALL}
+from megacpp_overlays.kernels import linear_cross_entropy_parallel as parallel
+forward_pass = parallel.forward_pass
+def seen(*args, **options):
+    found = forward_pass(*args, **options)
+    print(found.kept is not None)
+    return found
+parallel.forward_pass = seen
+losses(x, weight, target)
+for mode in (torch.no_grad, torch.inference_mode):
+    with mode():
+        losses(x, weight, target)
+"""
+    done = releases.python(run_python, "0.8.1", code, MEGACPP_LINEAR_CE_LOGITS="keep")
+
+    assert done.stdout.split() == ["True", "False", "False"]
+
+
 def test_importing_chooses_no_memory_for_the_process(releases: Releases, run_python: Callable[..., Any]) -> None:
     """A script may set the variables after its imports; `auto` must look at the device that trains."""
     code = f"""{CALL}

@@ -285,6 +285,28 @@ def test_targets_may_be_any_integers(dtype: torch.dtype) -> None:
     all_close(found(inputs), true)
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("more", [{}, {"lse_square_scale": 0.03}])
+def test_a_class_that_wraps_to_the_ignore_index_is_a_class(reduction: str, more: dict[str, Any]) -> None:
+    """In bytes -100 is 156, and a model of bytes has 256 classes."""
+    inputs = draw(4, 3, 256, reduction=reduction, **more)
+    inputs.target = torch.tensor([156, 1, 2, 255])
+    true = truth(inputs)
+    inputs.target = inputs.target.to(torch.uint8)
+
+    all_close(found(inputs), true)
+
+
+def test_a_copy_of_the_weight_counts_as_memory() -> None:
+    """Autocast: float32 weights, bfloat16 products. A block is as narrow as its share of the copy makes it."""
+    inputs = draw(16, 256, 32768, dtype=torch.float32)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        shapes = products(lambda: call(inputs, memory=Memory(extra_mib=1)))
+
+    assert max(classes * 256 * 2 for _, classes in shapes) <= 1 << 20
+
+
 @pytest.mark.parametrize("class_weight", [False, True])
 def test_the_mean_over_no_token_is_nan_and_has_no_gradient_as_in_pytorch(class_weight: bool) -> None:
     inputs = draw(5, 3, 8, reduction="mean", class_weight=class_weight)

@@ -146,11 +146,11 @@ SIZES = {
 def test_a_block_stays_within_what_is_left_but_gets_a_quarter_and_256_classes(
     tokens: int, element: int, classes: int, extra_mib: int, taken: int
 ) -> None:
-    step = Memory(extra_mib).classes_with(tokens, element, taken, classes)
+    step = Memory(extra_mib).classes_with(tokens * element, taken, classes)
 
     budget = extra_mib * MIB
     allowed = max(budget - taken, budget / 4)
-    if Memory(extra_mib).fits(tokens, classes, element):
+    if Memory(extra_mib).fits(tokens * element, classes):
         assert step == classes  # nothing is added up then, so nothing else is taken
     else:
         assert 1 <= step <= 256 or tokens * element * step <= allowed
@@ -162,9 +162,9 @@ def test_blocks_are_as_equal_as_multiples_of_256_classes_can_be(
     tokens: int, element: int, classes: int, extra_mib: int
 ) -> None:
     """So no product is narrow: the first block lacks fewer classes than there are blocks of 256."""
-    assume(not Memory(extra_mib).fits(tokens, classes, element))
+    assume(not Memory(extra_mib).fits(tokens * element, classes))
 
-    step = Memory(extra_mib).classes_with(tokens, element, 0, classes)
+    step = Memory(extra_mib).classes_with(tokens * element, 0, classes)
 
     blocks = -(-classes // step)
     assert step % 256 == 0
@@ -175,8 +175,8 @@ def test_blocks_are_as_equal_as_multiples_of_256_classes_can_be(
 
 def test_the_default_at_the_size_of_a_model() -> None:
     """8192 tokens of size 4096 in bfloat16, 131072 classes: 64 MiB are the sum in float32 beside its result."""
-    forward = Memory().classes_with(8192, 2, 0, 131072)
-    backward = Memory().classes_with(8192, 2, 64 * MIB, 131072)
+    forward = Memory().classes_with(8192 * 2, 0, 131072)
+    backward = Memory().classes_with(8192 * 2, 64 * MIB, 131072)
 
     assert (forward, backward) == (16384, 12032)
     assert 8192 * 2 * backward <= 192 * MIB
@@ -184,7 +184,7 @@ def test_the_default_at_the_size_of_a_model() -> None:
 
 @given(classes=st.integers(1, 1000), block=st.integers(1, 2000))
 def test_the_classes_of_a_block_can_be_given(classes: int, block: int) -> None:
-    assert Memory(block_classes=block).classes_with(10**9, 4, 2**40, classes) == min(block, classes)
+    assert Memory(block_classes=block).classes_with(10**9 * 4, 2**40, classes) == min(block, classes)
 
 
 @given(classes=st.integers(0, 300_000))
@@ -210,10 +210,10 @@ def test_logits_that_a_block_has_room_for_are_one_block(
 ) -> None:
     memory = Memory(extra_mib)
 
-    fits = memory.fits(tokens, classes, element)
+    fits = memory.fits(tokens * element, classes)
 
     assert fits == (tokens * padded(classes) * element <= extra_mib * MIB)
-    assert not replace(memory, block_classes=classes).fits(tokens, classes, element)
+    assert not replace(memory, block_classes=classes).fits(tokens * element, classes)
 
 
 @pytest.mark.parametrize("room", [True, False])
@@ -256,3 +256,15 @@ def test_nothing_is_asked_of_a_device_while_a_graph_is_captured(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
     assert not Memory(logits="auto").keeps(1, 1, 2, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_captured_step_does_what_the_steps_before_it_did(room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_cross_entropy_memory, "_has_room", lambda wanted, device: room)
+    automatic, device = Memory(logits="auto"), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    automatic.keeps(1, 1, 2, device)
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+    assert automatic.keeps(1, 1, 2, device) is room

@@ -225,7 +225,7 @@ def test_a_gradient_of_another_shape_than_the_loss_is_refused(
 def test_a_block_of_logits_is_bounded_and_never_narrow(tokens: int) -> None:
     from megacpp_overlays.kernels.linear_cross_entropy_memory import Memory
 
-    classes = Memory().classes_with(tokens, 4, 0, 1 << 18)
+    classes = Memory().classes_with(tokens * 4, 0, 1 << 18)
 
     assert classes >= 256
     assert classes % 256 == 0

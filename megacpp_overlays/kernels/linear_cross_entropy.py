@@ -22,6 +22,7 @@ from megacpp_overlays.kernels.linear_cross_entropy_parallel import (
     Group,
     Layer,
     Terms,
+    as_labels,
     backward_pass,
     forward_pass,
     gather,
@@ -104,7 +105,7 @@ class _LinearCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
     ) -> torch.Tensor:
         terms, reduction, group, memory, _, comes_back = options
         dtype = product_dtype(hidden, weight)
-        labels = target.reshape(-1).contiguous()
+        labels = as_labels(target)
         layer = Layer(weight=weight, bias=bias, class_weight=class_weight)
         with torch.autocast(hidden.device.type, enabled=False):
             rows = gather(hidden.detach(), group).reshape(-1, hidden.shape[-1]).to(dtype).contiguous()

@@ -47,6 +47,7 @@ from megacpp_overlays.kernels.linear_cross_entropy_parallel import (
     Group,
     Layer,
     Terms,
+    as_labels,
     backward_pass,
     forward_pass,
     gather,
@@ -141,7 +142,7 @@ def forward_on_any_device(
 
     group = Group(tp_group, rank, ranks, sequence_parallel)
     global_hidden = gather(hidden, group)
-    rows, flat_labels = global_hidden.view(-1, hidden.shape[-1]), labels.view(-1)
+    rows, flat_labels = global_hidden.view(-1, hidden.shape[-1]), as_labels(labels)
     with torch.autocast(hidden.device.type, enabled=False):  # it would round float32 logits
         found = forward_pass(rows, flat_labels, _layer(weight), Terms(ignore_index=ignore_index), group, _memory("FWD"))
 
@@ -175,7 +176,7 @@ def backward_on_any_device(
 ) -> Gradients:
     """Do the work of `backward`, on the CPU too where Triton kernels are interpreted."""
     _check_reduction(reduction)
-    rows, flat_labels = global_hidden.view(-1, global_hidden.shape[-1]), labels.view(-1)
+    rows, flat_labels = global_hidden.view(-1, global_hidden.shape[-1]), as_labels(labels)
     expected = tuple(flat_labels.shape) if reduction == "none" else ()
     if tuple(dlogprobs.shape) != expected:
         raise ValueError(f'dlogprobs is {tuple(dlogprobs.shape)}; reduction "{reduction}" needs {expected}')

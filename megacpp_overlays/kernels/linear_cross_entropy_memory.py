@@ -8,7 +8,10 @@ Two variables, read once by a process, so that every step of a run computes in t
 `recompute` forms the logits a second time in the backward pass; all but the last block, which stays from the forward
 pass, within that memory. `keep` holds all of them, in the dtype of the hidden states: three products instead of four,
 for 2 bytes a token and class in half precision. `auto` keeps them if, at the first call of the process
-on a CUDA device, there is room for them twice; what it finds holds for every later call.
+on a CUDA device that is not being captured, there is room for them twice; what it finds holds for every later call.
+
+The gradient of the hidden states in float32 counts, and so does a copy of a block's weight where autocast wants another
+dtype. Under sequence parallelism the gathered hidden states, and their float32 gradient, come on top.
 
 What stays from a forward pass stays until its backward pass. Several losses that wait for one backward pass, such as
 those of heads that predict further tokens, each hold a block.
@@ -66,15 +69,14 @@ class Memory:
             raise ValueError(f"extra_mib is {self.extra_mib}; it is a number of MiB, 1 or more")
         object.__setattr__(self, "logits", _logits(self.logits, "logits"))
 
-    def fits(self, tokens: int, classes: int, element: int) -> bool:
+    def fits(self, bytes_of_a_class: int, classes: int) -> bool:
         """Return whether all logits together are no more than a block may take: then there is one block.
 
         Args:
-            tokens: rows of the logits.
+            bytes_of_a_class: what a column of the logits takes.
             classes: columns of the logits.
-            element: bytes of one.
         """
-        return not self.block_classes and tokens * padded(classes) * element <= self.extra_mib * _MIB
+        return not self.block_classes and padded(classes) * bytes_of_a_class <= self.extra_mib * _MIB
 
     def keeps(self, tokens: int, classes: int, element: int, device: torch.device) -> bool:
         """Return whether a forward pass keeps its logits.
@@ -87,29 +89,30 @@ class Memory:
         """
         if self.logits is not Logits.AUTO:
             return self.logits is Logits.KEEP
-        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        if device.type != "cuda":
             return False
         global _room_was_found
         if _room_was_found is None:
+            if torch.cuda.is_current_stream_capturing():
+                return False  # a device that captures cannot be asked
             _room_was_found = _has_room(2 * tokens * classes * element, device)
         return _room_was_found
 
-    def classes_with(self, tokens: int, element: int, taken: int, classes: int) -> int:
+    def classes_with(self, bytes_of_a_class: int, taken: int, classes: int) -> int:
         """Return how many classes share one block of logits.
 
         Args:
-            tokens: rows of a block.
-            element: bytes of a logit.
+            bytes_of_a_class: what a column of a block takes.
             taken: bytes that something else takes meanwhile, where there is more than one block.
             classes: of the whole shard; blocks are as equal as can be.
         """
         if self.block_classes:
             return min(self.block_classes, max(classes, 1))
-        if self.fits(tokens, classes, element):
+        if self.fits(bytes_of_a_class, classes):
             return max(classes, 1)
         budget = self.extra_mib * _MIB
         room = max(budget - taken, budget // 4)
-        widest = max(_NARROWEST, room // max(tokens * element, 1) // _NARROWEST * _NARROWEST)
+        widest = max(_NARROWEST, room // max(bytes_of_a_class, 1) // _NARROWEST * _NARROWEST)
         blocks = max(1, -(-classes // widest))
         return max(1, min(widest, -(-classes // blocks // _NARROWEST) * _NARROWEST))
 

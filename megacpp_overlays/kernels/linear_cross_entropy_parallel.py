@@ -110,6 +110,15 @@ class Forward:
     """Logits of this shard: all of them, or the last block; None where nobody will come back for them."""
 
 
+def as_labels(target: torch.Tensor) -> torch.Tensor:
+    """Return labels in one dimension, in a dtype that holds every class and every `ignore_index`.
+
+    Torch rounds a number that a tensor is compared with into the tensor's dtype: to bytes, -100 is class 156.
+    """
+    labels = target.reshape(-1).contiguous()
+    return labels if labels.dtype == torch.int32 else labels.to(torch.int64)
+
+
 def gather(hidden: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the hidden states of all tokens, along the first dimension."""
     if not group.scatters:
@@ -212,10 +221,9 @@ def backward_pass(
 
 def _kept_dtype(hidden: torch.Tensor, shard: Shard, memory: Memory) -> torch.dtype | None:
     """Return the dtype in which a forward pass keeps all logits, None where they are cut into blocks."""
-    tokens = hidden.shape[0]
-    if memory.fits(tokens, shard.classes, shard.logits_dtype.itemsize):
+    if memory.fits(shard.bytes_of_a_class(hidden), shard.classes):
         return None  # one block
-    keeps = memory.keeps(tokens, shard.classes, hidden.element_size(), hidden.device)
+    keeps = memory.keeps(hidden.shape[0], shard.classes, hidden.element_size(), hidden.device)
     return hidden.dtype if keeps else None
 
 

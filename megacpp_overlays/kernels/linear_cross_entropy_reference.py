@@ -46,6 +46,7 @@ def token_losses(
         logits = logits + bias
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
+    target = target.to(torch.int64)  # bytes have no -100
     kept = target != ignore_index
     loss = functional.cross_entropy(
         logits, target, ce_weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing

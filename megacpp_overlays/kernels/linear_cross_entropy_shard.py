@@ -47,6 +47,11 @@ class Shard:
         """How many there are."""
         return int(self.weight.shape[0])
 
+    def bytes_of_a_class(self, hidden: torch.Tensor) -> int:
+        """Return what one more class in a block takes: its logits, and its weight where the product wants a copy."""
+        copy = hidden.shape[1] * hidden.element_size() if self.weight.dtype != hidden.dtype else 0
+        return int(hidden.shape[0] * self.logits_dtype.itemsize + copy)
+
     def part(self, rows: slice) -> tuple[torch.Tensor, dict[str, torch.Tensor | float | None]]:
         """Return the weight of some classes, and the arguments that a pass over their logits takes."""
         of_classes = {"bias": self.bias, "class_weight": self.class_weight}
@@ -191,7 +196,7 @@ def _step(hidden: torch.Tensor, shard: Shard, memory: Memory) -> int:
     The finished gradient is only made after the last block is gone, and its memory counts as a result.
     """
     beside = hidden.numel() * max(4 - hidden.element_size(), 0)
-    return memory.classes_with(hidden.shape[0], shard.logits_dtype.itemsize, beside, shard.classes)
+    return memory.classes_with(shard.bytes_of_a_class(hidden), beside, shard.classes)
 
 
 def _blocks(classes: int, step: int) -> list[slice]:
