@@ -15,21 +15,18 @@ import argparse
 import importlib
 import importlib.util
 import inspect
-import json
-import platform
 import sys
 import time
 import traceback
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import megacpp_overlays  # before torch and Megatron
 
 # isort: split
 import index_scores_page as page
+import report
 import timing
 import torch
 from index_scores_sections import autograd, forward, largest, manual, step
@@ -40,6 +37,7 @@ from megacpp_overlays import distributions
 OVERLAY = "dsa-indexer-streaming"
 MEGATRON = "megatron.core.transformer.experimental_attention_variant.dsa"
 BACKWARD = "bwd_fused_indexer_loss_naive"
+DISTRIBUTIONS = ("triton", "megatron-core")
 SHAPES = ("4096x4096x8x32x128", "8192x8192x1x64x128")
 QUICK_SHAPES = ("64x96x2x4x64", "128x128x1x3x80")
 SECTIONS = {each.__name__: each for each in (forward, autograd, manual, step, largest)}
@@ -61,8 +59,9 @@ def main() -> None:
         largest_batch=chosen.largest_batch,
         before=before,
         after=after,
-        found={**about(chosen.device), "problems": [], "notes": []},
+        found={**timing.about(chosen.device), "problems": [], "notes": []},
     )
+    bench.found["versions"] |= {name: distributions.version(name) or "not installed" for name in DISTRIBUTIONS}
     started = time.perf_counter()
     for name in chosen.sections:
         section = SECTIONS[name]
@@ -75,13 +74,8 @@ def main() -> None:
                 bench.found["problems"].append(f"{name}, {shape}: {traceback.format_exc()}")
             timing.clear(chosen.device)
             bench.found["seconds"] = round(time.perf_counter() - started, 1)
-            if chosen.json:
-                chosen.json.write_text(json.dumps(bench.found, indent=2) + "\n")
-    print(page.markdown(bench.found))
-    if chosen.write:
-        chosen.write.write_text(page.markdown(bench.found))
-    if chosen.plot:
-        chosen.plot.write_text(page.svg(bench.found))
+            report.keep(bench.found, chosen.json)
+    report.publish(bench.found, chosen, page.markdown, page.svg)
     if bench.found["problems"]:
         sys.exit("\n".join(bench.found["problems"]))
 
@@ -117,17 +111,6 @@ def arguments() -> argparse.Namespace:
         chosen.rounds, chosen.topk, chosen.main_heads, chosen.main_dim, chosen.largest_batch = 3, 32, [1, 2], 16, 5
     chosen.shape = chosen.shape or [Shape.parse(text) for text in (QUICK_SHAPES if chosen.quick else SHAPES)]
     return chosen
-
-
-def about(device: str) -> dict[str, Any]:
-    """Return date, host and versions."""
-    host = {"machine": platform.machine(), "python": platform.python_version()}
-    if device != "cpu":
-        driver, limit = timing.ask_driver("driver_version", "power.limit")
-        host |= {"gpu": torch.cuda.get_device_name(), "driver": driver, "power_limit": limit}
-    versions = {"torch": torch.__version__}
-    versions |= {name: distributions.version(name) or "not installed" for name in ("triton", "megatron-core")}
-    return {"date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "host": host, "versions": versions}
 
 
 def megatron() -> tuple[ModuleType, ModuleType]:

@@ -5,13 +5,10 @@ python benchmarks/index_scores_page.py FILE.json [--write FILE.md] [--plot FILE.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 from index_scores_plot import indexer_half, svg
+from report import NO_FIT, Found, main, ms, number, remarks, source, table
 
 LABELS = {
     "upstream": "upstream's einsum",
@@ -25,30 +22,10 @@ LABELS = {
     "kernel half": "the two kernels by themselves",
 }
 SCORES_TIMES, BACKWARD_TIMES, OF_MATMUL, OUTPUT_AND = 25, 8, 0.8, 1.05
-NO_FIT = "does not fit"
-
-Found = dict[str, Any]
-
-
-def main() -> None:
-    """Print the page; write what is asked for."""
-    parser = argparse.ArgumentParser(description="Page and plot of the benchmark of index scores.")
-    parser.add_argument("json", type=Path)
-    parser.add_argument("--write", type=Path, help="keep the page in this file")
-    parser.add_argument("--plot", type=Path, help="keep the plot in this file, as SVG")
-    chosen = parser.parse_args()
-    found = json.loads(chosen.json.read_text())
-    print(markdown(found))
-    if chosen.write:
-        chosen.write.write_text(markdown(found))
-    if chosen.plot:
-        chosen.plot.write_text(svg(found))
 
 
 def markdown(found: Found) -> str:
     """Return the page."""
-    host, versions = found["host"], found["versions"]
-    gpu = f"{host['gpu']}, driver {host['driver']}, power limit {host['power_limit']}" if "gpu" in host else "no GPU"
     clocks = [f"{name} {value}" for name, value in (clocks_of(found) or {}).items()]
     parts = [
         "# Index scores of DeepSeek Sparse Attention",
@@ -59,11 +36,7 @@ def markdown(found: Found) -> str:
         "",
         "![Time and memory, before and after](index_scores.svg)",
         "",
-        f"- Date: {found['date']}",
-        f"- Host: {gpu}, {host['machine']}, Python {host['python']}",
-        *([f"- Busy with products: {', '.join(clocks)}"] if clocks else []),
-        f"- Versions: {', '.join(f'{name} {version}' for name, version in versions.items())}",
-        f"- The run took {found['seconds']:.0f} s",
+        *source(found, *([f"- Busy with products: {', '.join(clocks)}"] if clocks else [])),
         "",
         "## Asked and found",
         "",
@@ -77,19 +50,12 @@ def markdown(found: Found) -> str:
             parts += section(each)
     for each in found.get("largest", ()):
         parts += largest(each)
-    for title in ("notes", "problems"):
-        parts += ["", f"## {title.capitalize()}", "", *(f"- {line}" for line in found[title])] if found[title] else []
-    return "\n".join(parts) + "\n"
+    return "\n".join([*parts, *remarks(found)]) + "\n"
 
 
 def clocks_of(found: Found) -> Found | None:
     """Return clocks, power and temperature, where they were read."""
     return next((each["clocks"] for each in found.get("forward", ())), None)
-
-
-def table(head: tuple[str, ...], rows: Any) -> list[str]:
-    """Return the lines of a table."""
-    return [f"| {' | '.join(cells)} |" for cells in (head, ("---",) * len(head), *rows)]
 
 
 def size(shape: Found, batch: int | None = None) -> str:
@@ -102,16 +68,6 @@ def size(shape: Found, batch: int | None = None) -> str:
 def heads_of(count: int) -> str:
     """Return a number of main heads in words."""
     return f"{count} main head{'s' * (count != 1)}"
-
-
-def number(value: float | None, form: str = ".1f") -> str:
-    """Return a number, or a dash."""
-    return "-" if value is None else format(value, form)
-
-
-def ms(value: float | None) -> str:
-    """Return milliseconds with three digits that count."""
-    return "-" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def times(before: float | None, after: float | None) -> str:
@@ -337,4 +293,4 @@ def largest(each: Found) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    main("Page and plot of the benchmark of index scores.", markdown, svg)

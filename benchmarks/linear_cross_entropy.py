@@ -12,20 +12,18 @@ does all of it), linear_cross_entropy_page.py makes page and plot of the JSON ag
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import sys
 import time
 import traceback
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import linear_cross_entropy_page as page
+import report
 import timing
-import torch
+import triton
 from linear_cross_entropy_peers import PEERS, load
 from linear_cross_entropy_sections import Bench, accuracy, mean, none
 from linear_cross_entropy_work import Shape
@@ -42,8 +40,8 @@ def main() -> None:
     chosen = arguments()
     started = time.perf_counter()
     ways, absent, versions = load(chosen.peers, chosen.peers_at.resolve(), chosen.device)
-    found: dict[str, Any] = {**about(chosen.device), "absent": absent, "notes": [], "problems": []}
-    found["versions"] |= versions
+    found = {**timing.about(chosen.device), "absent": absent, "notes": [], "problems": []}
+    found["versions"] |= {"triton": triton.__version__} | versions
     bench = Bench(
         device=chosen.device,
         quick=chosen.quick,
@@ -68,13 +66,8 @@ def main() -> None:
                 found["problems"].append(f"{name}, {shape}: {traceback.format_exc()}")
             timing_clear(found, chosen.device)
             found["seconds"] = round(time.perf_counter() - started, 1)
-            if chosen.json:
-                chosen.json.write_text(json.dumps(found, indent=2) + "\n")
-    print(page.markdown(found))
-    if chosen.write:
-        chosen.write.write_text(page.markdown(found))
-    if chosen.plot:
-        chosen.plot.write_text(page.svg(found))
+            report.keep(found, chosen.json)
+    report.publish(found, chosen, page.markdown, page.svg)
     sys.stdout.flush()
     if found["problems"]:
         print("\n".join(found["problems"]), file=sys.stderr)
@@ -116,18 +109,6 @@ def arguments() -> argparse.Namespace:
     shapes = QUICK_SHAPES if chosen.quick else (*SHAPES, *(MORE_SHAPES if chosen.more else ()))
     chosen.shape = chosen.shape or [Shape.parse(text) for text in shapes]
     return chosen
-
-
-def about(device: str) -> dict[str, Any]:
-    """Return date, host and versions."""
-    import triton
-
-    host = {"machine": platform.machine(), "python": platform.python_version()}
-    if device != "cpu":
-        driver, limit = timing.ask_driver("driver_version", "power.limit")
-        host |= {"gpu": torch.cuda.get_device_name(), "driver": driver, "power_limit": limit}
-    versions = {"torch": torch.__version__, "triton": triton.__version__}
-    return {"date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "host": host, "versions": versions}
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+
+from report import Found
 
 OURS, KEPT, UNMASKED = "ours", "ours, logits kept", "ours, none without a mask"
 ENTRY = "ours, as Megatron calls it"
@@ -14,7 +15,6 @@ LIGER, EXACT = "liger-kernel 0.8.5", "cut-cross-entropy, exact"
 OF_FLOOR, EXTRA_MIB, OF_NONE, TIMES_AS_RIGHT = 1.08, 256, 1.03, 3
 TIMES_AS_FAST = {LIGER: 1.3, EXACT: 2.0}
 
-Found = dict[str, Any]
 Goal = tuple[str, str, str, str]
 
 

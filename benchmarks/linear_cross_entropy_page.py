@@ -5,41 +5,19 @@ python benchmarks/linear_cross_entropy_page.py FILE.json [--write FILE.md] [--pl
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 from linear_cross_entropy_goals import EAGER, FOUR, THREE, goals, ratio, refuses, size
-from linear_cross_entropy_plot import svg
+from linear_cross_entropy_plot import said, svg
+from report import NO_FIT, Found, main, number, remarks, source, table
 
 OPTIONS = ("ignore_index", "bias", "softcap", "label smoothing", "vocabulary parallel")
-NO_FIT = "does not fit"
-
-Found = dict[str, Any]
-
-
-def main() -> None:
-    """Print the page; write what is asked for."""
-    parser = argparse.ArgumentParser(description="Page and plot of the benchmark of linear cross entropy.")
-    parser.add_argument("json", type=Path)
-    parser.add_argument("--write", type=Path, help="keep the page in this file")
-    parser.add_argument("--plot", type=Path, help="keep the plot in this file, as SVG")
-    chosen = parser.parse_args()
-    found = json.loads(chosen.json.read_text())
-    print(markdown(found))
-    if chosen.write:
-        chosen.write.write_text(markdown(found))
-    if chosen.plot:
-        chosen.plot.write_text(svg(found))
 
 
 def markdown(found: Found) -> str:
     """Return the page."""
-    host, versions = found["host"], found["versions"]
-    gpu = f"{host['gpu']}, driver {host['driver']}, power limit {host['power_limit']}" if "gpu" in host else "no GPU"
     clocks = next((each["clocks"] for each in found.get("none", ()) if each["clocks"]), {})
+    busy = [f"- While our kernel ran: {', '.join(f'{name} {value}' for name, value in clocks.items())}"]
     parts = [
         "# Fused linear cross entropy",
         "",
@@ -51,15 +29,7 @@ def markdown(found: Found) -> str:
         "",
         "![Time against extra memory](linear_cross_entropy.svg)",
         "",
-        f"- Date: {found['date']}",
-        f"- Host: {gpu}, {host['machine']}, Python {host['python']}",
-        *(
-            [f"- While our kernel ran: {', '.join(f'{name} {value}' for name, value in clocks.items())}"]
-            if clocks
-            else []
-        ),
-        f"- Versions: {', '.join(f'{name} {version}' for name, version in versions.items())}",
-        f"- The run took {found.get('seconds', 0):.0f} s",
+        *source(found, *(busy if clocks else ())),
         "",
         "## Asked and found",
         "",
@@ -72,15 +42,7 @@ def markdown(found: Found) -> str:
         parts += times(each, f"The mean, {size(each['shape'])}", errors_of(found, each["shape"], "mean"))
     for each in found.get("accuracy", ()):
         parts += accuracy(each)
-    parts += absent(found)
-    for title in ("notes", "problems"):
-        parts += ["", f"## {title.capitalize()}", "", *(f"- {line}" for line in found[title])] if found[title] else []
-    return "\n".join(parts) + "\n"
-
-
-def table(head: tuple[str, ...], rows: Any) -> list[str]:
-    """Return the lines of a table."""
-    return [f"| {' | '.join(cells)} |" for cells in (head, ("---",) * len(head), *rows)]
+    return "\n".join([*parts, *absent(found), *remarks(found)]) + "\n"
 
 
 def bold(name: str) -> str:
@@ -90,12 +52,7 @@ def bold(name: str) -> str:
 
 def ms(value: float | None) -> str:
     """Return milliseconds with the digits that count."""
-    return "-" if value is None else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def number(value: float | None, form: str) -> str:
-    """Return a number, or a dash."""
-    return "-" if value is None else format(value, form)
+    return "-" if value is None else said(value)
 
 
 def errors_of(found: Found, shape: Found, reduction: str) -> Found:
@@ -219,4 +176,4 @@ def absent(found: Found) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    main("Page and plot of the benchmark of linear cross entropy.", markdown, svg)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 from xml.sax.saxutils import escape
 
 from linear_cross_entropy_goals import EXTRA_MIB, FOUR, OF_FLOOR, THREE, UNMASKED, size
+from report import Found
 
 WIDTH, LEFT, RIGHT = 1000, 76, 24
 PANEL, HEAD, FOOT, GAP = 380, 92, 30, 76
@@ -14,7 +14,6 @@ BLUE, GREY, RED, GREEN, TEXT, FAINT = "#1f6feb", "#8b949e", "#cf222e", "#1a7f37"
 LEAST_MIB = 1.0
 """Where a point without extra memory is drawn: a log scale has no zero."""
 
-Found = dict[str, Any]
 Point = tuple[str, str, float, float]
 """Name, kind of mark, milliseconds, MiB."""
 

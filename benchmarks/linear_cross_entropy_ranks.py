@@ -14,23 +14,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import linear_cross_entropy_ranks_page as page
+import report
 import timing
 import torch
 import torch.distributed as dist
 from linear_cross_entropy_ranks_sections import collectives, correctness, graphs, options, times
-from linear_cross_entropy_ranks_work import Place, Problem, Shape
+from linear_cross_entropy_ranks_work import Place, Problem
+from linear_cross_entropy_work import Shape
 
 SHAPE, QUICK_SHAPE = "8192x4096x131072", "40x24x96"
 SECTIONS = ("correctness", "options", "times", "collectives", "graphs")
@@ -55,11 +55,8 @@ def main() -> None:
         else:
             launch(size, chosen, found)
         found["seconds"] = round(time.perf_counter() - started, 1)
-        if chosen.json:
-            chosen.json.write_text(json.dumps(found, indent=2) + "\n")
-    print(page.markdown(found))
-    if chosen.write:
-        chosen.write.write_text(page.markdown(found))
+        report.keep(found, chosen.json)
+    report.publish(found, chosen, page.markdown)
     if found["problems"]:
         sys.exit("\n".join(found["problems"]))
 
@@ -86,17 +83,12 @@ def arguments() -> argparse.Namespace:
 
 def about(chosen: argparse.Namespace) -> dict[str, Any]:
     """Return date, host, versions and what was asked for."""
-    host: dict[str, Any] = {"machine": platform.machine(), "python": platform.python_version()}
-    versions = {"torch": torch.__version__}
+    found = timing.about(chosen.device)
     if chosen.device != "cpu":
-        driver, limit = timing.ask_driver("driver_version", "power.limit")
-        host |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()}
-        host |= {"driver": driver, "power_limit": limit}
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["host"]["gpus"] = torch.cuda.device_count()
+        found["versions"]["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return {
-        "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
-        "host": host,
-        "versions": versions,
+        **found,
         "backend": "gloo" if chosen.device == "cpu" else "nccl",
         "shape": asdict(chosen.shape),
         "dtype": chosen.dtype,

@@ -5,46 +5,14 @@ python benchmarks/linear_cross_entropy_ranks_page.py FILE.json [--write FILE.md]
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-Found = dict[str, Any]
-
-
-def main() -> None:
-    """Print the page; write it if asked to."""
-    parser = argparse.ArgumentParser(description="Page of the benchmark of vocabulary-parallel linear cross entropy.")
-    parser.add_argument("json", type=Path)
-    parser.add_argument("--write", type=Path, help="keep the page in this file")
-    chosen = parser.parse_args()
-    text = markdown(json.loads(chosen.json.read_text()))
-    print(text)
-    if chosen.write:
-        chosen.write.write_text(text)
+from report import Found, main, ms, table, whole
 
 
 def markdown(found: Found) -> str:
     """Return the page."""
-    host, versions = found["host"], found["versions"]
-    gpus = (
-        f"{host['gpus']} x {host['gpu']}, driver {host['driver']}, {host['power_limit']}" if "gpu" in host else "no GPU"
-    )
-    lines = [
-        "# Vocabulary-parallel linear cross entropy",
-        "",
-        f"- Date: {found['date']}",
-        f"- Host: {gpus}, {host['machine']}, Python {host['python']}",
-        f"- Versions: {', '.join(f'{name} {version}' for name, version in versions.items())}",
-        f"- The run took {found.get('seconds', 0):.0f} s",
-        "",
-        *section(found),
-    ]
-    if found["problems"]:
-        lines += ["", "## Problems", "", *(f"```\n{text}\n```" for text in found["problems"])]
-    return "\n".join(lines) + "\n"
+    return whole("Vocabulary-parallel linear cross entropy", found, section(found))
 
 
 def section(found: Found) -> list[str]:
@@ -159,20 +127,10 @@ def error_rows(rows: list[Found]) -> Iterator[tuple[str, ...]]:
         yield row["name"], *map(small, row["float64"].values()), *of_one, *bits
 
 
-def table(head: tuple[str, ...], rows: Any) -> list[str]:
-    """Return the lines of a table."""
-    return [f"| {' | '.join(cells)} |" for cells in (head, ("---",) * len(head), *rows)]
-
-
-def ms(value: float) -> str:
-    """Return milliseconds with three digits that count."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
 def small(value: float) -> str:
     """Return an error."""
     return f"{value:.1e}"
 
 
 if __name__ == "__main__":
-    main()
+    main("Page of the benchmark of vocabulary-parallel linear cross entropy.", markdown)

@@ -14,8 +14,8 @@ from typing import Any
 import timing
 import torch
 import torch.distributed as dist
-from linear_cross_entropy_float64 import error, truth
 from linear_cross_entropy_ranks_work import ALONE, IGNORED, PARALLEL, Place, Problem, Way
+from linear_cross_entropy_truth import error, truth
 
 # --- is it right -----------------------------------------------------------------------------------------------
 

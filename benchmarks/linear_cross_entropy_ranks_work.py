@@ -12,25 +12,10 @@ from typing import Any
 import timing
 import torch
 import torch.distributed as dist
+from linear_cross_entropy_work import IGNORED, Shape
 
 from megacpp_overlays.kernels.linear_cross_entropy import linear_cross_entropy
 from megacpp_overlays.kernels.linear_cross_entropy_memory import Memory
-
-IGNORED = -100
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of the whole problem."""
-
-    tokens: int
-    hidden: int
-    vocabulary: int
-
-    @classmethod
-    def parse(cls, text: str) -> Shape:
-        """Return the shape that `TOKENSxHIDDENxVOCABULARY` says."""
-        return cls(*map(int, text.split("x")))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import timing
 import torch
 from linear_cross_entropy_peers import reason
-from linear_cross_entropy_truth import errors, truth
+from linear_cross_entropy_truth import errors, truth_of
 from linear_cross_entropy_work import OURS, UNMASKED, Data, Shape, Way, compiled, floors, make_data
 
 LABELS = ("uniform", "zipf")
@@ -53,7 +53,7 @@ def accuracy(bench: Bench, shape: Shape) -> dict[str, Any]:
     for labels in LABELS:
         data = make_data(shape, labels, bench.device)
         for reduction in ("none", "mean"):
-            true = truth(data, reduction)
+            true = truth_of(data, reduction)
             rows = found.setdefault(reduction, {}).setdefault(labels, {})
             for way in bench.ways_at(shape, reduction):
                 rows[way.name] = accuracy_of(bench, shape, way, data, true)

@@ -11,15 +11,12 @@ and the kernel is called by name. linear_cross_entropy_step_page.py makes the pa
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +30,7 @@ if "cpu" in sys.argv:
 
 # isort: split
 import linear_cross_entropy_step_page as page
+import report
 import timing
 import torch
 from linear_cross_entropy_step_work import WAYS, Batch, Size, Training, build
@@ -136,13 +134,10 @@ def main() -> None:
             except Exception:  # noqa: BLE001 - a fault of one section must not cost the others their turn on the GPU
                 found["problems"].append(f"{name}: {traceback.format_exc()}")
             found["seconds"] = round(time.perf_counter() - started, 1)
-            if chosen.json:
-                chosen.json.write_text(json.dumps(found, indent=2) + "\n")
+            report.keep(found, chosen.json)
             bench.training.optimizer.zero_grad()
             timing.clear(chosen.device)
-    print(page.markdown(found))
-    if chosen.write:
-        chosen.write.write_text(page.markdown(found))
+    report.publish(found, chosen, page.markdown)
     if found["problems"]:
         sys.exit("\n".join(found["problems"]))
 
@@ -174,19 +169,10 @@ def arguments() -> argparse.Namespace:
 
 def about(chosen: argparse.Namespace) -> dict[str, Any]:
     """Return date, host, versions and sizes."""
-    host = {"machine": platform.machine(), "python": platform.python_version()}
-    if chosen.device != "cpu":
-        driver, limit = timing.ask_driver("driver_version", "power.limit")
-        host |= {"gpu": torch.cuda.get_device_name(), "driver": driver, "power_limit": limit}
+    found = timing.about(chosen.device)
     names = ("triton", "megatron-core", "liger-kernel")
-    versions = {"torch": torch.__version__} | {name: distributions.version(name) or "?" for name in names}
-    return {
-        "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
-        "host": host,
-        "versions": versions,
-        "size": asdict(chosen.size),
-        "problems": [],
-    }
+    found["versions"] |= {name: distributions.version(name) or "?" for name in names}
+    return {**found, "size": asdict(chosen.size), "problems": []}
 
 
 if __name__ == "__main__":

@@ -5,44 +5,14 @@ python benchmarks/linear_cross_entropy_step_page.py FILE.json [--write FILE.md]
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-Found = dict[str, Any]
-
-
-def main() -> None:
-    """Print the page; write it if asked to."""
-    parser = argparse.ArgumentParser(description="Page of the benchmark of a whole training step.")
-    parser.add_argument("json", type=Path)
-    parser.add_argument("--write", type=Path, help="keep the page in this file")
-    chosen = parser.parse_args()
-    text = markdown(json.loads(chosen.json.read_text()))
-    print(text)
-    if chosen.write:
-        chosen.write.write_text(text)
+from report import NO_FIT, Found, main, ms, table, whole
 
 
 def markdown(found: Found) -> str:
     """Return the page."""
-    host, versions = found["host"], found["versions"]
-    gpu = f"{host['gpu']}, driver {host['driver']}, power limit {host['power_limit']}" if "gpu" in host else "no GPU"
-    lines = [
-        "# A training step and its loss",
-        "",
-        f"- Date: {found['date']}",
-        f"- Host: {gpu}, {host['machine']}, Python {host['python']}",
-        f"- Versions: {', '.join(f'{name} {version}' for name, version in versions.items())}",
-        f"- The run took {found.get('seconds', 0):.0f} s",
-        "",
-        *section(found),
-    ]
-    if found["problems"]:
-        lines += ["", "## Problems", "", *(f"```\n{text}\n```" for text in found["problems"])]
-    return "\n".join(lines) + "\n"
+    return whole("A training step and its loss", found, section(found))
 
 
 def section(found: Found) -> Iterator[str]:
@@ -86,7 +56,7 @@ def step_rows(found: Found) -> Iterator[tuple[str, ...]]:
     for way in ways:
         row, alone = found["times"][way], found["times"][f"{way}, alone"]
         if not row:
-            yield way, "does not fit", *"-" * (len(STEP) - 2)
+            yield way, NO_FIT, *"-" * (len(STEP) - 2)
             continue
         ratio = f"{base['ms'] / row['ms']:.3f} x" if base else "-"
         part = ms(alone["ms"]) if alone else "-"
@@ -131,15 +101,5 @@ def agreement_rows(found: Found) -> Iterator[tuple[str, ...]]:
         yield way, f"{row['loss']:.6f}", f"{abs(row['loss'] - true):.1e}", *errors, judged
 
 
-def table(head: tuple[str, ...], rows: Any) -> list[str]:
-    """Return the lines of a table."""
-    return [f"| {' | '.join(cells)} |" for cells in (head, ("---",) * len(head), *rows)]
-
-
-def ms(value: float) -> str:
-    """Return milliseconds with three digits that count."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
 if __name__ == "__main__":
-    main()
+    main("Page of the benchmark of a whole training step.", markdown)

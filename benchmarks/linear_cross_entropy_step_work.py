@@ -10,7 +10,7 @@ from typing import Any
 
 import timing
 import torch
-from linear_cross_entropy_float64 import error, truth
+from linear_cross_entropy_truth import error, truth
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))

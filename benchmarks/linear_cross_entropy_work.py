@@ -17,6 +17,8 @@ OURS, KEPT, UNMASKED = "ours", "ours, logits kept", "ours, none without a mask"
 THREE, FOUR = "three products", "four products"
 ENTRY = "ours, as Megatron calls it"
 EAGER, COMPILED = "PyTorch", "torch.compile"
+IGNORED = -100
+"""The target of a token that does not count: PyTorch's default, and that of every peer."""
 
 
 @dataclass(frozen=True)

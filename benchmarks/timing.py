@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import platform
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,16 +17,15 @@ Stages = Sequence[Callable[..., Any]]
 """A contestant: the first stage takes nothing, each other one the result of the stage before it."""
 
 
-def where() -> list[str]:
-    """Return date, GPU and versions as the lines that open a page."""
+def about(device: str) -> dict[str, Any]:
+    """Return date, host and the version of torch, for the JSON of a run on this device."""
     import torch
-    import triton
 
-    return [
-        f"- Date: {datetime.now(timezone.utc):%Y-%m-%d}",
-        f"- Host: {torch.cuda.get_device_name()}, driver {ask_driver('driver_version')[0]}",
-        f"- Versions: torch {torch.__version__}, triton {triton.__version__}",
-    ]
+    host = {"machine": platform.machine(), "python": platform.python_version()}
+    if device != "cpu":
+        driver, limit = ask_driver("driver_version", "power.limit")
+        host |= {"gpu": torch.cuda.get_device_name(), "driver": driver, "power_limit": limit}
+    return {"date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "host": host, "versions": {"torch": torch.__version__}}
 
 
 def ask_driver(*fields: str) -> list[str]:

@@ -78,7 +78,7 @@ def _forward(
     def make(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
         names, defaults = _signature(original)
         outputs = 1 + sum(name.startswith("return_") for name in names)
-        compute = _eager(_compute)
+        compute = compiled.untraced(_compute)
 
         def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
             given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
@@ -143,20 +143,6 @@ def _is_usual(given: Mapping[str, Any]) -> bool:
     )
 
 
-def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that Dynamo leaves alone: written out block by block, our passes make a large and slow graph."""
-    hidden: list[Callable[..., Any]] = []
-
-    def call(*args: Any) -> Any:
-        if (dynamo := sys.modules.get("torch._dynamo")) is None:  # importing it takes seconds
-            return function(*args)
-        if not hidden:
-            hidden.append(dynamo.disable(function))
-        return hidden[0](*args)
-
-    return compiled.only_inlined(call)
-
-
 def _compute(
     ctx: Any, names: tuple[str, ...], given: Mapping[str, Any], memory: Memory | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -206,7 +192,7 @@ def _make_backward(original: Callable[..., Any], module: ModuleType) -> Callable
 
     from megacpp_overlays.kernels.linear_cross_entropy_parallel import Group, Layer, backward_pass
     from megacpp_overlays.kernels.linear_cross_entropy_shard import Wanted
-    from megacpp_overlays.kernels.vocabulary_softmax import Statistics
+    from megacpp_overlays.kernels.vocabulary_softmax_numbers import Statistics
 
     @once_differentiable  # type: ignore[untyped-decorator]
     def per_token(ctx: Any, grad_output: Any) -> tuple[Any, ...]:
@@ -236,7 +222,7 @@ def _make_backward(original: Callable[..., Any], module: ModuleType) -> Callable
             gradients[place] = gradient
         return tuple(gradients)
 
-    gradients_per_token = _eager(per_token)
+    gradients_per_token = compiled.untraced(per_token)
 
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         if hasattr(ctx, _STATE):
@@ -361,6 +347,7 @@ OVERLAY = Overlay(
     },
     witness=_witness,
     self_test=_self_test,
+    opt_in=False,
     breaks=(
         'with reduction="none", the gradients of the input, weight and bias are all scaled by the first '
         "token's upstream gradient"

@@ -53,11 +53,34 @@ def seven_values() -> dict[str, Any]:
     return found
 
 
-def mean_over_no_token() -> list[bool]:
+def mean_over_no_token() -> dict[str, list[Any]]:
+    """For gradients that make the quotient infinite, NaN, and NaN from the start."""
     hidden, weight, labels = torch.ones(3, 2), torch.ones(4, 2), torch.full((3,), -100)
-    values = forward(hidden, weight, labels, "mean")
-    slopes = backward(torch.tensor(1.0), weight, labels, values, "mean")
-    return [bool(each.isnan().all()) for each in (values[0], *slopes)]
+    found = {}
+    for arriving in (1.0, 0.0, math.nan):
+        values = forward(hidden, weight, labels, "mean")
+        slopes = backward(torch.tensor(arriving), weight, labels, values, "mean")
+        found[str(arriving)] = [bool(values[0].isnan()), *(each.tolist() for each in slopes)]
+    return found
+
+
+def gradients_that_arrive_at_an_ignored_token() -> dict[str, bool]:
+    """Whether NaN and infinity there make no difference to what a gradient of 0 gives."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(shape, generator=generator) for shape in ((4, 3), (5, 3)))
+    labels = torch.tensor([0, -100, 4, -100])
+
+    def slopes(odd: float) -> Any:
+        arriving = torch.tensor([1.0, odd, -0.5, -odd])
+        return backward(arriving, weight, labels, forward(hidden, weight, labels, "none"), "none")
+
+    expected = slopes(0.0)
+    return {
+        str(odd): all(torch.equal(seen, true) for seen, true in zip(slopes(odd), expected, strict=True))
+        and bool(expected[1].any())
+        and not expected[0][1::2].any()
+        for odd in (math.nan, math.inf)
+    }
 
 
 def infinite_logits_of_an_ignored_token() -> dict[str, bool]:
@@ -167,6 +190,7 @@ def main() -> None:
     facts = (
         seven_values,
         mean_over_no_token,
+        gradients_that_arrive_at_an_ignored_token,
         infinite_logits_of_an_ignored_token,
         products_of_a_step,
         same_gradients_every_time,

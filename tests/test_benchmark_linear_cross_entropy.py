@@ -173,17 +173,22 @@ def test_a_way_is_known_by_its_signature() -> None:
 
 @pytest.mark.parametrize("labels", ["uniform", "zipf"])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_the_truth_is_that_of_autograd_in_float64(labels: str, reduction: str) -> None:
+@pytest.mark.parametrize("ignored", [[], [0, 7]])
+def test_the_truth_is_that_of_autograd_in_float64(
+    labels: str, reduction: str, ignored: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
     from torch.nn import functional
 
     work, truth = imported("linear_cross_entropy_work"), imported("linear_cross_entropy_truth")
+    monkeypatch.setattr(truth, "LARGEST_BLOCK", 5 * 20)  # slices of five tokens
     data = work.make_data(work.Shape(12, 8, 20), labels, "cpu")
+    data.target[ignored] = -100
     x, weight = (each.detach().double().requires_grad_() for each in (data.x, data.weight))
     losses = functional.cross_entropy(x @ weight.t(), data.target, reduction=reduction)
     gradients = torch.autograd.grad(losses, (x, weight), data.incoming.double() if reduction == "none" else None)
 
-    found = truth.errors(losses, gradients, truth.truth(data, reduction))
+    found = truth.errors(losses, gradients, truth.truth_of(data, reduction))
 
     assert max(part["norm"] for part in found.values()) < 1e-12
 

@@ -263,7 +263,12 @@ def test_the_seven_values_are_upstream_s(facts: dict[str, Any]) -> None:
 
 
 def test_the_mean_over_no_token_is_nan_and_gives_no_gradient(facts: dict[str, Any]) -> None:
-    assert facts["mean_over_no_token"] == [True, False, False]
+    nothing = [[[0.0, 0.0]] * 3, [[0.0, 0.0]] * 4]
+    assert facts["mean_over_no_token"] == {arriving: [True, *nothing] for arriving in ("1.0", "0.0", "nan")}
+
+
+def test_a_gradient_that_arrives_at_an_ignored_token_is_nothing_whatever_it_is(facts: dict[str, Any]) -> None:
+    assert facts["gradients_that_arrive_at_an_ignored_token"] == {"nan": True, "inf": True}
 
 
 def test_kept_logits_come_through_upstream_s_autograd_function(facts: dict[str, Any]) -> None:

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from vocabulary_softmax_cases import CASES, EXTRAS, TOKENS, Case, draw, run, truth
 
 from megacpp_overlays.kernels import vocabulary_softmax, vocabulary_softmax_torch
-from megacpp_overlays.kernels.vocabulary_softmax import Coefficients, Statistics, room_for_statistics
+from megacpp_overlays.kernels.vocabulary_softmax import room_for_statistics
+from megacpp_overlays.kernels.vocabulary_softmax_numbers import Coefficients, Statistics
 
 ARCHITECTURES = ("80", "90", "100", "120")
 SHARED = 48 * 2**10

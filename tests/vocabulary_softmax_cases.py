@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megacpp_overlays.kernels import vocabulary_softmax_torch
-from megacpp_overlays.kernels.vocabulary_softmax import Coefficients, Statistics
+from megacpp_overlays.kernels.vocabulary_softmax_numbers import Coefficients, Statistics
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from vocabulary_softmax_cases import CASES, EXTRAS, TOKENS, Block, Case, draw, r
 from megacpp_overlays.kernels import vocabulary_softmax as public
 from megacpp_overlays.kernels import vocabulary_softmax_torch, vocabulary_softmax_triton
 from megacpp_overlays.kernels.linear_cross_entropy_memory import Memory
+from megacpp_overlays.kernels.vocabulary_softmax_numbers import Statistics
 
 EVERY = {"bias": True, "class_weight": True, "label_smoothing": 0.1, "softcap": 3.0, "lse_square_scale": 0.01}
 
@@ -34,11 +35,11 @@ def numbers_of_tokens(tokens: int) -> dict[str, float]:
     """Return the largest differences between the passes that have one number a token and those in PyTorch."""
     generator = torch.Generator().manual_seed(tokens)
     values = torch.randn(5, tokens, generator=generator)
-    statistics = (values[0], values[1].exp(), values[2], None)
+    statistics = Statistics(values[0], values[1].exp(), values[2])
     far = {}
     for dtype in (torch.int64, torch.int32):
         labels = torch.randint(0, 4, (tokens,), generator=generator).to(dtype)
-        spoiled = (torch.where(labels == 2, float("inf"), values[0]), *statistics[1:])
+        spoiled = statistics._replace(maximum=torch.where(labels == 2, float("inf"), values[0]))
         arriving = {
             "contiguous": values[3],
             "strided": values[3:].t()[:, 0],

@@ -26,9 +26,10 @@ from megacpp_overlays.kernels.linear_cross_entropy_parallel import (
     backward_pass,
     forward_pass,
     gather,
+    own_class_weight,
 )
 from megacpp_overlays.kernels.linear_cross_entropy_shard import Wanted
-from megacpp_overlays.kernels.vocabulary_softmax import Statistics
+from megacpp_overlays.kernels.vocabulary_softmax_numbers import Statistics
 
 Reduction = Literal["none", "sum", "mean"]
 
@@ -160,10 +161,9 @@ def product_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
 
 
 def _divisor(labels: torch.Tensor, layer: Layer, terms: Terms, dtype: torch.dtype) -> torch.Tensor:
-    alive = labels != terms.ignore_index
     if layer.class_weight is None:
-        return alive.sum()
-    return torch.where(alive, layer.class_weight[torch.where(alive, labels, 0).to(torch.int64)], 0).sum(dtype=dtype)
+        return (labels != terms.ignore_index).sum()
+    return own_class_weight(labels, layer.class_weight, terms.ignore_index).sum(dtype=dtype)
 
 
 def _check(

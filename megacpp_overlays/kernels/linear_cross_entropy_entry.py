@@ -53,7 +53,7 @@ from megacpp_overlays.kernels.linear_cross_entropy_parallel import (
     gather,
 )
 from megacpp_overlays.kernels.linear_cross_entropy_shard import Wanted
-from megacpp_overlays.kernels.vocabulary_softmax import Statistics
+from megacpp_overlays.kernels.vocabulary_softmax_numbers import Statistics
 
 Reduction = Literal["none", "sum", "mean"]
 Forward = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, torch.Tensor]
@@ -136,11 +136,9 @@ def forward_on_any_device(
 ) -> Forward:
     """Do the work of `forward`, on the CPU too where Triton kernels are interpreted."""
     _check_reduction(reduction)
-    rank = 0 if tp_group is None else distributed.get_rank(tp_group)
-    ranks = 1 if tp_group is None else distributed.get_world_size(tp_group)
-    _check_layout(hidden, weight, labels, gathered=ranks if sequence_parallel else 1)
+    group = Group.of(tp_group, sequence_parallel=sequence_parallel)
+    _check_layout(hidden, weight, labels, gathered=group.ranks if group.scatters else 1)
 
-    group = Group(tp_group, rank, ranks, sequence_parallel)
     global_hidden = gather(hidden, group)
     rows, flat_labels = global_hidden.view(-1, hidden.shape[-1]), as_labels(labels)
     with torch.autocast(hidden.device.type, enabled=False):  # it would round float32 logits
@@ -155,7 +153,7 @@ def forward_on_any_device(
     maximum, accumulate = found.statistics.maximum, found.statistics.accumulate
     if found.kept is not None:
         setattr(accumulate, _KEPT, found.kept)
-    return loss, maximum, accumulate, num_valid_tokens, rank, ranks, global_hidden
+    return loss, maximum, accumulate, num_valid_tokens, group.rank, group.ranks, global_hidden
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -180,13 +178,13 @@ def backward_on_any_device(
     expected = tuple(flat_labels.shape) if reduction == "none" else ()
     if tuple(dlogprobs.shape) != expected:
         raise ValueError(f'dlogprobs is {tuple(dlogprobs.shape)}; reduction "{reduction}" needs {expected}')
-    scale = torch.where(flat_labels != ignore_index, dlogprobs.float(), 0.0)
+    gradient = dlogprobs.float()
     if reduction == "mean":
-        scale = scale / num_valid_tokens
+        gradient = gradient / num_valid_tokens  # by 0 where all tokens are ignored, but those pass nothing on
 
     with torch.autocast(global_hidden.device.type, enabled=False):
         d_hidden, d_weight, _ = backward_pass(
-            scale,
+            gradient.expand(flat_labels.shape),
             rows,
             flat_labels,
             Statistics(maximum, accu, maximum),  # the label's logit is not asked for again

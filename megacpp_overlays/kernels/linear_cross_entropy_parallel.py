@@ -22,12 +22,8 @@ from megacpp_overlays.kernels.linear_cross_entropy_shard import (
     shard_gradients,
     shard_statistics,
 )
-from megacpp_overlays.kernels.vocabulary_softmax import (
-    Coefficients,
-    Statistics,
-    plain_coefficients,
-    plain_losses,
-)
+from megacpp_overlays.kernels.vocabulary_softmax import plain_coefficients, plain_losses
+from megacpp_overlays.kernels.vocabulary_softmax_numbers import Coefficients, Statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +115,16 @@ def as_labels(target: torch.Tensor) -> torch.Tensor:
     return labels if labels.dtype == torch.int32 else labels.to(torch.int64)
 
 
+def own_class_weight(labels: torch.Tensor, class_weight: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Return the weight of each token's class, (tokens,); 0 where the label is `ignore_index`.
+
+    A label that is no class is an error, negative ones included.
+    """
+    alive = labels != ignore_index
+    own = class_weight.index_select(0, torch.where(alive, labels, 0).to(torch.int64))
+    return torch.where(alive, own, 0)
+
+
 def gather(hidden: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the hidden states of all tokens, along the first dimension."""
     if not group.scatters:
@@ -160,7 +166,7 @@ def forward_pass(
         return Forward(plain_losses(found, labels, terms.ignore_index), None, found, kept)
     alive = labels != terms.ignore_index
     lse = found.lse
-    hard, soft, spread = _shares(labels, alive, layer, terms, group, lse)
+    hard, soft, spread = _shares(labels, layer, terms, group, lse)
     losses = (hard + soft) * lse - hard * found.label_logit
     if found.spread_logits is not None:
         losses = losses - spread * found.spread_logits
@@ -246,7 +252,7 @@ def _coefficients(
     scale = torch.where(alive, gradient.to(lse.dtype), 0.0)
     if terms.token_scaling:
         scale = torch.where(alive, scale * torch.exp(statistics.label_logit - lse), 0.0)
-    hard, soft, spread = _shares(labels, alive, layer, terms, group, lse)
+    hard, soft, spread = _shares(labels, layer, terms, group, lse)
     # Not by a zero scale: what the logits of padding sum up to may be infinite.
     live = scale != 0
     return Coefficients(
@@ -258,14 +264,14 @@ def _coefficients(
 
 
 def _shares(
-    labels: torch.Tensor, alive: torch.Tensor, layer: Layer, terms: Terms, group: Group, like: torch.Tensor
+    labels: torch.Tensor, layer: Layer, terms: Terms, group: Group, like: torch.Tensor
 ) -> tuple[torch.Tensor | float, torch.Tensor | float, float]:
     """Return the factors of the terms of a loss: at the label, over all classes together, and at each class."""
     smoothing = terms.smoothing
     spread = smoothing / (layer.weight.shape[0] * group.ranks)
     if layer.class_weight is None:
         return 1 - smoothing, smoothing, spread
-    own = layer.class_weight.to(like.dtype).index_select(0, torch.where(alive, labels, 0).to(torch.int64))
+    own = own_class_weight(labels, layer.class_weight, terms.ignore_index).to(like.dtype)
     return (1 - smoothing) * own, spread * layer.class_weight.sum(dtype=like.dtype) if smoothing else 0.0, spread
 
 

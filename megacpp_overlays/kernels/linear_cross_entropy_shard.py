@@ -17,13 +17,8 @@ import torch
 
 from megacpp_overlays.kernels.linear_cross_entropy_memory import Memory, padded
 from megacpp_overlays.kernels.linear_cross_entropy_products import add_product, product
-from megacpp_overlays.kernels.vocabulary_softmax import (
-    Coefficients,
-    Statistics,
-    add_statistics,
-    logits_gradient,
-    room_for_statistics,
-)
+from megacpp_overlays.kernels.vocabulary_softmax import add_statistics, logits_gradient, room_for_statistics
+from megacpp_overlays.kernels.vocabulary_softmax_numbers import Coefficients, Statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,24 +148,21 @@ def shard_gradients(
     """
     step = _step(hidden, shard, memory)
     block = kept.take() if kept else None
-    is_there = block is not None
-    todo = _blocks(kept.first if kept and is_there else shard.classes, step)
-    if kept and is_there:
-        todo.insert(0, slice(kept.first, shard.classes))
+    first_kept = kept.first if kept and block is not None else shard.classes
+    todo = [slice(first_kept, shard.classes)] * (first_kept < shard.classes) + _blocks(first_kept, step)
 
     of_hidden = None
     sum_dtype = wanted.hidden_dtype if len(todo) == 1 else _wider(hidden.dtype)
     of_weight = torch.empty_like(shard.weight) if wanted.weight and wanted.main_grad is None else None
     of_bias = torch.empty_like(shard.bias) if wanted.bias and shard.bias is not None else None
-    for place, rows in enumerate(todo):
+    for rows in todo:
         weight, options = shard.part(rows)
         weight = weight.to(hidden.dtype)
-        if not is_there or block is None:
+        if block is None or rows.start < first_kept:
             if block is None or block[:1].nbytes < padded(step) * shard.logits_dtype.itemsize:
                 block = torch.empty((hidden.shape[0], padded(step)), dtype=shard.logits_dtype, device=hidden.device)
             block = block.view(shard.logits_dtype)
             product(hidden, weight.t(), out=block[:, : weight.shape[0]])
-        is_there = False
         logits, gradient = block[:, : weight.shape[0]], block.view(hidden.dtype)[:, : weight.shape[0]]
         logits_gradient(logits, labels, shard.first_class + rows.start, coefficients, gradient, **options)
         if of_bias is not None:
@@ -181,7 +173,7 @@ def shard_gradients(
                 product(gradient, weight, out=of_hidden)
             else:
                 add_product(of_hidden, gradient, weight)
-            if place == len(todo) - 1:
+            if rows is todo[-1]:
                 when_hidden_is_done(of_hidden)
         if wanted.main_grad is not None:
             add_product(wanted.main_grad[rows], gradient.t(), hidden)

@@ -12,47 +12,17 @@ from __future__ import annotations
 import contextlib
 import os
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 
 from megacpp_overlays.kernels import vocabulary_softmax_torch as in_torch
+from megacpp_overlays.kernels.vocabulary_softmax_numbers import Coefficients, Statistics
 
 in_triton: ModuleType | None
 try:
     from megacpp_overlays.kernels import vocabulary_softmax_triton as in_triton
 except ImportError:  # no Triton here
     in_triton = None
-
-
-class Statistics(NamedTuple):
-    """Running numbers of every token, (tokens,) each, in the dtype of the arithmetic."""
-
-    maximum: torch.Tensor
-    """The highest logit."""
-    accumulate: torch.Tensor
-    """The sum of exp(logit - highest)."""
-    label_logit: torch.Tensor
-    """The logit of the token's own class; 0 until its block came by."""
-    spread_logits: torch.Tensor | None = None
-    """The sum of all logits, weighted by class where classes have weights; for label smoothing alone."""
-
-    @property
-    def lse(self) -> torch.Tensor:
-        """The log of the sum of exp(logits)."""
-        return self.maximum + self.accumulate.log()
-
-
-class Coefficients(NamedTuple):
-    """What turns the logits of a token into their gradient, (tokens,) each, in the dtype of the arithmetic."""
-
-    lse: torch.Tensor
-    of_probability: torch.Tensor
-    """Factor of exp(logit - lse)."""
-    of_label: torch.Tensor
-    """What is taken off at the token's own class."""
-    of_spread: torch.Tensor | None = None
-    """What is taken off at every class, times the weight of the class; for label smoothing alone."""
 
 
 def room_for_statistics(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from megacpp_overlays.kernels.vocabulary_softmax_numbers import Coefficients, Statistics
+
 
 def add_statistics(
     logits: torch.Tensor,
     labels: torch.Tensor,
     first_class: int,
-    statistics: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    statistics: Statistics,
     first: bool,
     bias: torch.Tensor | None,
     class_weight: torch.Tensor | None,
@@ -37,19 +39,19 @@ def logits_gradient(
     logits: torch.Tensor,
     labels: torch.Tensor,
     first_class: int,
-    coefficients: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    coefficients: Coefficients,
     bias: torch.Tensor | None,
     class_weight: torch.Tensor | None,
     softcap: float | None,
     out: torch.Tensor,
 ) -> None:
     """See `vocabulary_softmax.logits_gradient`."""
-    lse, of_probability, of_label, of_spread = (None if each is None else each.unsqueeze(1) for each in coefficients)
-    assert lse is not None and of_probability is not None and of_label is not None  # noqa: S101, PT018 - for mypy
+    lse, of_probability, of_label = (each.unsqueeze(1) for each in coefficients[:3])
     values = _values(logits, bias, softcap, lse.dtype)
     gradient = of_probability * torch.exp(values - lse)
     dead = (of_probability == 0) & (of_label == 0)
-    if of_spread is not None:
+    if coefficients.of_spread is not None:
+        of_spread = coefficients.of_spread.unsqueeze(1)
         gradient.sub_(of_spread if class_weight is None else of_spread * class_weight.to(values.dtype))
         dead &= of_spread == 0
     column, here = _own_column(labels, first_class, logits.shape[1])
@@ -62,25 +64,17 @@ def logits_gradient(
     out.copy_(gradient.masked_fill_(dead, 0))
 
 
-def plain_losses(
-    statistics: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
-    labels: torch.Tensor,
-    ignore_index: int,
-) -> torch.Tensor:
+def plain_losses(statistics: Statistics, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
     """See `vocabulary_softmax.plain_losses`."""
-    maximum, accumulate, label_logit, _ = statistics
-    return torch.where(labels != ignore_index, maximum + accumulate.log() - label_logit, 0.0)
+    return torch.where(labels != ignore_index, statistics.lse - statistics.label_logit, 0.0)
 
 
 def plain_coefficients(
-    statistics: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
-    labels: torch.Tensor,
-    ignore_index: int,
-    gradient: torch.Tensor,
+    statistics: Statistics, labels: torch.Tensor, ignore_index: int, gradient: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `vocabulary_softmax.plain_coefficients`; returns the log-sum-exp and the scale of each token."""
-    maximum, accumulate, *_ = statistics
-    return maximum + accumulate.log(), torch.where(labels != ignore_index, gradient.to(maximum.dtype), 0.0)
+    lse = statistics.lse
+    return lse, torch.where(labels != ignore_index, gradient.to(lse.dtype), 0.0)
 
 
 def _values(logits: torch.Tensor, bias: torch.Tensor | None, softcap: float | None, wide: torch.dtype) -> torch.Tensor:

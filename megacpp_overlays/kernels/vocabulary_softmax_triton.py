@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megacpp_overlays.kernels.vocabulary_softmax_numbers import Coefficients, Statistics
+
 # Widths, in classes, that were fastest on an H200 with bfloat16 logits.
 _READ = 2048
 _WRITE = 1024
@@ -22,7 +24,7 @@ def add_statistics(
     logits: torch.Tensor,
     labels: torch.Tensor,
     first_class: int,
-    statistics: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    statistics: Statistics,
     first: bool,
     bias: torch.Tensor | None,
     class_weight: torch.Tensor | None,
@@ -62,7 +64,7 @@ def logits_gradient(
     logits: torch.Tensor,
     labels: torch.Tensor,
     first_class: int,
-    coefficients: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    coefficients: Coefficients,
     bias: torch.Tensor | None,
     class_weight: torch.Tensor | None,
     softcap: float | None,
@@ -102,11 +104,7 @@ def logits_gradient(
     )
 
 
-def plain_losses(
-    statistics: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
-    labels: torch.Tensor,
-    ignore_index: int,
-) -> torch.Tensor:
+def plain_losses(statistics: Statistics, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
     """See `vocabulary_softmax.plain_losses`."""
     maximum, accumulate, label_logit, _ = statistics
     losses = torch.empty_like(maximum)
@@ -118,10 +116,7 @@ def plain_losses(
 
 
 def plain_coefficients(
-    statistics: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
-    labels: torch.Tensor,
-    ignore_index: int,
-    gradient: torch.Tensor,
+    statistics: Statistics, labels: torch.Tensor, ignore_index: int, gradient: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `vocabulary_softmax.plain_coefficients`; returns the log-sum-exp and the scale of each token."""
     maximum, accumulate, *_ = statistics
