@@ -15,7 +15,6 @@ from megacpp_overlays.upkeep.filing import standing
 from megacpp_overlays.upkeep.filing.standing import Standing
 from megacpp_overlays.upkeep.sweep import threads
 
-TODAY = datetime.datetime.now(datetime.timezone.utc).date()
 HOST = {"machine": "x86_64", "processor": "a CPU", "cpus": 2, "system": "Linux 6.1", "python": "3.12.1", "gpu": None}
 REPRODUCER = """
 from megacpp_overlays.repro import Behaviour, Case
@@ -117,7 +116,7 @@ class Packs:
     def answer(self, number: int = 1, state: str = "open", repository: str = "made/up", age: int = 0) -> None:
         """Save an answer about an upstream thread, some days old."""
         fields = dict.fromkeys(threads.Answer.__dataclass_fields__)
-        checked = TODAY - datetime.timedelta(days=age)
+        checked = today() - datetime.timedelta(days=age)
         fields |= {"repository": repository, "number": number, "state": state, "checked": checked, "source": "api"}
         new = threads.Answer(**fields)  # type: ignore[arg-type]
         old = [each for each in threads.read(self.folder).values() if each.key != new.key]
@@ -138,9 +137,14 @@ def thread(number: int = 1, repository: str = "made/up", state: str = "open") ->
     return f'[[threads]]\nrepository = "{repository}"\nnumber = {number}\nstate = "{state}"\n'
 
 
-def searched(day: datetime.date = TODAY) -> str:
-    """Return the day of a search as pack.toml has it."""
-    return f"searched = {day}\n"
+def today() -> datetime.date:
+    """Return the day as the project counts days: in UTC, now and not when the tests began."""
+    return datetime.datetime.now(datetime.timezone.utc).date()
+
+
+def searched(age: int = 0) -> str:
+    """Return the day of a search, some days ago, as pack.toml has it."""
+    return f"searched = {today() - datetime.timedelta(days=age)}\n"
 
 
 def lines_of(found: Sequence[object]) -> str:

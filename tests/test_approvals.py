@@ -14,12 +14,14 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from made_up_packs import TODAY, Packs, searched, thread
+from made_up_packs import Packs, searched, thread, today
 
 from megacpp_overlays import cli
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.upkeep.filing import approvals
 from megacpp_overlays.upkeep.filing.approvals import Approval
+
+pytestmark = pytest.mark.usefixtures("one_day")
 
 COMMAND = [sys.executable, "-m", "megacpp_overlays", "pack", "approve", "99", "--packs"]
 END = "\x04"
@@ -92,9 +94,9 @@ def test_the_words_and_a_name_at_a_terminal_are_recorded(packs: Packs) -> None:
 
     assert code == 0, screen
     (given,) = recorded(packs)
-    assert (given.number, given.date, given.name, given.words) == (99, str(TODAY), "A Person", "post pack 99")
+    assert (given.number, given.date, given.name, given.words) == (99, str(today()), "A Person", "post pack 99")
     assert given.filing == "new issue in made/up"
-    assert approvals.check(packs.folder, packs.standing()).reason == f"on {TODAY}, by A Person"
+    assert approvals.check(packs.folder, packs.standing()).reason == f"on {today()}, by A Person"
     assert "next: megacpp-overlays pack check 99" in screen
 
 
@@ -194,9 +196,9 @@ def test_earlier_approvals_are_kept_and_the_latest_of_this_content_counts(packs:
     approve(packs, "post pack 99", "Second")
 
     assert [each.name for each in recorded(packs)] == ["First", "Second"]
-    assert approvals.check(packs.folder, packs.standing()).reason == f"on {TODAY}, by Second"
+    assert approvals.check(packs.folder, packs.standing()).reason == f"on {today()}, by Second"
     notes.write_text(text)
-    assert approvals.check(packs.folder, packs.standing()).reason == f"on {TODAY}, by First"
+    assert approvals.check(packs.folder, packs.standing()).reason == f"on {today()}, by First"
 
 
 def test_an_approval_is_of_what_was_shown_also_when_it_changes_while_a_person_types(packs: Packs) -> None:

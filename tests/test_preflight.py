@@ -17,7 +17,7 @@ from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
-from made_up_packs import REPRODUCER, TODAY, Packs, lines_of, notes, searched, thread
+from made_up_packs import REPRODUCER, Packs, lines_of, notes, searched, thread, today
 
 from megacpp_overlays import cli
 from megacpp_overlays.errors import UpkeepError
@@ -26,6 +26,8 @@ from megacpp_overlays.upkeep.filing.checks import Check, Outcome
 from megacpp_overlays.upkeep.filing.filing import digest
 from megacpp_overlays.upkeep.filing.formatters import Formatter
 from megacpp_overlays.upkeep.filing.rendering import Notes
+
+pytestmark = pytest.mark.usefixtures("one_day")
 
 PASSED, FAILED, NOT_APPLICABLE = Outcome.PASSED, Outcome.FAILED, Outcome.NOT_APPLICABLE
 PLUGIN = """
@@ -82,7 +84,7 @@ def test_a_pack_that_passes_everything_may_be_sent_by_a_person_today(packs: Pack
         "7. to be sent",
         "8. upstream",
     ]
-    assert f"passed: on {TODAY}, exit code 0: BUG_REPRODUCED (double), FIX_VALIDATED (double)" in done.stdout
+    assert f"passed: on {today()}, exit code 0: BUG_REPRODUCED (double), FIX_VALIDATED (double)" in done.stdout
     assert "\n     host: " in done.stdout
     assert "not applicable: no diff is attached" in done.stdout
     assert "pack 99 may be sent by a person, today: new issue in made/up" in done.stdout
@@ -631,11 +633,10 @@ def test_every_target_of_the_inventory_is_in_the_table_of_formatters(packs: Pack
 
 def without_running(packs: Packs, name: str) -> Check:
     standing = packs.standing()
-    today = datetime.datetime.now(datetime.timezone.utc).date()
     makers: dict[str, Callable[[], Check]] = {
         "approval": lambda: approvals.check(packs.folder, standing),
         "to be sent": lambda: preflight._meant_to_be_sent(standing),
-        "upstream": lambda: preflight.looked_at(standing, today, 14),
+        "upstream": lambda: preflight.looked_at(standing, today(), 14),
     }
     return makers[name]()
 
@@ -654,7 +655,7 @@ def test_an_approval_is_of_this_content_and_for_this_place(packs: Packs) -> None
         (folder / name).write_text((old or "") + "\n")
         changed = without_running(packs, "approval")
         assert changed.outcome is FAILED
-        assert changed.reason.startswith(f"approved on {TODAY}, but for other content: megacpp-overlays pack approve")
+        assert changed.reason.startswith(f"approved on {today()}, but for other content: megacpp-overlays pack approve")
         (folder / name).write_text(old) if old is not None else (folder / name).unlink()
     assert digest(packs.standing()) == given
     packs.answer(2, "open")
@@ -738,7 +739,7 @@ def test_every_thread_that_can_change_was_looked_at_lately(
     found = without_running(packs, "upstream")
 
     assert found.outcome is outcome
-    assert found.details == (f"made/up#1: {state}, looked at on {TODAY - datetime.timedelta(days=age)}",)
+    assert found.details == (f"made/up#1: {state}, looked at on {today() - datetime.timedelta(days=age)}",)
 
 
 def test_a_thread_that_nobody_looked_at_fails(packs: Packs) -> None:
@@ -751,20 +752,23 @@ def test_a_thread_that_nobody_looked_at_fails(packs: Packs) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "outcome", "says"),
+    ("age", "outcome", "says"),
     [
-        (searched(), PASSED, f"no thread is linked; searched on {TODAY}"),
-        (searched(TODAY - datetime.timedelta(days=15)), FAILED, "more than 14 days ago: search made/up"),
-        ("", FAILED, "no search is written down: search made/up, then set searched in pack.toml"),
+        (0, PASSED, "no thread is linked; searched on {day}"),
+        (14, PASSED, "no thread is linked; searched on {day}"),
+        (15, FAILED, "{day}, more than 14 days ago: search made/up"),
+        (None, FAILED, "no search is written down: search made/up, then set searched in pack.toml"),
     ],
 )
-def test_without_a_thread_the_search_must_be_written_down(packs: Packs, more: str, outcome: Outcome, says: str) -> None:
-    packs.write(more=more)
+def test_without_a_thread_the_search_must_be_written_down(
+    packs: Packs, age: int | None, outcome: Outcome, says: str
+) -> None:
+    packs.write(more="" if age is None else searched(age))
 
     found = without_running(packs, "upstream")
 
     assert found.outcome is outcome
-    assert says in found.reason
+    assert says.format(day=today() - datetime.timedelta(days=age or 0)) in found.reason
 
 
 # pack list
@@ -797,8 +801,8 @@ def test_the_list_says_where_every_pack_stands_and_what_is_next(
     assert cli.main(["pack", "list", "--packs", str(tmp_path), "--json"]) == 0
     data = {each["number"]: each for each in json.loads(capsys.readouterr().out)}
     assert data[51]["threads"] == [
-        {"thread": "made/up#1", "state": "merged", "checked": str(TODAY)},
-        {"thread": "made/up#2", "state": "open", "checked": str(TODAY)},
+        {"thread": "made/up#1", "state": "merged", "checked": str(today())},
+        {"thread": "made/up#2", "state": "open", "checked": str(today())},
     ]
     assert data[51]["receipts"] == {"kept": 1, "current": 1}
     assert data[55]["repository"] is None

@@ -527,6 +527,7 @@ def test_a_network_that_goes_away_half_way_keeps_what_was_learned(scene: Scene) 
     assert "cannot be reached" in str(swept.threads[1].failure)
 
 
+@pytest.mark.usefixtures("one_day")
 def test_offline_asks_nobody_and_says_how_old_each_answer_is(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
     known = answer(number=1, checked=date(2026, 8, 22), source="stored copy")
     threads.write(scene.packs, [known, answer(number=2, kind="issue", base=None)])
