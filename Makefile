@@ -23,7 +23,7 @@ BIN := .venv/bin
 MINIMUM_COVERAGE := 95
 
 # Lanes that tests run in beside .venv, and older and newer Pythons for the loader alone where the machine has them.
-TEST_LANES := .envs/spring-2026 .envs/summer-2026 .envs/newest
+TEST_LANES := .envs/spring-2026 .envs/summer-2026 .envs/newest .envs/mamba3-pinned .envs/mamba3-newest
 LOADER_PYTHONS := 3.10 3.11 3.13
 LOADERS := .envs/loader-oldest $(LOADER_PYTHONS:%=.envs/loader-%)
 
@@ -153,6 +153,10 @@ PACKAGE := pyproject.toml $(wildcard megacpp_overlays/*.py megacpp_overlays/cli/
 	@scripts/environment.sh .envs/spring-2026 $<
 	@scripts/sources.sh .envs/spring-2026 locks/spring-2026-source.txt && touch $@
 
+.envs/mamba3-%/.synced: locks/mamba3-%.txt locks/mamba3-source.txt | locks
+	@scripts/environment.sh .envs/mamba3-$* $<
+	@scripts/sources.sh .envs/mamba3-$* locks/mamba3-source.txt && touch $@
+
 # The loader alone, with the bare checkout on its path. A Python that is missing here is skipped, and so are its tests.
 .envs/loader-oldest/.ready: locks/loader-oldest.txt
 	@scripts/environment.sh $(@D) $< && touch $@
@@ -165,7 +169,7 @@ $(LOADER_PYTHONS:%=.envs/loader-%/.ready): .envs/loader-%/.ready: locks/loader.t
 # --- locks: never changed by the commands above ----------------------------------------------------------------
 
 # In this order: `dev` and `bench` keep to what `current` pins.
-LANES := loader current newest summer-2026 spring-2026 te dev bench loader-oldest uv
+LANES := loader current newest summer-2026 spring-2026 mamba3-pinned mamba3-newest te dev bench loader-oldest uv
 
 .PHONY: lock
 lock: ## recompile the locks, keeping versions where they still fit; UPGRADE=1 takes the newest, LANES=name one of them

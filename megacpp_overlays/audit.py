@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megacpp_overlays.errors import ActivationError
-from megacpp_overlays.log import as_dict, consequence
-from megacpp_overlays.model import Decision, Record
+from megacpp_overlays.log import CAN_BE_DELETED, CAN_BE_SWITCHED_OFF, as_dict, consequence
+from megacpp_overlays.model import Decision, Gate, Record
 
 SCHEMA = 1
 """Version of the JSON form. It changes when a key changes its meaning."""
@@ -43,7 +43,7 @@ class Audit:
 
     @property
     def fingerprint(self) -> str:
-        """Hash over ids, verdicts, decisions, source hashes and versions: equal means the same code runs."""
+        """Hash over ids, verdicts, decisions, source hashes and versions: equal means the same code runs. Gates run none."""
         import hashlib
         import json
 
@@ -59,6 +59,7 @@ class Audit:
                 without_place(record.version) or "",
             )
             for record in self.records
+            if not isinstance(record.overlay, Gate)
         ]
         return hashlib.sha256(json.dumps([self.version, self.mode, rows]).encode()).hexdigest()[:16]
 
@@ -138,9 +139,9 @@ def _notes(record: Record) -> list[str]:
     notes = [record.reason, consequence(record)]
     if record.seams:
         notes.append(f"replaced: {', '.join((*record.seams, *record.rebound))}")
-    if record.decision in {Decision.ACTIVE, Decision.CONFLICT}:
+    if record.decision in CAN_BE_SWITCHED_OFF:
         notes.append(f"off: {record.overlay.variable}=off")
-    if record.decision in {Decision.ACTIVE, Decision.RETIRED, Decision.CONFLICT}:
+    if record.decision in CAN_BE_DELETED:
         notes.append(f"delete when: {record.overlay.retire_when}")
     return [
         line

@@ -108,6 +108,24 @@ def only_inlined(function: Function) -> Function:
     return function
 
 
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function, of positional arguments alone, that Dynamo calls as it is and never traces.
+
+    For a seam that computes much: traced block by block it would make a large and slow graph. Dynamo itself is not
+    imported for that, because importing it takes seconds.
+    """
+    hidden: list[Callable[..., Any]] = []
+
+    def call(*args: Any) -> Any:
+        if (dynamo := sys.modules.get("torch._dynamo")) is None:
+            return function(*args)
+        if not hidden:
+            hidden.append(dynamo.disable(function))
+        return hidden[0](*args)
+
+    return only_inlined(call)
+
+
 def come_from_disk() -> bool:
     """Return whether Dynamo brings back graphs of other processes, which may have run without an overlay."""
     return bool(getattr(sys.modules.get("torch._dynamo.config"), "caching_precompile", False))

@@ -15,7 +15,8 @@ from types import ModuleType
 from megacpp_overlays import aliases, compiled, distributions, live, seams
 from megacpp_overlays.decide import decide
 from megacpp_overlays.errors import OverlayError, SeamError
-from megacpp_overlays.model import Decision, Evidence, Finding, Overlay, Record, Replacement, Verdict
+from megacpp_overlays.model import Decision, Finding, Overlay, Record, Replacement, Verdict, off_by_default
+from megacpp_overlays.probing import examine
 from megacpp_overlays.seams import Seam
 from megacpp_overlays.settings import Mode, Settings, Switch
 from megacpp_overlays.source import SourceTree, readable
@@ -44,15 +45,6 @@ class Installed:
         )
 
 
-def examine(overlay: Overlay, tree: SourceTree) -> Finding:
-    """Run the probe of an overlay. A probe that fails has not recognised what it saw."""
-    try:
-        return overlay.probe(tree)
-    except Exception as error:  # noqa: BLE001 - whatever a probe trips over is a shape it does not know
-        seen = Evidence(seen=f"the probe could not read it: {type(error).__name__}: {error}")
-        return Finding(verdict=Verdict.UNRECOGNISED, shape=None, evidence=(seen,))
-
-
 def assess(overlay: Overlay, module: ModuleType, settings: Settings, tree: SourceTree) -> Record:
     """Probe a loaded target and decide. `active` in the result is an order; `install` makes it true."""
     finding = examine(overlay, tree)
@@ -61,6 +53,7 @@ def assess(overlay: Overlay, module: ModuleType, settings: Settings, tree: Sourc
         switch=settings.switch(overlay.id),
         verdict=finding.verdict,
         installable=finding.shape in overlay.replacements,
+        opt_in=overlay.opt_in,
     )
     source = readable(tree, overlay.target.module)
     return Record(
@@ -78,6 +71,8 @@ def _reason(overlay: Overlay, finding: Finding, decision: Decision, settings: Se
     match decision:
         case Decision.DISABLED if settings.switch(overlay.id) is Switch.OFF:
             return f"{overlay.variable}=off; upstream here is {finding.verdict.value}: {seen}"
+        case Decision.DISABLED if overlay.opt_in and settings.switch(overlay.id) is not Switch.ON:
+            return f"{off_by_default(overlay)}; upstream here is {finding.verdict.value}: {seen}"
         case Decision.DISABLED if settings.mode is Mode.OBSERVE:
             return f"observe only; would install for shape {finding.shape}: {seen}"
         case Decision.CONFLICT if finding.shape in overlay.unsupported:

@@ -1,5 +1,7 @@
 """The state of this process: settings, overlays, their records and what they changed.
 
+Gates are decided when the lane is armed, overlays when their target has been imported.
+
 Arming is all that an import of this package does, so what is only needed to settle a target or to report is
 imported by the functions that do that.
 """
@@ -21,9 +23,9 @@ from megacpp_overlays.audit import Audit, raise_for
 from megacpp_overlays.errors import ActivationError, RegistryError, SeamError
 from megacpp_overlays.hooks import Hooks, is_half_imported
 from megacpp_overlays.log import Log
-from megacpp_overlays.model import Decision, Evidence, Finding, Overlay, Record, Verdict
+from megacpp_overlays.model import Decision, Evidence, Finding, Gate, Overlay, Record, Verdict, off_by_default
 from megacpp_overlays.settings import Mode, Settings, Switch, plugin_names
-from megacpp_overlays.source import InstalledTree, Remembered, readable
+from megacpp_overlays.source import InstalledTree, Remembered, SourceTree, readable
 from megacpp_overlays.version import VERSION
 
 if TYPE_CHECKING:
@@ -69,14 +71,16 @@ class Lane:
         """Make fresh locks. A forked child needs them: a thread that it does not have may hold the old ones."""
         # One lock a target, reentrant. A thread that settles one target may import a module that another thread
         # is importing; with one lock for all targets, that thread could be waiting for us.
-        self._locks = {name: threading.RLock() for name in self._targets()}
+        self._locks = {overlay.target.module: threading.RLock() for overlay in self.overlays}
 
     def _targets(self) -> list[str]:
-        return list(dict.fromkeys(overlay.target.module for overlay in self.overlays))
+        """Return the modules whose import settles something."""
+        return list(dict.fromkeys(o.target.module for o in self.overlays if not isinstance(o, Gate)))
 
     def arm(self) -> None:
-        """Watch every target. Arming again settles what was undone and changes nothing else."""
-        waiting = [_before_import(overlay, self.settings) for overlay in self.overlays]
+        """Decide the gates and watch every target. Arming again settles what was undone and changes nothing else."""
+        tree = Remembered(self._tree)
+        waiting = [self._first_record(overlay, tree) for overlay in self.overlays if overlay not in self._records]
         # setdefault: another thread may be arming too, and may have settled a target already.
         fresh = [record for record in waiting if self._records.setdefault(record.overlay, record) is record]
         if fresh:
@@ -87,18 +91,38 @@ class Lane:
         undone, self._undone = self._undone, set()
         for overlay in self.overlays:
             if overlay in undone:
-                self._records[overlay] = _before_import(overlay, self.settings)
+                self._records[overlay] = self._first_record(overlay, tree)
         conflicts: list[str] = []
         for name in self._targets():
             with _collecting(conflicts):
                 self._hooks.watch(name)
-            again = {o for o in self.overlays if o in undone and o.target.module == name}
+            again = {o for o in self.overlays if o in undone and _is_about(o, name)}
             if again and (module := sys.modules.get(name)) is not None:
                 with _collecting(conflicts):
                     self.loaded(name, module, late=True, again=again)
         self._changed()
         if conflicts:  # strict: every target has been settled before the first of them is raised
             raise ActivationError("\n".join(conflicts))
+
+    def _first_record(self, overlay: Overlay, tree: SourceTree) -> Record:
+        """Return what is known of an overlay before its target is imported, and all there is to know of a gate."""
+        record = _before_import(overlay, self.settings)
+        if isinstance(overlay, Gate) and record.decision is Decision.ARMED:
+            from megacpp_overlays import gates
+
+            return gates.settle(overlay, self.settings, tree)
+        return record
+
+    def _settle_gates_that_saw_nothing(self) -> None:
+        """Ask the gates again whose packages were not there: a launcher may have completed its path since."""
+        tree = Remembered(self._tree)
+        for overlay in self.overlays:
+            record = self._records.get(overlay)
+            if isinstance(overlay, Gate) and record is not None and record.decision is Decision.ABSENT:
+                found = self._first_record(overlay, tree)
+                if found.decision is not Decision.ABSENT:
+                    self._records[overlay] = found
+                    self._log.gates([found])
 
     def loaded(self, name: str, module: ModuleType, *, late: bool, again: Collection[Overlay] = ()) -> None:
         """Settle the overlays whose target is this module (called by the hooks).
@@ -112,8 +136,9 @@ class Lane:
         Raises:
             ActivationError: `strict` is on and one of them ended in conflict.
         """
+        self._settle_gates_that_saw_nothing()
         with self._locks[name]:
-            mine = [o for o in self.overlays if o.target.module == name and o not in self._undone]
+            mine = [o for o in self.overlays if _is_about(o, name) and o not in self._undone]
             settled = [
                 self._settle(overlay, module, late=late, again=bool(again))
                 for overlay in mine
@@ -125,7 +150,7 @@ class Lane:
     def failed(self, name: str, error: Exception) -> None:
         """Record that the loader itself failed on a module (called by the hooks)."""
         for overlay in self.overlays:
-            if overlay.target.module == name:
+            if _is_about(overlay, name):
                 self._keep(_conflict(_before_import(overlay, self.settings), error))
 
     def undo(self, overlay_id: str | None = None) -> None:
@@ -203,7 +228,8 @@ class Lane:
     def snapshot(self) -> Audit:
         """Return the same as `audit`, and never raise: for reports that show conflicts themselves."""
         self._settle_what_no_hook_heard()
-        records = tuple(self._review(self._records[o]) for o in self.overlays if o in self._records)
+        self._settle_gates_that_saw_nothing()
+        records = tuple(_with_version(self._review(self._records[o])) for o in self.overlays if o in self._records)
         return Audit(version=VERSION, mode=self.settings.mode.value, records=records)
 
     def standing(self) -> Audit:
@@ -279,11 +305,27 @@ class Lane:
         return record
 
 
+def _with_version(record: Record) -> Record:
+    """Return the record of a gate with its versions: where it had nothing to say it did not spend the time to look."""
+    if record.version or not isinstance(record.overlay, Gate) or record.finding is None:
+        return record
+    from megacpp_overlays import gates
+
+    return replace(record, version=gates.versions(record.overlay))
+
+
+def _is_about(overlay: Overlay, module: str) -> bool:
+    """Return whether an overlay is settled when this module has been imported; a gate was settled before."""
+    return overlay.target.module == module and not isinstance(overlay, Gate)
+
+
 def _before_import(overlay: Overlay, settings: Settings) -> Record:
     if settings.mode is Mode.OFF:
         return Record(overlay=overlay, decision=Decision.DISABLED, reason="MEGACPP_OVERLAYS=off")
     if settings.switch(overlay.id) is Switch.OFF:
         return Record(overlay=overlay, decision=Decision.DISABLED, reason=f"{overlay.variable}=off")
+    if overlay.opt_in and settings.switch(overlay.id) is not Switch.ON:
+        return Record(overlay=overlay, decision=Decision.DISABLED, reason=off_by_default(overlay))
     reason = f"waits for the import of {overlay.target.module}"
     return Record(overlay=overlay, decision=Decision.ARMED, reason=reason)
 

@@ -12,12 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megacpp_overlays.errors import SettingsError
-from megacpp_overlays.model import Decision, Overlay, Record, Verdict
+from megacpp_overlays.model import Decision, Gate, Overlay, Record, Verdict
 from megacpp_overlays.settings import LOG, LogForm, Settings
 
 logger = logging.getLogger("megacpp_overlays")
 
-_LEVELS = {Decision.CONFLICT: logging.WARNING}
+_LEVELS = {Decision.CONFLICT: logging.WARNING, Decision.GATED: logging.WARNING}
+CAN_BE_SWITCHED_OFF = frozenset({Decision.ACTIVE, Decision.CONFLICT, Decision.GATED})
+"""Decisions whose reader may want the variable that ends them."""
+CAN_BE_DELETED = CAN_BE_SWITCHED_OFF | {Decision.RETIRED}
+"""Decisions whose reader may ask how long this goes on."""
+_SAID_AT_ONCE = frozenset({Decision.GATED, Decision.CONFLICT, Decision.RETIRED})
 
 
 class Log:
@@ -39,15 +44,27 @@ class Log:
                 raise SettingsError(f"{LOG}={settings.log_path} cannot be written: {error.strerror}") from error
 
     def armed(self, records: Sequence[Record]) -> None:
-        """Say once, at import, what waits and what is off; a child does not repeat what its parent said."""
+        """Say once, at import, what waits, what is off and what the gates found; a child does not repeat its parent."""
         if self._settings.parent_is_armed:
             return
         waiting = _ids(records, Decision.ARMED)
-        off = _ids(records, Decision.DISABLED)
+        asked = [record for record in records if not record.overlay.opt_in]
+        off = _ids(asked, Decision.DISABLED)
         words = [f"mode {self._settings.mode.value}"]
         words += [f"armed: {', '.join(waiting)}"] if waiting else []
         words += [f"off: {', '.join(off)}"] if off else []
         self._write("; ".join(words), {"event": "armed", "armed": waiting, "off": off}, logging.INFO)
+        self.gates(records)
+
+    def gates(self, records: Sequence[Record]) -> None:
+        """Say what the gates among these found; nothing of those that found nothing."""
+        if self._settings.parent_is_armed:
+            return
+        for record in records:
+            # What is installed is the same on every rank, so one of them says it; a gate that was not understood may not be.
+            alone = self._settings.rank != 0 and record.decision is not Decision.CONFLICT
+            if isinstance(record.overlay, Gate) and record.decision in _SAID_AT_ONCE and not alone:
+                self.decided(record)
 
     def outlived(self) -> None:
         """Say once which variables name a retired overlay; a child does not repeat it either."""
@@ -117,9 +134,9 @@ def line(record: Record) -> str:
         parts += [f"shape {record.shape}", f"replaced {', '.join(record.seams)}"]
         parts += [f"rebound {', '.join(record.rebound)}"] if record.rebound else []
     parts += [consequence(record)] if consequence(record) else []
-    if record.decision in {Decision.ACTIVE, Decision.RETIRED, Decision.CONFLICT}:
+    if record.decision in CAN_BE_DELETED:
         parts.append(f"delete when {overlay.retire_when}")
-    if record.decision in {Decision.ACTIVE, Decision.CONFLICT}:
+    if record.decision in CAN_BE_SWITCHED_OFF:
         parts.append(f"off: {overlay.variable}=off")
     return " | ".join(parts)
 
@@ -130,6 +147,10 @@ def consequence(record: Record) -> str:
     verdict = record.finding.verdict if record.finding else None
     if record.decision is Decision.ACTIVE:
         return f"without it: {breaks}"
+    if record.decision is Decision.GATED:
+        return ""  # the reason says it, before it says what to do
+    if isinstance(record.overlay, Gate) and record.decision is Decision.CONFLICT:
+        return f"if this is the combination, {breaks}"
     if record.decision is Decision.CONFLICT and record.seams:
         return f"if what is there now does not repair it, {breaks}"
     if verdict is Verdict.BROKEN:

@@ -39,6 +39,8 @@ class Decision(enum.Enum):
     """The target is not in this environment or not in this version; nothing was installed."""
     DISABLED = "disabled"
     """Switched off, or only observed; nothing was installed."""
+    GATED = "gated"
+    """What is installed together cannot work, and nothing can be replaced; the reason says what to do."""
     CONFLICT = "conflict"
     """Something was not recognised or did not work; upstream is exactly as it was."""
 
@@ -146,6 +148,8 @@ class Overlay:
     """Cheap check of the loaded target before installing; must agree with the finding."""
     self_test: Callable[[ModuleType], Observation]
     """The same question through the public entry after installing; must say not broken."""
+    opt_in: bool
+    """Whether it stays off until its variable says `on`, because it changes more than what is broken."""
     breaks: str
     """What goes wrong without the overlay, for the log line."""
     retire_when: str
@@ -160,6 +164,31 @@ class Overlay:
     def variable(self) -> str:
         """Name of the environment variable that switches this overlay off."""
         return variable_for(self.id)
+
+
+def _nothing_to_test(_: ModuleType) -> Observation:
+    return Observation(broken=False, seen="nothing is installed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Gate(Overlay):
+    """The declaration of a combination that cannot work: an overlay without seams, decided when the lane is armed.
+
+    It is read from source before anything is imported, so that a run is told before its first compile. Its probe says
+    BROKEN where the combination is installed, and `unsupported` names every such shape, each with what to do about it.
+    """
+
+    beside: tuple[str, ...]
+    """Distributions of the combination, beside that of the target."""
+    replacements: Mapping[str, tuple[Replacement, ...]] = field(init=False, default_factory=dict)
+    witness: Callable[[ModuleType], Observation] | None = field(init=False, default=None)
+    self_test: Callable[[ModuleType], Observation] = field(init=False, default=_nothing_to_test)
+    opt_in: bool = field(init=False, default=False)
+
+
+def off_by_default(overlay: Overlay) -> str:
+    """Return the sentence about an overlay that nobody switched on."""
+    return f"off by default; {overlay.variable}=on switches it on"
 
 
 def variable_for(overlay_id: str) -> str:

@@ -10,7 +10,7 @@ from types import ModuleType
 
 from megacpp_overlays import overlays as built_in
 from megacpp_overlays.errors import RegistryError, SettingsError
-from megacpp_overlays.model import Overlay, variable_for
+from megacpp_overlays.model import Gate, Overlay, variable_for
 
 PLUGIN_GROUP = "megacpp_overlays.overlays"
 
@@ -18,7 +18,7 @@ _ID = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
 def load(plugins: Sequence[str] = ()) -> tuple[Overlay, ...]:
-    """Return every overlay of this package and of the named plugins, by pack and id.
+    """Return every overlay and gate of this package and of the named plugins, by pack and id.
 
     A module below `megacpp_overlays.overlays` declares its overlay as `OVERLAY`, or as `PARTS` where the defect lives
     in several modules: declarations with one id and different targets. Nothing is registered by name here, so a new
@@ -106,11 +106,18 @@ def _check_fields(origin: str, overlay: Overlay) -> None:
     for name in ("title", "breaks", "retire_when", "last_validated"):
         if not getattr(overlay, name).strip():
             raise RegistryError(f"{origin}: {name} is empty")
+    if isinstance(overlay, Gate):
+        if not overlay.unsupported or not all(text.strip() for text in overlay.unsupported.values()):
+            raise RegistryError(f"{origin}: a gate without advice for a shape is no gate")
+    elif not isinstance(overlay.opt_in, bool):
+        raise RegistryError(f"{origin}: opt_in {overlay.opt_in!r} is neither True nor False")
     for name in ("probe", "self_test", "retired"):
         if not callable(getattr(overlay, name)):
             raise RegistryError(f"{origin}: {name} cannot be called")
     if not isinstance(overlay.pack, int):
         raise RegistryError(f"{origin}: pack {overlay.pack!r} is no number")
+    if isinstance(overlay, Gate):
+        return
     if not overlay.replacements or not all(overlay.replacements.values()):
         raise RegistryError(f"{origin}: a shape without seams belongs in `unsupported`")
     if both := overlay.replacements.keys() & overlay.unsupported.keys():

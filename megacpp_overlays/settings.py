@@ -3,7 +3,8 @@
 Variables:
 
     MEGACPP_OVERLAYS            auto (default) | off | observe | strict
-    MEGACPP_OVERLAY_<ID>        auto (default) | off, one per overlay
+    MEGACPP_OVERLAY_<ID>        auto (default) | off | on, one per overlay and gate; `on` is for overlays that are off
+                                by default, and means auto for all others
     MEGACPP_OVERLAYS_DISABLE    comma-separated overlay ids, the same as off for each
     MEGACPP_OVERLAYS_LOG        stderr (default) | logging | json | a path with a slash in it
     MEGACPP_OVERLAYS_PLUGINS    comma-separated entry points to load from group megacpp_overlays.overlays
@@ -53,6 +54,7 @@ class Switch(enum.Enum):
 
     AUTO = "auto"
     OFF = "off"
+    ON = "on"
 
 
 class LogForm(enum.Enum):
@@ -70,6 +72,8 @@ class Settings:
 
     mode: Mode = Mode.AUTO
     disabled: frozenset[str] = frozenset()
+    enabled: frozenset[str] = frozenset()
+    """Overlays that were asked for by name."""
     log: LogForm = LogForm.STDERR
     log_path: str | None = None
     rank: int = 0
@@ -82,7 +86,9 @@ class Settings:
 
     def switch(self, overlay_id: str) -> Switch:
         """Return the switch of one overlay."""
-        return Switch.OFF if overlay_id in self.disabled else Switch.AUTO
+        if overlay_id in self.disabled:
+            return Switch.OFF
+        return Switch.ON if overlay_id in self.enabled else Switch.AUTO
 
     @classmethod
     def from_env(cls, env: Mapping[str, str], known_ids: Collection[str]) -> Settings:
@@ -102,18 +108,22 @@ class Settings:
         outlived = _outlived(env, strange, set(words) - set(known_ids))
         _refuse_unknown_names(strange - outlived.keys(), known)
         listed = {_known_id(word, known_ids) for word in words if word not in outlived}
-        off = set(listed)
+        off, on = set(listed), set()
         for name, overlay_id in switches.items():
             if not env.get(name, "").strip():
                 continue
-            if _choice(env, name, Switch, Switch.AUTO) is Switch.OFF:
+            switch = _choice(env, name, Switch, Switch.AUTO)
+            if switch is Switch.OFF:
                 off.add(overlay_id)
-            elif overlay_id in listed:
+            elif switch is Switch.ON:
+                on.add(overlay_id)
+            if switch is not Switch.OFF and overlay_id in listed:
                 raise SettingsError(f"{name}={env[name]} but {DISABLE} lists {overlay_id}: remove one of the two")
         form, path = _log(env)
         return cls(
             mode=_choice(env, MODE, Mode, Mode.AUTO),
             disabled=frozenset(off),
+            enabled=frozenset(on),
             log=form,
             log_path=path,
             rank=_rank(env),

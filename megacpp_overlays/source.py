@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 from megacpp_overlays.errors import OverlayError, SourceError
 
@@ -108,6 +108,13 @@ def parameters(function: FunctionNode) -> tuple[str, ...]:
     return tuple(names)
 
 
+class ShippedFile(NamedTuple):
+    """The text of a file that a package ships beside its modules, such as the C++ that it was built from."""
+
+    path: str
+    text: str
+
+
 class SourceTree(Protocol):
     """Anything that can hand out module sources by dotted name."""
 
@@ -117,6 +124,29 @@ class SourceTree(Protocol):
         Raises:
             SourceError: the module is there, but its text cannot be read.
         """
+
+
+@runtime_checkable
+class ShippingTree(SourceTree, Protocol):
+    """A tree that also hands out files which are no modules."""
+
+    def shipped(self, package: str, path: str) -> ShippedFile | None:
+        """Return a file by its path in the folder of a package, or None when it or the package is not here.
+
+        Raises:
+            SourceError: the file is there, but it cannot be read.
+        """
+
+
+def shipped(tree: SourceTree, package: str, path: str) -> ShippedFile | None:
+    """Return a file that a package ships, by its path in the folder of the package; None when there is none.
+
+    Raises:
+        SourceError: the file cannot be read, or this tree knows modules only.
+    """
+    if not isinstance(tree, ShippingTree):
+        raise SourceError(f"{package}/{path}: {type(tree).__name__} hands out modules only")
+    return tree.shipped(package, path)
 
 
 class InstalledTree:
@@ -134,6 +164,13 @@ class InstalledTree:
         for folder in _search_path(parents):
             if (path := _module_file(Path(folder), [last])) is not None:
                 return _read_python(name, path)
+        return None
+
+    def shipped(self, package: str, path: str) -> ShippedFile | None:
+        """Return a file in the folder of an importable package; imports nothing."""
+        for folder in _search_path(package.split(".")):
+            if (found := _read_text(Path(folder, path))) is not None:
+                return found
         return None
 
 
@@ -180,17 +217,24 @@ def readable(tree: SourceTree, name: str) -> ModuleSource | None:
 
 
 class Remembered:
-    """A tree that reads and parses each module once; for the steps of one decision."""
+    """A tree that reads each file and parses each module once; for decisions that are taken together."""
 
     def __init__(self, tree: SourceTree) -> None:
         self._tree = tree
         self._found: dict[str, ModuleSource | None] = {}
+        self._shipped: dict[tuple[str, str], ShippedFile | None] = {}
 
     def module(self, name: str) -> ModuleSource | None:
         """Return the same source object for the same name."""
         if name not in self._found:
             self._found[name] = self._tree.module(name)
         return self._found[name]
+
+    def shipped(self, package: str, path: str) -> ShippedFile | None:
+        """Return the same file for the same path; see `shipped`."""
+        if (package, path) not in self._shipped:
+            self._shipped[package, path] = shipped(self._tree, package, path)
+        return self._shipped[package, path]
 
 
 class DirectoryTree:
@@ -203,6 +247,10 @@ class DirectoryTree:
         """Return the source of a module below the folder."""
         path = _module_file(self.root, name.split("."))
         return None if path is None else _read_python(name, path)
+
+    def shipped(self, package: str, path: str) -> ShippedFile | None:
+        """Return a file in the folder of a package."""
+        return _read_text(self.root.joinpath(*package.split("."), path))
 
 
 class WheelTree:
@@ -222,6 +270,13 @@ class WheelTree:
                 return ModuleSource(name, path, _decode(path, self._archive.read(member)))
         return None
 
+    def shipped(self, package: str, path: str) -> ShippedFile | None:
+        """Return a member in the folder of a package."""
+        member = f"{package.replace('.', '/')}/{path}"
+        if member not in self._members:
+            return None
+        return ShippedFile(f"{self.wheel}/{member}", self._archive.read(member).decode(errors="replace"))
+
     def close(self) -> None:
         """Close the archive."""
         self._archive.close()
@@ -233,6 +288,15 @@ def _module_file(folder: Path, parts: list[str]) -> Path | None:
         if path.is_file():
             return path
     return None
+
+
+def _read_text(path: Path) -> ShippedFile | None:
+    try:
+        return ShippedFile(str(path), path.read_text(encoding="utf-8", errors="replace"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise SourceError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _read_python(name: str, path: Path) -> ModuleSource:

@@ -18,7 +18,7 @@ from typing import Any
 
 from megacpp_overlays import distributions
 from megacpp_overlays.audit import Audit
-from megacpp_overlays.model import Decision, Overlay, Record
+from megacpp_overlays.model import Decision, Gate, Overlay, Record
 from megacpp_overlays.settings import Settings
 from megacpp_overlays.source import Remembered, SourceTree, readable
 
@@ -52,9 +52,18 @@ def of(audit: Audit, settings: Settings, tree: SourceTree) -> Statement:
         "mode": audit.mode,
         "python": platform.python_version(),
         "versions": {name: version(name) for name in BESIDE_TARGETS},
-        "off": sorted(settings.disabled),
-        "decisions": [_decision(record, sources, version) for record in audit.records],
+        "off": sorted(settings.disabled | _not_asked_for(audit, settings)),
+        # A gate changes nothing in a process, and what it says may depend on the GPUs of the host.
+        "decisions": [
+            _decision(each, sources, version) for each in audit.records if not isinstance(each.overlay, Gate)
+        ],
     }
+
+
+def _not_asked_for(audit: Audit, settings: Settings) -> frozenset[str]:
+    """Return the overlays that are off by default and were not switched on."""
+    offered = {record.overlay.id for record in audit.records if record.overlay.opt_in}
+    return frozenset(offered - settings.enabled)
 
 
 def _decision(record: Record, tree: SourceTree, look_up: Any) -> dict[str, Any]:

@@ -105,6 +105,7 @@ def _part(target: Target, probe: Callable[[SourceTree], Finding]) -> Overlay:
         unsupported={},
         witness=_witness(target.symbol),
         self_test=_self_test(target.symbol),
+        opt_in=False,
         breaks="capturing DSA's unfused attention or its indexer loss into a CUDA graph raises",
         retire_when="every supported Megatron scatters without reading back, as main does since d1cab16a01",
         retired=retired,

@@ -293,6 +293,7 @@ def _part(
         unsupported={},
         witness=witness,
         self_test=self_test,
+        opt_in=False,
         breaks="capturing a DSA layer into a CUDA graph raises at a validation that waits for the device",
         retire_when="no supported Megatron reads from the host to validate masks, positions or lengths of DSA",
         retired=retired,

@@ -225,6 +225,7 @@ OVERLAY = Overlay(
     unsupported={},
     witness=_witness,
     self_test=_self_test,
+    opt_in=False,
     breaks="the DSA indexer needs several float32 tensors of (queries, batch, heads, keys), in the backward most of all",
     retire_when="no supported Megatron builds that tensor, neither for the scores nor for their gradients",
     retired=_retired,

@@ -99,6 +99,7 @@ OVERLAY = Overlay(
     unsupported={},
     witness=observe,
     self_test=observe,
+    opt_in=False,
     breaks="the distributed optimizer fails to save or load, or mixes up, the state of fp32 parameters",
     retire_when="DistributedOptimizer records positions after it builds its groups and restores state without autograd",
     retired=_retired,

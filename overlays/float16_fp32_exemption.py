@@ -187,6 +187,7 @@ OVERLAY = Overlay(
     unsupported={},
     witness=observe,
     self_test=observe,
+    opt_in=False,
     breaks="Mamba-3's fp32 parameters are rounded to half precision when the model is wrapped; its kernels want fp32",
     retire_when="Float16Module honours keep_in_fp32 marks and mamba-ssm's Mamba3 sets them on its fp32 parameters",
     retired=_retired,

@@ -119,6 +119,7 @@ OVERLAY = Overlay(
     unsupported={},
     witness=observe,
     self_test=observe,
+    opt_in=False,
     breaks="a checkpoint of a model with fp32 and half-precision parameters fails or mixes up their optimizer state",
     retire_when="sharded_state_dict gives ids in the order of the inner optimizer's parameter groups",
     retired=_retired,

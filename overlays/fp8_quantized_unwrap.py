@@ -191,6 +191,7 @@ def _part(target: Target, probe: Callable[[SourceTree], Finding], shapes: tuple[
         unsupported={},
         witness=ask,
         self_test=ask,
+        opt_in=False,
         breaks=(
             "a query or key that a projection left quantized reaches SparseMLA as a null pointer (spring 2026), or is "
             "dequantized without a word (0.19)"

@@ -169,6 +169,7 @@ def _part(target: Target, probe: Callable[[SourceTree], Finding]) -> Overlay:
         unsupported={},
         witness=_witness(target.symbol),
         self_test=_self_test(target.symbol),
+        opt_in=False,
         breaks="capturing a gated delta net with packed sequences into a CUDA graph raises",
         retire_when="no supported Megatron reads packed lengths of the gated delta net from the host",
         retired=retired,

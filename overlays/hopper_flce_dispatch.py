@@ -169,6 +169,7 @@ OVERLAY = Overlay(
     },
     witness=_witness,
     self_test=_self_test,
+    opt_in=False,
     breaks='cross_entropy_fusion_impl="linear" ends in "Unsupported architecture" at the first step on these GPUs',
     retire_when="Platform of every supported Megatron has branches for compute capability 8, 9 and 12",
     retired=_retired,

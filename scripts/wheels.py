@@ -5,7 +5,8 @@
 
 The offline probe tests read many releases of one package, which no requirements file can name together, so each
 line of the list becomes one `pip download`. To add a release: `pip download --no-deps --dest FOLDER name==version`
-(with PLATFORM and one of PYTHONS below), then `record`.
+(with PLATFORM and one of PYTHONS below), then `record`. What is published as source alone is fetched without pip, which
+would run its setup.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ PLATFORM = (
     "--platform=manylinux2014_x86_64",
     "--platform=any",
 )
+SOURCES = frozenset({"mamba-ssm"})
+"""Published as source alone."""
 LINE = re.compile(r"(?P<name>[a-z0-9-]+)==(?P<version>[0-9a-z.+]+) --hash=sha256:(?P<sha256>[0-9a-f]{64})")
 
 
 @dataclass(frozen=True, order=True)
 class Wheel:
-    """One line of the list."""
+    """One line of the list; a source archive where a release has no wheel."""
 
     name: str
     version: str
@@ -46,8 +49,9 @@ class Wheel:
 
     def lies_in(self, folder: Path) -> bool:
         """Whether the folder has this very file."""
-        pattern = f"{self.name.replace('-', '_')}-{self.version}-*.whl"
-        return any(digest(path) == self.sha256 for path in folder.glob(pattern))
+        stem = f"{self.name.replace('-', '_')}-{self.version}"
+        found = [*folder.glob(f"{stem}-*.whl"), *folder.glob(f"{stem}.tar.gz")]
+        return any(digest(path) == self.sha256 for path in found)
 
 
 def digest(path: Path) -> str:
@@ -88,6 +92,8 @@ def fetch(wheels: list[Wheel], folder: Path, workers: int) -> int:
 
 def download(wheel: Wheel, folder: Path) -> str | None:
     """Let pip fetch one wheel and check its hash; return what went wrong, if anything did."""
+    if wheel.name in SOURCES:
+        return download_source(wheel, folder)
     # The file appears in the folder complete or not at all, whoever else is fetching it at the same time.
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         wanted = Path(temporary, "wanted.txt")
@@ -106,11 +112,30 @@ def download(wheel: Wheel, folder: Path) -> str | None:
     return None
 
 
+def download_source(wheel: Wheel, folder: Path) -> str | None:
+    """Fetch one source archive from the index and check its hash; return what went wrong, if anything did."""
+    from megacpp_overlays.errors import OverlayError  # noqa: PLC0415 - only where a source archive is missing
+    from megacpp_overlays.upkeep.matrix.package_index import PackageIndex, configured  # noqa: PLC0415
+
+    index = PackageIndex(configured())
+    try:
+        files = [file for release in index.ask(wheel.name).releases for file in release.files]
+        for file in files:
+            if file.sha256 == wheel.sha256:
+                index.download(file, folder / file.name)
+                return None
+    except OverlayError as error:
+        return f"FAILED\n{error}"
+    finally:
+        index.close()
+    return "FAILED\nthe index has no file with this hash"
+
+
 def record(folder: Path) -> list[Wheel]:
     """Return the wheels of a folder, by name and release order."""
     wheels = []
-    for path in folder.glob("*.whl"):
-        name, version, *_ = path.name.split("-")
+    for path in (*folder.glob("*.whl"), *folder.glob("*.tar.gz")):
+        name, version, *_ = path.name.removesuffix(".tar.gz").split("-")
         wheels.append(Wheel(name.replace("_", "-").lower(), version, digest(path)))
     return sorted(wheels, key=lambda wheel: (wheel.name, [int(part) for part in re.findall(r"\d+", wheel.version)]))
 

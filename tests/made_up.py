@@ -96,6 +96,7 @@ class Upstream:
             "self_test": lambda module: Observation(
                 broken=module.double(1) != 2, seen=f"double(1) = {module.double(1)}"
             ),
+            "opt_in": False,
             "breaks": "every double is one too large",
             "retire_when": "upstream doubles without adding one",
             "retired": lambda tree: self.probe(tree).verdict is Verdict.FIXED,

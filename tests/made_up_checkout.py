@@ -74,6 +74,7 @@ OVERLAY = Overlay(
     unsupported={},
     witness=_look,
     self_test=_look,
+    opt_in=False,
     breaks='every "double" is one too large',
     retire_when="every supported made-target doubles without adding one",
     retired=_retired,

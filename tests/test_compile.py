@@ -421,6 +421,29 @@ def test_undoing_and_arming_between_two_graphs_of_one_function_act_as_they_do_un
         assert [each.item() for each in whole(torch.ones(1))] == [20, 2, 20]
 
 
+def test_an_untraced_function_is_called_as_it_is_by_what_was_compiled() -> None:
+    called: list[bool] = []
+
+    def double(x: Any) -> Any:
+        called.append(torch.compiler.is_compiling())
+        return x * 2
+
+    function = compiled.untraced(double)
+    step = torch.compile(lambda x: function(x + 1), backend="eager")
+
+    assert [step(torch.tensor(float(number))).item() for number in range(3)] == [2, 4, 6]
+    assert called == [False] * 3
+
+
+def test_an_untraced_function_does_not_import_dynamo(run_python: Callable[..., Any]) -> None:
+    code = (
+        "import sys; from megacpp_overlays.compiled import untraced; assert untraced(lambda x: x + 1)(1) == 2;"
+        "assert not [name for name in sys.modules if name.partition('.')[0] == 'torch']"
+    )
+
+    run_python(code, Path(__file__).parent)
+
+
 @pytest.mark.parametrize("inside", ["the backend", "a call"])
 def test_another_thread_inside_of_torch_compile_is_left_its_graphs(
     inside: str, traceable: Upstream, lane: LaneMaker

@@ -1,4 +1,4 @@
-"""The inventory of upstream problems: sixteen packs whose words agree, and whose claims are still in upstream's source."""
+"""The inventory of upstream problems: packs whose words agree, and whose claims are still in upstream's source."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import NamedTuple
 import pytest
 
 from megacpp_overlays import registry
+from megacpp_overlays.model import Gate
 from megacpp_overlays.repro import inventory, manifest, pack_file
 from megacpp_overlays.repro.pack_file import PackFile
 
 OVERLAYS = registry.load()
+GATES = {overlay.id for overlay in OVERLAYS if isinstance(overlay, Gate)}
 SECTIONS = (
     "Target",
     "Problem",
@@ -63,12 +65,12 @@ def section(notes: str, name: str) -> str:
 # What is there
 
 
-def test_there_are_sixteen_packs_numbered_one_to_sixteen() -> None:
-    assert [entry.pack.number for entry in INVENTORY] == list(range(1, 17))
+def test_packs_are_numbered_without_a_gap() -> None:
+    assert [entry.pack.number for entry in INVENTORY] == list(range(1, 22))
 
 
 def test_every_class_of_the_inventory_occurs() -> None:
-    assert {entry.kind for entry in INVENTORY} == set(manifest.CLASSES)
+    assert {entry.kind for entry in INVENTORY} == set(manifest.CLASSES) - {"bug report"}
 
 
 @each
@@ -79,7 +81,8 @@ def test_notes_begin_with_a_heading_of_their_number_and_a_table_of_class_state_a
     assert lines[2:4] == ["| | |", "|---|---|"]
     assert lines[4] == f"| Class | {entry.kind} |"
     assert lines[5] == f"| Lifecycle state | {entry.state} |"
-    assert re.match(r"\| Overlays? \| ", lines[6])
+    assert re.match(r"\| (Overlays?|Gate) \| ", lines[6])
+    assert lines[6].startswith("| Gate ") == bool(GATES.intersection(entry.overlays))
 
 
 @each
@@ -102,7 +105,12 @@ def test_notes_have_these_sections_in_this_order(entry: Described) -> None:
 
 @each
 def test_a_pack_is_of_class_overlay_when_an_overlay_has_its_number_and_only_then(entry: Described) -> None:
-    assert (entry.kind == "overlay") == bool(entry.overlays)
+    assert (entry.kind == "overlay") == bool(set(entry.overlays) - GATES)
+
+
+@each
+def test_a_gate_stands_for_a_combination_or_guards_what_was_repaired(entry: Described) -> None:
+    assert bool(GATES.intersection(entry.overlays)) == (entry.kind in {"gate", "regression guard"})
 
 
 @in_class("regression guard")

@@ -91,7 +91,8 @@ def _list(pack: inventory.Pack) -> None:
         print("  no reproduce.py yet")
         return
     for case in inventory.load_cases(pack.reproducer):
-        print(f"  {case.name}: overlay {case.overlay}, {case.device}")
+        about = f"overlay {case.overlay}" if case.overlay else f"claim: {case.claim}"
+        print(f"  {case.name}: {about}, {case.device}")
 
 
 def _chosen(cases: Sequence[Case], names: Sequence[str] | None) -> tuple[Case, ...]:

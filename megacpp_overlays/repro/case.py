@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from megacpp_overlays.errors import OverlayError
+from megacpp_overlays.model import Target
 from megacpp_overlays.repro.judge import Sentinel, meaning
 
 CPU, CUDA = "cpu", "cuda"
@@ -43,7 +44,7 @@ class Behaviour:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Case:
-    """One measurement of one overlay's defect.
+    """One measurement of one overlay's defect, of one gate's combination, or of one claim about upstream.
 
     Raises:
         ValueError: a field cannot be what it says.
@@ -51,9 +52,9 @@ class Case:
 
     name: str
     """Lower-case words joined by hyphens, unique in its pack."""
-    overlay: str
+    overlay: str | None
     """Id of the overlay that is off in the first run and on in the second. Once it is retired the case stays as it is
-    and runs once, as a regression guard."""
+    and runs once, as a regression guard. A case of a gate runs once. None for a claim, which runs once, too."""
     device: str
     """`cpu` or `cuda`. A cuda case is BLOCKED on a host without one."""
     versions: tuple[str, ...]
@@ -67,6 +68,10 @@ class Case:
     what its behaviour must agree with."""
     crash_is_broken: bool = False
     """Whether a process that dies while it measures shows the defect. Without this a crash is a failure."""
+    claim: str = ""
+    """What a case without an overlay holds to be true; `Behaviour.broken` says that it is not."""
+    about: tuple[Target, ...] = ()
+    """What a claim is about."""
     fix_sentinel: str = Sentinel.FIX_VALIDATED.value
     """What is printed where the fix is shown: upper-case words joined by underscores."""
 
@@ -79,6 +84,8 @@ class Case:
             raise ValueError(f"case {self.name}: {', '.join(ours)} is set by the runner")
         if not _WORD.fullmatch(self.fix_sentinel):
             raise ValueError(f"case {self.name}: {self.fix_sentinel!r} is not upper-case words joined by underscores")
+        if (self.overlay is None) != bool(self.claim and self.about):
+            raise ValueError(f"case {self.name}: it has an overlay, or a claim and what that is about")
         if meaning(self.fix_sentinel) is not Sentinel.FIX_VALIDATED:
             raise ValueError(f"case {self.name}: {self.fix_sentinel} means something else")
 

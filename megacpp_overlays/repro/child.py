@@ -21,8 +21,9 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacpp_overlays import install, lane
+from megacpp_overlays import lane
 from megacpp_overlays.model import Overlay, Record, Target
+from megacpp_overlays.probing import examine
 from megacpp_overlays.repro import inventory
 from megacpp_overlays.repro.case import CUDA, Behaviour, Blocked, Case, TargetAbsent
 from megacpp_overlays.source import InstalledTree, find_spec, readable
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _probed(part: Overlay) -> dict[str, object]:
-    finding = install.examine(part, InstalledTree())
+    finding = examine(part, InstalledTree())
     return {"verdict": finding.verdict.value, "shape": finding.shape, "evidence": finding.summary()}
 
 

@@ -122,7 +122,7 @@ def choose(cases: Sequence[Case], name: str) -> Case:
 
 
 def parts_of(case: Case, overlays: Sequence[Overlay]) -> tuple[Overlay, ...]:
-    """Return the parts of the overlay that a case is about; none where that overlay was retired.
+    """Return the parts of the overlay that a case is about; none for a claim, or where that overlay was retired.
 
     Raises:
         PackError: there is and was no such overlay, or it has no such target.
@@ -132,11 +132,13 @@ def parts_of(case: Case, overlays: Sequence[Overlay]) -> tuple[Overlay, ...]:
 
 
 def targets_of(case: Case, overlays: Sequence[Overlay]) -> tuple[Target, ...]:
-    """Return the targets of the overlay that a case is about, also where that overlay was retired.
+    """Return the targets that a case is about, also where its overlay was retired.
 
     Raises:
         PackError: as `parts_of`.
     """
+    if case.overlay is None:
+        return case.about
     targets = [overlay.target for overlay in overlays if overlay.id == case.overlay]
     if not targets and (gone := retired.find(case.overlay)) is not None:
         targets = list(gone.targets)

@@ -13,6 +13,11 @@ Every other combination is FAILED. A case that cannot run here is BLOCKED, whate
 
 A case may print a word of its own for FIX_VALIDATED, such as MEMORY_SAVE_VERIFIED; it is earned in the same way.
 
+A gate repairs nothing, so its case runs once: BUG_REPRODUCED where the probe says BROKEN, the combination does not work and
+the gate said so at start-up; BUG_NOT_PRESENT as above.
+
+A claim has neither overlay nor probe: CLAIM_HOLDS where the one run bears it out.
+
 An overlay that was retired took its probe with it. Its case runs once, as a regression guard: upstream has the measurement
 to itself, BUG_NOT_PRESENT is earned where it is not broken or has no such feature, and FAILED says that the bug is back.
 """
@@ -34,11 +39,12 @@ class Sentinel(enum.Enum):
     BUG_REPRODUCED = "BUG_REPRODUCED"
     FIX_VALIDATED = "FIX_VALIDATED"
     BUG_NOT_PRESENT = "BUG_NOT_PRESENT"
+    CLAIM_HOLDS = "CLAIM_HOLDS"
     BLOCKED = "BLOCKED"
     FAILED = "FAILED"
 
 
-EARNED = frozenset({Sentinel.BUG_REPRODUCED, Sentinel.FIX_VALIDATED, Sentinel.BUG_NOT_PRESENT})
+EARNED = frozenset(Sentinel) - {Sentinel.BLOCKED, Sentinel.FAILED}
 
 
 def meaning(word: str) -> Sentinel:
@@ -120,8 +126,42 @@ def judge(without: Run, with_all: Run | None) -> tuple[Said, ...]:
             fix = _failed(problem) if problem else Said(Sentinel.FIX_VALIDATED, with_all.seen if with_all else "")
             return (Said(Sentinel.BUG_REPRODUCED, without.seen), fix)
         case _:
-            says = {Kind.BROKEN: "broken", Kind.SOUND: "not broken", Kind.ABSENT: "absent"}[without.kind]
-            return (_failed(f"the probe says {verdict.value}, the behaviour is {says}: {without.seen}"),)
+            return (_disagreement(verdict, without),)
+
+
+def gate(run: Run) -> tuple[Said, ...]:
+    """Return what one run of a gate's case shows."""
+    if run.kind is Kind.BLOCKED:
+        return (Said(Sentinel.BLOCKED, run.seen),)
+    if run.kind is Kind.FAILED:
+        return (_failed(run.seen),)
+    verdict = verdict_of(run.parts)
+    match verdict, run.kind:
+        case Verdict.BROKEN, Kind.BROKEN if all(part.decision is Decision.GATED for part in run.parts):
+            return (Said(Sentinel.BUG_REPRODUCED, run.seen),)
+        case Verdict.BROKEN, Kind.BROKEN:
+            return (_failed("it does not work, and the gate does not say so: " + _decisions(run.parts)),)
+        case Verdict.FIXED, Kind.SOUND:
+            return (Said(Sentinel.BUG_NOT_PRESENT, run.seen),)
+        case Verdict.ABSENT, Kind.ABSENT:
+            return (Said(Sentinel.BUG_NOT_PRESENT, f"the combination is absent: {run.seen}"),)
+        case _:
+            return (_disagreement(verdict, run),)
+
+
+def claim(run: Run) -> tuple[Said, ...]:
+    """Return what one run shows of a claim about upstream."""
+    match run.kind:
+        case Kind.BLOCKED:
+            return (Said(Sentinel.BLOCKED, run.seen),)
+        case Kind.SOUND:
+            return (Said(Sentinel.CLAIM_HOLDS, run.seen),)
+        case Kind.ABSENT:
+            return (Said(Sentinel.BUG_NOT_PRESENT, f"what the claim is about is absent: {run.seen}"),)
+        case Kind.BROKEN:
+            return (_failed(f"the claim does not hold: {run.seen}"),)
+        case Kind.FAILED:
+            return (_failed(run.seen),)
 
 
 def guard(run: Run, gone: Retired) -> tuple[Said, ...]:
@@ -178,6 +218,11 @@ def _decisions(parts: Sequence[Part]) -> str:
     return "; ".join(
         f"{part.module} {part.decision.value if part.decision else 'undecided'}: {part.reason}" for part in parts
     )
+
+
+def _disagreement(verdict: Verdict, run: Run) -> Said:
+    says = {Kind.BROKEN: "broken", Kind.SOUND: "not broken", Kind.ABSENT: "absent"}[run.kind]
+    return _failed(f"the probe says {verdict.value}, the behaviour is {says}: {run.seen}")
 
 
 def _failed(reason: str) -> Said:

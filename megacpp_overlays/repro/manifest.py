@@ -28,7 +28,7 @@ from typing import Any
 
 from megacpp_overlays import retired
 from megacpp_overlays.errors import OverlayError
-from megacpp_overlays.model import Overlay, Thread
+from megacpp_overlays.model import Gate, Overlay, Thread
 from megacpp_overlays.repro import inventory, pack_file, schema
 from megacpp_overlays.repro.inventory import Pack
 from megacpp_overlays.repro.judge import Sentinel, meaning
@@ -40,16 +40,17 @@ THREADS = "threads.json"
 STALE, MISSING = "is not as the notes and declarations have it", "not in the manifest"
 """What `problems` says of an entry that `synchronise` would change."""
 
-CLASSES = ("overlay", "fork", "bug report", "regression guard", "held")
+CLASSES = ("overlay", "gate", "fork", "bug report", "regression guard", "held")
 STATES = ("draft", "reproduced", "validated", "ready", "filed", "merged", "retired")
 """In the order of a life. From `ready` on a pack is fit to be sent, so every thread has been looked at."""
 
 _PROOF = {
-    "overlay": Sentinel.FIX_VALIDATED,
-    "fork": Sentinel.FIX_VALIDATED,
-    "bug report": Sentinel.BUG_REPRODUCED,
-    "regression guard": Sentinel.BUG_NOT_PRESENT,
-    "held": Sentinel.FIX_VALIDATED,
+    "overlay": (Sentinel.FIX_VALIDATED,),
+    "gate": (Sentinel.BUG_REPRODUCED,),
+    "fork": (Sentinel.FIX_VALIDATED,),
+    "bug report": (Sentinel.BUG_REPRODUCED,),
+    "regression guard": (Sentinel.BUG_NOT_PRESENT,),
+    "held": (Sentinel.FIX_VALIDATED, Sentinel.CLAIM_HOLDS),
 }
 """What a receipt must show for the state `validated`, by class."""
 
@@ -191,11 +192,12 @@ def synchronise(folder: Path, overlays: Sequence[Overlay]) -> dict[str, Any]:
 def problems(folder: Path, overlays: Sequence[Overlay]) -> list[str]:
     """Return what is wrong with the claims of a folder of packs, one line each; the logs are checked elsewhere."""
     data = read(folder)
+    gates = frozenset(each.id for each in overlays if isinstance(each, Gate))
     digests = {pack.number: inventory.digest(pack.reproducer) for pack in inventory.list_packs(folder)}
     found = [
         f"{pack['number']:02}: {text}"
         for pack in data["packs"]
-        for text in _overclaims(pack, digests.get(pack["number"], ""))
+        for text in _overclaims(pack, digests.get(pack["number"], ""), gates)
     ]
     expected = synchronise(folder, overlays)
     for number in sorted({pack["number"] for pack in (*data["packs"], *expected["packs"])}):
@@ -214,14 +216,17 @@ def _counts(receipt: Mapping[str, Any], digest: str) -> bool:
     return receipt["reproducer"] == digest and receipt["exit_code"] == 0 and not stand_in
 
 
-def _overclaims(pack: Mapping[str, Any], digest: str) -> Iterator[str]:
+def _overclaims(pack: Mapping[str, Any], digest: str, gates: frozenset[str]) -> Iterator[str]:
     """Say what a pack claims to be and its receipts do not show."""
     kind, state, overlays = pack["class"], pack["state"], pack["overlays"]
+    repairs = [overlay for overlay in overlays if overlay not in gates]
     counted = [receipt for receipt in pack["receipts"] if _counts(receipt, digest)]
     shown = {(meaning(claim["sentinel"]), claim["overlay"]) for receipt in counted for claim in receipt["claims"]}
-    if (kind == "overlay") and not overlays:
+    if kind == "overlay" and not repairs:
         yield "its class is overlay, and no overlay has its number"
-    if kind == "regression guard" and overlays:
+    if kind == "gate" and not gates.intersection(overlays):
+        yield "its class is gate, and no gate has its number"
+    if kind == "regression guard" and repairs:
         yield "its class is regression guard, and an overlay still has its number"
     if kind == "held" and STATES.index(state) > STATES.index("validated"):
         yield f"it is held, and its state is {state}"
@@ -229,11 +234,11 @@ def _overclaims(pack: Mapping[str, Any], digest: str) -> Iterator[str]:
         yield f"its class is {kind}, and its state is {state}: what is retired is a regression guard, and nothing else"
     if state == "draft":
         return
-    proof = Sentinel.BUG_REPRODUCED if state == "reproduced" else _PROOF[kind]
+    proofs = (Sentinel.BUG_REPRODUCED,) if state == "reproduced" else _PROOF[kind]
     for overlay in overlays or [None]:
-        if not any(sentinel is proof and overlay in {None, about} for sentinel, about in shown):
+        if not any(sentinel in proofs and overlay in {None, about} for sentinel, about in shown):
             about = f" for {overlay}" if overlay else ""
-            yield f"its state is {state}, and no receipt shows {proof.value}{about}"
+            yield f"its state is {state}, and no receipt shows {' or '.join(proof.value for proof in proofs)}{about}"
     if STATES.index(state) >= STATES.index("ready"):
         yield from _not_fit_to_be_sent(pack)
 

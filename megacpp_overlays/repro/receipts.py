@@ -27,9 +27,13 @@ from megacpp_overlays.repro.runner import exit_code
 from megacpp_overlays.repro.stamp import Stamp
 from megacpp_overlays.repro.transcript import paths_in
 
-_CASE = re.compile(r"case (?P<case>\S+) \(overlay (?P<overlay>[^\s,]+)(?:, fix shown by (?P<fix>\S+))?\): ")
+_CASE = re.compile(
+    r"case (?P<case>\S+) \((?:claim: .+|overlay (?P<overlay>[^\s,]+)(?:, fix shown by (?P<fix>\S+))?)\): "
+)
 _SAID = re.compile(r"(?P<word>[A-Z]+(?:_[A-Z]+)*): .* \(case (?P<case>\S+)\)")
 _FOLDER = "receipts"
+NO_OVERLAY = "none"
+"""What the manifest says in place of an overlay for a claim about upstream."""
 
 
 def prepare(folder: Path, pack: Pack, overlays: Sequence[Overlay]) -> dict[str, Any]:
@@ -110,7 +114,7 @@ def _read(text: str) -> tuple[list[Sentinel], list[dict[str, str]]]:
     claims: list[dict[str, str]] = []
     for line in text.split("\n"):
         if found := _CASE.match(line):
-            overlays[found["case"]] = found["overlay"]
+            overlays[found["case"]] = found["overlay"] or NO_OVERLAY
             own.add((found["case"], found["fix"]))
         elif found := _SAID.fullmatch(line):
             case, word = found["case"], found["word"]

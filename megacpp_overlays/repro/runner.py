@@ -1,6 +1,6 @@
 """Run the cases of a reproducer, each in two fresh processes: without its overlay, then with every overlay.
 
-A case whose overlay was retired runs in one.
+A case whose overlay was retired, a case of a gate and a claim run in one.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 
 import megacpp_overlays
 from megacpp_overlays import retired
-from megacpp_overlays.model import Decision, Overlay, Verdict
+from megacpp_overlays.model import Decision, Gate, Overlay, Verdict
 from megacpp_overlays.repro import cuda, inventory, judge, stamp, trees
 from megacpp_overlays.repro.case import CUDA, Case
 from megacpp_overlays.repro.judge import EARNED, Kind, Part, Run, Said, Sentinel
 from megacpp_overlays.repro.transcript import Transcript
-from megacpp_overlays.settings import DISABLE, LOG, PLUGINS
+from megacpp_overlays.settings import DISABLE, LOG, PLUGINS, Switch
 
 PASSED, FAILED, NOTHING_RAN = 0, 1, 3
 
@@ -85,12 +85,14 @@ def exit_code(sentinels: Sequence[Sentinel]) -> int:
 def run_case(job: Job, case: Case, transcript: Transcript) -> tuple[Said, ...]:
     """Run one case of a job, and return what it earned."""
     own = "" if case.fix_sentinel == Sentinel.FIX_VALIDATED.value else f", fix shown by {case.fix_sentinel}"
-    transcript.say(f"case {case.name} (overlay {case.overlay}{own}): {case.device}")
-    gone = None if inventory.parts_of(case, job.overlays) else retired.find(case.overlay)
+    about = f"overlay {case.overlay}{own}" if case.overlay else f"claim: {case.claim}"
+    transcript.say(f"case {case.name} ({about}): {case.device}")
+    parts = inventory.parts_of(case, job.overlays)
+    gone = retired.find(case.overlay) if case.overlay and not parts else None
     with tempfile.TemporaryDirectory(prefix="repro-") as folder:
         process = _Process(job, case, Path(folder), transcript)
         if case.device == CUDA and not cuda.visible():
-            if gone is None:
+            if parts:
                 _show_probe(process.run({}, probe_only=True), transcript)
             return (Said(Sentinel.BLOCKED, "needs a CUDA device"),)
         if gone is not None:
@@ -98,12 +100,21 @@ def run_case(job: Job, case: Case, transcript: Transcript) -> tuple[Said, ...]:
             alone = process.run({})  # other overlays of its pack may be what makes the measurement possible
             transcript.say(f"  upstream alone: {_in_words(alone)}")
             return judge.guard(alone, gone)
+        if case.overlay is None:
+            alone = process.run({})
+            transcript.say(f"  upstream: {_in_words(alone)}")
+            return judge.claim(alone)
+        if all(isinstance(part, Gate) for part in parts):
+            alone = process.run({})
+            _show_probe(alone, transcript)
+            transcript.say(f"  the combination: {_in_words(alone)}")
+            return judge.gate(alone)
         without = process.run({DISABLE: case.overlay})
         _show_probe(without, transcript)
         transcript.say(f"  without the overlay: {_in_words(without)}")
         if without.kind not in {Kind.BROKEN, Kind.SOUND}:
             return judge.judge(without, None)
-        with_all = process.run({})
+        with_all = process.run({part.variable: Switch.ON.value for part in parts if part.opt_in})
         transcript.say(f"  with every overlay: {_in_words(with_all)}")
         return judge.judge(without, with_all)
 

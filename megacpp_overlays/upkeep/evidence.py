@@ -47,7 +47,13 @@ class ProbedPart:
     shape: str | None
     evidence: str
     has_seams: bool
-    """Whether the overlay declares seams for the shape."""
+    """Whether the overlay declares seams for the shape, a gate advice."""
+    gate: bool = False
+    """Whether there is nothing to install."""
+    opt_in: bool = False
+    """Whether it is off until somebody switches it on; its reproducer does."""
+    beside: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    """Versions of what a gate is also about."""
     left_alone: str | None
     """Why it declares none, where it says so."""
 
@@ -91,8 +97,17 @@ class Probed:
 
     @property
     def versions(self) -> Mapping[str, str | None]:
-        """Version by target distribution."""
-        return {part.distribution: part.version for part in self.parts}
+        """Version by distribution that it is about."""
+        return {
+            name: version
+            for part in self.parts
+            for name, version in {**part.beside, part.distribution: part.version}.items()
+        }
+
+    @property
+    def is_gate(self) -> bool:
+        """Whether there is nothing to install."""
+        return all(part.gate for part in self.parts)
 
     def within(self, case: HasTargets) -> Probed:
         """Return the same of the parts alone that a case is about."""

@@ -13,9 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacpp_overlays import distributions, install, lane
+from megacpp_overlays import distributions, lane
 from megacpp_overlays.ledger import due
-from megacpp_overlays.model import Overlay
+from megacpp_overlays.model import Gate, Overlay
+from megacpp_overlays.probing import examine
 from megacpp_overlays.repro import ending, inventory, runner
 from megacpp_overlays.repro.transcript import Transcript
 from megacpp_overlays.source import InstalledTree
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _probed(part: Overlay, overlays: Sequence[Overlay]) -> dict[str, object]:
-    finding = install.examine(part, InstalledTree())
+    finding = examine(part, InstalledTree())
     return {
         "overlay": part.id,
         "module": part.target.module,
@@ -44,7 +45,10 @@ def _probed(part: Overlay, overlays: Sequence[Overlay]) -> dict[str, object]:
         "verdict": finding.verdict.value,
         "shape": finding.shape,
         "evidence": finding.summary(),
-        "has_seams": finding.shape in part.replacements,
+        "has_seams": finding.shape in (part.unsupported if isinstance(part, Gate) else part.replacements),
+        "gate": isinstance(part, Gate),
+        "opt_in": part.opt_in,
+        "beside": {name: distributions.version(name) for name in part.beside} if isinstance(part, Gate) else {},
         "left_alone": part.unsupported.get(finding.shape or ""),
         "due": _is_due([each for each in overlays if each.id == part.id]),
     }

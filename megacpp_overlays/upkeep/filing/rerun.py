@@ -24,10 +24,13 @@ from megacpp_overlays.upkeep.filing.checks import Check, Outcome
 NAME = "reproducer"
 
 _REPAIR = frozenset({Sentinel.BUG_REPRODUCED, Sentinel.FIX_VALIDATED})
+_CLAIM = frozenset({Sentinel.CLAIM_HOLDS})
+"""What a pack that is held may show instead: the reason why there is nothing to repair."""
 _WANTED: Mapping[str, frozenset[Sentinel]] = {
     "overlay": _REPAIR,
     "fork": _REPAIR,
     "held": _REPAIR,
+    "gate": frozenset({Sentinel.BUG_REPRODUCED}),
     "bug report": frozenset({Sentinel.BUG_REPRODUCED}),
     "regression guard": frozenset({Sentinel.BUG_NOT_PRESENT}),
 }
@@ -59,6 +62,8 @@ def check(
     except OverlayError as error:
         return Check(name=NAME, outcome=Outcome.FAILED, reason=f"it cannot run: {error}")
     wrong = _wrong_with(receipt, _WANTED[kind])
+    if wrong and kind == "held":
+        wrong = _wrong_with(receipt, _CLAIM)
     earned = ", ".join(f"{claim['sentinel']} ({claim['case']})" for claim in receipt["claims"])
     return Check(
         name=NAME,

@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 from pathlib import Path, PurePosixPath
 
 from megacpp_overlays.errors import SourceError, UpkeepError
-from megacpp_overlays.source import ModuleSource
+from megacpp_overlays.source import ModuleSource, ShippedFile
 
 _TOPS = ("", "src/")
 
@@ -57,6 +57,13 @@ class FileTree(ABC):
                     return ModuleSource(name, path, importlib.util.decode_source(raw))
                 except (SyntaxError, UnicodeDecodeError) as error:
                     raise SourceError(f"{path}: cannot be decoded: {error}") from error
+        return None
+
+    def shipped(self, package: str, path: str) -> ShippedFile | None:
+        """Return a file in the folder of a package, with its path in the tree."""
+        for place in (f"{top}{package.replace('.', '/')}/{path}" for top in _TOPS):
+            if (raw := self.read(place)) is not None:
+                return ShippedFile(place, raw.decode(errors="replace"))
         return None
 
 

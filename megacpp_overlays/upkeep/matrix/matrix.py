@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megacpp_overlays.errors import UpkeepError
-from megacpp_overlays.model import Evidence, Finding, Overlay, Target, Verdict
+from megacpp_overlays.model import Evidence, Finding, Gate, Overlay, Target, Verdict
 from megacpp_overlays.repro import judge
 from megacpp_overlays.source import Remembered
 from megacpp_overlays.upkeep.matrix.archives import Archives
@@ -138,6 +138,8 @@ def choose(overlays: Sequence[Overlay], target: str | None) -> dict[str, list[Ov
     Raises:
         UpkeepError: the target is neither; the text has the nearest names.
     """
+    # What one release alone does not decide has no place in a table of releases.
+    overlays = [part for part in overlays if not isinstance(part, Gate)]
     names = list(dict.fromkeys(part.target.distribution for part in overlays))
     ids = list(dict.fromkeys(part.id for part in overlays))
     if target is not None and target not in {*names, *ids}:

@@ -74,6 +74,7 @@ def shown(facts: Facts) -> tuple[Shown, ...]:
     return tuple(found)
 
 
-def proof(verdict: Verdict, cases: Iterable[Shown]) -> tuple[Shown, ...]:
-    """Return the cases that show that a verdict is true of the parts that they are about."""
-    return tuple(each for each in cases if verdict in _PROOF and each.sentinels >= _PROOF[verdict])
+def proof(verdict: Verdict, cases: Iterable[Shown], *, gate: bool = False) -> tuple[Shown, ...]:
+    """Return the cases that show that a verdict is true of the parts that they are about; a gate shows no fix."""
+    needed = _PROOF.get(verdict, frozenset()) - ({Sentinel.FIX_VALIDATED} if gate else set())
+    return tuple(each for each in cases if needed and each.sentinels >= needed)

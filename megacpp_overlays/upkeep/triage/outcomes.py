@@ -2,7 +2,8 @@
 
     verdict on `to`              what is shown there                            outcome
     BROKEN, all shapes seamed    the seams install; a case shows the bug        keep
-                                 without the overlay and the fix with it
+                                 without the overlay and the fix with it;
+                                 of a gate, that it says so and a case shows it
     FIXED                        a case shows that the bug is not present       retire
     ABSENT                       it was absent on `from`, or `to` does not      absent: nothing to carry, nothing
                                  pin its distribution                           to retire
@@ -26,6 +27,9 @@ from megacpp_overlays.model import Decision, Verdict
 from megacpp_overlays.repro.judge import Sentinel
 from megacpp_overlays.upkeep.evidence import Decided, Probed, uncovered
 from megacpp_overlays.upkeep.triage.facts import Facts, Shown, proof, shown
+
+_IN_PLACE = frozenset({Decision.ACTIVE, Decision.GATED})
+_OFFERED = frozenset({Decision.ACTIVE, Decision.DISABLED})
 
 
 class Outcome(enum.Enum):
@@ -103,7 +107,8 @@ def _partly_gone(facts: Facts, cases: Sequence[Shown]) -> Ruling | None:
     """Return the conflict about broken parts that are gone while others are there, or None."""
     before = {part.target: part.verdict for part in facts.before.parts}
     moved = any(
-        before.get(part.target, Verdict.ABSENT) is Verdict.ABSENT and not uncovered([part], proof(part.verdict, cases))
+        before.get(part.target, Verdict.ABSENT) is Verdict.ABSENT
+        and not uncovered([part], proof(part.verdict, cases, gate=part.gate))
         for part in facts.after.parts
         if part.verdict is not Verdict.ABSENT
     )
@@ -139,14 +144,19 @@ def _judge_broken(facts: Facts, cases: Sequence[Shown]) -> Ruling:
         return _conflict("its probe says BROKEN, and its retirement check says that it is due", "repair the check")
     if isinstance(facts.decided, str):
         here = [each for each in cases if each.receipt is None]
-        if uncovered(after.telling, proof(Verdict.BROKEN, here)):
+        if uncovered(after.telling, proof(Verdict.BROKEN, here, gate=after.is_gate)):
             return _conflict(f"whether it installs is not known: {facts.decided}", "repair the environment")
     elif inactive := _inactive(after, facts.decided):
         return _conflict(f"it does not install: {inactive}", "repair the overlay for the new code")
     if problem := _not_shown(facts, cases):
         return problem
     since = "broken from here on" if facts.before.verdict in {Verdict.ABSENT, Verdict.FIXED} else "still broken"
-    reason = f"{since}; the seams install, and the reproducer shows bug and fix"
+    shows = (
+        "the gate says so, and the reproducer shows it"
+        if after.is_gate
+        else "the seams install, and the reproducer shows bug and fix"
+    )
+    reason = f"{since}; {shows}"
     return Ruling(outcome=Outcome.KEEP, reason=reason, to_do="")
 
 
@@ -156,7 +166,9 @@ def _inactive(after: Probed, decided: Sequence[Decided]) -> str:
     wanting = []
     for part in after.parts:
         each = found.get(part.target)
-        if part.verdict is Verdict.BROKEN and (each is None or each.decision is not Decision.ACTIVE):
+        if part.verdict is Verdict.BROKEN and (
+            each is None or each.decision not in (_OFFERED if part.opt_in else _IN_PLACE)
+        ):
             wanting.append(
                 f"{part.target} {each.decision.value}: {each.reason}" if each else f"{part.target} undecided"
             )
@@ -174,7 +186,7 @@ def _not_shown(facts: Facts, cases: Sequence[Shown]) -> Ruling | None:
             disagreeing.append(f"the probe says {probed.value}, {each}")
     if disagreeing:
         return _conflict(f"probe and behaviour disagree: {'; '.join(disagreeing)}", "repair the probe")
-    missing = uncovered(after.telling, proof(after.verdict, cases))
+    missing = uncovered(after.telling, proof(after.verdict, cases, gate=after.is_gate))
     return _unproven(facts, missing, cases) if missing else None
 
 

@@ -1,0 +1,42 @@
+"""Functions in C++ text that a package ships, compared by what they say and not by how they are laid out."""
+
+from __future__ import annotations
+
+import re
+
+from megacpp_overlays.model import Evidence
+from megacpp_overlays.source import ModuleSource, ShippedFile
+
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+
+
+def function(file: ShippedFile, head: str) -> str | None:
+    """Return the text of the one function that begins with `head`, without comments and with single spaces.
+
+    Returns:
+        None when there is no such text, when it occurs more than once, or when its braces do not close.
+    """
+    text = _COMMENT.sub("", file.text)
+    if text.count(head) != 1:
+        return None
+    start = text.index(head)
+    opening = text.find("{", start)
+    depth = 0
+    for place in range(opening, len(text)) if opening >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return " ".join(text[start : place + 1].split())
+    return None
+
+
+def at(file: ShippedFile | ModuleSource, mark: str, seen: str) -> Evidence:
+    """Return evidence with the line of a mark, without one where the text has no such mark."""
+    before, found, _ = file.text.partition(mark)
+    return Evidence(seen=seen, file=file.path, line=before.count("\n") + 1 if found else None)
+
+
+def digest(text: str) -> str:
+    """Return 16 hexadecimal digits of a text."""
+    import hashlib  # noqa: PLC0415 - only where such a package is installed
+
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,97 @@
+"""Does `import megatron.core` ask CUDA what the device is?
+
+Megatron-LM main has constants in `megatron.core.ssm.ops.gdp.common` that hold the name and the capability of device 0
+(#6538, 2026-08-17), evaluated when the module is executed. Since #6595 (2026-08-20) an import of `megatron.core` alone
+gets there, by way of the inference contexts. Asking initialises CUDA in the process.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+
+from megacpp_overlays.errors import SourceError
+from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unrecognised
+from megacpp_overlays.model import Evidence, Finding, Target
+from megacpp_overlays.source import ModuleSource, SourceTree
+
+_PACKAGE = "megatron.core.ssm.ops.gdp"
+TARGET = Target(distribution="megatron-core", module=f"{_PACKAGE}.common", symbol="IS_NVIDIA_HOPPER")
+WITH_THE_PACKAGE = "asked-with-the-package"
+WITH_HYBRID_MODELS = "asked-with-hybrid-models"
+
+_REACHED_FROM = "megatron.core.inference.contexts.dynamic_context"
+"""What `import megatron.core` executes on main, and what has imported the kernels since #6595."""
+_HARMLESS = {"is_available", "is_initialized"}
+"""What `torch.cuda` answers without initialising itself."""
+
+
+def probe(tree: SourceTree) -> Finding:
+    """Return whether the import asks, and how much has to be imported for that."""
+    try:
+        source = tree.module(TARGET.module)
+        if source is None:
+            return absent(f"there is no {TARGET.module}")
+        asking = next(_asking(source.syntax.body), None)
+        if asking is None:
+            return fixed(Evidence(seen="nothing asks for the device when it is imported", file=source.path))
+        seen = at(source, asking, f"{ast.unparse(asking.func)} is called by the import")
+        reached = _reached(tree)
+    except SourceError as error:
+        return unrecognised(Evidence(seen=str(error)))
+    return broken(WITH_HYBRID_MODELS, seen) if reached is None else broken(WITH_THE_PACKAGE, seen, reached)
+
+
+def _reached(tree: SourceTree) -> Evidence | None:
+    source: ModuleSource | None = tree.module(_REACHED_FROM)
+    for node in source.syntax.body if source is not None else ():
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_PACKAGE) and source is not None:
+            return at(source, node, "imported with megatron.core")
+    return None
+
+
+def _asking(body: Sequence[ast.stmt]) -> Iterator[ast.Call]:
+    """Yield the questions about a device that are asked when a module is executed.
+
+    A function asks when it is called: by a statement of the module, or by a function that one calls.
+    """
+    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    imported = {
+        alias.asname or alias.name
+        for node in body
+        if isinstance(node, ast.ImportFrom) and node.module == "torch.cuda"
+        for alias in node.names
+        if alias.name not in _HARMLESS
+    }
+    waiting = [node for node in body if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    waiting += [each for node in functions.values() for each in _executed_with(node)]
+    called: set[str] = set()
+    while waiting:
+        for call in _calls_at_once(waiting.pop()):
+            name = call.func.id if isinstance(call.func, ast.Name) else None
+            if name in imported or _asks_cuda(call.func):
+                yield call
+            elif name in functions and name not in called:
+                called.add(name)
+                waiting += functions[name].body
+
+
+def _asks_cuda(function: ast.expr) -> bool:
+    if not isinstance(function, ast.Attribute) or function.attr in _HARMLESS:
+        return False
+    return ast.unparse(function.value) in {"torch.cuda", "cuda"}
+
+
+def _executed_with(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.stmt]:
+    """Return what a definition executes: its decorators and the defaults of its arguments."""
+    found = [*function.decorator_list, *function.args.defaults, *filter(None, function.args.kw_defaults)]
+    return [ast.Expr(value=each) for each in found]
+
+
+def _calls_at_once(node: ast.AST) -> Iterator[ast.Call]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        return
+    if isinstance(node, ast.Call):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _calls_at_once(child)

@@ -1,0 +1,99 @@
+"""Is TMA lowering switched on for the Mamba-3 MIMO backward, on a TileLang that copies two axes only?
+
+The kernels keep shared memory with three axes. Up to tilelang 0.1.8 a bulk copy checks that a layout has exactly two and
+ends the compilation; 0.1.9 takes three. mamba-ssm as published switches TMA lowering off in every kernel, so the
+combination only exists where somebody switched it on.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from megacpp_overlays.errors import SourceError
+from megacpp_overlays.feature_probes import cpp_source
+from megacpp_overlays.feature_probes.findings import absent, at, broken, conclusion, fixed, unrecognised
+from megacpp_overlays.model import Evidence, Finding, Target, Verdict
+from megacpp_overlays.source import ModuleSource, SourceTree, shipped
+
+_PACKAGE = "mamba_ssm.ops.tilelang.mamba3"
+TARGET = Target(distribution="mamba-ssm", module=f"{_PACKAGE}.mamba3_mimo_bwd", symbol="mamba_mimo_bwd_bwd")
+TWO_AXES_ONLY = "two-axes-only"
+
+_MODULES = (TARGET.module, f"{_PACKAGE}.mamba3_mimo_bwd_varlen")
+_FILES = ("src/op/copy.cc", "src/backend/cuda/op/copy.cc", "src/cuda/op/copy.cc")
+"""Where the lowering of a bulk copy was, up to 0.1.9, in 0.1.10, and since 0.1.11."""
+_CHECK = 'InputDim() == 2) << "Cannot detect TMA layout."'
+_TAKES_MORE = {
+    "d84f40822b67bb46": "0.1.9",
+    "039fd3d9ccaa9fec": "0.1.10",
+    "4e390249da185bd1": "0.1.11",
+    "0c528350d7222e89": "0.1.12",
+    "93dc4d94a2e347c3": "0.1.13",
+    "7c703c63d08f7060": "0.1.14",
+    "7c23a7ac88e6c3f2": "0.1.15",
+}
+"""Releases whose bulk copy takes more than two axes, by the text of the file that lowers it."""
+_SWITCH = "TL_DISABLE_TMA_LOWER"
+_AS_PUBLISHED = f"@tilelang.jit(out_idx=[],pass_configs={{tilelang.PassConfigKey.{_SWITCH}:True,"
+"""How every kernel of 2.3.2.post1 and main begins, without spaces."""
+
+
+def probe(tree: SourceTree) -> Finding:
+    """Return whether a kernel asks for what TileLang cannot do."""
+    try:
+        kernels = [source for name in _MODULES if (source := tree.module(name)) is not None]
+        if not kernels:
+            return absent(f"there is no {TARGET.module}")
+        if tree.module("tilelang") is None:
+            return absent("there is no tilelang")
+        files = [file for path in _FILES if (file := shipped(tree, "tilelang", path)) is not None]
+        for file in files:
+            if (seen := cpp_source.digest(file.text)) in _TAKES_MORE:
+                taken = f"a bulk copy takes more than two axes, as in {_TAKES_MORE[seen]}"
+                return fixed(Evidence(seen=taken, file=file.path))
+        on = [found for source in kernels for found in _switched_on(source)]
+    except SourceError as error:
+        return unrecognised(Evidence(seen=str(error)))
+    if not on:
+        off = Evidence(seen="every kernel switches TMA lowering off", file=kernels[0].path)
+        return conclusion(Verdict.ABSENT, None, off)
+    for file in files:
+        if _CHECK in " ".join(file.text.split()):
+            return broken(TWO_AXES_ONLY, *on, Evidence(seen="a bulk copy takes two axes", file=file.path))
+    return unrecognised(*on, Evidence(seen="how tilelang lowers a bulk copy was not read"))
+
+
+def _switched_on(source: ModuleSource) -> list[Evidence]:
+    """Return the kernels of a module that do not switch TMA lowering off.
+
+    Raises:
+        SourceError: there is no kernel, or one has no options that can be read.
+    """
+    text = "".join(source.text.split())
+    if 0 < text.count("@tilelang.jit(") == text.count(_AS_PUBLISHED):
+        return []  # as published; parsing 70 kilobytes takes longer than the rest of a start
+    kernels = [
+        (node, decorator)
+        for node in source.syntax.body
+        if isinstance(node, ast.FunctionDef)
+        for decorator in node.decorator_list
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) in {"tilelang.jit", "jit"}
+    ]
+    if not kernels:
+        raise SourceError(f"{source.path}: there is no function under tilelang.jit")
+    return [at(source, node, f"{node.name} has TMA lowering on") for node, how in kernels if not _is_off(source, how)]
+
+
+def _is_off(source: ModuleSource, decorator: ast.Call) -> bool:
+    options = next((each.value for each in decorator.keywords if each.arg == "pass_configs"), None)
+    if options is None:
+        return False  # on is the default
+    if not isinstance(options, ast.Dict):
+        raise SourceError(f"{source.path}:{decorator.lineno}: pass_configs is no dict of literals")
+    for key, value in zip(options.keys, options.values, strict=True):
+        name = "" if key is None else ast.unparse(key)
+        if name.endswith(f".{_SWITCH}") or "tma_lower" in name:
+            if isinstance(value, ast.Constant) and isinstance(value.value, bool):
+                return value.value
+            raise SourceError(f"{source.path}:{value.lineno}: {_SWITCH} is no literal")
+    return False

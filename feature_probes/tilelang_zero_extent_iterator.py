@@ -1,0 +1,44 @@
+"""Does TileLang's layout inference divide by zero where splits cover more than an iterator?
+
+`get_unused_iters` compares what the splits cover with the extent of the iterator. Up to 0.1.11 only equality counts as
+covered, so that more than that leaves an iterator of extent zero, and a later pass divides by it. 0.1.12 and newer
+count more than the extent as covered, too. The wheels for Linux, macOS and Windows ship the C++ that they were built
+from, and it is the same on all platforms; 0.1.6.post1 ships none.
+"""
+
+from __future__ import annotations
+
+from megacpp_overlays.errors import SourceError
+from megacpp_overlays.feature_probes import cpp_source
+from megacpp_overlays.feature_probes.findings import absent, broken, fixed, unrecognised
+from megacpp_overlays.model import Evidence, Finding, Target
+from megacpp_overlays.source import SourceTree, shipped
+
+TARGET = Target(distribution="tilelang", module="tilelang.transform", symbol="LayoutInference")
+EQUALITY_ONLY = "only-equality-covers"
+
+_FILE = "src/layout/utils.cc"
+_HEAD = "Array<IterSplitExpr> get_unused_iters("
+_BROKEN = {"2ae53ddd30be047f": "0.1.6.post2 to 0.1.7.post1", "6e540dc9db6f42f3": "0.1.7.post3 to 0.1.11"}
+_REPAIR = "analyzer->CanProve(expected_lower_factor > mark->extent)"
+"""The condition that 0.1.12 added, and that 0.1.15 still has."""
+
+
+def probe(tree: SourceTree) -> Finding:
+    """Return whether layout inference has the defect, from the C++ beside the modules."""
+    try:
+        if tree.module("tilelang") is None:
+            return absent("there is no tilelang")
+        file = shipped(tree, "tilelang", _FILE)
+    except SourceError as error:
+        return unrecognised(Evidence(seen=str(error)))
+    if file is None:
+        return unrecognised(Evidence(seen=f"tilelang ships no {_FILE}, so its layout inference cannot be read"))
+    body = cpp_source.function(file, _HEAD)
+    if body is None:
+        return unrecognised(Evidence(seen="there is no get_unused_iters, or more than one", file=file.path))
+    if _REPAIR in body:
+        return fixed(cpp_source.at(file, _REPAIR, "splits that cover more than the iterator count as covering it"))
+    if (seen := cpp_source.digest(body)) in _BROKEN:
+        return broken(EQUALITY_ONLY, cpp_source.at(file, _HEAD, f"as in {_BROKEN[seen]}"))
+    return unrecognised(cpp_source.at(file, _HEAD, f"get_unused_iters has an unknown body {seen}"))

@@ -1,0 +1,174 @@
+"""Keep `A_log` and `D` of Megatron's own Mamba mixers in fp32: off unless its variable says `on`.
+
+The constructors create them in fp32, with a comment to keep them so, and `Float16Module` casts them with everything
+else. This overlay casts nothing: after upstream's constructor it marks the parameters with `keep_in_fp32`, and whoever
+honours marks leaves them alone: the overlay `float16-fp32-exemption` on releases up to 0.19.2, `Float16Module` itself on
+main and dev. If that overlay is switched off, the marks have no effect there. Every place in the mixers that reads
+the two takes fp32 beside half-precision activations; the probe knows them all.
+
+It is off by default because it changes what is trained and what is saved:
+    A checkpoint then holds the two in fp32. Model weights load either way, and are rounded when they go back; what was
+    lost in bf16 stays lost. Optimizer state of `Float16OptimizerWithFloat16Params` loads into a run with the overlay and
+    not back: a run without it asks for an fp32 copy that was not saved. See pack 21.
+    The fp32 parameters get a gradient buffer of their own, and CPU offload refuses them up to 0.19.2 (see
+    `float16-fp32-exemption`).
+What it gains is small: `benchmarks/mixer_parameters.md`. Half precision moves a decay rate by up to 0.8 percent; both
+optimizers keep an fp32 copy of what is cast, so updates are not lost without it.
+
+The gated delta net creates its own `A_log` and `dt_bias` in `params_dtype`: there is nothing to keep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from megacpp_overlays.feature_probes import float16_mixer_parameters as feature
+from megacpp_overlays.fp32_marks import MARK, keep_in_fp32
+from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Thread, Verdict
+from megacpp_overlays.source import SourceTree
+
+
+def _marking(names: tuple[str, ...]) -> Callable[[Callable[..., Any], ModuleType], Callable[..., Any]]:
+    def make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
+        import torch
+
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it becomes a constructor
+            original(self, *args, **kwargs)
+            for name in names:
+                if getattr(self, name).dtype is torch.float32:
+                    keep_in_fp32(getattr(self, name))
+
+        return __init__
+
+    return make
+
+
+def observe(module: ModuleType, mixer: feature.Mixer, *, unbuilt: bool) -> Observation:
+    """Build a small mixer on the CPU: are its fp32 parameters marked?
+
+    Args:
+        module: the target.
+        mixer: which of its classes.
+        unbuilt: the answer where an import that the constructor asks for is missing: nobody can build one then.
+    """
+    import torch
+
+    try:
+        with _on_the_cpu(module), torch.random.fork_rng(devices=[]):
+            built = _build(module, mixer)
+    except ImportError as error:
+        return Observation(broken=unbuilt, seen=f"no {mixer.class_name} can be built here: {error}")
+    fp32 = [name for name in mixer.parameters if getattr(built, name).dtype is torch.float32]
+    marked = [name for name in fp32 if getattr(getattr(built, name), MARK, False)]
+    seen = f"{len(marked)} of {len(fp32)} fp32 parameters of a {mixer.class_name} are marked"
+    return Observation(broken=not fp32 or marked != fp32, seen=seen)
+
+
+def _build(module: ModuleType, mixer: feature.Mixer) -> Any:
+    import torch
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    class Projection(torch.nn.Module):  # type: ignore[misc]  # torch is not typed here
+        def __init__(self, *_: Any, **__: Any) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.empty(0, device="cpu"))
+            self.bias = None
+
+    cls = getattr(module, mixer.class_name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # 0.19.2 warns about its own defaults
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=16,
+            num_attention_heads=1,
+            mamba_state_dim=8,
+            mamba_num_heads=4,
+            mamba_head_dim=8,
+            mamba_num_groups=1,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+        )
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    submodules = getattr(module, f"{mixer.class_name}Submodules")(in_proj=Projection, out_proj=Projection)
+    # Until 0.14.0 the groups had another name.
+    names = inspect.signature(cls.__init__).parameters
+    groups = "model_comm_pgs" if "model_comm_pgs" in names else "pg_collection"
+    return cls(config, submodules, 16, layer_number=1, **{groups: SimpleNamespace(tp=group, cp=group)})
+
+
+@contextlib.contextmanager
+def _on_the_cpu(module: ModuleType) -> Iterator[None]:
+    """Let a constructor of this module, in this thread, build on the CPU; CUDA is neither asked nor initialised."""
+    names = vars(module)
+    torch, tracker = names["torch"], names["get_cuda_rng_tracker"]
+    here = threading.get_ident()
+
+    def chosen(ours: Callable[[], Any], theirs: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: ours() if threading.get_ident() == here else theirs()
+
+    cuda = _Instead(torch.cuda, current_device=chosen(lambda: "cpu", torch.cuda.current_device))
+    names["torch"] = _Instead(torch, cuda=cuda)
+    names["get_cuda_rng_tracker"] = chosen(lambda: SimpleNamespace(fork=contextlib.nullcontext), tracker)
+    try:
+        yield
+    finally:
+        names["torch"], names["get_cuda_rng_tracker"] = torch, tracker
+
+
+class _Instead:
+    """A module with some of its names replaced, for whoever holds this object."""
+
+    def __init__(self, module: ModuleType, **replaced: Any) -> None:
+        self._module = module
+        vars(self).update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _part(mixer: feature.Mixer, probe: Callable[[SourceTree], Finding]) -> Overlay:
+    def retired(tree: SourceTree) -> bool:
+        return probe(tree).verdict is Verdict.FIXED
+
+    return Overlay(
+        id="float16-mixer-parameters",
+        pack=21,
+        title="Megatron's own Mamba mixers keep A_log and D in fp32",
+        target=mixer.target,
+        probe=probe,
+        replacements={
+            feature.UNMARKED: (Replacement(symbol=mixer.target.symbol, make=_marking(mixer.parameters)),),
+        },
+        unsupported={},
+        witness=functools.partial(observe, mixer=mixer, unbuilt=True),
+        self_test=functools.partial(observe, mixer=mixer, unbuilt=False),
+        opt_in=True,
+        breaks="A_log and D of a Mamba mixer, created in fp32 to keep them so, are rounded when the model is wrapped",
+        retire_when="every Mamba mixer of Megatron that creates parameters in fp32 marks them with keep_in_fp32",
+        retired=retired,
+        threads=(
+            Thread(
+                repository="NVIDIA/Megatron-LM", number=5929, state="merged to main 2026-08-10: marks, none set here"
+            ),
+            Thread(repository="radixark/miles", number=975, state="merged, opened 2026-04-13: A_log of a Qwen in fp32"),
+            Thread(
+                repository="EleutherAI/DeeperSpeed", number=61, state="merged, opened 2024-03-07: A_log and D in fp32"
+            ),
+        ),
+        last_validated="2026-11-21, H200, torch 2.11.0+cu130, megatron-core 0.19.2 with mamba-ssm 2.3.2.post1: a mixer, a small hybrid model and "
+        "checkpoints; x86-64 without GPU: megatron-core 0.14.0, 0.16.1, 0.17.1, 0.18.2, 0.19.2, main d98e8a64dd and "
+        "dev d48bd6be0a loaded, checkpoints of 0.19.2 through files; 0.13.0 to 0.19.2 read",
+    )
+
+
+PARTS = (
+    _part(feature.MAMBA, feature.probe_mamba),
+    _part(feature.GATED_DELTA_PRODUCT, feature.probe_gated_delta_product),
+)

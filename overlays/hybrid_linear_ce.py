@@ -1,0 +1,274 @@
+"""Give Megatron's hybrid model the output layer that computes the fused linear cross entropy, as its GPT model has it.
+
+Two seams, and both do nothing unless the config says `cross_entropy_loss_fusion` with `cross_entropy_fusion_impl` of
+`linear`. After the constructor the output layer's class becomes upstream's own `LinearCrossEntropyModule`. It is the
+same object with the same parameter, hooks, and arguments, so state dicts, sharded ones, the tie to the embedding and
+whatever looks for a class by name (Megatron FSDP does) see what they see on a GPT model.
+
+`forward` runs upstream's own code, on a view of the model: the same model, but for an output layer that answers with
+the loss, and for the two steps behind it, which would make a loss of logits. Nothing is set on the model meanwhile.
+The loss comes out of the one call of the layer, where hooks that gather a sharded weight expect its use. Without
+labels, in inference above all, the layer makes logits as before.
+
+MuP multiplies logits, and there are none: the hidden states are multiplied, in the main loss and in that of MTP,
+(m h) W' for m (h W'). It is the same up to one rounding of the hidden states, and exact where the multiplier is a
+power of two. Upstream's GPT model does neither: its main loss ends in a TypeError, its MTP loss is not scaled.
+
+As on a GPT model with this loss: a label of -100 counts nothing, `runtime_gather_output` means nothing where a loss is
+asked for, and acceptance rates of MTP are not counted. MXFP8 for the output projection excludes it, which GPT says
+with a TypeError at the first step and this says when the model is built.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+from megacpp_overlays.feature_probes import hybrid_linear_ce as feature
+from megacpp_overlays.model import Observation, Overlay, Replacement, Thread, Verdict
+from megacpp_overlays.source import SourceTree
+
+_FUSED = "fuse_linear_cross_entropy"
+"""Attribute of a model whose output layer computes the loss; GPTModel has it, too."""
+
+
+class _View:
+    """Another object, with some attributes of its own; whatever else is asked or set is that object's."""
+
+    def __init__(self, seen: Any, **own: Any) -> None:
+        for name, value in {**own, "_seen": seen}.items():
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_seen"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_seen"], name, value)
+
+
+class _LayerThatAnswers(_View):
+    """An output layer that answers with the loss for these labels, and scales what goes into any loss."""
+
+    def __call__(self, hidden: Any, *, output_cross_entropy_loss: bool = False, **arguments: Any) -> Any:
+        layer, scale, labels = (vars(self)[name] for name in ("_seen", "_scale", "_labels"))
+        if not output_cross_entropy_loss and labels is None:
+            return layer(hidden, **arguments)
+        scaled = hidden if scale == 1.0 else hidden * scale
+        if output_cross_entropy_loss:
+            return layer(scaled, output_cross_entropy_loss=True, **arguments)
+        return layer(scaled, output_cross_entropy_loss=True, labels=labels, **arguments), None
+
+
+def _view(model: Any, labels: Any) -> _View:
+    """Return the model as upstream's forward is to see it."""
+    scale = model.config.mup_output_mult if model.config.use_mup else 1.0
+    own: dict[str, Any] = {"output_layer": _LayerThatAnswers(model.output_layer, _scale=scale, _labels=labels)}
+    if labels is not None:
+        own["_scale_logits"] = lambda loss: loss
+        own["compute_language_model_loss"] = lambda _labels, loss: loss
+    return _View(model, **own)
+
+
+def _fuse_output_layer(model: Any, layer_class: type, fp8_utils: ModuleType) -> None:
+    """Make the output layer of a new model one that computes the loss, where the config asks for that.
+
+    Raises:
+        ValueError: the config asks for an MXFP8 output projection, too.
+        TypeError: the output layer is not the one that upstream makes.
+    """
+    config = model.config
+    fused = bool(config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "linear")
+    setattr(model, _FUSED, fused)
+    layer = getattr(model, "output_layer", None)
+    if not fused or layer is None:
+        return
+    mxfp8 = getattr(fp8_utils, "is_mxfp8_output_proj_active", None)  # not in every tree that has the fused layer
+    if mxfp8 is not None and mxfp8(config):
+        raise ValueError(
+            'fp8_output_proj computes logits in MXFP8 and cross_entropy_fusion_impl="linear" computes none: '
+            'turn fp8_output_proj off, or choose "native"'
+        )
+    (plain,) = layer_class.__bases__
+    if type(layer) is not plain:
+        raise TypeError(f"the output layer is a {type(layer).__qualname__}, not the {plain.__qualname__} of upstream")
+    layer.__class__ = layer_class
+
+
+def _constructor(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
+    layer_class, fp8_utils = _upstream_parts()
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it becomes a constructor
+        original(self, *args, **kwargs)
+        _fuse_output_layer(self, layer_class, fp8_utils)
+
+    return __init__
+
+
+def _upstream_parts() -> tuple[type, ModuleType]:
+    """Return the class of the fused output layer, and the module that knows whether MXFP8 takes that layer."""
+    layer_class: type = getattr(importlib.import_module(feature.LINEAR), feature.LAYER)
+    return layer_class, importlib.import_module("megatron.core.fp8_utils")
+
+
+def _forward(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
+    def forward(
+        self: Any,
+        input_ids: Any,
+        position_ids: Any,
+        attention_mask: Any,
+        decoder_input: Any = None,
+        labels: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        asked = self.post_process and (labels is not None or self.mtp_process)
+        seen = _view(self, labels) if asked and getattr(self, _FUSED, False) else self
+        return original(seen, input_ids, position_ids, attention_mask, decoder_input, labels, *args, **kwargs)
+
+    return forward
+
+
+class _OutputLayer:
+    """Stands for an output layer, and remembers what it was asked."""
+
+    sequence_parallel = False
+
+    def __init__(self) -> None:
+        self.asked: dict[str, Any] = {}
+
+    def __call__(self, hidden: Any, **asked: Any) -> Any:
+        self.asked = {"hidden": hidden, **asked}
+        loss = hidden.sum(dim=-1).transpose(0, 1)
+        return loss if asked.get("output_cross_entropy_loss") else (hidden, None)
+
+
+class _Quiet(SimpleNamespace):
+    """A config in which whatever is not said is off."""
+
+    def __getattr__(self, name: str) -> Any:
+        return False
+
+
+def _try(module: ModuleType) -> tuple[str | None, bool]:
+    """Run the model's own forward, with a stack that does nothing.
+
+    Returns:
+        The error that upstream ends with, and whether the output layer was asked for the loss, of scaled hidden states,
+        and its answer came back.
+    """
+    import torch
+
+    hidden = torch.ones(3, 2, 4, device="cpu")
+    labels = torch.zeros(2, 3, dtype=torch.int64, device="cpu")
+    layer = _OutputLayer()
+    model = _Quiet(
+        config=_config(),
+        training=True,
+        pre_process=True,
+        post_process=True,
+        output_layer=layer,
+        embedding=lambda **_: hidden,
+        decoder=lambda hidden_states, **_: hidden_states,
+        position_embedding_type="none",
+        **{_FUSED: True},
+    )
+    for name in ("_scale_logits", "compute_language_model_loss"):
+        setattr(model, name, getattr(module.HybridModel, name).__get__(model))
+    try:
+        loss = module.HybridModel.forward(model, labels, labels, None, labels=labels)
+    except UnboundLocalError as error:
+        return f"UnboundLocalError: {error}", False
+    return None, layer.asked.get("labels") is labels and loss.tolist() == [[8.0] * 3] * 2
+
+
+def _witness(module: ModuleType) -> Observation:
+    error, _ = _try(module)
+    return Observation(broken=error is not None, seen=f"with linear the loss ends in {error or 'no error'}")
+
+
+def _self_test(module: ModuleType) -> Observation:
+    """Ask the same again; then ask what the view relies on of the layer and of the scale, with made-up numbers."""
+    error, right = _try(module)
+    layer_class, fp8_utils = _upstream_parts()
+    (plain,) = layer_class.__bases__
+    layer: Any = object.__new__(plain)
+    _fuse_output_layer(SimpleNamespace(config=_config(), output_layer=layer), layer_class, fp8_utils)
+    answers = {
+        f"the output layer is not asked for the loss: {error}": right,
+        f"the output layer is a {type(layer).__name__}": type(layer) is layer_class,
+        f"{feature.LAYER} does not give one loss for each label, as (batch, sequence)": _answers_by_label(layer_class),
+        "logits are not scaled by mup_output_mult under MuP": _scales(module.HybridModel),
+    }
+    wrong = [seen for seen, fine in answers.items() if not fine]
+    return Observation(broken=bool(wrong), seen="; ".join(wrong) or f"a {feature.LAYER} is asked for the loss")
+
+
+def _scales(model_class: Any) -> bool:
+    """Return whether MuP multiplies logits by what the view multiplies hidden states by."""
+    config = _config()
+    scaled = model_class._scale_logits(SimpleNamespace(config=config), 3.0)  # noqa: SLF001
+    return bool(scaled == 3.0 * config.mup_output_mult)
+
+
+def _config() -> _Quiet:
+    return _Quiet(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="linear", use_mup=True, mup_output_mult=2.0)
+
+
+def _answers_by_label(layer_class: Any) -> bool:
+    """Return whether the layer asks for losses by (sequence, batch) and gives them by (batch, sequence).
+
+    Its method runs with other globals, so nothing that other threads can see is touched and no device is asked.
+    """
+    import torch
+
+    method = layer_class._compute_linear_and_cross_entropy_loss  # noqa: SLF001 - the one that asks for the losses
+    made_up = {**method.__globals__, "linear_cross_entropy": lambda hidden, weight, labels, **_: labels.flatten() + 0.5}
+    computes = FunctionType(method.__code__, made_up, None, method.__defaults__, method.__closure__)
+    layer = _Quiet(config=_config())
+    setattr(layer, method.__name__, computes.__get__(layer))
+    labels = torch.arange(6, device="cpu").view(2, 3)
+    hidden, weight = torch.ones(3, 2, 4, device="cpu"), torch.ones(6, 4, device="cpu")
+    loss = layer_class.forward(layer, hidden, weight=weight, output_cross_entropy_loss=True, labels=labels)
+    return bool(torch.equal(loss, labels + 0.5))
+
+
+def _retired(tree: SourceTree) -> bool:
+    return feature.probe(tree).verdict is Verdict.FIXED
+
+
+OVERLAY = Overlay(
+    id="hybrid-linear-ce",
+    pack=11,
+    title="The hybrid model's output layer and MTP head compute the fused linear cross entropy, as the GPT model's do",
+    target=feature.TARGET,
+    probe=feature.probe,
+    replacements={
+        feature.PLAIN_OUTPUT_LAYER: (
+            Replacement(symbol="HybridModel.__init__", make=_constructor),
+            Replacement(symbol="HybridModel.forward", make=_forward),
+        ),
+    },
+    unsupported={},
+    witness=_witness,
+    self_test=_self_test,
+    opt_in=False,
+    breaks=(
+        'a hybrid model with cross_entropy_fusion_impl="linear" ends in UnboundLocalError at the first step, and with '
+        "MTP in a TypeError"
+    ),
+    retire_when="HybridModel of every supported Megatron makes a LinearCrossEntropyModule and asks it for the loss",
+    retired=_retired,
+    threads=(
+        Thread(repository="NVIDIA/Megatron-LM", number=3226, state="merged to dev 2026-02-04, wired both models"),
+        Thread(repository="NVIDIA/Megatron-LM", number=3207, state="merged to main 2026-02-04, MTP for hybrid models"),
+        Thread(repository="NVIDIA/Megatron-LM", number=3574, state="merged to dev 2026-02-26, main taken in; lost it"),
+        Thread(repository="NVIDIA/Megatron-LM", number=4099, state="merged 2026-04-19 to main, renames the model"),
+    ),
+    last_validated=(
+        "2026-11-21, H200, torch 2.11.0+cu130: dev 945f6a8f05db trained with Mamba layers and MTP; x86-64 without GPU: dev "
+        "d48bd6be0a trained on the CPU, alone and on two ranks; its "
+        "history since 2026-04-22, releases 0.14.0 to 0.19.2 and main d98e8a64dd read"
+    ),
+)

@@ -1,0 +1,53 @@
+"""Say that Mamba-3 SISO may be wrong on Blackwell, before a run finds out by its loss.
+
+Which GPUs there are decides, and asking for them must not initialise CUDA. Where it cannot be known, as on a login node,
+the gate says for which devices it matters.
+"""
+
+from __future__ import annotations
+
+from megacpp_overlays import gpus
+from megacpp_overlays.feature_probes import mamba3_siso_pipelining as feature
+from megacpp_overlays.model import Evidence, Finding, Gate, Thread, Verdict
+from megacpp_overlays.source import SourceTree
+
+_CONCERNED = frozenset({10, 12})
+"""Major compute capabilities of the devices with the defect."""
+
+
+def _probe(tree: SourceTree) -> Finding:
+    found = feature.probe(tree)
+    if found.verdict is not Verdict.BROKEN:
+        return found
+    there = gpus.capabilities()
+    if there is None or any(major in _CONCERNED for major, _ in there):
+        return found
+    names = ", ".join(f"{major}.{minor}" for major, minor in sorted(there))
+    seen = Evidence(seen=f"every GPU of this host has compute capability {names}")
+    return Finding(verdict=Verdict.ABSENT, shape=None, evidence=(*found.evidence, seen))
+
+
+def _retired(tree: SourceTree) -> bool:
+    return feature.probe(tree).verdict is Verdict.FIXED
+
+
+OVERLAY = Gate(
+    id="mamba3-siso-pipelining",
+    pack=19,
+    title="the tuner of the Mamba-3 SISO forward kernel may choose what is wrong on Blackwell",
+    target=feature.TARGET,
+    beside=("triton",),
+    probe=_probe,
+    unsupported={
+        feature.ANY_STAGES: "on compute capability 10 and 12, build mamba-ssm from main (#997, in no release), or leave one stage in "
+        "the configurations of mamba3_siso_fwd_kernel before its first call: kernel.configs = [c for c in kernel.configs if "
+        "c.num_stages == 1]; other GPUs are not concerned",
+    },
+    breaks="the SISO forward pass may be wrong on Blackwell without an error",
+    retire_when="every supported mamba-ssm has #997, or Triton compiles the kernel right",
+    retired=_retired,
+    threads=(
+        Thread(repository="state-spaces/mamba", number=997, state="merged 2026-07-23, in no release on 2026-11-21"),
+    ),
+    last_validated="2026-11-21, H200: not concerned; read in 2.3.2.post1 and main e9594ce; no Blackwell was at hand",
+)

@@ -1,0 +1,1 @@
+"""Stand-in for `megatron.core.models` of Megatron-LM dev: same names, signatures and behaviour, none of its code."""
