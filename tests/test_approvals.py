@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def at_a_terminal(packs: Packs, *typed: str) -> tuple[int, str]:
     for answer in typed:
         screen += read_until(ours, next(questions))
         if answer == INTERRUPT:
-            interrupt(process)
+            interrupt(process, ours)
         else:
             os.write(ours, answer.encode() if answer == END else f"{answer}\n".encode())
     screen += read_until(ours, None)
@@ -70,12 +71,15 @@ def at_a_terminal(packs: Packs, *typed: str) -> tuple[int, str]:
     return process.wait(60), screen
 
 
-def interrupt(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGINT until it is heeded: one that comes between the question and the wait for an answer is not."""
+def interrupt(process: subprocess.Popen[bytes], terminal: int) -> None:
+    """Send SIGINT until something is said about it: one between the question and the wait for an answer is not heeded.
+
+    Not until the process ends, which a busy host delays: another one on its way out would be its end.
+    """
     for _ in range(100):
         process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.2)
+        said, _, _ = select.select([terminal], [], [], 0.2)
+        if said:
             return
 
 
