@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 OURS, KEPT, UNMASKED = "ours", "ours, logits kept", "ours, none without a mask"
+SKIPPED, KEPT_SKIPPED = "ours, masked tokens left out", "ours, logits kept, masked tokens left out"
 THREE, FOUR = "three products", "four products"
 ENTRY = "ours, as Megatron calls it"
 EAGER, COMPILED = "PyTorch", "torch.compile"
@@ -142,7 +143,12 @@ def ours() -> list[Way]:
 
         return Way(name, "ours", reduction, loss, can)
 
-    choices = {OURS: Memory(logits="recompute"), KEPT: Memory(logits="keep")}
+    choices = {
+        OURS: Memory(logits="recompute"),
+        KEPT: Memory(logits="keep"),
+        SKIPPED: Memory(logits="recompute", masked="skip"),
+        KEPT_SKIPPED: Memory(logits="keep", masked="skip"),
+    }
     through_entry = Way(ENTRY, "ours", "none", entry_loss(), frozenset({"ignore_index", "vocabulary parallel"}))
     ways = [way(name, reduction, memory) for reduction in ("none", "mean") for name, memory in choices.items()]
     return [*ways, through_entry]

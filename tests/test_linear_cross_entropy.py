@@ -21,8 +21,13 @@ from megacpp_overlays.kernels.linear_cross_entropy_memory import Memory
 from megacpp_overlays.kernels.linear_cross_entropy_parallel import Group, Layer, Terms, backward_pass, forward_pass
 from megacpp_overlays.kernels.linear_cross_entropy_shard import Wanted
 
-WAYS = [Memory(block_classes=4), Memory(logits="keep")]
-"""Several blocks of classes, and the logits of the forward pass."""
+WAYS = [
+    Memory(block_classes=4),
+    Memory(logits="keep"),
+    Memory(block_classes=4, masked="skip"),
+    Memory(logits="keep", masked="skip"),
+]
+"""Several blocks of classes, and the logits of the forward pass; all tokens, and those that have a gradient."""
 
 
 def close(seen: torch.Tensor | None, true: torch.Tensor | None, tolerance: float = 1e-9) -> None:
@@ -102,7 +107,12 @@ TERMS = st.fixed_dictionaries(
     class_weight=st.sampled_from([None, "contiguous", "strided"]),
     reduction=st.sampled_from(["none", "sum", "mean"]),
     terms=TERMS,
-    memory=st.builds(Memory, logits=st.sampled_from(["recompute", "keep"]), block_classes=st.integers(0, 24)),
+    memory=st.builds(
+        Memory,
+        logits=st.sampled_from(["recompute", "keep"]),
+        block_classes=st.integers(0, 24),
+        masked=st.sampled_from(["compute", "skip"]),
+    ),
 )
 def test_loss_and_gradients_are_those_of_float64_autograd(
     seed: int,
@@ -502,7 +512,7 @@ def test_logits_that_are_one_block_are_computed_once(memory: Memory) -> None:
 
     shapes = products(lambda: found(inputs, memory=memory))
 
-    assert shapes == [(6, 9), (6, 4), (9, 4)]
+    assert shapes == [(6, 9), (9, 4), (6, 4)]
 
 
 def test_of_several_blocks_the_last_one_stays_and_the_others_are_computed_twice() -> None:
@@ -511,8 +521,25 @@ def test_of_several_blocks_the_last_one_stays_and_the_others_are_computed_twice(
     shapes = products(lambda: found(inputs, memory=Memory(block_classes=4)))
 
     forward = [(6, 1), (6, 4), (6, 4)]
-    last, others = [(6, 4), (4, 4)], [(6, 1), (6, 4), (1, 4), (6, 4), (6, 4), (4, 4)]
+    last, others = [(4, 4), (6, 4)], [(6, 1), (1, 4), (6, 4), (6, 4), (4, 4), (6, 4)]
     assert shapes == [*forward, *last, *others]
+
+
+@pytest.mark.parametrize("logits", ["recompute", "keep"])
+def test_tokens_without_a_gradient_are_left_out_of_the_products(logits: str) -> None:
+    inputs = draw(9, 4, 7)
+    inputs.arriving[:3] = 0.0
+    left = int((inputs.alive[3:]).sum())
+    blocks = 4 if logits == "recompute" else 0
+
+    shapes = products(lambda: found(inputs, memory=Memory(logits=logits, block_classes=blocks, masked="skip")))
+
+    last, others = [(4, 4), (left, 4)], [(left, 3), (3, 4), (left, 4)]
+    assert left == 5
+    if blocks:
+        assert shapes == [(9, 3), (9, 4), *last, *others]
+    else:
+        assert shapes == [(9, 7), (7, 4), (left, 4)]
 
 
 def test_a_frozen_leaf_saves_its_product() -> None:

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacpp_overlays.kernels import linear_cross_entropy_memory
 from megacpp_overlays.kernels.linear_cross_entropy_memory import (
     LOGITS,
+    MASKED,
     MEMORY_MIB,
     Logits,
+    Masked,
     Memory,
     from_environment,
     padded,
@@ -33,7 +35,7 @@ MIB = 2**20
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin as a new process does, and leave nothing behind."""
-    for name in (MEMORY_MIB, LOGITS):
+    for name in (MEMORY_MIB, LOGITS, MASKED):
         monkeypatch.delenv(name, raising=False)
     for name in ("_chosen", "_room_was_found"):
         monkeypatch.setattr(linear_cross_entropy_memory, name, None)
@@ -42,26 +44,29 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 # The environment
 
 
-def test_without_variables_256_mib_are_used_to_compute_logits_again() -> None:
-    assert from_environment() == Memory(extra_mib=256, logits=Logits.RECOMPUTE)
+def test_without_variables_256_mib_are_used_to_compute_logits_of_all_tokens_again() -> None:
+    assert from_environment() == Memory(extra_mib=256, logits=Logits.RECOMPUTE, masked=Masked.COMPUTE)
 
 
 def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MEMORY_MIB, "")
     monkeypatch.setenv(LOGITS, "")
+    monkeypatch.setenv(MASKED, "")
 
     assert from_environment() == Memory()
 
 
 @pytest.mark.parametrize("mib", [1, 512, 100_000])
 @pytest.mark.parametrize("logits", list(Logits))
-def test_variables_say_how_much_and_what_becomes_of_the_logits(
-    mib: int, logits: Logits, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("masked", list(Masked))
+def test_variables_say_how_much_and_what_becomes_of_logits_and_masked_tokens(
+    mib: int, logits: Logits, masked: Masked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEGACPP_LINEAR_CE_MEMORY_MIB", str(mib))
     monkeypatch.setenv("MEGACPP_LINEAR_CE_LOGITS", logits.value)
+    monkeypatch.setenv("MEGACPP_LINEAR_CE_MASKED", masked.value)
 
-    assert from_environment() == Memory(mib, logits)
+    assert from_environment() == Memory(mib, logits, masked=masked)
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "256MiB", "1e3", " 256", "many"])
@@ -75,10 +80,13 @@ def test_a_bad_amount_is_named_with_its_variable_and_what_is_allowed(
 
 
 @pytest.mark.parametrize("value", ["KEEP", "cache", "1", " keep"])
-def test_a_bad_way_is_named_with_its_variable_and_what_is_allowed(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LOGITS, value)
+@pytest.mark.parametrize(("name", "known"), [(LOGITS, "recompute, keep, auto"), (MASKED, "compute, skip")])
+def test_a_bad_way_is_named_with_its_variable_and_what_is_allowed(
+    name: str, known: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
 
-    with pytest.raises(ValueError, match=f"^{LOGITS} is '{value}'; it is one of recompute, keep, auto$"):
+    with pytest.raises(ValueError, match=f"^{name} is '{value}'; it is one of {known}$"):
         process_wide()
 
 
@@ -117,7 +125,7 @@ print(float(linear_cross_entropy(torch.zeros(2, 2), torch.zeros(3, 2), torch.ten
 
 
 def test_a_way_may_be_given_by_its_name() -> None:
-    assert Memory(logits="keep") == Memory(logits=Logits.KEEP)
+    assert Memory(logits="keep", masked="skip") == Memory(logits=Logits.KEEP, masked=Masked.SKIP)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +134,7 @@ def test_a_way_may_be_given_by_its_name() -> None:
         ({"extra_mib": 0}, "extra_mib is 0; it is a number of MiB, 1 or more"),
         ({"extra_mib": -5}, "extra_mib is -5"),
         ({"logits": "all"}, "logits is 'all'; it is one of recompute, keep, auto"),
+        ({"masked": True}, "masked is True; it is one of compute, skip"),
     ],
 )
 def test_a_choice_that_cannot_be_meant_is_refused(given_: dict[str, Any], reason: str) -> None:
@@ -157,19 +166,26 @@ def test_a_block_stays_within_what_is_left_but_gets_a_quarter_and_256_classes(
 
 
 @settings(deadline=None)
-@given(**SIZES)
+@given(
+    tokens=st.integers(1, 200_000),
+    element=SIZES["element"],
+    extra_mib=SIZES["extra_mib"],
+    share=st.floats(1.01, 100.0),
+    more=st.integers(0, 1000),
+)
 def test_blocks_are_as_equal_as_multiples_of_256_classes_can_be(
-    tokens: int, element: int, classes: int, extra_mib: int
+    tokens: int, element: int, extra_mib: int, share: float, more: int
 ) -> None:
     """So no product is narrow: the first block lacks fewer classes than there are blocks of 256."""
-    assume(not Memory(extra_mib).fits(tokens * element, classes))
+    classes = int(share * (extra_mib * MIB // (tokens * element))) + 64 + more  # too many for one block
+    assert not Memory(extra_mib).fits(tokens * element, classes)
 
     step = Memory(extra_mib).classes_with(tokens * element, 0, classes)
 
     blocks = -(-classes // step)
     assert step % 256 == 0
     assert step < -(-classes // blocks) + 256
-    widest = max(256, extra_mib * MIB // max(tokens * element, 1) // 256 * 256)
+    widest = max(256, extra_mib * MIB // (tokens * element) // 256 * 256)
     assert blocks == -(-classes // widest) or step == 256
 
 

@@ -1,9 +1,10 @@
 """How much memory the fused linear cross entropy may take, and what it does with it.
 
-Two variables, read once by a process, so that every step of a run computes in the same way:
+Three variables, read once by a process, so that every step of a run computes in the same way:
 
     MEGACPP_LINEAR_CE_MEMORY_MIB    256 (default), or another number of MiB: extra memory of a backward pass
     MEGACPP_LINEAR_CE_LOGITS        recompute (default) | keep | auto
+    MEGACPP_LINEAR_CE_MASKED        compute (default) | skip
 
 `recompute` forms the logits a second time in the backward pass; all but the last block, which stays from the forward
 pass, within that memory. `keep` holds all of them, in the dtype of the hidden states: three products instead of four,
@@ -12,6 +13,11 @@ on a CUDA device that is not being captured, there is room for them twice; what 
 
 The gradient of the hidden states in float32 counts, and so does a copy of a block's weight where autocast wants another
 dtype. Under sequence parallelism the gathered hidden states, and their float32 gradient, come on top.
+
+`skip` leaves tokens without a gradient, which are those that a mask or `ignore_index` takes out, out of the products of a
+backward pass: half of the tokens, half of the work. It is for half precision on compute capability 9, and for the CPU;
+elsewhere it computes them as `compute` does. In a tensor-parallel group it takes another float32 gradient of the hidden
+states. It has not been timed yet.
 
 What stays from a forward pass stays until its backward pass. Several losses that wait for one backward pass, such as
 those of heads that predict further tokens, each hold a block.
@@ -22,6 +28,7 @@ from __future__ import annotations
 import enum
 import os
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -29,6 +36,7 @@ from megacpp_overlays.log import logger
 
 MEMORY_MIB = "MEGACPP_LINEAR_CE_MEMORY_MIB"
 LOGITS = "MEGACPP_LINEAR_CE_LOGITS"
+MASKED = "MEGACPP_LINEAR_CE_MASKED"
 _DEFAULT_MIB = 256
 _MIB = 1 << 20
 _NARROWEST = 256
@@ -45,6 +53,16 @@ class Logits(str, enum.Enum):
     AUTO = "auto"
 
 
+class Masked(str, enum.Enum):
+    """What becomes of tokens without a gradient in a backward pass."""
+
+    COMPUTE = "compute"
+    SKIP = "skip"
+
+
+Word = TypeVar("Word", Logits, Masked)
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """A choice.
@@ -54,6 +72,7 @@ class Memory:
             in float32 is part of it. Where that alone nearly fills it, a block of logits still gets a quarter.
         logits: a `Logits` or its name.
         block_classes: classes that share one block of logits, whatever it takes; 0 leaves that to `extra_mib`.
+        masked: a `Masked` or its name.
 
     Raises:
         ValueError: the number is not positive, or the name is unknown.
@@ -62,12 +81,14 @@ class Memory:
     extra_mib: int = _DEFAULT_MIB
     logits: Logits | str = Logits.RECOMPUTE
     block_classes: int = 0
+    masked: Masked | str = Masked.COMPUTE
 
     def __post_init__(self) -> None:
-        """Check both."""
+        """Check them."""
         if self.extra_mib < 1:
             raise ValueError(f"extra_mib is {self.extra_mib}; it is a number of MiB, 1 or more")
-        object.__setattr__(self, "logits", _logits(self.logits, "logits"))
+        object.__setattr__(self, "logits", _one_of(Logits, self.logits, "logits"))
+        object.__setattr__(self, "masked", _one_of(Masked, self.masked, "masked"))
 
     def fits(self, bytes_of_a_class: int, classes: int) -> bool:
         """Return whether all logits together are no more than a block may take: then there is one block.
@@ -142,7 +163,11 @@ def from_environment() -> Memory:
     number = os.environ.get(MEMORY_MIB) or str(_DEFAULT_MIB)
     if not number.isdecimal() or int(number) < 1:
         raise ValueError(f"{MEMORY_MIB} is {number!r}; it is a whole number of MiB, 1 or more")
-    return Memory(extra_mib=int(number), logits=_logits(os.environ.get(LOGITS) or Logits.RECOMPUTE, LOGITS))
+    return Memory(
+        extra_mib=int(number),
+        logits=_one_of(Logits, os.environ.get(LOGITS) or Logits.RECOMPUTE, LOGITS),
+        masked=_one_of(Masked, os.environ.get(MASKED) or Masked.COMPUTE, MASKED),
+    )
 
 
 def padded(classes: int) -> int:
@@ -150,11 +175,11 @@ def padded(classes: int) -> int:
     return -(-classes // _FIRST_CLASS_OF_A_ROW) * _FIRST_CLASS_OF_A_ROW
 
 
-def _logits(given: Logits | str, name: str) -> Logits:
+def _one_of(words: type[Word], given: str, name: str) -> Word:
     try:
-        return Logits(given)
+        return words(given)
     except ValueError:
-        known = ", ".join(each.value for each in Logits)
+        known = ", ".join(each.value for each in words)
         raise ValueError(f"{name} is {given!r}; it is one of {known}") from None
 
 

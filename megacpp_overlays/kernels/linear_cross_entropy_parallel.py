@@ -8,20 +8,24 @@ parallelism a rank holds one share of the tokens: hidden states are gathered fir
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import distributed
 
-from megacpp_overlays.kernels.linear_cross_entropy_memory import Memory
+from megacpp_overlays.kernels.bounded_products import available
+from megacpp_overlays.kernels.linear_cross_entropy_memory import Masked, Memory
 from megacpp_overlays.kernels.linear_cross_entropy_shard import (
+    Gradients,
     Kept,
     Shard,
     Wanted,
     shard_gradients,
     shard_statistics,
 )
+from megacpp_overlays.kernels.token_selection import Selection, select
 from megacpp_overlays.kernels.vocabulary_softmax import plain_coefficients, plain_losses
 from megacpp_overlays.kernels.vocabulary_softmax_numbers import Coefficients, Statistics
 
@@ -198,7 +202,7 @@ def backward_pass(
     wanted: Wanted,
     *,
     kept: Kept | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+) -> Gradients:
     """Return the gradients for this rank's hidden states, weight and bias; None where not wanted.
 
     Args:
@@ -208,21 +212,42 @@ def backward_pass(
         wanted: which gradients; `hidden_dtype` is what the caller gets.
         kept: logits of the forward pass, which are overwritten. None computes all of them again.
     """
-    finish = _Reduction(group)
-    of_hidden, of_weight, of_bias = shard_gradients(
-        hidden,
-        labels,
-        layer.shard(terms, group, hidden.dtype),
-        _coefficients(gradient, labels, statistics, layer, terms, group),
-        memory,
-        # What several ranks add up stays in float32 until it is whole.
-        replace(wanted, hidden_dtype=statistics.maximum.dtype) if group.ranks > 1 else wanted,
-        kept=kept,
-        when_hidden_is_done=finish.start,
-    )
-    if of_hidden is not None:
-        of_hidden = finish.result(of_hidden).to(wanted.hidden_dtype)
-    return of_hidden, of_weight, of_bias
+    shard = layer.shard(terms, group, hidden.dtype)
+    coefficients = _coefficients(gradient, labels, statistics, layer, terms, group)
+    selection = _selection(hidden, shard, coefficients, memory, wanted)
+    # What several ranks add up stays in float32 until it is whole.
+    here = replace(wanted, hidden_dtype=statistics.maximum.dtype) if group.ranks > 1 else wanted
+    if selection is None:
+        reduction = _Reduction(group)
+        found = shard_gradients(
+            hidden, labels, shard, coefficients, memory, here, kept=kept, when_hidden_is_done=reduction.hook
+        )
+    else:
+        reduction = _Reduction(group, functools.partial(selection.put_back, dtype=here.hidden_dtype))
+        found = shard_gradients(
+            selection.first(hidden),
+            selection.first(labels),
+            shard,
+            Coefficients(*(None if each is None else selection.first(each) for each in coefficients)),
+            memory,
+            here,
+            kept=None if kept is None else kept.bring_first(selection),
+            count=selection.count,
+            when_hidden_is_done=reduction.hook,
+        )
+    if found.of_hidden is None:
+        return found
+    return found._replace(of_hidden=reduction.result(found.of_hidden).to(wanted.hidden_dtype))
+
+
+def _selection(
+    hidden: torch.Tensor, shard: Shard, coefficients: Coefficients, memory: Memory, wanted: Wanted
+) -> Selection | None:
+    """Return the tokens that have a gradient; None where all are computed."""
+    results = [] if wanted.main_grad is None else [wanted.main_grad]
+    if memory.masked is Masked.SKIP and available(hidden.dtype, hidden, shard.weight, *results):
+        return select(coefficients.alive)
+    return None
 
 
 def _kept_dtype(hidden: torch.Tensor, shard: Shard, memory: Memory) -> torch.dtype | None:
@@ -290,30 +315,46 @@ def _reconcile(found: Statistics, group: Group) -> Statistics:
 class _Reduction:
     """The sum over ranks of the hidden states' gradient, under way while the last product runs."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, put_back: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        """Reduce over a group what `put_back` makes of a gradient."""
+        self._group, self._put_back = group, put_back
         self._wait: Callable[[], object] = lambda: None
+        self._whole: torch.Tensor | None = None
         self._share: torch.Tensor | None = None
 
-    def start(self, gradient: torch.Tensor) -> None:
+    @property
+    def hook(self) -> Callable[[torch.Tensor], None] | None:
+        """What to call before the last product; None where one rank has nothing to wait for."""
+        return self._start if self._group.ranks > 1 else None
+
+    def _start(self, gradient: torch.Tensor) -> None:
         group = self._group
+        whole = gradient if self._put_back is None else self._put_back(gradient)
+        self._whole = whole
+        work: distributed.Work
         if group.ranks == 1:
             return
-        work: distributed.Work
         if group.scatters and distributed.get_backend(group.handle) == "nccl":
-            self._share = gradient.new_empty((gradient.shape[0] // group.ranks, *gradient.shape[1:]))
-            work = distributed.reduce_scatter_tensor(self._share, gradient, group=group.handle, async_op=True)
+            self._share = whole.new_empty((whole.shape[0] // group.ranks, *whole.shape[1:]))
+            work = distributed.reduce_scatter_tensor(self._share, whole, group=group.handle, async_op=True)
         else:
-            work = distributed.all_reduce(gradient, group=group.handle, async_op=True)
+            work = distributed.all_reduce(whole, group=group.handle, async_op=True)
         self._wait = work.wait
 
     def result(self, gradient: torch.Tensor) -> torch.Tensor:
-        group = self._group
+        """Return this rank's share of the sum.
+
+        Args:
+            gradient: what `hook` got, if there was one.
+        """
+        if self._whole is None:
+            self._start(gradient)
         self._wait()
         if self._share is not None:
             return self._share
-        if group.scatters:
-            share = gradient.shape[0] // group.ranks
+        assert self._whole is not None  # noqa: S101 - it was started
+        if self._group.scatters:
+            share = gradient.shape[0] // self._group.ranks
             # A copy, so that the gradient of the whole sequence is not kept alive by a part of it.
-            return gradient[group.rank * share : (group.rank + 1) * share].clone()
-        return gradient
+            return self._whole[self._group.rank * share : (self._group.rank + 1) * share].clone()
+        return self._whole

@@ -29,20 +29,20 @@ def product(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> No
         out.copy_(left @ right)
 
 
-def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add `left @ right` to `total`, in place.
+def add_product(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> None:
+    """Add `left @ right` to `out`, in place.
 
     Args:
-        total: (m, n), the dtype of the factors or a wider one, rows of unit stride.
         left: (m, k), floating.
         right: (k, n), same dtype.
+        out: (m, n), the dtype of the factors or a wider one, rows of unit stride.
     """
-    if total.dtype == left.dtype:
-        torch.addmm(total, left, right, out=total)
-    elif _can_widen(left, total):
-        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
+    if out.dtype == left.dtype:
+        torch.addmm(out, left, right, out=out)
+    elif _can_widen(left, out):
+        torch.ops.aten.addmm.dtype_out(out, left, right, out.dtype, out=out)
     else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+        out.addmm_(left.to(out.dtype), right.to(out.dtype))
 
 
 def _can_widen(factor: torch.Tensor, result: torch.Tensor) -> bool:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from megacpp_overlays.kernels.bounded_products import Products
 from megacpp_overlays.kernels.linear_cross_entropy_memory import Memory, padded
-from megacpp_overlays.kernels.linear_cross_entropy_products import add_product, product
+from megacpp_overlays.kernels.token_selection import Selection
 from megacpp_overlays.kernels.vocabulary_softmax import add_statistics, logits_gradient, room_for_statistics
 from megacpp_overlays.kernels.vocabulary_softmax_numbers import Coefficients, Statistics
 
@@ -67,6 +69,18 @@ class Wanted:
     """(classes of this shard, hidden size), float32: the weight gradient is added to it instead of returned."""
 
 
+class Gradients(NamedTuple):
+    """What a backward pass gives; None where it is not wanted."""
+
+    of_hidden: torch.Tensor | None
+    """(tokens, hidden size), in the dtype asked for or, added up from several blocks, in the one of the sum; with a
+    count, zero after so many."""
+    of_weight: torch.Tensor | None
+    """Shape and dtype of the weight."""
+    of_bias: torch.Tensor | None
+    """Shape and dtype of the bias."""
+
+
 @dataclass(slots=True)
 class Kept:
     """Logits that wait for the first backward pass, without bias and softcap."""
@@ -75,6 +89,12 @@ class Kept:
     """(tokens, classes from `first` to the last, and padding); None once they were taken."""
     first: int
     """Row of the shard's weight that the first column belongs to."""
+
+    def bring_first(self, selection: Selection) -> Kept:
+        """Bring the rows of selected tokens first."""
+        if self.block is not None:
+            selection.bring_first(self.block)
+        return self
 
     def take(self) -> torch.Tensor | None:
         """Return the block, which nothing else refers to from now on: it is overwritten, and has to go in time."""
@@ -107,11 +127,11 @@ def shard_statistics(
     dtype = keep or shard.logits_dtype
     step = shard.classes if keep else _step(hidden, shard, memory)
     block = torch.empty((tokens, padded(step)), dtype=dtype, device=hidden.device)
-    rows = slice(0)
+    products, rows = Products(), slice(0)
     for rows in _blocks(shard.classes, step):
         weight, options = shard.part(rows)
         logits = block[:, : weight.shape[0]]
-        product(hidden, weight.to(hidden.dtype).t(), out=logits)
+        products.of_rows(hidden, weight.to(hidden.dtype).t(), out=logits)
         add_statistics(logits, labels, shard.first_class + rows.start, running, first=rows.start == 0, **options)
     return running, Kept(block, rows.start)
 
@@ -125,8 +145,9 @@ def shard_gradients(
     wanted: Wanted,
     *,
     kept: Kept | None = None,
-    when_hidden_is_done: Callable[[torch.Tensor], None] = lambda _: None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    count: torch.Tensor | None = None,
+    when_hidden_is_done: Callable[[torch.Tensor], None] | None = None,
+) -> Gradients:
     """Return this shard's share of the gradient for `hidden`, and the gradients for weight and bias.
 
     The gradient of the logits is formed in float32 and rounded once, to the dtype of `hidden`, for the products. In
@@ -140,21 +161,18 @@ def shard_gradients(
         memory: what the gradient of the hidden states and a block may take together.
         wanted: which gradients.
         kept: logits of the forward pass, which are overwritten. The others are computed again; without it, all are.
+        count: (1,), int32: only so many tokens have a gradient, the first ones. `hidden` may be overwritten then.
         when_hidden_is_done: called with the gradient of the hidden states as soon as it is complete, before the
             last product, so that communication can run beside that.
-
-    Returns:
-        (tokens, hidden size) in the dtype asked for, and the shape and dtype of weight and bias; None where not wanted.
     """
     step = _step(hidden, shard, memory)
     block = kept.take() if kept else None
     first_kept = kept.first if kept and block is not None else shard.classes
     todo = [slice(first_kept, shard.classes)] * (first_kept < shard.classes) + _blocks(first_kept, step)
-
-    of_hidden = None
-    sum_dtype = wanted.hidden_dtype if len(todo) == 1 else _wider(hidden.dtype)
-    of_weight = torch.empty_like(shard.weight) if wanted.weight and wanted.main_grad is None else None
-    of_bias = torch.empty_like(shard.bias) if wanted.bias and shard.bias is not None else None
+    products = Products(count)
+    # In half precision a copy of the hidden states that nobody needs any more has room for their gradient.
+    overwrite = count is not None and when_hidden_is_done is None and wanted.hidden_dtype == hidden.dtype
+    sums = _Sums(hidden, shard, wanted, products, one_block=len(todo) == 1, overwrite=overwrite)
     for rows in todo:
         weight, options = shard.part(rows)
         weight = weight.to(hidden.dtype)
@@ -162,24 +180,65 @@ def shard_gradients(
             if block is None or block[:1].nbytes < padded(step) * shard.logits_dtype.itemsize:
                 block = torch.empty((hidden.shape[0], padded(step)), dtype=shard.logits_dtype, device=hidden.device)
             block = block.view(shard.logits_dtype)
-            product(hidden, weight.t(), out=block[:, : weight.shape[0]])
+            products.of_rows(hidden, weight.t(), out=block[:, : weight.shape[0]])
         logits, gradient = block[:, : weight.shape[0]], block.view(hidden.dtype)[:, : weight.shape[0]]
         logits_gradient(logits, labels, shard.first_class + rows.start, coefficients, gradient, **options)
-        if of_bias is not None:
-            of_bias[rows] = gradient.sum(dim=0, dtype=_wider(gradient.dtype))
-        if wanted.hidden:
-            if of_hidden is None:
-                of_hidden = torch.empty(hidden.shape, dtype=sum_dtype, device=hidden.device)
-                product(gradient, weight, out=of_hidden)
-            else:
-                add_product(of_hidden, gradient, weight)
-            if rows is todo[-1]:
-                when_hidden_is_done(of_hidden)
-        if wanted.main_grad is not None:
-            add_product(wanted.main_grad[rows], gradient.t(), hidden)
-        elif of_weight is not None:
-            product(gradient.t(), hidden, out=of_weight[rows])
-    return of_hidden, of_weight, of_bias
+        sums.add_bias(rows, gradient)
+        if when_hidden_is_done is None:
+            sums.add_weight(rows, gradient)
+            sums.add_hidden(gradient, weight)
+        else:
+            sums.add_hidden(gradient, weight)
+            if rows is todo[-1] and sums.of_hidden is not None:
+                when_hidden_is_done(sums.of_hidden)
+            sums.add_weight(rows, gradient)
+    return Gradients(sums.of_hidden, sums.of_weight, sums.of_bias)
+
+
+class _Sums:
+    """The gradients, as far as the blocks have come."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        shard: Shard,
+        wanted: Wanted,
+        products: Products,
+        *,
+        one_block: bool,
+        overwrite: bool,
+    ) -> None:
+        self.of_hidden: torch.Tensor | None = None
+        self.of_weight = torch.empty_like(shard.weight) if wanted.weight and wanted.main_grad is None else None
+        self.of_bias = torch.empty_like(shard.bias) if wanted.bias and shard.bias is not None else None
+        self._hidden, self._wanted, self._products = hidden, wanted, products
+        self._dtype = wanted.hidden_dtype if one_block else _wider(hidden.dtype)
+        self._overwrite = one_block and overwrite
+
+    def add_bias(self, rows: slice, gradient: torch.Tensor) -> None:
+        if self.of_bias is not None:
+            self.of_bias[rows] = gradient.sum(dim=0, dtype=_wider(gradient.dtype))
+
+    def add_weight(self, rows: slice, gradient: torch.Tensor) -> None:
+        if self._wanted.main_grad is not None:
+            self._products.over_rows(gradient, self._hidden, out=self._wanted.main_grad[rows], add=True)
+        elif self.of_weight is not None:
+            self._products.over_rows(gradient, self._hidden, out=self.of_weight[rows])
+
+    def add_hidden(self, gradient: torch.Tensor, weight: torch.Tensor) -> None:
+        if not self._wanted.hidden:
+            return
+        add = self.of_hidden is not None
+        if self.of_hidden is None:
+            self.of_hidden = self._room()
+        self._products.of_rows(gradient, weight, out=self.of_hidden, add=add)
+
+    def _room(self) -> torch.Tensor:
+        if self._overwrite:
+            return self._hidden.zero_()
+        make = torch.empty if self._products.count is None else torch.zeros
+        room: torch.Tensor = make(self._hidden.shape, dtype=self._dtype, device=self._hidden.device)
+        return room
 
 
 def _step(hidden: torch.Tensor, shard: Shard, memory: Memory) -> int:

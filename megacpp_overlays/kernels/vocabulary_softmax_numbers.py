@@ -35,3 +35,9 @@ class Coefficients(NamedTuple):
     """What is taken off at the token's own class."""
     of_spread: torch.Tensor | None = None
     """What is taken off at every class, times the weight of the class; for label smoothing alone."""
+
+    @property
+    def alive(self) -> torch.Tensor:
+        """Whether a token has a gradient, (tokens,), bool."""
+        alive = (self.of_probability != 0) | (self.of_label != 0)
+        return alive if self.of_spread is None else alive | (self.of_spread != 0)

@@ -1,0 +1,180 @@
+"""Products whose number of rows only the device knows, in Triton; see `bounded_products`.
+
+A program takes tile after tile of the result, as many as the rows make, and a tile is summed in one order by one
+program: the same rows give the same bits. Tiles travel through tensor descriptors, which are the bulk copies of
+Hopper and Blackwell and plain reads elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+_GROUP = 8
+"""Tiles of rows in a strip: programs that run at one time share what they read in the L2 cache."""
+_ALIGNMENT = 16
+"""Bytes, of a descriptor's start and of its rows."""
+
+
+class Tile(NamedTuple):
+    """How the programs of a product work."""
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+    warps: int
+
+
+_LARGE = Tile(128, 256, 64, 3, 8)
+_SMALL = Tile(128, 128, 32, 3, 8)
+_SHARED_BY_LARGE = 213_016
+"""Bytes, compiled for compute capability 9.0 with triton 3.6.0, without a spilled register."""
+
+
+def fits(*matrices: torch.Tensor) -> bool:
+    """Return whether descriptors can address these matrices."""
+    return all(
+        each.stride(1) == 1
+        and each.data_ptr() % _ALIGNMENT == 0
+        and each.stride(0) * each.element_size() % _ALIGNMENT == 0
+        for each in matrices
+    )
+
+
+def product_of_rows(left: torch.Tensor, right: torch.Tensor, count: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    """See `bounded_products.Products.of_rows`."""
+    rows, depth = left.shape
+    columns = right.shape[1]
+    if rows == 0 or columns == 0:
+        return
+    tile = _tile(left.device)
+    transposed = right.stride(0) == 1
+    programs = _programs(rows, columns, tile, left.device)
+    _of_rows[(programs,)](
+        _descriptor(left, tile.rows, tile.depth),
+        _descriptor(right.t(), tile.columns, tile.depth) if transposed else _descriptor(right, tile.depth, tile.columns),
+        _descriptor(out, tile.rows, tile.columns // 4),
+        count, columns, depth, programs,
+        TRANSPOSED=transposed, ADD=add, GROUP=_GROUP, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
+        num_stages=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def product_over_rows(
+    left: torch.Tensor, right: torch.Tensor, count: torch.Tensor, out: torch.Tensor, add: bool
+) -> None:
+    """See `bounded_products.Products.over_rows`."""
+    height, width = out.shape
+    if height == 0 or width == 0:
+        return
+    tile = _tile(left.device)
+    programs = _programs(height, width, tile, left.device)
+    _over_rows[(programs,)](
+        _descriptor(left, tile.depth, tile.rows),
+        _descriptor(right, tile.depth, tile.columns),
+        _descriptor(out, tile.rows, tile.columns // 4),
+        count, height, width, programs,
+        ADD=add, GROUP=_GROUP, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
+        num_stages=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def _tile(device: torch.device) -> Tile:
+    if device.type != "cuda":
+        return _SMALL
+    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return _LARGE if shared >= _SHARED_BY_LARGE else _SMALL
+
+
+def _programs(rows: int, columns: int, tile: Tile, device: torch.device) -> int:
+    tiles: int = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
+    if device.type != "cuda":
+        return tiles
+    programs: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return min(tiles, programs)
+
+
+def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _place(tile, tiles_of_rows, tiles_of_columns, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    strip = tile // (GROUP * tiles_of_columns)
+    height = tl.minimum(tiles_of_rows - strip * GROUP, GROUP)
+    inside = tile % (GROUP * tiles_of_columns)
+    return strip * GROUP + inside % height, inside // height
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _write(  # type: ignore[no-untyped-def]
+    out, row, column, total, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    # In quarters: a whole tile in float32 has no room in shared memory beside what is read ahead.
+    left, right = _halves(total, ROWS, COLUMNS)
+    first, second = _halves(left, ROWS, COLUMNS // 2)
+    third, fourth = _halves(right, ROWS, COLUMNS // 2)
+    _write_part(out, row, column, first, ADD)
+    _write_part(out, row, column + COLUMNS // 4, second, ADD)
+    _write_part(out, row, column + COLUMNS // 2, third, ADD)
+    _write_part(out, row, column + 3 * (COLUMNS // 4), fourth, ADD)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    left, right = tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+    return left, right
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _write_part(out, row, column, part, ADD: tl.constexpr):  # type: ignore[no-untyped-def]
+    if ADD:
+        part += out.load([row, column]).to(tl.float32)
+    out.store([row, column], part.to(out.dtype))
+
+
+# Counts of columns differ from block to block; compiling anew for a round number would cost more than it gains.
+@triton.jit(do_not_specialize=["columns", "depth", "programs"])  # type: ignore[untyped-decorator]
+def _of_rows(  # type: ignore[no-untyped-def]
+    left, right, out, count, columns, depth, programs,
+    TRANSPOSED: tl.constexpr, ADD: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    tiles_of_rows, tiles_of_columns = tl.cdiv(tl.load(count).to(tl.int32), ROWS), tl.cdiv(columns, COLUMNS)
+    steps = tl.maximum(tl.cdiv(depth, DEPTH), 1)
+    for tile in tl.range(tl.program_id(0), tiles_of_rows * tiles_of_columns, programs, flatten=True):
+        tile_row, tile_column = _place(tile, tiles_of_rows, tiles_of_columns, GROUP)
+        row, column = tile_row * ROWS, tile_column * COLUMNS
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for step in range(steps):
+            a = left.load([row, step * DEPTH])
+            if TRANSPOSED:  # noqa: SIM108 - Triton compiles one branch of this, and both of an expression
+                b = right.load([column, step * DEPTH]).T
+            else:
+                b = right.load([step * DEPTH, column])
+            total = tl.dot(a, b, total)
+        _write(out, row, column, total, ADD, ROWS, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["height", "width", "programs"])  # type: ignore[untyped-decorator]
+def _over_rows(  # type: ignore[no-untyped-def]
+    left, right, out, count, height, width, programs,
+    ADD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    # One step at least, of zeros: the two loops become one, whose inner one may not be empty.
+    steps = tl.maximum(tl.cdiv(tl.load(count).to(tl.int32), DEPTH), 1)
+    tiles_of_rows, tiles_of_columns = tl.cdiv(height, ROWS), tl.cdiv(width, COLUMNS)
+    for tile in tl.range(tl.program_id(0), tiles_of_rows * tiles_of_columns, programs, flatten=True):
+        tile_row, tile_column = _place(tile, tiles_of_rows, tiles_of_columns, GROUP)
+        row, column = tile_row * ROWS, tile_column * COLUMNS
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for step in range(steps):
+            a = left.load([step * DEPTH, row])
+            b = right.load([step * DEPTH, column])
+            total = tl.dot(a.T, b, total)
+        _write(out, row, column, total, ADD, ROWS, COLUMNS)
