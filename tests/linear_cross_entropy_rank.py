@@ -29,6 +29,9 @@ def inputs_of(case: Case) -> Inputs:
         inputs.hidden, inputs.target = inputs.hidden.reshape(*shape, HIDDEN), inputs.target.view(shape)
         if inputs.reduction == "none":
             inputs.arriving = inputs.arriving.reshape(shape)
+    if case.skip and inputs.reduction == "none":
+        inputs.arriving = inputs.arriving.clone()
+        inputs.arriving[::3] = 0.0
     if case.first_shard_only:
         inputs.target = torch.where(inputs.alive, inputs.target % 8, inputs.target)
         assert inputs.bias is not None
@@ -50,7 +53,8 @@ def run(case: Case, rank: int, ranks: int, group: Any) -> dict[str, Any]:
     for name in case.frozen:
         leaves[name].requires_grad_(False)
     main_grad = torch.ones(classes, HIDDEN) if case.main_grad else None
-    memory = Memory(logits="keep") if case.keep else Memory(block_classes=3)
+    masked = "skip" if case.skip else "compute"
+    memory = Memory(logits="keep", masked=masked) if case.keep else Memory(block_classes=3, masked=masked)
 
     loss = call(inputs, group=group, sequence_parallel=case.sequence_parallel, main_grad=main_grad, memory=memory)
     loss.backward(inputs.arriving)

@@ -26,6 +26,8 @@ class Case:
     """(sequence, batch, hidden) hidden states where it is not 0."""
     sequence_parallel: bool = False
     keep: bool = False
+    skip: bool = False
+    """Tokens without a gradient are left out; every third one has none where a loss is kept for each."""
     main_grad: bool = False
     frozen: tuple[str, ...] = ()
     first_shard_only: bool = False
@@ -39,6 +41,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "sequence parallel": {"sequence_parallel": True},
     "sequence parallel, keep": {"sequence_parallel": True, "keep": True},
     "sequence parallel, batch": {"sequence_parallel": True, "batch": 2},
+    "skip": {"skip": True},
+    "sequence parallel, keep, skip": {"sequence_parallel": True, "keep": True, "skip": True},
 }
 CASES = {
     **{
@@ -56,12 +60,14 @@ CASES = {
     ),
     "batch": Case(batch=3),
     "main_grad": Case(dtype="float32", main_grad=True),
+    "main_grad, skip": Case(dtype="float32", main_grad=True, skip=True),
     "main_grad, sequence parallel, keep": Case(dtype="float32", main_grad=True, sequence_parallel=True, keep=True),
     "frozen weight": Case(frozen=("weight",), sequence_parallel=True),
     "frozen hidden states": Case(frozen=("hidden",), sequence_parallel=True),
     "one shard has all labels, one no class": Case(options={"bias": True}, first_shard_only=True),
     "float32": Case(dtype="float32", options=EVERY),
     "bfloat16": Case(dtype="bfloat16", options={"bias": True}),
+    "bfloat16, skip": Case(dtype="bfloat16", skip=True),
     "bfloat16, sequence parallel": Case(dtype="bfloat16", sequence_parallel=True),
 }
 LIMITS = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 2e-2}

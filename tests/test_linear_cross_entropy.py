@@ -613,14 +613,17 @@ def test_a_step_that_is_repeated_gives_the_same_bits() -> None:
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_compiled_step_gives_the_same_bits() -> None:
+@pytest.mark.parametrize("masked", ["compute", "skip"])
+def test_a_compiled_step_gives_the_same_bits(masked: str) -> None:
     """Dynamo breaks the graph before the call, which then runs as it is."""
     inputs = draw(33, 17, 50, dtype=torch.float32, bias=True, label_smoothing=0.1)
+    inputs.arriving[::3] = 0.0
+    memory = Memory(block_classes=20, masked=masked)
     leaves = leaves_of(inputs)
 
     def step(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         losses = linear_cross_entropy(
-            hidden, weight, inputs.target, bias=inputs.bias, reduction="none", label_smoothing=0.1
+            hidden, weight, inputs.target, bias=inputs.bias, reduction="none", label_smoothing=0.1, memory=memory
         )
         return (losses * inputs.arriving).sum()
 

@@ -15,7 +15,7 @@ from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacpp_overlays.kernels import linear_cross_entropy_memory
+from megacpp_overlays.kernels import linear_cross_entropy_memory, linear_cross_entropy_shard
 from megacpp_overlays.kernels.linear_cross_entropy_memory import (
     LOGITS,
     MASKED,
@@ -27,6 +27,7 @@ from megacpp_overlays.kernels.linear_cross_entropy_memory import (
     padded,
     process_wide,
 )
+from megacpp_overlays.kernels.linear_cross_entropy_shard import Shard
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -196,6 +197,23 @@ def test_the_default_at_the_size_of_a_model() -> None:
 
     assert (forward, backward) == (16384, 12032)
     assert 8192 * 2 * backward <= 192 * MIB
+
+
+@pytest.mark.parametrize("sizes", [(8192, 4096, 131072), (12288, 4096, 151552)], ids=str)
+@pytest.mark.parametrize("masked", list(Masked))
+def test_a_block_has_room_beside_the_sum_and_a_copy_of_selected_tokens(
+    masked: Masked, sizes: tuple[int, int, int]
+) -> None:
+    tokens, size, classes = sizes
+    hidden, weight = (torch.empty(rows, size, dtype=torch.bfloat16, device="meta") for rows in (tokens, classes))
+    shard = Shard(weight=weight, logits_dtype=torch.bfloat16)
+
+    step = linear_cross_entropy_shard._step(hidden, shard, Memory(masked=masked))
+
+    copy = hidden.nbytes if masked is Masked.SKIP else 0
+    beside = tokens * size * 4 + copy - hidden.nbytes  # the result comes when all of this is gone
+    assert beside + tokens * step * 2 <= 256 * MIB
+    assert step >= 256
 
 
 @given(classes=st.integers(1, 1000), block=st.integers(1, 2000))

@@ -12,6 +12,7 @@ from types import ModuleType
 
 import torch
 
+from megacpp_overlays.kernels.devices import on_device_of
 from megacpp_overlays.kernels.linear_cross_entropy_products import add_product, product
 
 in_triton: ModuleType | None
@@ -30,7 +31,7 @@ def available(dtype: torch.dtype, *matrices: torch.Tensor) -> bool:
 
     Args:
         dtype: of the factors.
-        matrices: (m, n), factors or results, on one device.
+        matrices: (m, n), factors or results, on one device, as they are or copied row after row.
     """
     device = matrices[0].device
     if device.type == "cpu":
@@ -38,7 +39,7 @@ def available(dtype: torch.dtype, *matrices: torch.Tensor) -> bool:
     if device.type != "cuda" or in_triton is None or dtype not in _DTYPES:
         return False
     major, _ = torch.cuda.get_device_capability(device)
-    return bool(major == _CAPABILITY) and bool(in_triton.fits(*matrices))
+    return bool(major == _CAPABILITY) and bool(in_triton.fits(dtype, *matrices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,8 @@ class Products:
         if self.count is None:
             write(left, right, out=out)
         elif in_triton is not None and left.is_cuda:
-            in_triton.product_of_rows(left, right, self.count, out, add)
+            with on_device_of(left):
+                in_triton.product_of_rows(left, right, self.count, out, add)
         else:
             rows = int(self.count)
             write(left[:rows], right, out=out[:rows])
@@ -79,7 +81,8 @@ class Products:
         if self.count is None:
             write(left.t(), right, out=out)
         elif in_triton is not None and left.is_cuda:
-            in_triton.product_over_rows(left, right, self.count, out, add)
+            with on_device_of(left):
+                in_triton.product_over_rows(left, right, self.count, out, add)
         else:
             rows = int(self.count)
             write(left[:rows].t(), right[:rows], out=out)

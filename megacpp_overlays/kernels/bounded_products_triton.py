@@ -32,16 +32,17 @@ class Tile(NamedTuple):
 
 _LARGE = Tile(128, 256, 64, 3, 8)
 _SMALL = Tile(128, 128, 32, 3, 8)
-_SHARED_BY_LARGE = 213_016
+_SHARED_BY_LARGE = 213_032
 """Bytes, compiled for compute capability 9.0 with triton 3.6.0, without a spilled register."""
 
 
-def fits(*matrices: torch.Tensor) -> bool:
-    """Return whether descriptors can address these matrices."""
+def fits(dtype: torch.dtype, *matrices: torch.Tensor) -> bool:
+    """Return whether descriptors can address these matrices, and copies of them without padding, in this dtype too."""
     return all(
         each.stride(1) == 1
         and each.data_ptr() % _ALIGNMENT == 0
         and each.stride(0) * each.element_size() % _ALIGNMENT == 0
+        and each.shape[1] * min(dtype.itemsize, each.element_size()) % _ALIGNMENT == 0
         for each in matrices
     )
 
@@ -70,7 +71,9 @@ def product_over_rows(
 ) -> None:
     """See `bounded_products.Products.over_rows`."""
     height, width = out.shape
-    if height == 0 or width == 0:
+    if height == 0 or width == 0 or left.shape[0] == 0:
+        if not add:
+            out.zero_()
         return
     tile = _tile(left.device)
     programs = _programs(height, width, tile, left.device)
@@ -106,7 +109,8 @@ def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescript
 @triton.jit  # type: ignore[untyped-decorator]
 def _place(tile, tiles_of_rows, tiles_of_columns, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
     strip = tile // (GROUP * tiles_of_columns)
-    height = tl.minimum(tiles_of_rows - strip * GROUP, GROUP)
+    # Loops that became one look at a tile after the last, where no row is left to divide by.
+    height = tl.maximum(tl.minimum(tiles_of_rows - strip * GROUP, GROUP), 1)
     inside = tile % (GROUP * tiles_of_columns)
     return strip * GROUP + inside % height, inside // height
 
@@ -147,6 +151,7 @@ def _of_rows(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     tiles_of_rows, tiles_of_columns = tl.cdiv(tl.load(count).to(tl.int32), ROWS), tl.cdiv(columns, COLUMNS)
     steps = tl.maximum(tl.cdiv(depth, DEPTH), 1)
+    tl.assume(steps > 0)
     for tile in tl.range(tl.program_id(0), tiles_of_rows * tiles_of_columns, programs, flatten=True):
         tile_row, tile_column = _place(tile, tiles_of_rows, tiles_of_columns, GROUP)
         row, column = tile_row * ROWS, tile_column * COLUMNS
@@ -166,8 +171,9 @@ def _over_rows(  # type: ignore[no-untyped-def]
     left, right, out, count, height, width, programs,
     ADD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    # One step at least, of zeros: the two loops become one, whose inner one may not be empty.
+    # One step at least, of zeros, and said so: the two loops become one where the inner one is never empty.
     steps = tl.maximum(tl.cdiv(tl.load(count).to(tl.int32), DEPTH), 1)
+    tl.assume(steps > 0)
     tiles_of_rows, tiles_of_columns = tl.cdiv(height, ROWS), tl.cdiv(width, COLUMNS)
     for tile in tl.range(tl.program_id(0), tiles_of_rows * tiles_of_columns, programs, flatten=True):
         tile_row, tile_column = _place(tile, tiles_of_rows, tiles_of_columns, GROUP)

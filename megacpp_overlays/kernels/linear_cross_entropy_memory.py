@@ -16,8 +16,9 @@ dtype. Under sequence parallelism the gathered hidden states, and their float32 
 
 `skip` leaves tokens without a gradient, which are those that a mask or `ignore_index` takes out, out of the products of a
 backward pass: half of the tokens, half of the work. It is for half precision on compute capability 9, and for the CPU;
-elsewhere it computes them as `compute` does. In a tensor-parallel group it takes another float32 gradient of the hidden
-states. It has not been timed yet.
+elsewhere it computes them as `compute` does. Hidden states have to be finite, as they have for `compute`: one that is
+not may or may not spread. In a tensor-parallel group it takes another float32 gradient of the hidden states, and under
+autocast a copy of them. It has not been timed yet.
 
 What stays from a forward pass stays until its backward pass. Several losses that wait for one backward pass, such as
 those of heads that predict further tokens, each hold a block.
@@ -60,7 +61,7 @@ class Masked(str, enum.Enum):
     SKIP = "skip"
 
 
-Word = TypeVar("Word", Logits, Masked)
+_Word = TypeVar("_Word", Logits, Masked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,7 @@ def padded(classes: int) -> int:
     return -(-classes // _FIRST_CLASS_OF_A_ROW) * _FIRST_CLASS_OF_A_ROW
 
 
-def _one_of(words: type[Word], given: str, name: str) -> Word:
+def _one_of(words: type[_Word], given: str, name: str) -> _Word:
     try:
         return words(given)
     except ValueError:

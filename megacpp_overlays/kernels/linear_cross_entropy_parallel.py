@@ -18,9 +18,9 @@ from torch import distributed
 from megacpp_overlays.kernels.bounded_products import available
 from megacpp_overlays.kernels.linear_cross_entropy_memory import Masked, Memory
 from megacpp_overlays.kernels.linear_cross_entropy_shard import (
-    Gradients,
     Kept,
     Shard,
+    ShardGradients,
     Wanted,
     shard_gradients,
     shard_statistics,
@@ -202,7 +202,7 @@ def backward_pass(
     wanted: Wanted,
     *,
     kept: Kept | None = None,
-) -> Gradients:
+) -> ShardGradients:
     """Return the gradients for this rank's hidden states, weight and bias; None where not wanted.
 
     Args:
@@ -223,6 +223,8 @@ def backward_pass(
             hidden, labels, shard, coefficients, memory, here, kept=kept, when_hidden_is_done=reduction.hook
         )
     else:
+        if kept is not None:
+            kept.bring_first(selection)
         reduction = _Reduction(group, functools.partial(selection.put_back, dtype=here.hidden_dtype))
         found = shard_gradients(
             selection.first(hidden),
@@ -231,7 +233,7 @@ def backward_pass(
             Coefficients(*(None if each is None else selection.first(each) for each in coefficients)),
             memory,
             here,
-            kept=None if kept is None else kept.bring_first(selection),
+            kept=kept,
             count=selection.count,
             when_hidden_is_done=reduction.hook,
         )

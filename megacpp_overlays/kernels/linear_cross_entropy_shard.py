@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 
 from megacpp_overlays.kernels.bounded_products import Products
-from megacpp_overlays.kernels.linear_cross_entropy_memory import Memory, padded
+from megacpp_overlays.kernels.linear_cross_entropy_memory import Masked, Memory, padded
+from megacpp_overlays.kernels.linear_cross_entropy_products import product
 from megacpp_overlays.kernels.token_selection import Selection
 from megacpp_overlays.kernels.vocabulary_softmax import add_statistics, logits_gradient, room_for_statistics
 from megacpp_overlays.kernels.vocabulary_softmax_numbers import Coefficients, Statistics
@@ -69,7 +70,7 @@ class Wanted:
     """(classes of this shard, hidden size), float32: the weight gradient is added to it instead of returned."""
 
 
-class Gradients(NamedTuple):
+class ShardGradients(NamedTuple):
     """What a backward pass gives; None where it is not wanted."""
 
     of_hidden: torch.Tensor | None
@@ -90,11 +91,10 @@ class Kept:
     first: int
     """Row of the shard's weight that the first column belongs to."""
 
-    def bring_first(self, selection: Selection) -> Kept:
+    def bring_first(self, selection: Selection) -> None:
         """Bring the rows of selected tokens first."""
         if self.block is not None:
             selection.bring_first(self.block)
-        return self
 
     def take(self) -> torch.Tensor | None:
         """Return the block, which nothing else refers to from now on: it is overwritten, and has to go in time."""
@@ -127,11 +127,11 @@ def shard_statistics(
     dtype = keep or shard.logits_dtype
     step = shard.classes if keep else _step(hidden, shard, memory)
     block = torch.empty((tokens, padded(step)), dtype=dtype, device=hidden.device)
-    products, rows = Products(), slice(0)
+    rows = slice(0)
     for rows in _blocks(shard.classes, step):
         weight, options = shard.part(rows)
         logits = block[:, : weight.shape[0]]
-        products.of_rows(hidden, weight.to(hidden.dtype).t(), out=logits)
+        product(hidden, weight.to(hidden.dtype).t(), out=logits)
         add_statistics(logits, labels, shard.first_class + rows.start, running, first=rows.start == 0, **options)
     return running, Kept(block, rows.start)
 
@@ -147,7 +147,7 @@ def shard_gradients(
     kept: Kept | None = None,
     count: torch.Tensor | None = None,
     when_hidden_is_done: Callable[[torch.Tensor], None] | None = None,
-) -> Gradients:
+) -> ShardGradients:
     """Return this shard's share of the gradient for `hidden`, and the gradients for weight and bias.
 
     The gradient of the logits is formed in float32 and rounded once, to the dtype of `hidden`, for the products. In
@@ -192,7 +192,7 @@ def shard_gradients(
             if rows is todo[-1] and sums.of_hidden is not None:
                 when_hidden_is_done(sums.of_hidden)
             sums.add_weight(rows, gradient)
-    return Gradients(sums.of_hidden, sums.of_weight, sums.of_bias)
+    return ShardGradients(sums.of_hidden, sums.of_weight, sums.of_bias)
 
 
 class _Sums:
@@ -242,11 +242,13 @@ class _Sums:
 
 
 def _step(hidden: torch.Tensor, shard: Shard, memory: Memory) -> int:
-    """Return the classes of a block, beside the gradient of the hidden states in float32.
+    """Return the classes of a block, beside the gradient of the hidden states in float32 and a copy of selected tokens.
 
     The finished gradient is only made after the last block is gone, and its memory counts as a result.
     """
     beside = hidden.numel() * max(4 - hidden.element_size(), 0)
+    if memory.masked is Masked.SKIP:
+        beside += hidden.nbytes
     return memory.classes_with(shard.bytes_of_a_class(hidden), beside, shard.classes)
 
 

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from megacpp_overlays.kernels.devices import on_device_of
+
 in_triton: ModuleType | None
 try:
     from megacpp_overlays.kernels import token_selection_triton as in_triton
@@ -40,7 +42,8 @@ class Selection(NamedTuple):
             rows: (tokens, n), rows of unit stride.
         """
         if rows.is_cuda and in_triton is not None:
-            in_triton.bring_first(rows, self.order, self.count)
+            with on_device_of(rows):
+                in_triton.bring_first(rows, self.order, self.count)
         else:
             rows[: int(self.count)] = rows[self.order[: int(self.count)]]
 

@@ -27,8 +27,8 @@ def bring_first(rows: torch.Tensor, order: torch.Tensor, count: torch.Tensor) ->
 def _bring_first(  # type: ignore[no-untyped-def]
     rows, stride, order, count, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    # A row never moves down, so what a step overwrites was read by it or before it: a program owns some columns and
-    # goes through the rows from the first to the last.
+    # A row never moves down, so what a step overwrites was read by it or before it, and what is read later lies below:
+    # a program owns some columns and goes through the rows from the first to the last.
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     selected = tl.load(count)
     for start in range(0, selected, ROWS):
@@ -38,4 +38,3 @@ def _bring_first(  # type: ignore[no-untyped-def]
         values = tl.load(rows + source[:, None] * stride + column[None, :], mask=mask, other=0.0)
         tl.debug_barrier()  # every thread has read its rows
         tl.store(rows + place.to(tl.int64)[:, None] * stride + column[None, :], values, mask=mask)
-        tl.debug_barrier()  # and written them, before the next ones are read

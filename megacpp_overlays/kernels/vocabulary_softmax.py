@@ -9,13 +9,13 @@ Triton on CUDA devices, and on CPU tensors in the Triton interpreter; plain PyTo
 
 from __future__ import annotations
 
-import contextlib
 import os
 from types import ModuleType
 
 import torch
 
 from megacpp_overlays.kernels import vocabulary_softmax_torch as in_torch
+from megacpp_overlays.kernels.devices import on_device_of
 from megacpp_overlays.kernels.vocabulary_softmax_numbers import Coefficients, Statistics
 
 in_triton: ModuleType | None
@@ -62,7 +62,7 @@ def add_statistics(
         class_weight: (classes,), contiguous; only the spread logits are weighted.
         softcap: bound of the logits, applied after the bias.
     """
-    with _on_device_of(logits):
+    with on_device_of(logits):
         _passes(logits).add_statistics(logits, labels, first_class, statistics, first, bias, class_weight, softcap)
 
 
@@ -93,13 +93,13 @@ def logits_gradient(
         class_weight: (classes,).
         softcap: bound of the logits.
     """
-    with _on_device_of(logits):
+    with on_device_of(logits):
         _passes(logits).logits_gradient(logits, labels, first_class, coefficients, bias, class_weight, softcap, out)
 
 
 def plain_losses(statistics: Statistics, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
     """Return the log-sum-exp less the logit of the label, (tokens,); 0 where the label is `ignore_index`."""
-    with _on_device_of(labels):
+    with on_device_of(labels):
         losses: torch.Tensor = _passes(statistics.maximum).plain_losses(statistics, labels, ignore_index)
         return losses
 
@@ -115,17 +115,9 @@ def plain_coefficients(
         ignore_index: as in `plain_losses`.
         gradient: that of each token's loss, (tokens,), floating, any stride.
     """
-    with _on_device_of(labels):
+    with on_device_of(labels):
         lse, scale = _passes(statistics.maximum).plain_coefficients(statistics, labels, ignore_index, gradient)
         return Coefficients(lse, scale, scale)
-
-
-def _on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be that of the tensors."""
-    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    device: contextlib.AbstractContextManager[object] = torch.cuda.device(tensor.device)
-    return device
 
 
 def _passes(logits: torch.Tensor) -> ModuleType:

@@ -151,6 +151,15 @@ def test_gradients_are_as_good_as_those_of_all_products(alive: str, memory: Memo
     assert {name: far for name, far in seen.items() if not far <= 1.02 * everything[name]} == {}
 
 
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_batch_may_be_tiny(tokens: int, memory: Memory) -> None:
+    inputs = masked(draw(tokens, 520, 20001, dtype=torch.bfloat16, device=DEVICE, bias=True), 1.0)
+
+    seen = errors(found(inputs, memory=memory), truth(inputs))
+
+    assert max(seen.values()) < LIMITS[torch.bfloat16]
+
+
 def test_two_micro_batches_are_added_up_in_main_grad(memory: Memory) -> None:
     inputs = masked(draw(1000, 520, 20001, dtype=torch.bfloat16, device=DEVICE), 0.5)
     leaves_of(inputs)
@@ -223,6 +232,21 @@ def test_a_captured_step_replays_on_other_masks_as_it_runs_outside(memory: Memor
         graph.replay()
         expected = found(replace(inputs), memory=memory)
         assert same(captured, expected)
+
+
+def test_a_device_that_is_not_the_current_one_can_be_used(memory: Memory) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one device")
+    inputs = masked(draw(1000, 520, 20001, dtype=torch.bfloat16, device=DEVICE), 0.5)
+    other = replace(
+        inputs,
+        **{name: getattr(inputs, name).to("cuda:1") for name in ("hidden", "weight", "target", "arriving")},
+    )
+
+    seen = found(other, memory=memory)
+
+    assert {each.device.index for each in seen.values()} == {1}
+    assert same({name: each.to(DEVICE) for name, each in seen.items()}, found(inputs, memory=memory))
 
 
 @pytest.mark.parametrize("logits", ["recompute", "keep"])
