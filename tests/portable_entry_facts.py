@@ -20,8 +20,13 @@ from hypothesis import strategies as st
 from portable_entry_cases import Case
 from portable_entry_grid import BACKWARD_SPLIT, FORWARD_SPLIT, arrival, truth
 
+from megacpp_overlays.kernels import (
+    bounded_products,
+    linear_cross_entropy_memory,
+    linear_cross_entropy_products,
+    linear_cross_entropy_shard,
+)
 from megacpp_overlays.kernels import linear_cross_entropy_entry as entry
-from megacpp_overlays.kernels import linear_cross_entropy_memory, linear_cross_entropy_shard
 
 # isort: split
 from megatron.core.fusions import fused_linear_cross_entropy as upstream
@@ -101,10 +106,11 @@ def step(passes: int = 1, logits: str = "keep", packs: bool = False) -> tuple[li
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in ((6, 4), (9, 4))]
     hooks = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved)
-    counted = mock.Mock(wraps=linear_cross_entropy_shard.product)
+    counted = mock.Mock(wraps=linear_cross_entropy_products.product)
     with (
         mock.patch.object(upstream, "_get_platform", return_value=core),
         mock.patch.object(linear_cross_entropy_shard, "product", counted),
+        mock.patch.object(bounded_products, "product", counted),
         mock.patch.dict(os.environ, {FORWARD_SPLIT: "3", BACKWARD_SPLIT: "3"}),
         mock.patch.object(linear_cross_entropy_memory, "_chosen", linear_cross_entropy_memory.Memory(logits=logits)),
     ):
