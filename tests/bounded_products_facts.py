@@ -58,16 +58,21 @@ def compute(count: int, wide: bool, add: bool) -> dict[str, float]:
     }
 
 
-def bring_first(count: int) -> bool:
-    """Return whether the rows of some selected tokens come first."""
+def moves(count: int, columns: int) -> list[bool]:
+    """Return whether the rows of some selected tokens come first, and whether they go back."""
     generator = torch.Generator().manual_seed(count)
     wanted = torch.zeros(ROWS, dtype=torch.bool)
     wanted[torch.randperm(ROWS, generator=generator)[:count]] = True
-    matrix = torch.randn(ROWS, COLUMNS, generator=generator)
+    wide = torch.randn(ROWS, columns + 8, generator=generator)
+    beside, matrix = wide[:, columns:].clone(), wide[:, :columns]
     expected = matrix[wanted]
     selection = select(wanted)
     rows.bring_first(matrix, selection.order, selection.count)
-    return torch.equal(matrix[:count], expected)
+    came = torch.equal(matrix[:count], expected)
+    matrix[count:] = 0
+    rows.put_back(matrix, selection.order, selection.count)
+    went = torch.equal(matrix[wanted], expected) and not matrix[~wanted].any()
+    return [came, went, torch.equal(wide[:, columns:], beside)]
 
 
 def main() -> None:
@@ -77,7 +82,7 @@ def main() -> None:
             f"{count}{' wide' * wide}{' add' * add}": compute(count, wide, add)
             for count, wide, add in product(COUNTS, (False, True), (False, True))
         },
-        "bring first": {str(count): bring_first(count) for count in COUNTS},
+        "moves": {f"{count}, {columns}": moves(count, columns) for count in COUNTS for columns in (COLUMNS, 128)},
     }
     sys.stdout.write(json.dumps(found))
 

@@ -54,7 +54,7 @@ def main() -> None:
 
     JITFunction.run = compile_only
     driver.set_active(Device(90))
-    products._tile = lambda _: products._LARGE
+    products._largest = lambda _: products._LARGE
     count = torch.ones(1, dtype=torch.int32)
     for dtype, wide in product((torch.bfloat16, torch.float16), (False, True)):
         matrix, out = torch.zeros(256, 256, dtype=dtype), torch.zeros(256, 256, dtype=torch.float32 if wide else dtype)
@@ -64,6 +64,7 @@ def main() -> None:
         products.product_over_rows(matrix, matrix, count, out, False)
         products.product_over_rows(matrix, matrix, count, out, True)
         rows.bring_first(out, torch.zeros(256, dtype=torch.int64), count)
+        rows.put_back(out, torch.zeros(256, dtype=torch.int64), count)
     sys.stdout.write(json.dumps({"programs": found}))
 
 

@@ -150,8 +150,9 @@ def test_triton_agrees_with_float64_on_every_count(facts: Any) -> None:
     assert {name: each for name, each in found.items() if not max(each.values()) < ROUNDING} == {}
 
 
-def test_triton_brings_rows_first_in_place(facts: Any) -> None:
-    assert facts["bring first"] == dict.fromkeys(("0", "1", "64", "128", "129", "300"), True)
+def test_triton_brings_rows_first_and_back_in_their_own_memory(facts: Any) -> None:
+    assert len(facts["moves"]) == 12
+    assert {name: found for name, found in facts["moves"].items() if found != [True, True, True]} == {}
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +166,9 @@ def programs() -> Any:
 
 
 def test_every_product_compiles_for_hopper_to_its_own_instructions_and_keeps_all_in_registers(programs: Any) -> None:
-    found = [each for each in programs if each["kernel"] != "_bring_first"]
+    found = [each for each in programs if each["kernel"] not in {"_bring_first", "_put_back"}]
 
-    assert {each["kernel"] for each in programs} == {"_of_rows", "_over_rows", "_bring_first"}
+    assert {each["kernel"] for each in programs} == {"_of_rows", "_over_rows", "_bring_first", "_put_back"}
     assert len(found) == 20
     assert [each for each in found if not (each["wgmma"] and each["bulk copies"])] == []
     assert [each for each in programs if each["stack"]] == []

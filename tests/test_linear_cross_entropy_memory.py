@@ -23,6 +23,7 @@ from megacpp_overlays.kernels.linear_cross_entropy_memory import (
     Logits,
     Masked,
     Memory,
+    Settled,
     from_environment,
     padded,
     process_wide,
@@ -45,8 +46,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 # The environment
 
 
-def test_without_variables_256_mib_are_used_to_compute_logits_of_all_tokens_again() -> None:
-    assert from_environment() == Memory(extra_mib=256, logits=Logits.RECOMPUTE, masked=Masked.COMPUTE)
+def test_without_variables_256_mib_are_used_to_compute_logits_again_of_tokens_that_masks_decide() -> None:
+    assert from_environment() == Memory(extra_mib=256, logits=Logits.RECOMPUTE, masked=Masked.AUTO)
 
 
 def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +82,7 @@ def test_a_bad_amount_is_named_with_its_variable_and_what_is_allowed(
 
 
 @pytest.mark.parametrize("value", ["KEEP", "cache", "1", " keep"])
-@pytest.mark.parametrize(("name", "known"), [(LOGITS, "recompute, keep, auto"), (MASKED, "compute, skip")])
+@pytest.mark.parametrize(("name", "known"), [(LOGITS, "recompute, keep, auto"), (MASKED, "auto, compute, skip")])
 def test_a_bad_way_is_named_with_its_variable_and_what_is_allowed(
     name: str, known: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,7 +136,7 @@ def test_a_way_may_be_given_by_its_name() -> None:
         ({"extra_mib": 0}, "extra_mib is 0; it is a number of MiB, 1 or more"),
         ({"extra_mib": -5}, "extra_mib is -5"),
         ({"logits": "all"}, "logits is 'all'; it is one of recompute, keep, auto"),
-        ({"masked": True}, "masked is True; it is one of compute, skip"),
+        ({"masked": True}, "masked is True; it is one of auto, compute, skip"),
     ],
 )
 def test_a_choice_that_cannot_be_meant_is_refused(given_: dict[str, Any], reason: str) -> None:
@@ -205,15 +206,28 @@ def test_a_block_has_room_beside_the_sum_and_a_copy_of_selected_tokens(
     masked: Masked, sizes: tuple[int, int, int]
 ) -> None:
     tokens, size, classes = sizes
-    hidden, weight = (torch.empty(rows, size, dtype=torch.bfloat16, device="meta") for rows in (tokens, classes))
+    hidden, weight = (torch.empty(rows, size, dtype=torch.bfloat16) for rows in (tokens, classes))
     shard = Shard(weight=weight, logits_dtype=torch.bfloat16)
 
     step = linear_cross_entropy_shard._step(hidden, shard, Memory(masked=masked))
 
-    copy = hidden.nbytes if masked is Masked.SKIP else 0
+    copy = 0 if masked is Masked.COMPUTE else hidden.nbytes
     beside = tokens * size * 4 + copy - hidden.nbytes  # the result comes when all of this is gone
     assert beside + tokens * step * 2 <= 256 * MIB
     assert step >= 256
+
+
+def test_a_block_takes_no_room_for_selected_tokens_where_none_are_selected() -> None:
+    hidden, weight = (torch.empty(rows, 4096, dtype=torch.bfloat16) for rows in (8192, 131072))
+    shard = Shard(weight=weight, logits_dtype=torch.bfloat16)
+
+    def step(memory: Memory, device: str = "cpu") -> int:
+        return linear_cross_entropy_shard._step(hidden.to(device), replace(shard, weight=weight.to(device)), memory)
+
+    everything = step(Memory(masked="compute"))
+    assert step(Memory()) < everything
+    assert step(Memory(settled=Settled(skips=False))) == everything
+    assert step(Memory(), device="meta") == everything  # it has no products that end after some rows
 
 
 @given(classes=st.integers(1, 1000), block=st.integers(1, 2000))
@@ -302,3 +316,61 @@ def test_a_captured_step_does_what_the_steps_before_it_did(room: bool, monkeypat
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
     assert automatic.keeps(1, 1, 2, device) is room
+
+
+# Skipping
+
+
+def alive(count: int, tokens: int = 100) -> torch.Tensor:
+    return torch.arange(tokens) < count
+
+
+@pytest.mark.parametrize(("masked", "skips"), [("compute", False), ("skip", True)])
+@pytest.mark.parametrize("count", [0, 1, 100])
+def test_a_way_that_is_named_is_gone_whatever_the_masks_are(masked: str, skips: bool, count: int) -> None:
+    memory = Memory(masked=masked)
+
+    assert memory.skips(alive(count)) is skips
+    assert memory.may_skip is skips
+    assert memory.settled.skips is None
+
+
+@pytest.mark.parametrize(("count", "skips"), [(1, True), (80, True), (81, False), (100, False)])
+def test_masks_of_the_first_backward_pass_decide_for_all_later_ones(
+    count: int, skips: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = Memory()
+    assert memory.may_skip
+
+    with caplog.at_level("INFO", logger="megacpp_overlays"):
+        first = memory.skips(alive(count))
+        later = [memory.skips(alive(each)) for each in (1, 100)]
+
+    assert first is skips
+    assert later == [skips, skips]
+    assert memory.may_skip is skips
+    what = "skipped" if skips else "computed"
+    assert [each.getMessage() for each in caplog.records] == [
+        f"linear cross entropy: {count} of 100 tokens of the first backward pass have a gradient; the others are {what}"
+    ]
+
+
+@pytest.mark.parametrize("tokens", [0, 100])
+def test_a_pass_without_a_gradient_says_nothing_about_the_next_one(tokens: int) -> None:
+    memory = Memory()
+
+    assert not memory.skips(alive(0, tokens))
+    assert memory.settled.skips is None
+    assert memory.skips(alive(50))
+
+
+def test_copies_of_a_choice_share_what_it_found_and_others_do_not() -> None:
+    """The entry for Megatron copies the choice of the process at each call."""
+    memory = Memory()
+    copy = replace(memory, block_classes=5)
+
+    memory.skips(alive(100))
+
+    assert copy.settled.skips is False
+    assert Memory().settled.skips is None
+    assert memory == Memory()

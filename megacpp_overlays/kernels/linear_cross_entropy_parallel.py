@@ -16,7 +16,7 @@ import torch
 from torch import distributed
 
 from megacpp_overlays.kernels.bounded_products import available
-from megacpp_overlays.kernels.linear_cross_entropy_memory import Masked, Memory
+from megacpp_overlays.kernels.linear_cross_entropy_memory import Memory
 from megacpp_overlays.kernels.linear_cross_entropy_shard import (
     Kept,
     Shard,
@@ -225,12 +225,13 @@ def backward_pass(
     else:
         if kept is not None:
             kept.bring_first(selection)
+        coefficients = Coefficients(*(None if each is None else selection.first(each) for each in coefficients))
         reduction = _Reduction(group, functools.partial(selection.put_back, dtype=here.hidden_dtype))
         found = shard_gradients(
             selection.first(hidden),
             selection.first(labels),
             shard,
-            Coefficients(*(None if each is None else selection.first(each) for each in coefficients)),
+            coefficients,
             memory,
             here,
             kept=kept,
@@ -247,9 +248,10 @@ def _selection(
 ) -> Selection | None:
     """Return the tokens that have a gradient; None where all are computed."""
     results = [] if wanted.main_grad is None else [wanted.main_grad]
-    if memory.masked is Masked.SKIP and available(hidden.dtype, hidden, shard.weight, *results):
-        return select(coefficients.alive)
-    return None
+    if not memory.may_skip or not available(hidden.dtype, hidden, shard.weight, *results):
+        return None
+    alive = coefficients.alive
+    return select(alive) if memory.skips(alive) else None
 
 
 def _kept_dtype(hidden: torch.Tensor, shard: Shard, memory: Memory) -> torch.dtype | None:

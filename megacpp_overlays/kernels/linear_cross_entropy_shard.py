@@ -16,12 +16,15 @@ from typing import NamedTuple
 
 import torch
 
-from megacpp_overlays.kernels.bounded_products import Products
-from megacpp_overlays.kernels.linear_cross_entropy_memory import Masked, Memory, padded
+from megacpp_overlays.kernels.bounded_products import Products, available
+from megacpp_overlays.kernels.linear_cross_entropy_memory import Memory, padded
 from megacpp_overlays.kernels.linear_cross_entropy_products import product
 from megacpp_overlays.kernels.token_selection import Selection
 from megacpp_overlays.kernels.vocabulary_softmax import add_statistics, logits_gradient, room_for_statistics
 from megacpp_overlays.kernels.vocabulary_softmax_numbers import Coefficients, Statistics
+
+_NUMBERS_OF_A_SELECTED_TOKEN = 64
+"""Bytes beside its hidden states: its place, its label, and what turns its logits into their gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +171,8 @@ def shard_gradients(
     step = _step(hidden, shard, memory)
     block = kept.take() if kept else None
     first_kept = kept.first if kept and block is not None else shard.classes
+    if block is not None:
+        step = max(1, min(step, shard.classes - first_kept))  # its memory is that of all blocks
     todo = [slice(first_kept, shard.classes)] * (first_kept < shard.classes) + _blocks(first_kept, step)
     products = Products(count)
     # In half precision a copy of the hidden states that nobody needs any more has room for their gradient.
@@ -176,9 +181,9 @@ def shard_gradients(
     for rows in todo:
         weight, options = shard.part(rows)
         weight = weight.to(hidden.dtype)
-        if block is None or rows.start < first_kept:
-            if block is None or block[:1].nbytes < padded(step) * shard.logits_dtype.itemsize:
-                block = torch.empty((hidden.shape[0], padded(step)), dtype=shard.logits_dtype, device=hidden.device)
+        if block is None:
+            block = torch.empty((hidden.shape[0], padded(step)), dtype=shard.logits_dtype, device=hidden.device)
+        if rows.start < first_kept:
             block = block.view(shard.logits_dtype)
             products.of_rows(hidden, weight.t(), out=block[:, : weight.shape[0]])
         logits, gradient = block[:, : weight.shape[0]], block.view(hidden.dtype)[:, : weight.shape[0]]
@@ -247,8 +252,8 @@ def _step(hidden: torch.Tensor, shard: Shard, memory: Memory) -> int:
     The finished gradient is only made after the last block is gone, and its memory counts as a result.
     """
     beside = hidden.numel() * max(4 - hidden.element_size(), 0)
-    if memory.masked is Masked.SKIP:
-        beside += hidden.nbytes
+    if memory.may_skip and available(hidden.dtype, hidden, shard.weight):
+        beside += hidden.nbytes + _NUMBERS_OF_A_SELECTED_TOKEN * hidden.shape[0]
     return memory.classes_with(shard.bytes_of_a_class(hidden), beside, shard.classes)
 
 

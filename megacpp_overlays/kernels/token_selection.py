@@ -48,12 +48,16 @@ class Selection(NamedTuple):
             rows[: int(self.count)] = rows[self.order[: int(self.count)]]
 
     def put_back(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return rows where they came from.
+        """Return rows where they came from; in the same memory, if a device has Triton and the dtype stays.
 
         Args:
-            rows: (tokens, n), those of the selected tokens first, zeros after them.
+            rows: (tokens, n), rows of unit stride, those of the selected tokens first, zeros after them.
             dtype: of the result.
         """
+        if rows.dtype == dtype and rows.is_cuda and in_triton is not None:
+            with on_device_of(rows):
+                in_triton.put_back(rows, self.order, self.count)
+            return rows
         back = torch.empty(rows.shape, dtype=dtype, device=rows.device)
         if back.dtype == rows.dtype:
             return back.index_copy_(0, self.order, rows)

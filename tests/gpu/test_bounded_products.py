@@ -97,7 +97,7 @@ def test_a_product_of_the_first_rows_is_that_of_cublas(count: int, dtype: torch.
         true = {"logits": some @ weight.double().t(), "hidden": few @ weight.double(), "weight": few.t() @ some}
         for name, each in true.items():
             seen = room[name].double() if name == "weight" else room[name][:count].double()
-            far = float((seen - each - add).norm() / ((each + add).norm() or 1.0))
+            far = float((seen - each - int(add)).norm() / ((each + int(add)).norm() or 1.0))
             assert far < LIMITS[dtype], (name, out, add, far)
 
 
@@ -109,19 +109,29 @@ def test_what_no_descriptor_can_address_is_computed_without_one() -> None:
 
     seen = found(inputs, memory=Memory(masked="skip"))
 
-    assert same(seen, found(inputs, memory=Memory()))
+    assert same(seen, found(inputs, memory=Memory(masked="compute")))
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("columns", [64, 4104])
-def test_rows_come_first_in_their_own_memory(columns: int) -> None:
-    rows = torch.randn(5000, columns + 8, device=DEVICE)[:, :columns]
-    wanted = torch.rand(5000, device=DEVICE) < 0.5
+def test_rows_come_first_and_go_back_in_their_own_memory(columns: int, dtype: torch.dtype, share: float) -> None:
+    whole = torch.randn(5000, columns + 8, device=DEVICE).to(dtype)
+    beside, rows = whole[:, columns:].clone(), whole[:, :columns]
+    wanted = torch.rand(5000, device=DEVICE) < share
     expected = rows[wanted]
 
     selection = select(wanted)
     selection.bring_first(rows)
+    came = rows[: int(selection.count)].clone()
+    rows[int(selection.count) :] = 0
+    back = selection.put_back(rows, dtype)
 
-    assert torch.equal(rows[: int(selection.count)], expected)
+    assert torch.equal(came, expected)
+    assert back.data_ptr() == whole.data_ptr()
+    assert torch.equal(back[wanted], expected)
+    assert not back[~wanted].any()
+    assert torch.equal(whole[:, columns:], beside)
 
 
 # The loss
@@ -146,7 +156,9 @@ def test_gradients_are_as_good_as_those_of_all_products(alive: str, memory: Memo
     inputs = masked(draw(2048, 1024, 32001, dtype=torch.bfloat16, device=DEVICE), ALIVE[alive])
     true = truth(inputs)
 
-    seen, everything = (errors(found(inputs, memory=each), true) for each in (memory, Memory()))
+    seen, everything = (
+        errors(found(inputs, memory=each), true) for each in (memory, replace(memory, masked="compute"))
+    )
 
     assert {name: far for name, far in seen.items() if not far <= 1.02 * everything[name]} == {}
 
@@ -190,6 +202,41 @@ def test_logits_may_be_wider_than_the_hidden_states(classes: int) -> None:
 
 
 # How it runs
+
+
+@pytest.mark.parametrize(("share", "skips"), [(0.5, True), (1.0, False)])
+def test_by_itself_a_process_looks_once_at_its_masks_and_never_waits_again(share: float, skips: bool) -> None:
+    inputs = masked(draw(1000, 520, 20001, dtype=torch.bfloat16, device=DEVICE), share)
+    memory = Memory(extra_mib=16)
+    first = found(inputs, memory=memory)
+    found(inputs, memory=memory)  # a first call cuts blocks so that it may skip; programs of others are compiled
+
+    torch.cuda.set_sync_debug_mode("error")
+    seen = found(inputs, memory=memory)
+    torch.cuda.set_sync_debug_mode("default")
+
+    assert memory.settled.skips is skips
+    assert same(seen, found(inputs, memory=Memory(extra_mib=16, masked="skip" if skips else "compute")))
+    assert max(errors(first, truth(inputs)).values()) < LIMITS[torch.bfloat16]
+
+
+def test_what_is_captured_first_is_computed_for_all_tokens_and_settles_nothing() -> None:
+    inputs = masked(draw(1000, 520, 20001, dtype=torch.bfloat16, device=DEVICE), 0.5)
+    leaves_of(inputs)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            found(inputs, memory=Memory(masked="compute"))
+    torch.cuda.current_stream().wait_stream(side)
+    memory, graph = Memory(), torch.cuda.CUDAGraph()
+
+    with torch.cuda.graph(graph):
+        captured = found(inputs, memory=memory)
+    graph.replay()
+
+    assert memory.settled.skips is None
+    assert same(captured, found(inputs, memory=Memory(masked="compute")))
 
 
 def test_a_step_that_is_repeated_gives_the_same_bits(memory: Memory) -> None:
@@ -251,7 +298,7 @@ def test_a_device_that_is_not_the_current_one_can_be_used(memory: Memory) -> Non
 
 @pytest.mark.parametrize("logits", ["recompute", "keep"])
 @pytest.mark.parametrize("sizes", MODELS, ids=str)
-def test_a_step_takes_no_more_memory_than_one_that_computes_all(sizes: tuple[int, int, int], logits: str) -> None:
+def test_a_step_takes_no_more_memory_than_it_may(sizes: tuple[int, int, int], logits: str) -> None:
     tokens, hidden, classes = sizes
     leaves = [
         torch.randn(rows, hidden, device=DEVICE, dtype=torch.bfloat16).requires_grad_() for rows in (tokens, classes)
@@ -275,6 +322,7 @@ def test_a_step_takes_no_more_memory_than_one_that_computes_all(sizes: tuple[int
         del loss, slopes
 
     print(sizes, logits, peaks)
-    assert peaks["skip"] <= peaks["compute"] + 1
     if logits == "recompute":
         assert peaks["skip"] <= 256
+    else:
+        assert peaks["skip"] <= peaks["compute"] + 1
