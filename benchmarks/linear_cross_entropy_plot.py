@@ -33,7 +33,7 @@ def svg(found: Found) -> str:
             f'height="{height}" font-family="system-ui, sans-serif" font-size="13" fill="{TEXT}">',
             f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
             text(20, 28, "Linear cross entropy, forward and backward", size_px=18, weight=600),
-            text(20, 50, f"{source}. Left is faster, down is smaller.", fill="#57606a"),
+            text(20, 50, f"{source}; half of the tokens are masked. Left is faster, down is smaller.", fill="#57606a"),
             *legend(20, 72),
             *body,
             "</svg>\n",

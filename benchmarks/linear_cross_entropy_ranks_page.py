@@ -25,8 +25,8 @@ def section(found: Found) -> list[str]:
         "NVLink multicast off. Times are medians of forward and backward of the slowest rank, in milliseconds; all",
         "contestants take turns, and a call begins when all ranks are there. `floor` is the time of the products of one",
         "shard that the way cannot avoid, four with recomputed logits and three with kept ones, measured in the same",
-        "race on all ranks at once. `one shard by itself` is the work of a rank without any collective. Memory is the",
-        "peak above inputs, losses and gradients.",
+        "race on all ranks at once; they compute all tokens, so what skips the masked ones can be quicker. `one shard by",
+        "itself` is the work of a rank without any collective. Memory is the peak above inputs, losses and gradients.",
     ]
     for size, each in found["sizes"].items():
         lines += ["", f"## TP={size}"]
@@ -60,6 +60,8 @@ def of_size(size: int, each: Found) -> Iterator[str]:
         yield from table(("against one GPU", "loss", "dX", "dW", "dbias"), cells)
 
 
+SEQUENCE = ", sequence parallel"
+METHODS = ("recompute", "keep", "recompute, masked tokens skipped", "keep, masked tokens skipped")
 TIMES = ("", "forward", "backward", "both", "floor", "over floor", "TP=1 over this", "extra MiB")
 GRAPHS = ("", "eager ms", "replayed ms", "same bits as eager")
 ERRORS = ("", *(f"{name} against float64" for name in ("loss", "dX", "dW")),
@@ -76,7 +78,7 @@ def time_rows(size: int, rows: list[Found]) -> Iterator[tuple[str, ...]]:
             yield name, ms(first), ms(sum(rest)), ms(row["ms"]), "-", "-", "-", "-"
             continue
         least = floor(name, by_name)
-        alone = by_name[f"TP=1, {logits_of(name)}"]["ms"]
+        alone = by_name[f"TP=1, {method_of(name)}"]["ms"]
         gain = "-" if name.startswith(("TP=1,", "one shard")) else f"{alone / row['ms']:.2f} x of {size}"
         extra = "-" if row.get("extra_mib") is None else f"{row['extra_mib']:.0f}"
         yield name, *map(ms, row["stages"]), ms(row["ms"]), ms(least), f"{row['ms'] / least:.3f} x", gain, extra
@@ -96,14 +98,19 @@ def logits_of(name: str) -> str:
     return name.split(", ")[1]
 
 
+def method_of(name: str) -> str:
+    """Return how a rank of a way does its part."""
+    return name.partition(", ")[2].removesuffix(SEQUENCE)
+
+
 def overlap(size: int, each: Found) -> Iterator[str]:
     """Yield in words what the collectives cost, beside what they take by themselves."""
     whole = {row["name"]: row["ms"] for row in each["times"]}
     alone = {row["name"]: row["ms"] for row in each["collectives"] if "two numbers" not in row["name"]}
-    for way, needed in (("", ("all_reduce",)), (", sequence parallel", ("all_gather", "reduce_scatter"))):
+    for way, needed in (("", ("all_reduce",)), (SEQUENCE, ("all_gather", "reduce_scatter"))):
         taken = sum(value for name, value in alone.items() if name.startswith(needed))
-        for logits in ("recompute", "keep"):
-            name, shard = f"TP={size}, {logits}{way}", f"one shard by itself, {logits}"
+        for method in METHODS:
+            name, shard = f"TP={size}, {method}{way}", f"one shard by itself, {method}"
             verb = "take" if len(needed) > 1 else "takes"
             yield (
                 f"- `{name}`: {ms(whole[name])} ms, a shard by itself {ms(whole[shard])} ms;"

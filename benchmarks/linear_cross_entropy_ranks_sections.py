@@ -36,7 +36,7 @@ def correctness(place: Place, problem: Problem) -> list[dict[str, Any]]:
     rows = []
     for alone in ALONE:
         single = alone.run(problem, place)
-        for way in (alone, *(way for way in PARALLEL if way.logits == alone.logits)):
+        for way in (alone, *(way for way in PARALLEL if way.method == alone.method)):
             found = way.run(problem, place)
             expected, of_one = (way.part(whole, place) if way.parallel else whole for whole in (true, single))
             again = way.run(problem, place)
@@ -75,7 +75,7 @@ def options(place: Place, problem: Problem) -> list[dict[str, Any]]:
     rows = []
     for alone in ALONE:
         single = run(alone)
-        for way in (way for way in PARALLEL if way.logits == alone.logits):
+        for way in (way for way in PARALLEL if way.method == alone.method):
             apart = place.worst(errors(run(way), way.part(single, place)))
             rows.append({"name": way.said(place), "one_gpu": apart})
     return rows
@@ -93,7 +93,7 @@ def times(place: Place, problem: Problem, rounds: int) -> list[dict[str, Any]]:
     shard = replace(
         problem, weight=place.share(problem.weight), target=problem.target % (len(problem.weight) // place.size)
     )
-    contestants |= {f"one shard by itself, {way.logits}": way.stages(shard, place) for way in ALONE}
+    contestants |= {f"one shard by itself, {way.method}": way.stages(shard, place) for way in ALONE}
     contestants |= {f"products, TP={size}": products(problem, size) for size in (1, place.size)}
     rows = raced(place, contestants, rounds)
     for way in (*ALONE, *PARALLEL):

@@ -82,12 +82,18 @@ class Way:
     """One way to do the work."""
 
     logits: str
+    masked: str = "compute"
     parallel: bool = True
     sequence: bool = False
 
+    @property
+    def method(self) -> str:
+        """How a rank does its part, in words."""
+        return f"{self.logits}{', masked tokens skipped' * (self.masked == 'skip')}"
+
     def said(self, place: Place) -> str:
         """Return it in words."""
-        return f"TP={place.size if self.parallel else 1}, {self.logits}{', sequence parallel' * self.sequence}"
+        return f"TP={place.size if self.parallel else 1}, {self.method}{', sequence parallel' * self.sequence}"
 
     def leaves(self, problem: Problem, place: Place) -> list[torch.Tensor]:
         """Return hidden and weight as this rank has them, as leaves of their own that share the memory."""
@@ -99,9 +105,8 @@ class Way:
         """Return the loss: hidden, weight and target are this rank's."""
         group = place.group if self.parallel else None
         options = {"reduction": "none", "ignore_index": IGNORED} | options
-        return linear_cross_entropy(
-            *inputs, group=group, sequence_parallel=self.sequence, memory=Memory(logits=self.logits), **options
-        )
+        memory = Memory(logits=self.logits, masked=self.masked)
+        return linear_cross_entropy(*inputs, group=group, sequence_parallel=self.sequence, memory=memory, **options)
 
     def stages(self, problem: Problem, place: Place) -> timing.Stages:
         """Return forward and backward."""
@@ -123,5 +128,6 @@ class Way:
         return losses, place.share(hidden) if self.sequence else hidden, *shares
 
 
-PARALLEL = [Way(logits, sequence=sequence) for logits in ("recompute", "keep") for sequence in (False, True)]
-ALONE = [Way(logits, parallel=False) for logits in ("recompute", "keep")]
+METHODS = [(logits, masked) for logits in ("recompute", "keep") for masked in ("compute", "skip")]
+PARALLEL = [Way(*method, sequence=sequence) for method in METHODS for sequence in (False, True)]
+ALONE = [Way(*method, parallel=False) for method in METHODS]

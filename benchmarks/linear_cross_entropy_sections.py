@@ -9,8 +9,20 @@ from typing import Any
 import timing
 import torch
 from linear_cross_entropy_peers import reason
-from linear_cross_entropy_truth import errors, truth_of
-from linear_cross_entropy_work import OURS, UNMASKED, Data, Shape, Way, compiled, floors, make_data
+from linear_cross_entropy_truth import errors, from_plain, rounded, truth_of
+from linear_cross_entropy_work import (
+    EAGER,
+    OURS,
+    ROUNDED,
+    UNMASKED,
+    Data,
+    Shape,
+    Way,
+    compiled,
+    floors,
+    make_data,
+    unmasked,
+)
 
 LABELS = ("uniform", "zipf")
 WRONG = 0.05
@@ -53,18 +65,26 @@ def accuracy(bench: Bench, shape: Shape) -> dict[str, Any]:
     for labels in LABELS:
         data = make_data(shape, labels, bench.device)
         for reduction in ("none", "mean"):
-            true = truth_of(data, reduction)
+            true, plain = truth_of(data, reduction), Plain()
             rows = found.setdefault(reduction, {}).setdefault(labels, {})
+            rows[ROUNDED] = {"errors": rounded(true, data.weight.dtype), "right": True}
             for way in bench.ways_at(shape, reduction):
-                rows[way.name] = accuracy_of(bench, shape, way, data, true)
+                rows[way.name] = accuracy_of(bench, shape, way, data, true, plain)
                 timing.clear(bench.device)
-            del true
+            del true, plain
         del data
     return found
 
 
-def accuracy_of(bench: Bench, shape: Shape, way: Way, data: Data, true: Any) -> dict[str, Any]:
-    """Return the errors of one way, or what it raises."""
+@dataclass
+class Plain:
+    """The gradients of plain PyTorch, which is the first way of all."""
+
+    gradients: Any = None
+
+
+def accuracy_of(bench: Bench, shape: Shape, way: Way, data: Data, true: Any, plain: Plain) -> dict[str, Any]:
+    """Return the errors of one way, and how far its gradients are from those of plain PyTorch; or what it raises."""
     key = (way.name, way.reduction)
     if key in bench.failed[shape]:
         return {"failed": "as before"}
@@ -77,6 +97,10 @@ def accuracy_of(bench: Bench, shape: Shape, way: Way, data: Data, true: Any) -> 
         bench.failed[shape].add(key)
         return {"failed": reason(error), "options": sorted(way.options)}
     found = errors(losses, gradients, true)
+    if way.name == EAGER:
+        plain.gradients = gradients
+    if plain.gradients is not None:
+        found |= from_plain(gradients, plain.gradients)
     apart = max(found[name]["norm"] for name in ("x", "weight"))
     right = apart < WRONG  # not for a NaN
     return {"errors": found, "right": right, "options": sorted(way.options)}
@@ -99,8 +123,7 @@ def raced(bench: Bench, shape: Shape, reduction: str, data: Data) -> dict[str, A
     failed = bench.failed.get(shape, set())
     ways = {way.name: way for way in bench.ways_at(shape, reduction) if (way.name, reduction) not in failed}
     if reduction == "mean":
-        unmasked = next(way for way in bench.ways_at(shape, "none") if way.name == OURS)
-        ways[UNMASKED] = replace(unmasked, name=UNMASKED)
+        ways[UNMASKED] = unmasked()
     products = floors(data, reduction)
     contestants = products | {name: way.stages(data) for name, way in ways.items()}
     scratch = torch.empty(1 if bench.device == "cpu" else LARGER_THAN_L2, dtype=torch.int8, device=bench.device)

@@ -103,6 +103,17 @@ def errors(losses: Any, gradients: tuple[Any, Any], true: Truth) -> dict[str, di
     }
 
 
+def from_plain(gradients: tuple[Any, Any], plain: tuple[Any, Any]) -> dict[str, dict[str, float]]:
+    """Return how far two gradients are from those of plain PyTorch."""
+    pairs = zip(("x", "weight"), gradients, plain, strict=True)
+    return {f"{name} from plain": difference(mine, theirs.double()) for name, mine, theirs in pairs}
+
+
+def rounded(true: Truth, dtype: Any) -> dict[str, dict[str, float]]:
+    """Return the errors of what is right once it is rounded to the dtype of the gradients: nobody can have less."""
+    return errors(true.losses.float(), (true.of_x.to(dtype), true.of_weight.to(dtype)), true)
+
+
 def difference(found: Any, expected: Any) -> dict[str, float]:
     """Return the norm of the differences over that of the values, and the largest one over the largest value."""
     apart = found.double().sub_(expected) if found.dtype != torch.float64 else found - expected

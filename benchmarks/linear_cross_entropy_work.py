@@ -14,10 +14,12 @@ import torch
 from torch.nn import functional
 
 OURS, KEPT, UNMASKED = "ours", "ours, logits kept", "ours, none without a mask"
-SKIPPED, KEPT_SKIPPED = "ours, masked tokens left out", "ours, logits kept, masked tokens left out"
+COMPUTED, KEPT_COMPUTED = "ours, masked tokens computed", "ours, logits kept, masked tokens computed"
+SKIPPED, KEPT_SKIPPED = "ours, told to skip", "ours, logits kept, told to skip"
 THREE, FOUR = "three products", "four products"
 ENTRY = "ours, as Megatron calls it"
 EAGER, COMPILED = "PyTorch", "torch.compile"
+ROUNDED = "float64, rounded to bfloat16"
 IGNORED = -100
 """The target of a token that does not count: PyTorch's default, and that of every peer."""
 
@@ -131,27 +133,37 @@ def floors(data: Data, reduction: str) -> dict[str, timing.Stages]:
 
 
 def ours() -> list[Way]:
-    """Return the kernel of this package, as it comes and with the logits kept."""
-    from megacpp_overlays.kernels.linear_cross_entropy import linear_cross_entropy
+    """Return the kernel of this package, as it comes and with the logits kept.
+
+    Each looks at its masks in its first backward pass. Under a mask it skips tokens then, so computing all is a way of
+    its own; without one it computes all, so skipping is.
+    """
     from megacpp_overlays.kernels.linear_cross_entropy_memory import Memory
 
-    can = options(linear_cross_entropy)
+    ways = []
+    for logits, names in (("recompute", (OURS, COMPUTED, SKIPPED)), ("keep", (KEPT, KEPT_COMPUTED, KEPT_SKIPPED))):
+        itself, computed, skipped = names
+        ways += [way(itself, reduction, Memory(logits=logits)) for reduction in ("none", "mean")]
+        ways.append(way(computed, "none", Memory(logits=logits, masked="compute")))
+        ways.append(way(skipped, "mean", Memory(logits=logits, masked="skip")))
+    return [*ways, Way(ENTRY, "ours", "none", entry_loss(), frozenset({"ignore_index", "vocabulary parallel"}))]
 
-    def way(name: str, reduction: str, memory: Memory) -> Way:
-        def loss(x: Any, weight: Any, target: Any) -> Any:
-            return linear_cross_entropy(x, weight, target, reduction=reduction, memory=memory)
 
-        return Way(name, "ours", reduction, loss, can)
+def way(name: str, reduction: str, memory: Any) -> Way:
+    """Return one way to use the kernel of this package."""
+    from megacpp_overlays.kernels.linear_cross_entropy import linear_cross_entropy
 
-    choices = {
-        OURS: Memory(logits="recompute"),
-        KEPT: Memory(logits="keep"),
-        SKIPPED: Memory(logits="recompute", masked="skip"),
-        KEPT_SKIPPED: Memory(logits="keep", masked="skip"),
-    }
-    through_entry = Way(ENTRY, "ours", "none", entry_loss(), frozenset({"ignore_index", "vocabulary parallel"}))
-    ways = [way(name, reduction, memory) for reduction in ("none", "mean") for name, memory in choices.items()]
-    return [*ways, through_entry]
+    def loss(x: Any, weight: Any, target: Any) -> Any:
+        return linear_cross_entropy(x, weight, target, reduction=reduction, memory=memory)
+
+    return Way(name, "ours", reduction, loss, options(linear_cross_entropy))
+
+
+def unmasked() -> Way:
+    """Return the kernel as it comes, for data of its own."""
+    from megacpp_overlays.kernels.linear_cross_entropy_memory import Memory
+
+    return way(UNMASKED, "none", Memory())
 
 
 def entry_loss() -> Callable[[Any, Any, Any], Any]:

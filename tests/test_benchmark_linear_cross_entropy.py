@@ -36,7 +36,8 @@ def row(kind: str, ms: float, mib: float | None = None) -> dict[str, Any]:
 
 
 def right(error: float) -> dict[str, Any]:
-    errors = {part: {"norm": error, "max": error} for part in ("loss", "x", "weight", "frequent")}
+    parts = ("loss", "x", "weight", "frequent", "weight from plain")
+    errors = {part: {"norm": error, "max": error} for part in parts}
     return {"errors": errors, "right": error < 0.05, "options": ["bias"]}
 
 
@@ -99,7 +100,7 @@ def verdicts(found: dict[str, Any]) -> dict[str, str]:
 def test_everything_that_was_asked_has_a_verdict(found: dict[str, Any]) -> None:
     said = verdicts(found)
     assert set(said.values()) == {"reached"}
-    assert len(said) == 16
+    assert len(said) == 18
 
 
 @pytest.mark.parametrize(
@@ -129,9 +130,39 @@ def test_the_logits_kept_have_to_be_as_right_as_the_rest(found: dict[str, Any]) 
     assert missed == [
         "zipf labels: error of dX no worse than PyTorch's",
         "zipf labels: error of dW no worse than PyTorch's",
-        "zipf labels: dW 3 x as right as Liger's, in the norm",
-        "zipf labels: dW 3 x as right as Liger's, in the largest error",
+        "zipf labels: dW 3 x as right as Liger's, against PyTorch's",
+        "zipf labels: dW 3 x as right as Liger's, against float64, at the largest error",
+        "zipf labels: dW 3 x as right as Liger's, against float64",
     ]
+
+
+def test_nobody_is_asked_for_more_than_the_dtype_of_a_gradient_holds(found: dict[str, Any]) -> None:
+    rows = found["accuracy"][0]["none"]["zipf"]
+    rows["float64, rounded to bfloat16"] = {**right(2.4e-3), "right": True}
+    del rows["float64, rounded to bfloat16"]["errors"]["weight from plain"]
+
+    said = verdicts(found)
+
+    assert said["zipf labels: dW 3 x as right as Liger's, against float64"] == "out of reach of bfloat16"
+    assert said["uniform labels: dW 3 x as right as Liger's, against float64"] == "reached"
+    assert said["zipf labels: dW 3 x as right as Liger's, against PyTorch's"] == "reached"
+
+
+def test_gradients_that_are_those_of_pytorch_bit_by_bit_are_as_right_as_can_be(found: dict[str, Any]) -> None:
+    for name in ("ours", "ours, logits kept"):
+        found["accuracy"][0]["none"]["zipf"][name]["errors"]["weight from plain"]["norm"] = 0.0
+
+    assert verdicts(found)["zipf labels: dW 3 x as right as Liger's, against PyTorch's"] == "reached"
+
+
+def test_other_settings_of_ours_race_but_are_no_other_contract(found: dict[str, Any]) -> None:
+    found["accuracy"][0]["none"]["uniform"]["ours, masked tokens computed"] = right(2e-3)
+    found["none"][0]["rows"]["ours, masked tokens computed"] = row("ours", 60.0, 250.0)
+
+    contract, times = imported("linear_cross_entropy_page").markdown(found).split("## A loss for each token", 1)
+
+    assert "masked tokens computed" not in contract
+    assert "| **ours, masked tokens computed** | 60.0 |" in times
 
 
 def test_a_peer_that_did_not_run_is_said_to_be_not_measured(found: dict[str, Any]) -> None:

@@ -13,7 +13,9 @@ import pytest
 from conftest import ROOT
 
 SCRIPT = ROOT / "benchmarks/linear_cross_entropy_ranks.py"
-WAYS = ["recompute", "recompute, sequence parallel", "keep", "keep, sequence parallel"]
+SKIPPED, SEQUENCE = ", masked tokens skipped", ", sequence parallel"
+METHODS = ["recompute", f"recompute{SKIPPED}", "keep", f"keep{SKIPPED}"]
+WAYS = [f"{method}{way}" for method in METHODS for way in ("", SEQUENCE)]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,9 @@ def test_the_ranks_agree_with_one_process_and_with_float64(written: tuple[dict[s
     found = written[0]["sizes"]["2"]
 
     named = [row["name"] for row in found["correctness"]]
-    assert named == [f"TP={size}, {way}" for logits in ("recompute", "keep") for size, way in among(logits)]
+    assert named == [
+        f"TP={size}, {method}{way}" for method in METHODS for size, way in ((1, ""), (2, ""), (2, SEQUENCE))
+    ]
     for row in found["correctness"]:
         assert max(row["float64"].values()) < 1e-5
         assert row["same_loss_everywhere"]
@@ -45,10 +49,6 @@ def test_the_ranks_agree_with_one_process_and_with_float64(written: tuple[dict[s
     assert [row["name"] for row in found["options"]] == [f"TP=2, {way}" for way in WAYS]
     for row in [row for row in found["correctness"] if row["one_gpu"]] + found["options"]:
         assert max(row["one_gpu"].values()) < 1e-5
-
-
-def among(logits: str) -> list[tuple[int, str]]:
-    return [(1, logits), *((2, way) for way in WAYS if way.startswith(logits))]
 
 
 def test_every_way_is_timed_beside_its_products_and_its_collectives(written: tuple[dict[str, Any], Path]) -> None:
