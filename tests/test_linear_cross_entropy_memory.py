@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacpp_overlays.kernels import linear_cross_entropy_memory, linear_cross_entropy_shard
 from megacpp_overlays.kernels.linear_cross_entropy_memory import (
@@ -217,6 +220,22 @@ def test_a_block_has_room_beside_the_sum_and_a_copy_of_selected_tokens(
     assert step >= 256
 
 
+@pytest.mark.parametrize("masked", list(Masked))
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+def test_a_rank_of_a_group_stays_within_its_memory_with_one_block_and_with_several(masked: Masked, ranks: int) -> None:
+    """Its gradient of the hidden states is a sum over ranks, in float32 even if there is one block."""
+    hidden, weight = (torch.empty(rows, 4096, dtype=torch.bfloat16) for rows in (8192, 131072 // ranks))
+    shard = Shard(weight=weight, logits_dtype=torch.bfloat16, is_whole=False)
+    memory = Memory(masked=masked)
+
+    step = linear_cross_entropy_shard._step(hidden, shard, memory)
+
+    copy = 0 if masked is Masked.COMPUTE else hidden.nbytes
+    beside = hidden.numel() * 4 + copy - hidden.nbytes
+    assert beside + 8192 * padded(step) * 2 <= 256 * MIB
+    assert linear_cross_entropy_shard.is_one_block(hidden, shard, memory) == (step == weight.shape[0])
+
+
 def test_a_block_takes_no_room_for_selected_tokens_where_none_are_selected() -> None:
     hidden, weight = (torch.empty(rows, 4096, dtype=torch.bfloat16) for rows in (8192, 131072))
     shard = Shard(weight=weight, logits_dtype=torch.bfloat16)
@@ -321,12 +340,12 @@ def test_a_captured_step_does_what_the_steps_before_it_did(room: bool, monkeypat
 # Skipping
 
 
-def alive(count: int, tokens: int = 100) -> torch.Tensor:
+def alive(count: int, tokens: int = 1000) -> torch.Tensor:
     return torch.arange(tokens) < count
 
 
 @pytest.mark.parametrize(("masked", "skips"), [("compute", False), ("skip", True)])
-@pytest.mark.parametrize("count", [0, 1, 100])
+@pytest.mark.parametrize("count", [0, 1, 1000])
 def test_a_way_that_is_named_is_gone_whatever_the_masks_are(masked: str, skips: bool, count: int) -> None:
     memory = Memory(masked=masked)
 
@@ -335,7 +354,7 @@ def test_a_way_that_is_named_is_gone_whatever_the_masks_are(masked: str, skips: 
     assert memory.settled.skips is None
 
 
-@pytest.mark.parametrize(("count", "skips"), [(1, True), (80, True), (81, False), (100, False)])
+@pytest.mark.parametrize(("count", "skips"), [(1, True), (750, True), (751, False), (1000, False)])
 def test_masks_of_the_first_backward_pass_decide_for_all_later_ones(
     count: int, skips: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -344,24 +363,55 @@ def test_masks_of_the_first_backward_pass_decide_for_all_later_ones(
 
     with caplog.at_level("INFO", logger="megacpp_overlays"):
         first = memory.skips(alive(count))
-        later = [memory.skips(alive(each)) for each in (1, 100)]
+        later = [memory.skips(alive(each)) for each in (1, 1000)]
 
     assert first is skips
     assert later == [skips, skips]
     assert memory.may_skip is skips
     what = "skipped" if skips else "computed"
     assert [each.getMessage() for each in caplog.records] == [
-        f"linear cross entropy: {count} of 100 tokens of the first backward pass have a gradient; the others are {what}"
+        f"linear cross entropy: {count} of 1000 tokens of the first backward pass have a gradient; "
+        f"the others are {what}"
     ]
 
 
-@pytest.mark.parametrize("tokens", [0, 100])
-def test_a_pass_without_a_gradient_says_nothing_about_the_next_one(tokens: int) -> None:
+@pytest.mark.parametrize(("count", "tokens"), [(0, 0), (0, 1000), (255, 255), (1, 1)])
+def test_a_pass_without_a_gradient_or_with_few_tokens_says_nothing_about_the_next_one(count: int, tokens: int) -> None:
     memory = Memory()
 
-    assert not memory.skips(alive(0, tokens))
+    assert not memory.skips(alive(count, tokens))
     assert memory.settled.skips is None
-    assert memory.skips(alive(50))
+    assert memory.skips(alive(500))
+
+
+def test_tokens_without_values_cannot_be_counted() -> None:
+    memory = Memory()
+
+    with FakeTensorMode():
+        assert not memory.skips(torch.ones(1000, dtype=torch.bool))
+
+    assert memory.settled.skips is None
+
+
+def test_threads_of_several_devices_settle_one_thing_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, both = Memory(), threading.Barrier(2, timeout=30)
+    counted: list[int] = []
+    is_sparse = linear_cross_entropy_memory._is_sparse
+
+    def count(tokens: torch.Tensor) -> bool | None:
+        counted.append(int(tokens.sum()))
+        return is_sparse(tokens)
+
+    def run(tokens: torch.Tensor) -> bool:
+        both.wait()
+        return memory.skips(tokens)
+
+    monkeypatch.setattr(linear_cross_entropy_memory, "_is_sparse", count)
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(run, [alive(500), alive(1000)]))
+
+    assert len(counted) == 1
+    assert answers == [memory.settled.skips] * 2
 
 
 def test_copies_of_a_choice_share_what_it_found_and_others_do_not() -> None:
@@ -369,7 +419,7 @@ def test_copies_of_a_choice_share_what_it_found_and_others_do_not() -> None:
     memory = Memory()
     copy = replace(memory, block_classes=5)
 
-    memory.skips(alive(100))
+    memory.skips(alive(1000))
 
     assert copy.settled.skips is False
     assert Memory().settled.skips is None

@@ -5,9 +5,9 @@ the logits, before the products that sum over tokens. The backward pass does tha
 block of classes at a time; or on those of the forward pass, where there is room to keep them. See
 `linear_cross_entropy_memory` for that choice, and `linear_cross_entropy_reference` for the definition of the loss.
 
-CUDA devices compute with cuBLAS and Triton, all others in plain PyTorch. No host synchronisation, but for one look at the
-masks in the first backward pass (see `linear_cross_entropy_memory`), so a step can be captured in a CUDA graph; no atomic
-additions, so a step that is repeated gives the same bits.
+CUDA devices compute with cuBLAS and Triton, all others in plain PyTorch. After one look at the masks in the first
+backward pass (see `linear_cross_entropy_memory`) there is no host synchronisation, so a step can be captured in a CUDA
+graph, and no atomic addition either, so a step that is repeated gives the same bits.
 """
 
 from __future__ import annotations

@@ -16,11 +16,12 @@ dtype. Under sequence parallelism the gathered hidden states, and their float32 
 
 `skip` leaves tokens without a gradient, which are those that a mask or `ignore_index` takes out, out of the products of a
 backward pass: half of the tokens, half of the work. It is for half precision on compute capability 9, and for the CPU;
-elsewhere all tokens are computed, as `compute` says. Where no token is masked skipping costs 3 to 6% on an H200, and 10%
-where blocks are narrow, so `auto` skips only if at most four fifths of the tokens have a gradient. It counts them in the
-first backward pass that is not being captured, the one place here that waits for the device, and what it finds holds for
-every later call; until then blocks are cut for either way. The two ways round differently: where a run must repeat bit
-for bit from other data on, name one.
+elsewhere all tokens are computed, as `compute` says. Where no token is masked skipping costs 3 to 13% on an H200, so
+`auto` skips only if at most three quarters of the tokens have a gradient. It counts them in the first backward pass of
+256 tokens or more that is not being captured, the one place here that waits for the device, and what it finds holds for
+every later call. Until then blocks are cut for either way, so the last bits of a first step may not be those of the same
+step later. Name the way where that matters, where a first batch, or the one that warms up a graph, is no typical one, and
+where ranks of different data must not choose differently.
 
 Hidden states have to be finite, as they have for `compute`: one that is not may or may not spread. Under autocast
 skipping takes a copy of them on top.
@@ -33,6 +34,7 @@ from __future__ import annotations
 
 import enum
 import os
+import threading
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -45,8 +47,10 @@ LOGITS = "MEGACPP_LINEAR_CE_LOGITS"
 MASKED = "MEGACPP_LINEAR_CE_MASKED"
 _DEFAULT_MIB = 256
 _MIB = 1 << 20
-_SPARSE = 0.8
-"""The largest share of tokens with a gradient at which `auto` skips the others. An H200 gains up to 0.85 at least."""
+_SPARSE = 0.75
+"""The largest share of tokens with a gradient at which `auto` skips the others."""
+_TELLING = 256
+"""Tokens of a pass whose masks `auto` looks at, at least."""
 _NARROWEST = 256
 """Classes of a block, however many tokens there are: narrower products leave the device idle."""
 _FIRST_CLASS_OF_A_ROW = 64
@@ -109,14 +113,15 @@ class Memory:
         object.__setattr__(self, "logits", _one_of(Logits, self.logits, "logits"))
         object.__setattr__(self, "masked", _one_of(Masked, self.masked, "masked"))
 
-    def fits(self, bytes_of_a_class: int, classes: int) -> bool:
+    def fits(self, bytes_of_a_class: int, classes: int, taken: int = 0) -> bool:
         """Return whether all logits together are no more than a block may take: then there is one block.
 
         Args:
             bytes_of_a_class: what a column of the logits takes.
             classes: columns of the logits.
+            taken: bytes that something else takes beside one block of all classes.
         """
-        return not self.block_classes and padded(classes) * bytes_of_a_class <= self.extra_mib * _MIB
+        return not self.block_classes and padded(classes) * bytes_of_a_class + taken <= self.extra_mib * _MIB
 
     def keeps(self, tokens: int, classes: int, element: int, device: torch.device) -> bool:
         """Return whether a forward pass keeps its logits.
@@ -147,27 +152,28 @@ class Memory:
         """Return whether a backward pass skips tokens without a gradient.
 
         Args:
-            alive: (tokens,), bool: which have one. The first time, `auto` counts them.
+            alive: (tokens,), bool: which have one. `auto` counts them once.
         """
         if self.masked is not Masked.AUTO:
             return self.masked is Masked.SKIP
-        if self.settled.skips is None:
-            if alive.is_cuda and torch.cuda.is_current_stream_capturing():
-                return False  # a device that captures cannot be asked
-            self.settled.skips = _is_sparse(alive)
+        if self.settled.skips is None and _can_be_counted(alive):
+            with _settling:  # each device has a thread of its own for backward passes
+                if self.settled.skips is None:
+                    self.settled.skips = _is_sparse(alive)
         return bool(self.settled.skips)
 
-    def classes_with(self, bytes_of_a_class: int, taken: int, classes: int) -> int:
+    def classes_with(self, bytes_of_a_class: int, taken: int, classes: int, *, taken_by_one: int = 0) -> int:
         """Return how many classes share one block of logits.
 
         Args:
             bytes_of_a_class: what a column of a block takes.
             taken: bytes that something else takes meanwhile, where there is more than one block.
             classes: of the whole shard; blocks are as equal as can be.
+            taken_by_one: bytes that something else takes where there is one block.
         """
         if self.block_classes:
             return min(self.block_classes, max(classes, 1))
-        if self.fits(bytes_of_a_class, classes):
+        if self.fits(bytes_of_a_class, classes, taken_by_one):
             return max(classes, 1)
         budget = self.extra_mib * _MIB
         room = max(budget - taken, budget // 4)
@@ -176,6 +182,7 @@ class Memory:
         return max(1, min(widest, -(-classes // blocks // _NARROWEST) * _NARROWEST))
 
 
+_settling = threading.Lock()
 _room_was_found: bool | None = None
 _chosen: Memory | None = None
 
@@ -233,6 +240,13 @@ def _has_room(wanted: int, device: torch.device) -> bool:
         "kept" if wanted <= left else "computed again",
     )
     return bool(wanted <= left)
+
+
+def _can_be_counted(alive: torch.Tensor) -> bool:
+    """Return whether there is something to count: not few tokens, no fake ones, and no device that captures."""
+    if type(alive) is not torch.Tensor or alive.numel() < _TELLING:
+        return False
+    return not (alive.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _is_sparse(alive: torch.Tensor) -> bool | None:

@@ -22,6 +22,7 @@ from megacpp_overlays.kernels.linear_cross_entropy_shard import (
     Shard,
     ShardGradients,
     Wanted,
+    is_one_block,
     shard_gradients,
     shard_statistics,
 )
@@ -93,6 +94,7 @@ class Layer:
             first_class=first,
             softcap=terms.softcap,
             logits_dtype=self.logits_dtype or dtype,
+            is_whole=group.ranks == 1,
         )
 
 
@@ -256,8 +258,8 @@ def _selection(
 
 def _kept_dtype(hidden: torch.Tensor, shard: Shard, memory: Memory) -> torch.dtype | None:
     """Return the dtype in which a forward pass keeps all logits, None where they are cut into blocks."""
-    if memory.fits(shard.bytes_of_a_class(hidden), shard.classes):
-        return None  # one block
+    if is_one_block(hidden, shard, memory):
+        return None
     keeps = memory.keeps(hidden.shape[0], shard.classes, hidden.element_size(), hidden.device)
     return hidden.dtype if keeps else None
 

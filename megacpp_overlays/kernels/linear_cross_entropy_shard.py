@@ -42,6 +42,8 @@ class Shard:
     softcap: float | None = None
     logits_dtype: torch.dtype = torch.float32
     """Of a block of logits: float32, or that of the hidden states."""
+    is_whole: bool = True
+    """Whether no other rank holds classes: the gradient of the hidden states is no sum over ranks, in float32."""
 
     @property
     def classes(self) -> int:
@@ -246,15 +248,35 @@ class _Sums:
         return room
 
 
+def is_one_block(hidden: torch.Tensor, shard: Shard, memory: Memory) -> bool:
+    """Return whether all classes share one block of logits, which the forward pass leaves to the backward pass."""
+    return memory.fits(shard.bytes_of_a_class(hidden), shard.classes, _beside_one_block(hidden, shard, memory))
+
+
 def _step(hidden: torch.Tensor, shard: Shard, memory: Memory) -> int:
-    """Return the classes of a block, beside the gradient of the hidden states in float32 and a copy of selected tokens.
+    """Return the classes of a block."""
+    return memory.classes_with(
+        shard.bytes_of_a_class(hidden),
+        _beside(hidden, shard, memory),
+        shard.classes,
+        taken_by_one=_beside_one_block(hidden, shard, memory),
+    )
+
+
+def _beside(hidden: torch.Tensor, shard: Shard, memory: Memory) -> int:
+    """Return the bytes of the gradient of the hidden states in float32 and of a copy of selected tokens.
 
     The finished gradient is only made after the last block is gone, and its memory counts as a result.
     """
     beside = hidden.numel() * max(4 - hidden.element_size(), 0)
     if memory.may_skip and available(hidden.dtype, hidden, shard.weight):
         beside += hidden.nbytes + _NUMBERS_OF_A_SELECTED_TOKEN * hidden.shape[0]
-    return memory.classes_with(shard.bytes_of_a_class(hidden), beside, shard.classes)
+    return int(beside)
+
+
+def _beside_one_block(hidden: torch.Tensor, shard: Shard, memory: Memory) -> int:
+    """Return the same where nothing is added up but between ranks: one rank writes its result at once."""
+    return 0 if shard.is_whole else _beside(hidden, shard, memory)
 
 
 def _blocks(classes: int, step: int) -> list[slice]:
