@@ -542,6 +542,21 @@ def test_tokens_without_a_gradient_are_left_out_of_the_products(logits: str) -> 
         assert shapes == [(9, 7), (7, 4), (left, 4)]
 
 
+def test_an_evaluation_cuts_its_blocks_without_room_for_selected_tokens() -> None:
+    inputs = draw(512, 256, 3000, dtype=torch.bfloat16)  # 3 MiB of logits; the sum and a copy take one
+
+    def widest(memory: Memory) -> int:
+        return max(columns for _, columns in products(lambda: call(inputs, memory=memory)))
+
+    inputs.hidden.requires_grad_()
+    trained = {way: widest(Memory(extra_mib=2, masked=way)) for way in ("compute", "skip")}
+    with torch.no_grad():
+        evaluated = {way: widest(Memory(extra_mib=2, masked=way)) for way in ("compute", "skip")}
+
+    assert trained["skip"] < trained["compute"]
+    assert set(evaluated.values()) == {trained["compute"]}
+
+
 def test_a_frozen_leaf_saves_its_product() -> None:
     inputs = draw(6, 4, 9)
     leaves_of(inputs)["weight"].requires_grad_(False)

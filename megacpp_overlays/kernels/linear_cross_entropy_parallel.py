@@ -16,7 +16,7 @@ import torch
 from torch import distributed
 
 from megacpp_overlays.kernels.bounded_products import available
-from megacpp_overlays.kernels.linear_cross_entropy_memory import Memory
+from megacpp_overlays.kernels.linear_cross_entropy_memory import Masked, Memory
 from megacpp_overlays.kernels.linear_cross_entropy_shard import (
     Kept,
     Shard,
@@ -162,6 +162,8 @@ def forward_pass(
         comes_back: whether there will be a backward pass.
     """
     shard = layer.shard(terms, group, hidden.dtype)
+    if not comes_back:
+        memory = replace(memory, masked=Masked.COMPUTE)  # blocks need no room for a copy that nobody makes
     keep = _kept_dtype(hidden, shard, memory) if comes_back else None
     found, block = shard_statistics(hidden, labels, shard, memory, spread=terms.smoothing > 0, keep=keep)
     kept = block if comes_back else None
