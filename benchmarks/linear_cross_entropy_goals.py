@@ -9,15 +9,23 @@ from report import Found
 
 OURS, KEPT, UNMASKED = "ours", "ours, logits kept", "ours, none without a mask"
 COMPUTED, KEPT_COMPUTED = f"{OURS}, masked tokens computed", f"{KEPT}, masked tokens computed"
-ENTRY = "ours, as Megatron calls it"
-SETTINGS = frozenset(f"{name}, {how}" for name in (OURS, KEPT) for how in ("masked tokens computed", "told to skip"))
+SKIPPED, KEPT_SKIPPED = f"{OURS}, told to skip", f"{KEPT}, told to skip"
+SETTINGS = frozenset((COMPUTED, KEPT_COMPUTED, SKIPPED, KEPT_SKIPPED))
 """Ours with another setting, which changes nothing about what it can do."""
+ENTRY = "ours, as Megatron calls it"
 THREE, FOUR = "three products", "four products"
 EAGER, COMPILED = "PyTorch", "torch.compile"
 ROUNDED = "float64, rounded to bfloat16"
 LIGER, EXACT = "liger-kernel 0.8.5", "cut-cross-entropy, exact"
 
 OF_FLOOR, EXTRA_MIB, OF_NONE, TIMES_AS_RIGHT = 1.08, 256, 1.03, 3
+OF_PRODUCTS = (
+    (OURS, "none", FOUR),
+    (ENTRY, "none, float32 logits as Megatron has them", FOUR),
+    (COMPUTED, "none, masked tokens computed", FOUR),
+    (KEPT_COMPUTED, "logits kept, masked tokens computed", THREE),
+)
+"""Ways that run, what they do, and the products that they are held to."""
 TIMES_AS_FAST = {LIGER: 1.3, EXACT: 2.0}
 
 Goal = tuple[str, str, str, str]
@@ -27,14 +35,9 @@ def goals(found: Found) -> Iterator[Goal]:
     """Yield where, what was asked for, what was found, and whether that is enough."""
     for each in found.get("none", ()):
         where, rows = size(each["shape"]), each["rows"]
-        yield from at_most(f"{where}, none", f"<= {OF_FLOOR} x the four products", rows, OURS, FOUR, OF_FLOOR)
-        if ENTRY in rows:
-            where_entry = f"{where}, none, float32 logits as Megatron has them"
-            yield from at_most(where_entry, f"<= {OF_FLOOR} x the four products", rows, ENTRY, FOUR, OF_FLOOR)
-        for name, words, floor in ((COMPUTED, "four", FOUR), (KEPT_COMPUTED, "three", THREE)):
+        for name, what, floor in OF_PRODUCTS:
             if name in rows:
-                where_all = f"{where}, {'logits kept' if floor == THREE else 'none'}, masked tokens computed"
-                yield from at_most(where_all, f"<= {OF_FLOOR} x the {words} products", rows, name, floor, OF_FLOOR)
+                yield from at_most(f"{where}, {what}", f"<= {OF_FLOOR} x the {floor}", rows, name, floor, OF_FLOOR)
         for peer, times in TIMES_AS_FAST.items():
             yield from faster(f"{where}, none", rows, peer, times)
         yield from memory(f"{where}, none", rows[OURS])

@@ -87,10 +87,9 @@ def contract(found: Found) -> list[str]:
         none, mean = (each[reduction]["uniform"] for reduction in ("none", "mean"))
         for name in none | mean:
             row = none.get(name) or {}
-            if name in SETTINGS or "options" not in (row or mean[name]):
-                continue
-            options = (row or mean[name])["options"]
-            yield bold(name), verdict(row), *("yes" if option in options else "no" for option in OPTIONS)
+            options = (row or mean[name]).get("options")
+            if options is not None and name not in SETTINGS:
+                yield bold(name), verdict(row), *("yes" if option in options else "no" for option in OPTIONS)
 
     head = ("", "a loss for each token under a mask", *OPTIONS)
     lines = ["", f"## Contract, found at {size(each['shape'])}", ""]

@@ -61,7 +61,7 @@ def of_size(size: int, each: Found) -> Iterator[str]:
 
 
 SEQUENCE = ", sequence parallel"
-METHODS = ("recompute", "keep", "recompute, masked tokens skipped", "keep, masked tokens skipped")
+SHARD = "one shard by itself, "
 TIMES = ("", "forward", "backward", "both", "floor", "over floor", "TP=1 over this", "extra MiB")
 GRAPHS = ("", "eager ms", "replayed ms", "same bits as eager")
 ERRORS = ("", *(f"{name} against float64" for name in ("loss", "dX", "dW")),
@@ -107,10 +107,11 @@ def overlap(size: int, each: Found) -> Iterator[str]:
     """Yield in words what the collectives cost, beside what they take by themselves."""
     whole = {row["name"]: row["ms"] for row in each["times"]}
     alone = {row["name"]: row["ms"] for row in each["collectives"] if "two numbers" not in row["name"]}
+    methods = [name.removeprefix(SHARD) for name in whole if name.startswith(SHARD)]
     for way, needed in (("", ("all_reduce",)), (SEQUENCE, ("all_gather", "reduce_scatter"))):
         taken = sum(value for name, value in alone.items() if name.startswith(needed))
-        for method in METHODS:
-            name, shard = f"TP={size}, {method}{way}", f"one shard by itself, {method}"
+        for method in methods:
+            name, shard = f"TP={size}, {method}{way}", f"{SHARD}{method}"
             verb = "take" if len(needed) > 1 else "takes"
             yield (
                 f"- `{name}`: {ms(whole[name])} ms, a shard by itself {ms(whole[shard])} ms;"

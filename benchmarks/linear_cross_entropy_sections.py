@@ -8,21 +8,10 @@ from typing import Any
 
 import timing
 import torch
+from linear_cross_entropy_goals import EAGER, OURS, ROUNDED, UNMASKED
 from linear_cross_entropy_peers import reason
 from linear_cross_entropy_truth import errors, from_plain, rounded, truth_of
-from linear_cross_entropy_work import (
-    EAGER,
-    OURS,
-    ROUNDED,
-    UNMASKED,
-    Data,
-    Shape,
-    Way,
-    compiled,
-    floors,
-    make_data,
-    unmasked,
-)
+from linear_cross_entropy_work import Data, Shape, Way, compiled, floors, make_data, unmasked
 
 LABELS = ("uniform", "zipf")
 WRONG = 0.05

@@ -11,15 +11,22 @@ from typing import Any
 
 import timing
 import torch
+from linear_cross_entropy_goals import (
+    COMPILED,
+    COMPUTED,
+    EAGER,
+    ENTRY,
+    FOUR,
+    KEPT,
+    KEPT_COMPUTED,
+    KEPT_SKIPPED,
+    OURS,
+    SKIPPED,
+    THREE,
+    UNMASKED,
+)
 from torch.nn import functional
 
-OURS, KEPT, UNMASKED = "ours", "ours, logits kept", "ours, none without a mask"
-COMPUTED, KEPT_COMPUTED = "ours, masked tokens computed", "ours, logits kept, masked tokens computed"
-SKIPPED, KEPT_SKIPPED = "ours, told to skip", "ours, logits kept, told to skip"
-THREE, FOUR = "three products", "four products"
-ENTRY = "ours, as Megatron calls it"
-EAGER, COMPILED = "PyTorch", "torch.compile"
-ROUNDED = "float64, rounded to bfloat16"
 IGNORED = -100
 """The target of a token that does not count: PyTorch's default, and that of every peer."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,3 +154,25 @@ def error(seen: torch.Tensor, true: torch.Tensor) -> float:
     assert seen.shape == true.shape
     size = float(true.double().norm())
     return float((seen.double() - true.double()).norm()) / (size or 1.0)
+
+
+def capture(
+    step: Callable[[], dict[str, torch.Tensor]], warm_up: Callable[[], object] | None = None
+) -> Callable[[], dict[str, torch.Tensor]]:
+    """Record a step in a CUDA graph, after it or another one ran; return what replays it and gives its results."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            (warm_up or step)()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+
+    def replay() -> dict[str, torch.Tensor]:
+        graph.replay()
+        torch.cuda.synchronize()
+        return results
+
+    return replay

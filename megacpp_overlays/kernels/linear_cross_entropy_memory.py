@@ -16,7 +16,7 @@ dtype. Under sequence parallelism the gathered hidden states, and their float32 
 
 `skip` leaves tokens without a gradient, which are those that a mask or `ignore_index` takes out, out of the products of a
 backward pass: half of the tokens, half of the work. It is for half precision on compute capability 9, and for the CPU;
-elsewhere all tokens are computed, as `compute` says. Where no token is masked skipping costs 3 to 13% on an H200, so
+elsewhere all tokens are computed, as `compute` says. Where no token is masked skipping costs up to 13% on an H200, so
 `auto` skips only if at most three quarters of the tokens have a gradient. It counts them in the first backward pass of
 256 tokens or more that is not being captured, the one place here that waits for the device, and what it finds holds for
 every later call. Until then blocks are cut for either way, so the last bits of a first step may not be those of the same

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from linear_cross_entropy_cases import Inputs, call, draw, errors, found, leaves_of, truth
+from linear_cross_entropy_cases import Inputs, call, capture, draw, errors, found, leaves_of, truth
 
 from megacpp_overlays.kernels import bounded_products
 from megacpp_overlays.kernels.bounded_products import Products
@@ -223,20 +223,14 @@ def test_by_itself_a_process_looks_once_at_its_masks_and_never_waits_again(share
 def test_what_is_captured_first_is_computed_for_all_tokens_and_settles_nothing() -> None:
     inputs = masked(draw(1000, 520, 20001, dtype=torch.bfloat16, device=DEVICE), 0.5)
     leaves_of(inputs)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            found(inputs, memory=Memory(masked="compute"))
-    torch.cuda.current_stream().wait_stream(side)
-    memory, graph = Memory(), torch.cuda.CUDAGraph()
+    memory = Memory()
 
-    with torch.cuda.graph(graph):
-        captured = found(inputs, memory=memory)
-    graph.replay()
+    captured = capture(
+        lambda: found(inputs, memory=memory), warm_up=lambda: found(inputs, memory=Memory(masked="compute"))
+    )
 
     assert memory.settled.skips is None
-    assert same(captured, found(inputs, memory=Memory(masked="compute")))
+    assert same(captured(), found(inputs, memory=Memory(masked="compute")))
 
 
 def test_a_step_that_is_repeated_gives_the_same_bits(memory: Memory) -> None:
@@ -260,15 +254,7 @@ def test_a_step_never_waits_for_the_host(memory: Memory) -> None:
 def test_a_captured_step_replays_on_other_masks_as_it_runs_outside(memory: Memory) -> None:
     inputs = masked(draw(1000, 520, 20001, dtype=torch.bfloat16, device=DEVICE), 0.5)
     leaves_of(inputs)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            found(inputs, memory=memory)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = found(inputs, memory=memory)
+    captured = capture(lambda: found(inputs, memory=memory))
 
     for seed, share in enumerate((0.1, 0.9, 0.0, 1.0)):
         fresh = masked(draw(1000, 520, 20001, dtype=torch.bfloat16, device=DEVICE, seed=seed), share, seed)
@@ -276,9 +262,9 @@ def test_a_captured_step_replays_on_other_masks_as_it_runs_outside(memory: Memor
         with torch.no_grad():
             inputs.hidden.copy_(fresh.hidden)
         inputs.target.copy_(fresh.target)
-        graph.replay()
+        replayed = captured()
         expected = found(replace(inputs), memory=memory)
-        assert same(captured, expected)
+        assert same(replayed, expected)
 
 
 def test_a_device_that_is_not_the_current_one_can_be_used(memory: Memory) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT
-from linear_cross_entropy_cases import IGNORED, Inputs, call, draw, error, errors, found, leaves_of, truth
+from linear_cross_entropy_cases import IGNORED, Inputs, call, capture, draw, error, errors, found, leaves_of, truth
 from torch.nn import functional
 
 from megacpp_overlays.kernels import linear_cross_entropy_memory, vocabulary_softmax
@@ -290,26 +290,6 @@ def test_replays_add_to_main_grad_each_time(memory: Memory) -> None:
         replay()
 
     assert error(main_grad / 3, truth(inputs)["weight"]) < LIMITS[torch.bfloat16][1]
-
-
-def capture(step: Callable[[], dict[str, torch.Tensor]]) -> Callable[[], dict[str, torch.Tensor]]:
-    """Record a step in a CUDA graph; return what replays it and gives its results."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-
-    def replay() -> dict[str, torch.Tensor]:
-        graph.replay()
-        torch.cuda.synchronize()
-        return results
-
-    return replay
 
 
 @pytest.mark.parametrize("options", [{}, {**EVERY, "reduction": "mean"}], ids=["none", "every option, mean"])
