@@ -135,8 +135,7 @@ locks: ## fail if a lane and its lock disagree; everything that installs asks th
 
 # The benchmark measures what users install. The wheel comes from an sdist in a folder of its own: a build in the
 # checkout would leave a build/ behind, whose old modules end up in the next wheel.
-PACKAGE := pyproject.toml $(wildcard megacpp_overlays/*.py megacpp_overlays/cli/*.py megacpp_overlays/kernels/*.py \
-    megacpp_overlays/repro/*.py megacpp_overlays/startup/*.py overlays/*.py feature_probes/*.py packs/*.json packs/*/*)
+PACKAGE := pyproject.toml $(shell find megacpp_overlays overlays feature_probes -name '*.py') $(wildcard packs/*.json packs/*/*)
 
 .envs/bench/.ready: .envs/bench/.synced .venv/.ready $(PACKAGE)
 	$(say) 'a wheel of megacpp_overlays into .envs/bench'

@@ -25,8 +25,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from megacpp_overlays import registry
-from megacpp_overlays.source import InstalledTree
+from megacpp_overlays.loader import registry
+from megacpp_overlays.source.trees import InstalledTree
 
 RESULT = Path(__file__).with_suffix(".md")
 NEUTRAL = RESULT.parent.resolve()
@@ -51,7 +51,7 @@ NOT_OURS = ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "COVERAGE_PROCESS_START", "
 SETTLE = """
 import importlib, json, sys, time
 import megacpp_overlays
-from megacpp_overlays import aliases, install, lane
+from megacpp_overlays.loader import aliases, install, session
 
 target = sys.argv[1]
 spent = {"probe": 0.0, "sweep": 0.0, "settle": 0.0, "all hooks": 0.0}
@@ -80,7 +80,7 @@ def loaded(self, name, module, **kwargs):
 
 install.examine = timed(install.examine, of_target("probe"))
 aliases.rebind = timed(aliases.rebind, of_target("sweep"))
-original, lane.Lane.loaded = lane.Lane.loaded, loaded
+original, session.Lane.loaded = session.Lane.loaded, loaded
 
 start = time.perf_counter()
 import torch

@@ -32,7 +32,7 @@ import torch
 from index_scores_sections import autograd, forward, largest, manual, step
 from index_scores_work import Bench, Shape, copy_of
 
-from megacpp_overlays import distributions
+from megacpp_overlays.source import distributions
 
 OVERLAY = "dsa-indexer-streaming"
 MEGATRON = "megatron.core.transformer.experimental_attention_variant.dsa"

@@ -24,8 +24,8 @@ from index_scores_work import (
     ways,
 )
 
-from megacpp_overlays.kernels import index_scores
-from megacpp_overlays.score_gradient import Question
+from megacpp_overlays.kernels.index_scores import function as index_scores
+from megacpp_overlays.runtime.score_gradient import Question
 
 BURST_MS = 30
 """A turn on tensor cores lasts this long, so that it is spent at the power limit as a training step is."""

@@ -7,7 +7,8 @@ from typing import Any
 import timing
 import torch
 
-from megacpp_overlays.kernels import index_scores, index_scores_reference
+from megacpp_overlays.kernels.index_scores import function as index_scores
+from megacpp_overlays.kernels.index_scores import reference as index_scores_reference
 
 ROWS = 64
 """Queries of each batch element that are compared with float64."""

@@ -12,7 +12,8 @@ from typing import Any
 import timing
 import torch
 
-from megacpp_overlays.kernels import index_scores, index_scores_streaming
+from megacpp_overlays.kernels.index_scores import function as index_scores
+from megacpp_overlays.kernels.index_scores import streaming as index_scores_streaming
 
 Contestants = dict[str, timing.Stages]
 

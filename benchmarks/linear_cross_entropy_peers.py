@@ -57,7 +57,7 @@ def load(chosen: list[str], root: Path, device: str) -> tuple[list[Way], dict[st
             if name == "ours":
                 raise
             absent[name] = reason(error)
-    from megacpp_overlays import distributions
+    from megacpp_overlays.source import distributions
 
     versions = {name: distributions.version(name) or "not installed" for name in DISTRIBUTIONS}
     return ways, absent, versions

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from linear_cross_entropy_work import IGNORED, Shape
 
 from megacpp_overlays.kernels.linear_cross_entropy import linear_cross_entropy
-from megacpp_overlays.kernels.linear_cross_entropy_memory import Memory
+from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ import torch
 from linear_cross_entropy_step_work import WAYS, Batch, Size, Training, build
 from tiny_training import process_group
 
-from megacpp_overlays import distributions
+from megacpp_overlays.source import distributions
 
 SIZE = Size(layers=8, hidden=4096, heads=32, sequence=4096, batch=2, vocabulary=131072)
 QUICK_SIZE = Size(layers=2, hidden=32, heads=2, sequence=24, batch=2, vocabulary=96)

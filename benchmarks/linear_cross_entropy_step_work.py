@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tiny_model import CausalAttention, TinyGPT, masked_mean, per_token_loss
 
 from megacpp_overlays.kernels.linear_cross_entropy import linear_cross_entropy
-from megacpp_overlays.kernels.linear_cross_entropy_memory import Memory
+from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
 
 RATE = 1e-4
 

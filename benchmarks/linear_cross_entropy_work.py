@@ -145,7 +145,7 @@ def ours() -> list[Way]:
     Each looks at its masks in its first backward pass. Under a mask it skips tokens then, so computing all is a way of
     its own; without one it computes all, so skipping is.
     """
-    from megacpp_overlays.kernels.linear_cross_entropy_memory import Memory
+    from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
 
     ways = []
     for logits, names in (("recompute", (OURS, COMPUTED, SKIPPED)), ("keep", (KEPT, KEPT_COMPUTED, KEPT_SKIPPED))):
@@ -168,14 +168,14 @@ def way(name: str, reduction: str, memory: Any) -> Way:
 
 def unmasked() -> Way:
     """Return the kernel as it comes, for data of its own."""
-    from megacpp_overlays.kernels.linear_cross_entropy_memory import Memory
+    from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
 
     return way(UNMASKED, "none", Memory())
 
 
 def entry_loss() -> Callable[[Any, Any, Any], Any]:
     """Return the loss of each token by the entry that Megatron's dispatcher gets, whose logits are float32."""
-    from megacpp_overlays.kernels import linear_cross_entropy_entry as entry
+    from megacpp_overlays.kernels.linear_cross_entropy import entry
 
     class Entry(torch.autograd.Function):
         @staticmethod

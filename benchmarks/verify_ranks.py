@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import megacpp_overlays
-from megacpp_overlays import exchange, ranks, statement
-from megacpp_overlays.exchange import Exchange, SystemClock
-from megacpp_overlays.lane import current
-from megacpp_overlays.source import InstalledTree
+from megacpp_overlays.loader.session import current
+from megacpp_overlays.processes import rank_exchange, ranks, statement
+from megacpp_overlays.processes.rank_exchange import Exchange, SystemClock
+from megacpp_overlays.source.trees import InstalledTree
 
 RESULT = Path(__file__).with_suffix(".md")
 WORLDS = (2, 4, 8)
@@ -130,7 +130,7 @@ def player(port: int, number: int, size: int, odd: int, told: statement.Statemen
     from torch.distributed import TCPStore
 
     # In a world of real processes each rank unpacks one verdict; here one process would unpack thousands.
-    exchange._as_verdict = functools.cache(exchange._as_verdict)  # noqa: SLF001
+    rank_exchange._as_verdict = functools.cache(rank_exchange._as_verdict)  # noqa: SLF001
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     world = tuple(range(size))
     off = with_one_off(told)
@@ -235,11 +235,11 @@ def counted(size: int, odd: int, told: statement.Statement) -> dict[str, float]:
     store, world, off = Counting(), tuple(range(size)), with_one_off(told)
     prefix = f"megacpp_overlays/ranks/{'0' * 16}"
     parts = {rank: (Exchange(store, prefix, world, rank, TIMEOUT), off if rank == odd else told) for rank in world}
-    kept, exchange._as_verdict = exchange._as_verdict, functools.cache(exchange._as_verdict)  # noqa: SLF001
+    kept, rank_exchange._as_verdict = rank_exchange._as_verdict, functools.cache(rank_exchange._as_verdict)  # noqa: SLF001
     try:
         answers = list(play(parts, Virtual()))
     finally:
-        exchange._as_verdict = kept  # noqa: SLF001
+        rank_exchange._as_verdict = kept  # noqa: SLF001
     if any(answers) != (odd < 0):
         raise RuntimeError("the answer is not what was played")
     asked = sum(store.asked.values())
@@ -255,7 +255,7 @@ def page() -> str:
 
     told = told_here()
     size = len(json.dumps(told))
-    packed = len(exchange._pack(told))  # noqa: SLF001
+    packed = len(rank_exchange._pack(told))  # noqa: SLF001
     lines = [
         "# Asking all ranks whether they run the same code",
         "",
@@ -318,12 +318,12 @@ def page() -> str:
         "## The model",
         "",
         "With N ranks that arrive together, a rank asks about 8 times, the two questions whether the verdict is there included,",
-        f"and once more for each pause that it waits for somebody. A pause is N / {exchange.QUESTIONS_PER_S} s,",
-        f"from {exchange.LEAST_S * 1000:.0f} ms to {exchange.MOST_S:.0f} s, and grows to twenty times that or "
-        f"{exchange.MOST_S:.0f} s, so all waiting ranks together ask at most about",
-        f"{exchange.QUESTIONS_PER_S} times a second. One statement is sent for each kind of rank, at most "
-        f"{exchange.MOST_STATEMENTS}; no rank ever reads another's. The leader",
-        f"reads N digests of 32 bytes, {exchange.BATCH} in one question. Everybody reads one verdict: less than 200 bytes when all",
+        f"and once more for each pause that it waits for somebody. A pause is N / {rank_exchange.QUESTIONS_PER_S} s,",
+        f"from {rank_exchange.LEAST_S * 1000:.0f} ms to {rank_exchange.MOST_S:.0f} s, and grows to twenty times that or "
+        f"{rank_exchange.MOST_S:.0f} s, so all waiting ranks together ask at most about",
+        f"{rank_exchange.QUESTIONS_PER_S} times a second. One statement is sent for each kind of rank, at most "
+        f"{rank_exchange.MOST_STATEMENTS}; no rank ever reads another's. The leader",
+        f"reads N digests of 32 bytes, {rank_exchange.BATCH} in one question. Everybody reads one verdict: less than 200 bytes when all",
         "agree; otherwise the table, with every rank number at most once.",
         "",
         "    time = the last arrival + 8 N / (questions a second that the store answers) + one pause",

@@ -37,7 +37,7 @@ for id in "$@"; do
 import sys
 from pathlib import Path
 
-from megacpp_overlays import lane
+from megacpp_overlays.loader import session
 from megacpp_overlays.upkeep import locks
 
 overlay = next(each for each in lane.current().overlays if each.id == sys.argv[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from megacpp_overlays.model import Evidence
-from megacpp_overlays.source import ModuleSource, ShippedFile
+from megacpp_overlays.source.trees import ModuleSource, ShippedFile
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 

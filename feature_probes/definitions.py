@@ -6,7 +6,7 @@ import ast
 import copy
 
 from megacpp_overlays.errors import SourceError
-from megacpp_overlays.source import FunctionNode, ModuleSource
+from megacpp_overlays.source.trees import FunctionNode, ModuleSource
 
 
 def plain_function(source: ModuleSource, symbol: str) -> FunctionNode | None:

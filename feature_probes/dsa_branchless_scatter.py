@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes.definitions import called, calls, plain_function, signature
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unrecognised
-from megacpp_overlays.fingerprint import fingerprint
 from megacpp_overlays.model import Evidence, Finding, Target
-from megacpp_overlays.source import FunctionNode, ModuleSource, SourceTree
+from megacpp_overlays.source.fingerprint import fingerprint
+from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree
 
 _VARIANT = "megatron.core.transformer.experimental_attention_variant"
 DSA = Target(distribution="megatron-core", module=f"{_VARIANT}.dsa", symbol="_scatter_topk_into_index_mask")

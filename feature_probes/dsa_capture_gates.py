@@ -23,9 +23,9 @@ from megacpp_overlays.feature_probes.definitions import calls, plain_function
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unrecognised
 from megacpp_overlays.feature_probes.host_reads import reads
 from megacpp_overlays.feature_probes.known_bodies import unfamiliar
-from megacpp_overlays.fingerprint import fingerprint
 from megacpp_overlays.model import Evidence, Finding, Target
-from megacpp_overlays.source import FunctionNode, ModuleSource, SourceTree
+from megacpp_overlays.source.fingerprint import fingerprint
+from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree
 
 POSITIONS = "extract_query_positions_from_position_ids"
 BOUNDS = "build_fused_indexer_varlen_bounds"

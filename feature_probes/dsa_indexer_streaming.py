@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes.definitions import calls, plain_function
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unrecognised
-from megacpp_overlays.fingerprint import fingerprint
 from megacpp_overlays.model import Evidence, Finding, Target
-from megacpp_overlays.source import FunctionNode, ModuleSource, SourceTree, parameters
+from megacpp_overlays.source.fingerprint import fingerprint
+from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, parameters
 
 _VARIANT = "megatron.core.transformer.experimental_attention_variant"
 _CLASS = "DSAIndexer"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from megacpp_overlays.model import Evidence, Finding, Verdict
-from megacpp_overlays.source import ModuleSource
+from megacpp_overlays.source.trees import ModuleSource
 
 
 def at(source: ModuleSource, node: ast.AST, seen: str) -> Evidence:

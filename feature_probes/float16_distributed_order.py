@@ -14,7 +14,7 @@ from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes.findings import conclusion, unrecognised
 from megacpp_overlays.feature_probes.known_bodies import methods, unknown
 from megacpp_overlays.model import Evidence, Finding, Target, Verdict
-from megacpp_overlays.source import FunctionNode, SourceTree
+from megacpp_overlays.source.trees import FunctionNode, SourceTree
 
 TARGET = Target(
     distribution="megatron-core",

@@ -19,7 +19,7 @@ from megacpp_overlays.feature_probes import float16_distributed_order, float16_o
 from megacpp_overlays.feature_probes.findings import conclusion
 from megacpp_overlays.fp32_marks import MAMBA3, MAMBA3_ALWAYS, MAMBA3_MIMO, MARK
 from megacpp_overlays.model import Evidence, Finding, Target, Verdict
-from megacpp_overlays.source import FunctionNode, ModuleSource, SourceTree, parameters
+from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, parameters
 
 TARGET = Target(distribution="megatron-core", module="megatron.core.transformer.module", symbol="Float16Module")
 

@@ -25,10 +25,10 @@ from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes import float16_fp32_exemption
 from megacpp_overlays.feature_probes.definitions import called, plain_function
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unrecognised
-from megacpp_overlays.fingerprint import fingerprint
 from megacpp_overlays.fp32_marks import MARK
 from megacpp_overlays.model import Evidence, Finding, Target, Verdict
-from megacpp_overlays.source import FunctionNode, ModuleSource, SourceTree
+from megacpp_overlays.source.fingerprint import fingerprint
+from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree
 
 UNMARKED = "unmarked-fp32-parameters"
 

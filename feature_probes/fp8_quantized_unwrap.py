@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes.findings import conclusion
 from megacpp_overlays.model import Evidence, Finding, Target, Verdict
-from megacpp_overlays.source import FunctionNode, ModuleSource, SourceTree, parameters
+from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, parameters
 
 _PACKAGE = "megatron.core.transformer.experimental_attention_variant"
 DISTRIBUTION = "megatron-core"

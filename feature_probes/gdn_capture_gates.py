@@ -17,9 +17,9 @@ from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes.definitions import calls, plain_function
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unrecognised
 from megacpp_overlays.feature_probes.host_reads import reads
-from megacpp_overlays.fingerprint import fingerprint
 from megacpp_overlays.model import Evidence, Finding, Target
-from megacpp_overlays.source import ModuleSource, SourceTree
+from megacpp_overlays.source.fingerprint import fingerprint
+from megacpp_overlays.source.trees import ModuleSource, SourceTree
 
 _PACKAGE = "megatron.core.ssm.gated_delta_net"
 SINGLE = Target(distribution="megatron-core", module=_PACKAGE, symbol="GatedDeltaNet._resolve_cu_seqlens")

@@ -19,9 +19,9 @@ import ast
 
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes.findings import conclusion
-from megacpp_overlays.fingerprint import is_docstring
 from megacpp_overlays.model import Evidence, Finding, Target, Verdict
-from megacpp_overlays.source import FunctionNode, ModuleSource, SourceTree, parameters
+from megacpp_overlays.source.fingerprint import is_docstring
+from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, parameters
 
 TARGET = Target(
     distribution="megatron-core",

@@ -10,7 +10,7 @@ import ast
 from collections.abc import Iterator
 
 from megacpp_overlays.feature_probes.definitions import called, calls
-from megacpp_overlays.source import FunctionNode
+from megacpp_overlays.source.trees import FunctionNode
 
 READS = frozenset(
     {"all", "allclose", "any", "bool", "cpu", "equal", "is_nonzero", "item", "masked_select", "nonzero", "numpy"}

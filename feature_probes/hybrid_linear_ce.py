@@ -23,7 +23,7 @@ from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes.definitions import called, calls, plain_function
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unrecognised
 from megacpp_overlays.model import Evidence, Finding, Target
-from megacpp_overlays.source import FunctionNode, ModuleSource, SourceTree, parameters
+from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, parameters
 
 TARGET = Target(distribution="megatron-core", module="megatron.core.models.hybrid.hybrid_model", symbol="HybridModel")
 LINEAR = "megatron.core.transformer.linear_cross_entropy"

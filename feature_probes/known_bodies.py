@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes.definitions import plain_function
-from megacpp_overlays.fingerprint import fingerprint
 from megacpp_overlays.model import Evidence
-from megacpp_overlays.source import FunctionNode, ModuleSource
+from megacpp_overlays.source.fingerprint import fingerprint
+from megacpp_overlays.source.trees import FunctionNode, ModuleSource
 
 
 def methods(source: ModuleSource, class_name: str) -> dict[str, FunctionNode]:

@@ -24,9 +24,9 @@ from typing import NamedTuple, TypeGuard
 
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes.findings import conclusion
-from megacpp_overlays.fingerprint import fingerprint, is_docstring
 from megacpp_overlays.model import Evidence, Finding, Verdict
-from megacpp_overlays.source import FunctionNode, ModuleSource, SourceTree, parameters
+from megacpp_overlays.source.fingerprint import fingerprint, is_docstring
+from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, parameters
 
 MODULE = "liger_kernel.ops.fused_linear_cross_entropy"
 FUNCTION = "LigerFusedLinearCrossEntropyFunction"

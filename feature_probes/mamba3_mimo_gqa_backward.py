@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes.definitions import calls, plain_function
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unrecognised
-from megacpp_overlays.fingerprint import fingerprint, is_docstring
 from megacpp_overlays.model import Evidence, Finding, Target
-from megacpp_overlays.source import FunctionNode, ModuleSource, SourceTree
+from megacpp_overlays.source.fingerprint import fingerprint, is_docstring
+from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree
 
 _PACKAGE = "mamba_ssm.ops.tilelang.mamba3"
 PLAIN = Target(distribution="mamba-ssm", module=f"{_PACKAGE}.mamba3_mimo_bwd", symbol="mamba_mimo_bwd_combined")

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes import cpp_source, tilelang_sums
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unrecognised
-from megacpp_overlays.fingerprint import fingerprint
 from megacpp_overlays.model import Evidence, Finding, Target
-from megacpp_overlays.source import SourceTree
+from megacpp_overlays.source.fingerprint import fingerprint
+from megacpp_overlays.source.trees import SourceTree
 
 _PACKAGE = "mamba_ssm.ops.tilelang.mamba3"
 TARGET = Target(distribution="mamba-ssm", module=f"{_PACKAGE}.mamba3_mimo_bwd", symbol="mamba_mimo_bwd_bwd")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unrecognised
 from megacpp_overlays.model import Evidence, Finding, Target
-from megacpp_overlays.source import ModuleSource, SourceTree
+from megacpp_overlays.source.trees import ModuleSource, SourceTree
 
 _PACKAGE = "megatron.core.ssm.ops.gdp"
 TARGET = Target(distribution="megatron-core", module=f"{_PACKAGE}.common", symbol="IS_NVIDIA_HOPPER")

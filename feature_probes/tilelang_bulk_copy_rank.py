@@ -13,7 +13,7 @@ from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes import cpp_source
 from megacpp_overlays.feature_probes.findings import absent, at, broken, conclusion, fixed, unrecognised
 from megacpp_overlays.model import Evidence, Finding, Target, Verdict
-from megacpp_overlays.source import ModuleSource, SourceTree, shipped
+from megacpp_overlays.source.trees import ModuleSource, SourceTree, shipped
 
 _PACKAGE = "mamba_ssm.ops.tilelang.mamba3"
 TARGET = Target(distribution="mamba-ssm", module=f"{_PACKAGE}.mamba3_mimo_bwd", symbol="mamba_mimo_bwd_bwd")

@@ -12,7 +12,7 @@ from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes import cpp_source, tilelang_sums
 from megacpp_overlays.feature_probes.findings import absent, broken, fixed, unrecognised
 from megacpp_overlays.model import Evidence, Finding, Target
-from megacpp_overlays.source import SourceTree
+from megacpp_overlays.source.trees import SourceTree
 
 TARGET = Target(distribution="tilelang", module="tilelang.language", symbol="reduce_sum")
 ADDED_TOO_OFTEN = "added-too-often"

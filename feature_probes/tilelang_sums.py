@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megacpp_overlays.feature_probes import cpp_source
-from megacpp_overlays.source import ShippedFile, SourceTree, shipped
+from megacpp_overlays.source.trees import ShippedFile, SourceTree, shipped
 
 CHECK = "ReduceOp cannot lower a layout where a source index depends on a"
 """What 0.1.13 (tile-ai/tilelang#2424) and newer say when they refuse a sum."""

@@ -12,7 +12,7 @@ from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes import cpp_source
 from megacpp_overlays.feature_probes.findings import absent, broken, fixed, unrecognised
 from megacpp_overlays.model import Evidence, Finding, Target
-from megacpp_overlays.source import SourceTree, shipped
+from megacpp_overlays.source.trees import SourceTree, shipped
 
 TARGET = Target(distribution="tilelang", module="tilelang.transform", symbol="LayoutInference")
 EQUALITY_ONLY = "only-equality-covers"

@@ -19,8 +19,6 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-# First, so that the function below and not the submodule is what `megacpp_overlays.audit` means.
-from megacpp_overlays.audit import Audit
 from megacpp_overlays.errors import (
     ActivationError,
     ChildrenError,
@@ -31,13 +29,16 @@ from megacpp_overlays.errors import (
     SettingsError,
     SourceError,
 )
-from megacpp_overlays.lane import current
+
+# First, so that the function below and not the submodule is what `megacpp_overlays.audit` means.
+from megacpp_overlays.loader.audit import Audit
+from megacpp_overlays.loader.session import current
 from megacpp_overlays.version import VERSION
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    from megacpp_overlays.children import Children
+    from megacpp_overlays.processes.children import Children
 
 __all__ = [
     "ActivationError",
@@ -98,7 +99,7 @@ def reach_children(receipts: bool | str | os.PathLike[str] = False) -> Children:
         SettingsError: the folder cannot be written.
         ChildrenError: this package lies in a folder that PYTHONPATH cannot name.
     """
-    from megacpp_overlays import children  # noqa: PLC0415 - an import of the package only arms
+    from megacpp_overlays.processes import children  # noqa: PLC0415 - an import of the package only arms
 
     return children.reach_children(receipts)
 
@@ -109,7 +110,7 @@ def child_environment() -> dict[str, str]:
     Raises:
         ChildrenError: this package lies in a folder that PYTHONPATH cannot name.
     """
-    from megacpp_overlays import children  # noqa: PLC0415
+    from megacpp_overlays.processes import children  # noqa: PLC0415
 
     return children.child_environment()
 
@@ -132,7 +133,7 @@ def verify_ranks(group: Any = None, timeout: float | timedelta = 300.0) -> Audit
             overlay, what differs, what to do.
         ActivationError: they agree, MEGACPP_OVERLAYS=strict, and an overlay ended in conflict.
     """
-    from megacpp_overlays import ranks  # noqa: PLC0415
+    from megacpp_overlays.processes import ranks  # noqa: PLC0415
 
     return ranks.verify(current(), group, timeout)
 
@@ -151,7 +152,7 @@ def _arm_at_import() -> None:
 
 
 def _give_receipts(folder: str) -> None:
-    from megacpp_overlays.receipts import give_receipts  # noqa: PLC0415
+    from megacpp_overlays.processes.child_reports import give_receipts  # noqa: PLC0415
 
     is_child = current().settings.parent_is_armed
     try:

@@ -50,7 +50,7 @@ class RanksError(OverlayError, RuntimeError):
     """Raised on every rank when ranks do not run the same code, or when one of them did not arrive in time.
 
     Attributes:
-        differences: what is not the same, as `megacpp_overlays.differences.Difference` with ranks as holders.
+        differences: what is not the same, as `megacpp_overlays.processes.differences.Difference` with ranks as holders.
         missing: the ranks that did not arrive.
     """
 

@@ -1,44 +1,5 @@
-"""Compute capabilities of this host's GPUs, asked of NVML: no torch, no CUDA context, safe before a fork."""
+"""Former name of `megacpp_overlays.runtime.gpus`, which reproducers with kept receipts import."""
 
-from __future__ import annotations
+from megacpp_overlays.runtime.gpus import Capability, capabilities
 
-import ctypes
-import functools
-
-Capability = tuple[int, int]
-
-
-@functools.cache  # a gate may be asked several times, and asking NVML takes tens of milliseconds
-def capabilities() -> frozenset[Capability] | None:
-    """Return the compute capability of every GPU of this host, visible to the process or not.
-
-    Returns:
-        None where that cannot be known: there is no driver, or it does not answer.
-    """
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        if nvml.nvmlInit_v2() != 0:
-            return None
-    except (OSError, AttributeError):
-        return None
-    try:
-        return _ask(nvml)
-    except AttributeError:  # a driver from before the question existed
-        return None
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _ask(nvml: ctypes.CDLL) -> frozenset[Capability] | None:
-    count = ctypes.c_uint()
-    if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
-        return None
-    found = set()
-    for number in range(count.value):
-        device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
-        if nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device)) != 0:
-            return None
-        if nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor)) != 0:
-            return None
-        found.add((major.value, minor.value))
-    return frozenset(found) or None
+__all__ = ["Capability", "capabilities"]

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from megacpp_overlays.source import SourceTree
+    from megacpp_overlays.source.trees import SourceTree
 
 
 class Verdict(enum.Enum):

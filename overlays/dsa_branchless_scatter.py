@@ -15,10 +15,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from megacpp_overlays import stream_capture
 from megacpp_overlays.feature_probes import dsa_branchless_scatter as feature
 from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Target, Thread, Verdict
-from megacpp_overlays.source import SourceTree
+from megacpp_overlays.runtime import graph_capture
+from megacpp_overlays.source.trees import SourceTree
 
 
 def _make(_original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
@@ -65,7 +65,7 @@ def _measure(module: ModuleType, symbol: str) -> tuple[list[str], str | None]:
                         if k >= 0:
                             wanted[b, q, k] = 0.0
             given = torch.tensor(indices, dtype=dtype, device="cpu")
-            with stream_capture.host_reads() as seen:
+            with graph_capture.host_reads() as seen:
                 getattr(module, symbol)(mask, given, seq_chunk_size=step)
             read += seen
             if mask.contiguous().view(torch.int32).tolist() != wanted.contiguous().view(torch.int32).tolist():

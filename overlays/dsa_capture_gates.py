@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from megacpp_overlays import compiled, stream_capture
 from megacpp_overlays.feature_probes import dsa_capture_gates as feature
 from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Target, Thread, Verdict
-from megacpp_overlays.source import SourceTree
+from megacpp_overlays.runtime import dynamo, graph_capture
+from megacpp_overlays.source.trees import SourceTree
 
 _MARK = "megacpp_contiguous_by_construction"
 """Attribute of a mask or of key positions: the version of the tensor when its builder returned it."""
@@ -38,26 +38,26 @@ def _make_positions(original: Callable[..., Any], _module: ModuleType) -> Callab
 
     def extract(position_ids: Any, sq: int, device: Any) -> Any:
         rows = 1 if position_ids is None or position_ids.ndim != 2 else position_ids.size(0)
-        if rows <= 1 or not stream_capture.capturing(position_ids.device):
+        if rows <= 1 or not graph_capture.capturing(position_ids.device):
             return original(position_ids, sq, device)
         if position_ids.stride(0) != 0:
             same = (position_ids[0] == position_ids[-1]).all()
             torch._assert_async(same, "DSA: position ids differ across the batch")  # noqa: SLF001 - the only one there is
         return original(position_ids[:1], sq, device)
 
-    return compiled.only_inlined(extract)
+    return dynamo.only_inlined(extract)
 
 
 def _make_mask(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
     def build(*, device: Any, attn_mask_type: Any, **others: Any) -> Any:
         mask, varlen = original(device=device, attn_mask_type=attn_mask_type, **others)
-        if attn_mask_type is not None and stream_capture.capturing(device):
+        if attn_mask_type is not None and graph_capture.capturing(device):
             made = mask if varlen is None else varlen[-1]
             if made is not None:
                 setattr(made, _MARK, _version(made))
         return mask, varlen
 
-    return compiled.only_inlined(build)
+    return dynamo.only_inlined(build)
 
 
 def _make_bounds(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
@@ -70,7 +70,7 @@ def _make_bounds(original: Callable[..., Any], _module: ModuleType) -> Callable[
         made = mask if varlen_starts is None else key_positions
         # Neither of these compares anything, or both raise before they would.
         harmless = (mask is None) == (varlen_starts is None) or (varlen_starts is not None and varlen_ends is None)
-        if harmless or not stream_capture.capturing(device):
+        if harmless or not graph_capture.capturing(device):
             return original(sq=sq, skv=skv, device=device, mask=mask, **given)
         if made is not None and not _is_marked(made):
             return None
@@ -83,14 +83,14 @@ def _make_bounds(original: Callable[..., Any], _module: ModuleType) -> Callable[
         ends = torch.isfinite(mask).sum(dim=-1, dtype=torch.int32)
         return torch.zeros_like(ends), ends
 
-    return compiled.only_inlined(bounds)
+    return dynamo.only_inlined(bounds)
 
 
 def _make_fused_loss(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
     def fused(q: Any, *args: Any, **kwargs: Any) -> Any:
-        return None if stream_capture.capturing(q.device) else original(q, *args, **kwargs)
+        return None if graph_capture.capturing(q.device) else original(q, *args, **kwargs)
 
-    return compiled.only_inlined(fused)
+    return dynamo.only_inlined(fused)
 
 
 def _make_lengths(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
@@ -99,7 +99,7 @@ def _make_lengths(original: Callable[..., Any], _module: ModuleType) -> Callable
     def validate(sq: int, skv: int, cp_size: int, cp_group: Any, device: Any) -> Any:
         distributed = torch.distributed
         together = cp_group is not None and distributed.is_available() and distributed.is_initialized()
-        if not together or not stream_capture.capturing(device) or cp_group.size() != cp_size:
+        if not together or not graph_capture.capturing(device) or cp_group.size() != cp_size:
             return original(sq=sq, skv=skv, cp_size=cp_size, cp_group=cp_group, device=device)
         length = torch.full((1,), sq, dtype=torch.int64, device=device)
         lengths = torch.empty(cp_size, dtype=torch.int64, device=device)
@@ -109,7 +109,7 @@ def _make_lengths(original: Callable[..., Any], _module: ModuleType) -> Callable
         # If they are the same, their sum is what upstream expects without a group.
         return original(sq=sq, skv=skv, cp_size=cp_size, cp_group=None, device=device)
 
-    return compiled.only_inlined(validate)
+    return dynamo.only_inlined(validate)
 
 
 def _version(tensor: Any) -> int | None:
@@ -131,7 +131,7 @@ def _positions_case(module: ModuleType, symbol: str) -> Observation:
 
     extract = getattr(module, symbol)
     same = torch.tensor([[4, 5, 6], [4, 5, 6]], dtype=torch.int64, device="cpu")
-    with stream_capture.rehearsal(), stream_capture.host_reads() as read:
+    with graph_capture.rehearsal(), graph_capture.host_reads() as read:
         found = [extract(same, 3, same.device), extract(same[:1].expand(4, 3), 3, same.device)]
         found += [extract(same[0], 3, same.device)]
         refused = _raises(lambda: extract(torch.stack((same[0], same[0] + 1)), 3, same.device))
@@ -194,7 +194,7 @@ def _bounds(module: ModuleType, symbol: str, mask_symbol: str) -> tuple[str | No
     """
     read: list[str] = []
     for name, given, expected in _layouts(module, mask_symbol):
-        with stream_capture.host_reads() as seen:
+        with graph_capture.host_reads() as seen:
             bounds = getattr(module, symbol)(**given)
         read += seen
         if bounds is None or tuple(each.tolist() for each in bounds) != expected or "int32" not in str(bounds[0].dtype):
@@ -214,7 +214,7 @@ def _bounds_self_test(module: ModuleType, symbol: str, mask_symbol: str) -> Obse
     import torch
 
     differs, _ = _bounds(module, symbol, mask_symbol)
-    with stream_capture.rehearsal():
+    with graph_capture.rehearsal():
         differs_inside, read = _bounds(module, symbol, mask_symbol)
         _, given, _ = next(_layouts(module, mask_symbol))
         foreign = getattr(module, symbol)(**{**given, "mask": torch.zeros_like(given["mask"])})
@@ -266,7 +266,7 @@ def _fused_loss_case(module: ModuleType, so_far: Observation) -> Observation:
     import torch
 
     try:
-        with stream_capture.rehearsal():
+        with graph_capture.rehearsal():
             declines = getattr(module, feature.FUSED_LOSS)(q=torch.empty(0, device="cpu")) is None
     except TypeError as error:
         return Observation(broken=True, seen=f"{feature.FUSED_LOSS} in a rehearsal: {error}")

@@ -23,14 +23,14 @@ from typing import Any
 
 from megacpp_overlays.feature_probes import dsa_indexer_streaming as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread, Verdict, variable_for
-from megacpp_overlays.source import SourceTree
+from megacpp_overlays.source.trees import SourceTree
 
 _ID = "dsa-indexer-streaming"
 _ADVICE = f"{feature.BACKWARD} is not what {_ID} knows; {variable_for(_ID)}=off leaves it to upstream"
 
 
 def _make_method(_original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
-    from megacpp_overlays.kernels import index_scores
+    from megacpp_overlays.kernels.index_scores import function as index_scores
 
     def scores(self: Any, q: Any, weights: Any, k: Any) -> Any:
         return index_scores.scores(q, weights, k)
@@ -39,8 +39,8 @@ def _make_method(_original: Callable[..., Any], _module: ModuleType) -> Callable
 
 
 def _make_scores(_original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
-    from megacpp_overlays.kernels import index_scores
-    from megacpp_overlays.score_gradient import true_tensors
+    from megacpp_overlays.kernels.index_scores import function as index_scores
+    from megacpp_overlays.runtime.score_gradient import true_tensors
 
     def scores(q: Any, weights: Any, k: Any) -> Any:
         return index_scores.scores(*true_tensors(q, weights, k))
@@ -49,8 +49,8 @@ def _make_scores(_original: Callable[..., Any], _module: ModuleType) -> Callable
 
 
 def _make_scores_with_optional_relu(_original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
-    from megacpp_overlays.kernels import index_scores
-    from megacpp_overlays.score_gradient import true_tensors
+    from megacpp_overlays.kernels.index_scores import function as index_scores
+    from megacpp_overlays.runtime.score_gradient import true_tensors
 
     def scores(q: Any, weights: Any, k: Any, use_relu: bool = True) -> Any:
         return index_scores.scores(*true_tensors(q, weights, k), use_relu=use_relu)
@@ -59,8 +59,8 @@ def _make_scores_with_optional_relu(_original: Callable[..., Any], _module: Modu
 
 
 def _make_backward(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
-    from megacpp_overlays.kernels import index_scores
-    from megacpp_overlays.score_gradient import Question
+    from megacpp_overlays.kernels.index_scores import function as index_scores
+    from megacpp_overlays.runtime.score_gradient import Question
 
     def backward(q: Any, weights: Any, k: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         question = Question(q, weights, k, _ADVICE)
@@ -107,7 +107,7 @@ def _cases(module: ModuleType, inputs: list[Any], large: list[str]) -> Iterator[
 
     import torch
 
-    from megacpp_overlays.kernels import index_scores_reference as reference
+    from megacpp_overlays.kernels.index_scores import reference
 
     backward = getattr(module, feature.BACKWARD, None)
     method = None if hasattr(module, feature.SCORES) else vars(module.DSAIndexer)[feature.SCORES]

@@ -21,7 +21,7 @@ from typing import Any
 
 from megacpp_overlays.feature_probes.float16_distributed_order import STALE_ORDER, TARGET, probe
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread, Verdict
-from megacpp_overlays.source import SourceTree
+from megacpp_overlays.source.trees import SourceTree
 
 
 def _record_again(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:

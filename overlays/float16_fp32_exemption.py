@@ -29,7 +29,7 @@ from typing import Any
 from megacpp_overlays import fp32_marks
 from megacpp_overlays.feature_probes.float16_fp32_exemption import BLANKET_CAST, MARKS_HONOURED, TARGET, probe
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread, Verdict
-from megacpp_overlays.source import SourceTree
+from megacpp_overlays.source.trees import SourceTree
 
 Registration = tuple[Any, str, Any]
 """A module, the name under which it registers a parameter, and that parameter."""

@@ -32,7 +32,7 @@ from typing import Any
 from megacpp_overlays.feature_probes import float16_mixer_parameters as feature
 from megacpp_overlays.fp32_marks import MARK, keep_in_fp32
 from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Thread, Verdict
-from megacpp_overlays.source import SourceTree
+from megacpp_overlays.source.trees import SourceTree
 
 
 def _marking(names: tuple[str, ...]) -> Callable[[Callable[..., Any], ModuleType], Callable[..., Any]]:

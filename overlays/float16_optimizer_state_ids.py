@@ -25,7 +25,7 @@ from typing import Any
 
 from megacpp_overlays.feature_probes.float16_optimizer_state_ids import FLOAT16_IDS, TARGET, probe
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread, Verdict
-from megacpp_overlays.source import SourceTree
+from megacpp_overlays.source.trees import SourceTree
 
 _COPIES = "fp32_from_fp16_params"
 

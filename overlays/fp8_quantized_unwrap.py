@@ -1,6 +1,6 @@
 """Quantized query and key tensors at the dispatcher of the fused SparseMLA kernel.
 
-A quantized tensor of Transformer Engine passes for bf16 (see `megacpp_overlays.quantized`). Depending on the tree the
+A quantized tensor of Transformer Engine passes for bf16 (see `megacpp_overlays.runtime.quantized`). Depending on the tree the
 dispatcher hands its null pointer to the kernel, or dequantizes it by accident and the run loses FP8 without a word.
 The seam looks at the query and the key first. Plain tensors go on untouched, for the price of comparing two types.
 A quantized one goes to the FP8-aware kernel that is registered (`megacpp_overlays.fp8_sparse_mla`), or is dequantized
@@ -21,7 +21,7 @@ from typing import Any
 
 from megacpp_overlays.feature_probes import fp8_quantized_unwrap as feature
 from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Target, Thread, Verdict
-from megacpp_overlays.source import SourceTree
+from megacpp_overlays.source.trees import SourceTree
 
 ID = "fp8-quantized-unwrap"
 _SWAPPING = threading.Lock()
@@ -30,7 +30,8 @@ _SWAPPING = threading.Lock()
 def _unwrapping(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
     import torch
 
-    from megacpp_overlays import compiled, fp8_sparse_mla, quantized
+    from megacpp_overlays import fp8_sparse_mla
+    from megacpp_overlays.runtime import dynamo, quantized
 
     order = list(inspect.signature(original).parameters)
     places = tuple((name, order.index(name)) for name in feature.TENSORS)
@@ -71,7 +72,7 @@ def _unwrapping(original: Callable[..., Any], module: ModuleType) -> Callable[..
             say(found, lambda tensor: f"dequantized to {_size(tensor)}, because no FP8-aware SparseMLA took it")
         return output
 
-    return compiled.only_inlined(dispatch)
+    return dynamo.only_inlined(dispatch)
 
 
 def _size(tensor: Any) -> str:

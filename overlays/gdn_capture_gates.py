@@ -27,10 +27,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from megacpp_overlays import compiled, stream_capture
 from megacpp_overlays.feature_probes import gdn_capture_gates as feature
 from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Target, Thread, Verdict
-from megacpp_overlays.source import SourceTree
+from megacpp_overlays.runtime import dynamo, graph_capture
+from megacpp_overlays.source.trees import SourceTree
 
 _MARK = "megacpp_checked"
 """Attribute of a `cu_seqlens` tensor: what it held when it first passed, and what it passed as since."""
@@ -44,7 +44,7 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
         self: Any, cu_seqlens_padded: Any, cu_seqlens_actual: Any, total_seq_len: int, name: str, cp_size: int = 1
     ) -> Any:
         chosen = cu_seqlens_actual if cu_seqlens_padded is None else cu_seqlens_padded
-        if chosen is None or not stream_capture.capturing(chosen.device):
+        if chosen is None or not graph_capture.capturing(chosen.device):
             found = original(self, cu_seqlens_padded, cu_seqlens_actual, total_seq_len, name, cp_size=cp_size)
             if not torch.compiler.is_compiling():
                 _remember(found, (name, total_seq_len, cp_size))
@@ -65,8 +65,8 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
         torch._assert_async(same, f"GDN: {name} holds other lengths than in the warm-up")  # noqa: SLF001
         return chosen
 
-    compiled.only_inlined(_remember)
-    return compiled.only_inlined(resolve)
+    dynamo.only_inlined(_remember)
+    return dynamo.only_inlined(resolve)
 
 
 def _remember(cu_seqlens: Any, passed: tuple[str, int, int]) -> None:
@@ -110,7 +110,7 @@ def _checks(module: ModuleType, symbol: str) -> str | None:
 
 def _witness(symbol: str) -> Callable[[ModuleType], Observation]:
     def witness(module: ModuleType) -> Observation:
-        with stream_capture.host_reads() as read:
+        with graph_capture.host_reads() as read:
             wrong = _checks(module, symbol)
         if wrong is not None:
             return Observation(broken=False, seen=f"not what is known: {wrong}")
@@ -131,7 +131,7 @@ def _self_test(symbol: str) -> Callable[[ModuleType], Observation]:
         for role in _ROLES:
             resolve(lengths, 6, role)
         resolve(key_lengths, 6, _ROLES[1])
-        with stream_capture.rehearsal(), stream_capture.host_reads() as read:
+        with graph_capture.rehearsal(), graph_capture.host_reads() as read:
             kept = resolve(lengths, 6, _ROLES[0]) is lengths is resolve(lengths, 6, _ROLES[1])
             refused = all(_refuses(resolve, *case) for case in ((key_lengths, 6), (lengths.clone(), 6), (lengths, 8)))
             lengths[1] = 4
@@ -139,7 +139,7 @@ def _self_test(symbol: str) -> Callable[[ModuleType], Observation]:
         for role in _ROLES:
             resolve(lengths, 6, role)
         lengths[1] = 2
-        with stream_capture.rehearsal():
+        with graph_capture.rehearsal():
             changed = changed and _refuses(resolve, lengths, 6)
         seen = f"warmed-up lengths kept: {kept}; others refused: {refused and changed}; {len(read)} reads from the host"
         return Observation(broken=bool(read) or not (kept and refused and changed), seen=seen)

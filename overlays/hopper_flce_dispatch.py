@@ -18,16 +18,18 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
 import sys
 from collections.abc import Callable
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
-from megacpp_overlays import seams
 from megacpp_overlays.feature_probes import hopper_flce_dispatch as feature
-from megacpp_overlays.log import logger
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread, Verdict
-from megacpp_overlays.source import SourceTree
+from megacpp_overlays.runtime import seam_marks
+from megacpp_overlays.source.trees import SourceTree
+
+logger = logging.getLogger("megacpp_overlays")
 
 _ID = "hopper-flce-dispatch"
 _HOPPER = 9
@@ -99,7 +101,7 @@ def _lacks_kernels(major: int | None) -> bool:
 
 def _portable_platform(module: ModuleType) -> Any:
     """Return a platform with the portable entry, beside upstream's singleton."""
-    from megacpp_overlays.kernels import linear_cross_entropy_entry as entry
+    from megacpp_overlays.kernels.linear_cross_entropy import entry
 
     platform = object.__new__(module.Platform)
     platform.forward_func, platform.backward_func = entry.forward, entry.backward
@@ -132,7 +134,7 @@ def _refuses(constructor: FunctionType, major: int) -> bool:
 def _self_test(module: ModuleType) -> Observation:
     """Look at the getter that upstream's autograd function reaches, and at what it would hand out."""
     reached = getattr(module, feature.FUNCTION).forward.__globals__.get(feature.GETTER)
-    if (mark := seams.mark_of(reached)) is None or mark.overlay_id != _ID:
+    if (mark := seam_marks.mark_of(reached)) is None or mark.overlay_id != _ID:
         return Observation(broken=True, seen=f"{feature.FUNCTION} does not reach the seam")
     if importlib.util.find_spec("triton") is None:
         return Observation(broken=True, seen="triton is not installed, and the portable entry needs it")

@@ -28,7 +28,7 @@ from typing import Any
 
 from megacpp_overlays.feature_probes import hybrid_linear_ce as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread, Verdict
-from megacpp_overlays.source import SourceTree
+from megacpp_overlays.source.trees import SourceTree
 
 _FUSED = "fuse_linear_cross_entropy"
 """Attribute of a model whose output layer computes the loss; GPTModel has it, too."""

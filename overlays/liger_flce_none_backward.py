@@ -28,16 +28,16 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megacpp_overlays import compiled
 from megacpp_overlays.feature_probes import liger_flce_none_backward as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Target, Thread, Verdict
-from megacpp_overlays.source import SourceTree
+from megacpp_overlays.runtime import dynamo
+from megacpp_overlays.source.trees import SourceTree
 
 if TYPE_CHECKING:
     import torch
 
-    from megacpp_overlays.kernels.linear_cross_entropy_memory import Memory
-    from megacpp_overlays.kernels.linear_cross_entropy_parallel import Terms
+    from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
+    from megacpp_overlays.kernels.linear_cross_entropy.parallel import Terms
 
 _STATE = "megacpp_per_token"
 """Attribute of the autograd context that marks a forward pass as ours."""
@@ -78,7 +78,7 @@ def _forward(
     def make(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
         names, defaults = _signature(original)
         outputs = 1 + sum(name.startswith("return_") for name in names)
-        compute = compiled.untraced(_compute)
+        compute = dynamo.untraced(_compute)
 
         def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
             given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
@@ -98,7 +98,7 @@ def _forward(
             compute(ctx, names, given)  # this replaces the tensors that upstream saved
             return theirs
 
-        return compiled.only_inlined(forward)
+        return dynamo.only_inlined(forward)
 
     return make
 
@@ -159,9 +159,9 @@ def _compute(
     """
     import torch
 
-    from megacpp_overlays.kernels.linear_cross_entropy import product_dtype
-    from megacpp_overlays.kernels.linear_cross_entropy_memory import process_wide
-    from megacpp_overlays.kernels.linear_cross_entropy_parallel import Group, Layer, Terms, as_labels, forward_pass
+    from megacpp_overlays.kernels.linear_cross_entropy.function import product_dtype
+    from megacpp_overlays.kernels.linear_cross_entropy.memory import process_wide
+    from megacpp_overlays.kernels.linear_cross_entropy.parallel import Group, Layer, Terms, as_labels, forward_pass
 
     memory = memory or process_wide()
     # Without grad mode the node still says what would need a gradient, but has nowhere to send one.
@@ -190,9 +190,9 @@ def _make_backward(original: Callable[..., Any], module: ModuleType) -> Callable
     import torch
     from torch.autograd.function import once_differentiable
 
-    from megacpp_overlays.kernels.linear_cross_entropy_parallel import Group, Layer, backward_pass
-    from megacpp_overlays.kernels.linear_cross_entropy_shard import Wanted
-    from megacpp_overlays.kernels.vocabulary_softmax_numbers import Statistics
+    from megacpp_overlays.kernels.linear_cross_entropy.parallel import Group, Layer, backward_pass
+    from megacpp_overlays.kernels.linear_cross_entropy.shard import Wanted
+    from megacpp_overlays.kernels.vocabulary_softmax.numbers import Statistics
 
     @once_differentiable  # type: ignore[untyped-decorator]
     def per_token(ctx: Any, grad_output: Any) -> tuple[Any, ...]:
@@ -222,7 +222,7 @@ def _make_backward(original: Callable[..., Any], module: ModuleType) -> Callable
             gradients[place] = gradient
         return tuple(gradients)
 
-    gradients_per_token = compiled.untraced(per_token)
+    gradients_per_token = dynamo.untraced(per_token)
 
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         if hasattr(ctx, _STATE):
@@ -268,7 +268,7 @@ def _self_test(module: ModuleType) -> Observation:
     """
     import torch
 
-    from megacpp_overlays.kernels.linear_cross_entropy_memory import Memory
+    from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
 
     def numbers(values: list[Any]) -> Any:
         return torch.tensor(values, dtype=torch.float64, device="cpu")

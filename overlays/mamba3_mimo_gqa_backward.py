@@ -25,14 +25,14 @@ from typing import Any
 
 from megacpp_overlays.feature_probes import mamba3_mimo_gqa_backward as feature
 from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Target, Thread, Verdict
-from megacpp_overlays.source import SourceTree
+from megacpp_overlays.source.trees import SourceTree
 
 _rehearsed: ContextVar[Mapping[str, Any]] = ContextVar("mamba3_mimo_rehearsed", default=MappingProxyType({}))
 """Names that a self-test puts in the place of upstream's kernels, which need a GPU; for its own calls alone."""
 
 
 def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
-    from megacpp_overlays.kernels.grouped_head_reduction import sum_groups
+    from megacpp_overlays.kernels.mamba3.grouped_head_reduction import sum_groups
 
     packed = _place_of("cu_seqlens", original)
 

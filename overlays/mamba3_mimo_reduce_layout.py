@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megacpp_overlays.feature_probes import mamba3_mimo_reduce_layout as feature
 from megacpp_overlays.model import Gate, Thread, Verdict
-from megacpp_overlays.source import SourceTree
+from megacpp_overlays.source.trees import SourceTree
 
 
 def _retired(tree: SourceTree) -> bool:

@@ -6,10 +6,10 @@ the gate says for which devices it matters.
 
 from __future__ import annotations
 
-from megacpp_overlays import gpus
 from megacpp_overlays.feature_probes import mamba3_siso_pipelining as feature
 from megacpp_overlays.model import Evidence, Finding, Gate, Thread, Verdict
-from megacpp_overlays.source import SourceTree
+from megacpp_overlays.runtime import gpus
+from megacpp_overlays.source.trees import SourceTree
 
 _CONCERNED = frozenset({10, 12})
 """Major compute capabilities of the devices with the defect."""

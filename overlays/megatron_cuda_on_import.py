@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megacpp_overlays.feature_probes import megatron_cuda_on_import as feature
 from megacpp_overlays.model import Gate, Thread, Verdict
-from megacpp_overlays.source import SourceTree
+from megacpp_overlays.source.trees import SourceTree
 
 
 def _retired(tree: SourceTree) -> bool:

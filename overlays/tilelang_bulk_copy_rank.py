@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megacpp_overlays.feature_probes import tilelang_bulk_copy_rank as feature
 from megacpp_overlays.model import Gate, Thread, Verdict
-from megacpp_overlays.source import SourceTree
+from megacpp_overlays.source.trees import SourceTree
 
 
 def _retired(tree: SourceTree) -> bool:

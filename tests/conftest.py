@@ -17,9 +17,9 @@ from made_up import BROKEN_TEXT, Upstream
 from trees import STAND_INS
 
 from megacpp_overlays.errors import SeamError
-from megacpp_overlays.lane import Lane
+from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Overlay
-from megacpp_overlays.settings import Settings
 
 # How long an example takes says how busy the host is, and nothing about what is tested. A person's run looks for new
 # examples each time; one of CI judges a commit, and must say the same of it twice.
@@ -32,6 +32,8 @@ settings.register_profile(
 settings.load_profile("any host")
 
 ROOT = Path(__file__).resolve().parent.parent
+SUPPORT = ROOT / "tests" / "support"
+"""Helpers, which processes of their own find on their path."""
 WHEELS = ROOT / ".cache" / "wheels"
 """Wheels of every supported release, fetched by `make wheels` with their hashes checked."""
 

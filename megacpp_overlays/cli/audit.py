@@ -6,9 +6,9 @@ import argparse
 import importlib
 from dataclasses import replace
 
-from megacpp_overlays import lane
-from megacpp_overlays.audit import Audit
 from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.loader import session
+from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.model import Decision, Record
 
 
@@ -22,12 +22,12 @@ def add_to(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> bool:
     """Print the audit; return whether it is clean."""
-    audit = pre_flight(lane.current())
+    audit = pre_flight(session.current())
     print(audit.to_json() if arguments.json else audit)
     return not audit.conflicts
 
 
-def pre_flight(current: lane.Lane) -> Audit:
+def pre_flight(current: session.Lane) -> Audit:
     """Import every target that is installed, and audit.
 
     A target that cannot be imported here cannot be vouched for, so it counts as a conflict.

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacpp_overlays import compare
 from megacpp_overlays.cli.commands import Subparsers
-from megacpp_overlays.columns import aligned
 from megacpp_overlays.errors import AuditFileError
+from megacpp_overlays.loader.rendering import aligned
+from megacpp_overlays.upkeep import audit_diff
 
 SAME, DIFFERENT, NO_AUDIT = 0, 1, 2
 
@@ -35,12 +35,12 @@ def add_to(commands: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print what changed; return the exit code."""
     try:
-        before, after = compare.read(arguments.before), compare.read(arguments.after)
+        before, after = audit_diff.read(arguments.before), audit_diff.read(arguments.after)
     except AuditFileError as error:
         print(f"megacpp-overlays: {error}", file=sys.stderr)
         return NO_AUDIT
-    found = compare.changes(before, after)
-    hidden = not found and compare.is_hidden(before, after)
+    found = audit_diff.changes(before, after)
+    hidden = not found and audit_diff.is_hidden(before, after)
     if arguments.json:
         print(json.dumps({"changes": [each._asdict() for each in found], "hidden": hidden}, indent=2))
     elif hidden:
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     return DIFFERENT if found or hidden else SAME
 
 
-def _table(found: Sequence[compare.Change]) -> str:
+def _table(found: Sequence[audit_diff.Change]) -> str:
     return "\n".join(aligned(_COLUMNS, [tuple(map(_short, change)) for change in found]))
 
 

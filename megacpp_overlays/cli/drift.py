@@ -6,8 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from megacpp_overlays import lane
 from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.loader import session
 
 _TEXT = (
     "Compare what is installed in this environment with what was published: files with the hashes in their RECORD, "
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     if not arguments.lock and (arguments.wheels or arguments.exact):
         parser.error("--wheels and --exact need a lock: give --lock, too")
     running.bring_in(arguments.modules)  # first: a launcher may change where packages are found
-    overlays = lane.current().overlays
+    overlays = session.current().overlays
     entries = accounts.read(arguments.packs or inventory.own_folder())
     installed = installations.find_all()
     if arguments.distribution:

@@ -6,10 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from megacpp_overlays import lane
 from megacpp_overlays.cli.commands import Subparsers
-from megacpp_overlays.ledger import difference, due, render
-from megacpp_overlays.source import InstalledTree
+from megacpp_overlays.loader import session
+from megacpp_overlays.source.trees import InstalledTree
+from megacpp_overlays.upkeep.ledger import difference, due, render
 
 
 def add_to(commands: Subparsers) -> None:
@@ -25,7 +25,7 @@ def add_to(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> bool:
     """Do what was asked; return whether the ledger is in step."""
-    overlays = lane.current().overlays
+    overlays = session.current().overlays
     if arguments.check is not None:
         found = difference(overlays, arguments.check)
         print(found or f"{arguments.check} is in step", file=sys.stderr if found else sys.stdout)

@@ -7,9 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from megacpp_overlays import lane, registry
 from megacpp_overlays.cli import commands
 from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.loader import registry, session
 from megacpp_overlays.upkeep.matrix import archives
 
 _TEXT = "Run every probe over every release of its target, read as it was published: nothing of them is imported."
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
         print(f"kept: {arguments.write / matrix_file.NAME}, {arguments.write / matrix_file.PAGE}")
         return True
     tables = matrix_build.build(
-        lane.current().overlays, places, target=arguments.target, pre=arguments.pre, trees=arguments.tree
+        session.current().overlays, places, target=arguments.target, pre=arguments.pre, trees=arguments.tree
     )
     if arguments.json:
         source = {"index": "the configured index", "offline": arguments.offline}

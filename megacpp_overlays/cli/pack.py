@@ -10,11 +10,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from megacpp_overlays import lane
 from megacpp_overlays.cli import commands as shared
 from megacpp_overlays.cli.commands import Subparsers
-from megacpp_overlays.columns import aligned
 from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.loader import session
+from megacpp_overlays.loader.rendering import aligned
 from megacpp_overlays.repro import ending, inventory
 from megacpp_overlays.upkeep.filing import approvals, filing, standing, wording
 from megacpp_overlays.upkeep.filing.checks import Check, Outcome
@@ -51,7 +51,7 @@ def add_to(commands: Subparsers) -> None:
 
 
 def _list(arguments: argparse.Namespace) -> bool:
-    packs = standing.of_all(arguments.packs or inventory.own_folder(), lane.current().overlays)
+    packs = standing.of_all(arguments.packs or inventory.own_folder(), session.current().overlays)
     if arguments.json:
         print(json.dumps([_as_data(each) for each in packs], indent=2))
         return True
@@ -99,7 +99,7 @@ def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bo
         parser.error(f"--tree: a path with {os.pathsep!r} cannot be on the path of a process")
     with shared.extra():
         from megacpp_overlays.upkeep.filing import preflight  # noqa: PLC0415 - its Markdown parser may not be installed
-    folder, overlays = arguments.packs or inventory.own_folder(), lane.current().overlays
+    folder, overlays = arguments.packs or inventory.own_folder(), session.current().overlays
     pack = standing.of_one(folder, arguments.number, overlays)
     options = preflight.Options(
         tree=arguments.tree,
@@ -151,7 +151,7 @@ def _approve(arguments: argparse.Namespace) -> bool:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UpkeepError("an approval needs a person at a terminal, who types the words: nothing is recorded")
     folder = arguments.packs or inventory.own_folder()
-    pack = standing.of_one(folder, arguments.number, lane.current().overlays)
+    pack = standing.of_one(folder, arguments.number, session.current().overlays)
     given = None
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         given = approvals.approve(folder, pack, print, input)

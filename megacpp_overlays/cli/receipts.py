@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from megacpp_overlays import lane
 from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.loader import session
 from megacpp_overlays.model import Overlay
 from megacpp_overlays.repro import inventory, manifest, receipts
 
@@ -45,4 +45,4 @@ def run(arguments: argparse.Namespace) -> bool:
 
 
 def _overlays() -> tuple[Overlay, ...]:
-    return lane.current().overlays
+    return session.current().overlays

@@ -9,8 +9,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacpp_overlays import lane
 from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.loader import session
 from megacpp_overlays.repro import ending, inventory, receipts, runner
 from megacpp_overlays.repro.case import Case, PackError
 from megacpp_overlays.repro.manifest import ManifestError
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         if arguments.list:
             _list(pack)
             return 0
-        overlays = lane.current().overlays
+        overlays = session.current().overlays
         kept = receipts.prepare(arguments.keep, pack, overlays) if arguments.keep else None  # before hours of runs
         job = runner.Job(
             reproducer=pack.reproducer,

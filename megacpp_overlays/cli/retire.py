@@ -7,8 +7,8 @@ import json
 import shlex
 from pathlib import Path
 
-from megacpp_overlays import lane
 from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.loader import session
 from megacpp_overlays.repro import ending
 from megacpp_overlays.upkeep.retire import preparation
 from megacpp_overlays.upkeep.retire.preparation import Outcome, Request, WrongNameError
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     )
     try:
         with ending.by_exception():
-            outcome = preparation.prepare(request, lane.current().overlays, _ignore if arguments.json else _show)
+            outcome = preparation.prepare(request, session.current().overlays, _ignore if arguments.json else _show)
     except WrongNameError as error:
         parser.error(str(error))
     if arguments.json:

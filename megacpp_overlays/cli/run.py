@@ -53,7 +53,7 @@ def run(words: Sequence[str], parser: argparse.ArgumentParser) -> bool:
 
 
 def _become(words: Sequence[str]) -> NoReturn:
-    from megacpp_overlays.children import child_environment  # noqa: PLC0415 - the other commands do not need it
+    from megacpp_overlays.processes.children import child_environment  # noqa: PLC0415 - the other commands do not need it
 
     sys.stdout.flush()
     sys.stderr.flush()

@@ -10,9 +10,9 @@ from datetime import date, datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megacpp_overlays import lane
 from megacpp_overlays.cli import commands
 from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.loader import session
 from megacpp_overlays.repro import inventory
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> bool:
         from megacpp_overlays.upkeep.sweep import github, sweep, sweep_report, threads, waiting  # noqa: PLC0415
     folder = arguments.packs or inventory.own_folder()
     saved = threads.read(folder)
-    waited = waiting.listed(lane.current().overlays, folder)
+    waited = waiting.listed(session.current().overlays, folder)
     today = datetime.now(timezone.utc).date()
     swept = sweep.from_saved(waited, saved, today, arguments.since)
     if not arguments.offline:

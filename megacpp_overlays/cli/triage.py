@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacpp_overlays import lane
 from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.loader import session
 from megacpp_overlays.model import Overlay
 from megacpp_overlays.repro import ending, inventory
 from megacpp_overlays.upkeep import environments, evidence, locks
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
         parser.error("--packs: there is no such folder")
     if arguments.timeout <= 0:
         parser.error("--timeout: seconds, more than 0")
-    overlays = lane.current().overlays
+    overlays = session.current().overlays
     known = {overlay.id for overlay in overlays}
     if unknown := [name for name in arguments.only or () if name not in known]:
         parser.error(f"--only: there is no overlay {', '.join(unknown)}; known: {', '.join(sorted(known))}")

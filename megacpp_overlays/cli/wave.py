@@ -7,9 +7,9 @@ import datetime
 import json
 from pathlib import Path
 
-from megacpp_overlays import lane
 from megacpp_overlays.cli.commands import Subparsers
-from megacpp_overlays.columns import aligned
+from megacpp_overlays.loader import session
+from megacpp_overlays.loader.rendering import aligned
 from megacpp_overlays.repro import inventory
 from megacpp_overlays.upkeep.filing import filing, standing, waves
 from megacpp_overlays.upkeep.filing.standing import Standing
@@ -33,7 +33,7 @@ def add_to(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> bool:
     """Print the plan; there is always one, also where nothing is ready."""
-    packs = standing.of_all(arguments.packs or inventory.own_folder(), lane.current().overlays)
+    packs = standing.of_all(arguments.packs or inventory.own_folder(), session.current().overlays)
     start = arguments.start or datetime.datetime.now(datetime.timezone.utc).date()
     ready = [each for each in packs if each.is_ready and filing.of(each).way is not filing.Way.UNKNOWN]
     plan = waves.plan(

@@ -21,19 +21,19 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacpp_overlays import lane
+from megacpp_overlays.loader import session
+from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.model import Overlay, Record, Target
-from megacpp_overlays.probing import examine
 from megacpp_overlays.repro import inventory
 from megacpp_overlays.repro.case import CUDA, Behaviour, Blocked, Case, TargetAbsent
-from megacpp_overlays.source import InstalledTree, find_spec, readable
+from megacpp_overlays.source.trees import InstalledTree, find_spec, readable
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run the case and write the report."""
     reproducer, name, report, *options = arguments
     case = inventory.choose(inventory.load_cases(Path(reproducer)), name)
-    current = lane.current()
+    current = session.current()
     parts = {part.target: part for part in inventory.parts_of(case, current.overlays)}
     targets = inventory.targets_of(case, current.overlays)
     with Path(report).open("w", buffering=1) as lines:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacpp_overlays import packs as own
-from megacpp_overlays import retired
+from megacpp_overlays.loader import retired
 from megacpp_overlays.model import Overlay, Target
 from megacpp_overlays.repro.case import Case, PackError
 

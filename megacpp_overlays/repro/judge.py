@@ -29,8 +29,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megacpp_overlays.loader.retired import Retired
 from megacpp_overlays.model import Decision, Verdict
-from megacpp_overlays.retired import Retired
 
 
 class Sentinel(enum.Enum):

@@ -26,8 +26,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megacpp_overlays import retired
 from megacpp_overlays.errors import OverlayError
+from megacpp_overlays.loader import retired
 from megacpp_overlays.model import Gate, Overlay, Thread
 from megacpp_overlays.repro import inventory, pack_file, schema
 from megacpp_overlays.repro.inventory import Pack

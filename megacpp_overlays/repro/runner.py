@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import megacpp_overlays
-from megacpp_overlays import retired
+from megacpp_overlays.loader import retired
+from megacpp_overlays.loader.settings import DISABLE, LOG, PLUGINS, Switch
 from megacpp_overlays.model import Decision, Gate, Overlay, Verdict
-from megacpp_overlays.repro import cuda, inventory, judge, stamp, trees
+from megacpp_overlays.repro import inventory, judge, stamp, trees
 from megacpp_overlays.repro.case import CUDA, Case
 from megacpp_overlays.repro.judge import EARNED, Kind, Part, Run, Said, Sentinel
 from megacpp_overlays.repro.transcript import Transcript
-from megacpp_overlays.settings import DISABLE, LOG, PLUGINS, Switch
+from megacpp_overlays.runtime import visible_gpus
 
 PASSED, FAILED, NOTHING_RAN = 0, 1, 3
 
@@ -91,7 +92,7 @@ def run_case(job: Job, case: Case, transcript: Transcript) -> tuple[Said, ...]:
     gone = retired.find(case.overlay) if case.overlay and not parts else None
     with tempfile.TemporaryDirectory(prefix="repro-") as folder:
         process = _Process(job, case, Path(folder), transcript)
-        if case.device == CUDA and not cuda.visible():
+        if case.device == CUDA and not visible_gpus.visible():
             if parts:
                 _show_probe(process.run({}, probe_only=True), transcript)
             return (Said(Sentinel.BLOCKED, "needs a CUDA device"),)

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import megacpp_overlays
-from megacpp_overlays import distributions
 from megacpp_overlays.errors import OverlayError
 from megacpp_overlays.model import Target
-from megacpp_overlays.repro import cuda, inventory, trees
+from megacpp_overlays.repro import inventory, trees
 from megacpp_overlays.repro.case import Case
-from megacpp_overlays.source import InstalledTree
+from megacpp_overlays.runtime import visible_gpus
+from megacpp_overlays.source import distributions
+from megacpp_overlays.source.trees import InstalledTree
 from megacpp_overlays.version import VERSION
 
 OWN = "megacpp-overlays"
@@ -99,7 +100,7 @@ def take(reproducer: Path, cases: Sequence[Case], targets: Sequence[Target], tre
 
 
 def _host() -> dict[str, Any]:
-    gpus = cuda.visible()
+    gpus = visible_gpus.visible()
     return {
         "machine": platform.machine(),
         "processor": _processor(),

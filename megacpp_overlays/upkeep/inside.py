@@ -13,19 +13,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacpp_overlays import distributions, lane
-from megacpp_overlays.ledger import due
+from megacpp_overlays.loader import session
+from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.model import Gate, Overlay
-from megacpp_overlays.probing import examine
 from megacpp_overlays.repro import ending, inventory, runner
 from megacpp_overlays.repro.transcript import Transcript
-from megacpp_overlays.source import InstalledTree
+from megacpp_overlays.source import distributions
+from megacpp_overlays.source.trees import InstalledTree
+from megacpp_overlays.upkeep.ledger import due
 
 
 def main(arguments: Sequence[str]) -> None:
     """Do what was asked and write the report."""
     report, what, *rest = arguments
-    overlays = lane.current().overlays
+    overlays = session.current().overlays
     if what == "probe":
         answer: object = [_probed(part, overlays) for part in overlays]
     else:

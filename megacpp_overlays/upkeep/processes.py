@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import megacpp_overlays
-from megacpp_overlays.settings import LOG, PLUGINS
+from megacpp_overlays.loader.settings import LOG, PLUGINS
 
 _GRACE = 10.0
 """Seconds that a process gets to end what it started."""

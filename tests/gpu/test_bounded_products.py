@@ -14,12 +14,12 @@ import pytest
 import torch
 from linear_cross_entropy_cases import Inputs, call, capture, draw, errors, found, leaves_of, truth
 
-from megacpp_overlays.kernels import bounded_products
-from megacpp_overlays.kernels.bounded_products import Products
-from megacpp_overlays.kernels.linear_cross_entropy_memory import Memory
-from megacpp_overlays.kernels.linear_cross_entropy_parallel import Group, Layer, Terms, backward_pass, forward_pass
-from megacpp_overlays.kernels.linear_cross_entropy_shard import Wanted
-from megacpp_overlays.kernels.token_selection import select
+from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
+from megacpp_overlays.kernels.linear_cross_entropy.parallel import Group, Layer, Terms, backward_pass, forward_pass
+from megacpp_overlays.kernels.linear_cross_entropy.shard import Wanted
+from megacpp_overlays.kernels.masked_products import products as bounded_products
+from megacpp_overlays.kernels.masked_products.products import Products
+from megacpp_overlays.kernels.masked_products.token_selection import select
 
 # Triton warns as it likes.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]

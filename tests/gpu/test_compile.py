@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from made_up import Upstream
-from test_compile import TEXT, measured_on, overlay_at
+from test_dynamo import TEXT, measured_on, overlay_at
 
-from megacpp_overlays import compiled
-from megacpp_overlays.lane import Lane
+from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.runtime import dynamo
 
 # Inductor warns as it likes.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -33,4 +33,4 @@ def test_graphs_that_inductor_recorded_follow_arming_undoing_and_arming_again(
         for _ in range(4):  # warms up, records, replays
             torch.compiler.cudagraph_mark_step_begin()
             assert measured_on("cuda", whole) == pytest.approx(expected, rel=1e-5)
-    assert compiled.graphs() == 1
+    assert dynamo.graphs() == 1

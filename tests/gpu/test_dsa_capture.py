@@ -19,11 +19,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import SUPPORT
 from trees import STAND_INS
 
 pytestmark = pytest.mark.gpu
 
-TESTS = Path(__file__).resolve().parent.parent
+TESTS = SUPPORT
 VARIANT = "megatron.core.transformer.experimental_attention_variant"
 SPRING, JUNE, RELEASE = STAND_INS["dsa-spring"], STAND_INS["dsa-june"], None
 

@@ -20,18 +20,19 @@ from typing import Any
 import indexer_steps
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, SUPPORT
 from index_scores_grid import GRID, LARGEST, NAMES, by_hand, compute, error, four_axes, truths
 from indexer_steps import VARIANTS
 
-from megacpp_overlays.kernels import index_scores, index_scores_streaming
-from megacpp_overlays.kernels import index_scores_reference as reference
+from megacpp_overlays.kernels.index_scores import function as index_scores
+from megacpp_overlays.kernels.index_scores import reference
+from megacpp_overlays.kernels.index_scores import streaming as index_scores_streaming
 
 # Triton, inductor and torch's debug modes warn as they like.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 DEVICE = "cuda"
-TESTS = ROOT / "tests"
+TESTS = SUPPORT
 SHARES = 8
 MEDIUM = (500, 700, 2, 8, 128)
 """Queries, keys, batch, heads and dim of what is neither statistics nor memory."""

@@ -18,8 +18,8 @@ import pytest
 import torch
 from fp8_dispatch import Kernel, inputs, kernel_in, part_of, quantized, seam_in
 
-from megacpp_overlays import quantized as facts
 from megacpp_overlays.feature_probes import fp8_quantized_unwrap as feature
+from megacpp_overlays.runtime import quantized as facts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.upstream, pytest.mark.filterwarnings("ignore")]
 

@@ -17,12 +17,12 @@ from test_portable_entry import KEEP, check, limits_of_kept, run_grid, run_ranks
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import hopper_flce_dispatch as feature
-from megacpp_overlays.source import DirectoryTree
+from megacpp_overlays.source.trees import DirectoryTree
 
 pytestmark = pytest.mark.gpu
 
 OPTION = "--upstream-tree"
-PORTABLE = "megacpp_overlays.kernels.linear_cross_entropy_entry"
+PORTABLE = "megacpp_overlays.kernels.linear_cross_entropy.entry"
 SCALE = 16
 
 

@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import SUPPORT
 
 from megacpp_overlays.feature_probes import hybrid_linear_ce as feature
-from megacpp_overlays.source import DirectoryTree
+from megacpp_overlays.source.trees import DirectoryTree
 
 pytestmark = pytest.mark.gpu
 
 OPTION = "--upstream-tree"
-TESTS = Path(__file__).resolve().parent.parent
+TESTS = SUPPORT
 
 LOSS = 1e-5
 """Relative error of fused losses against logits in float32: both add bf16 products in float32, in other orders."""

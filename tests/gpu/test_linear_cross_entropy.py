@@ -16,14 +16,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, SUPPORT
 from linear_cross_entropy_cases import IGNORED, Inputs, call, capture, draw, error, errors, found, leaves_of, truth
 from torch.nn import functional
 
-from megacpp_overlays.kernels import linear_cross_entropy_memory, vocabulary_softmax
-from megacpp_overlays.kernels.linear_cross_entropy_memory import Memory
-from megacpp_overlays.kernels.linear_cross_entropy_parallel import Group, Layer, Terms, backward_pass, forward_pass
-from megacpp_overlays.kernels.linear_cross_entropy_shard import Wanted
+from megacpp_overlays.kernels.linear_cross_entropy import memory as linear_cross_entropy_memory
+from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
+from megacpp_overlays.kernels.linear_cross_entropy.parallel import Group, Layer, Terms, backward_pass, forward_pass
+from megacpp_overlays.kernels.linear_cross_entropy.shard import Wanted
+from megacpp_overlays.kernels.vocabulary_softmax import passes as vocabulary_softmax
 
 # Triton and torch's debug modes warn as they like.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -326,7 +327,7 @@ def test_deterministic_algorithms_are_all_that_is_used(run_python: Callable[...,
     code = """
 import torch
 from linear_cross_entropy_cases import draw, errors, found, truth
-from megacpp_overlays.kernels.linear_cross_entropy_memory import Memory
+from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
 options = dict(bias=True, class_weight=True, label_smoothing=0.1, softcap=5.0, lse_square_scale=1e-3)
 for memory in (Memory(extra_mib=1), Memory(logits="keep")):
     for reduction in ("none", "mean"):
@@ -341,7 +342,7 @@ print("done")
 """
     variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "MEGACPP_OVERLAYS_LOG": "logging", "PYTHONWARNINGS": "ignore"}
 
-    done = run_python(code, Path(ROOT), Path(ROOT) / "tests", **variables)
+    done = run_python(code, Path(ROOT), SUPPORT, **variables)
 
     assert done.stdout.splitlines()[-1] == "done"
 

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import SUPPORT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.upstream]
 
-NUMBERS = Path(__file__).parents[1] / "mamba3_mimo_numbers.py"
+NUMBERS = SUPPORT / "mamba3_mimo_numbers.py"
 GROUPS = ("1", "2", "4", "8")
 MIDDLE = GROUPS[1:-1]
 

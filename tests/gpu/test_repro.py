@@ -10,7 +10,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from megacpp_overlays.repro import cuda
+from megacpp_overlays.runtime import visible_gpus
 
 pytestmark = pytest.mark.gpu
 
@@ -18,11 +18,11 @@ pytestmark = pytest.mark.gpu
 def test_the_driver_and_torch_see_the_same_devices() -> None:
     import torch
 
-    seen = [(gpu.name, gpu.capability) for gpu in cuda.visible()]
+    seen = [(gpu.name, gpu.capability) for gpu in visible_gpus.visible()]
 
     devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     assert seen == [(device.name, f"{device.major}.{device.minor}") for device in devices]
-    assert re.fullmatch(r"[\d.]+", cuda.visible()[0].driver)
+    assert re.fullmatch(r"[\d.]+", visible_gpus.visible()[0].driver)
 
 
 @pytest.mark.upstream

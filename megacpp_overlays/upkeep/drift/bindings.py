@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megacpp_overlays.source import FunctionNode
+from megacpp_overlays.source.trees import FunctionNode
 
 _DESCRIPTORS = {"staticmethod", "classmethod", "property", "abstractmethod", "override", "final", "overload"}
 """Decorators that give no further function; the first three are unwrapped by type."""

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from types import ModuleType
 from typing import Any
 
-from megacpp_overlays import seams
+from megacpp_overlays.loader import seams
 from megacpp_overlays.upkeep.drift.bindings import Name
 
 _ABSENT = object()

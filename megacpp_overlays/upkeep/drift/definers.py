@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from megacpp_overlays import seams
+from megacpp_overlays.loader import seams
 
 _DEEPEST = 32
 _INNER = ("__wrapped__", "fn", "func", "_torchdynamo_orig_callable", "_init_fn")

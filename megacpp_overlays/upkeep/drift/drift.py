@@ -11,7 +11,7 @@ from packaging.utils import canonicalize_name
 
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.model import Overlay
-from megacpp_overlays.source import InstalledTree, readable
+from megacpp_overlays.source.trees import InstalledTree, readable
 from megacpp_overlays.upkeep.drift import accounts, checkouts, published
 from megacpp_overlays.upkeep.drift.accounts import Accounted, Entry, State
 from megacpp_overlays.upkeep.drift.checkouts import NoCheckoutError

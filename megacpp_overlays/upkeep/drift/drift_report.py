@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megacpp_overlays.columns import aligned
+from megacpp_overlays.loader.rendering import aligned
 from megacpp_overlays.upkeep.drift import artifacts
 from megacpp_overlays.upkeep.drift.accounts import Accounted, Entry, State
 from megacpp_overlays.upkeep.drift.artifacts import Comparison, Identity

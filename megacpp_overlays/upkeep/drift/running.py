@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
-from megacpp_overlays import lane, seams
 from megacpp_overlays.errors import OverlayError, UpkeepError
-from megacpp_overlays.hooks import is_half_imported
-from megacpp_overlays.source import InstalledTree, ModuleSource
+from megacpp_overlays.loader import seams, session
+from megacpp_overlays.loader.import_hooks import is_half_imported
+from megacpp_overlays.runtime import seam_marks
+from megacpp_overlays.source.trees import InstalledTree, ModuleSource
 from megacpp_overlays.upkeep.drift import bindings, borrowed, definers, swapped
 from megacpp_overlays.upkeep.drift.bindings import Name
 
@@ -63,7 +64,7 @@ def replaced(packages: Collection[str] | None = None) -> tuple[Replaced, ...]:
 def look(packages: Collection[str] | None = None) -> Running:
     """Compare every loaded module of some packages with its source; see `replaced`."""
     if packages is None:
-        packages = {overlay.target.module.partition(".")[0] for overlay in lane.current().overlays}
+        packages = {overlay.target.module.partition(".")[0] for overlay in session.current().overlays}
     found: list[Replaced] = []
     unchecked: list[str] = []
     count = 0
@@ -150,7 +151,7 @@ class _Comparison:
         homes = borrowed.homes(self._module, name, bound, live, self._packages_of_all)
         if not homes or any(seams.namespace(home)[original] is live for home, original in homes):
             return
-        if (mark := seams.mark_of(live)) is not None:  # a name that an overlay rebound, and home has lost it since
+        if (mark := seam_marks.mark_of(live)) is not None:  # a name that an overlay rebound, and home has lost it since
             yield self._replaced(name, definers.describe(live), mark.overlay_id)
             live = mark.original
         if not any(_made_at_home(home, original, live, self._packages_of_all) for home, original in homes):
@@ -212,7 +213,7 @@ class _Comparison:
             function = definers.unwrapped(raw)
             if name in names or not _is_foreign(name, raw, function, live, known):
                 continue
-            mark = seams.mark_of(raw)
+            mark = seam_marks.mark_of(raw)
             yield self._replaced(f"{symbol}.{name}", definers.describe(raw), mark.overlay_id if mark else None)
 
     def _function(self, bound: Name, live: Any, symbol: str, owner: seams.Owner) -> Iterator[Replaced]:
@@ -223,16 +224,16 @@ class _Comparison:
             if foreign is not None:
                 yield self._replaced(symbol, definers.describe(foreign))
 
-    def _behind(self, bound: Name, live: Any, symbol: str, owner: seams.Owner) -> tuple[list[seams.Mark], Any]:
+    def _behind(self, bound: Name, live: Any, symbol: str, owner: seams.Owner) -> tuple[list[seam_marks.Mark], Any]:
         """Return our seams on the way to the source's own function, and what else is in it."""
-        marks: list[seams.Mark] = []
+        marks: list[seam_marks.Mark] = []
         layers = 0
         makers = [*bound.decorators, *bound.others]
         if not issubclass(type(live), type):
             makers += [part for node in bound.classes for part in (*node.bases, *node.keywords)]
         explained = self._packages(makers, owner)
         while True:
-            if (mark := seams.mark_of(live)) is not None:
+            if (mark := seam_marks.mark_of(live)) is not None:
                 marks.append(mark)
                 live = mark.original
                 continue

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megacpp_overlays import source
+from megacpp_overlays.source import trees
 from megacpp_overlays.upkeep.drift import definers
 
 
@@ -54,7 +54,7 @@ def _source(name: str) -> str | None:
     """Return the Python file that a module would be loaded from."""
     parent = name.rpartition(".")[0]
     if not parent:
-        spec = source.find_spec(name, None, None)
+        spec = trees.find_spec(name, None, None)
     else:
         folders = _attributes(sys.modules.get(parent)).get("__path__")
         spec = PathFinder.find_spec(name, list(folders)) if folders is not None else None

@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 from pathlib import Path, PurePosixPath
 
 from megacpp_overlays.errors import SourceError, UpkeepError
-from megacpp_overlays.source import ModuleSource, ShippedFile
+from megacpp_overlays.source.trees import ModuleSource, ShippedFile
 
 _TOPS = ("", "src/")
 

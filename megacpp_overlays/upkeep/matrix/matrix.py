@@ -19,7 +19,7 @@ from typing import NamedTuple
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.model import Evidence, Finding, Gate, Overlay, Target, Verdict
 from megacpp_overlays.repro import judge
-from megacpp_overlays.source import Remembered
+from megacpp_overlays.source.trees import Remembered
 from megacpp_overlays.upkeep.matrix.archives import Archives
 from megacpp_overlays.upkeep.matrix.file_trees import FileTree, newest_member, open_archive
 from megacpp_overlays.upkeep.matrix.releases import Answer, Release, nearest

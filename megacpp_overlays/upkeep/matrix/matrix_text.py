@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from megacpp_overlays.columns import aligned
+from megacpp_overlays.loader.rendering import aligned
 from megacpp_overlays.model import Verdict
 from megacpp_overlays.upkeep.matrix.matrix import Cell, Column, Flip, Part, Row, Run, Table, flips, is_left_alone, runs
 

@@ -13,11 +13,11 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 import megacpp_overlays
-from megacpp_overlays import retired
 from megacpp_overlays.errors import LockError, OverlayError, UpkeepError
+from megacpp_overlays.loader import retired
+from megacpp_overlays.loader.retired import Retired
 from megacpp_overlays.model import Overlay
 from megacpp_overlays.repro.inventory import Pack
-from megacpp_overlays.retired import Retired
 from megacpp_overlays.upkeep import environments, locks
 from megacpp_overlays.upkeep.locks import Lock
 from megacpp_overlays.upkeep.retire import kept_matrices, lanes, leftovers, removal, retirement

@@ -10,16 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.loader.retired import RETIRED, Retired
+from megacpp_overlays.loader.settings import LOG
 from megacpp_overlays.model import Overlay
 from megacpp_overlays.repro import inventory, receipts
 from megacpp_overlays.repro.inventory import Pack
-from megacpp_overlays.retired import RETIRED, Retired
-from megacpp_overlays.settings import LOG
 from megacpp_overlays.upkeep.retire import kept_matrices, leftovers
 from megacpp_overlays.upkeep.retire import retirement_texts as texts
 from megacpp_overlays.upkeep.retire.working_tree import files_below
 
-RETIRED_FILE, LEDGER, CHANGELOG, README = "megacpp_overlays/retired.py", "RETIREMENT.md", "CHANGELOG.md", "README.md"
+RETIRED_FILE, LEDGER, CHANGELOG, README = (
+    "megacpp_overlays/loader/retired.py",
+    "RETIREMENT.md",
+    "CHANGELOG.md",
+    "README.md",
+)
 PACKS, MANIFEST = "packs", "packs/manifest.json"
 
 _OVERLAYS, _PROBES = f"{leftovers.PACKAGE}.overlays", f"{leftovers.PACKAGE}.feature_probes"

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.loader.retired import Retired
 from megacpp_overlays.repro.manifest import CLASSES, STATES
-from megacpp_overlays.retired import Retired
 
 WIDTH = 120
 CHANGELOG_ORDER = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megacpp_overlays.columns import aligned
+from megacpp_overlays.loader.rendering import aligned
 from megacpp_overlays.model import Overlay
 from megacpp_overlays.repro.inventory import Pack
 from megacpp_overlays.upkeep.sweep.sweep import Looked, Sweep

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from megacpp_overlays.columns import aligned
+from megacpp_overlays.loader.rendering import aligned
 from megacpp_overlays.repro.judge import Sentinel
 from megacpp_overlays.upkeep.evidence import Decided, Probed
 from megacpp_overlays.upkeep.locks import Lock

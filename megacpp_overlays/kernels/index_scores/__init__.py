@@ -1,0 +1,1 @@
+"""Index scores of DeepSeek sparse attention without the tensor of one score for each head."""

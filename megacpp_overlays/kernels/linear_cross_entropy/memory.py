@@ -1,0 +1,265 @@
+"""How much memory the fused linear cross entropy may take, and what it does with it.
+
+Three variables, read once by a process, so that every step of a run computes in the same way:
+
+    MEGACPP_LINEAR_CE_MEMORY_MIB    256 (default), or another number of MiB: extra memory of a backward pass
+    MEGACPP_LINEAR_CE_LOGITS        recompute (default) | keep | auto
+    MEGACPP_LINEAR_CE_MASKED        auto (default) | compute | skip
+
+`recompute` forms the logits a second time in the backward pass; all but the last block, which stays from the forward
+pass, within that memory. `keep` holds all of them, in the dtype of the hidden states: three products instead of four,
+for 2 bytes a token and class in half precision. `auto` keeps them if, at the first call of the process
+on a CUDA device that is not being captured, there is room for them twice; what it finds holds for every later call.
+
+The gradient of the hidden states in float32 counts, and so does a copy of a block's weight where autocast wants another
+dtype. Under sequence parallelism the gathered hidden states, and their float32 gradient, come on top.
+
+`skip` leaves tokens without a gradient, which are those that a mask or `ignore_index` takes out, out of the products of a
+backward pass: half of the tokens, half of the work. It is for half precision on compute capability 9, and for the CPU;
+elsewhere all tokens are computed, as `compute` says. Where no token is masked skipping costs up to 13% on an H200, so
+`auto` skips only if at most three quarters of the tokens have a gradient. It counts them in the first backward pass of
+256 tokens or more that is not being captured, the one place here that waits for the device, and what it finds holds for
+every later call. Until then blocks are cut for either way, so the last bits of a first step may not be those of the same
+step later. Name the way where that matters, where a first batch, or the one that warms up a graph, is no typical one, and
+where ranks of different data must not choose differently.
+
+Hidden states have to be finite, as they have for `compute`: one that is not may or may not spread. Under autocast
+skipping takes a copy of them on top.
+
+What stays from a forward pass stays until its backward pass. Several losses that wait for one backward pass, such as
+those of heads that predict further tokens, each hold a block.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import threading
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+logger = logging.getLogger("megacpp_overlays")
+
+MEMORY_MIB = "MEGACPP_LINEAR_CE_MEMORY_MIB"
+LOGITS = "MEGACPP_LINEAR_CE_LOGITS"
+MASKED = "MEGACPP_LINEAR_CE_MASKED"
+_DEFAULT_MIB = 256
+_MIB = 1 << 20
+_SPARSE = 0.75
+"""The largest share of tokens with a gradient at which `auto` skips the others."""
+_TELLING = 256
+"""Tokens of a pass whose masks `auto` looks at, at least."""
+_NARROWEST = 256
+"""Classes of a block, however many tokens there are: narrower products leave the device idle."""
+_FIRST_CLASS_OF_A_ROW = 64
+"""Rows of a block of logits begin at multiples of this many elements: cuBLAS is slow at odd strides."""
+
+
+class Logits(str, enum.Enum):
+    """What becomes of the logits between the passes."""
+
+    RECOMPUTE = "recompute"
+    KEEP = "keep"
+    AUTO = "auto"
+
+
+class Masked(str, enum.Enum):
+    """What becomes of tokens without a gradient in a backward pass."""
+
+    AUTO = "auto"
+    COMPUTE = "compute"
+    SKIP = "skip"
+
+
+_Word = TypeVar("_Word", Logits, Masked)
+
+
+@dataclass(slots=True)
+class Settled:
+    """What `auto` came to."""
+
+    skips: bool | None = None
+    """Whether tokens without a gradient are skipped; None before the first backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A choice.
+
+    Attributes:
+        extra_mib: MiB above inputs, losses and gradients that recomputing may take. The gradient of the hidden states
+            in float32 is part of it. Where that alone nearly fills it, a block of logits still gets a quarter.
+        logits: a `Logits` or its name.
+        block_classes: classes that share one block of logits, whatever it takes; 0 leaves that to `extra_mib`.
+        masked: a `Masked` or its name.
+        settled: what `auto` found of the masks, for this choice and all that `dataclasses.replace` makes of it.
+
+    Raises:
+        ValueError: the number is not positive, or the name is unknown.
+    """
+
+    extra_mib: int = _DEFAULT_MIB
+    logits: Logits | str = Logits.RECOMPUTE
+    block_classes: int = 0
+    masked: Masked | str = Masked.AUTO
+    settled: Settled = field(default_factory=Settled, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check them."""
+        if self.extra_mib < 1:
+            raise ValueError(f"extra_mib is {self.extra_mib}; it is a number of MiB, 1 or more")
+        object.__setattr__(self, "logits", _one_of(Logits, self.logits, "logits"))
+        object.__setattr__(self, "masked", _one_of(Masked, self.masked, "masked"))
+
+    def fits(self, bytes_of_a_class: int, classes: int, taken: int = 0) -> bool:
+        """Return whether all logits together are no more than a block may take: then there is one block.
+
+        Args:
+            bytes_of_a_class: what a column of the logits takes.
+            classes: columns of the logits.
+            taken: bytes that something else takes beside one block of all classes.
+        """
+        return not self.block_classes and padded(classes) * bytes_of_a_class + taken <= self.extra_mib * _MIB
+
+    def keeps(self, tokens: int, classes: int, element: int, device: torch.device) -> bool:
+        """Return whether a forward pass keeps its logits.
+
+        Args:
+            tokens: rows of the logits.
+            classes: columns of the logits.
+            element: bytes of one.
+            device: theirs.
+        """
+        if self.logits is not Logits.AUTO:
+            return self.logits is Logits.KEEP
+        if device.type != "cuda":
+            return False
+        global _room_was_found
+        if _room_was_found is None:
+            if torch.cuda.is_current_stream_capturing():
+                return False  # a device that captures cannot be asked
+            _room_was_found = _has_room(2 * tokens * classes * element, device)
+        return _room_was_found
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a backward pass may skip tokens."""
+        return self.masked is Masked.SKIP or (self.masked is Masked.AUTO and self.settled.skips is not False)
+
+    def skips(self, alive: torch.Tensor) -> bool:
+        """Return whether a backward pass skips tokens without a gradient.
+
+        Args:
+            alive: (tokens,), bool: which have one. `auto` counts them once.
+        """
+        if self.masked is not Masked.AUTO:
+            return self.masked is Masked.SKIP
+        if self.settled.skips is None and _can_be_counted(alive):
+            with _settling:  # each device has a thread of its own for backward passes
+                if self.settled.skips is None:
+                    self.settled.skips = _is_sparse(alive)
+        return bool(self.settled.skips)
+
+    def classes_with(self, bytes_of_a_class: int, taken: int, classes: int, *, taken_by_one: int = 0) -> int:
+        """Return how many classes share one block of logits.
+
+        Args:
+            bytes_of_a_class: what a column of a block takes.
+            taken: bytes that something else takes meanwhile, where there is more than one block.
+            classes: of the whole shard; blocks are as equal as can be.
+            taken_by_one: bytes that something else takes where there is one block.
+        """
+        if self.block_classes:
+            return min(self.block_classes, max(classes, 1))
+        if self.fits(bytes_of_a_class, classes, taken_by_one):
+            return max(classes, 1)
+        budget = self.extra_mib * _MIB
+        room = max(budget - taken, budget // 4)
+        widest = max(_NARROWEST, room // max(bytes_of_a_class, 1) // _NARROWEST * _NARROWEST)
+        blocks = max(1, -(-classes // widest))
+        return max(1, min(widest, -(-classes // blocks // _NARROWEST) * _NARROWEST))
+
+
+_settling = threading.Lock()
+_room_was_found: bool | None = None
+_chosen: Memory | None = None
+
+
+def process_wide() -> Memory:
+    """Return the choice of the environment, which is read at the first call.
+
+    Raises:
+        ValueError: a variable holds what it cannot mean.
+    """
+    global _chosen
+    if _chosen is None:
+        _chosen = from_environment()
+    return _chosen
+
+
+def from_environment() -> Memory:
+    """Return the choice of the environment as it is now.
+
+    Raises:
+        ValueError: a variable holds what it cannot mean.
+    """
+    number = os.environ.get(MEMORY_MIB) or str(_DEFAULT_MIB)
+    if not number.isdecimal() or int(number) < 1:
+        raise ValueError(f"{MEMORY_MIB} is {number!r}; it is a whole number of MiB, 1 or more")
+    return Memory(
+        extra_mib=int(number),
+        logits=_one_of(Logits, os.environ.get(LOGITS) or Logits.RECOMPUTE, LOGITS),
+        masked=_one_of(Masked, os.environ.get(MASKED) or Masked.AUTO, MASKED),
+    )
+
+
+def padded(classes: int) -> int:
+    """Return the elements of a row of logits."""
+    return -(-classes // _FIRST_CLASS_OF_A_ROW) * _FIRST_CLASS_OF_A_ROW
+
+
+def _one_of(words: type[_Word], given: str, name: str) -> _Word:
+    try:
+        return words(given)
+    except ValueError:
+        known = ", ".join(each.value for each in words)
+        raise ValueError(f"{name} is {given!r}; it is one of {known}") from None
+
+
+def _has_room(wanted: int, device: torch.device) -> bool:
+    """Return whether a CUDA device has so many bytes left, those included that PyTorch holds without using them."""
+    free, _ = torch.cuda.mem_get_info(device)
+    left = free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    logger.info(
+        "linear cross entropy on %s: %d MiB left, twice the logits are %d MiB; they are %s",
+        device,
+        left // _MIB,
+        wanted // _MIB,
+        "kept" if wanted <= left else "computed again",
+    )
+    return bool(wanted <= left)
+
+
+def _can_be_counted(alive: torch.Tensor) -> bool:
+    """Return whether there is something to count: not few tokens, no fake ones, and no device that captures."""
+    if type(alive) is not torch.Tensor or alive.numel() < _TELLING:
+        return False
+    return not (alive.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _is_sparse(alive: torch.Tensor) -> bool | None:
+    """Return whether so few tokens have a gradient that skipping the others pays; None if not one has."""
+    count, tokens = int(alive.sum()), alive.numel()
+    if not count:
+        return None
+    sparse: bool = count <= _SPARSE * tokens
+    logger.info(
+        "linear cross entropy: %d of %d tokens of the first backward pass have a gradient; the others are %s",
+        count,
+        tokens,
+        "skipped" if sparse else "computed",
+    )
+    return sparse

@@ -1,0 +1,1 @@
+"""Matrix products over some rows of a matrix, chosen on the device."""

@@ -1,0 +1,88 @@
+"""Products of matrices that have a row for each token, where only the first rows may count.
+
+How many those are only the device knows. On CUDA devices of compute capability 9, in half precision, Triton computes
+such products without asking it, so nothing waits and a graph can be captured; on the CPU the number is simply read.
+Everything else has only products over all rows: ask `available` first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from megacpp_overlays.kernels.devices import on_device_of
+from megacpp_overlays.kernels.linear_cross_entropy.products import add_product, product
+
+in_triton: ModuleType | None
+try:
+    from megacpp_overlays.kernels.masked_products import products_triton as in_triton
+except ImportError:  # no Triton here, or one without tensor descriptors
+    in_triton = None
+
+_CAPABILITY = 9
+"""The major one. Older devices have no bulk copies of tensors, newer ones were not at hand."""
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def available(dtype: torch.dtype, *matrices: torch.Tensor) -> bool:
+    """Return whether there are products that end after some rows.
+
+    Args:
+        dtype: of the factors.
+        matrices: (m, n), factors or results, on one device, as they are or copied row after row.
+    """
+    device = matrices[0].device
+    if device.type == "cpu":
+        return True
+    if device.type != "cuda" or in_triton is None or dtype not in _DTYPES:
+        return False
+    major, _ = torch.cuda.get_device_capability(device)
+    return bool(major == _CAPABILITY) and bool(in_triton.fits(dtype, *matrices))
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Products over the first rows, or over all."""
+
+    count: torch.Tensor | None = None
+    """(1,), int32; None where all rows count."""
+
+    def of_rows(self, left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor, add: bool = False) -> None:
+        """Write the rows of `left @ right` that count, or add them to what is there.
+
+        Args:
+            left: (m, k), rows of unit stride. To add, its rows up to the next multiple of 128 are zero.
+            right: (k, n), same dtype, rows or columns of unit stride.
+            out: (m, n), floating, rows of unit stride. Rows up to the next multiple of 128 may be written, too.
+            add: in the dtype of `out`.
+        """
+        write = add_product if add else product
+        if self.count is None:
+            write(left, right, out=out)
+        elif in_triton is not None and left.is_cuda:
+            with on_device_of(left):
+                in_triton.product_of_rows(left, right, self.count, out, add)
+        else:
+            rows = int(self.count)
+            write(left[:rows], right, out=out[:rows])
+
+    def over_rows(self, left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor, add: bool = False) -> None:
+        """Write `left.t() @ right` over the rows that count, or add it to what is there.
+
+        Args:
+            left: (k, m), rows of unit stride; zero up to the next multiple of 64, which is 64 where no row counts.
+            right: (k, n), same dtype, rows of unit stride; finite.
+            out: (m, n), floating, rows of unit stride.
+            add: in the dtype of `out`.
+        """
+        write = add_product if add else product
+        if self.count is None:
+            write(left.t(), right, out=out)
+        elif in_triton is not None and left.is_cuda:
+            with on_device_of(left):
+                in_triton.product_over_rows(left, right, self.count, out, add)
+        else:
+            rows = int(self.count)
+            write(left[:rows].t(), right[:rows], out=out)

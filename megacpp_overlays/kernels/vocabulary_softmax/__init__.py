@@ -1,0 +1,1 @@
+"""Softmax over a sharded vocabulary, a block of logits at a time."""

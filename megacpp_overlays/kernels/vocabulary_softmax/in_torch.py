@@ -1,0 +1,93 @@
+"""The two passes of `vocabulary_softmax` in plain PyTorch: any device, any floating dtype."""
+
+from __future__ import annotations
+
+import torch
+
+from megacpp_overlays.kernels.vocabulary_softmax.numbers import Coefficients, Statistics
+
+
+def add_statistics(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    first_class: int,
+    statistics: Statistics,
+    first: bool,
+    bias: torch.Tensor | None,
+    class_weight: torch.Tensor | None,
+    softcap: float | None,
+) -> None:
+    """See `vocabulary_softmax.add_statistics`."""
+    maximum, accumulate, label_logit, spread_logits = statistics
+    if first:
+        # Finite, so that no difference of two maxima is undefined.
+        maximum.fill_(torch.finfo(maximum.dtype).min)
+        for each in (accumulate, label_logit, spread_logits):
+            if each is not None:
+                each.zero_()
+    values = _values(logits, bias, softcap, maximum.dtype)
+    highest = torch.maximum(maximum, values.amax(dim=1))
+    accumulate.mul_(torch.exp(maximum - highest)).add_(torch.exp(values - highest.unsqueeze(1)).sum(dim=1))
+    maximum.copy_(highest)
+    if spread_logits is not None:
+        spread_logits.add_((values if class_weight is None else values * class_weight.to(values.dtype)).sum(dim=1))
+    column, here = _own_column(labels, first_class, logits.shape[1])
+    label_logit.copy_(torch.where(here, values.gather(1, column.unsqueeze(1)).squeeze(1), label_logit))
+
+
+def logits_gradient(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    first_class: int,
+    coefficients: Coefficients,
+    bias: torch.Tensor | None,
+    class_weight: torch.Tensor | None,
+    softcap: float | None,
+    out: torch.Tensor,
+) -> None:
+    """See `vocabulary_softmax.logits_gradient`."""
+    lse, of_probability, of_label = (each.unsqueeze(1) for each in coefficients[:3])
+    values = _values(logits, bias, softcap, lse.dtype)
+    gradient = of_probability * torch.exp(values - lse)
+    dead = (of_probability == 0) & (of_label == 0)
+    if coefficients.of_spread is not None:
+        of_spread = coefficients.of_spread.unsqueeze(1)
+        gradient.sub_(of_spread if class_weight is None else of_spread * class_weight.to(values.dtype))
+        dead &= of_spread == 0
+    column, here = _own_column(labels, first_class, logits.shape[1])
+    column = column.unsqueeze(1)
+    # One column a row, so nothing collides: unlike scatter_add_, this is deterministic on every device.
+    own = gradient.gather(1, column) - torch.where(here.unsqueeze(1), of_label, 0)
+    gradient.scatter_(1, column, own)
+    if softcap is not None:
+        gradient.mul_(1 - (values / softcap).square())
+    out.copy_(gradient.masked_fill_(dead, 0))
+
+
+def plain_losses(statistics: Statistics, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """See `vocabulary_softmax.plain_losses`."""
+    return torch.where(labels != ignore_index, statistics.lse - statistics.label_logit, 0.0)
+
+
+def plain_coefficients(
+    statistics: Statistics, labels: torch.Tensor, ignore_index: int, gradient: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `vocabulary_softmax.plain_coefficients`; returns the log-sum-exp and the scale of each token."""
+    lse = statistics.lse
+    return lse, torch.where(labels != ignore_index, gradient.to(lse.dtype), 0.0)
+
+
+def _values(logits: torch.Tensor, bias: torch.Tensor | None, softcap: float | None, wide: torch.dtype) -> torch.Tensor:
+    values = logits.to(wide)
+    if bias is not None:
+        values = values + bias.to(wide)
+    if softcap is not None:
+        values = softcap * torch.tanh(values / softcap)
+    return values
+
+
+def _own_column(labels: torch.Tensor, first_class: int, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the column of each token's label, 0 where it is not in this block, and whether it is in it."""
+    column = labels.to(torch.int64) - first_class
+    here = (column >= 0) & (column < classes)
+    return torch.where(here, column, 0), here

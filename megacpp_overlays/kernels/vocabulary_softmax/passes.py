@@ -1,0 +1,125 @@
+"""Two passes over a block of logits: what a cross entropy needs to know of them, and their gradient.
+
+A block is (tokens, classes) of a vocabulary that is cut into blocks. The first pass adds a block to some running
+numbers for each token; after the last block they determine the loss and every probability. The second pass takes what
+follows from these numbers and turns a block into its gradient.
+
+Triton on CUDA devices, and on CPU tensors in the Triton interpreter; plain PyTorch everywhere else.
+"""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+
+import torch
+
+from megacpp_overlays.kernels.devices import on_device_of
+from megacpp_overlays.kernels.vocabulary_softmax import in_torch
+from megacpp_overlays.kernels.vocabulary_softmax.numbers import Coefficients, Statistics
+
+in_triton: ModuleType | None
+try:
+    from megacpp_overlays.kernels.vocabulary_softmax import in_triton
+except ImportError:  # no Triton here
+    in_triton = None
+
+
+def room_for_statistics(
+    tokens: int, device: torch.device, wide: torch.dtype = torch.float32, *, spread: bool = False
+) -> Statistics:
+    """Return running numbers that hold nothing yet; the first block writes them.
+
+    Args:
+        tokens: how many.
+        device: of the numbers.
+        wide: dtype of the arithmetic, float32 or float64.
+        spread: whether label smoothing will ask for the sum of all logits.
+    """
+    return Statistics(*torch.empty((4 if spread else 3, tokens), dtype=wide, device=device).unbind())
+
+
+def add_statistics(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    first_class: int,
+    statistics: Statistics,
+    *,
+    first: bool,
+    bias: torch.Tensor | None = None,
+    class_weight: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> None:
+    """Add a block of logits to the running numbers, in place. A shard has one block or more.
+
+    Args:
+        logits: (tokens, classes), floating, rows of unit stride.
+        labels: (tokens,), integer, contiguous.
+        first_class: the number that a label has for the first column of the block.
+        statistics: see `room_for_statistics`.
+        first: whether this is the first block, before which the numbers hold nothing.
+        bias: (classes,), contiguous; added to the logits.
+        class_weight: (classes,), contiguous; only the spread logits are weighted.
+        softcap: bound of the logits, applied after the bias.
+    """
+    with on_device_of(logits):
+        _passes(logits).add_statistics(logits, labels, first_class, statistics, first, bias, class_weight, softcap)
+
+
+def logits_gradient(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    first_class: int,
+    coefficients: Coefficients,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    class_weight: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> None:
+    """Write the gradient of a block.
+
+    A token whose coefficients are all 0 gets zeros, whatever its logits are. The result is rounded once, to the dtype
+    of `out`.
+
+    Args:
+        logits: (tokens, classes), floating, rows of unit stride.
+        labels: (tokens,), integer, contiguous.
+        first_class: the number that a label has for the first column of the block.
+        coefficients: in float32 for logits up to float32.
+        out: (tokens, classes), floating, rows of unit stride. It may be the logits themselves, or the start of each
+            row's memory in an element that is not wider.
+        bias: as in `add_statistics`, as are the next two.
+        class_weight: (classes,).
+        softcap: bound of the logits.
+    """
+    with on_device_of(logits):
+        _passes(logits).logits_gradient(logits, labels, first_class, coefficients, bias, class_weight, softcap, out)
+
+
+def plain_losses(statistics: Statistics, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Return the log-sum-exp less the logit of the label, (tokens,); 0 where the label is `ignore_index`."""
+    with on_device_of(labels):
+        losses: torch.Tensor = _passes(statistics.maximum).plain_losses(statistics, labels, ignore_index)
+        return losses
+
+
+def plain_coefficients(
+    statistics: Statistics, labels: torch.Tensor, ignore_index: int, gradient: torch.Tensor
+) -> Coefficients:
+    """Return what the gradients of such losses make of the logits.
+
+    Args:
+        statistics: over the whole vocabulary.
+        labels: (tokens,), integer, contiguous.
+        ignore_index: as in `plain_losses`.
+        gradient: that of each token's loss, (tokens,), floating, any stride.
+    """
+    with on_device_of(labels):
+        lse, scale = _passes(statistics.maximum).plain_coefficients(statistics, labels, ignore_index, gradient)
+        return Coefficients(lse, scale, scale)
+
+
+def _passes(logits: torch.Tensor) -> ModuleType:
+    on_device = logits.is_cuda or (logits.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+    return in_triton if in_triton is not None and on_device and logits.dtype != torch.float64 else in_torch

@@ -1,0 +1,1 @@
+"""The loader: from settings and declarations to decisions, seams and an audit."""

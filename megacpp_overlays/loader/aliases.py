@@ -1,0 +1,180 @@
+"""Find and rebind names that were bound to a function before its seam went in.
+
+`from m import f` keeps the old function under a name, perhaps a new one. Names are found by identity, never by
+spelling, in the namespaces of loaded modules. The function may also be held by classes, which are rebound, and by
+objects that no assignment to a name can change
+(a partial, a container, an instance, a default argument, a closure); those are reported. So are instances that were
+built before a seam went into their constructor.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from types import CellType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from megacpp_overlays.errors import SeamError
+from megacpp_overlays.loader.seams import Owner, Seam, namespace, owner_name, raw_attribute
+from megacpp_overlays.runtime.seam_marks import Mark, plain_function
+
+_FROZEN_BY_PYTHON = 10_000
+"""Python freezes some hundred objects of its own at start; `gc.freeze()` in a launcher hides hundreds of thousands."""
+
+
+def rebind(placed: Sequence[Seam], changed: list[Seam], *, deep: bool) -> None:
+    """Lead every stale name of the originals to their replacements.
+
+    Args:
+        placed: the seams of one overlay.
+        changed: gets each name that was changed, one by one, so that the caller can undo them if a later one fails.
+        deep: whether to look into classes too, which takes a walk over the heap (tens of milliseconds).
+
+    Raises:
+        SeamError: an owner does not let a name be assigned.
+    """
+    for seam in placed:
+        owners = [*_modules(), *(_borrowing_classes(seam) if deep else ())]
+        for owner, name, raw in list(_names_of(seam.original, seam.original_function, owners)):
+            if owner is seam.owner and name == seam.name:
+                continue
+            alias = Seam(owner, name, raw, seam.replacement if raw is seam.original else seam.function, inherited=False)
+            _assign(alias, alias.replacement)
+            changed.append(alias)
+
+
+def lead_back(undone: Sequence[Seam]) -> None:
+    """Lead names that were bound to a replacement while it was in back to the original.
+
+    Raises:
+        SeamError: an owner does not let a name be assigned.
+    """
+    for seam in undone:
+        for owner, name, raw in list(_names_of(seam.replacement, seam.function, _modules())):
+            original = seam.original if raw is seam.replacement else seam.original_function
+            _assign(Seam(owner, name, raw, original, inherited=False), original)
+
+
+def _assign(alias: Seam, value: Any) -> None:
+    try:
+        setattr(alias.owner, alias.name, value)
+    except Exception as error:
+        raise SeamError(f"{alias} holds the other function and cannot be assigned: {error!r}") from error
+
+
+def is_held_elsewhere(owner: Owner, name: str) -> bool:
+    """Return whether anything beside its own name holds a function: a count of references, and no walk."""
+    raw, inherited = raw_attribute(owner, name)
+    if inherited:
+        return False
+    kind = type(raw) if isinstance(raw, staticmethod | classmethod | property) else None
+    alone = type("Alone", (), {name: kind(_template()) if kind else _template()})
+    del raw  # it would count
+    return _references(owner, name) > _references(alone, name)
+
+
+def _template() -> Any:
+    def function() -> None: ...
+
+    return function
+
+
+def _references(owner: Owner, name: str) -> int:
+    return sys.getrefcount(plain_function(namespace(owner)[name]))
+
+
+def _names_of(raw: object, function: object, owners: Sequence[Owner]) -> Iterator[tuple[Owner, str, Any]]:
+    for owner in owners:
+        if _holds(owner, raw, function):
+            for name, value in list(namespace(owner).items()):
+                if value is raw or value is function:
+                    yield owner, name, value
+
+
+def _holds(owner: Owner, raw: object, function: object) -> bool:
+    # The hot loop of an import: a training process has a hundred thousand names, and nearly none is ours.
+    for value in list(namespace(owner).values()):  # noqa: SIM110 - any() with a generator takes twice as long
+        if value is function or value is raw:
+            return True
+    return False
+
+
+def _modules() -> list[ModuleType]:
+    # type() and not isinstance: a lazy module may answer __class__ by importing something.
+    found = {id(each): each for each in list(sys.modules.values()) if issubclass(type(each), ModuleType)}
+    return list(found.values())
+
+
+def _borrowing_classes(seam: Seam) -> list[type]:
+    namespaces = [each for each in gc.get_referrers(seam.original, seam.original_function) if type(each) is dict]
+    classes = {id(cls): cls for namespace in namespaces for cls in _classes_with(namespace)}
+    return list(classes.values())
+
+
+def _classes_with(namespace: dict[str, Any]) -> list[type]:
+    owners = [each for each in gc.get_referrers(namespace) if issubclass(type(each), type)]
+    return [cls for cls in owners if any(each is namespace for each in gc.get_referents(cls))]
+
+
+def holders(placed: Sequence[Seam]) -> list[str]:
+    """Return what else still holds the originals, after rebinding, in words.
+
+    Local variables of running functions are neither reached nor reported.
+    """
+    found: list[str] = []
+    if gc.get_freeze_count() > _FROZEN_BY_PYTHON:
+        found.append("what gc.freeze() hides")
+    for seam in placed:
+        ours = {id(seam.original), id(vars(seam.function)), *_closure_cells(seam.function)}
+        found += [
+            _words(referrer)
+            for referrer in gc.get_referrers(seam.original_function)
+            if id(referrer) not in ours
+            and not isinstance(referrer, FrameType)
+            and type(referrer).__name__ not in {Seam.__name__, Mark.__name__}  # of any copy of this package
+        ]
+    return sorted(found)
+
+
+def built_before(placed: Sequence[Seam]) -> list[str]:
+    """Return which classes have instances that a seam on their constructor came too late for, in words."""
+    classes = [seam.owner for seam in placed if isinstance(seam.owner, type) and seam.name in {"__init__", "__new__"}]
+    if not any(map(_instances, classes)):
+        return []
+    gc.collect()  # what nobody can reach any more does not count
+    counts = {cls: _instances(cls) for cls in classes}
+    return [f"{count} of {owner_name(cls)}" for cls, count in counts.items() if count]
+
+
+def _instances(cls: type) -> int:
+    return sum(cls in type(each).__mro__ for each in gc.get_objects())
+
+
+def _closure_cells(function: Any) -> Iterator[int]:
+    """Yield the ids of the cells of a function and of the functions in them."""
+    for cell in getattr(function, "__closure__", None) or ():
+        yield id(cell)
+        try:
+            inner = cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+        if isinstance(inner, FunctionType) and inner is not function:
+            yield from _closure_cells(inner)
+
+
+def _words(referrer: object) -> str:
+    if isinstance(referrer, MethodType):
+        return f"a bound method of {type(referrer.__self__).__qualname__}"
+    if isinstance(referrer, CellType):
+        return "a closure"
+    if isinstance(referrer, tuple) and (function := _defaults_of(referrer)) is not None:
+        return f"a default argument of {function.__module__}.{function.__qualname__}"
+    if isinstance(referrer, dict | list | tuple | set | frozenset):
+        return f"a {type(referrer).__qualname__} of {len(referrer)} items"
+    return f"an object of {type(referrer).__module__}.{type(referrer).__qualname__}"
+
+
+def _defaults_of(values: tuple[object, ...]) -> FunctionType | None:
+    functions = (each for each in gc.get_referrers(values) if isinstance(each, FunctionType))
+    return next((function for function in functions if function.__defaults__ is values), None)

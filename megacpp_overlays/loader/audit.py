@@ -1,0 +1,167 @@
+"""All decisions of this process: as a table, as JSON, and as a fingerprint to compare ranks by.
+
+Imported with the package, so what only a report needs is imported by the functions that make it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megacpp_overlays.errors import ActivationError
+from megacpp_overlays.loader.log import CAN_BE_DELETED, CAN_BE_SWITCHED_OFF, as_dict, consequence
+from megacpp_overlays.model import Decision, Gate, Record
+
+SCHEMA = 1
+"""Version of the JSON form. It changes when a key changes its meaning."""
+
+_COLUMNS = ("overlay", "pack", "decision", "verdict", "shape", "target")
+_WIDTH = 110
+_SAID_ONCE = frozenset({Decision.ABSENT, Decision.ARMED, Decision.DISABLED})
+"""Decisions that are the same for every part of an overlay, whatever module it is about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Audit:
+    """A snapshot of every decision. Printing it prints the table."""
+
+    version: str
+    """Version of this package."""
+    mode: str
+    records: tuple[Record, ...]
+    """Every part of every overlay, in order."""
+
+    @property
+    def decisions(self) -> tuple[Record, ...]:
+        """The records that say what became of each overlay; what is printed."""
+        return what_counts(self.records)
+
+    @property
+    def conflicts(self) -> tuple[Record, ...]:
+        """The decisions that somebody has to look at."""
+        return tuple(record for record in self.records if record.decision is Decision.CONFLICT)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash over ids, verdicts, decisions, source hashes and versions: equal means the same code runs. Gates run none."""
+        import hashlib
+        import json
+
+        from megacpp_overlays.source.distributions import without_place
+
+        rows = [
+            (
+                record.overlay.id,
+                record.overlay.target.module,
+                record.verdict,
+                record.decision.value,
+                record.source_sha256,
+                without_place(record.version) or "",
+            )
+            for record in self.records
+            if not isinstance(record.overlay, Gate)
+        ]
+        return hashlib.sha256(json.dumps([self.version, self.mode, rows]).encode()).hexdigest()[:16]
+
+    def as_dict(self) -> dict[str, object]:
+        """Return plain data with stable keys, fit for a checkpoint or an experiment tracker."""
+        return {
+            "schema": SCHEMA,
+            "package": "megacpp_overlays",
+            "version": self.version,
+            "mode": self.mode,
+            "fingerprint": self.fingerprint,
+            "decisions": [as_dict(record) for record in self.decisions],
+        }
+
+    def to_json(self) -> str:
+        """Return `as_dict` as indented JSON."""
+        import json
+
+        return json.dumps(self.as_dict(), indent=2)
+
+    def __str__(self) -> str:
+        """Return the table for a terminal."""
+        decisions = self.decisions
+        from megacpp_overlays.loader.rendering import aligned
+
+        head, rule, *rows = aligned(_COLUMNS, [_row(record) for record in decisions])
+        lines = [f"megacpp_overlays {self.version}   mode {self.mode}   fingerprint {self.fingerprint}", ""]
+        lines += [head, rule]
+        for row, record in zip(rows, decisions, strict=True):
+            lines += [row, *_notes(record)]
+        return "\n".join(lines)
+
+
+def what_counts(records: Sequence[Record]) -> tuple[Record, ...]:
+    """Return the records that say what became of their overlays: parts must not fill the audit with what is not.
+
+    An overlay has a part for each module that upstream ever kept the defect in, and most trees have only one of them.
+    So a part that is absent or retired is left out where another part has more to say: an overlay is retired when no
+    part of it has work left. A part that waits or is off like another part is left out, too. What was installed, and what
+    went wrong, is never left out.
+    """
+    most: dict[str, int] = {}
+    for record in records:
+        most[record.overlay.id] = max(_weight(record), most.get(record.overlay.id, 0))
+    kept: list[Record] = []
+    said: set[tuple[str, Decision]] = set()
+    for record in records:
+        overlay, decision = record.overlay.id, record.decision
+        alike = decision in _SAID_ONCE and (overlay, decision) in said
+        if _weight(record) == most[overlay] and not alike:
+            kept.append(_waiting_for_all(record, records) if decision is Decision.ARMED else record)
+            said.add((overlay, decision))
+    return tuple(kept)
+
+
+def _waiting_for_all(record: Record, records: Sequence[Record]) -> Record:
+    """Return the record of a part that waits, with the targets of the other parts that wait."""
+    waiting = [r for r in records if r.overlay.id == record.overlay.id and r.decision is Decision.ARMED]
+    others = [f" or {other.overlay.target.module}" for other in waiting if other is not record]
+    return replace(record, reason="".join([record.reason, *others]))
+
+
+def _weight(record: Record) -> int:
+    return {Decision.ABSENT: 0, Decision.RETIRED: 1}.get(record.decision, 2)
+
+
+def _row(record: Record) -> tuple[str, ...]:
+    overlay = record.overlay
+    target = f"{overlay.target.distribution} {record.version or ''}".strip()
+    pack = f"{overlay.pack:02}"
+    return overlay.id, pack, record.decision.value, record.verdict, record.shape, target
+
+
+def _notes(record: Record) -> list[str]:
+    import textwrap
+
+    notes = [record.reason, consequence(record)]
+    if record.seams:
+        notes.append(f"replaced: {', '.join((*record.seams, *record.rebound))}")
+    if record.decision in CAN_BE_SWITCHED_OFF:
+        notes.append(f"off: {record.overlay.variable}=off")
+    if record.decision in CAN_BE_DELETED:
+        notes.append(f"delete when: {record.overlay.retire_when}")
+    return [
+        line
+        for note in notes
+        for line in textwrap.wrap(note, _WIDTH, initial_indent="    ", subsequent_indent="      ")
+    ]
+
+
+def raise_for(conflicts: Sequence[Record]) -> None:
+    """Raise if there is any conflict.
+
+    Raises:
+        ActivationError: names each overlay, its target, the evidence and the way out.
+    """
+    if conflicts:
+        raise ActivationError(
+            "\n".join(
+                f"{record.overlay.id} could not be decided on {record.overlay.target} "
+                f"({record.version or 'unknown version'}): {record.reason}. "
+                f"Switch it off with {record.overlay.variable}=off, or leave strict mode."
+                for record in conflicts
+            )
+        )

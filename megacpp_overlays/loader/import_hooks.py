@@ -1,0 +1,192 @@
+"""Know when a target module has been executed, whatever the order of events. The one user of wrapt.
+
+Four ways lead to a complete module, and each ends in one call of the listener:
+
+    imported later          wrapt's post-import hook
+    imported already        at once
+    half-imported           when its `__spec__._initializing` turns False; its namespace is unfinished until then
+    executed once more      a finder of our own, because wrapt pops its hooks after one firing, so that a reload
+                            or a fresh import would lose the seams in silence
+
+This is also the one error boundary. No exception leaves a hook, least of all an ImportError; only
+ActivationError does, which `strict` asks for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, Protocol
+
+import wrapt
+
+from megacpp_overlays.errors import ActivationError
+from megacpp_overlays.source.trees import find_spec
+
+
+class Listener(Protocol):
+    """Who is told."""
+
+    def loaded(self, name: str, module: ModuleType, *, late: bool) -> None:
+        """A watched module is complete. `late`: other code may have run since it was executed."""
+
+    def failed(self, name: str, error: Exception) -> None:
+        """The listener itself raised while it dealt with a module. This must not raise."""
+
+
+class Hooks:
+    """Watches modules by name and tells one listener."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._finder = _LaterLoads(lambda name, module: self.complete(name, module, late=True))
+
+    def watch(self, name: str) -> None:
+        """Tell the listener about every complete execution of a module. Watching twice is watching once."""
+        if name in self._finder.names:
+            return
+        self._finder.names.add(name)
+        if self._finder not in sys.meta_path:
+            sys.meta_path.insert(0, self._finder)
+        self._register(name)
+
+    def close(self) -> None:
+        """Watch nothing any more. Hooks that wrapt still holds do nothing when they fire."""
+        self._finder.names.clear()
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+
+    def complete(self, name: str, module: ModuleType, *, late: bool) -> None:
+        """Tell the listener; whatever it raises stays here, except what `strict` asks for."""
+        self._finder.executed.add(name)
+        try:
+            self._listener.loaded(name, module, late=late)
+        except ActivationError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the boundary: importing upstream must not fail for us
+            self._listener.failed(name, error)
+
+    def _register(self, name: str) -> None:
+        # wrapt calls back at once for whatever sits in sys.modules, even if it is still being executed.
+        thread, registering = threading.get_ident(), True
+
+        def hook(module: ModuleType) -> None:
+            if name in self._finder.names:
+                self._heard_by_wrapt(name, module, at_once=registering and threading.get_ident() == thread)
+
+        try:
+            wrapt.register_post_import_hook(hook, name)
+        finally:
+            registering = False
+
+    def _heard_by_wrapt(self, name: str, module: ModuleType, *, at_once: bool) -> None:
+        if at_once and is_half_imported(module):
+            _when_complete(module, lambda: self._resolved(name, module))
+        else:
+            self.complete(name, module, late=at_once)
+
+    def _resolved(self, name: str, module: ModuleType) -> None:
+        """A half-imported module is complete now, or its import failed and it starts afresh."""
+        if sys.modules.get(name) is not module:
+            self._register(name)
+            return
+        try:
+            self.complete(name, module, late=True)
+        except ActivationError:
+            del sys.modules[name]  # as for any import that raises: or a second import would succeed in silence
+            raise
+
+
+def is_half_imported(module: object) -> bool:
+    """Return whether a module is still being executed."""
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+_WAITING = "_megacpp_overlays_waiting"
+
+
+def _when_complete(module: ModuleType, then: Callable[[], None]) -> None:
+    """Call `then` at the moment the import system declares a half-imported module complete.
+
+    The import system announces it by setting `spec._initializing` to False, after the last line of the module
+    and before any other thread may go on with it. Giving the spec a class of ours turns that into a call.
+    """
+    spec: Any = module.__spec__
+    spec.__dict__.setdefault(_WAITING, []).append(then)
+    if not hasattr(type(spec), "_initializing"):
+        spec.__class__ = _watched(type(spec))
+    if not is_half_imported(module):  # another thread finished it just before the line above
+        _tell(spec)
+
+
+def _watched(kind: type) -> type:
+    class WatchedSpec(kind):  # type: ignore[misc]  # the class of a spec is only known here
+        """A spec that tells when its module is complete."""
+
+        @property
+        def _initializing(self) -> bool:
+            return bool(self.__dict__.get("_initializing", False))
+
+        @_initializing.setter
+        def _initializing(self, value: bool) -> None:
+            self.__dict__["_initializing"] = value
+            if not value:
+                self.__class__ = kind
+                _tell(self)
+
+    return WatchedSpec
+
+
+def _tell(spec: Any) -> None:
+    waiting = spec.__dict__.get(_WAITING, [])
+    try:
+        while waiting:
+            waiting.pop(0)()
+    finally:
+        if waiting:  # one of them raised what `strict` asks for; the others are told all the same
+            _tell(spec)
+
+
+class _LaterLoads:
+    """A meta-path finder that notices when a module that was executed once is executed again."""
+
+    def __init__(self, heard: Callable[[str, ModuleType], None]) -> None:
+        self.names: set[str] = set()
+        self.executed: set[str] = set()
+        self._heard = heard
+        self._searching = threading.local()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec that the other finders give, with a loader that calls back after executing."""
+        if name not in self.names or name not in self.executed or getattr(self._searching, "active", False):
+            return None
+        self._searching.active = True
+        try:
+            spec = find_spec(name, path, target, but=self)
+        finally:
+            self._searching.active = False
+        if spec is not None and spec.loader is not None:
+            _call_after_exec(name, spec.loader, self._heard)
+        return spec
+
+
+def _call_after_exec(name: str, loader: Any, heard: Callable[[str, ModuleType], None]) -> None:
+    # An attribute of this one loader, not a wrapper around it: its type and its other methods stay upstream's.
+    original = getattr(loader, "exec_module", None)
+    if original is None:
+        return
+
+    def exec_module(module: ModuleType) -> None:
+        vars(loader).pop("exec_module", None)
+        original(module)
+        if module.__name__ == name:  # some loaders serve many modules
+            heard(name, module)
+
+    with contextlib.suppress(AttributeError):  # a loader with slots; the audit finds the module without a seam
+        loader.exec_module = exec_module

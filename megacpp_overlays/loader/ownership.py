@@ -1,0 +1,56 @@
+"""Is the live object the one in the source?
+
+A probe reads text. If somebody replaced the function since, the text says nothing about what will run, so
+the seam must not go in. A decorator in the source explains one wrapper each; any further wrapper, and any
+function from another file or line, is somebody else's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from megacpp_overlays.loader import seams
+from megacpp_overlays.runtime import seam_marks
+from megacpp_overlays.source.trees import FunctionNode, ModuleSource
+
+_DESCRIPTORS = {"staticmethod", "classmethod", "property"}
+
+
+def foreign_owner(module: ModuleType, symbol: str, source: ModuleSource) -> str | None:
+    """Return who replaced a symbol since its module was written, or None when it is upstream's own.
+
+    Our own seams count as upstream's own: behind them is the original.
+    """
+    owner, name = seams.resolve(module, symbol)
+    raw, _ = seams.raw_attribute(owner, name)
+    if (mark := seam_marks.mark_of(raw)) is not None:
+        raw = mark.original
+    node = source.function(symbol)
+    if node is None:
+        return f"{symbol} is not in {source.path}, yet it is loaded: {seams.describe(raw)}"
+    live: Any = seam_marks.plain_function(raw)
+    for _ in range(_wrappers(node) + 1):
+        # By type: the proxy of somebody's patch answers with the code of what it wraps.
+        if type(live) is FunctionType and _is_at(live.__code__, node, source):
+            return None
+        live = getattr(live, "__wrapped__", None)
+    return f"{symbol} was replaced by {seams.describe(raw)}"
+
+
+def _wrappers(node: FunctionNode) -> int:
+    names = (getattr(decorator, "id", None) for decorator in node.decorator_list)
+    return sum(name not in _DESCRIPTORS for name in names)
+
+
+def _is_at(code: CodeType, node: FunctionNode, source: ModuleSource) -> bool:
+    first_line = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return code.co_firstlineno == first_line and _same_file(code.co_filename, source.path)
+
+
+def _same_file(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    first, second = Path(one), Path(other)
+    return first.exists() and second.exists() and first.samefile(second)

@@ -1,0 +1,137 @@
+"""The ordered overlays, checked before anything is armed."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+
+from megacpp_overlays import overlays as built_in
+from megacpp_overlays.errors import RegistryError, SettingsError
+from megacpp_overlays.model import Gate, Overlay, variable_for
+
+PLUGIN_GROUP = "megacpp_overlays.overlays"
+
+_ID = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+
+
+def load(plugins: Sequence[str] = ()) -> tuple[Overlay, ...]:
+    """Return every overlay and gate of this package and of the named plugins, by pack and id.
+
+    A module below `megacpp_overlays.overlays` declares its overlay as `OVERLAY`, or as `PARTS` where the defect lives
+    in several modules: declarations with one id and different targets. Nothing is registered by name here, so a new
+    file is a new overlay.
+
+    Raises:
+        RegistryError: a declaration is incomplete, collides with another, or a plugin has the id of a retired overlay.
+        SettingsError: a named plugin is not installed.
+    """
+    names = sorted(found.name for found in pkgutil.iter_modules(built_in.__path__))
+    modules = [importlib.import_module(f"{built_in.__name__}.{name}") for name in names]
+    declared = [(module.__name__, part) for module in modules for part in _parts(_declaration(module))]
+    declared += [(f"plugin {name}", part) for name in dict.fromkeys(plugins) for part in _parts(_load_plugin(name))]
+    overlays = check(declared)
+    if plugins:  # a test holds this package's own overlays to it, so that no launcher needs to read what is gone
+        refuse_retired(overlays)
+    return overlays
+
+
+def refuse_retired(overlays: Iterable[Overlay]) -> None:
+    """Check that no overlay has the id of a retired one, whose variable and reproducer would mean another thing.
+
+    Raises:
+        RegistryError: one has.
+    """
+    from megacpp_overlays.loader.retired import RETIRED  # noqa: PLC0415
+
+    gone = {variable_for(each.id): each for each in RETIRED}
+    for overlay in overlays:
+        if (there := gone.get(overlay.variable)) is not None:
+            raise RegistryError(f"{overlay.id} needs another id: {there}")
+
+
+def _declaration(module: ModuleType) -> object:
+    return getattr(module, "PARTS", None) or getattr(module, "OVERLAY", None)
+
+
+def _parts(declared: object) -> tuple[object, ...]:
+    """Return the parts of a declaration; an overlay on its own is its only part."""
+    return declared if isinstance(declared, tuple) else (declared,)
+
+
+def check(declared: Iterable[tuple[str, object]]) -> tuple[Overlay, ...]:
+    """Return the declared overlays in order, or raise for the first that cannot stand.
+
+    Raises:
+        RegistryError: names the declaration and what is wrong with it.
+    """
+    overlays: list[Overlay] = []
+    first: dict[str, tuple[str, Overlay]] = {}
+    symbols: dict[tuple[str, str], str] = {}
+    for origin, overlay in declared:
+        if not isinstance(overlay, Overlay):
+            raise RegistryError(f"{origin} declares {overlay!r} where an Overlay is expected")
+        try:
+            _check_fields(origin, overlay)
+        except (TypeError, AttributeError) as error:
+            raise RegistryError(f"{origin}: a field has the wrong type: {error}") from error
+        elsewhere, part = first.setdefault(variable_for(overlay.id), (origin, overlay))
+        if part is not overlay:
+            if elsewhere != origin:
+                raise RegistryError(f"{origin} and {elsewhere} both declare {overlay.id}")
+            _check_part(origin, part, overlay)
+            if any(o.id == overlay.id and o.target.module == overlay.target.module for o in overlays):
+                raise RegistryError(f"{origin}: two parts of {overlay.id} are about {overlay.target.module}")
+        for symbol in {item.symbol for items in overlay.replacements.values() for item in items}:
+            place = (overlay.target.module, symbol)
+            if place in symbols:
+                raise RegistryError(f"{origin} and {symbols[place]} both replace {'.'.join(place)}")
+            symbols[place] = origin
+        overlays.append(overlay)
+    return tuple(sorted(overlays, key=lambda overlay: (overlay.pack, overlay.id)))
+
+
+def _check_part(origin: str, one: Overlay, other: Overlay) -> None:
+    """Check that two parts are one overlay: one switch, one ledger entry, one sentence each."""
+    for name in ("id", "pack", "title", "breaks", "retire_when", "threads"):
+        if getattr(one, name) != getattr(other, name):
+            raise RegistryError(f"{origin}: the parts of {one.id} do not agree on {name}")
+
+
+def _check_fields(origin: str, overlay: Overlay) -> None:
+    if not _ID.fullmatch(overlay.id):
+        raise RegistryError(f"{origin}: id {overlay.id!r} is not lower-case words joined by hyphens")
+    for name in ("title", "breaks", "retire_when", "last_validated"):
+        if not getattr(overlay, name).strip():
+            raise RegistryError(f"{origin}: {name} is empty")
+    if isinstance(overlay, Gate):
+        if not overlay.unsupported or not all(text.strip() for text in overlay.unsupported.values()):
+            raise RegistryError(f"{origin}: a gate without advice for a shape is no gate")
+    elif not isinstance(overlay.opt_in, bool):
+        raise RegistryError(f"{origin}: opt_in {overlay.opt_in!r} is neither True nor False")
+    for name in ("probe", "self_test", "retired"):
+        if not callable(getattr(overlay, name)):
+            raise RegistryError(f"{origin}: {name} cannot be called")
+    if not isinstance(overlay.pack, int):
+        raise RegistryError(f"{origin}: pack {overlay.pack!r} is no number")
+    if isinstance(overlay, Gate):
+        return
+    if not overlay.replacements or not all(overlay.replacements.values()):
+        raise RegistryError(f"{origin}: a shape without seams belongs in `unsupported`")
+    if both := overlay.replacements.keys() & overlay.unsupported.keys():
+        raise RegistryError(f"{origin}: {', '.join(sorted(both))} is both repaired and unsupported")
+
+
+def _load_plugin(name: str) -> object:
+    import importlib_metadata  # noqa: PLC0415 - only where a plugin is asked for
+
+    found = importlib_metadata.entry_points(group=PLUGIN_GROUP)
+    if name not in found.names:
+        known = ", ".join(sorted(found.names)) or "none"
+        raise SettingsError(f"MEGACPP_OVERLAYS_PLUGINS names {name}, which is not installed; installed: {known}")
+    try:
+        return found[name].load()
+    except Exception as error:  # an ImportError would read as "this optional package is missing"
+        raise RegistryError(f"plugin {name} cannot be loaded: {type(error).__name__}: {error}") from error

@@ -1,0 +1,1 @@
+"""Other processes: what one says of itself, how ranks and children are compared with it."""

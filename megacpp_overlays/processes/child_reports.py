@@ -1,0 +1,202 @@
+"""What a process says of itself, for the process that started it: one file each, in a folder that both know.
+
+It is written when the process is armed and again after each decision. Forked children write theirs when they are
+forked, not when they end: `multiprocessing` ends them without any of the usual farewells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from megacpp_overlays.errors import SettingsError
+from megacpp_overlays.loader.log import logger
+from megacpp_overlays.loader.session import Lane, current
+from megacpp_overlays.loader.settings import RECEIPTS
+from megacpp_overlays.model import Decision, Record
+from megacpp_overlays.processes import statement
+from megacpp_overlays.processes.statement import Statement
+from megacpp_overlays.source.trees import InstalledTree
+
+NOT_READ = "not read"
+"""Stands for the source of a target that waits: where it will come from is only known when it is imported."""
+
+
+class Receipt(NamedTuple):
+    """What a process says of itself."""
+
+    host: str
+    pid: int
+    ppid: int
+    start: int
+    """When the process started, in the clock ticks of its host: tells it from another with a recycled id."""
+    image: int
+    """Where its stack begins: tells the program that runs now from one that was executed before it; 0 if unknown."""
+    started: str
+    """`fork`: it has the memory of its parent; `exec`: it armed on its own."""
+    name: str | None
+    """Its name in `multiprocessing`, once it has one."""
+    program: str
+    """`sys.argv[0]`."""
+    given: float
+    """When it wrote this, in seconds since 1970."""
+    statement: Statement
+
+
+class _Giver:
+    """Writes the receipt of this process into every folder that asks for it."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._lock = threading.Lock()
+        self._started = "exec"
+        self._life = this_life()
+        self.folders: list[Path] = []
+        lane.when_changed = self.give
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forked)
+
+    def give(self) -> None:
+        """Write it everywhere, and never raise: the parent finds out when it demands a receipt."""
+        for folder in self.folders:
+            if folder.is_dir():  # it goes when the handle of whoever asked is closed
+                self._try(folder)
+
+    def _try(self, folder: Path) -> None:
+        try:
+            self.write(folder)
+        except OSError as error:
+            logger.warning("%s", _cannot_be_written(folder, error))
+        except Exception:  # noqa: BLE001 - this runs inside hooks, while upstream is imported
+            logger.exception("no receipt in %s", folder)
+
+    def write(self, folder: Path) -> None:
+        """Write it into one folder, whole or not at all."""
+        with self._lock:
+            receipt = self._receipt()
+            path = folder / f"{receipt.pid}-{receipt.start}-{receipt.image}.json"
+            path.with_suffix(".new").write_text(json.dumps(receipt._asdict()))
+            path.with_suffix(".new").replace(path)
+
+    def _receipt(self) -> Receipt:
+        start, image, _ = self._life
+        program = sys.argv[0] if getattr(sys, "argv", None) else ""
+        told = own_statement(self._lane)
+        return Receipt(
+            this_host(), os.getpid(), os.getppid(), start, image, self._started, _name(), program, time.time(), told
+        )
+
+    def _forked(self) -> None:
+        self._lock = threading.Lock()  # a thread that the child does not have may hold the old one
+        self._started = "fork"
+        self._life = this_life()
+        self.give()
+
+
+_giver: _Giver | None = None
+
+
+def give_receipts(lane: Lane, folder: str | Path, *, make: bool = True) -> None:
+    """Write a receipt of this process into a folder now and after each decision; forked children do the same.
+
+    Args:
+        lane: of this process.
+        folder: where to.
+        make: whether to make the folder. Only who asks for receipts does: a child must not bring back what was removed.
+
+    Raises:
+        SettingsError: the folder cannot be written.
+    """
+    global _giver
+    _giver, folder = _giver or _Giver(lane), Path(folder)
+    try:
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+        _giver.write(folder)
+    except OSError as error:
+        raise SettingsError(_cannot_be_written(folder, error)) from error
+    if folder not in _giver.folders:
+        _giver.folders.append(folder)
+
+
+def stop_giving(folder: Path) -> None:
+    """Write there no longer, unless the parent of this process asked for it."""
+    if _giver is not None and folder in _giver.folders and current().settings.receipts != str(folder):
+        _giver.folders.remove(folder)
+
+
+def _cannot_be_written(folder: Path, error: OSError) -> str:
+    return f"{RECEIPTS}={folder} cannot be written: {error.strerror}; name a folder that this process may write, or unset it"
+
+
+def own_statement(lane: Lane) -> Statement:
+    """Return what this process says of itself, but for what waits: its file may be another when it is imported."""
+    audit = lane.standing()
+    records = tuple(replace(r, source_sha256=NOT_READ) if _is_unsettled(r) else r for r in audit.records)
+    return statement.of(replace(audit, records=records), lane.settings, InstalledTree())
+
+
+def _is_unsettled(record: Record) -> bool:
+    return record.finding is None and record.decision in {Decision.ARMED, Decision.DISABLED}
+
+
+def _name() -> str | None:
+    # A child bears the name of its parent until `multiprocessing` has named it.
+    name = multiprocessing.current_process().name
+    return None if name == "MainProcess" else name
+
+
+def this_host() -> str:
+    """Return the name of this host."""
+    return os.uname().nodename if hasattr(os, "uname") else ""
+
+
+class Life(NamedTuple):
+    """Which process, and which program in it."""
+
+    start: int
+    image: int
+    state: str
+
+
+def life_of(pid: int | str) -> Life | None:
+    """Return what Linux says of a process, or None when there is none, or no Linux."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return Life(start=int(fields[19]), image=int(fields[25]), state=fields[0])  # proc(5), fields 22, 28 and 3
+
+
+def this_life() -> Life:
+    """Return the same of this process; without Linux, a time that nobody else can know."""
+    return life_of("self") or Life(time.time_ns(), 0, "R")
+
+
+def is_history(receipt: Receipt) -> bool:
+    """Return whether the process that gave it runs another program now, which gave none."""
+    life = life_of(receipt.pid) if receipt.host == this_host() else None
+    return life is not None and life.start == receipt.start and not is_alike(receipt.image, life.image)
+
+
+def is_alike(image: int, other: int) -> bool:
+    """Return whether this may be one program. A process that has ended has no stack any more."""
+    return image == other or 0 in {image, other}
+
+
+def read_receipts(paths: Iterable[Path]) -> list[Receipt]:
+    """Return the receipts in these files. What is none, or was just replaced by a newer one, is passed over."""
+    found = []
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            found.append(Receipt(**json.loads(path.read_text())))
+    return found

@@ -1,0 +1,368 @@
+"""How the ranks of a group find out that they say the same, through a key-value store and without a hang.
+
+    every rank     counts its call and leaves its digest; the first with a digest leaves the whole statement too
+    the leader     waits for all digests and leaves the verdict
+    every rank     reads the verdict, says so, and goes
+
+These are O(N) small messages, and the store's host holds O(N) bytes until they are done. Nothing here blocks inside the
+store, because a training process shares its connection with watchdogs: a rank that has to wait asks again, and seldom
+enough that a large world does not flood the one process that answers.
+
+Whoever's time is up first does the leader's work with what is there, so a missing leader is one missing rank among
+others. All that is here is bookkeeping over `Store` and a clock; torch is the caller's business.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import platform
+import time
+import zlib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from megacpp_overlays.processes import differences
+from megacpp_overlays.processes.differences import Difference, Group
+
+GRACE_S = 30.0
+"""How long the rest waits for whoever judges, once their own time is up."""
+LINGER_S = 10.0
+"""How long the leader waits for the others to read the verdict. Its process may be the host of the store."""
+LEAST_S, MOST_S = 0.005, 1.0
+"""Bounds of the time between two questions of a waiting rank."""
+QUESTIONS_PER_S = 20_000
+"""What all waiting ranks together may ask of the store."""
+
+BATCH = 512
+"""Keys in one question of the leader."""
+MOST_STATEMENTS = 64
+"""Kinds of statements that are told apart in detail. More of them means that something is wrong with the statement."""
+MOST_ASKED = 256
+"""Missing ranks whose calls are counted."""
+
+
+class Store(Protocol):
+    """What is used of a `torch.distributed.Store`. `multi_get` and `delete_key` are used where they work."""
+
+    def set(self, key: str, value: str, /) -> Any:
+        """Leave a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return a value; only asked for keys that are there."""
+
+    def add(self, key: str, value: int, /) -> int:
+        """Add to a counter that starts at nothing, and return it."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Return whether all keys are there."""
+
+
+class Clock(Protocol):
+    """Time in seconds."""
+
+    def now(self) -> float:
+        """Return seconds since some moment."""
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+
+
+class SystemClock:
+    """The clock of the host."""
+
+    def now(self) -> float:
+        """Return seconds since some moment."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
+
+
+class Example(NamedTuple):
+    """One rank that says what others say as well, and where it runs."""
+
+    rank: int
+    host: str
+
+
+class Verdict(NamedTuple):
+    """What every rank is told, in the same words."""
+
+    size: int
+    """Ranks in the group."""
+    number: int
+    """Which call of each rank it is about, from 1."""
+    timeout: float
+    """Seconds that whoever judged was ready to wait."""
+    groups: tuple[tuple[int, ...], ...]
+    """Ranks that say the same, the largest group first; all whose statement is not told in detail come last."""
+    examples: tuple[Example, ...]
+    """One rank of each group that is told in detail."""
+    differences: tuple[Difference, ...]
+    missing: tuple[tuple[int, int | None], ...]
+    """Ranks that are not there, each with how often it has called; None where that was not asked."""
+    failure: str = ""
+    """Why there is no answer at all."""
+
+    @property
+    def agreed(self) -> bool:
+        """Whether every rank is there and says the same."""
+        return not self.missing and not self.failure and len(self.groups) == 1
+
+
+class _Kept:
+    """Steps, and what they returned when they ended."""
+
+    verdict: Verdict
+
+    def __init__(self, steps: Generator[float, None, Verdict]) -> None:
+        self._steps = steps
+
+    def __iter__(self) -> Iterator[float]:
+        self.verdict = yield from self._steps
+
+
+class Exchange:
+    """The part of one rank in one comparison.
+
+    Args:
+        store: shared by all ranks of the group.
+        prefix: the same on all ranks of the group, and no other group's.
+        ranks: all ranks of the group in one order.
+        rank: which of them this is.
+        timeout: seconds that this rank waits for the others.
+    """
+
+    def __init__(self, store: Store, prefix: str, ranks: tuple[int, ...], rank: int, timeout: float) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._ranks = ranks
+        self._rank = rank
+        self._timeout = timeout
+        # The host of the store is rank 0 wherever it is a rank, and must not go while others still ask.
+        self._leads = rank == min(ranks)
+        self._waiting_for = list(ranks) if self._leads else []
+        self._number = 0
+        self._since = 0.0
+        self._judged = False
+
+    def run(self, digest: str, statement: Mapping[str, Any], clock: Clock) -> Verdict:
+        """Take part, and return the verdict.
+
+        It returns `GRACE_S` and `LINGER_S` after the timeout at the latest, if the store answers.
+        """
+        steps = _Kept(self.steps(digest, statement, clock))
+        for seconds in steps:
+            clock.sleep(seconds)
+        return steps.verdict
+
+    def steps(self, digest: str, statement: Mapping[str, Any], clock: Clock) -> Generator[float, None, Verdict]:
+        """Yield the seconds to wait until the next step, and return the verdict."""
+        self._arrive(digest, statement, clock.now())
+        pauses = self.pauses()
+        while (verdict := self._poll(clock.now())) is None:
+            yield next(pauses)
+        yield from self._leave(digest, verdict, clock)
+        return verdict
+
+    def pauses(self) -> Iterator[float]:
+        """Yield the seconds between two questions, growing."""
+        # There is one leader, and everybody waits for it.
+        share = LEAST_S if self._leads else len(self._ranks) / QUESTIONS_PER_S
+        pause = min(max(share, LEAST_S), MOST_S)
+        most = min(20 * pause, MOST_S)
+        # Ranks that started together must not ask together.
+        spread = 0.75 + (self._rank * 0.618) % 0.5
+        while True:
+            yield pause * spread
+            pause = min(pause * 1.25, most)
+
+    def _arrive(self, digest: str, statement: Mapping[str, Any], now: float) -> None:
+        """Leave the digest of this rank."""
+        self._since = now
+        # Counted in the store: a process that replaces another goes on where that one stopped.
+        self._number = self._store.add(f"{self._prefix}/calls/{self._rank}", 1)
+        # The statement comes before the digest: when all digests are there, so are all statements.
+        first_with_it = self._store.add(self._key("holders", digest), 1) == 1
+        if first_with_it and self._store.add(self._key("kinds"), 1) <= MOST_STATEMENTS:
+            told = {"rank": self._rank, "host": platform.node(), "statement": statement}
+            self._store.set(self._key("statement", digest), _pack(told))
+        self._store.set(self._key("digest", self._rank), digest)
+
+    def _poll(self, now: float) -> Verdict | None:
+        """Return the verdict if it is there; do what has to be done for it otherwise."""
+        if self._store.check([self._key("verdict")]):
+            return self._read()
+        late = now - self._since - self._timeout
+        if not self._judged and (late >= 0 or (self._leads and self._all_are_here())):
+            self._judged = True
+            if self._store.add(self._key("judges"), 1) == 1:
+                self._store.set(self._key("judge"), str(self._rank))
+                found = _pack(self._judge())
+                # Whoever was too slow to judge must not take back what the others were told meanwhile.
+                if not self._store.check([self._key("verdict")]):
+                    self._store.set(self._key("verdict"), found)
+                return self._read()
+        if late >= GRACE_S:
+            told = self._store.check([self._key("judge")])
+            judge = f"rank {self._store.get(self._key('judge')).decode()}" if told else "a rank"
+            failure = f"{judge} was about to say what it found, and did not"
+            self._store.set(self._key("verdict"), _pack({**self._frame(), "failure": failure}))
+            return self._read()
+        return None
+
+    def _leave(self, digest: str, verdict: Verdict, clock: Clock) -> Iterator[float]:
+        """Say that the verdict was read; the leader waits for all that, and clears up."""
+        if verdict.agreed:
+            self._delete(self._key("digest", self._rank))
+        done = self._store.add(self._key("done"), 1)
+        if not self._leads:
+            return
+        present = sum(map(len, verdict.groups))
+        until = clock.now() + LINGER_S
+        pauses = self.pauses()
+        while done < present and clock.now() < until:
+            yield next(pauses)
+            done = self._store.add(self._key("done"), 0)
+        if verdict.agreed and done >= present:
+            for name in (("holders", digest), ("statement", digest), *((n,) for n in ("kinds", "judges", "judge"))):
+                self._delete(self._key(*name))
+            self._delete(self._key("verdict"))
+            self._delete(self._key("done"))
+
+    def _key(self, *parts: object) -> str:
+        return "/".join(map(str, (self._prefix, self._number, *parts)))
+
+    def _read(self) -> Verdict:
+        return _as_verdict(self._store.get(self._key("verdict")), self._ranks)
+
+    def _all_are_here(self) -> bool:
+        while self._waiting_for:
+            batch = self._waiting_for[:BATCH]
+            if not self._store.check([self._key("digest", rank) for rank in batch]):
+                return False
+            del self._waiting_for[:BATCH]
+        return True
+
+    def _frame(self) -> dict[str, Any]:
+        return {"size": len(self._ranks), "number": self._number, "timeout": self._timeout}
+
+    def _judge(self) -> dict[str, Any]:
+        """Return the verdict on what is in the store."""
+        batches = [self._ranks[start : start + BATCH] for start in range(0, len(self._ranks), BATCH)]
+        missing = [rank for batch in batches for rank in self._absent(batch)]
+        gone = frozenset(missing)
+        holders: dict[str, list[int]] = {}
+        for batch in batches:
+            here = [rank for rank in batch if rank not in gone]
+            found = self._get_all([self._key("digest", rank) for rank in here])
+            for rank, digest in zip(here, found, strict=True):
+                holders.setdefault(digest, []).append(rank)
+        if len(holders) == 1 and not missing:
+            # All that anybody needs to know; the list of all ranks would be the largest message of the exchange.
+            return self._frame()
+        kinds = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
+        told = {digest: self._told(digest) for digest, _ in kinds}
+        known = [(ranks, each) for digest, ranks in kinds if (each := told[digest]) is not None]
+        rest = sorted(rank for digest, ranks in kinds if told[digest] is None for rank in ranks)
+        return {
+            **self._frame(),
+            "groups": [
+                differences.ranges(ranks) for ranks in [*(ranks for ranks, _ in known), *([rest] if rest else [])]
+            ],
+            "examples": [[each["rank"], each["host"]] for _, each in known],
+            "differences": _differences([each["statement"] for _, each in known], untold=bool(rest)),
+            "missing": differences.ranges(missing),
+            "calls": [self._calls(rank) for rank in missing[:MOST_ASKED]],
+        }
+
+    def _absent(self, ranks: Sequence[int]) -> list[int]:
+        """Return the ranks whose digest is not there, asking about halves of them."""
+        if not ranks or self._store.check([self._key("digest", rank) for rank in ranks]):
+            return []
+        if len(ranks) == 1:
+            return list(ranks)
+        half = len(ranks) // 2
+        return [*self._absent(ranks[:half]), *self._absent(ranks[half:])]
+
+    def _get_all(self, keys: list[str]) -> list[str]:
+        many: Callable[[list[str]], list[bytes]] | None = getattr(self._store, "multi_get", None)
+        if many is not None and keys:
+            with contextlib.suppress(RuntimeError):  # a store may not have it, and only trying tells
+                return [value.decode() for value in many(keys)]
+        return [self._store.get(key).decode() for key in keys]
+
+    def _told(self, digest: str) -> dict[str, Any] | None:
+        key = self._key("statement", digest)
+        return _unpack(self._store.get(key)) if self._store.check([key]) else None
+
+    def _calls(self, rank: int) -> int:
+        key = f"{self._prefix}/calls/{rank}"
+        return self._store.add(key, 0) if self._store.check([key]) else 0
+
+    def _delete(self, key: str) -> None:
+        delete: Callable[[str], Any] | None = getattr(self._store, "delete_key", None)
+        if delete is not None:
+            with contextlib.suppress(RuntimeError):  # what stays costs the store a few bytes
+                delete(key)
+
+
+def _differences(statements: Sequence[Mapping[str, Any]], *, untold: bool) -> list[list[Any]]:
+    """Return what differs, with groups by number: each list of ranks is sent once, not once for every value."""
+    numbers = tuple(range(len(statements)))
+    found = list(differences.find([Group(each, (number,)) for number, each in zip(numbers, statements, strict=True)]))
+    values: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    if untold:
+        values = (("told in detail", numbers), ("another, not told", (len(statements),)))
+    elif len(statements) > 1 and not found:
+        values = tuple((f"kind {number + 1}", (number,)) for number in numbers)
+    if values:
+        advice = "resolve what else is listed and run again; if nothing else is, report it"
+        found.append(Difference(differences.PACKAGE, "statement", values, advice))
+    return [[each.subject, each.field, [[v, list(who)] for v, who in each.values], each.advice] for each in found]
+
+
+def _pack(told: Mapping[str, Any]) -> str:
+    return base64.b64encode(zlib.compress(json.dumps(told, separators=(",", ":")).encode())).decode()
+
+
+def _unpack(packed: bytes) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(packed)))
+    return told
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Return what `differences.ranges` wrote."""
+    ends = [part.split("-") for part in text.split(", ") if part]
+    return tuple(number for pair in ends for number in range(int(pair[0]), int(pair[-1]) + 1))
+
+
+def _as_verdict(packed: bytes, ranks: tuple[int, ...]) -> Verdict:
+    told = _unpack(packed)
+    everybody = "groups" not in told and not told.get("failure")
+    groups = (tuple(sorted(ranks)),) if everybody else tuple(_numbers(text) for text in told.get("groups", []))
+
+    def holders(values: Sequence[tuple[str, Sequence[int]]]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        found = [(value, tuple(sorted(rank for number in who for rank in groups[number]))) for value, who in values]
+        return tuple(sorted(found, key=lambda item: -len(item[1])))
+
+    calls = told.get("calls", [])
+    return Verdict(
+        size=told["size"],
+        number=told["number"],
+        timeout=told["timeout"],
+        groups=groups,
+        examples=tuple(Example(*each) for each in told.get("examples", [])),
+        differences=tuple(
+            Difference(subject, field, holders(values), advice)
+            for subject, field, values, advice in told.get("differences", [])
+        ),
+        missing=tuple(
+            (rank, calls[place] if place < len(calls) else None)
+            for place, rank in enumerate(_numbers(told.get("missing", "")))
+        ),
+        failure=told.get("failure", ""),
+    )

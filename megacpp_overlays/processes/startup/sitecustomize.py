@@ -1,0 +1,78 @@
+"""Arms a Python process before its first line, and hands on to the `sitecustomize` that would have run without us.
+
+Python imports the first module of this name at start-up. This folder comes first on the PYTHONPATH of every child of
+a process that asked for it, so any Python may find it here, of any environment and version: it must run on all since
+3.6, and does nothing at all where it is not meant.
+"""
+
+import os
+import sys
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_MEANT = "MEGACPP_OVERLAYS_CHILDREN"
+
+
+def _is_meant() -> bool:
+    this = f"{sys.implementation.cache_tag}:{os.path.realpath(sys.prefix)}"  # the same as in loader/settings.py
+    return os.environ.get(_MEANT, "").strip() == this
+
+
+def _arm() -> None:
+    """Import the copy of the package that this file belongs to, wherever the path leads."""
+    if "megacpp_overlays" in sys.modules:  # a `.pth` file or another start-up hook was here first
+        return
+    import importlib.util  # noqa: PLC0415 - nothing is imported where nothing is meant
+
+    package = os.path.dirname(os.path.dirname(_HERE))
+    spec = importlib.util.spec_from_file_location(
+        "megacpp_overlays", os.path.join(package, "__init__.py"), submodule_search_locations=[package]
+    )
+    assert spec is not None  # noqa: S101 - a `.py` file always has a spec and a loader
+    assert spec.loader is not None  # noqa: S101
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+def _stop(error: BaseException) -> None:
+    """End this process: `site` would swallow the error, and the launcher would run without overlays in silence."""
+    import traceback  # noqa: PLC0415
+
+    is_setting = type(error).__name__ == "SettingsError"
+    if not is_setting:
+        traceback.print_exc()
+    text = (
+        f"megacpp_overlays: {type(error).__name__}: {error}\n"
+        "megacpp_overlays: this Python was to be armed before its first line and is not, so it ends here.\n"
+        f"megacpp_overlays: unset {_MEANT} to start it without overlays.\n"
+    )
+    if sys.stderr is not None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    os._exit(2 if is_setting else 1)  # SystemExit would end as a fatal error of the interpreter
+
+
+def _run_the_next(keep: bool) -> None:
+    """Import the `sitecustomize` behind this one. That there is none is said as Python says it, and `site` expects it.
+
+    Args:
+        keep: leave this folder on `sys.path`, for whoever hands that on to children as their PYTHONPATH.
+    """
+    ours = [(at, entry) for at, entry in enumerate(sys.path) if os.path.abspath(entry) == _HERE]
+    for _, entry in ours:
+        sys.path.remove(entry)
+    sys.modules.pop("sitecustomize", None)
+    try:
+        __import__("sitecustomize")
+    finally:
+        if keep:
+            for at, entry in ours[:1]:
+                sys.path.insert(at, entry)
+
+
+_meant = _is_meant()
+if _meant:
+    try:
+        _arm()
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it must not pass in silence
+        _stop(error)
+_run_the_next(_meant)

@@ -1,0 +1,145 @@
+"""What one process says of itself, as plain data: two processes run the same code when they say the same.
+
+An audit says what became of each overlay. A statement also says what a target that waits *will* be, read from its
+file without importing it, and which files of ours decide, because a checkout keeps its version while it is edited. It
+leaves out what honest processes differ in: hosts, paths, times, log forms, aliases that were found and rebound.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import platform
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megacpp_overlays.loader.audit import Audit
+from megacpp_overlays.loader.settings import Settings
+from megacpp_overlays.model import Decision, Gate, Overlay, Record
+from megacpp_overlays.source import distributions
+from megacpp_overlays.source.trees import Remembered, SourceTree, readable
+
+SCHEMA = 1
+"""Version of the form. It changes when a key changes its meaning."""
+
+Statement = Mapping[str, Any]
+"""Plain data, as `of` returns it or as JSON brings it back."""
+
+BESIDE_TARGETS = ("torch", "triton")
+"""Distributions that no overlay is about and every target is built on."""
+
+_NOT_OF_THE_RUN = frozenset({"cli", "packs", "repro", "upkeep"})
+"""Folders of ours that do not run in a training process."""
+
+
+def of(audit: Audit, settings: Settings, tree: SourceTree) -> Statement:
+    """Return the statement of a process.
+
+    Args:
+        audit: its decisions.
+        settings: what its environment says.
+        tree: where the source of targets that wait is read.
+    """
+    version = functools.cache(distributions.version)
+    sources = Remembered(tree)
+    return {
+        "schema": SCHEMA,
+        "version": audit.version,
+        "package_sha256": package_sha256(),
+        "mode": audit.mode,
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in BESIDE_TARGETS},
+        "off": sorted(settings.disabled | _not_asked_for(audit, settings)),
+        # A gate changes nothing in a process, and what it says may depend on the GPUs of the host.
+        "decisions": [
+            _decision(each, sources, version) for each in audit.records if not isinstance(each.overlay, Gate)
+        ],
+    }
+
+
+def _not_asked_for(audit: Audit, settings: Settings) -> frozenset[str]:
+    """Return the overlays that are off by default and were not switched on."""
+    offered = {record.overlay.id for record in audit.records if record.overlay.opt_in}
+    return frozenset(offered - settings.enabled)
+
+
+def _decision(record: Record, tree: SourceTree, look_up: Any) -> dict[str, Any]:
+    target = record.overlay.target
+    version, source_sha256 = record.version, record.source_sha256
+    if record.decision in {Decision.ARMED, Decision.DISABLED} and source_sha256 is None:
+        source = readable(tree, target.module)
+        # The word for a module of no distribution, as it will be when the module is loaded.
+        version = look_up(target.distribution) or ("unversioned" if source else None)
+        source_sha256 = source.sha256 if source else None
+    return {
+        "id": record.overlay.id,
+        "target": str(target),
+        "module": target.module,
+        "distribution": target.distribution,
+        "version": distributions.without_place(version),
+        "source_sha256": source_sha256,
+        "overlay_sha256": _declared_elsewhere(record.overlay),
+        "verdict": record.verdict,
+        "shape": record.finding.shape if record.finding else None,
+        "decision": record.decision.value,
+        "reason": record.reason,
+        "seams": list(record.seams),
+        "variable": record.overlay.variable,
+    }
+
+
+def package_sha256() -> str:
+    """Return one hash for every file of this package that runs in a training process.
+
+    The same for a wheel and for the checkout that it was built from.
+    """
+    # Overlays and probes are a link in a checkout and a folder in a wheel, so names are relative to the package.
+    root = Path(__file__).parents[1]
+    folders = [each for each in root.iterdir() if each.is_dir() and each.name not in _NOT_OF_THE_RUN]
+    found = [*root.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
+    return _hash_of(sorted(found, key=lambda path: path.relative_to(root).parts))
+
+
+def _declared_elsewhere(overlay: Overlay) -> str | None:
+    """Return the hash of a plugin's files; overlays of this package are in the hash of the package."""
+    functions: list[Any] = [overlay.probe, overlay.self_test, overlay.retired, overlay.witness]
+    functions += [each.make for replacements in overlay.replacements.values() for each in replacements]
+    names = {_module_of(function) for function in functions if function is not None}
+    # By module and not by file: a set has another order in every process, and files may have one name in two packages.
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in sorted(names) if not _is_ours(name)]
+    return _hash_of(Path(file) for file in files if file) if any(files) else None
+
+
+def _module_of(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__module__", None) or ""
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _hash_of(paths: Iterable[Path]) -> str:
+    """Return one hash for files in this order."""
+    total = hashlib.sha256()
+    for path in paths:
+        try:
+            content = path.read_bytes()
+        except OSError:
+            content = b""
+        total.update(f"{path.name} {len(content)} ".encode())
+        total.update(content)
+    return total.hexdigest()
+
+
+def digest(statement: Statement) -> str:
+    """Return 32 hexadecimal digits that are equal exactly when statements are, but for the words of a reason."""
+    bare = {
+        **statement,
+        "decisions": [{k: v for k, v in each.items() if k != "reason"} for each in statement["decisions"]],
+    }
+    return hashlib.sha256(json.dumps(bare, sort_keys=True).encode()).hexdigest()[:32]

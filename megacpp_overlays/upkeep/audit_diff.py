@@ -1,0 +1,114 @@
+"""What changed between two runs, from two kept audits.
+
+Unlike ranks that must agree, two runs may differ on purpose, so every change is told and not only its cause: another
+version, and the decision that came of it. Paths, reasons and evidence are words and no changes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megacpp_overlays.errors import AuditFileError
+from megacpp_overlays.loader.audit import SCHEMA
+from megacpp_overlays.processes.differences import by_target
+from megacpp_overlays.source.distributions import without_place
+
+_KEPT_UNDER = ("audit", "megacpp_overlays", "statement")
+"""Keys under which trackers, reports and receipts keep an audit."""
+_OF_PACKAGE = ("version", "package_sha256", "mode", "python")
+_OF_OVERLAY = ("version", "source_sha256", "overlay_sha256", "verdict", "shape", "decision", "seams")
+
+
+class Change(NamedTuple):
+    """One thing that is not what it was."""
+
+    subject: str
+    """Id of an overlay, or `megacpp_overlays`."""
+    what: str
+    before: str | None
+    after: str | None
+
+
+def read(path: Path) -> Mapping[str, Any]:
+    """Return the audit in a JSON file: `audit().as_dict()`, by itself or under a key of its own, or a receipt.
+
+    Raises:
+        AuditFileError: there is none, or it has a form that this version does not know.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise AuditFileError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise AuditFileError(f"{path} is not JSON: {error}; keep an audit with audit().to_json()") from error
+    audit = _audit_in(data)
+    if audit is None:
+        keys = " or ".join(_KEPT_UNDER)
+        raise AuditFileError(f"{path} has no audit: keep audit().as_dict() as it is, or under the key {keys}")
+    if audit.get("schema") != SCHEMA:
+        found = audit.get("schema")
+        raise AuditFileError(
+            f"{path} has schema {found}, and this version reads {SCHEMA}: compare with the one that wrote it"
+        )
+    if not all(isinstance(each, dict) and {"id", "target", "decision"} <= each.keys() for each in audit["decisions"]):
+        raise AuditFileError(f"{path} has a decision without id, target or decision: it was cut or edited")
+    return audit
+
+
+def _audit_in(data: object) -> Mapping[str, Any] | None:
+    if not isinstance(data, dict):
+        return None
+    inner = [data, *(data[key] for key in _KEPT_UNDER if key in data)]
+    return next((each for each in inner if isinstance(each, dict) and isinstance(each.get("decisions"), list)), None)
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Change, ...]:
+    """Return what changed from one audit to another, the package first. The order of decisions does not matter."""
+    return (*_of_package(before, after), *_of_overlays(before, after))
+
+
+def _of_package(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
+    # What only one of them tells, as a receipt tells more than an audit, cannot have changed.
+    for what in _OF_PACKAGE:
+        if what in before and what in after and before[what] != after[what]:
+            yield Change("megacpp_overlays", what, _text(before[what]), _text(after[what]))
+    shared = before.get("versions", {}).keys() & after.get("versions", {}).keys()
+    for name in sorted(shared):
+        if before["versions"][name] != after["versions"][name]:
+            yield Change(name, "version", _text(before["versions"][name]), _text(after["versions"][name]))
+
+
+def _of_overlays(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
+    then, now = by_target(before), by_target(after)
+    for key in dict.fromkeys([*then, *now]):
+        old, new = then.get(key), now.get(key)
+        if old is None or new is None:
+            yield Change(key[0], f"decision on {key[1]}", _decision(old), _decision(new))
+            continue
+        for what in _OF_OVERLAY:
+            if what in old and what in new and _value(what, old) != _value(what, new):
+                yield Change(key[0], what, _value(what, old), _value(what, new))
+
+
+def _decision(decision: Mapping[str, Any] | None) -> str | None:
+    return None if decision is None else str(decision["decision"])
+
+
+def _value(what: str, decision: Mapping[str, Any]) -> str | None:
+    value = _text(decision[what])
+    return without_place(value) if what == "version" else value
+
+
+def _text(value: object) -> str | None:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or None
+    return None if value is None else str(value)
+
+
+def is_hidden(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Return whether fingerprints differ: something changed in a part that an audit leaves out."""
+    prints = before.get("fingerprint"), after.get("fingerprint")
+    return None not in prints and prints[0] != prints[1]

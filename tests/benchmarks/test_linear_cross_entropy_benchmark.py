@@ -1,0 +1,273 @@
+"""The benchmark of linear cross entropy: its verdicts and its page from made-up numbers, and a tiny run of all of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+import zipfile
+from copy import deepcopy
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SHAPE = {"tokens": 8192, "hidden": 4096, "vocabulary": 131072}
+
+
+def imported(name: str) -> ModuleType:
+    """Import a benchmark, whose parts find each other by bare name."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def row(kind: str, ms: float, mib: float | None = None) -> dict[str, Any]:
+    taken = {"ms": ms, "stages": [ms / 3, 2 * ms / 3], "calls": 9}
+    return {"kind": kind, "warm": taken, "cold": dict(taken), "extra_mib": mib}
+
+
+def right(error: float) -> dict[str, Any]:
+    parts = ("loss", "x", "weight", "frequent", "weight from plain")
+    errors = {part: {"norm": error, "max": error} for part in parts}
+    return {"errors": errors, "right": error < 0.05, "options": ["bias"]}
+
+
+@pytest.fixture
+def found() -> dict[str, Any]:
+    """Numbers that reach everything that was asked for."""
+    refuses = {"failed": "ValueError: reduction must be 'mean' or 'sum'", "options": ["ignore_index"]}
+    per_token = {
+        "ours": right(2e-3),
+        "ours, logits kept": right(2e-3),
+        "PyTorch": right(2e-3),
+        "liger-kernel 0.8.1": right(1.0),
+        "liger-kernel 0.8.5": right(7e-3),
+        "Mean Only": refuses,
+    }
+    accuracy = {
+        "shape": SHAPE,
+        "none": {"uniform": per_token, "zipf": deepcopy(per_token)},
+        "mean": {"uniform": {"ours": right(2e-3), "Mean Only": right(2e-3)}, "zipf": {}},
+    }
+    products = {"three products": row("floor", 40.0), "four products": row("floor", 50.0)}
+    none = {
+        **products,
+        "ours": row("ours", 53.0, 250.0),
+        "ours, logits kept": row("ours", 42.0, 2048.0),
+        "PyTorch": row("plain", 49.0, 11200.0),
+        "torch.compile": row("plain", 42.5, 2048.0),
+        "liger-kernel 0.8.1": row("peer", 154.0, 2080.0),
+        "liger-kernel 0.8.5": row("peer", 75.0, 128.0),
+        "cut-cross-entropy, exact": row("peer", 140.0, 0.3),
+    }
+    mean = {
+        **products,
+        "ours": row("ours", 53.5, 250.0),
+        "ours, none without a mask": row("ours", 53.4, 250.0),
+        "Mean Only": row("peer", 41.0, 2112.0),
+    }
+    return {
+        "date": "2026-11-21",
+        "host": {"machine": "x86_64", "python": "3.12.3"},
+        "versions": {"torch": "2.11.0"},
+        "absent": {"quack": "quack-kernels needs a GPU"},
+        "notes": [],
+        "problems": [],
+        "seconds": 1.0,
+        "accuracy": [accuracy],
+        "none": [{"shape": SHAPE, "rows": none, "outputs_mib": 1088.0, "clocks": None}],
+        "mean": [{"shape": SHAPE, "rows": mean, "outputs_mib": 1088.0, "clocks": None}],
+    }
+
+
+def verdicts(found: dict[str, Any]) -> dict[str, str]:
+    """Return what was asked at the shape, and whether it was reached."""
+    return {
+        f"{where.rpartition(', ')[2]}: {asked}": said
+        for where, asked, _, said in imported("linear_cross_entropy_goals").goals(found)
+    }
+
+
+def test_everything_that_was_asked_has_a_verdict(found: dict[str, Any]) -> None:
+    said = verdicts(found)
+    assert set(said.values()) == {"reached"}
+    assert len(said) == 18
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "field", "value", "missed"),
+    [
+        ("none", "ours", "ms", 54.1, ["none: <= 1.08 x the four products"]),
+        ("none", "ours", "extra_mib", 256.4, ["none: extra peak <= 256 MiB"]),
+        ("none", "liger-kernel 0.8.5", "ms", 68.0, ["none: >= 1.3 x faster than liger-kernel 0.8.5"]),
+        ("none", "cut-cross-entropy, exact", "ms", 105.0, ["none: >= 2.0 x faster than cut-cross-entropy, exact"]),
+        ("none", "torch.compile", "ms", 41.9, ["logits kept: not slower than torch.compile"]),
+        ("none", "torch.compile", "extra_mib", 2047.0, ["logits kept: no more memory than torch.compile"]),
+        ("none", "three products", "ms", 38.0, ["logits kept: <= 1.08 x the three products"]),
+        ("mean", "ours", "ms", 55.1, ["mean: <= 1.03 x none on the same data"]),
+    ],
+)
+def test_a_number_beyond_its_limit_is_missed(
+    section: str, name: str, field: str, value: float, missed: list[str], found: dict[str, Any]
+) -> None:
+    changed = found[section][0]["rows"][name]
+    (changed["cold"] if field == "ms" else changed)[field] = value  # the cold cache counts as much as the warm one
+    assert [asked for asked, said in verdicts(found).items() if said == "**missed**"] == missed
+
+
+def test_the_logits_kept_have_to_be_as_right_as_the_rest(found: dict[str, Any]) -> None:
+    found["accuracy"][0]["none"]["zipf"]["ours, logits kept"] = right(2.5e-3)
+    missed = [asked for asked, said in verdicts(found).items() if said == "**missed**"]
+    assert missed == [
+        "zipf labels: error of dX no worse than PyTorch's",
+        "zipf labels: error of dW no worse than PyTorch's",
+        "zipf labels: dW 3 x as near to PyTorch's as Liger's",
+        "zipf labels: dW 3 x as right as Liger's against float64, at the largest error",
+        "zipf labels: dW 3 x as right as Liger's against float64",
+    ]
+
+
+def test_nobody_is_asked_for_more_than_the_dtype_of_a_gradient_holds(found: dict[str, Any]) -> None:
+    rows = found["accuracy"][0]["none"]["zipf"]
+    rows["float64, rounded to bfloat16"] = {**right(2.4e-3), "right": True}
+    del rows["float64, rounded to bfloat16"]["errors"]["weight from plain"]
+
+    said = verdicts(found)
+
+    assert said["zipf labels: dW 3 x as right as Liger's against float64"] == "out of reach of bfloat16"
+    assert said["uniform labels: dW 3 x as right as Liger's against float64"] == "reached"
+    assert said["zipf labels: dW 3 x as near to PyTorch's as Liger's"] == "reached"
+
+
+def test_gradients_that_are_those_of_pytorch_bit_by_bit_are_as_right_as_can_be(found: dict[str, Any]) -> None:
+    for name in ("ours", "ours, logits kept"):
+        found["accuracy"][0]["none"]["zipf"][name]["errors"]["weight from plain"]["norm"] = 0.0
+
+    assert verdicts(found)["zipf labels: dW 3 x as near to PyTorch's as Liger's"] == "reached"
+
+
+def test_other_settings_of_ours_race_but_are_no_other_contract(found: dict[str, Any]) -> None:
+    found["accuracy"][0]["none"]["uniform"]["ours, masked tokens computed"] = right(2e-3)
+    found["none"][0]["rows"]["ours, masked tokens computed"] = row("ours", 60.0, 250.0)
+
+    contract, times = imported("linear_cross_entropy_page").markdown(found).split("## A loss for each token", 1)
+
+    assert "**ours, masked tokens computed** | right" not in contract
+    assert "| <= 1.08 x the four products | 1.200 x, cold 1.200 x | **missed** |" in contract
+    assert "| **ours, masked tokens computed** | 60.0 |" in times
+
+
+def test_a_peer_that_did_not_run_is_said_to_be_not_measured(found: dict[str, Any]) -> None:
+    del found["none"][0]["rows"]["liger-kernel 0.8.5"]
+    assert verdicts(found)["none: >= 1.3 x faster than liger-kernel 0.8.5"] == "not measured"
+
+
+def test_the_page_says_who_refuses_who_is_wrong_and_who_is_absent(found: dict[str, Any]) -> None:
+    page = imported("linear_cross_entropy_page").markdown(found)
+    assert "| Mean Only | **refuses**: ValueError: reduction must be 'mean' or 'sum' | yes |" in page
+    assert "| liger-kernel 0.8.1 | **wrong**: dX is off by 100%, dW by 100% |" in page
+    assert "| **ours** | right |" in page
+    assert "- quack: quack-kernels needs a GPU" in page
+
+
+def test_a_failure_that_is_about_something_else_is_not_called_a_refusal(found: dict[str, Any]) -> None:
+    found["accuracy"][0]["none"]["uniform"]["Mean Only"]["failed"] = "RuntimeError: no kernel image"
+    assert "| Mean Only | **does not run**: RuntimeError: no kernel image |" in imported(
+        "linear_cross_entropy_page"
+    ).markdown(found)
+
+
+def test_the_plot_names_every_contestant_once_and_has_ours_on_top(found: dict[str, Any]) -> None:
+    drawing = imported("linear_cross_entropy_plot").svg(found)
+    words = ["".join(each.itertext()) for each in ElementTree.fromstring(drawing).iter() if each.tag.endswith("text")]
+    for name in ("ours", "ours, logits kept", "PyTorch", "torch.compile", "liger-kernel 0.8.1", "Mean Only, mean"):
+        assert len([each for each in words if each.startswith(f"{name}: ")]) == 1
+    assert drawing.rstrip().splitlines()[-2].startswith("<polygon")
+
+
+def test_a_way_is_known_by_its_signature() -> None:
+    work = imported("linear_cross_entropy_work")
+
+    def peer(x: Any, bias: Any = None, ignore_index: int = -100) -> None: ...
+
+    assert work.options(peer) == {"bias", "ignore_index"}
+    assert work.options(work.functional.linear) == {"bias"}, "written in C, so without a signature"
+
+
+@pytest.mark.parametrize("labels", ["uniform", "zipf"])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("ignored", [[], [0, 7]])
+def test_the_truth_is_that_of_autograd_in_float64(
+    labels: str, reduction: str, ignored: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from torch.nn import functional
+
+    work, truth = imported("linear_cross_entropy_work"), imported("linear_cross_entropy_truth")
+    monkeypatch.setattr(truth, "LARGEST_BLOCK", 5 * 20)  # slices of five tokens
+    data = work.make_data(work.Shape(12, 8, 20), labels, "cpu")
+    data.target[ignored] = -100
+    x, weight = (each.detach().double().requires_grad_() for each in (data.x, data.weight))
+    losses = functional.cross_entropy(x @ weight.t(), data.target, reduction=reduction)
+    gradients = torch.autograd.grad(losses, (x, weight), data.incoming.double() if reduction == "none" else None)
+
+    found = truth.errors(losses, gradients, truth.truth_of(data, reduction))
+
+    assert max(part["norm"] for part in found.values()) < 1e-12
+
+
+def test_the_floors_multiply_the_real_gradient_of_the_logits() -> None:
+    import torch
+    from torch.nn import functional
+
+    work = imported("linear_cross_entropy_work")
+    data = work.make_data(work.Shape(12, 8, 20), "uniform", "cpu")
+    logits = (data.x @ data.weight.t()).detach().float().requires_grad_()
+    losses = functional.cross_entropy(logits, data.target, reduction="none")
+    (expected,) = torch.autograd.grad(losses, logits, data.incoming)
+    torch.testing.assert_close(work.logits_gradient(data, "none"), expected.bfloat16(), rtol=0.02, atol=1e-5)
+
+
+def test_wheels_are_unpacked_where_the_benchmark_looks_for_them_those_in_pieces_too(tmp_path: Path) -> None:
+    name = "cut_cross_entropy-25.1.1-py3-none-any.whl"
+    with zipfile.ZipFile(tmp_path / name, "w") as archive:
+        archive.writestr("cut_cross_entropy/__init__.py", "")
+    whole = (tmp_path / name).read_bytes()
+    first, second, peers = (tmp_path / each for each in ("first", "second", "peers"))
+    for folder, piece, suffix in ((first, whole[:50], ".0"), (second, whole[50:], ".1")):
+        folder.mkdir()
+        (folder / f"{name}{suffix}").write_bytes(piece)
+
+    command = [sys.executable, BENCHMARKS / "linear_cross_entropy_unpack.py", peers, second, first]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert (peers / "cut-cross-entropy/site-packages/cut_cross_entropy/__init__.py").exists()
+    assert "cut-cross-entropy: cut_cross_entropy-25.1.1" in said
+    assert "quack: no wheel" in said
+
+
+@pytest.mark.upstream
+def test_every_line_of_it_runs_on_a_cpu_at_tiny_sizes(tmp_path: Path) -> None:
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not in this environment")
+    command = [sys.executable, "-W", "ignore", BENCHMARKS / "linear_cross_entropy.py", "--quick", "--device", "cpu"]
+    command += ["--shape", "8x32x48", "--peers", "torch", "verl", "--peers-at", tmp_path]
+    command += ["--json", tmp_path / "found.json", "--plot", tmp_path / "plot.svg"]
+    env = {**os.environ, "MEGACPP_OVERLAYS_LOG": "logging"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^\| \*\*ours\*\* \| right \|", done.stdout, re.MULTILINE)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["none"][0]["rows"]["ours"]["warm"]["ms"] > 0
+    assert "there is no" in found["absent"]["verl"]
+    ElementTree.fromstring((tmp_path / "plot.svg").read_text())

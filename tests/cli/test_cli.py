@@ -1,0 +1,146 @@
+"""The command line: exit 0 clean, 1 conflict, 2 usage."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
+
+from megacpp_overlays import cli
+from megacpp_overlays.loader import session as lanes
+from megacpp_overlays.loader.session import Lane
+
+LaneMaker = Callable[..., Lane]
+
+
+@pytest.fixture
+def current(upstream: Upstream, lane: LaneMaker, monkeypatch: pytest.MonkeyPatch) -> Lane:
+    made = lane(upstream.overlay())
+    made.arm()
+    monkeypatch.setattr(lanes, "current", lambda: made)
+    return made
+
+
+@pytest.mark.usefixtures("current")
+def test_audit_imports_the_installed_targets_and_exits_0_when_clean(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["audit"]) == 0
+
+    assert "active" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("current")
+def test_audit_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["audit", "--json"]) == 0
+
+    assert json.loads(capsys.readouterr().out)["decisions"][0]["decision"] == "active"
+
+
+@pytest.mark.usefixtures("current")
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (BROKEN_TEXT.replace("x + x + 1", "2 * x + 1"), "2 * x + 1"),
+        ("raise OSError('libcuda.so.1: cannot open')\n", "cannot be imported here: OSError: libcuda"),
+    ],
+    ids=["unrecognised", "does not import"],
+)
+def test_audit_exits_1_on_a_conflict_and_on_a_target_it_cannot_vouch_for(
+    upstream: Upstream, capsys: pytest.CaptureFixture[str], text: str, says: str
+) -> None:
+    upstream.write(text)
+
+    assert cli.main(["audit"]) == 1
+
+    assert says in " ".join(capsys.readouterr().out.split())  # the table wraps its lines
+
+
+@pytest.mark.parametrize("arguments", [[], ["audti"], ["audit", "--jsn"], ["ledger", "--check"]])
+def test_wrong_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+
+    assert caught.value.code == 2
+    assert "usage: megacpp-overlays" in capsys.readouterr().err
+
+
+def test_ledger_prints_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "RETIREMENT.md"
+
+    assert cli.main(["ledger", "--check", str(path)]) == 1
+    assert cli.main(["ledger", "--write", str(path)]) == 0
+    assert cli.main(["ledger", "--check", str(path)]) == 0
+    capsys.readouterr()
+    assert cli.main(["ledger"]) == 0
+
+    assert capsys.readouterr().out.strip() == path.read_text().strip()
+
+
+@pytest.mark.usefixtures("current")
+@pytest.mark.parametrize(
+    ("text", "code", "says"),
+    [(BROKEN_TEXT, 0, "nothing is due here"), (FIXED_TEXT, 1, "double-fix: upstream doubles without adding one")],
+    ids=["broken", "fixed"],
+)
+def test_ledger_says_what_can_be_deleted_here(
+    upstream: Upstream, capsys: pytest.CaptureFixture[str], text: str, code: int, says: str
+) -> None:
+    upstream.write(text)
+
+    assert cli.main(["ledger", "--due"]) == code
+
+    assert capsys.readouterr().out.strip() == says
+
+
+def test_an_error_of_ours_is_one_line_and_exit_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> bool:
+        raise lanes.RegistryError("double-fix is declared twice")
+
+    monkeypatch.setattr("megacpp_overlays.cli.audit.run", fail)
+
+    assert cli.main(["audit"]) == 1
+    assert capsys.readouterr().err == "megacpp-overlays: double-fix is declared twice\n"
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    import os
+
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, check=False)
+
+
+def test_the_module_form_works_and_a_wrong_setting_is_wrong_usage() -> None:
+    assert run("-m", "megacpp_overlays", "--version").stdout.startswith("megacpp_overlays ")
+
+    wrong = run("-m", "megacpp_overlays", "audit", MEGACPP_OVERLAYS="atuo")
+
+    assert wrong.returncode == 2
+    assert wrong.stderr == (
+        "megacpp-overlays: MEGACPP_OVERLAYS=atuo is not known; did you mean auto? known: auto, observe, off, strict\n"
+    )
+
+
+def test_a_wrong_setting_in_a_launcher_raises_at_import() -> None:
+    wrong = run("-c", "import megacpp_overlays", MEGACPP_OVERLAY_LIGER="off")
+
+    assert wrong.returncode == 1
+    assert "SettingsError: MEGACPP_OVERLAY_LIGER is no setting of megacpp_overlays" in wrong.stderr
+
+
+@pytest.mark.parametrize("command", ["ledger", "receipts --check"])  # more than Python keeps back, and less
+def test_a_reader_that_has_seen_enough_is_no_traceback(command: str) -> None:
+    line = f"{shlex.quote(sys.executable)} -W ignore -m megacpp_overlays {command} | true"
+
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, cwd="/")
+
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipeError" not in done.stderr

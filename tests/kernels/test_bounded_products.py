@@ -1,0 +1,175 @@
+"""Products over the first rows, and rows that come first: on the CPU, in Triton's interpreter, compiled for Hopper.
+
+What they compute on a GPU is in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, SUPPORT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megacpp_overlays.kernels.masked_products import products as bounded_products
+from megacpp_overlays.kernels.masked_products.products import Products
+from megacpp_overlays.kernels.masked_products.token_selection import select
+
+ROUNDING = 1e-3
+"""Largest relative error in float16."""
+
+
+def child(script: str, **variables: str) -> Any:
+    """Return what a script in this folder answers in an interpreter of its own."""
+    tests = SUPPORT
+    path = os.pathsep.join([str(tests), str(ROOT)])
+    env = {**os.environ, "PYTHONPATH": path, "MEGACPP_OVERLAYS_LOG": "logging", **variables}
+    command = [sys.executable, "-W", "ignore", str(tests / script)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+# On the CPU
+
+
+@settings(deadline=None)
+@given(st.lists(st.booleans(), max_size=20), st.sampled_from([torch.float64, torch.float16]))
+def test_selected_rows_come_first_in_their_order_and_go_back(wanted: list[bool], dtype: torch.dtype) -> None:
+    mask = torch.tensor(wanted, dtype=torch.bool)
+    rows = torch.randn(len(wanted), 3)
+
+    selection = select(mask)
+    first = selection.first(rows)
+    in_place = rows.clone()
+    selection.bring_first(in_place)
+    first[sum(wanted) :] = 0
+    back = selection.put_back(first, dtype)
+
+    assert int(selection.count) == sum(wanted)
+    assert torch.equal(first[: sum(wanted)], rows[mask])
+    assert torch.equal(in_place[: sum(wanted)], rows[mask])
+    assert torch.equal(back, torch.where(mask.unsqueeze(1), rows, 0).to(dtype))
+
+
+@settings(deadline=None)
+@given(
+    rows=st.integers(0, 7), count=st.integers(0, 7), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    wide=st.booleans(), add=st.booleans(),
+)  # fmt: skip
+def test_rows_after_the_count_do_not_count(rows: int, count: int, dtype: torch.dtype, wide: bool, add: bool) -> None:
+    count = min(count, rows)
+    left, right, across = (torch.randn(*shape).to(dtype) for shape in ((rows, 3), (3, 5), (rows, 4)))
+    left[count:] = float("nan")
+    out = torch.ones(rows, 5, dtype=torch.float32 if wide else dtype)
+    over = torch.ones(3, 4, dtype=out.dtype)
+    products = Products(torch.tensor([count], dtype=torch.int32))
+
+    products.of_rows(left, right, out=out, add=add)
+    products.over_rows(left, across, out=over, add=add)
+
+    some = left[:count].double()
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    close = {"rtol": tolerance, "atol": 2 * tolerance, "check_dtype": False}
+    torch.testing.assert_close(out[:count].double(), some @ right.double() + add, **close)
+    torch.testing.assert_close(over.double(), some.t() @ across[:count].double() + add, **close)
+    assert (out[count:] == 1).all()
+
+
+def test_without_a_count_all_rows_do() -> None:
+    left, right = torch.randn(4, 3), torch.randn(3, 5)
+    out, over = torch.zeros(4, 5), torch.zeros(3, 3)
+
+    Products().of_rows(left, right, out=out)
+    Products().over_rows(left, left, out=over, add=True)
+
+    torch.testing.assert_close(out, left @ right)
+    torch.testing.assert_close(over, left.t() @ left)
+
+
+def test_a_device_that_is_not_known_has_no_such_products() -> None:
+    assert bounded_products.available(torch.float64, torch.zeros(2, 2))
+    assert not bounded_products.available(torch.bfloat16, torch.zeros(2, 2, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("matrix", "fits"),
+    [
+        (torch.zeros(4, 16, dtype=torch.bfloat16), True),
+        (torch.zeros(4, 12, dtype=torch.bfloat16), False),
+        (torch.zeros(4, 16), True),
+        (torch.zeros(4, 12), False),
+        (torch.zeros(4, 24, dtype=torch.bfloat16)[:, :16], True),
+        (torch.zeros(4, 24, dtype=torch.bfloat16)[:, :12], False),
+        (torch.zeros(4, 20, dtype=torch.bfloat16)[:, :16], False),
+        (torch.zeros(4, 24, dtype=torch.bfloat16)[:, 1:17], False),
+        (torch.zeros(16, 16, dtype=torch.bfloat16).t(), False),
+    ],
+)
+def test_rows_that_a_descriptor_can_address_begin_at_16_bytes_even_in_a_copy(matrix: torch.Tensor, fits: bool) -> None:
+    triton = pytest.importorskip("megacpp_overlays.kernels.masked_products.products_triton")
+
+    assert triton.fits(torch.bfloat16, matrix) is fits
+    assert triton.fits(torch.bfloat16, torch.zeros(2, 8), matrix) is fits
+
+
+# In Triton
+
+
+def test_without_a_row_there_is_no_program_and_the_sum_is_zero() -> None:
+    triton = pytest.importorskip("megacpp_overlays.kernels.masked_products.products_triton")
+    none = torch.zeros(1, dtype=torch.int32)
+    left, right, out, total = torch.zeros(0, 16), torch.zeros(0, 8), torch.ones(16, 8), torch.ones(16, 8)
+
+    triton.product_over_rows(left, right, none, out, False)
+    triton.product_over_rows(left, right, none, total, True)
+    triton.product_of_rows(left, out, none, right, False)
+
+    assert not out.any()
+    assert (total == 1).all()
+
+
+@pytest.fixture(scope="module")
+def facts() -> Any:
+    """Return what `bounded_products_facts.py` found. No kernel runs on a device."""
+    pytest.importorskip("triton")
+    return child("bounded_products_facts.py", TRITON_INTERPRET="1")
+
+
+def test_triton_agrees_with_float64_on_every_count(facts: Any) -> None:
+    found = facts["products"]
+
+    assert len(found) == 24
+    assert {name: each for name, each in found.items() if not max(each.values()) < ROUNDING} == {}
+
+
+def test_triton_brings_rows_first_and_back_in_their_own_memory(facts: Any) -> None:
+    assert len(facts["moves"]) == 12
+    assert {name: found for name, found in facts["moves"].items() if found != [True, True, True]} == {}
+
+
+@pytest.fixture(scope="module")
+def programs() -> Any:
+    """Return what `bounded_products_targets.py` found: what each program needs on compute capability 9.0."""
+    pytest.importorskip("triton")
+    found = child("bounded_products_targets.py", TRITON_INTERPRET="0")
+    if "obstacle" in found:
+        pytest.skip(found["obstacle"])
+    return found["programs"]
+
+
+def test_every_product_compiles_for_hopper_to_its_own_instructions_and_keeps_all_in_registers(programs: Any) -> None:
+    found = [each for each in programs if each["kernel"] not in {"_bring_first", "_put_back"}]
+
+    assert {each["kernel"] for each in programs} == {"_of_rows", "_over_rows", "_bring_first", "_put_back"}
+    assert len(found) == 20
+    assert [each for each in found if not (each["wgmma"] and each["bulk copies"])] == []
+    assert [each for each in programs if each["stack"]] == []
+    triton = pytest.importorskip("megacpp_overlays.kernels.masked_products.products_triton")
+    assert max(each["shared"] for each in programs) == triton._SHARED_BY_LARGE

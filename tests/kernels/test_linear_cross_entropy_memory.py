@@ -1,0 +1,427 @@
+"""How much memory a linear cross entropy may take: what the environment says, and what follows for its blocks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megacpp_overlays.kernels.linear_cross_entropy import memory as linear_cross_entropy_memory
+from megacpp_overlays.kernels.linear_cross_entropy import shard as linear_cross_entropy_shard
+from megacpp_overlays.kernels.linear_cross_entropy.memory import (
+    LOGITS,
+    MASKED,
+    MEMORY_MIB,
+    Logits,
+    Masked,
+    Memory,
+    Settled,
+    from_environment,
+    padded,
+    process_wide,
+)
+from megacpp_overlays.kernels.linear_cross_entropy.shard import Shard
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin as a new process does, and leave nothing behind."""
+    for name in (MEMORY_MIB, LOGITS, MASKED):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("_chosen", "_room_was_found"):
+        monkeypatch.setattr(linear_cross_entropy_memory, name, None)
+
+
+# The environment
+
+
+def test_without_variables_256_mib_are_used_to_compute_logits_again_of_tokens_that_masks_decide() -> None:
+    assert from_environment() == Memory(extra_mib=256, logits=Logits.RECOMPUTE, masked=Masked.AUTO)
+
+
+def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MEMORY_MIB, "")
+    monkeypatch.setenv(LOGITS, "")
+    monkeypatch.setenv(MASKED, "")
+
+    assert from_environment() == Memory()
+
+
+@pytest.mark.parametrize("mib", [1, 512, 100_000])
+@pytest.mark.parametrize("logits", list(Logits))
+@pytest.mark.parametrize("masked", list(Masked))
+def test_variables_say_how_much_and_what_becomes_of_logits_and_masked_tokens(
+    mib: int, logits: Logits, masked: Masked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGACPP_LINEAR_CE_MEMORY_MIB", str(mib))
+    monkeypatch.setenv("MEGACPP_LINEAR_CE_LOGITS", logits.value)
+    monkeypatch.setenv("MEGACPP_LINEAR_CE_MASKED", masked.value)
+
+    assert from_environment() == Memory(mib, logits, masked=masked)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "256MiB", "1e3", " 256", "many"])
+def test_a_bad_amount_is_named_with_its_variable_and_what_is_allowed(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MEMORY_MIB, value)
+
+    with pytest.raises(ValueError, match=f"^{MEMORY_MIB} is '{re.escape(value)}'; it is a whole number of MiB, 1 or"):
+        process_wide()
+
+
+@pytest.mark.parametrize("value", ["KEEP", "cache", "1", " keep"])
+@pytest.mark.parametrize(("name", "known"), [(LOGITS, "recompute, keep, auto"), (MASKED, "auto, compute, skip")])
+def test_a_bad_way_is_named_with_its_variable_and_what_is_allowed(
+    name: str, known: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+
+    with pytest.raises(ValueError, match=f"^{name} is '{value}'; it is one of {known}$"):
+        process_wide()
+
+
+def test_the_environment_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MEMORY_MIB, "77")
+    first = process_wide()
+
+    monkeypatch.setenv(MEMORY_MIB, "not a number")
+
+    assert first == Memory(77)
+    assert process_wide() is first
+
+
+def test_importing_the_kernel_does_not_read_it(run_python: Callable[..., Any]) -> None:
+    """So a bad variable is an error of the step that it is for, with words, not of an import hook."""
+    code = f"""
+import torch
+from megacpp_overlays.kernels.linear_cross_entropy import linear_cross_entropy
+try:
+    linear_cross_entropy(torch.zeros(2, 2), torch.zeros(3, 2), torch.tensor([0, 1]))
+except ValueError as error:
+    print(error)
+import os
+os.environ["{MEMORY_MIB}"] = "5"
+print(float(linear_cross_entropy(torch.zeros(2, 2), torch.zeros(3, 2), torch.tensor([0, 1])).exp()))
+"""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = run_python(code, ROOT, **{MEMORY_MIB: "five", "MEGACPP_OVERLAYS_LOG": "logging", "PYTHONPATH": path})
+
+    refusal, loss = done.stdout.splitlines()
+    assert refusal == f"{MEMORY_MIB} is 'five'; it is a whole number of MiB, 1 or more"
+    assert float(loss) == pytest.approx(3.0)
+
+
+# A choice
+
+
+def test_a_way_may_be_given_by_its_name() -> None:
+    assert Memory(logits="keep", masked="skip") == Memory(logits=Logits.KEEP, masked=Masked.SKIP)
+
+
+@pytest.mark.parametrize(
+    ("given_", "reason"),
+    [
+        ({"extra_mib": 0}, "extra_mib is 0; it is a number of MiB, 1 or more"),
+        ({"extra_mib": -5}, "extra_mib is -5"),
+        ({"logits": "all"}, "logits is 'all'; it is one of recompute, keep, auto"),
+        ({"masked": True}, "masked is True; it is one of auto, compute, skip"),
+    ],
+)
+def test_a_choice_that_cannot_be_meant_is_refused(given_: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Memory(**given_)
+
+
+SIZES = {
+    "tokens": st.integers(0, 200_000),
+    "element": st.sampled_from([2, 4, 8]),
+    "classes": st.integers(1, 300_000),
+    "extra_mib": st.integers(1, 4096),
+}
+
+
+@settings(deadline=None)
+@given(**SIZES, taken=st.integers(0, 2**33))
+def test_a_block_stays_within_what_is_left_but_gets_a_quarter_and_256_classes(
+    tokens: int, element: int, classes: int, extra_mib: int, taken: int
+) -> None:
+    step = Memory(extra_mib).classes_with(tokens * element, taken, classes)
+
+    budget = extra_mib * MIB
+    allowed = max(budget - taken, budget / 4)
+    if Memory(extra_mib).fits(tokens * element, classes):
+        assert step == classes  # nothing is added up then, so nothing else is taken
+    else:
+        assert 1 <= step <= 256 or tokens * element * step <= allowed
+
+
+@settings(deadline=None)
+@given(
+    tokens=st.integers(1, 200_000),
+    element=SIZES["element"],
+    extra_mib=SIZES["extra_mib"],
+    share=st.floats(1.01, 100.0),
+    more=st.integers(0, 1000),
+)
+def test_blocks_are_as_equal_as_multiples_of_256_classes_can_be(
+    tokens: int, element: int, extra_mib: int, share: float, more: int
+) -> None:
+    """So no product is narrow: the first block lacks fewer classes than there are blocks of 256."""
+    classes = int(share * (extra_mib * MIB // (tokens * element))) + 64 + more  # too many for one block
+    assert not Memory(extra_mib).fits(tokens * element, classes)
+
+    step = Memory(extra_mib).classes_with(tokens * element, 0, classes)
+
+    blocks = -(-classes // step)
+    assert step % 256 == 0
+    assert step < -(-classes // blocks) + 256
+    widest = max(256, extra_mib * MIB // (tokens * element) // 256 * 256)
+    assert blocks == -(-classes // widest) or step == 256
+
+
+def test_the_default_at_the_size_of_a_model() -> None:
+    """8192 tokens of size 4096 in bfloat16, 131072 classes: 64 MiB are the sum in float32 beside its result."""
+    forward = Memory().classes_with(8192 * 2, 0, 131072)
+    backward = Memory().classes_with(8192 * 2, 64 * MIB, 131072)
+
+    assert (forward, backward) == (16384, 12032)
+    assert 8192 * 2 * backward <= 192 * MIB
+
+
+@pytest.mark.parametrize("sizes", [(8192, 4096, 131072), (12288, 4096, 151552)], ids=str)
+@pytest.mark.parametrize("masked", list(Masked))
+def test_a_block_has_room_beside_the_sum_and_a_copy_of_selected_tokens(
+    masked: Masked, sizes: tuple[int, int, int]
+) -> None:
+    tokens, size, classes = sizes
+    hidden, weight = (torch.empty(rows, size, dtype=torch.bfloat16) for rows in (tokens, classes))
+    shard = Shard(weight=weight, logits_dtype=torch.bfloat16)
+
+    step = linear_cross_entropy_shard._step(hidden, shard, Memory(masked=masked))
+
+    copy = 0 if masked is Masked.COMPUTE else hidden.nbytes
+    beside = tokens * size * 4 + copy - hidden.nbytes  # the result comes when all of this is gone
+    assert beside + tokens * step * 2 <= 256 * MIB
+    assert step >= 256
+
+
+@pytest.mark.parametrize("masked", list(Masked))
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+def test_a_rank_of_a_group_stays_within_its_memory_with_one_block_and_with_several(masked: Masked, ranks: int) -> None:
+    """Its gradient of the hidden states is a sum over ranks, in float32 even if there is one block."""
+    hidden, weight = (torch.empty(rows, 4096, dtype=torch.bfloat16) for rows in (8192, 131072 // ranks))
+    shard = Shard(weight=weight, logits_dtype=torch.bfloat16, is_whole=False)
+    memory = Memory(masked=masked)
+
+    step = linear_cross_entropy_shard._step(hidden, shard, memory)
+
+    copy = 0 if masked is Masked.COMPUTE else hidden.nbytes
+    beside = hidden.numel() * 4 + copy - hidden.nbytes
+    assert beside + 8192 * padded(step) * 2 <= 256 * MIB
+    assert linear_cross_entropy_shard.is_one_block(hidden, shard, memory) == (step == weight.shape[0])
+
+
+def test_a_block_takes_no_room_for_selected_tokens_where_none_are_selected() -> None:
+    hidden, weight = (torch.empty(rows, 4096, dtype=torch.bfloat16) for rows in (8192, 131072))
+    shard = Shard(weight=weight, logits_dtype=torch.bfloat16)
+
+    def step(memory: Memory, device: str = "cpu") -> int:
+        return linear_cross_entropy_shard._step(hidden.to(device), replace(shard, weight=weight.to(device)), memory)
+
+    everything = step(Memory(masked="compute"))
+    assert step(Memory()) < everything
+    assert step(Memory(settled=Settled(skips=False))) == everything
+    assert step(Memory(), device="meta") == everything  # it has no products that end after some rows
+
+
+@given(classes=st.integers(1, 1000), block=st.integers(1, 2000))
+def test_the_classes_of_a_block_can_be_given(classes: int, block: int) -> None:
+    assert Memory(block_classes=block).classes_with(10**9 * 4, 2**40, classes) == min(block, classes)
+
+
+@given(classes=st.integers(0, 300_000))
+def test_rows_of_logits_begin_at_multiples_of_64_elements(classes: int) -> None:
+    row = padded(classes)
+
+    assert row % 64 == 0
+    assert 0 <= row - classes < 64
+
+
+# Keeping
+
+
+@pytest.mark.parametrize(("logits", "keeps"), [("recompute", False), ("keep", True), ("auto", False)])
+def test_a_host_keeps_logits_only_if_told_to(logits: str, keeps: bool) -> None:
+    assert Memory(logits=logits).keeps(1, 1, 4, CPU) is keeps
+
+
+@settings(deadline=None)
+@given(**SIZES)
+def test_logits_that_a_block_has_room_for_are_one_block(
+    tokens: int, element: int, classes: int, extra_mib: int
+) -> None:
+    memory = Memory(extra_mib)
+
+    fits = memory.fits(tokens * element, classes)
+
+    assert fits == (tokens * padded(classes) * element <= extra_mib * MIB)
+    assert not replace(memory, block_classes=classes).fits(tokens * element, classes)
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_what_is_found_at_the_first_call_holds_for_every_later_one(room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that keeps its logits and a step that does not differ in their last bits, and in their time."""
+    answers: list[int] = []
+
+    def has_room(wanted: int, device: torch.device) -> bool:
+        answers.append(wanted)
+        return room
+
+    monkeypatch.setattr(linear_cross_entropy_memory, "_has_room", has_room)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    automatic, device = Memory(logits="auto"), torch.device("cuda")
+
+    assert not automatic.keeps(1, 1, 4, CPU)  # which settles nothing
+    assert automatic.keeps(1000, 5000, 2, device) is room
+    room = not room
+    assert automatic.keeps(7, 3, 2, device) is not room
+    assert answers == [2 * 1000 * 5000 * 2]
+
+
+@pytest.mark.parametrize(("free", "kept"), [(98, False), (99, True)])
+def test_memory_that_pytorch_holds_without_using_it_counts_as_room(
+    free: int, kept: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A device of which PyTorch holds 3 MiB and uses 2; the logits take 50. No such device is here."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * MIB, 1000 * MIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * MIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * MIB)
+
+    with caplog.at_level(logging.INFO, logger="megacpp_overlays"):
+        assert Memory(logits="auto").keeps(1024, 25 * 1024, 2, torch.device("cuda")) is kept
+
+    assert f"{free + 1} MiB left, twice the logits are 100 MiB; they are" in caplog.text
+
+
+def test_nothing_is_asked_of_a_device_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+    assert not Memory(logits="auto").keeps(1, 1, 2, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_captured_step_does_what_the_steps_before_it_did(room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_cross_entropy_memory, "_has_room", lambda wanted, device: room)
+    automatic, device = Memory(logits="auto"), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    automatic.keeps(1, 1, 2, device)
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+    assert automatic.keeps(1, 1, 2, device) is room
+
+
+# Skipping
+
+
+def alive(count: int, tokens: int = 1000) -> torch.Tensor:
+    return torch.arange(tokens) < count
+
+
+@pytest.mark.parametrize(("masked", "skips"), [("compute", False), ("skip", True)])
+@pytest.mark.parametrize("count", [0, 1, 1000])
+def test_a_way_that_is_named_is_gone_whatever_the_masks_are(masked: str, skips: bool, count: int) -> None:
+    memory = Memory(masked=masked)
+
+    assert memory.skips(alive(count)) is skips
+    assert memory.may_skip is skips
+    assert memory.settled.skips is None
+
+
+@pytest.mark.parametrize(("count", "skips"), [(1, True), (750, True), (751, False), (1000, False)])
+def test_masks_of_the_first_backward_pass_decide_for_all_later_ones(
+    count: int, skips: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = Memory()
+    assert memory.may_skip
+
+    with caplog.at_level("INFO", logger="megacpp_overlays"):
+        first = memory.skips(alive(count))
+        later = [memory.skips(alive(each)) for each in (1, 1000)]
+
+    assert first is skips
+    assert later == [skips, skips]
+    assert memory.may_skip is skips
+    what = "skipped" if skips else "computed"
+    assert [each.getMessage() for each in caplog.records] == [
+        f"linear cross entropy: {count} of 1000 tokens of the first backward pass have a gradient; "
+        f"the others are {what}"
+    ]
+
+
+@pytest.mark.parametrize(("count", "tokens"), [(0, 0), (0, 1000), (255, 255), (1, 1)])
+def test_a_pass_without_a_gradient_or_with_few_tokens_says_nothing_about_the_next_one(count: int, tokens: int) -> None:
+    memory = Memory()
+
+    assert not memory.skips(alive(count, tokens))
+    assert memory.settled.skips is None
+    assert memory.skips(alive(500))
+
+
+def test_tokens_without_values_cannot_be_counted() -> None:
+    memory = Memory()
+
+    with FakeTensorMode():
+        assert not memory.skips(torch.ones(1000, dtype=torch.bool))
+
+    assert memory.settled.skips is None
+
+
+def test_threads_of_several_devices_settle_one_thing_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, both = Memory(), threading.Barrier(2, timeout=30)
+    counted: list[int] = []
+    is_sparse = linear_cross_entropy_memory._is_sparse
+
+    def count(tokens: torch.Tensor) -> bool | None:
+        counted.append(int(tokens.sum()))
+        return is_sparse(tokens)
+
+    def run(tokens: torch.Tensor) -> bool:
+        both.wait()
+        return memory.skips(tokens)
+
+    monkeypatch.setattr(linear_cross_entropy_memory, "_is_sparse", count)
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(run, [alive(500), alive(1000)]))
+
+    assert len(counted) == 1
+    assert answers == [memory.settled.skips] * 2
+
+
+def test_copies_of_a_choice_share_what_it_found_and_others_do_not() -> None:
+    """The entry for Megatron copies the choice of the process at each call."""
+    memory = Memory()
+    copy = replace(memory, block_classes=5)
+
+    memory.skips(alive(1000))
+
+    assert copy.settled.skips is False
+    assert Memory().settled.skips is None
+    assert memory == Memory()

@@ -1,0 +1,154 @@
+"""Stale names are found by identity and rebound; what cannot be rebound is named."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import CellType, FunctionType, ModuleType
+from typing import Any
+
+import pytest
+from made_up import Upstream
+
+from megacpp_overlays.loader import aliases, seams
+from megacpp_overlays.runtime import seam_marks
+
+
+def put(module: ModuleType, symbol: str) -> seams.Seam:
+    return seams.replace(
+        *seams.resolve(module, symbol), lambda original: lambda *a: original(*a), overlay_id="double-fix"
+    )
+
+
+def rebound(placed: list[seams.Seam], *, deep: bool) -> list[seams.Seam]:
+    changed: list[seams.Seam] = []
+    aliases.rebind(placed, changed, deep=deep)
+    return changed
+
+
+def test_names_that_were_imported_earlier_are_led_to_the_seam_even_if_renamed(upstream: Upstream) -> None:
+    upstream.write("from .layers import double\n", module="user")
+    upstream.write("from .layers import double as twice\n", module="renamer")
+    module, user, renamer = upstream.load(), upstream.load("user"), upstream.load("renamer")
+    original = module.double
+
+    changed = rebound([put(module, "double")], deep=False)
+
+    assert user.double is renamer.twice is module.double is not original
+    assert sorted(map(str, changed)) == [f"{upstream.name}.renamer.twice", f"{upstream.name}.user.double"]
+    assert all(seam.undo() for seam in changed)
+    assert user.double is renamer.twice is original
+
+
+def test_a_function_that_a_class_borrowed_is_rebound_too(upstream: Upstream) -> None:
+    upstream.write("from . import layers\nclass Borrower:\n    run = layers.Layer.static\n", module="user")
+    module, user = upstream.load(), upstream.load("user")
+
+    changed = rebound([put(module, "Layer.static")], deep=True)
+
+    assert [str(seam) for seam in changed] == [f"{upstream.name}.user.Borrower.run"]
+    assert user.Borrower.run is module.Layer.static
+
+
+def test_a_borrowed_descriptor_stays_a_descriptor(upstream: Upstream) -> None:
+    upstream.write("from . import layers\nclass B:\n    run = vars(layers.Layer)['static']\n", module="user")
+    module, user = upstream.load(), upstream.load("user")
+
+    rebound([put(module, "Layer.static")], deep=True)
+
+    assert vars(user.B)["run"] is vars(module.Layer)["static"]
+    assert user.B().run(1) == 2
+
+
+def test_another_function_of_the_same_name_is_left_alone(upstream: Upstream) -> None:
+    upstream.write("def double(x): return 0\n", module="user")
+    module, user = upstream.load(), upstream.load("user")
+
+    assert rebound([put(module, "double")], deep=False) == []
+    assert user.double(1) == 0
+
+
+def test_looking_for_names_does_not_wake_lazy_modules(upstream: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lazy(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            raise AssertionError(f"woken by {name}")
+
+    monkeypatch.setitem(sys.modules, "lazy_module", Lazy("lazy_module"))
+    monkeypatch.setitem(sys.modules, "not_a_module", object())  # type: ignore[misc]
+
+    assert rebound([put(upstream.load(), "double")], deep=True) == []
+
+
+def test_what_only_holds_names_is_held_by_nobody(upstream: Upstream) -> None:
+    seam = put(upstream.load(), "double")
+
+    assert aliases.holders([seam]) == []
+
+
+def test_what_cannot_be_rebound_is_reported_in_words(upstream: Upstream) -> None:
+    module = upstream.load()
+
+    def user(function: object = module.double) -> object:
+        return function
+
+    def capture(function: object) -> object:
+        return lambda: function
+
+    class Block:
+        def __init__(self, function: object) -> None:
+            self.function = function
+
+    kept = [functools.partial(module.double, 1), {"double": module.double, "other": 1}, capture(module.double)]
+    block = Block(module.double)
+    bound = module.Layer().forward
+
+    words = aliases.holders([put(module, "double")])
+
+    on_an_instance = words.pop()  # since Python 3.11 the instance itself holds it, before that its dictionary
+    assert on_an_instance in {f"an object of {__name__}.{Block.__qualname__}", "a dict of 1 items"}
+    assert words == [
+        "a closure",
+        f"a default argument of {__name__}.{user.__qualname__}",
+        "a dict of 2 items",
+        "an object of functools.partial",
+    ]
+    assert aliases.holders([put(module, "Layer.forward")]) == ["a bound method of Layer"]
+    del kept, block, bound
+
+
+def test_the_cells_of_the_replacement_itself_do_not_count(upstream: Upstream) -> None:
+    module = upstream.load()
+
+    def make(original: Any) -> Any:
+        def inner(x: int) -> int:
+            return original(x)
+
+        def recursive(x: int) -> int:
+            return inner(x) if x else recursive(1)
+
+        return recursive
+
+    assert aliases.holders([seams.replace(module, "double", make, overlay_id="double-fix")]) == []
+
+
+def test_a_replacement_with_an_empty_cell_is_no_trouble(upstream: Upstream) -> None:
+    module = upstream.load()
+
+    def make(original: Any) -> Any:
+        def replacement(x: int) -> int:
+            return original(x)
+
+        return FunctionType(replacement.__code__, {}, closure=(CellType(),))
+
+    assert aliases.holders([seams.replace(module, "double", make, overlay_id="double-fix")]) == []
+
+
+@pytest.mark.parametrize("symbol", ["double", "Layer.forward", "Layer.static", "Layer.build", "Layer.size"])
+def test_a_count_of_references_tells_whether_a_walk_is_needed(upstream: Upstream, symbol: str) -> None:
+    owner, name = seams.resolve(upstream.load(), symbol)
+    assert not aliases.is_held_elsewhere(owner, name)
+
+    held = seam_marks.plain_function(vars(owner)[name])
+
+    assert aliases.is_held_elsewhere(owner, name)
+    del held

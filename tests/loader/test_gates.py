@@ -1,0 +1,312 @@
+"""A gate: a declaration without seams, read when the lane is armed, that says what to do and changes nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_up import BROKEN_TEXT, Upstream
+
+from megacpp_overlays.errors import ActivationError, RegistryError
+from megacpp_overlays.loader import gates, registry
+from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader.settings import Mode, Settings
+from megacpp_overlays.model import Decision, Evidence, Finding, Gate, Target, Verdict
+from megacpp_overlays.processes import statement
+from megacpp_overlays.source.trees import InstalledTree, SourceTree, shipped
+from megacpp_overlays.upkeep.ledger import render
+
+LaneMaker = Callable[..., Lane]
+
+
+def gate_of(upstream: Upstream, **changes: Any) -> Gate:
+    """Return a gate about the made-up upstream: its notes say whether the combination works."""
+
+    def probe(tree: SourceTree) -> Finding:
+        notes = shipped(tree, upstream.name, "notes.txt")
+        if notes is None:
+            return Finding(verdict=Verdict.ABSENT, shape=None, evidence=(Evidence(seen="there are no notes"),))
+        verdict, shape = {
+            "does not work": (Verdict.BROKEN, "no-work"),
+            "works": (Verdict.FIXED, None),
+            "does nothing": (Verdict.BROKEN, "nobody-knows-why"),
+        }.get(notes.text, (Verdict.UNRECOGNISED, None))
+        return Finding(verdict=verdict, shape=shape, evidence=(Evidence(seen=notes.text, file=notes.path, line=1),))
+
+    fields = {
+        "id": "double-trouble",
+        "pack": 98,
+        "title": "Doubles beside halves are installed.",
+        "target": Target(distribution=upstream.name, module=upstream.module_name, symbol="double"),
+        "beside": ("pytest",),
+        "probe": probe,
+        "unsupported": {"no-work": "install fewer doubles"},
+        "breaks": "the first double hangs",
+        "retire_when": "doubles and halves work together",
+        "retired": lambda tree: probe(tree).verdict is Verdict.FIXED,
+        "threads": (),
+        "last_validated": "never: it is made up",
+    }
+    return Gate(**{**fields, **changes})
+
+
+def note(upstream: Upstream, text: str) -> None:
+    (upstream.folder / upstream.name / "notes.txt").write_text(text)
+
+
+def test_it_is_decided_when_the_lane_is_armed_and_nothing_is_imported_for_it(
+    upstream: Upstream, lane: LaneMaker
+) -> None:
+    note(upstream, "does not work")
+
+    armed = lane(gate_of(upstream))
+    armed.arm()
+
+    (record,) = armed.audit().records
+    assert record.decision is Decision.GATED
+    assert upstream.name not in sys.modules
+    assert record.seams == ()
+
+
+def test_its_line_says_what_will_happen_what_to_do_and_how_to_be_rid_of_it(
+    upstream: Upstream, lane: LaneMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note(upstream, "does not work")
+
+    lane(gate_of(upstream)).arm()
+
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "[megacpp_overlays] mode auto"
+    assert second.startswith("[megacpp_overlays] gated: double-trouble (pack 98) on ")
+    assert (
+        "| the first double hangs. What to do: install fewer doubles. Seen: does not work (notes.txt:1) "
+        "| delete when doubles and halves work together | off: MEGACPP_OVERLAY_DOUBLE_TROUBLE=off"
+    ) in second
+
+
+@pytest.mark.parametrize(
+    ("notes", "decision"),
+    [
+        ("works", Decision.RETIRED),
+        ("does not work", Decision.GATED),
+        ("does nothing", Decision.CONFLICT),
+        ("scribbles", Decision.CONFLICT),
+        (None, Decision.ABSENT),
+    ],
+)
+@pytest.mark.parametrize("mode", [Mode.AUTO, Mode.OBSERVE])
+def test_the_verdict_decides_and_observing_changes_nothing_about_that(
+    upstream: Upstream, lane: LaneMaker, notes: str | None, decision: Decision, mode: Mode
+) -> None:
+    if notes is not None:
+        note(upstream, notes)
+
+    armed = lane(gate_of(upstream), mode=mode)
+    armed.arm()
+
+    assert [record.decision for record in armed.audit().records] == [decision]
+
+
+def test_a_probe_that_raises_is_a_conflict_and_the_import_goes_on(upstream: Upstream, lane: LaneMaker) -> None:
+    def trip(_: SourceTree) -> Finding:
+        raise RecursionError("too deep")
+
+    armed = lane(gate_of(upstream, probe=trip))
+    armed.arm()
+
+    (record,) = armed.audit().records
+    assert record.decision is Decision.CONFLICT
+    assert record.reason == "the probe could not read it: RecursionError: too deep"
+
+
+def test_strict_accepts_what_was_understood_and_refuses_what_was_not(upstream: Upstream, lane: LaneMaker) -> None:
+    """Whether a run uses what cannot work, only its owner knows: a gate that is understood is advice."""
+    note(upstream, "does not work")
+    lane(gate_of(upstream), mode=Mode.STRICT).arm()
+
+    note(upstream, "scribbles")
+    armed = lane(gate_of(upstream), mode=Mode.STRICT)
+    armed.arm()  # a run that needs none of it must start
+    with pytest.raises(ActivationError, match="double-trouble could not be decided"):
+        armed.audit()
+
+
+def test_a_package_that_comes_onto_the_path_later_is_seen_by_the_audit(
+    upstream: Upstream, lane: LaneMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    armed = lane(gate_of(upstream))
+    armed.arm()
+    note(upstream, "does not work")
+
+    assert [record.decision for record in armed.audit().records] == [Decision.GATED]
+    assert capsys.readouterr().err.count("gated: double-trouble") == 1
+
+
+def test_it_is_asked_again_when_a_target_is_imported(
+    upstream: Upstream, lane: LaneMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    armed = lane(gate_of(upstream), upstream.overlay())
+    armed.arm()
+    note(upstream, "does not work")
+
+    upstream.load()
+
+    assert capsys.readouterr().err.count("gated: double-trouble") == 1
+
+
+def test_ranks_and_children_are_not_compared_by_it(upstream: Upstream, lane: LaneMaker) -> None:
+    """What it says may depend on the GPUs of a host, and it changes nothing."""
+    found = []
+    for text in ("does not work", "works"):
+        note(upstream, text)
+        armed = lane(gate_of(upstream))
+        armed.arm()
+        audit = armed.audit()
+        found.append((audit.fingerprint, statement.digest(statement.of(audit, armed.settings, InstalledTree()))))
+
+    assert found[0] == found[1]
+
+
+def test_what_is_switched_off_is_not_even_read(upstream: Upstream, lane: LaneMaker) -> None:
+    def trip(_: SourceTree) -> Finding:
+        raise AssertionError("it was read")
+
+    armed = lane(gate_of(upstream, probe=trip), disabled=frozenset({"double-trouble"}))
+    armed.arm()
+
+    assert [record.reason for record in armed.audit().records] == ["MEGACPP_OVERLAY_DOUBLE_TROUBLE=off"]
+
+
+@pytest.mark.parametrize("settings", [{"mode": Mode.OFF}, {"disabled": frozenset({"double-trouble"})}])
+def test_it_can_be_switched_off(
+    upstream: Upstream, lane: LaneMaker, capsys: pytest.CaptureFixture[str], settings: dict[str, Any]
+) -> None:
+    note(upstream, "does not work")
+
+    armed = lane(gate_of(upstream), **settings)
+    armed.arm()
+
+    assert [record.decision for record in armed.audit().records] == [Decision.DISABLED]
+    assert "What to do" not in capsys.readouterr().err
+
+
+def test_one_rank_says_it_for_all(upstream: Upstream, lane: LaneMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    note(upstream, "does not work")
+    lane(gate_of(upstream), rank=3).arm()
+    assert capsys.readouterr().err == ""
+
+    note(upstream, "scribbles")
+    lane(gate_of(upstream), rank=3).arm()
+    assert "[megacpp_overlays rank 3] conflict: double-trouble" in capsys.readouterr().err
+
+
+def test_a_child_does_not_repeat_what_its_parent_said(
+    upstream: Upstream, lane: LaneMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note(upstream, "does not work")
+    armed = lane(gate_of(upstream), parent_is_armed=True)
+    armed.arm()
+
+    assert capsys.readouterr().err == ""
+    assert [record.decision for record in armed.audit().records] == [Decision.GATED]
+
+
+def test_an_overlay_with_the_same_target_is_settled_on_its_own(upstream: Upstream, lane: LaneMaker) -> None:
+    upstream.write(BROKEN_TEXT)
+    note(upstream, "does not work")
+    armed = lane(gate_of(upstream), upstream.overlay())
+    armed.arm()
+    assert [record.decision for record in armed.audit().records] == [Decision.GATED, Decision.ARMED]
+
+    upstream.load()
+
+    assert [record.decision for record in armed.audit().records] == [Decision.GATED, Decision.ACTIVE]
+
+
+def test_arming_again_says_nothing_again_and_undoing_leaves_it(
+    upstream: Upstream, lane: LaneMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note(upstream, "does not work")
+    armed = lane(gate_of(upstream))
+    armed.arm()
+    capsys.readouterr()
+
+    armed.undo()
+    armed.arm()
+
+    assert capsys.readouterr().err == ""
+    assert [record.decision for record in armed.audit().records] == [Decision.GATED]
+
+
+def test_the_audit_prints_it_as_text_and_as_data(upstream: Upstream, lane: LaneMaker) -> None:
+    note(upstream, "does not work")
+    armed = lane(gate_of(upstream))
+    armed.arm()
+
+    text, data = str(armed.audit()), json.loads(armed.audit().to_json())
+
+    assert "install fewer doubles" in text
+    assert "off: MEGACPP_OVERLAY_DOUBLE_TROUBLE=off" in text
+    (decision,) = data["decisions"]
+    assert (decision["decision"], decision["shape"]) == ("gated", "no-work")
+
+
+def test_versions_of_the_whole_combination_are_named(upstream: Upstream) -> None:
+    package = upstream.folder / f"{upstream.name}-1.5.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {upstream.name}\nVersion: 1.5\n")
+
+    assert gates.versions(gate_of(upstream)) == f"1.5 with pytest {pytest.__version__}"
+    assert gates.versions(gate_of(upstream, beside=("not-here-at-all",))) == "1.5"
+    assert gates.versions(gate_of(upstream, target=Target("not-here-at-all", "nothing", "at_all"))) is None
+
+
+def test_one_without_advice_is_refused(upstream: Upstream) -> None:
+    with pytest.raises(RegistryError, match="here: a gate without advice for a shape is no gate"):
+        registry.check([("here", gate_of(upstream, unsupported={}))])
+    with pytest.raises(RegistryError, match="here: a gate without advice for a shape is no gate"):
+        registry.check([("here", gate_of(upstream, unsupported={"no-work": " "}))])
+
+
+def test_the_ledger_has_its_advice_and_its_end(upstream: Upstream) -> None:
+    text = render([gate_of(upstream)], None)
+
+    for words in (
+        "## double-trouble (gate, pack 98)",
+        "| What to do, shape `no-work` | install fewer doubles |",
+        "| If nothing is done | the first double hangs |",
+        "| Deleted when | doubles and halves work together |",
+        "| Switched off by | `MEGACPP_OVERLAY_DOUBLE_TROUBLE=off` |",
+    ):
+        assert words in text
+
+
+def test_a_gate_is_settled_without_a_lane_as_well(upstream: Upstream) -> None:
+    note(upstream, "does not work")
+
+    record = gates.settle(gate_of(upstream), Settings(), InstalledTree())
+
+    assert record.decision is Decision.GATED
+
+
+def test_a_shipped_file_reads_the_same_from_every_kind_of_tree(upstream: Upstream, tmp_path: Path) -> None:
+    import zipfile
+
+    from megacpp_overlays.source.trees import DirectoryTree, Remembered, WheelTree
+    from megacpp_overlays.upkeep.matrix.file_trees import Folder
+
+    note(upstream, "works")
+    wheel = tmp_path / "made_up-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(upstream.folder / upstream.name / "notes.txt", f"{upstream.name}/notes.txt")
+    opened = WheelTree(wheel)
+    trees = [InstalledTree(), DirectoryTree(upstream.folder), opened, Folder(upstream.folder), Remembered(opened)]
+
+    assert [getattr(shipped(tree, upstream.name, "notes.txt"), "text", None) for tree in trees] == ["works"] * 5
+    assert [shipped(tree, upstream.name, "gone.txt") for tree in trees] == [None] * 5
+    assert [shipped(tree, "not_here", "notes.txt") for tree in trees] == [None] * 5
+    opened.close()

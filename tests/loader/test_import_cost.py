@@ -1,0 +1,57 @@
+"""Importing the package is cheap, and its hooks are a small part of the imports they follow.
+
+Hosts differ and are busy, so everything here is a ratio between processes of the same run, with room to spare. The
+measured milliseconds are in benchmarks/import_cost.md.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from types import ModuleType
+
+import pytest
+
+BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "import_cost.py"
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmark_of_import_cost", BENCHMARK)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_import_loads_the_standard_library_and_wrapt_only(run_python: Callable[..., CompletedProcess[str]]) -> None:
+    code = (
+        "import json, sys; before = set(sys.modules); import megacpp_overlays;"
+        "print(json.dumps(sorted({name.partition('.')[0] for name in set(sys.modules) - before})))"
+    )
+    loaded = set(json.loads(run_python(code).stdout))
+    assert loaded - sys.stdlib_module_names == {"megacpp_overlays", "wrapt"}
+
+
+def test_import_adds_less_than_wrapt_does(benchmark: ModuleType) -> None:
+    costs = benchmark.starts(7, [benchmark.BARE, benchmark.WRAPT, benchmark.OURS])
+    bare, wrapt, ours = (costs[code].cpu for code in (benchmark.BARE, benchmark.WRAPT, benchmark.OURS))
+    assert ours - wrapt < wrapt - bare
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("target", ["megatron.core.transformer.module", "liger_kernel.ops.fused_linear_cross_entropy"])
+def test_hook_is_a_small_part_of_the_import_of(target: str, benchmark: ModuleType) -> None:
+    if importlib.util.find_spec(target.partition(".")[0]) is None:
+        pytest.skip(f"{target} is not in this environment")
+    seconds = benchmark.settle_once(target)
+    assert seconds["decisions"]
+    assert 0 < seconds["probe"] <= seconds["settle"]
+    assert seconds["probe"] < 0.05 * (seconds["torch"] + seconds["import"])
+    assert seconds["settle"] < 0.15 * (seconds["torch"] + seconds["import"])

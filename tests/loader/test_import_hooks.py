@@ -1,0 +1,170 @@
+"""The listener hears of every complete execution of a watched module, once, and nothing it raises gets out."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+from made_up import Upstream
+
+from megacpp_overlays.errors import ActivationError
+from megacpp_overlays.loader import import_hooks
+from megacpp_overlays.loader.import_hooks import Hooks
+
+
+class Ear:
+    """A listener that notes what it hears, and raises what it is told to."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, bool]] = []
+        self.error: Exception | None = None
+        self.failures: list[str] = []
+
+    def loaded(self, name: str, module: ModuleType, *, late: bool) -> None:
+        self.heard.append((name, late))
+        assert module.double(1) == 3  # complete
+        if self.error is not None:
+            raise self.error
+
+    def failed(self, name: str, error: Exception) -> None:
+        self.failures.append(f"{name}: {error}")
+
+
+@pytest.fixture
+def ear() -> Ear:
+    return Ear()
+
+
+@pytest.fixture
+def watching(ear: Ear) -> Iterator[Hooks]:
+    made = Hooks(ear)
+    yield made
+    made.close()
+
+
+def test_an_import_is_heard_once_and_is_not_late(upstream: Upstream, ear: Ear, watching: Hooks) -> None:
+    watching.watch(upstream.module_name)
+    watching.watch(upstream.module_name)
+
+    upstream.load()
+    upstream.load()
+
+    assert ear.heard == [(upstream.module_name, False)]
+
+
+def test_a_loaded_module_is_heard_at_once_and_is_late(upstream: Upstream, ear: Ear, watching: Hooks) -> None:
+    upstream.load()
+
+    watching.watch(upstream.module_name)
+
+    assert ear.heard == [(upstream.module_name, True)]
+
+
+def test_every_later_execution_is_heard(upstream: Upstream, ear: Ear, watching: Hooks) -> None:
+    watching.watch(upstream.module_name)
+    module = upstream.load()
+
+    importlib.reload(module)
+    del sys.modules[upstream.module_name]
+    upstream.load()
+
+    assert [late for _, late in ear.heard] == [False, True, True]
+    assert type(sys.modules[upstream.module_name].__spec__.loader) is importlib.machinery.SourceFileLoader  # type: ignore[union-attr]
+
+
+def test_after_closing_nothing_is_heard(upstream: Upstream, ear: Ear, watching: Hooks) -> None:
+    watching.watch(upstream.module_name)
+    watching.close()
+    watching.close()
+
+    importlib.reload(upstream.load())
+
+    assert ear.heard == []
+
+
+def test_what_the_listener_raises_goes_to_the_listener_and_not_to_the_import(
+    upstream: Upstream, ear: Ear, watching: Hooks
+) -> None:
+    ear.error = ImportError("no kernel")
+    watching.watch(upstream.module_name)
+
+    assert upstream.load().double(1) == 3
+    assert ear.failures == [f"{upstream.module_name}: no kernel"]
+
+
+def test_only_what_strict_asks_for_stops_the_import_and_a_second_try_is_stopped_too(
+    upstream: Upstream, ear: Ear, watching: Hooks
+) -> None:
+    ear.error = ActivationError("asked for")
+    watching.watch(upstream.module_name)
+
+    for _ in range(2):
+        with pytest.raises(ActivationError, match="asked for"):
+            upstream.load()
+
+
+def test_a_reload_that_fails_is_upstreams_error_and_is_not_heard(upstream: Upstream, ear: Ear, watching: Hooks) -> None:
+    watching.watch(upstream.module_name)
+    module = upstream.load()
+    upstream.write("raise RuntimeError('broken on disk, and of another size')\n")
+
+    with pytest.raises(RuntimeError, match="broken on disk"):
+        importlib.reload(module)
+
+    assert len(ear.heard) == 1
+
+
+def test_a_module_that_is_gone_is_not_found_as_ever(upstream: Upstream, watching: Hooks) -> None:
+    watching.watch(upstream.module_name)
+    upstream.load()
+    del sys.modules[upstream.module_name]
+    (upstream.folder / upstream.name / "layers.py").unlink()
+    importlib.invalidate_caches()
+
+    with pytest.raises(ModuleNotFoundError):
+        upstream.load()
+
+
+def test_finders_of_an_older_kind_are_passed_by(
+    upstream: Upstream, ear: Ear, watching: Hooks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watching.watch(upstream.module_name)
+    module = upstream.load()
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path[:1], object(), *sys.meta_path[1:]])
+
+    importlib.reload(module)
+
+    assert len(ear.heard) == 2
+
+
+def test_a_module_that_another_thread_completes_at_the_last_moment_is_heard_once(upstream: Upstream) -> None:
+    module = upstream.load()
+    told: list[ModuleType] = []
+
+    import_hooks._when_complete(
+        module, lambda: told.append(module)
+    )  # it is complete already: the announcement has been missed
+
+    assert told == [module]
+    module.__spec__._initializing = False  # type: ignore[union-attr]
+    assert told == [module]
+
+
+def test_code_that_runs_while_the_module_is_half_imported_sees_it_as_such(upstream: Upstream) -> None:
+    module = upstream.load()
+    told: list[ModuleType] = []
+    spec = module.__spec__
+    assert spec is not None
+    spec._initializing = True  # type: ignore[attr-defined]
+
+    import_hooks._when_complete(module, lambda: told.append(module))
+
+    assert spec._initializing  # type: ignore[attr-defined]
+    assert told == []
+    spec._initializing = False  # type: ignore[attr-defined]
+    assert told == [module]
+    assert type(spec) is importlib.machinery.ModuleSpec

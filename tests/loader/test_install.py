@@ -1,0 +1,279 @@
+"""All seams of an overlay are in and verified, or upstream is exactly as it was and the record says why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
+
+from megacpp_overlays.errors import ActivationError, OverlayError
+from megacpp_overlays.loader.install import install
+from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader.settings import Mode
+from megacpp_overlays.model import Decision, Observation, Overlay, Record, Replacement
+from megacpp_overlays.source.trees import InstalledTree
+
+LaneMaker = Callable[..., Lane]
+
+
+def settle(lane: LaneMaker, upstream: Upstream, overlay: Overlay, **settings: Any) -> tuple[Record, ModuleType]:
+    current = lane(overlay, **settings)
+    current.arm()
+    module = upstream.load()
+    return current.snapshot().records[0], module
+
+
+def explode(*_: object, **__: object) -> Any:
+    raise ImportError("no such kernel")
+
+
+def test_a_broken_target_is_repaired_and_the_record_says_what_and_where(upstream: Upstream, lane: LaneMaker) -> None:
+    record, module = settle(lane, upstream, upstream.overlay())
+
+    assert record.decision is Decision.ACTIVE
+    assert record.shape == "off-by-one"
+    assert record.seams == (f"{upstream.module_name}.double",)
+    assert "return x + x + 1 (layers.py:7)" in record.reason
+    assert record.source_sha256 is not None
+    assert module.double(1) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "decision"),
+    [
+        (FIXED_TEXT, Decision.RETIRED),
+        (BROKEN_TEXT.replace("double", "triple"), Decision.ABSENT),
+        (BROKEN_TEXT.replace("x + x + 1", "2 * x + 1"), Decision.CONFLICT),
+    ],
+    ids=["fixed", "absent", "unrecognised"],
+)
+def test_anything_but_a_broken_target_is_left_alone(
+    upstream: Upstream, lane: LaneMaker, text: str, decision: Decision
+) -> None:
+    upstream.write(text)
+
+    record, module = settle(lane, upstream, upstream.overlay())
+
+    assert record.decision is decision
+    assert record.seams == ()
+    assert not any(hasattr(value, "__megacpp_seam__") for value in vars(module).values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"probe": explode}, "the probe could not read it: ImportError: no such kernel"),
+        ({"witness": explode}, "ImportError: no such kernel"),
+        ({"self_test": explode}, "ImportError: no such kernel"),
+        ({"replacements": {"off-by-one": (Replacement(symbol="double", make=explode),)}}, "no such kernel"),
+        ({"witness": lambda _: Observation(broken=False, seen="double(1) = 2")}, "the loaded code does not behave so"),
+        ({"self_test": lambda _: Observation(broken=True, seen="double(1) = 7")}, "self-test failed.*= 7"),
+        ({"replacements": {"another": (Replacement(symbol="double", make=explode),)}}, "no seam for shape off-by-one"),
+        (
+            {
+                "replacements": {"another": (Replacement(symbol="double", make=explode),)},
+                "unsupported": {"off-by-one": "rounding is upstream's choice"},
+            },
+            "rounding is upstream's choice",
+        ),
+        ({"replacements": {"off-by-one": (Replacement(symbol="gone", make=explode),)}}, "has no attribute gone"),
+    ],
+    ids=[
+        "probe fails",
+        "witness fails",
+        "self-test fails",
+        "make fails",
+        "witness disagrees",
+        "self-test says no",
+        "shape without seams",
+        "unsupported shape",
+        "missing symbol",
+    ],
+)
+def test_whatever_fails_leaves_upstream_as_it_was_and_says_why(
+    upstream: Upstream, lane: LaneMaker, changes: dict[str, Any], says: str
+) -> None:
+    record, module = settle(lane, upstream, upstream.overlay(**changes))
+
+    assert record.decision is Decision.CONFLICT
+    assert re.search(says, record.reason), record.reason
+    assert module.double(1) == 3
+    assert not hasattr(module.double, "__megacpp_seam__")
+
+
+def test_if_the_second_of_two_seams_fails_the_first_is_undone(upstream: Upstream, lane: LaneMaker) -> None:
+    minus_one = Replacement(symbol="double", make=lambda original, _: lambda x: original(x) - 1)
+    overlay = upstream.overlay(
+        replacements={"off-by-one": (minus_one, Replacement(symbol="Layer.forward", make=explode))}
+    )
+
+    record, module = settle(lane, upstream, overlay)
+
+    assert record.decision is Decision.CONFLICT
+    assert module.double(1) == 3
+
+
+def test_a_target_that_somebody_else_replaced_is_not_touched(upstream: Upstream, lane: LaneMaker) -> None:
+    module = upstream.load()
+
+    def theirs(x: int) -> int:
+        return 2 * x
+
+    module.double = theirs
+
+    record, _ = settle(lane, upstream, upstream.overlay())
+
+    assert record.decision is Decision.CONFLICT
+    assert "double was replaced by" in record.reason
+    assert "theirs" in record.reason
+    assert module.double is theirs
+
+
+def test_observe_reports_what_it_would_do_and_installs_nothing(upstream: Upstream, lane: LaneMaker) -> None:
+    record, module = settle(lane, upstream, upstream.overlay(), mode=Mode.OBSERVE)
+
+    assert record.decision is Decision.DISABLED
+    assert "observe only; would install for shape off-by-one" in record.reason
+    assert module.double(1) == 3
+
+
+def test_one_overlay_that_is_off_is_still_probed_and_not_installed(upstream: Upstream, lane: LaneMaker) -> None:
+    record, module = settle(lane, upstream, upstream.overlay(), disabled=frozenset({"double-fix"}))
+
+    assert record.decision is Decision.DISABLED
+    assert record.reason.startswith("MEGACPP_OVERLAY_DOUBLE_FIX=off; upstream here is BROKEN")
+    assert module.double(1) == 3
+
+
+def test_everything_off_arms_nothing(upstream: Upstream, lane: LaneMaker) -> None:
+    record, module = settle(lane, upstream, upstream.overlay(), mode=Mode.OFF)
+
+    assert (record.decision, record.reason, record.finding) == (Decision.DISABLED, "MEGACPP_OVERLAYS=off", None)
+    assert module.double(1) == 3
+
+
+def test_strict_raises_our_own_error_at_import_and_at_audit_again(upstream: Upstream, lane: LaneMaker) -> None:
+    upstream.write(BROKEN_TEXT.replace("x + x + 1", "2 * x + 1"))
+    current = lane(upstream.overlay(), mode=Mode.STRICT)
+    current.arm()
+
+    for step in (upstream.load, upstream.load, current.audit):
+        with pytest.raises(ActivationError) as caught:
+            step()
+        assert not isinstance(caught.value, ImportError)
+        for word in ("double-fix", f"{upstream.module_name}.double", "2 * x + 1", "MEGACPP_OVERLAY_DOUBLE_FIX=off"):
+            assert word in str(caught.value)
+
+
+def test_strict_is_silent_where_nothing_conflicts(upstream: Upstream, lane: LaneMaker) -> None:
+    current = lane(upstream.overlay(), mode=Mode.STRICT)
+    current.arm()
+
+    assert upstream.load().double(1) == 2
+    assert current.audit().conflicts == ()
+
+
+def test_an_error_of_the_loader_itself_does_not_reach_the_import(
+    upstream: Upstream, lane: LaneMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megacpp_overlays.loader.install.assess", explode)
+
+    record, module = settle(lane, upstream, upstream.overlay())
+
+    assert module.double(1) == 3
+    assert record.decision is Decision.CONFLICT
+    assert record.reason == "ImportError: no such kernel"
+
+
+def test_a_seam_that_is_taken_over_later_is_a_conflict_in_the_audit_and_survives_undo(
+    upstream: Upstream, lane: LaneMaker
+) -> None:
+    current = lane(upstream.overlay())
+    current.arm()
+    module = upstream.load()
+
+    def theirs(x: int) -> int:
+        return x
+
+    module.double = theirs
+
+    record = current.audit().records[0]
+    assert record.decision is Decision.CONFLICT
+    assert "was replaced after us by" in record.reason
+    assert "if what is there now does not repair it" in str(current.audit())
+    with pytest.raises(OverlayError, match=r"replaced after us by .*theirs"):
+        current.undo()
+    assert module.double is theirs
+
+
+def test_undoing_an_overlay_that_does_not_exist_names_the_known_ones(upstream: Upstream, lane: LaneMaker) -> None:
+    with pytest.raises(OverlayError, match="no overlay scale-pad; known: double-fix"):
+        lane(upstream.overlay()).undo("scale-pad")
+
+
+def test_an_interrupt_while_installing_leaves_upstream_as_it_was(upstream: Upstream, lane: LaneMaker) -> None:
+    def interrupt(_: ModuleType) -> Observation:
+        raise KeyboardInterrupt
+
+    current = lane(upstream.overlay(self_test=interrupt))
+    module = upstream.load()
+
+    with pytest.raises(KeyboardInterrupt):
+        current.arm()
+
+    assert module.double(1) == 3
+
+
+def test_an_error_while_arming_again_does_not_reach_the_launcher(
+    upstream: Upstream, lane: LaneMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = lane(upstream.overlay())
+    current.arm()
+    module = upstream.load()
+    current.undo()
+    monkeypatch.setattr("megacpp_overlays.loader.install.assess", explode)
+
+    current.arm()
+
+    assert current.audit().records[0].reason == "ImportError: no such kernel"
+    assert module.double(1) == 3
+
+
+def test_a_target_whose_source_cannot_be_read_is_a_conflict(upstream: Upstream, lane: LaneMaker) -> None:
+    module = upstream.load()
+    module.__file__ = str(upstream.folder / "layers.so")
+
+    record, _ = settle(lane, upstream, upstream.overlay())
+
+    assert record.decision is Decision.CONFLICT
+    assert "has no Python source" in record.reason
+    assert record.source_sha256 is None
+    assert module.double(1) == 3
+
+
+def test_a_target_that_vanished_while_it_was_decided_on_is_a_conflict(upstream: Upstream, lane: LaneMaker) -> None:
+    found = upstream.probe(InstalledTree())
+    target = upstream.overlay().target._replace(module=upstream.module_name)
+
+    class Nothing:
+        def module(self, name: str) -> None:
+            return None
+
+    with pytest.raises(OverlayError, match="is loaded but has no source"):
+        install(upstream.overlay(target=target), found.shape or "", upstream.load(), Nothing(), late=False)
+
+
+def test_an_error_outside_every_overlay_is_recorded_too(
+    upstream: Upstream, lane: LaneMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = lane(upstream.overlay())
+    current.arm()
+    monkeypatch.setattr(current, "_settle", explode)
+
+    assert upstream.load().double(1) == 3
+    record = current.audit().records[0]
+    assert (record.decision, record.reason) == (Decision.CONFLICT, "ImportError: no such kernel")

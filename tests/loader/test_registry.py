@@ -1,0 +1,86 @@
+"""Declarations are checked before anything is armed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from made_up import Upstream
+
+from megacpp_overlays.errors import RegistryError, SettingsError
+from megacpp_overlays.loader import registry
+from megacpp_overlays.model import Replacement
+
+
+def identity(original: Any, _: Any) -> Any:
+    return original
+
+
+def test_every_overlay_of_this_package_is_found_and_in_order() -> None:
+    overlays = registry.load()
+
+    keys = [(overlay.pack, overlay.id) for overlay in overlays]
+    assert keys == sorted(keys)
+    assert {"float16-fp32-exemption", "liger-flce-none-backward"} <= {overlay.id for overlay in overlays}
+
+
+def test_an_overlay_is_named_after_its_module() -> None:
+    for overlay in registry.load():
+        assert overlay.retired.__module__.rpartition(".")[2] == overlay.id.replace("-", "_")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"id": "Double"}, "id 'Double' is not lower-case words"),
+        ({"id": "double--fix"}, "is not lower-case words"),
+        ({"title": " "}, "title is empty"),
+        ({"breaks": ""}, "breaks is empty"),
+        ({"retire_when": ""}, "retire_when is empty"),
+        ({"last_validated": ""}, "last_validated is empty"),
+        ({"replacements": {}}, "a shape without seams belongs in `unsupported`"),
+        ({"replacements": {"off-by-one": ()}}, "a shape without seams belongs in `unsupported`"),
+        ({"unsupported": {"off-by-one": "no"}}, "off-by-one is both repaired and unsupported"),
+    ],
+)
+def test_an_incomplete_declaration_is_refused(upstream: Upstream, change: dict[str, Any], says: str) -> None:
+    with pytest.raises(RegistryError, match=f"here: .*{says}"):
+        registry.check([("here", upstream.overlay(**change))])
+
+
+def test_what_is_no_overlay_is_refused() -> None:
+    with pytest.raises(RegistryError, match="here declares None where an Overlay is expected"):
+        registry.check([("here", None)])
+
+
+def test_two_overlays_cannot_share_an_id_or_a_variable(upstream: Upstream) -> None:
+    with pytest.raises(RegistryError, match="there and here both declare double-fix"):
+        registry.check([("here", upstream.overlay()), ("there", upstream.overlay())])
+
+
+def test_two_overlays_cannot_replace_the_same_symbol(upstream: Upstream) -> None:
+    other = upstream.overlay(id="other-fix")
+
+    with pytest.raises(RegistryError, match=r"there and here both replace .*\.layers\.double"):
+        registry.check([("here", upstream.overlay()), ("there", other)])
+
+    elsewhere = {"off-by-one": (Replacement(symbol="Layer.forward", make=identity),)}
+    assert len(registry.check([("here", upstream.overlay()), ("there", replace(other, replacements=elsewhere))])) == 2
+
+
+def test_a_plugin_that_is_not_installed_is_refused_by_name() -> None:
+    with pytest.raises(SettingsError, match="names no-such-plugin, which is not installed; installed: none"):
+        registry.load(["no-such-plugin"])
+
+
+def test_a_plugin_is_loaded_only_when_it_is_named(upstream: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
+    upstream.write("OVERLAY = 'not an overlay'\n", module="plugin")
+    info = upstream.folder / "made_up_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{registry.PLUGIN_GROUP}]\nours = {upstream.name}.plugin:OVERLAY\n")
+
+    assert registry.load()
+    with pytest.raises(RegistryError, match="plugin ours declares 'not an overlay'"):
+        registry.load(["ours"])

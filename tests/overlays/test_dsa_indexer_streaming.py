@@ -1,0 +1,582 @@
+"""DSA's index scores and their gradients, with the seams of the shape and without: alike, and without four axes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import SUPPORT
+from dsa_indexer import ALONE, Largest, causal, indexer_of, inputs_of, installed, numbers, scores_of, shape_of, trained
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megacpp_overlays.feature_probes import dsa_indexer_streaming as feature
+from megacpp_overlays.kernels.index_scores import function as index_scores
+from megacpp_overlays.kernels.index_scores import reference as index_scores_reference
+from megacpp_overlays.model import Verdict
+from megacpp_overlays.overlays.dsa_indexer_streaming import OVERLAY
+from megacpp_overlays.source.trees import DirectoryTree, SourceTree, WheelTree
+
+VERSIONS = ("0.16.1", "0.17.0", "0.18.2", "0.19.2")
+Wheel = Callable[[str, str], Path]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run what asks for a tree on releases and on every given tree; `with_loss` is for those with a backward."""
+    if "indexer_tree" in metafunc.fixturenames:
+        marks = metafunc.definition.iter_markers("usefixtures")
+        versions = VERSIONS[1:] if any("with_loss" in mark.args for mark in marks) else VERSIONS
+        given: list[Path] = [path.resolve() for path in metafunc.config.getoption("--upstream-tree")]
+        ids = [*versions, *(f"upstream-{path.name}" for path in given)]
+        metafunc.parametrize("indexer_tree", [*versions, *given], ids=ids, indirect=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Keep tiny operators from waiting for each other's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def indexer_tree(request: pytest.FixtureRequest, wheel: Wheel) -> SourceTree:
+    if isinstance(request.param, str):
+        return WheelTree(wheel("megatron-core", request.param))
+    if feature.probe(tree := DirectoryTree(request.param)).verdict is not Verdict.BROKEN:
+        pytest.skip("no index scores over four axes in this tree")
+    return tree
+
+
+@pytest.fixture
+def upstream(indexer_tree: SourceTree) -> ModuleType:
+    return indexer_of(indexer_tree)
+
+
+@pytest.fixture
+def patched(indexer_tree: SourceTree) -> Iterator[ModuleType]:
+    module = indexer_of(indexer_tree)
+    undo = installed(indexer_tree, module)
+    yield module
+    undo()
+
+
+@pytest.fixture
+def newest(wheel: Wheel) -> SourceTree:
+    return WheelTree(wheel("megatron-core", "0.19.2"))
+
+
+@pytest.fixture
+def with_loss(indexer_tree: SourceTree) -> None:
+    if shape_of(indexer_tree) == feature.FOUR_AXIS_METHOD:
+        pytest.skip("the loss of this tree has no backward of its own")
+
+
+def options(module: ModuleType) -> list[dict[str, bool]]:
+    """Return what this version lets its callers choose about the relu."""
+    code = getattr(module, feature.SCORES, None)
+    return [{"use_relu": True}, {"use_relu": False}] if code and "use_relu" in signature(code) else [{}]
+
+
+def signature(function: Any) -> list[str]:
+    import inspect
+
+    return list(inspect.signature(function).parameters)
+
+
+def supported(module: ModuleType, **loss: Any) -> dict[str, Any]:
+    """Return the arguments that the loss of this version takes."""
+    return {name: value for name, value in loss.items() if name in signature(module.FusedDSAIndexerLoss.forward)}
+
+
+def assert_alike(found: list[Any], expected: list[Any], *, tolerance: float = 2e-6, typical: float = 0.0) -> None:
+    """Compare in the Euclidean norm, relative to what is expected, or to numbers of a typical size if they are larger."""
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert one.shape == other.shape
+        away, size = (one.double() - other.double()).norm().item(), other.double().norm().item()
+        assert away <= tolerance * max(size, typical * one.numel() ** 0.5), (away, size)
+
+
+# Before installing, and after
+
+
+def test_the_witness_sees_four_axes_where_the_probe_does(upstream: ModuleType) -> None:
+    seen = OVERLAY.witness(upstream)  # type: ignore[misc]
+
+    assert seen.broken
+    assert "operators return 384 or more elements" in seen.seen
+
+
+def test_the_self_test_passes_with_the_seams_and_not_without(upstream: ModuleType, patched: ModuleType) -> None:
+    assert OVERLAY.self_test(upstream).broken
+    assert not OVERLAY.self_test(patched).broken
+    assert not OVERLAY.witness(patched).broken  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("index_scores.sum(dim=2)", "index_scores.mean(dim=2)"),
+        ("q.float(), k.float())\n    if", "q.bfloat16().float(), k.bfloat16().float())\n    if"),
+        ("torch.relu(index_scores)", "torch.nn.functional.gelu(index_scores)"),
+        ("scores > 0", "scores < 0"),
+        (
+            "(index_scores_softmax - attention_scores_normalized)",
+            "(index_scores_softmax - 2 * attention_scores_normalized)",
+        ),
+    ],
+    ids=["another sum", "rounded inputs", "another activation", "another relu backward", "another loss"],
+)
+def test_the_witness_does_not_take_other_maths_for_upstreams(newest: SourceTree, old: str, new: str) -> None:
+    import ast
+
+    source = newest.module(feature.TARGET.module)
+    assert source is not None
+    module = indexer_of(newest)
+    for name in (feature.SCORES, feature.BACKWARD):
+        text = ast.unparse(source.function(name))  # type: ignore[arg-type]
+        exec(compile(f"from __future__ import annotations\n{text.replace(old, new)}", "fork.py", "exec"), vars(module))
+
+    seen = OVERLAY.witness(module)  # type: ignore[misc]
+
+    assert not seen.broken
+    assert "it does not compute what the replacement computes" in seen.seen
+
+
+def test_the_self_test_notices_wrong_scores_and_wrong_gradients(
+    patched: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores, gradients = index_scores.scores, index_scores.gradients
+    with monkeypatch.context() as patch:
+        patch.setattr(index_scores, "scores", lambda *args, **kwargs: 1.01 * scores(*args, **kwargs))
+        assert "away from the definition" in OVERLAY.self_test(patched).seen
+    with monkeypatch.context() as patch:
+        patch.setattr(index_scores, "gradients", lambda *args, **kwargs: gradients(*args, **kwargs)[::-1])
+        assert OVERLAY.self_test(patched).broken is hasattr(patched, feature.BACKWARD)
+    with monkeypatch.context() as patch:
+        patch.setattr(index_scores, "scores", index_scores_reference.scores)
+        assert OVERLAY.self_test(patched).broken
+    assert not OVERLAY.self_test(patched).broken
+
+
+def test_it_works_in_whatever_state_the_importing_thread_is(patched: ModuleType) -> None:
+    before = torch.get_rng_state()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            assert not OVERLAY.self_test(patched).broken
+            assert torch.is_inference_mode_enabled()
+        assert torch.get_default_dtype() is torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(before, torch.get_rng_state())
+    assert not torch.cuda.is_initialized()
+
+
+def test_names_and_defaults_are_upstreams(upstream: ModuleType, patched: ModuleType) -> None:
+    import inspect
+
+    for name in (feature.SCORES, feature.BACKWARD):
+        if hasattr(upstream, name):
+            seam, original = getattr(patched, name), getattr(upstream, name)
+            assert inspect.signature(seam) == inspect.signature(original)
+            own = inspect.signature(seam, follow_wrapped=False).parameters
+            assert [*own][:3] == ["q", "weights", "k"]
+            if name == feature.SCORES:
+                theirs = inspect.signature(original).parameters
+                assert {n: p.default for n, p in own.items()} == {n: p.default for n, p in theirs.items()}
+
+
+# Scores
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    queries=st.integers(1, 9), keys=st.integers(1, 11), batch=st.integers(1, 3), heads=st.integers(1, 5), dim=st.integers(1, 9),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), strided=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+@pytest.mark.parametrize("version", VERSIONS)
+def test_scores_and_their_autograd_are_upstreams(
+    version: str,
+    queries: int,
+    keys: int,
+    batch: int,
+    heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    strided: bool,
+    seed: int,
+) -> None:
+    upstream, patched = PAIRS[version]
+    inputs = inputs_of(queries, keys, batch, heads, dim, dtype, seed)
+    if strided:  # as sequence-parallel and context-parallel slices are
+        inputs = [each.detach().repeat_interleave(2, 1)[:, ::2].requires_grad_() for each in inputs]
+    above = numbers(batch, queries, keys, seed=seed)
+    tolerance = 2e-6 if dtype == torch.float32 else 1e-2
+    for option in options(upstream):
+        expected, found = scores_of(upstream)(*inputs, **option), scores_of(patched)(*inputs, **option)
+
+        assert_alike([found], [expected], typical=1.0)  # heads may cancel
+        gradients = [list(torch.autograd.grad(each, inputs, above)) for each in (found, expected)]
+        assert_alike(*gradients, tolerance=tolerance, typical=1.0)
+
+
+PAIRS: dict[str, tuple[ModuleType, ModuleType]] = {}
+"""For each version, the module without seams and with them; hypothesis runs many cases on each."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def pairs(wheel: Wheel) -> Iterator[None]:
+    for version in VERSIONS:
+        tree = WheelTree(wheel("megatron-core", version))
+        PAIRS[version] = indexer_of(tree), indexer_of(tree)
+        installed(tree, PAIRS[version][1])
+    yield
+    PAIRS.clear()
+
+
+def test_scores_are_new_and_may_be_written_to(patched: ModuleType) -> None:
+    q, weights, k = inputs_of(4, 6)
+    first = scores_of(patched)(q, weights, k)
+    kept = first.detach().clone()
+
+    first += causal(4, 6)
+    first.sigmoid().sum().backward()
+
+    second = scores_of(patched)(q, weights, k)
+    assert torch.equal(second, kept)
+    assert q.grad is not None
+    assert q.grad.isfinite().all()
+
+
+def test_the_sparse_loss_writes_its_mask_into_the_scores(upstream: ModuleType, patched: ModuleType) -> None:
+    """As `DSAIndexer.forward_with_scores` and `compute_dsa_indexer_loss` do between them."""
+    results = []
+    for module in (upstream, patched):
+        inputs = inputs_of(6, 6)
+        scores = scores_of(module)(*inputs)
+        scores = scores + causal(6, 6)
+        indices = scores.topk(3, dim=-1)[1]
+        query, key = numbers(6, 2, 3, 5, seed=7), numbers(6, 2, 3, 5, seed=8)
+        more = {"mask": causal(6, 6)} if "mask" in signature(module.compute_dsa_indexer_loss) else {}
+        loss = module.compute_dsa_indexer_loss(scores, indices, query, key, 0.4, 0.1, True, ALONE, **more)
+        results.append([loss.detach(), *torch.autograd.grad(loss, inputs)])
+
+    assert_alike(results[1], results[0], tolerance=1e-5)
+
+
+# The backward of the fused loss
+
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "sparse": {"sparse_loss": True},
+    "three-axis mask": {"mask": causal(7, 9).expand(2, 7, 9)},
+    "packed": {
+        "mask": None,
+        "varlen_starts": torch.tensor([0, 0, 0, 3, 3, 3, 3]),
+        "varlen_ends": torch.tensor([1, 2, 3, 4, 5, 6, 9]),
+    },
+    "other key positions": {
+        "mask": None,
+        "varlen_starts": torch.zeros(7, dtype=torch.int64),
+        "varlen_ends": torch.arange(1, 8),
+        "key_positions": torch.arange(9).flip(0),
+    },
+    "padded rows": {"query_valid_rows": torch.tensor([True] * 5 + [False] * 2)},
+    "per token": {"calculate_per_token_loss": True},
+    "per token, sparse": {"calculate_per_token_loss": True, "sparse_loss": True},
+    "denominator of its own": {"non_compressed_lse": numbers(2, 3, 7, seed=9)},
+    "mask of its own": {"causal_mask_override": causal(7, 9).expand(2, 7, 9), "mask": causal(7, 9)},
+}
+
+
+@pytest.mark.usefixtures("with_loss")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_loss_trains_as_upstreams(upstream: ModuleType, patched: ModuleType, dtype: torch.dtype) -> None:
+    known = [loss for loss in LOSSES.values() if supported(upstream, **loss) == loss]
+    assert len(known) >= 2
+    for loss in known:
+        for option in options(upstream):
+            inputs = inputs_of(7, 9, dtype=dtype)
+            expected_loss, expected = trained(upstream, inputs, **loss, **option)
+
+            found_loss, found = trained(patched, inputs, **loss, **option)
+
+            assert_alike([found_loss], [expected_loss])
+            assert_alike(found, expected, tolerance=1e-5 if dtype == torch.float32 else 1e-2)
+            assert all(each.count_nonzero() for each in found)
+
+
+@pytest.mark.usefixtures("with_loss")
+def test_neither_direction_holds_four_axes(upstream: ModuleType, patched: ModuleType) -> None:
+    four_axes = 8 * 2 * 32 * 6
+
+    with Largest() as before:
+        trained(upstream, inputs_of(8, 6, heads=32, dim=2))
+    with Largest() as after:
+        trained(patched, inputs_of(8, 6, heads=32, dim=2))
+
+    assert before.elements >= four_axes
+    assert after.elements < four_axes / 2
+
+
+@pytest.mark.usefixtures("with_loss")
+def test_what_others_imported_by_name_leads_to_the_seams(indexer_tree: SourceTree) -> None:
+    """As `csa` on dev does with the top-k and with the loss."""
+    module = indexer_of(indexer_tree)
+    csa = SimpleNamespace(FusedDSAIndexerLoss=module.FusedDSAIndexerLoss)
+    topk = module.fused_qk_topk_naive
+    undo = installed(indexer_tree, module)
+    q, weights, k = (each.detach() for each in inputs_of(8, 6, heads=32, dim=2))
+    with Largest() as seen:
+        topk(q, k, weights, 3)
+        trained(csa, inputs_of(8, 6, heads=32, dim=2))  # type: ignore[arg-type]
+
+    assert seen.elements < 8 * 2 * 32 * 6 / 2
+    undo()
+    with Largest() as seen:
+        topk(q, k, weights, 3)
+    assert seen.elements >= 8 * 2 * 32 * 6
+
+
+def test_inputs_may_be_given_by_name(upstream: ModuleType, patched: ModuleType) -> None:
+    q, weights, k = inputs_of(4, 6)
+    found = scores_of(patched)(k=k, q=q, weights=weights) if hasattr(patched, feature.SCORES) else None
+    if found is not None:
+        assert_alike([found], [scores_of(upstream)(q, weights, k)])
+
+
+@pytest.mark.usefixtures("with_loss")
+def test_two_threads_may_go_backward_at_once(upstream: ModuleType, patched: ModuleType) -> None:
+    cases = [
+        {"inputs": inputs_of(9, 7, seed=seed), **options(upstream)[seed % len(options(upstream))]} for seed in range(4)
+    ]
+    expected = [trained(upstream, **case)[1] for case in cases]
+    found: list[list[list[Any]]] = [[] for _ in cases]
+    start = threading.Barrier(len(cases))
+
+    def run(number: int) -> None:
+        start.wait()
+        for _ in range(10):
+            found[number].append(trained(patched, **cases[number])[1])
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(cases))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    for number, results in enumerate(found):
+        assert len(results) == 10
+        for result in results:
+            assert_alike(result, expected[number], tolerance=1e-5)
+
+
+@pytest.mark.usefixtures("with_loss")
+def test_a_rerun_gives_the_same_bits(patched: ModuleType) -> None:
+    first, second = (trained(patched, inputs_of(9, 7, dtype=torch.bfloat16))[1] for _ in range(2))
+
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_a_backward_that_does_something_else_is_an_error_with_a_way_out(newest: SourceTree) -> None:
+    module = indexer_of(newest)
+
+    def bwd_fused_indexer_loss_naive(q: Any, weights: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
+        return q.abs(), weights, k
+
+    setattr(module, feature.BACKWARD, bwd_fused_indexer_loss_naive)
+    installed(newest, module)
+
+    with pytest.raises(
+        AttributeError, match=r"for abs: .*MEGACPP_OVERLAY_DSA_INDEXER_STREAMING=off leaves it to upstream"
+    ):
+        trained(module, inputs_of(4, 6))
+
+
+def test_a_score_function_that_is_put_over_ours_cannot_go_unnoticed(newest: SourceTree) -> None:
+    module = indexer_of(newest)
+    original = module._compute_index_scores
+    installed(newest, module)
+    module._compute_index_scores = original
+
+    with pytest.raises((AttributeError, RuntimeError), match="MEGACPP_OVERLAY_DSA_INDEXER_STREAMING=off"):
+        trained(module, inputs_of(4, 6))
+
+
+# Compiled
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
+@pytest.mark.parametrize("version", ["0.17.0", "0.19.2"])
+def test_a_compiled_step_stays_one_graph_without_four_axes(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    upstream, patched = PAIRS[version]
+    inputs = inputs_of(8, 6, heads=32, dim=2)
+    loss = [numbers(8, 2, 3, 5, seed=7), numbers(6, 2, 3, 5, seed=8), 0.4, 3, 0.1, causal(8, 6), False, ALONE]
+    seen: dict[ModuleType, Any] = {}
+    for module in (upstream, patched):
+        for each in (module, *helpers_of(module)):
+            monkeypatch.setitem(sys.modules, each.__name__, each)  # a compiler looks modules up by name
+
+        def step(q: Any, weights: Any, k: Any, module: ModuleType = module) -> Any:
+            return 2 * module.FusedDSAIndexerLoss.apply(q, weights, k, *loss)[1]
+
+        torch._dynamo.reset()
+        explained = torch._dynamo.explain(step)(*inputs)
+        torch._dynamo.reset()
+        graphs: list[Any] = []
+        compiled = torch.compile(step, backend=collecting(graphs), fullgraph=True)
+        gradients = list(torch.autograd.grad(compiled(*inputs), inputs))
+        seen[module] = explained.graph_count, explained.graph_break_count, max(map(largest, graphs)), gradients
+
+    assert seen[upstream][:2] == seen[patched][:2] == (1, 0)
+    assert seen[patched][2] < 8 * 2 * 32 * 6 / 2 < seen[upstream][2]
+    assert_alike(seen[patched][3], seen[upstream][3], tolerance=1e-5)
+
+
+def helpers_of(module: ModuleType) -> Iterator[ModuleType]:
+    for each in vars(module).values():
+        if isinstance(each, ModuleType) and each is not torch:
+            yield from (each, *helpers_of(each))
+
+
+def collecting(graphs: list[Any]) -> Any:
+    """Return a backend that runs graphs as they are and keeps them, forward and backward."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def keep(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph)
+
+    return aot_autograd(fw_compiler=keep, bw_compiler=keep)
+
+
+def largest(graph: Any) -> int:
+    values = [node.meta.get("val") for node in graph.graph.nodes]
+    return max(value.numel() for value in values if isinstance(value, torch.Tensor))
+
+
+# The real module, through the loader
+
+
+REAL = """
+import json, sys, warnings
+sys.path[:0] = {tests!r}
+warnings.simplefilter("ignore")
+import torch
+torch.set_default_dtype(torch.bfloat16)
+torch.set_default_device("meta")
+before = torch.get_rng_state()
+import megacpp_overlays
+from megatron.core.transformer.experimental_attention_variant import dsa
+unchanged = torch.equal(before, torch.get_rng_state()) and torch.get_default_dtype() is torch.bfloat16
+torch.set_default_device("cpu")
+torch.set_default_dtype(torch.float32)
+(record,) = [r for r in megacpp_overlays.audit().records if r.overlay.id == "dsa-indexer-streaming"]
+out = dict(decision=record.decision.value, reason=record.reason, seams=len(record.seams), unchanged=unchanged,
+           cuda=torch.cuda.is_initialized(), interpreted=[n for n in sys.modules if n.endswith("index_scores_triton")])
+from dsa_indexer import inputs_of, trained
+from test_dsa_indexer_streaming import LOSSES, supported
+def all_cases():
+    found = {{}}
+    for name, loss in LOSSES.items():
+        if set(supported(dsa, **loss)) == set(loss):
+            for dtype in (torch.float32, torch.bfloat16):
+                for relu in (True, False):
+                    inputs = inputs_of(7, 9, dtype=dtype)
+                    found[f"{{name}} {{dtype}} {{relu}}"] = trained(dsa, inputs, use_relu=relu, **loss)[1]
+    return found
+ours = all_cases()
+megacpp_overlays.undo("dsa-indexer-streaming")
+theirs = all_cases()
+megacpp_overlays.arm()
+(record,) = [r for r in megacpp_overlays.audit().records if r.overlay.id == "dsa-indexer-streaming"]
+out["again"] = record.decision.value
+out["away"] = {{
+    name: max(((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(ours[name], theirs[name]))
+    for name in ours
+}}
+out["same"] = sum(all(map(torch.equal, ours[name], theirs[name])) for name in ours)
+print(json.dumps(out))
+"""
+
+
+@pytest.mark.upstream
+def test_the_installed_megatron_trains_alike_with_the_overlay_and_without(run_python: Callable[..., Any]) -> None:
+    folder = SUPPORT
+    done = run_python(
+        REAL.format(tests=[str(folder)]), TRITON_INTERPRET="1", OMP_NUM_THREADS="1", MEGACPP_OVERLAYS_LOG="logging"
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+
+    assert (found["decision"], found["again"], found["seams"]) == ("active", "active", 2)
+    assert found["unchanged"]
+    assert not found["cuda"]
+    assert "dsa_kernel_backend" in found["reason"]
+    assert not found["interpreted"]
+    assert len(found["away"]) == 32
+    for name, away in found["away"].items():
+        assert away < (1e-5 if "float32" in name else 1e-2), name
+
+
+RANKS = """
+import json, os, sys, torch, warnings
+sys.path[:0] = {tests!r}
+warnings.simplefilter("ignore")
+from pathlib import Path
+from types import SimpleNamespace
+rank = int(os.environ["RANK"])
+torch.distributed.init_process_group("gloo", init_method="file://{store}", rank=rank, world_size=2)
+from dsa_indexer import indexer_of, inputs_of, installed, numbers, trained
+from megacpp_overlays.source.trees import WheelTree
+tree = WheelTree(Path({wheel!r}))
+group = SimpleNamespace(tp=torch.distributed.group.WORLD)
+calls = []
+reduce = torch.distributed.all_reduce
+torch.distributed.all_reduce = lambda *args, **kwargs: (calls.append(1), reduce(*args, **kwargs))[1]
+results, counts = [], []
+for seams in (False, True):
+    module = indexer_of(tree)
+    if seams:
+        installed(tree, module)
+    calls.clear()
+    results.append(trained(module, inputs_of(7, 9), group, query=numbers(7, 2, 3, 5, seed=20 + rank))[1])
+    counts.append(len(calls))
+away = max(((a - b).norm() / b.norm()).item() for a, b in zip(*results))
+print(json.dumps(dict(away=away, counts=counts, first=results[1][0].flatten()[:3].tolist())))
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("version", ["0.17.0", "0.19.2"])
+def test_tensor_parallel_ranks_reduce_the_target_as_often_as_upstream(
+    version: str, wheel: Wheel, tmp_path: Path, run_python: Callable[..., Any]
+) -> None:
+    folder = SUPPORT
+    code = RANKS.format(tests=[str(folder)], store=tmp_path / "store", wheel=str(wheel("megatron-core", version)))
+    done: list[Any] = [None, None]
+
+    def run(rank: int) -> None:
+        done[rank] = run_python(code, RANK=str(rank), OMP_NUM_THREADS="1", MEGACPP_OVERLAYS_LOG="logging")
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = [json.loads(each.stdout.splitlines()[-1]) for each in done]
+
+    assert [each["counts"] for each in found] == [[2, 2], [2, 2]]  # the loss and its gradient, once each
+    assert found[0]["first"] == found[1]["first"]
+    assert all(each["away"] < 1e-5 for each in found)

@@ -1,0 +1,159 @@
+"""Pack 10: whom the dispatcher of the fused linear cross entropy serves, on stand-ins and on real source trees.
+
+Devices are made up: torch answers for a GPU that is not there. Each tree runs in interpreters of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import SUPPORT
+from trees import STAND_INS
+
+from megacpp_overlays.feature_probes import hopper_flce_dispatch as feature
+from megacpp_overlays.model import Verdict
+from megacpp_overlays.source.trees import DirectoryTree
+
+OPTION = "--upstream-tree"
+TESTS = SUPPORT
+PORTABLE = "megacpp_overlays.kernels.linear_cross_entropy.entry"
+HOPPER = "megatron.core.fusions.linear_cross_entropy.hopper.entry"
+
+Report = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[object, dict[str, Any]]:
+    return {}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run every test here on the stand-ins and the given trees whose dispatcher lacks branches."""
+    if "dispatcher" in metafunc.fixturenames:
+        given = {f"upstream-{path.resolve().name}": path.resolve() for path in metafunc.config.getoption(OPTION)}
+        every = {**STAND_INS, **given}
+        broken = {name: path for name, path in every.items() if verdict(path) is Verdict.BROKEN}
+        metafunc.parametrize("dispatcher", list(broken.values()), ids=list(broken))
+
+
+def verdict(tree: Path) -> Verdict:
+    return feature.probe(DirectoryTree(tree)).verdict
+
+
+@pytest.fixture
+def report(dispatcher: Path, reports: dict[object, dict[str, Any]], run_python: Callable[..., Any]) -> Report:
+    """Return what `hopper_flce_report.py` saw on the tree of this test; a run with the same switches happens once."""
+    pytest.importorskip("triton")
+
+    def run(**switches: str) -> dict[str, Any]:
+        key = (dispatcher, *sorted(switches.items()))
+        if key not in reports:
+            code = "import runpy; runpy.run_module('hopper_flce_report', run_name='__main__')"
+            folders = (dispatcher, TESTS.parent, TESTS)
+            done = run_python(code, *folders, MEGACPP_OVERLAYS_LOG="logging", PYTHONWARNINGS="ignore", **switches)
+            reports[key] = json.loads(done.stdout.splitlines()[-1])
+        return reports[key]
+
+    return run
+
+
+off = functools.partial(dict, MEGACPP_OVERLAYS="off")
+
+
+def refused(major: int) -> str:
+    return f"ValueError: Unsupported architecture: {major}"
+
+
+def test_without_the_overlay_other_gpus_are_refused(report: Report) -> None:
+    found = report(**off())
+
+    assert found["decision"] == "disabled"
+    assert {major: found["answers"][major] for major in ("8", "12")} == {"8": refused(8), "12": refused(12)}
+
+
+def test_with_it_they_get_the_portable_entry(report: Report) -> None:
+    found = report()
+
+    assert found["decision"] == "active", found["reason"]
+    assert (found["answers"]["8"], found["answers"]["12"]) == (PORTABLE, PORTABLE)
+
+
+def test_hopper_gets_upstream_s_own_entry_where_the_tree_has_one(report: Report) -> None:
+    with_overlay, without = report(), report(**off())
+
+    upstream_serves = without["answers"]["9"] == HOPPER
+    assert with_overlay["answers"]["9"] == (HOPPER if upstream_serves else PORTABLE)
+
+
+def test_every_other_device_keeps_upstream_s_answer(report: Report) -> None:
+    with_overlay, without = report(), report(**off())
+
+    for major in ("7", "10", "11"):
+        assert with_overlay["answers"][major] == without["answers"][major]
+    assert with_overlay["answers"]["7"] == refused(7)
+    assert with_overlay["without cuda"] == without["without cuda"] == "AssertionError: CUDA is not available"
+
+
+def test_the_capability_of_an_amd_gpu_means_something_else(report: Report) -> None:
+    assert report()["amd"] == refused(12)
+
+
+def test_a_failed_call_does_not_stand_in_the_way_of_the_next(report: Report) -> None:
+    assert report()["after a failure"] == PORTABLE
+
+
+def test_the_device_is_asked_once(report: Report) -> None:
+    found = report()
+
+    assert found["on another device later"] == PORTABLE
+    assert found["asked again"] == 0
+
+
+def test_upstream_s_singleton_stays_as_the_refusal_left_it(report: Report) -> None:
+    assert not report()["singleton is initialised"]
+
+
+def test_undoing_brings_the_refusal_back_though_an_entry_was_handed_out(report: Report) -> None:
+    assert report()["undone"] == refused(12)
+
+
+def test_the_overlay_may_come_after_the_target_and_after_a_failed_call(report: Report) -> None:
+    found = report(LATE="1")
+
+    assert found["before"] == refused(9) or found["before"].startswith(("AttributeError", HOPPER))
+    assert found["decision"] == "active", found["reason"]
+    assert found["after"] in (PORTABLE, HOPPER)
+    assert found["answers"] == report()["answers"]
+
+
+def test_a_hopper_entry_without_its_kernels_is_replaced_with_a_warning(report: Report) -> None:
+    found, without = report()["hopper without kernels"], report(**off())["hopper without kernels"]
+
+    if report()["shape"] == feature.BLACKWELL_ONLY:
+        assert found is None
+        return
+    assert found["answer"] == PORTABLE
+    assert "has no kernels here" in found["logged"][0]
+    assert without["answer"].startswith("AttributeError")
+
+
+def test_cpu_tensors_get_a_clear_error(report: Report) -> None:
+    expected = "the fused linear cross entropy needs its tensors on one CUDA device"
+
+    assert report()["cpu tensors"].startswith(expected)
+
+
+def test_the_seam_pickles_by_reference(report: Report) -> None:
+    assert report()["pickles"]
+
+
+def test_cuda_is_never_initialised(report: Report) -> None:
+    found = report()
+
+    assert not found["cuda after import"]
+    assert not found["cuda"]

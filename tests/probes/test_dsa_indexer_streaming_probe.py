@@ -1,0 +1,325 @@
+"""Which trees build index scores over four axes: told from bodies that were read, and from nothing else."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from dsa_source import RELEASES, EditedTree, statement_edits, text_of
+from trees import STAND_INS
+
+from megacpp_overlays.feature_probes import dsa_indexer_streaming as feature
+from megacpp_overlays.model import Finding, Verdict
+from megacpp_overlays.overlays.dsa_indexer_streaming import OVERLAY
+from megacpp_overlays.source.fingerprint import fingerprint
+from megacpp_overlays.source.trees import DirectoryTree, ModuleSource, SourceTree, WheelTree
+from megacpp_overlays.upkeep.ledger import due
+
+DSA = feature.TARGET.module
+KERNELS = DSA.replace(".dsa", ".dsa_kernels")
+FIRST = ("0.16.1", "0.17.0", "0.19.2")
+"""The first release of each shape that is in the lock, and the last of the newest."""
+Wheel = Callable[[str, str], Path]
+
+
+class Texts:
+    """A tree of nothing but these modules."""
+
+    def __init__(self, **texts: str) -> None:
+        self._texts = texts
+
+    def module(self, name: str) -> ModuleSource | None:
+        last = name.rpartition(".")[2]
+        return ModuleSource(name, f"{last}.py", self._texts[last]) if last in self._texts else None
+
+
+@pytest.fixture(params=FIRST)
+def release(request: pytest.FixtureRequest, wheel: Wheel) -> WheelTree:
+    return WheelTree(wheel("megatron-core", request.param))
+
+
+@pytest.fixture
+def newest(wheel: Wheel) -> WheelTree:
+    return WheelTree(wheel("megatron-core", "0.19.2"))
+
+
+def replaced(tree: SourceTree, old: str, new: str, *, last: bool = False) -> Finding:
+    """Return the finding after one place of the module was changed: the only one, or the last of several."""
+    text = text_of(tree, DSA)
+    assert text.count(old) == 1 or (last and old in text), (old, text.count(old))
+    before, _, after = text.rpartition(old)
+    return feature.probe(EditedTree(tree, DSA, before + new + after))
+
+
+def only_what_counts(tree: SourceTree) -> str:
+    """Return the text of the functions that the probe reads: short, so that many edits are quick."""
+    syntax = ast.parse(text_of(tree, DSA))
+    kept = []
+    for node in syntax.body:
+        if isinstance(node, ast.ClassDef) and node.name == "DSAIndexer":
+            node.body = [each for each in node.body if getattr(each, "name", "") == feature.SCORES]
+            kept += [node] if node.body else []
+        elif isinstance(node, ast.FunctionDef) and node.name in {feature.SCORES, feature.BACKWARD}:
+            kept.append(node)
+    return "\n\n".join(map(ast.unparse, kept))
+
+
+# Verdicts
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_every_release_with_dsa_is_broken(version: str, wheel: Wheel) -> None:
+    finding = feature.probe(WheelTree(wheel("megatron-core", version)))
+
+    expected = {
+        "0.16": feature.FOUR_AXIS_METHOD,
+        "0.17": feature.FOUR_AXIS,
+        "0.18": feature.FOUR_AXIS,
+        "0.19": feature.FOUR_AXIS_OPTIONAL_RELU,
+    }.get(version[:4])
+    assert finding.shape == expected
+    assert finding.verdict is (Verdict.BROKEN if expected else Verdict.ABSENT)
+
+
+def test_the_evidence_names_both_places(newest: WheelTree) -> None:
+    seen = feature.probe(newest).summary()
+
+    assert f"{feature.SCORES} builds [queries, batch, heads, keys] in float32 (dsa.py:542)" in seen
+    assert f"{feature.BACKWARD} builds [queries, batch, heads, keys] in float32 (dsa.py:842)" in seen
+
+
+def test_every_tree_is_recognised(tree: Path) -> None:
+    finding = feature.probe(DirectoryTree(tree))
+
+    assert finding.verdict in {Verdict.BROKEN, Verdict.ABSENT}, finding.summary()
+
+
+@pytest.mark.parametrize("stand_in", STAND_INS.values(), ids=STAND_INS)
+def test_a_tree_without_an_indexer_has_nothing_to_repair(stand_in: Path) -> None:
+    assert feature.probe(DirectoryTree(stand_in)).verdict is Verdict.ABSENT
+
+
+def test_every_broken_shape_has_seams() -> None:
+    assert {shape for shape, _ in feature._BROKEN.values()} == set(OVERLAY.replacements)
+
+
+# What has to stay as it was
+
+
+def test_no_statement_of_the_scores_or_of_their_backward_may_change(release: WheelTree) -> None:
+    text, edits = only_what_counts(release), 0
+    assert feature.probe(Texts(dsa=text)).verdict is Verdict.BROKEN
+
+    symbols = [feature.METHOD] if "class DSAIndexer" in text else [feature.SCORES, feature.BACKWARD]
+    for symbol in symbols:
+        for what, changed in statement_edits(text, symbol):
+            finding = feature.probe(Texts(dsa=changed))
+            assert finding.verdict is Verdict.UNRECOGNISED, (symbol, what)
+            edits += 1
+    assert edits >= (10 if symbols == [feature.METHOD] else 100)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("'sbhd,tbd->sbht', q.float(), k.float()", "'sbhd,tbd->bsht', q.float(), k.float()"),
+        ("'sbhd,tbd->sbht', q.float(), k.float()", "'sbhd,tbd->sbht', q, k"),
+        ("'sbht,sbhd->tbd', grad_scores", "'sbht,sbhd->tbd', grad_weighted_scores"),
+        (
+            "return grad_q.to(q.dtype), grad_weights.to(weights.dtype)",
+            "return grad_weights.to(q.dtype), grad_q.to(k.dtype)",
+        ),
+    ],
+    ids=["another equation", "another dtype", "another gradient", "another order"],
+)
+def test_the_backward_may_not_change(newest: WheelTree, old: str, new: str) -> None:
+    assert replaced(newest, old, new, last=True).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("\ndef _compute_index_scores(\n", "\n@torch.compile\ndef _compute_index_scores(\n"),
+        ("\ndef bwd_fused_indexer_loss_naive(\n", "\n@traced\ndef bwd_fused_indexer_loss_naive(\n"),
+        ("\ndef rotate_activation(", "\ndef _compute_index_scores(q, weights, k): ...\n\n\ndef rotate_activation("),
+        ("\nclass FusedDSAIndexerLoss(", "\n_compute_index_scores = faster(_compute_index_scores)\n\n\nclass FusedDSAIndexerLoss("),
+        (
+            "\nclass FusedDSAIndexerLoss(",
+            "\nif FAST:\n    from fast import bwd_fused_indexer_loss_naive\n\n\nclass FusedDSAIndexerLoss(",
+        ),
+        ("\nclass FusedDSAIndexerLoss(", "\ndef swap():\n    global _compute_index_scores\n\n\nclass FusedDSAIndexerLoss("),
+        ("    q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, use_relu: bool = True\n", "    q, weights, k, relu=True\n"),
+        ("    q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, use_relu: bool = True\n", "    q, k, weights, use_relu=True\n"),
+        ("\nclass DSAIndexer(MegatronModule):\n", "\nclass DSAIndexer(MegatronModule):\n    def _compute_index_scores(self, q, weights, k): ...\n\n"),
+    ],
+    ids=[
+        *("decorated scores", "decorated backward", "defined twice", "rebound later", "imported under a condition"),
+        *("rebound from a function", "renamed argument", "swapped arguments", "function and method"),
+    ],
+)  # fmt: skip
+def test_names_must_mean_one_plain_definition(newest: WheelTree, old: str, new: str) -> None:
+    assert replaced(newest, old, new).verdict is Verdict.UNRECOGNISED
+
+
+def test_comments_and_docstrings_may_change(newest: WheelTree) -> None:
+    finding = replaced(newest, "Naive implementation of backward pass for indexer loss.", "Slow.")
+
+    assert finding.shape == feature.FOUR_AXIS_OPTIONAL_RELU
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (
+            f"{feature.SCORES}(q, weights, k, use_relu=use_relu)  # [B, Sq, Sk]",
+            f"{feature.SCORES}(q, weights, k)",
+            "does not compute the scores once",
+        ),
+        (
+            f"{feature.SCORES}(q, weights, k, use_relu=use_relu)  # [B, Sq, Sk]",
+            f"{feature.SCORES}(k, weights, q, use_relu=use_relu)",
+            "does not compute the scores once",
+        ),
+        ("grad_q = torch.einsum('sbht,tbd->sbhd'", "grad_q = torch.einsum('sbht,tbd->bshd'", "contracts something else"),
+        ("grad_kl_div = grad_loss * loss_coeff", "grad_kl_div = grad_loss * loss_coeff * q.mean()", "uses q before heads come in"),
+        ("grad_kl_div = grad_loss * loss_coeff", "k = k * loss_coeff\n    grad_kl_div = grad_loss", "uses k before heads come in"),
+        ("grad_weighted_scores * weights.unsqueeze(-1)", "grad_index_scores * weights.unsqueeze(-1)", "does not multiply one gradient"),
+        ("(grad_weighted_scores * scores_for_weights)", "(2 * grad_weighted_scores * scores_for_weights)", "does not multiply one"),
+        (
+            "grad_scores * relu_mask.float()",
+            "grad_scores * relu_mask.float() * weights.unsqueeze(-1)",
+            "does not multiply one gradient",
+        ),
+        ("return grad_q.to(q.dtype), grad_weights.to(weights.dtype)", "return grad_q, grad_weights", "returns something else"),
+        ("    q,\n    weights,\n    k,\n    query,\n    key,\n    topk_indices,", "    k,\n    weights,\n    q,\n    query,\n    key,\n    topk_indices,", "does not take q, weights, k first"),
+    ],
+    ids=[
+        *("relu not passed on", "swapped", "other contraction", "inputs in the loss", "inputs rebound", "two gradients"),
+        *("scaled", "weighted twice", "other results", "other parameters"),
+    ],
+)  # fmt: skip
+def test_a_listed_body_is_refused_if_the_seam_would_misread_it(
+    newest: WheelTree, monkeypatch: pytest.MonkeyPatch, old: str, new: str, says: str
+) -> None:
+    text = text_of(newest, DSA)
+    assert text.count(old) == 1
+    tree = EditedTree(newest, DSA, text.replace(old, new))
+    source = tree.module(DSA)
+    assert source is not None
+    bodies = fingerprint(source.function(feature.SCORES)), fingerprint(source.function(feature.BACKWARD))
+    monkeypatch.setattr(feature, "_BROKEN", {bodies: (feature.FOUR_AXIS_OPTIONAL_RELU, "a hasty reader")})
+
+    finding = feature.probe(tree)
+
+    assert finding.verdict is Verdict.UNRECOGNISED
+    assert says in finding.summary()
+
+
+# Gone, moved, repaired
+
+
+def test_dsa_whose_scores_have_moved_is_not_called_absent(release: WheelTree) -> None:
+    text = text_of(release, DSA).replace(feature.SCORES, "_index_scores_elsewhere")
+
+    finding = feature.probe(EditedTree(release, DSA, text))
+
+    assert finding.verdict is Verdict.UNRECOGNISED
+    assert f"there is DSA but no {feature.SCORES}" in finding.summary()
+
+
+def test_a_backward_that_is_gone_is_not_recognised(newest: WheelTree) -> None:
+    text = text_of(newest, DSA).replace(feature.BACKWARD, "bwd_streaming_indexer_loss")
+
+    assert feature.probe(EditedTree(newest, DSA, text)).verdict is Verdict.UNRECOGNISED
+
+
+def test_what_cannot_be_parsed_is_not_recognised() -> None:
+    assert feature.probe(Texts(dsa="def _compute_index_scores(:\n")).verdict is Verdict.UNRECOGNISED
+
+
+REPAIRED = f"""
+def {feature.SCORES}(q, weights, k, use_relu=True):
+    return streaming(q, weights, k, use_relu)
+
+def {feature.BACKWARD}(q, weights, k, *args):
+    return streaming_gradients(q, weights, k, *args)
+"""
+
+
+def test_what_only_looks_repaired_is_not_called_fixed() -> None:
+    assert feature.probe(Texts(dsa=REPAIRED)).verdict is Verdict.UNRECOGNISED
+    assert not OVERLAY.retired(Texts(dsa=REPAIRED))
+
+
+def test_a_repair_that_was_read_retires_the_overlay(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores, backward = ast.parse(REPAIRED).body
+    monkeypatch.setattr(feature, "_REPAIRED", {(fingerprint(scores), fingerprint(backward)): "0.99.0"})
+
+    finding = feature.probe(Texts(dsa=REPAIRED))
+
+    assert (finding.verdict, finding.summary()) == (
+        Verdict.FIXED,
+        "builds no four-axis tensor, as in 0.99.0 (dsa.py:2)",
+    )
+    assert due([OVERLAY], Texts(dsa=REPAIRED)) == [OVERLAY]
+
+
+def test_no_release_is_due(release: WheelTree) -> None:
+    assert due([OVERLAY], release) == []
+
+
+# Backends that go past it
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.18.2", "0.19.0", "0.19.2"])
+def test_the_decision_names_the_backends_that_the_tree_has(version: str, wheel: Wheel) -> None:
+    seen = feature.probe(WheelTree(wheel("megatron-core", version))).summary()
+
+    named = "where dsa_kernel_backend is tilelang or cudnn and attention_backend is not unfused" in seen
+    assert named is version.startswith("0.19")
+    assert ("dsa_kernels.py:21" in seen) is named
+
+
+class Without:
+    """A tree without some modules."""
+
+    def __init__(self, tree: SourceTree, *names: str) -> None:
+        self._tree, self._names = tree, names
+
+    def module(self, name: str) -> ModuleSource | None:
+        return None if name.rpartition(".")[2] in self._names else self._tree.module(name)
+
+
+@pytest.mark.parametrize(
+    ("missing", "says"),
+    [
+        (["dsa_tilelang_kernels"], "where dsa_kernel_backend is cudnn and"),
+        (["dsa_cudnn_kernels"], "where dsa_kernel_backend is tilelang and"),
+        (["dsa_cudnn_kernels", "dsa_tilelang_kernels"], None),
+        (["dsa_kernels"], None),
+    ],
+)
+def test_a_backend_that_the_tree_does_not_bring_is_not_named(
+    newest: WheelTree, missing: list[str], says: str | None
+) -> None:
+    seen = feature.probe(Without(newest, *missing)).summary()
+
+    assert says in seen if says else "dsa_kernel_backend" not in seen
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('"tilelang": ', '"wafer": ', "where dsa_kernel_backend is wafer or cudnn and"),
+        ("_BACKEND_MODULE_NAME_BY_BACKEND = {", "_MODULES = {", "backends are not listed in a way that is known"),
+    ],
+)
+def test_backends_are_read_from_the_tree(newest: WheelTree, old: str, new: str, says: str) -> None:
+    text = text_of(newest, KERNELS).replace(old, new)
+
+    finding = feature.probe(EditedTree(newest, KERNELS, text))
+
+    assert finding.verdict is Verdict.BROKEN
+    assert says in finding.summary()

@@ -1,0 +1,278 @@
+"""What Megatron's Mamba mixers do with A_log and D: every release, main, and forms that nobody has seen yet."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megacpp_overlays.feature_probes.float16_mixer_parameters import (
+    GATED_DELTA_PRODUCT,
+    MAMBA,
+    UNMARKED,
+    Mixer,
+    probe_gated_delta_product,
+    probe_mamba,
+)
+from megacpp_overlays.model import Finding, Verdict
+from megacpp_overlays.overlays.float16_mixer_parameters import PARTS
+from megacpp_overlays.source.trees import DirectoryTree, ModuleSource, SourceTree, WheelTree
+
+RELEASES = (
+    *("0.13.0", "0.13.1", "0.14.0", "0.15.0", "0.15.1", "0.15.2", "0.15.3", "0.16.0", "0.16.1"),
+    *("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
+)
+Wheel = Callable[[str, str], Path]
+
+
+class Edited:
+    """A tree with some modules given as text; None takes a module away."""
+
+    def __init__(self, tree: SourceTree, texts: dict[str, str | None]) -> None:
+        self.tree, self.texts = tree, texts
+
+    def module(self, name: str) -> ModuleSource | None:
+        if name not in self.texts:
+            return self.tree.module(name)
+        text = self.texts[name]
+        return None if text is None else ModuleSource(name, f"{name}.py", text)
+
+
+@pytest.fixture(scope="module")
+def newest(wheel: Wheel) -> Iterator[WheelTree]:
+    """The newest release."""
+    tree = WheelTree(wheel("megatron-core", "0.19.2"))
+    yield tree
+    tree.close()
+
+
+def text_of(tree: SourceTree, module: str = MAMBA.target.module) -> str:
+    source = tree.module(module)
+    assert source is not None
+    return source.text
+
+
+def examine(tree: SourceTree, text: str | None, module: str = MAMBA.target.module) -> Finding:
+    return probe_mamba(Edited(tree, {module: text}))
+
+
+def edited(text: str, old: str, new: str, count: int = 1) -> str:
+    assert old in text
+    return text.replace(old, new, count)
+
+
+def marked(text: str, *names: str, how: str = "mark_keep_in_fp32(self.{name})") -> str:
+    """Let the constructor mark parameters right before it hands them to context parallelism."""
+    lines = "".join(f"        {how.format(name=name)}\n" for name in names)
+    return edited(text, "        self.cp = MambaContextParallel(", f"{lines}        self.cp = MambaContextParallel(")
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_every_release_creates_both_in_fp32_and_marks_neither(version: str, wheel: Wheel) -> None:
+    tree = WheelTree(wheel("megatron-core", version))
+    finding, other = probe_mamba(tree), probe_gated_delta_product(tree)
+    tree.close()
+
+    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, UNMARKED)
+    assert "does not mark A_log, D" in finding.summary()
+    assert finding.evidence[0].line
+    assert other.verdict is Verdict.ABSENT
+
+
+def test_given_trees_that_honour_marks_are_recognised(upstream_trees: list[Path]) -> None:
+    for path in upstream_trees:
+        tree = DirectoryTree(path)
+        source = tree.module("megatron.core.transformer.module")
+        if source is None or "keep_in_fp32" not in source.text:
+            continue
+        for part in PARTS:
+            assert part.probe(tree).verdict in {Verdict.BROKEN, Verdict.FIXED, Verdict.ABSENT}, path
+
+
+def test_a_tree_without_the_mixer_is_absent(newest: WheelTree) -> None:
+    assert examine(newest, None).verdict is Verdict.ABSENT
+    assert examine(newest, "class Other: pass").verdict is Verdict.ABSENT
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from elsewhere import MambaMixer",
+        "class MambaMixer: pass",
+        "class MambaMixer:\n    def __init__(self): pass",
+        "@patched\nclass MambaMixer:\n    def __init__(self): pass",
+        "class MambaMixer(",
+    ],
+)
+def test_a_mixer_that_is_made_in_another_way_is_not_recognised(newest: WheelTree, text: str) -> None:
+    assert examine(newest, text).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize("how", ["mark_keep_in_fp32(self.{name})", "self.{name}.keep_in_fp32 = True"])
+def test_a_mixer_that_marks_both_by_itself_retires_the_overlay(newest: WheelTree, how: str) -> None:
+    text = marked(text_of(newest), "A_log", "D", how=how)
+
+    assert examine(newest, text).verdict is Verdict.FIXED
+    assert PARTS[0].retired(Edited(newest, {MAMBA.target.module: text}))
+    assert not PARTS[0].retired(newest)
+
+
+def test_marks_where_the_parameters_are_created_count_too(newest: WheelTree) -> None:
+    text = edited(text_of(newest), "nn.Parameter(A_log)", "mark_keep_in_fp32(nn.Parameter(A_log))")
+    one = examine(newest, text)
+    both = examine(newest, marked(text, "D"))
+
+    assert one.verdict is Verdict.BROKEN
+    assert one.summary().split("does not mark ")[1].startswith("D ")
+    assert both.verdict is Verdict.FIXED
+
+
+@pytest.mark.parametrize("name", ["A_log", "D"])
+def test_one_mark_is_not_enough(newest: WheelTree, name: str) -> None:
+    finding = examine(newest, marked(text_of(newest), name))
+
+    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, UNMARKED)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "if self.rmsnorm: mark_keep_in_fp32(self.{name})",
+        "for _ in (): self.{name}.keep_in_fp32 = True",
+        "self.{name}.keep_in_fp32 = False",
+        "self.{name}.keep_in_fp32 = self.config.bf16",
+        "setattr(self.{name}, 'keep_in_fp32', True)",
+        "keep(self.{name})",
+        "self.{name}.data = self.{name}.data.bfloat16()",
+        "self.{name} = None",
+        "self.register_parameter('{name}', other)",
+        "del self.{name}",
+        "setattr(self, '{name}', other)",
+    ],
+)
+@pytest.mark.parametrize("name", ["A_log", "D"])
+def test_anything_else_that_is_done_with_a_parameter_is_not_recognised(newest: WheelTree, name: str, how: str) -> None:
+    assert examine(newest, marked(text_of(newest), name, how=how)).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("dtype=torch.float32, device=torch.cuda.current_device()\n            )", "dtype=config.params_dtype)"),
+        ("A_log = torch.log(A)", "A_log = torch.log(A).to(config.params_dtype)"),
+        ("A_log = torch.log(A)", "A = A.half()\n            A_log = torch.log(A)"),
+        ("A_log = torch.log(A)", "A, B = A.half(), 1\n            A_log = torch.log(A)"),
+        ("A_log = torch.log(A)", "A_log: torch.Tensor = torch.log(A)"),
+        ("self.A_log = nn.Parameter(A_log)", "self.A_log = nn.Parameter(A_log.bfloat16())"),
+        ("self.A_log = nn.Parameter(A_log)", "if True:\n                self.A_log = nn.Parameter(A_log)"),
+        ("self.A_log = nn.Parameter(A_log)", "pass"),
+        ("self.D = nn.Parameter(", "self.D = nn.Parameter(torch.ones(4)) if self.rmsnorm else nn.Parameter("),
+    ],
+)
+def test_parameters_that_are_created_in_another_way_are_not_recognised(newest: WheelTree, old: str, new: str) -> None:
+    assert examine(newest, edited(text_of(newest), old, new)).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("-torch.exp(self.cp.get_A_log().float())", "-torch.exp(self.cp.get_A_log())"),
+        ("-torch.exp(self.A_log.float())", "-torch.exp(self.A_log)"),
+        ("rearrange(self.D.to(dtype)", "rearrange(self.D"),
+        ("else self.cp.get_D()", "else self.cp.get_D().to(x.dtype)"),
+        ("y = mamba_split_conv1d_scan_combined(", "y = another_kernel("),
+        ('D = repeat(self.D, "h -> h p"', 'D = repeat(getattr(self, "D"), "h -> h p"'),
+    ],
+)
+def test_a_place_that_reads_a_parameter_in_another_way_is_not_recognised(newest: WheelTree, old: str, new: str) -> None:
+    assert examine(newest, edited(text_of(newest), old, new)).verdict is Verdict.UNRECOGNISED
+
+
+def test_no_mention_of_a_parameter_may_be_doubled_with_a_change(newest: WheelTree) -> None:
+    text = text_of(newest)
+    syntax = ast.parse(text)
+    places = [
+        node
+        for node in ast.walk(syntax)
+        if isinstance(node, ast.Attribute) and node.attr in {"A_log", "D", "get_A_log", "get_D"}
+    ]
+    assert len(places) > 12
+    for node in places:
+        before, node.value = node.value, ast.Name("other", ast.Load())
+        finding = examine(newest, ast.unparse(ast.fix_missing_locations(syntax)))
+        node.value = before
+        assert finding.verdict is Verdict.UNRECOGNISED, ast.unparse(node)
+
+
+def test_comments_layout_and_other_edits_of_the_mixer_do_not_matter(newest: WheelTree) -> None:
+    text = edited(text_of(newest), "self.d_conv = d_conv", "self.d_conv = d_conv\n        self.extra = 1")
+
+    assert examine(newest, ast.unparse(ast.parse(text))).verdict is Verdict.BROKEN
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("self.A_log_cp1 = A_log_cp1", "self.A_log_cp1 = A_log_cp1.bfloat16()"),
+        ("self._slice_vector_param(self.A_log_cp1)", "self._slice_vector_param(self.A_log_cp1).bfloat16()"),
+        ("def _slice_vector_param(", "def _slice_some_param("),
+        ("class MambaContextParallel", "class AnotherContextParallel"),
+        ("return param[start:end]", "return param[start:end].clone()"),
+    ],
+)
+def test_context_parallelism_that_holds_them_in_another_way_is_not_recognised(
+    newest: WheelTree, old: str, new: str
+) -> None:
+    text = edited(text_of(newest, MAMBA.parallel_module), old, new)
+
+    assert examine(newest, text, MAMBA.parallel_module).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize("text", [None, "class Float16Module: pass"])
+def test_where_nothing_is_known_to_honour_marks_none_are_set(newest: WheelTree, text: str | None) -> None:
+    finding = examine(newest, text, "megatron.core.transformer.module")
+
+    assert finding.verdict is Verdict.UNRECOGNISED
+    assert "honour the marks" in finding.summary()
+
+
+# The gated delta product, which no release has: a mixer of our own with what matters of main's.
+
+PRODUCT = """
+class GatedDeltaProductMixer(MegatronModule):
+    def __init__(self, config):
+        with tracker():
+            A = torch.empty(
+                self.nheads_local_tp, dtype=torch.float32, device=torch.cuda.current_device()
+            ).uniform_(*A_init_range)
+            A_log = torch.log(A)
+            self.A_log = nn.Parameter(A_log)
+            self.A_log._no_weight_decay = True
+        self.D = None
+        self.cp = GDPContextParallel(A_log_cp1=self.A_log, D_cp1=self.D)
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("self.D = None", "self.D = nn.Parameter(torch.ones(4))"),
+        ("self.D = None", "self.D = None\n        self.A_log.keep_in_fp32 = self.D"),
+        ("GDPContextParallel(", "Other("),
+        ("", ""),
+    ],
+)
+def test_a_gated_delta_product_needs_the_slices_that_are_known(newest: WheelTree, old: str, new: str) -> None:
+    texts = {GATED_DELTA_PRODUCT.target.module: edited(PRODUCT, old, new)}
+
+    assert probe_gated_delta_product(Edited(newest, texts)).verdict is Verdict.UNRECOGNISED
+
+
+def test_both_parts_are_one_overlay_that_is_off_by_default() -> None:
+    mixers: tuple[Mixer, ...] = (MAMBA, GATED_DELTA_PRODUCT)
+
+    assert [part.target for part in PARTS] == [mixer.target for mixer in mixers]
+    assert {part.id for part in PARTS} == {"float16-mixer-parameters"}
+    assert all(part.opt_in for part in PARTS)

@@ -1,0 +1,180 @@
+"""What the probe of pack 10 says of stand-ins, real trees, releases, and of code that nobody has read."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from trees import STAND_INS
+
+from megacpp_overlays.feature_probes import hopper_flce_dispatch as feature
+from megacpp_overlays.model import Verdict
+from megacpp_overlays.overlays.hopper_flce_dispatch import OVERLAY
+from megacpp_overlays.source.trees import DirectoryTree, WheelTree
+
+DEV, PR3345 = STAND_INS["dev-linear-cross-entropy"], STAND_INS["pr3345-linear-cross-entropy"]
+TARGET = Path("megatron/core/fusions/fused_linear_cross_entropy.py")
+ENTRY = Path("megatron/core/fusions/linear_cross_entropy/blackwell/entry.py")
+
+RELEASES = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
+
+
+@pytest.fixture
+def edited(tmp_path: Path) -> Callable[..., DirectoryTree]:
+    """Return a copy of the stand-in for dev with one piece of text replaced."""
+
+    def edit(old: str, new: str, file: Path = TARGET) -> DirectoryTree:
+        shutil.copytree(DEV, tmp_path, dirs_exist_ok=True)
+        text = (tmp_path / file).read_text()
+        assert old in text
+        (tmp_path / file).write_text(text.replace(old, new))
+        return DirectoryTree(tmp_path)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "shape"),
+    [(DEV, feature.BLACKWELL_ONLY), (PR3345, feature.BLACKWELL_AND_HOPPER)],
+    ids=["dev", "pr3345"],
+)
+def test_a_dispatcher_that_lacks_branches_is_broken(dispatcher: Path, shape: str) -> None:
+    found = feature.probe(DirectoryTree(dispatcher))
+
+    assert (found.verdict, found.shape) == (Verdict.BROKEN, shape)
+    assert shape in OVERLAY.replacements
+    assert not OVERLAY.retired(DirectoryTree(dispatcher))
+
+
+def test_every_tree_is_recognised(tree: Path) -> None:
+    found = feature.probe(DirectoryTree(tree))
+
+    assert found.verdict is not Verdict.UNRECOGNISED, found.summary()
+    assert (found.verdict is Verdict.ABSENT) == (not (tree / TARGET).exists())
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_no_release_has_the_dispatcher(wheel: Callable[[str, str], Path], version: str) -> None:
+    found = feature.probe(WheelTree(wheel("megatron-core", version)))
+
+    assert found.verdict is Verdict.ABSENT
+
+
+def test_a_tree_without_the_module_has_no_dispatcher(tmp_path: Path) -> None:
+    assert feature.probe(DirectoryTree(tmp_path)).verdict is Verdict.ABSENT
+
+
+def test_another_module_of_that_name_has_no_dispatcher(tmp_path: Path) -> None:
+    """As in pull request 4312."""
+    (tmp_path / TARGET).parent.mkdir(parents=True)
+    (tmp_path / TARGET).write_text("def fused_linear_cross_entropy(x, weight, labels): ...\n")
+
+    found = feature.probe(DirectoryTree(tmp_path))
+
+    assert (found.verdict, found.summary()) == (
+        Verdict.ABSENT,
+        "defines no Platform (fused_linear_cross_entropy.py)",
+    )
+
+
+@pytest.mark.parametrize("test", ["capability[0] in (8, 9, 10, 12)", "capability[0] in {8, 9, 10, 11, 12}"])
+def test_branches_for_all_three_are_the_end_of_the_overlay(edited: Callable[..., DirectoryTree], test: str) -> None:
+    tree = edited("capability[0] == 10", test)
+
+    assert feature.probe(tree).verdict is Verdict.FIXED
+    assert OVERLAY.retired(tree)
+
+
+def test_a_dispatcher_that_is_built_at_import_cannot_be_reached(edited: Callable[..., DirectoryTree]) -> None:
+    """As in pull request 2206."""
+    tree = edited("@lru_cache(maxsize=1)\ndef _get_platform():\n    return Platform()\n", "_platform = Platform()\n")
+
+    found = feature.probe(tree)
+
+    assert (found.verdict, found.shape) == (Verdict.BROKEN, feature.AT_IMPORT)
+    assert feature.AT_IMPORT in OVERLAY.unsupported
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("capability[0] == 10", "capability[0] in (8, 10)", "no known dispatcher has branches for 8, 10 alone"),
+        ("capability[0] == 10", "capability[0] >= 10", "a branch asks what is not known"),
+        ("capability[0] == 10", "capability == (10, 0)", "a branch asks what is not known"),
+        ("capability[0] == 10", "name[0] == 10", "a branch asks what is not known"),
+        ("        if capability[0]", "        capability = (10, 0)\n        if capability[0]", "does not ask once"),
+        ("        if capability[0]", "        if capability[0] > 10:\n            return\n        if capability[0]", "2 comp"),
+        ("        if capability[0]", "        for _ in ():\n            pass\n        if capability[0]", "unknown kind"),
+        ("            raise ValueError(", "            print(", "do not end in a ValueError"),
+        ("raise ValueError(", "raise RuntimeError(", "do not end in a ValueError"),
+        ("linear_cross_entropy.blackwell import entry", "other.blackwell import entry", "does not import one entry"),
+        ("        self._initialized = True\n", "        self._initialized = self.extra_func = 1\n", "Platform keeps"),
+        ("    def __init__(self):\n", "    def close(self): ...\n\n    def __init__(self):\n", "other methods"),
+        ("    def __init__(self):\n", "    def __init__(self, kind=None):\n", "takes parameters"),
+        ("class Platform:", "class Platform(dict):", "no plain class"),
+        ("@lru_cache(maxsize=1)\n", "", "does more than keep one Platform"),
+        ("    return Platform()\n", "    return Platform() if True else None\n", "does more than keep one Platform"),
+        ("def _get_platform():", "def _get_platform(device=None):", "no function _get_platform without parameters"),
+        ("class LinearCrossEntropy(", "other = Platform()\n\n\nclass LinearCrossEntropy(", "is built in 2 places"),
+        ("class LinearCrossEntropy(", "getter = _get_platform\n\n\nclass LinearCrossEntropy(", "is used in 3 places"),
+        ("@lru_cache(maxsize=1)", "Platform = print\n\n\n@lru_cache(maxsize=1)", "is changed outside"),
+        ("@lru_cache(maxsize=1)", "Platform.__init__ = print\n\n\n@lru_cache(maxsize=1)", "is changed outside"),
+        ("@lru_cache(maxsize=1)", "setattr(Platform, 'x', 1)\n\n\n@lru_cache(maxsize=1)", "is changed outside"),
+        ("import torch\n", "import torch\nfrom other import Platform\n", "is changed outside"),
+        ("        ignore_index=-100,\n", "        ignore_index=-100,\n        z_loss=0.0,\n", "does not take what is known"),
+        ("tp_group, reduction, ignore_index, sequence_parallel\n            )", "tp_group, reduction\n            )", "forward_func"),
+        ("loss, top, total, kept, ctx.rank", "loss, top, total, kept, extra, ctx.rank", "forward_func"),
+        ("                tp_world_size,\n", "                tp_world_size + 0,\n", "backward_func"),
+        ("for_hidden, for_weight = ", "for_hidden, for_weight, _ = ", "backward_func"),
+    ],
+)  # fmt: skip
+def test_an_edit_of_meaning_is_not_recognised(
+    edited: Callable[..., DirectoryTree], old: str, new: str, reason: str
+) -> None:
+    found = feature.probe(edited(old, new))
+
+    assert found.verdict is Verdict.UNRECOGNISED
+    assert reason in found.summary()
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "capability[0] >= 8",
+        "capability[0] == 9 or capability[0] == 12 or capability[0] == 8",
+        "capability >= (8, 0)",
+        "capability == (9, 0)",
+        "HAVE_TRITON and capability[0] == 9",
+    ],
+)
+def test_a_second_branch_that_asks_otherwise_is_not_recognised(edited: Callable[..., DirectoryTree], test: str) -> None:
+    """It may be the repair, so BROKEN would be as wrong as FIXED."""
+    branch = f"        elif {test}:\n            from .linear_cross_entropy.other import entry\n        else:\n            raise"
+
+    found = feature.probe(edited("        else:\n            raise", branch))
+
+    assert found.verdict is Verdict.UNRECOGNISED
+    assert "a branch asks what is not known" in found.summary()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("sequence_parallel=False):", "sequence_parallel=False, z_loss=0.0):"), ("    accu,\n", "    lse,\n")],
+    ids=["forward", "backward"],
+)
+def test_an_entry_with_another_contract_is_not_recognised(
+    edited: Callable[..., DirectoryTree], old: str, new: str
+) -> None:
+    found = feature.probe(edited(old, new, ENTRY))
+
+    assert found.verdict is Verdict.UNRECOGNISED
+    assert "blackwell.entry" in found.summary()
+
+
+def test_a_dispatcher_without_the_entry_it_names_is_not_recognised(edited: Callable[..., DirectoryTree]) -> None:
+    tree = edited("Platform", "Platform")
+    (tree.root / ENTRY).unlink()
+
+    assert feature.probe(tree).verdict is Verdict.UNRECOGNISED

@@ -1,0 +1,226 @@
+"""What the probe of pack 11 says of the stand-in, real trees, releases, and of code that nobody has read."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from trees import STAND_INS
+
+from megacpp_overlays.feature_probes import hybrid_linear_ce as feature
+from megacpp_overlays.model import Verdict
+from megacpp_overlays.overlays.hybrid_linear_ce import OVERLAY
+from megacpp_overlays.source.trees import DirectoryTree, WheelTree
+
+DEV = STAND_INS["dev-linear-cross-entropy"]
+CORE = Path("megatron/core")
+HYBRID = "models/hybrid/hybrid_model.py"
+MAMBA = "models/mamba/mamba_model.py"
+LAYER = "transformer/linear_cross_entropy.py"
+MTP = "transformer/multi_token_prediction.py"
+LANGUAGE = "models/common/language_module/language_module.py"
+
+RELEASES = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
+
+WIRED = """
+from megatron.core.transformer.linear_cross_entropy import LinearCrossEntropyModule
+
+
+class {name}:
+    def __init__(self, config):
+        self.output_layer = LinearCrossEntropyModule(config)
+
+    def forward(self, hidden, labels):
+        return self.output_layer(hidden, output_cross_entropy_loss=True, labels=labels)
+"""
+
+
+@pytest.fixture
+def edited(tmp_path: Path) -> Callable[..., DirectoryTree]:
+    """Return a copy of the stand-in for dev with one piece of text replaced."""
+
+    def edit(old: str, new: str, file: str = HYBRID) -> DirectoryTree:
+        shutil.copytree(DEV, tmp_path, dirs_exist_ok=True)
+        text = (tmp_path / CORE / file).read_text()
+        assert old in text
+        (tmp_path / CORE / file).write_text(text.replace(old, new))
+        return DirectoryTree(tmp_path)
+
+    return edit
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[..., DirectoryTree]:
+    """Return a tree with these files alone."""
+
+    def write(**texts: str) -> DirectoryTree:
+        for name, text in texts.items():
+            path = tmp_path / CORE / {"layer": LAYER, "mamba": MAMBA, "hybrid": HYBRID}[name]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return DirectoryTree(tmp_path)
+
+    return write
+
+
+def test_a_plain_output_layer_beside_the_fused_module_is_broken() -> None:
+    found = feature.probe(DirectoryTree(DEV))
+
+    assert (found.verdict, found.shape) == (Verdict.BROKEN, feature.PLAIN_OUTPUT_LAYER)
+    assert "plain output layer" in found.summary()
+    assert feature.PLAIN_OUTPUT_LAYER in OVERLAY.replacements
+    assert not OVERLAY.retired(DirectoryTree(DEV))
+
+
+def test_real_trees_are_broken_or_have_no_such_module(upstream_trees: list[Path]) -> None:
+    for tree in upstream_trees:
+        found = feature.probe(DirectoryTree(tree))
+
+        has_module, has_model = (tree / CORE / LAYER).exists(), (tree / CORE / HYBRID).exists()
+        expected = (Verdict.BROKEN if has_model else Verdict.UNRECOGNISED) if has_module else Verdict.ABSENT
+        assert found.verdict is expected, found.summary()
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_no_release_has_the_module(wheel: Callable[[str, str], Path], version: str) -> None:
+    found = feature.probe(WheelTree(wheel("megatron-core", version)))
+
+    assert found.verdict is Verdict.ABSENT
+
+
+def test_a_tree_without_the_models_has_nothing_to_wire(written: Callable[..., DirectoryTree]) -> None:
+    found = feature.probe(written(layer="class LinearCrossEntropyModule: ..."))
+
+    assert found.verdict is Verdict.ABSENT
+
+
+@pytest.mark.parametrize("name", ["hybrid", "mamba"])
+def test_a_model_that_makes_and_asks_it_is_the_end_of_the_overlay(
+    written: Callable[..., DirectoryTree], name: str
+) -> None:
+    """Under its former name as in dev of 2026-02-04."""
+    model = {"hybrid": "HybridModel", "mamba": "MambaModel"}[name]
+    tree = written(layer="", **{name: WIRED.format(name=model)})
+
+    assert feature.probe(tree).verdict is Verdict.FIXED
+    assert OVERLAY.retired(tree)
+
+
+@pytest.mark.parametrize("lost", ["output_cross_entropy_loss=True, ", "LinearCrossEntropyModule(config)"])
+@pytest.mark.parametrize("name", ["hybrid", "mamba"])
+def test_half_a_wiring_is_not_recognised(written: Callable[..., DirectoryTree], name: str, lost: str) -> None:
+    model = {"hybrid": "HybridModel", "mamba": "MambaModel"}[name]
+    text = WIRED.format(name=model).replace(lost, "None" if "(" in lost else "")
+
+    found = feature.probe(written(layer="", **{name: text}))
+
+    assert found.verdict is Verdict.UNRECOGNISED
+
+
+def test_the_model_under_its_former_name_is_not_recognised_without_the_wiring(
+    written: Callable[..., DirectoryTree],
+) -> None:
+    text = "class MambaModel:\n    def __init__(self): ...\n    def forward(self): ...\n"
+
+    found = feature.probe(written(layer="", mamba=text))
+
+    assert found.verdict is Verdict.UNRECOGNISED
+    assert "still MambaModel" in found.summary()
+
+
+def test_text_that_cannot_be_parsed_is_not_recognised(written: Callable[..., DirectoryTree]) -> None:
+    assert feature.probe(written(layer="", hybrid="class HybridModel(:\n")).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("class HybridModel(LanguageModule)", "class HybridModel(LanguageModule, Other)", "has other bases"),
+        ("class HybridModel(LanguageModule)", "@wrapped\nclass HybridModel(LanguageModule)", "is decorated"),
+        ("    def forward(\n        self,\n        input_ids", "    def _scale_logits(self, x): ...\n\n    def forward(\n        self,\n        input_ids", "a scale, a loss"),
+        ("    def forward(\n        self,\n        input_ids", "    def __getattr__(self, x): ...\n\n    def forward(\n        self,\n        input_ids", "attributes of its own"),
+        ("    def forward(\n        self,\n        input_ids", "    @wrapped\n    def forward(\n        self,\n        input_ids", "is decorated"),
+        ("    def forward(\n        self,\n        input_ids", "    def go(\n        self,\n        input_ids", "there is no HybridModel.forward"),
+        ("        decoder_input=None,\n        labels", "        decoder_input=None,\n        extra=None,\n        labels", "takes other arguments"),
+        ("tensor_parallel.ColumnParallelLinear(", "tensor_parallel.Other(", "not made once"),
+        ("        if post_process:\n", "        self.output_layer = None\n        if post_process:\n", "not made once"),
+        ("        if post_process:\n", "        self.output_layer: object = None\n        if post_process:\n", "not made once"),
+        ("        hidden_states = self.decoder(", "        super().forward()\n        hidden_states = self.decoder(", "other than through its attributes"),
+        ("        hidden_states = self.decoder(", "        note(self)\n        hidden_states = self.decoder(", "other than through its attributes"),
+        ("        hidden_states = self.decoder(", "        labels = labels.clone()\n        hidden_states = self.decoder(", "changes the labels"),
+        ("        hidden_states = self.decoder(", "        self.output_layer(None)\n        hidden_states = self.decoder(", "ends in another way"),
+        ("        return loss  #", "        return loss.mean()  #", "ends in another way"),
+        ("        loss = self.compute_language_model_loss(labels, logits)\n", "        loss = self.compute_language_model_loss(labels, logits.float())\n", "ends in another way"),
+        ("        logits = self._scale_logits(logits)\n", "        logits = self._scale_logits(logits)\n        logits = logits.float()\n", "ends in another way"),
+        ("        logits = self._scale_logits(logits)\n", "", "ends in another way"),
+        ("            return logits.transpose(0, 1)\n", "            return logits.transpose(0, 1)\n        else:\n            note()\n", "ends in another way"),
+        ("import torch\n", "import torch\nfrom megatron.core.transformer.linear_cross_entropy import LinearCrossEntropyModule\n", "does a part of what makes"),
+    ],
+)  # fmt: skip
+def test_an_edit_of_the_model_is_not_recognised(
+    edited: Callable[..., DirectoryTree], old: str, new: str, reason: str
+) -> None:
+    found = feature.probe(edited(old, new))
+
+    assert found.verdict is Verdict.UNRECOGNISED
+    assert reason in found.summary()
+
+
+def test_what_the_view_does_not_rely_on_may_change(edited: Callable[..., DirectoryTree]) -> None:
+    """As from month to month on dev: bases, keyword arguments, what is done before the output layer and beside it."""
+    tree = edited("class HybridModel(LanguageModule)", "class HybridModel(LanguageModule, GraphableMegatronModule)")
+    path = tree.root / CORE / HYBRID
+    text = path.read_text().replace("loss_mask=None,\n    ):", "loss_mask=None,\n        padding_mask=None,\n    ):")
+    text = text.replace(
+        "        if labels is None:\n", "        if override:\n            note()\n        if labels is None:\n"
+    )
+    path.write_text(
+        text.replace(
+            "        hidden_states = self.decoder(",
+            "        note(self.training)\n        hidden_states = self.decoder(",
+        )
+    )
+
+    assert feature.probe(DirectoryTree(tree.root)).verdict is Verdict.BROKEN
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "reason"),
+    [
+        (LAYER, "(tensor_parallel.ColumnParallelLinear)", "(tensor_parallel.Other)", "no LinearCrossEntropyModule that is"),
+        (LAYER, "    def forward(", "    def __init__(self): ...\n\n    def forward(", "other members"),
+        (LAYER, "    def forward(", "    bias = None\n\n    def forward(", "other members"),
+        (LAYER, '        reduction="none"', '        reduction="mean"', "takes other arguments"),
+        (LAYER, "        ignore_index=-100,\n", "        ignore_index=-100,\n        z_loss=0.0,\n", "takes other arguments"),
+        (LANGUAGE, "self.config.mup_output_mult", "self.config.logit_scale", "scaled by something else"),
+        (LANGUAGE, "return logits *", "return soft_cap(logits) *", "scaled by something else"),
+        (LANGUAGE, "def _scale_logits(", "def _scale(", "there is no LanguageModule._scale_logits"),
+        (LANGUAGE, '== "native"', '!= "linear"', "knows linear itself"),
+        (MTP, "heads[number],\n                weight=output_weight,\n                runtime_gather_output=runtime_gather_output,\n                output", "heads[number] * 2,\n                weight=output_weight,\n                runtime_gather_output=runtime_gather_output,\n                output", "MTP asks"),
+        (MTP, "                labels=wanted,\n", "                labels=wanted,\n                scale=2,\n", "MTP asks"),
+        (MTP, "                labels=wanted,\n", "", "MTP asks"),
+        (MTP, "            loss = output_layer(\n", "            loss = other_layer(\n", "MTP asks"),
+        (MTP, "    main, *heads", "    module = isinstance(output_layer, torch.nn.Module)\n    main, *heads", "does more with the output layer"),
+        (MTP, "def process_mtp_loss(", "def process_loss(", "there is no process_mtp_loss"),
+    ],
+)  # fmt: skip
+def test_an_edit_of_what_the_model_relies_on_is_not_recognised(
+    edited: Callable[..., DirectoryTree], file: str, old: str, new: str, reason: str
+) -> None:
+    found = feature.probe(edited(old, new, file))
+
+    assert found.verdict is Verdict.UNRECOGNISED
+    assert reason in found.summary()
+
+
+@pytest.mark.parametrize("file", [LANGUAGE, MTP])
+def test_a_tree_that_lacks_a_part_is_not_recognised(edited: Callable[..., DirectoryTree], file: str) -> None:
+    tree = edited("HybridModel", "HybridModel")
+    (tree.root / CORE / file).unlink()
+
+    found = feature.probe(tree)
+
+    assert found.verdict is Verdict.UNRECOGNISED
+    assert "there is no module" in found.summary()

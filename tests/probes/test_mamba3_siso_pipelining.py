@@ -1,0 +1,94 @@
+"""The gate of pack 19: what the tuner may choose, and whether this host has a GPU for which it matters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from installed import Edited, tree_of
+
+from megacpp_overlays.feature_probes.mamba3_siso_pipelining import ANY_STAGES, probe
+from megacpp_overlays.model import Verdict
+from megacpp_overlays.overlays.mamba3_siso_pipelining import OVERLAY
+from megacpp_overlays.runtime import gpus
+
+pytestmark = pytest.mark.upstream
+
+FILE = "mamba_ssm/ops/triton/mamba3/mamba3_siso_fwd.py"
+TUNER = "@triton.autotune("
+PRUNED = """
+def keep(configs, named_args, **kwargs):
+    major, _ = torch.cuda.get_device_capability(named_args["Q"].device)
+    if major in (10, 12):
+        return [config for config in configs if config.num_stages == 1]
+    return configs
+
+
+@triton.autotune(
+    prune_configs_by={"early_config_prune": keep},"""
+
+
+def test_the_release_lets_the_tuner_choose() -> None:
+    assert probe(tree_of("mamba3-pinned")).shape == ANY_STAGES
+    assert probe(tree_of("spring-2026")).verdict is Verdict.ABSENT
+
+
+def test_a_file_that_was_read_needs_no_parsing_and_an_edited_one_gets_it() -> None:
+    tree = Edited(tree_of("mamba3-pinned"), FILE, {"import triton\n": "import triton  # as it was\n"})
+
+    assert probe(tree).summary() == probe(tree_of("mamba3-pinned")).summary()
+
+
+def test_pruning_to_one_stage_is_the_repair() -> None:
+    tree = Edited(tree_of("mamba3-pinned"), FILE, {TUNER: PRUNED})
+
+    assert probe(tree).verdict is Verdict.FIXED
+    assert OVERLAY.retired(tree)
+    assert not OVERLAY.retired(tree_of("mamba3-pinned"))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {TUNER: PRUNED.replace("(10, 12)", "(10,)")},
+        {TUNER: PRUNED.replace("num_stages == 1", "num_stages == 2")},
+        {TUNER: PRUNED.replace("early_config_prune", "perf_model")},
+        {TUNER: PRUNED.replace("prune", "prune_", 1).replace("def keep", "def other")},
+        {"for s in [1, 2, 3]": "for s in [1, 2]"},
+        {TUNER: "@autotuned("},
+    ],
+)
+def test_other_configurations_are_not_recognised(edit: dict[str, str]) -> None:
+    assert probe(Edited(tree_of("mamba3-pinned"), FILE, edit)).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize(
+    ("there", "verdict"),
+    [
+        (frozenset({(9, 0)}), Verdict.ABSENT),
+        (frozenset({(8, 0), (9, 0)}), Verdict.ABSENT),
+        (frozenset({(10, 0)}), Verdict.BROKEN),
+        (frozenset({(9, 0), (12, 0)}), Verdict.BROKEN),
+        (None, Verdict.BROKEN),
+    ],
+)
+def test_it_matters_where_there_is_a_blackwell_or_where_that_cannot_be_known(
+    monkeypatch: pytest.MonkeyPatch, there: frozenset[tuple[int, int]] | None, verdict: Verdict
+) -> None:
+    monkeypatch.setattr(gpus, "capabilities", lambda: there)
+
+    found = OVERLAY.probe(tree_of("mamba3-pinned"))
+
+    assert found.verdict is verdict
+    assert ("every GPU of this host" in found.summary()) == (verdict is Verdict.ABSENT)
+
+
+def test_asking_for_gpus_answers_or_says_that_it_cannot(run_python: Callable[..., object]) -> None:
+    found = gpus.capabilities()
+
+    assert found is None or all(major >= 3 for major, _ in found)
+    code = (
+        "from megacpp_overlays.runtime import gpus; gpus.capabilities(); import os; "
+        "assert not any('cuda' in line for line in open('/proc/self/maps') if 'libcuda.so' in line)"
+    )
+    run_python(code)

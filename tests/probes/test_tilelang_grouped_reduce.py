@@ -1,0 +1,64 @@
+"""The gate of pack 18 knows which TileLang adds values of grouped sums more than once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from installed import Edited, tree_of
+
+from megacpp_overlays.feature_probes import tilelang_grouped_reduce as feature
+from megacpp_overlays.model import Verdict
+from megacpp_overlays.overlays.tilelang_grouped_reduce import OVERLAY
+from megacpp_overlays.source.trees import DirectoryTree
+
+pytestmark = pytest.mark.upstream
+
+
+@pytest.mark.parametrize(
+    ("lane", "verdict"),
+    [
+        ("spring-2026", Verdict.FIXED),
+        ("mamba3-pinned", Verdict.FIXED),
+        ("mamba3-newest", Verdict.FIXED),
+        ("newest", Verdict.ABSENT),
+    ],
+)
+def test_the_verdict_on_what_is_locked(lane: str, verdict: Verdict) -> None:
+    assert feature.probe(tree_of(lane)).verdict is verdict
+
+
+def test_a_release_whose_sums_are_wrong_is_known_by_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text of 0.1.8 stands for one of those releases: none of them is in a lane."""
+    monkeypatch.setattr(feature, "_WRONG", feature._REFUSING)
+    monkeypatch.setattr(feature, "_REFUSING", set())
+
+    found = feature.probe(tree_of("mamba3-pinned"))
+
+    assert found.shape == feature.ADDED_TOO_OFTEN
+    assert set(OVERLAY.unsupported) == {feature.ADDED_TOO_OFTEN}
+
+
+@pytest.mark.parametrize("edit", [None, {"AllReduce": "SomeReduce"}])
+def test_other_text_is_not_recognised(edit: dict[str, str] | None) -> None:
+    tree = Edited(tree_of("mamba3-pinned"), "tilelang/src/op/reduce.cc", edit)
+
+    assert feature.probe(tree).verdict is Verdict.UNRECOGNISED
+    assert not OVERLAY.retired(tree)
+    assert OVERLAY.retired(tree_of("mamba3-newest"))
+
+
+def test_the_check_without_its_words_is_not_recognised() -> None:
+    tree = Edited(
+        tree_of("mamba3-newest"), "tilelang/src/backend/common/op/reduce.h", {"ReduceOp cannot lower": "cannot lower"}
+    )
+
+    assert feature.probe(tree).verdict is Verdict.UNRECOGNISED
+
+
+def test_a_file_that_cannot_be_read_is_not_recognised(tmp_path: Path) -> None:
+    (tmp_path / "tilelang").mkdir()
+    (tmp_path / "tilelang/__init__.py").touch()
+    (tmp_path / "tilelang/src/op/reduce.cc").mkdir(parents=True)
+
+    assert feature.probe(DirectoryTree(tmp_path)).verdict is Verdict.UNRECOGNISED

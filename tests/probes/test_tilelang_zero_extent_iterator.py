@@ -1,0 +1,96 @@
+"""The gate of pack 13 reads the C++ that tilelang ships."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from installed import Edited, tree_of
+
+from megacpp_overlays.feature_probes.tilelang_zero_extent_iterator import EQUALITY_ONLY, probe
+from megacpp_overlays.model import Verdict
+from megacpp_overlays.overlays.tilelang_zero_extent_iterator import OVERLAY
+from megacpp_overlays.source.trees import DirectoryTree, ModuleSource
+
+pytestmark = pytest.mark.upstream
+
+FILE = "tilelang/src/layout/utils.cc"
+
+
+@pytest.mark.parametrize(
+    ("lane", "verdict", "shape"),
+    [
+        ("spring-2026", Verdict.BROKEN, EQUALITY_ONLY),
+        ("mamba3-pinned", Verdict.BROKEN, EQUALITY_ONLY),
+        ("mamba3-newest", Verdict.FIXED, None),
+        ("newest", Verdict.ABSENT, None),
+    ],
+)
+def test_the_verdict_on_what_is_locked(lane: str, verdict: Verdict, shape: str | None) -> None:
+    found = probe(tree_of(lane))
+
+    assert (found.verdict, found.shape) == (verdict, shape), found.summary()
+
+
+def test_it_is_due_for_deletion_where_it_is_repaired_and_only_there() -> None:
+    assert OVERLAY.retired(tree_of("mamba3-newest"))
+    assert not OVERLAY.retired(tree_of("mamba3-pinned"))
+    assert not OVERLAY.retired(tree_of("newest"))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        None,
+        {"bool match_full_iter =": "bool match_full_iter = mark->extent == 1 ||"},
+        {"get_unused_iters": "get_left_over_iters"},
+        {"return results;": "results.pop_back(); return results;"},
+        {
+            "expected_lower_factor = splits[j]->lower_factor * splits[j]->extent;": "expected_lower_factor = mark->extent;"
+        },
+    ],
+)
+def test_what_nobody_read_is_not_recognised(edit: dict[str, str] | None) -> None:
+    assert probe(Edited(tree_of("mamba3-pinned"), FILE, edit)).verdict is Verdict.UNRECOGNISED
+
+
+def test_comments_and_layout_mean_nothing() -> None:
+    edit = {"bool match_full_iter =\n": "// as it was\n  bool   match_full_iter = /* or not */\n\n"}
+
+    assert probe(Edited(tree_of("mamba3-pinned"), FILE, edit)).shape == EQUALITY_ONLY
+
+
+def test_a_repair_that_lost_its_condition_is_no_repair() -> None:
+    edit = {"analyzer->CanProve(expected_lower_factor > mark->extent)": "false"}
+
+    assert probe(Edited(tree_of("mamba3-newest"), FILE, edit)).verdict is Verdict.UNRECOGNISED
+
+
+def test_a_condition_in_a_comment_is_no_repair() -> None:
+    edit = {
+        "bool match_full_iter =\n": "// analyzer->CanProve(expected_lower_factor > mark->extent)\n bool match_full_iter =\n"
+    }
+
+    assert probe(Edited(tree_of("mamba3-pinned"), FILE, edit)).verdict is Verdict.BROKEN
+
+
+def test_a_tree_that_hands_out_modules_only_is_not_recognised(tmp_path: Path) -> None:
+    class ModulesOnly:
+        def module(self, name: str) -> ModuleSource | None:
+            return ModuleSource(name, "tilelang/__init__.py", "")
+
+    found = probe(ModulesOnly())
+
+    assert found.verdict is Verdict.UNRECOGNISED
+    assert "hands out modules only" in found.summary()
+
+
+def test_a_file_that_cannot_be_read_is_not_recognised(tmp_path: Path) -> None:
+    (tmp_path / "tilelang").mkdir()
+    (tmp_path / "tilelang/__init__.py").touch()
+    (tmp_path / FILE).mkdir(parents=True)
+
+    found = probe(DirectoryTree(tmp_path))
+
+    assert found.verdict is Verdict.UNRECOGNISED
+    assert "cannot read" in found.summary()

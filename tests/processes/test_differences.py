@@ -1,0 +1,390 @@
+"""What a process says of itself, and what is told of the difference between two such statements."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_up import BROKEN_TEXT, Upstream
+
+from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader.settings import Mode
+from megacpp_overlays.model import Replacement
+from megacpp_overlays.processes import differences, statement
+from megacpp_overlays.processes.differences import Difference, Group
+from megacpp_overlays.source.trees import InstalledTree
+
+
+def say(lane: Lane) -> statement.Statement:
+    return statement.of(lane.snapshot(), lane.settings, InstalledTree())
+
+
+def decided(**changes: Any) -> dict[str, Any]:
+    return {
+        "id": "scale-pad",
+        "target": "upstream.ops.Scale.forward",
+        "module": "upstream.ops",
+        "distribution": "upstream",
+        "version": "1.0",
+        "source_sha256": "a" * 64,
+        "overlay_sha256": None,
+        "verdict": "BROKEN",
+        "shape": "unpadded",
+        "decision": "active",
+        "reason": "it does not pad",
+        "seams": ["upstream.ops.Scale.forward"],
+        "variable": "MEGACPP_OVERLAY_SCALE_PAD",
+        **changes,
+    }
+
+
+def stated(*decisions: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {
+        "schema": 1,
+        "version": "0.1.0",
+        "package_sha256": "b" * 64,
+        "mode": "auto",
+        "python": "3.12.1",
+        "versions": {"torch": "2.11.0", "triton": "3.6.0"},
+        "off": [],
+        "decisions": list(decisions or [decided()]),
+        **changes,
+    }
+
+
+ARMED = {"decision": "armed", "verdict": "-", "shape": None, "seams": [], "reason": "waits for the import"}
+
+
+def found(*statements: dict[str, Any]) -> list[tuple[str, str, tuple[tuple[str, tuple[int, ...]], ...]]]:
+    groups = [Group(each, (number,)) for number, each in enumerate(statements)]
+    return [(each.subject, each.field, each.values) for each in differences.find(groups)]
+
+
+# A statement.
+
+
+def test_a_target_that_waits_is_read_from_its_file(lane: Callable[..., Lane], upstream: Upstream) -> None:
+    made = lane(upstream.overlay())
+    made.arm()
+    waiting = say(made)
+    upstream.load()
+    loaded = say(made)
+
+    (before,), (after,) = waiting["decisions"], loaded["decisions"]
+    assert (before["decision"], after["decision"]) == ("armed", "active")
+    assert before["source_sha256"] == after["source_sha256"]
+    assert before["version"] == after["version"] == "unversioned"
+
+
+def test_an_edit_of_a_file_that_nobody_imported_changes_the_digest(
+    lane: Callable[..., Lane], upstream: Upstream
+) -> None:
+    made = lane(upstream.overlay())
+    made.arm()
+    before = statement.digest(say(made))
+    upstream.write(BROKEN_TEXT + "# edited\n")
+
+    assert statement.digest(say(made)) != before
+    assert f"{upstream.name}.layers" not in sys.modules
+
+
+def test_a_target_that_cannot_be_read_has_no_hash(lane: Callable[..., Lane], upstream: Upstream) -> None:
+    made = lane(upstream.overlay())
+    made.arm()
+    (upstream.folder / upstream.name / "layers.py").write_bytes(b"# coding: nonsense\n")
+
+    (decision,) = say(made)["decisions"]
+
+    assert (decision["decision"], decision["source_sha256"]) == ("absent", None)
+
+
+def test_everything_that_is_off_still_says_what_it_is_off_for(lane: Callable[..., Lane], upstream: Upstream) -> None:
+    made = lane(upstream.overlay(), mode=Mode.OFF)
+    made.arm()
+
+    told = say(made)
+
+    assert told["mode"] == "off"
+    assert told["decisions"][0]["source_sha256"] is not None
+
+
+def test_a_statement_is_plain_data_without_paths(lane: Callable[..., Lane], upstream: Upstream) -> None:
+    made = lane(upstream.overlay())
+    made.arm()
+    upstream.load()
+
+    told = say(made)
+
+    assert json.loads(json.dumps(told)) == told
+    told["decisions"][0].pop("reason")
+    assert str(upstream.folder) not in json.dumps(told)
+
+
+def test_the_files_of_a_plugin_are_part_of_what_it_says(lane: Callable[..., Lane], upstream: Upstream) -> None:
+    made = lane(upstream.overlay())  # declared in made_up.py
+    made.arm()
+
+    (decision,) = say(made)["decisions"]
+
+    assert len(decision["overlay_sha256"]) == 64
+
+
+def test_files_of_one_name_in_two_packages_of_a_plugin_have_one_order_in_every_process(
+    upstream: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"plugin_{letter}.probes" for letter in "abcdefgh"]
+    files = [tmp_path / name / "probes" / "__init__.py" for name in names]
+    for name, file in zip(names, files, strict=True):
+        file.parent.mkdir(parents=True)
+        file.write_text(f"# {name}")
+        monkeypatch.setitem(sys.modules, name, module := ModuleType(name))
+        module.__file__ = str(file)
+    probe, self_test, retired, *makes = (FunctionType((lambda: None).__code__, {"__name__": name}) for name in names)
+    parts = tuple(Replacement(f"f{number}", make) for number, make in enumerate(makes))
+
+    overlay = replace(
+        upstream.overlay(), probe=probe, self_test=self_test, retired=retired, witness=None, replacements={"s": parts}
+    )
+
+    assert statement._declared_elsewhere(overlay) == statement._hash_of(files)
+
+
+def test_a_replacement_that_is_bound_to_arguments_counts_with_the_file_of_its_function(upstream: Upstream) -> None:
+    overlay = upstream.overlay()
+    bound = {
+        shape: tuple(each._replace(make=functools.partial(each.make)) for each in replacements)
+        for shape, replacements in overlay.replacements.items()
+    }
+
+    assert statement._declared_elsewhere(replace(overlay, replacements=bound)) == statement._declared_elsewhere(overlay)
+
+
+def test_the_files_of_this_package_are_one_hash_that_an_edit_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("model.py", "kernels/one/two.py", "overlays/one.py", "packs/01/reproduce.py", "cli/run.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(statement, "__file__", str(tmp_path / "processes" / "statement.py"))
+    before = statement.package_sha256()
+
+    (tmp_path / "cli" / "run.py").write_text("edited, and no part of a training process")
+    assert statement.package_sha256() == before
+    (tmp_path / "overlays" / "one.py").write_text("edited")
+    assert statement.package_sha256() != before
+
+
+def test_the_words_of_a_reason_do_not_count() -> None:
+    assert statement.digest(stated(decided(reason="x"))) == statement.digest(stated(decided(reason="y")))
+
+
+# Differences.
+
+
+def test_equal_statements_differ_in_nothing() -> None:
+    assert found(stated(), stated(decided(reason="other words"))) == []
+
+
+def test_another_version_explains_all_that_follows_from_it() -> None:
+    other = decided(version="2.0", source_sha256="c" * 64, verdict="FIXED", shape=None, decision="retired", seams=[])
+
+    assert found(stated(), stated(other)) == [("scale-pad", "version", (("1.0", (0,)), ("2.0", (1,))))]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"overlay_sha256": "d" * 64, "verdict": "FIXED"}, "overlay_sha256"),
+        ({"source_sha256": "c" * 64, "verdict": "FIXED", "decision": "retired"}, "source_sha256"),
+        (ARMED, "decision"),
+        ({"verdict": "UNRECOGNISED", "shape": None, "decision": "conflict"}, "verdict"),
+        ({"shape": "otherwise", "seams": []}, "shape"),
+        ({"decision": "conflict", "seams": []}, "decision"),
+        ({"seams": []}, "seams"),
+    ],
+)
+def test_of_one_overlay_the_cause_is_told_and_not_what_follows(changes: dict[str, Any], field: str) -> None:
+    assert [(subject, told) for subject, told, _ in found(stated(), stated(decided(**changes)))] == [
+        ("scale-pad", field)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"version": "0.2.0", "package_sha256": "e" * 64}, "version"),
+        ({"package_sha256": "e" * 64}, "package_sha256"),
+        ({"mode": "off"}, "mode"),
+        ({"python": "3.11.9"}, "python"),
+    ],
+)
+def test_what_concerns_the_package_explains_its_decisions(changes: dict[str, Any], field: str) -> None:
+    off = decided(decision="disabled", seams=[]) if field != "python" else decided()
+
+    assert [(subject, told) for subject, told, _ in found(stated(), stated(off, **changes))] == [
+        ("megacpp_overlays", field)
+    ]
+
+
+def test_a_switch_is_told_by_its_variable() -> None:
+    off = stated(decided(decision="disabled", seams=[]), off=["scale-pad"])
+
+    (difference,) = differences.find([Group(stated(), (0, 1)), Group(off, (2,))])
+
+    assert (difference.field, difference.values) == ("switch", (("auto", (0, 1)), ("off", (2,))))
+    assert "MEGACPP_OVERLAY_SCALE_PAD" in difference.advice
+
+
+def test_an_overlay_that_only_one_process_has_is_told_as_such() -> None:
+    assert found(stated(), stated(decided(), decided(id="other"))) == [
+        ("other", "declared", (("declared", (1,)), ("not declared", (0,))))
+    ]
+
+
+def test_torch_is_compared_although_no_overlay_is_about_it() -> None:
+    assert found(stated(), stated(versions={"torch": "2.10.0", "triton": "3.6.0"})) == [
+        ("torch", "version", (("2.10.0", (1,)), ("2.11.0", (0,))))
+    ]
+
+
+def test_independent_causes_are_told_together() -> None:
+    newer = decided(version="2.0", verdict="FIXED", shape=None, decision="retired", seams=[])
+    off = decided(decision="disabled", seams=[])
+
+    told = found(stated(), stated(newer), stated(off, off=["scale-pad"]), stated(decided(**ARMED)))
+
+    assert [field for _, field, _ in told] == ["switch", "version", "decision"]
+
+
+def test_one_wording_of_a_reason_stands_for_all() -> None:
+    armed = decided(**ARMED)
+    told = found(stated(decided(reason="one")), stated(decided(reason="other")), stated(armed))
+
+    assert told == [
+        ("scale-pad", "decision", (("active (one)", (0, 1)), ("armed (waits for the import)", (2,)))),
+    ]
+
+
+def test_the_value_with_the_most_holders_comes_first() -> None:
+    newer = stated(decided(version="2.0"))
+
+    (difference,) = differences.find([Group(stated(), ("a",)), Group(newer, ("b", "c"))])
+
+    assert difference.values == (("2.0", ("b", "c")), ("1.0", ("a",)))
+
+
+def test_a_switch_of_an_overlay_that_nobody_decided_about_is_told() -> None:
+    said = [stated(off=[], decisions=[]), stated(off=["scale-pad"], decisions=[])]
+
+    (told,) = differences.find([Group(each, (number,)) for number, each in enumerate(said)])
+
+    assert (told.subject, told.field) == ("scale-pad", "switch")
+    assert told.values == (("auto", (0,)), ("off", (1,)))
+    assert told.advice == "set MEGACPP_OVERLAY_SCALE_PAD the same everywhere, or nowhere"
+
+
+@given(st.data())
+def test_statements_with_unequal_digests_never_go_without_a_difference(data: st.DataObject) -> None:
+    hashes = st.sampled_from(["a" * 64, "c" * 64])
+    decisions = st.fixed_dictionaries(
+        {},
+        optional={
+            "version": st.sampled_from(["1.0", "2.0", None]),
+            "source_sha256": hashes,
+            "overlay_sha256": st.one_of(st.none(), hashes),
+            "verdict": st.sampled_from(["-", "BROKEN", "FIXED"]),
+            "shape": st.sampled_from(["unpadded", None]),
+            "decision": st.sampled_from(["armed", "active", "conflict", "disabled"]),
+            "seams": st.sampled_from([[], ["upstream.ops.Scale.forward"]]),
+        },
+    )
+    wholes = st.fixed_dictionaries(
+        {},
+        optional={
+            "version": st.sampled_from(["0.1.0", "0.2.0"]),
+            "package_sha256": hashes,
+            "mode": st.sampled_from(["auto", "off"]),
+            "python": st.sampled_from(["3.12.1", "3.11.9"]),
+            "versions": st.sampled_from([{"torch": "2.11.0"}, {"torch": "2.10.0"}, {}]),
+            "off": st.sampled_from([[], ["scale-pad"]]),
+            "decisions": st.lists(decisions.map(lambda changes: decided(**changes)), max_size=1),
+        },
+    )
+    said = [stated(**data.draw(wholes)) for _ in range(data.draw(st.integers(1, 4)))]
+    digests = {statement.digest(each) for each in said}
+
+    told = differences.find([Group(each, (number,)) for number, each in enumerate(said)])
+
+    assert bool(told) == (len(digests) > 1)
+    for each in told:
+        assert sorted(holder for _, who in each.values for holder in who) == list(range(len(said)))
+        assert len({value for value, _ in each.values}) == len(each.values) > 1
+
+
+# For people.
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([], ""), ([3], "3"), ([0, 1, 2, 3], "0-3"), ([7, 0, 1, 3], "0-1, 3, 7")],
+)
+def test_ranks_are_written_as_ranges(numbers: Sequence[int], text: str) -> None:
+    assert differences.ranges(numbers) == text
+
+
+def test_a_list_of_ranks_that_is_too_long_says_how_many_there_are() -> None:
+    text = differences.who(range(0, 16_384, 2))
+
+    assert text.startswith("0, 2, 4, ")
+    assert text.endswith(", ... (8192 in all)")
+    assert len(text) < 70
+
+
+def test_the_table_is_aligned_and_shortens_what_nobody_reads() -> None:
+    told = [
+        Difference("scale-pad", "source_sha256", (("a" * 64, (0, 1)), ("c" * 64, (7,))), "reinstall"),
+        Difference("megacpp_overlays", "mode", (("auto", (0, 1)), ("off", (7,))), "give every process the same"),
+    ]
+
+    assert differences.table(told).splitlines() == [
+        "what              differs in     value                ranks",
+        "----------------  -------------  -------------------  -----",
+        "scale-pad         source_sha256  aaaaaaaaaaaaaaaa...  0-1",
+        "                                 cccccccccccccccc...  7",
+        "megacpp_overlays  mode           auto                 0-1",
+        "                                 off                  7",
+    ]
+    assert differences.advice(told) == ["scale-pad: reinstall", "megacpp_overlays: give every process the same"]
+
+
+def test_overlays_with_one_cause_share_a_row() -> None:
+    told = [
+        Difference(each, "version", (("1.0", (0,)), ("2.0", (1,))), "install the same upstream everywhere")
+        for each in ("one", "two", "three", "one")
+    ]
+
+    assert differences.table(told, "processes").splitlines()[2:] == [
+        "one    version     1.0    0",
+        "two                2.0    1",
+        "three",
+    ]
+    assert differences.advice(told) == ["one and 2 more: install the same upstream everywhere"]
+
+
+def test_a_long_value_is_wrapped_beside_its_holders() -> None:
+    told = [Difference("scale-pad", "decision", (("word " * 30, (0,)), ("armed", (1,))), "look")]
+
+    lines = differences.table(told).splitlines()[2:]
+
+    assert len(lines) == 4
+    assert max(map(len, lines)) < 100
+    assert lines[0].endswith("  0")

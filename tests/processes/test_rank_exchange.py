@@ -1,0 +1,314 @@
+"""The exchange of the ranks, simulated: any partition, any rank missing, any crash; up to 16,384 ranks."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megacpp_overlays.processes import rank_exchange, statement
+from megacpp_overlays.processes.rank_exchange import Exchange, Verdict
+
+TIMEOUT = 60.0
+LATEST = TIMEOUT + rank_exchange.GRACE_S + rank_exchange.LINGER_S + 3 * rank_exchange.MOST_S
+
+
+class CrashedError(Exception):
+    """A rank is gone; nobody may notice but by its silence."""
+
+
+class Memory:
+    """A store without a network, which counts what it is asked and what it holds."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, bytes] = {}
+        self.asked: Counter[str] = Counter()
+        self.most_held = 0
+
+    def set(self, key: str, value: str) -> None:
+        self.asked["set"] += 1
+        self.held[key] = value.encode()
+        self.most_held = max(self.most_held, len(self.held))
+
+    def get(self, key: str) -> bytes:
+        self.asked["get"] += 1
+        return self.held[key]
+
+    def add(self, key: str, value: int) -> int:
+        self.asked["add"] += 1
+        total = int(self.held.get(key, b"0")) + value
+        self.held[key] = str(total).encode()
+        return total
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked["check"] += 1
+        return all(key in self.held for key in keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.asked["multi_get"] += 1
+        return [self.held[key] for key in keys]
+
+    def delete_key(self, key: str) -> bool:
+        self.asked["delete"] += 1
+        return self.held.pop(key, None) is not None
+
+
+class Mortal:
+    """The store as a rank sees it that crashes after so many questions."""
+
+    def __init__(self, store: Memory, questions: int) -> None:
+        self._store = store
+        self._left = questions
+
+    def __getattr__(self, name: str) -> Any:
+        if self._left == 0:
+            raise CrashedError
+        self._left -= 1
+        return getattr(self._store, name)
+
+
+class Moment:
+    """A clock that the simulation sets."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+@pytest.fixture(autouse=True)
+def one_copy_of_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here all ranks live in one process, and the groups of a large world are not small."""
+    monkeypatch.setattr(rank_exchange, "_as_verdict", functools.cache(rank_exchange._as_verdict))
+
+
+def says(kind: int) -> dict[str, Any]:
+    return {"schema": 1, "version": f"0.{kind}", "mode": "auto", "python": "3.12.1", "off": [], "decisions": []}
+
+
+def simulate(
+    kinds: Mapping[int, int],
+    *,
+    absent: frozenset[int] = frozenset(),
+    arrivals: Mapping[int, float] | None = None,
+    crashes: Mapping[int, int] | None = None,
+    store: Memory | None = None,
+    timeout: float = TIMEOUT,
+    says: Callable[[int], dict[str, Any]] = says,
+) -> tuple[dict[int, Verdict], dict[int, float]]:
+    """Play all ranks on one clock; return what each was told, and when."""
+    shared, clock = store or Memory(), Moment()
+    told: dict[int, Verdict] = {}
+    when: dict[int, float] = {}
+    ranks = tuple(kinds)
+    running = {}
+    for rank in ranks:
+        if rank not in absent:
+            own: Any = Mortal(shared, crashes[rank]) if crashes and rank in crashes else shared
+            part = Exchange(own, "group", ranks, rank, timeout)
+            told_by_it = says(kinds[rank])
+            running[rank] = part.steps(statement.digest(told_by_it), told_by_it, clock)
+    queue = [((arrivals or {}).get(rank, 0.0), place, rank) for place, rank in enumerate(running)]
+    heapq.heapify(queue)
+    while queue:
+        clock.seconds, place, rank = heapq.heappop(queue)
+        try:
+            heapq.heappush(queue, (clock.seconds + next(running[rank]), place, rank))
+        except StopIteration as end:
+            told[rank], when[rank] = end.value, clock.seconds
+        except CrashedError:
+            pass
+    return told, when
+
+
+def partition(kinds: Mapping[int, int], absent: frozenset[int]) -> set[tuple[int, ...]]:
+    present = [rank for rank in kinds if rank not in absent]
+    return {tuple(sorted(r for r in present if kinds[r] == kind)) for kind in {kinds[r] for r in present}}
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[dict[int, int], frozenset[int], dict[int, float]]:
+    ranks = draw(st.lists(st.integers(0, 99), min_size=2, max_size=30, unique=True))
+    kinds = {rank: draw(st.integers(0, 3)) for rank in ranks}
+    absent = draw(st.frozensets(st.sampled_from(ranks), max_size=len(ranks) - 1))
+    arrivals = {rank: draw(st.floats(0, TIMEOUT / 2)) for rank in ranks}
+    return kinds, absent, arrivals
+
+
+@settings(max_examples=200, deadline=None)
+@given(worlds())
+def test_every_rank_that_is_there_is_told_the_same_and_the_truth(
+    world: tuple[dict[int, int], frozenset[int], dict[int, float]],
+) -> None:
+    kinds, absent, arrivals = world
+
+    told, when = simulate(kinds, absent=absent, arrivals=arrivals)
+
+    assert told.keys() == kinds.keys() - absent
+    assert len(set(told.values())) == 1
+    verdict = next(iter(told.values()))
+    assert {rank for rank, _ in verdict.missing} == absent
+    assert {calls for _, calls in verdict.missing} <= {0}
+    assert set(verdict.groups) == partition(kinds, absent)
+    assert verdict.agreed == (not absent and len(verdict.groups) == 1)
+    assert bool(verdict.differences) == (len(verdict.groups) > 1)
+    assert max(when.values()) < LATEST
+
+
+@settings(max_examples=200, deadline=None)
+@given(worlds(), st.data())
+def test_a_rank_that_crashes_on_the_way_hangs_nobody(
+    world: tuple[dict[int, int], frozenset[int], dict[int, float]], data: st.DataObject
+) -> None:
+    kinds, absent, arrivals = world
+    crashes = data.draw(st.dictionaries(st.sampled_from(sorted(kinds)), st.integers(0, 12), max_size=len(kinds) - 1))
+
+    told, when = simulate(kinds, absent=absent, arrivals=arrivals, crashes=crashes)
+
+    assert told.keys() >= kinds.keys() - absent - crashes.keys()
+    assert len(set(told.values())) <= 1
+    assert all(seconds - arrivals[rank] < LATEST for rank, seconds in when.items())
+    for verdict in told.values():
+        assert {rank for rank, _ in verdict.missing} <= absent | crashes.keys()
+        assert not (verdict.agreed and absent)
+
+
+def test_the_difference_is_told_with_the_ranks_that_hold_each_value() -> None:
+    told, _ = simulate({0: 1, 1: 1, 2: 7, 3: 1})
+
+    (difference,) = told[2].differences
+    assert (difference.subject, difference.field) == ("megacpp_overlays", "version")
+    assert difference.values == (("0.1", (0, 1, 3)), ("0.7", (2,)))
+    assert [example.rank for example in told[0].examples] == [0, 2]
+
+
+def test_a_rank_that_comes_when_it_is_too_late_finds_itself_missed() -> None:
+    told, when = simulate({0: 1, 1: 1, 2: 1}, arrivals={1: TIMEOUT + 5})
+
+    assert told[1] == told[0]
+    assert told[1].missing == ((1, 0),)
+    assert when[1] == TIMEOUT + 5
+
+
+def test_the_first_whose_time_is_up_speaks_for_all() -> None:
+    told, when = simulate({0: 1, 1: 1, 2: 1}, arrivals={0: TIMEOUT - 1, 1: 3.0}, absent=frozenset({2}))
+
+    assert told[0] == told[1]
+    assert max(when.values()) < TIMEOUT + 3 + 3 * rank_exchange.MOST_S
+
+
+def test_a_rank_that_calls_once_more_is_told_how_often_the_others_called() -> None:
+    store = Memory()
+    simulate({0: 1, 1: 1, 2: 1}, store=store)
+
+    told, _ = simulate({0: 1, 1: 1, 2: 1}, store=store, absent=frozenset({0, 1}))
+
+    assert told[2].number == 2
+    assert told[2].missing == ((0, 1), (1, 1))
+
+
+def test_whoever_judges_too_slowly_does_not_contradict_what_the_others_were_told() -> None:
+    class Slow(Memory):
+        """Gives up on the judge while it reads the digests, as the others do after the grace."""
+
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            self.set(
+                "group/1/verdict", rank_exchange._pack({"size": 2, "number": 1, "timeout": 60.0, "failure": "no word"})
+            )
+            return super().multi_get(keys)
+
+    told, _ = simulate({0: 1, 1: 1}, store=Slow())
+
+    assert [verdict.failure for verdict in told.values()] == ["no word", "no word"]
+
+
+def test_a_failed_comparison_does_not_spoil_the_next() -> None:
+    store = Memory()
+    simulate({0: 1, 1: 2}, store=store)
+
+    told, _ = simulate({0: 1, 1: 1}, store=store)
+
+    assert told[0].agreed
+    assert told[1].agreed
+
+
+def test_agreement_leaves_nothing_behind_but_a_count_for_each_rank() -> None:
+    store = Memory()
+
+    simulate(dict.fromkeys(range(9), 1), store=store)
+
+    assert store.held == {f"group/calls/{rank}": b"1" for rank in range(9)}
+
+
+def test_a_store_that_can_only_do_the_least_is_enough() -> None:
+    class Least(Memory):
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            raise RuntimeError("not implemented")
+
+        delete_key = multi_get  # type: ignore[assignment]
+
+    told, _ = simulate({0: 1, 1: 1, 2: 3}, store=Least())
+
+    assert [verdict.groups for verdict in told.values()] == [((0, 1), (2,))] * 3
+
+
+def test_a_world_in_which_every_rank_differs_still_gets_a_short_table() -> None:
+    size = rank_exchange.MOST_STATEMENTS + 20
+    store = Memory()
+
+    told, _ = simulate({rank: rank for rank in range(size)}, store=store)
+
+    verdict = told[0]
+    assert sorted(rank for group in verdict.groups for rank in group) == list(range(size))
+    assert len(verdict.groups) == rank_exchange.MOST_STATEMENTS + 1
+    assert len(verdict.examples) == rank_exchange.MOST_STATEMENTS
+    assert verdict.differences[-1].values[1] == ("another, not told", verdict.groups[-1])
+
+
+def test_statements_that_differ_where_nobody_looks_are_not_taken_for_equal() -> None:
+    told, _ = simulate({0: 1, 1: 2}, says=lambda kind: {**says(1), "unheard of": kind})
+
+    assert told[0] == told[1]
+    assert not told[0].agreed
+    assert [each.field for each in told[0].differences] == ["statement"]
+
+
+@pytest.mark.parametrize("size", [2, 1024, 16_384])
+def test_what_all_ranks_ask_and_leave_grows_with_their_number_and_no_faster(size: int) -> None:
+    store = Memory()
+
+    told, when = simulate(dict.fromkeys(range(size), 1), store=store)
+
+    assert all(verdict.agreed for verdict in told.values())
+    assert sum(store.asked.values()) < 16 * size + 40
+    assert store.most_held < 4 * size + 20
+    assert max(when.values()) < 2 * rank_exchange.MOST_S
+
+
+def test_one_rank_of_many_is_found() -> None:
+    kinds = {rank: 1 + (rank == 9_999) for rank in range(16_384)}
+
+    told, _ = simulate(kinds)
+
+    assert {verdict.groups[1] for verdict in told.values()} == {(9_999,)}
+
+
+@pytest.mark.parametrize("gone", [[0], [9_999, 10_000, 16_383]])
+def test_ranks_that_are_missing_of_many_are_named(gone: Sequence[int]) -> None:
+    store = Memory()
+
+    told, when = simulate(dict.fromkeys(range(16_384), 1), absent=frozenset(gone), store=store, timeout=5.0)
+
+    assert {verdict.missing for verdict in told.values()} == {tuple((rank, 0) for rank in gone)}
+    assert max(when.values()) < 5.0 + rank_exchange.LINGER_S + 2 * rank_exchange.MOST_S
+    assert store.asked["check"] < 8 * 16_384  # five seconds of waiting

@@ -1,0 +1,340 @@
+"""verify_ranks with real processes: under torchrun, and as a launcher without an agent starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import zipfile
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import ROOT, SUPPORT
+from made_up import BROKEN_TEXT, Upstream
+
+import megacpp_overlays
+from megacpp_overlays.errors import RanksError
+from megacpp_overlays.processes import ranks
+
+pytest.importorskip("torch")
+
+LAUNCHER = SUPPORT.joinpath("ranks_launcher.py")
+LIGER = "liger-flce-none-backward"
+TIMEOUT = 60.0
+"""For ranks that are all expected. Eight processes that import torch at once on a busy host take their time."""
+
+
+class Ranks:
+    """A folder in which launches of ranks are planned and leave what they saw."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.made_up = Upstream("upstream_of_ranks", folder)
+        self.made_up.write(BROKEN_TEXT)
+        self.made_up.write(
+            "from made_up import Upstream\nOVERLAY = Upstream('upstream_of_ranks', None).overlay()\n", "plugin"
+        )
+        info = folder / "made_up_plugin-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up-plugin\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(
+            "[megacpp_overlays.overlays]\ndouble = upstream_of_ranks.plugin:OVERLAY\n"
+        )
+
+    def command(self, timeout: float, expected: int, **plan: Any) -> list[str]:
+        self.said = self.folder / "said"
+        self.said.mkdir()
+        plan = {"all": {}, "timeout": timeout, "expected": expected, **plan}
+        (self.folder / "plan.json").write_text(json.dumps(plan))
+        return [str(LAUNCHER), str(self.folder / "plan.json"), str(self.said)]
+
+    def environment(self, **variables: str) -> dict[str, str]:
+        given = os.environ.get("PYTHONPATH")
+        path = os.pathsep.join([*map(str, (self.folder, LAUNCHER.parent, ROOT)), *([given] if given else [])])
+        ours = {"PYTHONPATH": path, "MEGACPP_OVERLAYS_PLUGINS": "double", "MEGACPP_OVERLAYS_LOG": "logging"}
+        return {**os.environ, **ours, "OMP_NUM_THREADS": "1", **variables}
+
+    def torchrun(self, size: int, *, timeout: float = TIMEOUT, absent: int = 0, **plan: Any) -> list[Any]:
+        """Run all ranks under torchrun; return what each of them saw, by rank."""
+        agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+        command = [*agent, *self.command(timeout, size - absent, **plan)]
+        done = subprocess.run(command, env=self.environment(), capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return self.seen(size)
+
+    def seen(self, size: int) -> list[Any]:
+        files = [self.said / f"{rank}.json" for rank in range(size)]
+        return [json.loads(file.read_text()) if file.exists() else None for file in files]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Ranks:
+    return Ranks(tmp_path)
+
+
+def only(seen: list[Any]) -> list[Any]:
+    """Return the one call that each rank made."""
+    return [each[0] for each in seen]
+
+
+def same_error(found: list[Any]) -> Any:
+    """Return the error that every rank raised, which is one text and one table."""
+    assert {each["outcome"] for each in found} == {"RanksError"}, found
+    assert len({each["text"] for each in found}) == 1
+    assert all(each["differences"] == found[0]["differences"] for each in found)
+    return found[0]
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_ranks_that_run_the_same_code_get_their_audit(launch: Ranks, size: int) -> None:
+    found = only(launch.torchrun(size))
+
+    assert [each["outcome"] for each in found] == ["agreed"] * size
+    assert len({each["fingerprint"] for each in found}) == 1
+    assert not any(each["cuda"] for each in found)
+
+
+def test_one_rank_with_an_overlay_off_stops_all_eight(launch: Ranks) -> None:
+    found = only(launch.torchrun(8, **{"5": {"environment": {"MEGACPP_OVERLAY_DOUBLE_FIX": "off"}}}))
+
+    error = same_error(found)
+    assert len(found) == 8
+    assert error["differences"] == [["double-fix", "switch", [["auto", [0, 1, 2, 3, 4, 6, 7]], ["off", [5]]]]]
+    assert error["text"].splitlines()[0] == "8 ranks do not run the same code: rank 5 differs from the other 7"
+    assert "double-fix  switch      auto   0-4, 6-7\n" in error["text"]
+    assert "- double-fix: set MEGACPP_OVERLAY_DOUBLE_FIX the same everywhere, or nowhere" in error["text"]
+
+
+def test_another_liger_kernel_and_a_rank_that_is_off_are_told_together(
+    launch: Ranks, tmp_path: Path, wheel: Callable[[str, str], Path]
+) -> None:
+    for version in ("0.8.1", "0.8.2"):
+        with zipfile.ZipFile(wheel("liger-kernel", version)) as archive:
+            archive.extractall(tmp_path / version)
+    plan = {
+        "all": {"path": [str(tmp_path / "0.8.1")]},
+        "1": {"path": [str(tmp_path / "0.8.1")], "environment": {"MEGACPP_OVERLAYS": "off"}},
+        "2": {"path": [str(tmp_path / "0.8.2")]},
+    }
+
+    found = only(launch.torchrun(4, **plan))
+
+    error = same_error(found)
+    assert error["differences"] == [
+        ["megacpp_overlays", "mode", [["auto", [0, 2, 3]], ["off", [1]]]],
+        [LIGER, "version", [["0.8.1", [0, 1, 3]], ["0.8.2", [2]]]],
+    ]
+    assert error["text"].startswith("4 ranks do not run the same code: ranks 1-2 differ from the other 2\n")
+    assert "- megacpp_overlays: give every process the same MEGACPP_OVERLAYS\n" in error["text"]
+    assert f"- {LIGER}: install the same liger-kernel everywhere" in error["text"]
+
+
+@pytest.mark.parametrize("imported", [True, False], ids=["imported", "not yet imported"])
+def test_an_edited_file_of_one_host_stops_both(launch: Ranks, tmp_path: Path, imported: bool) -> None:
+    other = Upstream("upstream_of_ranks", tmp_path / "edited")
+    other.folder.mkdir()
+    other.write(BROKEN_TEXT + "\n# edited\n")
+    other.write((tmp_path / "upstream_of_ranks" / "plugin.py").read_text(), "plugin")
+
+    plan = {"all": {"before": ["upstream_of_ranks.layers"] * imported}, "1": {"path": [str(other.folder)]}}
+    found = only(launch.torchrun(2, **plan))
+
+    error = same_error(found)
+    ((subject, field, values),) = error["differences"]
+    assert (subject, field) == ("double-fix", "source_sha256")
+    assert [held_by for _, held_by in values] == [[0], [1]]
+    assert "the version is the same and the file of upstream_of_ranks.layers is not" in error["text"]
+
+
+def test_another_import_order_stops_all_four(launch: Ranks) -> None:
+    found = only(launch.torchrun(4, **{"all": {"before": ["upstream_of_ranks.layers"]}, "3": {"before": []}}))
+
+    error = same_error(found)
+    ((subject, field, values),) = error["differences"]
+    assert (subject, field) == ("double-fix", "decision")
+    assert [(said.partition(" (")[0], held_by) for said, held_by in values] == [("active", [0, 1, 2]), ("armed", [3])]
+    assert "import megacpp_overlays first" in error["text"]
+
+
+def test_one_rank_that_imported_us_too_late_stops_both(launch: Ranks, tmp_path: Path) -> None:
+    held = "import functools, upstream_of_ranks.layers\nHELD = functools.partial(upstream_of_ranks.layers.double)\n"
+    (tmp_path / "holder.py").write_text(held)
+
+    found = only(launch.torchrun(2, **{"all": {"before": ["holder"]}, "1": {"first": ["holder"]}}))
+
+    error = same_error(found)
+    ((subject, field, values),) = error["differences"]
+    assert (subject, field) == ("double-fix", "decision")
+    assert [said.partition(" (")[0] for said, _ in values] == ["active", "conflict"]
+    assert "still held by an object of functools.partial" in values[1][0]
+
+
+def test_a_rank_that_left_is_named_on_all_others(launch: Ranks) -> None:
+    seen = launch.torchrun(4, timeout=4, absent=1, **{"2": {"leaves": "exit"}})
+
+    assert seen.pop(2) is None
+    error = same_error(only(seen))
+    assert error["missing"] == [2]
+    assert error["text"].startswith("rank 2 of 4 did not arrive within 4 s; the other 3 run the same code\n")
+    assert "rank 2: see the log there. It never called verify_ranks: it crashed" in error["text"]
+    assert "does not import megacpp_overlays" in error["text"]
+
+
+def test_a_rank_that_calls_once_more_is_not_left_waiting(launch: Ranks) -> None:
+    first, second = launch.torchrun(2, timeout=4, **{"1": {"calls": 2}})
+
+    assert [each["outcome"] for each in first] == ["agreed"]
+    assert [each["outcome"] for each in second] == ["agreed", "RanksError"]
+    assert second[1]["missing"] == [0]
+    assert "This was call 2 of verify_ranks, and it has called less often" in second[1]["text"]
+
+
+def test_a_subgroup_is_compared_on_its_own_and_again(launch: Ranks) -> None:
+    # Rank 0 differs from all others, is no member, and gets its audit.
+    plan = {"all": {"group": [1, 3], "calls": 2}, "0": {"environment": {"MEGACPP_OVERLAY_DOUBLE_FIX": "off"}}}
+    seen = launch.torchrun(4, **plan)
+
+    assert [[each["outcome"] for each in calls] for calls in seen] == [["agreed", "agreed"]] * 4
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def started(launch: Ranks) -> Iterator[Callable[..., list[subprocess.Popen[bytes]]]]:
+    """Start ranks without an agent, as srun and mpirun do. The process of rank 0 keeps the store."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start(size: int, *, timeout: float, absent: int = 0, **plan: Any) -> list[subprocess.Popen[bytes]]:
+        command = [sys.executable, *launch.command(timeout, size - absent, **plan)]
+        port = str(free_port())
+        for rank in range(size):
+            place = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            running.append(subprocess.Popen(command, env=launch.environment(**place), stderr=subprocess.DEVNULL))
+        return running
+
+    yield start
+    for each in running:
+        each.kill()
+        each.wait()
+
+
+def test_all_read_the_table_before_the_rank_that_keeps_the_store_is_gone(
+    launch: Ranks, started: Callable[..., list[subprocess.Popen[bytes]]]
+) -> None:
+    plan = {"1": {"environment": {"MEGACPP_OVERLAY_DOUBLE_FIX": "off"}}}
+    # None of them is expected to leave word, so each process ends as soon as it has raised.
+    for each in started(3, timeout=TIMEOUT, absent=3, **plan):
+        assert each.wait(120) == 0
+
+    assert same_error(only(launch.seen(3)))["differences"][0][1] == "switch"
+
+
+def test_a_rank_that_was_killed_is_named_on_all_others(
+    launch: Ranks, started: Callable[..., list[subprocess.Popen[bytes]]]
+) -> None:
+    running = started(3, timeout=4, absent=1, **{"1": {"leaves": "kill"}})
+    assert [running[0].wait(120), running[2].wait(120)] == [0, 0]
+
+    error = same_error([launch.seen(3)[0][0], launch.seen(3)[2][0]])
+    assert error["missing"] == [1]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["is killed", "hangs"])
+def test_a_rank_says_so_when_the_process_that_keeps_the_store(
+    launch: Ranks, started: Callable[..., list[subprocess.Popen[bytes]]], how: signal.Signals
+) -> None:
+    keeper = "kill" if how is signal.SIGKILL else "stop"
+    running = started(2, timeout=2, absent=1, **{"0": {"leaves": keeper}, "1": {"delay": 1}})
+
+    assert running[1].wait(120) == 0
+    (seen,) = launch.seen(2)[1]
+    assert seen["outcome"] == "RanksError"
+    assert "the TCPStore at 127.0.0.1:" in seen["text"]
+    assert "the process of rank 0 keeps it" in seen["text"]
+    assert "What to do:\n- look at the" in seen["text"]
+
+
+def test_a_store_in_a_file_does_as_well(
+    launch: Ranks, started: Callable[..., list[subprocess.Popen[bytes]]], tmp_path: Path
+) -> None:
+    for each in started(2, timeout=TIMEOUT, init_method=f"file://{tmp_path}/store", all={"calls": 2}):
+        assert each.wait(120) == 0
+
+    assert [[each["outcome"] for each in calls] for calls in launch.seen(2)] == [["agreed", "agreed"]] * 2
+
+
+# What needs no second process.
+
+
+def test_a_process_on_its_own_returns_its_audit() -> None:
+    assert megacpp_overlays.verify_ranks().fingerprint == megacpp_overlays.audit().fingerprint
+
+
+def test_a_rank_without_a_process_group_is_told_to_make_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+
+    with pytest.raises(
+        RanksError, match=r"WORLD_SIZE is 8, but torch.distributed is not initialised.*init_process_group"
+    ):
+        megacpp_overlays.verify_ranks()
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), timedelta()])
+def test_a_timeout_is_a_span_of_time(timeout: float | timedelta) -> None:
+    with pytest.raises(ValueError, match="more than nothing"):
+        megacpp_overlays.verify_ranks(timeout=timeout)
+
+
+def test_a_backend_without_a_store_is_refused_by_name() -> None:
+    import torch.distributed as dist
+
+    mpi = SimpleNamespace(distributed_c10d=SimpleNamespace(_get_default_store=dist.Store), Store=dist.Store)
+    with pytest.raises(RanksError, match="no key-value store, as MPI has none"):
+        ranks._store(mpi)
+
+
+def test_a_torch_that_hides_its_store_is_refused_with_a_way_out() -> None:
+    with pytest.raises(RanksError, match=r"compare megacpp_overlays\.audit"):
+        ranks._store(SimpleNamespace(distributed_c10d=SimpleNamespace()))
+
+
+def test_ranks_that_the_fake_backend_makes_up_are_not_waited_for(run_python: Any) -> None:
+    code = """
+        import megacpp_overlays
+        import torch.distributed as dist
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+        print(megacpp_overlays.verify_ranks(timeout=5).fingerprint == megacpp_overlays.audit().fingerprint)
+    """
+
+    assert run_python(textwrap.dedent(code), ROOT).stdout == "True\n"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "restarts", "apart"),
+    [("1", ("0", "1"), True), ("1", ("1", "1"), False), ("2", ("0", "1"), False), ("1", ("", ""), False)],
+)
+def test_ranks_that_one_agent_starts_anew_do_not_read_what_the_failed_ones_left(
+    monkeypatch: pytest.MonkeyPatch, nodes: str, restarts: tuple[str, str], apart: bool
+) -> None:
+    """With several agents the number of restarts may differ between honest ranks, which must still meet."""
+    monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+    found = []
+    for restart in restarts:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+        found.append(ranks._attempt())
+
+    assert (found[0] != found[1]) is apart

@@ -1,0 +1,191 @@
+"""The same audit on every lane: the true mix of active, retired and absent on real packages."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+pytestmark = pytest.mark.upstream
+
+LANES = {
+    "spring-2026": ROOT / ".envs/spring-2026/bin/python",
+    "summer-2026": ROOT / ".envs/summer-2026/bin/python",
+    "current": Path(sys.executable),
+    "newest": ROOT / ".envs/newest/bin/python",
+    "mamba3-pinned": ROOT / ".envs/mamba3-pinned/bin/python",
+    "mamba3-newest": ROOT / ".envs/mamba3-newest/bin/python",
+}
+STAND_IN = ROOT / "tests/empty_modules"
+"""What mamba_ssm imports and a host without a CUDA toolkit cannot build; Mamba-3 does not call it."""
+
+M = "megatron-core"
+L = "liger-kernel"
+S = "mamba-ssm"
+T = "tilelang"
+EXPECTED = {
+    "dsa-branchless-scatter": (M, ("absent", "absent", "retired", "retired", "retired", "retired")),
+    "dsa-capture-gates": (M, ("absent", "absent", "active", "active", "active", "active")),
+    "dsa-indexer-streaming": (M, ("active", "active", "active", "active", "active", "active")),
+    "gdn-capture-gates": (M, ("absent", "active", "active", "active", "active", "active")),
+    "fp8-quantized-unwrap": (M, ("absent", "absent", "active", "active", "active", "active")),
+    "liger-flce-none-backward": (L, ("active", "active", "active", "retired", "retired", "retired")),
+    "hopper-flce-dispatch": (M, ("absent", "absent", "absent", "absent", "absent", "absent")),
+    "float16-distributed-order": (M, ("active", "active", "active", "active", "active", "active")),
+    "float16-fp32-exemption": (M, ("active", "active", "active", "active", "active", "active")),
+    "float16-optimizer-state-ids": (M, ("active", "active", "active", "active", "active", "active")),
+    "hybrid-linear-ce": (M, ("absent",) * 6),
+    "float16-mixer-parameters": (M, ("disabled",) * 6),
+    "mamba3-mimo-gqa-backward": (S, ("absent", "absent", "absent", "absent", "active", "active")),
+    "mamba3-mimo-reduce-layout": (S, ("absent", "absent", "absent", "absent", "retired", "gated")),
+    "mamba3-siso-pipelining": (S, ("absent", "absent", "absent", "absent", "gated", "gated")),
+    "megatron-cuda-on-import": (M, ("absent",) * 6),
+    "tilelang-bulk-copy-rank": (S, ("absent", "absent", "absent", "absent", "absent", "retired")),
+    "tilelang-grouped-reduce": (T, ("retired", "absent", "absent", "absent", "retired", "retired")),
+    "tilelang-zero-extent-iterator": (T, ("gated", "absent", "absent", "absent", "gated", "retired")),
+}
+"""Distribution and decision by overlay, the decisions in the order of the lanes."""
+VERSIONS = {
+    ("spring-2026", M): "0.16.1",
+    ("summer-2026", M): "0.18.2",
+    ("current", M): "0.19.2",
+    ("newest", M): "0.19.2",
+    ("spring-2026", L): "0.7.0",
+    ("summer-2026", L): "0.8.1",
+    ("current", L): "0.8.1",
+    ("newest", L): "0.8.5",
+    **{(lane, M): "0.19.2" for lane in ("mamba3-pinned", "mamba3-newest")},
+    **{(lane, L): "0.8.5" for lane in ("mamba3-pinned", "mamba3-newest")},
+    **{(lane, S): "2.3.2.post1" for lane in ("mamba3-pinned", "mamba3-newest")},
+    ("spring-2026", S): "2.3.1",
+    ("spring-2026", T): "0.1.8",
+    ("mamba3-pinned", T): "0.1.8",
+    ("mamba3-newest", T): "0.1.15",
+}
+
+
+def audit(lane: str, **variables: str) -> tuple[int, dict[str, dict[str, str]], str]:
+    """Run the pre-flight in a lane; return its exit code, its decisions by id, and what it wrote on stderr."""
+    python = LANES[lane]
+    assert python.exists(), f"there is no {python}: run `make setup`"
+    done = subprocess.run(
+        [python, "-W", "ignore", "-m", "megacpp_overlays", "audit", "--json"],
+        env={**os.environ, "PYTHONPATH": str(STAND_IN), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd="/",
+    )
+    decisions = {item["id"]: item for item in json.loads(done.stdout)["decisions"]} if done.stdout else {}
+    return done.returncode, decisions, done.stderr
+
+
+@pytest.fixture(scope="module")
+def audits() -> dict[str, tuple[int, dict[str, dict[str, str]], str]]:
+    return {lane: audit(lane) for lane in LANES}
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("overlay", EXPECTED)
+def test_the_decision_on_a_locked_environment(
+    audits: dict[str, tuple[int, dict[str, dict[str, str]], str]], lane: str, overlay: str
+) -> None:
+    code, decisions, stderr = audits[lane]
+    distribution, expected = EXPECTED[overlay]
+
+    found = decisions[overlay]
+    assert (found["decision"], found["distribution"]) == (dict(zip(LANES, expected, strict=True))[lane], distribution)
+    version = None if found["decision"] == "disabled" else VERSIONS.get((lane, distribution))
+    assert (found["version"] or "").partition(" with ")[0] == (version or ""), found["reason"]
+    assert code == 0, stderr
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_every_overlay_is_in_the_audit_once(
+    audits: dict[str, tuple[int, dict[str, dict[str, str]], str]], lane: str
+) -> None:
+    assert sorted(audits[lane][1]) == sorted(EXPECTED)
+    assert audits[lane][2].count("[megacpp_overlays] mode auto; armed: ") == 1
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_every_decision_has_its_line(audits: dict[str, tuple[int, dict[str, dict[str, str]], str]], lane: str) -> None:
+    _, decisions, stderr = audits[lane]
+
+    for overlay, found in decisions.items():
+        # Nobody asks for what is absent or off, and a gate that has nothing to do is quiet.
+        noticed_in_the_audit = found["decision"] in {"absent", "disabled"}
+        assert noticed_in_the_audit or f"[megacpp_overlays] {found['decision']}: {overlay} (pack " in stderr
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_what_is_due_for_deletion_is_what_the_audit_calls_retired(
+    audits: dict[str, tuple[int, dict[str, dict[str, str]], str]], lane: str
+) -> None:
+    retired = [overlay for overlay, found in audits[lane][1].items() if found["decision"] == "retired"]
+
+    done = subprocess.run(
+        [LANES[lane], "-m", "megacpp_overlays", "ledger", "--due"], capture_output=True, text=True, check=False, cwd="/"
+    )
+
+    assert done.returncode == bool(retired)
+    assert [line.partition(":")[0] for line in done.stdout.splitlines() if ":" in line] == retired
+
+
+def test_observe_installs_nothing_and_reports_the_same_verdicts(
+    audits: dict[str, tuple[int, dict[str, dict[str, str]], str]],
+) -> None:
+    code, observed, _ = audit("current", MEGACPP_OVERLAYS="observe")
+
+    assert code == 0
+    assert {item["decision"] for item in observed.values()} <= {"disabled", "retired", "absent", "gated"}
+    assert {id_: item["verdict"] for id_, item in observed.items()} == {
+        id_: item["verdict"] for id_, item in audits["current"][1].items()
+    }
+
+
+def test_off_is_off() -> None:
+    _, decisions, _ = audit("current", MEGACPP_OVERLAYS="off")
+
+    assert {item["decision"] for item in decisions.values()} == {"disabled"}
+
+
+def test_importing_the_targets_does_not_initialise_cuda() -> None:
+    code = """
+import megacpp_overlays, contextlib, importlib
+for overlay in megacpp_overlays.loader.session.current().overlays:
+    with contextlib.suppress(ModuleNotFoundError):  # a part for another tree
+        importlib.import_module(overlay.target.module)
+import torch
+decisions = {r.decision.value for r in megacpp_overlays.audit().records if not r.overlay.opt_in}
+assert decisions == {"active", "retired", "absent"}, str(
+    megacpp_overlays.audit()
+)
+assert not torch.cuda.is_initialized()
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_seam_pickles_by_reference() -> None:
+    code = """
+import megacpp_overlays, contextlib, importlib, operator, pickle, sys
+for overlay in megacpp_overlays.loader.session.current().overlays:
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module(overlay.target.module)
+seams = [seam for record in megacpp_overlays.audit().records for seam in record.seams]
+assert len(seams) > 8, seams
+for seam in seams:
+    module = max((name for name in sys.modules if seam.startswith(f"{name}.")), key=len)
+    reached = operator.attrgetter(seam.removeprefix(f"{module}."))(sys.modules[module])
+    assert pickle.loads(pickle.dumps(reached)) is reached, seam
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,64 @@
+"""A fingerprint changes with meaning and with nothing else."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from megacpp_overlays.source.fingerprint import fingerprint
+
+TEXT = '''
+@decorated
+def scale(x, factor=2, *, out=None):
+    """Scale it."""
+    if x is None:
+        return out
+    return x * factor
+'''
+
+
+def of(text: str) -> str:
+    return fingerprint(ast.parse(text).body)
+
+
+@pytest.mark.parametrize(
+    "edited",
+    [
+        TEXT.replace("Scale it.", "Something else."),
+        TEXT.replace('    """Scale it."""\n', ""),
+        TEXT.replace("x * factor", "x * factor  # the product"),
+        TEXT.replace("x * factor", "(\n        x * factor\n    )"),
+        "\n\n" + TEXT,
+    ],
+    ids=["docstring", "no docstring", "comment", "layout", "position"],
+)
+def test_what_has_no_meaning_does_not_count(edited: str) -> None:
+    assert edited != TEXT
+    assert of(edited) == of(TEXT)
+
+
+@pytest.mark.parametrize(
+    "edited",
+    [
+        TEXT.replace("@decorated\n", ""),
+        TEXT.replace("factor=2", "factor=3"),
+        TEXT.replace("*, out", "out"),
+        TEXT.replace("is None", "is not None"),
+        TEXT.replace("x * factor", "factor * x"),
+        TEXT.replace("return out", "pass"),
+        TEXT + "scale = other\n",
+        TEXT.replace("2", "2.0"),
+    ],
+    ids=["decorator", "default", "kind", "condition", "order", "statement", "more", "type of a number"],
+)
+def test_every_edit_of_meaning_counts(edited: str) -> None:
+    assert of(edited) != of(TEXT)
+
+
+def test_text_that_is_not_a_docstring_counts() -> None:
+    assert of("x = 1\n'text'\n") != of("x = 1\n'other'\n")
+
+
+def test_nothing_has_a_fingerprint_too() -> None:
+    assert fingerprint(None) != of(TEXT)

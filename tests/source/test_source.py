@@ -1,0 +1,186 @@
+"""What a probe sees: the same text from an interpreter, a wheel and a folder, and nothing is imported."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from made_up import Upstream
+
+from megacpp_overlays.errors import SourceError
+from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.source.trees import DirectoryTree, InstalledTree, ModuleSource, Remembered, WheelTree, parameters
+
+
+def source(text: str) -> ModuleSource:
+    return ModuleSource("made_up", "made_up.py", text)
+
+
+def test_nothing_is_imported_to_read_a_module_below_a_watched_package(
+    upstream: Upstream, lane: Callable[..., Lane]
+) -> None:
+    """As `gated_delta_net` and `gated_delta_net.gdn` are: wrapt's finder would import the parents of the former."""
+    inner = upstream.folder / upstream.name / "inner"
+    inner.mkdir()
+    (inner / "__init__.py").touch()
+    (inner / "deep.py").touch()
+    upstream.write("raise SystemExit('imported')", module="__init__")
+    target = upstream.overlay().target._replace(module=f"{upstream.name}.inner")
+    lane(upstream.overlay(target=target)).arm()
+
+    assert InstalledTree().module(f"{upstream.name}.inner.deep") is not None
+    assert upstream.name not in sys.modules
+
+
+def test_one_module_reads_the_same_from_every_kind_of_tree(upstream: Upstream, tmp_path: Path) -> None:
+    archive = tmp_path / "made_up-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(archive, "w") as wheel:
+        wheel.write(tmp_path / upstream.name / "layers.py", f"{upstream.name}/layers.py")
+    packed = WheelTree(archive)
+
+    found = [tree.module(upstream.module_name) for tree in (InstalledTree(), DirectoryTree(tmp_path), packed)]
+    packed.close()
+
+    assert all(found)
+    assert len({each.sha256 for each in found if each}) == 1
+
+
+def test_nothing_is_imported_to_read_a_module(upstream: Upstream) -> None:
+    upstream.write("raise SystemExit('imported')", module="__init__")
+
+    assert InstalledTree().module(upstream.module_name) is not None
+    assert upstream.name not in sys.modules
+
+
+def test_a_package_answers_with_its_init_file(upstream: Upstream, tmp_path: Path) -> None:
+    for tree in (InstalledTree(), DirectoryTree(tmp_path)):
+        found = tree.module(upstream.name)
+        assert found is not None
+        assert found.path.endswith("__init__.py")
+
+
+@pytest.mark.parametrize("name", ["no_such_top", "{top}.no_such_module", "{top}.layers.deeper"])
+def test_a_module_that_is_not_there_is_none(upstream: Upstream, tmp_path: Path, name: str) -> None:
+    wanted = name.format(top=upstream.name)
+
+    assert InstalledTree().module(wanted) is None
+    assert DirectoryTree(tmp_path).module(wanted) is None
+
+
+def test_a_loaded_module_answers_with_the_file_it_was_loaded_from(upstream: Upstream, tmp_path: Path) -> None:
+    module = upstream.load()
+    elsewhere = tmp_path / "elsewhere.py"
+    elsewhere.write_text("def other(): ...\n")
+    module.__file__ = str(elsewhere)
+
+    found = InstalledTree().module(upstream.module_name)
+
+    assert found is not None
+    assert found.function("other") is not None
+
+
+def test_a_namespace_package_is_searched_in_all_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, inner in (("one", "core"), ("two", "training")):
+        package = tmp_path / folder / "spread_namespace" / inner
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(f"WHERE = {inner!r}\n")
+        monkeypatch.syspath_prepend(tmp_path / folder)
+
+    found = [InstalledTree().module(f"spread_namespace.{inner}") for inner in ("core", "training")]
+
+    assert [each and each.text for each in found] == ["WHERE = 'core'\n", "WHERE = 'training'\n"]
+
+
+def test_a_compiled_module_has_no_source_and_says_so() -> None:
+    import _json  # a C extension of the standard library, sometimes built in
+
+    if not getattr(_json, "__file__", None):
+        pytest.skip("this interpreter has _json built in")
+    with pytest.raises(SourceError, match="no Python source"):
+        InstalledTree().module("_json")
+
+
+def test_text_that_cannot_be_decoded_or_parsed_is_an_error_with_the_place(tmp_path: Path) -> None:
+    (tmp_path / "garbled.py").write_bytes(b"# coding: utf-8\nx = '\xff'\n")
+    with pytest.raises(SourceError, match=r"garbled\.py: cannot be decoded"):
+        DirectoryTree(tmp_path).module("garbled")
+
+    with pytest.raises(SourceError, match=r"made_up\.py:2: cannot be parsed"):
+        _ = source("x = 1\nclass:\n").syntax
+
+
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    module = tmp_path / "layers.py"
+    module.touch()
+    sys.modules["vanished_module"] = type(sys)("vanished_module")
+    sys.modules["vanished_module"].__file__ = str(tmp_path / "gone.py")
+    try:
+        with pytest.raises(SourceError, match="cannot read"):
+            InstalledTree().module("vanished_module")
+    finally:
+        del sys.modules["vanished_module"]
+
+
+def test_definitions_are_found_by_qualified_name_also_under_if_try_and_with() -> None:
+    text = """
+if FLAG:
+    def under_if(): ...
+else:
+    def under_else(): ...
+try:
+    class Tried:
+        async def method(self): ...
+except ImportError:
+    def under_except(): ...
+with context():
+    def under_with(): ...
+"""
+    for name in ("under_if", "under_else", "Tried.method", "under_except", "under_with"):
+        assert source(text).function(name) is not None, name
+    assert source(text).function("Tried") is None
+    assert source(text).find("Tried") is not None
+    assert source(text).find("Tried.missing") is None
+
+
+def test_a_name_that_is_defined_twice_is_refused_because_text_cannot_say_which_is_live() -> None:
+    text = "try:\n    def f(): ...\nexcept ImportError:\n    def f(): ...\n"
+
+    with pytest.raises(SourceError, match="f is defined 2 times"):
+        source(text).function("f")
+
+
+def test_parameters_keep_their_order_and_kind() -> None:
+    function = source("def f(a, /, b, *rest, c=1, **more): ...").function("f")
+
+    assert function is not None
+    assert parameters(function) == ("a", "b", "*rest", "c", "**more")
+
+
+def test_a_remembered_tree_reads_each_module_once(upstream: Upstream) -> None:
+    tree = Remembered(InstalledTree())
+    first = tree.module(upstream.module_name)
+    upstream.write("changed = True\n")
+
+    assert tree.module(upstream.module_name) is first
+    assert tree.module("no_such_module") is None
+
+
+def test_a_module_without_a_spec_hides_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = ModuleType("stubbed_package")
+    stub.__spec__ = None
+    monkeypatch.setitem(sys.modules, "stubbed_package", stub)
+
+    assert InstalledTree().module("stubbed_package.layers") is None
+
+
+def test_a_module_that_a_wheel_does_not_have_is_none(tmp_path: Path) -> None:
+    archive = tmp_path / "empty-1.0-py3-none-any.whl"
+    zipfile.ZipFile(archive, "w").close()
+    packed = WheelTree(archive)
+
+    assert packed.module("empty.layers") is None
+    packed.close()

@@ -1,0 +1,91 @@
+"""Run in a fresh interpreter, with Triton interpreted: print how far bounded products are from float64, as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import product
+
+import torch
+
+from megacpp_overlays.kernels.masked_products import products_triton as products
+from megacpp_overlays.kernels.masked_products import token_selection_triton as rows
+from megacpp_overlays.kernels.masked_products.token_selection import select
+
+ROWS, DEPTH, COLUMNS = 300, 72, 200
+"""Several tiles of rows and of columns, none of them full; more than one step of depth."""
+COUNTS = (0, 1, 64, 128, 129, 300)
+OLD = 7.0
+"""What a result holds before."""
+
+
+def far(seen: torch.Tensor, true: torch.Tensor) -> float:
+    """Return the error in the Euclidean norm, relative to the truth."""
+    return float((seen.double() - true).norm()) / (float(true.norm()) or 1.0)
+
+
+def compute(count: int, wide: bool, add: bool) -> dict[str, float]:
+    """Return the errors of three products like those of a backward pass.
+
+    In float16: of bfloat16 the interpreter makes no product.
+    """
+    generator = torch.Generator().manual_seed(count)
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).half()
+
+    hidden, weight, gradient = values(ROWS, DEPTH), values(COLUMNS, DEPTH), values(ROWS, COLUMNS + 8)[:, :COLUMNS]
+    gradient[count:] = 0
+    hidden[count + 64 :] = float("nan")  # is not read
+    number = torch.tensor([count], dtype=torch.int32)
+    out = torch.float32 if wide else torch.float16
+
+    def room(*shape: int) -> torch.Tensor:
+        return torch.full((shape[0], shape[1] + 8), OLD, dtype=out)[:, : shape[1]]
+
+    some = [each[:count].double() for each in (hidden, gradient)]
+    old = OLD if add else 0.0
+    logits, of_hidden, of_weight = room(ROWS, COLUMNS), room(ROWS, DEPTH), room(COLUMNS, DEPTH)
+    products.product_of_rows(hidden, weight.t(), number, logits, add)
+    products.product_of_rows(gradient, weight, number, of_hidden, add)
+    products.product_over_rows(gradient, hidden, number, of_weight, add)
+    end = -(-count // 128) * 128
+    return {
+        "logits": far(logits[:count], some[0] @ weight.double().t() + old),
+        "of hidden": far(of_hidden[:count], some[1] @ weight.double() + old),
+        "of weight": far(of_weight, some[1].t() @ some[0] + old),
+        "rows after the last tile": float((of_hidden[end:] != OLD).sum() + (logits[end:] != OLD).sum()),
+    }
+
+
+def moves(count: int, columns: int) -> list[bool]:
+    """Return whether the rows of some selected tokens come first, and whether they go back."""
+    generator = torch.Generator().manual_seed(count)
+    wanted = torch.zeros(ROWS, dtype=torch.bool)
+    wanted[torch.randperm(ROWS, generator=generator)[:count]] = True
+    wide = torch.randn(ROWS, columns + 8, generator=generator)
+    beside, matrix = wide[:, columns:].clone(), wide[:, :columns]
+    expected = matrix[wanted]
+    selection = select(wanted)
+    rows.bring_first(matrix, selection.order, selection.count)
+    came = torch.equal(matrix[:count], expected)
+    matrix[count:] = 0
+    rows.put_back(matrix, selection.order, selection.count)
+    went = torch.equal(matrix[wanted], expected) and not matrix[~wanted].any()
+    return [came, went, torch.equal(wide[:, columns:], beside)]
+
+
+def main() -> None:
+    """Answer."""
+    found = {
+        "products": {
+            f"{count}{' wide' * wide}{' add' * add}": compute(count, wide, add)
+            for count, wide, add in product(COUNTS, (False, True), (False, True))
+        },
+        "moves": {f"{count}, {columns}": moves(count, columns) for count in COUNTS for columns in (COLUMNS, 128)},
+    }
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Run in a fresh interpreter: compile bounded products for Hopper, which this host need not have; print JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from itertools import product
+from typing import Any
+
+import torch
+from index_scores_targets import Device, obstacle
+
+
+def needs_of(kernel: Any, name: str) -> dict[str, Any]:
+    """Return what a compiled program takes; bytes of stack are registers that had no room."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
+    stack = re.search(r"STACK:(\d+)", said.stdout + said.stderr)
+    assert stack is not None, said
+    asm = kernel.asm["ptx"]
+    return {
+        "kernel": name,
+        "shared": kernel.metadata.shared,
+        "stack": int(stack[1]),
+        "wgmma": "wgmma.mma_async" in asm,
+        "bulk copies": "cp.async.bulk.tensor" in asm,
+    }
+
+
+def main() -> None:
+    """Answer for compute capability 9.0."""
+    if reason := obstacle():
+        sys.stdout.write(json.dumps({"obstacle": reason}))
+        return
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from megacpp_overlays.kernels.masked_products import products_triton as products
+    from megacpp_overlays.kernels.masked_products import token_selection_triton as rows
+
+    found: list[dict[str, Any]] = []
+    run = JITFunction.run
+
+    def compile_only(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        found.append(needs_of(run(function, *args, grid=grid, warmup=True, **options), function.__name__))
+
+    JITFunction.run = compile_only
+    driver.set_active(Device(90))
+    products._largest = lambda _: products._LARGE
+    count = torch.ones(1, dtype=torch.int32)
+    for dtype, wide in product((torch.bfloat16, torch.float16), (False, True)):
+        matrix, out = torch.zeros(256, 256, dtype=dtype), torch.zeros(256, 256, dtype=torch.float32 if wide else dtype)
+        products.product_of_rows(matrix, matrix.t(), count, out, False)
+        products.product_of_rows(matrix, matrix, count, out, False)
+        products.product_of_rows(matrix, matrix, count, out, True)
+        products.product_over_rows(matrix, matrix, count, out, False)
+        products.product_over_rows(matrix, matrix, count, out, True)
+        rows.bring_first(out, torch.zeros(256, dtype=torch.int64), count)
+        rows.put_back(out, torch.zeros(256, dtype=torch.int64), count)
+    sys.stdout.write(json.dumps({"programs": found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Run in a fresh interpreter: compile the kernels of pack 12 for devices that this host need not have; print JSON.
+
+Triton is told that another device is current, and a launch ends once its program is compiled: tiles, stages and what is
+known of the arguments are those of a real call. Triton's cache keeps the programs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+QUERIES, KEYS, BATCH, HEADS = (128, 512), 256, 1, 48
+"""Multiples of 16, so that copies are asynchronous and pipelines as deep as they get.
+
+Few queries and many, which have two tiles a program; and so many heads that some scores are added to others.
+"""
+
+
+class Device:
+    """All that Triton asks a driver for when it compiles."""
+
+    def __init__(self, architecture: int) -> None:
+        self.architecture = architecture
+
+    def get_current_device(self) -> int:
+        return self.architecture
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.architecture, 32)
+
+
+def obstacle() -> str | None:
+    """Return why nothing can be compiled here, if so."""
+    import triton
+    from triton.backends import backends
+
+    if "nvidia" not in backends:
+        return f"triton {triton.__version__} on {sys.platform} has no NVIDIA backend"
+    try:
+        _ = triton.knobs.nvidia.ptxas
+    except RuntimeError as error:
+        return f"triton {triton.__version__}: {error}"
+    return None
+
+
+def collect() -> list[dict[str, Any]]:
+    """From now on compile launches without running them; return the list that what each one needs is put on."""
+    from triton.runtime.jit import JITFunction
+
+    needs: list[dict[str, Any]] = []
+    run = JITFunction.run
+
+    def compile_only(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        metadata = run(function, *args, grid=grid, warmup=True, **options).metadata
+        tensor_memory = getattr(metadata, "tmem_size", None) or 0  # before capability 10 there is none
+        needs.append({"kernel": function.__name__, "shared": metadata.shared, "tensor_memory": tensor_memory})
+
+    JITFunction.run = compile_only
+    return needs
+
+
+def compile_for(architecture: int, dim: int) -> None:
+    from triton.runtime import driver
+
+    from megacpp_overlays.kernels.index_scores import in_triton as index_scores_triton
+
+    driver.set_active(Device(architecture))
+    for queries in QUERIES:
+        q = torch.zeros(queries, BATCH, HEADS, dim, dtype=torch.bfloat16)
+        weights, k = torch.zeros(queries, BATCH, HEADS), torch.zeros(KEYS, BATCH, dim, dtype=torch.bfloat16)
+        index_scores_triton.scores(q, weights, k, True)
+        index_scores_triton.gradients(torch.zeros(BATCH, queries, KEYS), q, weights, k, True)
+
+
+def main() -> None:
+    """Answer for each `architecture:dim` on the command line."""
+    if reason := obstacle():
+        sys.stdout.write(json.dumps({"obstacle": reason}))
+        return
+    found = {}
+    needs = collect()
+    for case in sys.argv[1:]:
+        compile_for(*[int(part) for part in case.split(":")])
+        found[case] = list(needs)
+        needs.clear()
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

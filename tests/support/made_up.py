@@ -1,0 +1,106 @@
+"""A made-up upstream package, broken in a known way, with the overlay that repairs it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from megacpp_overlays.model import Evidence, Finding, Observation, Overlay, Replacement, Target, Verdict
+from megacpp_overlays.source.trees import SourceTree
+
+BROKEN_TEXT = '''
+"""A made-up upstream whose `double` is off by one."""
+
+CALLS = []
+
+
+def double(x):
+    return x + x + 1
+
+
+class Layer:
+    def __init__(self):
+        self.built = True
+
+    def forward(self, x):
+        return double(x) + 1
+
+    @staticmethod
+    def static(x):
+        return x + 1
+
+    @classmethod
+    def build(cls, x):
+        return cls.__name__, x + 1
+
+    @property
+    def size(self):
+        return 1
+
+
+class Child(Layer):
+    pass
+'''
+FIXED_TEXT = BROKEN_TEXT.replace("return x + x + 1", "return x + x")
+
+
+@dataclass
+class Upstream:
+    """A throw-away package on the path, with the overlay that repairs it."""
+
+    name: str
+    folder: Path
+
+    @property
+    def module_name(self) -> str:
+        return f"{self.name}.layers"
+
+    def write(self, text: str, module: str = "layers") -> None:
+        package = self.folder / self.name
+        package.mkdir(exist_ok=True)
+        (package / "__init__.py").touch()
+        (package / f"{module}.py").write_text(textwrap.dedent(text))
+        importlib.invalidate_caches()
+
+    def load(self, module: str = "layers") -> ModuleType:
+        return importlib.import_module(f"{self.name}.{module}")
+
+    def probe(self, tree: SourceTree) -> Finding:
+        """BROKEN when `double` adds one, FIXED when it does not, and nothing else is known."""
+        source = tree.module(self.module_name)
+        function = source.function("double") if source else None
+        if source is None or function is None:
+            return Finding(verdict=Verdict.ABSENT, shape=None, evidence=(Evidence(seen="no double"),))
+        body = ast.unparse(function.body[-1])
+        seen = (Evidence(seen=body, file=source.path, line=function.lineno),)
+        known = {"return x + x + 1": Verdict.BROKEN, "return x + x": Verdict.FIXED}
+        verdict = known.get(body, Verdict.UNRECOGNISED)
+        return Finding(verdict=verdict, shape="off-by-one" if verdict is Verdict.BROKEN else None, evidence=seen)
+
+    def overlay(self, **changes: object) -> Overlay:
+        fields = {
+            "id": "double-fix",
+            "pack": 99,
+            "title": "Doubles without adding one.",
+            "target": Target(distribution=self.name, module=self.module_name, symbol="double"),
+            "probe": self.probe,
+            "replacements": {
+                "off-by-one": (Replacement(symbol="double", make=lambda original, _: lambda x: original(x) - 1),)
+            },
+            "unsupported": {},
+            "witness": lambda module: Observation(broken=module.double(1) != 2, seen=f"double(1) = {module.double(1)}"),
+            "self_test": lambda module: Observation(
+                broken=module.double(1) != 2, seen=f"double(1) = {module.double(1)}"
+            ),
+            "opt_in": False,
+            "breaks": "every double is one too large",
+            "retire_when": "upstream doubles without adding one",
+            "retired": lambda tree: self.probe(tree).verdict is Verdict.FIXED,
+            "threads": (),
+            "last_validated": "never: it is made up",
+        }
+        return Overlay(**{**fields, **changes})  # type: ignore[arg-type]

@@ -1,0 +1,343 @@
+"""`megacpp-overlays drift`: a release that pip installed, what hands do to it, and what the command says then."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import launchers
+import pytest
+from conftest import ROOT
+from drift_environments import digest, install, make_wheel
+from made_up import Upstream
+
+from megacpp_overlays import cli
+from megacpp_overlays.loader import session as lanes
+from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.upkeep.drift import installations
+
+Drift = Callable[..., subprocess.CompletedProcess[str]]
+LOSS = "liger_kernel/ops/rms_norm.py"
+
+
+@pytest.fixture(scope="session")
+def release(tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]) -> Path:
+    """A folder with liger-kernel 0.8.5, installed from its wheel."""
+    folder = tmp_path_factory.mktemp("release") / "target"
+    install(folder, "liger_kernel==0.8.5", find_links=wheel("liger-kernel", "0.8.5").parent)
+    return folder
+
+
+@pytest.fixture
+def target(release: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(release, tmp_path / "target"))
+
+
+@pytest.fixture
+def drift(target: Path) -> Drift:
+    """Run the command where the copy comes first."""
+
+    def run(
+        *words: str | Path, only: bool = True, env: Mapping[str, str] = os.environ
+    ) -> subprocess.CompletedProcess[str]:
+        chosen = ["--distribution", "liger-kernel"] if only else []
+        command = [sys.executable, "-m", "megacpp_overlays", "drift", *chosen, *map(str, words)]
+        path = os.pathsep.join([str(target), str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+        env = {**env, "PYTHONPATH": path, "MEGACPP_OVERLAYS_LOG": "logging"}
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+
+    return run
+
+
+def pack(folder: Path, blocks: str) -> Path:
+    """Make an inventory of one pack; return it."""
+    (folder / "packs" / "42-rms-norm").mkdir(parents=True)
+    head = 'repository = "linkedin/Liger-Kernel"\nupstream = "new"\npriority = "crash"\nfiles = []\n'
+    (folder / "packs" / "42-rms-norm" / "pack.toml").write_text(f"{head}\n{blocks}")
+    return folder / "packs"
+
+
+def test_a_release_as_published_is_no_drift(drift: Drift) -> None:
+    done = drift()
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[2].split() == ["liger-kernel", "0.8.5", "RECORD", "294", "-", "clean"]
+    assert done.stdout.endswith("\nno drift\n")
+
+
+def test_hands_in_it_are_named_file_by_file_with_the_way_out(drift: Drift, target: Path) -> None:
+    (target / LOSS).write_text("# a hot fix\n")
+    (target / "liger_kernel" / "functional.py").unlink()
+    (target / "liger_kernel" / "hot.py").write_text("")
+
+    done = drift()
+
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert "1 changed, 1 missing, 1 added  untracked" in lines[2]
+    assert [line.strip() for line in lines if line.startswith("  liger-kernel: ")] == [
+        "liger-kernel: liger_kernel/functional.py missing",
+        "liger-kernel: liger_kernel/hot.py added",
+        f"liger-kernel: {LOSS} changed",
+    ]
+    digest = hashlib.sha256((target / LOSS).read_bytes()).hexdigest()
+    assert f'[[diffs]]\ndistribution = "liger-kernel"\nfile = "{LOSS}"\nsha256 = "{digest}"\n' in done.stdout
+    assert lines[-1] == (
+        "next: liger-kernel: keep the change in a pack with the entry above, or undo it: delete the added files, then "
+        "pip install --force-reinstall --no-cache-dir --no-deps liger-kernel==0.8.5"
+    )
+
+
+def test_the_printed_entry_tracks_the_change_until_the_release_has_it(
+    drift: Drift, target: Path, release: Path, tmp_path: Path
+) -> None:
+    (target / LOSS).write_text("# a hot fix\n")
+    before = drift("--packs", pack(tmp_path / "empty", "")).stdout
+    block = before[before.index("[[diffs]]") : before.index("next: ")]
+    packs = pack(tmp_path, block)
+
+    tracked = drift("--packs", packs)
+    shutil.copy(release / LOSS, target / LOSS)
+    absorbed = drift("--packs", packs)
+
+    assert tracked.returncode == 0
+    assert f"liger-kernel: {LOSS} changed  by 42-rms-norm" in tracked.stdout
+    assert tracked.stdout.endswith("no drift; packs account for what differs\n")
+    assert absorbed.returncode == 0
+    assert f"stale: 42-rms-norm: liger-kernel: {LOSS}: the file is as published: upstream absorbed" in absorbed.stdout
+    assert "next: retire the stale entries" in absorbed.stdout
+
+
+def test_many_files_leave_the_entries_to_the_json(drift: Drift, target: Path) -> None:
+    for number in range(12):
+        (target / "liger_kernel" / f"hot_{number}.py").write_text("")
+
+    done, data = drift(), json.loads(drift("--json").stdout)
+
+    assert done.stdout.count("[[diffs]]") == 10
+    assert "... and 2 more; --json has every hash" in done.stdout
+    (row,) = data["distributions"]
+    assert (data["clean"], row["state"], len(row["differences"])) == (False, "untracked", 12)
+    assert {each["sha256"] for each in row["differences"]} == {hashlib.sha256().hexdigest()}
+    assert {(each["kind"], each["state"]) for each in row["differences"]} == {("added", "untracked")}
+
+
+def test_quick_and_what_cannot_be_checked_say_so(drift: Drift, target: Path) -> None:
+    quick = drift("--quick")
+    (target / "liger_kernel-0.8.5.dist-info" / "RECORD").unlink()
+    unchecked = drift()
+
+    assert quick.returncode == 0
+    assert "quick: only sizes were compared; a change that keeps the size goes unseen" in quick.stdout
+    assert unchecked.returncode == 1
+    assert "cannot be checked:\n  liger-kernel: it was installed without a RECORD by pip" in unchecked.stdout
+    assert "next: liger-kernel: make it checkable: pip install" in unchecked.stdout
+
+
+# Against a lock
+
+
+@pytest.fixture
+def lock(tmp_path: Path, wheel: Callable[[str, str], Path]) -> Path:
+    path = tmp_path / "lane.txt"
+    digest = hashlib.sha256(wheel("liger-kernel", "0.8.5").read_bytes()).hexdigest()
+    path.write_text(f"liger-kernel==0.8.5 --hash=sha256:{digest}\n")
+    return path
+
+
+def test_the_locked_artifact_is_told_by_its_record(
+    drift: Drift, lock: Path, wheel: Callable[[str, str], Path], target: Path
+) -> None:
+    wheels = wheel("liger-kernel", "0.8.5").parent
+
+    same = drift("--lock", lock, "--wheels", wheels)
+    unknown = drift("--lock", lock)
+    (target / LOSS).write_text("# a hot fix\n")
+    fit_record(target)
+    other = drift("--lock", lock, "--wheels", wheels)
+
+    assert same.returncode == 0
+    assert "lock lane: 1 pins: 1 as locked" in same.stdout
+    assert unknown.returncode == 0
+    assert "identity not checked: its artifact is not in --wheels: liger-kernel" in unknown.stdout
+    assert "no drift in what was checked; 1 identities were not" in unknown.stdout
+    assert "next: fetch the artifacts once: pip download --require-hashes" in unknown.stdout
+    assert other.returncode == 1
+    assert f"liger-kernel 0.8.5: another artifact: liger_kernel-0.8.5-py3-none-any.whl has other content in {LOSS}" in (
+        other.stdout
+    )
+    assert other.stdout.splitlines()[2].split()[-1] == "clean"  # as far as its own RECORD goes
+
+
+def fit_record(target: Path) -> None:
+    """Make RECORD fit what is there, as a rebuilt wheel of the same version would have it."""
+    record = target / "liger_kernel-0.8.5.dist-info" / "RECORD"
+    content = (target / LOSS).read_bytes()
+    lines = record.read_text().splitlines()
+    line = f"{LOSS},sha256={digest(content)},{len(content)}"
+    record.write_text("\n".join(line if each.startswith(f"{LOSS},") else each for each in lines) + "\n")
+
+
+def test_exact_allows_neither_strangers_nor_unknown_identities(drift: Drift, lock: Path) -> None:
+    done = drift("--lock", lock, "--exact")
+
+    assert done.returncode == 1
+    says = next(line for line in done.stdout.splitlines() if line.startswith("next: --exact: "))
+    assert "liger-kernel==0.8.5" in says
+    assert "pytest==" in says
+
+
+def test_a_pin_that_is_not_installed_is_wrong(drift: Drift, lock: Path) -> None:
+    lock.write_text(lock.read_text().replace("liger-kernel", "never-published"))
+
+    done = drift("--lock", lock, "--json")
+
+    (pin,) = json.loads(done.stdout)["lock"]["pins"]
+    assert (done.returncode, pin["identity"]) == (1, "not installed")
+
+
+def test_a_lock_has_the_files_of_every_pin_compared(
+    drift: Drift, lock: Path, wheel: Callable[[str, str], Path], target: Path, tmp_path: Path
+) -> None:
+    wheels = wheel("liger-kernel", "0.8.5").parent
+    extra = make_wheel(tmp_path / "wheels", "lab_only", "1.0", {"lab_only.py": "X = 1\n"})
+    install(target, "lab_only", find_links=extra.parent)
+    digest = hashlib.sha256(extra.read_bytes()).hexdigest()
+    lock.write_text(
+        f"{lock.read_text()}lab-only==1.0 --hash=sha256:{digest}\nnever-published==1.0 --hash=sha256:{digest}\n"
+    )
+    (target / "lab_only.py").write_text("X = 2\n")  # its RECORD still is that of the artifact
+
+    done = drift("--lock", lock, "--wheels", wheels, "--wheels", extra.parent)
+
+    assert done.returncode == 1
+    assert "3 pins: 2 as locked, 1 not installed" in done.stdout
+    assert "  lab-only: lab_only.py changed" in done.stdout
+    assert "not installed: never-published" not in done.stdout
+
+
+# In a process
+
+
+def test_what_a_launcher_replaces_is_named_beside_what_overlays_do(drift: Drift, upstream: Upstream) -> None:
+    env = launchers.environment(upstream)
+    upstream.write(
+        """
+        import functools
+        import NAME.layers as target
+
+        @functools.wraps(target.Layer.forward)
+        def quick(self, x):
+            return x
+
+        target.Layer.forward = quick
+        """.replace("NAME", upstream.name),
+        module="parts",
+    )
+
+    done = drift("--import", f"{upstream.name}.parts", env=env)
+    data = json.loads(drift("--import", f"{upstream.name}.parts", "--json", env=env).stdout)
+
+    assert done.returncode == 1
+    assert "1 functions or classes replaced by somebody else, 1 by overlays" in done.stdout
+    assert f"untracked: {upstream.module_name}.Layer.forward is now {upstream.name}.parts.quick (" in done.stdout
+    assert "parts.py:5)" in done.stdout
+    assert f"tracked: {upstream.module_name}.double by overlay double-fix" in done.stdout
+    assert "next: make an overlay of what was replaced, or take it out of what replaces it" in done.stdout
+    replaced = {each["symbol"]: each["overlay"] for each in data["running"]["replaced"]}
+    assert replaced == {"Layer.forward": None, "double": "double-fix"}
+
+
+def test_a_launcher_that_replaces_nothing_is_clean_and_one_that_fails_is_an_error(
+    drift: Drift, upstream: Upstream
+) -> None:
+    env = launchers.environment(upstream)
+    upstream.write("raise OSError('no such device')\n", module="failing")
+
+    quiet = drift("--import", upstream.module_name, env=env)
+    failing = drift("--import", f"{upstream.name}.failing", env=env)
+
+    assert quiet.returncode == 0
+    assert "0 functions or classes replaced by somebody else" in quiet.stdout
+    assert failing.returncode == 1
+    assert failing.stderr == f"megacpp-overlays: --import {upstream.name}.failing: OSError: no such device\n"
+
+
+# Usage
+
+
+@pytest.mark.parametrize("words", [["--wheels", "x"], ["--exact"], ["--all", "--distribution", "torch"]], ids=" ".join)
+def test_wrong_usage_exits_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["drift", *words])
+
+    assert caught.value.code == 2
+    assert "usage: megacpp-overlays drift" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["--distribution", "never-published"],
+            "--distribution never-published: no such distribution is installed here",
+        ),
+        (["--packs", "nowhere"], "--packs nowhere: there is no such folder"),
+        (["--distribution", "pytest", "--lock", "nowhere.txt"], "nowhere.txt: cannot read this lock"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_1(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["drift", *words]) == 1
+
+    assert says in capsys.readouterr().err
+
+
+def test_a_distribution_that_was_asked_for_and_is_not_here_is_not_clean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megacpp_overlays.upkeep.drift.drift.STACK", {"lab-stack": "lab_stack_that_is_not_here"})
+
+    assert cli.main(["drift", "--distribution", "lab-stack", "--packs", str(tmp_path)]) == 1
+
+    says = capsys.readouterr().out
+    assert "not installed: lab-stack" in says
+    assert "next: install what was asked for, or put its checkout on PYTHONPATH: lab-stack" in says
+    assert "no drift" not in says
+
+
+def test_all_looks_at_what_nobody_asked_for(
+    tmp_path: Path,
+    lane: Callable[..., Lane],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    install(tmp_path / "target", make_wheel(tmp_path / "wheels", "lab_only", "1.0", {"lab_only.py": ""}))
+    made, found = lane(), installations.find_all([str(tmp_path / "target")])
+    monkeypatch.setattr(lanes, "current", lambda: made)
+    monkeypatch.setattr(installations, "find_all", lambda: found)
+    monkeypatch.setattr("megacpp_overlays.upkeep.drift.drift.STACK", {})
+    monkeypatch.syspath_prepend(tmp_path / "target")
+
+    assert cli.main(["drift", "--all", "--packs", str(tmp_path)]) == 0
+    assert "lab-only      1.0" in capsys.readouterr().out
+    assert cli.main(["drift", "--packs", str(tmp_path)]) == 0
+    assert "lab-only" not in capsys.readouterr().out
+
+
+@pytest.mark.upstream
+def test_the_environment_of_this_run_is_as_published(drift: Drift, target: Path) -> None:
+    shutil.rmtree(target)  # only what is really installed
+
+    done = drift("--quick", "--json", only=False)
+
+    data = json.loads(done.stdout)
+    assert {"torch", "megatron-core", "liger-kernel"} <= {row["distribution"] for row in data["distributions"]}
+    assert [row["distribution"] for row in data["distributions"] if row["state"] != "clean"] == []
+    assert done.returncode == 0

@@ -1,0 +1,811 @@
+"""What somebody replaced in loaded modules is found and named, whatever it calls itself; what is upstream's own is not."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import wrapt
+from made_up import BROKEN_TEXT, Upstream
+
+from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.upkeep.drift import running
+from megacpp_overlays.upkeep.drift.running import Running
+
+UPSTREAM = '''
+import abc
+import contextlib
+import dataclasses
+import enum
+import functools
+import typing
+
+try:
+    import not_installed
+    HAVE = True
+except ImportError:
+    HAVE = False
+
+
+def logged(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args)
+    return wrapper
+
+
+def counted(function):
+    def without_wraps(*args):
+        return function(*args)
+    return without_wraps
+
+
+def plain(x):
+    return x
+
+
+@logged
+def decorated(x):
+    return x
+
+
+@counted
+def hidden(x):
+    return x
+
+
+@functools.lru_cache(maxsize=2)
+def cached(x):
+    return x
+
+
+@contextlib.contextmanager
+def managed():
+    yield
+
+
+@functools.singledispatch
+def dispatched(x):
+    return x
+
+
+class Compiled:
+    """Keeps no way back to the function that it was made from, as what is compiled does not."""
+
+    __slots__ = ("code",)
+
+    def __init__(self, function):
+        self.code = function.__code__
+
+    def __call__(self, x):
+        return x
+
+
+@Compiled
+def compiled(x):
+    return x
+
+
+def half_closed(function):
+    def wrapper(*args):
+        return function(*args) if args else later
+    if HAVE:
+        later = None
+    return wrapper
+
+
+@half_closed
+def closed(x):
+    return x
+
+
+class Registry:
+    def register(self, function):
+        return function
+
+
+REGISTRY = {"all": Registry()}
+
+
+@REGISTRY["all"].register
+def registered(x):
+    return x
+
+
+try:
+    import not_installed as fallback
+except ImportError:
+    def fallback(x):
+        return x
+
+
+if HAVE:
+    from not_installed import fused
+else:
+    def fused(x):
+        return x
+
+
+def rebound(x):
+    return x
+
+
+rebound = functools.partial(rebound, 1)
+
+
+def gone(x):
+    return x
+
+
+del gone
+
+with contextlib.suppress(ValueError):
+    def guarded(x):
+        return x
+
+
+class Stand:
+    """What takes the place of a library that is missing."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __call__(self, *args, **kwargs):
+        return self
+
+
+stand_in = Stand()
+
+
+class Made(metaclass=stand_in):
+    def run(self):
+        return 1
+
+
+class Layer:
+    kind = "layer"
+
+    def forward(self, x):
+        return x
+
+    def __private(self):
+        return self
+
+    @staticmethod
+    @logged
+    def static(x):
+        return x
+
+    @classmethod
+    def build(cls):
+        return cls()
+
+    @property
+    def size(self):
+        return 1
+
+    @size.setter
+    def size(self, value):
+        self.kept = value
+
+    @functools.cached_property
+    def slow(self):
+        return 1
+
+    class Inner:
+        def run(self):
+            return 1
+
+
+class Child(Layer):
+    pass
+
+
+@dataclasses.dataclass(slots=True)
+class Point:
+    x: int = 0
+
+    def norm(self):
+        return self.x
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+    def name_of(self):
+        return self.name
+
+
+class Pair(typing.NamedTuple):
+    left: int
+
+    def total(self):
+        return self.left
+
+
+class Shape(typing.Protocol):
+    @abc.abstractmethod
+    def area(self) -> int: ...
+
+
+for each in (1,):
+    def in_a_loop(x):
+        return x
+
+
+square = lambda x: x * x
+square.power = 2
+
+if HAVE:
+    def missing(x):
+        return x
+else:
+    missing = None
+
+if HAVE:
+    class Branched:
+        def run(self):
+            return 1
+
+        def only_here(self):
+            return 1
+else:
+    class Branched:
+        def run(self):
+            return 2
+'''
+USER = """
+from typing import TYPE_CHECKING
+
+from . import layers
+from .layers import Child, Layer as Base, plain, rebound, square, stand_in, decorated as wrapped, HAVE
+
+try:
+    from .layers import compiled
+except ImportError:
+    compiled = None
+
+if TYPE_CHECKING:
+    from .layers import Point
+
+early = None
+from .layers import cached as early_cached
+
+
+def fill():
+    global early_cached
+    early_cached = 1
+"""
+
+
+@pytest.fixture
+def module(upstream: Upstream) -> types.ModuleType:
+    upstream.write(UPSTREAM)
+    return upstream.load()
+
+
+@pytest.fixture
+def look(upstream: Upstream) -> Callable[[], Running]:
+    return lambda: running.look([upstream.name])
+
+
+def owners(found: Running) -> Mapping[str, str]:
+    return {each.symbol: each.by for each in found.replaced}
+
+
+def theirs(*args: Any) -> Any:
+    """Stand for a function of somebody's plugin."""
+    return args
+
+
+@pytest.mark.usefixtures("module")
+def test_untouched_upstream_code_of_every_shape_is_its_own(look: Callable[[], Running]) -> None:
+    found = look()
+
+    assert (found.replaced, found.unchecked) == ((), ())
+    assert found.modules == 2  # the package and its module
+
+
+def wraps(original: Any) -> Any:
+    return functools.wraps(original)(lambda *args: original(*args))
+
+
+def proxied(original: Any) -> Any:
+    @wrapt.decorator
+    def outside(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        return wrapped(*args, **kwargs)
+
+    return outside(original)
+
+
+class Callee:
+    def __call__(self, *args: Any) -> Any:
+        return args
+
+
+REPLACEMENTS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    "function": (lambda _: theirs, "test_drift_running.theirs"),
+    "lambda": (lambda _: lambda x: x, "<lambda>"),
+    "functools.wraps": (wraps, "test_drift_running"),
+    "partial": (lambda _: functools.partial(theirs, 1), "a partial of"),
+    "wrapt": (proxied, "a wrapper of wrapt around it: "),
+    "built-in": (lambda _: abs, "builtins.abs"),
+    "object": (lambda _: Callee(), "an object of"),
+    "mock": (lambda original: mock.create_autospec(original), ""),
+    "class": (lambda _: Callee, "Callee"),
+}
+
+
+@pytest.mark.parametrize("how", list(REPLACEMENTS))
+@pytest.mark.parametrize("symbol", ["plain", "decorated", "hidden", "managed", "guarded", "compiled", "closed"])
+def test_a_replaced_function_names_who_replaced_it(
+    module: types.ModuleType, look: Callable[[], Running], symbol: str, how: str
+) -> None:
+    make, says = REPLACEMENTS[how]
+    setattr(module, symbol, make(getattr(module, symbol)))
+
+    found = owners(look())
+
+    assert list(found) == [symbol]
+    assert says in found[symbol]
+
+
+def test_the_owner_is_the_file_and_line_of_the_foreign_code_not_the_name_it_borrowed(
+    module: types.ModuleType, look: Callable[[], Running]
+) -> None:
+    module.plain = wraps(module.plain)  # type: ignore[attr-defined]
+    line = wraps.__code__.co_firstlineno + 1
+
+    (by,) = owners(look()).values()
+
+    assert module.plain.__module__ == module.__name__
+    assert by.endswith(f"({__file__}:{line})")
+    assert module.__name__ not in by
+
+
+@pytest.mark.parametrize(
+    ("symbol", "make"),
+    [
+        ("forward", wraps),
+        ("forward", lambda _: theirs),
+        ("_Layer__private", lambda _: theirs),
+        ("static", lambda _: staticmethod(theirs)),
+        ("static", lambda original: staticmethod(wraps(original.__func__))),
+        ("build", lambda _: classmethod(theirs)),
+        ("size", lambda _: property(theirs)),
+        ("size", lambda original: property(original.fget, theirs)),
+        ("slow", lambda _: functools.cached_property(theirs)),
+    ],
+    ids=[
+        *("wrapped method", "method", "private method", "static method", "wrapped static method"),
+        *("class method", "getter", "setter", "cached property"),
+    ],
+)
+def test_replaced_methods_of_every_kind_are_found(
+    module: types.ModuleType, look: Callable[[], Running], symbol: str, make: Callable[[Any], Any]
+) -> None:
+    setattr(module.Layer, symbol, make(vars(module.Layer)[symbol]))
+
+    assert set(owners(look())) == {f"Layer.{symbol}"}
+
+
+def test_nested_and_generated_classes_are_looked_into(module: types.ModuleType, look: Callable[[], Running]) -> None:
+    module.Layer.Inner.run = theirs
+    module.Point.norm = theirs
+    module.Colour.name_of = theirs
+    module.Pair.total = theirs
+
+    assert set(owners(look())) == {"Layer.Inner.run", "Point.norm", "Colour.name_of", "Pair.total"}
+
+
+def test_one_wrapper_more_than_the_source_has_is_somebody_elses(
+    module: types.ModuleType, look: Callable[[], Running]
+) -> None:
+    module.decorated = module.logged(module.decorated)  # type: ignore[attr-defined]
+
+    assert set(owners(look())) == {"decorated"}
+
+
+def test_a_method_put_over_an_inherited_one_is_found(module: types.ModuleType, look: Callable[[], Running]) -> None:
+    module.Child.forward = theirs
+    module.Child.kind = "other"  # no function
+
+    assert set(owners(look())) == {"Child.forward"}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: functools.partial(max, 1), Callee, lambda: functools.partialmethod(theirs)],
+    ids=["partial", "object", "partialmethod"],
+)
+def test_an_object_put_over_an_inherited_method_is_found(
+    module: types.ModuleType, look: Callable[[], Running], make: Callable[[], Any]
+) -> None:
+    module.Child.forward = make()
+    module.Child.fresh = make()  # overrides nothing
+
+    assert set(owners(look())) == {"Child.forward"}
+
+
+def test_methods_of_a_class_that_branches_define_are_compared(
+    module: types.ModuleType, look: Callable[[], Running]
+) -> None:
+    module.Branched.run = theirs
+
+    assert set(owners(look())) == {"Branched.run"}
+
+
+def test_a_replaced_lambda_is_found(module: types.ModuleType, look: Callable[[], Running]) -> None:
+    module.square = lambda x: x  # type: ignore[attr-defined]
+
+    assert set(owners(look())) == {"square"}
+
+
+# Names that a module imports
+
+
+@pytest.fixture
+def user(upstream: Upstream, module: types.ModuleType) -> types.ModuleType:
+    """A module that imports names of the other one."""
+    assert module.__name__ == upstream.module_name
+    upstream.write(USER, module="user")
+    return upstream.load("user")
+
+
+@pytest.mark.parametrize("how", list(REPLACEMENTS))
+@pytest.mark.parametrize("name", ["plain", "wrapped", "Base", "rebound", "square", "stand_in", "compiled"])
+def test_an_imported_name_that_leads_elsewhere_is_found(
+    user: types.ModuleType, look: Callable[[], Running], name: str, how: str
+) -> None:
+    assert (look().replaced, look().unchecked) == ((), ())
+    make, says = REPLACEMENTS[how]
+    setattr(user, name, make(getattr(user, name)))
+
+    (found,) = look().replaced
+
+    assert (found.module, found.symbol, found.overlay) == (user.__name__, name, None)
+    assert says in found.by
+
+
+@pytest.mark.usefixtures("user")
+def test_what_is_replaced_at_home_is_named_there_alone(module: types.ModuleType, look: Callable[[], Running]) -> None:
+    for name in ("plain", "decorated", "Child", "square"):
+        setattr(module, name, theirs)
+
+    found = look()
+
+    assert {(each.module, each.symbol) for each in found.replaced} == {
+        (module.__name__, name) for name in ("plain", "decorated", "Child", "square")
+    }
+    assert found.unchecked == ()
+
+
+def test_names_that_change_by_themselves_are_passed_by(
+    upstream: Upstream, user: types.ModuleType, look: Callable[[], Running]
+) -> None:
+    user.fill()
+    user.HAVE = True  # data
+    user.compiled = None  # as where it cannot be imported
+    upstream.write(
+        """
+        from .made import lazy
+        from .making import group
+        from . import making
+        from .functions import same
+        """,
+        module="late",
+    )
+    upstream.write("def __getattr__(name):\n    return abs\n", module="made")
+    upstream.write(
+        "group = abs\ndef start():\n    global group\n    group = max\n",
+        module="making",
+    )
+    upstream.write("def same(x):\n    return x\n", module="functions")
+    late = upstream.load("late")
+    late.making.start()
+
+    assert look().replaced == ()
+
+
+def test_a_module_and_a_function_of_one_name_are_told_apart_by_nobody(
+    upstream: Upstream, look: Callable[[], Running]
+) -> None:
+    upstream.write("def start(x):\n    return x\n", module="start")
+    upstream.write("from . import start", module="early")
+    upstream.load("early")
+    (upstream.folder / upstream.name / "__init__.py").write_text("from .start import start\n")
+    package = importlib.reload(sys.modules[upstream.name])
+    assert type(package.start) is types.FunctionType
+
+    assert look().replaced == ()
+    package.start = sys.modules[f"{upstream.name}.start"]  # type: ignore[attr-defined]
+    assert look().replaced == ()
+
+
+def test_names_are_followed_from_module_to_module(
+    upstream: Upstream, module: types.ModuleType, look: Callable[[], Running]
+) -> None:
+    upstream.write("from .layers import plain\nfrom .layers import *\n", module="between")
+    upstream.write("from .between import plain, square, Layer", module="far")
+    between, far = upstream.load("between"), upstream.load("far")
+    between.plain = between.square = theirs  # type: ignore[attr-defined]
+    between.Layer = Callee  # type: ignore[attr-defined]
+
+    assert [(each.module, each.symbol) for each in look().replaced] == [(between.__name__, "plain")]
+    far.plain = theirs  # type: ignore[attr-defined]
+    assert [each.symbol for each in look().replaced] == ["plain"]  # both lead to what is named once
+    far.plain = wraps(module.plain)  # type: ignore[attr-defined]
+    assert {(each.module, each.symbol) for each in look().replaced} == {
+        (between.__name__, "plain"),
+        (far.__name__, "plain"),
+    }
+
+
+def test_names_that_overlays_rebound_are_ours(
+    upstream: Upstream, lane: Callable[..., Lane], look: Callable[[], Running]
+) -> None:
+    upstream.write(BROKEN_TEXT)
+    upstream.write("from .layers import double", module="user")
+    user = upstream.load("user")
+    before = user.double
+    lane(upstream.overlay()).arm()
+
+    assert user.double is not before
+    assert [(each.symbol, each.overlay) for each in look().replaced] == [("double", "double-fix")]
+    user.double, ours = before, user.double  # stale, and upstream's own
+    assert [(each.module, each.overlay) for each in look().replaced] == [(upstream.module_name, "double-fix")]
+    user.double = ours
+    upstream.load().double = before
+    assert [(each.module, each.overlay) for each in look().replaced] == [(user.__name__, "double-fix")]
+
+
+# Whole modules
+
+
+def fake(name: str, **attributes: Any) -> types.ModuleType:
+    made = types.ModuleType(name)
+    vars(made).update(attributes)
+    return made
+
+
+STAND_INS: Mapping[str, tuple[Callable[[str], Any], str]] = {
+    "a module of no file": (fake, "the module NAME (of no file)"),
+    "a module of another file": (lambda name: fake(name, __file__=__file__), f"the module NAME ({__file__})"),
+    "another module": (lambda _: functools, "the module functools ("),
+    "a namespace": (lambda _: types.SimpleNamespace(plain=theirs), "an object of types.SimpleNamespace"),
+    "an object without attributes": (lambda _: object(), "an object of builtins.object"),
+    "nothing": (lambda _: None, "None: its import fails"),
+}
+
+
+@pytest.mark.parametrize("how", list(STAND_INS))
+@pytest.mark.parametrize("of_package", [False, True], ids=["module", "package"])
+def test_a_module_that_was_swapped_is_found(
+    upstream: Upstream,
+    module: types.ModuleType,
+    look: Callable[[], Running],
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    of_package: bool,
+) -> None:
+    make, says = STAND_INS[how]
+    name = upstream.name if of_package else module.__name__
+    monkeypatch.setitem(sys.modules, name, make(name))
+
+    found = [each for each in look().replaced if each.symbol == running.ITSELF]
+
+    assert [each.module for each in found] == [name]
+    assert says.replace("NAME", name) in found[0].by
+
+
+def test_a_module_that_puts_something_else_in_its_own_place_is_upstreams(
+    upstream: Upstream, look: Callable[[], Running]
+) -> None:
+    upstream.write("import sys, types\nsys.modules[__name__] = types.SimpleNamespace(x=1)\n", module="own")
+    upstream.load("own")
+
+    assert look().replaced == ()
+
+
+def test_a_package_that_was_found_on_another_path_is_the_one_that_was_imported(
+    upstream: Upstream,
+    module: types.ModuleType,
+    look: Callable[[], Running],
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = tmp_path_factory.mktemp("other") / upstream.name
+    other.mkdir()
+    (other / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(other.parent)
+
+    assert look().replaced == ()
+    assert module.__name__ in sys.modules
+
+
+def test_a_swapped_module_whose_source_cannot_be_read_is_found_too(
+    upstream: Upstream, module: types.ModuleType, look: Callable[[], Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upstream.write("def (\n")
+    monkeypatch.setitem(sys.modules, module.__name__, fake(module.__name__))
+
+    assert [each.symbol for each in look().replaced] == [running.ITSELF]
+
+
+def test_a_replaced_class_is_one_finding(module: types.ModuleType, look: Callable[[], Running]) -> None:
+    class Other(module.Layer):  # type: ignore[name-defined,misc]
+        def forward(self, x: Any) -> Any:
+            return x
+
+    module.Layer = Other  # type: ignore[attr-defined]
+    module.Point = Callee  # type: ignore[attr-defined]
+
+    found = owners(look())
+
+    assert set(found) == {"Layer", "Point"}
+    assert "Other" in found["Layer"]
+    assert f"({__file__}:" in found["Layer"]
+
+
+def test_a_deleted_function_and_method_are_found(module: types.ModuleType, look: Callable[[], Running]) -> None:
+    del module.plain
+    del module.Layer.forward
+
+    assert owners(look()) == dict.fromkeys(("plain", "Layer.forward"), "nobody: it was deleted")
+
+
+def test_a_function_of_another_module_of_upstream_in_its_place_is_found(
+    upstream: Upstream, module: types.ModuleType, look: Callable[[], Running]
+) -> None:
+    upstream.write("\n" * 3 + UPSTREAM, module="copy")
+    module.plain = upstream.load("copy").plain  # type: ignore[attr-defined]
+
+    assert "copy.py" in owners(look())["plain"]
+
+
+def test_seams_of_ours_are_tracked_and_what_is_around_them_is_not(
+    upstream: Upstream, lane: Callable[..., Lane], look: Callable[[], Running]
+) -> None:
+    upstream.write(BROKEN_TEXT)
+    lane(upstream.overlay()).arm()
+    module = upstream.load()
+
+    alone = look()
+    assert [(each.symbol, each.overlay) for each in alone.replaced] == [("double", "double-fix")]
+    assert "made_up" in alone.replaced[0].by
+    assert running.replaced([upstream.name]) == ()
+
+    module.double = wraps(module.double)  # type: ignore[attr-defined]
+    assert [(each.symbol, each.overlay) for each in look().replaced] == [("double", None)]
+    assert [each.symbol for each in running.replaced([upstream.name])] == ["double"]
+
+
+def test_a_seam_over_an_inherited_method_is_ours(
+    upstream: Upstream, lane: Callable[..., Lane], look: Callable[[], Running]
+) -> None:
+    from megacpp_overlays.loader import seams
+
+    upstream.write(BROKEN_TEXT)
+    module = upstream.load()
+    seams.replace(module.Child, "forward", lambda original: lambda self, x: original(self, x), overlay_id="child-fix")
+
+    assert [(each.symbol, each.overlay) for each in look().replaced] == [("Child.forward", "child-fix")]
+
+
+def test_a_file_that_was_edited_under_the_process_cannot_be_compared(
+    upstream: Upstream, look: Callable[[], Running]
+) -> None:
+    upstream.write(BROKEN_TEXT)
+    upstream.load()
+    upstream.write("\n\n" + BROKEN_TEXT)
+
+    found = look()
+
+    assert found.replaced == ()
+    assert "layers.py was edited since it was imported" in found.unchecked[0]
+
+
+def test_what_cannot_be_read_or_looked_at_is_said(
+    upstream: Upstream, module: types.ModuleType, look: Callable[[], Running]
+) -> None:
+    class Shy:
+        @property
+        def __dict__(self) -> Any:  # type: ignore[override]
+            raise RuntimeError("do not look at me")
+
+    module.decorated = Shy()  # type: ignore[attr-defined]
+    Shy.__module__ = module.__name__
+    upstream.write("x = 1\n", module="broken")
+    upstream.load("broken")
+    upstream.write("def (\n", module="broken")
+
+    found = look()
+
+    assert any("broken.py:1: cannot be parsed" in why for why in found.unchecked)
+    assert any("RuntimeError: do not look at me" in why for why in found.unchecked)
+
+
+def test_modules_without_source_and_lazy_ones_are_passed_by(
+    upstream: Upstream, module: types.ModuleType, look: Callable[[], Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lazy(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(f"{name} was asked for")
+
+    monkeypatch.setitem(sys.modules, f"{upstream.name}.lazy", Lazy(f"{upstream.name}.lazy"))
+    monkeypatch.setitem(sys.modules, f"{upstream.name}.none", None)  # type: ignore[arg-type]
+    module.stand_in = Lazy("stand_in")  # type: ignore[attr-defined]
+
+    assert look().modules == 2
+
+
+def test_without_names_the_packages_of_the_targets_are_looked_at(
+    upstream: Upstream, lane: Callable[..., Lane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = lane(upstream.overlay())
+    monkeypatch.setattr("megacpp_overlays.loader.session.current", lambda: made)
+    upstream.load().Layer.forward = theirs
+
+    assert [each.symbol for each in running.replaced()] == ["Layer.forward"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("raise OSError('libcuda.so.1: cannot open')", "OSError: libcuda.so.1: cannot open$"),
+        ("import sys\nsys.exit('usage: launcher')", "SystemExit: usage: launcher$"),
+        ("import not_installed_at_all", "No module named 'not_installed_at_all'; put its folder on PYTHONPATH"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_an_error_with_its_reason(
+    upstream: Upstream, tmp_path: Path, text: str, says: str
+) -> None:
+    upstream.write(text, module="plugin")
+
+    with pytest.raises(UpkeepError, match=f"--import {upstream.name}.plugin: .*{says}"):
+        running.bring_in([f"{upstream.name}.layers", f"{upstream.name}.plugin"])
+
+
+def test_looking_imports_nothing_and_touches_no_device(run_python: Callable[..., Any]) -> None:
+    run_python(
+        "import sys, megacpp_overlays\n"
+        "from megacpp_overlays.upkeep.drift import running\n"
+        "assert running.replaced() == ()\n"
+        "loaded = {'torch', 'megatron', 'liger_kernel', 'triton'} & set(sys.modules)\n"
+        "assert not loaded, loaded",
+        Path(running.__file__).parents[2],
+        MEGACPP_OVERLAYS_LOG="logging",
+    )
+
+
+@pytest.mark.upstream
+def test_the_loaded_modules_of_a_release_hold_nothing_foreign_but_what_is_put_there(
+    run_python: Callable[..., Any],
+) -> None:
+    done = run_python(
+        "import functools, megacpp_overlays\n"
+        "import liger_kernel.ops.fused_linear_cross_entropy, liger_kernel.transformers.rms_norm as target\n"
+        "from megacpp_overlays.upkeep.drift import running\n"
+        "found = running.look()\n"
+        "assert [each for each in found.replaced if each.overlay is None] == [], found\n"
+        "assert {each.overlay for each in found.replaced} == {'liger-flce-none-backward'}, found\n"
+        "assert found.modules > 50 and found.unchecked == (), found\n"
+        "cls = target.LigerRMSNorm\n"
+        "cls.forward = functools.wraps(cls.forward)(lambda self, x: x)\n"
+        "(one,) = running.replaced()\n"
+        "print(one.symbol, one.by)\n"
+        "import torch\n"
+        "assert not torch.cuda.is_initialized()",
+        Path(running.__file__).parents[2],
+        MEGACPP_OVERLAYS_LOG="logging",
+    )
+
+    assert done.stdout == "LigerRMSNorm.forward __main__.<lambda> (<string>:9)\n"

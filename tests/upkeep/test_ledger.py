@@ -1,0 +1,85 @@
+"""RETIREMENT.md is in step with the declarations, and a check notices when it is not."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+from made_up import Upstream
+
+from megacpp_overlays.loader import registry
+from megacpp_overlays.loader.retired import Retired
+from megacpp_overlays.upkeep.ledger import difference, render
+
+
+def test_the_ledger_of_this_repository_is_in_step() -> None:
+    assert difference(registry.load(), ROOT / "RETIREMENT.md") == ""
+
+
+def test_an_entry_says_all_that_a_retirement_needs(upstream: Upstream) -> None:
+    text = render([upstream.overlay(unsupported={"rounded": "upstream rounds on purpose"})], None)
+
+    for words in (
+        "## double-fix (pack 99)",
+        f"`{upstream.module_name}.double`",
+        "`off-by-one` | `double`",
+        "`rounded` | upstream rounds on purpose",
+        "`MEGACPP_OVERLAY_DOUBLE_FIX=off`",
+        "upstream doubles without adding one",
+        "No overlay has been retired yet.",
+    ):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    "edit", [str.upper, lambda text: text.replace("99", "98"), lambda _: ""], ids=["case", "pack", "empty"]
+)
+def test_an_edited_or_missing_ledger_is_out_of_step(
+    upstream: Upstream, tmp_path: Path, edit: Callable[[str], str]
+) -> None:
+    path = tmp_path / "RETIREMENT.md"
+    path.write_text(edit(render([upstream.overlay()], None)))
+
+    assert difference([upstream.overlay()], path)
+
+
+def test_history_is_kept(upstream: Upstream, tmp_path: Path) -> None:
+    path = tmp_path / "RETIREMENT.md"
+    path.write_text(render([upstream.overlay()], None).replace("No overlay has been", "scale-pad: gone"))
+
+    assert "scale-pad: gone" in render([upstream.overlay()], path)
+    assert difference([upstream.overlay()], path) == ""
+
+
+GONE = Retired("old-fix", 7, "2026-11-21", "made-up", "2.0", "made-up is right", (), ())
+
+
+def test_a_retired_overlay_is_a_row_of_the_history_and_nothing_else(upstream: Upstream, tmp_path: Path) -> None:
+    path = tmp_path / "RETIREMENT.md"
+
+    path.write_text(render([upstream.overlay()], None, [GONE]))
+
+    assert "| `old-fix` | 07 | 2026-11-21 | made-up 2.0 | made-up is right |\n" in path.read_text()
+    assert "No overlay has been retired yet." not in path.read_text()
+    assert difference([upstream.overlay()], path, [GONE]) == ""
+    assert "old-fix" in difference([upstream.overlay()], path, [])
+
+
+@given(st.lists(st.sampled_from(["A word by hand.", "", "| a | table |", "### More", "- a point"]), max_size=6))
+def test_what_people_wrote_into_the_history_stays_below_the_table(lines: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "RETIREMENT.md")
+        path.write_text(render([], None) + "\n" + "\n".join(lines))
+
+        path.write_text(once := render([], path, [GONE]))
+        twice = render([], path, [GONE, GONE._replace(id="older-fix")])
+
+    kept = "\n".join(lines).strip("\n")
+    assert once.rstrip("\n").endswith(kept)
+    assert twice.rstrip("\n").endswith(kept)
+    assert (once.count("| `old-fix` |"), twice.count("| `old-fix` |"), twice.count("| `older-fix` |")) == (1, 1, 1)

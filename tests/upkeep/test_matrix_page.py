@@ -1,0 +1,413 @@
+"""The kept matrix: what the probes say today, and a page that people can read, in a real browser."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, WHEELS
+from playwright.sync_api import sync_playwright
+
+from megacpp_overlays.loader import registry
+from megacpp_overlays.model import Evidence, Verdict
+from megacpp_overlays.upkeep.matrix import matrix, matrix_file, matrix_page
+from megacpp_overlays.upkeep.matrix.archives import Archives
+from megacpp_overlays.upkeep.matrix.matrix import Cell, Part, Table
+
+PACKS = ROOT / "packs"
+PAGE = PACKS / "matrix.html"
+KEPT = matrix_file.read(PACKS)
+AGAIN = "the kept matrix is stale: run `megacpp-overlays matrix --archives .cache/wheels --write packs`"
+
+
+def columns_of(table: Table) -> list[str]:
+    return [column.overlay for column in table.columns]
+
+
+# --- in step ---
+
+
+@pytest.mark.upstream
+def test_the_kept_matrix_is_what_the_probes_say_of_the_very_same_files(tmp_path: Path) -> None:
+    overlays = registry.load()
+    now = matrix_file.again(KEPT, overlays, Archives(tmp_path, [WHEELS]), print)
+
+    assert matrix_file.differences(KEPT, now, overlays) == [], AGAIN
+    assert (PACKS / "matrix.json").read_text() == matrix_file.to_text(now), AGAIN
+
+
+def test_the_kept_page_is_made_from_the_kept_data() -> None:
+    assert PAGE.read_text() == matrix_page.render(KEPT), AGAIN
+
+
+def test_every_release_in_it_is_one_that_make_wheels_fetches() -> None:
+    listed = set((ROOT / "locks" / "wheels.txt").read_text().splitlines())
+
+    for table in KEPT:
+        for row in table.rows:
+            assert f"{table.distribution}=={row.name} --hash=sha256:{row.sha256}" in listed
+
+
+def test_every_listed_release_of_a_target_is_in_it() -> None:
+    """A new release that other tests read belongs on the page, too."""
+    kept = {(table.distribution, row.name) for table in KEPT for row in table.rows}
+    names = {table.distribution for table in KEPT}
+    listed = re.findall(r"^([a-z0-9-]+)==(\S+) ", (ROOT / "locks" / "wheels.txt").read_text(), re.MULTILINE)
+
+    assert {each for each in listed if each[0] in names} == kept
+
+
+# --- the page as text ---
+
+
+class Reader(HTMLParser):
+    """Collects what a page links to, what it names, and the rows of its tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.tables: list[list[list[str]]] = []
+        self.scopes: list[str | None] = []
+        self._cell = False
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        values = dict(attributes)
+        if values.get("id"):
+            self.ids.append(str(values["id"]))
+        if tag == "a":
+            self.links.append(str(values["href"]))
+        elif {"src", "href"} & values.keys() or tag == "script":
+            self.loads.append(values.get("src") or values.get("href") or tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in {"th", "td"}:
+            self._cell = True
+            self.tables[-1][-1].append("")
+            if tag == "th":
+                self.scopes.append(values.get("scope"))
+
+    def handle_endtag(self, tag: str) -> None:
+        self._cell = self._cell and tag not in {"th", "td"}
+
+    def handle_data(self, data: str) -> None:
+        if self._cell:
+            self.tables[-1][-1][-1] += data
+
+
+def read(text: str) -> Reader:
+    reader = Reader()
+    reader.feed(text)
+    return reader
+
+
+def test_the_page_asks_for_nothing_and_every_link_leads_to_a_place_on_it() -> None:
+    page = read(PAGE.read_text())
+
+    assert page.loads == ["data:,"]
+    assert {link[:1] for link in page.links} == {"#"}
+    assert {link[1:] for link in page.links} <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids))
+    assert "url(" not in PAGE.read_text()
+    assert "@import" not in PAGE.read_text()
+
+
+def test_the_page_is_small() -> None:
+    assert len(PAGE.read_bytes()) < 150_000
+
+
+def test_cells_say_their_verdict_in_words_and_flips_what_it_was_before() -> None:
+    page = read(PAGE.read_text())
+    shown = page.tables[::2]  # a table of flips follows each
+
+    assert set(page.scopes) == {"col", "row"}
+    for table, rows in zip(KEPT, shown, strict=True):
+        flips = {(f.row.name, f.overlay): f for name in columns_of(table) for f in matrix.flips(table, name)}
+        assert [cell.strip() for cell in rows[0]] == ["release", "date", *columns_of(table)]
+        assert len(rows) == 1 + len(table.rows)
+        for row, cells in zip(reversed(table.rows), rows[1:], strict=True):
+            assert cells[0].split()[0] == row.name
+            assert cells[1] == row.date
+            for name, cell in zip(columns_of(table), cells[2:], strict=True):
+                flip = flips.get((row.name, name))
+                assert cell.split()[0] == row.cells[name].verdict.value
+                assert ("was" in cell.split()) == (flip is not None)
+                assert flip is None or f"was {flip.before.value}" in cell
+
+
+def test_flips_are_listed_with_version_and_date() -> None:
+    for table, rows in zip(KEPT, read(PAGE.read_text()).tables[1::2], strict=True):
+        expected = {
+            (f.row.name, f.row.date, name, f.before.value, f.after.value)
+            for name in columns_of(table)
+            for f in matrix.flips(table, name)
+        }
+        listed = [" ".join(cells).replace("→", " ").split() for cells in rows[1:]]
+        assert {tuple(each) for each in listed} == expected
+        assert len(listed) == len(expected)
+
+
+def test_what_upstream_wrote_is_text_and_never_markup() -> None:
+    table = KEPT[-1]
+    nasty = "<script>alert(1)</script>"
+    part = Part(module="m", verdict=Verdict.UNRECOGNISED, shape=None, evidence=(Evidence(seen=nasty),))
+    row = replace(table.rows[-1], cells={columns_of(table)[0]: Cell(parts=(part,))}, yanked=nasty)
+
+    text = matrix_page.render([replace(table, columns=table.columns[:1], rows=(row,))])
+
+    assert "<script" not in text
+    assert text.count("&lt;script&gt;") == 2
+
+
+def test_a_table_without_flips_and_with_other_dates_says_so() -> None:
+    table = KEPT[-1]
+    row = replace(table.rows[0], dated=matrix.BUILT)
+
+    text = matrix_page.render([replace(table, rows=(row,))])
+
+    assert "None: every verdict is the same in all releases." in text
+    assert f"{row.date} built" in text
+    assert "unless said otherwise" in text
+
+
+# --- the page in a browser ---
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A headless Chromium: of this machine, or the one that `scripts/browser.sh --fetch` brings."""
+    done = subprocess.run([ROOT / "scripts" / "browser.sh"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if not done.stdout:
+        pytest.skip("no chromium here: install one, or run scripts/browser.sh --fetch")
+    with sync_playwright() as started:
+        launched = started.chromium.launch(executable_path=done.stdout.strip(), args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Open]:
+    """Open the kept page; nothing but the file itself may be asked for, and the console stays empty."""
+    contexts: list[Any] = []
+    asked: list[str] = []
+    said: list[str] = []
+
+    def load(*, width: int = 1280, height: int = 900, scheme: str = "light", at: str = "") -> Any:
+        contexts.append(browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme))
+        page = contexts[-1].new_page()
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.goto(PAGE.as_uri() + at)
+        return page
+
+    yield load
+    for context in contexts:
+        context.close()
+    assert {url.partition("#")[0] for url in asked} == {PAGE.as_uri()}
+    assert said == []
+
+
+def test_in_a_browser_every_cell_is_there_and_can_be_seen(open_page: Open) -> None:
+    page = open_page()
+
+    for number, table in enumerate(KEPT):
+        shown = page.locator("table.matrix").nth(number)
+        assert shown.locator("thead th").count() == 2 + len(table.columns)
+        assert shown.locator("tbody tr").count() == len(table.rows)
+        cells = shown.locator("td.verdict").evaluate_all("cells => cells.map(cell => cell.innerText.split(/\\s/)[0])")
+        assert cells == [row.cells[name].verdict.value for row in reversed(table.rows) for name in columns_of(table)]
+
+
+def test_the_head_and_the_releases_stay_when_the_table_is_scrolled(open_page: Open) -> None:
+    page = open_page(width=800, height=600)
+    box = page.locator(".box").first
+    place = """box => {
+        const at = element => element.getBoundingClientRect();
+        const head = at(box.querySelector("thead th:nth-child(4)")), first = at(box.querySelector("tbody tr:nth-child(20) th"));
+        return [head.top - at(box).top, first.left - at(box).left, box.scrollTop, box.scrollLeft];
+    }"""
+
+    box.evaluate("box => box.scrollTo(300, 400)")
+    head, first, down, across = box.evaluate(place)
+
+    assert (down, across) == (400, 300), "there is something to scroll"
+    assert 0 <= head <= 2
+    assert 0 <= first <= 2
+
+
+def test_evidence_opens_with_the_keyboard_and_with_a_click(open_page: Open) -> None:
+    page = open_page()
+    name = columns_of(KEPT[0])[0]
+    details = page.locator(f"details#{name}")
+    assert not details.locator(".runs").is_visible()
+
+    details.locator("summary").focus()
+    page.keyboard.press("Enter")
+    assert details.locator(".runs").is_visible()
+    page.keyboard.press("Enter")
+    assert not details.locator(".runs").is_visible()
+    details.locator("summary").click()
+    assert details.locator(".runs").is_visible()
+
+
+def test_a_cell_leads_to_its_evidence_and_opens_it(open_page: Open) -> None:
+    page = open_page()
+    table = KEPT[0]
+    flip = next(flip for name in columns_of(table) for flip in matrix.flips(table, name))
+    row = page.locator("table.matrix").first.locator("tbody tr", has_text=flip.row.name).first
+
+    row.locator("td.verdict").nth(columns_of(table).index(flip.overlay)).locator("a").click()
+
+    shown = page.locator(":target")
+    assert shown.is_visible()
+    assert flip.row.name in shown.inner_text()
+    assert str(flip.row.cells[flip.overlay].telling[-1].evidence[0].seen) in shown.inner_text()
+
+
+def test_the_table_can_be_reached_and_scrolled_with_the_keyboard(open_page: Open) -> None:
+    page = open_page(width=800, height=600)
+    box = page.locator(".box").first
+
+    box.focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowDown")
+    page.wait_for_function("document.querySelector('.box').scrollTop > 0")
+
+    assert box.get_attribute("role") == "region"
+    assert box.get_attribute("aria-label")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_on_a_phone_nothing_but_a_table_scrolls_sideways(open_page: Open, scheme: str) -> None:
+    page = open_page(width=360, height=780, scheme=scheme)
+    page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+
+    wide = page.evaluate("""() => [...document.querySelectorAll("body *")].filter(each =>
+        !each.closest(".box") && !each.closest(".skip") && each.getBoundingClientRect().right > innerWidth + 0.5
+    ).map(each => each.outerHTML.slice(0, 80))""")
+
+    assert wide == []
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    assert page.locator(".box").first.evaluate("box => box.scrollWidth > box.clientWidth")
+
+
+CONTRAST = """() => {
+    const parse = text => text.match(/[\\d.]+/g).map(Number);
+    const light = ([r, g, b]) => [r, g, b].map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+    const below = element => {
+        for (let each = element; each; each = each.parentElement) {
+            const colour = parse(getComputedStyle(each).backgroundColor);
+            if (colour.length === 3 || colour[3] === 1) return colour;
+        }
+        return [255, 255, 255];
+    };
+    document.querySelectorAll("details").forEach(each => { each.open = true; });
+    const bad = [];
+    let seen = 0;
+    for (const element of document.querySelectorAll("body *")) {
+        if (![...element.childNodes].some(node => node.nodeType === 3 && node.textContent.trim())) continue;
+        const [one, other] = [light(parse(getComputedStyle(element).color)), light(below(element))].sort((a, b) => b - a);
+        const ratio = (one + 0.05) / (other + 0.05);
+        seen += 1;
+        if (ratio < 4.5) bad.push([element.outerHTML.slice(0, 80), ratio]);
+    }
+    return [seen, bad];
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_text_can_be_read_in_light_and_in_dark(open_page: Open, scheme: str) -> None:
+    page = open_page(scheme=scheme, at=f"#{columns_of(KEPT[0])[0]}-{KEPT[0].rows[0].name}")
+
+    seen, bad = page.evaluate(CONTRAST)
+    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+    assert seen > 500
+    assert bad == []
+    assert (sum(map(int, re.findall(r"\d+", paper))) > 380) == (scheme == "light")
+
+
+def test_the_browser_is_found_by_the_script_and_a_wrong_one_is_passed_over() -> None:
+    env = {**os.environ, "MEGACPP_BROWSER": "/bin/false"}
+
+    done = subprocess.run([ROOT / "scripts" / "browser.sh"], capture_output=True, text=True, env=env)
+
+    assert done.returncode == 0
+    assert "/bin/false" not in done.stdout
+
+
+@pytest.fixture
+def without_browser(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a copy of the script where there is no browser, and where npm brings another archive than was published."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "bin").mkdir()
+    script = Path(shutil.copy(ROOT / "scripts" / "browser.sh", tmp_path / "scripts"))
+    for name in ("bash", "dirname", "mkdir", "mktemp", "rm", "uname"):
+        if found := shutil.which(name):
+            (tmp_path / "bin" / name).symlink_to(found)
+    for name, text in (("npm", "echo other >chromium.tgz"), ("node", "echo sha512-other")):
+        (tmp_path / "bin" / name).write_text(f"#!{shutil.which('bash')}\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+
+    def call(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        env["PATH"] = str(tmp_path / "bin")
+        return subprocess.run(["bash", script, *arguments], capture_output=True, text=True, env=env)
+
+    return call
+
+
+ScriptRun = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def test_without_a_browser_the_script_says_nothing_and_is_content(without_browser: ScriptRun) -> None:
+    done = without_browser()
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_where_a_browser_is_required_none_is_a_failure(without_browser: ScriptRun) -> None:
+    done = without_browser(MEGACPP_REQUIRE_BROWSER="1")
+
+    assert done.returncode == 1
+    assert "no browser: none is on this machine" in done.stderr
+    assert "MEGACPP_REQUIRE_BROWSER" in done.stderr
+
+
+@pytest.mark.skipif(platform.system() + platform.machine() != "Linuxx86_64", reason="nothing is fetched elsewhere")
+def test_an_archive_that_is_not_the_published_one_is_a_failure(without_browser: ScriptRun, tmp_path: Path) -> None:
+    done = without_browser("--fetch")
+
+    assert done.returncode == 1
+    assert "is not @sparticuz/chromium@" in done.stderr
+    assert list((tmp_path / ".cache").iterdir()) == []
+
+
+@pytest.mark.skipif(platform.system() + platform.machine() != "Linuxx86_64", reason="nothing is fetched elsewhere")
+@pytest.mark.parametrize(("variable", "code"), [("UNRELATED", 0), ("MEGACPP_REQUIRE_BROWSER", 1)])
+def test_an_archive_that_cannot_be_fetched_is_passed_over_unless_a_browser_is_required(
+    without_browser: ScriptRun, tmp_path: Path, variable: str, code: int
+) -> None:
+    (tmp_path / "bin" / "npm").write_text(f"#!{shutil.which('bash')}\nexit 1\n")
+
+    done = without_browser("--fetch", **{variable: "1"})
+
+    assert done.returncode == code
+    assert "npm could not fetch it" in done.stderr

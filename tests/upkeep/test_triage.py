@@ -1,0 +1,699 @@
+"""`megacpp-overlays triage`: the reproducer decides what an upgrade does to a fix, and a verdict alone decides nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import made_environments
+import pytest
+from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+from made_environments import Packs
+from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
+
+from megacpp_overlays import cli
+from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.loader import session as lanes
+from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.model import Decision, Verdict
+from megacpp_overlays.repro import inventory
+from megacpp_overlays.repro.judge import Said, Sentinel
+from megacpp_overlays.upkeep.environments import Environment
+from megacpp_overlays.upkeep.evidence import CaseResult, Decided, Kept, Probed, ProbedPart
+from megacpp_overlays.upkeep.triage import outcomes, triage, triage_report
+from megacpp_overlays.upkeep.triage.facts import Facts, shown
+from megacpp_overlays.upkeep.triage.outcomes import Outcome
+
+B, F, A, U = Verdict.BROKEN, Verdict.FIXED, Verdict.ABSENT, Verdict.UNRECOGNISED
+REPRODUCED, VALIDATED, NOT_PRESENT, BLOCKED, FAILED = (
+    Sentinel.BUG_REPRODUCED,
+    Sentinel.FIX_VALIDATED,
+    Sentinel.BUG_NOT_PRESENT,
+    Sentinel.BLOCKED,
+    Sentinel.FAILED,
+)
+KEEP, CONFLICT, RETIRE, NOTHING = Outcome.KEEP, Outcome.CONFLICT, Outcome.RETIRE, Outcome.ABSENT
+
+
+def probed(*verdicts: Verdict, version: str | None = "1.0", due: bool | None = None, seams: bool = True) -> Probed:
+    """Return what probes read, one verdict for each part; due where it is FIXED if not said otherwise."""
+    parts = tuple(
+        ProbedPart(
+            module=f"made.m{number}",
+            target=f"made.m{number}.f",
+            distribution="made",
+            version=version,
+            verdict=verdict,
+            shape="off-by-one" if verdict is B else None,
+            evidence=f"seen {number}",
+            has_seams=seams and verdict is B,
+            left_alone=None if seams else "nobody needs it",
+        )
+        for number, verdict in enumerate(verdicts)
+    )
+    found = Probed(overlay="double-fix", parts=parts, due=False)
+    return replace(found, due=found.verdict is F if due is None else due)
+
+
+def decided(*decisions: Decision) -> tuple[Decided, ...]:
+    return tuple(Decided(f"made.m{number}.f", each, "so it is") for number, each in enumerate(decisions))
+
+
+def case(*sentinels: Sentinel, name: str = "double", about: tuple[str, ...] = ()) -> CaseResult:
+    said = tuple(Said(each, f"because of {each.value}") for each in sentinels)
+    return CaseResult(name=name, device="cpu", said=said, targets=about)
+
+
+def receipt(*sentinels: Sentinel, name: str = "double") -> Kept:
+    return Kept(log="99-double/receipts/x.log", said={name: frozenset(sentinels)})
+
+
+def facts(
+    before: Probed,
+    after: Probed,
+    *ran: CaseResult,
+    by: tuple[Decided, ...] | str | None = None,
+    kept: tuple[Kept, ...] = (),
+    why_not: str | None = None,
+) -> Facts:
+    active = {B: Decision.ACTIVE, F: Decision.RETIRED, A: Decision.ABSENT, U: Decision.CONFLICT}
+    usual = decided(*(active[part.verdict] for part in after.parts))
+    locks = ("a.txt", "b.txt")
+    return Facts(
+        pack=99,
+        locks=locks,
+        before=before,
+        after=after,
+        decided=usual if by is None else by,
+        ran=why_not or ran,
+        kept=kept,
+    )
+
+
+# Outcomes
+
+
+@pytest.mark.parametrize(
+    ("found", "outcome", "says"),
+    [
+        (facts(probed(B), probed(B), case(REPRODUCED, VALIDATED)), KEEP, "still broken; the seams install"),
+        (facts(probed(A), probed(B), case(REPRODUCED, VALIDATED)), KEEP, "broken from here on"),
+        (facts(probed(U), probed(A, B), case(REPRODUCED, VALIDATED)), KEEP, "still broken"),
+        (facts(probed(B), probed(F), case(NOT_PRESENT)), RETIRE, "passes the reproducer without the overlay"),
+        (facts(probed(F), probed(F), case(NOT_PRESENT)), RETIRE, "without the overlay, as before the upgrade"),
+        (facts(probed(A), probed(F), case(NOT_PRESENT)), RETIRE, "what it is about is new and right"),
+        (facts(probed(F), probed(A), case(NOT_PRESENT)), RETIRE, "upstream had repaired it, and its target is gone"),
+        (facts(probed(A), probed(A)), NOTHING, "on both: seen 0"),
+        (facts(probed(B), probed(A, version=None)), NOTHING, "made is not in this environment any more"),
+    ],
+)
+def test_what_is_shown_decides(found: Facts, outcome: Outcome, says: str) -> None:
+    ruling = outcomes.judge(found)
+
+    assert ruling.outcome is outcome
+    assert says in ruling.reason
+
+
+@pytest.mark.parametrize(
+    ("found", "says", "to_do"),
+    [
+        (facts(probed(B), probed(U), case(FAILED)), "shape unknown: made.m0: seen 0; case double", "teach its probe"),
+        (facts(probed(B), probed(B, U), case(REPRODUCED, VALIDATED)), "shape unknown: made.m1: seen 1", "read the new"),
+        (
+            facts(probed(B), probed(B, seams=False), case(REPRODUCED, FAILED)),
+            "no seam for shape off-by-one of made.m0: nobody needs it",
+            "extend the overlay",
+        ),
+        (facts(probed(B), probed(B), case(FAILED)), "its reproducer fails: double: because of FAILED", "repro 99 --v"),
+        (
+            facts(probed(B), probed(F), case(NOT_PRESENT), case(FAILED, name="b")),
+            "its reproducer fails: b:",
+            "repro 99",
+        ),
+        (
+            facts(probed(B), probed(B), case(REPRODUCED, VALIDATED), by=decided(Decision.CONFLICT)),
+            "the loader refuses it: made.m0.f: so it is",
+            "repair the overlay",
+        ),
+        (
+            facts(probed(B), probed(B), case(REPRODUCED, VALIDATED), by=decided(Decision.ARMED)),
+            "it does not install: made.m0.f armed: so it is",
+            "repair the overlay",
+        ),
+        (
+            facts(probed(B), probed(B, B), case(REPRODUCED, VALIDATED), by=decided(Decision.ACTIVE)),
+            "it does not install: made.m1.f undecided",
+            "repair the overlay",
+        ),
+        (facts(probed(B), probed(A), case(NOT_PRESENT)), "its target was BROKEN and is gone: seen 0", "moved the code"),
+        (facts(probed(U), probed(A), case(NOT_PRESENT)), "its target was UNRECOGNISED and is gone", "moved the code"),
+        (facts(probed(B), probed(B), case(BLOCKED)), "nothing else shows it: double: because of B", "repro 99 --keep"),
+        (
+            facts(probed(B), probed(F), case(BLOCKED)),
+            "the probe says FIXED of made.m0 and nothing else shows it",
+            "--adopt FOLDER",
+        ),
+        (facts(probed(B), probed(F), why_not="there is no pack 99"), "shows it: there is no pack 99", "repro 99"),
+        (facts(probed(B), probed(F)), "its pack has no case for it", "repro 99"),
+        (
+            facts(probed(B), probed(B), case(NOT_PRESENT)),
+            "disagree: the probe says BROKEN, double says BUG_NOT",
+            "probe",
+        ),
+        (
+            facts(probed(B), probed(F), case(BLOCKED), kept=(receipt(REPRODUCED, VALIDATED),)),
+            "disagree: the probe says FIXED, double says BUG_REPRODUCED and FIX_VALIDATED",
+            "repair the probe",
+        ),
+        (
+            facts(probed(B), probed(B, due=True), case(REPRODUCED, VALIDATED)),
+            "says BROKEN, and its retirement check says that it is due",
+            "repair the check",
+        ),
+        (
+            facts(probed(B), probed(B), case(BLOCKED), by="it hung", kept=(receipt(REPRODUCED, VALIDATED),)),
+            "whether it installs is not known: it hung",
+            "repair the environment",
+        ),
+    ],
+)
+def test_whatever_is_not_shown_is_a_conflict_that_says_why_and_what_to_do(found: Facts, says: str, to_do: str) -> None:
+    ruling = outcomes.judge(found)
+
+    assert ruling.outcome is CONFLICT
+    assert says in ruling.reason
+    assert to_do in ruling.to_do
+
+
+ON_0, ON_1 = {"about": ("made.m0",)}, {"about": ("made.m1",)}
+
+
+@pytest.mark.parametrize(
+    ("found", "outcome", "says"),
+    [
+        (
+            facts(probed(B, B), probed(B, B), case(REPRODUCED, VALIDATED, **ON_0)),
+            CONFLICT,
+            "the probe says BROKEN of made.m1 and nothing else shows it: its pack has no case for it",
+        ),
+        (
+            facts(probed(B, B), probed(B, B), case(REPRODUCED, VALIDATED, **ON_0), case(BLOCKED, name="b", **ON_1)),
+            CONFLICT,
+            "the probe says BROKEN of made.m1 and nothing else shows it: b: because of BLOCKED",
+        ),
+        (
+            facts(probed(B, B), probed(F, F), case(NOT_PRESENT, **ON_1)),
+            CONFLICT,
+            "the probe says FIXED of made.m0 and nothing else shows it",
+        ),
+        (
+            facts(probed(A, B), probed(A, F), case(NOT_PRESENT, **ON_0)),
+            CONFLICT,
+            "the probe says FIXED of made.m1 and nothing else shows it",
+        ),
+        (
+            facts(
+                probed(B, B),
+                probed(B, B),
+                case(REPRODUCED, VALIDATED, **ON_0),
+                case(BLOCKED, name="b", **ON_1),
+                by="it hung",
+                kept=(receipt(REPRODUCED, VALIDATED, name="b"),),
+            ),
+            CONFLICT,
+            "whether it installs is not known: it hung",
+        ),
+        (
+            facts(probed(B, B), probed(B, F), case(REPRODUCED, VALIDATED, **ON_0), case(NOT_PRESENT, name="b", **ON_0)),
+            CONFLICT,
+            "probe and behaviour disagree: the probe says BROKEN, b says BUG_NOT_PRESENT",
+        ),
+        (
+            facts(
+                probed(B, B),
+                probed(B, F),
+                case(REPRODUCED, VALIDATED, **ON_0),
+                case(REPRODUCED, VALIDATED, name="b", **ON_1),
+            ),
+            CONFLICT,
+            "probe and behaviour disagree: the probe says FIXED, b says BUG_REPRODUCED and FIX_VALIDATED",
+        ),
+        (
+            facts(probed(B, B), probed(B, F), case(BLOCKED, **ON_0), case(NOT_PRESENT, name="b", **ON_1)),
+            CONFLICT,
+            "the probe says BROKEN of made.m0 and nothing else shows it: double: because of BLOCKED",
+        ),
+        (
+            facts(probed(B, B), probed(B, F), case(REPRODUCED, VALIDATED, **ON_0), case(NOT_PRESENT, name="b", **ON_1)),
+            KEEP,
+            "still broken",
+        ),
+        (facts(probed(B, F), probed(B, F), case(REPRODUCED, VALIDATED, **ON_0)), KEEP, "still broken"),
+        (
+            facts(probed(B, B), probed(F, F), case(NOT_PRESENT, about=("made.m0", "made.m1"))),
+            RETIRE,
+            "passes the reproducer",
+        ),
+        (facts(probed(F, B), probed(A, F), case(NOT_PRESENT, **ON_1)), RETIRE, "passes the reproducer"),
+    ],
+)
+def test_a_case_stands_for_the_parts_that_it_is_about(found: Facts, outcome: Outcome, says: str) -> None:
+    ruling = outcomes.judge(found)
+
+    assert ruling.outcome is outcome
+    assert says in ruling.reason
+
+
+GONE = "its target made.m0.f was BROKEN and is gone: seen 0"
+
+
+@pytest.mark.parametrize(
+    ("found", "outcome", "says"),
+    [
+        (facts(probed(B, B), probed(A, B), case(REPRODUCED, VALIDATED)), CONFLICT, GONE),
+        (facts(probed(B, F), probed(A, F), case(NOT_PRESENT)), CONFLICT, GONE),
+        (facts(probed(B, A), probed(A, F), case(NOT_PRESENT, **ON_0)), CONFLICT, GONE),
+        (facts(probed(B, A), probed(A, F), case(NOT_PRESENT, **ON_1)), RETIRE, "passes the reproducer"),
+        (facts(probed(B, A), probed(A, B), case(REPRODUCED, VALIDATED)), KEEP, "still broken"),
+        (facts(probed(F, B), probed(A, B), case(REPRODUCED, VALIDATED)), KEEP, "still broken"),
+    ],
+)
+def test_a_broken_part_that_is_gone_is_a_conflict_unless_a_new_one_is_there_and_shown(
+    found: Facts, outcome: Outcome, says: str
+) -> None:
+    ruling = outcomes.judge(found)
+
+    assert ruling.outcome is outcome
+    assert says in ruling.reason
+
+
+def test_a_broken_part_whose_distribution_is_gone_is_nothing_to_carry() -> None:
+    after = probed(A, B)
+    after = replace(after, parts=(replace(after.parts[0], distribution="other", version=None), after.parts[1]))
+
+    assert outcomes.judge(facts(probed(B, B), after, case(REPRODUCED, VALIDATED))).outcome is KEEP
+
+
+def test_a_receipt_stands_in_for_a_case_that_is_blocked_here_and_for_no_other() -> None:
+    kept = (receipt(VALIDATED, REPRODUCED), receipt(NOT_PRESENT))
+
+    blocked = facts(probed(B), probed(B), case(BLOCKED), kept=kept)
+    failed = facts(probed(B), probed(B), case(FAILED), kept=kept)
+
+    (case_shown,) = shown(blocked)
+    assert (str(case_shown), case_shown.receipt) == (
+        "double says BUG_REPRODUCED and FIX_VALIDATED",
+        "99-double/receipts/x.log",
+    )
+    assert outcomes.judge(blocked).outcome is KEEP
+    assert outcomes.judge(failed).outcome is CONFLICT
+
+
+def test_a_fix_that_was_shown_here_needs_no_pre_flight() -> None:
+    assert outcomes.judge(facts(probed(B), probed(B), case(REPRODUCED, VALIDATED), by="it hung")).outcome is KEEP
+
+
+def test_a_retirement_names_the_lock_on_which_it_can_be_shown() -> None:
+    absorbed = outcomes.judge(facts(probed(B), probed(F), case(NOT_PRESENT)))
+    gone = outcomes.judge(facts(probed(F), probed(A), case(NOT_PRESENT)))
+
+    assert absorbed.to_do == "`megacpp-overlays retire double-fix --lock b.txt`"
+    assert gone.to_do == "`megacpp-overlays retire double-fix --lock a.txt`"
+
+
+def test_a_retirement_that_its_own_check_does_not_see_says_so() -> None:
+    ruling = outcomes.judge(facts(probed(B), probed(F, due=False), case(NOT_PRESENT)))
+
+    assert ruling.outcome is RETIRE
+    assert ruling.reason.endswith("its retirement check does not say so yet")
+
+
+EVERY_FACT = st.builds(
+    lambda before, after, due, seams, ran, decisions, kept: facts(
+        probed(*before), probed(*after, due=due, seams=seams), *ran, by=decisions, kept=kept
+    ),
+    st.lists(st.sampled_from(Verdict), min_size=2, max_size=2),
+    st.lists(st.sampled_from(Verdict), min_size=1, max_size=2),
+    st.booleans(),
+    st.booleans(),
+    st.lists(
+        st.builds(
+            lambda words, about: case(*words, about=about),
+            st.lists(st.sampled_from(Sentinel), min_size=1, max_size=2),
+            st.sampled_from([(), ("made.m0",), ("made.m1",), ("made.m0", "made.m1")]),
+        ),
+        max_size=2,
+    ),
+    st.one_of(st.just("it hung"), st.lists(st.sampled_from(Decision), max_size=2).map(lambda each: decided(*each))),
+    st.sampled_from([(), (receipt(NOT_PRESENT),), (receipt(REPRODUCED, VALIDATED),)]),
+)
+
+
+@given(EVERY_FACT)
+def test_nothing_is_kept_or_retired_without_evidence_and_every_conflict_says_what_to_do(found: Facts) -> None:
+    ruling = outcomes.judge(found)
+
+    verdicts = {part.verdict for part in found.after.parts}
+    said = [each.sentinels for each in shown(found)]
+    by_part = {
+        part.module: [each.sentinels for each in shown(found) if not each.targets or part.module in each.targets]
+        for part in found.after.parts
+    }
+    broken, fixed = ([by_part[part.module] for part in found.after.parts if part.verdict is each] for each in (B, F))
+    if ruling.outcome is KEEP:
+        assert broken
+        assert all(any({REPRODUCED, VALIDATED} <= each for each in of_part) for of_part in broken)
+    if ruling.outcome is RETIRE:
+        assert found.after.verdict is F or (found.before.verdict is F and found.after.verdict is A)
+        assert all(any(NOT_PRESENT in each for each in of_part) for of_part in fixed)
+    if ruling.outcome is not CONFLICT:
+        pairs = [(old.verdict, new.verdict) for old, new in zip(found.before.parts, found.after.parts, strict=False)]
+        assert (B, A) not in pairs or any(old is A and new in {B, F} for old, new in pairs)
+    if U in verdicts or any(FAILED in each for each in said):
+        assert ruling.outcome is CONFLICT
+    assert bool(ruling.to_do) is (ruling.outcome in {CONFLICT, RETIRE})
+
+
+# A whole triage, on environments with a made-up upstream
+
+
+@pytest.fixture(scope="module")
+def releases(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Environment]:
+    """Environments with one release each, by what became of the bug in it."""
+    texts = {
+        "broken": (BROKEN_TEXT, "1.0"),
+        "broken-still": (BROKEN_TEXT, "1.1"),
+        "fixed": (FIXED_TEXT, "2.0"),
+        "unknown": (BROKEN_TEXT.replace("x + x + 1", "2 * x + 1"), "3.0"),
+        "gone": ("def other():\n    pass\n", "4.0"),
+        "gone-still": ("def other():\n    pass\n", "4.1"),
+        "deadly": (f"import os\nos._exit(3)\n{BROKEN_TEXT}", "5.0"),
+    }
+    folder = tmp_path_factory.mktemp("envs")
+    return {name: made_environments.make(folder / name, text, version) for name, (text, version) in texts.items()}
+
+
+@pytest.fixture
+def packs(tmp_path: Path) -> Packs:
+    made = Packs(tmp_path / "packs")
+    made.write()
+    return made
+
+
+@pytest.fixture
+def run(
+    releases: Mapping[str, Environment],
+    packs: Packs,
+    lane: Callable[..., Lane],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., int]:
+    """Return the command, for an upgrade from one release to another."""
+    monkeypatch.setenv("MEGACPP_OVERLAYS_PLUGINS", "double")
+    made = lane(Upstream("made_target", Path("nowhere")).overlay())
+    monkeypatch.setattr(lanes, "current", lambda: made)
+    folder = releases["broken"].python.parent.parent.parent
+
+    def command(before: str, after: str, *more: str) -> int:
+        locks = [str(releases[name].lock.path) for name in (before, after)]
+        places = ["--environments", str(folder), "--packs", str(packs.folder)]
+        return cli.main(["triage", "--from", locks[0], "--to", locks[1], *places, *more])
+
+    return command
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("after", "code", "row", "says"),
+    [
+        ("broken-still", 0, "made_target 1.0 -> 1.1 BROKEN BROKEN keep", "FIX_VALIDATED double: double(1) = 2"),
+        ("fixed", 1, "made_target 1.0 -> 2.0 BROKEN FIXED retire", "BUG_NOT_PRESENT double: double(1) = 2"),
+        ("unknown", 1, "made_target 1.0 -> 3.0 BROKEN UNRECOGNISED conflict", "conflict: shape unknown: made_target"),
+        ("gone", 1, "made_target 1.0 -> 4.0 BROKEN ABSENT conflict", "its target was BROKEN and is gone: no double"),
+    ],
+)
+def test_an_upgrade_is_a_row_with_its_evidence_and_an_exit_code(
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str], after: str, code: int, row: str, says: str
+) -> None:
+    assert run("broken", after) == code
+
+    said = capsys.readouterr()
+    assert f"double-fix 99 {row}" in one_line(said.out)
+    assert says in one_line(said.out)
+    assert "made-target" in said.out.partition("overlay")[0]  # what the upgrade changes comes first
+    assert "delete when: upstream doubles without adding one" in said.out
+    assert "99-double: case double (overlay double-fix, cpu)" in said.err  # progress is no part of the answer
+
+
+def test_what_is_on_neither_side_is_absent_and_nothing_is_run(
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("gone", "gone-still") == 0
+
+    said = capsys.readouterr()
+    assert "made_target 4.0 -> 4.1 ABSENT ABSENT absent" in one_line(said.out)
+    assert "1 absent. The upgrade changes nothing for the overlays." in said.out
+    assert "case double" not in said.err
+
+
+def test_an_upstream_that_ends_every_process_is_a_conflict(
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("broken", "deadly") == 1
+
+    said = one_line(capsys.readouterr().out)
+    assert "its reproducer fails: double: without the overlay: the process ended with exit code 3" in said
+    assert "1 conflict. Settle each conflict before the upgrade." in said
+
+
+def test_a_receipt_is_named_where_a_case_cannot_run_here(
+    run: Callable[..., int], packs: Packs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    log = keep_receipt(packs, made_target="1.1")
+
+    assert run("broken", "broken-still") == 0
+    said = one_line(capsys.readouterr().out)
+    assert f"receipt {log}: double BUG_REPRODUCED and FIX_VALIDATED delete when" in said
+
+    assert run("broken-still", "broken") == 1  # 1.0 is another release than the one of the receipt
+    assert "nothing else shows it: double: needs a CUDA device" in one_line(capsys.readouterr().out)
+
+
+def keep_receipt(packs: Packs, *, made_target: str) -> str:
+    """Put a receipt of a case that needs a GPU into the manifest: a real one, made to be of the made-up upstream."""
+    reproducer = packs.write(device="cuda")
+    real = json.loads((ROOT / "packs" / "manifest.json").read_text())
+    pack = next(pack for pack in real["packs"] if any(each["host"]["gpu"] for each in pack["receipts"]))
+    log = packs.folder / "99-double" / "receipts" / "2026-11-21-nvidia-h200-12345678.log"
+    log.parent.mkdir()
+    log.write_text("a log\n")
+    receipt = {
+        **next(each for each in pack["receipts"] if each["host"]["gpu"]),
+        "log": log.relative_to(packs.folder).as_posix(),
+        "sha256": hashlib.sha256(log.read_bytes()).hexdigest(),
+        "versions": {"megacpp-overlays": "0.1.0", "made_target": made_target},
+        "tree": None,
+        "reproducer": inventory.digest(reproducer),
+        "command": "megacpp-overlays repro 99",
+        "claims": [
+            {"case": "double", "sentinel": word, "overlay": "double-fix"}
+            for word in ("BUG_REPRODUCED", "FIX_VALIDATED")
+        ],
+    }
+    entry = {**pack, "number": 99, "slug": "double", "receipts": [receipt]}
+    (packs.folder / "manifest.json").write_text(json.dumps({**real, "packs": [entry]}))
+    return str(receipt["log"])
+
+
+def test_json_has_everything_that_the_table_has(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("broken", "fixed", "--json", "--only", "double-fix") == 1
+
+    data = json.loads(capsys.readouterr().out)
+    (found,) = data["overlays"]
+    assert data["changes"] == [{"distribution": "made-target", "from": "1.0", "to": "2.0", "target": True}]
+    assert (found["id"], found["outcome"], found["due"]) == ("double-fix", "retire", True)
+    assert (found["from"]["verdict"], found["from"]["shapes"], found["to"]["verdict"]) == (
+        "BROKEN",
+        ["off-by-one"],
+        "FIXED",
+    )
+    assert found["cases"] == [
+        {
+            "case": "double",
+            "said": [{"sentinel": "BUG_NOT_PRESENT", "reason": "double(1) = 2"}],
+            "receipt": None,
+        }
+    ]
+    assert found["decided"] is None  # nothing is broken there, so nothing has to install
+    assert found["next"].startswith("`megacpp-overlays retire double-fix --lock ")
+
+
+def test_a_brief_table_has_the_outcomes_and_no_evidence(
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("broken", "fixed", "--brief", "--only", "double-fix") == 1
+
+    said = capsys.readouterr().out
+    (row,) = [line for line in said.splitlines() if line.startswith("double-fix ")]
+    assert row.split()[-3:] == ["BROKEN", "FIXED", "retire"]
+    assert "BUG_NOT_PRESENT" not in said
+    assert said.rstrip().endswith("1 retire. Upgrade, and retire what upstream has absorbed.")
+
+
+def test_what_is_kept_has_the_decision_of_the_loader(
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("broken", "broken-still", "--json") == 0
+
+    (found,) = json.loads(capsys.readouterr().out)["overlays"]
+    assert (found["outcome"], found["next"]) == ("keep", None)
+    assert [(each["target"], each["decision"]) for each in found["decided"]] == [
+        ("made_target.layers.double", "active")
+    ]
+
+
+def test_a_crash_a_timeout_and_a_broken_pack_are_conflicts_and_no_tracebacks(
+    run: Callable[..., int], packs: Packs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packs.write("time.sleep(60)")
+    assert run("broken", "broken-still", "--timeout", "3") == 1
+    assert "its reproducer fails: double: without the overlay: the process took more" in one_line(
+        capsys.readouterr().out
+    )
+
+    packs.write().write_text("CASES = 1 / 0\n")
+    assert run("broken", "broken-still") == 1
+    assert "nothing else shows it: 99-double/reproduce.py cannot be loaded" in one_line(capsys.readouterr().out)
+
+
+def test_a_case_for_a_gpu_without_one_or_a_receipt_is_no_evidence(
+    run: Callable[..., int], packs: Packs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    packs.write(device="cuda")
+
+    assert run("broken", "fixed") == 1
+
+    said = one_line(capsys.readouterr().out)
+    assert "the probe says FIXED of made_target.layers and nothing else shows it: double: needs a CUDA device" in said
+    assert "not run, needs a CUDA device: double" in said
+
+
+# What cannot be triaged
+
+
+@pytest.mark.parametrize(
+    "more", [["--only", "no-such"], ["--timeout", "0"], ["--packs", "nowhere"], ["--no-such-option"]]
+)
+def test_wrong_usage_exits_2(run: Callable[..., int], more: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run("broken", "fixed", *more)
+
+    assert caught.value.code == 2
+
+
+def test_two_locks_are_required() -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["triage", "--from", "a.txt"])
+
+    assert caught.value.code == 2
+
+
+def test_locks_that_pin_the_same_are_no_upgrade(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("broken", "broken") == 1
+
+    assert "pin the same versions: there is no upgrade to triage" in capsys.readouterr().err
+
+
+def test_a_lock_that_cannot_be_read_is_named(
+    releases: Mapping[str, Environment], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken.txt").write_text("wrapt==2.0\n")
+
+    code = cli.main(["triage", "--from", str(releases["broken"].lock.path), "--to", str(tmp_path / "broken.txt")])
+
+    assert code == 1
+    assert "broken.txt:1: wrapt has no hash" in capsys.readouterr().err
+
+
+def test_an_environment_that_does_not_hold_its_lock_is_refused(
+    run: Callable[..., int], releases: Mapping[str, Environment], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("broken", "fixed", "--to-python", str(releases["broken"].python)) == 1
+
+    said = capsys.readouterr().err
+    assert "is not what this lock says: made-target is 1.0, not 2.0" in said
+
+
+def test_an_overlay_that_an_environment_does_not_know_is_named(
+    releases: Mapping[str, Environment], packs: Packs, upstream: Upstream
+) -> None:
+    how = triage.How(packs=packs.folder)
+
+    with pytest.raises(UpkeepError, match="its environment knows no overlay double-fix"):
+        triage.triage(releases["broken"], releases["fixed"], [upstream.overlay()], how)
+
+
+# What an upgrade changes
+
+
+def test_targets_come_first_and_what_was_added_or_removed_is_marked(
+    releases: Mapping[str, Environment], tmp_path: Path
+) -> None:
+    before, after = releases["broken"].lock, releases["fixed"].lock
+    before = replace(before, pins={**before.pins, "aa-removed": before.pins["wrapt"]})
+    after = replace(after, pins={**after.pins, "aa-added": after.pins["wrapt"]})
+
+    found = triage.changes(before, after, [Upstream("made_target", tmp_path).overlay()])
+
+    assert [each.distribution for each in found] == ["made-target", "aa-added", "aa-removed"]
+    lines = triage_report.table(before, after, found, ()).splitlines()
+    assert [one_line(line) for line in lines[4:7]] == [
+        "made-target 1.0 2.0 target of overlays",
+        f"aa-added - {after.version('wrapt')} added",
+        f"aa-removed {before.version('wrapt')} - removed",
+    ]
+
+
+# Real upstreams
+
+
+@pytest.mark.upstream
+def test_a_real_upgrade_keeps_what_is_broken_there_by_a_case_that_ran_and_by_receipts() -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "megacpp_overlays", "triage", "--json", "--environments", ROOT / ".envs"),
+            *("--from", ROOT / "locks" / "summer-2026.txt", "--to", ROOT / "locks" / "newest.txt"),
+            *("--only", "fp8-quantized-unwrap"),
+        ],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)["overlays"]
+    assert (found["outcome"], found["from"]["verdict"], found["to"]["verdict"]) == ("keep", "ABSENT", "BROKEN")
+    assert (found["from"]["versions"], found["to"]["versions"]) == (
+        {"megatron-core": "0.18.2"},
+        {"megatron-core": "0.19.2"},
+    )
+    cases = {case["case"]: case for case in found["cases"]}
+    here, elsewhere = cases["wrapper-stand-in"], cases["transformer-engine-on-gpu"]
+    assert [said["sentinel"] for said in here["said"]] == ["BUG_REPRODUCED", "FIX_VALIDATED"]
+    assert [said["sentinel"] for said in elsewhere["said"]] == ["BUG_REPRODUCED", "FIX_VALIDATED"]
+    assert here["receipt"] is None
+    assert "nvidia-h200" in elsewhere["receipt"]
