@@ -231,15 +231,16 @@ def test_bare_checkout_on_the_path_works(checkout: Path, venv: Venv) -> None:
 def test_wheel_holds_every_module_of_the_tree_and_nothing_else(wheel_file: Path) -> None:
     with zipfile.ZipFile(wheel_file) as archive:
         names = {name for name in archive.namelist() if not name.startswith(DIST_INFO)}
-    in_tree = {f"megacpp_overlays/{name}" for name in PROJECT["tool"]["setuptools"]["package-data"]["megacpp_overlays"]}
+    in_tree = set()
     for package in PACKAGES:
         folder = ROOT / package.replace(".", "/")
         in_tree |= {f"{package.replace('.', '/')}/{file.name}" for file in folder.glob("*.py")}
-    for package in ("megacpp_overlays.packs", "megacpp_overlays.upkeep.matrix"):
+    for package, globs in PROJECT["tool"]["setuptools"]["package-data"].items():
         folder = ROOT / FOLDERS.get(package, package.replace(".", "/"))
-        data = [file for glob in PROJECT["tool"]["setuptools"]["package-data"][package] for file in folder.glob(glob)]
-        assert data
-        in_tree |= {f"{package.replace('.', '/')}/{file.relative_to(folder)}" for file in data}
+        for glob in globs:
+            data = list(folder.glob(glob))
+            assert data, f"{package} names {glob}, and nothing is there"
+            in_tree |= {f"{package.replace('.', '/')}/{file.relative_to(folder)}" for file in data}
     assert names == in_tree
 
 
