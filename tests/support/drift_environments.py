@@ -17,9 +17,7 @@ from megacpp_overlays.upkeep.drift import installations
 from megacpp_overlays.upkeep.drift.installations import Installation
 
 
-def make_wheel(
-    folder: Path, name: str, version: str, files: Mapping[str, str], *, tag: str = "py3-none-any", mark: str = ""
-) -> Path:
+def make_wheel(folder: Path, name: str, version: str, files: Mapping[str, str]) -> Path:
     """Write a wheel with a RECORD.
 
     Args:
@@ -27,20 +25,17 @@ def make_wheel(
         name: of the distribution, with underscores.
         version: of it.
         files: content by path inside the wheel.
-        tag: what it is for.
-        mark: anything that makes the archive another one while its content stays the same.
     """
     info = f"{name}-{version}.dist-info"
     content = {
         **files,
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
-        f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     lines = [f"{file},sha256={digest(text)},{len(text.encode())}" for file, text in content.items()]
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}-{version}-{tag}.whl"
+    path = folder / f"{name}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
-        archive.comment = mark.encode()
         for file, text in content.items():
             archive.writestr(file, text)
         archive.writestr(f"{info}/RECORD", "\n".join([*lines, f"{info}/RECORD,,", ""]))

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megacpp_overlays.loader.rendering import aligned
-from megacpp_overlays.upkeep.drift import artifacts
 from megacpp_overlays.upkeep.drift.accounts import Accounted, Entry, State
-from megacpp_overlays.upkeep.drift.artifacts import Comparison, Identity
 from megacpp_overlays.upkeep.drift.drift import Report, Row
 from megacpp_overlays.upkeep.drift.records import Kind
 from megacpp_overlays.upkeep.drift.running import Replaced, Running
@@ -30,10 +28,6 @@ class Outcome:
     report: Report
     running: Running | None
     """None where no module was asked for."""
-    locked: Comparison | None
-    """None where no lock was given."""
-    exact: bool = False
-    """Whether the environment must be the lock and nothing else, and every identity known."""
 
     @property
     def foreign(self) -> tuple[Replaced, ...]:
@@ -41,22 +35,14 @@ class Outcome:
         return tuple(each for each in self.running.replaced if each.overlay is None) if self.running else ()
 
     @property
-    def beyond(self) -> tuple[str, ...]:
-        """What `exact` does not allow."""
-        if self.locked is None or not self.exact:
-            return ()
-        unknown = (f"{each.name}=={each.locked}" for each in self.locked.having(Identity.UNKNOWN))
-        return (*artifacts.strangers(self.locked), *unknown)
-
-    @property
     def clean(self) -> bool:
-        """Whether everything that was looked at is as published, as locked, or accounted for."""
+        """Whether everything that was looked at is as published, or accounted for."""
         in_process = self.running is None or not (self.foreign or self.running.unchecked)
-        return self.report.clean and in_process and not (self.locked and self.locked.wrong) and not self.beyond
+        return self.report.clean and in_process
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON types."""
-        running, locked = self.running, self.locked
+        running = self.running
         return {
             "clean": self.clean,
             "quick": self.report.quick,
@@ -70,14 +56,6 @@ class Outcome:
                 "replaced": [dataclasses.asdict(each) for each in running.replaced],
                 "unchecked": list(running.unchecked),
             },
-            "lock": None
-            if locked is None
-            else {
-                "lane": locked.lane,
-                "exact": self.exact,
-                "pins": [{**dataclasses.asdict(each), "identity": each.identity.value} for each in locked.pins],
-                "extra": list(locked.extra),
-            },
         }
 
     def __str__(self) -> str:
@@ -89,7 +67,6 @@ class Outcome:
             list(_unchecked(self.report.rows)),
             list(_stale(self.report.stale)),
             list(_process(self.running, self.foreign)) if self.running else [],
-            list(_lock(self.locked)) if self.locked else [],
             list(self._verdict()),
         ]
         return "\n\n".join("\n".join(part) for part in parts if part)
@@ -102,12 +79,7 @@ class Outcome:
         yield from (f"next: {step}" for step in steps)
         if self.clean:
             differs = any(row.state is State.TRACKED for row in self.report.rows)
-            unknown = len(self.locked.having(Identity.UNKNOWN)) if self.locked else 0
-            yield (
-                "no drift"
-                + ("; packs account for what differs" if differs else "")
-                + (f" in what was checked; {unknown} identities were not" if unknown else "")
-            )
+            yield "no drift" + ("; packs account for what differs" if differs else "")
 
     def _steps(self) -> Iterator[str]:
         for row in self.report.rows:
@@ -126,15 +98,6 @@ class Outcome:
             yield "make an overlay of what was replaced, or take it out of what replaces it"
         if self.report.stale:
             yield "retire the stale entries from their packs"
-        if self.locked and self.locked.wrong:
-            yield "install what the lock names: pip install --force-reinstall --require-hashes --no-deps -r LOCK"
-        if self.beyond:
-            yield f"--exact: not accounted for by the lock: {', '.join(self.beyond)}"
-        if self.locked and self.locked.having(Identity.UNKNOWN):
-            yield (
-                "fetch the artifacts once: pip download --require-hashes --no-deps --dest FOLDER -r LOCK; then add "
-                "--wheels FOLDER"
-            )
 
 
 def _row_dict(row: Row) -> dict[str, Any]:
@@ -181,19 +144,6 @@ def _process(running: Running, foreign: Sequence[Replaced]) -> Iterator[str]:
     yield from (f"  untracked: {each.module}.{each.symbol} is now {each.by}" for each in foreign)
     yield from (f"  tracked: {each.module}.{each.symbol} by overlay {each.overlay}" for each in ours)
     yield from (f"  {State.UNCHECKED.value}: {why}" for why in running.unchecked)
-
-
-def _lock(locked: Comparison) -> Iterator[str]:
-    counts = Counter(each.identity for each in locked.pins)
-    came_out = ", ".join(f"{counts[each]} {each.value}" for each in Identity if counts[each])
-    yield f"lock {locked.lane}: {len(locked.pins)} pins: {came_out}"
-    yield from (f"  {each.name} {each.locked}: {each.identity.value}: {each.why}" for each in locked.wrong)
-    reasons: dict[str, list[str]] = {}
-    for each in locked.having(Identity.UNKNOWN):
-        reasons.setdefault(each.why, []).append(each.name)
-    yield from (f"  {Identity.UNKNOWN.value}: {why}: {', '.join(names)}" for why, names in reasons.items())
-    if locked.extra:
-        yield f"  not in the lock: {', '.join(locked.extra)}"
 
 
 def _blocks(untracked: Sequence[Accounted]) -> Iterator[str]:

@@ -23,8 +23,8 @@ from megacpp_overlays.upkeep.drift.records import Entry
 class Origin:
     """What `direct_url.json` says; an installer writes it only for what did not come from an index.
 
-    Format: https://packaging.python.org/specifications/direct-url/. The proposal to write the same for what did come
-    from an index (PEP 710) is a draft, so the artifact of an ordinary install is not on record anywhere.
+    Format: https://packaging.python.org/specifications/direct-url/. What hash an archive had is for its installer to
+    check: `pip install --require-hashes`, `uv pip sync --require-hashes`.
     """
 
     url: str
@@ -32,8 +32,6 @@ class Origin:
     is_folder: bool = False
     commit: str | None = None
     """Of a repository that an installer built from."""
-    sha256: str | None = None
-    """Of an archive."""
 
     @property
     def folder(self) -> Path | None:
@@ -131,15 +129,12 @@ def _origin(text: str | None) -> Origin | None:
     if not text:
         return None
     data: Any = json.loads(text)
-    archive, vcs, folder = (data.get(key) for key in ("archive_info", "vcs_info", "dir_info"))
-    hashes = (archive or {}).get("hashes") or {}
-    old = str((archive or {}).get("hash", ""))  # `sha256=...`, before the field `hashes`
+    vcs, folder = (data.get(key) for key in ("vcs_info", "dir_info"))
     return Origin(
         url=str(data["url"]),
         editable=bool((folder or {}).get("editable")),
         is_folder=folder is not None,
         commit=(vcs or {}).get("commit_id"),
-        sha256=hashes.get("sha256") or old.partition("sha256=")[2] or None,
     )
 
 
