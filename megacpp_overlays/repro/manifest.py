@@ -30,6 +30,7 @@ from megacpp_overlays.errors import OverlayError
 from megacpp_overlays.loader import retired
 from megacpp_overlays.model import Gate, Overlay, Thread
 from megacpp_overlays.repro import inventory, pack_file, schema
+from megacpp_overlays.repro.files import write_text
 from megacpp_overlays.repro.inventory import Pack
 from megacpp_overlays.repro.judge import Sentinel, meaning
 from megacpp_overlays.repro.trees import STAND_IN
@@ -86,12 +87,7 @@ def write(folder: Path, data: Mapping[str, Any]) -> None:
     ]
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"schema": SCHEMA, "packs": packs}, indent=2, ensure_ascii=False) + "\n"
-    draft = folder / f".{NAME}.{os.getpid()}"
-    try:
-        draft.write_text(text)
-        draft.replace(folder / NAME)  # a reader sees the old one or the new one, never half of one
-    finally:
-        draft.unlink(missing_ok=True)
+    write_text(folder / NAME, text)
 
 
 @contextlib.contextmanager

@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ import megacpp_overlays
 from megacpp_overlays.loader import retired
 from megacpp_overlays.loader.settings import DISABLE, LOG, PLUGINS, Switch
 from megacpp_overlays.model import Decision, Gate, Overlay, Verdict
-from megacpp_overlays.repro import inventory, judge, stamp, trees
+from megacpp_overlays.repro import inventory, judge, process_group, stamp, trees
 from megacpp_overlays.repro.case import CUDA, Case
 from megacpp_overlays.repro.judge import EARNED, Kind, Part, Run, Said, Sentinel
 from megacpp_overlays.repro.transcript import Transcript
@@ -150,7 +148,13 @@ class _Process:
         command += [str(self._job.reproducer.resolve()), self._case.name, str(report)]
         command += ["--probe-only"] if probe_only else []
         with output.open("wb") as stream:
-            ended = _wait(command, folder, {**self._environment(), **variables}, stream, self._job.timeout)
+            ended = process_group.run(
+                command,
+                folder=folder,
+                environment={**self._environment(), **variables},
+                output=stream,
+                timeout=self._job.timeout,
+            )
         lines = output.read_text(errors="replace").splitlines()
         run = self._without_names(self._read(report, ended, lines, probe_only=probe_only))
         if len(lines) > _MOST:
@@ -193,34 +197,6 @@ class _Process:
         if result is None:
             return Run(kind=Kind.FAILED, seen="the process ended without an answer", parts=parts)
         return Run(kind=Kind(result["kind"]), seen=result["seen"], parts=parts)
-
-
-def _wait(
-    command: Sequence[str], folder: Path, environment: Mapping[str, str], output: Any, timeout: float
-) -> str | None:
-    """Run a command; return in words how it ended, or None when it ended well."""
-    process = subprocess.Popen(  # noqa: S603 - this interpreter and files of ours
-        command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    with _nothing_left_of(process):
-        try:
-            code = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return f"took more than {timeout:g} seconds"
-    if code < 0:
-        return f"was killed by signal {-code} ({signal.strsignal(-code)})"
-    return f"ended with exit code {code}" if code else None
-
-
-@contextlib.contextmanager
-def _nothing_left_of(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """End a process and whatever it started, however this is left."""
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def _facts(report: Path) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
 from collections.abc import Collection
 from pathlib import Path
 
+from megacpp_overlays.repro import git
 from megacpp_overlays.repro.case import PackError
 
 EMPTY = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
@@ -81,21 +81,8 @@ def _id(kind: str, content: bytes) -> str:
 
 def _commit(tree: Path) -> str | None:
     """Return the commit of a checkout whose top is this folder, and whether it was modified."""
-    top = _git(tree, "rev-parse", "--show-toplevel")
-    commit = _git(tree, "rev-parse", "HEAD")
+    top = git.ask(tree, "rev-parse", "--show-toplevel")
+    commit = git.ask(tree, "rev-parse", "HEAD")
     if top is None or commit is None or Path(top).resolve() != tree.resolve():
         return None
-    return commit[:12] + (" modified" if _git(tree, "status", "--porcelain", "--untracked-files=no") else "")
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(folder), *arguments]
-    # GIT_DIR and its like, as in a hook, would answer for another repository.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    try:
-        done = subprocess.run(  # noqa: S603 - it only reads
-            command, env=environment, capture_output=True, text=True, check=False, timeout=60
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return commit[:12] + (" modified" if git.ask(tree, "status", "--porcelain", "--untracked-files=no") else "")

@@ -23,7 +23,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from megacpp_overlays.errors import LockError
-from megacpp_overlays.upkeep.locks import ANY, Lock
+from megacpp_overlays.upkeep.locks import ANY, Lock, same_version
 
 FOLDER = Path(".envs")
 
@@ -129,7 +129,7 @@ def _compare(lock: Lock, python: Path) -> tuple[Lock, list[str]]:
         versions = held.get(pin.name, set())
         if not versions:
             found.append(f"{pin.name} {pin.version} is not installed")
-        elif not all(_same(version, pin.version) for version in versions):
+        elif not all(same_version(version, pin.version) for version in versions):
             found.append(f"{pin.name} is {' and '.join(sorted(versions))}, not {pin.version}")
     return lock, found
 
@@ -189,13 +189,6 @@ def _reaches(python: str, oldest: str) -> bool:
         return Version(python.rstrip("+")) >= Version(oldest)  # a build between two releases ends with a plus
     except InvalidVersion:
         return False
-
-
-def _same(one: str, other: str) -> bool:
-    try:
-        return Version(one) == Version(other)
-    except InvalidVersion:
-        return one == other
 
 
 def _create(lock: Lock, folder: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from packaging.markers import Marker
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
 
 from megacpp_overlays.errors import LockError
 
@@ -99,6 +100,14 @@ def read(path: Path) -> Lock:
         pins=_applying(path, lines, {}),
         lines=lines,
     )
+
+
+def same_version(one: str, other: str) -> bool:
+    """Return whether two spellings, such as `1.0` and `1.0.0`, name one version."""
+    try:
+        return Version(one) == Version(other)
+    except InvalidVersion:
+        return one == other
 
 
 def _applying(path: Path, lines: Sequence[tuple[int, Pin]], environment: Mapping[str, str]) -> dict[str, Pin]:

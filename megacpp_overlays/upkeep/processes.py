@@ -10,15 +10,14 @@ import contextlib
 import json
 import os
 import shutil
-import signal
-import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import megacpp_overlays
 from megacpp_overlays.loader.settings import LOG, PLUGINS
+from megacpp_overlays.repro import process_group
 
 _GRACE = 10.0
 """Seconds that a process gets to end what it started."""
@@ -40,7 +39,9 @@ def ask(python: Path, arguments: Sequence[str], timeout: float) -> Asked:
     with _place() as (folder, variables), tempfile.TemporaryFile("w+", errors="replace") as said:
         report = folder / "report"
         command = [str(python), "-m", "megacpp_overlays.upkeep.inside", str(report), *arguments]
-        ended = _run(command, folder, variables, said, subprocess.STDOUT, timeout)
+        ended = process_group.run(
+            command, folder=folder, environment=variables, output=said, timeout=timeout, grace=_GRACE
+        )
         if ended is None:
             return Asked(json.loads(report.read_text()), None)
         return Asked(None, f"the process {ended}: {_last_line(said)}")
@@ -50,7 +51,15 @@ def output(python: Path, arguments: Sequence[str], timeout: float) -> tuple[str,
     """Run an interpreter; return what it printed on stdout, and how it ended in words, or None if it ended well."""
     with _place() as (folder, variables), contextlib.ExitStack() as stack:
         said, complained = (stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(2))
-        ended = _run([str(python), *arguments], folder, variables, said, complained, timeout)
+        ended = process_group.run(
+            [str(python), *arguments],
+            folder=folder,
+            environment=variables,
+            output=said,
+            errors=complained,
+            timeout=timeout,
+            grace=_GRACE,
+        )
         said.seek(0)
         return said.read(), f"{ended}: {_last_line(complained)}" if ended else None
 
@@ -77,38 +86,3 @@ def _place() -> Iterator[tuple[Path, dict[str, str]]]:
             name: value for name, value in os.environ.items() if name == PLUGINS or not name.startswith(_NOT_THEIRS)
         }
         yield work, {**kept, LOG: "logging", "PYTHONPATH": str(path), "PYTHONNOUSERSITE": "1"}
-
-
-def _run(
-    command: Sequence[str], folder: Path, variables: Mapping[str, str], output: Any, errors: Any, timeout: float
-) -> str | None:
-    """Run a command to its end; return in words how it ended, or None when it ended well."""
-    process = subprocess.Popen(  # noqa: S603 - the interpreter that the user named, and files of ours
-        command,
-        cwd=folder,
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=errors,
-        start_new_session=True,
-    )
-    try:
-        code = process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        return f"took more than {timeout:g} seconds"
-    finally:
-        _end(process)
-    if code < 0:
-        return f"was killed by signal {-code}"
-    return f"ended with exit code {code}" if code else None
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process, and give it the time to end what it started in sessions of their own."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

@@ -180,7 +180,9 @@ def test_a_process_that_dies_without_an_answer_is_a_failed_case(
 
     (result,) = evidence.reproduce(Environment(broken.lock, dying), double_of(packs), ID)
 
-    assert [tuple(each) for each in result.said] == [(Sentinel.FAILED, "the process was killed by signal 9: no output")]
+    assert [tuple(each) for each in result.said] == [
+        (Sentinel.FAILED, "the process was killed by signal 9 (Killed): no output")
+    ]
 
 
 def test_a_process_that_does_not_end_is_ended_with_what_it_started(

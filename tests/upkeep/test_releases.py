@@ -17,7 +17,7 @@ from megacpp_overlays.upkeep.matrix.archives import Archives
 from megacpp_overlays.upkeep.matrix.file_trees import Folder, newest_member, open_archive
 from megacpp_overlays.upkeep.matrix.git_commit import GitCommit
 from megacpp_overlays.upkeep.matrix.package_index import Answers, NoNetworkError, configured
-from megacpp_overlays.upkeep.matrix.releases import ArchiveFile, from_data, nearest, release, to_data
+from megacpp_overlays.upkeep.matrix.releases import ArchiveFile, from_data, release, to_data
 
 PURE = f"{PACKAGE}-1.0-py3-none-any.whl"
 BUILT = "made_up_upstream-1.0-cp{0}-cp{0}-manylinux_2_28_{1}.whl"
@@ -558,10 +558,3 @@ def test_the_newest_member_dates_an_archive(tmp_path: Path, name: str, content: 
     (tmp_path / name).write_bytes(content)
 
     assert newest_member(tmp_path / name) == expected
-
-
-def test_the_nearest_name_is_offered() -> None:
-    assert nearest("liger", ["liger-kernel", "megatron-core"]) == (
-        "did you mean liger-kernel? known: liger-kernel, megatron-core"
-    )
-    assert nearest("zzz", ["a"]) == "known: a"

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.repro import manifest
+from megacpp_overlays.repro.files import write_text
 from megacpp_overlays.upkeep.filing import filing
 from megacpp_overlays.upkeep.filing.checks import Check, Outcome
 from megacpp_overlays.upkeep.filing.standing import READY, Standing
@@ -128,9 +128,4 @@ def _append(folder: Path, given: Approval) -> None:
     with manifest.locked(folder):
         every = [asdict(each) for each in (*read(folder), given)]
         text = json.dumps({"schema": SCHEMA, "approvals": every}, indent=2, ensure_ascii=False) + "\n"
-        draft = folder / f".{NAME}.{os.getpid()}"
-        try:
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(folder / NAME)
-        finally:
-            draft.unlink(missing_ok=True)
+        write_text(folder / NAME, text)

@@ -22,7 +22,8 @@ from megacpp_overlays.repro import judge
 from megacpp_overlays.source.trees import Remembered
 from megacpp_overlays.upkeep.matrix.archives import Archives
 from megacpp_overlays.upkeep.matrix.file_trees import FileTree, newest_member, open_archive
-from megacpp_overlays.upkeep.matrix.releases import Answer, Release, nearest
+from megacpp_overlays.upkeep.matrix.releases import Answer, Release
+from megacpp_overlays.upkeep.near_names import suggestion
 
 UPLOADED, BUILT, COMMITTED = "uploaded", "built", "committed"
 """What the date of a row is the date of."""
@@ -143,7 +144,9 @@ def choose(overlays: Sequence[Overlay], target: str | None) -> dict[str, list[Ov
     names = list(dict.fromkeys(part.target.distribution for part in overlays))
     ids = list(dict.fromkeys(part.id for part in overlays))
     if target is not None and target not in {*names, *ids}:
-        raise UpkeepError(f"{target}: no overlay has this id, and none is about it; {nearest(target, [*names, *ids])}")
+        raise UpkeepError(
+            f"{target}: no overlay has this id, and none is about it; {suggestion(target, [*names, *ids])}"
+        )
     chosen: dict[str, list[Overlay]] = {}
     for part in overlays:
         if target in {None, part.id, part.target.distribution}:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megacpp_overlays.model import Overlay
+from megacpp_overlays.repro.files import write_text
 from megacpp_overlays.upkeep.matrix import matrix, matrix_file, matrix_page, matrix_trees
 from megacpp_overlays.upkeep.matrix.archives import Archives
 from megacpp_overlays.upkeep.matrix.matrix import Table
@@ -87,8 +88,8 @@ def write(tables: Sequence[Table], folder: Path) -> None:
     """
     matrix_file.complete(tables)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / matrix_file.NAME).write_text(matrix_file.to_text(tables))
-    (folder / matrix_file.PAGE).write_text(matrix_page.render(matrix_file.read(folder)))
+    write_text(folder / matrix_file.NAME, matrix_file.to_text(tables))
+    write_text(folder / matrix_file.PAGE, matrix_page.render(matrix_file.read(folder)))
 
 
 def check(overlays: Sequence[Overlay], folder: Path, places: Places) -> list[str]:

@@ -23,6 +23,7 @@ from pypi_simple import PYPI_SIMPLE_ENDPOINT, DistributionPackage, NoSuchProject
 from pypi_simple.errors import DigestMismatchError, UnsupportedContentTypeError, UnsupportedRepoVersionError
 
 from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.repro.files import write_text
 from megacpp_overlays.upkeep.matrix.releases import (
     Answer,
     ArchiveFile,
@@ -192,7 +193,8 @@ class Answers:
             except NoNetworkError as error:
                 reason = str(error)
             else:
-                _write(path, json.dumps(to_data(answer)))
+                self._folder.mkdir(parents=True, exist_ok=True)
+                write_text(path, json.dumps(to_data(answer)))
                 return answer
         else:
             reason = "offline"
@@ -216,13 +218,3 @@ def _date(time: datetime) -> str:
 
 def _status(error: requests.RequestException) -> str:
     return f"HTTP {error.response.status_code}" if error.response is not None else type(error).__name__
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(text)
-        draft.replace(path)  # a reader sees the old one or the new one, never half of one
-    finally:
-        draft.unlink(missing_ok=True)

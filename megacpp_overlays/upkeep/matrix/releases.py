@@ -5,7 +5,7 @@ Data alone: asking an index is in `package_index`, getting a file is in `archive
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,11 +140,3 @@ def from_data(data: Mapping[str, Any]) -> Answer:
         return Answer(distribution=data["distribution"], asked=data["asked"], releases=in_order(releases))
     except (KeyError, TypeError, ValueError) as error:
         raise UpkeepError(f"this is no kept answer of an index: {type(error).__name__}: {error}") from error
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """Return what somebody may have meant, for an error."""
-    import difflib  # noqa: PLC0415 - only on the way to an error
-
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return (f"did you mean {close[0]}? " if close else "") + f"known: {', '.join(known)}"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.repro.files import write_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,9 @@ class AnswerCache:
             UpkeepError: the folder or a file in it cannot be written.
         """
         path = self._path(kept.url)
-        draft = path.with_suffix(f".{os.getpid()}")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            draft.write_text(json.dumps(asdict(kept)))
-            draft.replace(path)
+            write_text(path, json.dumps(asdict(kept)))
         except OSError as error:
             raise UpkeepError(f"{self._folder}: answers cannot be kept here: {error.strerror}; see --cache") from error
 

@@ -8,7 +8,6 @@ text of a thread is kept.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import date
@@ -17,6 +16,7 @@ from typing import Any, TypeAlias
 
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.repro import inventory, schema
+from megacpp_overlays.repro.files import write_text
 
 NAME, SCHEMA_NAME = "threads.json", "threads.schema.json"
 SCHEMA = 1
@@ -130,14 +130,10 @@ def write(folder: Path, answers: Iterable[Answer]) -> None:
     """
     ordered = sorted(answers, key=lambda answer: answer.key)
     text = json.dumps({"schema": SCHEMA, "threads": [to_json(answer) for answer in ordered]}, indent=2) + "\n"
-    draft = folder / f".{NAME}.{os.getpid()}"
     try:
-        draft.write_text(text)
-        draft.replace(folder / NAME)
+        write_text(folder / NAME, text)
     except OSError as error:
         raise UpkeepError(f"{folder / NAME}: cannot write the answers: {error.strerror}") from error
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 _DAYS = frozenset({"created", "closed", "merged", "released", "releases_checked", "checked"})

@@ -1,0 +1,65 @@
+"""A command that runs in a group of its own leaves nothing behind, however it ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megacpp_overlays.repro import process_group
+
+
+def run(code: str, folder: Path, *, timeout: float = 60, grace: float = 0) -> str | None:
+    return process_group.run(
+        [sys.executable, "-c", code],
+        folder=folder,
+        environment=dict(os.environ),
+        output=subprocess.DEVNULL,
+        timeout=timeout,
+        grace=grace,
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("pass", None),
+        ("raise SystemExit(3)", "ended with exit code 3"),
+        ("import os; os.kill(os.getpid(), 9)", "was killed by signal 9 (Killed)"),
+    ],
+)
+def test_how_it_ended_is_said_in_words(code: str, says: str | None, tmp_path: Path) -> None:
+    assert run(code, tmp_path) == says
+
+
+def test_what_it_started_ends_with_it(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "pathlib.Path('child').write_text(str(child.pid))\n"
+    )
+
+    assert run(code, tmp_path) is None
+
+    child = Path("/proc", (tmp_path / "child").read_text(), "stat")
+    deadline = time.monotonic() + 60
+    while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_one_that_takes_too_long_may_end_what_it_started_first(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, signal, sys, time\n"
+        "def end(*_):\n    pathlib.Path('ended').touch()\n    sys.exit()\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "pathlib.Path('ready').touch()\n"
+        "time.sleep(600)\n"
+    )
+
+    assert run(code, tmp_path, timeout=2, grace=60) == "took more than 2 seconds"
+    assert (tmp_path / "ended").exists() == (tmp_path / "ready").exists()
