@@ -44,9 +44,9 @@ def refuse_retired(overlays: Iterable[Overlay]) -> None:
     Raises:
         RegistryError: one has.
     """
-    from megacpp_overlays.loader.retired import RETIRED  # noqa: PLC0415
+    from megacpp_overlays.loader import retired  # noqa: PLC0415
 
-    gone = {variable_for(each.id): each for each in RETIRED}
+    gone = {variable_for(each.id): each for each in retired.read()}
     for overlay in overlays:
         if (there := gone.get(overlay.variable)) is not None:
             raise RegistryError(f"{overlay.id} needs another id: {there}")

@@ -1,4 +1,4 @@
-"""Overlays that are gone because upstream is right without them; `megacpp-overlays retire` adds an entry.
+"""Overlays that are gone because upstream is right without them; `megacpp-overlays retire` adds an entry to the file.
 
 Whoever still names one is answered from here: a launcher that switches it off starts all the same, its reproducer runs
 on as a regression guard, its id is not given away again, and the ledger's history is made of these entries.
@@ -6,9 +6,15 @@ on as a regression guard, its id is not given away again, and the ledger's histo
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 from megacpp_overlays.model import Target, Thread
+
+FILE = Path(__file__).with_name("retired.json")
+"""A list of objects whose keys are the fields of `Retired`; it is read only where something asks."""
 
 
 class Retired(NamedTuple):
@@ -32,9 +38,33 @@ class Retired(NamedTuple):
         return f"{self.id} was retired on {self.date}, with {self.distribution} {self.version}"
 
 
-RETIRED: tuple[Retired, ...] = ()
+def read() -> tuple[Retired, ...]:
+    """Return the entries, the oldest first."""
+    return tuple(
+        Retired(
+            **entry
+            | {
+                "targets": tuple(Target(**target) for target in entry["targets"]),
+                "threads": tuple(Thread(**thread) for thread in entry["threads"]),
+            }
+        )
+        for entry in json.loads(FILE.read_text(encoding="utf-8"))
+    )
+
+
+def to_json(entries: Iterable[Retired]) -> str:
+    """Return the text of a file with these entries, which `read` reads as the same."""
+    rows = [
+        each._asdict()
+        | {
+            "targets": [target._asdict() for target in each.targets],
+            "threads": [thread._asdict() for thread in each.threads],
+        }
+        for each in entries
+    ]
+    return json.dumps(rows, indent=2, ensure_ascii=False) + "\n"
 
 
 def find(overlay_id: str) -> Retired | None:
     """Return the entry of a retired overlay, or None."""
-    return next((each for each in RETIRED if each.id == overlay_id), None)
+    return next((each for each in read() if each.id == overlay_id), None)

@@ -215,10 +215,10 @@ def _outlived(env: Mapping[str, str], variables: Collection[str], ids: Collectio
     """
     if not variables and not ids:
         return {}
-    from megacpp_overlays.loader.retired import RETIRED  # noqa: PLC0415 - only where there is something to look for
+    from megacpp_overlays.loader import retired  # noqa: PLC0415 - only where there is something to look for
 
     found = {}
-    for gone in RETIRED:
+    for gone in retired.read():
         if (name := variable_for(gone.id)) in variables:
             _choice(env, name, Switch, Switch.AUTO)
             found[name] = f"{gone}: {name} does nothing and can go"

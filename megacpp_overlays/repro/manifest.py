@@ -122,7 +122,7 @@ def derive(pack: Pack, overlays: Sequence[Overlay], kept: Mapping[str, Any] | No
     """
     mine = [overlay for overlay in overlays if overlay.pack == pack.number]
     said = pack_file.read(pack.folder) if (pack.folder / pack_file.NAME).exists() else None
-    gone = [each for each in retired.RETIRED if each.pack == pack.number]
+    gone = [each for each in retired.read() if each.pack == pack.number]
     targets = [overlay.target for overlay in mine] + [target for each in gone for target in each.targets]
     threads = [thread for overlay in mine for thread in overlay.threads]
     threads += [thread for each in gone for thread in each.threads]

@@ -1,7 +1,7 @@
 """RETIREMENT.md, built from the declarations so that it cannot drift from them.
 
 An overlay that retires leaves the declarations with the commit that removes it, and becomes a row of the history, built
-from `retired.RETIRED`. Whatever else people wrote below the heading of the history is kept.
+from `loader/retired.json`. Whatever else people wrote below the heading of the history is kept.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacpp_overlays.loader.retired import RETIRED, Retired
+from megacpp_overlays.loader.retired import Retired, read
 from megacpp_overlays.model import Gate, Overlay, Verdict
 from megacpp_overlays.source.trees import SourceTree
 
@@ -26,12 +26,13 @@ _EMPTY_HISTORY = "No overlay has been retired yet."
 _HISTORY_HEAD = ("| overlay | pack | retired | upstream release | condition that came true |", "|---|---|---|---|---|")
 
 
-def render(overlays: Sequence[Overlay], existing: Path | None, retired: Sequence[Retired] = RETIRED) -> str:
+def render(overlays: Sequence[Overlay], existing: Path | None, retired: Sequence[Retired] | None = None) -> str:
     """Return the ledger for these overlays and retired ones, with what people wrote into an existing file's history."""
-    return "\n".join([_HEAD, *map(_entry, _by_id(overlays)), _history(existing, retired)])
+    gone = read() if retired is None else retired
+    return "\n".join([_HEAD, *map(_entry, _by_id(overlays)), _history(existing, gone)])
 
 
-def difference(overlays: Sequence[Overlay], path: Path, retired: Sequence[Retired] = RETIRED) -> str:
+def difference(overlays: Sequence[Overlay], path: Path, retired: Sequence[Retired] | None = None) -> str:
     """Return how a ledger file differs from the declarations, as a diff; empty when it is in step."""
     current = path.read_text() if path.exists() else ""
     expected = render(overlays, path, retired)

@@ -109,7 +109,7 @@ def test_plugins_are_a_list_of_names() -> None:
 def gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """`old-fix` was retired."""
     entry = retired.Retired("old-fix", 7, "2026-11-21", "made-up", "2.0", "made-up is right", (), ())
-    monkeypatch.setattr(retired, "RETIRED", (entry,))
+    monkeypatch.setattr(retired, "read", lambda: (entry,))
 
 
 @pytest.mark.usefixtures("gone")

@@ -44,7 +44,7 @@ def test_every_overlay_has_a_case_in_the_pack_of_its_number() -> None:
 
 @each_reproducer
 def test_cases_are_about_overlays_of_their_own_pack(pack: inventory.Pack) -> None:
-    numbers = {overlay.id: overlay.pack for overlay in (*OVERLAYS, *retired.RETIRED)}
+    numbers = {overlay.id: overlay.pack for overlay in (*OVERLAYS, *retired.read())}
     cases = inventory.load_cases(pack.reproducer)
 
     assert {numbers[case.overlay] for case in cases if case.overlay} <= {pack.number}

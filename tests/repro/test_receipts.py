@@ -419,7 +419,7 @@ def test_targets_and_threads_of_a_retired_overlay_stay_those_of_its_pack(
         targets=(target,),
         threads=(Thread("made/up", 1, "merged"),),
     )
-    monkeypatch.setattr(retired, "RETIRED", (gone, gone._replace(pack=98)))
+    monkeypatch.setattr(retired, "read", lambda: (gone, gone._replace(pack=98)))
 
     (entry,) = manifest.synchronise(folder, ())["packs"]
 

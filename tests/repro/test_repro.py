@@ -35,7 +35,6 @@ from megacpp_overlays.repro import Behaviour, Case, inventory, manifest, receipt
 from megacpp_overlays.repro.case import PackError
 from megacpp_overlays.repro.judge import EARNED, Kind, Part, Run, Sentinel, judge, verdict_of
 from megacpp_overlays.repro.transcript import Transcript, paths_in, scrub
-from megacpp_overlays.upkeep.retire.retirement_texts import with_entry
 
 UPSTREAM = "made_target"
 LAYERS = "made_target.layers"
@@ -359,8 +358,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     made = made_up_checkout.make(tmp_path_factory.mktemp("guarded"))
     for name in ("overlays/double_fix.py", "feature_probes/double_fix.py"):
         (made.root / name).unlink()
-    path = made.root / "megacpp_overlays/loader/retired.py"
-    path.write_text(with_entry(path.read_text(), [GONE]))
+    (made.root / "megacpp_overlays/loader/retired.json").write_text(retired.to_json([GONE]))
     return made
 
 
@@ -413,7 +411,7 @@ def test_a_guard_of_a_tree_looks_at_that_tree(guarded: Checkout, tmp_path: Path)
 
 
 def test_a_case_names_targets_of_its_retired_overlay_or_it_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retired, "RETIRED", (GONE,))
+    monkeypatch.setattr(retired, "read", lambda: (GONE,))
     case = Case(name="double", overlay="double-fix", device="cpu", versions=(), run=Behaviour)
 
     assert inventory.parts_of(case, ()) == ()

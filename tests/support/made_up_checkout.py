@@ -233,10 +233,7 @@ def make(root: Path) -> Checkout:
         shutil.copy(ROOT / "packs" / name, root / "packs" / name)
     (root / "packs" / "threads.json").write_text(THREADS)
     made.write(TREE | {"megacpp_overlays/kernels/__init__.py": '"""Kernels."""\n'})
-    retired = root / "megacpp_overlays" / "loader" / "retired.py"
-    head, _, _ = retired.read_text().partition("RETIRED: tuple")
-    finder = retired.read_text()[retired.read_text().index("def find(") :]
-    retired.write_text(f"{head}RETIRED: tuple[Retired, ...] = ()\n\n\n{finder}")
+    (root / "megacpp_overlays" / "loader" / "retired.json").write_text("[]\n")
     made.git("init", "-q", "-b", "main")
     for arguments in (["ledger", "--write", "RETIREMENT.md"], ["receipts", "--sync"]):
         done = made.run(*arguments)

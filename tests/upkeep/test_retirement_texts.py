@@ -3,60 +3,20 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.loader.retired import Retired
-from megacpp_overlays.model import Target, Thread
+from megacpp_overlays.model import Target
 from megacpp_overlays.upkeep.retire import kept_matrices, leftovers
 from megacpp_overlays.upkeep.retire import retirement_texts as texts
 
 GONE = Retired("old-fix", 7, "2026-11-21", "made-up", "2.0", "made-up is right", (Target("made-up", "m", "f"),), ())
-SOURCE = (ROOT / "megacpp_overlays/loader/retired.py").read_text()
-
-written = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp"]), max_size=40)
-entries = st.builds(
-    Retired,
-    *(written, st.integers(0, 99), written, written, written, written),
-    st.lists(st.builds(Target, written, written, written), max_size=2).map(tuple),
-    st.lists(st.builds(Thread, written, st.integers(1, 9999), written), max_size=2).map(tuple),
-)
-
-
-@given(st.lists(entries, max_size=3))
-def test_entries_are_written_so_that_python_reads_the_same(several: list[Retired]) -> None:
-    module: dict[str, object] = {"__name__": "megacpp_overlays.loader.retired"}
-
-    exec(compile(texts.with_entry(SOURCE, several), "<retired>", "exec"), module)
-
-    assert module["RETIRED"] == tuple(several)
-
-
-def test_entries_are_formatted_as_the_project_is(tmp_path: Path) -> None:
-    if shutil.which("ruff", path=str(Path(sys.executable).parent)) is None:
-        pytest.skip("no ruff here")
-    threads = (Thread("made/up", 1, 'closed, "not planned"'), Thread("made/up", 2, "it's open"))
-    text = texts.with_entry(SOURCE, [GONE, GONE._replace(id="other-fix", targets=(), threads=threads)])
-    (tmp_path / "retired.py").write_text(text)
-
-    command = [sys.executable, "-m", "ruff", "format", "--check", "--config", ROOT / "pyproject.toml", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-
-    assert done.returncode == 0, done.stdout + text
-
-
-def test_a_file_without_entries_is_refused() -> None:
-    with pytest.raises(UpkeepError, match="has no tuple RETIRED"):
-        texts.with_entry("X = 1\n", [GONE])
 
 
 @pytest.mark.parametrize(

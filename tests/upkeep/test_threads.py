@@ -147,7 +147,7 @@ def test_every_thread_of_this_repository_has_a_saved_answer() -> None:
 
 def test_every_saved_answer_of_this_repository_is_of_a_thread_that_somebody_names() -> None:
     named = {each.key for each in waiting.listed(registry.load(), ROOT / "packs")}
-    named |= {(thread.repository, thread.number) for each in retired.RETIRED for thread in each.threads}
+    named |= {(thread.repository, thread.number) for each in retired.read() for thread in each.threads}
 
     assert sorted(threads.read(ROOT / "packs").keys() - named) == []
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from megacpp_overlays.errors import UpkeepError
-from megacpp_overlays.loader.retired import RETIRED, Retired
+from megacpp_overlays.loader import retired
+from megacpp_overlays.loader.retired import Retired
 from megacpp_overlays.loader.settings import LOG
 from megacpp_overlays.model import Overlay
 from megacpp_overlays.repro import inventory, receipts
@@ -20,7 +21,7 @@ from megacpp_overlays.upkeep.retire import retirement_texts as texts
 from megacpp_overlays.upkeep.retire.working_tree import files_below
 
 RETIRED_FILE, LEDGER, CHANGELOG, README = (
-    "megacpp_overlays/loader/retired.py",
+    "megacpp_overlays/loader/retired.json",
     "RETIREMENT.md",
     "CHANGELOG.md",
     "README.md",
@@ -111,7 +112,7 @@ def edit(copy: Path, removal: Removal, gone: Retired, reason: str) -> None:
         (copy / name).unlink()
     entry = f"Overlay `{gone.id}` (pack {gone.pack:02}): {reason}"
     rewritten = {
-        RETIRED_FILE: texts.with_entry(_read(copy, RETIRED_FILE), [*RETIRED, gone]),
+        RETIRED_FILE: retired.to_json([*retired.read(), gone]),
         CHANGELOG: texts.with_removal(_read(copy, CHANGELOG), entry),
         README: texts.without_row(_read(copy, README), gone.id),
         removal.notes: texts.of_pack(_read(copy, removal.notes), gone, removal.left),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.loader.retired import Retired
@@ -17,33 +15,6 @@ CHANGELOG_ORDER = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Securi
 """Of the sections of a release, https://keepachangelog.com/en/1.1.0/."""
 
 _UNRELEASED = "## [Unreleased]"
-
-
-def with_entry(text: str, entries: Sequence[Retired]) -> str:
-    """Return `retired.py` with these entries, formatted as ruff would.
-
-    Raises:
-        UpkeepError: the text has no tuple RETIRED.
-    """
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "RETIRED" and node.end_lineno:
-            lines = text.splitlines()
-            written = f"RETIRED: {ast.unparse(node.annotation)} = {_source(tuple(entries), 0)}"
-            return "\n".join([*lines[: node.lineno - 1], written, *lines[node.end_lineno :]]) + "\n"
-    raise UpkeepError("retired.py has no tuple RETIRED to add an entry to")
-
-
-def _source(value: Any, depth: int) -> str:
-    """Return a value as source: whatever has parts has each of them on a line of its own."""
-    if isinstance(value, tuple) and value:
-        inner, outer = " " * 4 * (depth + 1), " " * 4 * depth
-        names = [f"{name}=" for name in value._fields] if hasattr(value, "_fields") else [""] * len(value)
-        call = type(value).__name__ if hasattr(value, "_fields") else ""
-        parts = "".join(f"{inner}{n}{_source(v, depth + 1)},\n" for n, v in zip(names, value, strict=True))
-        return f"{call}(\n{parts}{outer})"
-    if isinstance(value, str) and '"' in value and "'" not in value:
-        return "'" + value.replace("\\", "\\\\") + "'"
-    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"' if isinstance(value, str) else repr(value)
 
 
 def with_removal(text: str, entry: str) -> str:
