@@ -32,21 +32,21 @@ class GitError(UpkeepError):
         self.output = output
 
 
-def run(
-    folder: Path,
-    *arguments: str,
-    settings: Sequence[str] = (),
-    variables: Mapping[str, str] | None = None,
-    output: int | None = None,
-) -> str:
-    """Return what git prints for a folder of a repository, paths decoded as `os.fsdecode` does.
+def run(folder: Path, *arguments: str, settings: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> str:
+    """Return what git prints, paths decoded as `os.fsdecode` does; see `content`."""
+    return os.fsdecode(content(folder, *arguments, settings=settings, variables=variables))
+
+
+def content(
+    folder: Path, *arguments: str, settings: Sequence[str] = (), variables: Mapping[str, str] | None = None
+) -> bytes:
+    """Return what git prints.
 
     Args:
         folder: where git looks for the repository.
         arguments: a git command.
         settings: `name=value` each, over what the repository and the user have.
         variables: added to the environment.
-        output: descriptor of a file to print to; the answer is then empty.
 
     Raises:
         GitError: git cannot be run, gives no answer in time, or fails.
@@ -57,8 +57,7 @@ def run(
             ["git", "-C", str(folder), *_SAFE, *chosen, *arguments],  # noqa: S607 - whichever git the user has
             env={**_environment(), **(variables or {})},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if output is None else output,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             check=False,
             timeout=_TIMEOUT,
         )
@@ -69,7 +68,7 @@ def run(
     if done.returncode:
         lines = os.fsdecode(done.stderr).strip().splitlines()
         raise GitError(f"git {arguments[0]}: {lines[0] if lines else f'exit code {done.returncode}'}", tuple(lines))
-    return os.fsdecode(done.stdout or b"")
+    return done.stdout
 
 
 def ask(folder: Path, *arguments: str) -> str | None:

@@ -3,8 +3,8 @@
 One probe serves three callers because all of them hand it a `SourceTree`:
 
     InstalledTree   the packages of this interpreter, and the files of modules that are loaded
-    WheelTree       a wheel on disk
-    DirectoryTree   an unpacked tree or a source checkout
+    DirectoryTree   an unpacked tree or a source checkout     } both in `file_trees`,
+    ArchiveTree     a wheel or a source distribution on disk  } which nothing at run time imports
 
 Packages are located by asking the finders of the import system level by level, which runs no upstream code, while
 `importlib.util.find_spec("a.b.c")` would execute `a` and `a.b`.
@@ -16,12 +16,11 @@ import ast
 import functools
 import importlib.util
 import sys
-import zipfile
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast, runtime_checkable
 
 from megacpp_overlays.errors import OverlayError, SourceError
 
@@ -237,51 +236,6 @@ class Remembered:
         return self._shipped[package, path]
 
 
-class DirectoryTree:
-    """A folder that holds top-level packages: an unpacked wheel, site-packages, a source checkout."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def module(self, name: str) -> ModuleSource | None:
-        """Return the source of a module below the folder."""
-        path = _module_file(self.root, name.split("."))
-        return None if path is None else _read_python(name, path)
-
-    def shipped(self, package: str, path: str) -> ShippedFile | None:
-        """Return a file in the folder of a package."""
-        return _read_text(self.root.joinpath(*package.split("."), path))
-
-
-class WheelTree:
-    """A wheel on disk, read in place."""
-
-    def __init__(self, wheel: Path) -> None:
-        self.wheel = wheel
-        self._archive = zipfile.ZipFile(wheel)
-        self._members = frozenset(self._archive.namelist())
-
-    def module(self, name: str) -> ModuleSource | None:
-        """Return the source of a module inside the wheel."""
-        stem = name.replace(".", "/")
-        for member in (f"{stem}/__init__.py", f"{stem}.py"):
-            if member in self._members:
-                path = f"{self.wheel}/{member}"
-                return ModuleSource(name, path, _decode(path, self._archive.read(member)))
-        return None
-
-    def shipped(self, package: str, path: str) -> ShippedFile | None:
-        """Return a member in the folder of a package."""
-        member = f"{package.replace('.', '/')}/{path}"
-        if member not in self._members:
-            return None
-        return ShippedFile(f"{self.wheel}/{member}", self._archive.read(member).decode(errors="replace"))
-
-    def close(self) -> None:
-        """Close the archive."""
-        self._archive.close()
-
-
 def _module_file(folder: Path, parts: list[str]) -> Path | None:
     stem = folder.joinpath(*parts)
     for path in (stem / "__init__.py", stem.with_name(f"{stem.name}.py")):
@@ -306,11 +260,27 @@ def _read_python(name: str, path: Path) -> ModuleSource:
         raw = path.read_bytes()
     except OSError as error:
         raise SourceError(f"{name}: cannot read {path}: {error.strerror}") from error
-    return ModuleSource(name, str(path), _decode(str(path), raw))
+    return ModuleSource(name, str(path), decoded(str(path), raw))
 
 
-def _decode(path: str, raw: bytes) -> str:
+def decoded(path: str, raw: bytes) -> str:
+    """Return the text of a Python file, as its first lines say that it is encoded.
+
+    Raises:
+        SourceError: it is not encoded so.
+    """
     try:
         return importlib.util.decode_source(raw)
     except (SyntaxError, UnicodeDecodeError) as error:
         raise SourceError(f"{path}: cannot be decoded: {error}") from error
+
+
+if not TYPE_CHECKING:  # a type checker must go on refusing names that are not here
+
+    def __getattr__(name: str) -> object:
+        later = {"DirectoryTree": "DirectoryTree", "WheelTree": "ArchiveTree"}
+        if name not in later:
+            raise AttributeError(f"module {__name__} has no attribute {name}")
+        from megacpp_overlays.source import file_trees  # noqa: PLC0415 - no launcher needs it
+
+        return getattr(file_trees, later[name])

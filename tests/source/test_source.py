@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -167,6 +168,24 @@ def test_a_remembered_tree_reads_each_module_once(upstream: Upstream) -> None:
 
     assert tree.module(upstream.module_name) is first
     assert tree.module("no_such_module") is None
+
+
+def test_a_launcher_loads_no_tree_but_the_one_it_needs() -> None:
+    code = "import sys, megacpp_overlays; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+
+    loaded = done.stdout.split()
+    assert "megacpp_overlays.source.trees" in loaded
+    assert not {"megacpp_overlays.source.file_trees", "tarfile"} & set(loaded)
+
+
+def test_a_folder_is_named_by_its_path_or_as_it_is_asked(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "layers.py").write_text("x = 1\n")
+
+    found = [tree.module("layers") for tree in (DirectoryTree(tmp_path), DirectoryTree(tmp_path, prefix=""))]
+
+    assert [each and each.path for each in found] == [str(tmp_path / "src" / "layers.py"), "src/layers.py"]
 
 
 def test_a_module_without_a_spec_hides_its_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,9 +25,9 @@ from megacpp_overlays.loader import registry
 from megacpp_overlays.loader import session as lanes
 from megacpp_overlays.loader.session import Lane
 from megacpp_overlays.model import Evidence, Finding, Overlay, Target, Verdict
+from megacpp_overlays.source.file_trees import DirectoryTree
 from megacpp_overlays.source.trees import SourceTree
 from megacpp_overlays.upkeep.matrix import matrix, matrix_file, matrix_page, matrix_text
-from megacpp_overlays.upkeep.matrix.file_trees import ReadFiles
 from megacpp_overlays.upkeep.matrix.matrix import Cell, Part, Row, Table
 
 ODD_TEXT = BROKEN_TEXT.replace("return x + x + 1", "return 2 * x + 1")
@@ -809,12 +809,14 @@ def test_one_broken_part_is_broken_and_absent_parts_are_not_shown_beside_others(
     assert all(each.verdict is not Verdict.ABSENT for each in cell.telling) or over_all is Verdict.ABSENT
 
 
-def test_parts_of_an_overlay_share_a_column_and_say_their_module(made: Upstream) -> None:
+def test_parts_of_an_overlay_share_a_column_and_say_their_module(made: Upstream, tmp_path: Path) -> None:
     second = Target(PACKAGE, f"{PACKAGE}.other", "double")
     parts = [made.overlay(), made.overlay(target=second)]
-    tree = ReadFiles({name: text.encode() for name, text in module(BROKEN_TEXT).items()})
+    for name, text in module(BROKEN_TEXT).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
 
-    found = matrix.probe(parts, tree)
+    found = matrix.probe(parts, DirectoryTree(tmp_path))
     (column,) = matrix.columns(parts)
 
     assert [each.module for each in found["double-fix"].parts] == [f"{PACKAGE}.layers", f"{PACKAGE}.other"]

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from index_server import NAME, PACKAGE, Index, module, sdist, serving, wheel
 
 from megacpp_overlays.errors import SourceError, UpkeepError
+from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
 from megacpp_overlays.upkeep.matrix import archives as archives_module
 from megacpp_overlays.upkeep.matrix.archives import Archives
-from megacpp_overlays.upkeep.matrix.file_trees import Folder, newest_member, open_archive
-from megacpp_overlays.upkeep.matrix.git_commit import GitCommit
+from megacpp_overlays.upkeep.matrix.commit_tree import CommitTree
 from megacpp_overlays.upkeep.matrix.package_index import Answers, NoNetworkError, configured
 from megacpp_overlays.upkeep.matrix.releases import ArchiveFile, from_data, release, to_data
 
@@ -404,19 +404,19 @@ def test_every_kind_of_tree_gives_the_same_source_with_the_same_path(tmp_path: P
     files = {f"{top}{name}": text for name, text in module("x = 1\n").items()}
     if kind == "wheel":
         (tmp_path / PURE).write_bytes(wheel(files))
-        tree = open_archive(tmp_path / PURE)
+        tree = ArchiveTree(tmp_path / PURE, prefix="")
     elif kind == "sdist":
         (tmp_path / SOURCE).write_bytes(sdist(f"{PACKAGE}-1.0", {**files, "README": "no Python"}))
-        tree = open_archive(tmp_path / SOURCE)
+        tree = ArchiveTree(tmp_path / SOURCE, prefix="")
     elif kind == "folder":
-        tree = Folder(write(tmp_path, files))
+        tree = DirectoryTree(write(tmp_path, files), prefix="")
     else:
         git(write(tmp_path / "work", files), "init", "--quiet")
         git(tmp_path / "work", "add", "--all")
         git(tmp_path / "work", "commit", "--quiet", "--message", "made up")
         git(tmp_path, "clone", "--quiet", "--bare", "work", "bare")
         (tmp_path / "work" / f"{top}{PACKAGE}" / "layers.py").write_text("changed, and not committed")
-        tree = GitCommit(tmp_path / ("work" if kind == "commit" else "bare"), "HEAD")
+        tree = CommitTree(tmp_path / ("work" if kind == "commit" else "bare"), "HEAD")
 
     with tree:
         source = tree.module(f"{PACKAGE}.layers")
@@ -457,7 +457,7 @@ def test_a_committed_link_is_read_as_what_it_leads_to(tmp_path: Path, links: dic
     if "lib" not in links:
         files["lib/other.py"] = ""
 
-    with GitCommit(committed(tmp_path, files, links), "HEAD") as tree:
+    with CommitTree(committed(tmp_path, files, links), "HEAD") as tree:
         source = tree.module(f"{PACKAGE}.layers")
 
     assert source is not None
@@ -469,13 +469,13 @@ def test_a_submodule_of_the_name_src_hides_no_package_beside_it(tmp_path: Path) 
     git(folder, "update-index", "--add", "--cacheinfo", f"160000,{'1' * 40},src")
     git(folder, "commit", "--quiet", "--message", "points to it")
 
-    with GitCommit(folder, "HEAD") as tree:
+    with CommitTree(folder, "HEAD") as tree:
         assert tree.has_package(PACKAGE)
         assert not tree.has_package("other")
 
 
 def test_a_package_that_is_a_link_to_a_folder_is_there(tmp_path: Path) -> None:
-    with GitCommit(committed(tmp_path, {"code/layers.py": "x = 1\n"}, {PACKAGE: "code"}), "HEAD") as tree:
+    with CommitTree(committed(tmp_path, {"code/layers.py": "x = 1\n"}, {PACKAGE: "code"}), "HEAD") as tree:
         assert tree.has_package(PACKAGE)
         assert tree.module(f"{PACKAGE}.layers") is not None
         assert tree.module(f"{PACKAGE}.layers.deeper") is None, "a file has no folder in it"
@@ -493,7 +493,7 @@ def test_a_package_that_is_a_link_to_a_folder_is_there(tmp_path: Path) -> None:
 def test_a_committed_link_that_leads_nowhere_is_an_error(tmp_path: Path, target: str, says: str) -> None:
     folder = committed(tmp_path / "work", {f"{PACKAGE}/__init__.py": ""}, {f"{PACKAGE}/layers.py": target})
 
-    with GitCommit(folder, "HEAD") as tree, pytest.raises(SourceError, match=f"^{PACKAGE}/layers.py: .*{says}"):
+    with CommitTree(folder, "HEAD") as tree, pytest.raises(SourceError, match=f"^{PACKAGE}/layers.py: .*{says}"):
         tree.module(f"{PACKAGE}.layers")
 
 
@@ -504,33 +504,23 @@ def test_an_object_that_git_cannot_deliver_is_no_absent_file(tmp_path: Path, wha
     name = subprocess.run(found, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
     (folder / ".git" / "objects" / name[:2] / name[2:]).unlink()
 
-    with pytest.raises(UpkeepError, match="git cannot give"), GitCommit(folder, "HEAD") as tree:
+    with pytest.raises(UpkeepError, match="git cannot give"), CommitTree(folder, "HEAD") as tree:
         tree.module(f"{PACKAGE}.layers")
-
-
-def test_a_reader_that_ended_is_an_error_and_closes_without_another(tmp_path: Path) -> None:
-    tree = GitCommit(committed(tmp_path, {f"{PACKAGE}/layers.py": "x = 1\n"}, {}), "HEAD")
-    with tree:
-        tree._process.kill()
-        tree._process.wait()
-        for _ in range(2):
-            with pytest.raises(UpkeepError, match="git cannot give"):
-                tree.module(f"{PACKAGE}.layers")
 
 
 def test_a_module_that_is_no_text_is_an_error_with_its_path_in_the_tree(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_bytes(b"# coding: nonsense\n")
 
     with pytest.raises(SourceError, match=r"^bad.py: cannot be decoded"):
-        Folder(tmp_path).module("bad")
+        DirectoryTree(tmp_path, prefix="").module("bad")
 
 
 @pytest.mark.parametrize("name", [PURE, SOURCE])
 def test_a_damaged_archive_is_an_error_that_names_it(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"neither")
 
-    with pytest.raises(UpkeepError, match=f"{name}: cannot open"):
-        open_archive(tmp_path / name)
+    with pytest.raises(SourceError, match=f"{name}: cannot open"):
+        ArchiveTree(tmp_path / name)
 
 
 def test_a_repository_without_the_commit_and_a_folder_without_one_say_so(tmp_path: Path) -> None:
@@ -538,10 +528,10 @@ def test_a_repository_without_the_commit_and_a_folder_without_one_say_so(tmp_pat
     git(tmp_path / "empty", "init", "--quiet")
 
     with pytest.raises(UpkeepError, match="has no commit 'nonsense'"):
-        GitCommit(tmp_path / "empty", "nonsense")
+        CommitTree(tmp_path / "empty", "nonsense")
     (tmp_path / "plain").mkdir()
     with pytest.raises(UpkeepError, match="git finds no repository"):
-        GitCommit(Path("/nonexistent"), "main")
+        CommitTree(Path("/nonexistent"), "main")
 
 
 @pytest.mark.parametrize(
@@ -557,4 +547,5 @@ def test_a_repository_without_the_commit_and_a_folder_without_one_say_so(tmp_pat
 def test_the_newest_member_dates_an_archive(tmp_path: Path, name: str, content: bytes, expected: float | None) -> None:
     (tmp_path / name).write_bytes(content)
 
-    assert newest_member(tmp_path / name) == expected
+    with ArchiveTree(tmp_path / name) as tree:
+        assert tree.newest == expected

@@ -16,12 +16,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
 
-from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.errors import SourceError, UpkeepError
 from megacpp_overlays.model import Evidence, Finding, Gate, Overlay, Target, Verdict
 from megacpp_overlays.repro import judge
+from megacpp_overlays.source.file_trees import ArchiveTree, FileTree
 from megacpp_overlays.source.trees import Remembered
 from megacpp_overlays.upkeep.matrix.archives import Archives
-from megacpp_overlays.upkeep.matrix.file_trees import FileTree, newest_member, open_archive
 from megacpp_overlays.upkeep.matrix.releases import Answer, Release
 from megacpp_overlays.upkeep.near_names import suggestion
 
@@ -216,10 +216,10 @@ def release_row(release: Release, overlays: Sequence[Overlay], archives: Archive
             if (path := archives.get(file)) is None:
                 problem = f"{file.name} is not in the cache; run once with a network"
                 break
-            with open_archive(path) as tree:
+            with ArchiveTree(path, prefix="") as tree:
                 has_source = any(tree.has_package(name) for name in packages(overlays))
-                row = _row(release, file.name, file.sha256, probe(overlays, tree), path)
-        except UpkeepError as error:
+                row = _row(release, file.name, file.sha256, probe(overlays, tree), tree.newest)
+        except (SourceError, UpkeepError) as error:
             problem = str(error)
             break
         if has_source:
@@ -245,9 +245,9 @@ def is_left_alone(cell: Cell, column: Column) -> bool:
     return bool(broken) and all(part.shape in column.left_alone for part in broken)
 
 
-def _row(release: Release, name: str, sha256: str, cells: Mapping[str, Cell], path: Path) -> Row:
+def _row(release: Release, name: str, sha256: str, cells: Mapping[str, Cell], written: float | None) -> Row:
     date, dated = release.date, UPLOADED if release.date else None
-    if date is None and (written := newest_member(path)) is not None:
+    if date is None and written is not None:
         date, dated = datetime.fromtimestamp(written, timezone.utc).date().isoformat(), BUILT
     return Row(
         name=release.version, date=date, dated=dated, source=name, sha256=sha256, yanked=release.yanked, cells=cells

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.model import Overlay
+from megacpp_overlays.repro import git
 from megacpp_overlays.repro import trees as named
 from megacpp_overlays.repro.case import PackError
-from megacpp_overlays.upkeep.matrix.file_trees import FileTree, Folder
-from megacpp_overlays.upkeep.matrix.git_commit import GitCommit, git
+from megacpp_overlays.source.file_trees import DirectoryTree, FileTree
+from megacpp_overlays.upkeep.matrix.commit_tree import CommitTree
 from megacpp_overlays.upkeep.matrix.matrix import COMMITTED, Row, packages, probe
 
 
@@ -44,8 +45,8 @@ def open_tree(text: str, known: Collection[str], stack: ExitStack) -> Tree:
         path = Path(before)
     if not path.is_dir():
         raise UpkeepError(f"--tree {text}: there is no such folder")
-    if not revision and not any(Folder(path).has_package(name) for name in known):
-        if git(path, "rev-parse", "--verify", "--quiet", "HEAD^{commit}") is None:
+    if not revision and not any(DirectoryTree(path).has_package(name) for name in known):
+        if git.ask(path, "rev-parse", "--verify", "--quiet", "HEAD^{commit}") is None:
             raise UpkeepError(f"--tree {text}: it has no folder {' or '.join(sorted(known))}, and is no repository")
         revision = "HEAD"
     tree = _commit(path, revision) if revision else _folder(path, known)
@@ -71,14 +72,14 @@ def tree_row(tree: Tree, overlays: Sequence[Overlay]) -> Row | None:
 
 
 def _commit(path: Path, revision: str) -> Tree:
-    files = GitCommit(path, revision)
+    files = CommitTree(path, revision)
     short = files.commit[:12]
-    name = (git(path, "rev-parse", "--abbrev-ref", revision) or "").strip() or revision
+    name = git.ask(path, "rev-parse", "--abbrev-ref", revision) or revision
     return Tree(files, short if files.commit.startswith(name) else name, short, _date(path, files.commit))
 
 
 def _folder(path: Path, known: Collection[str]) -> Tree:
-    files = Folder(path)
+    files = DirectoryTree(path, prefix="")
     has = [name for name in known if (path / name).is_dir()]
     try:
         ids = named.describe(path, has) if has else {}
@@ -90,5 +91,5 @@ def _folder(path: Path, known: Collection[str]) -> Tree:
 
 
 def _date(repository: Path, revision: str) -> str | None:
-    said = (git(repository, "log", "-1", "--format=%ct", revision) or "").strip()
+    said = git.ask(repository, "log", "-1", "--format=%ct", revision) or ""
     return datetime.fromtimestamp(int(said), timezone.utc).date().isoformat() if said.isdigit() else None
