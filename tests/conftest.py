@@ -20,6 +20,7 @@ from megacpp_overlays.errors import SeamError
 from megacpp_overlays.loader.session import Lane
 from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Overlay
+from megacpp_overlays.variables import is_ours
 
 # How long an example takes says how busy the host is, and nothing about what is tested. A person's run looks for new
 # examples each time; one of CI judges a commit, and must say the same of it twice.
@@ -79,7 +80,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test sees the switches of the shell that runs the suite."""
-    for name in [name for name in os.environ if name.startswith("MEGACPP_OVERLAY")]:
+    for name in [name for name in os.environ if is_ours(name)]:
         monkeypatch.delenv(name)
 
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from megacpp_overlays import variables
 from megacpp_overlays.errors import ActivationError, RegistryError, SeamError
 from megacpp_overlays.loader import registry
 from megacpp_overlays.loader.audit import Audit, raise_for
@@ -375,6 +376,7 @@ def current() -> Lane:
     global _current
     if _current is None:
         _current = Lane.from_env()
+        variables.hand_down(_current.settings.of_kernels)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=_current.renew_locks)
     return _current

@@ -1,20 +1,8 @@
-"""The one reader of the environment.
+"""The settings of this process: `variables` read from an environment and checked, all in one place.
 
-Variables:
-
-    MEGACPP_OVERLAYS            auto (default) | off | observe | strict
-    MEGACPP_OVERLAY_<ID>        auto (default) | off | on, one per overlay and gate; `on` is for overlays that are off
-                                by default, and means auto for all others
-    MEGACPP_OVERLAYS_DISABLE    comma-separated overlay ids, the same as off for each
-    MEGACPP_OVERLAYS_LOG        stderr (default) | logging | json | a path with a slash in it
-    MEGACPP_OVERLAYS_PLUGINS    comma-separated entry points to load from group megacpp_overlays.overlays
-    MEGACPP_OVERLAYS_RECEIPTS   an absolute path: the folder in which this process says what it decided
-    MEGACPP_OVERLAYS_CHILDREN   the environment whose Python processes arm at start-up; set by `reach_children` and
-                                by `megacpp-overlays run`, never by hand
-
-An empty value counts as not set. Anything unknown raises SettingsError: a typo must not leave a fix on
-that somebody wanted off, or off that somebody needs on. What names a retired overlay is known: it says nothing any
-more, and a launcher that still has it must start.
+Anything unknown raises SettingsError at import, with the nearest known word: a typo must not leave a fix on that somebody
+wanted off, or off that somebody needs on. An empty value counts as not set. What names a retired overlay is known: it
+says nothing any more, and a launcher that still has it must start.
 """
 
 from __future__ import annotations
@@ -23,21 +11,21 @@ import enum
 import os
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple
 
+from megacpp_overlays import variables
 from megacpp_overlays.errors import SettingsError
 from megacpp_overlays.model import variable_for
 
-MODE = "MEGACPP_OVERLAYS"
-DISABLE = "MEGACPP_OVERLAYS_DISABLE"
-LOG = "MEGACPP_OVERLAYS_LOG"
-PLUGINS = "MEGACPP_OVERLAYS_PLUGINS"
-RECEIPTS = "MEGACPP_OVERLAYS_RECEIPTS"
-CHILDREN = "MEGACPP_OVERLAYS_CHILDREN"
+MODE = variables.MODE.name
+DISABLE = variables.DISABLE.name
+LOG = variables.LOG.name
+PLUGINS = variables.PLUGINS.name
+RECEIPTS = variables.RECEIPTS.name
+CHILDREN = variables.CHILDREN.name
 
-_PREFIX = "MEGACPP_OVERLAY"
 _RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_EVERYTHING = frozenset({"*", "all", "1", "true", "yes", "on"})
 
 
 class Mode(enum.Enum):
@@ -66,8 +54,7 @@ class LogForm(enum.Enum):
     FILE = "file"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(NamedTuple):
     """Everything the environment says, read once."""
 
     mode: Mode = Mode.AUTO
@@ -83,6 +70,8 @@ class Settings:
     """A process of this environment was armed, said so, and started this one or one above it."""
     outlived: tuple[str, ...] = ()
     """Sentences about variables that name a retired overlay and can go."""
+    of_kernels: Mapping[str, str] = variables.defaults_of_kernels()
+    """What kernels are to do, by variable."""
 
     def switch(self, overlay_id: str) -> Switch:
         """Return the switch of one overlay."""
@@ -102,8 +91,8 @@ class Settings:
             SettingsError: a name or value is not known, or two settings contradict each other.
         """
         switches = {variable_for(overlay_id): overlay_id for overlay_id in known_ids}
-        known = {MODE, DISABLE, LOG, PLUGINS, RECEIPTS, CHILDREN, *switches}
-        strange = {name for name in env if name.startswith(_PREFIX)} - known
+        known = {*(setting.name for setting in variables.SETTINGS if setting is not variables.SWITCH), *switches}
+        strange = {name for name in env if variables.is_ours(name)} - known
         words = _words(env, DISABLE)
         outlived = _outlived(env, strange, set(words) - set(known_ids))
         _refuse_unknown_names(strange - outlived.keys(), known)
@@ -112,24 +101,26 @@ class Settings:
         for name, overlay_id in switches.items():
             if not env.get(name, "").strip():
                 continue
-            switch = _choice(env, name, Switch, Switch.AUTO)
+            switch = Switch(variables.SWITCH.read(env, name))
             if switch is Switch.OFF:
                 off.add(overlay_id)
             elif switch is Switch.ON:
                 on.add(overlay_id)
             if switch is not Switch.OFF and overlay_id in listed:
                 raise SettingsError(f"{name}={env[name]} but {DISABLE} lists {overlay_id}: remove one of the two")
-        form, path = _log(env)
+        log = variables.LOG.read(env)
+        is_path = log not in variables.LOG.values
         return cls(
-            mode=_choice(env, MODE, Mode, Mode.AUTO),
+            mode=Mode(variables.MODE.read(env)),
             disabled=frozenset(off),
             enabled=frozenset(on),
-            log=form,
-            log_path=path,
+            log=LogForm.FILE if is_path else LogForm(log),
+            log_path=log if is_path else None,
             rank=_rank(env),
-            receipts=_receipts(env),
-            parent_is_armed=_parent_is_armed(env),
+            receipts=variables.RECEIPTS.read(env) or None,
+            parent_is_armed=variables.CHILDREN.read(env) == this_environment(),
             outlived=tuple(outlived[name] for name in sorted(outlived)),
+            of_kernels={setting.name: setting.read(env) for setting in variables.OF_KERNELS},
         )
 
 
@@ -146,94 +137,51 @@ def plugin_names(env: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(_words(env, PLUGINS))
 
 
-Choice = TypeVar("Choice", bound=enum.Enum)
-
-
-def _choice(env: Mapping[str, str], name: str, kind: type[Choice], default: Choice) -> Choice:
-    text = env.get(name, "").strip()
-    if not text:
-        return default
-    values = [member.value for member in kind]
-    if text.lower() not in values:
-        raise SettingsError(f"{name}={text} is not known; {_nearest(text.lower(), values)}")
-    return kind(text.lower())
-
-
-def _log(env: Mapping[str, str]) -> tuple[LogForm, str | None]:
-    text = env.get(LOG, "").strip()
-    if "/" in text:  # a bare word is never a path, so a misspelt form cannot become a file
-        return LogForm.FILE, text
-    forms = [LogForm.STDERR, LogForm.LOGGING, LogForm.JSON]
-    for form in forms:
-        if text.lower() == form.value:
-            return form, None
-    if not text:
-        return LogForm.STDERR, None
-    hint = _nearest(text.lower(), [form.value for form in forms])
-    raise SettingsError(f"{LOG}={text} is not known; {hint}, or a path with a slash in it (./{text})")
-
-
-def _receipts(env: Mapping[str, str]) -> str | None:
-    folder = env.get(RECEIPTS, "").strip()
-    if folder and not os.path.isabs(folder):
-        raise SettingsError(f"{RECEIPTS}={folder} is no absolute path, and children may start in any folder")
-    return folder or None
-
-
-def _parent_is_armed(env: Mapping[str, str]) -> bool:
-    name = env.get(CHILDREN, "").strip()
-    if name and not os.path.isabs(name.partition(":")[2]):
-        raise SettingsError(
-            f"{CHILDREN}={name} names no environment; unset it, and start the launcher with "
-            f"`python -m megacpp_overlays run`, or call megacpp_overlays.reach_children() in it"
-        )
-    return name == this_environment()
-
-
 def _words(env: Mapping[str, str], name: str) -> list[str]:
     return [word.strip() for word in env.get(name, "").split(",") if word.strip()]
 
 
 def _known_id(word: str, known_ids: Collection[str]) -> str:
     if word not in known_ids:
-        raise SettingsError(f"{DISABLE} names {word}, which is no overlay; {_nearest(word, known_ids)}")
+        raise SettingsError(f"{DISABLE} names {word}, which is no overlay; {_nearest_id(word, known_ids)}")
     return word
+
+
+def _nearest_id(word: str, known_ids: Collection[str]) -> str:
+    if word.lower() in _EVERYTHING:
+        return variables.nearest(word, known_ids, f"{MODE}={Mode.OFF.value}")
+    # Somebody may give the name of its variable, or parts of that.
+    spelt = word.lower().replace("_", "-").removeprefix(variable_for("").lower().replace("_", "-"))
+    return variables.nearest(spelt, known_ids)
 
 
 def _refuse_unknown_names(strange: Collection[str], known: Collection[str]) -> None:
     for name in sorted(strange):
-        raise SettingsError(f"{name} is no setting of megacpp_overlays; {_nearest(name, known)}")
+        family = next(prefix for prefix in variables.PREFIXES if name.startswith(prefix))
+        relatives = [each for each in known if each.startswith(family)]
+        raise SettingsError(f"{name} is no setting of megacpp_overlays; {variables.nearest(name, relatives)}")
 
 
-def _outlived(env: Mapping[str, str], variables: Collection[str], ids: Collection[str]) -> dict[str, str]:
+def _outlived(env: Mapping[str, str], names: Collection[str], ids: Collection[str]) -> dict[str, str]:
     """Return what names a retired overlay, each variable or id with a sentence about it.
 
     Args:
         env: usually `os.environ`.
-        variables: names of ours that belong to no overlay.
+        names: variables of ours that belong to no overlay.
         ids: ids in the list of disabled overlays that are no overlay's.
     """
-    if not variables and not ids:
+    if not names and not ids:
         return {}
     from megacpp_overlays.loader import retired  # noqa: PLC0415 - only where there is something to look for
 
     found = {}
     for gone in retired.read():
-        if (name := variable_for(gone.id)) in variables:
-            _choice(env, name, Switch, Switch.AUTO)
+        if (name := variable_for(gone.id)) in names:
+            variables.SWITCH.read(env, name)
             found[name] = f"{gone}: {name} does nothing and can go"
         if gone.id in ids:
             found[gone.id] = f"{gone}: it can go from {DISABLE}"
     return found
-
-
-def _nearest(word: str, known: Collection[str]) -> str:
-    from difflib import get_close_matches  # noqa: PLC0415 - only on the way to an error
-
-    choices = sorted(known)
-    close = get_close_matches(word, choices, n=1, cutoff=0.5)
-    meant = f"did you mean {close[0]}? " if close else ""
-    return f"{meant}known: {', '.join(choices)}"
 
 
 def _rank(env: Mapping[str, str]) -> int:

@@ -44,6 +44,7 @@ from megacpp_overlays.processes.child_reports import (
 )
 from megacpp_overlays.processes.differences import Difference, Group
 from megacpp_overlays.processes.statement import Statement
+from megacpp_overlays.variables import is_ours
 
 STARTUP = str(Path(__file__).absolute().with_name("startup"))
 """The folder that PYTHONPATH leads to."""
@@ -72,7 +73,7 @@ def child_environment() -> dict[str, str]:
     """
     if os.pathsep in STARTUP:
         raise ChildrenError(f"{STARTUP} has a {os.pathsep!r} in its name, so PYTHONPATH cannot lead to it: move it")
-    ours = {name: value for name, value in os.environ.items() if name.startswith("MEGACPP_OVERLAY")}
+    ours = {name: value for name, value in os.environ.items() if is_ours(name)}
     return {**ours, _PATH: _with_startup(os.environ.get(_PATH, "")), CHILDREN: this_environment()}
 
 

@@ -122,6 +122,7 @@ def find(groups: Sequence[Group]) -> tuple[Difference, ...]:
         values = [each.get("versions", {}).get(name) for each in said]
         if _differs(values):
             found.append(_difference(name, "version", values, groups, f"install the same {name} everywhere"))
+    found += _of_settings(groups)
     by_key = [by_target(group.statement) for group in groups]
     found += _of_switches({overlay for key in by_key for overlay, _ in key}, groups)
     for key in dict.fromkeys(itertools.chain.from_iterable(by_key)):
@@ -132,6 +133,18 @@ def find(groups: Sequence[Group]) -> tuple[Difference, ...]:
 def by_target(statement: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, Any]]:
     """Return the decisions of a statement or an audit, by the overlay and the target that each is about."""
     return {(each["id"], each["target"]): each for each in statement["decisions"]}
+
+
+def _of_settings(groups: Sequence[Group]) -> list[Difference]:
+    """Return the settings of kernels that differ, unless the package that reads them does."""
+    said = [group.statement for group in groups]
+    read_by = [[each.get("version"), each.get("package_sha256")] for each in said]
+    found = []
+    for name in dict.fromkeys(itertools.chain.from_iterable(each.get("settings", ()) for each in said)):
+        values = [each.get("settings", {}).get(name) for each in said]
+        if _differs(values, read_by):
+            found.append(_difference(PACKAGE, name, values, groups, f"set {name} the same everywhere, or nowhere"))
+    return found
 
 
 def _of_switches(decided: Collection[str], groups: Sequence[Group]) -> list[Difference]:

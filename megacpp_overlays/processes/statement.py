@@ -1,8 +1,9 @@
 """What one process says of itself, as plain data: two processes run the same code when they say the same.
 
 An audit says what became of each overlay. A statement also says what a target that waits *will* be, read from its
-file without importing it, and which files of ours decide, because a checkout keeps its version while it is edited. It
-leaves out what honest processes differ in: hosts, paths, times, log forms, aliases that were found and rebound.
+file without importing it, and which files of ours decide, because a checkout keeps its version while it is edited, and
+every setting that changes what a run computes. It leaves out what honest processes differ in: hosts, paths, times, log
+forms, aliases that were found and rebound; `variables` says of each setting how it is compared, or why it is not.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def of(audit: Audit, settings: Settings, tree: SourceTree) -> Statement:
         "mode": audit.mode,
         "python": platform.python_version(),
         "versions": {name: version(name) for name in BESIDE_TARGETS},
+        "settings": dict(settings.of_kernels),
         "off": sorted(settings.disabled | _not_asked_for(audit, settings)),
         # A gate changes nothing in a process, and what it says may depend on the GPUs of the host.
         "decisions": [

@@ -403,7 +403,7 @@ for mode in (torch.no_grad, torch.inference_mode):
 
 
 def test_importing_chooses_no_memory_for_the_process(releases: Releases, run_python: Callable[..., Any]) -> None:
-    """A script may set the variables after its imports; `auto` must look at the device that trains."""
+    """`auto` must look at the device that trains."""
     code = f"""{CALL}
 from megacpp_overlays.kernels.linear_cross_entropy import memory
 print(memory._chosen, memory._room_was_found)

@@ -280,9 +280,12 @@ def test_the_path_begins_with_the_startup_folder_once_and_keeps_the_rest(before:
 def test_the_variables_carry_every_setting_of_ours_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setenv("MEGACPP_OVERLAYS", "observe")
+    monkeypatch.setenv("MEGACPP_LINEAR_CE_LOGITS", "keep")
+    monkeypatch.setenv("MEGACPP_REQUIRE_BROWSER", "1")
 
     assert megacpp_overlays.child_environment() == {
         "MEGACPP_OVERLAYS": "observe",
+        "MEGACPP_LINEAR_CE_LOGITS": "keep",
         "MEGACPP_OVERLAYS_CHILDREN": this_environment(),
         "PYTHONPATH": children.STARTUP,
     }

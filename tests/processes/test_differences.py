@@ -22,6 +22,7 @@ from megacpp_overlays.model import Replacement
 from megacpp_overlays.processes import differences, statement
 from megacpp_overlays.processes.differences import Difference, Group
 from megacpp_overlays.source.trees import InstalledTree
+from megacpp_overlays.variables import LINEAR_CE_LOGITS, SETTINGS, Setting
 
 
 def say(lane: Lane) -> statement.Statement:
@@ -55,12 +56,14 @@ def stated(*decisions: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "mode": "auto",
         "python": "3.12.1",
         "versions": {"torch": "2.11.0", "triton": "3.6.0"},
+        "settings": {LOGITS: "recompute"},
         "off": [],
         "decisions": list(decisions or [decided()]),
         **changes,
     }
 
 
+LOGITS = LINEAR_CE_LOGITS.name
 ARMED = {"decision": "armed", "verdict": "-", "shape": None, "seams": [], "reason": "waits for the import"}
 
 
@@ -187,6 +190,25 @@ def test_the_words_of_a_reason_do_not_count() -> None:
     assert statement.digest(stated(decided(reason="x"))) == statement.digest(stated(decided(reason="y")))
 
 
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_a_setting_that_is_compared_is_in_the_statement(
+    lane: Callable[..., Lane], upstream: Upstream, setting: Setting
+) -> None:
+    made = lane(upstream.overlay())
+    made.arm()
+
+    told = say(made)
+
+    assert (setting.name in told["settings"]) is (setting.compared_in == "settings")
+    assert not setting.compared_in or setting.compared_in in told
+
+
+def test_a_setting_of_a_kernel_changes_the_digest(lane: Callable[..., Lane], upstream: Upstream) -> None:
+    usual, other = lane(upstream.overlay()), lane(upstream.overlay(), of_kernels={LOGITS: "keep"})
+
+    assert statement.digest(say(usual)) != statement.digest(say(other))
+
+
 # Differences.
 
 
@@ -242,6 +264,23 @@ def test_a_switch_is_told_by_its_variable() -> None:
 
     assert (difference.field, difference.values) == ("switch", (("auto", (0, 1)), ("off", (2,))))
     assert "MEGACPP_OVERLAY_SCALE_PAD" in difference.advice
+
+
+def test_a_setting_of_a_kernel_is_told_by_its_variable() -> None:
+    keeps = stated(settings={LOGITS: "keep"})
+
+    (difference,) = differences.find([Group(stated(), (0, 1)), Group(keeps, (2,))])
+
+    assert (difference.subject, difference.field) == ("megacpp_overlays", LOGITS)
+    assert difference.values == (("recompute", (0, 1)), ("keep", (2,)))
+    assert difference.advice == f"set {LOGITS} the same everywhere, or nowhere"
+
+
+@pytest.mark.parametrize("changes", [{"version": "0.2.0"}, {"package_sha256": "e" * 64}], ids=["version", "files"])
+def test_another_package_explains_that_it_knows_other_settings(changes: dict[str, str]) -> None:
+    told = found(stated(), stated(settings={LOGITS: "recompute", "MEGACPP_LINEAR_CE_NEW": "1"}, **changes))
+
+    assert [field for _, field, _ in told] == list(changes)
 
 
 def test_an_overlay_that_only_one_process_has_is_told_as_such() -> None:
@@ -315,6 +354,7 @@ def test_statements_with_unequal_digests_never_go_without_a_difference(data: st.
             "mode": st.sampled_from(["auto", "off"]),
             "python": st.sampled_from(["3.12.1", "3.11.9"]),
             "versions": st.sampled_from([{"torch": "2.11.0"}, {"torch": "2.10.0"}, {}]),
+            "settings": st.sampled_from([{LOGITS: "recompute"}, {LOGITS: "keep"}, {}]),
             "off": st.sampled_from([[], ["scale-pad"]]),
             "decisions": st.lists(decisions.map(lambda changes: decided(**changes)), max_size=1),
         },

@@ -1,10 +1,8 @@
 """How much memory the fused linear cross entropy may take, and what it does with it.
 
-Three variables, read once by a process, so that every step of a run computes in the same way:
-
-    MEGACPP_LINEAR_CE_MEMORY_MIB    256 (default), or another number of MiB: extra memory of a backward pass
-    MEGACPP_LINEAR_CE_LOGITS        recompute (default) | keep | auto
-    MEGACPP_LINEAR_CE_MASKED        auto (default) | compute | skip
+Three variables, `LINEAR_CE_*` in `megacpp_overlays.variables`: extra memory of a backward pass, what becomes of the logits
+between the passes, and what becomes of tokens without a gradient. They are read and checked when the package is imported,
+so that every step of a run computes in the same way, and ranks compare them.
 
 `recompute` forms the logits a second time in the backward pass; all but the last block, which stays from the forward
 pass, within that memory. `keep` holds all of them, in the dtype of the hidden states: three products instead of four,
@@ -41,12 +39,10 @@ from typing import TypeVar
 
 import torch
 
+from megacpp_overlays.variables import LINEAR_CE_LOGITS, LINEAR_CE_MASKED, LINEAR_CE_MEMORY_MIB, OF_KERNELS, chosen
+
 logger = logging.getLogger("megacpp_overlays")
 
-MEMORY_MIB = "MEGACPP_LINEAR_CE_MEMORY_MIB"
-LOGITS = "MEGACPP_LINEAR_CE_LOGITS"
-MASKED = "MEGACPP_LINEAR_CE_MASKED"
-_DEFAULT_MIB = 256
 _MIB = 1 << 20
 _SPARSE = 0.75
 """The largest share of tokens with a gradient at which `auto` skips the others."""
@@ -101,7 +97,7 @@ class Memory:
         ValueError: the number is not positive, or the name is unknown.
     """
 
-    extra_mib: int = _DEFAULT_MIB
+    extra_mib: int = int(LINEAR_CE_MEMORY_MIB.default)
     logits: Logits | str = Logits.RECOMPUTE
     block_classes: int = 0
     masked: Masked | str = Masked.AUTO
@@ -189,31 +185,28 @@ _chosen: Memory | None = None
 
 
 def process_wide() -> Memory:
-    """Return the choice of the environment, which is read at the first call.
-
-    Raises:
-        ValueError: a variable holds what it cannot mean.
-    """
+    """Return the choice that the environment made when this package was imported, the same at every call."""
     global _chosen
     if _chosen is None:
-        _chosen = from_environment()
+        _warn_of_later_changes()
+        _chosen = Memory(
+            extra_mib=int(chosen(LINEAR_CE_MEMORY_MIB)),
+            logits=chosen(LINEAR_CE_LOGITS),
+            masked=chosen(LINEAR_CE_MASKED),
+        )
     return _chosen
 
 
-def from_environment() -> Memory:
-    """Return the choice of the environment as it is now.
-
-    Raises:
-        ValueError: a variable holds what it cannot mean.
-    """
-    number = os.environ.get(MEMORY_MIB) or str(_DEFAULT_MIB)
-    if not number.isdecimal() or int(number) < 1:
-        raise ValueError(f"{MEMORY_MIB} is {number!r}; it is a whole number of MiB, 1 or more")
-    return Memory(
-        extra_mib=int(number),
-        logits=_one_of(Logits, os.environ.get(LOGITS) or Logits.RECOMPUTE, LOGITS),
-        masked=_one_of(Masked, os.environ.get(MASKED) or Masked.AUTO, MASKED),
-    )
+def _warn_of_later_changes() -> None:
+    for setting in OF_KERNELS:
+        now = os.environ.get(setting.name, "").strip() or setting.default
+        if now.lower() != chosen(setting):
+            logger.warning(
+                "%s is %s now and was %s when megacpp_overlays was imported, which is what counts: set it before",
+                setting.name,
+                now,
+                chosen(setting),
+            )
 
 
 def padded(classes: int) -> int:

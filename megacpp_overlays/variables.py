@@ -1,0 +1,271 @@
+"""Registry of the environment variables that a user sets: names, values, defaults, meanings.
+
+`loader.settings` reads all of them at the import of this package and refuses what is not here, so a typo never leaves a
+fix on that somebody wanted off. Kernels, which lie below the loader, are handed what it found: see `chosen`.
+
+Not in the registry, because no run of a user reads them and none of them is refused: `MEGACPP_RELEASES_CACHE` (where
+`megacpp-overlays matrix` keeps archives), and `MEGACPP_BROWSER`, `MEGACPP_REQUIRE_BROWSER` and `MEGACPP_MIMO_JSON`, which
+are for tests of this project.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+from megacpp_overlays.errors import SettingsError
+
+PREFIXES = ("MEGACPP_OVERLAY", "MEGACPP_LINEAR_CE")
+"""What names of variables begin with that belong to this package. An unknown one of them is an error."""
+
+_YES = frozenset({"1", "true", "yes", "on", "enable", "enabled"})
+_NO = frozenset({"0", "false", "no", "off", "none", "disable", "disabled"})
+_MOST_SUGGESTED = 4
+_LONGEST_NUMBER = 9
+
+
+class Setting(NamedTuple):
+    """One environment variable."""
+
+    name: str
+    meaning: str
+    """One or two sentences."""
+    default: str = ""
+    """What counts where the variable is unset or empty; empty if that is nothing."""
+    values: tuple[str, ...] = ()
+    """The words that it may hold, in any case."""
+    form: str = ""
+    """What else it may hold: `an absolute path`."""
+    fits: Callable[[str], bool] = lambda _: False
+    """Whether a text that is none of the words has that form."""
+    meant: Callable[[str], str] = lambda _: ""
+    """The value that a refused text, in lower case, most likely stands for; empty where there is no telling."""
+    advice: str = ""
+    """How an error about `{text}` ends: what to do, where the form alone does not tell."""
+    compared_in: str = ""
+    """The key of a rank's statement that holds it; empty where ranks may differ in it."""
+    ranks: str = ""
+    """How ranks compare it, or why they may differ in it."""
+
+    def read(self, env: Mapping[str, str], name: str = "") -> str:
+        """Return the checked value of an environment: a word in lower case, or a text of the right form.
+
+        Args:
+            env: usually `os.environ`.
+            name: of the variable, where this setting stands for a family of them.
+
+        Raises:
+            SettingsError: the value is neither.
+        """
+        name = name or self.name
+        text = env.get(name, "").strip()
+        if not text:
+            return self.default
+        if text.lower() in self.values:
+            return text.lower()
+        if self.fits(text):
+            return text
+        raise SettingsError(f"{name}={text} is {self._refusal(text)}")
+
+    def _refusal(self, text: str) -> str:
+        meant = self.meant(text.lower())
+        advice = self.advice.format(text=text)
+        if self.values:
+            also = f", or {self.form}" if self.form else ""
+            return f"not known; {nearest(text.lower(), self.values, meant)}{also}{advice}"
+        guess = f"; did you mean {meant}?" if meant else ""
+        return f"not {self.form}{guess}{advice}"
+
+
+def _yes_or_no(yes: str, no: str) -> Callable[[str], str]:
+    return lambda text: yes if text in _YES else no if text in _NO else ""
+
+
+def _is_amount(text: str) -> bool:
+    # One spelling of each number: ranks compare what they were given.
+    return text.isdecimal() and text.isascii() and len(text) <= _LONGEST_NUMBER and not text.startswith("0")
+
+
+def _in_mib(text: str) -> str:
+    """Return `2GiB` as `2048`."""
+    number = text.rstrip("gmib ")
+    factor = 1024 if "g" in text[len(number) :] else 1
+    number = number.lstrip("0")
+    return str(int(number) * factor) if _is_amount(number) else ""
+
+
+def _names_environment(text: str) -> bool:
+    return os.path.isabs(text.partition(":")[2])
+
+
+MODE = Setting(
+    "MEGACPP_OVERLAYS",
+    "The mode of the whole package. `auto` repairs what is broken, `off` installs nothing, `observe` probes and reports "
+    "but installs nothing, and `strict` is `auto` with an error where an overlay ends in conflict.",
+    default="auto",
+    values=("auto", "off", "observe", "strict"),
+    meant=_yes_or_no("auto", "off"),
+    compared_in="mode",
+    ranks="Compared.",
+)
+SWITCH = Setting(
+    "MEGACPP_OVERLAY_<ID>",
+    "The switch of one overlay or gate: its id in capitals, with `_` for `-`. `off` leaves it out; `on` is for overlays "
+    "that are off by default, and means `auto` for all others.",
+    default="auto",
+    values=("auto", "off", "on"),
+    meant=_yes_or_no("on", "off"),
+    compared_in="off",
+    ranks="Compared: which overlays are off, however that was said.",
+)
+DISABLE = Setting(
+    "MEGACPP_OVERLAYS_DISABLE",
+    "Overlays and gates that are off; the same as `off` for the switch of each.",
+    form="ids with commas between them",
+    fits=lambda _: True,
+    compared_in="off",
+    ranks="Compared: which overlays are off, however that was said.",
+)
+PLUGINS = Setting(
+    "MEGACPP_OVERLAYS_PLUGINS",
+    "Entry points of the group `megacpp_overlays.overlays` whose overlays are loaded. None is loaded without being named.",
+    form="names with commas between them",
+    fits=lambda _: True,
+    compared_in="decisions",
+    ranks="Compared by what they bring: every overlay and the files that declare it.",
+)
+LOG = Setting(
+    "MEGACPP_OVERLAYS_LOG",
+    "Where decisions are told: as lines on stderr, through the logger `megacpp_overlays`, as JSON on stderr, or as JSON "
+    "in a file.",
+    default="stderr",
+    values=("stderr", "logging", "json"),
+    form="a path with a slash in it",
+    advice=" (./{text})",
+    fits=lambda text: "/" in text,  # a bare word is never a path, so a misspelt form cannot become a file
+    meant=_yes_or_no("stderr", "logging"),
+    ranks="Not compared: a rank may tell its decisions in its own way, and computes the same.",
+)
+RECEIPTS = Setting(
+    "MEGACPP_OVERLAYS_RECEIPTS",
+    "The folder in which this process and its children leave what they decided, for a parent that demands it.",
+    form="an absolute path",
+    fits=os.path.isabs,
+    advice=", and children may start in any folder",
+    ranks="Not compared: ranks of several hosts may leave receipts in different places, and compute the same.",
+)
+CHILDREN = Setting(
+    "MEGACPP_OVERLAYS_CHILDREN",
+    "The environment whose Python processes arm at start-up. `reach_children` and `megacpp-overlays run` set it; nobody "
+    "sets it by hand.",
+    form="the name of an environment",
+    fits=_names_environment,
+    advice="; unset it, and start the launcher with `python -m megacpp_overlays run`, or call "
+    "megacpp_overlays.reach_children() in it",
+    ranks="Not compared: it says how a process was armed, and not what it runs.",
+)
+LINEAR_CE_MEMORY_MIB = Setting(
+    "MEGACPP_LINEAR_CE_MEMORY_MIB",
+    "Extra memory in MiB that the backward pass of the fused linear cross entropy may take.",
+    default="256",
+    form="a whole number of MiB, 1 or more",
+    fits=_is_amount,
+    meant=_in_mib,
+    compared_in="settings",
+    ranks="Compared: it decides in which blocks sums are formed.",
+)
+LINEAR_CE_LOGITS = Setting(
+    "MEGACPP_LINEAR_CE_LOGITS",
+    "What becomes of the logits of the fused linear cross entropy until the backward pass. `recompute` forms them a second "
+    "time, `keep` holds them, and `auto` holds them if there is room for them twice at the first call.",
+    default="recompute",
+    values=("recompute", "keep", "auto"),
+    meant=_yes_or_no("keep", "recompute"),
+    compared_in="settings",
+    ranks="Compared: it decides which products are formed, and how much memory a rank takes.",
+)
+LINEAR_CE_MASKED = Setting(
+    "MEGACPP_LINEAR_CE_MASKED",
+    "What becomes of tokens without a gradient in the backward pass of the fused linear cross entropy. `compute` treats them "
+    "like all others, `skip` leaves them out, and `auto` skips them if at most three quarters of the tokens of the first "
+    "backward pass have a gradient.",
+    default="auto",
+    values=("auto", "compute", "skip"),
+    meant=_yes_or_no("skip", "compute"),
+    compared_in="settings",
+    ranks="Compared: it decides over which tokens sums are formed.",
+)
+
+SETTINGS = (
+    MODE,
+    SWITCH,
+    DISABLE,
+    PLUGINS,
+    LOG,
+    RECEIPTS,
+    CHILDREN,
+    LINEAR_CE_MEMORY_MIB,
+    LINEAR_CE_LOGITS,
+    LINEAR_CE_MASKED,
+)
+"""Every setting; `SWITCH` stands for one variable of each overlay and gate."""
+
+OF_KERNELS = tuple(setting for setting in SETTINGS if setting.compared_in == "settings")
+"""Settings that kernels read and that no decision of an overlay shows."""
+
+
+def defaults_of_kernels() -> dict[str, str]:
+    """Return the settings of kernels where nothing is set."""
+    return {setting.name: setting.default for setting in OF_KERNELS}
+
+
+def is_ours(name: str) -> bool:
+    """Return whether a variable of this name belongs to this package."""
+    return name.startswith(PREFIXES)
+
+
+def nearest(word: str, known: Collection[str], meant: str = "") -> str:
+    """Return `did you mean scale-pad? known: ...` for a word that is not known.
+
+    Words that begin with it come before words that contain it, and those before words that are spelt alike.
+
+    Args:
+        word: what was given.
+        known: what there is.
+        meant: what it stands for, where that is known.
+    """
+    from difflib import get_close_matches  # noqa: PLC0415 - only on the way to an error
+
+    choices = sorted(known)
+    # What all have in common tells nothing about which of them is near.
+    alike = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(word, *choices, strict=False))
+    common = sum(1 for _ in alike)
+    tail = word[common:]
+    close = [meant] if meant else [choice for choice in choices if choice.startswith(word)]
+    close = close or [choice for choice in choices if tail and tail in choice]
+    for length in (None, len(word)):  # spelt like a whole name, or else like the beginning of one
+        tails = {choice[common:length]: choice for choice in choices}
+        close = close or [tails[each] for each in get_close_matches(tail, tails, n=1)]
+    if len(close) > _MOST_SUGGESTED:
+        close = [min(close, key=len)]
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    return f"{hint}known: {', '.join(choices) or 'none'}"
+
+
+_of_this_process: dict[str, str] = {}
+
+
+def hand_down(values: Mapping[str, str]) -> None:
+    """Leave the checked settings of this process for kernels, which cannot ask the loader.
+
+    Args:
+        values: by the name of their variables.
+    """
+    _of_this_process.update(values)
+
+
+def chosen(setting: Setting) -> str:
+    """Return a setting of this process as it was when this package was imported, or its default."""
+    return _of_this_process.get(setting.name, setting.default)
