@@ -3,7 +3,7 @@
     OverlayError
     +-- SettingsError     a name or value in the environment is not known      (also a ValueError)
     +-- RegistryError     a declaration is incomplete or collides with another
-    +-- SourceError       the source of a module cannot be read
+    +-- SourceError       the source of a module cannot be read, or a probe does not know what it says
     +-- SeamError         an attribute cannot be replaced or put back
     +-- ActivationError   `strict` is on and an overlay ended in conflict
     +-- RanksError        ranks do not run the same code, or one of them did not say so in time
@@ -32,7 +32,17 @@ class RegistryError(OverlayError):
 
 
 class SourceError(OverlayError):
-    """Raised when a module is present but its source text cannot be read or parsed."""
+    """Raised when a module is present but its source text cannot be read or parsed, or says what no probe knows.
+
+    Attributes:
+        file: the file that it is about, where the message does not name it.
+        line: the line in it.
+    """
+
+    def __init__(self, text: str, *, file: str | None = None, line: int | None = None) -> None:
+        super().__init__(text)
+        self.file = file
+        self.line = line
 
 
 class SeamError(OverlayError):

@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
+from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.loader.retired import Retired, read
 from megacpp_overlays.model import Gate, Overlay, Verdict
 from megacpp_overlays.source.trees import SourceTree
@@ -45,11 +46,12 @@ def due(overlays: Sequence[Overlay], tree: SourceTree) -> list[Overlay]:
 
     An overlay in parts is due when a part of it is, and no other part still finds something to do.
     """
+    nothing_to_do = {Verdict.FIXED, Verdict.ABSENT}
     return [
         parts[0]
         for parts in _by_id(overlays)
-        if any(part.retired(tree) for part in parts)
-        and all(part.retired(tree) or part.probe(tree).verdict is Verdict.ABSENT for part in parts)
+        if all(examine(part, tree).verdict in nothing_to_do for part in parts)
+        and any(part.retired(tree) for part in parts)
     ]
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megacpp_overlays.errors import SourceError, UpkeepError
-from megacpp_overlays.model import Evidence, Finding, Gate, Overlay, Target, Verdict
+from megacpp_overlays.loader.probing import unreadable
+from megacpp_overlays.model import Evidence, Gate, Overlay, Target, Verdict
 from megacpp_overlays.repro import judge
 from megacpp_overlays.source.file_trees import ArchiveTree, FileTree
 from megacpp_overlays.source.trees import Remembered
@@ -190,8 +191,7 @@ def probe(overlays: Sequence[Overlay], tree: FileTree) -> dict[str, Cell]:
             except UpkeepError:  # the tree cannot be read, which is nothing that a probe could have seen
                 raise
             except Exception as error:  # noqa: BLE001 - one probe that fails must not hide what the others see
-                seen = Evidence(seen=f"the probe fails: {type(error).__name__}: {error}")
-                finding = Finding(verdict=Verdict.UNRECOGNISED, shape=None, evidence=(seen,))
+                finding = unreadable(error)
             part = Part(
                 module=overlay.target.module,
                 verdict=finding.verdict,

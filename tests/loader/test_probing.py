@@ -1,0 +1,30 @@
+"""A probe that raises has recognised nothing, and says what it tripped over."""
+
+from __future__ import annotations
+
+import pytest
+from made_up import Upstream
+
+from megacpp_overlays.errors import SourceError
+from megacpp_overlays.loader.probing import examine
+from megacpp_overlays.model import Evidence, Finding, Verdict
+from megacpp_overlays.source.trees import InstalledTree, SourceTree
+
+
+@pytest.mark.parametrize(
+    ("error", "evidence"),
+    [
+        (SourceError("layers.py:3: cannot be parsed"), Evidence("layers.py:3: cannot be parsed")),
+        (SourceError("is no plain class", file="layers.py", line=3), Evidence("is no plain class", "layers.py", 3)),
+        (RecursionError("too deep"), Evidence("the probe could not read it: RecursionError: too deep")),
+    ],
+    ids=["source", "place in source", "anything else"],
+)
+def test_what_a_probe_raises_is_evidence(upstream: Upstream, error: Exception, evidence: Evidence) -> None:
+    def trip(_: SourceTree) -> Finding:
+        raise error
+
+    finding = examine(upstream.overlay(probe=trip), InstalledTree())
+
+    assert (finding.verdict, finding.shape) == (Verdict.UNRECOGNISED, None)
+    assert finding.evidence == (evidence,)
