@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from made_up import BROKEN_TEXT, Upstream
+from places import HANG_S, WHEELS
 from trees import STAND_INS
 
 from megacpp_overlays.errors import SeamError
@@ -31,12 +32,6 @@ settings.register_profile(
     derandomize="CI" in os.environ,
 )
 settings.load_profile("any host")
-
-ROOT = Path(__file__).resolve().parent.parent
-SUPPORT = ROOT / "tests" / "support"
-"""Helpers, which processes of their own find on their path."""
-WHEELS = ROOT / ".cache" / "wheels"
-"""Wheels of every supported release, fetched by `make wheels` with their hashes checked."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -112,7 +107,7 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(code: str, *folders: Path, check: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, **variables}
         env["PYTHONPATH"] = os.pathsep.join([*map(str, folders), *filter(None, [env.get("PYTHONPATH")])])
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=HANG_S)
         assert not check or done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from places import HANG_S, ROOT
 
 SCRIPT = ROOT / "benchmarks/linear_cross_entropy_ranks.py"
 SKIPPED, SEQUENCE = ", masked tokens skipped", ", sequence parallel"
@@ -25,7 +25,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], P
     page = folder / "page.md"
     options = ["--device", "cpu", "--quick", "--rounds", "1", "--sizes", "2", "3", "--dtype", "float32"]
     command = [sys.executable, str(SCRIPT), *options, "--json", str(folder / "found.json"), "--write", str(page)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "found.json").read_text()), page
 
@@ -79,7 +79,7 @@ def test_the_page_is_made_again_from_the_numbers_without_torch(
     again = tmp_path / "again.md"
     script = ROOT / "benchmarks/linear_cross_entropy_ranks_page.py"
     command = [sys.executable, "-S", str(script), str(written[1].with_name("found.json")), "--write", str(again)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=HANG_S)
 
     assert again.read_text() == written[1].read_text()
     for way in WAYS:
@@ -90,7 +90,7 @@ def test_a_launch_that_fails_is_a_problem_with_its_output(tmp_path: Path) -> Non
     kept = tmp_path / "found.json"
     options = ["--device", "cpu", "--quick", "--sizes", "2", "--limit", "0.5", "--json", str(kept)]
     command = [sys.executable, str(SCRIPT), *options]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=HANG_S)
 
     assert done.returncode == 1
     (problem,) = json.loads(kept.read_text())["problems"]

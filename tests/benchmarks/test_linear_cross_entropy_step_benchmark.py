@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from places import HANG_S, ROOT
 
 pytestmark = pytest.mark.upstream
 
@@ -28,7 +28,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], P
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     variables = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"}
     done = subprocess.run(
-        [*command, "--write", str(page)], env=variables, capture_output=True, text=True, check=False, timeout=300
+        [*command, "--write", str(page)], env=variables, capture_output=True, text=True, check=False, timeout=HANG_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "found.json").read_text()), page
@@ -64,7 +64,7 @@ def test_the_page_is_made_again_from_the_numbers_without_torch(
     again = tmp_path / "again.md"
     script = ROOT / "benchmarks/linear_cross_entropy_step_page.py"
     command = [sys.executable, "-S", str(script), str(written[1].with_name("found.json")), "--write", str(again)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=HANG_S)
 
     assert again.read_text() == written[1].read_text()
     rows = [line for line in again.read_text().splitlines() if line.startswith("| kernel, keep |")]

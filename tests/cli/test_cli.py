@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
+from places import ROOT
 
 from megacpp_overlays import cli
 from megacpp_overlays.loader import session as lanes

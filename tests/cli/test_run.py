@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from launchers import environment, launch, write
 from made_up import Upstream
+from places import HANG_S, ROOT
 
 from megacpp_overlays import cli
 from megacpp_overlays.cli import run
@@ -218,7 +218,7 @@ def test_signals_reach_the_launcher_which_has_the_process_that_was_started(
             assert process.stdout is not None
             assert int(process.stdout.readline()) == process.pid
             process.send_signal(number)
-            codes.append(process.wait(30))
+            codes.append(process.wait(HANG_S))
 
     expected = 42 if handled and number is signal.SIGTERM else -number
     assert codes == [expected, expected]

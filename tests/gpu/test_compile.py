@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from made_up import Upstream
-from test_dynamo import TEXT, measured_on, overlay_at
+from traced_seams import TEXT, measured_on, overlay_at
 
 from megacpp_overlays.loader.session import Lane
 from megacpp_overlays.runtime import dynamo

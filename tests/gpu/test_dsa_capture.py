@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import SUPPORT
+from places import HANG_S, SUPPORT
 from trees import STAND_INS
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +38,7 @@ def run_case(case: str, tree: Path | None, folder: Path, **variables: str) -> su
         **variables,
     }
     command = [sys.executable, "-W", "ignore", __file__, case]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=HANG_S, check=False)
 
 
 BOTH = pytest.mark.parametrize("stand_in", [SPRING, JUNE], ids=["spring", "june"])

@@ -20,9 +20,9 @@ from typing import Any
 import indexer_steps
 import pytest
 import torch
-from conftest import ROOT, SUPPORT
 from index_scores_grid import GRID, LARGEST, NAMES, by_hand, compute, error, four_axes, truths
 from indexer_steps import VARIANTS
+from places import HANG_S, ROOT, SUPPORT
 
 from megacpp_overlays.kernels.index_scores import function as index_scores
 from megacpp_overlays.kernels.index_scores import reference
@@ -79,7 +79,7 @@ def grid() -> dict[str, Any]:
             str(number),
             str(SHARES),
         ]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=HANG_S)
         assert done.returncode == 0, done.stdout + done.stderr
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return found
@@ -406,7 +406,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         sizes = ",".join(map(str, STEP))
         command = [sys.executable, "-W", "ignore", indexer_steps.__file__, DEVICE, sizes, str(folder / mode)]
         done = subprocess.run(
-            command, env={**env, "MEGACPP_OVERLAYS": mode}, capture_output=True, text=True, check=False, timeout=300
+            command, env={**env, "MEGACPP_OVERLAYS": mode}, capture_output=True, text=True, check=False, timeout=HANG_S
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return torch.load(folder / mode)

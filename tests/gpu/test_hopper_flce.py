@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from portable_entry_cases import CASES, LARGE, PARALLEL
-from test_portable_entry import KEEP, check, limits_of_kept, run_grid, run_ranks
+from portable_entry_runs import KEEP, check, limits_of_kept, run_grid, run_ranks
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import hopper_flce_dispatch as feature

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SUPPORT
+from places import HANG_S, SUPPORT
 
 from megacpp_overlays.feature_probes import hybrid_linear_ce as feature
 from megacpp_overlays.source.trees import DirectoryTree
@@ -52,7 +52,7 @@ def training(hybrid: Path) -> dict[str, Any]:
     path = os.pathsep.join([str(hybrid), str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "MEGACPP_OVERLAYS_LOG": "logging", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, str(TESTS / "hybrid_training.py")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
     found: dict[str, Any] = json.loads(done.stdout)
     if kept := os.environ.get("HYBRID_RESULTS"):

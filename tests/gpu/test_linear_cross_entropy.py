@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, SUPPORT
 from linear_cross_entropy_cases import IGNORED, Inputs, call, capture, draw, error, errors, found, leaves_of, truth
+from places import ROOT, SUPPORT
 from torch.nn import functional
 
 from megacpp_overlays.kernels.linear_cross_entropy import memory as linear_cross_entropy_memory

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from places import HANG_S, ROOT
 
 pytestmark = pytest.mark.gpu
 
@@ -40,7 +40,7 @@ def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     command = [sys.executable, str(script), *options, "--sections", "correctness", "options", "graphs"]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=400
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=HANG_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return {"size": size, "rounding": ROUNDING[dtype], **json.loads(kept.read_text())["sizes"][str(size)]}

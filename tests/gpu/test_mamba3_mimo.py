@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SUPPORT
+from places import HANG_S, SUPPORT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.upstream]
 
@@ -30,7 +30,7 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         pytest.skip("needs mamba-ssm, tilelang and einops")
     command = [sys.executable, "-W", "ignore", str(NUMBERS), *arguments]
     env = {**os.environ, "MEGACPP_OVERLAYS_LOG": "logging", **variables}
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=400, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=HANG_S, check=False)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from conftest import ROOT
+from places import HANG_S, ROOT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.upstream]
 
@@ -24,7 +24,7 @@ def test_a_claim_holds_on_this_gpu(pack: int, case: str, needs: str) -> None:
     command = [sys.executable, "-m", "megacpp_overlays", "repro", str(pack), "--case", case]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=600)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=HANG_S)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.findall(r"^([A-Z_]+): ", done.stdout, re.MULTILINE) == ["CLAIM_HOLDS"]

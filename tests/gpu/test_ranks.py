@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_ranks import Ranks, only, same_error
+from launched_ranks import Ranks, only, same_error
 
 pytestmark = pytest.mark.gpu
 

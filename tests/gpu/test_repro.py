@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from places import HANG_S, ROOT
 
 from megacpp_overlays.runtime import visible_gpus
 
@@ -30,7 +30,7 @@ def test_a_cuda_case_is_reproduced_and_its_overlay_validated() -> None:
     command = [sys.executable, "-m", "megacpp_overlays", "repro", "9", "--case", "gpu-float32"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=HANG_S)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.match(r"host: .*, \d+ x NVIDIA .*, compute capability \d+\.\d+, driver [\d.]+ \| ", done.stdout)

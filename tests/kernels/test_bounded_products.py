@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, SUPPORT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import HANG_S, ROOT, SUPPORT
 
 from megacpp_overlays.kernels.masked_products import products as bounded_products
 from megacpp_overlays.kernels.masked_products.products import Products
@@ -31,7 +31,7 @@ def child(script: str, **variables: str) -> Any:
     path = os.pathsep.join([str(tests), str(ROOT)])
     env = {**os.environ, "PYTHONPATH": path, "MEGACPP_OVERLAYS_LOG": "logging", **variables}
     command = [sys.executable, "-W", "ignore", str(tests / script)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 

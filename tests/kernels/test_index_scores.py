@@ -17,7 +17,6 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import SUPPORT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_scores_cases import (
@@ -33,6 +32,7 @@ from index_scores_cases import (
     spoil,
     whole,
 )
+from places import HANG_S, SUPPORT
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -550,7 +550,7 @@ def answers(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
     path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "MEGACPP_OVERLAYS_LOG": "logging", **environment}
     command = [sys.executable, "-W", "ignore", str(TESTS / script), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout)
     return found

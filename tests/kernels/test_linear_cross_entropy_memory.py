@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import HANG_S, ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacpp_overlays.kernels.linear_cross_entropy import memory as linear_cross_entropy_memory
@@ -363,7 +363,7 @@ def test_tokens_without_values_cannot_be_counted() -> None:
 
 
 def test_threads_of_several_devices_settle_one_thing_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, both = Memory(), threading.Barrier(2, timeout=30)
+    memory, both = Memory(), threading.Barrier(2, timeout=HANG_S)
     counted: list[int] = []
     is_sparse = linear_cross_entropy_memory._is_sparse
 

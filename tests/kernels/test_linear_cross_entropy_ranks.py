@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, SUPPORT
 from linear_cross_entropy_cases import call, draw, found, truth
 from linear_cross_entropy_rank_cases import CASES, LIMITS
+from places import HANG_S, ROOT, SUPPORT
 from torch import distributed
 
 TESTS = SUPPORT
@@ -38,7 +38,7 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     found_ = []
     try:
         for each in running:
-            out, err = each.communicate(timeout=300)
+            out, err = each.communicate(timeout=HANG_S)
             assert each.returncode == 0, err[-4000:]
             found_.append(json.loads(out))
     finally:

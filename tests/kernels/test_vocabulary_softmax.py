@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, SUPPORT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import HANG_S, ROOT, SUPPORT
 from vocabulary_softmax_cases import CASES, EXTRAS, TOKENS, Case, draw, run, truth
 
 from megacpp_overlays.kernels.vocabulary_softmax import in_torch as vocabulary_softmax_torch
@@ -38,7 +38,7 @@ def child(script: str, *arguments: str, **variables: str) -> Any:
     path = [str(tests), str(ROOT), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "MEGACPP_OVERLAYS_LOG": "logging"}
     command = [sys.executable, "-W", "ignore", str(tests / script), *arguments]
-    done = subprocess.run(command, env={**env, **variables}, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env={**env, **variables}, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 

@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import wrapt
 from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
+from places import HANG_S
 
 from megacpp_overlays.errors import ActivationError, SeamError
 from megacpp_overlays.loader.session import Lane
@@ -226,19 +227,19 @@ def test_an_undo_in_another_thread_waits_for_the_decision_that_is_being_taken(
 
     def slow(module: ModuleType) -> Observation:
         testing.set()
-        go_on.wait(30)
+        go_on.wait(HANG_S)
         return Observation(broken=module.double(1) != 2, seen="slow")
 
     current = lane(upstream.overlay(self_test=slow))
     current.arm()
     importer = threading.Thread(target=upstream.load)
     importer.start()
-    assert testing.wait(30)
+    assert testing.wait(HANG_S)
     undoer = threading.Thread(target=current.undo)
     undoer.start()
     go_on.set()
-    importer.join(30)
-    undoer.join(30)
+    importer.join(HANG_S)
+    undoer.join(HANG_S)
 
     assert upstream.load().double(1) == 3
     assert only(current).reason == "undone in this process"

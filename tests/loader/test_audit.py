@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
 from made_up import FIXED_TEXT, Upstream
+from places import ROOT
 
 from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.loader.session import Lane

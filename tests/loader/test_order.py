@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
+from places import HANG_S
 
 from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.loader.session import Lane
@@ -80,16 +81,16 @@ def test_armed_while_half_imported_by_another_thread(upstream: Upstream, lane: L
     reached, go_on = threading.Event(), threading.Event()
     threading.reached, threading.go_on = reached, go_on  # type: ignore[attr-defined]
     try:
-        upstream.write("import threading\nthreading.reached.set()\nthreading.go_on.wait(30)\n" + BROKEN_TEXT)
+        upstream.write("import threading\nthreading.reached.set()\nthreading.go_on.wait(3600)\n" + BROKEN_TEXT)
         importer = threading.Thread(target=upstream.load)
         importer.start()
-        assert reached.wait(30)
+        assert reached.wait(HANG_S)
         current = lane(upstream.overlay())
 
         current.arm()
         assert only(current.audit()).decision is Decision.ARMED
         go_on.set()
-        importer.join(30)
+        importer.join(HANG_S)
     finally:
         del threading.reached, threading.go_on  # type: ignore[attr-defined]
 
@@ -124,7 +125,7 @@ def test_from_many_threads_at_once(upstream: Upstream, lane: LaneMaker) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG_S)
 
     assert_active(current, upstream.load())
     current.undo()

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SUPPORT
 from dsa_source import (
     RELEASES,
     AttnMaskType,
@@ -31,6 +30,7 @@ from dsa_source import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import HANG_S, SUPPORT
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import dsa_capture_gates as feature
@@ -447,17 +447,17 @@ def test_a_rehearsal_ends_although_another_threads_begins_inside_it_and_ends_lat
     def first() -> None:
         with graph_capture.rehearsal():
             begun.set()
-            inside.wait(60)
+            inside.wait(HANG_S)
             seen["first"].append(graph_capture.capturing(CPU))
         seen["first"].append(graph_capture.capturing(CPU))
         ended.set()
 
     def second() -> None:
-        begun.wait(60)
+        begun.wait(HANG_S)
         seen["second"].append(graph_capture.capturing(CPU))
         with graph_capture.rehearsal():
             inside.set()
-            ended.wait(60)
+            ended.wait(HANG_S)
             seen["second"].append(graph_capture.capturing(CPU))
         seen["second"].append(graph_capture.capturing(CPU))
 
@@ -465,7 +465,7 @@ def test_a_rehearsal_ends_although_another_threads_begins_inside_it_and_ends_lat
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_S)
 
     assert seen == {"first": [True, False], "second": [False, True, False]}
     assert not graph_capture.capturing(CPU)
@@ -521,7 +521,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], 
     root = SUPPORT
     command = [sys.executable, "-W", "ignore", "-c", RANKS, str(folder), str(wheel("megatron-core", "0.19.2"))]
     env = {"PATH": "", "PYTHONPATH": f"{root}:{root.parent}", "MEGACPP_OVERLAYS": "off", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 

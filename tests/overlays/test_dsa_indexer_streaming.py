@@ -12,10 +12,23 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SUPPORT
-from dsa_indexer import ALONE, Largest, causal, indexer_of, inputs_of, installed, numbers, scores_of, shape_of, trained
+from dsa_indexer import (
+    ALONE,
+    LOSSES,
+    Largest,
+    causal,
+    indexer_of,
+    inputs_of,
+    installed,
+    numbers,
+    scores_of,
+    shape_of,
+    supported,
+    trained,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import SUPPORT
 
 from megacpp_overlays.feature_probes import dsa_indexer_streaming as feature
 from megacpp_overlays.kernels.index_scores import function as index_scores
@@ -90,11 +103,6 @@ def signature(function: Any) -> list[str]:
     import inspect
 
     return list(inspect.signature(function).parameters)
-
-
-def supported(module: ModuleType, **loss: Any) -> dict[str, Any]:
-    """Return the arguments that the loss of this version takes."""
-    return {name: value for name, value in loss.items() if name in signature(module.FusedDSAIndexerLoss.forward)}
 
 
 def assert_alike(found: list[Any], expected: list[Any], *, tolerance: float = 2e-6, typical: float = 0.0) -> None:
@@ -275,29 +283,6 @@ def test_the_sparse_loss_writes_its_mask_into_the_scores(upstream: ModuleType, p
 
 
 # The backward of the fused loss
-
-
-LOSSES: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "sparse": {"sparse_loss": True},
-    "three-axis mask": {"mask": causal(7, 9).expand(2, 7, 9)},
-    "packed": {
-        "mask": None,
-        "varlen_starts": torch.tensor([0, 0, 0, 3, 3, 3, 3]),
-        "varlen_ends": torch.tensor([1, 2, 3, 4, 5, 6, 9]),
-    },
-    "other key positions": {
-        "mask": None,
-        "varlen_starts": torch.zeros(7, dtype=torch.int64),
-        "varlen_ends": torch.arange(1, 8),
-        "key_positions": torch.arange(9).flip(0),
-    },
-    "padded rows": {"query_valid_rows": torch.tensor([True] * 5 + [False] * 2)},
-    "per token": {"calculate_per_token_loss": True},
-    "per token, sparse": {"calculate_per_token_loss": True, "sparse_loss": True},
-    "denominator of its own": {"non_compressed_lse": numbers(2, 3, 7, seed=9)},
-    "mask of its own": {"causal_mask_override": causal(7, 9).expand(2, 7, 9), "mask": causal(7, 9)},
-}
 
 
 @pytest.mark.usefixtures("with_loss")
@@ -486,8 +471,7 @@ torch.set_default_dtype(torch.float32)
 (record,) = [r for r in megacpp_overlays.audit().records if r.overlay.id == "dsa-indexer-streaming"]
 out = dict(decision=record.decision.value, reason=record.reason, seams=len(record.seams), unchanged=unchanged,
            cuda=torch.cuda.is_initialized(), interpreted=[n for n in sys.modules if n.endswith("index_scores_triton")])
-from dsa_indexer import inputs_of, trained
-from test_dsa_indexer_streaming import LOSSES, supported
+from dsa_indexer import LOSSES, inputs_of, supported, trained
 def all_cases():
     found = {{}}
     for name, loss in LOSSES.items():

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SUPPORT
+from places import HANG_S, SUPPORT
 
 import megacpp_overlays
 from megacpp_overlays.feature_probes.float16_mixer_parameters import MAMBA, UNMARKED
@@ -321,7 +321,7 @@ def checkpoints() -> dict[str, str]:
     """What became of A_log in each way through Megatron's dist_checkpointing: real files, on the CPU."""
     script = SUPPORT.joinpath("float16_mixer_checkpoints.py")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", script], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-W", "ignore", script], capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [line.partition(": ") for line in done.stdout.splitlines()]

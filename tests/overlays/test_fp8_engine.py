@@ -12,7 +12,7 @@ import os
 import subprocess
 
 import pytest
-from conftest import SUPPORT
+from places import HANG_S, SUPPORT
 
 pytestmark = pytest.mark.upstream
 
@@ -33,7 +33,7 @@ def report() -> dict[str, str]:
         pytest.skip(f"no {PYTHON.relative_to(HERE.parent)}: run `make te`")
     env = {**os.environ, "MEGACPP_OVERLAYS": "off", "PYTHONPATH": str(HERE.parent)}
     command = [str(PYTHON), "-W", "ignore", str(SCRIPT)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found

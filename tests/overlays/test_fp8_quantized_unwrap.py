@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SUPPORT
 from fp8_dispatch import AsFloat8, Kernel, TraceableKernel, inputs, kernel_in, kinds, part_of, quantized, seam_in
+from places import HANG_S, SUPPORT
 
 from megacpp_overlays import fp8_sparse_mla
 from megacpp_overlays.feature_probes import fp8_quantized_unwrap as feature
@@ -46,7 +46,7 @@ def test_on_a_tree(tree: Path) -> None:
         path = os.pathsep.join(map(str, (tree, HERE.parent, HERE)))
         env = {**os.environ, "PYTHONPATH": path, "MEGACPP_OVERLAYS": "off"}
         command = [sys.executable, "-W", "ignore", str(HERE / "fp8_dispatch.py"), name]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout.splitlines()[-1]) == {
             "plain": PLAIN,
@@ -405,7 +405,7 @@ def test_two_self_tests_at_once_leave_the_kernel_as_it_was(module: ModuleType) -
         try:
             first, second = (threading.Thread(target=RELEASE.self_test, args=(module,)) for _ in range(2))
             first.start()
-            assert inside.wait(30)
+            assert inside.wait(HANG_S)
             second.start()
             first.join()
             second.join()

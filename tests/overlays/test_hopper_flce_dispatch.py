@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SUPPORT
+from places import SUPPORT
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import hopper_flce_dispatch as feature

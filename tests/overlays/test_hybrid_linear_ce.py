@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SUPPORT
 from hybrid_linear_ce_cases import CASES, RANKED
+from places import HANG_S, SUPPORT
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import hybrid_linear_ce as feature
@@ -67,7 +67,7 @@ def start(tree: Path, **variables: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, error = process.communicate(timeout=600)
+    out, error = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, error
     found: dict[str, Any] = json.loads(out)
     return found

@@ -16,14 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SUPPORT
 from liger_cases import CASES
+from places import ROOT, SUPPORT
 
 from megacpp_overlays.feature_probes import liger_flce_none_backward as feature
 from megacpp_overlays.model import Observation
 from megacpp_overlays.overlays.liger_flce_none_backward import OVERLAY
 
-ROOT = Path(__file__).resolve().parents[2]
 GRID = SUPPORT.joinpath("liger_grid.py")
 
 Report = Callable[..., dict[str, Any]]

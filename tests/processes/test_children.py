@@ -12,11 +12,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from launchers import environment, launch, write
 from made_up import Upstream
+from places import ROOT
 
 import megacpp_overlays
 from megacpp_overlays.errors import ChildrenError, SettingsError
@@ -536,7 +536,7 @@ def child(method, work=wait, *arguments):
 def using(method):
     ready = multiprocessing.get_context(method).Event()
     process = child(method, use_and_wait, ready)
-    assert ready.wait(30)
+    assert ready.wait(3600)
     return process
 
 def refused(*arguments, **options):

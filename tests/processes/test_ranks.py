@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import socket
 import subprocess
@@ -17,8 +15,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import ROOT, SUPPORT
+from launched_ranks import TIMEOUT, Ranks, only, same_error
 from made_up import BROKEN_TEXT, Upstream
+from places import HANG_S, ROOT
 
 import megacpp_overlays
 from megacpp_overlays.errors import RanksError
@@ -26,71 +25,12 @@ from megacpp_overlays.processes import ranks
 
 pytest.importorskip("torch")
 
-LAUNCHER = SUPPORT.joinpath("ranks_launcher.py")
 LIGER = "liger-flce-none-backward"
-TIMEOUT = 60.0
-"""For ranks that are all expected. Eight processes that import torch at once on a busy host take their time."""
-
-
-class Ranks:
-    """A folder in which launches of ranks are planned and leave what they saw."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.made_up = Upstream("upstream_of_ranks", folder)
-        self.made_up.write(BROKEN_TEXT)
-        self.made_up.write(
-            "from made_up import Upstream\nOVERLAY = Upstream('upstream_of_ranks', None).overlay()\n", "plugin"
-        )
-        info = folder / "made_up_plugin-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up-plugin\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(
-            "[megacpp_overlays.overlays]\ndouble = upstream_of_ranks.plugin:OVERLAY\n"
-        )
-
-    def command(self, timeout: float, expected: int, **plan: Any) -> list[str]:
-        self.said = self.folder / "said"
-        self.said.mkdir()
-        plan = {"all": {}, "timeout": timeout, "expected": expected, **plan}
-        (self.folder / "plan.json").write_text(json.dumps(plan))
-        return [str(LAUNCHER), str(self.folder / "plan.json"), str(self.said)]
-
-    def environment(self, **variables: str) -> dict[str, str]:
-        given = os.environ.get("PYTHONPATH")
-        path = os.pathsep.join([*map(str, (self.folder, LAUNCHER.parent, ROOT)), *([given] if given else [])])
-        ours = {"PYTHONPATH": path, "MEGACPP_OVERLAYS_PLUGINS": "double", "MEGACPP_OVERLAYS_LOG": "logging"}
-        return {**os.environ, **ours, "OMP_NUM_THREADS": "1", **variables}
-
-    def torchrun(self, size: int, *, timeout: float = TIMEOUT, absent: int = 0, **plan: Any) -> list[Any]:
-        """Run all ranks under torchrun; return what each of them saw, by rank."""
-        agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-        command = [*agent, *self.command(timeout, size - absent, **plan)]
-        done = subprocess.run(command, env=self.environment(), capture_output=True, text=True, check=False, timeout=300)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return self.seen(size)
-
-    def seen(self, size: int) -> list[Any]:
-        files = [self.said / f"{rank}.json" for rank in range(size)]
-        return [json.loads(file.read_text()) if file.exists() else None for file in files]
 
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Ranks:
     return Ranks(tmp_path)
-
-
-def only(seen: list[Any]) -> list[Any]:
-    """Return the one call that each rank made."""
-    return [each[0] for each in seen]
-
-
-def same_error(found: list[Any]) -> Any:
-    """Return the error that every rank raised, which is one text and one table."""
-    assert {each["outcome"] for each in found} == {"RanksError"}, found
-    assert len({each["text"] for each in found}) == 1
-    assert all(each["differences"] == found[0]["differences"] for each in found)
-    return found[0]
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -178,18 +118,18 @@ def test_one_rank_that_imported_us_too_late_stops_both(launch: Ranks, tmp_path: 
 
 
 def test_a_rank_that_left_is_named_on_all_others(launch: Ranks) -> None:
-    seen = launch.torchrun(4, timeout=4, absent=1, **{"2": {"leaves": "exit"}})
+    seen = launch.torchrun(4, timeout=12, absent=1, **{"2": {"leaves": "exit"}})
 
     assert seen.pop(2) is None
     error = same_error(only(seen))
     assert error["missing"] == [2]
-    assert error["text"].startswith("rank 2 of 4 did not arrive within 4 s; the other 3 run the same code\n")
+    assert error["text"].startswith("rank 2 of 4 did not arrive within 12 s; the other 3 run the same code\n")
     assert "rank 2: see the log there. It never called verify_ranks: it crashed" in error["text"]
     assert "does not import megacpp_overlays" in error["text"]
 
 
 def test_a_rank_that_calls_once_more_is_not_left_waiting(launch: Ranks) -> None:
-    first, second = launch.torchrun(2, timeout=4, **{"1": {"calls": 2}})
+    first, second = launch.torchrun(2, timeout=12, **{"1": {"calls": 2}})
 
     assert [each["outcome"] for each in first] == ["agreed"]
     assert [each["outcome"] for each in second] == ["agreed", "RanksError"]
@@ -237,7 +177,7 @@ def test_all_read_the_table_before_the_rank_that_keeps_the_store_is_gone(
     plan = {"1": {"environment": {"MEGACPP_OVERLAY_DOUBLE_FIX": "off"}}}
     # None of them is expected to leave word, so each process ends as soon as it has raised.
     for each in started(3, timeout=TIMEOUT, absent=3, **plan):
-        assert each.wait(120) == 0
+        assert each.wait(HANG_S) == 0
 
     assert same_error(only(launch.seen(3)))["differences"][0][1] == "switch"
 
@@ -245,8 +185,8 @@ def test_all_read_the_table_before_the_rank_that_keeps_the_store_is_gone(
 def test_a_rank_that_was_killed_is_named_on_all_others(
     launch: Ranks, started: Callable[..., list[subprocess.Popen[bytes]]]
 ) -> None:
-    running = started(3, timeout=4, absent=1, **{"1": {"leaves": "kill"}})
-    assert [running[0].wait(120), running[2].wait(120)] == [0, 0]
+    running = started(3, timeout=12, absent=1, **{"1": {"leaves": "kill"}})
+    assert [running[0].wait(HANG_S), running[2].wait(HANG_S)] == [0, 0]
 
     error = same_error([launch.seen(3)[0][0], launch.seen(3)[2][0]])
     assert error["missing"] == [1]
@@ -259,7 +199,7 @@ def test_a_rank_says_so_when_the_process_that_keeps_the_store(
     keeper = "kill" if how is signal.SIGKILL else "stop"
     running = started(2, timeout=2, absent=1, **{"0": {"leaves": keeper}, "1": {"delay": 1}})
 
-    assert running[1].wait(120) == 0
+    assert running[1].wait(HANG_S) == 0
     (seen,) = launch.seen(2)[1]
     assert seen["outcome"] == "RanksError"
     assert "the TCPStore at 127.0.0.1:" in seen["text"]
@@ -271,7 +211,7 @@ def test_a_store_in_a_file_does_as_well(
     launch: Ranks, started: Callable[..., list[subprocess.Popen[bytes]]], tmp_path: Path
 ) -> None:
     for each in started(2, timeout=TIMEOUT, init_method=f"file://{tmp_path}/store", all={"calls": 2}):
-        assert each.wait(120) == 0
+        assert each.wait(HANG_S) == 0
 
     assert [[each["outcome"] for each in calls] for calls in launch.seen(2)] == [["agreed", "agreed"]] * 2
 

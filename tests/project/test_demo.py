@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from places import HANG_S, ROOT
 
 pytestmark = pytest.mark.upstream
 
@@ -50,7 +50,7 @@ def run_demo(
         capture_output=True,
         text=True,
         check=False,
-        timeout=600,
+        timeout=HANG_S,
         cwd=folder,
     )
     assert path.exists(), f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -144,7 +144,7 @@ def test_an_odd_rank_stops_the_demo_before_step_1_and_one_table_says_why(tmp_pat
         capture_output=True,
         text=True,
         check=False,
-        timeout=600,
+        timeout=HANG_S,
         cwd=tmp_path,
     )
 

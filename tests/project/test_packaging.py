@@ -23,8 +23,8 @@ from pathlib import Path
 import pytest
 import tomllib
 from packaging.requirements import Requirement
+from places import HANG_S, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
 FOLDERS = PROJECT["tool"]["setuptools"]["package-dir"]
@@ -46,7 +46,7 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> str:
     """Run a command that must succeed, without anything that this test run has put into the environment."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COVERAGE", "PIP_"))}
     done = subprocess.run(
-        list(map(str, command)), cwd=cwd, env={**env, **variables}, capture_output=True, text=True, timeout=600
+        list(map(str, command)), cwd=cwd, env={**env, **variables}, capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == 0, f"{command} exits {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout

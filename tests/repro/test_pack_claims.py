@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pack_claims_sources as made
 import pytest
-from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
+from places import HANG_S, ROOT
 
 from megacpp_overlays.repro import TargetAbsent, inventory
 
@@ -249,7 +249,7 @@ def test_a_claim_holds_without_a_gpu(pack: int, case: str, needs: tuple[str, ...
     command = [sys.executable, "-m", "megacpp_overlays", "repro", str(pack), "--case", case]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=HANG_S)
 
     if done.returncode == 3:
         pytest.skip(done.stdout.splitlines()[-2])  # such as a numpy that the interpreter does not work with

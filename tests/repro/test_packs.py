@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from places import ROOT
 
 from megacpp_overlays.loader import registry, retired
 from megacpp_overlays.repro import inventory, manifest, pack_file, receipts

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import made_up_checkout
 import pytest
-from conftest import ROOT, SUPPORT
 from hypothesis import given
 from hypothesis import strategies as st
 from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
 from made_up_checkout import Checkout
+from places import HANG_S, ROOT, SUPPORT
 
 from megacpp_overlays import cli
 from megacpp_overlays.loader import registry, retired
@@ -721,7 +721,7 @@ def test_a_case_about_one_part_is_judged_by_that_part(made: Inventory) -> None:
 def command(made: Inventory, *arguments: str) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "megacpp_overlays", "repro", "--packs", str(made.packs), *arguments]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT)])}
-    return subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=HANG_S)
 
 
 def test_the_command_runs_one_case_and_exits_with_its_code(made: Inventory) -> None:
@@ -792,7 +792,7 @@ def test_a_run_that_is_asked_to_end_leaves_nothing(made: Inventory, tmp_path: Pa
         assert wait_until(lambda: written.exists() and bool(written.read_text()))
         child = Path("/proc") / written.read_text()
         process.send_signal(number)
-        process.communicate(timeout=30)
+        process.communicate(timeout=HANG_S)
 
     assert process.returncode == 128 + number
     assert wait_until(lambda: not child.exists())

@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import tilelang_mimo_algebra as algebra
 import tilelang_sources as generated
-from conftest import ROOT
+from places import HANG_S, ROOT
 
 from megacpp_overlays.repro import inventory
 
@@ -193,5 +193,5 @@ def repro(*arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=HANG_S,
     )

@@ -17,13 +17,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from conftest import ROOT, SUPPORT
 from made_up import BROKEN_TEXT, Upstream
+from places import HANG_S, ROOT, SUPPORT
+from traced_seams import TEXT, measured, overlay_at
 from trees import STAND_INS
 
 from megacpp_overlays.errors import SeamError
 from megacpp_overlays.loader.session import Lane
-from megacpp_overlays.model import Decision, Observation, Overlay, Replacement
+from megacpp_overlays.model import Decision, Observation
 from megacpp_overlays.runtime import dynamo as graphs
 
 torch = pytest.importorskip("torch")
@@ -32,63 +33,6 @@ dynamo = pytest.importorskip("torch._dynamo")
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
 
 LaneMaker = Callable[..., Lane]
-
-TEXT = (
-    BROKEN_TEXT
-    + """
-import torch
-
-
-def scaled(x):
-    return x * 2
-
-
-class Block:
-    def method(self, x):
-        return x * 2
-
-    @staticmethod
-    def static(x):
-        return x * 2
-
-    @classmethod
-    def of_class(cls, x):
-        return x * 2
-
-
-class Heir(Block):
-    pass
-
-
-class Module(torch.nn.Module):
-    def forward(self, x):
-        return x * 2
-
-
-class Plain(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
-
-
-class WithContext(torch.autograd.Function):
-    @staticmethod
-    def forward(x):
-        return x * 2
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
-"""
-)
 
 
 @dataclass(frozen=True)
@@ -122,32 +66,6 @@ def _calling(bound: Any) -> Callable[[Any], Any]:
     """Reach a method through its object each time, as training code does: a bound method would hold the original."""
     owner, name = getattr(bound, "__self__", bound), getattr(bound, "__name__", "__call__")
     return lambda x: getattr(owner, name)(x)
-
-
-def tenfold(original: Callable[..., Any], _: ModuleType) -> Callable[..., Any]:
-    def replacement(*given: Any) -> Any:
-        return original(*given) * 10
-
-    return replacement
-
-
-def overlay_at(upstream: Upstream, symbol: str, **changes: Any) -> Overlay:
-    replacements = {"off-by-one": (Replacement(symbol=symbol, make=tenfold),)}
-    works = Observation(broken=False, seen="tenfold")
-    return upstream.overlay(**{"replacements": replacements, "self_test": lambda _: works, **changes})
-
-
-def measured(step: Callable[[Any], Any]) -> tuple[float, float]:
-    """Return the value of a step at 1, and its derivative."""
-    return measured_on("cpu", step)
-
-
-def measured_on(device: str, step: Callable[[Any], Any]) -> tuple[float, float]:
-    """Return the same on a device."""
-    x = torch.ones(2, requires_grad=True, device=device)
-    y = step(x)
-    y.sum().backward()
-    return y[0].item(), x.grad[0].item()
 
 
 @pytest.fixture(autouse=True)
@@ -456,7 +374,7 @@ def test_another_thread_inside_of_torch_compile_is_left_its_graphs(
 
     def wait() -> None:
         reached.set()
-        assert go_on.wait(30)
+        assert go_on.wait(HANG_S)
 
     def backend(graph: Any, _: Any) -> Any:
         if inside == "the backend":
@@ -470,11 +388,11 @@ def test_another_thread_inside_of_torch_compile_is_left_its_graphs(
 
     thread = threading.Thread(target=lambda: results.append(torch.compile(step, backend=backend)(torch.ones(1)).item()))
     thread.start()
-    assert reached.wait(30)
+    assert reached.wait(HANG_S)
     with pytest.raises(SeamError, match=r"another thread is inside of torch\.compile"):
         current.undo()
     go_on.set()
-    thread.join(30)
+    thread.join(HANG_S)
 
     assert results == [20]
     assert current.audit().records[0].decision is Decision.ACTIVE
@@ -509,7 +427,7 @@ def test_other_threads_survive_that_graphs_come_and_go(traceable: Upstream, lane
             changed += 1
     stop.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG_S)
 
     assert wrong == []
     assert changed
@@ -522,7 +440,7 @@ import json, pathlib
 import {module} as upstream
 import torch
 from made_up import Upstream
-from test_dynamo import measured, overlay_at
+from traced_seams import measured, overlay_at
 from megacpp_overlays.loader.session import Lane
 from megacpp_overlays.loader.settings import Settings
 
@@ -641,7 +559,7 @@ def counts() -> dict[str, dict[str, Any]]:
         running[stand_in, mode] = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
     found: dict[str, dict[str, Any]] = {"off": {"active": set()}, "auto": {"active": set()}}
     for (_, mode), process in running.items():
-        out, _ = process.communicate(timeout=600)
+        out, _ = process.communicate(timeout=HANG_S)
         assert process.returncode == 0
         report = json.loads(out.splitlines()[-1])
         found[mode]["active"] |= set(report.pop("active"))

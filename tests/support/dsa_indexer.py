@@ -139,3 +139,33 @@ class Largest(TorchDispatchMode):
             if isinstance(each, torch.Tensor):
                 self.elements = max(self.elements, each.numel())
         return result
+
+
+def supported(module: ModuleType, **loss: Any) -> dict[str, Any]:
+    """Return the arguments that the loss of this version takes."""
+    return {
+        name: value for name, value in loss.items() if name in inspect.signature(module.FusedDSAIndexerLoss.forward)
+    }
+
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "sparse": {"sparse_loss": True},
+    "three-axis mask": {"mask": causal(7, 9).expand(2, 7, 9)},
+    "packed": {
+        "mask": None,
+        "varlen_starts": torch.tensor([0, 0, 0, 3, 3, 3, 3]),
+        "varlen_ends": torch.tensor([1, 2, 3, 4, 5, 6, 9]),
+    },
+    "other key positions": {
+        "mask": None,
+        "varlen_starts": torch.zeros(7, dtype=torch.int64),
+        "varlen_ends": torch.arange(1, 8),
+        "key_positions": torch.arange(9).flip(0),
+    },
+    "padded rows": {"query_valid_rows": torch.tensor([True] * 5 + [False] * 2)},
+    "per token": {"calculate_per_token_loss": True},
+    "per token, sparse": {"calculate_per_token_loss": True, "sparse_loss": True},
+    "denominator of its own": {"non_compressed_lse": numbers(2, 3, 7, seed=9)},
+    "mask of its own": {"causal_mask_override": causal(7, 9).expand(2, 7, 9), "mask": causal(7, 9)},
+}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from places import ROOT
 
 from megacpp_overlays.source.trees import DirectoryTree, ModuleSource, ShippedFile
 

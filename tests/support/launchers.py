@@ -8,8 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-from conftest import ROOT
 from made_up import Upstream
+from places import HANG_S, ROOT
 
 HERE = Path(__file__).resolve().parent
 
@@ -43,5 +43,5 @@ def launch(
     """Run a Python with these arguments."""
     command = [sys.executable, *map(str, words)]
     return subprocess.run(
-        command, env=env, input=stdin, cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+        command, env=env, input=stdin, cwd=cwd, capture_output=True, text=True, timeout=HANG_S, check=False
     )

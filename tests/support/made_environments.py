@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from conftest import SUPPORT
 from packaging.requirements import Requirement
+from places import SUPPORT
 
 from megacpp_overlays.upkeep import locks
 from megacpp_overlays.upkeep.environments import Environment

@@ -17,8 +17,8 @@ import venv
 from dataclasses import dataclass
 from pathlib import Path
 
-from conftest import ROOT
 from made_up import BROKEN_TEXT, FIXED_TEXT
+from places import ROOT
 
 ID, VARIABLE, UPSTREAM = "double-fix", "MEGACPP_OVERLAY_DOUBLE_FIX", "made-target"
 TEXTS = {"1.0": BROKEN_TEXT, "2.0": FIXED_TEXT, "3.0": BROKEN_TEXT.replace("def double", "def twice")}

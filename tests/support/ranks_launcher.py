@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-PATIENCE_S = 60.0
+PATIENCE_S = 3600.0
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from made_up_packs import Packs, searched, thread, today
+from places import HANG_S, ROOT
 
 from megacpp_overlays import cli
 from megacpp_overlays.errors import UpkeepError
@@ -68,7 +68,7 @@ def at_a_terminal(packs: Packs, *typed: str) -> tuple[int, str]:
             os.write(ours, answer.encode() if answer == END else f"{answer}\n".encode())
     screen += read_until(ours, None)
     os.close(ours)
-    return process.wait(60), screen
+    return process.wait(HANG_S), screen
 
 
 def interrupt(process: subprocess.Popen[bytes], terminal: int) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import launchers
 import pytest
-from conftest import ROOT
 from drift_environments import install, make_wheel
 from made_up import Upstream
+from places import HANG_S, ROOT
 
 from megacpp_overlays import cli
 from megacpp_overlays.loader import session as lanes
@@ -51,7 +51,7 @@ def drift(target: Path) -> Drift:
         command = [sys.executable, "-m", "megacpp_overlays", "drift", *chosen, *map(str, words)]
         path = os.pathsep.join([str(target), str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
         env = {**env, "PYTHONPATH": path, "MEGACPP_OVERLAYS_LOG": "logging"}
-        return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=HANG_S)
 
     return run
 

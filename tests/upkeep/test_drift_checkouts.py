@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from drift_environments import commit_all, git, install, installed_in, make_wheel, without_pythonpath
 from made_up import Upstream
+from places import ROOT
 
 from megacpp_overlays.upkeep.drift import checkouts, drift
 from megacpp_overlays.upkeep.drift.accounts import State

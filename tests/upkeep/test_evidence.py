@@ -17,9 +17,9 @@ from pathlib import Path
 
 import made_environments
 import pytest
-from conftest import ROOT
 from made_environments import Packs
 from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
+from places import HANG_S, ROOT
 
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.loader import session as lanes
@@ -235,7 +235,7 @@ def test_a_command_that_is_asked_to_end_leaves_nothing_behind(
                 break
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
-        code = process.wait(60)
+        code = process.wait(HANG_S)
 
     assert code == 128 + signal.SIGTERM
     assert has_ended(int(note.read_text()))

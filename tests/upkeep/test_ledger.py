@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from made_up import Upstream
+from places import ROOT
 
 from megacpp_overlays.loader import registry
 from megacpp_overlays.loader.retired import Retired

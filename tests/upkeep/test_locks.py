@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
+from places import ROOT
 
 from megacpp_overlays.errors import LockError
 from megacpp_overlays.upkeep import locks

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, WHEELS
+from places import ROOT, WHEELS
 from playwright.sync_api import sync_playwright
 
 from megacpp_overlays.loader import registry

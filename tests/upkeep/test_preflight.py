@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SUPPORT
 from hypothesis import given
 from hypothesis import strategies as st
 from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
 from made_up_packs import REPRODUCER, Packs, lines_of, notes, searched, thread, today
+from places import HANG_S, ROOT, SUPPORT
 
 from megacpp_overlays import cli
 from megacpp_overlays.errors import UpkeepError
@@ -60,7 +60,7 @@ def approve(packs: Packs, number: int = 99) -> None:
 
 def command(packs: Packs, *arguments: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "megacpp_overlays", "pack", "check", "99", "--packs", str(packs.folder), *arguments]
-    return subprocess.run(line, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(line, capture_output=True, text=True, check=False, timeout=HANG_S)
 
 
 # The whole

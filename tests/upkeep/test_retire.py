@@ -13,8 +13,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from made_up_checkout import ID, VARIABLE, Checkout, make
+from places import ROOT
 
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.upkeep.retire.working_tree import Change, WorkingTree

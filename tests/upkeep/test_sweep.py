@@ -13,12 +13,12 @@ from typing import Any
 
 import github_host
 import pytest
-from conftest import ROOT
 from github_host import Host, Reply, release
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up import Upstream
-from test_waiting import write_pack
+from made_up_packs import write_waiting_pack
+from places import ROOT
 from thread_answers import DAY, answer, answers, merged
 
 from megacpp_overlays import cli
@@ -146,7 +146,7 @@ def scene(
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     packs = tmp_path / "packs"
-    write_pack(packs, "05-another", 2)
+    write_waiting_pack(packs, "05-another", 2)
     threads.write(packs, [answer(number=1), answer(number=2, kind="issue", base=None)])
     with github_host.running() as host:
         host.pull("o/r", 1)

@@ -10,9 +10,9 @@ from typing import Any
 
 import jsonschema
 import pytest
-from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import ROOT
 from thread_answers import answer, answers, merged
 
 from megacpp_overlays.errors import UpkeepError

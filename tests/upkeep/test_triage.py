@@ -13,11 +13,11 @@ from pathlib import Path
 
 import made_environments
 import pytest
-from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from made_environments import Packs
 from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
+from places import ROOT
 
 from megacpp_overlays import cli
 from megacpp_overlays.errors import UpkeepError

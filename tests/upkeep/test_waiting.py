@@ -6,8 +6,9 @@ from datetime import date
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from made_up import Upstream
+from made_up_packs import write_waiting_pack
+from places import ROOT
 from thread_answers import answer, merged
 
 from megacpp_overlays.loader import registry
@@ -17,28 +18,11 @@ from megacpp_overlays.upkeep.sweep import waiting
 from megacpp_overlays.upkeep.sweep.threads import Answer
 from megacpp_overlays.upkeep.sweep.waiting import contradiction
 
-PACK = """
-repository = "o/r"
-upstream = "new"
-priority = "report"
-files = []
-
-[[threads]]
-repository = "o/r"
-number = {number}
-state = "open"
-"""
-
-
-def write_pack(folder: Path, name: str, number: int) -> None:
-    (folder / name).mkdir(parents=True)
-    (folder / name / "pack.toml").write_text(PACK.format(number=number))
-
 
 def test_threads_of_overlays_and_packs_are_listed_once_with_all_that_wait(upstream: Upstream, tmp_path: Path) -> None:
     packs = tmp_path / "packs"
-    write_pack(packs, "05-another", 1)
-    write_pack(packs, "06-alone", 2)
+    write_waiting_pack(packs, "05-another", 1)
+    write_waiting_pack(packs, "06-alone", 2)
     (packs / "07-without-a-file").mkdir()
     one = upstream.overlay(threads=(Thread("o/r", 1, "open draft"),))
     two = upstream.overlay(id="other-fix", pack=4, threads=(Thread("o/r", 1, "open"), Thread("a/a", 9, "closed")))
@@ -65,7 +49,7 @@ def test_the_parts_of_an_overlay_wait_as_one(upstream: Upstream, tmp_path: Path)
 
 
 def test_a_pack_whose_overlay_names_the_thread_does_not_wait_beside_it(upstream: Upstream, tmp_path: Path) -> None:
-    write_pack(tmp_path, "99-made-up", 1)
+    write_waiting_pack(tmp_path, "99-made-up", 1)
     overlay = upstream.overlay(threads=(Thread("o/r", 1, "open"),))
 
     (found,) = waiting.listed([overlay], tmp_path)
@@ -75,7 +59,7 @@ def test_a_pack_whose_overlay_names_the_thread_does_not_wait_beside_it(upstream:
 
 
 def test_a_pack_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
-    write_pack(tmp_path, "05-another", 0)
+    write_waiting_pack(tmp_path, "05-another", 0)
 
     with pytest.raises(PackError, match=r"05-another/pack\.toml"):
         waiting.listed([], tmp_path)

@@ -1,0 +1,77 @@
+"""Real processes of a distributed group: planned in a folder, run under torchrun or alone, and what each of them saw."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from made_up import BROKEN_TEXT, Upstream
+from places import HANG_S, ROOT, SUPPORT
+
+LAUNCHER = SUPPORT.joinpath("ranks_launcher.py")
+
+
+TIMEOUT = HANG_S
+"""For ranks that are all expected: eight processes that import torch at once on a busy host take their time."""
+
+
+class Ranks:
+    """A folder in which launches of ranks are planned and leave what they saw."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.made_up = Upstream("upstream_of_ranks", folder)
+        self.made_up.write(BROKEN_TEXT)
+        self.made_up.write(
+            "from made_up import Upstream\nOVERLAY = Upstream('upstream_of_ranks', None).overlay()\n", "plugin"
+        )
+        info = folder / "made_up_plugin-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up-plugin\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(
+            "[megacpp_overlays.overlays]\ndouble = upstream_of_ranks.plugin:OVERLAY\n"
+        )
+
+    def command(self, timeout: float, expected: int, **plan: Any) -> list[str]:
+        self.said = self.folder / "said"
+        self.said.mkdir()
+        plan = {"all": {}, "timeout": timeout, "expected": expected, **plan}
+        (self.folder / "plan.json").write_text(json.dumps(plan))
+        return [str(LAUNCHER), str(self.folder / "plan.json"), str(self.said)]
+
+    def environment(self, **variables: str) -> dict[str, str]:
+        given = os.environ.get("PYTHONPATH")
+        path = os.pathsep.join([*map(str, (self.folder, LAUNCHER.parent, ROOT)), *([given] if given else [])])
+        ours = {"PYTHONPATH": path, "MEGACPP_OVERLAYS_PLUGINS": "double", "MEGACPP_OVERLAYS_LOG": "logging"}
+        return {**os.environ, **ours, "OMP_NUM_THREADS": "1", **variables}
+
+    def torchrun(self, size: int, *, timeout: float = TIMEOUT, absent: int = 0, **plan: Any) -> list[Any]:
+        """Run all ranks under torchrun; return what each of them saw, by rank."""
+        agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+        command = [*agent, *self.command(timeout, size - absent, **plan)]
+        done = subprocess.run(
+            command, env=self.environment(), capture_output=True, text=True, check=False, timeout=HANG_S
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return self.seen(size)
+
+    def seen(self, size: int) -> list[Any]:
+        files = [self.said / f"{rank}.json" for rank in range(size)]
+        return [json.loads(file.read_text()) if file.exists() else None for file in files]
+
+
+def only(seen: list[Any]) -> list[Any]:
+    """Return the one call that each rank made."""
+    return [each[0] for each in seen]
+
+
+def same_error(found: list[Any]) -> Any:
+    """Return the error that every rank raised, which is one text and one table."""
+    assert {each["outcome"] for each in found} == {"RanksError"}, found
+    assert len({each["text"] for each in found}) == 1
+    assert all(each["differences"] == found[0]["differences"] for each in found)
+    return found[0]
