@@ -17,9 +17,9 @@ from drift_environments import commit_all, git, install, installed_in, make_whee
 from made_up import Upstream
 from places import ROOT
 
+from megacpp_overlays.repro.git import GitError
 from megacpp_overlays.upkeep.drift import checkouts, drift
 from megacpp_overlays.upkeep.drift.accounts import State
-from megacpp_overlays.upkeep.drift.checkouts import NoCheckoutError
 from megacpp_overlays.upkeep.drift.records import Kind
 
 
@@ -186,19 +186,19 @@ def test_what_no_commit_has_is_no_checkout(checkout: Path, tmp_path: Path) -> No
     (ignored / "__init__.py").write_text("")
     (tmp_path / "nowhere").mkdir()
 
-    with pytest.raises(NoCheckoutError, match=r"is a work tree, but its commit has nothing of environment/lab_ops"):
+    with pytest.raises(GitError, match=r"is a work tree, but its commit has nothing of environment/lab_ops"):
         checkouts.compare([ignored], ignored.parent)
-    with pytest.raises(NoCheckoutError, match="git rev-parse: fatal: not a git repository"):
+    with pytest.raises(GitError, match="git rev-parse: fatal: not a git repository"):
         checkouts.compare([tmp_path / "nowhere"], tmp_path / "nowhere")
 
 
 def test_a_host_without_git_says_so(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
 
-    with pytest.raises(NoCheckoutError, match="git is not installed here"):
+    with pytest.raises(GitError, match="git is not installed here"):
         differences(checkout)
     (tmp_path / "git").write_text("no program")
-    with pytest.raises(NoCheckoutError, match=r"git rev-parse did not answer: .*Permission denied"):
+    with pytest.raises(GitError, match=r"git rev-parse did not answer: .*Permission denied"):
         differences(checkout)
 
 

@@ -10,33 +10,24 @@ from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.repro import git
+from megacpp_overlays.repro.git import GitError
 from megacpp_overlays.upkeep.drift import records
 from megacpp_overlays.upkeep.drift.published import FileDifference, Files
 from megacpp_overlays.upkeep.drift.records import Kind
 
-_TIMEOUT = 300.0
-"""Seconds for one git command."""
 _PLAIN = (
-    *("-c", "core.fileMode=false"),  # who may execute it is no part of what it says
-    *("-c", "core.fsmonitor=false"),
-    *("-c", "core.untrackedCache=false"),
-    *("-c", f"core.hooksPath={os.devnull}"),
-    *("-c", f"core.excludesFile={os.devnull}"),
-    *("-c", f"core.attributesFile={os.devnull}"),
-    "--no-optional-locks",
+    "core.fileMode=false",  # who may execute it is no part of what it says
+    "core.untrackedCache=false",
+    f"core.excludesFile={os.devnull}",
+    f"core.attributesFile={os.devnull}",
 )
 _KINDS = {"M": Kind.CHANGED, "T": Kind.CHANGED, "D": Kind.MISSING, "?": Kind.ADDED}
-
-
-class NoCheckoutError(UpkeepError):
-    """Raised for a folder that git cannot compare; the text says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +51,7 @@ def compare(paths: Sequence[Path], base: Path) -> Checkout:
         base: the folder that names of files are relative to: the one that holds the outermost packages.
 
     Raises:
-        NoCheckoutError: they are in no work tree, its commit does not have them, or git says no; the text is git's.
+        GitError: they are in no work tree, its commit does not have them, or git says no; the text is git's.
     """
     top = Path(_git(base, "rev-parse", "--show-toplevel").removesuffix("\n"))
     commit = _git(top, "rev-parse", "--verify", "HEAD^{commit}").strip()
@@ -70,7 +61,7 @@ def compare(paths: Sequence[Path], base: Path) -> Checkout:
         _git(top, "read-tree", commit, **index)
         committed = _git(top, "ls-files", "--stage", "-z", "--", *within, **index).split("\0")[:-1]
         if not committed:  # such as site-packages of an environment inside a checkout
-            raise NoCheckoutError(f"{top} is a work tree, but its commit has nothing of {', '.join(within)}")
+            raise GitError(f"{top} is a work tree, but its commit has nothing of {', '.join(within)}")
         status = _git(
             top, "status", "-z", "--no-renames", "--untracked-files=all", "--porcelain=v1", "--", *within, **index
         )
@@ -128,22 +119,4 @@ def _differences(kinds: Mapping[str, Kind], top: Path, base: Path) -> Iterator[F
 
 
 def _git(folder: Path, *words: str, **variables: str) -> str:
-    command = ["git", "-C", str(folder), *_PLAIN, *words]
-    try:
-        done = subprocess.run(  # noqa: S603 - it only reads
-            command, env={**_environment(), **variables}, capture_output=True, check=False, timeout=_TIMEOUT
-        )
-    except FileNotFoundError as error:
-        raise NoCheckoutError("git is not installed here") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoCheckoutError(f"git {words[0]} did not answer: {error}") from error
-    if done.returncode != 0:
-        said = os.fsdecode(done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
-        raise NoCheckoutError(f"git {words[0]}: {said[0]}")
-    return os.fsdecode(done.stdout)
-
-
-def _environment() -> Mapping[str, str]:
-    # GIT_DIR and its like, as in a hook, would answer for another repository.
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    return {**kept, "LC_ALL": "C"}
+    return git.run(folder, *words, settings=_PLAIN, variables=variables)

@@ -1,4 +1,4 @@
-"""Is what is installed what was published? The parts put together: files, checkouts, the inventory, this process."""
+"""The comparison of what is installed with what was published: files, checkouts, and what the inventory accounts for."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from packaging.utils import canonicalize_name
 
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.model import Overlay
+from megacpp_overlays.repro.git import GitError
 from megacpp_overlays.source.trees import InstalledTree, readable
 from megacpp_overlays.upkeep.drift import accounts, checkouts, published
 from megacpp_overlays.upkeep.drift.accounts import Accounted, Entry, State
-from megacpp_overlays.upkeep.drift.checkouts import NoCheckoutError
 from megacpp_overlays.upkeep.drift.installations import Installation, import_names
 from megacpp_overlays.upkeep.drift.published import FileDifference, Files, Owners
 
@@ -213,7 +213,7 @@ class _Search:
         for base, paths in located.items():
             try:
                 found = checkouts.compare(paths, base)
-            except NoCheckoutError as error:
+            except GitError as error:
                 why = f"it is imported from {base}, which no RECORD and no commit accounts for: {error}"
                 yield Row(distribution=name, version=version, where=str(base), checked=0, unchecked=(why,))
                 continue
