@@ -28,6 +28,14 @@ expect() {
     printf '(exit code %s)\n' "$code"
 }
 
+# Take the printed step that begins so.
+step() {
+    local command
+    command=$(sed -n "s/^  \($1\)$/\1/p" "$scratch/steps")
+    printf '\n$ %s\n' "$command"
+    eval "$command"
+}
+
 expect 1 triage --from "$from" --to "$to" --brief
 
 for id in "$@"; do
@@ -40,7 +48,7 @@ from pathlib import Path
 from megacpp_overlays.loader import session
 from megacpp_overlays.upkeep import locks
 
-overlay = next(each for each in lane.current().overlays if each.id == sys.argv[1])
+overlay = next(each for each in session.current().overlays if each.id == sys.argv[1])
 name = overlay.target.distribution
 repaired = locks.read(Path(sys.argv[2])).version(name)
 for path in sorted(Path("locks").glob("*.in")):
@@ -49,10 +57,16 @@ for path in sorted(Path("locks").glob("*.in")):
         print(path.stem)
 END
     ); do behind+=(--leave "$lane"); done
-    expect 0 retire "$id" --lock "$to" "${behind[@]}"
+    expect 0 retire "$id" --lock "$to" "${behind[@]}" | tee "$scratch/steps"
+    # The printed steps, as a person takes them; the texts that name the overlay are left out here.
+    step 'git rm .*'
+    notes=$(sed -n 's/^  \(packs\/[^:]*\): the pack becomes .*/\1/p' "$scratch/steps")
+    [[ -z $notes ]] || sed -i -e 's/^| Class |.*/| Class | regression guard |/' \
+        -e 's/^| Lifecycle state |.*/| Lifecycle state | retired |/' "$notes"
+    expect 0 ledger --write RETIREMENT.md
+    expect 0 receipts --sync
     expect 0 matrix --offline --archives .cache/wheels --write packs
-    git add -A
-    git commit --quiet -m "Retire $id"
+    step 'git add -A && git commit .*'
 done
 
 printf '\n$ git show --stat\n'

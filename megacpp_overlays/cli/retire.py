@@ -1,27 +1,28 @@
-"""`megacpp-overlays retire ID`: prepare the commit that removes an overlay which upstream no longer needs."""
+"""`megacpp-overlays retire ID`: the checklist and the history entry of an overlay that upstream no longer needs."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import shlex
 from pathlib import Path
 
 from megacpp_overlays.cli.commands import Subparsers
-from megacpp_overlays.loader import session
+from megacpp_overlays.loader import retired, session
 from megacpp_overlays.repro import ending
-from megacpp_overlays.upkeep.retire import preparation
+from megacpp_overlays.upkeep.retire import preparation, steps
 from megacpp_overlays.upkeep.retire.preparation import Outcome, Request, WrongNameError
 from megacpp_overlays.upkeep.retire.retirement import Item
 
 _TEXT = (
-    "Prepare the commit that removes an overlay: prove that upstream is right without it, and rewrite what names it."
+    "Retire an overlay: prove that upstream is right without it, write its entry in the history, and print what to "
+    "remove and to edit."
 )
 _CODES = """\
-It runs in a git checkout of this package, changes files all together or not at all, and never commits.
+It runs in a git checkout of this package. It writes megacpp_overlays/loader/retired.json and keeps the receipt of the
+run that shows the bug gone; files are removed and edited by a person, with the commands and lines that it prints.
 
 exit codes:
-  0  prepared, or with --dry-run: it could be
+  0  the checklist holds: it was written, or with --dry-run it could be
   1  refused; the checklist says why
   2  wrong usage
 """
@@ -45,15 +46,15 @@ def add_to(commands: Subparsers) -> None:
     parser.add_argument(
         "--since",
         metavar="VERSION",
-        help="first release with the repair (default: what a kept matrix says, else what is pinned)",
+        help="first release with the repair, as the matrix has it (default: the pinned one)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the change as a diff, and make none")
+    parser.add_argument("--dry-run", action="store_true", help="print the entry and the steps, and write nothing")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the checklist")
     parser.set_defaults(run=lambda arguments: run(arguments, parser))
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
-    """Do what was asked; return whether the commit can be made."""
+    """Do what was asked; return whether the overlay may go."""
     request = Request(
         overlay=arguments.overlay,
         lock=arguments.lock,
@@ -71,70 +72,44 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     if arguments.json:
         print(json.dumps(_as_dict(outcome), indent=2))
     else:
-        print(_report(outcome, dry_run=arguments.dry_run))
-    return outcome.prepared
+        print(f"\n{_report(outcome)}")
+    return outcome.holds
 
 
 def _show(item: Item) -> None:
-    print(f"{item.state.value:<11}  {item.name:<16}  {_short(item.said)}", flush=True)
+    print(f"{item.state.value:<11}  {item.name:<16}  {steps.shortened(item.said)}", flush=True)
 
 
 def _ignore(_: Item) -> None:
     return
 
 
-def _report(outcome: Outcome, *, dry_run: bool) -> str:
-    if not outcome.prepared:
+def _report(outcome: Outcome) -> str:
+    if not outcome.holds:
         options = " ".join(item.way_out for item in outcome.items if item.way_out)
         unpatched = f" To let these lanes run unpatched: {options}" if options else ""
-        return f"\n{outcome.overlay} stays, and nothing was changed.{unpatched}"
-    if dry_run:
-        diffs = "\n".join(change.diff() for change in outcome.changes)
-        return f"\n{diffs}\nNothing was changed. Without --dry-run it is."
-    changed = [f"{change.what:<8} {change.path}" for change in outcome.changes]
-    blocks = ["\n".join(["Done:", *(f"  {line}" for line in changed)])]
-    if outcome.matrices:
-        commands = (f"  {_matrix_command(folder)}" for folder in outcome.matrices)
-        blocks.append("\n".join(["Left for you, because a matrix is kept:", *commands]))
-    if outcome.mentions:
-        lines = (f"  {_short(mention)}" for mention in outcome.mentions)
-        blocks.append("\n".join(["Left for you, because they name what is gone:", *lines]))
-    if outcome.unused:
-        blocks.append(
-            "\n".join(["Left for you, because nobody imports them any more:", *map("  {}".format, outcome.unused)])
+        return f"{outcome.entry.id} stays, and nothing was changed.{unpatched}"
+    if not outcome.written:
+        entry = retired.to_json([outcome.entry])
+        return (
+            f"Entry of the history:\n{entry}\n{steps.steps(outcome)}\n\nNothing was written. Without --dry-run it is."
         )
-    blocks.append(f"Then run `make test`, and commit:\n  {_command(outcome)}")
-    return "\n" + "\n\n".join(blocks)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:197]}..."
-
-
-def _command(outcome: Outcome) -> str:
-    """Return what makes the commit; only these files go into it where others were changed, too."""
-    paths = f" -- {shlex.join(change.path for change in outcome.changes)}" if outcome.others else ""
-    message = " ".join(f"-m {shlex.quote(paragraph)}" for paragraph in outcome.message)
-    return f"git add -A{paths} && git commit {message}{paths}"
-
-
-def _matrix_command(folder: str) -> str:
-    if folder == "packs":
-        return "make matrix"
-    return f"megacpp-overlays matrix --archives .cache/wheels --write {shlex.quote(folder)}"
+    return "\n".join(["Written:", *(f"  {path}" for path in outcome.written), "", steps.steps(outcome)])
 
 
 def _as_dict(outcome: Outcome) -> dict[str, object]:
+    left = outcome.leavings
     return {
-        "overlay": outcome.overlay,
-        "prepared": outcome.prepared,
+        "overlay": outcome.entry.id,
+        "prepared": outcome.holds,
         "checklist": [
             {"item": item.name, "state": item.state.value, "said": item.said, "way_out": item.way_out}
             for item in outcome.items
         ],
-        "changes": [{"path": change.path, "what": change.what, "diff": change.diff()} for change in outcome.changes],
-        "mentions": list(outcome.mentions),
-        "unused": list(outcome.unused),
-        "matrices": list(outcome.matrices),
-        "message": list(outcome.message),
+        "entry": json.loads(retired.to_json([outcome.entry]))[0],
+        "written": list(outcome.written),
+        "remove": list(left.files),
+        "unused": list(left.unused),
+        "mentions": list(left.mentions),
+        "message": list(steps.message(outcome)),
     }

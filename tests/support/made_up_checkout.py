@@ -239,3 +239,12 @@ def make(root: Path) -> Checkout:
         done = made.run(*arguments)
         assert done.returncode == 0, done.stderr
     return made
+
+
+def copy_checkout(root: Path, to: Path) -> None:
+    """Copy what git knows of a checkout or would add, as it is on disk."""
+    listed = Checkout(root).git("ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")[:-1]
+    for name in listed:
+        if (source := root / name).is_symlink() or source.is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, to / name, follow_symlinks=False)

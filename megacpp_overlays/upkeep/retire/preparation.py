@@ -1,9 +1,8 @@
-"""Prepare the commit that retires an overlay: go through the checklist, try the change on a copy, then make it."""
+"""The retirement of an overlay: the checklist, the history entry, and what is left for a person to remove."""
 
 from __future__ import annotations
 
 import datetime
-import difflib
 import tempfile
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -13,18 +12,17 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 import megacpp_overlays
-from megacpp_overlays.errors import LockError, OverlayError, UpkeepError
+from megacpp_overlays.errors import LockError, UpkeepError
 from megacpp_overlays.loader import retired
 from megacpp_overlays.loader.retired import Retired
 from megacpp_overlays.model import Overlay
-from megacpp_overlays.repro.inventory import Pack
-from megacpp_overlays.upkeep import environments, locks
+from megacpp_overlays.repro import files, git, receipts
+from megacpp_overlays.upkeep import environments, locks, near_names
 from megacpp_overlays.upkeep.locks import Lock
-from megacpp_overlays.upkeep.retire import kept_matrices, lanes, leftovers, removal, retirement
-from megacpp_overlays.upkeep.retire import retirement_texts as texts
+from megacpp_overlays.upkeep.retire import lanes, leavings, retirement
 from megacpp_overlays.upkeep.retire.lanes import Lane
+from megacpp_overlays.upkeep.retire.leavings import Leavings
 from megacpp_overlays.upkeep.retire.retirement import Checklist, Item
-from megacpp_overlays.upkeep.retire.working_tree import Change, WorkingTree
 
 ENVIRONMENTS = ".envs"
 
@@ -47,7 +45,7 @@ class Request:
     leave: tuple[str, ...] = ()
     """Lanes that may run unpatched."""
     since: str | None = None
-    """First release with upstream's repair; if not given, what a kept matrix says, else the pinned one."""
+    """First release with upstream's repair; the pinned one if not given."""
     dry_run: bool = False
 
 
@@ -55,29 +53,25 @@ class Request:
 class Outcome:
     """What came of it."""
 
-    overlay: str
+    entry: Retired
+    """The history entry."""
+    lane: str
+    """The lane of the lock."""
     items: tuple[Item, ...]
-    changes: tuple[Change, ...] = ()
-    """What was changed, or would be; empty where something was refused."""
-    mentions: tuple[str, ...] = ()
-    """What still names the overlay or what went with it, as `path:line: text`."""
-    unused: tuple[str, ...] = ()
-    """Files that nobody imports any more."""
-    matrices: tuple[str, ...] = ()
-    """Folders with a kept matrix, which still has the overlay."""
-    message: tuple[str, ...] = ()
-    """Paragraphs of the commit message."""
-    others: bool = False
-    """Whether the working tree has other changes, too."""
+    leavings: Leavings
+    unpatched: tuple[Lane, ...]
+    """Lanes that lose the overlay and may still need it."""
+    written: tuple[str, ...] = ()
+    """Files that were written, by their paths in the checkout; empty after a dry run and a refusal."""
 
     @property
-    def prepared(self) -> bool:
-        """Whether the commit can be made."""
-        return bool(self.changes)
+    def holds(self) -> bool:
+        """Whether the overlay may go."""
+        return all(item.state is retirement.State.DONE for item in self.items)
 
 
 def prepare(request: Request, overlays: Sequence[Overlay], show: Callable[[Item], None]) -> Outcome:
-    """Go through the checklist, and change the checkout if all of it holds.
+    """Go through the checklist; if all of it holds, write the history entry and keep the receipt that shows it.
 
     Args:
         request: what was asked for.
@@ -86,81 +80,71 @@ def prepare(request: Request, overlays: Sequence[Overlay], show: Callable[[Item]
 
     Raises:
         WrongNameError: the overlay, a lane or a version is none.
-        UpkeepError: the overlay is retired already, or cannot be retired from here; or the change could not be made,
-            and everything is as it was.
+        UpkeepError: the overlay is retired already, or cannot be retired from here.
         LockError: a lock cannot be read.
+        ManifestError: the receipt cannot be kept; nothing was written.
     """
     parts = _parts(request.overlay, overlays)
-    lock = locks.read(request.lock)
-    checkout = WorkingTree(Path(str(megacpp_overlays.__file__)).resolve().parent.parent)
-    every_lane = lanes.of_checkout(checkout.root)
+    overlay, lock = parts[0], locks.read(request.lock)
+    root = _checkout()
+    every_lane = lanes.of_checkout(root)
     for name in request.leave:
-        _known(f"--leave {name}: there is no such lane", name, {each.lane for each in every_lane})
-    files = checkout.files()
-    matrices = kept_matrices.folders(files)
-    gone = _entry(parts, lock, request.since or _first_fixed(checkout.root, matrices, parts[0], lock))
-    planned = removal.plan(checkout.root, files, parts, overlays)
+        _demand_known(f"--leave {name}: there is no such lane", name, {each.lane for each in every_lane})
+    entry = _entry(parts, lock, request.since)
+    tracked = git.run(root, "ls-files", "-z").split("\0")[:-1]
+    left = leavings.find(root, tracked, overlay, overlays)
     checklist = Checklist(show)
-    checklist.add("overlay", f"{gone.id}: {parts[0].title}", holds=True)
-    folder = request.environments or checkout.root / ENVIRONMENTS
+    checklist.add("overlay", f"{entry.id}: {overlay.title}", holds=True)
+    folder = request.environments or root / ENVIRONMENTS
     with tempfile.TemporaryDirectory(prefix="retire-") as name:
-        # The copy comes first, and then the look at what is modified: what is saved from here on is noticed, whenever.
-        copy, kept = checkout.copy(Path(name, "copy")), Path(name, "kept")
-        dirty = checkout.modified(planned.touched)
-        checklist.add("working tree", "; ".join(map(str.strip, dirty)) or "clean where it will change", holds=not dirty)
-        has_receipt = _examine(checklist, request, parts[0], lock, folder, planned.pack, kept)
+        kept = Path(name, "kept")
+        has_receipt = _examine(checklist, request, overlay, lock, folder, left, kept)
         unpatched = _look_at_lanes(checklist, request, parts, lock, every_lane, folder)
-        if not checklist.holds:
-            checklist.skip("change", "nothing was changed")
-            return Outcome(overlay=gone.id, items=tuple(checklist.items))
-        reason = texts.reason(gone, [f"`{lane.name}` ({lane.pinned})" for lane in unpatched])
-        try:
-            removal.edit(copy.folder, planned, gone, reason)
-            removal.bring_in_step(copy.folder, kept if has_receipt else None)
-        except OverlayError as error:
-            checklist.add("change", f"{error}; nothing was changed", holds=False)
-            return Outcome(overlay=gone.id, items=tuple(checklist.items))
-        others = bool(checkout.modified())
-        changes = copy.changes()
-        if not request.dry_run:
-            checkout.take_over(changes)
-        made = "would be" if request.dry_run else "were"
-        checklist.add("change", f"{len(changes)} files {made} changed; ledger in step, receipts hold", holds=True)
-        return Outcome(
-            overlay=gone.id,
-            items=tuple(checklist.items),
-            changes=changes,
-            mentions=tuple(removal.mentions(copy.folder, planned, parts[0])),
-            unused=tuple(leftovers.unused(planned.graph, planned.files)),
-            matrices=tuple(matrices),
-            message=texts.message(gone, lock.lane, reason),
-            others=others,
+        written: list[str] = []
+        if checklist.holds and not request.dry_run:
+            logs = receipts.adopt(kept, root / "packs") if has_receipt else []
+            files.write_text(retired.FILE, retired.to_json([*retired.read(), entry]))
+            written = [leavings.RETIRED, *(f"packs/{log}" for log in logs)]
+    return Outcome(
+        entry=entry,
+        lane=lock.lane,
+        items=tuple(checklist.items),
+        leavings=left,
+        unpatched=tuple(unpatched),
+        written=tuple(written),
+    )
+
+
+def _checkout() -> Path:
+    """Return the git checkout that this package is in.
+
+    Raises:
+        UpkeepError: it is in none.
+    """
+    root = Path(str(megacpp_overlays.__file__)).resolve().parent.parent
+    top = git.ask(root, "rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != root:
+        raise UpkeepError(
+            f"{root} is no git checkout, so there is nothing to retire from; run the command with the package of a "
+            "checkout: cd CHECKOUT && python -m megacpp_overlays"
         )
+    return root
 
 
 def _parts(overlay_id: str, overlays: Sequence[Overlay]) -> list[Overlay]:
-    parts = [overlay for overlay in overlays if overlay.id == overlay_id]
-    if not parts and (before := retired.find(overlay_id)) is not None:
+    if (before := retired.find(overlay_id)) is not None:
         raise UpkeepError(str(before))
-    if not parts:
-        _known(f"there is no overlay {overlay_id}", overlay_id, {overlay.id for overlay in overlays})
-    return parts
+    _demand_known(f"there is no overlay {overlay_id}", overlay_id, {overlay.id for overlay in overlays})
+    return [overlay for overlay in overlays if overlay.id == overlay_id]
 
 
-def _known(problem: str, word: str, known: Collection[str]) -> None:
+def _demand_known(problem: str, word: str, known: Collection[str]) -> None:
     if word not in known:
-        close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
-        meant = f"; did you mean {close[0]}?" if close else ";"
-        raise WrongNameError(f"{problem}{meant} known: {', '.join(sorted(known)) or 'none'}")
-
-
-def _first_fixed(root: Path, matrices: Sequence[str], overlay: Overlay, lock: Lock) -> str | None:
-    pinned = lock.version(overlay.target.distribution)
-    return kept_matrices.first_fixed(root, matrices, overlay.id, pinned) if pinned else None
+        raise WrongNameError(f"{problem}; {near_names.suggestion(word, sorted(known))}")
 
 
 def _entry(parts: Sequence[Overlay], lock: Lock, since: str | None) -> Retired:
-    """Return the entry that stays of an overlay.
+    """Return the history entry of an overlay.
 
     Raises:
         LockError: the lock does not pin its target.
@@ -191,7 +175,7 @@ def _entry(parts: Sequence[Overlay], lock: Lock, since: str | None) -> Retired:
 
 
 def _examine(
-    checklist: Checklist, request: Request, overlay: Overlay, lock: Lock, folder: Path, pack: Pack, kept: Path
+    checklist: Checklist, request: Request, overlay: Overlay, lock: Lock, folder: Path, left: Leavings, kept: Path
 ) -> bool:
     """Ask the probe, the condition and the reproducer; return whether a receipt of the last is in the folder `kept`."""
     try:
@@ -205,7 +189,7 @@ def _examine(
     if not checklist.holds:
         checklist.skip("reproducer", "not run")
         return False
-    return retirement.reproduce(checklist, environment, pack, probed, kept)
+    return retirement.reproduce(checklist, environment, left.pack, probed, kept)
 
 
 def _look_at_lanes(
