@@ -306,6 +306,6 @@ def test_a_shipped_file_reads_the_same_from_every_kind_of_tree(upstream: Upstrea
     trees = [InstalledTree(), DirectoryTree(upstream.folder), opened, Remembered(opened)]
 
     assert [getattr(shipped(tree, upstream.name, "notes.txt"), "text", None) for tree in trees] == ["works"] * 4
-    assert [shipped(tree, upstream.name, "gone.txt") for tree in trees] == [None] * 5
-    assert [shipped(tree, "not_here", "notes.txt") for tree in trees] == [None] * 5
+    assert [shipped(tree, upstream.name, "gone.txt") for tree in trees] == [None] * 4
+    assert [shipped(tree, "not_here", "notes.txt") for tree in trees] == [None] * 4
     opened.close()

@@ -32,6 +32,7 @@ def answer(**changes: Any) -> Answer:
         "moved_to": None,
         "checked": DAY,
         "source": "api",
+        "declared": None,
     }
     return Answer(**{**fields, **changes})
 
@@ -72,4 +73,5 @@ answers = st.builds(
     moved_to=st.none() | st.builds("{}/{}#{}".format, _NAME, _NAME, st.integers(1, 99)),
     checked=_DAYS,
     source=st.sampled_from(["api", "stored copy"]),
+    declared=st.sampled_from([None, "open", "draft", "closed", "merged", "released"]),
 )

@@ -32,7 +32,7 @@ from megacpp_overlays.upkeep.sweep.sweep import as_of, changes, landed, news
 from megacpp_overlays.upkeep.sweep.threads import Answer
 
 COMMIT = "a" * 40
-BOOKKEEPING = {"checked", "source", "releases_checked", "repository", "number"}
+BOOKKEEPING = {"checked", "source", "releases_checked", "declared", "repository", "number"}
 FIELDS = [field.name for field in fields(Answer) if field.name not in BOOKKEEPING]
 
 
@@ -147,7 +147,8 @@ def scene(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     packs = tmp_path / "packs"
     write_waiting_pack(packs, "05-another", 2)
-    threads.write(packs, [answer(number=1), answer(number=2, kind="issue", base=None)])
+    known = [answer(number=1, declared="open"), answer(number=2, declared="open", kind="issue", base=None)]
+    threads.write(packs, known)
     with github_host.running() as host:
         host.pull("o/r", 1)
         host.issue("o/r", 2)
@@ -307,7 +308,7 @@ def test_a_thread_without_an_answer_keeps_the_old_one_and_is_named(
     out = capsys.readouterr().out
     assert "No answer this time:" in out
     assert f"o/r#1: {scene.host.address}/repos/o/r/pulls/1: the answer is not the JSON that it should be" in out
-    assert scene.saved()["o/r", 1] == answer(number=1)
+    assert scene.saved()["o/r", 1] == answer(number=1, declared="open")
     assert scene.saved()["o/r", 2].reason == "not_planned"
 
 
@@ -320,7 +321,7 @@ def test_a_thread_that_is_gone_says_so_and_keeps_the_old_answer(
     assert scene.run("--write") == 1
 
     assert "o/r#2: " in capsys.readouterr().out
-    assert scene.saved()["o/r", 2] == answer(number=2, kind="issue", base=None)
+    assert scene.saved()["o/r", 2] == answer(number=2, declared="open", kind="issue", base=None)
 
 
 def test_a_release_that_cannot_be_looked_for_leaves_the_merge(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:

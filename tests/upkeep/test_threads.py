@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -165,3 +166,58 @@ def test_a_saved_merge_of_this_repository_has_its_commit_and_a_release_has_a_mer
         assert each.state == "merged" or (each.merged is None and each.released_in is None), each
         assert each.merged is None or (each.merge_commit and each.base and each.releases_checked), each
         assert each.released is None or (each.merged and each.released >= each.merged), each
+
+
+def test_every_thread_of_this_repository_whose_state_is_known_is_declared_as_it_is() -> None:
+    for each in threads.read(ROOT / "packs").values():
+        assert (each.declared is None) == (each.state is None), each
+        assert each.contradiction() is None, each
+
+
+CLOSED = answer(state="closed", closed=date(2026, 6, 17))
+RELEASED = merged(released_in="v0.8.2", released=date(2026, 8, 18), checked=date(2026, 8, 20))
+
+
+@pytest.mark.parametrize(
+    ("declared", "known", "wrong"),
+    [
+        ("open", RELEASED, "is merged 2026-07-30 to main, in v0.8.2 (2026-08-18)"),
+        ("draft", answer(), "is open"),
+        ("open", CLOSED, "is closed 2026-06-17"),
+        ("closed", answer(), "is open"),
+        ("closed", merged(), "is merged 2026-07-30 to main, in no release on 2026-08-01"),
+        ("merged", CLOSED, "is closed 2026-06-17"),
+        ("merged", RELEASED, "is in v0.8.2"),
+        ("released", merged(), "is in no release on 2026-08-01"),
+        ("released", answer(), "is open"),
+    ],
+)
+def test_what_is_declared_and_not_so_is_said(declared: str, known: Answer, wrong: str) -> None:
+    assert replace(known, declared=declared).contradiction() == wrong
+
+
+@pytest.mark.parametrize(
+    ("declared", "known"),
+    [
+        ("open", answer()),
+        ("open", answer(state="draft")),
+        ("draft", answer(state="draft")),
+        ("closed", CLOSED),
+        ("merged", merged()),
+        ("released", RELEASED),
+        ("released", merged(releases_checked=None)),
+        ("released", merged(prerelease="v0.8.2rc1")),
+        ("merged", answer(state=None)),
+        (None, RELEASED),
+    ],
+)
+def test_what_is_declared_and_so_is_not_said(declared: str | None, known: Answer) -> None:
+    assert replace(known, declared=declared).contradiction() is None
+
+
+def test_answers_that_were_saved_before_anything_was_declared_beside_them_are_read(tmp_path: Path) -> None:
+    entry = threads.to_json(answer())
+    del entry["declared"]
+    (tmp_path / threads.NAME).write_text(json.dumps({"schema": 1, "threads": [entry]}))
+
+    assert list(threads.read(tmp_path).values()) == [answer()]

@@ -101,6 +101,7 @@ def _read(where: str, data: Mapping[str, Any], saved: Answer | None, today: date
         moved_to=now if now.lower() != where.lower() else None,
         checked=today,
         source=API,
+        declared=saved.declared if saved else None,
     )
     return Asked(answer, now.partition("#")[0])
 

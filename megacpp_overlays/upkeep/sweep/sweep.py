@@ -14,9 +14,9 @@ from megacpp_overlays.upkeep.sweep.github import Client, HostError, UnreachableE
 from megacpp_overlays.upkeep.sweep.lookup import Asked, Releases, ask
 from megacpp_overlays.upkeep.sweep.patience import one_by_one
 from megacpp_overlays.upkeep.sweep.threads import API, CLOSED, DRAFT, MERGED, OPEN, Answer, Key
-from megacpp_overlays.upkeep.sweep.waiting import Declared, Waiting, contradiction
+from megacpp_overlays.upkeep.sweep.waiting import Declared, Waiting
 
-_BOOKKEEPING = {"checked", "source", "releases_checked"}
+_BOOKKEEPING = {"checked", "source", "releases_checked", "declared"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +100,9 @@ class Looked:
         return self.now is not None and landed(self.before, self.now)
 
     def contradictions(self) -> list[tuple[Declared, str]]:
-        """Return what is declared of the thread and is not so."""
-        if self.now is None:
-            return []
-        found = [(each, contradiction(each.state, self.now)) for each in self.waiting.declared]
-        return [(each, text) for each, text in found if text]
+        """Return every place that tells of the thread, and what is not as declared; none where nothing is."""
+        wrong = self.now.contradiction() if self.now else None
+        return [(each, wrong) for each in self.waiting.declared] if wrong else []
 
 
 @dataclass(frozen=True, slots=True, eq=False)

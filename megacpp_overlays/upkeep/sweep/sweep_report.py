@@ -9,7 +9,7 @@ from megacpp_overlays.loader.rendering import aligned
 from megacpp_overlays.model import Overlay
 from megacpp_overlays.repro.inventory import Pack
 from megacpp_overlays.upkeep.sweep.sweep import Looked, Sweep
-from megacpp_overlays.upkeep.sweep.threads import Answer, to_json
+from megacpp_overlays.upkeep.sweep.threads import NAME, Answer, to_json
 
 _PROOF = "landing is no proof: the probe decides"
 
@@ -110,7 +110,7 @@ def _retirement(sweep: Sweep) -> list[str]:
 
 def _contradictions(sweep: Sweep) -> list[str]:
     return [
-        f"{each.waiting}: {declared.where} says {declared.state!r}; it {wrong}; change it there"
+        f"{each.waiting}: {declared.where} says {declared.state!r}; it {wrong}; change it there, and then `declared` in {NAME}"
         for each in sweep.threads
         for declared, wrong in each.contradictions()
     ]

@@ -3,6 +3,9 @@
 It is what a sweep without a network answers from. An answer says where it is from: `api` is the host's own answer, and
 `stored copy` is an older copy of the thread or of the repository's history, with the date of that copy. No title and no
 text of a thread is kept.
+
+Beside each answer stands what the lane's own texts say, as one word of a closed list that a person chose: a sweep
+compares that with the host. What declarations write in their own words is for people, and no program reads it.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from megacpp_overlays.repro.files import write_text
 NAME, SCHEMA_NAME = "threads.json", "threads.schema.json"
 SCHEMA = 1
 
-OPEN, DRAFT, CLOSED, MERGED = "open", "draft", "closed", "merged"
+OPEN, DRAFT, CLOSED, MERGED, RELEASED = "open", "draft", "closed", "merged", "released"
 ISSUE, PULL = "issue", "pull request"
 API, COPY = "api", "stored copy"
 
@@ -61,6 +64,9 @@ class Answer:
     """Day of the look, or of the stored copy."""
     source: str
     """`api` or `stored copy`."""
+    declared: str | None
+    """What declarations say, as a person read them: `open`, `draft`, `closed`, `merged`, or `released` for a merge that
+    is in a release. None where they say nothing that could be wrong."""
 
     @property
     def key(self) -> Key:
@@ -71,6 +77,18 @@ class Answer:
     def final(self) -> bool:
         """Whether nothing can change any more: the host itself said that it is merged, and it is in a release."""
         return self.source == API and self.state == MERGED and self.released_in is not None
+
+    def contradiction(self) -> str | None:
+        """Say what is not as it was declared, or None."""
+        standing = RELEASED if self.released_in else self.state
+        if self.declared in {None, standing} or standing is None or (self.declared, standing) == (OPEN, DRAFT):
+            return None
+        if (self.declared, standing) == (MERGED, RELEASED):
+            return f"is in {self.released_in}"
+        if (self.declared, standing) == (RELEASED, MERGED):
+            was_searched = self.releases_checked is not None and self.prerelease is None
+            return f"is in no release on {self.releases_checked}" if was_searched else None
+        return f"is {self.sentence()}"
 
     def sentence(self) -> str:
         """Say the state in one line: `merged 2026-07-30 to main, in v0.8.2 (2026-08-18)`."""
@@ -145,7 +163,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
 
 
 def _from_json(entry: Mapping[str, Any]) -> Answer:
-    values: dict[str, Any] = {field.name: entry[field.name] for field in fields(Answer)}
+    values: dict[str, Any] = {field.name: entry.get(field.name) for field in fields(Answer)}
     for name in _DAYS:
         values[name] = date.fromisoformat(values[name]) if values[name] else None
     return Answer(**values)
