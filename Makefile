@@ -83,18 +83,18 @@ matrix: wheels ## probe every release of every target and write packs/matrix.jso
 	@$(BIN)/python -m megacpp_overlays matrix --archives .cache/wheels --write packs
 
 .PHONY: bench
-bench: .envs/bench/.ready ## measure what importing costs and write benchmarks/import_cost.md
-	@.envs/bench/bin/python benchmarks/import_cost.py --write
+bench: .envs/bench/.ready ## measure what importing costs and write benchmarks/results/import_cost.md
+	@.envs/bench/bin/python benchmarks/loader/import_cost.py --write
 
-GPU_PAGE = --json benchmarks/$(1).json --write benchmarks/$(1).md
+GPU_PAGE = --json benchmarks/results/$(1).json --write benchmarks/results/$(1).md
 .PHONY: bench-gpu
 bench-gpu: .venv/.ready .envs/newest/.ready ## on NVIDIA GPUs: race the linear cross entropy with its peers, alone, across ranks and in a whole step
 	@$(BIN)/python scripts/wheels.py fetch locks/peers.txt .cache/peers/wheels
-	@$(BIN)/python benchmarks/linear_cross_entropy_unpack.py .cache/peers .cache/peers/wheels
-	@.envs/newest/bin/python -W ignore benchmarks/linear_cross_entropy.py $(call GPU_PAGE,linear_cross_entropy) \
-	    --peers-at .cache/peers --plot benchmarks/linear_cross_entropy.svg
-	@.envs/newest/bin/python -W ignore benchmarks/linear_cross_entropy_step.py $(call GPU_PAGE,linear_cross_entropy_step)
-	@.envs/newest/bin/python -W ignore benchmarks/linear_cross_entropy_ranks.py $(call GPU_PAGE,linear_cross_entropy_ranks)
+	@$(BIN)/python benchmarks/linear_cross_entropy/unpack.py .cache/peers .cache/peers/wheels
+	@.envs/newest/bin/python -W ignore benchmarks/linear_cross_entropy/run.py $(call GPU_PAGE,linear_cross_entropy) \
+	    --peers-at .cache/peers --plot benchmarks/results/linear_cross_entropy.svg
+	@.envs/newest/bin/python -W ignore benchmarks/linear_cross_entropy_step/run.py $(call GPU_PAGE,linear_cross_entropy_step)
+	@.envs/newest/bin/python -W ignore benchmarks/linear_cross_entropy_ranks/run.py $(call GPU_PAGE,linear_cross_entropy_ranks)
 
 .PHONY: te
 te: .envs/te/.ready ## build Transformer Engine into .envs/te (about 20 minutes), which `make test` then tests against too

@@ -12,7 +12,7 @@ It is off by default because it changes what is trained and what is saved:
     not back: a run without it asks for an fp32 copy that was not saved. See pack 21.
     The fp32 parameters get a gradient buffer of their own, and CPU offload refuses them up to 0.19.2 (see
     `float16-fp32-exemption`).
-What it gains is small: `benchmarks/mixer_parameters.md`. Half precision moves a decay rate by up to 0.8 percent; both
+What it gains is small: `benchmarks/results/mixer_parameters.md`. Half precision moves a decay rate by up to 0.8 percent; both
 optimizers keep an fp32 copy of what is cast, so updates are not lost without it.
 
 The gated delta net creates its own `A_log` and `dt_bias` in `params_dtype`: there is nothing to keep.

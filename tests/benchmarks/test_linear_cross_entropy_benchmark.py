@@ -23,7 +23,7 @@ SHAPE = {"tokens": 8192, "hidden": 4096, "vocabulary": 131072}
 
 
 def imported(name: str) -> ModuleType:
-    """Import a benchmark, whose parts find each other by bare name."""
+    """Import a benchmark, whose parts find each other from the folder of all benchmarks."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
         return importlib.import_module(name)
@@ -94,7 +94,7 @@ def verdicts(found: dict[str, Any]) -> dict[str, str]:
     """Return what was asked at the shape, and whether it was reached."""
     return {
         f"{where.rpartition(', ')[2]}: {asked}": said
-        for where, asked, _, said in imported("linear_cross_entropy_goals").goals(found)
+        for where, asked, _, said in imported("linear_cross_entropy.goals").goals(found)
     }
 
 
@@ -160,7 +160,7 @@ def test_other_settings_of_ours_race_but_are_no_other_contract(found: dict[str, 
     found["accuracy"][0]["none"]["uniform"]["ours, masked tokens computed"] = right(2e-3)
     found["none"][0]["rows"]["ours, masked tokens computed"] = row("ours", 60.0, 250.0)
 
-    contract, times = imported("linear_cross_entropy_page").markdown(found).split("## A loss for each token", 1)
+    contract, times = imported("linear_cross_entropy.page").markdown(found).split("## A loss for each token", 1)
 
     assert "**ours, masked tokens computed** | right" not in contract
     assert "| <= 1.08 x the four products | 1.200 x, cold 1.200 x | **missed** |" in contract
@@ -173,7 +173,7 @@ def test_a_peer_that_did_not_run_is_said_to_be_not_measured(found: dict[str, Any
 
 
 def test_the_page_says_who_refuses_who_is_wrong_and_who_is_absent(found: dict[str, Any]) -> None:
-    page = imported("linear_cross_entropy_page").markdown(found)
+    page = imported("linear_cross_entropy.page").markdown(found)
     assert "| Mean Only | **refuses**: ValueError: reduction must be 'mean' or 'sum' | yes |" in page
     assert "| liger-kernel 0.8.1 | **wrong**: dX is off by 100%, dW by 100% |" in page
     assert "| **ours** | right |" in page
@@ -183,12 +183,12 @@ def test_the_page_says_who_refuses_who_is_wrong_and_who_is_absent(found: dict[st
 def test_a_failure_that_is_about_something_else_is_not_called_a_refusal(found: dict[str, Any]) -> None:
     found["accuracy"][0]["none"]["uniform"]["Mean Only"]["failed"] = "RuntimeError: no kernel image"
     assert "| Mean Only | **does not run**: RuntimeError: no kernel image |" in imported(
-        "linear_cross_entropy_page"
+        "linear_cross_entropy.page"
     ).markdown(found)
 
 
 def test_the_plot_names_every_contestant_once_and_has_ours_on_top(found: dict[str, Any]) -> None:
-    drawing = imported("linear_cross_entropy_plot").svg(found)
+    drawing = imported("linear_cross_entropy.plot").svg(found)
     words = ["".join(each.itertext()) for each in ElementTree.fromstring(drawing).iter() if each.tag.endswith("text")]
     for name in ("ours", "ours, logits kept", "PyTorch", "torch.compile", "liger-kernel 0.8.1", "Mean Only, mean"):
         assert len([each for each in words if each.startswith(f"{name}: ")]) == 1
@@ -196,7 +196,7 @@ def test_the_plot_names_every_contestant_once_and_has_ours_on_top(found: dict[st
 
 
 def test_a_way_is_known_by_its_signature() -> None:
-    work = imported("linear_cross_entropy_work")
+    work = imported("linear_cross_entropy.work")
 
     def peer(x: Any, bias: Any = None, ignore_index: int = -100) -> None: ...
 
@@ -213,7 +213,7 @@ def test_the_truth_is_that_of_autograd_in_float64(
     import torch
     from torch.nn import functional
 
-    work, truth = imported("linear_cross_entropy_work"), imported("linear_cross_entropy_truth")
+    work, truth = imported("linear_cross_entropy.work"), imported("linear_cross_entropy.truth")
     monkeypatch.setattr(truth, "LARGEST_BLOCK", 5 * 20)  # slices of five tokens
     data = work.make_data(work.Shape(12, 8, 20), labels, "cpu")
     data.target[ignored] = -100
@@ -230,7 +230,7 @@ def test_the_floors_multiply_the_real_gradient_of_the_logits() -> None:
     import torch
     from torch.nn import functional
 
-    work = imported("linear_cross_entropy_work")
+    work = imported("linear_cross_entropy.work")
     data = work.make_data(work.Shape(12, 8, 20), "uniform", "cpu")
     logits = (data.x @ data.weight.t()).detach().float().requires_grad_()
     losses = functional.cross_entropy(logits, data.target, reduction="none")
@@ -248,7 +248,7 @@ def test_wheels_are_unpacked_where_the_benchmark_looks_for_them_those_in_pieces_
         folder.mkdir()
         (folder / f"{name}{suffix}").write_bytes(piece)
 
-    command = [sys.executable, BENCHMARKS / "linear_cross_entropy_unpack.py", peers, second, first]
+    command = [sys.executable, BENCHMARKS / "linear_cross_entropy" / "unpack.py", peers, second, first]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     assert (peers / "cut-cross-entropy/site-packages/cut_cross_entropy/__init__.py").exists()
@@ -260,7 +260,15 @@ def test_wheels_are_unpacked_where_the_benchmark_looks_for_them_those_in_pieces_
 def test_every_line_of_it_runs_on_a_cpu_at_tiny_sizes(tmp_path: Path) -> None:
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not in this environment")
-    command = [sys.executable, "-W", "ignore", BENCHMARKS / "linear_cross_entropy.py", "--quick", "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        BENCHMARKS / "linear_cross_entropy" / "run.py",
+        "--quick",
+        "--device",
+        "cpu",
+    ]
     command += ["--shape", "8x32x48", "--peers", "torch", "verl", "--peers-at", tmp_path]
     command += ["--json", tmp_path / "found.json", "--plot", tmp_path / "plot.svg"]
     env = {**os.environ, "MEGACPP_OVERLAYS_LOG": "logging"}

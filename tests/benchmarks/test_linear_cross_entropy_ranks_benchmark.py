@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from places import HANG_S, ROOT
 
-SCRIPT = ROOT / "benchmarks/linear_cross_entropy_ranks.py"
+SCRIPT = ROOT / "benchmarks/linear_cross_entropy_ranks/run.py"
 SKIPPED, SEQUENCE = ", masked tokens skipped", ", sequence parallel"
 METHODS = ["recompute", f"recompute{SKIPPED}", "keep", f"keep{SKIPPED}"]
 WAYS = [f"{method}{way}" for method in METHODS for way in ("", SEQUENCE)]
@@ -77,7 +77,7 @@ def test_the_page_is_made_again_from_the_numbers_without_torch(
     written: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
     again = tmp_path / "again.md"
-    script = ROOT / "benchmarks/linear_cross_entropy_ranks_page.py"
+    script = ROOT / "benchmarks/linear_cross_entropy_ranks/page.py"
     command = [sys.executable, "-S", str(script), str(written[1].with_name("found.json")), "--write", str(again)]
     subprocess.run(command, check=True, capture_output=True, timeout=HANG_S)
 

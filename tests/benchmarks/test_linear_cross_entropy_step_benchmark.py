@@ -23,7 +23,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], P
     folder = tmp_path_factory.mktemp("step")
     page = folder / "page.md"
     options = ["--device", "cpu", "--quick", "--rounds", "3", "--steps", "3", "--largest-batch", "3", "--ways", *WAYS]
-    script = str(ROOT / "benchmarks/linear_cross_entropy_step.py")
+    script = str(ROOT / "benchmarks/linear_cross_entropy_step/run.py")
     command = [sys.executable, "-W", "ignore", script, *options, "--json", str(folder / "found.json")]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     variables = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"}
@@ -62,7 +62,7 @@ def test_the_page_is_made_again_from_the_numbers_without_torch(
     written: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
     again = tmp_path / "again.md"
-    script = ROOT / "benchmarks/linear_cross_entropy_step_page.py"
+    script = ROOT / "benchmarks/linear_cross_entropy_step/page.py"
     command = [sys.executable, "-S", str(script), str(written[1].with_name("found.json")), "--write", str(again)]
     subprocess.run(command, check=True, capture_output=True, timeout=HANG_S)
 

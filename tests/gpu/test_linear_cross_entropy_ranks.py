@@ -36,7 +36,7 @@ def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         pytest.skip(f"{torch.cuda.device_count()} of {size} CUDA devices")
     kept = tmp_path_factory.mktemp("ranks") / "found.json"
     options = ["--sizes", str(size), "--shape", SHAPE, "--dtype", dtype, "--rounds", "1", "--json", str(kept)]
-    script = ROOT / "benchmarks/linear_cross_entropy_ranks.py"
+    script = ROOT / "benchmarks/linear_cross_entropy_ranks/run.py"
     command = [sys.executable, str(script), *options, "--sections", "correctness", "options", "graphs"]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(

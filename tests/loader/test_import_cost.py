@@ -1,7 +1,7 @@
 """Importing the package is cheap, and its hooks are a small part of the imports they follow.
 
 Hosts differ and are busy, so everything here is a ratio between processes of the same run, with room to spare. The
-measured milliseconds are in benchmarks/import_cost.md.
+measured milliseconds are in benchmarks/results/import_cost.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import ModuleType
 
 import pytest
 
-BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "import_cost.py"
+BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "loader" / "import_cost.py"
 
 
 @pytest.fixture(scope="module")
