@@ -70,6 +70,9 @@ test: setup ## set up everything, then lint, type checks, contracts and all test
 	@$(BIN)/lint-imports
 	$(say) 'ledger in step with the overlays'
 	@$(BIN)/python -m megacpp_overlays ledger --check RETIREMENT.md
+	$(say) 'generated pages in step with the code, and no link that leads nowhere'
+	@$(BIN)/python -m megacpp_overlays reference --check docs
+	@scripts/site.sh $(BIN)/properdocs
 	$(say) 'pytest with branch coverage, child processes included'
 	@$(BIN)/coverage erase
 	@$(BIN)/coverage run -m pytest $(WORKERS)
@@ -81,6 +84,10 @@ test: setup ## set up everything, then lint, type checks, contracts and all test
 .PHONY: matrix
 matrix: wheels ## probe every release of every target and write packs/matrix.json and packs/matrix.html
 	@$(BIN)/python -m megacpp_overlays matrix --archives .cache/wheels --write packs
+
+.PHONY: docs
+docs: .venv/.ready ## build the documentation as a static site in .cache/site/html, all links checked
+	@scripts/site.sh $(BIN)/properdocs
 
 .PHONY: bench
 bench: .envs/bench/.ready ## measure what importing costs and write benchmarks/results/import_cost.md

@@ -15,6 +15,7 @@ from megacpp_overlays.cli import (
     matrix,
     pack,
     receipts,
+    reference,
     repro,
     retire,
     run,
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="command", required=True)
     for command in (
         *(audit, compare, run),
-        *(ledger, matrix, triage, drift, sweep, retire),
+        *(ledger, reference, matrix, triage, drift, sweep, retire),
         *(repro, receipts, pack, wave),
     ):
         command.add_to(commands)

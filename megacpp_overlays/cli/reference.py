@@ -1,0 +1,38 @@
+"""`megacpp-overlays reference`: write or check the pages of docs/ that are generated from the code."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from pathlib import Path
+
+from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.loader import session
+from megacpp_overlays.repro import inventory
+from megacpp_overlays.upkeep import reference_pages
+
+
+def add_to(commands: Subparsers) -> None:
+    """Add the command to the parser."""
+    text = "Write or check the pages of docs/ that are generated: settings, commands and overlays."
+    parser = commands.add_parser("reference", help=text, description=text)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--check", metavar="FOLDER", type=Path, help="exit 1 when a page in FOLDER is not in step")
+    what.add_argument("--write", metavar="FOLDER", type=Path, help="bring the pages in FOLDER in step")
+    parser.set_defaults(run=functools.partial(run, commands))
+
+
+def run(commands: Subparsers, arguments: argparse.Namespace) -> bool:
+    """Do what was asked; return whether the pages are in step."""
+    pages = {
+        "commands.md": reference_pages.commands_page(commands.choices),
+        "overlays.md": reference_pages.overlays_page(session.current().overlays, inventory.own_folder()),
+    }
+    if arguments.write is not None:
+        for name, text in pages.items():
+            (arguments.write / name).write_text(text)
+        return True
+    found = reference_pages.difference(pages, arguments.check)
+    print(found or f"{arguments.check} is in step", file=sys.stderr if found else sys.stdout)
+    return not found

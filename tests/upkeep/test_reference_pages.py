@@ -1,0 +1,98 @@
+"""The generated pages of docs/: what they say, and that they cannot be out of step unseen."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from made_up import Upstream
+
+from megacpp_overlays.cli import main
+from megacpp_overlays.upkeep import reference_pages
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """A command with two subcommands."""
+    commands = argparse.ArgumentParser(prog="tool").add_subparsers()
+    pack = commands.add_parser("pack", description="Do things with packs.")
+    below = pack.add_subparsers()
+    below.add_parser("list", description="List them.")
+    below.add_parser("check", description="Check one.").add_argument("--max-age", metavar="DAYS", help="in days")
+    return commands.choices
+
+
+def matrix(folder: Path, **verdicts: tuple[str, str | None]) -> Path:
+    """An inventory with the pack of one overlay and a kept matrix, whose releases are named `v1_0`."""
+    (folder / "99-double").mkdir(parents=True)
+    overlays = [{"id": "double-fix"}]
+    releases = [
+        {
+            "name": name.removeprefix("v").replace("_", "."),
+            "overlays": {"double-fix": {"verdict": verdict, "parts": [{"shape": shape}]}},
+        }
+        for name, (verdict, shape) in verdicts.items()
+    ]
+    kept = {"distributions": [{"distribution": "double", "overlays": overlays, "releases": releases}]}
+    (folder / "matrix.json").write_text(json.dumps(kept))
+    return folder
+
+
+def test_a_command_is_shown_with_its_subcommands_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+
+    page = reference_pages.commands_page(parsers())
+
+    assert [line for line in page.splitlines() if line.startswith("## ")] == [
+        "## pack",
+        "## pack list",
+        "## pack check",
+    ]
+    assert "--max-age DAYS  in days" in page, "as wide on every terminal"
+
+
+def test_releases_are_ranges_of_what_is_repaired_left_alone_and_right(upstream: Upstream, tmp_path: Path) -> None:
+    broken, other = ("BROKEN", "off-by-one"), ("BROKEN", "off-by-two")
+    packs = matrix(
+        tmp_path / "packs",
+        v0_9=("ABSENT", None),
+        v1_0=broken,
+        v1_1=broken,
+        v1_2=other,
+        v1_3=broken,
+        v1_4=("FIXED", None),
+    )
+
+    page = reference_pages.overlays_page([upstream.overlay()], packs)
+
+    row = next(line for line in page.splitlines() if line.startswith("| [`double-fix`]"))
+    assert row.split(" | ")[2:] == ["double 1.0 to 1.1, 1.3", "double 1.2", "double 1.4 |"]
+    assert "| Without it | every double is one too large |" in page
+    assert "| Shape `off-by-one` | replaces `double` |" in page
+    assert "`MEGACPP_OVERLAY_DOUBLE_FIX=off` switches it off" in page
+    assert "pack [99](../packs/99-double/README.md)" in page
+
+
+def test_an_overlay_that_the_matrix_does_not_know_is_said_to_be_outside_of_it(
+    upstream: Upstream, tmp_path: Path
+) -> None:
+    page = reference_pages.overlays_page([upstream.overlay(id="new-fix")], matrix(tmp_path / "packs"))
+
+    assert "| Repaired releases | not in the matrix |" in page
+
+
+def test_pages_that_were_written_are_in_step_until_somebody_edits_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reference", "--write", str(tmp_path)]) == 0
+    assert main(["reference", "--check", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} <= {path.name for path in (ROOT / "docs").iterdir()}
+
+    page = tmp_path / "overlays.md"
+    page.write_text(page.read_text().replace("float16-fp32-exemption", "float16-exemption"))
+    capsys.readouterr()
+
+    assert main(["reference", "--check", str(tmp_path)]) == 1
+    assert "+## float16-fp32-exemption" in capsys.readouterr().err
