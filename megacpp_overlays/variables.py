@@ -138,8 +138,8 @@ PLUGINS = Setting(
 )
 LOG = Setting(
     "MEGACPP_OVERLAYS_LOG",
-    "Where decisions are told: as lines on stderr, through the logger `megacpp_overlays`, as JSON on stderr, or as JSON "
-    "in a file.",
+    "Where decisions are told: as lines on stderr, through the logger `megacpp_overlays`, as JSON on stderr, or "
+    "appended to a file, as JSON where its name ends in `.json` or `.jsonl`.",
     default="stderr",
     values=("stderr", "logging", "json"),
     form="a path with a slash in it",
@@ -189,8 +189,8 @@ LINEAR_CE_LOGITS = Setting(
 LINEAR_CE_MASKED = Setting(
     "MEGACPP_LINEAR_CE_MASKED",
     "What becomes of tokens without a gradient in the backward pass of the fused linear cross entropy. `compute` treats them "
-    "like all others, `skip` leaves them out, and `auto` skips them if at most three quarters of the tokens of the first "
-    "backward pass have a gradient.",
+    "like all others, `skip` leaves them out (on Hopper, in half precision), and `auto` skips them if at most three quarters "
+    "of the tokens of the first backward pass have a gradient.",
     default="auto",
     values=("auto", "compute", "skip"),
     meant=_yes_or_no("skip", "compute"),

@@ -11,6 +11,7 @@ from megacpp_overlays.cli.commands import Subparsers
 from megacpp_overlays.loader import session
 from megacpp_overlays.repro import inventory
 from megacpp_overlays.upkeep import reference_pages
+from megacpp_overlays.variables import SETTINGS
 
 
 def add_to(commands: Subparsers) -> None:
@@ -26,6 +27,7 @@ def add_to(commands: Subparsers) -> None:
 def run(commands: Subparsers, arguments: argparse.Namespace) -> bool:
     """Do what was asked; return whether the pages are in step."""
     pages = {
+        "settings.md": reference_pages.settings_page(SETTINGS),
         "commands.md": reference_pages.commands_page(commands.choices),
         "overlays.md": reference_pages.overlays_page(session.current().overlays, inventory.own_folder()),
     }

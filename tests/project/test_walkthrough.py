@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import pytest
 from packaging.requirements import Requirement
+from places import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "write-an-overlay.md"
 TOOLS = ("pip", "setuptools", "wrapt", "importlib-metadata", "packaging")
 
