@@ -18,7 +18,7 @@ from places import HANG_S, WHEELS
 from trees import STAND_INS
 
 from megacpp_overlays.errors import SeamError
-from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Overlay
 from megacpp_overlays.variables import is_ours
@@ -126,12 +126,12 @@ def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Upstre
 
 
 @pytest.fixture
-def lane() -> Iterator[Callable[..., Lane]]:
-    """Make lanes over given overlays and settings; each is undone and unhooked afterwards."""
-    made: list[Lane] = []
+def session() -> Iterator[Callable[..., Session]]:
+    """Make sessions over given overlays and settings; each is undone and unhooked afterwards."""
+    made: list[Session] = []
 
-    def make(*overlays: Overlay, **settings: object) -> Lane:
-        made.append(Lane(overlays, Settings(**settings)))  # type: ignore[arg-type]
+    def make(*overlays: Overlay, **settings: object) -> Session:
+        made.append(Session(overlays, Settings(**settings)))  # type: ignore[arg-type]
         return made[-1]
 
     yield make

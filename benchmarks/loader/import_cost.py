@@ -80,7 +80,7 @@ def loaded(self, name, module, **kwargs):
 
 install.examine = timed(install.examine, of_target("probe"))
 aliases.rebind = timed(aliases.rebind, of_target("sweep"))
-original, session.Lane.loaded = session.Lane.loaded, loaded
+original, session.Session.loaded = session.Session.loaded, loaded
 
 start = time.perf_counter()
 import torch

@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> bool:
     return not audit.conflicts
 
 
-def pre_flight(current: session.Lane) -> Audit:
+def pre_flight(current: session.Session) -> Audit:
     """Import every target that is installed, and audit.
 
     A target that cannot be imported here cannot be vouched for, so it counts as a conflict.

@@ -1,4 +1,4 @@
-"""Find and rebind names that were bound to a function before its seam went in.
+"""Rebind stale aliases: names that were bound to a function before its seam went in.
 
 `from m import f` keeps the old function under a name, perhaps a new one. Names are found by identity, never by
 spelling, in the namespaces of loaded modules. The function may also be held by classes, which are rebound, and by
@@ -24,7 +24,7 @@ _FROZEN_BY_PYTHON = 10_000
 
 
 def rebind(placed: Sequence[Seam], changed: list[Seam], *, deep: bool) -> None:
-    """Lead every stale name of the originals to their replacements.
+    """Rebind the stale aliases of the originals to their replacements.
 
     Args:
         placed: the seams of one overlay.
@@ -44,8 +44,8 @@ def rebind(placed: Sequence[Seam], changed: list[Seam], *, deep: bool) -> None:
             changed.append(alias)
 
 
-def lead_back(undone: Sequence[Seam]) -> None:
-    """Lead names that were bound to a replacement while it was in back to the original.
+def restore_aliases(undone: Sequence[Seam]) -> None:
+    """Restore aliases that were bound to a replacement while it was in: they get the original.
 
     Raises:
         SeamError: an owner does not let a name be assigned.

@@ -1,6 +1,6 @@
 """Decide a gate: is a combination installed that cannot work?
 
-A gate waits for no import. It is read from source when the lane is armed, so that a run is told before its first
+A gate waits for no import. It is read from source when the session is armed, so that a run is told before its first
 compile; where none of its packages is installed that costs a look for one folder. What is not there then is looked for
 again when a target is imported, and for an audit: a launcher may complete its path after it imported this package.
 

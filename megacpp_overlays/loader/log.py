@@ -34,7 +34,7 @@ class Log:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._outlived = settings.outlived
+        self._obsolete = settings.obsolete_variables
         # Absolute, because a launcher may change its folder later.
         self._path = None if settings.log_path is None else Path(settings.log_path).absolute()
         if self._path is not None:
@@ -66,9 +66,9 @@ class Log:
             if isinstance(record.overlay, Gate) and record.decision in _SAID_AT_ONCE and not alone:
                 self.decided(record)
 
-    def outlived(self) -> None:
+    def obsolete_variables(self) -> None:
         """Say once which variables name a retired overlay; a child does not repeat it either."""
-        sentences, self._outlived = self._outlived, ()
+        sentences, self._obsolete = self._obsolete, ()
         for sentence in () if self._settings.parent_is_armed else sentences:
             self._write(sentence, {"event": "outlived", "text": sentence}, logging.INFO)
 

@@ -1,4 +1,4 @@
-"""Is the live object the one in the source?
+"""Detect targets already patched by another library.
 
 A probe reads text. If somebody replaced the function since, the text says nothing about what will run, so
 the seam must not go in. A decorator in the source explains one wrapper each; any further wrapper, and any

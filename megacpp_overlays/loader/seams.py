@@ -31,7 +31,7 @@ class Seam:
     replacement: Any
     inherited: bool
     adopted: bool = False
-    """Whether it was there already, put in and verified by another lane."""
+    """Whether it was there already, put in and verified by another session."""
 
     def __str__(self) -> str:
         return f"{owner_name(self.owner)}.{self.name}"

@@ -1,6 +1,6 @@
 """The state of this process: settings, overlays, their records and what they changed.
 
-Gates are decided when the lane is armed, overlays when their target has been imported.
+Gates are decided when the session is armed, overlays when their target has been imported.
 
 Arming is all that an import of this package does, so what is only needed to settle a target or to report is
 imported by the functions that do that.
@@ -39,7 +39,7 @@ _FROM_DISK = (
 )
 
 
-class Lane:
+class Session:
     """Arms overlays, settles each when its target is complete, and answers for all of them."""
 
     def __init__(self, overlays: Sequence[Overlay], settings: Settings) -> None:
@@ -58,8 +58,8 @@ class Lane:
         self.renew_locks()
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str] = os.environ) -> Lane:
-        """Return the lane that the environment describes.
+    def from_env(cls, env: Mapping[str, str] = os.environ) -> Session:
+        """Return the session that the environment describes.
 
         Raises:
             SettingsError: a name or value in the environment is not known.
@@ -86,7 +86,7 @@ class Lane:
         fresh = [record for record in waiting if self._records.setdefault(record.overlay, record) is record]
         if fresh:
             self._log.armed(fresh)
-        self._log.outlived()
+        self._log.obsolete_variables()
         if self.settings.mode is Mode.OFF:
             return
         undone, self._undone = self._undone, set()
@@ -194,7 +194,7 @@ class Lane:
                 self._undone.add(overlay)
                 self._installed.pop(overlay, None)
                 lost = [seam for seam in reversed(changed) if not seam.undo()]
-                aliases.lead_back([seam for seam in changed if seam not in lost])
+                aliases.restore_aliases([seam for seam in changed if seam not in lost])
             record = self._records.get(overlay)
             if record is None or record.decision not in {Decision.ACTIVE, Decision.ARMED, Decision.CONFLICT}:
                 return ""
@@ -229,7 +229,7 @@ class Lane:
 
     def snapshot(self) -> Audit:
         """Return the same as `audit`, and never raise: for reports that show conflicts themselves."""
-        self._settle_what_no_hook_heard()
+        self._settle_missed_imports()
         self._settle_gates_that_saw_nothing()
         records = tuple(_with_version(self._review(self._records[o])) for o in self.overlays if o in self._records)
         return Audit(version=VERSION, mode=self.settings.mode.value, records=records)
@@ -240,7 +240,7 @@ class Lane:
         records = tuple(r if r.decision is Decision.ARMED else self._review(r) for r in taken)
         return Audit(version=VERSION, mode=self.settings.mode.value, records=records)
 
-    def _settle_what_no_hook_heard(self) -> None:
+    def _settle_missed_imports(self) -> None:
         """Settle a target that was loaded past every hook, by a loader or a recipe of somebody's own."""
         for name in self._targets():
             module = sys.modules.get(name)
@@ -368,14 +368,14 @@ def _if_absent(record: Record, tree: InstalledTree) -> Record:
     )
 
 
-_current: Lane | None = None
+_current: Session | None = None
 
 
-def current() -> Lane:
-    """Return the one lane of this process; the first call reads the environment."""
+def current() -> Session:
+    """Return the one session of this process; the first call reads the environment."""
     global _current
     if _current is None:
-        _current = Lane.from_env()
+        _current = Session.from_env()
         variables.hand_down(_current.settings.of_kernels)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=_current.renew_locks)

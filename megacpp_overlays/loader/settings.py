@@ -68,7 +68,7 @@ class Settings(NamedTuple):
     """Folder, as an absolute path."""
     parent_is_armed: bool = False
     """A process of this environment was armed, said so, and started this one or one above it."""
-    outlived: tuple[str, ...] = ()
+    obsolete_variables: tuple[str, ...] = ()
     """Sentences about variables that name a retired overlay and can go."""
     of_kernels: Mapping[str, str] = variables.defaults_of_kernels()
     """What kernels are to do, by variable."""
@@ -94,9 +94,9 @@ class Settings(NamedTuple):
         known = {*(setting.name for setting in variables.SETTINGS if setting is not variables.SWITCH), *switches}
         strange = {name for name in env if variables.is_ours(name)} - known
         words = _words(env, DISABLE)
-        outlived = _outlived(env, strange, set(words) - set(known_ids))
-        _refuse_unknown_names(strange - outlived.keys(), known)
-        listed = {_known_id(word, known_ids) for word in words if word not in outlived}
+        obsolete_variables = _obsolete_variables(env, strange, set(words) - set(known_ids))
+        _refuse_unknown_names(strange - obsolete_variables.keys(), known)
+        listed = {_known_id(word, known_ids) for word in words if word not in obsolete_variables}
         off, on = set(listed), set()
         for name, overlay_id in switches.items():
             if not env.get(name, "").strip():
@@ -119,7 +119,7 @@ class Settings(NamedTuple):
             rank=_rank(env),
             receipts=variables.RECEIPTS.read(env) or None,
             parent_is_armed=variables.CHILDREN.read(env) == this_environment(),
-            outlived=tuple(outlived[name] for name in sorted(outlived)),
+            obsolete_variables=tuple(obsolete_variables[name] for name in sorted(obsolete_variables)),
             of_kernels={setting.name: setting.read(env) for setting in variables.OF_KERNELS},
         )
 
@@ -162,7 +162,7 @@ def _refuse_unknown_names(strange: Collection[str], known: Collection[str]) -> N
         raise SettingsError(f"{name} is no setting of megacpp_overlays; {variables.nearest(name, relatives)}")
 
 
-def _outlived(env: Mapping[str, str], names: Collection[str], ids: Collection[str]) -> dict[str, str]:
+def _obsolete_variables(env: Mapping[str, str], names: Collection[str], ids: Collection[str]) -> dict[str, str]:
     """Return what names a retired overlay, each variable or id with a sentence about it.
 
     Args:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from megacpp_overlays.errors import SettingsError
 from megacpp_overlays.loader.log import logger
-from megacpp_overlays.loader.session import Lane, current
+from megacpp_overlays.loader.session import Session, current
 from megacpp_overlays.loader.settings import RECEIPTS
 from megacpp_overlays.model import Decision, Record
 from megacpp_overlays.processes import statement
@@ -55,13 +55,13 @@ class Receipt(NamedTuple):
 class _Giver:
     """Writes the receipt of this process into every folder that asks for it."""
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._lock = threading.Lock()
         self._started = "exec"
         self._life = this_life()
         self.folders: list[Path] = []
-        lane.when_changed = self.give
+        session.when_changed = self.give
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forked)
 
@@ -90,7 +90,7 @@ class _Giver:
     def _receipt(self) -> Receipt:
         start, image, _ = self._life
         program = sys.argv[0] if getattr(sys, "argv", None) else ""
-        told = own_statement(self._lane)
+        told = own_statement(self._session)
         return Receipt(
             this_host(), os.getpid(), os.getppid(), start, image, self._started, _name(), program, time.time(), told
         )
@@ -105,11 +105,11 @@ class _Giver:
 _giver: _Giver | None = None
 
 
-def give_receipts(lane: Lane, folder: str | Path, *, make: bool = True) -> None:
+def give_receipts(session: Session, folder: str | Path, *, make: bool = True) -> None:
     """Write a receipt of this process into a folder now and after each decision; forked children do the same.
 
     Args:
-        lane: of this process.
+        session: of this process.
         folder: where to.
         make: whether to make the folder. Only who asks for receipts does: a child must not bring back what was removed.
 
@@ -117,7 +117,7 @@ def give_receipts(lane: Lane, folder: str | Path, *, make: bool = True) -> None:
         SettingsError: the folder cannot be written.
     """
     global _giver
-    _giver, folder = _giver or _Giver(lane), Path(folder)
+    _giver, folder = _giver or _Giver(session), Path(folder)
     try:
         if make:
             folder.mkdir(parents=True, exist_ok=True)
@@ -138,11 +138,11 @@ def _cannot_be_written(folder: Path, error: OSError) -> str:
     return f"{RECEIPTS}={folder} cannot be written: {error.strerror}; name a folder that this process may write, or unset it"
 
 
-def own_statement(lane: Lane) -> Statement:
+def own_statement(session: Session) -> Statement:
     """Return what this process says of itself, but for what waits: its file may be another when it is imported."""
-    audit = lane.standing()
+    audit = session.standing()
     records = tuple(replace(r, source_sha256=NOT_READ) if _is_unsettled(r) else r for r in audit.records)
-    return statement.of(replace(audit, records=records), lane.settings, InstalledTree())
+    return statement.of(replace(audit, records=records), session.settings, InstalledTree())
 
 
 def _is_unsettled(record: Record) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from megacpp_overlays.errors import RanksError
 from megacpp_overlays.loader.audit import Audit
-from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader.session import Session
 from megacpp_overlays.processes import differences, rank_exchange, statement
 from megacpp_overlays.processes.rank_exchange import Exchange, Store, SystemClock, Verdict
 from megacpp_overlays.source.trees import InstalledTree
@@ -37,21 +37,21 @@ class _Meeting(NamedTuple):
     rank: int
 
 
-def verify(lane: Lane, group: Any = None, timeout: float | timedelta = TIMEOUT_S) -> Audit:
+def verify(session: Session, group: Any = None, timeout: float | timedelta = TIMEOUT_S) -> Audit:
     """Compare this rank with all others of a group; see `megacpp_overlays.verify_ranks`."""
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if not 0 < seconds < _LONGEST_S:
         raise ValueError(f"timeout is {timeout}; it must be more than nothing and less than a month, in seconds")
     meeting = _meeting(group)
-    audit = lane.snapshot()
+    audit = session.snapshot()
     if meeting is not None:
-        told = statement.of(audit, lane.settings, InstalledTree())
+        told = statement.of(audit, session.settings, InstalledTree())
         verdict = _run(meeting, statement.digest(told), told, seconds)
         if not verdict.agreed:
             missing = tuple(rank for rank, _ in verdict.missing)
             raise RanksError(report(verdict), differences=verdict.differences, missing=missing)
     # A conflict under `strict` is raised when all ranks know of it.
-    return lane.answer_for(audit)
+    return session.answer_for(audit)
 
 
 def _meeting(group: Any) -> _Meeting | None:

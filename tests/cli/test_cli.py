@@ -14,17 +14,17 @@ from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
 from places import ROOT
 
 from megacpp_overlays import cli
-from megacpp_overlays.loader import session as lanes
-from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader import session as sessions
+from megacpp_overlays.loader.session import Session
 
-LaneMaker = Callable[..., Lane]
+SessionMaker = Callable[..., Session]
 
 
 @pytest.fixture
-def current(upstream: Upstream, lane: LaneMaker, monkeypatch: pytest.MonkeyPatch) -> Lane:
-    made = lane(upstream.overlay())
+def current(upstream: Upstream, session: SessionMaker, monkeypatch: pytest.MonkeyPatch) -> Session:
+    made = session(upstream.overlay())
     made.arm()
-    monkeypatch.setattr(lanes, "current", lambda: made)
+    monkeypatch.setattr(sessions, "current", lambda: made)
     return made
 
 
@@ -102,7 +102,7 @@ def test_an_error_of_ours_is_one_line_and_exit_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(_: object) -> bool:
-        raise lanes.RegistryError("double-fix is declared twice")
+        raise sessions.RegistryError("double-fix is declared twice")
 
     monkeypatch.setattr("megacpp_overlays.cli.audit.run", fail)
 

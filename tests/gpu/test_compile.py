@@ -9,7 +9,7 @@ import torch
 from made_up import Upstream
 from traced_seams import TEXT, measured_on, overlay_at
 
-from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader.session import Session
 from megacpp_overlays.runtime import dynamo
 
 # Inductor warns as it likes.
@@ -17,10 +17,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 
 def test_graphs_that_inductor_recorded_follow_arming_undoing_and_arming_again(
-    upstream: Upstream, lane: Callable[..., Lane]
+    upstream: Upstream, session: Callable[..., Session]
 ) -> None:
     upstream.write(TEXT)
-    current = lane(overlay_at(upstream, "Block.method"))
+    current = session(overlay_at(upstream, "Block.method"))
     block = upstream.load().Block()
 
     def step(x: torch.Tensor) -> torch.Tensor:

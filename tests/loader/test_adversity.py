@@ -1,4 +1,4 @@
-"""What other code in a training process does to a lane, and what the lane then says."""
+"""What other code in a training process does to a session, and what the session then says."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
 from places import HANG_S
 
 from megacpp_overlays.errors import ActivationError, SeamError
-from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import LogForm, Mode
 from megacpp_overlays.model import Decision, Observation, Record
 from megacpp_overlays.source.trees import InstalledTree
 
-LaneMaker = Callable[..., Lane]
+SessionMaker = Callable[..., Session]
 UNKNOWN_TEXT = BROKEN_TEXT.replace("x + x + 1", "2 * x + 1")
 
 
-def only(lane: Lane) -> Record:
-    (record,) = lane.snapshot().records
+def only(session: Session) -> Record:
+    (record,) = session.snapshot().records
     return record
 
 
@@ -64,9 +64,9 @@ def test_an_editable_install_that_only_its_own_finder_knows_is_found(
 
 
 def test_a_target_that_a_recipe_loaded_past_every_hook_is_settled_by_the_audit(
-    upstream: Upstream, lane: LaneMaker
+    upstream: Upstream, session: SessionMaker
 ) -> None:
-    current = lane(upstream.overlay())
+    current = session(upstream.overlay())
     current.arm()
     spec = importlib.util.spec_from_file_location(upstream.module_name, upstream.folder / upstream.name / "layers.py")
     assert spec is not None
@@ -81,13 +81,13 @@ def test_a_target_that_a_recipe_loaded_past_every_hook_is_settled_by_the_audit(
 
 
 def test_a_second_try_after_another_hook_made_the_first_import_fail_is_settled_by_the_audit(
-    upstream: Upstream, lane: LaneMaker
+    upstream: Upstream, session: SessionMaker
 ) -> None:
     def fail_once(_: ModuleType) -> None:
         raise RuntimeError("their hook")
 
     wrapt.register_post_import_hook(fail_once, upstream.module_name)
-    current = lane(upstream.overlay())
+    current = session(upstream.overlay())
     current.arm()
     with pytest.raises(RuntimeError, match="their hook"):
         upstream.load()
@@ -98,9 +98,11 @@ def test_a_second_try_after_another_hook_made_the_first_import_fail_is_settled_b
     assert module.double(1) == 2
 
 
-def test_a_module_that_puts_something_else_in_its_place_is_a_conflict(upstream: Upstream, lane: LaneMaker) -> None:
+def test_a_module_that_puts_something_else_in_its_place_is_a_conflict(
+    upstream: Upstream, session: SessionMaker
+) -> None:
     upstream.write(BROKEN_TEXT + "import sys, types\nsys.modules[__name__] = types.SimpleNamespace(double=double)\n")
-    current = lane(upstream.overlay())
+    current = session(upstream.overlay())
     current.arm()
 
     assert upstream.load().double(1) == 3
@@ -108,21 +110,21 @@ def test_a_module_that_puts_something_else_in_its_place_is_a_conflict(upstream: 
 
 
 def test_something_in_place_of_the_target_module_does_not_stop_the_launcher(
-    upstream: Upstream, lane: LaneMaker, monkeypatch: pytest.MonkeyPatch
+    upstream: Upstream, session: SessionMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, upstream.module_name, SimpleNamespace())  # type: ignore[misc]
-    current = lane(upstream.overlay())
+    current = session(upstream.overlay())
 
     current.arm()
 
     assert only(current).decision is Decision.CONFLICT
 
 
-# Two lanes in one process.
+# Two sessions in one process.
 
 
-def test_a_reload_with_two_lanes_armed_reaches_both(upstream: Upstream, lane: LaneMaker) -> None:
-    first, second = lane(upstream.overlay()), lane(upstream.overlay())
+def test_a_reload_with_two_lanes_armed_reaches_both(upstream: Upstream, session: SessionMaker) -> None:
+    first, second = session(upstream.overlay()), session(upstream.overlay())
     first.arm()
     second.arm()
     module = upstream.load()
@@ -133,8 +135,8 @@ def test_a_reload_with_two_lanes_armed_reaches_both(upstream: Upstream, lane: La
     assert (only(first).decision, only(second).decision) == (Decision.ACTIVE, Decision.ACTIVE)
 
 
-def test_two_lanes_that_are_armed_while_half_imported_both_hear(upstream: Upstream, lane: LaneMaker) -> None:
-    first, second = lane(upstream.overlay()), lane(upstream.overlay())
+def test_two_lanes_that_are_armed_while_half_imported_both_hear(upstream: Upstream, session: SessionMaker) -> None:
+    first, second = session(upstream.overlay()), session(upstream.overlay())
     sys.arm_both = lambda: (first.arm(), second.arm())  # type: ignore[attr-defined]
     try:
         upstream.write("import sys\nsys.arm_both()\n" + BROKEN_TEXT)
@@ -149,11 +151,11 @@ def test_two_lanes_that_are_armed_while_half_imported_both_hear(upstream: Upstre
     ]
 
 
-def test_a_lane_that_fails_on_an_adopted_seam_leaves_it_to_its_owner(upstream: Upstream, lane: LaneMaker) -> None:
-    first = lane(upstream.overlay())
+def test_a_lane_that_fails_on_an_adopted_seam_leaves_it_to_its_owner(upstream: Upstream, session: SessionMaker) -> None:
+    first = session(upstream.overlay())
     first.arm()
     module = upstream.load()
-    second = lane(upstream.overlay(self_test=lambda _: Observation(broken=True, seen="no")))
+    second = session(upstream.overlay(self_test=lambda _: Observation(broken=True, seen="no")))
 
     second.arm()
 
@@ -166,10 +168,10 @@ def test_a_lane_that_fails_on_an_adopted_seam_leaves_it_to_its_owner(upstream: U
 
 
 def test_what_upstream_itself_keeps_elsewhere_is_a_conflict_in_either_order(
-    upstream: Upstream, lane: LaneMaker
+    upstream: Upstream, session: SessionMaker
 ) -> None:
     upstream.write(BROKEN_TEXT + "REGISTRY = {'double': double}\n")
-    first = lane(upstream.overlay())
+    first = session(upstream.overlay())
     first.arm()
     module = upstream.load()
 
@@ -178,8 +180,8 @@ def test_what_upstream_itself_keeps_elsewhere_is_a_conflict_in_either_order(
     assert (module.double(1), module.REGISTRY["double"](1)) == (3, 3)
 
 
-def test_undone_and_armed_again_although_somebody_holds_the_old_seam(upstream: Upstream, lane: LaneMaker) -> None:
-    current = lane(upstream.overlay())
+def test_undone_and_armed_again_although_somebody_holds_the_old_seam(upstream: Upstream, session: SessionMaker) -> None:
+    current = session(upstream.overlay())
     current.arm()
     module = upstream.load()
     held = module.double
@@ -191,8 +193,10 @@ def test_undone_and_armed_again_although_somebody_holds_the_old_seam(upstream: U
     assert module.double is held
 
 
-def test_names_that_were_bound_while_a_seam_was_in_are_led_back_by_undo(upstream: Upstream, lane: LaneMaker) -> None:
-    current = lane(upstream.overlay())
+def test_names_that_were_bound_while_a_seam_was_in_are_led_back_by_undo(
+    upstream: Upstream, session: SessionMaker
+) -> None:
+    current = session(upstream.overlay())
     current.arm()
     upstream.write("from .layers import double as twice\n", module="user")
     user = upstream.load("user")
@@ -204,8 +208,8 @@ def test_names_that_were_bound_while_a_seam_was_in_are_led_back_by_undo(upstream
     assert user.twice(1) == 3
 
 
-def test_an_undo_that_fails_says_so_and_can_be_tried_again(upstream: Upstream, lane: LaneMaker) -> None:
-    current = lane(upstream.overlay())
+def test_an_undo_that_fails_says_so_and_can_be_tried_again(upstream: Upstream, session: SessionMaker) -> None:
+    current = session(upstream.overlay())
     current.arm()
     module = upstream.load()
     ours = module.double
@@ -221,7 +225,7 @@ def test_an_undo_that_fails_says_so_and_can_be_tried_again(upstream: Upstream, l
 
 
 def test_an_undo_in_another_thread_waits_for_the_decision_that_is_being_taken(
-    upstream: Upstream, lane: LaneMaker
+    upstream: Upstream, session: SessionMaker
 ) -> None:
     testing, go_on = threading.Event(), threading.Event()
 
@@ -230,7 +234,7 @@ def test_an_undo_in_another_thread_waits_for_the_decision_that_is_being_taken(
         go_on.wait(HANG_S)
         return Observation(broken=module.double(1) != 2, seen="slow")
 
-    current = lane(upstream.overlay(self_test=slow))
+    current = session(upstream.overlay(self_test=slow))
     current.arm()
     importer = threading.Thread(target=upstream.load)
     importer.start()
@@ -245,8 +249,8 @@ def test_an_undo_in_another_thread_waits_for_the_decision_that_is_being_taken(
     assert only(current).reason == "undone in this process"
 
 
-def test_a_wrapper_that_leads_to_our_seam_is_told_and_no_conflict(upstream: Upstream, lane: LaneMaker) -> None:
-    current = lane(upstream.overlay())
+def test_a_wrapper_that_leads_to_our_seam_is_told_and_no_conflict(upstream: Upstream, session: SessionMaker) -> None:
+    current = session(upstream.overlay())
     current.arm()
     module = upstream.load()
     module.double = functools.wraps(module.double)(lambda x, inner=module.double: inner(x))
@@ -258,7 +262,7 @@ def test_a_wrapper_that_leads_to_our_seam_is_told_and_no_conflict(upstream: Upst
 
 
 def test_a_module_that_refuses_assignment_undoes_what_was_rebound_before_it(
-    upstream: Upstream, lane: LaneMaker, monkeypatch: pytest.MonkeyPatch
+    upstream: Upstream, session: SessionMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Stubborn(ModuleType):
         def __setattr__(self, name: str, value: object) -> None:
@@ -270,7 +274,7 @@ def test_a_module_that_refuses_assignment_undoes_what_was_rebound_before_it(
     stubborn = Stubborn("zz_stubborn")
     vars(stubborn)["double"] = module.double
     monkeypatch.setitem(sys.modules, "zz_stubborn", stubborn)
-    current = lane(upstream.overlay())
+    current = session(upstream.overlay())
 
     current.arm()
 
@@ -279,7 +283,7 @@ def test_a_module_that_refuses_assignment_undoes_what_was_rebound_before_it(
 
 
 def test_the_search_for_names_does_not_execute_lazy_modules(
-    upstream: Upstream, lane: LaneMaker, monkeypatch: pytest.MonkeyPatch
+    upstream: Upstream, session: SessionMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upstream.write("raise ImportError('woken')\n", module="lazy")
     spec = importlib.util.find_spec(f"{upstream.name}.lazy")
@@ -289,7 +293,7 @@ def test_the_search_for_names_does_not_execute_lazy_modules(
     lazy = importlib.util.module_from_spec(spec)
     loader.exec_module(lazy)
     monkeypatch.setitem(sys.modules, "lazy_module", lazy)
-    current = lane(upstream.overlay())
+    current = session(upstream.overlay())
     current.arm()
 
     assert upstream.load().double(1) == 2
@@ -299,7 +303,7 @@ def test_the_search_for_names_does_not_execute_lazy_modules(
 
 
 def test_a_logging_handler_that_raises_does_not_stop_the_import(
-    upstream: Upstream, lane: LaneMaker, capsys: pytest.CaptureFixture[str]
+    upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Raising(logging.Handler):
         def handle(self, record: logging.LogRecord) -> bool:
@@ -309,7 +313,7 @@ def test_a_logging_handler_that_raises_does_not_stop_the_import(
     logger.addHandler(handler)
     try:
         upstream.write(UNKNOWN_TEXT)
-        lane(upstream.overlay(), log=LogForm.LOGGING).arm()
+        session(upstream.overlay(), log=LogForm.LOGGING).arm()
         upstream.load()
     finally:
         logger.removeHandler(handler)
@@ -317,7 +321,7 @@ def test_a_logging_handler_that_raises_does_not_stop_the_import(
     assert "does not work: RuntimeError: no disk" in capsys.readouterr().err
 
 
-def test_an_exception_that_cannot_say_what_it_is_does_not_get_out(upstream: Upstream, lane: LaneMaker) -> None:
+def test_an_exception_that_cannot_say_what_it_is_does_not_get_out(upstream: Upstream, session: SessionMaker) -> None:
     class MuteError(Exception):
         def __str__(self) -> str:
             raise RuntimeError("mute")
@@ -325,14 +329,14 @@ def test_an_exception_that_cannot_say_what_it_is_does_not_get_out(upstream: Upst
     def fail(_: ModuleType) -> Observation:
         raise MuteError
 
-    current = lane(upstream.overlay(self_test=fail))
+    current = session(upstream.overlay(self_test=fail))
     current.arm()
 
     assert upstream.load().double(1) == 3
     assert only(current).reason == "MuteError: no text"
 
 
-def test_strict_settles_every_target_before_it_raises(upstream: Upstream, lane: LaneMaker) -> None:
+def test_strict_settles_every_target_before_it_raises(upstream: Upstream, session: SessionMaker) -> None:
     upstream.write(UNKNOWN_TEXT)
     upstream.write(FIXED_TEXT, module="other")
     upstream.load()
@@ -343,7 +347,7 @@ def test_strict_settles_every_target_before_it_raises(upstream: Upstream, lane: 
     second = upstream.overlay(
         id="other-fix", target=elsewhere, probe=lambda tree: other.probe(_Renamed(tree, elsewhere.module))
     )
-    current = lane(upstream.overlay(), second, mode=Mode.STRICT)
+    current = session(upstream.overlay(), second, mode=Mode.STRICT)
 
     with pytest.raises(ActivationError, match="double-fix"):
         current.arm()
@@ -362,9 +366,9 @@ class _Renamed:
 
 
 def test_strict_raises_again_when_an_import_is_tried_again_after_it_was_armed_half_way(
-    upstream: Upstream, lane: LaneMaker
+    upstream: Upstream, session: SessionMaker
 ) -> None:
-    current = lane(upstream.overlay(), mode=Mode.STRICT)
+    current = session(upstream.overlay(), mode=Mode.STRICT)
     sys.arm_now = current.arm  # type: ignore[attr-defined]
     try:
         upstream.write("import sys\nsys.arm_now()\n" + UNKNOWN_TEXT)

@@ -16,15 +16,15 @@ from made_up import FIXED_TEXT, Upstream
 from places import ROOT
 
 from megacpp_overlays.loader.audit import Audit
-from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader.session import Session
 from megacpp_overlays.model import Decision, Evidence, Finding, Verdict
 
-LaneMaker = Callable[..., Lane]
+SessionMaker = Callable[..., Session]
 
 
 @pytest.fixture
-def audit(upstream: Upstream, lane: LaneMaker) -> Audit:
-    current = lane(upstream.overlay())
+def audit(upstream: Upstream, session: SessionMaker) -> Audit:
+    current = session(upstream.overlay())
     current.arm()
     upstream.load()
     return current.audit()
@@ -164,9 +164,9 @@ def test_the_fingerprint_changes_with_what_matters(audit: Audit, change: dict[st
 
 
 def test_a_target_that_is_not_installed_is_absent_and_one_that_waits_is_armed(
-    upstream: Upstream, lane: LaneMaker, tmp_path: Path
+    upstream: Upstream, session: SessionMaker, tmp_path: Path
 ) -> None:
-    current = lane(upstream.overlay())
+    current = session(upstream.overlay())
     current.arm()
     assert current.audit().records[0].decision is Decision.ARMED
 
@@ -177,9 +177,11 @@ def test_a_target_that_is_not_installed_is_absent_and_one_that_waits_is_armed(
     assert record.reason == f"{upstream.name} is not installed"
 
 
-def test_a_module_that_an_installed_distribution_does_not_have_is_absent(upstream: Upstream, lane: LaneMaker) -> None:
+def test_a_module_that_an_installed_distribution_does_not_have_is_absent(
+    upstream: Upstream, session: SessionMaker
+) -> None:
     target = upstream.overlay().target._replace(distribution="pytest", module="pytest.no_such_module")
-    current = lane(upstream.overlay(target=target))
+    current = session(upstream.overlay(target=target))
     current.arm()
 
     record = current.audit().records[0]
@@ -189,9 +191,9 @@ def test_a_module_that_an_installed_distribution_does_not_have_is_absent(upstrea
     assert f"pytest {pytest.__version__} has no pytest.no_such_module" in record.reason
 
 
-def test_a_retired_overlay_says_so(upstream: Upstream, lane: LaneMaker) -> None:
+def test_a_retired_overlay_says_so(upstream: Upstream, session: SessionMaker) -> None:
     upstream.write(FIXED_TEXT)
-    current = lane(upstream.overlay())
+    current = session(upstream.overlay())
     current.arm()
     upstream.load()
 

@@ -1,4 +1,4 @@
-"""A gate: a declaration without seams, read when the lane is armed, that says what to do and changes nothing."""
+"""A gate: a declaration without seams, read when the session is armed, that says what to do and changes nothing."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from made_up import BROKEN_TEXT, Upstream
 
 from megacpp_overlays.errors import ActivationError, RegistryError
 from megacpp_overlays.loader import gates, registry
-from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import Mode, Settings
 from megacpp_overlays.model import Decision, Evidence, Finding, Gate, Target, Verdict
 from megacpp_overlays.processes import statement
 from megacpp_overlays.source.trees import InstalledTree, SourceTree, shipped
 from megacpp_overlays.upkeep.ledger import render
 
-LaneMaker = Callable[..., Lane]
+SessionMaker = Callable[..., Session]
 
 
 def gate_of(upstream: Upstream, **changes: Any) -> Gate:
@@ -59,11 +59,11 @@ def note(upstream: Upstream, text: str) -> None:
 
 
 def test_it_is_decided_when_the_lane_is_armed_and_nothing_is_imported_for_it(
-    upstream: Upstream, lane: LaneMaker
+    upstream: Upstream, session: SessionMaker
 ) -> None:
     note(upstream, "does not work")
 
-    armed = lane(gate_of(upstream))
+    armed = session(gate_of(upstream))
     armed.arm()
 
     (record,) = armed.audit().records
@@ -73,11 +73,11 @@ def test_it_is_decided_when_the_lane_is_armed_and_nothing_is_imported_for_it(
 
 
 def test_its_line_says_what_will_happen_what_to_do_and_how_to_be_rid_of_it(
-    upstream: Upstream, lane: LaneMaker, capsys: pytest.CaptureFixture[str]
+    upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     note(upstream, "does not work")
 
-    lane(gate_of(upstream)).arm()
+    session(gate_of(upstream)).arm()
 
     first, second = capsys.readouterr().err.splitlines()
     assert first == "[megacpp_overlays] mode auto"
@@ -100,22 +100,22 @@ def test_its_line_says_what_will_happen_what_to_do_and_how_to_be_rid_of_it(
 )
 @pytest.mark.parametrize("mode", [Mode.AUTO, Mode.OBSERVE])
 def test_the_verdict_decides_and_observing_changes_nothing_about_that(
-    upstream: Upstream, lane: LaneMaker, notes: str | None, decision: Decision, mode: Mode
+    upstream: Upstream, session: SessionMaker, notes: str | None, decision: Decision, mode: Mode
 ) -> None:
     if notes is not None:
         note(upstream, notes)
 
-    armed = lane(gate_of(upstream), mode=mode)
+    armed = session(gate_of(upstream), mode=mode)
     armed.arm()
 
     assert [record.decision for record in armed.audit().records] == [decision]
 
 
-def test_a_probe_that_raises_is_a_conflict_and_the_import_goes_on(upstream: Upstream, lane: LaneMaker) -> None:
+def test_a_probe_that_raises_is_a_conflict_and_the_import_goes_on(upstream: Upstream, session: SessionMaker) -> None:
     def trip(_: SourceTree) -> Finding:
         raise RecursionError("too deep")
 
-    armed = lane(gate_of(upstream, probe=trip))
+    armed = session(gate_of(upstream, probe=trip))
     armed.arm()
 
     (record,) = armed.audit().records
@@ -123,22 +123,22 @@ def test_a_probe_that_raises_is_a_conflict_and_the_import_goes_on(upstream: Upst
     assert record.reason == "the probe could not read it: RecursionError: too deep"
 
 
-def test_strict_accepts_what_was_understood_and_refuses_what_was_not(upstream: Upstream, lane: LaneMaker) -> None:
+def test_strict_accepts_what_was_understood_and_refuses_what_was_not(upstream: Upstream, session: SessionMaker) -> None:
     """Whether a run uses what cannot work, only its owner knows: a gate that is understood is advice."""
     note(upstream, "does not work")
-    lane(gate_of(upstream), mode=Mode.STRICT).arm()
+    session(gate_of(upstream), mode=Mode.STRICT).arm()
 
     note(upstream, "scribbles")
-    armed = lane(gate_of(upstream), mode=Mode.STRICT)
+    armed = session(gate_of(upstream), mode=Mode.STRICT)
     armed.arm()  # a run that needs none of it must start
     with pytest.raises(ActivationError, match="double-trouble could not be decided"):
         armed.audit()
 
 
 def test_a_package_that_comes_onto_the_path_later_is_seen_by_the_audit(
-    upstream: Upstream, lane: LaneMaker, capsys: pytest.CaptureFixture[str]
+    upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    armed = lane(gate_of(upstream))
+    armed = session(gate_of(upstream))
     armed.arm()
     note(upstream, "does not work")
 
@@ -147,9 +147,9 @@ def test_a_package_that_comes_onto_the_path_later_is_seen_by_the_audit(
 
 
 def test_it_is_asked_again_when_a_target_is_imported(
-    upstream: Upstream, lane: LaneMaker, capsys: pytest.CaptureFixture[str]
+    upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    armed = lane(gate_of(upstream), upstream.overlay())
+    armed = session(gate_of(upstream), upstream.overlay())
     armed.arm()
     note(upstream, "does not work")
 
@@ -158,12 +158,12 @@ def test_it_is_asked_again_when_a_target_is_imported(
     assert capsys.readouterr().err.count("gated: double-trouble") == 1
 
 
-def test_ranks_and_children_are_not_compared_by_it(upstream: Upstream, lane: LaneMaker) -> None:
+def test_ranks_and_children_are_not_compared_by_it(upstream: Upstream, session: SessionMaker) -> None:
     """What it says may depend on the GPUs of a host, and it changes nothing."""
     found = []
     for text in ("does not work", "works"):
         note(upstream, text)
-        armed = lane(gate_of(upstream))
+        armed = session(gate_of(upstream))
         armed.arm()
         audit = armed.audit()
         found.append((audit.fingerprint, statement.digest(statement.of(audit, armed.settings, InstalledTree()))))
@@ -171,11 +171,11 @@ def test_ranks_and_children_are_not_compared_by_it(upstream: Upstream, lane: Lan
     assert found[0] == found[1]
 
 
-def test_what_is_switched_off_is_not_even_read(upstream: Upstream, lane: LaneMaker) -> None:
+def test_what_is_switched_off_is_not_even_read(upstream: Upstream, session: SessionMaker) -> None:
     def trip(_: SourceTree) -> Finding:
         raise AssertionError("it was read")
 
-    armed = lane(gate_of(upstream, probe=trip), disabled=frozenset({"double-trouble"}))
+    armed = session(gate_of(upstream, probe=trip), disabled=frozenset({"double-trouble"}))
     armed.arm()
 
     assert [record.reason for record in armed.audit().records] == ["MEGACPP_OVERLAY_DOUBLE_TROUBLE=off"]
@@ -183,42 +183,44 @@ def test_what_is_switched_off_is_not_even_read(upstream: Upstream, lane: LaneMak
 
 @pytest.mark.parametrize("settings", [{"mode": Mode.OFF}, {"disabled": frozenset({"double-trouble"})}])
 def test_it_can_be_switched_off(
-    upstream: Upstream, lane: LaneMaker, capsys: pytest.CaptureFixture[str], settings: dict[str, Any]
+    upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str], settings: dict[str, Any]
 ) -> None:
     note(upstream, "does not work")
 
-    armed = lane(gate_of(upstream), **settings)
+    armed = session(gate_of(upstream), **settings)
     armed.arm()
 
     assert [record.decision for record in armed.audit().records] == [Decision.DISABLED]
     assert "What to do" not in capsys.readouterr().err
 
 
-def test_one_rank_says_it_for_all(upstream: Upstream, lane: LaneMaker, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_says_it_for_all(
+    upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
     note(upstream, "does not work")
-    lane(gate_of(upstream), rank=3).arm()
+    session(gate_of(upstream), rank=3).arm()
     assert capsys.readouterr().err == ""
 
     note(upstream, "scribbles")
-    lane(gate_of(upstream), rank=3).arm()
+    session(gate_of(upstream), rank=3).arm()
     assert "[megacpp_overlays rank 3] conflict: double-trouble" in capsys.readouterr().err
 
 
 def test_a_child_does_not_repeat_what_its_parent_said(
-    upstream: Upstream, lane: LaneMaker, capsys: pytest.CaptureFixture[str]
+    upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     note(upstream, "does not work")
-    armed = lane(gate_of(upstream), parent_is_armed=True)
+    armed = session(gate_of(upstream), parent_is_armed=True)
     armed.arm()
 
     assert capsys.readouterr().err == ""
     assert [record.decision for record in armed.audit().records] == [Decision.GATED]
 
 
-def test_an_overlay_with_the_same_target_is_settled_on_its_own(upstream: Upstream, lane: LaneMaker) -> None:
+def test_an_overlay_with_the_same_target_is_settled_on_its_own(upstream: Upstream, session: SessionMaker) -> None:
     upstream.write(BROKEN_TEXT)
     note(upstream, "does not work")
-    armed = lane(gate_of(upstream), upstream.overlay())
+    armed = session(gate_of(upstream), upstream.overlay())
     armed.arm()
     assert [record.decision for record in armed.audit().records] == [Decision.GATED, Decision.ARMED]
 
@@ -228,10 +230,10 @@ def test_an_overlay_with_the_same_target_is_settled_on_its_own(upstream: Upstrea
 
 
 def test_arming_again_says_nothing_again_and_undoing_leaves_it(
-    upstream: Upstream, lane: LaneMaker, capsys: pytest.CaptureFixture[str]
+    upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     note(upstream, "does not work")
-    armed = lane(gate_of(upstream))
+    armed = session(gate_of(upstream))
     armed.arm()
     capsys.readouterr()
 
@@ -242,9 +244,9 @@ def test_arming_again_says_nothing_again_and_undoing_leaves_it(
     assert [record.decision for record in armed.audit().records] == [Decision.GATED]
 
 
-def test_the_audit_prints_it_as_text_and_as_data(upstream: Upstream, lane: LaneMaker) -> None:
+def test_the_audit_prints_it_as_text_and_as_data(upstream: Upstream, session: SessionMaker) -> None:
     note(upstream, "does not work")
-    armed = lane(gate_of(upstream))
+    armed = session(gate_of(upstream))
     armed.arm()
 
     text, data = str(armed.audit()), json.loads(armed.audit().to_json())

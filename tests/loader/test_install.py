@@ -12,16 +12,16 @@ from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
 
 from megacpp_overlays.errors import ActivationError, OverlayError
 from megacpp_overlays.loader.install import install
-from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import Mode
 from megacpp_overlays.model import Decision, Observation, Overlay, Record, Replacement
 from megacpp_overlays.source.trees import InstalledTree
 
-LaneMaker = Callable[..., Lane]
+SessionMaker = Callable[..., Session]
 
 
-def settle(lane: LaneMaker, upstream: Upstream, overlay: Overlay, **settings: Any) -> tuple[Record, ModuleType]:
-    current = lane(overlay, **settings)
+def settle(session: SessionMaker, upstream: Upstream, overlay: Overlay, **settings: Any) -> tuple[Record, ModuleType]:
+    current = session(overlay, **settings)
     current.arm()
     module = upstream.load()
     return current.snapshot().records[0], module
@@ -31,8 +31,10 @@ def explode(*_: object, **__: object) -> Any:
     raise ImportError("no such kernel")
 
 
-def test_a_broken_target_is_repaired_and_the_record_says_what_and_where(upstream: Upstream, lane: LaneMaker) -> None:
-    record, module = settle(lane, upstream, upstream.overlay())
+def test_a_broken_target_is_repaired_and_the_record_says_what_and_where(
+    upstream: Upstream, session: SessionMaker
+) -> None:
+    record, module = settle(session, upstream, upstream.overlay())
 
     assert record.decision is Decision.ACTIVE
     assert record.shape == "off-by-one"
@@ -52,11 +54,11 @@ def test_a_broken_target_is_repaired_and_the_record_says_what_and_where(upstream
     ids=["fixed", "absent", "unrecognised"],
 )
 def test_anything_but_a_broken_target_is_left_alone(
-    upstream: Upstream, lane: LaneMaker, text: str, decision: Decision
+    upstream: Upstream, session: SessionMaker, text: str, decision: Decision
 ) -> None:
     upstream.write(text)
 
-    record, module = settle(lane, upstream, upstream.overlay())
+    record, module = settle(session, upstream, upstream.overlay())
 
     assert record.decision is decision
     assert record.seams == ()
@@ -95,9 +97,9 @@ def test_anything_but_a_broken_target_is_left_alone(
     ],
 )
 def test_whatever_fails_leaves_upstream_as_it_was_and_says_why(
-    upstream: Upstream, lane: LaneMaker, changes: dict[str, Any], says: str
+    upstream: Upstream, session: SessionMaker, changes: dict[str, Any], says: str
 ) -> None:
-    record, module = settle(lane, upstream, upstream.overlay(**changes))
+    record, module = settle(session, upstream, upstream.overlay(**changes))
 
     assert record.decision is Decision.CONFLICT
     assert re.search(says, record.reason), record.reason
@@ -105,19 +107,19 @@ def test_whatever_fails_leaves_upstream_as_it_was_and_says_why(
     assert not hasattr(module.double, "__megacpp_seam__")
 
 
-def test_if_the_second_of_two_seams_fails_the_first_is_undone(upstream: Upstream, lane: LaneMaker) -> None:
+def test_if_the_second_of_two_seams_fails_the_first_is_undone(upstream: Upstream, session: SessionMaker) -> None:
     minus_one = Replacement(symbol="double", make=lambda original, _: lambda x: original(x) - 1)
     overlay = upstream.overlay(
         replacements={"off-by-one": (minus_one, Replacement(symbol="Layer.forward", make=explode))}
     )
 
-    record, module = settle(lane, upstream, overlay)
+    record, module = settle(session, upstream, overlay)
 
     assert record.decision is Decision.CONFLICT
     assert module.double(1) == 3
 
 
-def test_a_target_that_somebody_else_replaced_is_not_touched(upstream: Upstream, lane: LaneMaker) -> None:
+def test_a_target_that_somebody_else_replaced_is_not_touched(upstream: Upstream, session: SessionMaker) -> None:
     module = upstream.load()
 
     def theirs(x: int) -> int:
@@ -125,7 +127,7 @@ def test_a_target_that_somebody_else_replaced_is_not_touched(upstream: Upstream,
 
     module.double = theirs
 
-    record, _ = settle(lane, upstream, upstream.overlay())
+    record, _ = settle(session, upstream, upstream.overlay())
 
     assert record.decision is Decision.CONFLICT
     assert "double was replaced by" in record.reason
@@ -133,32 +135,32 @@ def test_a_target_that_somebody_else_replaced_is_not_touched(upstream: Upstream,
     assert module.double is theirs
 
 
-def test_observe_reports_what_it_would_do_and_installs_nothing(upstream: Upstream, lane: LaneMaker) -> None:
-    record, module = settle(lane, upstream, upstream.overlay(), mode=Mode.OBSERVE)
+def test_observe_reports_what_it_would_do_and_installs_nothing(upstream: Upstream, session: SessionMaker) -> None:
+    record, module = settle(session, upstream, upstream.overlay(), mode=Mode.OBSERVE)
 
     assert record.decision is Decision.DISABLED
     assert "observe only; would install for shape off-by-one" in record.reason
     assert module.double(1) == 3
 
 
-def test_one_overlay_that_is_off_is_still_probed_and_not_installed(upstream: Upstream, lane: LaneMaker) -> None:
-    record, module = settle(lane, upstream, upstream.overlay(), disabled=frozenset({"double-fix"}))
+def test_one_overlay_that_is_off_is_still_probed_and_not_installed(upstream: Upstream, session: SessionMaker) -> None:
+    record, module = settle(session, upstream, upstream.overlay(), disabled=frozenset({"double-fix"}))
 
     assert record.decision is Decision.DISABLED
     assert record.reason.startswith("MEGACPP_OVERLAY_DOUBLE_FIX=off; upstream here is BROKEN")
     assert module.double(1) == 3
 
 
-def test_everything_off_arms_nothing(upstream: Upstream, lane: LaneMaker) -> None:
-    record, module = settle(lane, upstream, upstream.overlay(), mode=Mode.OFF)
+def test_everything_off_arms_nothing(upstream: Upstream, session: SessionMaker) -> None:
+    record, module = settle(session, upstream, upstream.overlay(), mode=Mode.OFF)
 
     assert (record.decision, record.reason, record.finding) == (Decision.DISABLED, "MEGACPP_OVERLAYS=off", None)
     assert module.double(1) == 3
 
 
-def test_strict_raises_our_own_error_at_import_and_at_audit_again(upstream: Upstream, lane: LaneMaker) -> None:
+def test_strict_raises_our_own_error_at_import_and_at_audit_again(upstream: Upstream, session: SessionMaker) -> None:
     upstream.write(BROKEN_TEXT.replace("x + x + 1", "2 * x + 1"))
-    current = lane(upstream.overlay(), mode=Mode.STRICT)
+    current = session(upstream.overlay(), mode=Mode.STRICT)
     current.arm()
 
     for step in (upstream.load, upstream.load, current.audit):
@@ -169,8 +171,8 @@ def test_strict_raises_our_own_error_at_import_and_at_audit_again(upstream: Upst
             assert word in str(caught.value)
 
 
-def test_strict_is_silent_where_nothing_conflicts(upstream: Upstream, lane: LaneMaker) -> None:
-    current = lane(upstream.overlay(), mode=Mode.STRICT)
+def test_strict_is_silent_where_nothing_conflicts(upstream: Upstream, session: SessionMaker) -> None:
+    current = session(upstream.overlay(), mode=Mode.STRICT)
     current.arm()
 
     assert upstream.load().double(1) == 2
@@ -178,11 +180,11 @@ def test_strict_is_silent_where_nothing_conflicts(upstream: Upstream, lane: Lane
 
 
 def test_an_error_of_the_loader_itself_does_not_reach_the_import(
-    upstream: Upstream, lane: LaneMaker, monkeypatch: pytest.MonkeyPatch
+    upstream: Upstream, session: SessionMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megacpp_overlays.loader.install.assess", explode)
 
-    record, module = settle(lane, upstream, upstream.overlay())
+    record, module = settle(session, upstream, upstream.overlay())
 
     assert module.double(1) == 3
     assert record.decision is Decision.CONFLICT
@@ -190,9 +192,9 @@ def test_an_error_of_the_loader_itself_does_not_reach_the_import(
 
 
 def test_a_seam_that_is_taken_over_later_is_a_conflict_in_the_audit_and_survives_undo(
-    upstream: Upstream, lane: LaneMaker
+    upstream: Upstream, session: SessionMaker
 ) -> None:
-    current = lane(upstream.overlay())
+    current = session(upstream.overlay())
     current.arm()
     module = upstream.load()
 
@@ -210,16 +212,16 @@ def test_a_seam_that_is_taken_over_later_is_a_conflict_in_the_audit_and_survives
     assert module.double is theirs
 
 
-def test_undoing_an_overlay_that_does_not_exist_names_the_known_ones(upstream: Upstream, lane: LaneMaker) -> None:
+def test_undoing_an_overlay_that_does_not_exist_names_the_known_ones(upstream: Upstream, session: SessionMaker) -> None:
     with pytest.raises(OverlayError, match="no overlay scale-pad; known: double-fix"):
-        lane(upstream.overlay()).undo("scale-pad")
+        session(upstream.overlay()).undo("scale-pad")
 
 
-def test_an_interrupt_while_installing_leaves_upstream_as_it_was(upstream: Upstream, lane: LaneMaker) -> None:
+def test_an_interrupt_while_installing_leaves_upstream_as_it_was(upstream: Upstream, session: SessionMaker) -> None:
     def interrupt(_: ModuleType) -> Observation:
         raise KeyboardInterrupt
 
-    current = lane(upstream.overlay(self_test=interrupt))
+    current = session(upstream.overlay(self_test=interrupt))
     module = upstream.load()
 
     with pytest.raises(KeyboardInterrupt):
@@ -229,9 +231,9 @@ def test_an_interrupt_while_installing_leaves_upstream_as_it_was(upstream: Upstr
 
 
 def test_an_error_while_arming_again_does_not_reach_the_launcher(
-    upstream: Upstream, lane: LaneMaker, monkeypatch: pytest.MonkeyPatch
+    upstream: Upstream, session: SessionMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    current = lane(upstream.overlay())
+    current = session(upstream.overlay())
     current.arm()
     module = upstream.load()
     current.undo()
@@ -243,11 +245,11 @@ def test_an_error_while_arming_again_does_not_reach_the_launcher(
     assert module.double(1) == 3
 
 
-def test_a_target_whose_source_cannot_be_read_is_a_conflict(upstream: Upstream, lane: LaneMaker) -> None:
+def test_a_target_whose_source_cannot_be_read_is_a_conflict(upstream: Upstream, session: SessionMaker) -> None:
     module = upstream.load()
     module.__file__ = str(upstream.folder / "layers.so")
 
-    record, _ = settle(lane, upstream, upstream.overlay())
+    record, _ = settle(session, upstream, upstream.overlay())
 
     assert record.decision is Decision.CONFLICT
     assert "has no Python source" in record.reason
@@ -255,7 +257,9 @@ def test_a_target_whose_source_cannot_be_read_is_a_conflict(upstream: Upstream, 
     assert module.double(1) == 3
 
 
-def test_a_target_that_vanished_while_it_was_decided_on_is_a_conflict(upstream: Upstream, lane: LaneMaker) -> None:
+def test_a_target_that_vanished_while_it_was_decided_on_is_a_conflict(
+    upstream: Upstream, session: SessionMaker
+) -> None:
     found = upstream.probe(InstalledTree())
     target = upstream.overlay().target._replace(module=upstream.module_name)
 
@@ -268,9 +272,9 @@ def test_a_target_that_vanished_while_it_was_decided_on_is_a_conflict(upstream: 
 
 
 def test_an_error_outside_every_overlay_is_recorded_too(
-    upstream: Upstream, lane: LaneMaker, monkeypatch: pytest.MonkeyPatch
+    upstream: Upstream, session: SessionMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    current = lane(upstream.overlay())
+    current = session(upstream.overlay())
     current.arm()
     monkeypatch.setattr(current, "_settle", explode)
 

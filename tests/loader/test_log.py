@@ -14,22 +14,22 @@ import pytest
 from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
 
 from megacpp_overlays.errors import SettingsError
-from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import LogForm
 
-LaneMaker = Callable[..., Lane]
+SessionMaker = Callable[..., Session]
 UNKNOWN_TEXT = BROKEN_TEXT.replace("x + x + 1", "2 * x + 1")
 
 
-def settle(lane: LaneMaker, upstream: Upstream, **settings: object) -> None:
-    lane(upstream.overlay(), **settings).arm()
+def settle(session: SessionMaker, upstream: Upstream, **settings: object) -> None:
+    session(upstream.overlay(), **settings).arm()
     upstream.load()
 
 
 def test_rank_0_prints_on_stderr_though_nobody_configured_logging(
-    upstream: Upstream, lane: LaneMaker, capsys: pytest.CaptureFixture[str]
+    upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settle(lane, upstream)
+    settle(session, upstream)
 
     out, err = capsys.readouterr()
     assert out == ""
@@ -48,11 +48,11 @@ def test_rank_0_prints_on_stderr_though_nobody_configured_logging(
 
 @pytest.mark.parametrize(("text", "printed"), [(BROKEN_TEXT, False), (FIXED_TEXT, False), (UNKNOWN_TEXT, True)])
 def test_other_ranks_print_only_conflicts(
-    upstream: Upstream, lane: LaneMaker, capsys: pytest.CaptureFixture[str], text: str, printed: bool
+    upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str], text: str, printed: bool
 ) -> None:
     upstream.write(text)
 
-    settle(lane, upstream, rank=3)
+    settle(session, upstream, rank=3)
 
     err = capsys.readouterr().err
     assert bool(err) is printed
@@ -63,25 +63,25 @@ def test_other_ranks_print_only_conflicts(
 
 @pytest.mark.parametrize(("text", "harm"), [(BROKEN_TEXT, True), (FIXED_TEXT, False)])
 def test_a_fix_that_is_off_is_called_harmful_only_where_upstream_is_broken(
-    upstream: Upstream, lane: LaneMaker, capsys: pytest.CaptureFixture[str], text: str, harm: bool
+    upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str], text: str, harm: bool
 ) -> None:
     upstream.write(text)
 
-    settle(lane, upstream, disabled=frozenset({"double-fix"}))
+    settle(session, upstream, disabled=frozenset({"double-fix"}))
 
     assert ("nothing is installed, so every double is one too large" in capsys.readouterr().err) is harm
 
 
 def test_the_logging_form_goes_to_the_standard_logger_alone(
     upstream: Upstream,
-    lane: LaneMaker,
+    session: SessionMaker,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     upstream.write(UNKNOWN_TEXT)
     caplog.set_level(logging.INFO, logger="megacpp_overlays")
 
-    settle(lane, upstream, log=LogForm.LOGGING)
+    settle(session, upstream, log=LogForm.LOGGING)
 
     assert capsys.readouterr().err == ""
     assert [(entry.name, entry.levelname) for entry in caplog.records] == [
@@ -91,9 +91,9 @@ def test_the_logging_form_goes_to_the_standard_logger_alone(
 
 
 def test_the_json_form_is_one_object_a_line(
-    upstream: Upstream, lane: LaneMaker, capsys: pytest.CaptureFixture[str]
+    upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settle(lane, upstream, log=LogForm.JSON)
+    settle(session, upstream, log=LogForm.JSON)
 
     armed, decision = map(json.loads, capsys.readouterr().err.splitlines())
     assert armed == {"event": "armed", "armed": ["double-fix"], "off": [], "rank": 0}
@@ -102,12 +102,12 @@ def test_the_json_form_is_one_object_a_line(
 
 @pytest.mark.parametrize("name", ["overlays.log", "overlays.jsonl"])
 def test_a_path_is_appended_to_and_its_ending_chooses_the_form(
-    upstream: Upstream, lane: LaneMaker, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+    upstream: Upstream, session: SessionMaker, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     path = tmp_path / name
     path.write_text("kept\n")
 
-    settle(lane, upstream, log=LogForm.FILE, log_path=str(path))
+    settle(session, upstream, log=LogForm.FILE, log_path=str(path))
 
     first, _, last = path.read_text().splitlines()
     assert first == "kept"
@@ -118,17 +118,19 @@ def test_a_path_is_appended_to_and_its_ending_chooses_the_form(
         assert last.startswith("[megacpp_overlays] active: double-fix")
 
 
-def test_a_path_that_cannot_be_written_is_refused_at_once(upstream: Upstream, lane: LaneMaker, tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_refused_at_once(
+    upstream: Upstream, session: SessionMaker, tmp_path: Path
+) -> None:
     with pytest.raises(SettingsError, match=r"no/such/log cannot be written: No such file"):
-        lane(upstream.overlay(), log=LogForm.FILE, log_path=str(tmp_path / "no/such/log"))
+        session(upstream.overlay(), log=LogForm.FILE, log_path=str(tmp_path / "no/such/log"))
 
 
 def test_a_log_file_that_cannot_be_written_any_more_does_not_stop_the_import(
-    upstream: Upstream, lane: LaneMaker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    upstream: Upstream, session: SessionMaker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()
-    lane(upstream.overlay(), log=LogForm.FILE, log_path=str(folder / "overlays.log")).arm()
+    session(upstream.overlay(), log=LogForm.FILE, log_path=str(folder / "overlays.log")).arm()
     shutil.rmtree(folder)
 
     assert upstream.load().double(1) == 2
@@ -139,18 +141,20 @@ def test_a_log_file_that_cannot_be_written_any_more_does_not_stop_the_import(
 
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "none"])
 def test_a_process_without_stderr_goes_on(
-    upstream: Upstream, lane: LaneMaker, monkeypatch: pytest.MonkeyPatch, closed: bool
+    upstream: Upstream, session: SessionMaker, monkeypatch: pytest.MonkeyPatch, closed: bool
 ) -> None:
     stream = io.StringIO()
     stream.close()
     monkeypatch.setattr("sys.stderr", stream if closed else None)
 
-    settle(lane, upstream)
+    settle(session, upstream)
 
     assert upstream.load().double(1) == 2
 
 
-def test_what_is_off_is_said_at_import(upstream: Upstream, lane: LaneMaker, capsys: pytest.CaptureFixture[str]) -> None:
-    lane(upstream.overlay(), disabled=frozenset({"double-fix"})).arm()
+def test_what_is_off_is_said_at_import(
+    upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session(upstream.overlay(), disabled=frozenset({"double-fix"})).arm()
 
     assert capsys.readouterr().err.rstrip(os.linesep) == "[megacpp_overlays] mode auto; off: double-fix"

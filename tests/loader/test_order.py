@@ -13,10 +13,10 @@ from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
 from places import HANG_S
 
 from megacpp_overlays.loader.audit import Audit
-from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader.session import Session
 from megacpp_overlays.model import Decision, Observation, Overlay, Record, Replacement
 
-LaneMaker = Callable[..., Lane]
+SessionMaker = Callable[..., Session]
 
 
 def only(audit: Audit) -> Record:
@@ -24,15 +24,15 @@ def only(audit: Audit) -> Record:
     return audit.records[0]
 
 
-def assert_active(lane: Lane, module: ModuleType) -> None:
-    record = only(lane.audit())
+def assert_active(session: Session, module: ModuleType) -> None:
+    record = only(session.audit())
     assert record.decision is Decision.ACTIVE, record.reason
     assert module.double(1) == 2
     assert module.double.__wrapped__(1) == 3  # the first original, once
 
 
-def test_armed_then_imported(upstream: Upstream, lane: LaneMaker) -> None:
-    current = lane(upstream.overlay())
+def test_armed_then_imported(upstream: Upstream, session: SessionMaker) -> None:
+    current = session(upstream.overlay())
     current.arm()
     assert only(current.audit()).decision is Decision.ARMED
 
@@ -41,17 +41,17 @@ def test_armed_then_imported(upstream: Upstream, lane: LaneMaker) -> None:
     assert_active(current, module)
 
 
-def test_imported_then_armed(upstream: Upstream, lane: LaneMaker) -> None:
+def test_imported_then_armed(upstream: Upstream, session: SessionMaker) -> None:
     module = upstream.load()
-    current = lane(upstream.overlay())
+    current = session(upstream.overlay())
 
     current.arm()
 
     assert_active(current, module)
 
 
-def test_armed_twice_by_one_lane_and_again_by_another(upstream: Upstream, lane: LaneMaker) -> None:
-    first, second = lane(upstream.overlay()), lane(upstream.overlay())
+def test_armed_twice_by_one_lane_and_again_by_another(upstream: Upstream, session: SessionMaker) -> None:
+    first, second = session(upstream.overlay()), session(upstream.overlay())
     first.arm()
     first.arm()
     module = upstream.load()
@@ -64,8 +64,8 @@ def test_armed_twice_by_one_lane_and_again_by_another(upstream: Upstream, lane: 
     assert module.double is seam
 
 
-def test_armed_while_half_imported_in_the_same_thread(upstream: Upstream, lane: LaneMaker) -> None:
-    current = lane(upstream.overlay())
+def test_armed_while_half_imported_in_the_same_thread(upstream: Upstream, session: SessionMaker) -> None:
+    current = session(upstream.overlay())
     sys.arm_now = current.arm  # type: ignore[attr-defined]
     try:
         upstream.write("import sys\nsys.arm_now()\n" + BROKEN_TEXT)
@@ -77,7 +77,7 @@ def test_armed_while_half_imported_in_the_same_thread(upstream: Upstream, lane: 
     assert type(module.__spec__).__name__ == "ModuleSpec"
 
 
-def test_armed_while_half_imported_by_another_thread(upstream: Upstream, lane: LaneMaker) -> None:
+def test_armed_while_half_imported_by_another_thread(upstream: Upstream, session: SessionMaker) -> None:
     reached, go_on = threading.Event(), threading.Event()
     threading.reached, threading.go_on = reached, go_on  # type: ignore[attr-defined]
     try:
@@ -85,7 +85,7 @@ def test_armed_while_half_imported_by_another_thread(upstream: Upstream, lane: L
         importer = threading.Thread(target=upstream.load)
         importer.start()
         assert reached.wait(HANG_S)
-        current = lane(upstream.overlay())
+        current = session(upstream.overlay())
 
         current.arm()
         assert only(current.audit()).decision is Decision.ARMED
@@ -97,8 +97,10 @@ def test_armed_while_half_imported_by_another_thread(upstream: Upstream, lane: L
     assert_active(current, upstream.load())
 
 
-def test_armed_while_half_imported_and_the_import_fails_and_is_tried_again(upstream: Upstream, lane: LaneMaker) -> None:
-    current = lane(upstream.overlay())
+def test_armed_while_half_imported_and_the_import_fails_and_is_tried_again(
+    upstream: Upstream, session: SessionMaker
+) -> None:
+    current = session(upstream.overlay())
     sys.arm_now = current.arm  # type: ignore[attr-defined]
     try:
         upstream.write("import sys\nsys.arm_now()\nraise RuntimeError('first try')\n")
@@ -112,8 +114,8 @@ def test_armed_while_half_imported_and_the_import_fails_and_is_tried_again(upstr
     assert_active(current, upstream.load())
 
 
-def test_from_many_threads_at_once(upstream: Upstream, lane: LaneMaker) -> None:
-    current = lane(upstream.overlay())
+def test_from_many_threads_at_once(upstream: Upstream, session: SessionMaker) -> None:
+    current = session(upstream.overlay())
     barrier = threading.Barrier(8)
 
     def work(arm_first: bool) -> None:
@@ -132,8 +134,8 @@ def test_from_many_threads_at_once(upstream: Upstream, lane: LaneMaker) -> None:
     assert not hasattr(upstream.load().double, "__wrapped__")
 
 
-def test_reload_is_noticed_and_decided_again(upstream: Upstream, lane: LaneMaker) -> None:
-    current = lane(upstream.overlay())
+def test_reload_is_noticed_and_decided_again(upstream: Upstream, session: SessionMaker) -> None:
+    current = session(upstream.overlay())
     current.arm()
     module = upstream.load()
 
@@ -147,8 +149,8 @@ def test_reload_is_noticed_and_decided_again(upstream: Upstream, lane: LaneMaker
     assert not hasattr(module.double, "__wrapped__")
 
 
-def test_reload_into_a_fixed_version_retires(upstream: Upstream, lane: LaneMaker) -> None:
-    current = lane(upstream.overlay())
+def test_reload_into_a_fixed_version_retires(upstream: Upstream, session: SessionMaker) -> None:
+    current = session(upstream.overlay())
     current.arm()
     module = upstream.load()
     upstream.write(FIXED_TEXT + "# another size, so that no stale bytecode is used\n")
@@ -160,8 +162,8 @@ def test_reload_into_a_fixed_version_retires(upstream: Upstream, lane: LaneMaker
     assert not hasattr(module.double, "__wrapped__")
 
 
-def test_a_fresh_import_after_the_module_was_dropped_is_noticed(upstream: Upstream, lane: LaneMaker) -> None:
-    current = lane(upstream.overlay())
+def test_a_fresh_import_after_the_module_was_dropped_is_noticed(upstream: Upstream, session: SessionMaker) -> None:
+    current = session(upstream.overlay())
     current.arm()
     first = upstream.load()
     del sys.modules[upstream.module_name]
@@ -174,8 +176,8 @@ def test_a_fresh_import_after_the_module_was_dropped_is_noticed(upstream: Upstre
     assert (first.double(1), second.double(1)) == (3, 3)
 
 
-def test_undone_stays_undone_until_it_is_armed_again(upstream: Upstream, lane: LaneMaker) -> None:
-    current = lane(upstream.overlay())
+def test_undone_stays_undone_until_it_is_armed_again(upstream: Upstream, session: SessionMaker) -> None:
+    current = session(upstream.overlay())
     current.arm()
     module = upstream.load()
     seam, original = module.double, module.double.__wrapped__
@@ -191,8 +193,8 @@ def test_undone_stays_undone_until_it_is_armed_again(upstream: Upstream, lane: L
     assert original(1) == 3
 
 
-def test_undone_before_the_import_installs_nothing(upstream: Upstream, lane: LaneMaker) -> None:
-    current = lane(upstream.overlay())
+def test_undone_before_the_import_installs_nothing(upstream: Upstream, session: SessionMaker) -> None:
+    current = session(upstream.overlay())
     current.arm()
     current.undo()
 
@@ -200,11 +202,11 @@ def test_undone_before_the_import_installs_nothing(upstream: Upstream, lane: Lan
     assert only(current.audit()).decision is Decision.DISABLED
 
 
-def test_stale_names_lead_to_the_seam_and_undo_leads_them_back(upstream: Upstream, lane: LaneMaker) -> None:
+def test_stale_names_lead_to_the_seam_and_undo_leads_them_back(upstream: Upstream, session: SessionMaker) -> None:
     upstream.write("from .layers import double as twice\n", module="user")
     user = upstream.load("user")
     original = user.twice
-    current = lane(upstream.overlay())
+    current = session(upstream.overlay())
 
     current.arm()
 
@@ -215,12 +217,12 @@ def test_stale_names_lead_to_the_seam_and_undo_leads_them_back(upstream: Upstrea
 
 
 def test_an_original_that_is_held_where_no_name_can_be_rebound_is_a_conflict(
-    upstream: Upstream, lane: LaneMaker
+    upstream: Upstream, session: SessionMaker
 ) -> None:
     module = upstream.load()
     original = module.double
     registry = {"double": original, "other": None}
-    current = lane(upstream.overlay())
+    current = session(upstream.overlay())
 
     current.arm()
 
@@ -231,7 +233,7 @@ def test_an_original_that_is_held_where_no_name_can_be_rebound_is_a_conflict(
     assert module.double is original is registry["double"]
 
 
-def test_two_overlays_on_one_module_are_settled_together(upstream: Upstream, lane: LaneMaker) -> None:
+def test_two_overlays_on_one_module_are_settled_together(upstream: Upstream, session: SessionMaker) -> None:
     minus_one = Replacement(symbol="Layer.static", make=lambda original, _: lambda x: original(x) - 1)
     other = upstream.overlay(
         id="static-fix",
@@ -239,7 +241,7 @@ def test_two_overlays_on_one_module_are_settled_together(upstream: Upstream, lan
         replacements={"off-by-one": (minus_one,)},
         self_test=lambda module: Observation(broken=module.Layer.static(1) != 1, seen="static"),
     )
-    current = lane(upstream.overlay(), other)
+    current = session(upstream.overlay(), other)
     current.arm()
 
     module = upstream.load()
@@ -267,11 +269,11 @@ def constructor_overlay(upstream: Upstream) -> Overlay:
 
 @pytest.mark.parametrize("name", ["Layer", "Child"])
 def test_an_instance_that_was_built_before_its_constructor_was_repaired_is_a_conflict(
-    upstream: Upstream, lane: LaneMaker, name: str
+    upstream: Upstream, session: SessionMaker, name: str
 ) -> None:
     module = upstream.load()
     built = getattr(module, name)()
-    current = lane(constructor_overlay(upstream))
+    current = session(constructor_overlay(upstream))
 
     current.arm()
 
@@ -282,12 +284,12 @@ def test_an_instance_that_was_built_before_its_constructor_was_repaired_is_a_con
     del built
 
 
-def test_instances_that_nobody_can_reach_do_not_count(upstream: Upstream, lane: LaneMaker) -> None:
+def test_instances_that_nobody_can_reach_do_not_count(upstream: Upstream, session: SessionMaker) -> None:
     module = upstream.load()
     circle = module.Layer()
     circle.itself = circle
     del circle
-    current = lane(constructor_overlay(upstream))
+    current = session(constructor_overlay(upstream))
 
     current.arm()
 
@@ -295,9 +297,9 @@ def test_instances_that_nobody_can_reach_do_not_count(upstream: Upstream, lane: 
 
 
 def test_instances_that_were_built_while_an_overlay_was_undone_on_purpose_do_not_count(
-    upstream: Upstream, lane: LaneMaker
+    upstream: Upstream, session: SessionMaker
 ) -> None:
-    current = lane(constructor_overlay(upstream))
+    current = session(constructor_overlay(upstream))
     current.arm()
     module = upstream.load()
     current.undo()

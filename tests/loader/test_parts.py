@@ -13,12 +13,12 @@ from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
 
 from megacpp_overlays.errors import RegistryError
 from megacpp_overlays.loader import registry
-from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader.session import Session
 from megacpp_overlays.model import Decision, Observation, Overlay, Target, Thread
 from megacpp_overlays.source.trees import DirectoryTree
 from megacpp_overlays.upkeep.ledger import due, render
 
-LaneMaker = Callable[..., Lane]
+SessionMaker = Callable[..., Session]
 
 
 def parts(upstream: Upstream, **changes: Any) -> tuple[Overlay, Overlay]:
@@ -42,13 +42,13 @@ class _Renamed:
         return self._tree.module(name.replace(f"{self._package}.layers", f"{self._package}.moved"))
 
 
-def decisions(lane: Lane) -> list[tuple[str, str]]:
-    return [(r.overlay.target.module.rpartition(".")[2], r.decision.value) for r in lane.audit().decisions]
+def decisions(session: Session) -> list[tuple[str, str]]:
+    return [(r.overlay.target.module.rpartition(".")[2], r.decision.value) for r in session.audit().decisions]
 
 
-def test_each_part_is_decided_when_its_own_module_is_imported(upstream: Upstream, lane: LaneMaker) -> None:
+def test_each_part_is_decided_when_its_own_module_is_imported(upstream: Upstream, session: SessionMaker) -> None:
     upstream.write(BROKEN_TEXT, module="moved")
-    made = lane(*parts(upstream))
+    made = session(*parts(upstream))
     made.arm()
 
     upstream.load("moved")
@@ -59,8 +59,8 @@ def test_each_part_is_decided_when_its_own_module_is_imported(upstream: Upstream
     assert upstream.load("layers").double(2) == upstream.load("moved").double(2) == 4
 
 
-def test_a_part_that_is_absent_is_left_out_where_another_is_there(upstream: Upstream, lane: LaneMaker) -> None:
-    made = lane(*parts(upstream))
+def test_a_part_that_is_absent_is_left_out_where_another_is_there(upstream: Upstream, session: SessionMaker) -> None:
+    made = session(*parts(upstream))
     made.arm()
     upstream.load("layers")
 
@@ -70,9 +70,9 @@ def test_a_part_that_is_absent_is_left_out_where_another_is_there(upstream: Upst
     ]
 
 
-def test_an_overlay_is_retired_when_no_part_has_work_left(upstream: Upstream, lane: LaneMaker) -> None:
+def test_an_overlay_is_retired_when_no_part_has_work_left(upstream: Upstream, session: SessionMaker) -> None:
     upstream.write(FIXED_TEXT, module="moved")
-    made = lane(*parts(upstream))
+    made = session(*parts(upstream))
     made.arm()
     upstream.load("moved")
     assert decisions(made) == [("layers", "armed")]
@@ -85,26 +85,26 @@ def test_an_overlay_is_retired_when_no_part_has_work_left(upstream: Upstream, la
     assert decisions(made) == [("layers", "retired"), ("moved", "retired")]
 
 
-def test_an_overlay_whose_parts_are_all_absent_is_absent_once(upstream: Upstream, lane: LaneMaker) -> None:
+def test_an_overlay_whose_parts_are_all_absent_is_absent_once(upstream: Upstream, session: SessionMaker) -> None:
     (upstream.folder / upstream.name / "layers.py").unlink()
-    made = lane(*parts(upstream))
+    made = session(*parts(upstream))
     made.arm()
 
     assert decisions(made) == [("layers", "absent")]
 
 
-def test_one_switch_is_for_all_parts_and_says_so_once(upstream: Upstream, lane: LaneMaker) -> None:
+def test_one_switch_is_for_all_parts_and_says_so_once(upstream: Upstream, session: SessionMaker) -> None:
     upstream.write(BROKEN_TEXT, module="moved")
-    made = lane(*parts(upstream), disabled=frozenset({"double-fix"}))
+    made = session(*parts(upstream), disabled=frozenset({"double-fix"}))
     made.arm()
 
     assert decisions(made) == [("layers", "disabled")]
     assert upstream.load("layers").double(2) == upstream.load("moved").double(2) == 5
 
 
-def test_undo_puts_every_part_back(upstream: Upstream, lane: LaneMaker) -> None:
+def test_undo_puts_every_part_back(upstream: Upstream, session: SessionMaker) -> None:
     upstream.write(BROKEN_TEXT, module="moved")
-    made = lane(*parts(upstream))
+    made = session(*parts(upstream))
     made.arm()
     layers, moved = upstream.load("layers"), upstream.load("moved")
 
@@ -115,9 +115,9 @@ def test_undo_puts_every_part_back(upstream: Upstream, lane: LaneMaker) -> None:
     assert layers.double(2) == moved.double(2) == 4
 
 
-def test_a_conflict_in_one_part_leaves_the_other_active(upstream: Upstream, lane: LaneMaker) -> None:
+def test_a_conflict_in_one_part_leaves_the_other_active(upstream: Upstream, session: SessionMaker) -> None:
     upstream.write(BROKEN_TEXT.replace("x + x + 1", "x + x + 7"), module="moved")
-    made = lane(*parts(upstream))
+    made = session(*parts(upstream))
     made.arm()
     upstream.load("layers")
     upstream.load("moved")
@@ -127,9 +127,9 @@ def test_a_conflict_in_one_part_leaves_the_other_active(upstream: Upstream, lane
     assert [record.overlay.target.module for record in audit.conflicts] == [f"{upstream.name}.moved"]
 
 
-def test_parts_that_wait_are_one_line_that_names_them_all(upstream: Upstream, lane: LaneMaker) -> None:
+def test_parts_that_wait_are_one_line_that_names_them_all(upstream: Upstream, session: SessionMaker) -> None:
     upstream.write(BROKEN_TEXT, module="moved")
-    made = lane(*parts(upstream))
+    made = session(*parts(upstream))
     made.arm()
 
     (record,) = made.audit().decisions
@@ -137,12 +137,14 @@ def test_parts_that_wait_are_one_line_that_names_them_all(upstream: Upstream, la
     assert record.reason == f"waits for the import of {upstream.name}.layers or {upstream.name}.moved"
 
 
-def test_parts_of_the_same_words_are_all_shown_where_something_was_done(upstream: Upstream, lane: LaneMaker) -> None:
+def test_parts_of_the_same_words_are_all_shown_where_something_was_done(
+    upstream: Upstream, session: SessionMaker
+) -> None:
     """The evidence of both is the same line of code; what was replaced is not the same."""
     upstream.write(BROKEN_TEXT, module="moved")
     failing = Observation(broken=True, seen="no")
     for changes, decision in (({}, Decision.ACTIVE), ({"self_test": lambda module: failing}, Decision.CONFLICT)):
-        made = lane(*parts(upstream, **changes))
+        made = session(*parts(upstream, **changes))
         made.arm()
         upstream.load("layers")
         upstream.load("moved")
@@ -153,12 +155,12 @@ def test_parts_of_the_same_words_are_all_shown_where_something_was_done(upstream
         made.undo()
 
 
-def test_the_fingerprint_sees_the_code_of_a_part_that_is_not_shown(upstream: Upstream, lane: LaneMaker) -> None:
+def test_the_fingerprint_sees_the_code_of_a_part_that_is_not_shown(upstream: Upstream, session: SessionMaker) -> None:
     fingerprints = set()
     for comment in ("", "# another copy"):
         upstream.write(BROKEN_TEXT)
         upstream.write(f"{FIXED_TEXT}\n{comment}\n", module="moved")
-        made = lane(*parts(upstream))
+        made = session(*parts(upstream))
         made.arm()
         for module in ("layers", "moved"):
             importlib.reload(upstream.load(module))
@@ -169,9 +171,9 @@ def test_the_fingerprint_sees_the_code_of_a_part_that_is_not_shown(upstream: Ups
     assert len(fingerprints) == 2
 
 
-def test_the_fingerprint_tells_which_part_was_decided(upstream: Upstream, lane: LaneMaker) -> None:
+def test_the_fingerprint_tells_which_part_was_decided(upstream: Upstream, session: SessionMaker) -> None:
     upstream.write(BROKEN_TEXT, module="moved")
-    made = lane(*parts(upstream))
+    made = session(*parts(upstream))
     made.arm()
     upstream.load("layers")
     upstream.load("moved")

@@ -18,7 +18,7 @@ from made_up import Upstream
 from megacpp_overlays.errors import RegistryError
 from megacpp_overlays.loader import registry, retired
 from megacpp_overlays.loader.retired import Retired
-from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader.session import Session
 from megacpp_overlays.model import Target, Thread
 from megacpp_overlays.repro import inventory
 
@@ -121,9 +121,9 @@ def test_an_import_that_names_no_retired_overlay_does_not_read_about_them(
 
 @pytest.mark.parametrize("has_overlays", [True, False])
 def test_the_word_about_it_is_said_once(
-    upstream: Upstream, lane: Callable[..., Lane], capsys: pytest.CaptureFixture[str], has_overlays: bool
+    upstream: Upstream, session: Callable[..., Session], capsys: pytest.CaptureFixture[str], has_overlays: bool
 ) -> None:
-    made = lane(*([upstream.overlay()] if has_overlays else []), outlived=(WORD,))
+    made = session(*([upstream.overlay()] if has_overlays else []), obsolete_variables=(WORD,))
 
     made.arm()
     made.arm()
@@ -133,9 +133,9 @@ def test_the_word_about_it_is_said_once(
 
 @pytest.mark.usefixtures("file")
 def test_to_undo_a_retired_overlay_is_answered_with_a_word(
-    upstream: Upstream, lane: Callable[..., Lane], capsys: pytest.CaptureFixture[str]
+    upstream: Upstream, session: Callable[..., Session], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = lane(upstream.overlay())
+    made = session(upstream.overlay())
     made.arm()
 
     made.undo("old-fix")
@@ -147,8 +147,8 @@ def test_to_undo_a_retired_overlay_is_answered_with_a_word(
 
 @pytest.mark.parametrize("settings", [{"parent_is_armed": True}, {"rank": 1}])
 def test_children_and_other_ranks_do_not_repeat_it(
-    upstream: Upstream, lane: Callable[..., Lane], capsys: pytest.CaptureFixture[str], settings: dict[str, object]
+    upstream: Upstream, session: Callable[..., Session], capsys: pytest.CaptureFixture[str], settings: dict[str, object]
 ) -> None:
-    lane(upstream.overlay(), outlived=(WORD,), **settings).arm()
+    session(upstream.overlay(), obsolete_variables=(WORD,), **settings).arm()
 
     assert WORD not in capsys.readouterr().err

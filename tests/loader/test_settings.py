@@ -6,9 +6,9 @@ import re
 import string
 
 import pytest
-from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
+from places import ROOT
 
 from megacpp_overlays import variables
 from megacpp_overlays.errors import SettingsError
@@ -241,7 +241,7 @@ def test_a_variable_of_a_retired_overlay_is_known_and_says_that_it_can_go(value:
     settings = Settings.from_env({"MEGACPP_OVERLAY_OLD_FIX": value}, IDS)
 
     assert settings.disabled == frozenset()
-    assert settings.outlived == (
+    assert settings.obsolete_variables == (
         "old-fix was retired on 2026-11-21, with made-up 2.0: MEGACPP_OVERLAY_OLD_FIX does nothing and can go",
     )
 
@@ -251,7 +251,7 @@ def test_the_list_may_name_a_retired_overlay_beside_others() -> None:
     settings = Settings.from_env({"MEGACPP_OVERLAYS_DISABLE": "old-fix,scale-pad"}, IDS)
 
     assert settings.disabled == {"scale-pad"}
-    assert settings.outlived == (
+    assert settings.obsolete_variables == (
         "old-fix was retired on 2026-11-21, with made-up 2.0: it can go from MEGACPP_OVERLAYS_DISABLE",
     )
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up import BROKEN_TEXT, Upstream
 
-from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import Mode
 from megacpp_overlays.model import Replacement
 from megacpp_overlays.processes import differences, statement
@@ -25,8 +25,8 @@ from megacpp_overlays.source.trees import InstalledTree
 from megacpp_overlays.variables import LINEAR_CE_LOGITS, SETTINGS, Setting
 
 
-def say(lane: Lane) -> statement.Statement:
-    return statement.of(lane.snapshot(), lane.settings, InstalledTree())
+def say(session: Session) -> statement.Statement:
+    return statement.of(session.snapshot(), session.settings, InstalledTree())
 
 
 def decided(**changes: Any) -> dict[str, Any]:
@@ -75,8 +75,8 @@ def found(*statements: dict[str, Any]) -> list[tuple[str, str, tuple[tuple[str, 
 # A statement.
 
 
-def test_a_target_that_waits_is_read_from_its_file(lane: Callable[..., Lane], upstream: Upstream) -> None:
-    made = lane(upstream.overlay())
+def test_a_target_that_waits_is_read_from_its_file(session: Callable[..., Session], upstream: Upstream) -> None:
+    made = session(upstream.overlay())
     made.arm()
     waiting = say(made)
     upstream.load()
@@ -89,9 +89,9 @@ def test_a_target_that_waits_is_read_from_its_file(lane: Callable[..., Lane], up
 
 
 def test_an_edit_of_a_file_that_nobody_imported_changes_the_digest(
-    lane: Callable[..., Lane], upstream: Upstream
+    session: Callable[..., Session], upstream: Upstream
 ) -> None:
-    made = lane(upstream.overlay())
+    made = session(upstream.overlay())
     made.arm()
     before = statement.digest(say(made))
     upstream.write(BROKEN_TEXT + "# edited\n")
@@ -100,8 +100,8 @@ def test_an_edit_of_a_file_that_nobody_imported_changes_the_digest(
     assert f"{upstream.name}.layers" not in sys.modules
 
 
-def test_a_target_that_cannot_be_read_has_no_hash(lane: Callable[..., Lane], upstream: Upstream) -> None:
-    made = lane(upstream.overlay())
+def test_a_target_that_cannot_be_read_has_no_hash(session: Callable[..., Session], upstream: Upstream) -> None:
+    made = session(upstream.overlay())
     made.arm()
     (upstream.folder / upstream.name / "layers.py").write_bytes(b"# coding: nonsense\n")
 
@@ -110,8 +110,10 @@ def test_a_target_that_cannot_be_read_has_no_hash(lane: Callable[..., Lane], ups
     assert (decision["decision"], decision["source_sha256"]) == ("absent", None)
 
 
-def test_everything_that_is_off_still_says_what_it_is_off_for(lane: Callable[..., Lane], upstream: Upstream) -> None:
-    made = lane(upstream.overlay(), mode=Mode.OFF)
+def test_everything_that_is_off_still_says_what_it_is_off_for(
+    session: Callable[..., Session], upstream: Upstream
+) -> None:
+    made = session(upstream.overlay(), mode=Mode.OFF)
     made.arm()
 
     told = say(made)
@@ -120,8 +122,8 @@ def test_everything_that_is_off_still_says_what_it_is_off_for(lane: Callable[...
     assert told["decisions"][0]["source_sha256"] is not None
 
 
-def test_a_statement_is_plain_data_without_paths(lane: Callable[..., Lane], upstream: Upstream) -> None:
-    made = lane(upstream.overlay())
+def test_a_statement_is_plain_data_without_paths(session: Callable[..., Session], upstream: Upstream) -> None:
+    made = session(upstream.overlay())
     made.arm()
     upstream.load()
 
@@ -132,8 +134,8 @@ def test_a_statement_is_plain_data_without_paths(lane: Callable[..., Lane], upst
     assert str(upstream.folder) not in json.dumps(told)
 
 
-def test_the_files_of_a_plugin_are_part_of_what_it_says(lane: Callable[..., Lane], upstream: Upstream) -> None:
-    made = lane(upstream.overlay())  # declared in made_up.py
+def test_the_files_of_a_plugin_are_part_of_what_it_says(session: Callable[..., Session], upstream: Upstream) -> None:
+    made = session(upstream.overlay())  # declared in made_up.py
     made.arm()
 
     (decision,) = say(made)["decisions"]
@@ -192,9 +194,9 @@ def test_the_words_of_a_reason_do_not_count() -> None:
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_a_setting_that_is_compared_is_in_the_statement(
-    lane: Callable[..., Lane], upstream: Upstream, setting: Setting
+    session: Callable[..., Session], upstream: Upstream, setting: Setting
 ) -> None:
-    made = lane(upstream.overlay())
+    made = session(upstream.overlay())
     made.arm()
 
     told = say(made)
@@ -203,8 +205,8 @@ def test_a_setting_that_is_compared_is_in_the_statement(
     assert not setting.compared_in or setting.compared_in in told
 
 
-def test_a_setting_of_a_kernel_changes_the_digest(lane: Callable[..., Lane], upstream: Upstream) -> None:
-    usual, other = lane(upstream.overlay()), lane(upstream.overlay(), of_kernels={LOGITS: "keep"})
+def test_a_setting_of_a_kernel_changes_the_digest(session: Callable[..., Session], upstream: Upstream) -> None:
+    usual, other = session(upstream.overlay()), session(upstream.overlay(), of_kernels={LOGITS: "keep"})
 
     assert statement.digest(say(usual)) != statement.digest(say(other))
 

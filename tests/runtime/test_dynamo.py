@@ -23,7 +23,7 @@ from traced_seams import TEXT, measured, overlay_at
 from trees import STAND_INS
 
 from megacpp_overlays.errors import SeamError
-from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader.session import Session
 from megacpp_overlays.model import Decision, Observation
 from megacpp_overlays.runtime import dynamo as graphs
 
@@ -32,7 +32,7 @@ dynamo = pytest.importorskip("torch._dynamo")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
 
-LaneMaker = Callable[..., Lane]
+SessionMaker = Callable[..., Session]
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ def traceable(upstream: Upstream) -> Upstream:
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_a_compiled_step_follows_arming_undoing_and_arming_again(
-    place: Place, traceable: Upstream, lane: LaneMaker, capfd: pytest.CaptureFixture[str]
+    place: Place, traceable: Upstream, session: SessionMaker, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    current = lane(overlay_at(traceable, place.symbol))
+    current = session(overlay_at(traceable, place.symbol))
     step = place.step(traceable.load())
     whole = torch.compile(step, backend="eager", fullgraph=True)
     before = measured(whole)
@@ -103,22 +103,22 @@ def test_a_compiled_step_follows_arming_undoing_and_arming_again(
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_without_us_some_of_these_graphs_go_on_with_the_old_code(
-    place: Place, traceable: Upstream, lane: LaneMaker, monkeypatch: pytest.MonkeyPatch
+    place: Place, traceable: Upstream, session: SessionMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs, "_drop", lambda _: None)
     step = place.step(traceable.load())
     whole = torch.compile(step, backend="eager", fullgraph=True)
     measured(whole)
 
-    lane(overlay_at(traceable, place.symbol)).arm()
+    session(overlay_at(traceable, place.symbol)).arm()
 
     assert (measured(whole) != measured(step)) == place.stale
 
 
 def test_nothing_happens_where_nothing_was_compiled(
-    traceable: Upstream, lane: LaneMaker, capfd: pytest.CaptureFixture[str]
+    traceable: Upstream, session: SessionMaker, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    current = lane(overlay_at(traceable, "Block.method"))
+    current = session(overlay_at(traceable, "Block.method"))
     traceable.load()
 
     current.arm()
@@ -133,10 +133,10 @@ def test_without_torch_nothing_of_it_is_imported(
     traceable.write(BROKEN_TEXT)
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import {traceable.module_name};"
-        "import pathlib; from made_up import Upstream; from megacpp_overlays.loader.session import Lane;"
+        "import pathlib; from made_up import Upstream; from megacpp_overlays.loader.session import Session;"
         "from megacpp_overlays.loader.settings import Settings;"
-        f"lane = Lane((Upstream({traceable.name!r}, pathlib.Path({str(tmp_path)!r})).overlay(),), Settings());"
-        "lane.arm(); lane.undo(); lane.arm(); assert not lane.audit().conflicts;"
+        f"session = Session((Upstream({traceable.name!r}, pathlib.Path({str(tmp_path)!r})).overlay(),), Settings());"
+        "session.arm(); session.undo(); session.arm(); assert not session.audit().conflicts;"
         "assert not [name for name in sys.modules if name.partition('.')[0] == 'torch']"
     )
 
@@ -144,12 +144,12 @@ def test_without_torch_nothing_of_it_is_imported(
 
 
 def test_importing_a_target_for_the_first_time_drops_nothing(
-    traceable: Upstream, lane: LaneMaker, capfd: pytest.CaptureFixture[str]
+    traceable: Upstream, session: SessionMaker, capfd: pytest.CaptureFixture[str]
 ) -> None:
     other = torch.compile(lambda x: x + 1, backend="eager")
     other(torch.ones(1))
     kept = graphs.graphs()
-    current = lane(overlay_at(traceable, "Block.method"))
+    current = session(overlay_at(traceable, "Block.method"))
     current.arm()
 
     traceable.load()
@@ -160,7 +160,7 @@ def test_importing_a_target_for_the_first_time_drops_nothing(
 
 
 def test_what_a_witness_compiled_through_the_original_is_dropped_before_the_seam_goes_in(
-    traceable: Upstream, lane: LaneMaker
+    traceable: Upstream, session: SessionMaker
 ) -> None:
     traceable.write(
         TEXT + "block = Block()\n@torch.compile(backend='eager')\ndef entry(x):\n    return block.method(x)\n"
@@ -170,7 +170,7 @@ def test_what_a_witness_compiled_through_the_original_is_dropped_before_the_seam
         found = module.entry(torch.ones(1)).item()
         return Observation(broken=found != 20, seen=f"entry(1) = {found}")
 
-    current = lane(overlay_at(traceable, "Block.method", witness=through_the_entry, self_test=through_the_entry))
+    current = session(overlay_at(traceable, "Block.method", witness=through_the_entry, self_test=through_the_entry))
     current.arm()
 
     module = traceable.load()
@@ -181,7 +181,7 @@ def test_what_a_witness_compiled_through_the_original_is_dropped_before_the_seam
 
 @pytest.mark.parametrize("late", [True, False])
 def test_what_a_self_test_compiled_goes_with_the_seam_that_failed_it(
-    traceable: Upstream, lane: LaneMaker, late: bool
+    traceable: Upstream, session: SessionMaker, late: bool
 ) -> None:
     steps: list[Any] = []
 
@@ -190,7 +190,7 @@ def test_what_a_self_test_compiled_goes_with_the_seam_that_failed_it(
         steps.append(torch.compile(lambda x: block.method(x), backend="eager"))
         return Observation(broken=True, seen=f"{steps[0](torch.ones(1)).item()} is not what was hoped for")
 
-    current = lane(overlay_at(traceable, "Block.method", self_test=compiles_and_fails))
+    current = session(overlay_at(traceable, "Block.method", self_test=compiles_and_fails))
     for step in (traceable.load, current.arm) if late else (current.arm, traceable.load):
         step()
 
@@ -200,25 +200,25 @@ def test_what_a_self_test_compiled_goes_with_the_seam_that_failed_it(
 
 
 def test_a_second_lane_that_adopts_a_seam_drops_nothing(
-    traceable: Upstream, lane: LaneMaker, capfd: pytest.CaptureFixture[str]
+    traceable: Upstream, session: SessionMaker, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    lane(overlay_at(traceable, "Block.method")).arm()
+    session(overlay_at(traceable, "Block.method")).arm()
     block = traceable.load().Block()
     step = torch.compile(lambda x: block.method(x), backend="eager")
     assert step(torch.ones(1)).item() == 20
 
-    lane(overlay_at(traceable, "Block.method")).arm()
+    session(overlay_at(traceable, "Block.method")).arm()
 
     assert "dropped" not in capfd.readouterr().err
 
 
-def test_dropping_keeps_what_is_not_ours(traceable: Upstream, lane: LaneMaker) -> None:
+def test_dropping_keeps_what_is_not_ours(traceable: Upstream, session: SessionMaker) -> None:
     heard: list[object] = []
     dynamo.on_compile_start(heard.append)
     block = traceable.load().Block()
     step = torch.compile(lambda x: block.method(x), backend="eager")
     step(torch.ones(1))
-    lane(overlay_at(traceable, "Block.method")).arm()
+    session(overlay_at(traceable, "Block.method")).arm()
     counted = dict(dynamo.utils.counters["frames"])
 
     step(torch.ones(1))
@@ -228,14 +228,14 @@ def test_dropping_keeps_what_is_not_ours(traceable: Upstream, lane: LaneMaker) -
 
 
 def test_a_torch_that_keeps_its_graphs_elsewhere_is_reset_by_its_public_function(
-    traceable: Upstream, lane: LaneMaker, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    traceable: Upstream, session: SessionMaker, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     block = traceable.load().Block()
     step = torch.compile(lambda x: block.method(x), backend="eager")
     step(torch.ones(1))
     monkeypatch.delattr(dynamo.eval_frame, "_debug_get_cache_entry_list")
 
-    lane(overlay_at(traceable, "Block.method")).arm()
+    session(overlay_at(traceable, "Block.method")).arm()
 
     assert step(torch.ones(1)).item() == 20
     assert "dropped all compiled graphs" in capfd.readouterr().err
@@ -269,9 +269,9 @@ def during(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable
 
 
 def test_a_target_that_is_imported_while_a_function_is_traced_is_repaired_and_breaks_no_graph(
-    traceable: Upstream, lane: LaneMaker, monkeypatch: pytest.MonkeyPatch
+    traceable: Upstream, session: SessionMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    current = lane(overlay_at(traceable, "Block.method"))
+    current = session(overlay_at(traceable, "Block.method"))
     current.arm()
     name = traceable.module_name
     scope: dict[str, Any] = {}
@@ -284,9 +284,9 @@ def test_a_target_that_is_imported_while_a_function_is_traced_is_repaired_and_br
 
 
 def test_arming_too_late_while_a_function_is_traced_is_refused(
-    traceable: Upstream, lane: LaneMaker, during: Callable[..., Any]
+    traceable: Upstream, session: SessionMaker, during: Callable[..., Any]
 ) -> None:
-    current = lane(overlay_at(traceable, "Block.method"))
+    current = session(overlay_at(traceable, "Block.method"))
     module = traceable.load()
 
     assert during(current.arm) == 2
@@ -301,9 +301,9 @@ def test_arming_too_late_while_a_function_is_traced_is_refused(
 
 
 def test_undoing_while_a_function_is_traced_is_refused_and_all_stays_in(
-    traceable: Upstream, lane: LaneMaker, during: Callable[..., Any]
+    traceable: Upstream, session: SessionMaker, during: Callable[..., Any]
 ) -> None:
-    current = lane(overlay_at(traceable, "Block.method"))
+    current = session(overlay_at(traceable, "Block.method"))
     current.arm()
     module = traceable.load()
     errors: list[SeamError] = []
@@ -321,9 +321,9 @@ def test_undoing_while_a_function_is_traced_is_refused_and_all_stays_in(
 
 
 def test_undoing_and_arming_between_two_graphs_of_one_function_act_as_they_do_uncompiled(
-    traceable: Upstream, lane: LaneMaker
+    traceable: Upstream, session: SessionMaker
 ) -> None:
-    current = lane(overlay_at(traceable, "Block.method"))
+    current = session(overlay_at(traceable, "Block.method"))
     current.arm()
     block = traceable.load().Block()
 
@@ -364,9 +364,9 @@ def test_an_untraced_function_does_not_import_dynamo(run_python: Callable[..., A
 
 @pytest.mark.parametrize("inside", ["the backend", "a call"])
 def test_another_thread_inside_of_torch_compile_is_left_its_graphs(
-    inside: str, traceable: Upstream, lane: LaneMaker
+    inside: str, traceable: Upstream, session: SessionMaker
 ) -> None:
-    current = lane(overlay_at(traceable, "Block.method"))
+    current = session(overlay_at(traceable, "Block.method"))
     current.arm()
     block = traceable.load().Block()
     reached, go_on = threading.Event(), threading.Event()
@@ -400,8 +400,8 @@ def test_another_thread_inside_of_torch_compile_is_left_its_graphs(
     assert torch.compile(step, backend="eager")(torch.ones(1)).item() == 2
 
 
-def test_other_threads_survive_that_graphs_come_and_go(traceable: Upstream, lane: LaneMaker) -> None:
-    current = lane(overlay_at(traceable, "Block.method"))
+def test_other_threads_survive_that_graphs_come_and_go(traceable: Upstream, session: SessionMaker) -> None:
+    current = session(overlay_at(traceable, "Block.method"))
     current.arm()
     block = traceable.load().Block()
     step = torch.compile(lambda x: block.method(x), backend="eager")
@@ -441,18 +441,18 @@ import {module} as upstream
 import torch
 from made_up import Upstream
 from traced_seams import measured, overlay_at
-from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import Settings
 
 up = Upstream({name!r}, pathlib.Path({folder!r}))
-lane = Lane((overlay_at(up, "Block.method"),), Settings())
+session = Session((overlay_at(up, "Block.method"),), Settings())
 if {on}:
-    lane.arm()
+    session.arm()
 found = [measured(torch.compile(upstream.step)), measured(upstream.step)]
 {save}
 counters = torch._dynamo.utils.counters
 hits = counters["aot_autograd"]["autograd_cache_hit"], counters["dynamo_cache"]["dynamo_cache_hit"]
-print(json.dumps([*found, *hits, [record.decision.value for record in lane.audit().records]]))
+print(json.dumps([*found, *hits, [record.decision.value for record in session.audit().records]]))
 """
 
 
@@ -505,8 +505,8 @@ def test_dynamos_own_cache_brings_back_stale_graphs_and_the_audit_calls_it_a_con
     assert (on[3], on[4]) == (1, ["conflict"])
 
 
-def test_the_conflict_with_dynamos_own_cache_says_how_to_end_it(traceable: Upstream, lane: LaneMaker) -> None:
-    current = lane(overlay_at(traceable, "Block.method"))
+def test_the_conflict_with_dynamos_own_cache_says_how_to_end_it(traceable: Upstream, session: SessionMaker) -> None:
+    current = session(overlay_at(traceable, "Block.method"))
     current.arm()
     traceable.load()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from made_up import Upstream
 
-from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader.session import Session
 from megacpp_overlays.model import Decision
 from megacpp_overlays.source import distributions
 
@@ -41,10 +41,10 @@ def test_what_is_not_installed_has_no_version() -> None:
 
 
 def test_damaged_metadata_is_said_and_does_not_switch_a_fix_off(
-    upstream: Upstream, lane: Callable[..., Lane], monkeypatch: pytest.MonkeyPatch
+    upstream: Upstream, session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "importlib_metadata", None)  # importing it raises now
-    current = lane(upstream.overlay())
+    current = session(upstream.overlay())
     current.arm()
     upstream.load()
 

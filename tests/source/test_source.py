@@ -13,7 +13,7 @@ import pytest
 from made_up import Upstream
 
 from megacpp_overlays.errors import SourceError
-from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader.session import Session
 from megacpp_overlays.source.trees import DirectoryTree, InstalledTree, ModuleSource, Remembered, WheelTree, parameters
 
 
@@ -22,7 +22,7 @@ def source(text: str) -> ModuleSource:
 
 
 def test_nothing_is_imported_to_read_a_module_below_a_watched_package(
-    upstream: Upstream, lane: Callable[..., Lane]
+    upstream: Upstream, session: Callable[..., Session]
 ) -> None:
     """As `gated_delta_net` and `gated_delta_net.gdn` are: wrapt's finder would import the parents of the former."""
     inner = upstream.folder / upstream.name / "inner"
@@ -31,7 +31,7 @@ def test_nothing_is_imported_to_read_a_module_below_a_watched_package(
     (inner / "deep.py").touch()
     upstream.write("raise SystemExit('imported')", module="__init__")
     target = upstream.overlay().target._replace(module=f"{upstream.name}.inner")
-    lane(upstream.overlay(target=target)).arm()
+    session(upstream.overlay(target=target)).arm()
 
     assert InstalledTree().module(f"{upstream.name}.inner.deep") is not None
     assert upstream.name not in sys.modules

@@ -18,14 +18,14 @@ from made_up import FIXED_TEXT, Upstream
 from megacpp_overlays.cli import main
 from megacpp_overlays.upkeep import audit_diff
 
-LaneMaker = Callable[..., Any]
+SessionMaker = Callable[..., Any]
 Audit = dict[str, Any]
 
 
 @pytest.fixture
-def audit(upstream: Upstream, lane: LaneMaker) -> Audit:
+def audit(upstream: Upstream, session: SessionMaker) -> Audit:
     """Return the audit of a process in which one made-up overlay is active."""
-    made = lane(upstream.overlay())
+    made = session(upstream.overlay())
     made.arm()
     upstream.load()
     data: Audit = made.audit().as_dict()
@@ -70,10 +70,10 @@ def test_programs_get_the_same_as_json(audit: Audit, tmp_path: Path, capsys: pyt
     assert (code, json.loads(capsys.readouterr().out)) == (1, {"changes": [change], "hidden": False})
 
 
-def test_a_real_change_of_the_source_is_seen(audit: Audit, upstream: Upstream, lane: LaneMaker) -> None:
+def test_a_real_change_of_the_source_is_seen(audit: Audit, upstream: Upstream, session: SessionMaker) -> None:
     upstream.write(FIXED_TEXT)
     sys.modules.pop(upstream.module_name)
-    made = lane(upstream.overlay())
+    made = session(upstream.overlay())
     made.arm()
     upstream.load()
 

@@ -18,8 +18,8 @@ from made_up import Upstream
 from places import HANG_S, ROOT
 
 from megacpp_overlays import cli
-from megacpp_overlays.loader import session as lanes
-from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader import session as sessions
+from megacpp_overlays.loader.session import Session
 from megacpp_overlays.upkeep.drift import installations
 
 Drift = Callable[..., subprocess.CompletedProcess[str]]
@@ -230,13 +230,13 @@ def test_a_distribution_that_was_asked_for_and_is_not_here_is_not_clean(
 
 def test_all_looks_at_what_nobody_asked_for(
     tmp_path: Path,
-    lane: Callable[..., Lane],
+    session: Callable[..., Session],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     install(tmp_path / "target", make_wheel(tmp_path / "wheels", "lab_only", "1.0", {"lab_only.py": ""}))
-    made, found = lane(), installations.find_all([str(tmp_path / "target")])
-    monkeypatch.setattr(lanes, "current", lambda: made)
+    made, found = session(), installations.find_all([str(tmp_path / "target")])
+    monkeypatch.setattr(sessions, "current", lambda: made)
     monkeypatch.setattr(installations, "find_all", lambda: found)
     monkeypatch.setattr("megacpp_overlays.upkeep.drift.drift.STACK", {})
     monkeypatch.syspath_prepend(tmp_path / "target")

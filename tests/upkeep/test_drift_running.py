@@ -16,7 +16,7 @@ import wrapt
 from made_up import BROKEN_TEXT, Upstream
 
 from megacpp_overlays.errors import UpkeepError
-from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader.session import Session
 from megacpp_overlays.upkeep.drift import running
 from megacpp_overlays.upkeep.drift.running import Running
 
@@ -550,13 +550,13 @@ def test_names_are_followed_from_module_to_module(
 
 
 def test_names_that_overlays_rebound_are_ours(
-    upstream: Upstream, lane: Callable[..., Lane], look: Callable[[], Running]
+    upstream: Upstream, session: Callable[..., Session], look: Callable[[], Running]
 ) -> None:
     upstream.write(BROKEN_TEXT)
     upstream.write("from .layers import double", module="user")
     user = upstream.load("user")
     before = user.double
-    lane(upstream.overlay()).arm()
+    session(upstream.overlay()).arm()
 
     assert user.double is not before
     assert [(each.symbol, each.overlay) for each in look().replaced] == [("double", "double-fix")]
@@ -672,10 +672,10 @@ def test_a_function_of_another_module_of_upstream_in_its_place_is_found(
 
 
 def test_seams_of_ours_are_tracked_and_what_is_around_them_is_not(
-    upstream: Upstream, lane: Callable[..., Lane], look: Callable[[], Running]
+    upstream: Upstream, session: Callable[..., Session], look: Callable[[], Running]
 ) -> None:
     upstream.write(BROKEN_TEXT)
-    lane(upstream.overlay()).arm()
+    session(upstream.overlay()).arm()
     module = upstream.load()
 
     alone = look()
@@ -689,7 +689,7 @@ def test_seams_of_ours_are_tracked_and_what_is_around_them_is_not(
 
 
 def test_a_seam_over_an_inherited_method_is_ours(
-    upstream: Upstream, lane: Callable[..., Lane], look: Callable[[], Running]
+    upstream: Upstream, session: Callable[..., Session], look: Callable[[], Running]
 ) -> None:
     from megacpp_overlays.loader import seams
 
@@ -748,9 +748,9 @@ def test_modules_without_source_and_lazy_ones_are_passed_by(
 
 
 def test_without_names_the_packages_of_the_targets_are_looked_at(
-    upstream: Upstream, lane: Callable[..., Lane], monkeypatch: pytest.MonkeyPatch
+    upstream: Upstream, session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = lane(upstream.overlay())
+    made = session(upstream.overlay())
     monkeypatch.setattr("megacpp_overlays.loader.session.current", lambda: made)
     upstream.load().Layer.forward = theirs
 

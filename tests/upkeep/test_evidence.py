@@ -22,8 +22,8 @@ from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
 from places import HANG_S, ROOT
 
 from megacpp_overlays.errors import UpkeepError
-from megacpp_overlays.loader import session as lanes
-from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader import session as sessions
+from megacpp_overlays.loader.session import Session
 from megacpp_overlays.model import Decision, Verdict
 from megacpp_overlays.repro import inventory
 from megacpp_overlays.repro.case import PackError
@@ -278,12 +278,12 @@ def part_of(module: str) -> ProbedPart:
 
 
 @pytest.fixture
-def current(upstream: Upstream, lane: Callable[..., Lane], monkeypatch: pytest.MonkeyPatch) -> Upstream:
+def current(upstream: Upstream, session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch) -> Upstream:
     def cannot_be_read(tree: object) -> bool:
         raise ValueError("odd source")
 
-    made = lane(upstream.overlay(), upstream.overlay(id="odd-check", retired=cannot_be_read))
-    monkeypatch.setattr(lanes, "current", lambda: made)
+    made = session(upstream.overlay(), upstream.overlay(id="odd-check", retired=cannot_be_read))
+    monkeypatch.setattr(sessions, "current", lambda: made)
     return upstream
 
 

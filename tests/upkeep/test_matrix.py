@@ -22,8 +22,8 @@ from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
 from megacpp_overlays import cli
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.loader import registry
-from megacpp_overlays.loader import session as lanes
-from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader import session as sessions
+from megacpp_overlays.loader.session import Session
 from megacpp_overlays.model import Evidence, Finding, Overlay, Target, Verdict
 from megacpp_overlays.source.file_trees import DirectoryTree
 from megacpp_overlays.source.trees import SourceTree
@@ -31,7 +31,7 @@ from megacpp_overlays.upkeep.matrix import matrix, matrix_file, matrix_page, mat
 from megacpp_overlays.upkeep.matrix.matrix import Cell, Part, Row, Table
 
 ODD_TEXT = BROKEN_TEXT.replace("return x + x + 1", "return 2 * x + 1")
-LaneMaker = Callable[..., Lane]
+SessionMaker = Callable[..., Session]
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -50,11 +50,11 @@ def made(tmp_path: Path) -> Upstream:
 
 
 @pytest.fixture
-def declared(made: Upstream, lane: LaneMaker, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def declared(made: Upstream, session: SessionMaker, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Declare overlays instead of the real ones."""
 
     def declare(*overlays: Overlay) -> None:
-        monkeypatch.setattr(lanes, "current", lambda: lane(*overlays))
+        monkeypatch.setattr(sessions, "current", lambda: session(*overlays))
         monkeypatch.setattr(registry, "load", lambda *_: overlays)
 
     declare(made.overlay())

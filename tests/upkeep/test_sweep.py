@@ -23,8 +23,8 @@ from thread_answers import DAY, answer, answers, merged
 
 from megacpp_overlays import cli
 from megacpp_overlays.loader import registry
-from megacpp_overlays.loader import session as lanes
-from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader import session as sessions
+from megacpp_overlays.loader.session import Session
 from megacpp_overlays.model import Thread
 from megacpp_overlays.upkeep.sweep import sweep, sweep_report, threads, waiting
 from megacpp_overlays.upkeep.sweep.github import Client
@@ -136,11 +136,11 @@ class Scene:
 
 @pytest.fixture
 def scene(
-    tmp_path: Path, upstream: Upstream, lane: Callable[..., Lane], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, upstream: Upstream, session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Scene]:
     overlay = upstream.overlay(threads=(Thread("o/r", 1, "open when last seen"),))
-    made = lane(overlay)
-    monkeypatch.setattr(lanes, "current", lambda: made)
+    made = session(overlay)
+    monkeypatch.setattr(sessions, "current", lambda: made)
     for name in ("GITHUB_TOKEN", "GH_TOKEN", "GITHUB_API_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("no_proxy", "*")
@@ -519,7 +519,7 @@ def test_a_network_that_goes_away_half_way_keeps_what_was_learned(scene: Scene) 
             return super().get(path, *arguments, **named)
 
     land(scene)
-    waited = waiting.listed(lanes.current().overlays, scene.packs)
+    waited = waiting.listed(sessions.current().overlays, scene.packs)
 
     leaving = Leaving(scene.host.address, None, scene.cache, backoff=0.01)
     swept = sweep.from_host(waited, scene.saved(), leaving, DAY + timedelta(1))

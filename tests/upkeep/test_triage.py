@@ -21,8 +21,8 @@ from places import ROOT
 
 from megacpp_overlays import cli
 from megacpp_overlays.errors import UpkeepError
-from megacpp_overlays.loader import session as lanes
-from megacpp_overlays.loader.session import Lane
+from megacpp_overlays.loader import session as sessions
+from megacpp_overlays.loader.session import Session
 from megacpp_overlays.model import Decision, Verdict
 from megacpp_overlays.repro import inventory
 from megacpp_overlays.repro.judge import Said, Sentinel
@@ -412,13 +412,13 @@ def packs(tmp_path: Path) -> Packs:
 def run(
     releases: Mapping[str, Environment],
     packs: Packs,
-    lane: Callable[..., Lane],
+    session: Callable[..., Session],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., int]:
     """Return the command, for an upgrade from one release to another."""
     monkeypatch.setenv("MEGACPP_OVERLAYS_PLUGINS", "double")
-    made = lane(Upstream("made_target", Path("nowhere")).overlay())
-    monkeypatch.setattr(lanes, "current", lambda: made)
+    made = session(Upstream("made_target", Path("nowhere")).overlay())
+    monkeypatch.setattr(sessions, "current", lambda: made)
     folder = releases["broken"].python.parent.parent.parent
 
     def command(before: str, after: str, *more: str) -> int:
