@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast, runtime_checkable
 
 from megacpp_overlays.errors import OverlayError, SourceError
+from megacpp_overlays.source.bindings import Bindings
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -54,6 +55,15 @@ class ModuleSource:
         except SyntaxError as error:
             raise SourceError(f"{self.path}:{error.lineno}: cannot be parsed: {error.msg}") from error
 
+    @functools.cached_property
+    def bindings(self) -> Bindings:
+        """What binds the names of the module.
+
+        Raises:
+            SourceError: see `syntax`.
+        """
+        return Bindings(self.syntax)
+
     def find(self, symbol: str) -> ast.ClassDef | FunctionNode | None:
         """Return the one definition of a qualified name such as `Layer.forward`.
 
@@ -61,40 +71,27 @@ class ModuleSource:
             None when there is none.
 
         Raises:
-            SourceError: the name is defined more than once, so the text alone cannot say which one is live.
+            SourceError: the name is defined or bound more than once, so the text alone cannot say what is live.
         """
-        body: list[ast.stmt] = self.syntax.body
         found: ast.ClassDef | FunctionNode | None = None
-        for part in symbol.split("."):
-            matches = [node for node in _definitions(body) if node.name == part]
+        parts = symbol.split(".")
+        for depth in range(1, len(parts) + 1):
+            matches = self.bindings.definitions(".".join(parts[:depth]))
             if len(matches) > 1:
                 raise SourceError(f"{self.path}: {symbol} is defined {len(matches)} times")
             if not matches:
                 return None
             found = matches[0]
-            body = found.body
+            others = [node for node in self.bindings.of(".".join(parts[:depth])) if node is not found]
+            if others:
+                line = getattr(others[0], "lineno", None)
+                raise SourceError(f"{self.path}:{line}: {symbol} is bound elsewhere, too")
         return found
 
     def function(self, symbol: str) -> FunctionNode | None:
         """Return the definition of a function or method, or None when the name is no function here."""
         node = self.find(symbol)
         return node if isinstance(node, FunctionNode) else None
-
-
-def _definitions(body: list[ast.stmt]) -> list[ast.ClassDef | FunctionNode]:
-    """Return the classes and functions of a scope, those under `if` and `try` included."""
-    found: list[ast.ClassDef | FunctionNode] = []
-    for node in body:
-        if isinstance(node, ast.ClassDef | FunctionNode):
-            found.append(node)
-        elif isinstance(node, ast.If):
-            found += _definitions(node.body) + _definitions(node.orelse)
-        elif isinstance(node, ast.Try):
-            for block in (node.body, node.orelse, node.finalbody, *(h.body for h in node.handlers)):
-                found += _definitions(block)
-        elif isinstance(node, ast.With):
-            found += _definitions(node.body)
-    return found
 
 
 def parameters(function: FunctionNode) -> tuple[str, ...]:

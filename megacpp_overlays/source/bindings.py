@@ -1,0 +1,388 @@
+"""Name binding: every place in a module that gives a name its value, or may give it another one.
+
+A probe that read a definition must know that the name means that definition when the code runs. So a form that cannot
+be followed, such as `exec`, counts as binding every name that it could reach: being wrong on that side installs
+nothing, being wrong on the other replaces code that nobody read.
+
+What is followed: definitions, assignments of every kind, loops, `with`, `except`, `match`, imports, `del`, `global`,
+walruses out of comprehensions, `type` statements, attributes that are set on what a name means, and names as text:
+`setattr`, `globals()`, `vars()`, `__dict__`, `sys.modules`. A definition is itself among the bindings; whether it is
+decorated is asked of the definition.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+_SETTERS = {"setattr", "delattr", "__setattr__", "__delattr__"}
+_RUNNERS = {"exec", "eval"}
+_NAMESPACES = {"globals", "locals", "vars"}
+_NAMED = {"setattr", "delattr"} | _RUNNERS | _NAMESPACES
+"""Built-in functions that this module is said to use wherever they are not called by these names."""
+_NAMESPACE_ATTRIBUTES = {"__globals__", "f_globals", "f_locals"}
+_READERS = {"get", "keys", "values", "items", "copy", "__getitem__", "__contains__"}
+_WRITERS = {"update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__", "__ior__"}
+_INNARDS = {"__code__", "__defaults__", "__kwdefaults__", "__class__", "__bases__"}
+"""Attributes that change what a function or a class does, though its name means the same object."""
+
+
+class _Scope(NamedTuple):
+    """Where a statement stands."""
+
+    path: str | None
+    """The qualified name of the class, empty for the module; None where names are local to a function."""
+    at_import: bool
+    """Whether it runs when the module is executed."""
+    receivers: Mapping[str, tuple[str, _Function]]
+    """Names of the first parameters of the methods around it, with the class and the method."""
+
+
+class _Change(NamedTuple):
+    """A place that sets or deletes an attribute: of what, and where."""
+
+    node: ast.AST
+    owner: ast.expr | None
+    """None where the name stands as text, and of what it is an attribute is not clear."""
+    scope: _Scope
+
+
+class Bindings:
+    """What binds the names of one module, found in one walk over its syntax."""
+
+    def __init__(self, syntax: ast.Module) -> None:
+        self._names: dict[tuple[str | None, str], list[ast.AST]] = defaultdict(list)
+        self._attributes: dict[str, list[_Change]] = defaultdict(list)
+        self._owners: dict[str, list[ast.AST]] = defaultdict(list)
+        self._unnamed: list[_Change] = []
+        self._whole_module: list[ast.AST] = []
+        self._everything: list[ast.AST] = []
+        self._followed: set[int] = set()
+        self._finds_modules = False
+        self._waiting: list[tuple[ast.AST, _Scope]] = []
+        self._push(syntax.body, _Scope("", at_import=True, receivers={}))
+        while self._waiting:
+            self._visit(*self._waiting.pop())
+
+    def of(self, symbol: str) -> list[ast.AST]:
+        """Return what binds a name of the module, or an attribute of one of its classes: `f`, `Layer.forward`.
+
+        A name is followed by itself: ask for `Layer`, too, where `Layer.forward` must be the one in its text.
+        """
+        owner, _, name = symbol.rpartition(".")
+        found = [*self._names[owner, name], *self._everything]
+        found += [each.node for each in self._attributes[name] if self._concerns(each, owner)]
+        found += [each.node for each in self._unnamed if self._may_concern(each, owner)]
+        found += [each.node for inner in _INNARDS for each in self._attributes[inner] if _means(each.owner, symbol)]
+        return _in_order(found if owner else [*found, *self._whole_module])
+
+    def anywhere(self, name: str) -> list[ast.AST]:
+        """Return what binds a name in any scope, sets an attribute of what it names, or has the name as text."""
+        found = [node for (_, bound), nodes in self._names.items() if bound == name for node in nodes]
+        found += [each.node for each in self._attributes[name] if each.owner is None]
+        return _in_order([*found, *self._owners[name], *self._whole_module, *self._everything])
+
+    def changes(self, name: str) -> list[ast.AST]:
+        """Return what sets or deletes an attribute of what a name means, under that name."""
+        return _in_order(self._owners[name])
+
+    def definitions(self, symbol: str) -> list[Definition]:
+        """Return the classes and functions among what binds a symbol in its own scope."""
+        owner, _, name = symbol.rpartition(".")
+        return [node for node in _in_order(self._names[owner, name]) if isinstance(node, Definition)]
+
+    def _concerns(self, change: _Change, owner: str) -> bool:
+        """Return whether an attribute that is set may be one of a class, or of the module where `owner` is empty.
+
+        An attribute of another class's instance is neither; one of an instance of the same class hides the method.
+        """
+        held_by = _receiver(change)
+        return held_by is None or (held_by == owner and bool(owner))
+
+    def _may_concern(self, change: _Change, owner: str) -> bool:
+        """Return whether an attribute with a name that only the running code knows may be one of a class or module."""
+        if owner and (_receiver(change) == owner or _means(change.owner, owner)):
+            return True
+        return _receiver(change) is None and (change.scope.at_import or (not owner and self._finds_modules))
+
+    def _push(self, nodes: Iterable[ast.AST | None], scope: _Scope) -> None:
+        self._waiting += [(node, scope) for node in nodes if node is not None]
+
+    def _bind(self, name: str | None, node: ast.AST, scope: _Scope) -> None:
+        if name is not None:
+            self._names[scope.path, name].append(node)
+
+    def _change(self, name: str, node: ast.AST, owner: ast.expr | None, scope: _Scope) -> None:
+        self._attributes[name].append(_Change(node, owner, scope))
+        if isinstance(owner, ast.Name):
+            self._owners[owner.id].append(node)
+
+    def _visit(self, node: ast.AST, scope: _Scope) -> None:
+        match node:
+            case ast.Name():
+                self._visit_name(node, scope)
+            case ast.Constant(value=str(text)):
+                self._change(text, node, None, scope)
+            case ast.Attribute():
+                self._visit_attribute(node, scope)
+            case ast.Call():
+                self._visit_call(node, scope)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                self._visit_function(node, scope)
+            case ast.ClassDef():
+                self._bind(node.name, node, scope)
+                self._push([*node.decorator_list, *node.bases, *node.keywords], scope)
+                path = None if scope.path is None else f"{scope.path}.{node.name}".lstrip(".")
+                self._push([*getattr(node, "type_params", ())], scope._replace(path=None))
+                self._push(node.body, scope._replace(path=path))
+            case ast.Lambda():
+                self._push([*node.args.defaults, *node.args.kw_defaults], scope)
+                self._push([*_arguments(node.args), node.body], scope._replace(path=None, at_import=False))
+            case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+                self._visit_comprehension(node, scope)
+            case ast.Import() | ast.ImportFrom():
+                self._visit_import(node, scope)
+            case ast.Global(names=names) | ast.Nonlocal(names=names):
+                path = "" if isinstance(node, ast.Global) else None
+                for name in names:
+                    self._bind(name, node, scope._replace(path=path))
+            case ast.Expr(value=ast.Constant()):
+                pass
+            case ast.Subscript():
+                self._visit_item(node, scope)
+            case _:
+                self._visit_other(node, scope)
+
+    def _visit_other(self, node: ast.AST, scope: _Scope) -> None:
+        match node:
+            case ast.ExceptHandler(name=name) | ast.MatchAs(name=name) | ast.MatchStar(name=name):
+                self._bind(name, node, scope)
+            case ast.MatchMapping(rest=name):
+                self._bind(name, node, scope)
+            case ast.arg(arg=name):
+                self._bind(name, node, scope)
+                return
+            case ast.AnnAssign():
+                self._push([node.target], scope)
+                self._push([] if _lists_exports([node.target]) else [node.value], scope)
+                self._push(_without_text(node.annotation), scope)
+                return
+            case ast.Assign(targets=targets) if _lists_exports(targets):
+                return
+            case ast.AugAssign(target=target) if _lists_exports([target]):
+                return
+            case ast.Compare():
+                asked = [node.left, *node.comparators]
+                self._followed.update(map(id, asked))
+                self._push((each for each in asked if not isinstance(each, ast.Constant)), scope)
+                return
+            case _ if type(node).__name__ in {"TypeVar", "ParamSpec", "TypeVarTuple"}:
+                self._bind(getattr(node, "name", None), node, scope._replace(path=None))
+                return
+        inner = scope._replace(path=None)
+        for field, value in ast.iter_fields(node):
+            below = value if isinstance(value, list) else [value]
+            self._push(
+                (each for each in below if isinstance(each, ast.AST)), inner if field == "type_params" else scope
+            )
+
+    def _visit_name(self, node: ast.Name, scope: _Scope) -> None:
+        if not isinstance(node.ctx, ast.Load):
+            self._bind(node.id, node, scope)
+        elif id(node) in self._followed:
+            return
+        elif node.id in _NAMED:
+            self._everything.append(node)  # handed on under another name
+        elif node.id in {"import_module", "__import__"}:
+            self._finds_modules = True
+
+    def _visit_attribute(self, node: ast.Attribute, scope: _Scope) -> None:
+        if not isinstance(node.ctx, ast.Load):
+            self._change(node.attr, node, node.value, scope)
+            if node.attr == "__class__" and _is_of_modules(node.value):
+                self._whole_module.append(node)
+        elif _is_name(node.value, "builtins") and node.attr in _NAMED and id(node) not in self._followed:
+            self._everything.append(node)
+        elif node.attr in _NAMESPACE_ATTRIBUTES and id(node) not in self._followed:
+            self._whole_module.append(node)
+        if node.attr == "__dict__" and id(node) not in self._followed:
+            self._unnamed.append(_Change(node, node.value, scope))
+        elif node.attr in {"modules", "import_module"}:
+            self._finds_modules = True
+        self._push([node.value], scope)
+
+    def _visit_item(self, node: ast.Subscript, scope: _Scope) -> None:
+        by_text = isinstance(node.slice, ast.Constant)
+        reads = isinstance(node.ctx, ast.Load)
+        if reads or by_text:
+            self._followed.add(id(node.value))  # what is written under a text is found by that text
+        if not reads and (ast.unparse(node.slice) == "__name__" or _is_of_modules(node)):
+            self._whole_module.append(node)
+        self._push([node.value] if reads and by_text else [node.value, node.slice], scope)
+
+    def _visit_call(self, node: ast.Call, scope: _Scope) -> None:
+        function = node.func
+        name = function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+        builtin = isinstance(function, ast.Name) or _is_name(getattr(function, "value", None), "builtins")
+        below: list[ast.AST] = [*node.args, *node.keywords]
+        if builtin and name in _NAMED:
+            self._followed.add(id(function))
+        if name in _SETTERS and (builtin or name.startswith("__")):
+            below = self._visit_setter(node, scope)
+        elif builtin and name in _RUNNERS:
+            self._everything.append(node)
+        elif builtin and name in _NAMESPACES and id(node) not in self._followed:
+            self._visit_namespace(name, node, scope)
+        elif builtin and name in {"getattr", "hasattr"}:
+            below = [each for n, each in enumerate(node.args) if n != 1 or not isinstance(each, ast.Constant)]
+        elif isinstance(function, ast.Attribute):
+            if _is_name(function.value, "__all__"):
+                below = []
+            if name in _READERS:
+                below = [each for each in below if not isinstance(each, ast.Constant)]
+            if name in _READERS or (name in _WRITERS and self._visit_update(node, scope)):
+                self._followed.add(id(function.value))
+        self._push([function, *below], scope)
+
+    def _visit_namespace(self, name: str, node: ast.Call, scope: _Scope) -> None:
+        """Note names by name that are at hand for whatever is done with them."""
+        if node.args:
+            self._unnamed.append(_Change(node, node.args[0], scope))
+        elif name == "globals" or scope.path == "":
+            self._whole_module.append(node)
+        elif scope.path is not None:
+            self._unnamed.append(_Change(node, ast.Name(id=scope.path, ctx=ast.Load()), scope))
+
+    def _visit_setter(self, node: ast.Call, scope: _Scope) -> list[ast.AST]:
+        """Note what `setattr` and its like set, and return what else is to be visited."""
+        given: list[ast.expr] = list(node.args)
+        if isinstance(node.func, ast.Attribute) and len(given) < (3 if "set" in node.func.attr else 2):
+            given.insert(0, node.func.value)  # asked of the object itself
+        owner, key = [*given, None, None][:2]
+        if isinstance(key, ast.Constant) and isinstance(key.value, str):
+            self._change(key.value, node, owner, scope)
+        else:
+            self._unnamed.append(_Change(node, owner, scope))
+            if isinstance(owner, ast.Name):
+                self._owners[owner.id].append(node)
+        return [each for each in (*node.args, *node.keywords) if each is not key]
+
+    def _visit_update(self, node: ast.Call, scope: _Scope) -> bool:
+        """Return whether all names that this writes stand there as text or as keywords."""
+        names = node.args[0] if node.args else None
+        for keyword in node.keywords:
+            self._change(str(keyword.arg), keyword, None, scope)
+        by_text = names is None or isinstance(names, ast.Constant) or _has_plain_keys(names)
+        return by_text and all(keyword.arg is not None for keyword in node.keywords)
+
+    def _visit_function(self, node: _Function, scope: _Scope) -> None:
+        self._bind(node.name, node, scope)
+        arguments = _arguments(node.args)
+        self._push([*node.decorator_list, *node.args.defaults, *node.args.kw_defaults], scope)
+        for annotation in (node.returns, *(each.annotation for each in arguments)):
+            self._push(_without_text(annotation), scope)
+        receivers = {name: held for name, held in scope.receivers.items() if name not in {a.arg for a in arguments}}
+        first = [*node.args.posonlyargs, *node.args.args][:1]
+        if scope.path and first and not any(_is_name(each, "staticmethod") for each in node.decorator_list):
+            receivers[first[0].arg] = (scope.path, node)
+        inner = _Scope(None, at_import=False, receivers=receivers)
+        self._push([*arguments, *getattr(node, "type_params", ()), *node.body], inner)
+
+    def _visit_comprehension(self, node: _Comprehension, scope: _Scope) -> None:
+        """A walrus binds outside a comprehension, its loop variables do not; an attribute as one is set all the same."""
+        for each in node.generators:
+            self._push([each.target], scope._replace(path=None))
+            self._push([each.iter, *each.ifs], scope)
+        self._push([node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt], scope)
+
+    def _visit_import(self, node: ast.Import | ast.ImportFrom, scope: _Scope) -> None:
+        for alias in node.names:
+            if alias.name == "*":
+                self._whole_module.append(alias)
+            whole = isinstance(node, ast.ImportFrom)
+            self._bind(alias.asname or (alias.name if whole else alias.name.partition(".")[0]), alias, scope)
+            if getattr(node, "module", None) == "sys" and alias.name == "modules":
+                self._finds_modules = True
+            if getattr(node, "module", None) == "builtins" and alias.name in _NAMED:
+                self._everything.append(alias)
+
+
+def names_bound(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a tree of syntax binds as names, in whatever scope below it."""
+    for each in ast.walk(node):
+        match each:
+            case ast.Name(id=name):
+                if not isinstance(each.ctx, ast.Load):
+                    yield name
+            case ast.alias(name=name, asname=given):
+                yield given or name.partition(".")[0]
+            case ast.Global(names=names) | ast.Nonlocal(names=names):
+                yield from names
+            case ast.arg(arg=name) | ast.MatchMapping(rest=name):
+                if name is not None:
+                    yield name
+            case ast.Attribute() | ast.keyword():
+                pass
+            case _ if isinstance(name := getattr(each, "name", None), str):
+                yield name
+
+
+def _receiver(change: _Change) -> str | None:
+    """Return the class whose instance, or whose class itself, a method sets an attribute of; None for anything else."""
+    owner = change.owner
+    match owner:
+        case ast.Attribute(value=ast.Name() as inner, attr="__class__" | "__dict__"):
+            owner = inner
+        case ast.Call(func=ast.Name(id="type" | "vars"), args=[ast.Name() as inner]):
+            owner = inner
+    if not isinstance(owner, ast.Name) or owner.id not in change.scope.receivers:
+        return None
+    path, method = change.scope.receivers[owner.id]
+    again = any(
+        isinstance(node, ast.Name) and node.id == owner.id and not isinstance(node.ctx, ast.Load)
+        for node in ast.walk(method)
+    )
+    return None if again else path
+
+
+def _in_order(nodes: Iterable[ast.AST]) -> list[ast.AST]:
+    return sorted(nodes, key=lambda node: (getattr(node, "lineno", 0), getattr(node, "col_offset", 0)))
+
+
+def _means(owner: ast.expr | None, symbol: str) -> bool:
+    return owner is not None and f".{ast.unparse(owner)}".endswith(f".{symbol}")
+
+
+def _is_of_modules(node: ast.expr) -> bool:
+    """Return whether this is an item of `sys.modules`."""
+    return isinstance(node, ast.Subscript) and ast.unparse(node.value).rpartition(".")[2] == "modules"
+
+
+def _is_name(node: object, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _has_plain_keys(node: ast.expr) -> bool:
+    """Return whether this is a display of a dict whose keys are texts, which are found as such."""
+    return isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys)
+
+
+def _lists_exports(targets: list[ast.expr]) -> bool:
+    """Return whether an assignment is to `__all__` alone, where names stand as text and nothing is bound."""
+    return all(_is_name(target, "__all__") for target in targets)
+
+
+def _arguments(args: ast.arguments) -> list[ast.arg]:
+    every = [*args.posonlyargs, *args.args, args.vararg, *args.kwonlyargs, args.kwarg]
+    return [each for each in every if each is not None]
+
+
+def _without_text(annotation: ast.expr | None) -> list[ast.expr]:
+    """Return what an annotation evaluates; a text in it is a type."""
+    return [each for each in ast.walk(annotation) if isinstance(each, ast.NamedExpr)] if annotation is not None else []
