@@ -8,7 +8,8 @@ Read on 2026-11-21 from the newest stored snapshot of each repository:
     NVIDIA/TransformerEngine  d0067d0d  .pre-commit-config.yaml
     state-spaces/mamba        e9594ce1  nothing: no configuration of a formatter
 
-What a formatter is told beside its command it reads from the target's own configuration, in the tree.
+What a formatter is told beside its command it reads from the target's own configuration, in the tree. Only two of the
+five have a configuration of pre-commit, which would fetch its hooks while a pack is checked.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from megacpp_overlays.repro import git
 from megacpp_overlays.upkeep.filing.checks import Check, Outcome, read_text
 
 NAME = "formatter"
@@ -151,10 +153,11 @@ def _apply(diffs: Sequence[Path], root: Path, copy: Path) -> tuple[list[str], li
             shutil.copyfile(source, copy / path)
     for diff in diffs:
         # A repository around the temporary folder must not make git leave out what is not below its root.
-        outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(copy.resolve().parent)}
-        done = _call(["git", "apply", str(diff.resolve())], copy, outside)
-        if done.returncode:
-            return [], [f"{diff.name}: {line}" for line in done.stdout.strip().splitlines()[:_SHOWN]]
+        outside = {"GIT_CEILING_DIRECTORIES": str(copy.resolve().parent)}
+        try:
+            git.run(copy, "apply", str(diff.resolve()), variables=outside)
+        except git.GitError as error:
+            return [], [f"{diff.name}: {line}" for line in error.output[:_SHOWN] or [str(error)]]
     return [path for path in paths if (copy / path).is_file()], []
 
 
@@ -193,13 +196,10 @@ def _program(name: str) -> str | None:
     return shutil.which(name, path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
 
 
-def _call(
-    command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+def _call(command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(  # noqa: S603 - the table above, and files below a folder of ours
         command,
         cwd=folder,
-        env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,116 +155,78 @@ def _changes(kept: Table, now: Table) -> list[str]:
 
 
 def _table(table: Table) -> dict[str, Any]:
+    flips = [flip for column in table.columns for flip in matrix.flips(table, column.overlay)]
     data: dict[str, Any] = {
         "distribution": table.distribution,
         "asked": table.asked,
-        "overlays": [
-            {
-                "id": column.overlay,
-                "pack": column.pack,
-                "title": column.title,
-                "breaks": column.breaks,
-                "retire_when": column.retire_when,
-                "targets": [target._asdict() for target in column.targets],
-                "left_alone": dict(column.left_alone),
-                "probes": dict(column.probes),
-            }
-            for column in table.columns
-        ],
+        "overlays": [_column(each) for each in table.columns],
         "flips": [
             {"overlay": each.overlay, "before": each.before.value, "after": each.after.value, "release": each.row.name}
             | {"date": each.row.date}
-            for column in table.columns
-            for each in matrix.flips(table, column.overlay)
+            for each in flips
         ],
         "releases": [_row(row) for row in table.rows],
     }
-    if table.trees:
-        data["trees"] = [_row(row) for row in table.trees]
-    return data
+    return data | ({"trees": [_row(row) for row in table.trees]} if table.trees else {})
+
+
+def _column(column: Column) -> dict[str, Any]:
+    data = {"id": column.overlay, **_plain(column)}
+    del data["overlay"]
+    return data | {"targets": [target._asdict() for target in column.targets]}
 
 
 def _row(row: Row) -> dict[str, Any]:
-    data: dict[str, Any] = {"name": row.name, "date": row.date, "dated": row.dated}
-    data |= {"source": row.source, "sha256": row.sha256, "yanked": row.yanked}
-    data["overlays"] = {name: _cell(cell) for name, cell in row.cells.items()}
-    return data if row.problem is None else {**data, "problem": row.problem}
+    data = _plain(row)
+    cells, problem = data.pop("cells"), data.pop("problem")
+    data["overlays"] = {name: _cell(cell) for name, cell in cells.items()}
+    return data if problem is None else {**data, "problem": problem}
 
 
 def _cell(cell: Cell) -> dict[str, Any]:
-    return {
-        "verdict": cell.verdict.value,
-        "parts": [
-            {
-                "module": part.module,
-                "verdict": part.verdict.value,
-                "shape": part.shape,
-                "evidence": [each._asdict() for each in part.evidence],
-            }
-            for part in cell.parts
-        ],
-    }
+    parts = [
+        _plain(part) | {"verdict": part.verdict.value, "evidence": [each._asdict() for each in part.evidence]}
+        for part in cell.parts
+    ]
+    return {"verdict": cell.verdict.value, "parts": parts}
+
+
+def _plain(record: Row | Column | Part) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 def _read_table(data: Mapping[str, Any]) -> Table:
     return Table(
         distribution=data["distribution"],
         asked=data["asked"],
-        columns=tuple(
-            Column(
-                overlay=each["id"],
-                pack=each["pack"],
-                title=each["title"],
-                breaks=each["breaks"],
-                retire_when=each["retire_when"],
-                targets=tuple(Target(**target) for target in each["targets"]),
-                left_alone=each["left_alone"],
-                probes=each["probes"],
-            )
-            for each in data["overlays"]
-        ),
-        rows=tuple(map(_read_row, data["releases"])),
-        trees=tuple(map(_read_row, data.get("trees", ()))),
+        columns=tuple(_read_column(**each) for each in data["overlays"]),
+        rows=tuple(_read_row(**each) for each in data["releases"]),
+        trees=tuple(_read_row(**each) for each in data.get("trees", ())),
     )
 
 
-def _read_row(data: Mapping[str, Any]) -> Row:
-    return Row(
-        name=data["name"],
-        date=data["date"],
-        dated=data["dated"],
-        source=data["source"],
-        sha256=data["sha256"],
-        yanked=data["yanked"],
-        cells={name: _read_cell(each) for name, each in data["overlays"].items()},
-        problem=data.get("problem"),
-    )
+def _read_column(*, id: str, targets: Sequence[Mapping[str, Any]], **rest: Any) -> Column:
+    return Column(overlay=id, targets=tuple(Target(**each) for each in targets), **rest)
 
 
-def _read_cell(data: Mapping[str, Any]) -> Cell:
-    cell = Cell(
-        parts=tuple(
-            Part(
-                module=part["module"],
-                verdict=Verdict(part["verdict"]),
-                shape=part["shape"],
-                evidence=tuple(Evidence(**each) for each in part["evidence"]),
-            )
-            for part in data["parts"]
-        )
-    )
-    if cell.verdict.value != data["verdict"]:
-        raise ValueError(f"the parts say {cell.verdict.value}, and the verdict is {data['verdict']}")
+def _read_row(*, overlays: Mapping[str, Mapping[str, Any]], **rest: Any) -> Row:
+    return Row(cells={name: _read_cell(**each) for name, each in overlays.items()}, **rest)
+
+
+def _read_cell(*, verdict: str, parts: Sequence[Mapping[str, Any]]) -> Cell:
+    cell = Cell(parts=tuple(_read_part(**part) for part in parts))
+    if cell.verdict.value != verdict:
+        raise ValueError(f"the parts say {cell.verdict.value}, and the verdict is {verdict}")
     return cell
+
+
+def _read_part(*, verdict: str, evidence: Sequence[Mapping[str, Any]], **rest: Any) -> Part:
+    return Part(verdict=Verdict(verdict), evidence=tuple(Evidence(**each) for each in evidence), **rest)
 
 
 def _answer(table: Table) -> Answer:
     releases = [
-        release(
-            row.name,
-            [ArchiveFile(name=row.source, sha256=row.sha256 or "", uploaded=_uploaded(row))],
-            row.yanked,
-        )
+        release(row.name, [ArchiveFile(name=row.source, sha256=row.sha256 or "", uploaded=_uploaded(row))], row.yanked)
         for row in table.rows
     ]
     return Answer(distribution=table.distribution, asked=table.asked, releases=in_order(releases))

@@ -6,7 +6,7 @@ Data alone: asking an index is in `package_index`, getting a file is in `archive
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
@@ -48,12 +48,15 @@ class Release:
     """One version of a distribution."""
 
     version: str
-    date: str | None
-    """When its first file was uploaded, as a date in UTC; None where the index does not say."""
     yanked: str | None
     """Why all of its files were withdrawn, perhaps in no words; None where they were not."""
     files: tuple[ArchiveFile, ...]
     """Those that can be read and checked, the one that is read first."""
+
+    @property
+    def date(self) -> str | None:
+        """When its first file was uploaded, as a date in UTC; None where the index does not say."""
+        return min((file.uploaded for file in self.files if file.uploaded), default=None)
 
     @property
     def is_final(self) -> bool:
@@ -74,9 +77,7 @@ class Answer:
 
 def release(version: str, files: Iterable[ArchiveFile], yanked: str | None) -> Release:
     """Return a release, its files in the order in which they are tried."""
-    files = tuple(sorted(files, key=_preference))
-    date = min((file.uploaded for file in files if file.uploaded), default=None)
-    return Release(version=version, date=date, yanked=yanked, files=files)
+    return Release(version=version, yanked=yanked, files=tuple(sorted(files, key=_preference)))
 
 
 def in_order(releases: Iterable[Release]) -> tuple[Release, ...]:
@@ -108,18 +109,7 @@ def _preference(file: ArchiveFile) -> tuple[int, bool, bool, int, str]:
 
 def to_data(answer: Answer) -> dict[str, Any]:
     """Return an answer as data for JSON; it holds no address."""
-    return {
-        "distribution": answer.distribution,
-        "asked": answer.asked,
-        "releases": [
-            {
-                "version": each.version,
-                "yanked": each.yanked,
-                "files": [{"name": f.name, "sha256": f.sha256, "uploaded": f.uploaded} for f in each.files],
-            }
-            for each in answer.releases
-        ],
-    }
+    return asdict(answer)
 
 
 def from_data(data: Mapping[str, Any]) -> Answer:
@@ -130,11 +120,7 @@ def from_data(data: Mapping[str, Any]) -> Answer:
     """
     try:
         releases = [
-            release(
-                str(Version(each["version"])),
-                [ArchiveFile(name=f["name"], sha256=f["sha256"], uploaded=f["uploaded"]) for f in each["files"]],
-                each["yanked"],
-            )
+            release(str(Version(each["version"])), [ArchiveFile(**file) for file in each["files"]], each["yanked"])
             for each in data["releases"]
         ]
         return Answer(distribution=data["distribution"], asked=data["asked"], releases=in_order(releases))
