@@ -11,7 +11,7 @@ from megacpp_overlays.cli.commands import Subparsers
 from megacpp_overlays.loader import session
 from megacpp_overlays.repro import inventory
 from megacpp_overlays.upkeep import reference_pages
-from megacpp_overlays.variables import SETTINGS
+from megacpp_overlays.upkeep.settings_page import settings_page
 
 
 def add_to(commands: Subparsers) -> None:
@@ -26,10 +26,11 @@ def add_to(commands: Subparsers) -> None:
 
 def run(commands: Subparsers, arguments: argparse.Namespace) -> bool:
     """Do what was asked; return whether the pages are in step."""
+    overlays = session.current().overlays
     pages = {
-        "settings.md": reference_pages.settings_page(SETTINGS),
+        "settings.md": settings_page(overlays, reference_pages.GENERATED),
         "commands.md": reference_pages.commands_page(commands.choices),
-        "overlays.md": reference_pages.overlays_page(session.current().overlays, inventory.own_folder()),
+        "overlays.md": reference_pages.overlays_page(overlays, inventory.own_folder()),
     }
     if arguments.write is not None:
         for name, text in pages.items():

@@ -12,7 +12,6 @@ from places import ROOT
 
 from megacpp_overlays.cli import main
 from megacpp_overlays.upkeep import reference_pages
-from megacpp_overlays.variables import Setting
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
@@ -52,17 +51,6 @@ def test_a_command_is_shown_with_its_subcommands_and_options(monkeypatch: pytest
         "## pack check",
     ]
     assert "--max-age DAYS  in days" in page, "as wide on every terminal"
-
-
-def test_a_setting_is_shown_with_its_values_its_default_and_what_ranks_make_of_it() -> None:
-    mode = Setting("MODE", "What to do.", default="auto", values=("auto", "off"), ranks="Compared.")
-    size = Setting("SIZE", "How much.", default="256", form="a number of MiB", ranks="Not compared.")
-
-    page = reference_pages.settings_page([mode, size])
-
-    assert "| `MODE` | `auto` (default), `off` | What to do. |" in page
-    assert "| `SIZE` | a number of MiB, `256` (default) | How much. |" in page
-    assert "| `SIZE` | Not compared. |" in page
 
 
 def test_releases_are_ranges_of_what_is_repaired_left_alone_and_right(upstream: Upstream, tmp_path: Path) -> None:
