@@ -32,8 +32,27 @@ Statement = Mapping[str, Any]
 BESIDE_TARGETS = ("torch", "triton")
 """Distributions that no overlay is about and every target is built on."""
 
-_NOT_OF_THE_RUN = frozenset({"cli", "packs", "repro", "upkeep"})
-"""Folders of ours that do not run in a training process."""
+RUN = (
+    "__init__.py",
+    "errors.py",
+    "feature_probes",
+    "fp32_marks.py",
+    "fp8_sparse_mla.py",
+    "gpus.py",
+    "kernels",
+    "loader",
+    "model.py",
+    "overlays",
+    "processes",
+    "runtime",
+    "source",
+    "variables.py",
+    "version.py",
+)
+"""Files and folders of this package that a training process may execute or read, folders with all that is below them."""
+NOT_RUN = ("__main__.py", "cli", "packs", "repro", "upkeep")
+"""The others. `megacpp-overlays run` has replaced itself by the launcher before that begins."""
+_SUFFIXES = frozenset({".py", ".json"})
 
 
 def of(audit: Audit, settings: Settings, tree: SourceTree) -> Statement:
@@ -93,16 +112,22 @@ def _decision(record: Record, tree: SourceTree, look_up: Any) -> dict[str, Any]:
     }
 
 
-def package_sha256() -> str:
-    """Return one hash for every file of this package that runs in a training process.
+def package_sha256(package: Path = Path(__file__).parents[1]) -> str:
+    """Return one hash for every file of this package that a training process may execute or read.
 
     The same for a wheel and for the checkout that it was built from.
+
+    Args:
+        package: its folder.
     """
+    found = [path for name in RUN for path in _files(package / name)]
     # Overlays and probes are a link in a checkout and a folder in a wheel, so names are relative to the package.
-    root = Path(__file__).parents[1]
-    folders = [each for each in root.iterdir() if each.is_dir() and each.name not in _NOT_OF_THE_RUN]
-    found = [*root.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
-    return _hash_of(sorted(found, key=lambda path: path.relative_to(root).parts))
+    named = {path.relative_to(package).as_posix(): path for path in found}
+    return _hash_of((name, named[name]) for name in sorted(named))
+
+
+def _files(path: Path) -> list[Path]:
+    return [each for each in (path.rglob("*") if path.is_dir() else [path]) if each.suffix in _SUFFIXES]
 
 
 def _declared_elsewhere(overlay: Overlay) -> str | None:
@@ -112,7 +137,8 @@ def _declared_elsewhere(overlay: Overlay) -> str | None:
     names = {_module_of(function) for function in functions if function is not None}
     # By module and not by file: a set has another order in every process, and files may have one name in two packages.
     files = [getattr(sys.modules.get(name), "__file__", None) for name in sorted(names) if not _is_ours(name)]
-    return _hash_of(Path(file) for file in files if file) if any(files) else None
+    paths = [Path(file) for file in files if file]
+    return _hash_of((path.name, path) for path in paths) if paths else None
 
 
 def _module_of(function: Any) -> str:
@@ -125,15 +151,15 @@ def _is_ours(module: str) -> bool:
     return module.partition(".")[0] == __name__.partition(".")[0]
 
 
-def _hash_of(paths: Iterable[Path]) -> str:
-    """Return one hash for files in this order."""
+def _hash_of(files: Iterable[tuple[str, Path]]) -> str:
+    """Return one hash for named files in this order."""
     total = hashlib.sha256()
-    for path in paths:
+    for name, path in files:
         try:
             content = path.read_bytes()
         except OSError:
             content = b""
-        total.update(f"{path.name} {len(content)} ".encode())
+        total.update(f"{name} {len(content)} ".encode())
         total.update(content)
     return total.hexdigest()
 

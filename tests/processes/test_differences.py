@@ -1,32 +1,17 @@
-"""What a process says of itself, and what is told of the difference between two such statements."""
+"""What is told of the difference between statements, from cause to consequence."""
 
 from __future__ import annotations
 
-import functools
-import json
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
-from types import FunctionType, ModuleType
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_up import BROKEN_TEXT, Upstream
 
-from megacpp_overlays.loader.session import Session
-from megacpp_overlays.loader.settings import Mode
-from megacpp_overlays.model import Replacement
 from megacpp_overlays.processes import differences, statement
 from megacpp_overlays.processes.differences import Difference, Group
-from megacpp_overlays.source.trees import InstalledTree
-from megacpp_overlays.variables import LINEAR_CE_LOGITS, SETTINGS, Setting
-
-
-def say(session: Session) -> statement.Statement:
-    return statement.of(session.snapshot(), session.settings, InstalledTree())
+from megacpp_overlays.variables import LINEAR_CE_LOGITS
 
 
 def decided(**changes: Any) -> dict[str, Any]:
@@ -70,148 +55,6 @@ ARMED = {"decision": "armed", "verdict": "-", "shape": None, "seams": [], "reaso
 def found(*statements: dict[str, Any]) -> list[tuple[str, str, tuple[tuple[str, tuple[int, ...]], ...]]]:
     groups = [Group(each, (number,)) for number, each in enumerate(statements)]
     return [(each.subject, each.field, each.values) for each in differences.find(groups)]
-
-
-# A statement.
-
-
-def test_a_target_that_waits_is_read_from_its_file(session: Callable[..., Session], upstream: Upstream) -> None:
-    made = session(upstream.overlay())
-    made.arm()
-    waiting = say(made)
-    upstream.load()
-    loaded = say(made)
-
-    (before,), (after,) = waiting["decisions"], loaded["decisions"]
-    assert (before["decision"], after["decision"]) == ("armed", "active")
-    assert before["source_sha256"] == after["source_sha256"]
-    assert before["version"] == after["version"] == "unversioned"
-
-
-def test_an_edit_of_a_file_that_nobody_imported_changes_the_digest(
-    session: Callable[..., Session], upstream: Upstream
-) -> None:
-    made = session(upstream.overlay())
-    made.arm()
-    before = statement.digest(say(made))
-    upstream.write(BROKEN_TEXT + "# edited\n")
-
-    assert statement.digest(say(made)) != before
-    assert f"{upstream.name}.layers" not in sys.modules
-
-
-def test_a_target_that_cannot_be_read_has_no_hash(session: Callable[..., Session], upstream: Upstream) -> None:
-    made = session(upstream.overlay())
-    made.arm()
-    (upstream.folder / upstream.name / "layers.py").write_bytes(b"# coding: nonsense\n")
-
-    (decision,) = say(made)["decisions"]
-
-    assert (decision["decision"], decision["source_sha256"]) == ("absent", None)
-
-
-def test_everything_that_is_off_still_says_what_it_is_off_for(
-    session: Callable[..., Session], upstream: Upstream
-) -> None:
-    made = session(upstream.overlay(), mode=Mode.OFF)
-    made.arm()
-
-    told = say(made)
-
-    assert told["mode"] == "off"
-    assert told["decisions"][0]["source_sha256"] is not None
-
-
-def test_a_statement_is_plain_data_without_paths(session: Callable[..., Session], upstream: Upstream) -> None:
-    made = session(upstream.overlay())
-    made.arm()
-    upstream.load()
-
-    told = say(made)
-
-    assert json.loads(json.dumps(told)) == told
-    told["decisions"][0].pop("reason")
-    assert str(upstream.folder) not in json.dumps(told)
-
-
-def test_the_files_of_a_plugin_are_part_of_what_it_says(session: Callable[..., Session], upstream: Upstream) -> None:
-    made = session(upstream.overlay())  # declared in made_up.py
-    made.arm()
-
-    (decision,) = say(made)["decisions"]
-
-    assert len(decision["overlay_sha256"]) == 64
-
-
-def test_files_of_one_name_in_two_packages_of_a_plugin_have_one_order_in_every_process(
-    upstream: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = [f"plugin_{letter}.probes" for letter in "abcdefgh"]
-    files = [tmp_path / name / "probes" / "__init__.py" for name in names]
-    for name, file in zip(names, files, strict=True):
-        file.parent.mkdir(parents=True)
-        file.write_text(f"# {name}")
-        monkeypatch.setitem(sys.modules, name, module := ModuleType(name))
-        module.__file__ = str(file)
-    probe, self_test, retired, *makes = (FunctionType((lambda: None).__code__, {"__name__": name}) for name in names)
-    parts = tuple(Replacement(f"f{number}", make) for number, make in enumerate(makes))
-
-    overlay = replace(
-        upstream.overlay(), probe=probe, self_test=self_test, retired=retired, witness=None, replacements={"s": parts}
-    )
-
-    assert statement._declared_elsewhere(overlay) == statement._hash_of(files)
-
-
-def test_a_replacement_that_is_bound_to_arguments_counts_with_the_file_of_its_function(upstream: Upstream) -> None:
-    overlay = upstream.overlay()
-    bound = {
-        shape: tuple(each._replace(make=functools.partial(each.make)) for each in replacements)
-        for shape, replacements in overlay.replacements.items()
-    }
-
-    assert statement._declared_elsewhere(replace(overlay, replacements=bound)) == statement._declared_elsewhere(overlay)
-
-
-def test_the_files_of_this_package_are_one_hash_that_an_edit_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("model.py", "kernels/one/two.py", "overlays/one.py", "packs/01/reproduce.py", "cli/run.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
-    monkeypatch.setattr(statement, "__file__", str(tmp_path / "processes" / "statement.py"))
-    before = statement.package_sha256()
-
-    (tmp_path / "cli" / "run.py").write_text("edited, and no part of a training process")
-    assert statement.package_sha256() == before
-    (tmp_path / "overlays" / "one.py").write_text("edited")
-    assert statement.package_sha256() != before
-
-
-def test_the_words_of_a_reason_do_not_count() -> None:
-    assert statement.digest(stated(decided(reason="x"))) == statement.digest(stated(decided(reason="y")))
-
-
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
-def test_a_setting_that_is_compared_is_in_the_statement(
-    session: Callable[..., Session], upstream: Upstream, setting: Setting
-) -> None:
-    made = session(upstream.overlay())
-    made.arm()
-
-    told = say(made)
-
-    assert (setting.name in told["settings"]) is (setting.compared_in == "settings")
-    assert not setting.compared_in or setting.compared_in in told
-
-
-def test_a_setting_of_a_kernel_changes_the_digest(session: Callable[..., Session], upstream: Upstream) -> None:
-    usual, other = session(upstream.overlay()), session(upstream.overlay(), of_kernels={LOGITS: "keep"})
-
-    assert statement.digest(say(usual)) != statement.digest(say(other))
-
-
-# Differences.
 
 
 def test_equal_statements_differ_in_nothing() -> None:

@@ -25,6 +25,8 @@ import tomllib
 from packaging.requirements import Requirement
 from places import HANG_S, ROOT
 
+from megacpp_overlays.processes import statement
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
 FOLDERS = PROJECT["tool"]["setuptools"]["package-dir"]
@@ -242,6 +244,13 @@ def test_wheel_holds_every_module_of_the_tree_and_nothing_else(wheel_file: Path)
             assert data, f"{package} names {glob}, and nothing is there"
             in_tree |= {f"{package.replace('.', '/')}/{file.relative_to(folder)}" for file in data}
     assert names == in_tree
+
+
+def test_ranks_with_the_wheel_and_ranks_with_the_checkout_compare_equal(wheel_file: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel_file) as archive:
+        archive.extractall(tmp_path)
+
+    assert statement.package_sha256(tmp_path / "megacpp_overlays") == statement.package_sha256()
 
 
 def test_check_wheel_contents_agrees(wheel_file: Path, tmp_path: Path) -> None:
