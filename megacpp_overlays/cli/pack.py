@@ -17,7 +17,7 @@ from megacpp_overlays.loader import session
 from megacpp_overlays.loader.rendering import aligned
 from megacpp_overlays.repro import ending, inventory
 from megacpp_overlays.upkeep.filing import approvals, filing, standing, wording
-from megacpp_overlays.upkeep.filing.checks import Check, Outcome
+from megacpp_overlays.upkeep.filing.checks import Check, CheckOutcome
 from megacpp_overlays.upkeep.filing.standing import Standing
 
 _LIST = "List every pack: what it is, where it would be sent, and the next step."
@@ -114,7 +114,7 @@ def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bo
             found.append(check)
             if not arguments.json:
                 _print(len(found), check)
-    failed = [check.name for check in found if check.outcome is Outcome.FAILED]
+    failed = [check.name for check in found if check.outcome is CheckOutcome.FAILED]
     where = None if failed else str(filing.of(pack))
     if arguments.json:
         print(

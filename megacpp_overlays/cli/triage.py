@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     triage.changes(before, after, overlays)  # no environment is made for what is no upgrade
     find = functools.partial(environments.of, folder=arguments.environments, create=arguments.create)
     progress = functools.partial(print, file=sys.stderr, flush=True)
-    how = triage.How(packs=packs, timeout=arguments.timeout, progress=progress)
+    how = triage.RunOptions(packs=packs, timeout=arguments.timeout, progress=progress)
     with ending.by_exception():
         here = find(before, python=arguments.from_python)
         there = find(after, python=arguments.to_python)

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> bool:
     ready = [each for each in packs if each.is_ready and filing.of(each).way is not filing.Way.UNKNOWN]
     plan = waves.plan(
         (
-            waves.Candidate(number=each.number, repository=each.entry["repository"], priority=each.entry["priority"])
+            waves.ReadyPack(number=each.number, repository=each.entry["repository"], priority=each.entry["priority"])
             for each in ready
         ),
         start,

@@ -1,4 +1,4 @@
-"""Run one case in this fresh process: `python -m megacpp_overlays.repro.child REPRODUCER CASE REPORT [--probe-only]`.
+"""The process of one case: `python -m megacpp_overlays.repro.child REPRODUCER CASE REPORT [--probe-only]`.
 
 Importing the package arms the overlays, as in a launcher. What is found goes to the file REPORT, one JSON object per
 line, because the output belongs to upstream and a process may die at any moment:

@@ -1,4 +1,4 @@
-"""End in order when asked to end: what was started is in sessions of its own, and nobody else would end it."""
+"""An orderly end when asked to end: what was started is in sessions of its own, and nobody else would end it."""
 
 from __future__ import annotations
 

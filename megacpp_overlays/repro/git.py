@@ -1,4 +1,4 @@
-"""Git, told to read: no hook, helper program or network of a repository or of the shell has a say in the answer."""
+"""The one way to run git, to read: no hook, helper program or network of a repository or of the shell has a say in the answer."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def meaning(word: str) -> Sentinel:
     return Sentinel.__members__.get(word, Sentinel.FIX_VALIDATED)
 
 
-class Kind(enum.Enum):
+class RunKind(enum.Enum):
     """How a run of a case ended."""
 
     BROKEN = "broken"
@@ -80,12 +80,12 @@ class Part:
 class Run:
     """One run of a case in a process of its own."""
 
-    kind: Kind
+    kind: RunKind
     seen: str
     parts: tuple[Part, ...]
 
 
-class Said(NamedTuple):
+class Conclusion(NamedTuple):
     """A sentinel and the reason for it."""
 
     sentinel: Sentinel
@@ -101,70 +101,70 @@ def verdict_of(parts: Sequence[Part]) -> Verdict:
     return Verdict.ABSENT
 
 
-def judge(without: Run, with_all: Run | None) -> tuple[Said, ...]:
+def judge(without: Run, with_all: Run | None) -> tuple[Conclusion, ...]:
     """Return what was earned, by a run without the overlay and one with every overlay.
 
     Args:
         without: the run without the overlay of the case.
         with_all: the run with every overlay; None where the first run left nothing to compare.
     """
-    if without.kind is Kind.BLOCKED:
-        return (Said(Sentinel.BLOCKED, without.seen),)
-    if without.kind is Kind.FAILED:
+    if without.kind is RunKind.BLOCKED:
+        return (Conclusion(Sentinel.BLOCKED, without.seen),)
+    if without.kind is RunKind.FAILED:
         return (_failed(f"without the overlay: {without.seen}"),)
     verdict = verdict_of(without.parts)
     if any(part.decision is Decision.ACTIVE for part in without.parts):
         return (_failed("the overlay was active in the run without it"),)
     match verdict, without.kind:
-        case Verdict.ABSENT, Kind.ABSENT:
-            return (Said(Sentinel.BUG_NOT_PRESENT, f"the target is absent: {without.seen}"),)
-        case Verdict.FIXED, Kind.SOUND:
+        case Verdict.ABSENT, RunKind.ABSENT:
+            return (Conclusion(Sentinel.BUG_NOT_PRESENT, f"the target is absent: {without.seen}"),)
+        case Verdict.FIXED, RunKind.SOUND:
             problem = _harm(with_all)
-            return (_failed(problem) if problem else Said(Sentinel.BUG_NOT_PRESENT, without.seen),)
-        case Verdict.BROKEN, Kind.BROKEN:
+            return (_failed(problem) if problem else Conclusion(Sentinel.BUG_NOT_PRESENT, without.seen),)
+        case Verdict.BROKEN, RunKind.BROKEN:
             problem = _no_fix(with_all)
-            fix = _failed(problem) if problem else Said(Sentinel.FIX_VALIDATED, with_all.seen if with_all else "")
-            return (Said(Sentinel.BUG_REPRODUCED, without.seen), fix)
+            fix = _failed(problem) if problem else Conclusion(Sentinel.FIX_VALIDATED, with_all.seen if with_all else "")
+            return (Conclusion(Sentinel.BUG_REPRODUCED, without.seen), fix)
         case _:
             return (_disagreement(verdict, without),)
 
 
-def gate(run: Run) -> tuple[Said, ...]:
+def gate(run: Run) -> tuple[Conclusion, ...]:
     """Return what one run of a gate's case shows."""
-    if run.kind is Kind.BLOCKED:
-        return (Said(Sentinel.BLOCKED, run.seen),)
-    if run.kind is Kind.FAILED:
+    if run.kind is RunKind.BLOCKED:
+        return (Conclusion(Sentinel.BLOCKED, run.seen),)
+    if run.kind is RunKind.FAILED:
         return (_failed(run.seen),)
     verdict = verdict_of(run.parts)
     match verdict, run.kind:
-        case Verdict.BROKEN, Kind.BROKEN if all(part.decision is Decision.GATED for part in run.parts):
-            return (Said(Sentinel.BUG_REPRODUCED, run.seen),)
-        case Verdict.BROKEN, Kind.BROKEN:
+        case Verdict.BROKEN, RunKind.BROKEN if all(part.decision is Decision.GATED for part in run.parts):
+            return (Conclusion(Sentinel.BUG_REPRODUCED, run.seen),)
+        case Verdict.BROKEN, RunKind.BROKEN:
             return (_failed("it does not work, and the gate does not say so: " + _decisions(run.parts)),)
-        case Verdict.FIXED, Kind.SOUND:
-            return (Said(Sentinel.BUG_NOT_PRESENT, run.seen),)
-        case Verdict.ABSENT, Kind.ABSENT:
-            return (Said(Sentinel.BUG_NOT_PRESENT, f"the combination is absent: {run.seen}"),)
+        case Verdict.FIXED, RunKind.SOUND:
+            return (Conclusion(Sentinel.BUG_NOT_PRESENT, run.seen),)
+        case Verdict.ABSENT, RunKind.ABSENT:
+            return (Conclusion(Sentinel.BUG_NOT_PRESENT, f"the combination is absent: {run.seen}"),)
         case _:
             return (_disagreement(verdict, run),)
 
 
-def claim(run: Run) -> tuple[Said, ...]:
+def claim(run: Run) -> tuple[Conclusion, ...]:
     """Return what one run shows of a claim about upstream."""
     match run.kind:
-        case Kind.BLOCKED:
-            return (Said(Sentinel.BLOCKED, run.seen),)
-        case Kind.SOUND:
-            return (Said(Sentinel.CLAIM_HOLDS, run.seen),)
-        case Kind.ABSENT:
-            return (Said(Sentinel.BUG_NOT_PRESENT, f"what the claim is about is absent: {run.seen}"),)
-        case Kind.BROKEN:
+        case RunKind.BLOCKED:
+            return (Conclusion(Sentinel.BLOCKED, run.seen),)
+        case RunKind.SOUND:
+            return (Conclusion(Sentinel.CLAIM_HOLDS, run.seen),)
+        case RunKind.ABSENT:
+            return (Conclusion(Sentinel.BUG_NOT_PRESENT, f"what the claim is about is absent: {run.seen}"),)
+        case RunKind.BROKEN:
             return (_failed(f"the claim does not hold: {run.seen}"),)
-        case Kind.FAILED:
+        case RunKind.FAILED:
             return (_failed(run.seen),)
 
 
-def guard(run: Run, gone: Retired) -> tuple[Said, ...]:
+def guard(run: Run, gone: Retired) -> tuple[Conclusion, ...]:
     """Return what a case shows whose overlay was retired.
 
     Args:
@@ -172,21 +172,21 @@ def guard(run: Run, gone: Retired) -> tuple[Said, ...]:
         gone: the overlay of the case.
     """
     match run.kind:
-        case Kind.BLOCKED:
-            return (Said(Sentinel.BLOCKED, run.seen),)
-        case Kind.FAILED:
+        case RunKind.BLOCKED:
+            return (Conclusion(Sentinel.BLOCKED, run.seen),)
+        case RunKind.FAILED:
             return (_failed(run.seen),)
-        case Kind.BROKEN:
+        case RunKind.BROKEN:
             return (_failed(f"the bug is back, or this release never had the repair: {gone}; {run.seen}"),)
-        case Kind.ABSENT:
-            return (Said(Sentinel.BUG_NOT_PRESENT, f"the target is absent: {run.seen}"),)
-        case Kind.SOUND:
-            return (Said(Sentinel.BUG_NOT_PRESENT, run.seen),)
+        case RunKind.ABSENT:
+            return (Conclusion(Sentinel.BUG_NOT_PRESENT, f"the target is absent: {run.seen}"),)
+        case RunKind.SOUND:
+            return (Conclusion(Sentinel.BUG_NOT_PRESENT, run.seen),)
 
 
 def _no_fix(run: Run | None) -> str | None:
     """Return why a run with every overlay validates no fix, or None when it does."""
-    if run is None or run.kind is not Kind.SOUND:
+    if run is None or run.kind is not RunKind.SOUND:
         return _unusable(run)
     broken = [part for part in run.parts if part.verdict is Verdict.BROKEN]
     # A case may leave one of several targets alone; that part then waits, and nothing is claimed for it.
@@ -199,7 +199,7 @@ def _no_fix(run: Run | None) -> str | None:
 
 def _harm(run: Run | None) -> str | None:
     """Return what the overlays do to an upstream that is right, or None when they leave it alone."""
-    if run is None or run.kind is not Kind.SOUND:
+    if run is None or run.kind is not RunKind.SOUND:
         return _unusable(run)
     if any(part.decision is Decision.ACTIVE for part in run.parts) or _in_conflict(run):
         return "upstream is right, and yet the overlay is not retired: " + _decisions(run.parts)
@@ -220,10 +220,10 @@ def _decisions(parts: Sequence[Part]) -> str:
     )
 
 
-def _disagreement(verdict: Verdict, run: Run) -> Said:
-    says = {Kind.BROKEN: "broken", Kind.SOUND: "not broken", Kind.ABSENT: "absent"}[run.kind]
+def _disagreement(verdict: Verdict, run: Run) -> Conclusion:
+    says = {RunKind.BROKEN: "broken", RunKind.SOUND: "not broken", RunKind.ABSENT: "absent"}[run.kind]
     return _failed(f"the probe says {verdict.value}, the behaviour is {says}: {run.seen}")
 
 
-def _failed(reason: str) -> Said:
-    return Said(Sentinel.FAILED, reason)
+def _failed(reason: str) -> Conclusion:
+    return Conclusion(Sentinel.FAILED, reason)

@@ -1,4 +1,4 @@
-"""Run the cases of a reproducer, each in two fresh processes: without its overlay, then with every overlay.
+"""The runner of a reproducer's cases, each in two fresh processes: without its overlay, then with every overlay.
 
 A case whose overlay was retired, a case of a gate and a claim run in one.
 """
@@ -22,7 +22,7 @@ from megacpp_overlays.loader.settings import DISABLE, LOG, PLUGINS, Switch
 from megacpp_overlays.model import Decision, Gate, Overlay, Verdict
 from megacpp_overlays.repro import inventory, judge, process_group, stamp, trees
 from megacpp_overlays.repro.case import CUDA, Case
-from megacpp_overlays.repro.judge import EARNED, Kind, Part, Run, Said, Sentinel
+from megacpp_overlays.repro.judge import EARNED, Conclusion, Part, Run, RunKind, Sentinel
 from megacpp_overlays.repro.transcript import Transcript
 from megacpp_overlays.runtime import visible_gpus
 
@@ -63,7 +63,7 @@ def run(job: Job, transcript: Transcript) -> tuple[stamp.Stamp, int]:
     taken = stamp.take(job.reproducer, job.cases, targets, job.tree)
     transcript.say(taken.line())
     transcript.say(f"$ {job.command}")
-    said: list[Said] = []
+    said: list[Conclusion] = []
     for case in job.cases:
         found = run_case(job, case, transcript)
         for sentinel, reason in found:
@@ -81,7 +81,7 @@ def exit_code(sentinels: Sequence[Sentinel]) -> int:
     return PASSED if EARNED & set(sentinels) else NOTHING_RAN
 
 
-def run_case(job: Job, case: Case, transcript: Transcript) -> tuple[Said, ...]:
+def run_case(job: Job, case: Case, transcript: Transcript) -> tuple[Conclusion, ...]:
     """Run one case of a job, and return what it earned."""
     own = "" if case.fix_sentinel == Sentinel.FIX_VALIDATED.value else f", fix shown by {case.fix_sentinel}"
     about = f"overlay {case.overlay}{own}" if case.overlay else f"claim: {case.claim}"
@@ -93,7 +93,7 @@ def run_case(job: Job, case: Case, transcript: Transcript) -> tuple[Said, ...]:
         if case.device == CUDA and not visible_gpus.visible():
             if parts:
                 _show_probe(process.run({}, probe_only=True), transcript)
-            return (Said(Sentinel.BLOCKED, "needs a CUDA device"),)
+            return (Conclusion(Sentinel.BLOCKED, "needs a CUDA device"),)
         if gone is not None:
             transcript.say(f"  regression guard: {gone}")
             alone = process.run({})  # other overlays of its pack may be what makes the measurement possible
@@ -111,7 +111,7 @@ def run_case(job: Job, case: Case, transcript: Transcript) -> tuple[Said, ...]:
         without = process.run({DISABLE: case.overlay})
         _show_probe(without, transcript)
         transcript.say(f"  without the overlay: {_in_words(without)}")
-        if without.kind not in {Kind.BROKEN, Kind.SOUND}:
+        if without.kind not in {RunKind.BROKEN, RunKind.SOUND}:
             return judge.judge(without, None)
         with_all = process.run({part.variable: Switch.ON.value for part in parts if part.opt_in})
         transcript.say(f"  with every overlay: {_in_words(with_all)}")
@@ -125,7 +125,7 @@ def _show_probe(run: Run, transcript: Transcript) -> None:
 
 
 def _in_words(run: Run) -> str:
-    words = {Kind.SOUND: "not broken"}.get(run.kind, run.kind.value)
+    words = {RunKind.SOUND: "not broken"}.get(run.kind, run.kind.value)
     decisions = ", ".join(dict.fromkeys(part.decision.value for part in run.parts if part.decision))
     return f"{words}: {run.seen}" + (f" [overlay: {decisions}]" if decisions else "")
 
@@ -161,7 +161,7 @@ class _Process:
             self._transcript.note(f"    | ({len(lines) - _MOST} lines before this one were left out)")
         for before_last, line in zip(range(len(lines) - 1, -1, -1), lines, strict=True):
             if before_last < _MOST:
-                self._transcript.note(f"    | {line}", show=run.kind is Kind.FAILED and before_last < _TAIL)
+                self._transcript.note(f"    | {line}", show=run.kind is RunKind.FAILED and before_last < _TAIL)
         return run
 
     def _without_names(self, run: Run) -> Run:
@@ -185,18 +185,18 @@ class _Process:
         facts = _facts(report)
         parts = _parts(facts)
         if problem := _wrong_code(facts, self._job.tree):
-            return Run(kind=Kind.FAILED, seen=problem, parts=parts)
+            return Run(kind=RunKind.FAILED, seen=problem, parts=parts)
         if ended is not None:
             last = next((line for line in reversed(output) if line.strip()), "no output")
             died = "running" in facts and "result" not in facts
-            kind = Kind.BROKEN if died and self._case.crash_is_broken else Kind.FAILED
+            kind = RunKind.BROKEN if died and self._case.crash_is_broken else RunKind.FAILED
             return Run(kind=kind, seen=f"the process {ended}: {last}", parts=parts)
         if probe_only:
-            return Run(kind=Kind.BLOCKED, seen="only probed", parts=parts)
+            return Run(kind=RunKind.BLOCKED, seen="only probed", parts=parts)
         result = facts.get("result")
         if result is None:
-            return Run(kind=Kind.FAILED, seen="the process ended without an answer", parts=parts)
-        return Run(kind=Kind(result["kind"]), seen=result["seen"], parts=parts)
+            return Run(kind=RunKind.FAILED, seen="the process ended without an answer", parts=parts)
+        return Run(kind=RunKind(result["kind"]), seen=result["seen"], parts=parts)
 
 
 def _facts(report: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Check plain data against a JSON Schema, with the few keywords that the manifest's schema uses.
+"""A validator of plain data for the few keywords of JSON Schema that the manifest's schema uses.
 
 So the schema is the one description of the manifest, and checking it needs nothing to be installed. A keyword that is
 not known here is an error, never ignored; a test compares this with the `jsonschema` library.

@@ -1,4 +1,4 @@
-"""Which source tree is it? Version strings do not tell, so a tree is named by its content, as git names it.
+"""The identity of a source tree. Version strings do not tell, so a tree is named by its content, as git names it.
 
 The id of a package folder is that of the git tree object: whoever has the repository can compare it with
 `git rev-parse COMMIT:megatron`, also when the tree came without its history.

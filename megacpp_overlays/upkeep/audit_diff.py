@@ -1,4 +1,4 @@
-"""What changed between two runs, from two kept audits.
+"""The difference of two kept audits: what changed between two runs.
 
 Unlike ranks that must agree, two runs may differ on purpose, so every change is told and not only its cause: another
 version, and the decision that came of it. Paths, reasons and evidence are words and no changes.

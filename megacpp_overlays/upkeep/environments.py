@@ -1,4 +1,4 @@
-"""Find the environment that holds a lock, and make sure that it does.
+"""The environment that holds a lock, found or made, and checked against it.
 
     FOLDER/NAME/bin/python    NAME is the lane of the lock, or the name of its file; `make .envs/NAME/.ready` makes it
     FOLDER/../.venv           for the lane `dev`

@@ -1,4 +1,4 @@
-"""What can be learned in an environment: what the probes read, what the loader decides, what the reproducers show.
+"""Evidence from an environment: what the probes read, what the loader decides, what the reproducers show.
 
 A case that this host cannot run may have been run elsewhere: a kept receipt of the same versions counts as well.
 """
@@ -20,8 +20,8 @@ from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.model import Decision, Verdict
 from megacpp_overlays.repro import inventory, manifest
 from megacpp_overlays.repro.case import Case
-from megacpp_overlays.repro.judge import Part, Said, Sentinel, meaning, verdict_of
-from megacpp_overlays.upkeep import processes
+from megacpp_overlays.repro.judge import Conclusion, Part, Sentinel, meaning, verdict_of
+from megacpp_overlays.upkeep import other_python
 from megacpp_overlays.upkeep.environments import Environment
 from megacpp_overlays.upkeep.locks import Lock
 
@@ -67,7 +67,7 @@ class HasTargets(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probed:
+class ProbeReport:
     """What the probes of an overlay read in an environment."""
 
     overlay: str
@@ -109,7 +109,7 @@ class Probed:
         """Whether there is nothing to install."""
         return all(part.gate for part in self.parts)
 
-    def within(self, case: HasTargets) -> Probed:
+    def within(self, case: HasTargets) -> ProbeReport:
         """Return the same of the parts alone that a case is about."""
         return dataclasses.replace(self, parts=tuple(part for part in self.parts if _is_about(case, part)))
 
@@ -129,7 +129,7 @@ def _is_about(case: HasTargets, part: ProbedPart) -> bool:
     return not case.targets or part.module in case.targets
 
 
-class Decided(NamedTuple):
+class PartDecision(NamedTuple):
     """What the loader decided about one part of an overlay, when its target was imported."""
 
     target: str
@@ -138,7 +138,7 @@ class Decided(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class KeptReceipt:
     """A kept receipt that counts as evidence."""
 
     log: str
@@ -153,7 +153,7 @@ class CaseResult:
 
     name: str
     device: str
-    said: tuple[Said, ...]
+    said: tuple[Conclusion, ...]
     targets: tuple[str, ...] = ()
     """Modules of the parts that it is about; empty means every part."""
 
@@ -174,13 +174,13 @@ def uncovered(parts: Iterable[ProbedPart], cases: Iterable[HasTargets]) -> tuple
     return tuple(dict.fromkeys(part.module for part in parts if not any(_is_about(case, part) for case in cases)))
 
 
-def probe(environment: Environment) -> Mapping[str, Probed]:
+def probe(environment: Environment) -> Mapping[str, ProbeReport]:
     """Return what the probes read, by overlay id; nothing of upstream is imported.
 
     Raises:
         UpkeepError: this package does not run in that environment.
     """
-    asked = processes.ask(environment.python, ["probe"], _LOOK)
+    asked = other_python.ask(environment.python, ["probe"], _LOOK)
     if asked.problem is not None:
         raise _cannot_look(environment, asked.problem)
     parts: dict[str, list[ProbedPart]] = {}
@@ -189,22 +189,22 @@ def probe(environment: Environment) -> Mapping[str, Probed]:
         overlay, due_here, verdict = each.pop("overlay"), each.pop("due"), Verdict(each.pop("verdict"))
         parts.setdefault(overlay, []).append(ProbedPart(verdict=verdict, **each))
         due[overlay] = due_here
-    return {id: Probed(overlay=id, parts=tuple(found), due=due[id]) for id, found in parts.items()}
+    return {id: ProbeReport(overlay=id, parts=tuple(found), due=due[id]) for id, found in parts.items()}
 
 
-def pre_flight(environment: Environment) -> Mapping[str, tuple[Decided, ...]]:
+def pre_flight(environment: Environment) -> Mapping[str, tuple[PartDecision, ...]]:
     """Import every target that is installed, and return what was decided, by overlay id.
 
     Raises:
         UpkeepError: the process did not come to an end of its own, or said nothing.
     """
-    text, ended = processes.output(environment.python, ["-m", "megacpp_overlays", "audit", "--json"], _LOOK)
+    text, ended = other_python.output(environment.python, ["-m", "megacpp_overlays", "audit", "--json"], _LOOK)
     audit = _last_audit(text)
     if audit is None:
         raise _cannot_look(environment, f"the audit {ended or 'said nothing'}")
-    found: dict[str, list[Decided]] = {}
+    found: dict[str, list[PartDecision]] = {}
     for each in audit["decisions"]:
-        decided = Decided(each["target"], Decision(each["decision"]), each["reason"])
+        decided = PartDecision(each["target"], Decision(each["decision"]), each["reason"])
         found.setdefault(each["id"], []).append(decided)
     return {id: tuple(decisions) for id, decisions in found.items()}
 
@@ -242,15 +242,15 @@ def reproduce(
 
 def _run_case(environment: Environment, pack: inventory.Pack, case: Case, timeout: float) -> CaseResult:
     arguments = ["run", str(pack.reproducer.resolve()), case.name, str(timeout)]
-    asked = processes.ask(environment.python, arguments, 2 * timeout + _MARGIN)
+    asked = other_python.ask(environment.python, arguments, 2 * timeout + _MARGIN)
     if asked.problem is None:
-        said = tuple(Said(Sentinel(sentinel), reason) for sentinel, reason in asked.answer)
+        said = tuple(Conclusion(Sentinel(sentinel), reason) for sentinel, reason in asked.answer)
     else:
-        said = (Said(Sentinel.FAILED, asked.problem),)
+        said = (Conclusion(Sentinel.FAILED, asked.problem),)
     return CaseResult(name=case.name, device=case.device, said=said, targets=case.targets)
 
 
-def receipts_for(probed: Probed, pack: inventory.Pack, lock: Lock) -> tuple[Kept, ...]:
+def receipts_for(probed: ProbeReport, pack: inventory.Pack, lock: Lock) -> tuple[KeptReceipt, ...]:
     """Return the kept receipts that say something about an overlay on what a lock pins, the newest first.
 
     That is a receipt of the reproducer as it is now, whose log is as it was kept, in which nothing failed, which ran
@@ -271,12 +271,12 @@ def receipts_for(probed: Probed, pack: inventory.Pack, lock: Lock) -> tuple[Kept
             if claim["overlay"] == probed.overlay:
                 said.setdefault(claim["case"], set()).add(meaning(claim["sentinel"]))
         if said and of_this and _same_versions(receipt["versions"], probed, lock) and _is_as_kept(folder, receipt):
-            kept = Kept(log=receipt["log"], said={case: frozenset(words) for case, words in said.items()})
+            kept = KeptReceipt(log=receipt["log"], said={case: frozenset(words) for case, words in said.items()})
             found.append((receipt["date"], receipt["log"], kept))
     return tuple(kept for _, _, kept in sorted(found, key=lambda each: each[:2], reverse=True))
 
 
-def _same_versions(stamped: Mapping[str, str], probed: Probed, lock: Lock) -> bool:
+def _same_versions(stamped: Mapping[str, str], probed: ProbeReport, lock: Lock) -> bool:
     """Return whether a receipt was made with the versions of a lock; what both do not know of torch does not differ."""
     for distribution in probed.versions:
         pinned = lock.version(distribution)

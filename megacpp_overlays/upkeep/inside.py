@@ -1,4 +1,4 @@
-"""What `evidence` asks of an environment, as a process in it: `python -m megacpp_overlays.upkeep.inside REPORT ...`.
+"""The process that `evidence` starts in an environment: `python -m megacpp_overlays.upkeep.inside REPORT ...`.
 
     REPORT probe                              what the probes read, importing nothing of upstream
     REPORT run REPRODUCER CASE TIMEOUT        run a case, without its overlay and then with every overlay

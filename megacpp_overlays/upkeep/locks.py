@@ -1,4 +1,4 @@
-"""Read a lock: a requirements file in which every pin has its hashes.
+"""A lock: a requirements file in which every pin has its hashes.
 
 The head of a lock says what it is for, in comments that `make lock` writes and that pip and uv pass over:
 

@@ -33,7 +33,7 @@ from megacpp_overlays.loader.retired import Retired
 from megacpp_overlays.model import Decision, Target, Verdict
 from megacpp_overlays.repro import Behaviour, Case, inventory, manifest, receipts, runner, trees
 from megacpp_overlays.repro.case import PackError
-from megacpp_overlays.repro.judge import EARNED, Kind, Part, Run, Sentinel, judge, verdict_of
+from megacpp_overlays.repro.judge import EARNED, Part, Run, RunKind, Sentinel, judge, verdict_of
 from megacpp_overlays.repro.transcript import Transcript, paths_in, scrub
 
 UPSTREAM = "made_target"
@@ -595,7 +595,7 @@ def test_the_name_of_a_tree_is_the_one_that_git_gives_it(tmp_path: Path) -> None
 
 RUNS = st.builds(
     Run,
-    kind=st.sampled_from(Kind),
+    kind=st.sampled_from(RunKind),
     seen=st.just("numbers"),
     parts=st.lists(
         st.builds(
@@ -620,22 +620,22 @@ def test_no_combination_earns_what_was_not_shown(without: Run, with_all: Run | N
     verdict = verdict_of(without.parts)
     assert said
     if Sentinel.BUG_REPRODUCED in said:
-        assert (without.kind, verdict) == (Kind.BROKEN, Verdict.BROKEN)
+        assert (without.kind, verdict) == (RunKind.BROKEN, Verdict.BROKEN)
     if Sentinel.FIX_VALIDATED in said:
         assert said == [Sentinel.BUG_REPRODUCED, Sentinel.FIX_VALIDATED]
         assert with_all is not None
-        assert with_all.kind is Kind.SOUND
+        assert with_all.kind is RunKind.SOUND
         active = [part for part in with_all.parts if part.decision is Decision.ACTIVE]
         assert any(part.verdict is Verdict.BROKEN for part in active)
         assert not any(part.decision is Decision.CONFLICT for part in with_all.parts)
     if Sentinel.BUG_NOT_PRESENT in said:
         assert said == [Sentinel.BUG_NOT_PRESENT]
-        assert (verdict, without.kind) in {(Verdict.FIXED, Kind.SOUND), (Verdict.ABSENT, Kind.ABSENT)}
-    if verdict is Verdict.UNRECOGNISED or without.kind in {Kind.FAILED, Kind.BLOCKED}:
+        assert (verdict, without.kind) in {(Verdict.FIXED, RunKind.SOUND), (Verdict.ABSENT, RunKind.ABSENT)}
+    if verdict is Verdict.UNRECOGNISED or without.kind in {RunKind.FAILED, RunKind.BLOCKED}:
         assert not EARNED & set(said)
     if any(part.decision is Decision.ACTIVE for part in without.parts):
         assert not EARNED & set(said)
-    assert (Sentinel.BLOCKED in said) == (without.kind is Kind.BLOCKED)
+    assert (Sentinel.BLOCKED in said) == (without.kind is RunKind.BLOCKED)
     assert runner.exit_code(said) == (1 if Sentinel.FAILED in said else 0 if EARNED & set(said) else 3)
 
 

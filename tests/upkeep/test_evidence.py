@@ -28,9 +28,9 @@ from megacpp_overlays.model import Decision, Verdict
 from megacpp_overlays.repro import inventory
 from megacpp_overlays.repro.case import PackError
 from megacpp_overlays.repro.judge import Sentinel
-from megacpp_overlays.upkeep import evidence, inside, locks, processes
+from megacpp_overlays.upkeep import evidence, inside, locks, other_python
 from megacpp_overlays.upkeep.environments import Environment
-from megacpp_overlays.upkeep.evidence import CaseResult, Kept, Probed, ProbedPart
+from megacpp_overlays.upkeep.evidence import CaseResult, KeptReceipt, ProbedPart, ProbeReport
 
 ID = "double-fix"
 BOTH = {Sentinel.BUG_REPRODUCED, Sentinel.FIX_VALIDATED}
@@ -192,7 +192,7 @@ def test_a_process_that_does_not_end_is_ended_with_what_it_started(
     packs.write(f"open({str(note)!r}, 'w').write(str(os.getpid()))\ntime.sleep(300)")
     arguments = ["run", str(packs.folder / "99-double" / "reproduce.py"), "double", "200"]
 
-    asked = processes.ask(broken.python, arguments, 8)
+    asked = other_python.ask(broken.python, arguments, 8)
 
     assert asked.problem is not None
     assert asked.problem.startswith("the process took more than 8 seconds")
@@ -324,7 +324,7 @@ def kept(tmp_path: Path) -> Path:
     return folder
 
 
-def receipts(folder: Path, **pins: str) -> tuple[Kept, ...]:
+def receipts(folder: Path, **pins: str) -> tuple[KeptReceipt, ...]:
     """Return the receipts that count for an overlay on Megatron-Core 0.19.2 and torch 2.11.0, or other pins."""
     pinned = {"megatron-core": "0.19.2", "torch": "2.11.0", "packaging": "26.0", **pins}
     lines = [f"{name}=={version} --hash=sha256:{'0' * 64}" for name, version in pinned.items() if version]
@@ -340,7 +340,7 @@ def receipts(folder: Path, **pins: str) -> tuple[Kept, ...]:
         has_seams=True,
         left_alone=None,
     )
-    probed = Probed(overlay="dsa-capture-gates", parts=(part,), due=False)
+    probed = ProbeReport(overlay="dsa-capture-gates", parts=(part,), due=False)
     return evidence.receipts_for(probed, inventory.find(folder, PACK), locks.read(folder / "lock.txt"))
 
 

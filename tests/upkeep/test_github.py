@@ -18,7 +18,7 @@ from megacpp_overlays.upkeep.sweep.github import (
     GoneError,
     NoAnswerError,
     RateLimitError,
-    RefusedError,
+    TokenRefusedError,
     UnreachableError,
 )
 
@@ -190,7 +190,7 @@ def test_a_token_does_not_travel_in_the_open(tmp_path: Path) -> None:
 def test_a_token_that_is_not_taken_is_said_without_showing_it(host: Host, client: Callable[..., Client]) -> None:
     host.put(PATH, Reply({"message": "Bad credentials"}, 401))
 
-    with pytest.raises(RefusedError, match="GITHUB_TOKEN or GH_TOKEN") as caught:
+    with pytest.raises(TokenRefusedError, match="GITHUB_TOKEN or GH_TOKEN") as caught:
         client("secret").get(PATH, FIELDS)
 
     assert "secret" not in str(caught.value)

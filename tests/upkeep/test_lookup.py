@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from thread_answers import answer, merged
 
 from megacpp_overlays.upkeep.sweep.github import Client, GoneError, NoAnswerError
-from megacpp_overlays.upkeep.sweep.lookup import Asked, Releases, ask, version_of
+from megacpp_overlays.upkeep.sweep.lookup import Lookup, ReleaseSearch, ask, version_of
 from megacpp_overlays.upkeep.sweep.threads import Answer
 
 TODAY = date(2026, 11, 21)
@@ -168,7 +168,7 @@ def test_a_tag_names_a_version(tag: str, version: str) -> None:
 
 
 def find(client: Client, known: Answer) -> Answer:
-    return Releases(client).find(Asked.of(known), TODAY)
+    return ReleaseSearch(client).find(Lookup.of(known), TODAY)
 
 
 def test_the_first_release_with_the_commit_is_found(host: Host, client: Client) -> None:
@@ -255,11 +255,11 @@ def test_the_first_release_with_the_commit_is_found_on_every_branch(statuses: li
 def test_releases_are_listed_once_and_comparisons_are_kept(host: Host, client: Client, tmp_path: Path) -> None:
     host.releases(REPOSITORY, release("v1.1", "2026-08-18"))
     host.compare(REPOSITORY, COMMIT, "v1.1", "diverged")
-    releases = Releases(client)
+    releases = ReleaseSearch(client)
     later, earlier = merged(), merged(day=date(2026, 3, 1))
 
     for known in (later, later, earlier, later):
-        releases.find(Asked.of(known), TODAY)
+        releases.find(Lookup.of(known), TODAY)
     find(Client(host.address, None, tmp_path / "cache"), later)
 
     compared = [path for path in host.paths() if "compare" in path]

@@ -28,7 +28,7 @@ from megacpp_overlays.model import Evidence, Finding, Overlay, Target, Verdict
 from megacpp_overlays.source.file_trees import DirectoryTree
 from megacpp_overlays.source.trees import SourceTree
 from megacpp_overlays.upkeep.matrix import matrix, matrix_file, matrix_page, matrix_text
-from megacpp_overlays.upkeep.matrix.matrix import Cell, Part, Row, Table
+from megacpp_overlays.upkeep.matrix.matrix import Cell, PartFinding, Row, Table
 
 ODD_TEXT = BROKEN_TEXT.replace("return x + x + 1", "return 2 * x + 1")
 SessionMaker = Callable[..., Session]
@@ -768,12 +768,12 @@ def test_a_verdict_that_its_parts_do_not_say_is_refused(kept: Path) -> None:
 # --- parts, flips and runs ---
 
 
-def part(verdict: Verdict, seen: str = "x", shape: str | None = None) -> Part:
+def part(verdict: Verdict, seen: str = "x", shape: str | None = None) -> PartFinding:
     named = shape or ("shape" if verdict is Verdict.BROKEN else None)
-    return Part(module="a.b", verdict=verdict, shape=named, evidence=(Evidence(seen=seen),))
+    return PartFinding(module="a.b", verdict=verdict, shape=named, evidence=(Evidence(seen=seen),))
 
 
-def row(number: int, *parts: Part, problem: str | None = None) -> Row:
+def row(number: int, *parts: PartFinding, problem: str | None = None) -> Row:
     return Row(
         name=f"1.{number}",
         date="2026-01-01",

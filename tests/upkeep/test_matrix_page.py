@@ -21,7 +21,7 @@ from megacpp_overlays.loader import registry
 from megacpp_overlays.model import Evidence, Verdict
 from megacpp_overlays.upkeep.matrix import matrix, matrix_file, matrix_page
 from megacpp_overlays.upkeep.matrix.archives import Archives
-from megacpp_overlays.upkeep.matrix.matrix import Cell, Part, Table
+from megacpp_overlays.upkeep.matrix.matrix import Cell, PartFinding, Table
 
 PACKS = ROOT / "packs"
 PAGE = PACKS / "matrix.html"
@@ -162,7 +162,7 @@ def test_flips_are_listed_with_version_and_date() -> None:
 def test_what_upstream_wrote_is_text_and_never_markup() -> None:
     table = KEPT[-1]
     nasty = "<script>alert(1)</script>"
-    part = Part(module="m", verdict=Verdict.UNRECOGNISED, shape=None, evidence=(Evidence(seen=nasty),))
+    part = PartFinding(module="m", verdict=Verdict.UNRECOGNISED, shape=None, evidence=(Evidence(seen=nasty),))
     row = replace(table.rows[-1], cells={columns_of(table)[0]: Cell(parts=(part,))}, yanked=nasty)
 
     text = matrix_page.render([replace(table, columns=table.columns[:1], rows=(row,))])

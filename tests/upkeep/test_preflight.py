@@ -22,14 +22,14 @@ from places import HANG_S, ROOT, SUPPORT
 from megacpp_overlays import cli
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.upkeep.filing import approvals, formatters, preflight, rendering, rerun, wording
-from megacpp_overlays.upkeep.filing.checks import Check, Outcome
+from megacpp_overlays.upkeep.filing.checks import Check, CheckOutcome
 from megacpp_overlays.upkeep.filing.filing import digest
 from megacpp_overlays.upkeep.filing.formatters import Formatter
 from megacpp_overlays.upkeep.filing.rendering import Notes
 
 pytestmark = pytest.mark.usefixtures("one_day")
 
-PASSED, FAILED, NOT_APPLICABLE = Outcome.PASSED, Outcome.FAILED, Outcome.NOT_APPLICABLE
+PASSED, FAILED, NOT_APPLICABLE = CheckOutcome.PASSED, CheckOutcome.FAILED, CheckOutcome.NOT_APPLICABLE
 PLUGIN = """
 from pathlib import Path
 from made_up import Upstream
@@ -549,7 +549,7 @@ def diff(tmp_path: Path, new: str) -> Path:
     ],
 )
 def test_a_diff_is_formatted_as_the_settings_of_the_target_say(
-    tmp_path: Path, checkout: Path, new: str, outcome: Outcome, says: str
+    tmp_path: Path, checkout: Path, new: str, outcome: CheckOutcome, says: str
 ) -> None:
     before = (checkout / "pkg" / "layers.py").read_text()
 
@@ -588,7 +588,7 @@ def test_a_formatter_that_cannot_run_is_named(
     checkout: Path,
     repository: str | None,
     formatter: dict[str, tuple[Formatter, ...]],
-    outcome: Outcome,
+    outcome: CheckOutcome,
     says: str,
 ) -> None:
     found = formatters.check([diff(tmp_path, "x")], repository, checkout, formatter)
@@ -731,7 +731,7 @@ def test_a_diff_that_is_attached_goes_in_as_a_pull_request(packs: Packs) -> None
     [(0, "open", PASSED), (14, "open", PASSED), (15, "open", FAILED), (15, "merged", FAILED)],
 )
 def test_every_thread_that_can_change_was_looked_at_lately(
-    packs: Packs, age: int, state: str, outcome: Outcome
+    packs: Packs, age: int, state: str, outcome: CheckOutcome
 ) -> None:
     packs.ready(more=thread(1))
     packs.answer(1, state, age=age)
@@ -761,7 +761,7 @@ def test_a_thread_that_nobody_looked_at_fails(packs: Packs) -> None:
     ],
 )
 def test_without_a_thread_the_search_must_be_written_down(
-    packs: Packs, age: int | None, outcome: Outcome, says: str
+    packs: Packs, age: int | None, outcome: CheckOutcome, says: str
 ) -> None:
     packs.write(more="" if age is None else searched(age))
 

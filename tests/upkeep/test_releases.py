@@ -16,7 +16,7 @@ from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
 from megacpp_overlays.upkeep.matrix import archives as archives_module
 from megacpp_overlays.upkeep.matrix.archives import Archives
 from megacpp_overlays.upkeep.matrix.commit_tree import CommitTree
-from megacpp_overlays.upkeep.matrix.package_index import Answers, NoNetworkError, configured
+from megacpp_overlays.upkeep.matrix.package_index import IndexAnswers, NoNetworkError, configured
 from megacpp_overlays.upkeep.matrix.releases import ArchiveFile, from_data, release, to_data
 
 PURE = f"{PACKAGE}-1.0-py3-none-any.whl"
@@ -37,9 +37,9 @@ def said() -> list[str]:
 
 
 @pytest.fixture
-def answers(tmp_path: Path, said: list[str]) -> Callable[..., Answers]:
+def answers(tmp_path: Path, said: list[str]) -> Callable[..., IndexAnswers]:
     """Make the answers of the configured index, remembered in one folder."""
-    return lambda *, offline=False: Answers(tmp_path / "index", offline=offline, tell=said.append)
+    return lambda *, offline=False: IndexAnswers(tmp_path / "index", offline=offline, tell=said.append)
 
 
 def file(name: str, sha256: str = "0" * 64, uploaded: str | None = None) -> ArchiveFile:
@@ -82,7 +82,7 @@ def test_a_name_that_leads_to_another_folder_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("speaks_json", [True, False], ids=["JSON", "HTML"])
 def test_releases_come_by_version_with_the_date_of_their_first_file(
-    index: Index, answers: Callable[..., Answers], speaks_json: bool
+    index: Index, answers: Callable[..., IndexAnswers], speaks_json: bool
 ) -> None:
     index.speaks_json = speaks_json
     index.publish(f"{PACKAGE}-0.10.0-py3-none-any.whl", b"b", "2026-02-01T23:30:00Z")
@@ -102,7 +102,9 @@ def test_releases_come_by_version_with_the_date_of_their_first_file(
 
 
 @pytest.mark.parametrize("has_project_json", [True, False])
-def test_without_any_date_there_is_none(index: Index, answers: Callable[..., Answers], has_project_json: bool) -> None:
+def test_without_any_date_there_is_none(
+    index: Index, answers: Callable[..., IndexAnswers], has_project_json: bool
+) -> None:
     index.speaks_json, index.has_project_json = False, has_project_json
     index.publish(PURE, b"a", None)
 
@@ -111,7 +113,7 @@ def test_without_any_date_there_is_none(index: Index, answers: Callable[..., Ans
 
 
 def test_an_index_that_is_no_simple_one_is_asked_for_no_dates(
-    index: Index, answers: Callable[..., Answers], monkeypatch: pytest.MonkeyPatch
+    index: Index, answers: Callable[..., IndexAnswers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UV_DEFAULT_INDEX", f"{index.address}/mirror/")
 
@@ -121,7 +123,9 @@ def test_an_index_that_is_no_simple_one_is_asked_for_no_dates(
     assert index.asked == [f"/mirror/{NAME}/"]
 
 
-def test_files_that_cannot_be_read_or_checked_are_passed_over(index: Index, answers: Callable[..., Answers]) -> None:
+def test_files_that_cannot_be_read_or_checked_are_passed_over(
+    index: Index, answers: Callable[..., IndexAnswers]
+) -> None:
     index.publish(PURE, b"a")
     index.publish(f"{PACKAGE}-1.0.win32.exe", b"b")
     index.publish(f"{PACKAGE}-2.0.egg", b"c")
@@ -147,12 +151,14 @@ def test_the_index_is_the_one_that_pip_or_uv_would_ask(variables: dict[str, str]
     assert configured(variables) == expected
 
 
-def test_an_unknown_project_is_an_error_that_names_it(index: Index, answers: Callable[..., Answers]) -> None:
+def test_an_unknown_project_is_an_error_that_names_it(index: Index, answers: Callable[..., IndexAnswers]) -> None:
     with answers() as asked, pytest.raises(UpkeepError, match="other: the configured index has no such project"):
         asked.get("other")
 
 
-def test_a_release_of_files_that_cannot_be_read_stays_a_release(index: Index, answers: Callable[..., Answers]) -> None:
+def test_a_release_of_files_that_cannot_be_read_stays_a_release(
+    index: Index, answers: Callable[..., IndexAnswers]
+) -> None:
     index.publish(f"{PACKAGE}-0.5.0.zip", b"a")
     index.publish(PURE, b"b")
     index.publish(f"{PACKAGE}-1.0.zip", b"c")
@@ -169,14 +175,14 @@ def test_a_release_of_files_that_cannot_be_read_stays_a_release(index: Index, an
     ]
 
 
-def test_a_project_without_any_release_is_an_error(index: Index, answers: Callable[..., Answers]) -> None:
+def test_a_project_without_any_release_is_an_error(index: Index, answers: Callable[..., IndexAnswers]) -> None:
     index.publish(f"{PACKAGE}-not.a.version-py3-none-any.whl", b"a")
 
     with answers() as asked, pytest.raises(UpkeepError, match=f"{PACKAGE}: the configured index has no release of it"):
         asked.get(PACKAGE)
 
 
-def test_an_answer_that_is_no_page_is_an_error(index: Index, answers: Callable[..., Answers]) -> None:
+def test_an_answer_that_is_no_page_is_an_error(index: Index, answers: Callable[..., IndexAnswers]) -> None:
     index.answer = lambda _: (200, "image/png", b"x")  # type: ignore[method-assign]
 
     with answers() as asked, pytest.raises(UpkeepError, match="cannot be read: UnsupportedContentTypeError"):
@@ -187,7 +193,7 @@ def test_an_answer_that_is_no_page_is_an_error(index: Index, answers: Callable[.
 
 
 def test_an_answer_is_remembered_and_holds_no_address(
-    index: Index, answers: Callable[..., Answers], tmp_path: Path, said: list[str]
+    index: Index, answers: Callable[..., IndexAnswers], tmp_path: Path, said: list[str]
 ) -> None:
     index.publish(PURE, b"a")
     with answers() as asked:
@@ -204,7 +210,7 @@ def test_an_answer_is_remembered_and_holds_no_address(
 
 @pytest.mark.parametrize("status", [500, 503])
 def test_where_the_index_fails_its_last_answer_is_used_and_that_is_said(
-    index: Index, answers: Callable[..., Answers], said: list[str], status: int
+    index: Index, answers: Callable[..., IndexAnswers], said: list[str], status: int
 ) -> None:
     index.publish(PURE, b"a")
     with answers() as asked:
@@ -224,7 +230,7 @@ def test_without_a_network_and_without_a_memory_there_is_no_answer(
 ) -> None:
     monkeypatch.setenv("UV_DEFAULT_INDEX", "http://user:secret@127.0.0.1:9/simple/")
 
-    with Answers(tmp_path, offline=False, tell=said.append) as asked, pytest.raises(NoNetworkError) as caught:
+    with IndexAnswers(tmp_path, offline=False, tell=said.append) as asked, pytest.raises(NoNetworkError) as caught:
         asked.get(PACKAGE)
 
     assert "the configured index does not answer" in str(caught.value)
@@ -232,7 +238,7 @@ def test_without_a_network_and_without_a_memory_there_is_no_answer(
 
 
 def test_what_another_index_said_is_not_taken_for_an_answer(
-    index: Index, answers: Callable[..., Answers], monkeypatch: pytest.MonkeyPatch
+    index: Index, answers: Callable[..., IndexAnswers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index.publish(PURE, b"a")
     with answers() as asked:
@@ -245,7 +251,7 @@ def test_what_another_index_said_is_not_taken_for_an_answer(
 
 @pytest.mark.parametrize("text", ["", "[]", '{"releases": [{"version": "x", "yanked": null, "files": []}]}'])
 def test_a_damaged_memory_is_no_answer(
-    index: Index, answers: Callable[..., Answers], tmp_path: Path, text: str
+    index: Index, answers: Callable[..., IndexAnswers], tmp_path: Path, text: str
 ) -> None:
     index.publish(PURE, b"a")
     with answers() as asked:
@@ -283,13 +289,13 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path / "files"
 
 
-def published(index: Index, answers: Callable[..., Answers], content: bytes) -> ArchiveFile:
+def published(index: Index, answers: Callable[..., IndexAnswers], content: bytes) -> ArchiveFile:
     index.publish(PURE, content)
     with answers() as asked:
         return asked.get(PACKAGE).releases[0].files[0]
 
 
-def test_a_file_is_fetched_once(index: Index, answers: Callable[..., Answers], cache: Path) -> None:
+def test_a_file_is_fetched_once(index: Index, answers: Callable[..., IndexAnswers], cache: Path) -> None:
     wanted = published(index, answers, b"content")
     with answers() as asked:
         asked.get(PACKAGE)
@@ -303,7 +309,7 @@ def test_a_file_is_fetched_once(index: Index, answers: Callable[..., Answers], c
 
 @pytest.mark.parametrize("damage", [b"", b"cont", b"changed"], ids=["empty", "half", "changed"])
 def test_a_damaged_file_does_not_count_and_is_fetched_again(
-    index: Index, answers: Callable[..., Answers], cache: Path, damage: bytes
+    index: Index, answers: Callable[..., IndexAnswers], cache: Path, damage: bytes
 ) -> None:
     wanted = published(index, answers, b"content")
     cache.mkdir()
@@ -319,7 +325,7 @@ def test_a_damaged_file_does_not_count_and_is_fetched_again(
 
 @pytest.mark.parametrize("sent", [b"cont", b"other"], ids=["cut short", "another file"])
 def test_what_is_not_what_the_index_lists_is_not_kept(
-    index: Index, answers: Callable[..., Answers], cache: Path, sent: bytes
+    index: Index, answers: Callable[..., IndexAnswers], cache: Path, sent: bytes
 ) -> None:
     wanted = published(index, answers, b"content")
     index.served[PURE] = sent
@@ -333,7 +339,7 @@ def test_what_is_not_what_the_index_lists_is_not_kept(
 
 
 def test_a_file_that_the_index_does_not_have_is_an_error_that_names_it(
-    index: Index, answers: Callable[..., Answers], cache: Path
+    index: Index, answers: Callable[..., IndexAnswers], cache: Path
 ) -> None:
     wanted = published(index, answers, b"content")
 
@@ -348,7 +354,7 @@ def test_a_file_that_the_index_does_not_have_is_an_error_that_names_it(
 
 
 def test_another_folder_is_read_and_never_written(
-    index: Index, answers: Callable[..., Answers], cache: Path, tmp_path: Path
+    index: Index, answers: Callable[..., IndexAnswers], cache: Path, tmp_path: Path
 ) -> None:
     wanted = published(index, answers, b"content")
     wheels = tmp_path / "wheels"

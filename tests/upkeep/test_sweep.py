@@ -467,8 +467,8 @@ def _is_done(found: Answer | None, kind: str) -> bool:
     return found.releases_checked is not None and found.released_in == ("v2" if kind == "released" else None)
 
 
-def _waited(*keys: threads.Key) -> list[waiting.Waiting]:
-    return [waiting.Waiting(key, (), (), ()) for key in keys]
+def _waited(*keys: threads.Key) -> list[waiting.WatchedThread]:
+    return [waiting.WatchedThread(key, (), (), ()) for key in keys]
 
 
 def _serve_kind(host: Host, number: int, kind: str) -> None:

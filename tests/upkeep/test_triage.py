@@ -25,12 +25,12 @@ from megacpp_overlays.loader import session as sessions
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.model import Decision, Verdict
 from megacpp_overlays.repro import inventory
-from megacpp_overlays.repro.judge import Said, Sentinel
+from megacpp_overlays.repro.judge import Conclusion, Sentinel
 from megacpp_overlays.upkeep.environments import Environment
-from megacpp_overlays.upkeep.evidence import CaseResult, Decided, Kept, Probed, ProbedPart
+from megacpp_overlays.upkeep.evidence import CaseResult, KeptReceipt, PartDecision, ProbedPart, ProbeReport
 from megacpp_overlays.upkeep.triage import outcomes, triage, triage_report
 from megacpp_overlays.upkeep.triage.facts import Facts, shown
-from megacpp_overlays.upkeep.triage.outcomes import Outcome
+from megacpp_overlays.upkeep.triage.outcomes import UpgradeOutcome
 
 B, F, A, U = Verdict.BROKEN, Verdict.FIXED, Verdict.ABSENT, Verdict.UNRECOGNISED
 REPRODUCED, VALIDATED, NOT_PRESENT, BLOCKED, FAILED = (
@@ -40,10 +40,15 @@ REPRODUCED, VALIDATED, NOT_PRESENT, BLOCKED, FAILED = (
     Sentinel.BLOCKED,
     Sentinel.FAILED,
 )
-KEEP, CONFLICT, RETIRE, NOTHING = Outcome.KEEP, Outcome.CONFLICT, Outcome.RETIRE, Outcome.ABSENT
+KEEP, CONFLICT, RETIRE, NOTHING = (
+    UpgradeOutcome.KEEP,
+    UpgradeOutcome.CONFLICT,
+    UpgradeOutcome.RETIRE,
+    UpgradeOutcome.ABSENT,
+)
 
 
-def probed(*verdicts: Verdict, version: str | None = "1.0", due: bool | None = None, seams: bool = True) -> Probed:
+def probed(*verdicts: Verdict, version: str | None = "1.0", due: bool | None = None, seams: bool = True) -> ProbeReport:
     """Return what probes read, one verdict for each part; due where it is FIXED if not said otherwise."""
     parts = tuple(
         ProbedPart(
@@ -59,29 +64,29 @@ def probed(*verdicts: Verdict, version: str | None = "1.0", due: bool | None = N
         )
         for number, verdict in enumerate(verdicts)
     )
-    found = Probed(overlay="double-fix", parts=parts, due=False)
+    found = ProbeReport(overlay="double-fix", parts=parts, due=False)
     return replace(found, due=found.verdict is F if due is None else due)
 
 
-def decided(*decisions: Decision) -> tuple[Decided, ...]:
-    return tuple(Decided(f"made.m{number}.f", each, "so it is") for number, each in enumerate(decisions))
+def decided(*decisions: Decision) -> tuple[PartDecision, ...]:
+    return tuple(PartDecision(f"made.m{number}.f", each, "so it is") for number, each in enumerate(decisions))
 
 
 def case(*sentinels: Sentinel, name: str = "double", about: tuple[str, ...] = ()) -> CaseResult:
-    said = tuple(Said(each, f"because of {each.value}") for each in sentinels)
+    said = tuple(Conclusion(each, f"because of {each.value}") for each in sentinels)
     return CaseResult(name=name, device="cpu", said=said, targets=about)
 
 
-def receipt(*sentinels: Sentinel, name: str = "double") -> Kept:
-    return Kept(log="99-double/receipts/x.log", said={name: frozenset(sentinels)})
+def receipt(*sentinels: Sentinel, name: str = "double") -> KeptReceipt:
+    return KeptReceipt(log="99-double/receipts/x.log", said={name: frozenset(sentinels)})
 
 
 def facts(
-    before: Probed,
-    after: Probed,
+    before: ProbeReport,
+    after: ProbeReport,
     *ran: CaseResult,
-    by: tuple[Decided, ...] | str | None = None,
-    kept: tuple[Kept, ...] = (),
+    by: tuple[PartDecision, ...] | str | None = None,
+    kept: tuple[KeptReceipt, ...] = (),
     why_not: str | None = None,
 ) -> Facts:
     active = {B: Decision.ACTIVE, F: Decision.RETIRED, A: Decision.ABSENT, U: Decision.CONFLICT}
@@ -115,7 +120,7 @@ def facts(
         (facts(probed(B), probed(A, version=None)), NOTHING, "made is not in this environment any more"),
     ],
 )
-def test_what_is_shown_decides(found: Facts, outcome: Outcome, says: str) -> None:
+def test_what_is_shown_decides(found: Facts, outcome: UpgradeOutcome, says: str) -> None:
     ruling = outcomes.judge(found)
 
     assert ruling.outcome is outcome
@@ -265,7 +270,7 @@ ON_0, ON_1 = {"about": ("made.m0",)}, {"about": ("made.m1",)}
         (facts(probed(F, B), probed(A, F), case(NOT_PRESENT, **ON_1)), RETIRE, "passes the reproducer"),
     ],
 )
-def test_a_case_stands_for_the_parts_that_it_is_about(found: Facts, outcome: Outcome, says: str) -> None:
+def test_a_case_stands_for_the_parts_that_it_is_about(found: Facts, outcome: UpgradeOutcome, says: str) -> None:
     ruling = outcomes.judge(found)
 
     assert ruling.outcome is outcome
@@ -287,7 +292,7 @@ GONE = "its target made.m0.f was BROKEN and is gone: seen 0"
     ],
 )
 def test_a_broken_part_that_is_gone_is_a_conflict_unless_a_new_one_is_there_and_shown(
-    found: Facts, outcome: Outcome, says: str
+    found: Facts, outcome: UpgradeOutcome, says: str
 ) -> None:
     ruling = outcomes.judge(found)
 
@@ -639,7 +644,7 @@ def test_an_environment_that_does_not_hold_its_lock_is_refused(
 def test_an_overlay_that_an_environment_does_not_know_is_named(
     releases: Mapping[str, Environment], packs: Packs, upstream: Upstream
 ) -> None:
-    how = triage.How(packs=packs.folder)
+    how = triage.RunOptions(packs=packs.folder)
 
     with pytest.raises(UpkeepError, match="its environment knows no overlay double-fix"):
         triage.triage(releases["broken"], releases["fixed"], [upstream.overlay()], how)

@@ -13,14 +13,14 @@ from made_up_packs import Packs, searched, thread
 
 from megacpp_overlays import cli
 from megacpp_overlays.repro.pack_file import PRIORITIES
-from megacpp_overlays.upkeep.filing.waves import Candidate, Plan, plan
+from megacpp_overlays.upkeep.filing.waves import Plan, ReadyPack, plan
 
 START = datetime.date(2026, 11, 23)
 SENT = PRIORITIES[:-1]
 
 
-def candidates(*facts: tuple[int, str, str]) -> list[Candidate]:
-    return [Candidate(number=number, repository=target, priority=priority) for number, target, priority in facts]
+def candidates(*facts: tuple[int, str, str]) -> list[ReadyPack]:
+    return [ReadyPack(number=number, repository=target, priority=priority) for number, target, priority in facts]
 
 
 def sent(found: Plan) -> list[int]:
@@ -73,7 +73,7 @@ def test_what_is_never_sent_is_refused(priority: str) -> None:
 
 READY = st.lists(
     st.builds(
-        Candidate,
+        ReadyPack,
         number=st.integers(1, 99),
         repository=st.sampled_from(["a/a", "b/b", "c/c"]),
         priority=st.sampled_from(SENT),
@@ -84,7 +84,7 @@ READY = st.lists(
 
 
 @given(ready=READY, pause=st.sampled_from([2, 3]))
-def test_every_ready_pack_is_in_one_wave_or_waits_with_a_reason(ready: list[Candidate], pause: int) -> None:
+def test_every_ready_pack_is_in_one_wave_or_waits_with_a_reason(ready: list[ReadyPack], pause: int) -> None:
     found = plan(ready, START, pause)
 
     assert sorted([*sent(found), *found.waiting]) == sorted(each.number for each in ready)
@@ -93,7 +93,7 @@ def test_every_ready_pack_is_in_one_wave_or_waits_with_a_reason(ready: list[Cand
 
 @given(ready=READY, pause=st.sampled_from([2, 3]))
 def test_waves_are_of_two_to_four_packs_for_one_repository_and_a_pause_apart(
-    ready: list[Candidate], pause: int
+    ready: list[ReadyPack], pause: int
 ) -> None:
     found = plan(ready, START, pause)
     target = {each.number: each.repository for each in ready}
@@ -106,7 +106,7 @@ def test_waves_are_of_two_to_four_packs_for_one_repository_and_a_pause_apart(
 
 
 @given(ready=READY)
-def test_no_pack_waits_for_one_of_the_same_repository_that_is_less_urgent(ready: list[Candidate]) -> None:
+def test_no_pack_waits_for_one_of_the_same_repository_that_is_less_urgent(ready: list[ReadyPack]) -> None:
     rank = {each.number: (SENT.index(each.priority), each.number) for each in ready}
     target = {each.number: each.repository for each in ready}
     found = plan(ready, START)
@@ -119,7 +119,7 @@ def test_no_pack_waits_for_one_of_the_same_repository_that_is_less_urgent(ready:
 
 
 @given(ready=READY, other=st.randoms(use_true_random=False))
-def test_the_order_in_which_packs_are_given_changes_nothing(ready: list[Candidate], other: object) -> None:
+def test_the_order_in_which_packs_are_given_changes_nothing(ready: list[ReadyPack], other: object) -> None:
     shuffled = list(ready)
     other.shuffle(shuffled)  # type: ignore[attr-defined]
 

@@ -17,7 +17,7 @@ from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.repro import manifest
 from megacpp_overlays.repro.files import write_text
 from megacpp_overlays.upkeep.filing import filing
-from megacpp_overlays.upkeep.filing.checks import Check, Outcome
+from megacpp_overlays.upkeep.filing.checks import Check, CheckOutcome
 from megacpp_overlays.upkeep.filing.standing import READY, Standing
 
 NAME = "approvals.json"
@@ -75,14 +75,14 @@ def check(folder: Path, standing: Standing) -> Check:
         UpkeepError: the approvals cannot be read.
     """
     if standing.settled:
-        return Check(name="approval", outcome=Outcome.FAILED, reason=f"nothing to approve: {standing.settled}")
+        return Check(name="approval", outcome=CheckOutcome.FAILED, reason=f"nothing to approve: {standing.settled}")
     mine = [each for each in read(folder) if each.number == standing.number]
     now = filing.digest(standing)
     how = f"megacpp-overlays pack approve {standing.number}"
     if same := [each for each in mine if each.digest == now]:
-        return Check(name="approval", outcome=Outcome.PASSED, reason=f"on {same[-1].date}, by {same[-1].name}")
+        return Check(name="approval", outcome=CheckOutcome.PASSED, reason=f"on {same[-1].date}, by {same[-1].name}")
     said = f"approved on {mine[-1].date}, but for other content" if mine else "nobody approved it"
-    return Check(name="approval", outcome=Outcome.FAILED, reason=f"{said}: {how}")
+    return Check(name="approval", outcome=CheckOutcome.FAILED, reason=f"{said}: {how}")
 
 
 def approve(folder: Path, standing: Standing, say: Callable[[str], None], ask: Callable[[str], str]) -> Approval:

@@ -1,4 +1,4 @@
-"""What a line of the pre-flight says."""
+"""A line of the pre-flight: one check, how it ended, and why."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-class Outcome(enum.Enum):
+class CheckOutcome(enum.Enum):
     """How one check ended."""
 
     PASSED = "passed"
@@ -20,7 +20,7 @@ class Check:
     """One line of the pre-flight."""
 
     name: str
-    outcome: Outcome
+    outcome: CheckOutcome
     reason: str
     details: tuple[str, ...] = ()
     """One line each, such as the places where something was found."""
@@ -41,7 +41,7 @@ class Spot:
 
 def by_spots(name: str, spots: list[Spot], passed: str, failed: str) -> Check:
     """Return a check that passed when there are no spots."""
-    outcome = Outcome.FAILED if spots else Outcome.PASSED
+    outcome = CheckOutcome.FAILED if spots else CheckOutcome.PASSED
     return Check(name=name, outcome=outcome, reason=failed if spots else passed, details=tuple(map(str, spots)))
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from megacpp_overlays.repro import git
-from megacpp_overlays.upkeep.filing.checks import Check, Outcome, read_text
+from megacpp_overlays.upkeep.filing.checks import Check, CheckOutcome, read_text
 
 NAME = "formatter"
 
@@ -119,22 +119,22 @@ def check(
         formatters: by target.
     """
     if not diffs:
-        return _check(Outcome.NOT_APPLICABLE, "no diff is attached")
+        return _check(CheckOutcome.NOT_APPLICABLE, "no diff is attached")
     if repository is None or repository not in formatters:
-        return _check(Outcome.FAILED, f"what {repository} asks for is not known: add it to {__name__}")
+        return _check(CheckOutcome.FAILED, f"what {repository} asks for is not known: add it to {__name__}")
     if not formatters[repository]:
-        return _check(Outcome.NOT_APPLICABLE, f"{repository} asks for none")
+        return _check(CheckOutcome.NOT_APPLICABLE, f"{repository} asks for none")
     if tree is None:
-        return _check(Outcome.FAILED, f"--tree PATH, a checkout of {repository}, is needed to apply the diff to")
+        return _check(CheckOutcome.FAILED, f"--tree PATH, a checkout of {repository}, is needed to apply the diff to")
     with tempfile.TemporaryDirectory(prefix="formatter-") as folder:
         copy = Path(folder)
         touched, wrong = _apply(diffs, _root(tree), copy)
         if wrong:
-            return _check(Outcome.FAILED, "the diff does not apply to the tree", wrong)
+            return _check(CheckOutcome.FAILED, "the diff does not apply to the tree", wrong)
         return _run(formatters[repository], copy, touched)
 
 
-def _check(outcome: Outcome, reason: str, details: Sequence[str] = ()) -> Check:
+def _check(outcome: CheckOutcome, reason: str, details: Sequence[str] = ()) -> Check:
     return Check(name=NAME, outcome=outcome, reason=reason, details=tuple(details))
 
 
@@ -177,19 +177,19 @@ def _run(formatters: Sequence[Formatter], copy: Path, touched: Sequence[str]) ->
         program = _program(name)
         install = f"pip install '{wanted}'"
         if program is None:
-            return _check(Outcome.FAILED, f"{name} is not installed: {install}")
+            return _check(CheckOutcome.FAILED, f"{name} is not installed: {install}")
         said = re.search(r"\d+(?:\.\d+)+", _call([program, "--version"], copy).stdout)
         version = said[0] if said else "an unknown version"
         if said is None or not wanted.specifier.contains(version):
-            return _check(Outcome.FAILED, f"{name} is {version}, and the target runs {wanted}: {install}")
+            return _check(CheckOutcome.FAILED, f"{name} is {version}, and the target runs {wanted}: {install}")
         done = _call([program, *formatter.command[1:], *files], copy)
         if done.returncode:
             lines = [line for line in done.stdout.splitlines() if line.strip()][:_SHOWN]
-            return _check(Outcome.FAILED, f"{' '.join(formatter.command)} ended with {done.returncode}", lines)
+            return _check(CheckOutcome.FAILED, f"{' '.join(formatter.command)} ended with {done.returncode}", lines)
         passed[f"{name} {version}"] = None
     if not passed:
-        return _check(Outcome.NOT_APPLICABLE, f"the target formats none of {', '.join(touched)}")
-    return _check(Outcome.PASSED, f"{', '.join(passed)} on {', '.join(touched)}")
+        return _check(CheckOutcome.NOT_APPLICABLE, f"the target formats none of {', '.join(touched)}")
+    return _check(CheckOutcome.PASSED, f"{', '.join(passed)} on {', '.join(touched)}")
 
 
 def _program(name: str) -> str | None:

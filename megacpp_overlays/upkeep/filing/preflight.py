@@ -13,7 +13,7 @@ from pathlib import Path
 from megacpp_overlays.model import Overlay
 from megacpp_overlays.repro import manifest, pack_file
 from megacpp_overlays.upkeep.filing import approvals, filing, formatters, rendering, rerun, wording
-from megacpp_overlays.upkeep.filing.checks import Check, Outcome, Spot, by_spots, read_text
+from megacpp_overlays.upkeep.filing.checks import Check, CheckOutcome, Spot, by_spots, read_text
 from megacpp_overlays.upkeep.filing.standing import READY, Standing
 from megacpp_overlays.upkeep.filing.wording import Words
 
@@ -71,7 +71,7 @@ def _renders(standing: Standing) -> Check:
 def _attached(standing: Standing) -> Check:
     name = "attachment"
     if not standing.has_reproducer:
-        return Check(name=name, outcome=Outcome.FAILED, reason="there is no reproduce.py to attach")
+        return Check(name=name, outcome=CheckOutcome.FAILED, reason="there is no reproduce.py to attach")
     pasted = _notes(standing).pasted(read_text(standing.pack.reproducer))
     names = ", ".join(path.name for path in filing.attachments(standing.pack))
     return by_spots(name, _spots(pasted), f"to attach: {names}", "the reproducer is pasted into README.md")
@@ -90,13 +90,13 @@ def _private(standing: Standing, words: Words | None) -> Check:
 def _meant_to_be_sent(standing: Standing) -> Check:
     name = "to be sent"
     if standing.settled:
-        return Check(name=name, outcome=Outcome.FAILED, reason=standing.settled)
+        return Check(name=name, outcome=CheckOutcome.FAILED, reason=standing.settled)
     if not standing.is_ready:
         state = standing.entry["state"]
         reason = "its claims do not hold" if state == READY else f"its state is {state}, not {READY}"
-        return Check(name=name, outcome=Outcome.FAILED, reason=reason, details=standing.lacks)
+        return Check(name=name, outcome=CheckOutcome.FAILED, reason=reason, details=standing.lacks)
     where = filing.of(standing)
-    outcome = Outcome.FAILED if where.way is filing.Way.UNKNOWN else Outcome.PASSED
+    outcome = CheckOutcome.FAILED if where.way is filing.Way.UNKNOWN else CheckOutcome.PASSED
     return Check(name=name, outcome=outcome, reason=str(where))
 
 
@@ -112,18 +112,18 @@ def looked_at(standing: Standing, today: datetime.date, maximum_age: int) -> Che
     if not standing.threads:
         searched = _searched(standing)
         if searched is not None and searched >= oldest:
-            return Check(name=name, outcome=Outcome.PASSED, reason=f"no thread is linked; searched on {searched}")
+            return Check(name=name, outcome=CheckOutcome.PASSED, reason=f"no thread is linked; searched on {searched}")
         when = f"searched on {searched}, more than {maximum_age} days ago" if searched else "no search is written down"
         todo = f"search {standing.entry['repository']}, then set searched in {pack_file.NAME}"
-        return Check(name=name, outcome=Outcome.FAILED, reason=f"no thread is linked, and {when}: {todo}")
+        return Check(name=name, outcome=CheckOutcome.FAILED, reason=f"no thread is linked, and {when}: {todo}")
     moving = [each for each in standing.threads if each.answer is None or not each.answer.final]
     late = [each for each in moving if each.checked is None or each.checked < oldest.isoformat()]
     said = [f"{each.name}: {each.state}, looked at on {each.checked or 'no day'}" for each in late or moving]
     if late:
         reason = f"{len(late)} threads were not looked at within {maximum_age} days: megacpp-overlays sweep"
-        return Check(name=name, outcome=Outcome.FAILED, reason=reason, details=tuple(said))
+        return Check(name=name, outcome=CheckOutcome.FAILED, reason=reason, details=tuple(said))
     reason = f"{len(standing.threads)} threads, each looked at within {maximum_age} days or final"
-    return Check(name=name, outcome=Outcome.PASSED, reason=reason, details=tuple(said))
+    return Check(name=name, outcome=CheckOutcome.PASSED, reason=reason, details=tuple(said))
 
 
 def _searched(standing: Standing) -> datetime.date | None:

@@ -1,4 +1,4 @@
-"""Whether the notes of a pack survive being posted: what GitHub would make of README.md as the body of an issue.
+"""The notes of a pack as they would be posted: what GitHub would make of README.md as the body of an issue.
 
 Tables and fences follow https://github.github.com/gfm/. A link that is relative to the notes leads nowhere once they
 are an issue, except that to a file that is attached. A bare #12 is a thread of the repository that is posted to, and

@@ -1,4 +1,4 @@
-"""Whether the reproducer of a pack passes now, on this host: a receipt of another day does not say so.
+"""A run of a pack's reproducer now, on this host: a receipt of another day does not say so.
 
 What is asked depends on the class: the defect and its repair where there is a repair, the defect alone in a bug report,
 and its absence in a regression guard.
@@ -19,7 +19,7 @@ from megacpp_overlays.repro.inventory import Pack
 from megacpp_overlays.repro.judge import Sentinel, meaning
 from megacpp_overlays.repro.transcript import Transcript
 from megacpp_overlays.repro.trees import STAND_IN
-from megacpp_overlays.upkeep.filing.checks import Check, Outcome
+from megacpp_overlays.upkeep.filing.checks import Check, CheckOutcome
 
 NAME = "reproducer"
 
@@ -56,18 +56,18 @@ def check(
         show: prints a line of the run while it goes on.
     """
     if not pack.reproducer.is_file():
-        return Check(name=NAME, outcome=Outcome.FAILED, reason="there is no reproduce.py yet")
+        return Check(name=NAME, outcome=CheckOutcome.FAILED, reason="there is no reproduce.py yet")
     try:
         receipt = _run(pack, overlays, tree, timeout, show)
     except OverlayError as error:
-        return Check(name=NAME, outcome=Outcome.FAILED, reason=f"it cannot run: {error}")
+        return Check(name=NAME, outcome=CheckOutcome.FAILED, reason=f"it cannot run: {error}")
     wrong = _wrong_with(receipt, _WANTED[kind])
     if wrong and kind == "held":
         wrong = _wrong_with(receipt, _CLAIM)
     earned = ", ".join(f"{claim['sentinel']} ({claim['case']})" for claim in receipt["claims"])
     return Check(
         name=NAME,
-        outcome=Outcome.FAILED if wrong else Outcome.PASSED,
+        outcome=CheckOutcome.FAILED if wrong else CheckOutcome.PASSED,
         reason=wrong or f"on {receipt['date']}, exit code 0: {earned}",
         details=(receipt["stamp"],),
     )

@@ -18,7 +18,7 @@ _SENT = ("filed", "merged")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Thread:
+class PackThread:
     """An upstream thread of a pack, as last seen."""
 
     repository: str
@@ -57,7 +57,7 @@ class Standing:
     """As the manifest should have it."""
     wrong: tuple[str, ...]
     """What `receipts --check` says of its claims."""
-    threads: tuple[Thread, ...]
+    threads: tuple[PackThread, ...]
 
     @property
     def number(self) -> int:
@@ -175,7 +175,7 @@ def _standing(pack: Pack, entry: Mapping[str, Any], problems: Sequence[str], ans
         entry=entry,
         wrong=tuple(text.removeprefix(prefix) for text in problems if text.startswith(prefix)),
         threads=tuple(
-            Thread(
+            PackThread(
                 repository=each["repository"],
                 number=each["number"],
                 declared=each["state"],

@@ -1,4 +1,4 @@
-"""Which ready packs are sent together, and when.
+"""Waves: the ready packs that are sent together, and when.
 
 A wave goes to one repository and has two to four packs, so that its maintainers can look at every one of them; a pause
 of some days lies between waves. A repository with more than four gets several waves, of sizes as even as they can be,
@@ -20,7 +20,7 @@ PAUSES = (2, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class ReadyPack:
     """A pack that is ready."""
 
     number: int
@@ -46,7 +46,7 @@ class Plan:
     """Why, by number of the pack."""
 
 
-def plan(candidates: Iterable[Candidate], start: datetime.date, pause: int = PAUSES[0]) -> Plan:
+def plan(candidates: Iterable[ReadyPack], start: datetime.date, pause: int = PAUSES[0]) -> Plan:
     """Group packs into waves; the same packs give the same plan, in whatever order they come.
 
     Args:
@@ -78,7 +78,7 @@ def plan(candidates: Iterable[Candidate], start: datetime.date, pause: int = PAU
     return Plan(waves=waves, waiting=dict(sorted(waiting.items())))
 
 
-def _rank(candidate: Candidate) -> int:
+def _rank(candidate: ReadyPack) -> int:
     if candidate.priority not in PRIORITIES[:-1]:
         raise ValueError(f"pack {candidate.number:02}: priority {candidate.priority} is never sent")
     return PRIORITIES.index(candidate.priority)

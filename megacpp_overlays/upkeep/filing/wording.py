@@ -1,4 +1,4 @@
-"""Words that must not leave the house: places of a machine, addresses, keys, and what a private list names.
+"""A search for what must not be published: places of a machine, addresses, keys, and what a private list names.
 
 A list has one word or /regular expression/ per line; `#` begins a comment, and `!word` allows what would be found.
 Case does not count. What a list or a key would give away is never printed.

@@ -23,7 +23,7 @@ from megacpp_overlays.repro import judge
 from megacpp_overlays.source.file_trees import ArchiveTree, FileTree
 from megacpp_overlays.source.trees import Remembered
 from megacpp_overlays.upkeep.matrix.archives import Archives
-from megacpp_overlays.upkeep.matrix.releases import Answer, Release
+from megacpp_overlays.upkeep.matrix.releases import IndexAnswer, Release
 from megacpp_overlays.upkeep.near_names import suggestion
 
 UPLOADED, BUILT, COMMITTED = "uploaded", "built", "committed"
@@ -31,7 +31,7 @@ UPLOADED, BUILT, COMMITTED = "uploaded", "built", "committed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class PartFinding:
     """What the probe of one part of an overlay found."""
 
     module: str
@@ -44,7 +44,7 @@ class Part:
 class Cell:
     """What the probes of one overlay found in one release."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[PartFinding, ...]
 
     @property
     def verdict(self) -> Verdict:
@@ -57,7 +57,7 @@ class Cell:
         )
 
     @property
-    def telling(self) -> tuple[Part, ...]:
+    def telling(self) -> tuple[PartFinding, ...]:
         """The parts to show: those that have something to say, or all where none has."""
         return tuple(part for part in self.parts if part.verdict is not Verdict.ABSENT) or self.parts
 
@@ -122,7 +122,7 @@ class Flip(NamedTuple):
     row: Row
 
 
-class Run(NamedTuple):
+class Streak(NamedTuple):
     """Releases one after the other in which the probes found the very same."""
 
     first: Row
@@ -182,7 +182,7 @@ def probe(overlays: Sequence[Overlay], tree: FileTree) -> dict[str, Cell]:
         UpkeepError: the tree cannot be read.
     """
     remembered = Remembered(tree)
-    found: dict[str, list[Part]] = {}
+    found: dict[str, list[PartFinding]] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # old releases have escapes that newer Pythons warn about
         for overlay in overlays:
@@ -192,7 +192,7 @@ def probe(overlays: Sequence[Overlay], tree: FileTree) -> dict[str, Cell]:
                 raise
             except Exception as error:  # noqa: BLE001 - one probe that fails must not hide what the others see
                 finding = unreadable(error)
-            part = Part(
+            part = PartFinding(
                 module=overlay.target.module,
                 verdict=finding.verdict,
                 shape=finding.shape,
@@ -255,7 +255,7 @@ def _row(release: Release, name: str, sha256: str, cells: Mapping[str, Cell], wr
 
 
 def table(
-    overlays: Sequence[Overlay], answer: Answer, archives: Archives, *, pre: bool, tell: Callable[[str], None]
+    overlays: Sequence[Overlay], answer: IndexAnswer, archives: Archives, *, pre: bool, tell: Callable[[str], None]
 ) -> Table:
     """Probe every release of one distribution.
 
@@ -282,9 +282,9 @@ def flips(table: Table, overlay: str) -> tuple[Flip, ...]:
     )
 
 
-def runs(rows: Sequence[Row], overlay: str) -> tuple[Run, ...]:
+def runs(rows: Sequence[Row], overlay: str) -> tuple[Streak, ...]:
     """Return what was found about an overlay, releases in which it is the very same taken together."""
-    found: list[Run] = []
+    found: list[Streak] = []
     for row in rows:
         if row.problem is not None:
             continue
@@ -292,7 +292,7 @@ def runs(rows: Sequence[Row], overlay: str) -> tuple[Run, ...]:
         if found and found[-1].cell == cell:
             found[-1] = found[-1]._replace(last=row)
         else:
-            found.append(Run(row, row, cell))
+            found.append(Streak(row, row, cell))
     return tuple(found)
 
 

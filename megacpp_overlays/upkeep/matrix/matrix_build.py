@@ -1,4 +1,4 @@
-"""Make the matrix anew, or compare a kept one with what the probes and the index say now."""
+"""The matrix made anew, or a comparison of a kept one with what the probes and the index say now."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megacpp_overlays.repro.files import write_text
 from megacpp_overlays.upkeep.matrix import matrix, matrix_file, matrix_page, matrix_trees
 from megacpp_overlays.upkeep.matrix.archives import Archives
 from megacpp_overlays.upkeep.matrix.matrix import Table
-from megacpp_overlays.upkeep.matrix.package_index import Answers, NoNetworkError
+from megacpp_overlays.upkeep.matrix.package_index import IndexAnswers, NoNetworkError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +27,11 @@ class Places:
     tell: Callable[[str], None]
     """Gets lines for people: what is being done, and when an old answer is used."""
 
-    def answers(self) -> Answers:
+    def answers(self) -> IndexAnswers:
         """Return what the index says; a context manager."""
-        return Answers(self.cache / "index", offline=self.offline, tell=self.tell)
+        return IndexAnswers(self.cache / "index", offline=self.offline, tell=self.tell)
 
-    def files(self, answers: Answers) -> Archives:
+    def files(self, answers: IndexAnswers) -> Archives:
         """Return the files of releases."""
         return Archives(self.cache / "files", self.archives, answers.index)
 

@@ -15,8 +15,8 @@ from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.model import Evidence, Overlay, Target, Verdict
 from megacpp_overlays.upkeep.matrix import matrix
 from megacpp_overlays.upkeep.matrix.archives import Archives
-from megacpp_overlays.upkeep.matrix.matrix import Cell, Column, Part, Row, Table
-from megacpp_overlays.upkeep.matrix.releases import Answer, ArchiveFile, in_order, release
+from megacpp_overlays.upkeep.matrix.matrix import Cell, Column, PartFinding, Row, Table
+from megacpp_overlays.upkeep.matrix.releases import ArchiveFile, IndexAnswer, in_order, release
 
 SCHEMA = 1
 NAME, PAGE = "matrix.json", "matrix.html"
@@ -63,7 +63,7 @@ def read(folder: Path) -> tuple[Table, ...]:
         raise UpkeepError(f"{path}: this is no kept matrix: {type(error).__name__}: {error}") from error
 
 
-def answers(tables: Sequence[Table]) -> dict[str, Answer]:
+def answers(tables: Sequence[Table]) -> dict[str, IndexAnswer]:
     """Return what an index would have to say to get these tables, by distribution."""
     return {table.distribution: _answer(table) for table in tables}
 
@@ -112,7 +112,7 @@ def differences(kept: Sequence[Table], now: Sequence[Table], overlays: Sequence[
     return found
 
 
-def newer(table: Table, answer: Answer) -> list[str]:
+def newer(table: Table, answer: IndexAnswer) -> list[str]:
     """Return in what a kept table is not what an index says: its final releases, their dates, files and yanks."""
     name, kept = table.distribution, {row.name: row for row in table.rows}
     final = {each.version: each for each in answer.releases if each.is_final}
@@ -191,7 +191,7 @@ def _cell(cell: Cell) -> dict[str, Any]:
     return {"verdict": cell.verdict.value, "parts": parts}
 
 
-def _plain(record: Row | Column | Part) -> dict[str, Any]:
+def _plain(record: Row | Column | PartFinding) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
@@ -220,16 +220,16 @@ def _read_cell(*, verdict: str, parts: Sequence[Mapping[str, Any]]) -> Cell:
     return cell
 
 
-def _read_part(*, verdict: str, evidence: Sequence[Mapping[str, Any]], **rest: Any) -> Part:
-    return Part(verdict=Verdict(verdict), evidence=tuple(Evidence(**each) for each in evidence), **rest)
+def _read_part(*, verdict: str, evidence: Sequence[Mapping[str, Any]], **rest: Any) -> PartFinding:
+    return PartFinding(verdict=Verdict(verdict), evidence=tuple(Evidence(**each) for each in evidence), **rest)
 
 
-def _answer(table: Table) -> Answer:
+def _answer(table: Table) -> IndexAnswer:
     releases = [
         release(row.name, [ArchiveFile(name=row.source, sha256=row.sha256 or "", uploaded=_uploaded(row))], row.yanked)
         for row in table.rows
     ]
-    return Answer(distribution=table.distribution, asked=table.asked, releases=in_order(releases))
+    return IndexAnswer(distribution=table.distribution, asked=table.asked, releases=in_order(releases))
 
 
 def _uploaded(row: Row) -> str | None:

@@ -7,7 +7,18 @@ from collections.abc import Iterator
 
 from megacpp_overlays.loader.rendering import aligned
 from megacpp_overlays.model import Verdict
-from megacpp_overlays.upkeep.matrix.matrix import Cell, Column, Flip, Part, Row, Run, Table, flips, is_left_alone, runs
+from megacpp_overlays.upkeep.matrix.matrix import (
+    Cell,
+    Column,
+    Flip,
+    PartFinding,
+    Row,
+    Streak,
+    Table,
+    flips,
+    is_left_alone,
+    runs,
+)
 
 _WIDTH = 110
 LEGEND = """\
@@ -53,12 +64,12 @@ def dated(row: Row) -> str:
     return row.date if row.dated == "uploaded" else f"{row.date} {row.dated}"
 
 
-def span(run: Run) -> str:
+def span(run: Streak) -> str:
     """Return the releases of a run: `0.19.0`, or `0.13.0 to 0.15.3`."""
     return run.first.name if run.first is run.last else f"{run.first.name} to {run.last.name}"
 
 
-def seen(part: Part, *, named: bool) -> str:
+def seen(part: PartFinding, *, named: bool) -> str:
     """Return what was seen in a part as one line, with its module where there are several."""
     text = "; ".join(map(str, part.evidence))
     shape = f"{part.shape}: " if part.shape else ""
@@ -96,11 +107,11 @@ def _word(cell: Cell, column: Column) -> str:
     return str(cell.verdict.value) + (" ~" if is_left_alone(cell, column) else "")
 
 
-def _each(rows: tuple[Row, ...], overlay: str) -> list[Run]:
-    return [Run(row, row, row.cells[overlay]) for row in rows]
+def _each(rows: tuple[Row, ...], overlay: str) -> list[Streak]:
+    return [Streak(row, row, row.cells[overlay]) for row in rows]
 
 
-def _evidence(run: Run) -> list[str]:
+def _evidence(run: Streak) -> list[str]:
     lines = [f"  {span(run)}  {run.cell.verdict.value}"]
     telling = run.cell.telling
     for part in telling:

@@ -1,4 +1,4 @@
-"""Ask a package index what releases there are, and remember what it said.
+"""A package index: what releases there are, and what it said of them before.
 
 The index is the one that pip or uv would ask: UV_DEFAULT_INDEX, UV_INDEX_URL or PIP_INDEX_URL, else PyPI. The simple
 API says which files there are, their hashes and what was yanked (PEP 503, 592 and 691). Dates are in its JSON form
@@ -25,8 +25,8 @@ from pypi_simple.errors import DigestMismatchError, UnsupportedContentTypeError,
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.repro.files import write_text
 from megacpp_overlays.upkeep.matrix.releases import (
-    Answer,
     ArchiveFile,
+    IndexAnswer,
     Release,
     from_data,
     in_order,
@@ -65,7 +65,7 @@ class PackageIndex:
         """Close the connections."""
         self._client.s.close()
 
-    def ask(self, distribution: str) -> Answer:
+    def ask(self, distribution: str) -> IndexAnswer:
         """Return every release of a distribution.
 
         Raises:
@@ -87,7 +87,7 @@ class PackageIndex:
             raise NoNetworkError(f"the configured index answers with an error ({_status(error)})") from error
         except (UnsupportedContentTypeError, UnsupportedRepoVersionError, requests.RequestException) as error:
             raise UpkeepError(f"the configured index says what cannot be read: {type(error).__name__}") from error
-        return Answer(distribution=distribution, asked=today(), releases=_releases(page.packages, dates))
+        return IndexAnswer(distribution=distribution, asked=today(), releases=_releases(page.packages, dates))
 
     def download(self, file: ArchiveFile, path: Path) -> None:
         """Write a file of an answer to a path, its hash checked; nothing is left there on any failure.
@@ -148,7 +148,7 @@ def _releases(packages: Sequence[DistributionPackage], dates: Mapping[str, str])
     )
 
 
-class Answers:
+class IndexAnswers:
     """What an index says, with what it said before where it does not answer."""
 
     def __init__(self, folder: Path, *, offline: bool, tell: Callable[[str], None]) -> None:
@@ -166,14 +166,14 @@ class Answers:
         self._tell = tell
         self.index = None if offline else PackageIndex(endpoint)
 
-    def __enter__(self) -> Answers:
+    def __enter__(self) -> IndexAnswers:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.index is not None:
             self.index.close()
 
-    def get(self, distribution: str) -> Answer:
+    def get(self, distribution: str) -> IndexAnswer:
         """Return the answer of today, or the last one.
 
         Raises:
@@ -185,7 +185,7 @@ class Answers:
             raise UpkeepError(f"{distribution}: the configured index has no release of it")
         return answer
 
-    def _get(self, distribution: str) -> Answer:
+    def _get(self, distribution: str) -> IndexAnswer:
         path = self._folder / f"{distribution}.json"
         if self.index is not None:
             try:

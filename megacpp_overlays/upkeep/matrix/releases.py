@@ -65,7 +65,7 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class IndexAnswer:
     """What an index said about a distribution."""
 
     distribution: str
@@ -107,12 +107,12 @@ def _preference(file: ArchiveFile) -> tuple[int, bool, bool, int, str]:
     return 1, not any(tag.platform.endswith("x86_64") for tag in tags), newer, away, file.name
 
 
-def to_data(answer: Answer) -> dict[str, Any]:
+def to_data(answer: IndexAnswer) -> dict[str, Any]:
     """Return an answer as data for JSON; it holds no address."""
     return asdict(answer)
 
 
-def from_data(data: Mapping[str, Any]) -> Answer:
+def from_data(data: Mapping[str, Any]) -> IndexAnswer:
     """Return the answer that was kept as data.
 
     Raises:
@@ -123,6 +123,6 @@ def from_data(data: Mapping[str, Any]) -> Answer:
             release(str(Version(each["version"])), [ArchiveFile(**file) for file in each["files"]], each["yanked"])
             for each in data["releases"]
         ]
-        return Answer(distribution=data["distribution"], asked=data["asked"], releases=in_order(releases))
+        return IndexAnswer(distribution=data["distribution"], asked=data["asked"], releases=in_order(releases))
     except (KeyError, TypeError, ValueError) as error:
         raise UpkeepError(f"this is no kept answer of an index: {type(error).__name__}: {error}") from error

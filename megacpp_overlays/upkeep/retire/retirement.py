@@ -16,9 +16,9 @@ from megacpp_overlays.model import Verdict
 from megacpp_overlays.repro import inventory, manifest, receipts
 from megacpp_overlays.repro.inventory import Pack
 from megacpp_overlays.repro.judge import Sentinel, meaning
-from megacpp_overlays.upkeep import evidence, processes
+from megacpp_overlays.upkeep import evidence, other_python
 from megacpp_overlays.upkeep.environments import Environment
-from megacpp_overlays.upkeep.evidence import Probed
+from megacpp_overlays.upkeep.evidence import ProbeReport
 from megacpp_overlays.upkeep.retire.lanes import Lane, Need
 
 _SAID = re.compile(r"^([A-Z]+(?:_[A-Z]+)*: .*) \(case (\S+)\)$", re.MULTILINE)
@@ -71,7 +71,7 @@ class Checklist:
         self._show(item)
 
 
-def probe(checklist: Checklist, environment: Environment, overlay_id: str, retire_when: str) -> Probed:
+def probe(checklist: Checklist, environment: Environment, overlay_id: str, retire_when: str) -> ProbeReport:
     """Ask the probe, and the overlay's own condition."""
     probed = evidence.probe(environment)[overlay_id]
     versions = ", ".join(f"{name} {version or 'not installed'}" for name, version in probed.versions.items())
@@ -87,7 +87,7 @@ def probe(checklist: Checklist, environment: Environment, overlay_id: str, retir
     return probed
 
 
-def reproduce(checklist: Checklist, environment: Environment, pack: Pack, probed: Probed, folder: Path) -> bool:
+def reproduce(checklist: Checklist, environment: Environment, pack: Pack, probed: ProbeReport, folder: Path) -> bool:
     """Run the cases of the overlay, and keep the receipt in a folder; return whether it shows the bug gone.
 
     Every part that is FIXED needs a case about it that shows so. Where this host cannot run it, one in a kept receipt
@@ -106,7 +106,7 @@ def reproduce(checklist: Checklist, environment: Environment, pack: Pack, probed
         return False
     command = ["-m", "megacpp_overlays", "repro", str(pack.number), "--keep", str(folder)]
     command += [word for name in cases for word in ("--case", name)]
-    text, ended = processes.output(environment.python, command, 2 * len(cases) * evidence.TIMEOUT + _MARGIN)
+    text, ended = other_python.output(environment.python, command, 2 * len(cases) * evidence.TIMEOUT + _MARGIN)
     said = "; ".join(f"{word} (case {case})" for word, case in _SAID.findall(text))
     shown = _shown(folder, pack, probed.overlay)
     if shown is None:

@@ -13,7 +13,7 @@ from megacpp_overlays.repro.files import write_text
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CacheEntry:
     """One kept answer."""
 
     url: str
@@ -29,15 +29,15 @@ class AnswerCache:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def find(self, url: str) -> Kept | None:
+    def find(self, url: str) -> CacheEntry | None:
         """Return what is kept for an address; a damaged file is as good as none."""
         try:
-            kept = Kept(**json.loads(self._path(url).read_text()))
+            kept = CacheEntry(**json.loads(self._path(url).read_text()))
         except (OSError, ValueError, TypeError):
             return None
         return kept if kept.url == url else None
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: CacheEntry) -> None:
         """Keep an answer, in one step.
 
         Raises:

@@ -1,9 +1,12 @@
-"""Ask GitHub's REST API, or that of a GitHub Enterprise server, politely.
+"""A polite client of GitHub's REST API, or of that of a GitHub Enterprise server.
 
 One request at a time, as the host asks of its clients. An answer is kept with its ETag, so asking again costs nothing
 of the hourly budget where a token is used, and no traffic anywhere. When the budget is spent the client stops and says
 when it is renewed. A token goes to the host that was named and to no other: a redirect to another host is not followed,
 and no proxy stands between this machine and itself.
+
+A cache of whole responses, as requests-cache keeps, would put the titles and texts of threads on the disk; here only the
+named fields of an answer are kept. Its retries would sleep through a spent budget, and a sweep has to stop and say so.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from requests.adapters import HTTPAdapter, Retry
 from urllib3.exceptions import NewConnectionError
 
 from megacpp_overlays.errors import UpkeepError
-from megacpp_overlays.upkeep.sweep.answer_cache import AnswerCache, Kept
+from megacpp_overlays.upkeep.sweep.answer_cache import AnswerCache, CacheEntry
 from megacpp_overlays.version import VERSION
 
 DEFAULT = "https://api.github.com"
@@ -48,7 +51,7 @@ class RateLimitError(HostError):
         self.until = until
 
 
-class RefusedError(HostError):
+class TokenRefusedError(HostError):
     """Raised when the host does not take the token."""
 
 
@@ -223,7 +226,7 @@ class Client:
             case 200:
                 return
             case 401:
-                raise RefusedError(f"{urlsplit(url).netloc} does not take the token in GITHUB_TOKEN or GH_TOKEN")
+                raise TokenRefusedError(f"{urlsplit(url).netloc} does not take the token in GITHUB_TOKEN or GH_TOKEN")
             case 404 | 410 | 451:
                 raise GoneError(f"{url}: not there ({response.status_code}), or not shown to everybody")
             case 403 | 429 if _limited(response):
@@ -240,7 +243,7 @@ class Client:
             raise NoAnswerError(f"{url}: the answer is not the JSON that it should be") from error
         following = response.links.get("next", {}).get("url")
         following = self._follow(url, following) if following else None
-        self._cache.keep(Kept(url, response.headers.get("ETag"), following, body))
+        self._cache.keep(CacheEntry(url, response.headers.get("ETag"), following, body))
         return body, following
 
 

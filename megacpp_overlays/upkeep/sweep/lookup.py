@@ -1,4 +1,4 @@
-"""Ask the host for the state of one thread, and for the first release that contains what was merged."""
+"""The state of one thread as the host has it, and the first release that contains what was merged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RELEASE_FIELDS = ("tag_name", "published_at", "prerelease", "draft")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Lookup:
     """An answer, and what is needed to find its release."""
 
     answer: Answer
@@ -29,7 +29,7 @@ class Asked:
     """The one that has the commit: the thread's own, or the one that it moved to."""
 
     @classmethod
-    def of(cls, answer: Answer) -> Asked:
+    def of(cls, answer: Answer) -> Lookup:
         """Return what an answer is enough for; no request is needed."""
         return cls(answer, (answer.moved_to or answer.repository).partition("#")[0])
 
@@ -40,7 +40,7 @@ def version_of(tag: str) -> str:
     return found[0] if found else tag
 
 
-def ask(client: Client, repository: str, number: int, saved: Answer | None, today: date) -> Asked:
+def ask(client: Client, repository: str, number: int, saved: Answer | None, today: date) -> Lookup:
     """Return the state of a thread as the host has it now; of its release, what was known before.
 
     A thread that is known to be a pull request costs one request, any other one or two: the issues answer for pull
@@ -65,14 +65,14 @@ def ask(client: Client, repository: str, number: int, saved: Answer | None, toda
     return _asked(where, pull, saved, today)
 
 
-def _asked(where: str, data: Mapping[str, Any], saved: Answer | None, today: date) -> Asked:
+def _asked(where: str, data: Mapping[str, Any], saved: Answer | None, today: date) -> Lookup:
     try:
         return _read(where, data, saved, today)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise NoAnswerError(f"{where}: the answer of the host lacks what it should have: {error}") from error
 
 
-def _read(where: str, data: Mapping[str, Any], saved: Answer | None, today: date) -> Asked:
+def _read(where: str, data: Mapping[str, Any], saved: Answer | None, today: date) -> Lookup:
     repository, number = where.split("#")
     kind = PULL if "base" in data else ISSUE
     merged, base = _day(data.get("merged_at")), data.get("base")
@@ -103,7 +103,7 @@ def _read(where: str, data: Mapping[str, Any], saved: Answer | None, today: date
         source=API,
         declared=saved.declared if saved else None,
     )
-    return Asked(answer, now.partition("#")[0])
+    return Lookup(answer, now.partition("#")[0])
 
 
 def _day(text: str | None) -> date | None:
@@ -120,7 +120,7 @@ def _place(address: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class PublishedRelease:
     """One published release."""
 
     tag: str
@@ -128,14 +128,14 @@ class Release:
     prerelease: bool
 
 
-class Releases:
+class ReleaseSearch:
     """The releases of repositories, each listed once."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._listed: dict[str, tuple[date, tuple[Release, ...]]] = {}
+        self._listed: dict[str, tuple[date, tuple[PublishedRelease, ...]]] = {}
 
-    def find(self, asked: Asked, today: date) -> Answer:
+    def find(self, asked: Lookup, today: date) -> Answer:
         """Return the answer with the first release that contains its merge commit, or with none on this day.
 
         Every release since the merge is asked, oldest first: one of an older line may have what a newer one lacks. A
@@ -151,7 +151,7 @@ class Releases:
         full = [each for each in later if not each.prerelease]
         trials = [each for each in later if each.prerelease][-1:]
 
-        def contains(release: Release) -> bool:
+        def contains(release: PublishedRelease) -> bool:
             return self._contains(asked.repository, str(answer.merge_commit), release)
 
         found = next(filter(contains, full), None)
@@ -164,12 +164,12 @@ class Releases:
             releases_checked=today,
         )
 
-    def _since(self, repository: str, day: date) -> tuple[Release, ...]:
+    def _since(self, repository: str, day: date) -> tuple[PublishedRelease, ...]:
         """Return the releases of a repository, oldest first, at least those published since a day."""
         known = self._listed.get(repository)
         if known and known[0] <= day:
             return known[1]
-        found: list[Release] = []
+        found: list[PublishedRelease] = []
         for page in self._client.pages(f"/repos/{repository}/releases?per_page=100", _RELEASE_FIELDS):
             try:
                 on_page = [_release(each) for each in page if not each["draft"]]
@@ -182,7 +182,7 @@ class Releases:
         self._listed[repository] = (day, ordered)
         return ordered
 
-    def _contains(self, repository: str, commit: str, release: Release) -> bool:
+    def _contains(self, repository: str, commit: str, release: PublishedRelease) -> bool:
         path = f"/repos/{repository}/compare/{commit}...{quote(release.tag, safe='')}?per_page=1"
         status = self._client.get(path, ("status",), lasting=True)["status"]
         if status not in {"ahead", "identical", "behind", "diverged"}:
@@ -190,7 +190,7 @@ class Releases:
         return status in {"ahead", "identical"}
 
 
-def _release(data: Mapping[str, Any]) -> Release:
+def _release(data: Mapping[str, Any]) -> PublishedRelease:
     tag, published = str(data["tag_name"]), _day(data["published_at"])
     if published is None:
         raise ValueError(f"{tag} has no date")
@@ -198,4 +198,4 @@ def _release(data: Mapping[str, Any]) -> Release:
         trial = Version(version_of(tag)).is_prerelease
     except InvalidVersion:
         trial = False  # then what the host says decides
-    return Release(tag, published, trial or data["prerelease"] is True)
+    return PublishedRelease(tag, published, trial or data["prerelease"] is True)

@@ -1,4 +1,4 @@
-"""Ask about one thread after the other, and know when to leave the host alone."""
+"""The order of questions to a host: one thread after the other, and an end when the host is to be left alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megacpp_overlays.upkeep.sweep.github import (
     HostError,
     NoAnswerError,
     RateLimitError,
-    RefusedError,
+    TokenRefusedError,
     UnreachableError,
 )
 from megacpp_overlays.upkeep.sweep.threads import Key
@@ -40,7 +40,7 @@ def one_by_one(
             act(key)
             failures.pop(key, None)
             in_a_row.clear()
-        except RefusedError:
+        except TokenRefusedError:
             raise
         except (RateLimitError, UnreachableError) as error:
             left.insert(0, key)

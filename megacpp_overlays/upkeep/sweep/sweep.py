@@ -1,4 +1,4 @@
-"""Look at every linked upstream thread, say what happened since the last look, and who may retire because of it.
+"""A look at every linked upstream thread: what happened since the last one, and who may retire because of it.
 
 Landing is no proof: a merge may repair another shape, or half of one. It says where to look; the probe decides.
 """
@@ -11,16 +11,16 @@ from datetime import date
 from typing import Any
 
 from megacpp_overlays.upkeep.sweep.github import Client, HostError, UnreachableError
-from megacpp_overlays.upkeep.sweep.lookup import Asked, Releases, ask
+from megacpp_overlays.upkeep.sweep.lookup import Lookup, ReleaseSearch, ask
 from megacpp_overlays.upkeep.sweep.patience import one_by_one
 from megacpp_overlays.upkeep.sweep.threads import API, CLOSED, DRAFT, MERGED, OPEN, Answer, Key
-from megacpp_overlays.upkeep.sweep.waiting import Declared, Waiting
+from megacpp_overlays.upkeep.sweep.waiting import ThreadMention, WatchedThread
 
 _BOOKKEEPING = {"checked", "source", "releases_checked", "declared"}
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class FieldChange:
     """One field that is not what it was."""
 
     field: str
@@ -28,11 +28,11 @@ class Change:
     after: Any
 
 
-def changes(before: Answer | None, after: Answer) -> tuple[Change, ...]:
+def changes(before: Answer | None, after: Answer) -> tuple[FieldChange, ...]:
     """Return the fields in which two answers of one thread differ, other than when and where they are from."""
     names = [field.name for field in fields(Answer) if field.name not in {"repository", "number", *_BOOKKEEPING}]
     pairs = [(name, getattr(before, name) if before else None, getattr(after, name)) for name in names]
-    return tuple(Change(name, old, new) for name, old, new in pairs if old != new)
+    return tuple(FieldChange(name, old, new) for name, old, new in pairs if old != new)
 
 
 def landed(before: Answer | None, after: Answer) -> bool:
@@ -78,10 +78,10 @@ def as_of(answer: Answer, day: date) -> Answer | None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Looked:
+class SweptThread:
     """One thread, before and after the sweep."""
 
-    waiting: Waiting
+    waiting: WatchedThread
     before: Answer | None
     """What was known before, or on the day that was asked for."""
     now: Answer | None
@@ -99,7 +99,7 @@ class Looked:
         """Whether a repair may have arrived since."""
         return self.now is not None and landed(self.before, self.now)
 
-    def contradictions(self) -> list[tuple[Declared, str]]:
+    def contradictions(self) -> list[tuple[ThreadMention, str]]:
         """Return every place that tells of the thread, and what is not as declared; none where nothing is."""
         wrong = self.now.contradiction() if self.now else None
         return [(each, wrong) for each in self.waiting.declared] if wrong else []
@@ -109,7 +109,7 @@ class Looked:
 class Sweep:
     """What one sweep saw."""
 
-    threads: tuple[Looked, ...]
+    threads: tuple[SweptThread, ...]
     day: date
     online: bool
     """Whether the host answered at all."""
@@ -128,7 +128,7 @@ class Sweep:
         return list({**saved, **{each.waiting.key: each.now for each in self.threads if each.now}}.values())
 
 
-def from_saved(waiting: Sequence[Waiting], saved: Mapping[Key, Answer], today: date, since: date | None) -> Sweep:
+def from_saved(waiting: Sequence[WatchedThread], saved: Mapping[Key, Answer], today: date, since: date | None) -> Sweep:
     """Return a sweep that asks nobody.
 
     Args:
@@ -141,7 +141,11 @@ def from_saved(waiting: Sequence[Waiting], saved: Mapping[Key, Answer], today: d
 
 
 def from_host(
-    waiting: Sequence[Waiting], saved: Mapping[Key, Answer], client: Client, today: date, since: date | None = None
+    waiting: Sequence[WatchedThread],
+    saved: Mapping[Key, Answer],
+    client: Client,
+    today: date,
+    since: date | None = None,
 ) -> Sweep:
     """Ask the host about every thread that can still change, one after the other.
 
@@ -156,8 +160,8 @@ def from_host(
     """
     found: dict[Key, Answer] = {}
     failures: dict[Key, str] = {}
-    releases = Releases(client)
-    learned = {each.key: Asked.of(saved[each.key]) for each in waiting if _owed(saved.get(each.key))}
+    releases = ReleaseSearch(client)
+    learned = {each.key: Lookup.of(saved[each.key]) for each in waiting if _owed(saved.get(each.key))}
 
     def release(key: Key) -> None:
         found[key] = releases.find(learned[key], today)
@@ -198,7 +202,7 @@ def _last_asked(known: Answer | None) -> tuple[bool, date]:
 
 
 def _swept(
-    waiting: Sequence[Waiting],
+    waiting: Sequence[WatchedThread],
     saved: Mapping[Key, Answer],
     found: Mapping[Key, Answer],
     failures: Mapping[Key, str],
@@ -214,5 +218,5 @@ def _swept(
         now = found.get(each.key, before)
         if since is not None and now is not None:
             before = as_of(now, since)
-        threads.append(Looked(each, before, now, failures.get(each.key)))
+        threads.append(SweptThread(each, before, now, failures.get(each.key)))
     return Sweep(tuple(threads), today, online=online, stopped=str(stopped) if stopped else None)

@@ -1,4 +1,4 @@
-"""What a sweep says: to people as lines, to machines as plain data."""
+"""The report of a sweep: to people as lines, to machines as plain data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from megacpp_overlays.loader.rendering import aligned
 from megacpp_overlays.model import Overlay
 from megacpp_overlays.repro.inventory import Pack
-from megacpp_overlays.upkeep.sweep.sweep import Looked, Sweep
+from megacpp_overlays.upkeep.sweep.sweep import Sweep, SweptThread
 from megacpp_overlays.upkeep.sweep.threads import NAME, Answer, to_json
 
 _PROOF = "landing is no proof: the probe decides"
@@ -22,7 +22,7 @@ class Candidate:
     pack: int
     reproducer: bool
     """Whether the pack has one; asked only where there is no overlay."""
-    landed: tuple[Looked, ...]
+    landed: tuple[SweptThread, ...]
 
     @property
     def name(self) -> str:
@@ -45,8 +45,8 @@ class Candidate:
 
 def candidates(sweep: Sweep) -> list[Candidate]:
     """Return who is up for retirement, overlays by pack and id, then packs."""
-    overlays: dict[str, tuple[Overlay, list[Looked]]] = {}
-    packs: dict[int, tuple[Pack, list[Looked]]] = {}
+    overlays: dict[str, tuple[Overlay, list[SweptThread]]] = {}
+    packs: dict[int, tuple[Pack, list[SweptThread]]] = {}
     for each in sweep.threads:
         if not each.landed:
             continue
@@ -157,7 +157,7 @@ def data(sweep: Sweep) -> dict[str, Any]:
     }
 
 
-def _thread(sweep: Sweep, each: Looked) -> dict[str, Any]:
+def _thread(sweep: Sweep, each: SweptThread) -> dict[str, Any]:
     return {
         "repository": each.waiting.key[0],
         "number": each.waiting.key[1],

@@ -15,7 +15,7 @@ from megacpp_overlays.upkeep.sweep.threads import Key
 
 
 @dataclass(frozen=True, slots=True)
-class Declared:
+class ThreadMention:
     """What one declaration says of a thread, and where it says so."""
 
     state: str
@@ -25,7 +25,7 @@ class Declared:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Waiting:
+class WatchedThread:
     """One thread with all that wait on it."""
 
     key: Key
@@ -33,7 +33,7 @@ class Waiting:
     """The first part of each."""
     packs: tuple[Pack, ...]
     """Packs that name it and have no overlay that does."""
-    declared: tuple[Declared, ...]
+    declared: tuple[ThreadMention, ...]
 
     def __str__(self) -> str:
         return f"{self.key[0]}#{self.key[1]}"
@@ -43,7 +43,7 @@ class Waiting:
         return ", ".join([*(each.id for each in self.overlays), *(f"pack {each.number:02}" for each in self.packs)])
 
 
-def listed(overlays: Sequence[Overlay], folder: Path) -> tuple[Waiting, ...]:
+def listed(overlays: Sequence[Overlay], folder: Path) -> tuple[WatchedThread, ...]:
     """Return every thread that an overlay or the `pack.toml` of a pack names, by repository and number.
 
     Raises:
@@ -52,18 +52,18 @@ def listed(overlays: Sequence[Overlay], folder: Path) -> tuple[Waiting, ...]:
     first = {overlay.id: overlay for overlay in reversed(overlays)}
     by_overlay: dict[Key, dict[str, Overlay]] = {}
     by_pack: dict[Key, list[Pack]] = {}
-    declared: dict[Key, dict[Declared, None]] = {}
+    declared: dict[Key, dict[ThreadMention, None]] = {}
     for overlay in overlays:
         for thread in overlay.threads:
             by_overlay.setdefault(_key(thread), {})[overlay.id] = first[overlay.id]
-            declared.setdefault(_key(thread), {})[Declared(thread.state, _declaration(overlay))] = None
+            declared.setdefault(_key(thread), {})[ThreadMention(thread.state, _declaration(overlay))] = None
     for pack in inventory.list_packs(folder):
         for thread in _threads(pack):
             where = f"packs/{pack.name}/{pack_file.NAME}"
             by_pack.setdefault(_key(thread), []).append(pack)
-            declared.setdefault(_key(thread), {})[Declared(thread.state, where)] = None
+            declared.setdefault(_key(thread), {})[ThreadMention(thread.state, where)] = None
     return tuple(
-        Waiting(
+        WatchedThread(
             key,
             tuple(by_overlay.get(key, {}).values()),
             tuple(_without(by_pack.get(key, ()), by_overlay.get(key, {}).values())),

@@ -1,4 +1,4 @@
-"""What was learned of an overlay for an upgrade, and what its cases show of that."""
+"""Facts of an overlay for an upgrade: what was learned of it, and what its cases show of that."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megacpp_overlays.model import Verdict
-from megacpp_overlays.repro.judge import Said, Sentinel
-from megacpp_overlays.upkeep.evidence import CaseResult, Decided, Kept, Probed
+from megacpp_overlays.repro.judge import Conclusion, Sentinel
+from megacpp_overlays.upkeep.evidence import CaseResult, KeptReceipt, PartDecision, ProbeReport
 
 _PROOF = {
     Verdict.BROKEN: frozenset({Sentinel.BUG_REPRODUCED, Sentinel.FIX_VALIDATED}),
@@ -24,21 +24,21 @@ class Facts:
     """Number of its pack."""
     locks: tuple[str, str]
     """Paths of the locks `from` and `to`, for whoever reads what to do next."""
-    before: Probed
-    after: Probed
-    decided: tuple[Decided, ...] | str
+    before: ProbeReport
+    after: ProbeReport
+    decided: tuple[PartDecision, ...] | str
     """What the loader decided on `to`, or why that is not known. It matters where the target is BROKEN."""
     ran: tuple[CaseResult, ...] | str
     """What its cases said on `to`, or why none was run."""
-    kept: tuple[Kept, ...]
+    kept: tuple[KeptReceipt, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class CaseEvidence:
     """What is known of one case on `to`."""
 
     case: str
-    said: tuple[Said, ...]
+    said: tuple[Conclusion, ...]
     receipt: str | None
     """The log that says so; None where it was run here."""
     targets: tuple[str, ...]
@@ -58,7 +58,7 @@ class Shown:
         return f"{self.case} says {' and '.join(each.sentinel.value for each in self.said)}"
 
 
-def shown(facts: Facts) -> tuple[Shown, ...]:
+def shown(facts: Facts) -> tuple[CaseEvidence, ...]:
     """Return what is known of each case: what it said here, or what the newest receipt says where it is BLOCKED."""
     found = []
     log: str | None
@@ -67,14 +67,14 @@ def shown(facts: Facts) -> tuple[Shown, ...]:
         if kept is not None and Sentinel.BLOCKED in result.sentinels:
             why = f"not run here: {result.said[0].reason}"
             words = sorted(kept.said[result.name], key=list(Sentinel).index)
-            said, log = tuple(Said(word, why) for word in words), kept.log
+            said, log = tuple(Conclusion(word, why) for word in words), kept.log
         else:
             said, log = result.said, None
-        found.append(Shown(case=result.name, said=said, receipt=log, targets=result.targets))
+        found.append(CaseEvidence(case=result.name, said=said, receipt=log, targets=result.targets))
     return tuple(found)
 
 
-def proof(verdict: Verdict, cases: Iterable[Shown], *, gate: bool = False) -> tuple[Shown, ...]:
+def proof(verdict: Verdict, cases: Iterable[CaseEvidence], *, gate: bool = False) -> tuple[CaseEvidence, ...]:
     """Return the cases that show that a verdict is true of the parts that they are about; a gate shows no fix."""
     needed = _PROOF.get(verdict, frozenset()) - ({Sentinel.FIX_VALIDATED} if gate else set())
     return tuple(each for each in cases if needed and each.sentinels >= needed)

@@ -1,4 +1,4 @@
-"""What an upgrade does to each carried fix: keep, conflict or retire.
+"""The outcome of an upgrade for each carried fix: keep, conflict or retire.
 
     verdict on `to`              what is shown there                            outcome
     BROKEN, all shapes seamed    the seams install; a case shows the bug        keep
@@ -25,14 +25,14 @@ from dataclasses import dataclass
 
 from megacpp_overlays.model import Decision, Verdict
 from megacpp_overlays.repro.judge import Sentinel
-from megacpp_overlays.upkeep.evidence import Decided, Probed, uncovered
-from megacpp_overlays.upkeep.triage.facts import Facts, Shown, proof, shown
+from megacpp_overlays.upkeep.evidence import PartDecision, ProbeReport, uncovered
+from megacpp_overlays.upkeep.triage.facts import CaseEvidence, Facts, proof, shown
 
 _IN_PLACE = frozenset({Decision.ACTIVE, Decision.GATED})
 _OFFERED = frozenset({Decision.ACTIVE, Decision.DISABLED})
 
 
-class Outcome(enum.Enum):
+class UpgradeOutcome(enum.Enum):
     """What an upgrade does to a fix."""
 
     KEEP = "keep"
@@ -45,7 +45,7 @@ class Outcome(enum.Enum):
 class Ruling:
     """The outcome, and why."""
 
-    outcome: Outcome
+    outcome: UpgradeOutcome
     reason: str
     to_do: str
     """What to do next; empty where there is nothing to do."""
@@ -65,7 +65,7 @@ def judge(facts: Facts) -> Ruling:
             return _judge_broken(facts, cases)
 
 
-def _problem(facts: Facts, cases: Sequence[Shown]) -> Ruling | None:
+def _problem(facts: Facts, cases: Sequence[CaseEvidence]) -> Ruling | None:
     """Return the conflict that no verdict can talk away, or None."""
     after = facts.after
     if unknown := [part for part in after.parts if part.verdict is Verdict.UNRECOGNISED]:
@@ -93,17 +93,17 @@ def _problem(facts: Facts, cases: Sequence[Shown]) -> Ruling | None:
 def _judge_absent(facts: Facts) -> Ruling:
     before, after = facts.before, facts.after
     if before.verdict is Verdict.ABSENT:
-        return Ruling(outcome=Outcome.ABSENT, reason=f"on both: {after.evidence}", to_do="")
+        return Ruling(outcome=UpgradeOutcome.ABSENT, reason=f"on both: {after.evidence}", to_do="")
     if all(version is None for version in after.versions.values()):
         names = ", ".join(after.versions)
-        return Ruling(outcome=Outcome.ABSENT, reason=f"{names} is not in this environment any more", to_do="")
+        return Ruling(outcome=UpgradeOutcome.ABSENT, reason=f"{names} is not in this environment any more", to_do="")
     if before.verdict is Verdict.FIXED:
         reason = f"upstream had repaired it, and its target is gone: {after.evidence}"
         return _retire(before, facts.locks[0], reason)
     return _gone(f"its target was {before.verdict.value} and is gone: {after.evidence}")
 
 
-def _partly_gone(facts: Facts, cases: Sequence[Shown]) -> Ruling | None:
+def _partly_gone(facts: Facts, cases: Sequence[CaseEvidence]) -> Ruling | None:
     """Return the conflict about broken parts that are gone while others are there, or None."""
     before = {part.target: part.verdict for part in facts.before.parts}
     moved = any(
@@ -130,7 +130,7 @@ def _gone(reason: str) -> Ruling:
     )
 
 
-def _judge_fixed(facts: Facts, cases: Sequence[Shown]) -> Ruling:
+def _judge_fixed(facts: Facts, cases: Sequence[CaseEvidence]) -> Ruling:
     if problem := _not_shown(facts, cases):
         return problem
     since = {Verdict.FIXED: ", as before the upgrade", Verdict.ABSENT: "; what it is about is new and right"}
@@ -138,7 +138,7 @@ def _judge_fixed(facts: Facts, cases: Sequence[Shown]) -> Ruling:
     return _retire(facts.after, facts.locks[1], reason)
 
 
-def _judge_broken(facts: Facts, cases: Sequence[Shown]) -> Ruling:
+def _judge_broken(facts: Facts, cases: Sequence[CaseEvidence]) -> Ruling:
     after = facts.after
     if after.due:
         return _conflict("its probe says BROKEN, and its retirement check says that it is due", "repair the check")
@@ -157,10 +157,10 @@ def _judge_broken(facts: Facts, cases: Sequence[Shown]) -> Ruling:
         else "the seams install, and the reproducer shows bug and fix"
     )
     reason = f"{since}; {shows}"
-    return Ruling(outcome=Outcome.KEEP, reason=reason, to_do="")
+    return Ruling(outcome=UpgradeOutcome.KEEP, reason=reason, to_do="")
 
 
-def _inactive(after: Probed, decided: Sequence[Decided]) -> str:
+def _inactive(after: ProbeReport, decided: Sequence[PartDecision]) -> str:
     """Return which broken target has no seams after its import, and why, or an empty text."""
     found = {each.target: each for each in decided}
     wanting = []
@@ -175,7 +175,7 @@ def _inactive(after: Probed, decided: Sequence[Decided]) -> str:
     return "; ".join(wanting)
 
 
-def _not_shown(facts: Facts, cases: Sequence[Shown]) -> Ruling | None:
+def _not_shown(facts: Facts, cases: Sequence[CaseEvidence]) -> Ruling | None:
     """Return that the behaviour is not what the probes say, or that nothing shows it of some part, or None."""
     after = facts.after
     disagreeing = []
@@ -190,7 +190,7 @@ def _not_shown(facts: Facts, cases: Sequence[Shown]) -> Ruling | None:
     return _unproven(facts, missing, cases) if missing else None
 
 
-def _unproven(facts: Facts, modules: Sequence[str], cases: Sequence[Shown]) -> Ruling:
+def _unproven(facts: Facts, modules: Sequence[str], cases: Sequence[CaseEvidence]) -> Ruling:
     """Return that nothing shows whether the verdict is true of some parts."""
     about = [each for each in cases if any(part.module in modules for part in facts.after.within(each).parts)]
     said = "; ".join(f"{each.case}: {each.reasons}" for each in about)
@@ -204,11 +204,11 @@ def _unproven(facts: Facts, modules: Sequence[str], cases: Sequence[Shown]) -> R
 
 
 def _conflict(reason: str, to_do: str) -> Ruling:
-    return Ruling(outcome=Outcome.CONFLICT, reason=reason, to_do=to_do)
+    return Ruling(outcome=UpgradeOutcome.CONFLICT, reason=reason, to_do=to_do)
 
 
-def _retire(probed: Probed, lock: str, reason: str) -> Ruling:
+def _retire(probed: ProbeReport, lock: str, reason: str) -> Ruling:
     if not probed.due:
         reason = f"{reason}; its retirement check does not say so yet"
     to_do = f"`megacpp-overlays retire {probed.overlay} --lock {lock}`"
-    return Ruling(outcome=Outcome.RETIRE, reason=reason, to_do=to_do)
+    return Ruling(outcome=UpgradeOutcome.RETIRE, reason=reason, to_do=to_do)

@@ -1,4 +1,4 @@
-"""Gather, for an upgrade, what `outcomes` judges: from the two locks, their environments, and the packs."""
+"""A triage: for an upgrade, what `outcomes` judges, from the two locks, their environments, and the packs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megacpp_overlays.repro import inventory
 from megacpp_overlays.repro.case import PackError
 from megacpp_overlays.upkeep import evidence
 from megacpp_overlays.upkeep.environments import Environment
-from megacpp_overlays.upkeep.evidence import CaseResult, Decided, Probed
+from megacpp_overlays.upkeep.evidence import CaseResult, PartDecision, ProbeReport
 from megacpp_overlays.upkeep.locks import Lock
 from megacpp_overlays.upkeep.triage.facts import Facts
 from megacpp_overlays.upkeep.triage.outcomes import Ruling, judge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Changed:
+class VersionChange:
     """A distribution that is not the same in both locks."""
 
     distribution: str
@@ -34,7 +34,7 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Triaged:
+class OverlayTriage:
     """One overlay, with everything a reader needs to check the outcome."""
 
     overlay: Overlay
@@ -44,7 +44,7 @@ class Triaged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class How:
+class RunOptions:
     """How to run reproducers."""
 
     packs: Path
@@ -54,7 +54,7 @@ class How:
     """Gets a line for each step."""
 
 
-def changes(before: Lock, after: Lock, overlays: Collection[Overlay]) -> tuple[Changed, ...]:
+def changes(before: Lock, after: Lock, overlays: Collection[Overlay]) -> tuple[VersionChange, ...]:
     """Return what differs between two locks, targets of overlays first.
 
     Raises:
@@ -62,7 +62,7 @@ def changes(before: Lock, after: Lock, overlays: Collection[Overlay]) -> tuple[C
     """
     targets = {canonicalize_name(overlay.target.distribution) for overlay in overlays}
     found = [
-        Changed(distribution=name, before=old, after=new, is_target=name in targets)
+        VersionChange(distribution=name, before=old, after=new, is_target=name in targets)
         for name in sorted({*before.pins, *after.pins})
         if (old := before.version(name)) != (new := after.version(name))
     ]
@@ -71,7 +71,9 @@ def changes(before: Lock, after: Lock, overlays: Collection[Overlay]) -> tuple[C
     return tuple(sorted(found, key=lambda each: not each.is_target))
 
 
-def triage(before: Environment, after: Environment, overlays: Sequence[Overlay], how: How) -> tuple[Triaged, ...]:
+def triage(
+    before: Environment, after: Environment, overlays: Sequence[Overlay], how: RunOptions
+) -> tuple[OverlayTriage, ...]:
     """Triage overlays for an upgrade; this takes minutes, because their reproducers run.
 
     Args:
@@ -93,12 +95,12 @@ def triage(before: Environment, after: Environment, overlays: Sequence[Overlay],
         overlay = firsts[id]
         of_this = decided if isinstance(decided, str) else decided.get(id, ())
         facts = _facts((before, after), overlay, here[id], there[id], of_this, how)
-        triaged.append(Triaged(overlay=overlay, facts=facts, ruling=judge(facts)))
+        triaged.append(OverlayTriage(overlay=overlay, facts=facts, ruling=judge(facts)))
         how.progress(f"{id}: {triaged[-1].ruling.outcome.value}")
     return tuple(triaged)
 
 
-def _probe(environment: Environment, ids: Collection[str], how: How) -> Mapping[str, Probed]:
+def _probe(environment: Environment, ids: Collection[str], how: RunOptions) -> Mapping[str, ProbeReport]:
     how.progress(f"{environment.lock.path}: probing")
     found = evidence.probe(environment)
     if missing := [id for id in ids if id not in found]:
@@ -106,7 +108,7 @@ def _probe(environment: Environment, ids: Collection[str], how: How) -> Mapping[
     return found
 
 
-def _pre_flight(environment: Environment, how: How) -> Mapping[str, tuple[Decided, ...]] | str:
+def _pre_flight(environment: Environment, how: RunOptions) -> Mapping[str, tuple[PartDecision, ...]] | str:
     how.progress(f"{environment.lock.path}: importing every target")
     try:
         return evidence.pre_flight(environment)
@@ -117,14 +119,14 @@ def _pre_flight(environment: Environment, how: How) -> Mapping[str, tuple[Decide
 def _facts(
     environments: tuple[Environment, Environment],
     overlay: Overlay,
-    before: Probed,
-    after: Probed,
-    decided: tuple[Decided, ...] | str,
-    how: How,
+    before: ProbeReport,
+    after: ProbeReport,
+    decided: tuple[PartDecision, ...] | str,
+    how: RunOptions,
 ) -> Facts:
     environment = environments[1]
     ran: tuple[CaseResult, ...] | str
-    kept: tuple[evidence.Kept, ...] = ()
+    kept: tuple[evidence.KeptReceipt, ...] = ()
     if after.verdict is Verdict.ABSENT and (before.verdict is Verdict.ABSENT or not any(after.versions.values())):
         ran = "there is no target to run it on"
     else:

@@ -9,11 +9,11 @@ from typing import Any
 
 from megacpp_overlays.loader.rendering import aligned
 from megacpp_overlays.repro.judge import Sentinel
-from megacpp_overlays.upkeep.evidence import Decided, Probed
+from megacpp_overlays.upkeep.evidence import PartDecision, ProbeReport
 from megacpp_overlays.upkeep.locks import Lock
-from megacpp_overlays.upkeep.triage.facts import Shown, shown
-from megacpp_overlays.upkeep.triage.outcomes import Outcome
-from megacpp_overlays.upkeep.triage.triage import Changed, Triaged
+from megacpp_overlays.upkeep.triage.facts import CaseEvidence, shown
+from megacpp_overlays.upkeep.triage.outcomes import UpgradeOutcome
+from megacpp_overlays.upkeep.triage.triage import OverlayTriage, VersionChange
 
 SCHEMA = 1
 _WIDTH = 120
@@ -24,7 +24,12 @@ _CHANGES = ("distribution", "from", "to", "")
 
 
 def table(
-    before: Lock, after: Lock, changes: Sequence[Changed], triaged: Sequence[Triaged], *, brief: bool = False
+    before: Lock,
+    after: Lock,
+    changes: Sequence[VersionChange],
+    triaged: Sequence[OverlayTriage],
+    *,
+    brief: bool = False,
 ) -> str:
     """Return what the upgrade changes, a row for each overlay, and a line that sums it up.
 
@@ -44,18 +49,20 @@ def table(
     return "\n".join([*lines, "", summary(triaged)])
 
 
-def summary(triaged: Sequence[Triaged]) -> str:
+def summary(triaged: Sequence[OverlayTriage]) -> str:
     """Return one line: how many of each outcome, and what to do next."""
     count = Counter(each.ruling.outcome for each in triaged)
-    counted = ", ".join(f"{count[outcome]} {outcome.value}" for outcome in Outcome if count[outcome])
-    if count[Outcome.CONFLICT]:
+    counted = ", ".join(f"{count[outcome]} {outcome.value}" for outcome in UpgradeOutcome if count[outcome])
+    if count[UpgradeOutcome.CONFLICT]:
         return f"{counted}. Settle each conflict before the upgrade."
-    if count[Outcome.RETIRE]:
+    if count[UpgradeOutcome.RETIRE]:
         return f"{counted}. Upgrade, and retire what upstream has absorbed."
     return f"{counted}. The upgrade changes nothing for the overlays."
 
 
-def as_dict(before: Lock, after: Lock, changes: Sequence[Changed], triaged: Sequence[Triaged]) -> dict[str, Any]:
+def as_dict(
+    before: Lock, after: Lock, changes: Sequence[VersionChange], triaged: Sequence[OverlayTriage]
+) -> dict[str, Any]:
     """Return plain data with stable keys."""
     return {
         "schema": SCHEMA,
@@ -69,21 +76,21 @@ def as_dict(before: Lock, after: Lock, changes: Sequence[Changed], triaged: Sequ
     }
 
 
-def is_clean(triaged: Sequence[Triaged]) -> bool:
+def is_clean(triaged: Sequence[OverlayTriage]) -> bool:
     """Return whether nothing is in conflict or past its retirement."""
-    return not any(each.ruling.outcome in {Outcome.CONFLICT, Outcome.RETIRE} for each in triaged)
+    return not any(each.ruling.outcome in {UpgradeOutcome.CONFLICT, UpgradeOutcome.RETIRE} for each in triaged)
 
 
 def _lock(lock: Lock) -> str:
     return f"{lock.path} (lane {lock.lane}{f', Python {lock.python}' if lock.python else ''})"
 
 
-def _what(change: Changed) -> str:
+def _what(change: VersionChange) -> str:
     word = "added" if change.before is None else "removed" if change.after is None else ""
     return ", ".join(filter(None, [word, "target of overlays" if change.is_target else ""]))
 
 
-def _row(each: Triaged) -> tuple[str, ...]:
+def _row(each: OverlayTriage) -> tuple[str, ...]:
     before, after = each.facts.before, each.facts.after
     versions = [
         f"{name} {old or '-'} -> {new or '-'}" if (old := before.versions.get(name)) != new else f"{name} {new or '-'}"
@@ -93,7 +100,7 @@ def _row(each: Triaged) -> tuple[str, ...]:
     return each.overlay.id, f"{each.overlay.pack:02}", ", ".join(versions), *verdicts, each.ruling.outcome.value
 
 
-def _notes(each: Triaged) -> list[str]:
+def _notes(each: OverlayTriage) -> list[str]:
     notes = [f"{each.ruling.outcome.value}: {each.ruling.reason}", *_shapes(each.facts.before, each.facts.after)]
     notes += _cases(shown(each.facts))
     notes += [f"next: {each.ruling.to_do}"] if each.ruling.to_do else []
@@ -112,7 +119,7 @@ def _notes(each: Triaged) -> list[str]:
     ]
 
 
-def _cases(cases: Sequence[Shown]) -> list[str]:
+def _cases(cases: Sequence[CaseEvidence]) -> list[str]:
     """Return what was run here case by case, and then what was not, by receipt or by reason."""
     lines = []
     elsewhere: dict[str, list[str]] = {}
@@ -131,7 +138,7 @@ def _short(reason: str) -> str:
     return textwrap.shorten(reason, _MOST, placeholder=" ...")
 
 
-def _shapes(before: Probed, after: Probed) -> list[str]:
+def _shapes(before: ProbeReport, after: ProbeReport) -> list[str]:
     if not before.shapes and not after.shapes:
         return []
     old, new = (", ".join(probed.shapes) or probed.verdict.value for probed in (before, after))
@@ -142,7 +149,7 @@ def _lock_as_dict(lock: Lock) -> dict[str, str | None]:
     return {"lock": str(lock.path), "lane": lock.lane, "python": lock.python, "platform": lock.platform}
 
 
-def _overlay_as_dict(each: Triaged) -> dict[str, Any]:
+def _overlay_as_dict(each: OverlayTriage) -> dict[str, Any]:
     return {
         "id": each.overlay.id,
         "pack": each.overlay.pack,
@@ -165,13 +172,13 @@ def _overlay_as_dict(each: Triaged) -> dict[str, Any]:
     }
 
 
-def _decided_as_list(decided: tuple[Decided, ...] | str) -> list[dict[str, str]] | None:
+def _decided_as_list(decided: tuple[PartDecision, ...] | str) -> list[dict[str, str]] | None:
     if isinstance(decided, str):
         return None
     return [{"target": each.target, "decision": each.decision.value, "reason": each.reason} for each in decided]
 
 
-def _probed_as_dict(probed: Probed) -> dict[str, Any]:
+def _probed_as_dict(probed: ProbeReport) -> dict[str, Any]:
     return {
         "verdict": probed.verdict.value,
         "shapes": list(probed.shapes),

@@ -1,4 +1,4 @@
-"""Run this package with the interpreter of another environment.
+"""A run of this package with the interpreter of another environment.
 
 The process gets a copy of this package on its path and nothing else of this one: the switches and the PYTHONPATH of
 the shell do not count there, and neither do the packages that are installed beside this one.
@@ -25,7 +25,7 @@ _NOT_THEIRS = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "MEGA
 """What the names of variables begin with that are for this environment and not for another."""
 
 
-class Asked(NamedTuple):
+class Reply(NamedTuple):
     """What a process in an environment answered."""
 
     answer: Any
@@ -34,7 +34,7 @@ class Asked(NamedTuple):
     """How the process ended and its last line, where it gave no answer."""
 
 
-def ask(python: Path, arguments: Sequence[str], timeout: float) -> Asked:
+def ask(python: Path, arguments: Sequence[str], timeout: float) -> Reply:
     """Run `upkeep.inside` with an interpreter and return its answer."""
     with _place() as (folder, variables), tempfile.TemporaryFile("w+", errors="replace") as said:
         report = folder / "report"
@@ -43,8 +43,8 @@ def ask(python: Path, arguments: Sequence[str], timeout: float) -> Asked:
             command, folder=folder, environment=variables, output=said, timeout=timeout, grace=_GRACE
         )
         if ended is None:
-            return Asked(json.loads(report.read_text()), None)
-        return Asked(None, f"the process {ended}: {_last_line(said)}")
+            return Reply(json.loads(report.read_text()), None)
+        return Reply(None, f"the process {ended}: {_last_line(said)}")
 
 
 def output(python: Path, arguments: Sequence[str], timeout: float) -> tuple[str, str | None]:
