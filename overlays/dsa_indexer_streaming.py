@@ -60,16 +60,16 @@ def _make_scores_with_optional_relu(_original: Callable[..., Any], _module: Modu
 
 def _make_backward(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
     from megacpp_overlays.kernels.index_scores import function as index_scores
-    from megacpp_overlays.runtime.score_gradient import Question
+    from megacpp_overlays.runtime.score_gradient import BackwardTrace
 
     def backward(q: Any, weights: Any, k: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-        question = Question(q, weights, k, _ADVICE)
+        trace = BackwardTrace(q, weights, k, _ADVICE)
         try:
-            returned = original(*question.unknowns(), *args, **kwargs)
-        except TypeError as error:  # what Python's operators raise of an unknown, and not only that
-            raise question.refusal(f"it raises {error}") from error
-        grad = question.gradient(returned)
-        return index_scores.gradients(grad, q, weights, k, use_relu=question.rectified)
+            returned = original(*trace.proxies(), *args, **kwargs)
+        except TypeError as error:  # what Python's operators raise of a proxy, and not only that
+            raise trace.refusal(f"it raises {error}") from error
+        grad = trace.gradient(returned)
+        return index_scores.gradients(grad, q, weights, k, use_relu=trace.rectified)
 
     return backward
 

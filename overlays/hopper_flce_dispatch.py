@@ -2,7 +2,7 @@
 
 The seam is `_get_platform`, the one way to the dispatcher. Upstream is asked first, so what it serves it keeps: a
 Blackwell GPU always, and a Hopper GPU where the tree has an entry for it. Only a refusal of capability 8, 9 or 12 is
-answered, with the portable entry of `kernels.linear_cross_entropy_entry`; any other refusal stays as it is, and so does
+answered, with the portable entry of `kernels.linear_cross_entropy.entry`; any other refusal stays as it is, and so does
 that of an AMD GPU, whose capability is also called 9. The device is asked at the first call, never at import, and
 once, as upstream does.
 

@@ -1,7 +1,7 @@
 """Fused linear cross entropy with `reduction="none"`: scale each token's gradient by its own upstream gradient.
 
 Both passes are those of `megacpp_overlays.kernels`: the forward pass leaves two or three numbers a token, and the
-backward pass computes the logits again, block by block, or takes those that were kept; see `linear_cross_entropy_memory`
+backward pass computes the logits again, block by block, or takes those that were kept; see `kernels.linear_cross_entropy.memory`
 for that choice. Every other reduction goes to upstream's own code, both ways.
 
 The losses are upstream's but for rounding, and nearer to the truth: sums and the factor of token scaling are float32

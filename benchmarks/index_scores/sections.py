@@ -25,7 +25,7 @@ from index_scores.work import (
 )
 
 from megacpp_overlays.kernels.index_scores import function as index_scores
-from megacpp_overlays.runtime.score_gradient import Question
+from megacpp_overlays.runtime.score_gradient import BackwardTrace
 
 BURST_MS = 30
 """A turn on tensor cores lasts this long, so that it is spent at the power limit as a training step is."""
@@ -146,8 +146,8 @@ def manual_at(bench: Bench, shape: Shape, heads: int) -> dict[str, Any]:
     half._compute_index_scores = lambda *_, **__: known  # noqa: SLF001 - the scores are the other half's work
 
     def loss_half() -> Any:
-        question = Question(q, weights, k, "the loss half cannot be measured")
-        return question.gradient(half.bwd_fused_indexer_loss_naive(*question.unknowns(), *rest))
+        trace = BackwardTrace(q, weights, k, "the loss half cannot be measured")
+        return trace.gradient(half.bwd_fused_indexer_loss_naive(*trace.proxies(), *rest))
 
     contestants: Contestants = {
         "loss half": (loss_half,),

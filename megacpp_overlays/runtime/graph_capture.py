@@ -1,4 +1,4 @@
-"""Is a CUDA stream being captured into a graph? And what a host would read meanwhile.
+"""CUDA graph capture: whether a stream is being captured, and what a host would read meanwhile.
 
 While a stream is captured, work is recorded and not run, so the host cannot look at a value. A gate that has to know
 this asks `capturing` first and leaves every other run to upstream.

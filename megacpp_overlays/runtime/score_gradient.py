@@ -1,11 +1,11 @@
-"""Learn which gradient a backward spreads over heads, without letting it do that.
+"""Extract the score gradient of a backward by running it on proxy tensors.
 
 Upstream's backward of the fused indexer loss works out the gradient of the index scores, (batch, queries, keys), and
 then, in the same function, takes the gradients of the indexer's inputs from it. Only the second half builds four-axis
-tensors. Given an `Unknown` in place of each input, upstream's own code does the first half; of the second half nothing
-is left but a few calls that cost nothing, and the tensor that they multiply with unknowns is the gradient.
+tensors. Given a `ProxyTensor` in place of each input, upstream's own code does the first half; of the second half nothing
+is left but a few calls that cost nothing, and the tensor that they multiply with proxies is the gradient.
 
-Unknowns know only the calls of the bodies that were read. Whatever else is asked of them is an error: a gradient that
+Proxies know only the calls of the bodies that were read. Whatever else is asked of them is an error: a gradient that
 was taken for something else would be wrong in silence.
 
 Standard library only: torch calls `__torch_function__` of whatever it is handed.
@@ -19,14 +19,14 @@ _PRODUCTS = 2
 """The gradient is multiplied with the products of queries and keys, and with the weights."""
 
 
-class Question:
-    """One call of a backward with unknowns: the tensors that they stand for, and what it did with them.
+class BackwardTrace:
+    """One run of a backward on proxies: the tensors that they stand for, and what it did with them.
 
-    It does not hold the unknowns, which hold it: a cycle would keep the tensors alive.
+    It does not hold the proxies, which hold it: a cycle would keep the tensors alive.
     """
 
     def __init__(self, q: Any, weights: Any, k: Any, advice: str) -> None:
-        """Ask about tensors (queries, batch, heads, dim), (queries, batch, heads) and (keys, batch, dim).
+        """Trace a backward of tensors (queries, batch, heads, dim), (queries, batch, heads) and (keys, batch, dim).
 
         Args:
             q: the tensors, as the backward would get them; so are the next two.
@@ -37,21 +37,21 @@ class Question:
         self.rectified = False
         """Whether products of queries and keys went through a relu."""
 
-    def unknowns(self) -> list[Unknown]:
+    def proxies(self) -> list[ProxyTensor]:
         """Return what to call the backward with in place of q, weights and k."""
-        return [Unknown(self, place) for place in range(len(self.tensors))]
+        return [ProxyTensor(self, place) for place in range(len(self.tensors))]
 
     def gradient(self, returned: Any) -> Any:
         """Return the gradient of the index scores, (batch, queries, keys), as a view of what was multiplied.
 
         Args:
-            returned: what the backward returned for the unknowns.
+            returned: what the backward returned for the proxies.
 
         Raises:
             RuntimeError: the backward did something else than the known ones do.
         """
         q, _, k = self.tensors
-        if not isinstance(returned, tuple) or [type(each) for each in returned] != [Unknown] * len(self.tensors):
+        if not isinstance(returned, tuple) or [type(each) for each in returned] != [ProxyTensor] * len(self.tensors):
             raise self.refusal("it did not return three gradients of its inputs")
         if len(self.factors) != _PRODUCTS or any(each is not self.factors[0] for each in self.factors):
             raise self.refusal("it did not multiply one gradient with products and weights")
@@ -64,35 +64,37 @@ class Question:
         return RuntimeError(f"{what}: {self.advice}")
 
 
-class Unknown:
+class ProxyTensor:
     """A value that nobody computes: whatever a known backward does with it is that value again."""
 
-    def __init__(self, question: Question, place: int) -> None:
-        """Stand for the tensor at a place of a question."""
-        self.question, self.place = question, place
-        self.device, self.dtype = question.tensors[place].device, question.tensors[place].dtype
+    def __init__(self, trace: BackwardTrace, place: int) -> None:
+        """Stand for the tensor at a place of the arguments."""
+        self.trace, self.place = trace, place
+        self.device, self.dtype = trace.tensors[place].device, trace.tensors[place].dtype
 
     @classmethod
-    def __torch_function__(cls, function: Any, _types: Any, args: tuple[Any, ...] = (), _kwargs: Any = None) -> Unknown:
-        """Return the first unknown among the arguments; keep the tensor that it is multiplied with."""
-        unknown: Unknown = next(each for each in args if isinstance(each, Unknown))
-        question, name = unknown.question, getattr(function, "__name__", "?")
-        if name == "mul" and args[1] is unknown:
-            question.factors.append(args[0])
+    def __torch_function__(
+        cls, function: Any, _types: Any, args: tuple[Any, ...] = (), _kwargs: Any = None
+    ) -> ProxyTensor:
+        """Return the first proxy among the arguments; keep the tensor that it is multiplied with."""
+        proxy: ProxyTensor = next(each for each in args if isinstance(each, ProxyTensor))
+        trace, name = proxy.trace, getattr(function, "__name__", "?")
+        if name == "mul" and args[1] is proxy:
+            trace.factors.append(args[0])
         elif name == "relu":
-            question.rectified = True
+            trace.rectified = True
         elif name != "einsum":
-            raise question.refusal(f"it calls {name} with its inputs")
-        return unknown
+            raise trace.refusal(f"it calls {name} with its inputs")
+        return proxy
 
-    def _same(self, *_: Any, **__: Any) -> Unknown:
+    def _same(self, *_: Any, **__: Any) -> ProxyTensor:
         return self
 
     float = unsqueeze = sum = to = __gt__ = _same
 
-    def __mul__(self, other: Any) -> Unknown:
+    def __mul__(self, other: Any) -> ProxyTensor:
         """Return itself: a gradient that passes a relu is multiplied with what the relu let through."""
-        return self if isinstance(other, Unknown) else NotImplemented
+        return self if isinstance(other, ProxyTensor) else NotImplemented
 
     def __getattr__(self, name: str) -> Any:
         """Refuse what is not known.
@@ -100,18 +102,18 @@ class Unknown:
         Raises:
             AttributeError: always.
         """
-        raise AttributeError(f"it asks its inputs for {name}: {vars(self)['question'].advice}")
+        raise AttributeError(f"it asks its inputs for {name}: {vars(self)['trace'].advice}")
 
 
 def true_tensors(q: Any, weights: Any, k: Any) -> tuple[Any, Any, Any]:
     """Return the tensors that the arguments of the score function stand for; tensors stand for themselves.
 
     Raises:
-        RuntimeError: they are unknowns in another order, or only some of them are.
+        RuntimeError: they are proxies in another order, or only some of them are.
     """
     given = (q, weights, k)
-    if not isinstance(q, Unknown):
+    if not isinstance(q, ProxyTensor):
         return given
-    if [each.place for each in given if isinstance(each, Unknown)] != [0, 1, 2]:
-        raise q.question.refusal("it swaps its inputs")
-    return q.question.tensors
+    if [each.place for each in given if isinstance(each, ProxyTensor)] != [0, 1, 2]:
+        raise q.trace.refusal("it swaps its inputs")
+    return q.trace.tensors

@@ -1,4 +1,4 @@
-"""Which release is it? Evidence for people; never a verdict, so nothing here raises.
+"""Versions of installed distributions, as evidence for people; never a verdict, so nothing here raises.
 
 Version strings lie: four different trees of Megatron-Core all report 0.19.0. So the answer also says when the
 module does not come from the files of the distribution that reports the version.

@@ -91,7 +91,7 @@ def grid() -> dict[str, Any]:
 def test_bfloat16_goes_to_the_tensor_cores() -> None:
     for dim in (64, 80, 96, 128, 192, 256):
         way = index_scores._way(torch.bfloat16, torch.bfloat16, dim, torch.device(DEVICE, 0))
-        assert way.__name__.endswith("index_scores_triton")
+        assert way.__name__.endswith("index_scores.in_triton")
 
 
 @pytest.mark.parametrize("name", GRID)

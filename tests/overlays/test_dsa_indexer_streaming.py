@@ -470,7 +470,7 @@ torch.set_default_device("cpu")
 torch.set_default_dtype(torch.float32)
 (record,) = [r for r in megacpp_overlays.audit().records if r.overlay.id == "dsa-indexer-streaming"]
 out = dict(decision=record.decision.value, reason=record.reason, seams=len(record.seams), unchanged=unchanged,
-           cuda=torch.cuda.is_initialized(), interpreted=[n for n in sys.modules if n.endswith("index_scores_triton")])
+           cuda=torch.cuda.is_initialized(), interpreted=[n for n in sys.modules if n.endswith("index_scores.in_triton")])
 from dsa_indexer import LOSSES, inputs_of, supported, trained
 def all_cases():
     found = {{}}

@@ -1,4 +1,4 @@
-"""What a backward multiplies with unknowns is the gradient; anything else that it does is an error."""
+"""What a backward multiplies with proxies is the gradient; anything else that it does is an error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacpp_overlays.runtime.score_gradient import Question, Unknown, true_tensors
+from megacpp_overlays.runtime.score_gradient import BackwardTrace, ProxyTensor, true_tensors
 
 Q, WEIGHTS, K = torch.ones(5, 2, 3, 4), torch.ones(5, 2, 3), torch.ones(6, 2, 4, dtype=torch.bfloat16)
 GRADIENT = torch.arange(60.0).view(5, 2, 1, 6)
@@ -31,15 +31,15 @@ def known(q: Any, weights: Any, k: Any, rectify: bool = True, gradient: Any = GR
     return of_q.to(q.dtype), of_weights.to(weights.dtype), of_k.to(k.dtype)
 
 
-def ask(backward: Callable[..., Any] = known, **given: Any) -> Question:
-    question = Question(Q, WEIGHTS, K, "look elsewhere")
-    question.returned = backward(*question.unknowns(), **given)  # type: ignore[attr-defined]
-    return question
+def ask(backward: Callable[..., Any] = known, **given: Any) -> BackwardTrace:
+    trace = BackwardTrace(Q, WEIGHTS, K, "look elsewhere")
+    trace.returned = backward(*trace.proxies(), **given)  # type: ignore[attr-defined]
+    return trace
 
 
 def answer(backward: Callable[..., Any] = known, **given: Any) -> Any:
-    question = ask(backward, **given)
-    return question.gradient(question.returned)  # type: ignore[attr-defined]
+    trace = ask(backward, **given)
+    return trace.gradient(trace.returned)  # type: ignore[attr-defined]
 
 
 def test_the_gradient_is_what_was_multiplied_as_a_view() -> None:
@@ -56,29 +56,29 @@ def test_a_relu_is_noticed(rectify: bool) -> None:
 
 
 def test_unknowns_answer_for_device_and_dtype_of_their_tensors() -> None:
-    unknowns = Question(Q, WEIGHTS, K, "").unknowns()
+    proxies = BackwardTrace(Q, WEIGHTS, K, "").proxies()
 
-    assert [each.dtype for each in unknowns] == [torch.float32, torch.float32, torch.bfloat16]
-    assert {each.device for each in unknowns} == {Q.device}
+    assert [each.dtype for each in proxies] == [torch.float32, torch.float32, torch.bfloat16]
+    assert {each.device for each in proxies} == {Q.device}
 
 
 def test_the_score_function_gets_the_true_tensors_and_others_pass() -> None:
-    question = Question(Q, WEIGHTS, K, "")
+    trace = BackwardTrace(Q, WEIGHTS, K, "")
 
-    assert true_tensors(*question.unknowns()) is question.tensors
+    assert true_tensors(*trace.proxies()) is trace.tensors
     assert true_tensors(Q, WEIGHTS, K) == (Q, WEIGHTS, K)
 
 
 @pytest.mark.parametrize("order", [(0, 2, 1), (2, 1, 0), (0, 0, 0), (1, 1, 2)])
 def test_the_score_function_refuses_another_order(order: tuple[int, int, int]) -> None:
-    unknowns = Question(Q, WEIGHTS, K, "look elsewhere").unknowns()
+    proxies = BackwardTrace(Q, WEIGHTS, K, "look elsewhere").proxies()
 
     with pytest.raises(RuntimeError, match="it swaps its inputs: look elsewhere"):
-        true_tensors(*(unknowns[place] for place in order))
+        true_tensors(*(proxies[place] for place in order))
 
 
 def test_the_score_function_refuses_a_mix() -> None:
-    first, *_ = Question(Q, WEIGHTS, K, "look elsewhere").unknowns()
+    first, *_ = BackwardTrace(Q, WEIGHTS, K, "look elsewhere").proxies()
 
     with pytest.raises(RuntimeError, match="it swaps its inputs"):
         true_tensors(first, WEIGHTS, K)
@@ -153,11 +153,11 @@ def test_tensors_are_free_once_the_question_is_gone() -> None:
     gc.disable()
     try:
         q = torch.ones(5, 2, 3, 4)
-        question = Question(q, WEIGHTS, K, "")
+        trace = BackwardTrace(q, WEIGHTS, K, "")
         gradient = torch.ones(5, 2, 1, 6)
-        question.gradient(known(*question.unknowns(), gradient=gradient))
+        trace.gradient(known(*trace.proxies(), gradient=gradient))
         held = [weakref.ref(each) for each in (q, gradient)]
-        del q, gradient, question
+        del q, gradient, trace
 
         assert [each() for each in held] == [None, None]
     finally:
@@ -165,7 +165,7 @@ def test_tensors_are_free_once_the_question_is_gone() -> None:
 
 
 def test_nobody_has_to_know_all_attributes() -> None:
-    unknown = Question(Q, WEIGHTS, K, "").unknowns()[0]
+    proxy = BackwardTrace(Q, WEIGHTS, K, "").proxies()[0]
 
-    assert isinstance(unknown, Unknown)
-    assert not hasattr(unknown, "shape")
+    assert isinstance(proxy, ProxyTensor)
+    assert not hasattr(proxy, "shape")

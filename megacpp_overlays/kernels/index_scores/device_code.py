@@ -1,4 +1,4 @@
-"""The device code of the index scores: see `index_scores_triton`, which launches it.
+"""The device code of the index scores: see `in_triton`, which launches it.
 
 `q`, `weights` and `k` are (queries, batch, heads, dim), (batch, heads, queries) and (keys, batch, dim), a gradient is
 (batch, queries, keys); `x_row`, `x_batch` and `x_head` are strides in elements. In the backward q and k are contiguous.

@@ -29,7 +29,7 @@ logits of ignored tokens may overflow, while their hidden states are finite. All
 entry, so a group may not mix GPU generations.
 
 `LCE_FWD_VOCAB_SPLIT_SIZE` and `LCE_BWD_VOCAB_SPLIT_SIZE` set the classes that one block of logits has, as they do
-upstream; without them `linear_cross_entropy_memory` says what a pass takes. Logits are float32, as upstream's are; those
+upstream; without them `memory` says what a pass takes. Logits are float32, as upstream's are; those
 that are kept between the passes have the dtype of the hidden states.
 """
 

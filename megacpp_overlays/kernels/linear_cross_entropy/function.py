@@ -3,10 +3,10 @@
 What arrives at a loss that is kept per token differs from token to token, so it has to be applied to the gradient of
 the logits, before the products that sum over tokens. The backward pass does that, on logits that it computes again, a
 block of classes at a time; or on those of the forward pass, where there is room to keep them. See
-`linear_cross_entropy_memory` for that choice, and `linear_cross_entropy_reference` for the definition of the loss.
+`memory` for that choice, and `reference` for the definition of the loss.
 
 CUDA devices compute with cuBLAS and Triton, all others in plain PyTorch. After one look at the masks in the first
-backward pass (see `linear_cross_entropy_memory`) there is no host synchronisation, so a step can be captured in a CUDA
+backward pass (see `memory`) there is no host synchronisation, so a step can be captured in a CUDA
 graph, and no atomic addition either, so a step that is repeated gives the same bits.
 """
 

@@ -55,7 +55,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """The definition of a token's loss; see `linear_cross_entropy_reference.token_losses`."""
+    """The definition of a token's loss; see `reference.token_losses`."""
 
     ignore_index: int = -100
     lse_square_scale: float = 0.0

@@ -1,4 +1,4 @@
-"""Products whose number of rows only the device knows, in Triton; see `bounded_products`.
+"""Products whose number of rows only the device knows, in Triton; see `products`.
 
 A program takes tile after tile of the result, as many as the rows make, and a tile is summed in one order by one
 program: the same rows give the same bits. Tiles travel through tensor descriptors, which are the bulk copies of
