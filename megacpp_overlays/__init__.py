@@ -74,7 +74,9 @@ def audit() -> Audit:
     Raises:
         ActivationError: MEGACPP_OVERLAYS=strict and an overlay ended in conflict.
     """
-    return current().audit()
+    audit = current().audit()
+    audit.raise_if_strict()
+    return audit
 
 
 def undo(overlay_id: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The words of the project as data: verdicts, findings, overlays, decisions.
+"""The words of the project as data: verdicts, findings, overlays and gates, decisions.
 
 Standard library only, no effects. Everything here is frozen: a decision that was taken is not edited,
 it is replaced by the next one. Making these classes is a third of what an import of this package costs, so plain
@@ -11,7 +11,9 @@ import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+
+from megacpp_overlays.errors import RegistryError
 
 if TYPE_CHECKING:
     from megacpp_overlays.source.trees import SourceTree
@@ -122,73 +124,122 @@ class Thread(NamedTuple):
         return f"{self.repository}#{self.number} ({self.state})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Overlay:
-    """The declaration of one runtime fix. No field has a default: none may be forgotten.
+_Kind = TypeVar("_Kind", bound="Erratum")
 
-    A defect that upstream keeps in several modules, at once or one after the other, is declared in *parts*: one
-    declaration for each target module, alike in id, pack, title, breaks, retire_when and threads. Each part is
-    decided on its own; the switch is one, and an audit leaves out parts that have nothing to do where another has.
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, init=False, repr=False)
+class Erratum:
+    """The declaration of one upstream defect, and of what to do about it: an `Overlay` repairs, a `Gate` warns.
+
+    No field has a default: none may be forgotten. When an erratum is over is no field: it is when its probe says FIXED.
+
+    Raises:
+        RegistryError: `retired` is given, a check of its own that an overlay had up to 0.1: delete it.
     """
+
+    remedy: ClassVar[Decision]
+    """What is done about a broken shape that it answers."""
 
     id: str
     """Lower-case words joined by hyphens; also the name in logs, variables and the ledger."""
     pack: int
     """Number of the upstream problem in the inventory."""
     title: str
-    """What the overlay does, in one short sentence."""
+    """What it does, in one short sentence."""
     target: Target
     probe: Callable[[SourceTree], Finding]
     """Pure, standard library only: source in, finding out."""
+    unsupported: Mapping[str, str]
+    """Broken shapes that are known but not repaired, each with a sentence: why, or for a gate what to do about it."""
+    breaks: str
+    """What goes wrong without it, for the log line."""
+    retire_when: str
+    """The sentence that says when it is deleted: what upstream has once the probe says FIXED."""
+    threads: tuple[Thread, ...]
+    last_validated: str
+    """Date, host and versions of the last validation."""
+
+    def __new__(cls: type[_Kind], **fields: object) -> _Kind:
+        """Refuse a field of 0.1 by name: the error about an unknown argument would not say what to do."""
+        if "retired" in fields:
+            raise RegistryError(
+                f"{fields.get('id')} declares `retired`, which has gone: an overlay is due when its probe says FIXED. "
+                "Delete the argument and the function that it names"
+            )
+        return object.__new__(cls)
+
+    @property
+    def variable(self) -> str:
+        """Name of the environment variable that switches it off."""
+        return variable_for(self.id)
+
+    @property
+    def off_by_default(self) -> bool:
+        """Whether it stays off until its variable says `on`."""
+        return False
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """Every function that the declaration brings: what runs is told by them and by the fields."""
+        return (self.probe,)
+
+    def answers(self, shape: str | None) -> bool:
+        """Return whether it can do what it is there for where the probe named this broken shape."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Overlay(Erratum):
+    """The declaration of one runtime fix: seams for each shape that is repaired, and the tests that they hold.
+
+    A defect that upstream keeps in several modules, at once or one after the other, is declared in *parts*: one
+    declaration for each target module, alike in id, pack, title, breaks, retire_when and threads. Each part is
+    decided on its own; the switch is one, and an audit leaves out parts that have nothing to do where another has.
+    """
+
+    remedy = Decision.ACTIVE
+
     replacements: Mapping[str, tuple[Replacement, ...]]
     """Seams by broken shape. A broken shape that is not listed ends in conflict."""
-    unsupported: Mapping[str, str]
-    """Broken shapes that are known but not repaired, each with the sentence that says why."""
     witness: Callable[[ModuleType], Observation] | None
     """Cheap check of the loaded target before installing; must agree with the finding."""
     self_test: Callable[[ModuleType], Observation]
     """The same question through the public entry after installing; must say not broken."""
     opt_in: bool
     """Whether it stays off until its variable says `on`, because it changes more than what is broken."""
-    breaks: str
-    """What goes wrong without the overlay, for the log line."""
-    retire_when: str
-    """The sentence that says when the overlay is deleted."""
-    retired: Callable[[SourceTree], bool]
-    """The same condition as a check over one environment's source."""
-    threads: tuple[Thread, ...]
-    last_validated: str
-    """Date, host and versions of the last validation."""
 
     @property
-    def variable(self) -> str:
-        """Name of the environment variable that switches this overlay off."""
-        return variable_for(self.id)
+    def off_by_default(self) -> bool:
+        """Whether it stays off until its variable says `on`."""
+        return self.opt_in
 
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """Every function that the declaration brings."""
+        makes = [each.make for replacements in self.replacements.values() for each in replacements]
+        return (self.probe, self.self_test, *([self.witness] if self.witness else []), *makes)
 
-def _nothing_to_test(_: ModuleType) -> Observation:
-    return Observation(broken=False, seen="nothing is installed")
+    def answers(self, shape: str | None) -> bool:
+        """Return whether there are seams for a broken shape."""
+        return shape in self.replacements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Gate(Overlay):
-    """The declaration of a combination that cannot work: an overlay without seams, decided when the lane is armed.
+class Gate(Erratum):
+    """The declaration of a combination that cannot work: nothing is installed, and a run is told when it arms.
 
     It is read from source before anything is imported, so that a run is told before its first compile. Its probe says
     BROKEN where the combination is installed, and `unsupported` names every such shape, each with what to do about it.
     """
 
+    remedy = Decision.GATED
+
     beside: tuple[str, ...]
     """Distributions of the combination, beside that of the target."""
-    replacements: Mapping[str, tuple[Replacement, ...]] = field(init=False, default_factory=dict)
-    witness: Callable[[ModuleType], Observation] | None = field(init=False, default=None)
-    self_test: Callable[[ModuleType], Observation] = field(init=False, default=_nothing_to_test)
-    opt_in: bool = field(init=False, default=False)
 
-
-def off_by_default(overlay: Overlay) -> str:
-    """Return the sentence about an overlay that nobody switched on."""
-    return f"off by default; {overlay.variable}=on switches it on"
+    def answers(self, shape: str | None) -> bool:
+        """Return whether there is advice for a broken shape."""
+        return shape in self.unsupported
 
 
 def variable_for(overlay_id: str) -> str:
@@ -200,7 +251,7 @@ def variable_for(overlay_id: str) -> str:
 class Record:
     """One decision of this process, with everything a reader needs to check it."""
 
-    overlay: Overlay
+    overlay: Erratum
     decision: Decision
     reason: str
     finding: Finding | None = None

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from megacpp_overlays.feature_probes import dsa_branchless_scatter as feature
-from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Target, Thread, Verdict
+from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Target, Thread
 from megacpp_overlays.runtime import graph_capture
 from megacpp_overlays.source.trees import SourceTree
 
@@ -92,9 +92,6 @@ def _self_test(symbol: str) -> Callable[[ModuleType], Observation]:
 
 
 def _part(target: Target, probe: Callable[[SourceTree], Finding]) -> Overlay:
-    def retired(tree: SourceTree) -> bool:
-        return probe(tree).verdict is Verdict.FIXED
-
     return Overlay(
         id="dsa-branchless-scatter",
         pack=1,
@@ -108,7 +105,6 @@ def _part(target: Target, probe: Callable[[SourceTree], Finding]) -> Overlay:
         opt_in=False,
         breaks="capturing DSA's unfused attention or its indexer loss into a CUDA graph raises",
         retire_when="every supported Megatron scatters without reading back, as main does since d1cab16a01",
-        retired=retired,
         threads=(
             Thread(repository="NVIDIA/Megatron-LM", number=3674, state="closed 2026-06-17, superseded by 5243 to 5247"),
             Thread(repository="NVIDIA/Megatron-LM", number=5246, state="merged 2026-06-25, with the branch"),

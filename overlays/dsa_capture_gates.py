@@ -25,7 +25,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from megacpp_overlays.feature_probes import dsa_capture_gates as feature
-from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Target, Thread, Verdict
+from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Target, Thread
 from megacpp_overlays.runtime import dynamo, graph_capture
 from megacpp_overlays.source.trees import SourceTree
 
@@ -280,9 +280,6 @@ def _part(
     witness: Callable[[ModuleType], Observation],
     self_test: Callable[[ModuleType], Observation],
 ) -> Overlay:
-    def retired(tree: SourceTree) -> bool:
-        return probe(tree).verdict is Verdict.FIXED
-
     return Overlay(
         id="dsa-capture-gates",
         pack=1,
@@ -296,7 +293,6 @@ def _part(
         opt_in=False,
         breaks="capturing a DSA layer into a CUDA graph raises at a validation that waits for the device",
         retire_when="no supported Megatron reads from the host to validate masks, positions or lengths of DSA",
-        retired=retired,
         threads=(
             Thread(repository="NVIDIA/Megatron-LM", number=3674, state="closed 2026-06-17, superseded by 5243 to 5247"),
             Thread(repository="NVIDIA/Megatron-LM", number=5099, state="merged 2026-07-08; lengths still read"),

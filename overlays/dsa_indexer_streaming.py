@@ -22,8 +22,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from megacpp_overlays.feature_probes import dsa_indexer_streaming as feature
-from megacpp_overlays.model import Observation, Overlay, Replacement, Thread, Verdict, variable_for
-from megacpp_overlays.source.trees import SourceTree
+from megacpp_overlays.model import Observation, Overlay, Replacement, Thread, variable_for
 
 _ID = "dsa-indexer-streaming"
 _ADVICE = f"{feature.BACKWARD} is not what {_ID} knows; {variable_for(_ID)}=off leaves it to upstream"
@@ -202,10 +201,6 @@ def _said(large: list[str]) -> str:
     )
 
 
-def _retired(tree: SourceTree) -> bool:
-    return feature.probe(tree).verdict is Verdict.FIXED
-
-
 _BACKWARD = Replacement(symbol=feature.BACKWARD, make=_make_backward)
 
 OVERLAY = Overlay(
@@ -228,7 +223,6 @@ OVERLAY = Overlay(
     opt_in=False,
     breaks="the DSA indexer needs several float32 tensors of (queries, batch, heads, keys), in the backward most of all",
     retire_when="no supported Megatron builds that tensor, neither for the scores nor for their gradients",
-    retired=_retired,
     threads=(
         Thread(repository="NVIDIA/Megatron-LM", number=4039, state="open when last seen, a fused loss for TP 1"),
         Thread(repository="NVIDIA/Megatron-LM", number=2869, state="open when last seen"),

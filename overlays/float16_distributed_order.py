@@ -20,8 +20,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from megacpp_overlays.feature_probes.float16_distributed_order import STALE_ORDER, TARGET, probe
-from megacpp_overlays.model import Observation, Overlay, Replacement, Thread, Verdict
-from megacpp_overlays.source.trees import SourceTree
+from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
 
 
 def _record_again(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
@@ -78,10 +77,6 @@ def observe(module: ModuleType) -> Observation:
     return Observation(broken=not restored, seen="the state of an fp32 parameter is restored")
 
 
-def _retired(tree: SourceTree) -> bool:
-    return probe(tree).verdict is Verdict.FIXED
-
-
 OVERLAY = Overlay(
     id="float16-distributed-order",
     pack=16,
@@ -102,7 +97,6 @@ OVERLAY = Overlay(
     opt_in=False,
     breaks="the distributed optimizer fails to save or load, or mixes up, the state of fp32 parameters",
     retire_when="DistributedOptimizer records positions after it builds its groups and restores state without autograd",
-    retired=_retired,
     threads=(
         Thread(repository="NVIDIA/Megatron-LM", number=2777, state="open when last seen"),
         Thread(repository="NVIDIA/Megatron-LM", number=2872, state="open when last seen"),

@@ -28,8 +28,7 @@ from typing import Any
 
 from megacpp_overlays import fp32_marks
 from megacpp_overlays.feature_probes.float16_fp32_exemption import BLANKET_CAST, MARKS_HONOURED, TARGET, probe
-from megacpp_overlays.model import Observation, Overlay, Replacement, Thread, Verdict
-from megacpp_overlays.source.trees import SourceTree
+from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
 
 Registration = tuple[Any, str, Any]
 """A module, the name under which it registers a parameter, and that parameter."""
@@ -170,10 +169,6 @@ def _untouched(before: Any, after: Any) -> bool:
     return after is before and after.dtype is torch.float32 and after.item() == 1 + 2**-23
 
 
-def _retired(tree: SourceTree) -> bool:
-    return probe(tree).verdict is Verdict.FIXED
-
-
 OVERLAY = Overlay(
     id="float16-fp32-exemption",
     pack=16,
@@ -190,7 +185,6 @@ OVERLAY = Overlay(
     opt_in=False,
     breaks="Mamba-3's fp32 parameters are rounded to half precision when the model is wrapped; its kernels want fp32",
     retire_when="Float16Module honours keep_in_fp32 marks and mamba-ssm's Mamba3 sets them on its fp32 parameters",
-    retired=_retired,
     threads=(
         Thread(repository="NVIDIA/Megatron-LM", number=5929, state="merged to main 2026-08-10, unreleased"),
         Thread(repository="NVIDIA/Megatron-LM", number=5308, state="merged to dev 2026-07-09"),

@@ -31,7 +31,7 @@ from typing import Any
 
 from megacpp_overlays.feature_probes import float16_mixer_parameters as feature
 from megacpp_overlays.fp32_marks import MARK, keep_in_fp32
-from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Thread, Verdict
+from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Thread
 from megacpp_overlays.source.trees import SourceTree
 
 
@@ -134,9 +134,6 @@ class _Instead:
 
 
 def _part(mixer: feature.Mixer, probe: Callable[[SourceTree], Finding]) -> Overlay:
-    def retired(tree: SourceTree) -> bool:
-        return probe(tree).verdict is Verdict.FIXED
-
     return Overlay(
         id="float16-mixer-parameters",
         pack=21,
@@ -152,7 +149,6 @@ def _part(mixer: feature.Mixer, probe: Callable[[SourceTree], Finding]) -> Overl
         opt_in=True,
         breaks="A_log and D of a Mamba mixer, created in fp32 to keep them so, are rounded when the model is wrapped",
         retire_when="every Mamba mixer of Megatron that creates parameters in fp32 marks them with keep_in_fp32",
-        retired=retired,
         threads=(
             Thread(
                 repository="NVIDIA/Megatron-LM", number=5929, state="merged to main 2026-08-10: marks, none set here"

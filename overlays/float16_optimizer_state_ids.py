@@ -24,8 +24,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from megacpp_overlays.feature_probes.float16_optimizer_state_ids import FLOAT16_IDS, TARGET, probe
-from megacpp_overlays.model import Observation, Overlay, Replacement, Thread, Verdict
-from megacpp_overlays.source.trees import SourceTree
+from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
 
 _COPIES = "fp32_from_fp16_params"
 
@@ -101,10 +100,6 @@ def observe(module: ModuleType) -> Observation:
     return Observation(broken=not right, seen=f"the state of `first` and `native` is saved as {named}")
 
 
-def _retired(tree: SourceTree) -> bool:
-    return probe(tree).verdict is Verdict.FIXED
-
-
 OVERLAY = Overlay(
     id="float16-optimizer-state-ids",
     pack=16,
@@ -122,7 +117,6 @@ OVERLAY = Overlay(
     opt_in=False,
     breaks="a checkpoint of a model with fp32 and half-precision parameters fails or mixes up their optimizer state",
     retire_when="sharded_state_dict gives ids in the order of the inner optimizer's parameter groups",
-    retired=_retired,
     threads=(Thread(repository="NVIDIA/Megatron-LM", number=5929, state="merged to main 2026-08-10, unreleased"),),
     last_validated="2026-11-21, H200, torch 2.11.0+cu130, megatron-core 0.19.2: training and a checkpoint round trip; "
     "2026-11-20, x86-64 without GPU, torch 2.11.0: megatron-core 0.14.0, 0.16.1, 0.17.1, 0.19.2, main d98e8a64dd and "

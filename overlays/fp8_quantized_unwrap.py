@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from megacpp_overlays.feature_probes import fp8_quantized_unwrap as feature
-from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Target, Thread, Verdict
+from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Target, Thread
 from megacpp_overlays.source.trees import SourceTree
 
 ID = "fp8-quantized-unwrap"
@@ -179,9 +179,6 @@ def _part(target: Target, probe: Callable[[SourceTree], Finding], shapes: tuple[
     def ask(module: ModuleType) -> Observation:
         return observe(module, target.symbol)
 
-    def retired(tree: SourceTree) -> bool:
-        return probe(tree).verdict is Verdict.FIXED
-
     return Overlay(
         id=ID,
         pack=3,
@@ -198,7 +195,6 @@ def _part(target: Target, probe: Callable[[SourceTree], Finding], shapes: tuple[
             "dequantized without a word (0.19)"
         ),
         retire_when="the dispatcher asks for QuantizedTensor itself, or the TileLang backend is gone",
-        retired=retired,
         threads=(
             Thread(repository="NVIDIA/Megatron-LM", number=5049, state="merged 2026-07-24, brought the silent form"),
             Thread(repository="NVIDIA/Megatron-LM", number=6279, state="open, the same form for dev"),

@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import Any
 
 from megacpp_overlays.feature_probes import gdn_capture_gates as feature
-from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Target, Thread, Verdict
+from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Target, Thread
 from megacpp_overlays.runtime import dynamo, graph_capture
 from megacpp_overlays.source.trees import SourceTree
 
@@ -156,9 +156,6 @@ def _refuses(resolve: Callable[..., Any], lengths: Any, total: int) -> bool:
 
 
 def _part(target: Target, probe: Callable[[SourceTree], Finding]) -> Overlay:
-    def retired(tree: SourceTree) -> bool:
-        return probe(tree).verdict is Verdict.FIXED
-
     return Overlay(
         id="gdn-capture-gates",
         pack=1,
@@ -172,7 +169,6 @@ def _part(target: Target, probe: Callable[[SourceTree], Finding]) -> Overlay:
         opt_in=False,
         breaks="capturing a gated delta net with packed sequences into a CUDA graph raises",
         retire_when="no supported Megatron reads packed lengths of the gated delta net from the host",
-        retired=retired,
         threads=(
             Thread(repository="NVIDIA/Megatron-LM", number=2645, state="merged 2026-05-14, with the checks"),
             Thread(repository="NVIDIA/Megatron-LM", number=6796, state="open 2026-08-24, for dev"),

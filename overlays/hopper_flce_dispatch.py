@@ -25,9 +25,8 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from megacpp_overlays.feature_probes import hopper_flce_dispatch as feature
-from megacpp_overlays.model import Observation, Overlay, Replacement, Thread, Verdict
+from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
 from megacpp_overlays.runtime import seam_marks
-from megacpp_overlays.source.trees import SourceTree
 
 logger = logging.getLogger("megacpp_overlays")
 
@@ -145,10 +144,6 @@ def _self_test(module: ModuleType) -> Observation:
     return Observation(broken=False, seen=f"compute capability 8, 9 and 12 lead to {platform.forward_func.__module__}")
 
 
-def _retired(tree: SourceTree) -> bool:
-    return feature.probe(tree).verdict is Verdict.FIXED
-
-
 def _seams(refused: frozenset[int]) -> tuple[Replacement, ...]:
     return (Replacement(symbol=feature.GETTER, make=_getter_that_answers(refused)),)
 
@@ -174,7 +169,6 @@ OVERLAY = Overlay(
     opt_in=False,
     breaks='cross_entropy_fusion_impl="linear" ends in "Unsupported architecture" at the first step on these GPUs',
     retire_when="Platform of every supported Megatron has branches for compute capability 8, 9 and 12",
-    retired=_retired,
     threads=(
         Thread(repository="NVIDIA/Megatron-LM", number=2256, state="merged to dev 2025-12-05, unreleased"),
         Thread(repository="NVIDIA/Megatron-LM", number=2206, state="open, the same for main"),

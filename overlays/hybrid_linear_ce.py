@@ -27,8 +27,7 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from megacpp_overlays.feature_probes import hybrid_linear_ce as feature
-from megacpp_overlays.model import Observation, Overlay, Replacement, Thread, Verdict
-from megacpp_overlays.source.trees import SourceTree
+from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
 
 _FUSED = "fuse_linear_cross_entropy"
 """Attribute of a model whose output layer computes the loss; GPTModel has it, too."""
@@ -234,10 +233,6 @@ def _answers_by_label(layer_class: Any) -> bool:
     return bool(torch.equal(loss, labels + 0.5))
 
 
-def _retired(tree: SourceTree) -> bool:
-    return feature.probe(tree).verdict is Verdict.FIXED
-
-
 OVERLAY = Overlay(
     id="hybrid-linear-ce",
     pack=11,
@@ -259,7 +254,6 @@ OVERLAY = Overlay(
         "MTP in a TypeError"
     ),
     retire_when="HybridModel of every supported Megatron makes a LinearCrossEntropyModule and asks it for the loss",
-    retired=_retired,
     threads=(
         Thread(repository="NVIDIA/Megatron-LM", number=3226, state="merged to dev 2026-02-04, wired both models"),
         Thread(repository="NVIDIA/Megatron-LM", number=3207, state="merged to main 2026-02-04, MTP for hybrid models"),

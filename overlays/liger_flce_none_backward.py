@@ -29,9 +29,8 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megacpp_overlays.feature_probes import liger_flce_none_backward as feature
-from megacpp_overlays.model import Observation, Overlay, Replacement, Target, Thread, Verdict
+from megacpp_overlays.model import Observation, Overlay, Replacement, Target, Thread
 from megacpp_overlays.runtime import dynamo
-from megacpp_overlays.source.trees import SourceTree
 
 if TYPE_CHECKING:
     import torch
@@ -313,10 +312,6 @@ def _outputs(module: ModuleType) -> int:
     return len(inspect.signature(getattr(module, feature.FUNCTION).backward).parameters) - 1
 
 
-def _retired(tree: SourceTree) -> bool:
-    return feature.probe(tree).verdict is Verdict.FIXED
-
-
 def _seams(gradient_required: Callable[[Mapping[str, Any]], bool]) -> tuple[Replacement, ...]:
     return (
         Replacement(symbol=f"{feature.FUNCTION}.forward", make=_forward(gradient_required)),
@@ -353,7 +348,6 @@ OVERLAY = Overlay(
         "token's upstream gradient"
     ),
     retire_when="every supported liger-kernel is 0.8.2 or newer",
-    retired=_retired,
     threads=(
         Thread(repository="linkedin/Liger-Kernel", number=1298, state="merged 2026-07-30, in 0.8.2"),
         Thread(repository="linkedin/Liger-Kernel", number=1126, state="open draft"),

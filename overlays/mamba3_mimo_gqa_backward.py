@@ -24,7 +24,7 @@ from types import FunctionType, MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 from megacpp_overlays.feature_probes import mamba3_mimo_gqa_backward as feature
-from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Target, Thread, Verdict
+from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Target, Thread
 from megacpp_overlays.source.trees import SourceTree
 
 _rehearsed: ContextVar[Mapping[str, Any]] = ContextVar("mamba3_mimo_rehearsed", default=MappingProxyType({}))
@@ -199,9 +199,6 @@ def _wrong(result: Any, rehearsal: _Rehearsal, groups: int) -> str | None:
 
 
 def _part(target: Target, probe: Callable[[SourceTree], Finding]) -> Overlay:
-    def retired(tree: SourceTree) -> bool:
-        return probe(tree).verdict is Verdict.FIXED
-
     return Overlay(
         id="mamba3-mimo-gqa-backward",
         pack=5,
@@ -215,7 +212,6 @@ def _part(target: Target, probe: Callable[[SourceTree], Finding]) -> Overlay:
         opt_in=False,
         breaks="the first backward pass of a Mamba-3 MIMO layer with 1 < ngroups < nheads raises",
         retire_when="every supported mamba-ssm sums gradients into any number of groups that divides the heads",
-        retired=retired,
         threads=(Thread(repository="state-spaces/mamba", number=967, state="merged to main 2026-06-08, unreleased"),),
         last_validated="2026-11-21, H200, torch 2.11.0+cu130, triton 3.6.0, tilelang 0.1.8: mamba-ssm 2.3.2.post1, both variants; "
         "main e9594ce read",

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from megacpp_overlays.feature_probes import mamba3_mimo_reduce_layout as feature
-from megacpp_overlays.model import Gate, Thread, Verdict
-from megacpp_overlays.source.trees import SourceTree
-
-
-def _retired(tree: SourceTree) -> bool:
-    return feature.probe(tree).verdict is Verdict.FIXED
-
+from megacpp_overlays.model import Gate, Thread
 
 OVERLAY = Gate(
     id="mamba3-mimo-reduce-layout",
@@ -23,7 +17,6 @@ OVERLAY = Gate(
     },
     breaks="the first backward pass of Mamba-3 MIMO stops while it compiles: ReduceOp cannot lower a layout",
     retire_when="TileLang lowers that sum again, or mamba-ssm writes it in another way",
-    retired=_retired,
     threads=(
         Thread(
             repository="tile-ai/tilelang",

@@ -15,7 +15,8 @@ _CONCERNED = frozenset({10, 12})
 """Major compute capabilities of the devices with the defect."""
 
 
-def _probe(tree: SourceTree) -> Finding:
+def probe(tree: SourceTree) -> Finding:
+    """Return what upstream has, and ABSENT where every GPU of this host is another."""
     found = feature.probe(tree)
     if found.verdict is not Verdict.BROKEN:
         return found
@@ -27,17 +28,13 @@ def _probe(tree: SourceTree) -> Finding:
     return Finding(verdict=Verdict.ABSENT, shape=None, evidence=(*found.evidence, seen))
 
 
-def _retired(tree: SourceTree) -> bool:
-    return feature.probe(tree).verdict is Verdict.FIXED
-
-
 OVERLAY = Gate(
     id="mamba3-siso-pipelining",
     pack=19,
     title="the tuner of the Mamba-3 SISO forward kernel may choose what is wrong on Blackwell",
     target=feature.TARGET,
     beside=("triton",),
-    probe=_probe,
+    probe=probe,
     unsupported={
         feature.ANY_STAGES: "on compute capability 10 and 12, build mamba-ssm from main (#997, in no release), or leave one stage in "
         "the configurations of mamba3_siso_fwd_kernel before its first call: kernel.configs = [c for c in kernel.configs if "
@@ -45,7 +42,6 @@ OVERLAY = Gate(
     },
     breaks="the SISO forward pass may be wrong on Blackwell without an error",
     retire_when="every supported mamba-ssm has #997, or Triton compiles the kernel right",
-    retired=_retired,
     threads=(
         Thread(repository="state-spaces/mamba", number=997, state="merged 2026-07-23, in no release on 2026-11-21"),
     ),

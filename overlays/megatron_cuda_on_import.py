@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from megacpp_overlays.feature_probes import megatron_cuda_on_import as feature
-from megacpp_overlays.model import Gate, Thread, Verdict
-from megacpp_overlays.source.trees import SourceTree
-
-
-def _retired(tree: SourceTree) -> bool:
-    return feature.probe(tree).verdict is Verdict.FIXED
-
+from megacpp_overlays.model import Gate, Thread
 
 OVERLAY = Gate(
     id="megatron-cuda-on-import",
@@ -24,7 +18,6 @@ OVERLAY = Gate(
     },
     breaks="every rank initialises CUDA on import, asks device 0, and forked workers cannot use CUDA",
     retire_when="no supported Megatron asks for a device while it is imported",
-    retired=_retired,
     threads=(
         Thread(repository="NVIDIA/Megatron-LM", number=6538, state="merged 2026-08-17, brought it"),
         Thread(

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from megacpp_overlays.feature_probes import tilelang_bulk_copy_rank as feature
-from megacpp_overlays.model import Gate, Thread, Verdict
-from megacpp_overlays.source.trees import SourceTree
-
-
-def _retired(tree: SourceTree) -> bool:
-    return feature.probe(tree).verdict is Verdict.FIXED
-
+from megacpp_overlays.model import Gate, Thread
 
 OVERLAY = Gate(
     id="tilelang-bulk-copy-rank",
@@ -23,7 +17,6 @@ OVERLAY = Gate(
     },
     breaks="the Mamba-3 MIMO backward does not compile: Check failed: InputDim() == 2",
     retire_when="every supported TileLang is 0.1.9 or newer",
-    retired=_retired,
     threads=(Thread(repository="tile-ai/tilelang", number=2023, state="merged 2026-04-11, in 0.1.9, the repair"),),
     last_validated="2026-11-21, x86-64 without GPU: kernels of mamba-ssm 2.3.2.post1 lowered for sm_90a with tilelang 0.1.8 to 0.1.15",
 )

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from megacpp_overlays.feature_probes import tilelang_grouped_reduce as feature
-from megacpp_overlays.model import Gate, Thread, Verdict
-from megacpp_overlays.source.trees import SourceTree
-
-
-def _retired(tree: SourceTree) -> bool:
-    return feature.probe(tree).verdict is Verdict.FIXED
-
+from megacpp_overlays.model import Gate, Thread
 
 OVERLAY = Gate(
     id="tilelang-grouped-reduce",
@@ -24,7 +18,6 @@ OVERLAY = Gate(
     },
     breaks="T.reduce_sum over groups whose number is no power of two gives a multiple of the sum, without an error",
     retire_when="every supported TileLang is 0.1.13 or newer, or 0.1.8",
-    retired=_retired,
     threads=(Thread(repository="tile-ai/tilelang", number=2424, state="merged 2026-07-13, in 0.1.13, the repair"),),
     last_validated="2026-11-21, x86-64 without GPU: generated source of 0.1.8 to 0.1.15, 170 shapes with four of them",
 )

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from megacpp_overlays.feature_probes import tilelang_zero_extent_iterator as feature
-from megacpp_overlays.model import Gate, Thread, Verdict
-from megacpp_overlays.source.trees import SourceTree
-
-
-def _retired(tree: SourceTree) -> bool:
-    return feature.probe(tree).verdict is Verdict.FIXED
-
+from megacpp_overlays.model import Gate, Thread
 
 OVERLAY = Gate(
     id="tilelang-zero-extent-iterator",
@@ -27,7 +21,6 @@ OVERLAY = Gate(
     breaks="kernels that spread a fragment over a number of columns that is no power of two do not compile: Divide by "
     "zero in layout inference",
     retire_when="every supported TileLang is 0.1.12 or newer",
-    retired=_retired,
     threads=(
         Thread(repository="tile-ai/tilelang", number=2394, state="closed when last seen, reported 2026-06-14"),
         Thread(repository="tile-ai/tilelang", number=2469, state="merged 2026-07-03, in 0.1.12, the repair"),

@@ -44,7 +44,7 @@ QUIET = {"MEGACPP_OVERLAYS_LOG": "logging", "OMP_NUM_THREADS": "1", "TORCH_CPP_L
 def told_here() -> statement.Statement:
     """Return the statement of this process."""
     session = current()
-    return statement.of(session.snapshot(), session.settings, InstalledTree())
+    return statement.of(session.audit(), session.settings, InstalledTree())
 
 
 def with_one_off(told: statement.Statement) -> statement.Statement:

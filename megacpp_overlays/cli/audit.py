@@ -33,13 +33,13 @@ def pre_flight(current: session.Session) -> Audit:
     A target that cannot be imported here cannot be vouched for, so it counts as a conflict.
     """
     failures: dict[str, str] = {}
-    for record in current.snapshot().records:
+    for record in current.audit().records:
         if record.decision is Decision.ARMED and record.overlay.target.module not in failures:
             try:
                 importlib.import_module(record.overlay.target.module)
             except Exception as error:  # noqa: BLE001 - upstream code may fail in any way; the report says how
                 failures[record.overlay.target.module] = f"{type(error).__name__}: {error}"
-    audit = current.snapshot()
+    audit = current.audit()
     return replace(audit, records=tuple(_with_failure(record, failures) for record in audit.records))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megacpp_overlays.cli.commands import Subparsers
 from megacpp_overlays.loader import session
-from megacpp_overlays.model import Overlay
+from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro import inventory, manifest, receipts
 
 
@@ -44,5 +44,5 @@ def run(arguments: argparse.Namespace) -> bool:
     return not wrong
 
 
-def _overlays() -> tuple[Overlay, ...]:
+def _overlays() -> tuple[Erratum, ...]:
     return session.current().overlays

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megacpp_overlays.cli.commands import Subparsers
 from megacpp_overlays.loader import session
-from megacpp_overlays.model import Overlay
+from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro import ending, inventory
 from megacpp_overlays.upkeep import environments, evidence, locks
 from megacpp_overlays.upkeep.triage import triage, triage_report
@@ -78,5 +78,5 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     return triage_report.is_clean(triaged)
 
 
-def _chosen(overlays: Sequence[Overlay], names: Sequence[str] | None) -> tuple[Overlay, ...]:
+def _chosen(overlays: Sequence[Erratum], names: Sequence[str] | None) -> tuple[Erratum, ...]:
     return tuple(overlay for overlay in overlays if not names or overlay.id in names)

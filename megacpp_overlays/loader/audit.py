@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megacpp_overlays.errors import ActivationError
-from megacpp_overlays.loader.log import CAN_BE_DELETED, CAN_BE_SWITCHED_OFF, as_dict, consequence
-from megacpp_overlays.model import Decision, Gate, Record
+from megacpp_overlays.loader.settings import Mode
+from megacpp_overlays.model import Decision, Overlay, Record
 
 SCHEMA = 1
 """Version of the JSON form. It changes when a key changes its meaning."""
 
-_COLUMNS = ("overlay", "pack", "decision", "verdict", "shape", "target")
-_WIDTH = 110
 _SAID_ONCE = frozenset({Decision.ABSENT, Decision.ARMED, Decision.DISABLED})
 """Decisions that are the same for every part of an overlay, whatever module it is about."""
 
@@ -35,6 +33,11 @@ class Audit:
     def decisions(self) -> tuple[Record, ...]:
         """The records that say what became of each overlay; what is printed."""
         return what_counts(self.records)
+
+    @property
+    def of_overlays(self) -> tuple[Record, ...]:
+        """The records of what may run in this process: gates run nothing, and may depend on the GPUs of the host."""
+        return tuple(record for record in self.records if isinstance(record.overlay, Overlay))
 
     @property
     def conflicts(self) -> tuple[Record, ...]:
@@ -58,13 +61,14 @@ class Audit:
                 record.source_sha256,
                 without_place(record.version) or "",
             )
-            for record in self.records
-            if not isinstance(record.overlay, Gate)
+            for record in self.of_overlays
         ]
         return hashlib.sha256(json.dumps([self.version, self.mode, rows]).encode()).hexdigest()[:16]
 
     def as_dict(self) -> dict[str, object]:
         """Return plain data with stable keys, fit for a checkpoint or an experiment tracker."""
+        from megacpp_overlays.loader.rendering import as_dict
+
         return {
             "schema": SCHEMA,
             "package": "megacpp_overlays",
@@ -82,15 +86,19 @@ class Audit:
 
     def __str__(self) -> str:
         """Return the table for a terminal."""
-        decisions = self.decisions
-        from megacpp_overlays.loader.rendering import aligned
+        from megacpp_overlays.loader.rendering import table
 
-        head, rule, *rows = aligned(_COLUMNS, [_row(record) for record in decisions])
-        lines = [f"megacpp_overlays {self.version}   mode {self.mode}   fingerprint {self.fingerprint}", ""]
-        lines += [head, rule]
-        for row, record in zip(rows, decisions, strict=True):
-            lines += [row, *_notes(record)]
-        return "\n".join(lines)
+        head = f"megacpp_overlays {self.version}   mode {self.mode}   fingerprint {self.fingerprint}"
+        return "\n".join([head, "", *table(self.decisions)])
+
+    def raise_if_strict(self) -> None:
+        """Raise for every conflict where the mode is `strict`.
+
+        Raises:
+            ActivationError: the mode is `strict`, and an overlay ended in conflict.
+        """
+        if self.mode == Mode.STRICT.value:
+            raise_for(self.conflicts)
 
 
 def what_counts(records: Sequence[Record]) -> tuple[Record, ...]:
@@ -124,30 +132,6 @@ def _waiting_for_all(record: Record, records: Sequence[Record]) -> Record:
 
 def _weight(record: Record) -> int:
     return {Decision.ABSENT: 0, Decision.RETIRED: 1}.get(record.decision, 2)
-
-
-def _row(record: Record) -> tuple[str, ...]:
-    overlay = record.overlay
-    target = f"{overlay.target.distribution} {record.version or ''}".strip()
-    pack = f"{overlay.pack:02}"
-    return overlay.id, pack, record.decision.value, record.verdict, record.shape, target
-
-
-def _notes(record: Record) -> list[str]:
-    import textwrap
-
-    notes = [record.reason, consequence(record)]
-    if record.seams:
-        notes.append(f"replaced: {', '.join((*record.seams, *record.rebound))}")
-    if record.decision in CAN_BE_SWITCHED_OFF:
-        notes.append(f"off: {record.overlay.variable}=off")
-    if record.decision in CAN_BE_DELETED:
-        notes.append(f"delete when: {record.overlay.retire_when}")
-    return [
-        line
-        for note in notes
-        for line in textwrap.wrap(note, _WIDTH, initial_indent="    ", subsequent_indent="      ")
-    ]
 
 
 def raise_for(conflicts: Sequence[Record]) -> None:

@@ -1,41 +1,98 @@
-"""Policy: one pure function from switch and verdict to decision."""
+"""The decision rule, as tables: select a policy from the settings, then apply it to what a probe found.
+
+Pure. Precedence of mode, switch and opt-in is written in `select` and nowhere else.
+"""
 
 from __future__ import annotations
 
-from megacpp_overlays.loader.settings import Mode, Switch
-from megacpp_overlays.model import Decision, Verdict
+import enum
+
+from megacpp_overlays.loader.settings import MODE, Mode, Settings, Switch
+from megacpp_overlays.model import Decision, Erratum, Finding, Record, Verdict
 
 
-def decide(
-    *, mode: Mode, switch: Switch, verdict: Verdict, installable: bool, gate: bool = False, opt_in: bool = False
-) -> Decision:
-    """Return what to do about a finding.
+class Policy(enum.Enum):
+    """What the settings say about one erratum, before anything is known of upstream."""
 
-    Args:
-        mode: the global setting.
-        switch: the setting of this one overlay; `off` beats every mode.
-        verdict: what the probe says.
-        installable: whether the overlay has seams, a gate advice, for the shape that the probe named.
-        gate: whether there is nothing to install, only something to say.
-        opt_in: whether the overlay waits to be switched on.
+    ALL_OFF = enum.auto()
+    SWITCHED_OFF = enum.auto()
+    OFF_BY_DEFAULT = enum.auto()
+    OBSERVE = enum.auto()
+    APPLY = enum.auto()
 
-    Returns:
-        `ACTIVE` is an order to install; it becomes true only after reach and self-test.
-    """
-    if switch is Switch.OFF or mode is Mode.OFF:
+
+_OFF = {
+    Policy.ALL_OFF: f"{MODE}=off",
+    Policy.SWITCHED_OFF: "{variable}=off",
+    Policy.OFF_BY_DEFAULT: "off by default; {variable}=on switches it on",
+}
+"""The policies under which nothing is done, each with the words that say why."""
+
+_NOT_BROKEN = {
+    Verdict.FIXED: Decision.RETIRED,
+    Verdict.ABSENT: Decision.ABSENT,
+    Verdict.UNRECOGNISED: Decision.CONFLICT,
+}
+
+
+def select(erratum: Erratum, settings: Settings) -> Policy:
+    """Return the policy for an erratum: off beats everything, and the switch of all beats its own."""
+    switch = settings.switch(erratum.id)
+    if settings.mode is Mode.OFF:
+        return Policy.ALL_OFF
+    if switch is Switch.OFF:
+        return Policy.SWITCHED_OFF
+    if erratum.off_by_default and switch is not Switch.ON:
+        return Policy.OFF_BY_DEFAULT
+    return Policy.OBSERVE if settings.mode is Mode.OBSERVE else Policy.APPLY
+
+
+def apply(policy: Policy, erratum: Erratum, finding: Finding) -> Decision:
+    """Return what to do about a finding. `ACTIVE` is an order to install: it becomes true only after the self-test."""
+    if policy in _OFF:
         return Decision.DISABLED
-    if opt_in and switch is not Switch.ON:
+    if finding.verdict is not Verdict.BROKEN:
+        return _NOT_BROKEN[finding.verdict]
+    if not erratum.answers(finding.shape):
+        return Decision.CONFLICT
+    if policy is Policy.OBSERVE and erratum.remedy is Decision.ACTIVE:
         return Decision.DISABLED
-    match verdict:
-        case Verdict.FIXED:
-            return Decision.RETIRED
-        case Verdict.ABSENT:
-            return Decision.ABSENT
-        case Verdict.UNRECOGNISED:
-            return Decision.CONFLICT
-        case Verdict.BROKEN if not installable:
-            return Decision.CONFLICT
-        case Verdict.BROKEN if gate:
-            return Decision.GATED
-        case Verdict.BROKEN:
-            return Decision.DISABLED if mode is Mode.OBSERVE else Decision.ACTIVE
+    return erratum.remedy
+
+
+def before_import(erratum: Erratum, settings: Settings) -> Record:
+    """Return the record of an erratum that no probe was asked about yet."""
+    policy = select(erratum, settings)
+    if policy in _OFF:
+        return Record(overlay=erratum, decision=Decision.DISABLED, reason=_off(policy, erratum))
+    reason = f"waits for the import of {erratum.target.module}"
+    return Record(overlay=erratum, decision=Decision.ARMED, reason=reason)
+
+
+def decide(erratum: Erratum, settings: Settings, finding: Finding) -> Record:
+    """Return the record of an erratum whose probe was asked."""
+    policy = select(erratum, settings)
+    decision = apply(policy, erratum, finding)
+    return Record(
+        overlay=erratum, decision=decision, reason=_reason(policy, erratum, finding, decision), finding=finding
+    )
+
+
+def _reason(policy: Policy, erratum: Erratum, finding: Finding, decision: Decision) -> str:
+    seen, advice = finding.summary(), erratum.unsupported.get(finding.shape or "")
+    if policy in _OFF:
+        return f"{_off(policy, erratum)}; upstream here is {finding.verdict.value}: {seen}"
+    if decision is Decision.DISABLED:
+        return f"observe only; would install for shape {finding.shape}: {seen}"
+    if decision is Decision.GATED:
+        return f"{erratum.breaks}. What to do: {advice}. Seen: {seen}"
+    if decision is Decision.CONFLICT and erratum.remedy is Decision.ACTIVE:
+        if advice is not None:
+            return f"{advice}: {seen}"
+        if finding.verdict is Verdict.BROKEN:
+            return f"no seam for shape {finding.shape}: {seen}"
+    return seen
+
+
+def _off(policy: Policy, erratum: Erratum) -> str:
+    return _OFF[policy].format(variable=erratum.variable)

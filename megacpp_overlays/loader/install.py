@@ -11,17 +11,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 from megacpp_overlays.errors import OverlayError, SeamError
 from megacpp_overlays.loader import aliases, ownership, seams
-from megacpp_overlays.loader.decide import decide
-from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.loader.seams import Seam
-from megacpp_overlays.loader.settings import Mode, Settings, Switch
-from megacpp_overlays.model import Decision, Finding, Overlay, Record, Replacement, Verdict, off_by_default
+from megacpp_overlays.model import Overlay, Replacement
 from megacpp_overlays.runtime import dynamo, seam_marks
-from megacpp_overlays.source import distributions
-from megacpp_overlays.source.trees import SourceTree, readable
+from megacpp_overlays.source.trees import SourceTree
 
 
 class RefusedError(OverlayError):
@@ -47,72 +44,37 @@ class Installed:
         )
 
 
-def assess(overlay: Overlay, module: ModuleType, settings: Settings, tree: SourceTree) -> Record:
-    """Probe a loaded target and decide. `active` in the result is an order; `install` makes it true."""
-    finding = examine(overlay, tree)
-    decision = decide(
-        mode=settings.mode,
-        switch=settings.switch(overlay.id),
-        verdict=finding.verdict,
-        installable=finding.shape in overlay.replacements,
-        opt_in=overlay.opt_in,
-    )
-    source = readable(tree, overlay.target.module)
-    return Record(
-        overlay=overlay,
-        decision=decision,
-        reason=_reason(overlay, finding, decision, settings),
-        finding=finding,
-        version=distributions.describe(overlay.target.distribution, getattr(module, "__file__", None)),
-        source_sha256=source.sha256 if source else None,
-    )
+class Circumstances(NamedTuple):
+    """When seams go in, and who hears of what that costs."""
 
-
-def _reason(overlay: Overlay, finding: Finding, decision: Decision, settings: Settings) -> str:
-    seen = finding.summary()
-    match decision:
-        case Decision.DISABLED if settings.switch(overlay.id) is Switch.OFF:
-            return f"{overlay.variable}=off; upstream here is {finding.verdict.value}: {seen}"
-        case Decision.DISABLED if overlay.opt_in and settings.switch(overlay.id) is not Switch.ON:
-            return f"{off_by_default(overlay)}; upstream here is {finding.verdict.value}: {seen}"
-        case Decision.DISABLED if settings.mode is Mode.OBSERVE:
-            return f"observe only; would install for shape {finding.shape}: {seen}"
-        case Decision.CONFLICT if finding.shape in overlay.unsupported:
-            return f"{overlay.unsupported[finding.shape or '']}: {seen}"
-        case Decision.CONFLICT if finding.verdict is Verdict.BROKEN:
-            return f"no seam for shape {finding.shape}: {seen}"
-        case _:
-            return seen
+    late: bool
+    """Whether other code could run between the import of the target and now. Then objects, too, are searched for the
+    original; so they are whenever its count of references says that somebody holds it. Graphs that were compiled before
+    may contain the original, too, and are dropped."""
+    again: bool = False
+    """Whether the overlay was undone on purpose; instances that were built meanwhile are then as wanted."""
+    dropped: Callable[[str], object] | None = None
+    """Is told which compiled graphs were dropped."""
 
 
 def install(
-    overlay: Overlay,
-    shape: str,
-    module: ModuleType,
-    tree: SourceTree,
-    *,
-    late: bool,
-    again: bool = False,
-    dropped: Callable[[str], object] | None = None,
+    overlay: Overlay, shape: str, module: ModuleType, tree: SourceTree, circumstances: Circumstances
 ) -> Installed:
-    """Put in all seams of an overlay, lead every live name to them, and test the result.
+    """Put in all seams of an overlay, rebind every live alias to them, and test the result.
 
     Args:
         overlay: the declaration.
         shape: the broken shape that the probe found.
         module: the target module, completely executed.
         tree: where its source is read.
-        late: whether other code could run between the import of the target and now. Then objects, too, are searched
-            for the original; so they are whenever its count of references says that somebody holds it. Graphs that were
-            compiled before may contain the original, too, and are dropped.
-        again: whether the overlay was undone on purpose; instances that were built meanwhile are then as wanted.
-        dropped: is told which compiled graphs were dropped.
+        circumstances: how late it is.
 
     Raises:
         RefusedError: the live object is somebody else's, a witness disagrees with the probe, the original is still
             held, instances were built without the seam, or the self-test fails.
         SeamError: an attribute cannot be replaced, or a compiled graph cannot be dropped.
     """
+    late, again, dropped = circumstances
     graphs = None if late else dynamo.graphs()
     replacements = overlay.replacements[shape]
     source = tree.module(overlay.target.module)

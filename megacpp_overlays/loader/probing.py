@@ -1,23 +1,79 @@
-"""Ask a probe: one place for what it means when a probe itself fails."""
+"""Ask probes what is installed: the boundary that turns any exception into UNRECOGNISED, and the records that follow.
+
+An overlay is assessed when its target has been imported. A gate waits for no import: it is read from source when the
+session is armed, so that a run is told before its first compile; where none of its packages is installed that costs a
+look for one folder. It installs nothing, and may depend on the GPUs of a host, so it has no part in what ranks and
+children are compared by.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import ModuleType
+
 from megacpp_overlays.errors import SourceError
-from megacpp_overlays.model import Evidence, Finding, Overlay, Verdict
-from megacpp_overlays.source.trees import SourceTree
+from megacpp_overlays.loader.decide import decide
+from megacpp_overlays.loader.settings import Settings
+from megacpp_overlays.model import Decision, Erratum, Evidence, Finding, Gate, Overlay, Record, Verdict
+from megacpp_overlays.source.trees import SourceTree, readable
 
 
-def examine(overlay: Overlay, tree: SourceTree) -> Finding:
-    """Run the probe of an overlay or a gate. A probe that fails has not recognised what it saw."""
+def examine(erratum: Erratum, tree: SourceTree, *, unless: tuple[type[Exception], ...] = ()) -> Finding:
+    """Run the probe of an overlay or a gate. A probe that fails has not recognised what it saw.
+
+    Args:
+        erratum: the declaration.
+        tree: where source is read.
+        unless: errors that leave, because they say nothing of the source: a tree that cannot be opened.
+    """
     try:
-        return overlay.probe(tree)
+        return erratum.probe(tree)
+    except unless:
+        raise
     except Exception as error:  # noqa: BLE001 - whatever a probe trips over is a shape it does not know
-        return unreadable(error)
+        return _unreadable(error)
 
 
-def unreadable(error: Exception) -> Finding:
+def _unreadable(error: Exception) -> Finding:
     """Return the finding of a probe that raised: a `SourceError` is itself the evidence."""
     seen = Evidence(seen=f"the probe could not read it: {type(error).__name__}: {error}")
     if isinstance(error, SourceError):
         seen = Evidence(seen=str(error), file=error.file, line=error.line)
     return Finding(verdict=Verdict.UNRECOGNISED, shape=None, evidence=(seen,))
+
+
+def assess_overlay(overlay: Overlay, module: ModuleType, settings: Settings, tree: SourceTree) -> Record:
+    """Probe a loaded target and decide. `active` in the result is an order; `install` makes it true."""
+    from megacpp_overlays.source import distributions  # noqa: PLC0415 - 28 ms that arming need not spend
+
+    return replace(
+        decide(overlay, settings, examine(overlay, tree)),
+        version=distributions.describe(overlay.target.distribution, getattr(module, "__file__", None)),
+        source_sha256=_source_sha256(overlay, tree),
+    )
+
+
+def assess_gate(gate: Gate, settings: Settings, tree: SourceTree) -> Record:
+    """Probe what is installed and decide; raises nothing. The versions are left out where there is nothing to say."""
+    record = decide(gate, settings, examine(gate, tree))
+    if record.decision is not Decision.ABSENT:
+        record = replace(record, source_sha256=_source_sha256(gate, tree))
+    if record.decision in {Decision.GATED, Decision.CONFLICT}:
+        record = replace(record, version=versions(gate))
+    return record
+
+
+def versions(gate: Gate) -> str | None:
+    """Return the versions of the combination, such as `2.3.2.post1 with tilelang 0.1.15`; None where nothing is here."""
+    from megacpp_overlays.source import distributions  # noqa: PLC0415 - see above
+
+    own = distributions.version(gate.target.distribution)
+    others = [f"{name} {found}" for name in gate.beside if (found := distributions.version(name))]
+    if own is None:
+        return None
+    return " with ".join([own, *([" and ".join(others)] if others else [])])
+
+
+def _source_sha256(erratum: Erratum, tree: SourceTree) -> str | None:
+    source = readable(tree, erratum.target.module)
+    return source.sha256 if source else None

@@ -10,14 +10,14 @@ from types import ModuleType
 
 from megacpp_overlays import overlays as built_in
 from megacpp_overlays.errors import RegistryError, SettingsError
-from megacpp_overlays.model import Gate, Overlay, variable_for
+from megacpp_overlays.model import Erratum, Gate, Overlay, variable_for
 
 PLUGIN_GROUP = "megacpp_overlays.overlays"
 
 _ID = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
-def load(plugins: Sequence[str] = ()) -> tuple[Overlay, ...]:
+def load(plugins: Sequence[str] = ()) -> tuple[Erratum, ...]:
     """Return every overlay and gate of this package and of the named plugins, by pack and id.
 
     A module below `megacpp_overlays.overlays` declares its overlay as `OVERLAY`, or as `PARTS` where the defect lives
@@ -38,7 +38,7 @@ def load(plugins: Sequence[str] = ()) -> tuple[Overlay, ...]:
     return overlays
 
 
-def refuse_retired(overlays: Iterable[Overlay]) -> None:
+def refuse_retired(overlays: Iterable[Erratum]) -> None:
     """Check that no overlay has the id of a retired one, whose variable and reproducer would mean another thing.
 
     Raises:
@@ -61,17 +61,17 @@ def _parts(declared: object) -> tuple[object, ...]:
     return declared if isinstance(declared, tuple) else (declared,)
 
 
-def check(declared: Iterable[tuple[str, object]]) -> tuple[Overlay, ...]:
+def check(declared: Iterable[tuple[str, object]]) -> tuple[Erratum, ...]:
     """Return the declared overlays in order, or raise for the first that cannot stand.
 
     Raises:
         RegistryError: names the declaration and what is wrong with it.
     """
-    overlays: list[Overlay] = []
-    first: dict[str, tuple[str, Overlay]] = {}
+    overlays: list[Erratum] = []
+    first: dict[str, tuple[str, Erratum]] = {}
     symbols: dict[tuple[str, str], str] = {}
     for origin, overlay in declared:
-        if not isinstance(overlay, Overlay):
+        if not isinstance(overlay, Overlay | Gate):
             raise RegistryError(f"{origin} declares {overlay!r} where an Overlay is expected")
         try:
             _check_fields(origin, overlay)
@@ -84,7 +84,7 @@ def check(declared: Iterable[tuple[str, object]]) -> tuple[Overlay, ...]:
             _check_part(origin, part, overlay)
             if any(o.id == overlay.id and o.target.module == overlay.target.module for o in overlays):
                 raise RegistryError(f"{origin}: two parts of {overlay.id} are about {overlay.target.module}")
-        for symbol in {item.symbol for items in overlay.replacements.values() for item in items}:
+        for symbol in _replaced(overlay):
             place = (overlay.target.module, symbol)
             if place in symbols:
                 raise RegistryError(f"{origin} and {symbols[place]} both replace {'.'.join(place)}")
@@ -93,31 +93,40 @@ def check(declared: Iterable[tuple[str, object]]) -> tuple[Overlay, ...]:
     return tuple(sorted(overlays, key=lambda overlay: (overlay.pack, overlay.id)))
 
 
-def _check_part(origin: str, one: Overlay, other: Overlay) -> None:
+def _check_part(origin: str, one: Erratum, other: Erratum) -> None:
     """Check that two parts are one overlay: one switch, one ledger entry, one sentence each."""
     for name in ("id", "pack", "title", "breaks", "retire_when", "threads"):
         if getattr(one, name) != getattr(other, name):
             raise RegistryError(f"{origin}: the parts of {one.id} do not agree on {name}")
 
 
-def _check_fields(origin: str, overlay: Overlay) -> None:
-    if not _ID.fullmatch(overlay.id):
-        raise RegistryError(f"{origin}: id {overlay.id!r} is not lower-case words joined by hyphens")
+def _replaced(declared: Erratum) -> set[str]:
+    seams = declared.replacements.values() if isinstance(declared, Overlay) else ()
+    return {item.symbol for items in seams for item in items}
+
+
+def _check_fields(origin: str, declared: Erratum) -> None:
+    """Check the fields of a declaration, those of every kind first."""
+    if not _ID.fullmatch(declared.id):
+        raise RegistryError(f"{origin}: id {declared.id!r} is not lower-case words joined by hyphens")
     for name in ("title", "breaks", "retire_when", "last_validated"):
-        if not getattr(overlay, name).strip():
+        if not getattr(declared, name).strip():
             raise RegistryError(f"{origin}: {name} is empty")
-    if isinstance(overlay, Gate):
-        if not overlay.unsupported or not all(text.strip() for text in overlay.unsupported.values()):
-            raise RegistryError(f"{origin}: a gate without advice for a shape is no gate")
-    elif not isinstance(overlay.opt_in, bool):
+    if not isinstance(declared.pack, int):
+        raise RegistryError(f"{origin}: pack {declared.pack!r} is no number")
+    if not callable(declared.probe):
+        raise RegistryError(f"{origin}: probe cannot be called")
+    if isinstance(declared, Overlay):
+        _check_overlay(origin, declared)
+    elif not declared.unsupported or not all(text.strip() for text in declared.unsupported.values()):
+        raise RegistryError(f"{origin}: a gate without advice for a shape is no gate")
+
+
+def _check_overlay(origin: str, overlay: Overlay) -> None:
+    if not callable(overlay.self_test):
+        raise RegistryError(f"{origin}: self_test cannot be called")
+    if not isinstance(overlay.opt_in, bool):
         raise RegistryError(f"{origin}: opt_in {overlay.opt_in!r} is neither True nor False")
-    for name in ("probe", "self_test", "retired"):
-        if not callable(getattr(overlay, name)):
-            raise RegistryError(f"{origin}: {name} cannot be called")
-    if not isinstance(overlay.pack, int):
-        raise RegistryError(f"{origin}: pack {overlay.pack!r} is no number")
-    if isinstance(overlay, Gate):
-        return
     if not overlay.replacements or not all(overlay.replacements.values()):
         raise RegistryError(f"{origin}: a shape without seams belongs in `unsupported`")
     if both := overlay.replacements.keys() & overlay.unsupported.keys():

@@ -13,7 +13,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -22,10 +22,11 @@ from megacpp_overlays import variables
 from megacpp_overlays.errors import ActivationError, RegistryError, SeamError
 from megacpp_overlays.loader import registry
 from megacpp_overlays.loader.audit import Audit, raise_for
+from megacpp_overlays.loader.decide import before_import
 from megacpp_overlays.loader.import_hooks import Hooks, is_half_imported
 from megacpp_overlays.loader.log import Log
-from megacpp_overlays.loader.settings import Mode, Settings, Switch, plugin_names
-from megacpp_overlays.model import Decision, Evidence, Finding, Gate, Overlay, Record, Verdict, off_by_default
+from megacpp_overlays.loader.settings import Mode, Settings, plugin_names
+from megacpp_overlays.model import Decision, Erratum, Evidence, Finding, Gate, Overlay, Record, Verdict
 from megacpp_overlays.source.trees import InstalledTree, Remembered, SourceTree, readable
 from megacpp_overlays.version import VERSION
 
@@ -42,16 +43,19 @@ _FROM_DISK = (
 class Session:
     """Arms overlays, settles each when its target is complete, and answers for all of them."""
 
-    def __init__(self, overlays: Sequence[Overlay], settings: Settings) -> None:
+    def __init__(self, overlays: Sequence[Erratum], settings: Settings) -> None:
         self.overlays = tuple(overlays)
+        """Every overlay and every gate, in order."""
+        self._watched = tuple(each for each in overlays if isinstance(each, Overlay))
+        self._gates = tuple(each for each in overlays if isinstance(each, Gate))
         self.settings = settings
         self._log = Log(settings)
         self._hooks = Hooks(self)
         self._tree = InstalledTree()
         # By declaration, not by id: an overlay may have several parts, and each is decided on its own.
-        self._records: dict[Overlay, Record] = {}
-        self._installed: dict[Overlay, list[Installed]] = {}
-        self._undone: set[Overlay] = set()
+        self._records: dict[Erratum, Record] = {}
+        self._installed: dict[Erratum, list[Installed]] = {}
+        self._undone: set[Erratum] = set()
         self._locks: dict[str, threading.RLock] = {}
         self.when_changed: Callable[[], None] | None = None
         """Called after every decision, inside the hooks; it must not raise and must not settle anything."""
@@ -76,7 +80,11 @@ class Session:
 
     def _targets(self) -> list[str]:
         """Return the modules whose import settles something."""
-        return list(dict.fromkeys(o.target.module for o in self.overlays if not isinstance(o, Gate)))
+        return list(dict.fromkeys(overlay.target.module for overlay in self._watched))
+
+    def _about(self, name: str) -> list[Overlay]:
+        """Return the overlays that are settled when this module has been imported."""
+        return [overlay for overlay in self._watched if overlay.target.module == name]
 
     def arm(self) -> None:
         """Decide the gates and watch every target. Arming again settles what was undone and changes nothing else."""
@@ -86,6 +94,7 @@ class Session:
         fresh = [record for record in waiting if self._records.setdefault(record.overlay, record) is record]
         if fresh:
             self._log.armed(fresh)
+            self._log.gates([record for record in fresh if isinstance(record.overlay, Gate)])
         self._log.obsolete_variables()
         if self.settings.mode is Mode.OFF:
             return
@@ -97,62 +106,62 @@ class Session:
         for name in self._targets():
             with _collecting(conflicts):
                 self._hooks.watch(name)
-            again = {o for o in self.overlays if o in undone and _is_about(o, name)}
+            again = [overlay for overlay in self._about(name) if overlay in undone]
             if again and (module := sys.modules.get(name)) is not None:
                 with _collecting(conflicts):
-                    self.loaded(name, module, late=True, again=again)
+                    self._settle_all(name, again, module, late=True, again=True)
         self._changed()
         if conflicts:  # strict: every target has been settled before the first of them is raised
             raise ActivationError("\n".join(conflicts))
 
-    def _first_record(self, overlay: Overlay, tree: SourceTree) -> Record:
+    def _first_record(self, erratum: Erratum, tree: SourceTree) -> Record:
         """Return what is known of an overlay before its target is imported, and all there is to know of a gate."""
-        record = _before_import(overlay, self.settings)
-        if isinstance(overlay, Gate) and record.decision is Decision.ARMED:
-            from megacpp_overlays.loader import gates
+        record = before_import(erratum, self.settings)
+        if isinstance(erratum, Gate) and record.decision is Decision.ARMED:  # one that is switched off is not asked
+            from megacpp_overlays.loader import probing
 
-            return gates.settle(overlay, self.settings, tree)
+            return probing.assess_gate(erratum, self.settings, tree)
         return record
 
     def _settle_gates_that_saw_nothing(self) -> None:
         """Ask the gates again whose packages were not there: a launcher may have completed its path since."""
         tree = Remembered(self._tree)
-        for overlay in self.overlays:
-            record = self._records.get(overlay)
-            if isinstance(overlay, Gate) and record is not None and record.decision is Decision.ABSENT:
-                found = self._first_record(overlay, tree)
+        for gate in self._gates:
+            record = self._records.get(gate)
+            if record is not None and record.decision is Decision.ABSENT:
+                found = self._first_record(gate, tree)
                 if found.decision is not Decision.ABSENT:
-                    self._records[overlay] = found
+                    self._records[gate] = found
                     self._log.gates([found])
 
-    def loaded(self, name: str, module: ModuleType, *, late: bool, again: Collection[Overlay] = ()) -> None:
+    def loaded(self, name: str, module: ModuleType, *, late: bool) -> None:
         """Settle the overlays whose target is this module (called by the hooks).
 
         Args:
             name: the name under which it was watched.
             module: the module, complete.
-            late: see `install.install`.
-            again: overlays that were undone on purpose; only these are settled then.
+            late: see `install.Circumstances`.
 
         Raises:
             ActivationError: `strict` is on and one of them ended in conflict.
         """
+        self._settle_all(name, self._about(name), module, late=late, again=False)
+
+    def _settle_all(
+        self, name: str, overlays: Sequence[Overlay], module: ModuleType, *, late: bool, again: bool
+    ) -> None:
+        """Settle overlays of one target, but for those that are undone."""
         self._settle_gates_that_saw_nothing()
         with self._locks[name]:
-            mine = [o for o in self.overlays if _is_about(o, name) and o not in self._undone]
-            settled = [
-                self._settle(overlay, module, late=late, again=bool(again))
-                for overlay in mine
-                if not again or overlay in again
-            ]
+            chosen = [overlay for overlay in overlays if overlay not in self._undone]
+            settled = [self._settle(overlay, module, late=late, again=again) for overlay in chosen]
         if self.settings.mode is Mode.STRICT:
             raise_for([record for record in settled if record.decision is Decision.CONFLICT])
 
     def failed(self, name: str, error: Exception) -> None:
         """Record that the loader itself failed on a module (called by the hooks)."""
-        for overlay in self.overlays:
-            if _is_about(overlay, name):
-                self._keep(_conflict(_before_import(overlay, self.settings), error))
+        for overlay in self._about(name):
+            self._keep(_conflict(before_import(overlay, self.settings), error))
 
     def undo(self, overlay_id: str | None = None) -> None:
         """Put back what one overlay, or every overlay, replaced. It stays off until `arm` is called again.
@@ -182,7 +191,7 @@ class Session:
         if problems:
             raise SeamError("; ".join(problems))
 
-    def _undo_one(self, overlay: Overlay) -> str:
+    def _undo_one(self, overlay: Erratum) -> str:
         """Undo one overlay; return what could not be put back, in words."""
         from megacpp_overlays.loader import aliases
         from megacpp_overlays.runtime import dynamo
@@ -212,29 +221,16 @@ class Session:
             return reason
 
     def audit(self) -> Audit:
-        """Return all decisions as they stand now.
+        """Return all decisions as they stand now, and settle what no hook heard of; it does not raise for a conflict.
 
         A seam that somebody else replaced since, and a target that is not there at all, are noticed here.
-
-        Raises:
-            ActivationError: `strict` is on and there is a conflict.
         """
-        return self.answer_for(self.snapshot())
-
-    def answer_for(self, audit: Audit) -> Audit:
-        """Return a snapshot that was taken, or raise as `audit` does."""
-        if self.settings.mode is Mode.STRICT:
-            raise_for(audit.conflicts)
-        return audit
-
-    def snapshot(self) -> Audit:
-        """Return the same as `audit`, and never raise: for reports that show conflicts themselves."""
         self._settle_missed_imports()
         self._settle_gates_that_saw_nothing()
         records = tuple(_with_version(self._review(self._records[o])) for o in self.overlays if o in self._records)
         return Audit(version=VERSION, mode=self.settings.mode.value, records=records)
 
-    def standing(self) -> Audit:
+    def audit_so_far(self) -> Audit:
         """Return the decisions as they were taken; looks for nothing and settles nothing, so a hook may ask."""
         taken = [self._records[o] for o in self.overlays if o in self._records]
         records = tuple(r if r.decision is Decision.ARMED else self._review(r) for r in taken)
@@ -244,27 +240,23 @@ class Session:
         """Settle a target that was loaded past every hook, by a loader or a recipe of somebody's own."""
         for name in self._targets():
             module = sys.modules.get(name)
-            waits = any(
-                o.target.module == name and (r := self._records.get(o)) and r.decision is Decision.ARMED
-                for o in self.overlays
-            )
+            waits = any((r := self._records.get(o)) and r.decision is Decision.ARMED for o in self._about(name))
             if waits and module is not None and not is_half_imported(module) and self.settings.mode is not Mode.OFF:
                 with _collecting([]):  # the audit that asks for this raises for every conflict itself
                     self._hooks.complete(name, module, late=True)
 
     def _settle(self, overlay: Overlay, module: ModuleType, *, late: bool, again: bool) -> Record:
-        from megacpp_overlays.loader import install
+        from megacpp_overlays.loader import install, probing
 
         tree = Remembered(self._tree)
-        record = _before_import(overlay, self.settings)
+        record = before_import(overlay, self.settings)
         kept = [each.still_in_place() for each in self._installed.get(overlay, [])]
         try:
-            record = install.assess(overlay, module, self.settings, tree)
+            record = probing.assess_overlay(overlay, module, self.settings, tree)
             if record.decision is Decision.ACTIVE:
                 dropped = functools.partial(self._log.dropped, overlay)
-                installed = install.install(
-                    overlay, record.shape, module, tree, late=late, again=again, dropped=dropped
-                )
+                circumstances = install.Circumstances(late=late, again=again, dropped=dropped)
+                installed = install.install(overlay, record.shape, module, tree, circumstances)
                 kept.append(installed)
                 record = replace(
                     record,
@@ -311,25 +303,9 @@ def _with_version(record: Record) -> Record:
     """Return the record of a gate with its versions: where it had nothing to say it did not spend the time to look."""
     if record.version or not isinstance(record.overlay, Gate) or record.finding is None:
         return record
-    from megacpp_overlays.loader import gates
+    from megacpp_overlays.loader import probing
 
-    return replace(record, version=gates.versions(record.overlay))
-
-
-def _is_about(overlay: Overlay, module: str) -> bool:
-    """Return whether an overlay is settled when this module has been imported; a gate was settled before."""
-    return overlay.target.module == module and not isinstance(overlay, Gate)
-
-
-def _before_import(overlay: Overlay, settings: Settings) -> Record:
-    if settings.mode is Mode.OFF:
-        return Record(overlay=overlay, decision=Decision.DISABLED, reason="MEGACPP_OVERLAYS=off")
-    if settings.switch(overlay.id) is Switch.OFF:
-        return Record(overlay=overlay, decision=Decision.DISABLED, reason=f"{overlay.variable}=off")
-    if overlay.opt_in and settings.switch(overlay.id) is not Switch.ON:
-        return Record(overlay=overlay, decision=Decision.DISABLED, reason=off_by_default(overlay))
-    reason = f"waits for the import of {overlay.target.module}"
-    return Record(overlay=overlay, decision=Decision.ARMED, reason=reason)
+    return replace(record, version=probing.versions(record.overlay))
 
 
 def _conflict(record: Record, error: Exception) -> Record:

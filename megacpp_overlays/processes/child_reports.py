@@ -140,7 +140,7 @@ def _cannot_be_written(folder: Path, error: OSError) -> str:
 
 def own_statement(session: Session) -> Statement:
     """Return what this process says of itself, but for what waits: its file may be another when it is imported."""
-    audit = session.standing()
+    audit = session.audit_so_far()
     records = tuple(replace(r, source_sha256=NOT_READ) if _is_unsettled(r) else r for r in audit.records)
     return statement.of(replace(audit, records=records), session.settings, InstalledTree())
 

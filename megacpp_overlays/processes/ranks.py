@@ -43,7 +43,7 @@ def verify(session: Session, group: Any = None, timeout: float | timedelta = TIM
     if not 0 < seconds < _LONGEST_S:
         raise ValueError(f"timeout is {timeout}; it must be more than nothing and less than a month, in seconds")
     meeting = _meeting(group)
-    audit = session.snapshot()
+    audit = session.audit()
     if meeting is not None:
         told = statement.of(audit, session.settings, InstalledTree())
         verdict = _run(meeting, statement.digest(told), told, seconds)
@@ -51,7 +51,8 @@ def verify(session: Session, group: Any = None, timeout: float | timedelta = TIM
             missing = tuple(rank for rank, _ in verdict.missing)
             raise RanksError(report(verdict), differences=verdict.differences, missing=missing)
     # A conflict under `strict` is raised when all ranks know of it.
-    return session.answer_for(audit)
+    audit.raise_if_strict()
+    return audit
 
 
 def _meeting(group: Any) -> _Meeting | None:

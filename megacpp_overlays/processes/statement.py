@@ -19,7 +19,7 @@ from typing import Any
 
 from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.loader.settings import Settings
-from megacpp_overlays.model import Decision, Gate, Overlay, Record
+from megacpp_overlays.model import Decision, Erratum, Record
 from megacpp_overlays.source import distributions
 from megacpp_overlays.source.trees import Remembered, SourceTree, readable
 
@@ -75,15 +75,13 @@ def of(audit: Audit, settings: Settings, tree: SourceTree) -> Statement:
         "settings": dict(settings.of_kernels),
         "off": sorted(settings.disabled | _not_asked_for(audit, settings)),
         # A gate changes nothing in a process, and what it says may depend on the GPUs of the host.
-        "decisions": [
-            _decision(each, sources, version) for each in audit.records if not isinstance(each.overlay, Gate)
-        ],
+        "decisions": [_decision(each, sources, version) for each in audit.of_overlays],
     }
 
 
 def _not_asked_for(audit: Audit, settings: Settings) -> frozenset[str]:
     """Return the overlays that are off by default and were not switched on."""
-    offered = {record.overlay.id for record in audit.records if record.overlay.opt_in}
+    offered = {record.overlay.id for record in audit.records if record.overlay.off_by_default}
     return frozenset(offered - settings.enabled)
 
 
@@ -130,11 +128,9 @@ def _files(path: Path) -> list[Path]:
     return [each for each in (path.rglob("*") if path.is_dir() else [path]) if each.suffix in _SUFFIXES]
 
 
-def _declared_elsewhere(overlay: Overlay) -> str | None:
+def _declared_elsewhere(overlay: Erratum) -> str | None:
     """Return the hash of a plugin's files; overlays of this package are in the hash of the package."""
-    functions: list[Any] = [overlay.probe, overlay.self_test, overlay.retired, overlay.witness]
-    functions += [each.make for replacements in overlay.replacements.values() for each in replacements]
-    names = {_module_of(function) for function in functions if function is not None}
+    names = {_module_of(function) for function in overlay.functions}
     # By module and not by file: a set has another order in every process, and files may have one name in two packages.
     files = [getattr(sys.modules.get(name), "__file__", None) for name in sorted(names) if not _is_ours(name)]
     paths = [Path(file) for file in files if file]

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megacpp_overlays.loader import session
 from megacpp_overlays.loader.probing import examine
-from megacpp_overlays.model import Overlay, Record, Target
+from megacpp_overlays.model import Erratum, Record, Target
 from megacpp_overlays.repro import inventory
 from megacpp_overlays.repro.case import CUDA, Behaviour, Blocked, Case, TargetAbsent
 from megacpp_overlays.source.trees import InstalledTree, find_spec, readable
@@ -50,12 +50,12 @@ def main(arguments: Sequence[str]) -> None:
             return
         tell("running")
         tell("result", **_answer(case))
-        records = {record.overlay: record for record in current.snapshot().records}
+        records = {record.overlay: record for record in current.audit().records}
         decided = {target: _decided(records[part]) for target, part in parts.items()}
         tell("settled", parts=[{**_loaded(target), **decided.get(target, {})} for target in targets])
 
 
-def _probed(part: Overlay) -> dict[str, object]:
+def _probed(part: Erratum) -> dict[str, object]:
     finding = examine(part, InstalledTree())
     return {"verdict": finding.verdict.value, "shape": finding.shape, "evidence": finding.summary()}
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megacpp_overlays import packs as own
 from megacpp_overlays.loader import retired
-from megacpp_overlays.model import Overlay, Target
+from megacpp_overlays.model import Erratum, Target
 from megacpp_overlays.repro.case import Case, PackError
 
 _FOLDER = re.compile(r"(\d\d)-([a-z0-9]+(?:-[a-z0-9]+)*)")
@@ -121,7 +121,7 @@ def choose(cases: Sequence[Case], name: str) -> Case:
     raise PackError(f"there is no case {name}; known: {', '.join(case.name for case in cases)}")
 
 
-def parts_of(case: Case, overlays: Sequence[Overlay]) -> tuple[Overlay, ...]:
+def parts_of(case: Case, overlays: Sequence[Erratum]) -> tuple[Erratum, ...]:
     """Return the parts of the overlay that a case is about; none for a claim, or where that overlay was retired.
 
     Raises:
@@ -131,7 +131,7 @@ def parts_of(case: Case, overlays: Sequence[Overlay]) -> tuple[Overlay, ...]:
     return tuple(part for part in overlays if part.id == case.overlay and part.target in chosen)
 
 
-def targets_of(case: Case, overlays: Sequence[Overlay]) -> tuple[Target, ...]:
+def targets_of(case: Case, overlays: Sequence[Erratum]) -> tuple[Target, ...]:
     """Return the targets that a case is about, also where its overlay was retired.
 
     Raises:

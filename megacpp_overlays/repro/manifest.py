@@ -28,7 +28,7 @@ from typing import Any
 
 from megacpp_overlays.errors import OverlayError
 from megacpp_overlays.loader import retired
-from megacpp_overlays.model import Gate, Overlay, Thread
+from megacpp_overlays.model import Erratum, Gate, Thread
 from megacpp_overlays.repro import inventory, pack_file, schema
 from megacpp_overlays.repro.files import write_text
 from megacpp_overlays.repro.inventory import Pack
@@ -108,7 +108,7 @@ def entry_of(data: Mapping[str, Any], number: int) -> dict[str, Any] | None:
     return next((pack for pack in data["packs"] if pack["number"] == number), None)
 
 
-def derive(pack: Pack, overlays: Sequence[Overlay], kept: Mapping[str, Any] | None) -> dict[str, Any]:
+def derive(pack: Pack, overlays: Sequence[Erratum], kept: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the entry of a pack as its folder and the declarations have it.
 
     Args:
@@ -178,14 +178,14 @@ def _notes(pack: Pack) -> dict[str, str]:
     return {name: str(value) for name, value in found.items()}
 
 
-def synchronise(folder: Path, overlays: Sequence[Overlay]) -> dict[str, Any]:
+def synchronise(folder: Path, overlays: Sequence[Erratum]) -> dict[str, Any]:
     """Return the manifest as the folders and the declarations have it, with its receipts and dates."""
     data = read(folder)
     packs = inventory.list_packs(folder)
     return {"schema": SCHEMA, "packs": [derive(pack, overlays, entry_of(data, pack.number)) for pack in packs]}
 
 
-def problems(folder: Path, overlays: Sequence[Overlay]) -> list[str]:
+def problems(folder: Path, overlays: Sequence[Erratum]) -> list[str]:
     """Return what is wrong with the claims of a folder of packs, one line each; the logs are checked elsewhere."""
     data = read(folder)
     gates = frozenset(each.id for each in overlays if isinstance(each, Gate))

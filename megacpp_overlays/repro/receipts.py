@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megacpp_overlays.model import Overlay
+from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro import inventory, manifest
 from megacpp_overlays.repro.inventory import Pack
 from megacpp_overlays.repro.judge import EARNED, Sentinel, meaning
@@ -36,7 +36,7 @@ NO_OVERLAY = "none"
 """What the manifest says in place of an overlay for a claim about upstream."""
 
 
-def prepare(folder: Path, pack: Pack, overlays: Sequence[Overlay]) -> dict[str, Any]:
+def prepare(folder: Path, pack: Pack, overlays: Sequence[Erratum]) -> dict[str, Any]:
     """Make sure that a receipt of this pack can be added to a folder; return the entry of the pack.
 
     Args:

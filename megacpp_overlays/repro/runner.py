@@ -19,7 +19,7 @@ from typing import Any
 import megacpp_overlays
 from megacpp_overlays.loader import retired
 from megacpp_overlays.loader.settings import DISABLE, LOG, PLUGINS, Switch
-from megacpp_overlays.model import Decision, Gate, Overlay, Verdict
+from megacpp_overlays.model import Decision, Erratum, Gate, Verdict
 from megacpp_overlays.repro import inventory, judge, process_group, stamp, trees
 from megacpp_overlays.repro.case import CUDA, Case
 from megacpp_overlays.repro.judge import EARNED, Conclusion, Part, Run, RunKind, Sentinel
@@ -40,7 +40,7 @@ class Job:
 
     reproducer: Path
     cases: tuple[Case, ...]
-    overlays: tuple[Overlay, ...]
+    overlays: tuple[Erratum, ...]
     """Every overlay of this process, in parts."""
     command: str
     """What a reader types to run the same; without paths."""
@@ -113,7 +113,7 @@ def run_case(job: Job, case: Case, transcript: Transcript) -> tuple[Conclusion, 
         transcript.say(f"  without the overlay: {_in_words(without)}")
         if without.kind not in {RunKind.BROKEN, RunKind.SOUND}:
             return judge.judge(without, None)
-        with_all = process.run({part.variable: Switch.ON.value for part in parts if part.opt_in})
+        with_all = process.run({part.variable: Switch.ON.value for part in parts if part.off_by_default})
         transcript.say(f"  with every overlay: {_in_words(with_all)}")
         return judge.judge(without, with_all)
 

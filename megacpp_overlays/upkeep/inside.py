@@ -15,12 +15,12 @@ from pathlib import Path
 
 from megacpp_overlays.loader import session
 from megacpp_overlays.loader.probing import examine
-from megacpp_overlays.model import Gate, Overlay
+from megacpp_overlays.model import Erratum, Gate
 from megacpp_overlays.repro import ending, inventory, runner
 from megacpp_overlays.repro.transcript import Transcript
 from megacpp_overlays.source import distributions
 from megacpp_overlays.source.trees import InstalledTree
-from megacpp_overlays.upkeep.ledger import due
+from megacpp_overlays.upkeep.ledger import is_due
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> None:
     Path(report).write_text(json.dumps(answer))
 
 
-def _probed(part: Overlay, overlays: Sequence[Overlay]) -> dict[str, object]:
+def _probed(part: Erratum, overlays: Sequence[Erratum]) -> dict[str, object]:
     finding = examine(part, InstalledTree())
     return {
         "overlay": part.id,
@@ -46,23 +46,16 @@ def _probed(part: Overlay, overlays: Sequence[Overlay]) -> dict[str, object]:
         "verdict": finding.verdict.value,
         "shape": finding.shape,
         "evidence": finding.summary(),
-        "has_seams": finding.shape in (part.unsupported if isinstance(part, Gate) else part.replacements),
+        "has_seams": part.answers(finding.shape),
         "gate": isinstance(part, Gate),
-        "opt_in": part.opt_in,
+        "opt_in": part.off_by_default,
         "beside": {name: distributions.version(name) for name in part.beside} if isinstance(part, Gate) else {},
         "left_alone": part.unsupported.get(finding.shape or ""),
-        "due": _is_due([each for each in overlays if each.id == part.id]),
+        "due": is_due([each for each in overlays if each.id == part.id], InstalledTree()),
     }
 
 
-def _is_due(parts: Sequence[Overlay]) -> bool:
-    try:
-        return bool(due(parts, InstalledTree()))
-    except Exception:  # noqa: BLE001 - what cannot be read is no reason to delete anything, and its probe says so
-        return False
-
-
-def _run(reproducer: Path, name: str, timeout: float, overlays: tuple[Overlay, ...]) -> list[list[str]]:
+def _run(reproducer: Path, name: str, timeout: float, overlays: tuple[Erratum, ...]) -> list[list[str]]:
     case = inventory.choose(inventory.load_cases(reproducer), name)
     job = runner.Job(reproducer=reproducer, cases=(case,), overlays=overlays, command="", timeout=timeout)
     said = runner.run_case(job, case, Transcript([], lambda line: None))

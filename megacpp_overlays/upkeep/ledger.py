@@ -7,12 +7,13 @@ from `loader/retired.json`. Whatever else people wrote below the heading of the 
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.loader.retired import Retired, read
-from megacpp_overlays.model import Gate, Overlay, Verdict
+from megacpp_overlays.model import Erratum, Gate, Overlay, Verdict
 from megacpp_overlays.source.trees import SourceTree
 
 HISTORY = "## History"
@@ -27,13 +28,13 @@ _EMPTY_HISTORY = "No overlay has been retired yet."
 _HISTORY_HEAD = ("| overlay | pack | retired | upstream release | condition that came true |", "|---|---|---|---|---|")
 
 
-def render(overlays: Sequence[Overlay], existing: Path | None, retired: Sequence[Retired] | None = None) -> str:
+def render(overlays: Sequence[Erratum], existing: Path | None, retired: Sequence[Retired] | None = None) -> str:
     """Return the ledger for these overlays and retired ones, with what people wrote into an existing file's history."""
     gone = read() if retired is None else retired
     return "\n".join([_HEAD, *map(_entry, _by_id(overlays)), _history(existing, gone)])
 
 
-def difference(overlays: Sequence[Overlay], path: Path, retired: Sequence[Retired] | None = None) -> str:
+def difference(overlays: Sequence[Erratum], path: Path, retired: Sequence[Retired] | None = None) -> str:
     """Return how a ledger file differs from the declarations, as a diff; empty when it is in step."""
     current = path.read_text() if path.exists() else ""
     expected = render(overlays, path, retired)
@@ -41,23 +42,20 @@ def difference(overlays: Sequence[Overlay], path: Path, retired: Sequence[Retire
     return "\n".join(lines)
 
 
-def due(overlays: Sequence[Overlay], tree: SourceTree) -> list[Overlay]:
-    """Return the overlays whose retirement condition holds in one environment; imports nothing of it.
-
-    An overlay in parts is due when a part of it is, and no other part still finds something to do.
-    """
-    nothing_to_do = {Verdict.FIXED, Verdict.ABSENT}
-    return [
-        parts[0]
-        for parts in _by_id(overlays)
-        if all(examine(part, tree).verdict in nothing_to_do for part in parts)
-        and any(part.retired(tree) for part in parts)
-    ]
+def due(overlays: Sequence[Erratum], tree: SourceTree) -> list[Erratum]:
+    """Return the overlays and gates that are due in one environment; imports nothing of it."""
+    return [parts[0] for parts in _by_id(overlays) if is_due(parts, tree)]
 
 
-def _by_id(overlays: Sequence[Overlay]) -> list[list[Overlay]]:
+def is_due(parts: Sequence[Erratum], tree: SourceTree) -> bool:
+    """Return whether an overlay, in parts, can be deleted: the probe of one says FIXED, and no other finds work to do."""
+    verdicts = {examine(part, tree).verdict for part in parts}
+    return Verdict.FIXED in verdicts and verdicts <= {Verdict.FIXED, Verdict.ABSENT}
+
+
+def _by_id(overlays: Sequence[Erratum]) -> list[list[Erratum]]:
     """Return the parts of each overlay, in order."""
-    parts: dict[str, list[Overlay]] = {}
+    parts: dict[str, list[Erratum]] = {}
     for overlay in overlays:
         parts.setdefault(overlay.id, []).append(overlay)
     return list(parts.values())
@@ -85,21 +83,21 @@ def _written_by_people(path: Path | None) -> str:
     return "\n".join(lines).strip("\n")
 
 
-def _entry(parts: Sequence[Overlay]) -> str:
+def _entry(parts: Sequence[Erratum]) -> str:
     overlay = parts[0]
     rows = [("What it does", overlay.title)]
-    rows += [("Off by default", f"`{overlay.variable}=on` switches it on")] if overlay.opt_in else []
+    rows += [("Off by default", f"`{overlay.variable}=on` switches it on")] if overlay.off_by_default else []
     for part in parts:
         rows += [
             ("Target", f"`{part.target}` of {part.target.distribution}"),
-            *((f"Replaces, shape `{shape}`", _symbols(part, shape)) for shape in part.replacements),
+            *((f"Replaces, shape `{shape}`", symbols) for shape, symbols in _replaced(part)),
             *((f"{_advice(part)}, shape `{shape}`", why) for shape, why in part.unsupported.items()),
         ]
     rows += [
         ("If nothing is done" if isinstance(overlay, Gate) else "Without it", overlay.breaks),
         ("Switched off by", f"`{overlay.variable}=off`"),
         ("Deleted when", overlay.retire_when),
-        ("Checked by", ", ".join(dict.fromkeys(f"`{part.retired.__module__}.{_name(part)}`" for part in parts))),
+        ("Checked by", ", ".join(dict.fromkeys(f"`{_name(part)}`" for part in parts))),
         ("Upstream threads", "; ".join(map(str, overlay.threads)) or "none found"),
         ("Last validated", "; ".join(dict.fromkeys(part.last_validated for part in parts))),
     ]
@@ -108,15 +106,21 @@ def _entry(parts: Sequence[Overlay]) -> str:
     return "\n".join([*lines, *(f"| {name} | {text} |" for name, text in rows), ""])
 
 
-def _advice(part: Overlay) -> str:
+def _advice(part: Erratum) -> str:
     return "What to do" if isinstance(part, Gate) else "Left alone"
 
 
-def _name(part: Overlay) -> str:
-    """Return the name of the retirement check; one that is made for each part is named after its maker."""
-    name: str = getattr(part.retired, "__qualname__", type(part.retired).__qualname__)
-    return name.replace(".<locals>.", ": ")
+def _name(part: Erratum) -> str:
+    """Return the name of a probe; one that is made for each part is named after its maker."""
+    probe = part.probe
+    while isinstance(probe, functools.partial):
+        probe = probe.func
+    name: str = getattr(probe, "__qualname__", type(probe).__qualname__)
+    return f"{probe.__module__}.{name.replace('.<locals>.', ': ')}"
 
 
-def _symbols(overlay: Overlay, shape: str) -> str:
-    return ", ".join(f"`{item.symbol}`" for item in overlay.replacements[shape])
+def _replaced(part: Erratum) -> list[tuple[str, str]]:
+    """Return each repaired shape with the symbols that are replaced."""
+    if not isinstance(part, Overlay):
+        return []
+    return [(shape, ", ".join(f"`{item.symbol}`" for item in items)) for shape, items in part.replacements.items()]

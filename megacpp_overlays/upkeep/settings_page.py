@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from megacpp_overlays.model import Overlay
+from megacpp_overlays.model import Erratum
 from megacpp_overlays.variables import SETTINGS, SWITCH, Setting
 
 _HEAD = """\
@@ -15,7 +15,7 @@ and spaces around a value and the case of a word do not count.
 """
 
 
-def settings_page(overlays: Iterable[Overlay], note: str = "") -> str:
+def settings_page(overlays: Iterable[Erratum], note: str = "") -> str:
     """Return the page as Markdown.
 
     Args:
@@ -49,8 +49,8 @@ def _section(setting: Setting) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _switches(overlays: Iterable[Overlay]) -> str:
-    rows = [[f"`{each.variable}`", "off" if each.opt_in else "on", each.title] for each in overlays]
+def _switches(overlays: Iterable[Erratum]) -> str:
+    rows = [[f"`{each.variable}`", "off" if each.off_by_default else "on", each.title] for each in overlays]
     return _table(["variable", "without it", "what the overlay does"], rows)
 
 

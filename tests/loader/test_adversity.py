@@ -27,7 +27,7 @@ UNKNOWN_TEXT = BROKEN_TEXT.replace("x + x + 1", "2 * x + 1")
 
 
 def only(session: Session) -> Record:
-    (record,) = session.snapshot().records
+    (record,) = session.audit().records
     return record
 
 
@@ -352,7 +352,7 @@ def test_strict_settles_every_target_before_it_raises(upstream: Upstream, sessio
     with pytest.raises(ActivationError, match="double-fix"):
         current.arm()
 
-    assert [record.decision for record in current.snapshot().records] == [Decision.CONFLICT, Decision.RETIRED]
+    assert [record.decision for record in current.audit().records] == [Decision.CONFLICT, Decision.RETIRED]
 
 
 class _Renamed:

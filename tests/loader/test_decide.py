@@ -1,45 +1,140 @@
-"""Policy: the whole table."""
+"""The decision rule: the whole table."""
 
 from __future__ import annotations
 
 import itertools
 
 import pytest
+from made_up import Upstream, gate_of
 
-from megacpp_overlays.loader.decide import decide
-from megacpp_overlays.loader.settings import Mode, Switch
-from megacpp_overlays.model import Decision, Verdict
+from megacpp_overlays.loader.decide import Policy, apply, before_import, decide, select
+from megacpp_overlays.loader.settings import Mode, Settings, Switch
+from megacpp_overlays.model import Decision, Erratum, Evidence, Finding, Verdict
+
+KNOWN, UNKNOWN = "off-by-one", "off-by-two"
+OFF = (Policy.ALL_OFF, Policy.SWITCHED_OFF, Policy.OFF_BY_DEFAULT)
 
 
-@pytest.mark.parametrize("mode", [Mode.AUTO, Mode.STRICT])
+def found(verdict: Verdict, shape: str = KNOWN) -> Finding:
+    return Finding(verdict=verdict, shape=shape, evidence=(Evidence(seen="x + x + 1"),))
+
+
+def settings_of(erratum: Erratum, mode: Mode, switch: Switch) -> Settings:
+    on, off = switch is Switch.ON, switch is Switch.OFF
+    ids = frozenset({erratum.id})
+    return Settings(mode=mode, enabled=ids if on else frozenset(), disabled=ids if off else frozenset())
+
+
+@pytest.mark.parametrize("opt_in", [False, True])
+@pytest.mark.parametrize(("mode", "switch"), list(itertools.product(Mode, Switch)))
+def test_off_beats_everything_then_opt_in_then_the_mode(
+    upstream: Upstream, mode: Mode, switch: Switch, opt_in: bool
+) -> None:
+    overlay = upstream.overlay(opt_in=opt_in)
+
+    policy = select(overlay, settings_of(overlay, mode, switch))
+
+    if mode is Mode.OFF:
+        assert policy is Policy.ALL_OFF
+    elif switch is Switch.OFF:
+        assert policy is Policy.SWITCHED_OFF
+    elif opt_in and switch is not Switch.ON:
+        assert policy is Policy.OFF_BY_DEFAULT
+    else:
+        assert policy is (Policy.OBSERVE if mode is Mode.OBSERVE else Policy.APPLY)
+
+
 @pytest.mark.parametrize(
-    ("verdict", "installable", "decision"),
+    ("verdict", "shape", "decision"),
     [
-        (Verdict.BROKEN, True, Decision.ACTIVE),
-        (Verdict.BROKEN, False, Decision.CONFLICT),
-        (Verdict.FIXED, True, Decision.RETIRED),
-        (Verdict.FIXED, False, Decision.RETIRED),
-        (Verdict.ABSENT, True, Decision.ABSENT),
-        (Verdict.ABSENT, False, Decision.ABSENT),
-        (Verdict.UNRECOGNISED, True, Decision.CONFLICT),
-        (Verdict.UNRECOGNISED, False, Decision.CONFLICT),
+        (Verdict.BROKEN, KNOWN, Decision.ACTIVE),
+        (Verdict.BROKEN, UNKNOWN, Decision.CONFLICT),
+        (Verdict.FIXED, KNOWN, Decision.RETIRED),
+        (Verdict.ABSENT, KNOWN, Decision.ABSENT),
+        (Verdict.UNRECOGNISED, KNOWN, Decision.CONFLICT),
     ],
 )
 def test_only_a_broken_shape_with_seams_is_installed(
-    mode: Mode, verdict: Verdict, installable: bool, decision: Decision
+    upstream: Upstream, verdict: Verdict, shape: str, decision: Decision
 ) -> None:
-    assert decide(mode=mode, switch=Switch.AUTO, verdict=verdict, installable=installable) is decision
+    assert apply(Policy.APPLY, upstream.overlay(), found(verdict, shape)) is decision
 
 
-@pytest.mark.parametrize(("verdict", "installable"), list(itertools.product(Verdict, [True, False])))
-def test_observe_decides_as_auto_does_but_never_installs(verdict: Verdict, installable: bool) -> None:
-    auto = decide(mode=Mode.AUTO, switch=Switch.AUTO, verdict=verdict, installable=installable)
-    observed = decide(mode=Mode.OBSERVE, switch=Switch.AUTO, verdict=verdict, installable=installable)
+@pytest.mark.parametrize(
+    ("verdict", "shape", "decision"),
+    [
+        (Verdict.BROKEN, "no-work", Decision.GATED),
+        (Verdict.BROKEN, UNKNOWN, Decision.CONFLICT),
+        (Verdict.FIXED, "no-work", Decision.RETIRED),
+        (Verdict.ABSENT, "no-work", Decision.ABSENT),
+        (Verdict.UNRECOGNISED, "no-work", Decision.CONFLICT),
+    ],
+)
+@pytest.mark.parametrize("policy", [Policy.APPLY, Policy.OBSERVE])
+def test_a_gate_speaks_where_it_has_advice_and_observing_changes_nothing_about_that(
+    upstream: Upstream, policy: Policy, verdict: Verdict, shape: str, decision: Decision
+) -> None:
+    assert apply(policy, gate_of(upstream), found(verdict, shape)) is decision
+
+
+@pytest.mark.parametrize(("verdict", "shape"), list(itertools.product(Verdict, [KNOWN, UNKNOWN])))
+def test_observe_decides_as_auto_does_but_never_installs(upstream: Upstream, verdict: Verdict, shape: str) -> None:
+    auto = apply(Policy.APPLY, upstream.overlay(), found(verdict, shape))
+    observed = apply(Policy.OBSERVE, upstream.overlay(), found(verdict, shape))
 
     assert observed is (Decision.DISABLED if auto is Decision.ACTIVE else auto)
 
 
-@pytest.mark.parametrize(("mode", "verdict", "installable"), list(itertools.product(Mode, Verdict, [True, False])))
-def test_off_beats_everything(mode: Mode, verdict: Verdict, installable: bool) -> None:
-    assert decide(mode=mode, switch=Switch.OFF, verdict=verdict, installable=installable) is Decision.DISABLED
-    assert decide(mode=Mode.OFF, switch=Switch.AUTO, verdict=verdict, installable=installable) is Decision.DISABLED
+@pytest.mark.parametrize(("policy", "verdict", "shape"), list(itertools.product(OFF, Verdict, [KNOWN, UNKNOWN])))
+def test_what_is_off_is_disabled_whatever_is_found(
+    upstream: Upstream, policy: Policy, verdict: Verdict, shape: str
+) -> None:
+    assert apply(policy, upstream.overlay(), found(verdict, shape)) is Decision.DISABLED
+    assert apply(policy, gate_of(upstream), found(verdict, shape)) is Decision.DISABLED
+
+
+VARIABLE = "MEGACPP_OVERLAY_DOUBLE_FIX"
+
+
+@pytest.mark.parametrize(
+    ("mode", "switch", "opt_in", "why"),
+    [
+        (Mode.OFF, Switch.AUTO, False, "MEGACPP_OVERLAYS=off"),
+        (Mode.AUTO, Switch.OFF, True, f"{VARIABLE}=off"),
+        (Mode.STRICT, Switch.AUTO, True, f"off by default; {VARIABLE}=on switches it on"),
+    ],
+)
+def test_the_setting_that_holds_an_overlay_back_is_the_reason_before_and_after_its_import(
+    upstream: Upstream, mode: Mode, switch: Switch, opt_in: bool, why: str
+) -> None:
+    overlay = upstream.overlay(opt_in=opt_in)
+    settings = settings_of(overlay, mode, switch)
+
+    before, after = before_import(overlay, settings), decide(overlay, settings, found(Verdict.FIXED))
+
+    assert (before.decision, before.reason) == (Decision.DISABLED, why)
+    assert (after.decision, after.reason) == (Decision.DISABLED, f"{why}; upstream here is FIXED: x + x + 1")
+
+
+@pytest.mark.parametrize(
+    ("finding", "mode", "reason"),
+    [
+        (found(Verdict.BROKEN), Mode.OBSERVE, "observe only; would install for shape off-by-one: x + x + 1"),
+        (found(Verdict.BROKEN), Mode.AUTO, "x + x + 1"),
+        (found(Verdict.BROKEN, UNKNOWN), Mode.AUTO, "no seam for shape off-by-two: x + x + 1"),
+        (found(Verdict.BROKEN, "rounded"), Mode.AUTO, "upstream rounds on purpose: x + x + 1"),
+        (found(Verdict.UNRECOGNISED, UNKNOWN), Mode.AUTO, "x + x + 1"),
+    ],
+)
+def test_the_reason_of_an_overlay(upstream: Upstream, finding: Finding, mode: Mode, reason: str) -> None:
+    overlay = upstream.overlay(unsupported={"rounded": "upstream rounds on purpose"})
+
+    assert decide(overlay, Settings(mode=mode), finding).reason == reason
+
+
+def test_the_reason_of_a_gate_is_what_will_happen_and_what_to_do(upstream: Upstream) -> None:
+    gate = gate_of(upstream)
+    advice = "the first double hangs. What to do: install fewer doubles. Seen: x + x + 1"
+
+    assert decide(gate, Settings(), found(Verdict.BROKEN, "no-work")).reason == advice
+    assert decide(gate, Settings(), found(Verdict.BROKEN, UNKNOWN)).reason == "x + x + 1"

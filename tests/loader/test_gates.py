@@ -9,49 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up import BROKEN_TEXT, Upstream
+from made_up import BROKEN_TEXT, Upstream, gate_of
 
 from megacpp_overlays.errors import ActivationError, RegistryError
-from megacpp_overlays.loader import gates, registry
+from megacpp_overlays.loader import probing, registry
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import Mode, Settings
-from megacpp_overlays.model import Decision, Evidence, Finding, Gate, Target, Verdict
+from megacpp_overlays.model import Decision, Finding, Target
 from megacpp_overlays.processes import statement
 from megacpp_overlays.source.trees import InstalledTree, SourceTree, shipped
 from megacpp_overlays.upkeep.ledger import render
 
 SessionMaker = Callable[..., Session]
-
-
-def gate_of(upstream: Upstream, **changes: Any) -> Gate:
-    """Return a gate about the made-up upstream: its notes say whether the combination works."""
-
-    def probe(tree: SourceTree) -> Finding:
-        notes = shipped(tree, upstream.name, "notes.txt")
-        if notes is None:
-            return Finding(verdict=Verdict.ABSENT, shape=None, evidence=(Evidence(seen="there are no notes"),))
-        verdict, shape = {
-            "does not work": (Verdict.BROKEN, "no-work"),
-            "works": (Verdict.FIXED, None),
-            "does nothing": (Verdict.BROKEN, "nobody-knows-why"),
-        }.get(notes.text, (Verdict.UNRECOGNISED, None))
-        return Finding(verdict=verdict, shape=shape, evidence=(Evidence(seen=notes.text, file=notes.path, line=1),))
-
-    fields = {
-        "id": "double-trouble",
-        "pack": 98,
-        "title": "Doubles beside halves are installed.",
-        "target": Target(distribution=upstream.name, module=upstream.module_name, symbol="double"),
-        "beside": ("pytest",),
-        "probe": probe,
-        "unsupported": {"no-work": "install fewer doubles"},
-        "breaks": "the first double hangs",
-        "retire_when": "doubles and halves work together",
-        "retired": lambda tree: probe(tree).verdict is Verdict.FIXED,
-        "threads": (),
-        "last_validated": "never: it is made up",
-    }
-    return Gate(**{**fields, **changes})
 
 
 def note(upstream: Upstream, text: str) -> None:
@@ -132,7 +101,7 @@ def test_strict_accepts_what_was_understood_and_refuses_what_was_not(upstream: U
     armed = session(gate_of(upstream), mode=Mode.STRICT)
     armed.arm()  # a run that needs none of it must start
     with pytest.raises(ActivationError, match="double-trouble could not be decided"):
-        armed.audit()
+        armed.audit().raise_if_strict()
 
 
 def test_a_package_that_comes_onto_the_path_later_is_seen_by_the_audit(
@@ -262,9 +231,9 @@ def test_versions_of_the_whole_combination_are_named(upstream: Upstream) -> None
     package.mkdir()
     (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {upstream.name}\nVersion: 1.5\n")
 
-    assert gates.versions(gate_of(upstream)) == f"1.5 with pytest {pytest.__version__}"
-    assert gates.versions(gate_of(upstream, beside=("not-here-at-all",))) == "1.5"
-    assert gates.versions(gate_of(upstream, target=Target("not-here-at-all", "nothing", "at_all"))) is None
+    assert probing.versions(gate_of(upstream)) == f"1.5 with pytest {pytest.__version__}"
+    assert probing.versions(gate_of(upstream, beside=("not-here-at-all",))) == "1.5"
+    assert probing.versions(gate_of(upstream, target=Target("not-here-at-all", "nothing", "at_all"))) is None
 
 
 def test_one_without_advice_is_refused(upstream: Upstream) -> None:
@@ -290,7 +259,7 @@ def test_the_ledger_has_its_advice_and_its_end(upstream: Upstream) -> None:
 def test_a_gate_is_settled_without_a_lane_as_well(upstream: Upstream) -> None:
     note(upstream, "does not work")
 
-    record = gates.settle(gate_of(upstream), Settings(), InstalledTree())
+    record = probing.assess_gate(gate_of(upstream), Settings(), InstalledTree())
 
     assert record.decision is Decision.GATED
 

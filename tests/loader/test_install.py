@@ -11,7 +11,7 @@ import pytest
 from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
 
 from megacpp_overlays.errors import ActivationError, OverlayError
-from megacpp_overlays.loader.install import install
+from megacpp_overlays.loader.install import Circumstances, install
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import Mode
 from megacpp_overlays.model import Decision, Observation, Overlay, Record, Replacement
@@ -24,7 +24,7 @@ def settle(session: SessionMaker, upstream: Upstream, overlay: Overlay, **settin
     current = session(overlay, **settings)
     current.arm()
     module = upstream.load()
-    return current.snapshot().records[0], module
+    return current.audit().records[0], module
 
 
 def explode(*_: object, **__: object) -> Any:
@@ -163,7 +163,7 @@ def test_strict_raises_our_own_error_at_import_and_at_audit_again(upstream: Upst
     current = session(upstream.overlay(), mode=Mode.STRICT)
     current.arm()
 
-    for step in (upstream.load, upstream.load, current.audit):
+    for step in (upstream.load, upstream.load, lambda: current.audit().raise_if_strict()):
         with pytest.raises(ActivationError) as caught:
             step()
         assert not isinstance(caught.value, ImportError)
@@ -182,7 +182,7 @@ def test_strict_is_silent_where_nothing_conflicts(upstream: Upstream, session: S
 def test_an_error_of_the_loader_itself_does_not_reach_the_import(
     upstream: Upstream, session: SessionMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megacpp_overlays.loader.install.assess", explode)
+    monkeypatch.setattr("megacpp_overlays.loader.probing.assess_overlay", explode)
 
     record, module = settle(session, upstream, upstream.overlay())
 
@@ -237,7 +237,7 @@ def test_an_error_while_arming_again_does_not_reach_the_launcher(
     current.arm()
     module = upstream.load()
     current.undo()
-    monkeypatch.setattr("megacpp_overlays.loader.install.assess", explode)
+    monkeypatch.setattr("megacpp_overlays.loader.probing.assess_overlay", explode)
 
     current.arm()
 
@@ -268,7 +268,9 @@ def test_a_target_that_vanished_while_it_was_decided_on_is_a_conflict(
             return None
 
     with pytest.raises(OverlayError, match="is loaded but has no source"):
-        install(upstream.overlay(target=target), found.shape or "", upstream.load(), Nothing(), late=False)
+        install(
+            upstream.overlay(target=target), found.shape or "", upstream.load(), Nothing(), Circumstances(late=False)
+        )
 
 
 def test_an_error_outside_every_overlay_is_recorded_too(

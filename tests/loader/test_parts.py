@@ -28,8 +28,7 @@ def parts(upstream: Upstream, **changes: Any) -> tuple[Overlay, Overlay]:
     # The probe of the made-up upstream reads `layers`; the other part asks the same of `moved`.
     probe = lambda tree: moved.probe(_Renamed(tree, upstream.name))  # noqa: E731
     target = Target(distribution=upstream.name, module=f"{upstream.name}.moved", symbol="double")
-    retired = lambda tree: probe(tree).verdict.value == "FIXED"  # noqa: E731
-    return first, replace(first, target=target, probe=probe, retired=retired)
+    return first, replace(first, target=target, probe=probe)
 
 
 class _Renamed:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pkgutil
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from made_up import Upstream
 
+from megacpp_overlays import overlays
 from megacpp_overlays.errors import RegistryError, SettingsError
 from megacpp_overlays.loader import registry
 from megacpp_overlays.model import Replacement
@@ -26,8 +29,9 @@ def test_every_overlay_of_this_package_is_found_and_in_order() -> None:
 
 
 def test_an_overlay_is_named_after_its_module() -> None:
-    for overlay in registry.load():
-        assert overlay.retired.__module__.rpartition(".")[2] == overlay.id.replace("-", "_")
+    declared = {overlay.id.replace("-", "_") for overlay in registry.load()}
+
+    assert declared == {found.name for found in pkgutil.iter_modules(overlays.__path__)}
 
 
 @pytest.mark.parametrize(
@@ -47,6 +51,18 @@ def test_an_overlay_is_named_after_its_module() -> None:
 def test_an_incomplete_declaration_is_refused(upstream: Upstream, change: dict[str, Any], says: str) -> None:
     with pytest.raises(RegistryError, match=f"here: .*{says}"):
         registry.check([("here", upstream.overlay(**change))])
+
+
+def test_the_check_that_an_overlay_had_of_its_own_is_refused_with_a_word_of_what_to_delete(
+    upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declared = upstream.overlay()
+    fields = {field.name: getattr(declared, field.name) for field in dataclasses.fields(declared)}
+
+    with pytest.raises(RegistryError, match=r"double-fix declares `retired`, .* Delete the argument and the function"):
+        type(declared)(**fields, retired=lambda tree: False)
+
+    assert type(declared)(**fields).variable == declared.variable
 
 
 def test_what_is_no_overlay_is_refused() -> None:

@@ -250,7 +250,7 @@ def {feature.BACKWARD}(q, weights, k, *args):
 
 def test_what_only_looks_repaired_is_not_called_fixed() -> None:
     assert feature.probe(Texts(dsa=REPAIRED)).verdict is Verdict.UNRECOGNISED
-    assert not OVERLAY.retired(Texts(dsa=REPAIRED))
+    assert OVERLAY.probe(Texts(dsa=REPAIRED)).verdict is not Verdict.FIXED
 
 
 def test_a_repair_that_was_read_retires_the_overlay(monkeypatch: pytest.MonkeyPatch) -> None:

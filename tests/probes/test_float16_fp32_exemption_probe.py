@@ -122,7 +122,7 @@ def test_marks_that_mamba3_sets_retire_the_overlay(honouring: str, marks: list[s
 
     tree = TextTree()
     tree.modules = {TARGET.module: honouring, MAMBA3.rpartition(".")[0]: mamba3(*marks)}
-    assert OVERLAY.retired(tree)
+    assert OVERLAY.probe(tree).verdict is Verdict.FIXED
 
 
 @pytest.mark.parametrize("missing", [*MAMBA3_ALWAYS, *MAMBA3_MIMO])

@@ -115,8 +115,8 @@ def test_a_mixer_that_marks_both_by_itself_retires_the_overlay(newest: WheelTree
     text = marked(text_of(newest), "A_log", "D", how=how)
 
     assert examine(newest, text).verdict is Verdict.FIXED
-    assert PARTS[0].retired(Edited(newest, {MAMBA.target.module: text}))
-    assert not PARTS[0].retired(newest)
+    assert PARTS[0].probe(Edited(newest, {MAMBA.target.module: text})).verdict is Verdict.FIXED
+    assert PARTS[0].probe(newest).verdict is not Verdict.FIXED
 
 
 def test_marks_where_the_parameters_are_created_count_too(newest: WheelTree) -> None:

@@ -45,7 +45,7 @@ def test_a_dispatcher_that_lacks_branches_is_broken(dispatcher: Path, shape: str
 
     assert (found.verdict, found.shape) == (Verdict.BROKEN, shape)
     assert shape in OVERLAY.replacements
-    assert not OVERLAY.retired(DirectoryTree(dispatcher))
+    assert OVERLAY.probe(DirectoryTree(dispatcher)).verdict is not Verdict.FIXED
 
 
 def test_every_tree_is_recognised(tree: Path) -> None:
@@ -84,7 +84,7 @@ def test_branches_for_all_three_are_the_end_of_the_overlay(edited: Callable[...,
     tree = edited("capability[0] == 10", test)
 
     assert feature.probe(tree).verdict is Verdict.FIXED
-    assert OVERLAY.retired(tree)
+    assert OVERLAY.probe(tree).verdict is Verdict.FIXED
 
 
 def test_a_dispatcher_that_is_built_at_import_cannot_be_reached(edited: Callable[..., DirectoryTree]) -> None:

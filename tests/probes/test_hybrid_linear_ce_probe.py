@@ -71,7 +71,7 @@ def test_a_plain_output_layer_beside_the_fused_module_is_broken() -> None:
     assert (found.verdict, found.shape) == (Verdict.BROKEN, feature.PLAIN_OUTPUT_LAYER)
     assert "plain output layer" in found.summary()
     assert feature.PLAIN_OUTPUT_LAYER in OVERLAY.replacements
-    assert not OVERLAY.retired(DirectoryTree(DEV))
+    assert OVERLAY.probe(DirectoryTree(DEV)).verdict is not Verdict.FIXED
 
 
 def test_real_trees_are_broken_or_have_no_such_module(upstream_trees: list[Path]) -> None:
@@ -105,7 +105,7 @@ def test_a_model_that_makes_and_asks_it_is_the_end_of_the_overlay(
     tree = written(layer="", **{name: WIRED.format(name=model)})
 
     assert feature.probe(tree).verdict is Verdict.FIXED
-    assert OVERLAY.retired(tree)
+    assert OVERLAY.probe(tree).verdict is Verdict.FIXED
 
 
 @pytest.mark.parametrize("lost", ["output_cross_entropy_loss=True, ", "LinearCrossEntropyModule(config)"])

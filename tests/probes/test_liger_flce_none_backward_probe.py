@@ -81,7 +81,9 @@ def test_every_release_has_its_verdict_and_shape(
 
 @pytest.mark.parametrize("version", RELEASES)
 def test_the_retirement_condition_holds_exactly_where_upstream_is_fixed(wheel: Wheel, version: str) -> None:
-    assert OVERLAY.retired(WheelTree(wheel("liger-kernel", version))) is (RELEASES[version] == FIXED)
+    assert (OVERLAY.probe(WheelTree(wheel("liger-kernel", version))).verdict is Verdict.FIXED) is (
+        RELEASES[version] == FIXED
+    )
 
 
 @pytest.mark.parametrize("version", REPAIRABLE)

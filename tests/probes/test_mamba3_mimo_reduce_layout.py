@@ -61,5 +61,5 @@ def test_a_tilelang_whose_sums_cannot_be_read_is_not_recognised() -> None:
 
 
 def test_it_is_due_for_deletion_where_sums_are_lowered() -> None:
-    assert OVERLAY.retired(tree_of("mamba3-pinned"))
-    assert not OVERLAY.retired(tree_of("mamba3-newest"))
+    assert OVERLAY.probe(tree_of("mamba3-pinned")).verdict is Verdict.FIXED
+    assert OVERLAY.probe(tree_of("mamba3-newest")).verdict is not Verdict.FIXED

@@ -82,5 +82,5 @@ def test_a_line_break_in_the_check_means_nothing() -> None:
 
 
 def test_it_is_due_for_deletion_with_a_newer_tilelang() -> None:
-    assert OVERLAY.retired(tree_of("mamba3-newest"))
-    assert not OVERLAY.retired(tree_of("mamba3-pinned"))
+    assert OVERLAY.probe(tree_of("mamba3-newest")).verdict is Verdict.FIXED
+    assert OVERLAY.probe(tree_of("mamba3-pinned")).verdict is not Verdict.FIXED

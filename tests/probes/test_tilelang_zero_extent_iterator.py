@@ -33,9 +33,9 @@ def test_the_verdict_on_what_is_locked(lane: str, verdict: Verdict, shape: str |
 
 
 def test_it_is_due_for_deletion_where_it_is_repaired_and_only_there() -> None:
-    assert OVERLAY.retired(tree_of("mamba3-newest"))
-    assert not OVERLAY.retired(tree_of("mamba3-pinned"))
-    assert not OVERLAY.retired(tree_of("newest"))
+    assert OVERLAY.probe(tree_of("mamba3-newest")).verdict is Verdict.FIXED
+    assert OVERLAY.probe(tree_of("mamba3-pinned")).verdict is not Verdict.FIXED
+    assert OVERLAY.probe(tree_of("newest")).verdict is not Verdict.FIXED
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from megacpp_overlays.variables import LINEAR_CE_LOGITS, SETTINGS, Setting
 
 
 def say(session: Session) -> statement.Statement:
-    return statement.of(session.snapshot(), session.settings, InstalledTree())
+    return statement.of(session.audit(), session.settings, InstalledTree())
 
 
 def test_a_target_that_waits_is_read_from_its_file(session: Callable[..., Session], upstream: Upstream) -> None:
@@ -111,7 +111,7 @@ parts = tuple(Replacement(f"f{number}", make) for number, make in enumerate(make
 overlay = replace(Upstream("upstream_of_plugins", Path()).overlay(), replacements={"off-by-one": parts})
 session = Session((overlay,), Settings())
 session.arm()
-(decision,) = statement.of(session.snapshot(), session.settings, InstalledTree())["decisions"]
+(decision,) = statement.of(session.audit(), session.settings, InstalledTree())["decisions"]
 print(decision["overlay_sha256"])
 """
 

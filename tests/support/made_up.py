@@ -8,9 +8,10 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from megacpp_overlays.model import Evidence, Finding, Observation, Overlay, Replacement, Target, Verdict
-from megacpp_overlays.source.trees import SourceTree
+from megacpp_overlays.model import Evidence, Finding, Gate, Observation, Overlay, Replacement, Target, Verdict
+from megacpp_overlays.source.trees import SourceTree, shipped
 
 BROKEN_TEXT = '''
 """A made-up upstream whose `double` is off by one."""
@@ -99,8 +100,37 @@ class Upstream:
             "opt_in": False,
             "breaks": "every double is one too large",
             "retire_when": "upstream doubles without adding one",
-            "retired": lambda tree: self.probe(tree).verdict is Verdict.FIXED,
             "threads": (),
             "last_validated": "never: it is made up",
         }
         return Overlay(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def gate_of(upstream: Upstream, **changes: Any) -> Gate:
+    """Return a gate about the made-up upstream: its notes say whether the combination works."""
+
+    def probe(tree: SourceTree) -> Finding:
+        notes = shipped(tree, upstream.name, "notes.txt")
+        if notes is None:
+            return Finding(verdict=Verdict.ABSENT, shape=None, evidence=(Evidence(seen="there are no notes"),))
+        verdict, shape = {
+            "does not work": (Verdict.BROKEN, "no-work"),
+            "works": (Verdict.FIXED, None),
+            "does nothing": (Verdict.BROKEN, "nobody-knows-why"),
+        }.get(notes.text, (Verdict.UNRECOGNISED, None))
+        return Finding(verdict=verdict, shape=shape, evidence=(Evidence(seen=notes.text, file=notes.path, line=1),))
+
+    fields = {
+        "id": "double-trouble",
+        "pack": 98,
+        "title": "Doubles beside halves are installed.",
+        "target": Target(distribution=upstream.name, module=upstream.module_name, symbol="double"),
+        "beside": ("pytest",),
+        "probe": probe,
+        "unsupported": {"no-work": "install fewer doubles"},
+        "breaks": "the first double hangs",
+        "retire_when": "doubles and halves work together",
+        "threads": (),
+        "last_validated": "never: it is made up",
+    }
+    return Gate(**{**fields, **changes})

@@ -53,15 +53,11 @@ from __future__ import annotations
 
 from megacpp_overlays.feature_probes import double_fix as feature
 from megacpp_overlays.kernels import doubling
-from megacpp_overlays.model import Observation, Overlay, Replacement, Target, Thread, Verdict
+from megacpp_overlays.model import Observation, Overlay, Replacement, Target, Thread
 
 
 def _look(module):
     return Observation(broken=module.double(1) != 2, seen=f"double(1) = {module.double(1)}")
-
-
-def _retired(tree):
-    return feature.probe(tree).verdict is Verdict.FIXED
 
 
 OVERLAY = Overlay(
@@ -77,7 +73,6 @@ OVERLAY = Overlay(
     opt_in=False,
     breaks='every "double" is one too large',
     retire_when="every supported made-target doubles without adding one",
-    retired=_retired,
     threads=(Thread(repository="made/up", number=7, state="merged 2026-01-02, in 2.0"),),
     last_validated="never: it is made up",
 )

@@ -24,10 +24,11 @@ from places import HANG_S, ROOT
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.loader import session as sessions
 from megacpp_overlays.loader.session import Session
-from megacpp_overlays.model import Decision, Verdict
+from megacpp_overlays.model import Decision, Finding, Verdict
 from megacpp_overlays.repro import inventory
 from megacpp_overlays.repro.case import PackError
 from megacpp_overlays.repro.judge import Sentinel
+from megacpp_overlays.source.trees import SourceTree
 from megacpp_overlays.upkeep import evidence, inside, locks, other_python
 from megacpp_overlays.upkeep.environments import Environment
 from megacpp_overlays.upkeep.evidence import CaseResult, KeptReceipt, ProbedPart, ProbeReport
@@ -279,22 +280,22 @@ def part_of(module: str) -> ProbedPart:
 
 @pytest.fixture
 def current(upstream: Upstream, session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch) -> Upstream:
-    def cannot_be_read(tree: object) -> bool:
+    def cannot_be_read(_: SourceTree) -> Finding:
         raise ValueError("odd source")
 
-    made = session(upstream.overlay(), upstream.overlay(id="odd-check", retired=cannot_be_read))
+    made = session(upstream.overlay(), upstream.overlay(id="odd-probe", probe=cannot_be_read))
     monkeypatch.setattr(sessions, "current", lambda: made)
     return upstream
 
 
-def test_the_answer_of_a_probe_is_plain_data_and_an_odd_check_is_not_due(current: Upstream, tmp_path: Path) -> None:
+def test_the_answer_of_a_probe_is_plain_data_and_an_odd_probe_is_not_due(current: Upstream, tmp_path: Path) -> None:
     current.write(FIXED_TEXT)
 
     inside.main([str(tmp_path / "report"), "probe"])
 
     one, other = json.loads((tmp_path / "report").read_text())
     assert (one["overlay"], one["verdict"], one["due"], one["version"]) == (ID, "FIXED", True, None)
-    assert (other["overlay"], other["verdict"], other["due"]) == ("odd-check", "FIXED", False)
+    assert (other["overlay"], other["verdict"], other["due"]) == ("odd-probe", "UNRECOGNISED", False)
 
 
 @pytest.mark.usefixtures("current")

@@ -10,7 +10,7 @@ from pathlib import Path
 from packaging.utils import canonicalize_name
 
 from megacpp_overlays.errors import UpkeepError
-from megacpp_overlays.model import Overlay
+from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro.git import GitError
 from megacpp_overlays.source.trees import InstalledTree, readable
 from megacpp_overlays.upkeep.drift import accounts, checkouts, published
@@ -83,7 +83,7 @@ class Report:
         return answered and all(row.state in {State.CLEAN, State.TRACKED} for row in self.rows)
 
 
-def usual(overlays: Collection[Overlay], entries: Collection[Entry]) -> tuple[str, ...]:
+def usual(overlays: Collection[Erratum], entries: Collection[Entry]) -> tuple[str, ...]:
     """Return what is looked at unless something else is asked for: targets, the stack, and what the inventory names."""
     targets = (canonicalize_name(overlay.target.distribution) for overlay in overlays)
     return tuple(sorted({*STACK, *targets, *(entry.key[0] for entry in entries)}))
@@ -93,7 +93,7 @@ def examine(
     names: Collection[str],
     installed: Mapping[str, Installation],
     entries: Sequence[Entry],
-    overlays: Collection[Overlay],
+    overlays: Collection[Erratum],
     *,
     quick: bool = False,
     required: bool = False,
@@ -125,7 +125,7 @@ def examine(
     )
 
 
-def _modules(overlays: Collection[Overlay]) -> Mapping[str, str]:
+def _modules(overlays: Collection[Erratum]) -> Mapping[str, str]:
     found = {canonicalize_name(each.target.distribution): each.target.module for each in overlays}
     return found | {name: module for name, module in STACK.items() if module}
 

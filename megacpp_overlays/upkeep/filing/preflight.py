@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megacpp_overlays.model import Overlay
+from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro import manifest, pack_file
 from megacpp_overlays.upkeep.filing import approvals, filing, formatters, rendering, rerun, wording
 from megacpp_overlays.upkeep.filing.checks import Check, CheckOutcome, Spot, by_spots, read_text
@@ -37,7 +37,7 @@ class Options:
     """Prints a line of the reproducer while it runs."""
 
 
-def checks(folder: Path, standing: Standing, overlays: Sequence[Overlay], options: Options) -> Iterator[Check]:
+def checks(folder: Path, standing: Standing, overlays: Sequence[Erratum], options: Options) -> Iterator[Check]:
     """Yield every check of a pack, each when it is done.
 
     Args:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_overlays.errors import OverlayError
-from megacpp_overlays.model import Overlay
+from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro import inventory, manifest, receipts, runner
 from megacpp_overlays.repro.inventory import Pack
 from megacpp_overlays.repro.judge import Sentinel, meaning
@@ -39,7 +39,7 @@ _WANTED: Mapping[str, frozenset[Sentinel]] = {
 def check(
     pack: Pack,
     kind: str,
-    overlays: Sequence[Overlay],
+    overlays: Sequence[Erratum],
     *,
     tree: Path | None = None,
     timeout: float = 900.0,
@@ -74,7 +74,7 @@ def check(
 
 
 def _run(
-    pack: Pack, overlays: Sequence[Overlay], tree: Path | None, timeout: float, show: Callable[[str], None]
+    pack: Pack, overlays: Sequence[Erratum], tree: Path | None, timeout: float, show: Callable[[str], None]
 ) -> dict[str, Any]:
     """Run the pack as `megacpp-overlays repro` does; return the receipt, and the stamp as a line."""
     command = ["megacpp-overlays", "repro", str(pack.number), *(["--tree", "PATH"] if tree else [])]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megacpp_overlays.model import Overlay
+from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro import inventory, manifest, pack_file
 from megacpp_overlays.repro.inventory import Pack
 from megacpp_overlays.upkeep.sweep import threads
@@ -143,7 +143,7 @@ class Standing:
         return [*found, f"a person who moves its lifecycle state from {state} to {READY} in its {manifest.README}"]
 
 
-def of_all(folder: Path, overlays: Sequence[Overlay]) -> tuple[Standing, ...]:
+def of_all(folder: Path, overlays: Sequence[Erratum]) -> tuple[Standing, ...]:
     """Return every pack of a folder, by number.
 
     Raises:
@@ -158,7 +158,7 @@ def of_all(folder: Path, overlays: Sequence[Overlay]) -> tuple[Standing, ...]:
     )
 
 
-def of_one(folder: Path, number: int, overlays: Sequence[Overlay]) -> Standing:
+def of_one(folder: Path, number: int, overlays: Sequence[Erratum]) -> Standing:
     """Return one pack of a folder.
 
     Raises:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megacpp_overlays.errors import SourceError, UpkeepError
-from megacpp_overlays.loader.probing import unreadable
-from megacpp_overlays.model import Evidence, Gate, Overlay, Target, Verdict
+from megacpp_overlays.loader.probing import examine
+from megacpp_overlays.model import Erratum, Evidence, Gate, Target, Verdict
 from megacpp_overlays.repro import judge
 from megacpp_overlays.source.file_trees import ArchiveTree, FileTree
 from megacpp_overlays.source.trees import Remembered
@@ -130,7 +130,7 @@ class Streak(NamedTuple):
     cell: Cell
 
 
-def choose(overlays: Sequence[Overlay], target: str | None) -> dict[str, list[Overlay]]:
+def choose(overlays: Sequence[Erratum], target: str | None) -> dict[str, list[Erratum]]:
     """Return the overlays to probe, in parts, by the distribution that they are about.
 
     Args:
@@ -148,16 +148,16 @@ def choose(overlays: Sequence[Overlay], target: str | None) -> dict[str, list[Ov
         raise UpkeepError(
             f"{target}: no overlay has this id, and none is about it; {suggestion(target, [*names, *ids])}"
         )
-    chosen: dict[str, list[Overlay]] = {}
+    chosen: dict[str, list[Erratum]] = {}
     for part in overlays:
         if target in {None, part.id, part.target.distribution}:
             chosen.setdefault(part.target.distribution, []).append(part)
     return chosen
 
 
-def columns(overlays: Sequence[Overlay]) -> tuple[Column, ...]:
+def columns(overlays: Sequence[Erratum]) -> tuple[Column, ...]:
     """Return the columns for overlays in parts."""
-    parts: dict[str, list[Overlay]] = {}
+    parts: dict[str, list[Erratum]] = {}
     for overlay in overlays:
         parts.setdefault(overlay.id, []).append(overlay)
     return tuple(
@@ -175,7 +175,7 @@ def columns(overlays: Sequence[Overlay]) -> tuple[Column, ...]:
     )
 
 
-def probe(overlays: Sequence[Overlay], tree: FileTree) -> dict[str, Cell]:
+def probe(overlays: Sequence[Erratum], tree: FileTree) -> dict[str, Cell]:
     """Return what every probe finds in a tree, by overlay; a probe that raises has recognised nothing.
 
     Raises:
@@ -186,12 +186,7 @@ def probe(overlays: Sequence[Overlay], tree: FileTree) -> dict[str, Cell]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # old releases have escapes that newer Pythons warn about
         for overlay in overlays:
-            try:
-                finding = overlay.probe(remembered)
-            except UpkeepError:  # the tree cannot be read, which is nothing that a probe could have seen
-                raise
-            except Exception as error:  # noqa: BLE001 - one probe that fails must not hide what the others see
-                finding = unreadable(error)
+            finding = examine(overlay, remembered, unless=(UpkeepError,))
             part = PartFinding(
                 module=overlay.target.module,
                 verdict=finding.verdict,
@@ -202,12 +197,12 @@ def probe(overlays: Sequence[Overlay], tree: FileTree) -> dict[str, Cell]:
     return {name: Cell(parts=tuple(parts)) for name, parts in found.items()}
 
 
-def packages(overlays: Sequence[Overlay]) -> tuple[str, ...]:
+def packages(overlays: Sequence[Erratum]) -> tuple[str, ...]:
     """Return the top-level packages that overlays are about."""
     return tuple(dict.fromkeys(part.target.module.partition(".")[0] for part in overlays))
 
 
-def release_row(release: Release, overlays: Sequence[Overlay], archives: Archives) -> Row:
+def release_row(release: Release, overlays: Sequence[Erratum], archives: Archives) -> Row:
     """Return the row of a release; one that cannot be read says why."""
     problem = "it has no wheel and no tar.gz with a SHA-256"
     row: Row | None = None
@@ -255,7 +250,7 @@ def _row(release: Release, name: str, sha256: str, cells: Mapping[str, Cell], wr
 
 
 def table(
-    overlays: Sequence[Overlay], answer: IndexAnswer, archives: Archives, *, pre: bool, tell: Callable[[str], None]
+    overlays: Sequence[Erratum], answer: IndexAnswer, archives: Archives, *, pre: bool, tell: Callable[[str], None]
 ) -> Table:
     """Probe every release of one distribution.
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megacpp_overlays.model import Overlay
+from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro.files import write_text
 from megacpp_overlays.upkeep.matrix import matrix, matrix_file, matrix_page, matrix_trees
 from megacpp_overlays.upkeep.matrix.archives import Archives
@@ -37,7 +37,7 @@ class Places:
 
 
 def build(
-    overlays: Sequence[Overlay],
+    overlays: Sequence[Erratum],
     places: Places,
     *,
     target: str | None = None,
@@ -92,7 +92,7 @@ def write(tables: Sequence[Table], folder: Path) -> None:
     write_text(folder / matrix_file.PAGE, matrix_page.render(matrix_file.read(folder)))
 
 
-def check(overlays: Sequence[Overlay], folder: Path, places: Places) -> list[str]:
+def check(overlays: Sequence[Erratum], folder: Path, places: Places) -> list[str]:
     """Return in what a kept matrix is stale, one line each.
 
     Every release in it is probed again, from the very same files, and the page is made again. Where there is an

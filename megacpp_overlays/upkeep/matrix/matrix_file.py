@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_overlays.errors import UpkeepError
-from megacpp_overlays.model import Evidence, Overlay, Target, Verdict
+from megacpp_overlays.model import Erratum, Evidence, Target, Verdict
 from megacpp_overlays.upkeep.matrix import matrix
 from megacpp_overlays.upkeep.matrix.archives import Archives
 from megacpp_overlays.upkeep.matrix.matrix import Cell, Column, PartFinding, Row, Table
@@ -69,7 +69,7 @@ def answers(tables: Sequence[Table]) -> dict[str, IndexAnswer]:
 
 
 def again(
-    tables: Sequence[Table], overlays: Sequence[Overlay], archives: Archives, tell: Callable[[str], None]
+    tables: Sequence[Table], overlays: Sequence[Erratum], archives: Archives, tell: Callable[[str], None]
 ) -> tuple[Table, ...]:
     """Probe the releases of kept tables again, with the overlays as they are now.
 
@@ -100,7 +100,7 @@ def complete(tables: Sequence[Table]) -> None:
         raise UpkeepError("not every release can be read\n  " + "\n  ".join(missing))
 
 
-def differences(kept: Sequence[Table], now: Sequence[Table], overlays: Sequence[Overlay]) -> list[str]:
+def differences(kept: Sequence[Table], now: Sequence[Table], overlays: Sequence[Erratum]) -> list[str]:
     """Return how kept tables differ from what the probes say now, one line each."""
     wanted, have = list(matrix.choose(overlays, None)), [table.distribution for table in kept]
     found = [f"{name}: it is not in the kept matrix" for name in wanted if name not in have]

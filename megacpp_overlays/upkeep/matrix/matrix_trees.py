@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megacpp_overlays.errors import UpkeepError
-from megacpp_overlays.model import Overlay
+from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro import git
 from megacpp_overlays.repro import trees as named
 from megacpp_overlays.repro.case import PackError
@@ -56,7 +56,7 @@ def open_tree(text: str, known: Collection[str], stack: ExitStack) -> Tree:
     return tree
 
 
-def tree_row(tree: Tree, overlays: Sequence[Overlay]) -> Row | None:
+def tree_row(tree: Tree, overlays: Sequence[Erratum]) -> Row | None:
     """Return the row of a tree for the overlays of one distribution; None when the tree has nothing of it."""
     if not any(tree.files.has_package(name) for name in packages(overlays)):
         return None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from megacpp_overlays.errors import UpkeepError
-from megacpp_overlays.model import Overlay
+from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro import inventory
 from megacpp_overlays.repro.inventory import Pack
 
@@ -38,7 +38,7 @@ class Leavings:
     """Lines that name it or one of its files, as `path:line: text`."""
 
 
-def find(root: Path, tracked: Iterable[str], overlay: Overlay, overlays: Iterable[Overlay]) -> Leavings:
+def find(root: Path, tracked: Iterable[str], overlay: Erratum, overlays: Iterable[Erratum]) -> Leavings:
     """Return what is left of an overlay.
 
     Args:

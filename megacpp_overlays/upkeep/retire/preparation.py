@@ -15,7 +15,7 @@ import megacpp_overlays
 from megacpp_overlays.errors import LockError, UpkeepError
 from megacpp_overlays.loader import retired
 from megacpp_overlays.loader.retired import Retired
-from megacpp_overlays.model import Overlay
+from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro import files, git, receipts
 from megacpp_overlays.upkeep import environments, locks, near_names
 from megacpp_overlays.upkeep.locks import Lock
@@ -70,7 +70,7 @@ class Outcome:
         return all(item.state is retirement.State.DONE for item in self.items)
 
 
-def prepare(request: Request, overlays: Sequence[Overlay], show: Callable[[Item], None]) -> Outcome:
+def prepare(request: Request, overlays: Sequence[Erratum], show: Callable[[Item], None]) -> Outcome:
     """Go through the checklist; if all of it holds, write the history entry and keep the receipt that shows it.
 
     Args:
@@ -131,7 +131,7 @@ def _checkout() -> Path:
     return root
 
 
-def _parts(overlay_id: str, overlays: Sequence[Overlay]) -> list[Overlay]:
+def _parts(overlay_id: str, overlays: Sequence[Erratum]) -> list[Erratum]:
     if (before := retired.find(overlay_id)) is not None:
         raise UpkeepError(str(before))
     _demand_known(f"there is no overlay {overlay_id}", overlay_id, {overlay.id for overlay in overlays})
@@ -143,7 +143,7 @@ def _demand_known(problem: str, word: str, known: Collection[str]) -> None:
         raise WrongNameError(f"{problem}; {near_names.suggestion(word, sorted(known))}")
 
 
-def _entry(parts: Sequence[Overlay], lock: Lock, since: str | None) -> Retired:
+def _entry(parts: Sequence[Erratum], lock: Lock, since: str | None) -> Retired:
     """Return the history entry of an overlay.
 
     Raises:
@@ -175,7 +175,7 @@ def _entry(parts: Sequence[Overlay], lock: Lock, since: str | None) -> Retired:
 
 
 def _examine(
-    checklist: Checklist, request: Request, overlay: Overlay, lock: Lock, folder: Path, left: Leavings, kept: Path
+    checklist: Checklist, request: Request, overlay: Erratum, lock: Lock, folder: Path, left: Leavings, kept: Path
 ) -> bool:
     """Ask the probe, the condition and the reproducer; return whether a receipt of the last is in the folder `kept`."""
     try:
@@ -193,7 +193,7 @@ def _examine(
 
 
 def _look_at_lanes(
-    checklist: Checklist, request: Request, parts: Sequence[Overlay], lock: Lock, every: Sequence[Lock], folder: Path
+    checklist: Checklist, request: Request, parts: Sequence[Erratum], lock: Lock, every: Sequence[Lock], folder: Path
 ) -> list[Lane]:
     names = {canonicalize_name(part.target.distribution) for part in parts}
     looked = list(lanes.look(parts[0].id, names, every, lock, folder))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megacpp_overlays.loader.rendering import aligned
-from megacpp_overlays.model import Overlay
+from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro.inventory import Pack
 from megacpp_overlays.upkeep.sweep.sweep import Sweep, SweptThread
 from megacpp_overlays.upkeep.sweep.threads import NAME, Answer, to_json
@@ -18,7 +18,7 @@ _PROOF = "landing is no proof: the probe decides"
 class Candidate:
     """An overlay, or a pack without one, that a landing puts up for retirement."""
 
-    overlay: Overlay | None
+    overlay: Erratum | None
     pack: int
     reproducer: bool
     """Whether the pack has one; asked only where there is no overlay."""
@@ -45,7 +45,7 @@ class Candidate:
 
 def candidates(sweep: Sweep) -> list[Candidate]:
     """Return who is up for retirement, overlays by pack and id, then packs."""
-    overlays: dict[str, tuple[Overlay, list[SweptThread]]] = {}
+    overlays: dict[str, tuple[Erratum, list[SweptThread]]] = {}
     packs: dict[int, tuple[Pack, list[SweptThread]]] = {}
     for each in sweep.threads:
         if not each.landed:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacpp_overlays import overlays as own_overlays
-from megacpp_overlays.model import Overlay, Thread
+from megacpp_overlays.model import Erratum, Thread
 from megacpp_overlays.repro import inventory, pack_file
 from megacpp_overlays.repro.inventory import Pack
 from megacpp_overlays.upkeep.sweep.threads import Key
@@ -29,7 +29,7 @@ class WatchedThread:
     """One thread with all that wait on it."""
 
     key: Key
-    overlays: tuple[Overlay, ...]
+    overlays: tuple[Erratum, ...]
     """The first part of each."""
     packs: tuple[Pack, ...]
     """Packs that name it and have no overlay that does."""
@@ -43,14 +43,14 @@ class WatchedThread:
         return ", ".join([*(each.id for each in self.overlays), *(f"pack {each.number:02}" for each in self.packs)])
 
 
-def listed(overlays: Sequence[Overlay], folder: Path) -> tuple[WatchedThread, ...]:
+def listed(overlays: Sequence[Erratum], folder: Path) -> tuple[WatchedThread, ...]:
     """Return every thread that an overlay or the `pack.toml` of a pack names, by repository and number.
 
     Raises:
         PackError: a `pack.toml` is not what it should be.
     """
     first = {overlay.id: overlay for overlay in reversed(overlays)}
-    by_overlay: dict[Key, dict[str, Overlay]] = {}
+    by_overlay: dict[Key, dict[str, Erratum]] = {}
     by_pack: dict[Key, list[Pack]] = {}
     declared: dict[Key, dict[ThreadMention, None]] = {}
     for overlay in overlays:
@@ -82,12 +82,12 @@ def _threads(pack: Pack) -> tuple[Thread, ...]:
     return pack_file.read(pack.folder).threads if there else ()
 
 
-def _without(packs: Iterable[Pack], overlays: Iterable[Overlay]) -> Iterable[Pack]:
+def _without(packs: Iterable[Pack], overlays: Iterable[Erratum]) -> Iterable[Pack]:
     numbers = {overlay.pack for overlay in overlays}
     return (pack for pack in dict.fromkeys(packs) if pack.number not in numbers)
 
 
-def _declaration(overlay: Overlay) -> str:
+def _declaration(overlay: Erratum) -> str:
     name = overlay.id.replace("-", "_")
     ours = importlib.util.find_spec(f"{own_overlays.__name__}.{name}") is not None
     return f"overlays/{name}.py" if ours else f"the declaration of {overlay.id}"

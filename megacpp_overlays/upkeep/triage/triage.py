@@ -9,7 +9,7 @@ from pathlib import Path
 from packaging.utils import canonicalize_name
 
 from megacpp_overlays.errors import LockError, UpkeepError
-from megacpp_overlays.model import Overlay, Verdict
+from megacpp_overlays.model import Erratum, Verdict
 from megacpp_overlays.repro import inventory
 from megacpp_overlays.repro.case import PackError
 from megacpp_overlays.upkeep import evidence
@@ -37,7 +37,7 @@ class VersionChange:
 class OverlayTriage:
     """One overlay, with everything a reader needs to check the outcome."""
 
-    overlay: Overlay
+    overlay: Erratum
     """The first of its parts."""
     facts: Facts
     ruling: Ruling
@@ -54,7 +54,7 @@ class RunOptions:
     """Gets a line for each step."""
 
 
-def changes(before: Lock, after: Lock, overlays: Collection[Overlay]) -> tuple[VersionChange, ...]:
+def changes(before: Lock, after: Lock, overlays: Collection[Erratum]) -> tuple[VersionChange, ...]:
     """Return what differs between two locks, targets of overlays first.
 
     Raises:
@@ -72,7 +72,7 @@ def changes(before: Lock, after: Lock, overlays: Collection[Overlay]) -> tuple[V
 
 
 def triage(
-    before: Environment, after: Environment, overlays: Sequence[Overlay], how: RunOptions
+    before: Environment, after: Environment, overlays: Sequence[Erratum], how: RunOptions
 ) -> tuple[OverlayTriage, ...]:
     """Triage overlays for an upgrade; this takes minutes, because their reproducers run.
 
@@ -118,7 +118,7 @@ def _pre_flight(environment: Environment, how: RunOptions) -> Mapping[str, tuple
 
 def _facts(
     environments: tuple[Environment, Environment],
-    overlay: Overlay,
+    overlay: Erratum,
     before: ProbeReport,
     after: ProbeReport,
     decided: tuple[PartDecision, ...] | str,
