@@ -82,8 +82,9 @@ test: setup ## set up everything, then lint, type checks, contracts and all test
 	@$(BIN)/coverage report --fail-under=$(MINIMUM_COVERAGE)
 
 .PHONY: matrix
-matrix: wheels ## probe every release of every target and write packs/matrix.json and packs/matrix.html
+matrix: wheels ## probe every release of every target; write packs/matrix.json, packs/matrix.html and the pages of docs/ that quote it
 	@$(BIN)/python -m megacpp_overlays matrix --archives .cache/wheels --write packs
+	@$(BIN)/python -m megacpp_overlays reference --write docs
 
 .PHONY: docs
 docs: .venv/.ready ## build the documentation as a static site in .cache/site/html, all links checked

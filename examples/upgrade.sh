@@ -66,6 +66,7 @@ END
     expect 0 ledger --write RETIREMENT.md
     expect 0 receipts --sync
     expect 0 matrix --offline --archives .cache/wheels --write packs
+    expect 0 reference --write docs
     step 'git add -A && git commit .*'
 done
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megacpp_overlays.cli.commands import Subparsers
 from megacpp_overlays.loader import session
-from megacpp_overlays.repro import inventory
+from megacpp_overlays.repro import files, inventory
 from megacpp_overlays.upkeep import reference_pages
 from megacpp_overlays.upkeep.settings_page import settings_page
 
@@ -21,11 +21,14 @@ def add_to(commands: Subparsers) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--check", metavar="FOLDER", type=Path, help="exit 1 when a page in FOLDER is not in step")
     what.add_argument("--write", metavar="FOLDER", type=Path, help="bring the pages in FOLDER in step")
-    parser.set_defaults(run=functools.partial(run, commands))
+    parser.set_defaults(run=functools.partial(run, commands, parser))
 
 
-def run(commands: Subparsers, arguments: argparse.Namespace) -> bool:
+def run(commands: Subparsers, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> bool:
     """Do what was asked; return whether the pages are in step."""
+    folder: Path = arguments.write or arguments.check
+    if not folder.is_dir():
+        parser.error(f"{folder}: there is no such folder")
     overlays = session.current().overlays
     pages = {
         "settings.md": settings_page(overlays, reference_pages.GENERATED),
@@ -34,8 +37,8 @@ def run(commands: Subparsers, arguments: argparse.Namespace) -> bool:
     }
     if arguments.write is not None:
         for name, text in pages.items():
-            (arguments.write / name).write_text(text)
+            files.write_text(folder / name, text)
         return True
-    found = reference_pages.difference(pages, arguments.check)
-    print(found or f"{arguments.check} is in step", file=sys.stderr if found else sys.stdout)
+    found = reference_pages.difference(pages, folder)
+    print(found or f"{folder} is in step", file=sys.stderr if found else sys.stdout)
     return not found

@@ -11,6 +11,7 @@ from made_up import Upstream
 from places import ROOT
 
 from megacpp_overlays.cli import main
+from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.upkeep import reference_pages
 
 
@@ -96,3 +97,15 @@ def test_pages_that_were_written_are_in_step_until_somebody_edits_one(
 
     assert main(["reference", "--check", str(tmp_path)]) == 1
     assert "+## float16-fp32-exemption" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there_is_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["reference", "--check", str(tmp_path / "nowhere")])
+
+    assert "nowhere: there is no such folder" in capsys.readouterr().err
+
+
+def test_pages_of_an_inventory_without_a_matrix_are_refused(upstream: Upstream, tmp_path: Path) -> None:
+    with pytest.raises(UpkeepError, match=r"there is no .*matrix\.json: run `make matrix` in a checkout"):
+        reference_pages.overlays_page([upstream.overlay()], tmp_path)
