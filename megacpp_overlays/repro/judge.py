@@ -25,9 +25,9 @@ to itself, BUG_NOT_PRESENT is earned where it is not broken or has no such featu
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from megacpp_overlays.loader.retired import Retired
 from megacpp_overlays.model import Decision, Verdict
@@ -92,7 +92,15 @@ class Conclusion(NamedTuple):
     reason: str
 
 
-def verdict_of(parts: Sequence[Part]) -> Verdict:
+class HasVerdict(Protocol):
+    """What a probe found of one part of an overlay."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict on this part."""
+
+
+def verdict_of(parts: Iterable[HasVerdict]) -> Verdict:
     """Return the verdict over all parts of an overlay: one broken part is enough to be broken."""
     seen = {part.verdict for part in parts}
     for verdict in (Verdict.BROKEN, Verdict.UNRECOGNISED, Verdict.FIXED):

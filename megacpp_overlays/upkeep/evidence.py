@@ -20,7 +20,7 @@ from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.model import Decision, Verdict
 from megacpp_overlays.repro import inventory, manifest
 from megacpp_overlays.repro.case import Case
-from megacpp_overlays.repro.judge import Conclusion, Part, Sentinel, meaning, verdict_of
+from megacpp_overlays.repro.judge import Conclusion, Sentinel, meaning, verdict_of
 from megacpp_overlays.upkeep import other_python
 from megacpp_overlays.upkeep.environments import Environment
 from megacpp_overlays.upkeep.locks import Lock
@@ -78,7 +78,7 @@ class ProbeReport:
     @property
     def verdict(self) -> Verdict:
         """The verdict over all parts, as a reproducer has it."""
-        return verdict_of([_as_judged(part) for part in self.parts])
+        return verdict_of(self.parts)
 
     @property
     def telling(self) -> tuple[ProbedPart, ...]:
@@ -112,17 +112,6 @@ class ProbeReport:
     def within(self, case: HasTargets) -> ProbeReport:
         """Return the same of the parts alone that a case is about."""
         return dataclasses.replace(self, parts=tuple(part for part in self.parts if _is_about(case, part)))
-
-
-def _as_judged(part: ProbedPart) -> Part:
-    return Part(
-        module=part.module,
-        verdict=part.verdict,
-        shape=part.shape,
-        evidence=part.evidence,
-        decision=None,
-        reason="",
-    )
 
 
 def _is_about(case: HasTargets, part: ProbedPart) -> bool:

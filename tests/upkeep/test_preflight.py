@@ -748,7 +748,7 @@ def test_a_thread_that_nobody_looked_at_fails(packs: Packs) -> None:
     found = without_running(packs, "upstream")
 
     assert found.reason == "1 threads were not looked at within 14 days: megacpp-overlays sweep"
-    assert found.details == ("made/up#1: open, looked at on no day",)
+    assert found.details == ("made/up#1: unknown, looked at on no day",)
 
 
 @pytest.mark.parametrize(

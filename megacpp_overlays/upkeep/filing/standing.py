@@ -23,8 +23,6 @@ class PackThread:
 
     repository: str
     number: int
-    declared: str
-    """The state that the inventory has in words."""
     checked: str | None
     """Day, as 2026-11-21; None is never."""
     answer: Answer | None
@@ -37,10 +35,8 @@ class PackThread:
 
     @property
     def state(self) -> str:
-        """One word: the answer's, else the first that the inventory has."""
-        first = self.declared.replace(",", " ").split(maxsplit=1)[0]
-        known = first if first in {threads.OPEN, threads.MERGED, threads.CLOSED} else "unknown"
-        return (self.answer.state if self.answer else None) or known
+        """One word: the answer's, or `unknown`."""
+        return (self.answer.state if self.answer else None) or "unknown"
 
     @property
     def is_open(self) -> bool:
@@ -178,7 +174,6 @@ def _standing(pack: Pack, entry: Mapping[str, Any], problems: Sequence[str], ans
             PackThread(
                 repository=each["repository"],
                 number=each["number"],
-                declared=each["state"],
                 checked=each["checked"],
                 answer=answers.get((each["repository"], each["number"])),
             )

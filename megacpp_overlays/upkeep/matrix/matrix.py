@@ -49,12 +49,7 @@ class Cell:
     @property
     def verdict(self) -> Verdict:
         """The verdict over all parts, as a reproducer has it."""
-        return judge.verdict_of(
-            [
-                judge.Part(module=p.module, verdict=p.verdict, shape=p.shape, evidence="", decision=None, reason="")
-                for p in self.parts
-            ]
-        )
+        return judge.verdict_of(self.parts)
 
     @property
     def telling(self) -> tuple[PartFinding, ...]:
