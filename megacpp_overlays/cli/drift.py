@@ -18,6 +18,8 @@ not looked at:
   bytecode in __pycache__, but for the kind that Python never compares with its source
   files beside package folders, and compiled files that a checkout ignores
   data and default arguments (__defaults__) of this process
+  in this process, what stays within a package and the libraries that its modules import: one function of it in the
+  place of another, one of its own decorators more, a deleted name, a library's function under an imported name
 
 exit codes:
   0  everything is as published, or an entry of the inventory accounts for it
@@ -48,7 +50,7 @@ def add_to(commands: Subparsers) -> None:
         dest="modules",
         action="append",
         default=[],
-        help="import this module first, then say what it replaced in the targets; can be repeated",
+        help="import this module first, then say which names of the targets lead to code of somebody else; can be repeated",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.set_defaults(run=run)

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -146,8 +147,8 @@ def test_quick_and_what_cannot_be_checked_say_so(drift: Drift, target: Path) -> 
 
 def test_what_a_launcher_replaces_is_named_beside_what_overlays_do(drift: Drift, upstream: Upstream) -> None:
     env = launchers.environment(upstream)
-    upstream.write(
-        """
+    launcher = f"launcher_of_{upstream.name}"
+    text = """
         import functools
         import NAME.layers as target
 
@@ -156,17 +157,16 @@ def test_what_a_launcher_replaces_is_named_beside_what_overlays_do(drift: Drift,
             return x
 
         target.Layer.forward = quick
-        """.replace("NAME", upstream.name),
-        module="parts",
-    )
+        """
+    (upstream.folder / f"{launcher}.py").write_text(textwrap.dedent(text).replace("NAME", upstream.name))
 
-    done = drift("--import", f"{upstream.name}.parts", env=env)
-    data = json.loads(drift("--import", f"{upstream.name}.parts", "--json", env=env).stdout)
+    done = drift("--import", launcher, env=env)
+    data = json.loads(drift("--import", launcher, "--json", env=env).stdout)
 
     assert done.returncode == 1
-    assert "1 functions or classes replaced by somebody else, 1 by overlays" in done.stdout
-    assert f"untracked: {upstream.module_name}.Layer.forward is now {upstream.name}.parts.quick (" in done.stdout
-    assert "parts.py:5)" in done.stdout
+    assert "1 names lead to code of somebody else, 1 to an overlay's" in done.stdout
+    assert f"untracked: {upstream.module_name}.Layer.forward is now {launcher}.quick (" in done.stdout
+    assert f"{launcher}.py:5)" in done.stdout
     assert f"tracked: {upstream.module_name}.double by overlay double-fix" in done.stdout
     assert "next: make an overlay of what was replaced, or take it out of what replaces it" in done.stdout
     replaced = {each["symbol"]: each["overlay"] for each in data["running"]["replaced"]}
@@ -183,7 +183,7 @@ def test_a_launcher_that_replaces_nothing_is_clean_and_one_that_fails_is_an_erro
     failing = drift("--import", f"{upstream.name}.failing", env=env)
 
     assert quiet.returncode == 0
-    assert "0 functions or classes replaced by somebody else" in quiet.stdout
+    assert "0 names lead to code of somebody else" in quiet.stdout
     assert failing.returncode == 1
     assert failing.stderr == f"megacpp-overlays: --import {upstream.name}.failing: OSError: no such device\n"
 

@@ -138,8 +138,8 @@ def _stale(entries: Sequence[Entry]) -> Iterator[str]:
 def _process(running: Running, foreign: Sequence[Replaced]) -> Iterator[str]:
     ours = [each for each in running.replaced if each.overlay is not None]
     yield (
-        f"this process: {running.modules} modules compared with their source; "
-        f"{len(foreign)} functions or classes replaced by somebody else, {len(ours)} by overlays"
+        f"this process: {running.modules} modules compared with the packages that own them; "
+        f"{len(foreign)} names lead to code of somebody else, {len(ours)} to an overlay's"
     )
     yield from (f"  untracked: {each.module}.{each.symbol} is now {each.by}" for each in foreign)
     yield from (f"  tracked: {each.module}.{each.symbol} by overlay {each.overlay}" for each in ours)

@@ -1,18 +1,23 @@
-"""What in this process was replaced since its source was written, and by whom.
+"""The functions, methods and classes of this process that somebody replaced, each with who did it.
 
-Every function and class that the source of a loaded module defines is compared with the object that its name leads to
-now, and every name that it imports with what that name leads to at home. Nothing is imported and nothing is called, so no device is touched.
+Code that a name of a loaded module leads to, and code that this code wraps, must be in a file of the package that owns
+the module, or of a library that the module imports. Any other was put there by somebody; a seam of an overlay says so by
+its mark. A name that the module defines must lead to code of its own package in the end. Nothing is imported and nothing
+is called, so no device is touched.
+
+Not seen is what stays within the package and its libraries: a function of the package in the place of another one, one
+of its own decorators more, a name that was deleted, and in the place of a name that is imported, or that an expression
+made, anything of a library.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
 import importlib
-import inspect
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -20,12 +25,15 @@ from megacpp_overlays.errors import OverlayError, UpkeepError
 from megacpp_overlays.loader import seams, session
 from megacpp_overlays.loader.import_hooks import is_half_imported
 from megacpp_overlays.runtime import seam_marks
-from megacpp_overlays.source.trees import InstalledTree, ModuleSource
-from megacpp_overlays.upkeep.drift import bindings, borrowed, definers, swapped
-from megacpp_overlays.upkeep.drift.bindings import Name
+from megacpp_overlays.runtime.seam_marks import Mark
+from megacpp_overlays.source import trees
+from megacpp_overlays.upkeep.drift import origins
+from megacpp_overlays.upkeep.drift.outlines import Outline, Outlines
 
 ITSELF = "(the module itself)"
 """In place of a symbol, where something else stands in `sys.modules`."""
+_DEEPEST = 64
+"""Layers of wrappers that are looked through."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +70,12 @@ def replaced(packages: Collection[str] | None = None) -> tuple[Replaced, ...]:
 
 
 def look(packages: Collection[str] | None = None) -> Running:
-    """Compare every loaded module of some packages with its source; see `replaced`."""
+    """Compare every loaded module of some packages with the package that owns it; see `replaced`."""
     if packages is None:
         packages = {overlay.target.module.partition(".")[0] for overlay in session.current().overlays}
     found: list[Replaced] = []
     unchecked: list[str] = []
-    count = 0
+    outlines, count = Outlines(), 0
     for name, module in sorted(sys.modules.items()):
         if name.partition(".")[0] not in packages:
             continue
@@ -75,19 +83,17 @@ def look(packages: Collection[str] | None = None) -> Running:
             is_module = issubclass(type(module), ModuleType)
             if is_module and is_half_imported(module):
                 continue
-            if (by := swapped.by(name, module)) is not None:
+            if (by := _stand_in(name, module)) is not None:
                 found.append(Replaced(module=name, symbol=ITSELF, by=by))
-            if not is_module or not _is_python(module):
-                continue
-            source = InstalledTree().module(name)
-            changed = [] if source is None else list(_Comparison(module, source, packages).all())
+            outline = outlines.of(name) if is_module else None
+            changed = [] if outline is None else list(_Comparison(module, outline, outlines).all())
         except OverlayError as error:
             unchecked.append(str(error))
             continue
         except Exception as error:  # noqa: BLE001 - an object of somebody's may raise when it is looked at
             unchecked.append(f"{name}: {type(error).__name__}: {error}")
             continue
-        count += source is not None
+        count += outline is not None
         found += changed
     return Running(modules=count, replaced=tuple(found), unchecked=tuple(unchecked))
 
@@ -107,10 +113,36 @@ def bring_in(names: Collection[str]) -> None:
         raise UpkeepError(f"--import {name}: {type(error).__name__}: {error}{way_out}") from error
 
 
-def _is_python(module: ModuleType) -> bool:
-    """Return whether a module has a source at all: what is compiled has none, and neither has a namespace."""
-    file = seams.namespace(module).get("__file__")
-    return isinstance(file, str) and file.endswith((".py", ".pyc"))
+def _stand_in(name: str, loaded: object) -> str | None:
+    """Return who took the place of a whole module, or None where nobody did.
+
+    What has no Python source, such as a compiled module or a namespace, is nobody's, and so is what the source of a
+    module itself puts in its place.
+    """
+    try:
+        attributes: Mapping[str, Any] = object.__getattribute__(loaded, "__dict__")  # and no lazy module is woken
+    except AttributeError:
+        attributes = {}
+    spec, file = attributes.get("__spec__"), attributes.get("__file__")
+    if isinstance(spec, ModuleSpec) and spec.name == name and spec.origin == file:
+        return None  # as an import left it
+    if not (path := _source(name)) or b"sys.modules[" in Path(path).read_bytes():
+        return None
+    if issubclass(type(loaded), ModuleType):
+        return f"the module {attributes.get('__name__')} ({file or 'of no file'})"
+    return "None: its import fails" if loaded is None else origins.describe(loaded)
+
+
+def _source(name: str) -> str | None:
+    """Return the Python file that a module would be loaded from."""
+    parent = sys.modules.get(name.rpartition(".")[0])
+    folders = None if parent is None else getattr(parent, "__dict__", {}).get("__path__", ())
+    spec = trees.find_spec(name, folders, None)
+    return spec.origin if spec is not None and spec.has_location and (spec.origin or "").endswith(".py") else None
+
+
+def _is_in_any(name: str, classes: Collection[type]) -> bool:
+    return any(name in vars(each) for each in classes)
 
 
 class _EditedSinceError(OverlayError):
@@ -118,212 +150,96 @@ class _EditedSinceError(OverlayError):
 
 
 class _Comparison:
-    """One module against its source."""
+    """One module against the package that owns it."""
 
-    def __init__(self, module: ModuleType, source: ModuleSource, packages: Collection[str]) -> None:
-        self._packages_of_all = packages
+    def __init__(self, module: ModuleType, outline: Outline, outlines: Outlines) -> None:
         self._module = module
-        self._source = source
-        self._own = module.__name__.partition(".")[0]
+        self._outline = outline
+        self._package = origins.package_of(module.__name__)
+        imports = set(outline.modules)
+        for name in outline.modules:  # what a library made may come by way of another module of the package
+            if origins.package_of(name) == self._package and (other := outlines.of(name)) is not None:
+                imports |= other.modules
+        self._imports = frozenset(map(origins.package_of, imports))
 
     def all(self) -> Iterator[Replaced]:
         """Yield what was replaced.
 
         Raises:
-            SourceError: the source cannot be parsed.
             _EditedSinceError: it is not the source of this module any more.
         """
-        yield from self._scope(self._names, self._module, "")
-        for name, bound in self._names.items():
-            if name in seams.namespace(self._module) and name not in self._set_by_functions:
-                yield from self._borrowed(name, bound, seams.namespace(self._module)[name])
-
-    @functools.cached_property
-    def _names(self) -> Mapping[str, Name]:
-        return bindings.scope(self._source.syntax.body)
-
-    @functools.cached_property
-    def _set_by_functions(self) -> frozenset[str]:
-        return bindings.set_by_functions(self._source.syntax)
-
-    def _borrowed(self, name: str, bound: Name, live: Any) -> Iterator[Replaced]:
-        """Yield a name that is imported from another module, and leads to something else than it does there."""
-        homes = borrowed.homes(self._module, name, bound, live, self._packages_of_all)
-        if not homes or any(seams.namespace(home)[original] is live for home, original in homes):
-            return
-        if (mark := seam_marks.mark_of(live)) is not None:  # a name that an overlay rebound, and home has lost it since
-            yield self._replaced(name, definers.describe(live), mark.overlay_id)
-            live = mark.original
-        if not any(_made_at_home(home, original, live, self._packages_of_all) for home, original in homes):
-            yield self._replaced(name, definers.describe(live))
-
-    def defines(self, name: str, live: Any) -> bool:
-        """Return whether an object is what the source gives to a name, though the name may lead to another one now.
-
-        Raises:
-            SourceError: the source cannot be parsed.
-            _EditedSinceError: it is not the source of this module any more.
-        """
-        bound = self._names.get(name)
-        if name in self._set_by_functions:
-            return True
-        if bound is None:  # a name of a star import, or of a module below a package
-            return definers.definer(live) == self._own
-        if bound.classes and issubclass(type(live), type) and self._is_own_class(live, name):
-            return True
-        if bound.others and all(isinstance(node, ast.ImportFrom) for node in bound.others):
-            return not any(each.overlay is None for each in self._borrowed(name, bound, live))
-        if bound.others and self._makes(name, bound, seams.namespace(self._module)[name]):
-            return False  # what a call makes is the object that the name leads to, and no other
-        return self._makes(name, bound, live)
-
-    def _makes(self, name: str, bound: Name, live: Any) -> bool:
-        if bound.functions or bound.classes or bound.lambdas:
-            return all(each.overlay is not None for each in self._function(bound, live, name, self._module))
-        return definers.definer(live) in self._packages(bound.others, self._module)
-
-    def _scope(self, names: Mapping[str, Name], owner: seams.Owner, prefix: str) -> Iterator[Replaced]:
-        there = seams.namespace(owner)
-        for name, bound in names.items():
-            if not bound.functions and not bound.classes and not bound.lambdas:
+        for name, live in seams.namespace(self._module).items():
+            if name in self._outline.changing or name not in self._outline.defined.keys() | self._outline.imported:
                 continue
-            if bound.lambdas and name in self._set_by_functions:
-                continue
-            symbol = f"{prefix}{name}"
-            if name not in there:
-                if bound.always and not bound.deleted and not bound.decorators:
-                    yield self._replaced(symbol, "nobody: it was deleted")
-                continue
-            live = there[name]
-            if bound.classes and issubclass(type(live), type) and self._is_own_class(live, symbol):
-                yield from self._class(bound, live, symbol)
+            if self._is_own_class(live, name):
+                yield from self._class(live, name)
             else:
-                yield from self._function(bound, live, symbol, owner)
+                yield from self._value(live, name)
 
-    def _is_own_class(self, live: type, symbol: str) -> bool:
-        return vars(live).get("__module__") == self._module.__name__ and live.__qualname__ == symbol
-
-    def _class(self, bound: Name, live: type, symbol: str) -> Iterator[Replaced]:
-        names = bindings.merged([bindings.scope(node.body, node.name) for node in bound.classes])
-        yield from self._scope(names, live, f"{symbol}.")
-        decorators = [decorator for node in bound.classes for decorator in node.decorator_list]
-        # What the source does not define may still be upstream's own: decorators, bases and metaclasses add methods.
-        known = {self._own, f"namedtuple_{live.__name__}", *self._packages(decorators, live), *_packages_above(live)}
-        for name, raw in vars(live).items():
-            function = definers.unwrapped(raw)
-            if name in names or not _is_foreign(name, raw, function, live, known):
-                continue
-            mark = seam_marks.mark_of(raw)
-            yield self._replaced(f"{symbol}.{name}", definers.describe(raw), mark.overlay_id if mark else None)
-
-    def _function(self, bound: Name, live: Any, symbol: str, owner: seams.Owner) -> Iterator[Replaced]:
-        for part in definers.accessors(live):
-            marks, foreign = self._behind(bound, part, symbol, owner)
-            for mark in marks:
-                yield self._replaced(symbol, definers.describe(mark.made), mark.overlay_id)
-            if foreign is not None:
-                yield self._replaced(symbol, definers.describe(foreign))
-
-    def _behind(self, bound: Name, live: Any, symbol: str, owner: seams.Owner) -> tuple[list[seam_marks.Mark], Any]:
-        """Return our seams on the way to the source's own function, and what else is in it."""
-        marks: list[seam_marks.Mark] = []
-        layers = 0
-        makers = [*bound.decorators, *bound.others]
+    def _is_own_class(self, live: Any, symbol: str) -> bool:
         if not issubclass(type(live), type):
-            makers += [part for node in bound.classes for part in (*node.bases, *node.keywords)]
-        explained = self._packages(makers, owner)
-        while True:
+            return False
+        return bool(vars(live).get("__module__") == self._module.__name__ and live.__qualname__ == symbol)
+
+    def _class(self, live: type, prefix: str) -> Iterator[Replaced]:
+        above = [each for base in live.__mro__[1:] for each in (base, type(base))]
+        # Bases and metaclasses add methods, and so does what makes named tuples.
+        makers = {f"namedtuple_{live.__name__}", *map(origins.maker, above)}
+        adding = frozenset(map(origins.package_of, makers))
+        for name, raw in vars(live).items():
+            symbol, value = f"{prefix}.{name}", origins.unwrapped(raw)
+            if self._is_own_class(raw, symbol):
+                yield from self._class(raw, symbol)
+            elif type(value) is FunctionType or symbol in self._outline.defined or _is_in_any(name, above):
+                yield from self._value(raw, symbol, adding)
+
+    def _value(self, raw: Any, symbol: str, adding: Collection[str] = ()) -> Iterator[Replaced]:
+        for part in origins.accessors(raw):
+            marks, foreign = self._behind(part, symbol, adding)
+            for mark in marks:
+                yield self._replaced(symbol, origins.describe(mark.made), mark.overlay_id)
+            if foreign is not None:
+                yield self._replaced(symbol, origins.describe(foreign))
+
+    def _behind(self, live: Any, symbol: str, adding: Collection[str]) -> tuple[list[Mark], Any]:
+        """Return our seams on the way to the package's own code, and what else is in it."""
+        marks: list[Mark] = []
+        for _ in range(_DEEPEST):
             if (mark := seam_marks.mark_of(live)) is not None:
                 marks.append(mark)
                 live = mark.original
                 continue
-            live = definers.unwrapped(live)
-            if type(live) is FunctionType and self._is_at(live, bound, symbol):
+            live = origins.unwrapped(live)
+            if not callable(live):  # such as None, where a library is missing
                 return marks, None
-            if any(isinstance(node, ast.Constant) and node.value is live for node in bound.others):
-                return marks, None  # None, where a library is missing
-            if definers.definer(live) not in explained:
+            package = origins.package_of(origins.maker(live))
+            is_own, is_used = self._is_own(live, symbol, package), package in self._imports
+            if not is_own and not is_used and package not in adding and package not in sys.stdlib_module_names:
                 return marks, live
-            if bound.others or _is_metaclass_made(bound, live):  # nobody but the source says what it is
-                return marks, None
-            layers += 1
-            inner = definers.inner(live)
-            if layers > bound.wrappers or (inner is None and type(live) is FunctionType):
-                return marks, live
-            if inner is None:
-                return marks, None
+            if (inner := origins.inner(live)) is None:
+                is_end = is_own or is_used or not self._must_end_here(symbol)
+                return marks, None if is_end else live
             live = inner
+        return marks, None
 
-    def _is_at(self, function: FunctionType, bound: Name, symbol: str) -> bool:
-        code = function.__code__
-        if not _same_file(code.co_filename, self._source.path):
-            return False
-        lines = [*map(bindings.first_line, bound.functions), *(node.lineno for node in bound.lambdas)]
-        if code.co_firstlineno in lines:
-            return True
-        if function.__qualname__ == symbol and code.co_name == symbol.rpartition(".")[2]:
-            raise _EditedSinceError(f"{self._module.__name__}: {self._source.path} was edited since it was imported")
-        return False
+    def _is_own(self, live: Any, symbol: str, package: str) -> bool:
+        if type(live) is not FunctionType:
+            return package == self._package
+        code = live.__code__
+        if code.co_filename.startswith("<"):  # made when it ran, such as the methods of a data class
+            return package == self._package and not self._must_end_here(symbol)
+        named = (live.__qualname__, code.co_name)  # a wrapper has the first from what it wraps, and not the second
+        if code.co_filename == self._outline.path and named == (symbol, symbol.rpartition(".")[2]):
+            lines = self._outline.defined.get(symbol, {code.co_firstlineno})
+            if lines and code.co_firstlineno not in lines:
+                raise _EditedSinceError(
+                    f"{self._module.__name__}: {self._outline.path} was edited since it was imported"
+                )
+        return origins.is_in(live, self._package)
 
-    def _packages(self, nodes: Collection[ast.AST], owner: seams.Owner) -> frozenset[str]:
-        """Return the packages of everything that some expressions and imports of the source mention."""
-        if not nodes:
-            return frozenset()
-        found = {self._own}
-        for inner in (each for node in nodes for each in ast.walk(node)):
-            if isinstance(inner, ast.ImportFrom | ast.Import):
-                found.update(_imported(inner))
-            elif isinstance(inner, ast.Name | ast.Attribute):
-                found.update(definers.packages_of(self._value(inner, owner)))
-        return frozenset(found)
-
-    def _value(self, node: ast.expr, owner: seams.Owner) -> Any:
-        """Return what a dotted name of the source leads to, without waking a lazy module."""
-        if isinstance(node, ast.Name):
-            return seams.namespace(owner).get(node.id, seams.namespace(self._module).get(node.id))
-        if isinstance(node, ast.Attribute):
-            inner = self._value(node.value, owner)
-            return None if inner is None else inspect.getattr_static(inner, node.attr, None)
-        return None
+    def _must_end_here(self, symbol: str) -> bool:
+        """Return whether a name is the module's own, and nothing that it may import instead."""
+        return symbol in self._outline.defined and symbol not in self._outline.imported
 
     def _replaced(self, symbol: str, by: str, overlay: str | None = None) -> Replaced:
         return Replaced(module=self._module.__name__, symbol=symbol, by=by, overlay=overlay)
-
-
-def _imported(node: ast.ImportFrom | ast.Import) -> list[str]:
-    if isinstance(node, ast.ImportFrom):
-        return [(node.module or "").partition(".")[0]] if not node.level else []
-    return [alias.name.partition(".")[0] for alias in node.names]
-
-
-def _packages_above(cls: type) -> Iterator[str]:
-    yield from sys.stdlib_module_names
-    for base in cls.__mro__[1:]:
-        yield definers.definer(base)
-        yield definers.definer(type(base))
-
-
-def _is_metaclass_made(bound: Name, live: Any) -> bool:
-    """Return whether a class statement gave something that is no class, as with a stand-in object among its bases."""
-    return bool(bound.classes) and not issubclass(type(live), type) and type(live) is not FunctionType
-
-
-def _is_foreign(name: str, raw: Any, function: Any, live: type, known: Collection[str]) -> bool:
-    """Return whether somebody else put a method into a class: any function, or what overrides one of a base."""
-    if type(function) is FunctionType:
-        return definers.definer(function) not in known
-    above = next((vars(base)[name] for base in live.__mro__[1:] if name in vars(base)), None)
-    held = definers.method_of(raw)
-    if held is None or type(definers.unwrapped(above)) is not FunctionType:
-        return False
-    # The standard library makes methods that are no functions only where its own classes are the bases.
-    ours = {*known} - sys.stdlib_module_names
-    return definers.definer(held) not in ours and definers.definer(definers.unwrapped(above)) in ours
-
-
-def _made_at_home(home: ModuleType, name: str, live: Any, packages: Collection[str]) -> bool:
-    source = InstalledTree().module(home.__name__)
-    return source is None or _Comparison(home, source, packages).defines(name, live)
-
-
-_same_file = functools.cache(swapped.same_file)

@@ -8,38 +8,45 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+import os
+import sys
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from megacpp_overlays.loader import seams
 
-_DEEPEST = 32
 _INNER = ("__wrapped__", "fn", "func", "_torchdynamo_orig_callable", "_init_fn")
 """Where wrappers of functools, Triton and torch keep what they wrap."""
 
-
-def packages_of(value: Any) -> Iterator[str]:
-    """Yield the packages that a decorator, a base or a function may put into what it makes."""
-    for _ in range(_DEEPEST):
-        if type(value) is not functools.partial:
-            break
-        value = value.func
-    if issubclass(type(value), ModuleType):
-        yield str(seams.namespace(value).get("__name__")).partition(".")[0]
-    elif value is not None:
-        yield definer(value)
-        yield str(inspect.getattr_static(value, "__module__", "")).partition(".")[0]
+_MODULE_OF_TYPE = type.__dict__["__module__"]
+"""Asked past metaclasses, and also of types that are written in C."""
 
 
-def method_of(raw: Any) -> Any:
-    """Return what is called for a method that is no function: what a partial holds, or the object; else None."""
-    value = unwrapped(raw)
-    for _ in range(_DEEPEST):
-        if type(value) not in {functools.partial, functools.partialmethod}:
-            break
-        value = value.func
-    return value if callable(value) and not issubclass(type(value), type) else None
+def package_of(module: str) -> str:
+    """Return the outermost package with code of its own that a module is in: `megatron.core` for what is below it."""
+    parts = module.split(".")
+    for depth in range(1, len(parts) + 1):
+        name = ".".join(parts[:depth])
+        loaded = sys.modules.get(name)
+        if loaded is not None and issubclass(type(loaded), ModuleType) and seams.namespace(loaded).get("__file__"):
+            return name
+    return parts[0]
+
+
+def is_in(function: FunctionType, package: str) -> bool:
+    """Return whether the code of a function is in a file of a package."""
+    return any(_is_below(function.__code__.co_filename, folder) for folder in _folders(package))
+
+
+def _folders(package: str) -> list[str]:
+    there = seams.namespace(sys.modules[package]) if package in sys.modules else {}
+    return [str(each) for each in there.get("__path__") or [there.get("__file__")] if each]
+
+
+@functools.cache
+def _is_below(file: str, folder: str) -> bool:
+    file, folder = os.path.realpath(file), os.path.realpath(folder)
+    return file == folder or file.startswith(f"{folder}{os.sep}")
 
 
 def accessors(raw: Any) -> tuple[Any, ...]:
@@ -55,11 +62,13 @@ def unwrapped(raw: Any) -> Any:
         return raw.fget
     if issubclass(type(raw), staticmethod | classmethod | MethodType):
         return raw.__func__
-    return raw.func if issubclass(type(raw), functools.cached_property) else raw
+    return raw.func if issubclass(type(raw), functools.cached_property | functools.partialmethod) else raw
 
 
 def inner(wrapper: Any) -> Any:
     """Return what a wrapper leads to: by its own account, or the one callable of its closure; else None."""
+    if type(wrapper) is functools.partial:
+        return wrapper.func
     try:
         kept = object.__getattribute__(wrapper, "__dict__")
     except AttributeError:
@@ -79,22 +88,22 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def definer(value: Any) -> str:
-    """Return the package whose code made a function, or a class or object: not what it says of itself."""
+def maker(value: Any) -> str:
+    """Return the module whose code made a function, or a class or object: not what it says of itself."""
     if type(value) is FunctionType:
-        return str(value.__globals__.get("__name__")).partition(".")[0]
+        return str(value.__globals__.get("__name__"))
+    if (wrapper := _of_wrapt(value)) is not None:
+        return maker(unwrapped(wrapper))
     if type(value) is BuiltinFunctionType:
-        return str(value.__module__).partition(".")[0]
+        return str(value.__module__ or "builtins")  # a method of a built-in type says None
     if issubclass(type(value), type):
-        return str(inspect.getattr_static(value, "__module__", None)).partition(".")[0]
-    return type(value).__module__.partition(".")[0]
+        return str(_MODULE_OF_TYPE.__get__(value))
+    return str(type(value).__module__)
 
 
 def describe(raw: Any) -> str:
     """Return where a function, class or object is defined: `plugin.patches.fast (/src/plugin/patches.py:12)`."""
     value = unwrapped(raw)
-    if type(value) is functools.partial:
-        return f"a partial of {describe(value.func)}"
     if (wrapper := _of_wrapt(value)) is not None:
         return f"a wrapper of wrapt around it: {describe(wrapper)}"
     if issubclass(type(value), type):
@@ -103,14 +112,12 @@ def describe(raw: Any) -> str:
         return _place(value.__module__, value.__qualname__, codes[0] if codes else None)
     if type(value) is FunctionType:
         code = value.__code__
-        return _place(str(value.__globals__.get("__name__")), getattr(code, "co_qualname", code.co_name), code)
+        return _place(maker(value), getattr(code, "co_qualname", code.co_name), code)
     if type(value) is BuiltinFunctionType:
         return f"{value.__module__}.{value.__qualname__}"
     call = unwrapped(inspect.getattr_static(type(value), "__call__", None))
-    place = _place(
-        type(value).__module__, type(value).__qualname__, call.__code__ if type(call) is FunctionType else None
-    )
-    return f"an object of {place}"
+    called = call.__code__ if type(call) is FunctionType else None
+    return f"an object of {_place(type(value).__module__, type(value).__qualname__, called)}"
 
 
 def _of_wrapt(value: Any) -> Any:
@@ -120,5 +127,5 @@ def _of_wrapt(value: Any) -> Any:
     return getattr(value, "_self_wrapper", None)
 
 
-def _place(module: str, name: str, code: Any) -> str:
+def _place(module: str, name: str, code: CodeType | None) -> str:
     return f"{module}.{name} ({code.co_filename}:{code.co_firstlineno})" if code is not None else f"{module}.{name}"

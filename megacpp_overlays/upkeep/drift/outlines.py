@@ -1,0 +1,99 @@
+"""The outline of a module's source: the names that it defines and imports, read without running it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+from megacpp_overlays.loader import seams
+from megacpp_overlays.source.trees import InstalledTree, ModuleSource
+
+
+class Outline:
+    """What a source defines and imports, by qualified name."""
+
+    def __init__(self, source: ModuleSource, package: str) -> None:
+        """Read a source.
+
+        Args:
+            source: of a module.
+            package: where its relative imports start.
+
+        Raises:
+            SourceError: it cannot be parsed.
+        """
+        self.path = source.path
+        self.defined: dict[str, set[int]] = {}
+        """With the first lines of its definitions, of which there may be several in branches."""
+        self.imported: set[str] = set()
+        self.modules: set[str] = set()
+        """Every module that is imported, wherever."""
+        self.changing: set[str] = set()
+        """Names that functions of the module set."""
+        for node, prefix in _nodes(source.syntax):
+            self._add(node, prefix, package)
+
+    def _add(self, node: ast.AST, prefix: str, package: str) -> None:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            first = min(each.lineno for each in (node, *node.decorator_list))
+            self.defined.setdefault(f"{prefix}{node.name}", set()).add(first)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+            for name in (target.id for target in node.targets if isinstance(target, ast.Name)):
+                self.defined.setdefault(f"{prefix}{name}", set())
+        elif isinstance(node, ast.Global):
+            self.changing.update(node.names)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            self.imported.update(f"{prefix}{alias.asname or alias.name}" for alias in node.names)
+            self.modules.update(_imported(node, package))
+
+
+class Outlines:
+    """The outlines of loaded modules, each read once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Outline | None] = {}
+
+    def of(self, name: str) -> Outline | None:
+        """Return the outline of a module, or None where it is not loaded or has no source.
+
+        Raises:
+            SourceError: its source cannot be read or parsed.
+        """
+        if name not in self._known:
+            module = sys.modules.get(name)
+            self._known[name] = _read(name, module) if issubclass(type(module), ModuleType) and module else None
+        return self._known[name]
+
+
+def _read(name: str, module: ModuleType) -> Outline | None:
+    there = seams.namespace(module)
+    file = there.get("__file__")
+    if not isinstance(file, str) or not file.endswith((".py", ".pyc")):
+        return None  # what is compiled has no source, and neither has a namespace
+    source = InstalledTree().module(name)
+    return None if source is None else Outline(source, name if "__path__" in there else name.rpartition(".")[0])
+
+
+def _nodes(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
+    """Yield every node with what the qualified names of definitions in it begin with."""
+    nodes: list[tuple[ast.AST, str]] = [(tree, "")]
+    while nodes:
+        node, prefix = nodes.pop()
+        yield node, prefix
+        if isinstance(node, ast.ClassDef):
+            prefix += f"{node.name}."
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            prefix += f"{node.name}.<locals>."
+        nodes += [(each, prefix) for each in ast.iter_child_nodes(node)]
+
+
+def _imported(node: ast.Import | ast.ImportFrom, package: str) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    try:
+        return [importlib.util.resolve_name(f"{'.' * node.level}{node.module or ''}", package)]
+    except ImportError:  # more dots than packages
+        return []
