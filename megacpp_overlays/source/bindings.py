@@ -13,9 +13,10 @@ decorated is asked of the definition.
 from __future__ import annotations
 
 import ast
+import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import ClassVar, NamedTuple
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -68,7 +69,9 @@ class Bindings:
         self._waiting: list[tuple[ast.AST, _Scope]] = []
         self._push(syntax.body, _Scope("", at_import=True, receivers={}))
         while self._waiting:
-            self._visit(*self._waiting.pop())
+            node, scope = self._waiting.pop()
+            visit: Callable[..., None] = self._VISITORS.get(type(node), Bindings._visit_below)
+            visit(self, node, scope)
 
     def of(self, symbol: str) -> list[ast.AST]:
         """Return what binds a name of the module, or an attribute of one of its classes: `f`, `Layer.forward`.
@@ -123,74 +126,69 @@ class Bindings:
         if isinstance(owner, ast.Name):
             self._owners[owner.id].append(node)
 
-    def _visit(self, node: ast.AST, scope: _Scope) -> None:
-        match node:
-            case ast.Name():
-                self._visit_name(node, scope)
-            case ast.Constant(value=str(text)):
-                self._change(text, node, None, scope)
-            case ast.Attribute():
-                self._visit_attribute(node, scope)
-            case ast.Call():
-                self._visit_call(node, scope)
-            case ast.FunctionDef() | ast.AsyncFunctionDef():
-                self._visit_function(node, scope)
-            case ast.ClassDef():
-                self._bind(node.name, node, scope)
-                self._push([*node.decorator_list, *node.bases, *node.keywords], scope)
-                path = None if scope.path is None else f"{scope.path}.{node.name}".lstrip(".")
-                self._push([*getattr(node, "type_params", ())], scope._replace(path=None))
-                self._push(node.body, scope._replace(path=path))
-            case ast.Lambda():
-                self._push([*node.args.defaults, *node.args.kw_defaults], scope)
-                self._push([*_arguments(node.args), node.body], scope._replace(path=None, at_import=False))
-            case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
-                self._visit_comprehension(node, scope)
-            case ast.Import() | ast.ImportFrom():
-                self._visit_import(node, scope)
-            case ast.Global(names=names) | ast.Nonlocal(names=names):
-                path = "" if isinstance(node, ast.Global) else None
-                for name in names:
-                    self._bind(name, node, scope._replace(path=path))
-            case ast.Expr(value=ast.Constant()):
-                pass
-            case ast.Subscript():
-                self._visit_item(node, scope)
-            case _:
-                self._visit_other(node, scope)
+    def _visit_below(self, node: ast.AST, scope: _Scope) -> None:
+        for field in node._fields:
+            value = getattr(node, field, None)
+            if isinstance(value, list):
+                self._waiting += [(each, scope) for each in value if isinstance(each, ast.AST)]
+            elif isinstance(value, ast.AST) and value._fields:  # an operator or a context has none
+                self._waiting.append((value, scope))
 
-    def _visit_other(self, node: ast.AST, scope: _Scope) -> None:
-        match node:
-            case ast.ExceptHandler(name=name) | ast.MatchAs(name=name) | ast.MatchStar(name=name):
-                self._bind(name, node, scope)
-            case ast.MatchMapping(rest=name):
-                self._bind(name, node, scope)
-            case ast.arg(arg=name):
-                self._bind(name, node, scope)
-                return
-            case ast.AnnAssign():
-                self._push([node.target], scope)
-                self._push([] if _lists_exports([node.target]) else [node.value], scope)
-                self._push(_without_text(node.annotation), scope)
-                return
-            case ast.Assign(targets=targets) if _lists_exports(targets):
-                return
-            case ast.AugAssign(target=target) if _lists_exports([target]):
-                return
-            case ast.Compare():
-                asked = [node.left, *node.comparators]
-                self._followed.update(map(id, asked))
-                self._push((each for each in asked if not isinstance(each, ast.Constant)), scope)
-                return
-            case _ if type(node).__name__ in {"TypeVar", "ParamSpec", "TypeVarTuple"}:
-                self._bind(getattr(node, "name", None), node, scope._replace(path=None))
-                return
-        inner = scope._replace(path=None)
-        for field, value in ast.iter_fields(node):
-            below = value if isinstance(value, list) else [value]
-            self._push(
-                (each for each in below if isinstance(each, ast.AST)), inner if field == "type_params" else scope
-            )
+    def _visit_named(self, node: ast.ExceptHandler | ast.MatchAs | ast.MatchStar, scope: _Scope) -> None:
+        self._bind(node.name, node, scope)
+        self._visit_below(node, scope)
+
+    def _visit_mapping(self, node: ast.MatchMapping, scope: _Scope) -> None:
+        self._bind(node.rest, node, scope)
+        self._visit_below(node, scope)
+
+    def _visit_argument(self, node: ast.arg, scope: _Scope) -> None:
+        self._bind(node.arg, node, scope)
+
+    def _visit_constant(self, node: ast.Constant, scope: _Scope) -> None:
+        if isinstance(node.value, str):
+            self._attributes[node.value].append(_Change(node, None, scope))
+
+    def _visit_statement_of_text(self, node: ast.Expr, scope: _Scope) -> None:
+        if not isinstance(node.value, ast.Constant):
+            self._waiting.append((node.value, scope))
+
+    def _visit_global(self, node: ast.Global | ast.Nonlocal, scope: _Scope) -> None:
+        path = "" if isinstance(node, ast.Global) else None
+        for name in node.names:
+            self._bind(name, node, scope._replace(path=path))
+
+    def _visit_assignment(self, node: ast.Assign | ast.AugAssign | ast.AnnAssign, scope: _Scope) -> None:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        self._push(targets, scope)
+        exports = all(_is_name(target, "__all__") for target in targets)  # names stand as text there
+        self._push(_without_text(node.value) if exports else [node.value], scope)
+        if isinstance(node, ast.AnnAssign):
+            self._push(_without_text(node.annotation), scope)
+
+    def _visit_comparison(self, node: ast.Compare, scope: _Scope) -> None:
+        asked = [node.left, *node.comparators]
+        self._followed.update(map(id, asked))
+        self._push((each for each in asked if not isinstance(each, ast.Constant)), scope)
+
+    def _visit_class(self, node: ast.ClassDef, scope: _Scope) -> None:
+        self._bind(node.name, node, scope)
+        self._push([*node.decorator_list, *node.bases, *node.keywords], scope)
+        path = None if scope.path is None else f"{scope.path}.{node.name}".lstrip(".")
+        self._push(getattr(node, "type_params", ()), scope._replace(path=None))
+        self._push(node.body, scope._replace(path=path))
+
+    def _visit_lambda(self, node: ast.Lambda, scope: _Scope) -> None:
+        self._push([*node.args.defaults, *node.args.kw_defaults], scope)
+        self._push([*_arguments(node.args), node.body], scope._replace(path=None, at_import=False))
+
+    def _visit_type(self, node: ast.AST, scope: _Scope) -> None:
+        """A `type` statement, whose parameters are names of its own."""
+        self._push([getattr(node, "name", None), getattr(node, "value", None)], scope)
+        self._push(getattr(node, "type_params", ()), scope._replace(path=None))
+
+    def _visit_type_parameter(self, node: ast.AST, scope: _Scope) -> None:
+        self._bind(getattr(node, "name", None), node, scope)
 
     def _visit_name(self, node: ast.Name, scope: _Scope) -> None:
         if not isinstance(node.ctx, ast.Load):
@@ -312,6 +310,29 @@ class Bindings:
             if getattr(node, "module", None) == "builtins" and alias.name in _NAMED:
                 self._everything.append(alias)
 
+    _VISITORS: ClassVar[dict[type, Callable[..., None]]] = {
+        ast.Name: _visit_name,
+        ast.Constant: _visit_constant,
+        ast.Attribute: _visit_attribute,
+        ast.Subscript: _visit_item,
+        ast.Call: _visit_call,
+        ast.Compare: _visit_comparison,
+        ast.Expr: _visit_statement_of_text,
+        **dict.fromkeys((ast.Assign, ast.AugAssign, ast.AnnAssign), _visit_assignment),
+        **dict.fromkeys((ast.FunctionDef, ast.AsyncFunctionDef), _visit_function),
+        ast.ClassDef: _visit_class,
+        ast.Lambda: _visit_lambda,
+        **dict.fromkeys((ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp), _visit_comprehension),
+        **dict.fromkeys((ast.Import, ast.ImportFrom), _visit_import),
+        **dict.fromkeys((ast.Global, ast.Nonlocal), _visit_global),
+        **dict.fromkeys((ast.ExceptHandler, ast.MatchAs, ast.MatchStar), _visit_named),
+        ast.MatchMapping: _visit_mapping,
+        ast.arg: _visit_argument,
+    }
+    if sys.version_info >= (3, 12):
+        _VISITORS[ast.TypeAlias] = _visit_type
+        _VISITORS |= dict.fromkeys((ast.TypeVar, ast.ParamSpec, ast.TypeVarTuple), _visit_type_parameter)
+
 
 def names_bound(node: ast.AST) -> Iterator[str]:
     """Yield the names that a tree of syntax binds as names, in whatever scope below it."""
@@ -373,16 +394,11 @@ def _has_plain_keys(node: ast.expr) -> bool:
     return isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys)
 
 
-def _lists_exports(targets: list[ast.expr]) -> bool:
-    """Return whether an assignment is to `__all__` alone, where names stand as text and nothing is bound."""
-    return all(_is_name(target, "__all__") for target in targets)
-
-
 def _arguments(args: ast.arguments) -> list[ast.arg]:
     every = [*args.posonlyargs, *args.args, args.vararg, *args.kwonlyargs, args.kwarg]
     return [each for each in every if each is not None]
 
 
-def _without_text(annotation: ast.expr | None) -> list[ast.expr]:
-    """Return what an annotation evaluates; a text in it is a type."""
-    return [each for each in ast.walk(annotation) if isinstance(each, ast.NamedExpr)] if annotation is not None else []
+def _without_text(value: ast.expr | None) -> list[ast.expr]:
+    """Return what may bind names in an annotation, where a text is a type, or in the value of `__all__`."""
+    return [each for each in ast.walk(value) if isinstance(each, ast.NamedExpr | ast.Call)] if value is not None else []
