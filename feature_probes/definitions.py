@@ -1,63 +1,52 @@
-"""The one definition of a function in a module, its parameters and its calls."""
+"""The one definition of a function or class in a module, and the words, calls and parameters in it."""
 
 from __future__ import annotations
 
 import ast
 import copy
+from typing import TypeVar
 
 from megacpp_overlays.errors import SourceError
+from megacpp_overlays.source.fingerprint import is_docstring
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource
 
+_Kind = TypeVar("_Kind", ast.FunctionDef, ast.ClassDef)
 
-def plain_function(source: ModuleSource, symbol: str) -> FunctionNode | None:
+
+def plain_function(source: ModuleSource, symbol: str) -> ast.FunctionDef | None:
     """Return the one undecorated definition of a function or method, and None where the name means nothing.
 
     Raises:
         SourceError: the name is bound, but not by exactly one plain `def` at its place.
     """
-    *owner, name = symbol.split(".")
     scope: list[ast.stmt] = source.syntax.body
-    if owner:
-        (class_name,) = owner
-        cls = _bound_once(source, scope, class_name, ast.ClassDef)
-        if not isinstance(cls, ast.ClassDef):
+    if "." in symbol:
+        if (cls := plain_class(source, symbol.partition(".")[0])) is None:
             return None
-        if cls.decorator_list:
-            raise SourceError(f"{source.path}:{cls.lineno}: {class_name} is decorated")
         scope = cls.body
-    found = _bound_once(source, scope, name, ast.FunctionDef)
-    if not isinstance(found, ast.FunctionDef):
+    return _plain(source, symbol, scope, ast.FunctionDef)
+
+
+def plain_class(source: ModuleSource, symbol: str) -> ast.ClassDef | None:
+    """Return the one undecorated definition of a class, and None where the name means nothing.
+
+    Raises:
+        SourceError: the name is bound, but not by exactly one plain `class` at its place.
+    """
+    return _plain(source, symbol, source.syntax.body, ast.ClassDef)
+
+
+def _plain(source: ModuleSource, symbol: str, scope: list[ast.stmt], kind: type[_Kind]) -> _Kind | None:
+    bindings = source.bindings.of(symbol)
+    if not bindings:
         return None
+    found, line = bindings[-1], getattr(bindings[-1], "lineno", None)
+    if len(bindings) > 1 or not isinstance(found, kind) or found not in scope:
+        name = symbol.rpartition(".")[2]
+        raise SourceError(f"{source.path}:{line}: {name} is no plain definition that stands alone")
     if found.decorator_list:
-        raise SourceError(f"{source.path}:{found.lineno}: {symbol} is decorated")
+        raise SourceError(f"{source.path}:{line}: {symbol} is decorated")
     return found
-
-
-def _bound_once(source: ModuleSource, scope: list[ast.stmt], name: str, kind: type[ast.stmt]) -> ast.stmt | None:
-    """Return the statement that binds a name in a scope, if it is of a kind and nothing else does."""
-    binders = [statement for statement in scope if _binds(statement, name)]
-    binders += [node for node in ast.walk(source.syntax) if isinstance(node, ast.Global) and name in node.names]
-    if not binders:
-        return None
-    if len(binders) > 1 or not isinstance(binders[0], kind):
-        raise SourceError(f"{source.path}:{binders[-1].lineno}: {name} is no plain definition that stands alone")
-    return binders[0]
-
-
-def _binds(statement: ast.stmt, name: str) -> bool:
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return statement.name == name
-    for node in ast.walk(statement):
-        match node:
-            case ast.Name(id=used) | ast.Attribute(attr=used) if used == name and not isinstance(node.ctx, ast.Load):
-                return True
-            case ast.alias() if {name, "*"} & {node.name, node.asname}:
-                return True
-            case ast.FunctionDef(name=used) | ast.AsyncFunctionDef(name=used) | ast.ClassDef(name=used) if used == name:
-                return True
-            case ast.Call(func=ast.Name(id="setattr"), args=[_, ast.Constant(value=used), *_]) if used == name:
-                return True
-    return False
 
 
 def signature(function: FunctionNode) -> str:
@@ -67,6 +56,17 @@ def signature(function: FunctionNode) -> str:
         if isinstance(node, ast.arg):
             node.annotation = None
     return ast.unparse(arguments)
+
+
+def statements(body: list[ast.stmt]) -> list[ast.stmt]:
+    """Return the statements of a body without its docstring."""
+    return body[1:] if is_docstring(body[0]) else body
+
+
+def words(node: ast.AST) -> set[str]:
+    """Return every word of a piece of code: names, attributes, parameters, arguments, imports and definitions."""
+    found = (getattr(each, kind, None) for each in ast.walk(node) for kind in ("id", "attr", "arg", "name"))
+    return {word for word in found if isinstance(word, str)}
 
 
 def calls(node: ast.AST, name: str | None = None) -> list[ast.Call]:

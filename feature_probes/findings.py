@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 
+from megacpp_overlays.errors import SourceError
 from megacpp_overlays.model import Evidence, Finding, Verdict
 from megacpp_overlays.source.trees import ModuleSource
 
@@ -28,11 +29,16 @@ def fixed(*seen: Evidence) -> Finding:
     return conclusion(Verdict.FIXED, None, *seen)
 
 
-def absent(seen: str) -> Finding:
+def absent(seen: str, source: ModuleSource | None = None) -> Finding:
     """Return the finding where there is nothing to repair."""
-    return conclusion(Verdict.ABSENT, None, Evidence(seen=seen))
+    return conclusion(Verdict.ABSENT, None, Evidence(seen=seen, file=source.path if source else None))
 
 
 def unrecognised(*seen: Evidence) -> Finding:
     """Return the finding that installs nothing."""
     return conclusion(Verdict.UNRECOGNISED, None, *seen)
+
+
+def unknown(source: ModuleSource, node: ast.AST | None, seen: str) -> SourceError:
+    """Return the error that a probe raises at something which no known form has; it is the evidence of its finding."""
+    return SourceError(seen, file=source.path, line=getattr(node, "lineno", None))

@@ -1,4 +1,4 @@
-"""Does the dispatcher of the fused SparseMLA kernel know a quantized query or key when it gets one?
+"""The dispatcher of the fused SparseMLA kernel, and what it does to a quantized query or key.
 
 A quantized tensor of Transformer Engine says bf16 and has no storage. What was seen of the dispatcher:
 
@@ -23,9 +23,11 @@ import copy
 import re
 from collections.abc import Iterator, Sequence
 
-from megacpp_overlays.errors import SourceError
-from megacpp_overlays.feature_probes.findings import conclusion
-from megacpp_overlays.model import Evidence, Finding, Target, Verdict
+from megacpp_overlays.feature_probes.definitions import called, plain_function, statements, words
+from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown
+from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source.bindings import Bindings
+from megacpp_overlays.source.patterns import Match, Pattern
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, parameters
 
 _PACKAGE = "megatron.core.transformer.experimental_attention_variant"
@@ -42,7 +44,6 @@ GUARD_FOOLED = "bf16-guard-fooled"
 _PARAMETERS = (*TENSORS, "topk_indices", "softmax_scale", "v_channels")
 _QUANTIZED = "QuantizedTensor"
 _GUARD = "_all_bfloat16"
-_GUARD_SAYS = "return all((tensor.dtype == torch.bfloat16 for tensor in tensors))"
 _FUNCTIONS = {
     f"{KERNEL}.apply",
     _GUARD,
@@ -57,13 +58,26 @@ _TORCH = {"apply", "empty", "functional", "int32", "nn", "pad"}
 _ATTRIBUTES = _METHODS | _TORCH | {"device", "dtype", "ndim", "shape"}
 _ABOUT_QUANTIZATION = re.compile(r"quant|float8|fp8|mxfp|nvfp|scale_inv|_data\b|__torch_", re.IGNORECASE)
 
+_NO_KERNEL = Pattern(f"if {KERNEL} is None: return None")
+_FALLBACK = Pattern(f"{KERNEL} = None")
+_CALL = Pattern(f"{KERNEL}.apply($$given)")
+_MADE = Pattern("$name = $value")
+_SLICE = Pattern("$tensor[:, $index].contiguous()")
+_PERMUTATION = Pattern("$tensor.permute($$axes).contiguous()")
+_GUARDED = Pattern(f"if not {_GUARD}({', '.join(TENSORS)}): return None")
+_GUARD_SAYS = Pattern(f"""
+def {_GUARD}(*tensors):
+    return all((tensor.dtype == torch.bfloat16 for tensor in tensors))
+""")
 
-class _UnknownError(Exception):
-    """Something that no known form has."""
-
-    def __init__(self, seen: str, node: ast.AST) -> None:
-        super().__init__(seen)
-        self.line: int | None = getattr(node, "lineno", None)
+_ASKS = Pattern(f"isinstance($tensor, {_QUANTIZED})")
+_DECLINES = (Pattern("if $asked: return None"), Pattern("if $asked: return"))
+_DEQUANTIZES = (
+    Pattern(f"if isinstance($tensor, {_QUANTIZED}): $tensor = $tensor.dequantize($$dtype)"),
+    Pattern(f"$tensor = $tensor.dequantize($$dtype) if isinstance($tensor, {_QUANTIZED}) else $tensor"),
+)
+_DTYPES = {"torch.bfloat16", *(f"{name}.dtype" for name in TENSORS)}
+_PADS = Pattern("$tensor = torch.nn.functional.pad($tensor, $$how)")
 
 
 def probe(tree: SourceTree) -> Finding:
@@ -85,195 +99,121 @@ def probe_spring(tree: SourceTree) -> Finding:
 def _probe(tree: SourceTree, target: Target) -> Finding:
     source = tree.module(target.module)
     if source is None:
-        return conclusion(Verdict.ABSENT, None, Evidence(seen=f"there is no module {target.module}"))
+        return absent(f"there is no module {target.module}")
     if not re.search(rf"\b{target.symbol}\b", source.text):
-        return conclusion(Verdict.ABSENT, None, Evidence(seen=f"defines no {target.symbol}", file=source.path))
-    try:
-        function = _the_function(source, target.symbol)
-        rest = _without_repair(source, function)
-        _check_known(source, rest or function)
-        _check_kernel(tree)
-        finding = _shape(source, rest or function)
-    except _UnknownError as unknown:
-        return conclusion(Verdict.UNRECOGNISED, None, _at(source, str(unknown), unknown.line))
-    except SourceError as error:
-        return conclusion(Verdict.UNRECOGNISED, None, Evidence(seen=str(error)))
+        return absent(f"defines no {target.symbol}", source)
+    function = _dispatcher(source, target.symbol)
+    rest = _without_repair(source, function)
+    _check_known(source, rest or function)
+    _check_names(source, function)
+    _check_kernel(tree)
+    shape, call, seen = _shape(source, rest or function)
     if rest is not None:
-        return conclusion(Verdict.FIXED, None, _at(source, "asks for QuantizedTensor itself", function.lineno))
-    return finding
+        return fixed(at(source, function, "asks for QuantizedTensor itself"))
+    return broken(shape, at(source, call, seen))
 
 
-def _the_function(source: ModuleSource, symbol: str) -> FunctionNode:
-    function = source.function(symbol)
-    if function is None or function not in source.syntax.body or function.decorator_list:
-        raise _UnknownError(f"{symbol} is no plain function of this module", function or source.syntax)
-    for node in ast.walk(source.syntax):
-        if isinstance(node, ast.Name) and node.id == symbol and not isinstance(node.ctx, ast.Load):
-            raise _UnknownError(f"{symbol} is bound again", node)
+def _dispatcher(source: ModuleSource, symbol: str) -> FunctionNode:
+    function = plain_function(source, symbol)
+    if function is None:
+        raise unknown(source, None, f"{symbol} is no plain function of this module")
     if (names := parameters(function)) != _PARAMETERS:
-        raise _UnknownError(f"{symbol} takes other parameters than any known one: {', '.join(names)}", function)
+        raise unknown(source, function, f"{symbol} takes other parameters than any known one: {', '.join(names)}")
     return function
 
 
 def _check_known(source: ModuleSource, function: FunctionNode) -> None:
     """Raise unless every call and attribute was read before and nothing is named after quantization."""
-    for node in ast.walk(function):
-        if (name := _identifier(node)) is not None and _ABOUT_QUANTIZATION.search(name):
-            raise _UnknownError(f"{function.name} knows of {name}, in a way that is not known", node)
-        if isinstance(node, ast.Call) and not _is_known_call(node):
-            raise _UnknownError(f"{function.name} calls {ast.unparse(node.func)}", node)
+    if word := _about_quantization(function):
+        raise unknown(source, function, f"{function.name} knows of {word}, in a way that is not known")
     for node in (node for statement in function.body for node in ast.walk(statement)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) not in _FUNCTIONS and not _is_method(node):
+            raise unknown(source, node, f"{function.name} calls {ast.unparse(node.func)}")
         if isinstance(node, ast.Attribute) and node.attr not in _ATTRIBUTES:
-            raise _UnknownError(f"{function.name} looks at {ast.unparse(node)}", node)
-    start = _statements(function)[0]
-    if ast.unparse(start) != f"if {KERNEL} is None:\n    return None":
-        raise _UnknownError(f"{function.name} does not begin by declining where there is no kernel", start)
+            raise unknown(source, node, f"{function.name} looks at {ast.unparse(node)}")
+    start = statements(function.body)[0]
+    if not _NO_KERNEL.match(start):
+        raise unknown(source, start, f"{function.name} does not begin by declining where there is no kernel")
+
+
+def _is_method(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and called(call) in _METHODS
+
+
+def _about_quantization(node: ast.AST) -> str | None:
+    return next((word for word in sorted(words(node)) if _ABOUT_QUANTIZATION.search(word)), None)
+
+
+def _check_names(source: ModuleSource, function: FunctionNode) -> None:
+    """Raise unless the kernel is the one that is known, the guard a function, and nothing else binds either name."""
     imports = [node for node in ast.walk(source.syntax) if isinstance(node, ast.ImportFrom) and _brings_kernel(node)]
     if [node.module for node in imports] != [KERNEL_MODULE]:
-        raise _UnknownError(f"{KERNEL} is not the one of {KERNEL_MODULE}", imports[0] if imports else source.syntax)
-    _check_bound(source, KERNEL, _kernel_bindings(source, imports[0]))
-    guard = source.function(_GUARD)
-    is_plain = guard is not None and guard in source.syntax.body and not guard.decorator_list
-    _check_bound(source, _GUARD, [guard] if guard is not None and is_plain else [])
-
-
-def _kernel_bindings(source: ModuleSource, brought: ast.ImportFrom) -> list[ast.AST]:
-    """Return what may bind the kernel: its import, and `= None` where that import fails."""
-    if brought in source.syntax.body:
-        return list(brought.names)
-    for statement in source.syntax.body:
-        if isinstance(statement, ast.Try) and brought in statement.body:
-            fallbacks = [node for handler in statement.handlers for node in handler.body]
-            targets = [
-                node.targets[0]
-                for node in fallbacks
-                if isinstance(node, ast.Assign) and ast.unparse(node) == f"{KERNEL} = None"
-            ]
-            return [*brought.names, *targets]
-    return []
-
-
-def _check_bound(source: ModuleSource, name: str, allowed: Sequence[ast.AST]) -> None:
-    for node in ast.walk(source.syntax):
-        if _binds(node, name) and not any(node is each for each in allowed):
-            raise _UnknownError(f"{name} is bound in another way than any known one", node)
-
-
-def _binds(node: ast.AST, name: str) -> bool:
-    """Return whether a node binds or deletes a name, changes what it names, or could: a star, or the name as text."""
-    match node:
-        case ast.Name(id=used) | ast.Attribute(value=ast.Name(id=used)):
-            return used == name and not isinstance(node.ctx, ast.Load)
-        case ast.FunctionDef(name=used) | ast.AsyncFunctionDef(name=used) | ast.ClassDef(name=used):
-            return used == name
-        case ast.ExceptHandler(name=used) | ast.MatchAs(name=used) | ast.MatchStar(name=used) | ast.arg(arg=used):
-            return used == name
-        case ast.MatchMapping(rest=used):
-            return used == name
-        case ast.alias(name=used, asname=given):
-            return (given or used.split(".")[0]) in {name, "*"}
-        case ast.Global(names=names) | ast.Nonlocal(names=names):
-            return name in names
-        case ast.Constant(value=value):
-            return bool(value == name)
-        case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[ast.Name(id=used), *_]):
-            return used == name
-        case _:
-            return False
+        raise unknown(source, imports[0] if imports else function, f"{KERNEL} is not the one of {KERNEL_MODULE}")
+    _check_bound(source, KERNEL, [*_kernel_bindings(source, imports[0])])
+    guard = source.bindings.of(_GUARD) and plain_function(source, _GUARD)
+    _check_bound(source, _GUARD, [guard] if guard else [])
 
 
 def _brings_kernel(node: ast.ImportFrom) -> bool:
     return any(KERNEL in {alias.name, alias.asname} for alias in node.names)
 
 
-def _is_known_call(call: ast.Call) -> bool:
-    if ast.unparse(call.func) in _FUNCTIONS:
-        return True
-    return isinstance(call.func, ast.Attribute) and call.func.attr in _METHODS
+def _kernel_bindings(source: ModuleSource, brought: ast.ImportFrom) -> Iterator[ast.AST]:
+    """Yield what may bind the kernel: its import, and None where that import fails."""
+    for statement in source.syntax.body:
+        if statement is brought:
+            yield from brought.names
+        elif isinstance(statement, ast.Try) and brought in statement.body:
+            yield from brought.names
+            for node in (node for handler in statement.handlers for node in handler.body):
+                if isinstance(node, ast.Assign) and _FALLBACK.match(node):
+                    yield node.targets[0]
+
+
+def _check_bound(source: ModuleSource, name: str, allowed: Sequence[ast.AST]) -> None:
+    if others := [node for node in source.bindings.anywhere(name) if node not in allowed]:
+        raise unknown(source, others[0], f"{name} is bound in another way than any known one")
 
 
 def _check_kernel(tree: SourceTree) -> None:
     """Raise if the kernel's autograd function, where there is one, looks for quantized tensors itself."""
     source = tree.module(KERNEL_MODULE)
-    if source is None:
-        return
-    for node in ast.walk(source.syntax):
-        if (name := _identifier(node)) is not None and _ABOUT_QUANTIZATION.search(name):
-            raise SourceError(f"{source.path}: {KERNEL} knows of {name}, in a way that is not known")
+    if source is not None and (word := _about_quantization(source.syntax)):
+        raise unknown(source, None, f"{KERNEL} knows of {word}, in a way that is not known")
 
 
-def _identifier(node: ast.AST) -> str | None:
-    match node:
-        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name) | ast.arg(arg=name):
-            return name
-        case ast.keyword(arg=name):
-            return name
-        case _:
-            return None
+def _shape(source: ModuleSource, function: FunctionNode) -> tuple[str, ast.AST, str]:
+    """Return the shape, the call of the kernel, and what it gets."""
+    calls = list(_CALL.find(function))
+    given = calls[0].many("given") if len(calls) == 1 else []
+    if len(given) != 4 or any(isinstance(each, ast.keyword) for each in given):
+        raise unknown(source, function, f"{function.name} does not call {KERNEL}.apply once with four arguments")
+    call = calls[0].node
+    assert isinstance(call, ast.AST)  # noqa: S101 - a match of an expression
+    made = [_first_made(function, argument) for argument in given[: len(TENSORS)]]
+    if all(_is_made(value, _SLICE, name) for value, name in zip(made, TENSORS, strict=True)):
+        return PER_BATCH, call, "the kernel gets query[:, i].contiguous(), which stays quantized and has pointer 0"
+    guarded = any(_GUARDED.match(node) for node in function.body)
+    if (
+        all(_is_made(value, _PERMUTATION, name) for value, name in zip(made, TENSORS, strict=True))
+        and guarded
+        and _GUARD_SAYS.match(plain_function(source, _GUARD))
+    ):
+        return GUARD_FOOLED, call, f"{_GUARD} takes a quantized tensor for bf16, and permute dequantizes it silently"
+    raise unknown(source, call, f"what {KERNEL}.apply gets is made in no known way")
 
 
-def _shape(source: ModuleSource, function: FunctionNode) -> Finding:
-    calls = [
-        node
-        for node in ast.walk(function)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"{KERNEL}.apply"
-    ]
-    if len(calls) != 1 or calls[0].keywords or len(calls[0].args) != 4:
-        raise _UnknownError(f"{function.name} does not call {KERNEL}.apply once with four arguments", function)
-    call = calls[0]
-    forms = {_form(function, argument, name) for argument, name in zip(call.args, TENSORS, strict=False)}
-    match forms.pop() if len(forms) == 1 else None:
-        case "slice":
-            seen = "the kernel gets query[:, i].contiguous(), which stays quantized and has pointer 0"
-            return conclusion(Verdict.BROKEN, PER_BATCH, _at(source, seen, call.lineno))
-        case "permutation" if _is_guarded(source, function):
-            seen = f"{_GUARD} takes a quantized tensor for bf16, and permute dequantizes it silently"
-            return conclusion(Verdict.BROKEN, GUARD_FOOLED, _at(source, seen, call.lineno))
-        case _:
-            raise _UnknownError(f"what {KERNEL}.apply gets is made in no known way", call)
-
-
-def _form(function: FunctionNode, argument: ast.expr, tensor: str) -> str | None:
-    """Return how an argument of the kernel is first made from a parameter: by a slice or by a permutation."""
+def _first_made(function: FunctionNode, argument: ast.AST) -> ast.AST | None:
+    """Return the first value of a local name."""
     if not isinstance(argument, ast.Name):
         return None
-    made = [
-        node.value
-        for node in ast.walk(function)
-        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [argument.id]
-    ]
-    match sorted(made, key=lambda value: value.lineno)[:1]:
-        case [
-            ast.Call(
-                func=ast.Attribute(
-                    value=ast.Subscript(
-                        value=ast.Name(id=name), slice=ast.Tuple(elts=[ast.Slice(None, None, None), ast.Name()])
-                    ),
-                    attr="contiguous",
-                ),
-                args=[],
-            )
-        ] if name == tensor:
-            return "slice"
-        case [
-            ast.Call(
-                func=ast.Attribute(
-                    value=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="permute")), attr="contiguous"
-                ),
-                args=[],
-            )
-        ] if name == tensor:
-            return "permutation"
-        case _:
-            return None
+    made = [found["value"] for found in _MADE.find(function) if found.text("name") == argument.id]
+    return min(made, key=lambda value: getattr(value, "lineno", 0), default=None)
 
 
-def _is_guarded(source: ModuleSource, function: FunctionNode) -> bool:
-    """Return whether the dispatcher declines what is not bf16, and asks no more than that."""
-    asks = f"if not {_GUARD}({', '.join(TENSORS)}):\n    return None"
-    guard = source.function(_GUARD)
-    says = [ast.unparse(node) for node in _statements(guard)] if guard else []
-    return any(ast.unparse(node) == asks for node in function.body) and says == [_GUARD_SAYS]
+def _is_made(value: ast.AST | None, form: Pattern, tensor: str) -> bool:
+    found = form.match(value)
+    return found is not None and found.text("tensor") == tensor
 
 
 def _without_repair(source: ModuleSource, function: FunctionNode) -> FunctionNode | None:
@@ -283,82 +223,47 @@ def _without_repair(source: ModuleSource, function: FunctionNode) -> FunctionNod
     Only refusals may come before them, and only padding may bind the query or the key again.
     """
     imports = [
-        node
-        for node in source.syntax.body
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformer_engine"
+        node for node in source.syntax.body if isinstance(node, ast.ImportFrom) and _is_of_transformer_engine(node)
     ]
-    brought = [alias for node in imports for alias in node.names if _binds(alias, _QUANTIZED)]
-    if [(alias.name, alias.asname) for alias in brought] != [(_QUANTIZED, None)]:
-        return None
+    brought = [alias for node in imports for alias in node.names if (alias.name, alias.asname) == (_QUANTIZED, None)]
     handled: set[str] = set()
     kept: list[ast.stmt] = []
-    early = True
+    early = len(brought) == 1
     for statement in function.body:
-        if names := set(_handled_by(statement)) if early else set():
+        if names := _handled_by(statement) if early else set():
             handled |= names
         else:
             kept.append(statement)
-            early = early and (_is_text(statement) or _declines(statement))
+            early = early and (statement not in statements(function.body) or _declined(statement) is not None)
     if handled != set(TENSORS):
         return None
     _check_bound(source, _QUANTIZED, brought)
     rest = copy.copy(function)
     rest.body = kept
-    pads = [node.targets[0] for node in ast.walk(rest) if isinstance(node, ast.Assign) and _is_padding(node)]
-    for node in (node for statement in kept for node in ast.walk(statement)):
-        if any(_binds(node, name) for name in TENSORS) and not any(node is each for each in pads):
-            raise _UnknownError(f"{function.name} binds the query or the key again", node)
+    pads = [pad["tensor"] for pad in _PADS.find(rest)]
+    again = Bindings(ast.Module(body=kept, type_ignores=[]))
+    if others := [node for name in TENSORS for node in again.anywhere(name) if node not in pads]:
+        raise unknown(source, others[0], f"{function.name} binds the query or the key again")
     return rest
 
 
-def _is_padding(node: ast.Assign) -> bool:
-    value, target = node.value, node.targets[0]
-    return (
-        isinstance(value, ast.Call)
-        and ast.unparse(value.func) == "torch.nn.functional.pad"
-        and [ast.unparse(each) for each in (*node.targets, *value.args[:1])] == [ast.unparse(target)] * 2
-    )
+def _is_of_transformer_engine(node: ast.ImportFrom) -> bool:
+    return (node.module or "").partition(".")[0] == "transformer_engine"
 
 
-def _declines(statement: ast.stmt) -> bool:
-    match statement:
-        case ast.If(body=[ast.Return(value=None | ast.Constant(value=None))], orelse=[]):
-            return True
-        case _:
-            return False
+def _declined(statement: ast.stmt) -> Match | None:
+    return next(filter(None, (pattern.match(statement) for pattern in _DECLINES)), None)
 
 
-def _handled_by(statement: ast.stmt) -> Iterator[str]:
-    match statement:
-        case ast.If(test=test) if _declines(statement):
-            parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) else [test]
-            asked = [name for part in parts for name in TENSORS if _asks(part, name)]
-            yield from asked if len(asked) == len(parts) else ()
-        case ast.If(test=test, body=[ast.Assign(targets=[ast.Name(id=name)], value=value)], orelse=[]):
-            if _asks(test, name) and _dequantizes(value, name):
-                yield name
-        case ast.Assign(targets=[ast.Name(id=name)], value=ast.IfExp(test=test, body=value, orelse=ast.Name(id=other))):
-            if name == other and _asks(test, name) and _dequantizes(value, name):
-                yield name
-
-
-def _asks(test: ast.expr, name: str) -> bool:
-    return name in TENSORS and ast.unparse(test) == f"isinstance({name}, {_QUANTIZED})"
-
-
-def _dequantizes(value: ast.expr, name: str) -> bool:
-    types = ("torch.bfloat16", *(f"{each}.dtype" for each in TENSORS))
-    known = {f"{name}.dequantize({given})" for given in ("", *(f"dtype={each}" for each in types))}
-    return ast.unparse(value) in known
-
-
-def _statements(function: FunctionNode) -> list[ast.stmt]:
-    return function.body[1:] if _is_text(function.body[0]) else function.body
-
-
-def _is_text(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-
-
-def _at(source: ModuleSource, seen: str, line: int | None) -> Evidence:
-    return Evidence(seen=seen, file=source.path, line=line)
+def _handled_by(statement: ast.stmt) -> set[str]:
+    """Return the tensors that a statement declines or dequantizes where they are quantized, and does no more."""
+    if (declined := _declined(statement)) is not None:
+        test = declined["asked"]
+        parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) else [test]
+        asked = [found.text("tensor") for part in parts if (found := _ASKS.match(part))]
+        return set(asked) & set(TENSORS) if len(asked) == len(parts) and set(asked) <= set(TENSORS) else set()
+    for found in filter(None, (pattern.match(statement) for pattern in _DEQUANTIZES)):
+        dtype = [ast.unparse(each).removeprefix("dtype=") for each in found.many("dtype")]
+        if found.text("tensor") in TENSORS and len(dtype) <= 1 and set(dtype) <= _DTYPES:
+            return {found.text("tensor")}
+    return set()

@@ -1,4 +1,4 @@
-"""Which GPUs does the dispatcher of Megatron's fused linear cross entropy know?
+"""The dispatcher of Megatron's fused linear cross entropy, and which GPUs it knows.
 
 `Platform.__init__` compares the major compute capability of the current device with numbers, takes the entry of that
 branch, and raises `ValueError: Unsupported architecture` for any other. What was seen:
@@ -16,11 +16,14 @@ function passes to an entry and takes from it, and the parameters of the Blackwe
 from __future__ import annotations
 
 import ast
+from typing import cast
 
-from megacpp_overlays.errors import SourceError
-from megacpp_overlays.feature_probes.findings import conclusion
-from megacpp_overlays.model import Evidence, Finding, Target, Verdict
+from megacpp_overlays.feature_probes.definitions import statements, words
+from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown
+from megacpp_overlays.model import Evidence, Finding, Target
+from megacpp_overlays.source.bindings import binders
 from megacpp_overlays.source.fingerprint import is_docstring
+from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, parameters
 
 TARGET = Target(
@@ -60,14 +63,17 @@ BACKWARD = (
 BACKWARD_VALUES = 2
 _ENTRY_ATTRIBUTES = {"forward": "forward_func", "backward": "backward_func"}
 
-
-class _UnknownError(Exception):
-    """Something that no known form has."""
-
-    def __init__(self, seen: str, node: ast.AST | None = None, source: ModuleSource | None = None) -> None:
-        super().__init__(seen)
-        self.line: int | None = getattr(node, "lineno", None)
-        self.source = source
+_MADE_BEFORE = (Pattern("if getattr(self, $$what): return"), Pattern("if hasattr(self, $$what): return"))
+_CAPABILITY = Pattern("$name = $device.get_device_capability($$which)")
+_ONE_MAJOR, _MAJORS = Pattern("$capability[0] == $major"), Pattern("$capability[0] in $majors")
+_REFUSAL = Pattern("raise ValueError($$why)")
+_BUILT = Pattern(f"{TARGET.symbol}()")
+_KEPT = Pattern(f"$name = {TARGET.symbol}()")
+_GIVEN_OUT = Pattern(f"return {TARGET.symbol}()")
+_GETTER_USED = Pattern(GETTER)
+_ENTRY_CALLED = {
+    name: Pattern(f"$taken = {GETTER}().{attribute}($$passed)") for name, attribute in _ENTRY_ATTRIBUTES.items()
+}
 
 
 def probe(tree: SourceTree) -> Finding:
@@ -75,155 +81,98 @@ def probe(tree: SourceTree) -> Finding:
 
     Source: https://github.com/NVIDIA/Megatron-LM/pull/2256 (dev) and /pull/3345 (a branch for 9).
     """
-    try:
-        source = tree.module(TARGET.module)
-        if source is None:
-            return conclusion(Verdict.ABSENT, None, Evidence(seen=f"there is no module {TARGET.module}"))
-        return _read(source, tree)
-    except _UnknownError as unknown:
-        where = unknown.source or source
-        path = None if where is None else where.path
-        return conclusion(Verdict.UNRECOGNISED, None, Evidence(seen=str(unknown), file=path, line=unknown.line))
-    except SourceError as error:
-        return conclusion(Verdict.UNRECOGNISED, None, Evidence(seen=str(error)))
-
-
-def _read(source: ModuleSource, tree: SourceTree) -> Finding:
-    if TARGET.symbol not in _names(source.syntax):
-        return conclusion(Verdict.ABSENT, None, Evidence(seen=f"defines no {TARGET.symbol}", file=source.path))
-    branches, refusal = _dispatch(_constructor(source))
+    source = tree.module(TARGET.module)
+    if source is None:
+        return absent(f"there is no module {TARGET.module}")
+    if TARGET.symbol not in words(source.syntax):
+        return absent(f"defines no {TARGET.symbol}", source)
+    branches, refusal = _dispatch(source, _constructor(source))
     majors = frozenset(branches)
     known = ", ".join(map(str, sorted(majors)))
-    seen = Evidence(
-        seen=f"the dispatcher knows compute capability {known} and refuses any other",
-        file=source.path,
-        line=refusal.lineno,
-    )
+    seen = at(source, refusal, f"the dispatcher knows compute capability {known} and refuses any other")
     if majors >= SERVED:
-        return conclusion(Verdict.FIXED, None, seen)
+        return fixed(seen)
     if (shape := _SHAPES.get(majors)) is None:
-        raise _UnknownError(f"no known dispatcher has branches for {known} alone", refusal)
-    if shape == BLACKWELL_ONLY and source.function(GETTER) is None and _built_at_import(source):
-        return conclusion(Verdict.BROKEN, AT_IMPORT, seen, Evidence(seen="it is asked while the module is imported"))
-    _check_bound_once(source)
+        raise unknown(source, refusal, f"no known dispatcher has branches for {known} alone")
+    if shape == BLACKWELL_ONLY and not source.bindings.of(GETTER) and any(map(_KEPT.match, source.syntax.body)):
+        return broken(AT_IMPORT, seen, Evidence(seen="it is asked while the module is imported"))
+    for name in (TARGET.symbol, GETTER, FUNCTION):
+        _check_bound_once(source, name)
     _check_getter(source)
     _check_autograd_function(source)
     for package in sorted(set(branches.values())):
-        _check_entry(tree, f"{ENTRIES}.{package}.entry")
-    return conclusion(Verdict.BROKEN, shape, seen)
+        _check_entry(source, tree, f"{ENTRIES}.{package}.entry")
+    return broken(shape, seen)
 
 
-def _check_bound_once(source: ModuleSource) -> None:
-    """Refuse a module that gives one of the names another value, or changes what it names from outside."""
-    names = {TARGET.symbol, GETTER, FUNCTION}
-    for node in ast.walk(source.syntax):
-        match node:
-            case ast.Name(id=name) | ast.Attribute(value=ast.Name(id=name)) if not isinstance(node.ctx, ast.Load):
-                found = name
-            case ast.Call(func=ast.Name(id="setattr"), args=[ast.Name(id=name), *_]):
-                found = name
-            case ast.alias(name=name, asname=other):
-                found = other or name
-            case _:
-                continue
-        if found in names:
-            raise _UnknownError(f"{found} is changed outside its definition", node)
+def _check_bound_once(source: ModuleSource, name: str) -> None:
+    """Raise where a module gives a name another value, or changes what it names from outside."""
+    if others := [node for node in source.bindings.anywhere(name) if node not in source.bindings.definitions(name)]:
+        raise unknown(source, others[0], f"{name} is changed outside its definition")
 
 
 def _constructor(source: ModuleSource) -> FunctionNode:
-    cls = source.find(TARGET.symbol)
-    if not isinstance(cls, ast.ClassDef) or cls not in source.syntax.body or cls.decorator_list or cls.bases:
-        raise _UnknownError(f"{TARGET.symbol} is no plain class of this module", cls)
-    methods = [node for node in cls.body if isinstance(node, FunctionNode)]
-    if sorted(node.name for node in methods) != ["__init__", "__new__"]:
-        raise _UnknownError(f"{TARGET.symbol} has other methods than __new__ and __init__", cls)
-    init = next(node for node in methods if node.name == "__init__")
+    found = source.bindings.definitions(TARGET.symbol)
+    match found:
+        case [ast.ClassDef(bases=[], keywords=[], decorator_list=[]) as cls] if cls in source.syntax.body:
+            methods = {node.name: node for node in cls.body if isinstance(node, FunctionNode)}
+        case _:
+            raise unknown(source, found[0] if found else None, f"{TARGET.symbol} is no plain class of this module")
+    if sorted(node.name for node in cls.body if isinstance(node, FunctionNode)) != ["__init__", "__new__"]:
+        raise unknown(source, cls, f"{TARGET.symbol} has other methods than __new__ and __init__")
+    init = methods["__init__"]
     if parameters(init) != ("self",) or init.decorator_list:
-        raise _UnknownError(f"{TARGET.symbol}.__init__ takes parameters or is decorated", init)
+        raise unknown(source, init, f"{TARGET.symbol}.__init__ takes parameters or is decorated")
     return init
 
 
-def _dispatch(init: FunctionNode) -> tuple[dict[int, str], ast.Raise]:
+def _dispatch(source: ModuleSource, init: FunctionNode) -> tuple[dict[int, str], ast.stmt]:
     """Return the package of the entry by major capability, and the refusal of every other."""
-    capability = _capability(init)
-    left = [statement for statement in init.body if isinstance(statement, ast.If) and not _returns_early(statement)]
-    if len(left) != 1:
-        raise _UnknownError(f"{TARGET.symbol}.__init__ has {len(left)} comparisons of the capability", init)
-    branches: dict[int, str] = {}
-    rest: list[ast.stmt] = list(left)
+    capability = _capability(source, init)
+    asking = [node for node in init.body if isinstance(node, ast.If)]
+    rest: list[ast.stmt] = [node for node in asking if not any(pattern.match(node) for pattern in _MADE_BEFORE)]
+    if len(rest) != 1:
+        raise unknown(source, init, f"{TARGET.symbol}.__init__ has {len(rest)} comparisons of the capability")
+    start, branches = rest[0], dict[int, str]()
     while len(rest) == 1 and isinstance(branch := rest[0], ast.If):
-        majors = _majors(branch.test, capability)
-        if not majors:
-            raise _UnknownError(f"a branch asks what is not known: {ast.unparse(branch.test)}", branch)
-        for major in majors:
-            branches[major] = _imported_entry(branch)
+        if not (majors := _majors(branch.test, capability)):
+            raise unknown(source, branch, f"a branch asks what is not known: {ast.unparse(branch.test)}")
+        branches |= dict.fromkeys(majors, _imported_entry(source, branch))
         rest = branch.orelse
-    match rest:
-        case [ast.Raise(exc=ast.Call(func=ast.Name(id="ValueError"))) as refusal]:
-            pass
-        case _:
-            raise _UnknownError("other capabilities do not end in a ValueError", left[0])
-    kept = {
-        node.attr
-        for node in ast.walk(init)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
-    }
+    if not _REFUSAL.match(rest):
+        raise unknown(source, start, "other capabilities do not end in a ValueError")
+    stored = [node for node in ast.walk(init) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    kept = {node.attr for node in stored if ast.unparse(node.value) == "self"}
     if kept != {*_ENTRY_ATTRIBUTES.values(), "_initialized"}:
-        raise _UnknownError(f"{TARGET.symbol} keeps {', '.join(sorted(kept)) or 'nothing'}", init)
-    return branches, refusal
+        raise unknown(source, init, f"{TARGET.symbol} keeps {', '.join(sorted(kept)) or 'nothing'}")
+    return branches, rest[0]
 
 
-def _capability(init: FunctionNode) -> str:
+def _capability(source: ModuleSource, init: FunctionNode) -> str:
     """Return the one name that holds the compute capability; everything else at its level must be known, too."""
     for statement in init.body:
         if not isinstance(statement, ast.If | ast.Assert | ast.Assign | ast.AnnAssign) and not is_docstring(statement):
-            raise _UnknownError(f"{TARGET.symbol}.__init__ has a statement of an unknown kind", statement)
-    names = [
-        statement.targets[0].id
-        for statement in init.body
-        if isinstance(statement, ast.Assign)
-        and isinstance(statement.targets[0], ast.Name)
-        and isinstance(statement.value, ast.Call)
-        and ast.unparse(statement.value.func).endswith(".get_device_capability")
-    ]
-    stores = [node.id for node in ast.walk(init) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-    if len(names) != 1 or stores.count(names[0]) != 1:
-        raise _UnknownError(f"{TARGET.symbol}.__init__ does not ask once for the compute capability", init)
+            raise unknown(source, statement, f"{TARGET.symbol}.__init__ has a statement of an unknown kind")
+    names = [found.text("name") for found in map(_CAPABILITY.match, init.body) if found]
+    if len(names) != 1 or len(binders(init, names[0])) != 1:
+        raise unknown(source, init, f"{TARGET.symbol}.__init__ does not ask once for the compute capability")
     return names[0]
-
-
-def _returns_early(statement: ast.If) -> bool:
-    """Return whether this leaves a singleton alone that was initialised before."""
-    match statement:
-        case ast.If(
-            test=ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[ast.Name(id="self"), *_]),
-            body=[ast.Return(value=None)],
-            orelse=[],
-        ):
-            return True
-    return False
 
 
 def _majors(test: ast.expr, capability: str) -> list[int]:
     """Return the numbers in `capability[0] == 9` or `capability[0] in (8, 9)`; nothing for any other test."""
-    match test:
-        case ast.Compare(
-            left=ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=0)), ops=[ast.Eq()], comparators=[one]
-        ) if name == capability:
-            numbers = [one]
-        case ast.Compare(
-            left=ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=0)),
-            ops=[ast.In()],
-            comparators=[ast.Tuple(elts=several) | ast.List(elts=several) | ast.Set(elts=several)],
-        ) if name == capability:
-            numbers = several
-        case _:
-            return []
+    if one := _ONE_MAJOR.match(test):
+        found, numbers = one, [one["major"]]
+    elif several := _MAJORS.match(test):
+        found, numbers = several, getattr(several["majors"], "elts", [])
+    else:
+        return []
     values = [node.value if isinstance(node, ast.Constant) else None for node in numbers]
-    return [value for value in values if isinstance(value, int)] if None not in values else []
+    is_known = found.text("capability") == capability and all(isinstance(value, int) for value in values)
+    return cast("list[int]", values) if is_known else []
 
 
-def _imported_entry(branch: ast.If) -> str:
+def _imported_entry(source: ModuleSource, branch: ast.If) -> str:
     """Return the package whose `entry` a branch imports: `blackwell`."""
     found = [node for statement in branch.body for node in ast.walk(statement) if isinstance(node, ast.ImportFrom)]
     match found:
@@ -232,79 +181,43 @@ def _imported_entry(branch: ast.If) -> str:
             parent, _, package = full.rpartition(".")
             if parent == ENTRIES:
                 return package
-    raise _UnknownError(f"a branch does not import one entry of {ENTRIES}", branch)
-
-
-def _built_at_import(source: ModuleSource) -> bool:
-    return any(
-        isinstance(statement, ast.Assign) and _calls(statement.value, TARGET.symbol) for statement in source.syntax.body
-    )
+    raise unknown(source, branch, f"a branch does not import one entry of {ENTRIES}")
 
 
 def _check_getter(source: ModuleSource) -> None:
     getter = source.function(GETTER)
     if getter is None or getter not in source.syntax.body or parameters(getter):
-        raise _UnknownError(f"there is no function {GETTER} without parameters", getter)
+        raise unknown(source, getter, f"there is no function {GETTER} without parameters")
     cached = [ast.unparse(decorator).partition("(")[0].rpartition(".")[2] for decorator in getter.decorator_list]
-    match _without_docstring(getter.body):
-        case [ast.Return(value=ast.Call() as call)] if _calls(call, TARGET.symbol) and cached in (
-            ["lru_cache"],
-            ["cache"],
-        ):
-            pass
-        case _:
-            raise _UnknownError(f"{GETTER} does more than keep one {TARGET.symbol}", getter)
-    uses = [node for node in ast.walk(source.syntax) if isinstance(node, ast.Call) and _calls(node, TARGET.symbol)]
-    if len(uses) != 1:
-        raise _UnknownError(f"{TARGET.symbol} is built in {len(uses)} places", uses[-1])
+    if cached not in (["lru_cache"], ["cache"]) or not _GIVEN_OUT.match(statements(getter.body)):
+        raise unknown(source, getter, f"{GETTER} does more than keep one {TARGET.symbol}")
+    if len(built := list(_BUILT.find(source.syntax))) != 1:
+        raise unknown(source, cast("ast.AST", built[-1].node), f"{TARGET.symbol} is built in {len(built)} places")
 
 
 def _check_autograd_function(source: ModuleSource) -> None:
-    forward = source.function(f"{FUNCTION}.forward")
-    backward = source.function(f"{FUNCTION}.backward")
+    """Raise unless the autograd function passes what an entry takes, and takes what it returns."""
+    forward, backward = source.function(f"{FUNCTION}.forward"), source.function(f"{FUNCTION}.backward")
     if forward is None or backward is None or parameters(forward) != ("ctx", *FORWARD):
-        raise _UnknownError(f"{FUNCTION} does not take what is known", forward)
-    expected = {
-        _ENTRY_ATTRIBUTES["forward"]: (forward, FORWARD, FORWARD_VALUES),
-        _ENTRY_ATTRIBUTES["backward"]: (backward, BACKWARD, BACKWARD_VALUES),
-    }
-    for attribute, (function, arguments, values) in expected.items():
-        match [node for node in ast.walk(function) if isinstance(node, ast.Assign) and _uses_getter(node)]:
-            case [ast.Assign(targets=[ast.Tuple(elts=taken)], value=ast.Call(keywords=[]) as call)]:
-                passed = tuple(ast.unparse(argument).lstrip("_") for argument in call.args)
-                fits = ast.unparse(call.func) == f"{GETTER}().{attribute}"
-                if fits and passed == arguments and len(taken) == values:
-                    continue
-        raise _UnknownError(f"{FUNCTION} does not pass {attribute} what is known, or takes other values", function)
-    if (uses := sum(_is_getter(node) for node in ast.walk(source.syntax))) != len(expected):
-        raise _UnknownError(f"{GETTER} is used in {uses} places")
+        raise unknown(source, forward, f"{FUNCTION} does not take what is known")
+    for function, arguments, values in ((forward, FORWARD, FORWARD_VALUES), (backward, BACKWARD, BACKWARD_VALUES)):
+        calls = list(_ENTRY_CALLED[function.name].find(function))
+        taken = getattr(calls[0]["taken"], "elts", ()) if len(calls) == 1 else ()
+        passed = [ast.unparse(argument).lstrip("_") for call in calls for argument in call.many("passed")]
+        if len(taken) != values or passed != [*arguments]:
+            attribute = _ENTRY_ATTRIBUTES[function.name]
+            raise unknown(
+                source, function, f"{FUNCTION} does not pass {attribute} what is known, or takes other values"
+            )
+    if (uses := len(list(_GETTER_USED.find(source.syntax)))) != len(_ENTRY_CALLED):
+        raise unknown(source, None, f"{GETTER} is used in {uses} places")
 
 
-def _check_entry(tree: SourceTree, name: str) -> None:
-    source = tree.module(name)
-    if source is None:
-        raise _UnknownError(f"there is no module {name}")
+def _check_entry(source: ModuleSource, tree: SourceTree, name: str) -> None:
+    entry = tree.module(name)
+    if entry is None:
+        raise unknown(source, None, f"there is no module {name}")
     for function, expected in (("forward", FORWARD), ("backward", BACKWARD)):
-        node = source.function(function)
+        node = entry.function(function)
         if node is None or parameters(node) != expected:
-            raise _UnknownError(f"{name}.{function} does not take what is known", node, source)
-
-
-def _names(syntax: ast.AST) -> set[str | None]:
-    return {getattr(node, "id", getattr(node, "name", None)) for node in ast.walk(syntax)}
-
-
-def _uses_getter(node: ast.AST) -> bool:
-    return any(_is_getter(inner) for inner in ast.walk(node))
-
-
-def _is_getter(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and node.id == GETTER
-
-
-def _calls(node: ast.expr, name: str) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node) == f"{name}()"
-
-
-def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
-    return [node for node in body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
+            raise unknown(entry, node, f"{name}.{function} does not take what is known")

@@ -1,4 +1,4 @@
-"""Does TileLang refuse a sum in the Mamba-3 MIMO backward?
+"""The sums of the Mamba-3 MIMO backward, and whether TileLang refuses one of them.
 
 tilelang 0.1.13 (tile-ai/tilelang#2424) refuses to lower a sum where it cannot prove that what a thread holds of it is the same
 for every thread. `mamba_mimo_bwd_bwd` has such sums, in the plain and in the variable-length form, so that it does not
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes import cpp_source, tilelang_sums
-from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unrecognised
+from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed
 from megacpp_overlays.model import Evidence, Finding, Target
 from megacpp_overlays.source.fingerprint import fingerprint
 from megacpp_overlays.source.trees import SourceTree
@@ -39,22 +39,16 @@ _WHOLE = {
 
 def probe(tree: SourceTree) -> Finding:
     """Return whether the backward pass of Mamba-3 MIMO compiles."""
-    try:
-        if tree.module(TARGET.module) is None:
-            return absent(f"there is no {TARGET.module}")
-        if tree.module("tilelang") is None:
-            return absent("there is no tilelang")
-        sums = tilelang_sums.read(tree)
-        if sums is None:
-            return unrecognised(Evidence(seen="tilelang ships nothing that says how it lowers sums"))
-        if sums.release in _TAKING:
-            return fixed(Evidence(seen=f"sums of this layout are lowered, as in {sums.release}", file=sums.file.path))
-        if sums.release not in _REFUSING:
-            seen = f"sums are lowered in a way that nobody read, {sums.digest}"
-            return unrecognised(Evidence(seen=seen, file=sums.file.path))
-        kernels = [_kernel(tree, module, known) for module, known in _KERNELS.items()]
-    except SourceError as error:
-        return unrecognised(Evidence(seen=str(error)))
+    if tree.module(TARGET.module) is None:
+        return absent(f"there is no {TARGET.module}")
+    if tree.module("tilelang") is None:
+        return absent("there is no tilelang")
+    sums = tilelang_sums.read(tree)
+    if sums.release in _TAKING:
+        return fixed(Evidence(seen=f"sums of this layout are lowered, as in {sums.release}", file=sums.file.path))
+    if sums.release not in _REFUSING:
+        raise sums.unknown()
+    kernels = [_kernel(tree, module, known) for module, known in _KERNELS.items()]
     return broken(REFUSED, cpp_source.at(sums.file, tilelang_sums.CHECK, f"refused as in {sums.release}"), *kernels)
 
 

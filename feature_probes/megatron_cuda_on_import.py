@@ -1,4 +1,4 @@
-"""Does `import megatron.core` ask CUDA what the device is?
+"""What `import megatron.core` asks CUDA about the device.
 
 Megatron-LM main has constants in `megatron.core.ssm.ops.gdp.common` that hold the name and the capability of device 0
 (#6538, 2026-08-17), evaluated when the module is executed. Since #6595 (2026-08-20) an import of `megatron.core` alone
@@ -10,10 +10,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from megacpp_overlays.errors import SourceError
-from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unrecognised
+from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed
 from megacpp_overlays.model import Evidence, Finding, Target
-from megacpp_overlays.source.trees import ModuleSource, SourceTree
+from megacpp_overlays.source.trees import FunctionNode, SourceTree
 
 _PACKAGE = "megatron.core.ssm.ops.gdp"
 TARGET = Target(distribution="megatron-core", module=f"{_PACKAGE}.common", symbol="IS_NVIDIA_HOPPER")
@@ -28,26 +27,18 @@ _HARMLESS = {"is_available", "is_initialized"}
 
 def probe(tree: SourceTree) -> Finding:
     """Return whether the import asks, and how much has to be imported for that."""
-    try:
-        source = tree.module(TARGET.module)
-        if source is None:
-            return absent(f"there is no {TARGET.module}")
-        asking = next(_asking(source.syntax.body), None)
-        if asking is None:
-            return fixed(Evidence(seen="nothing asks for the device when it is imported", file=source.path))
-        seen = at(source, asking, f"{ast.unparse(asking.func)} is called by the import")
-        reached = _reached(tree)
-    except SourceError as error:
-        return unrecognised(Evidence(seen=str(error)))
-    return broken(WITH_HYBRID_MODELS, seen) if reached is None else broken(WITH_THE_PACKAGE, seen, reached)
-
-
-def _reached(tree: SourceTree) -> Evidence | None:
-    source: ModuleSource | None = tree.module(_REACHED_FROM)
-    for node in source.syntax.body if source is not None else ():
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_PACKAGE) and source is not None:
-            return at(source, node, "imported with megatron.core")
-    return None
+    source = tree.module(TARGET.module)
+    if source is None:
+        return absent(f"there is no {TARGET.module}")
+    asking = next(_asking(source.syntax.body), None)
+    if asking is None:
+        return fixed(Evidence(seen="nothing asks for the device when it is imported", file=source.path))
+    seen = at(source, asking, f"{ast.unparse(asking.func)} is called by the import")
+    context = tree.module(_REACHED_FROM)
+    for node in context.syntax.body if context else ():
+        if context and isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_PACKAGE):
+            return broken(WITH_THE_PACKAGE, seen, at(context, node, "imported with megatron.core"))
+    return broken(WITH_HYBRID_MODELS, seen)
 
 
 def _asking(body: Sequence[ast.stmt]) -> Iterator[ast.Call]:
@@ -55,7 +46,7 @@ def _asking(body: Sequence[ast.stmt]) -> Iterator[ast.Call]:
 
     A function asks when it is called: by a statement of the module, or by a function that one calls.
     """
-    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    functions = {node.name: node for node in body if isinstance(node, FunctionNode)}
     imported = {
         alias.asname or alias.name
         for node in body
@@ -63,7 +54,7 @@ def _asking(body: Sequence[ast.stmt]) -> Iterator[ast.Call]:
         for alias in node.names
         if alias.name not in _HARMLESS
     }
-    waiting = [node for node in body if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    waiting = [node for node in body if not isinstance(node, FunctionNode)]
     waiting += [each for node in functions.values() for each in _executed_with(node)]
     called: set[str] = set()
     while waiting:
@@ -82,14 +73,14 @@ def _asks_cuda(function: ast.expr) -> bool:
     return ast.unparse(function.value) in {"torch.cuda", "cuda"}
 
 
-def _executed_with(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.stmt]:
+def _executed_with(function: FunctionNode) -> list[ast.stmt]:
     """Return what a definition executes: its decorators and the defaults of its arguments."""
     found = [*function.decorator_list, *function.args.defaults, *filter(None, function.args.kw_defaults)]
     return [ast.Expr(value=each) for each in found]
 
 
 def _calls_at_once(node: ast.AST) -> Iterator[ast.Call]:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+    if isinstance(node, FunctionNode | ast.Lambda):
         return
     if isinstance(node, ast.Call):
         yield node

@@ -1,4 +1,4 @@
-"""Is TMA lowering switched on for the Mamba-3 MIMO backward, on a TileLang that copies two axes only?
+"""TMA lowering in the Mamba-3 MIMO backward, and a TileLang that copies two axes only.
 
 The kernels keep shared memory with three axes. Up to tilelang 0.1.8 a bulk copy checks that a layout has exactly two and
 ends the compilation; 0.1.9 takes three. mamba-ssm as published switches TMA lowering off in every kernel, so the
@@ -11,8 +11,8 @@ import ast
 
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes import cpp_source
-from megacpp_overlays.feature_probes.findings import absent, at, broken, conclusion, fixed, unrecognised
-from megacpp_overlays.model import Evidence, Finding, Target, Verdict
+from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unrecognised
+from megacpp_overlays.model import Evidence, Finding, Target
 from megacpp_overlays.source.trees import ModuleSource, SourceTree, shipped
 
 _PACKAGE = "mamba_ssm.ops.tilelang.mamba3"
@@ -40,23 +40,19 @@ _AS_PUBLISHED = f"@tilelang.jit(out_idx=[],pass_configs={{tilelang.PassConfigKey
 
 def probe(tree: SourceTree) -> Finding:
     """Return whether a kernel asks for what TileLang cannot do."""
-    try:
-        kernels = [source for name in _MODULES if (source := tree.module(name)) is not None]
-        if not kernels:
-            return absent(f"there is no {TARGET.module}")
-        if tree.module("tilelang") is None:
-            return absent("there is no tilelang")
-        files = [file for path in _FILES if (file := shipped(tree, "tilelang", path)) is not None]
-        for file in files:
-            if (seen := cpp_source.digest(file.text)) in _TAKES_MORE:
-                taken = f"a bulk copy takes more than two axes, as in {_TAKES_MORE[seen]}"
-                return fixed(Evidence(seen=taken, file=file.path))
-        on = [found for source in kernels for found in _switched_on(source)]
-    except SourceError as error:
-        return unrecognised(Evidence(seen=str(error)))
+    kernels = [source for name in _MODULES if (source := tree.module(name)) is not None]
+    if not kernels:
+        return absent(f"there is no {TARGET.module}")
+    if tree.module("tilelang") is None:
+        return absent("there is no tilelang")
+    files = [file for path in _FILES if (file := shipped(tree, "tilelang", path)) is not None]
+    for file in files:
+        if (seen := cpp_source.digest(file.text)) in _TAKES_MORE:
+            taken = f"a bulk copy takes more than two axes, as in {_TAKES_MORE[seen]}"
+            return fixed(Evidence(seen=taken, file=file.path))
+    on = [found for source in kernels for found in _switched_on(source)]
     if not on:
-        off = Evidence(seen="every kernel switches TMA lowering off", file=kernels[0].path)
-        return conclusion(Verdict.ABSENT, None, off)
+        return absent("every kernel switches TMA lowering off", kernels[0])
     for file in files:
         if _CHECK in " ".join(file.text.split()):
             return broken(TWO_AXES_ONLY, *on, Evidence(seen="a bulk copy takes two axes", file=file.path))

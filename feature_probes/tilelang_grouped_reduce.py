@@ -1,4 +1,4 @@
-"""Does TileLang add values of a grouped sum more than once?
+"""The sums of TileLang over groups, and whether values are added more than once.
 
 A fragment that is viewed in groups and summed over each: where the number of groups is no power of two, a group does not
 begin where a tile of threads begins, and tilelang 0.1.9 to 0.1.12 add each value once for every value of its group,
@@ -8,9 +8,8 @@ of its own. The code of the releases in between is known by its text.
 
 from __future__ import annotations
 
-from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes import cpp_source, tilelang_sums
-from megacpp_overlays.feature_probes.findings import absent, broken, fixed, unrecognised
+from megacpp_overlays.feature_probes.findings import absent, broken, fixed
 from megacpp_overlays.model import Evidence, Finding, Target
 from megacpp_overlays.source.trees import SourceTree
 
@@ -23,14 +22,9 @@ _REFUSING = {"0.1.8"}
 
 def probe(tree: SourceTree) -> Finding:
     """Return whether grouped sums may be wrong, from the C++ beside the modules."""
-    try:
-        if tree.module("tilelang") is None:
-            return absent("there is no tilelang")
-        sums = tilelang_sums.read(tree)
-    except SourceError as error:
-        return unrecognised(Evidence(seen=str(error)))
-    if sums is None:
-        return unrecognised(Evidence(seen="tilelang ships nothing that says how it lowers sums"))
+    if tree.module("tilelang") is None:
+        return absent("there is no tilelang")
+    sums = tilelang_sums.read(tree)
     if sums.checks:
         seen = "what would be added too often is lowered in another way or refused"
         return fixed(cpp_source.at(sums.file, tilelang_sums.CHECK, seen))
@@ -38,5 +32,4 @@ def probe(tree: SourceTree) -> Finding:
         return fixed(Evidence(seen=f"such sums are refused, as in {sums.release}", file=sums.file.path))
     if sums.release in _WRONG:
         return broken(ADDED_TOO_OFTEN, Evidence(seen=f"sums are lowered as in {sums.release}", file=sums.file.path))
-    seen = f"sums are lowered in a way that nobody read, {sums.digest}"
-    return unrecognised(Evidence(seen=seen, file=sums.file.path))
+    raise sums.unknown()

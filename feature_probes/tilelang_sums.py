@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes import cpp_source
 from megacpp_overlays.source.trees import ShippedFile, SourceTree, shipped
 
@@ -38,15 +39,19 @@ class Sums(NamedTuple):
         """Whether it refuses what it cannot prove."""
         return CHECK in self.file.text
 
+    def unknown(self) -> SourceError:
+        """Return the error that a probe raises where it needs to know this text."""
+        return SourceError(f"sums are lowered in a way that nobody read, {self.digest}", file=self.file.path)
 
-def read(tree: SourceTree) -> Sums | None:
-    """Return how sums are lowered, or None where tilelang ships nothing that says so.
+
+def read(tree: SourceTree) -> Sums:
+    """Return how sums are lowered.
 
     Raises:
-        SourceError: the file cannot be read.
+        SourceError: tilelang ships nothing that says so, or the file cannot be read.
     """
     for path in _FILES:
         if (file := shipped(tree, "tilelang", path)) is not None:
             digest = cpp_source.digest(file.text)
             return Sums(file, digest, _READ.get(digest))
-    return None
+    raise SourceError("tilelang ships nothing that says how it lowers sums")

@@ -1,4 +1,4 @@
-"""Does TileLang's layout inference divide by zero where splits cover more than an iterator?
+"""TileLang's layout inference, and whether it divides by zero where splits cover more than an iterator.
 
 `get_unused_iters` compares what the splits cover with the extent of the iterator. Up to 0.1.11 only equality counts as
 covered, so that more than that leaves an iterator of extent zero, and a later pass divides by it. 0.1.12 and newer
@@ -11,7 +11,7 @@ from __future__ import annotations
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes import cpp_source
 from megacpp_overlays.feature_probes.findings import absent, broken, fixed, unrecognised
-from megacpp_overlays.model import Evidence, Finding, Target
+from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source.trees import SourceTree, shipped
 
 TARGET = Target(distribution="tilelang", module="tilelang.transform", symbol="LayoutInference")
@@ -26,17 +26,12 @@ _REPAIR = "analyzer->CanProve(expected_lower_factor > mark->extent)"
 
 def probe(tree: SourceTree) -> Finding:
     """Return whether layout inference has the defect, from the C++ beside the modules."""
-    try:
-        if tree.module("tilelang") is None:
-            return absent("there is no tilelang")
-        file = shipped(tree, "tilelang", _FILE)
-    except SourceError as error:
-        return unrecognised(Evidence(seen=str(error)))
-    if file is None:
-        return unrecognised(Evidence(seen=f"tilelang ships no {_FILE}, so its layout inference cannot be read"))
-    body = cpp_source.function(file, _HEAD)
-    if body is None:
-        return unrecognised(Evidence(seen="there is no get_unused_iters, or more than one", file=file.path))
+    if tree.module("tilelang") is None:
+        return absent("there is no tilelang")
+    if (file := shipped(tree, "tilelang", _FILE)) is None:
+        raise SourceError(f"tilelang ships no {_FILE}, so its layout inference cannot be read")
+    if (body := cpp_source.function(file, _HEAD)) is None:
+        raise SourceError("there is no get_unused_iters, or more than one", file=file.path)
     if _REPAIR in body:
         return fixed(cpp_source.at(file, _REPAIR, "splits that cover more than the iterator count as covering it"))
     if (seen := cpp_source.digest(body)) in _BROKEN:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -87,9 +87,8 @@ class Bindings:
 
     def anywhere(self, name: str) -> list[ast.AST]:
         """Return what binds a name in any scope, sets an attribute of what it names, or has the name as text."""
-        found = [node for (_, bound), nodes in self._names.items() if bound == name for node in nodes]
-        found += [each.node for each in self._attributes[name] if each.owner is None]
-        return _in_order([*found, *self._owners[name], *self._whole_module, *self._everything])
+        local = [node for (path, bound), nodes in self._names.items() if path != "" and bound == name for node in nodes]
+        return _in_order([*self.of(name), *local, *self._owners[name]])
 
     def changes(self, name: str) -> list[ast.AST]:
         """Return what sets or deletes an attribute of what a name means, under that name."""
@@ -334,24 +333,23 @@ class Bindings:
         _VISITORS |= dict.fromkeys((ast.TypeVar, ast.ParamSpec, ast.TypeVarTuple), _visit_type_parameter)
 
 
-def names_bound(node: ast.AST) -> Iterator[str]:
-    """Yield the names that a tree of syntax binds as names, in whatever scope below it."""
-    for each in ast.walk(node):
-        match each:
-            case ast.Name(id=name):
-                if not isinstance(each.ctx, ast.Load):
-                    yield name
-            case ast.alias(name=name, asname=given):
-                yield given or name.partition(".")[0]
-            case ast.Global(names=names) | ast.Nonlocal(names=names):
-                yield from names
-            case ast.arg(arg=name) | ast.MatchMapping(rest=name):
-                if name is not None:
-                    yield name
-            case ast.Attribute() | ast.keyword():
-                pass
-            case _ if isinstance(name := getattr(each, "name", None), str):
-                yield name
+def binders(syntax: ast.AST | Sequence[ast.AST], name: str) -> list[ast.AST]:
+    """Return what binds a name below a node, or below several, as a name and in whatever scope."""
+    nodes = [syntax] if isinstance(syntax, ast.AST) else syntax
+    return _in_order(each for node in nodes for each in ast.walk(node) if name in _bound(each))
+
+
+def _bound(node: ast.AST) -> tuple[str | None, ...]:
+    match node:
+        case ast.Name(id=name):
+            return () if isinstance(node.ctx, ast.Load) else (name,)
+        case ast.alias(name=name, asname=given):
+            return (given or name.partition(".")[0],)
+        case ast.Global(names=names) | ast.Nonlocal(names=names):
+            return tuple(names)
+        case ast.arg(arg=name) | ast.MatchMapping(rest=name):
+            return (name,)
+    return (getattr(node, "name", None),)
 
 
 def _receiver(change: _Change) -> str | None:
@@ -373,7 +371,8 @@ def _receiver(change: _Change) -> str | None:
 
 
 def _in_order(nodes: Iterable[ast.AST]) -> list[ast.AST]:
-    return sorted(nodes, key=lambda node: (getattr(node, "lineno", 0), getattr(node, "col_offset", 0)))
+    once = {id(node): node for node in nodes}
+    return sorted(once.values(), key=lambda node: (getattr(node, "lineno", 0), getattr(node, "col_offset", 0)))
 
 
 def _means(owner: ast.expr | None, symbol: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from probing import ask
 
 from megacpp_overlays.feature_probes import fp8_quantized_unwrap as feature
 from megacpp_overlays.model import Finding, Verdict
@@ -53,16 +54,16 @@ def changed(*pairs: tuple[str, str]) -> Finding:
     for old, new in pairs:
         assert old in text
         text = text.replace(old, new)
-    return feature.probe(Tree(text))
+    return ask(feature.probe, Tree(text))
 
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_releases(release: str, wheel: Callable[[str, str], Path]) -> None:
     tree = WheelTree(wheel("megatron-core", release))
-    finding = feature.probe(tree)
+    finding = ask(feature.probe, tree)
     assert finding.verdict is RELEASES[release], finding.summary()
     assert finding.shape == (feature.GUARD_FOOLED if finding.verdict is Verdict.BROKEN else None)
-    assert feature.probe_spring(tree).verdict is Verdict.ABSENT
+    assert ask(feature.probe_spring, tree).verdict is Verdict.ABSENT
     tree.close()
 
 
@@ -75,7 +76,7 @@ STAND_INS = {
 def test_trees(tree: Path) -> None:
     """Ours are as they were made; a real one must be known too, whatever it is."""
     source = DirectoryTree(tree)
-    findings = feature.probe(source), feature.probe_spring(source)
+    findings = ask(feature.probe, source), ask(feature.probe_spring, source)
     verdicts = tuple(finding.verdict for finding in findings)
     assert Verdict.UNRECOGNISED not in verdicts, findings
     if tree.name in STAND_INS:
@@ -231,8 +232,8 @@ def test_the_kernel_may_be_missing() -> None:
 
 def test_a_kernel_that_knows_of_quantized_tensors_is_not_recognised() -> None:
     kernel = "class SparseMLA:\n    def forward(ctx, q):\n        return q.dequantize()\n"
-    assert feature.probe(Tree(DISPATCHER, kernel)).verdict is Verdict.UNRECOGNISED
-    assert feature.probe(Tree(DISPATCHER, kernel.replace("dequantize", "contiguous"))).verdict is Verdict.BROKEN
+    assert ask(feature.probe, Tree(DISPATCHER, kernel)).verdict is Verdict.UNRECOGNISED
+    assert ask(feature.probe, Tree(DISPATCHER, kernel.replace("dequantize", "contiguous"))).verdict is Verdict.BROKEN
 
 
 def test_padding_that_a_later_upstream_adds_changes_nothing() -> None:
@@ -248,5 +249,5 @@ def test_padding_that_a_later_upstream_adds_changes_nothing() -> None:
 
 def test_a_module_that_only_mentions_the_name_in_another_is_absent() -> None:
     text = DISPATCHER.replace("fused_sparse_mla_absorbed", "run_fused_sparse_mla_absorbed")
-    assert feature.probe(Tree(text)).verdict is Verdict.ABSENT
-    assert feature.probe_spring(Tree(text, module=feature.SPRING_TARGET.module)).verdict is Verdict.ABSENT
+    assert ask(feature.probe, Tree(text)).verdict is Verdict.ABSENT
+    assert ask(feature.probe_spring, Tree(text, module=feature.SPRING_TARGET.module)).verdict is Verdict.ABSENT

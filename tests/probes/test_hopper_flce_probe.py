@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from probing import ask
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import hopper_flce_dispatch as feature
@@ -41,15 +42,15 @@ def edited(tmp_path: Path) -> Callable[..., DirectoryTree]:
     ids=["dev", "pr3345"],
 )
 def test_a_dispatcher_that_lacks_branches_is_broken(dispatcher: Path, shape: str) -> None:
-    found = feature.probe(DirectoryTree(dispatcher))
+    found = ask(feature.probe, DirectoryTree(dispatcher))
 
     assert (found.verdict, found.shape) == (Verdict.BROKEN, shape)
     assert shape in OVERLAY.replacements
-    assert OVERLAY.probe(DirectoryTree(dispatcher)).verdict is not Verdict.FIXED
+    assert ask(OVERLAY.probe, DirectoryTree(dispatcher)).verdict is not Verdict.FIXED
 
 
 def test_every_tree_is_recognised(tree: Path) -> None:
-    found = feature.probe(DirectoryTree(tree))
+    found = ask(feature.probe, DirectoryTree(tree))
 
     assert found.verdict is not Verdict.UNRECOGNISED, found.summary()
     assert (found.verdict is Verdict.ABSENT) == (not (tree / TARGET).exists())
@@ -57,13 +58,13 @@ def test_every_tree_is_recognised(tree: Path) -> None:
 
 @pytest.mark.parametrize("version", RELEASES)
 def test_no_release_has_the_dispatcher(wheel: Callable[[str, str], Path], version: str) -> None:
-    found = feature.probe(WheelTree(wheel("megatron-core", version)))
+    found = ask(feature.probe, WheelTree(wheel("megatron-core", version)))
 
     assert found.verdict is Verdict.ABSENT
 
 
 def test_a_tree_without_the_module_has_no_dispatcher(tmp_path: Path) -> None:
-    assert feature.probe(DirectoryTree(tmp_path)).verdict is Verdict.ABSENT
+    assert ask(feature.probe, DirectoryTree(tmp_path)).verdict is Verdict.ABSENT
 
 
 def test_another_module_of_that_name_has_no_dispatcher(tmp_path: Path) -> None:
@@ -71,7 +72,7 @@ def test_another_module_of_that_name_has_no_dispatcher(tmp_path: Path) -> None:
     (tmp_path / TARGET).parent.mkdir(parents=True)
     (tmp_path / TARGET).write_text("def fused_linear_cross_entropy(x, weight, labels): ...\n")
 
-    found = feature.probe(DirectoryTree(tmp_path))
+    found = ask(feature.probe, DirectoryTree(tmp_path))
 
     assert (found.verdict, found.summary()) == (
         Verdict.ABSENT,
@@ -83,15 +84,15 @@ def test_another_module_of_that_name_has_no_dispatcher(tmp_path: Path) -> None:
 def test_branches_for_all_three_are_the_end_of_the_overlay(edited: Callable[..., DirectoryTree], test: str) -> None:
     tree = edited("capability[0] == 10", test)
 
-    assert feature.probe(tree).verdict is Verdict.FIXED
-    assert OVERLAY.probe(tree).verdict is Verdict.FIXED
+    assert ask(feature.probe, tree).verdict is Verdict.FIXED
+    assert ask(OVERLAY.probe, tree).verdict is Verdict.FIXED
 
 
 def test_a_dispatcher_that_is_built_at_import_cannot_be_reached(edited: Callable[..., DirectoryTree]) -> None:
     """As in pull request 2206."""
     tree = edited("@lru_cache(maxsize=1)\ndef _get_platform():\n    return Platform()\n", "_platform = Platform()\n")
 
-    found = feature.probe(tree)
+    found = ask(feature.probe, tree)
 
     assert (found.verdict, found.shape) == (Verdict.BROKEN, feature.AT_IMPORT)
     assert feature.AT_IMPORT in OVERLAY.unsupported
@@ -133,7 +134,7 @@ def test_a_dispatcher_that_is_built_at_import_cannot_be_reached(edited: Callable
 def test_an_edit_of_meaning_is_not_recognised(
     edited: Callable[..., DirectoryTree], old: str, new: str, reason: str
 ) -> None:
-    found = feature.probe(edited(old, new))
+    found = ask(feature.probe, edited(old, new))
 
     assert found.verdict is Verdict.UNRECOGNISED
     assert reason in found.summary()
@@ -153,7 +154,7 @@ def test_a_second_branch_that_asks_otherwise_is_not_recognised(edited: Callable[
     """It may be the repair, so BROKEN would be as wrong as FIXED."""
     branch = f"        elif {test}:\n            from .linear_cross_entropy.other import entry\n        else:\n            raise"
 
-    found = feature.probe(edited("        else:\n            raise", branch))
+    found = ask(feature.probe, edited("        else:\n            raise", branch))
 
     assert found.verdict is Verdict.UNRECOGNISED
     assert "a branch asks what is not known" in found.summary()
@@ -167,7 +168,7 @@ def test_a_second_branch_that_asks_otherwise_is_not_recognised(edited: Callable[
 def test_an_entry_with_another_contract_is_not_recognised(
     edited: Callable[..., DirectoryTree], old: str, new: str
 ) -> None:
-    found = feature.probe(edited(old, new, ENTRY))
+    found = ask(feature.probe, edited(old, new, ENTRY))
 
     assert found.verdict is Verdict.UNRECOGNISED
     assert "blackwell.entry" in found.summary()
@@ -177,4 +178,4 @@ def test_a_dispatcher_without_the_entry_it_names_is_not_recognised(edited: Calla
     tree = edited("Platform", "Platform")
     (tree.root / ENTRY).unlink()
 
-    assert feature.probe(tree).verdict is Verdict.UNRECOGNISED
+    assert ask(feature.probe, tree).verdict is Verdict.UNRECOGNISED

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from probing import ask
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import hybrid_linear_ce as feature
@@ -66,17 +67,17 @@ def written(tmp_path: Path) -> Callable[..., DirectoryTree]:
 
 
 def test_a_plain_output_layer_beside_the_fused_module_is_broken() -> None:
-    found = feature.probe(DirectoryTree(DEV))
+    found = ask(feature.probe, DirectoryTree(DEV))
 
     assert (found.verdict, found.shape) == (Verdict.BROKEN, feature.PLAIN_OUTPUT_LAYER)
     assert "plain output layer" in found.summary()
     assert feature.PLAIN_OUTPUT_LAYER in OVERLAY.replacements
-    assert OVERLAY.probe(DirectoryTree(DEV)).verdict is not Verdict.FIXED
+    assert ask(OVERLAY.probe, DirectoryTree(DEV)).verdict is not Verdict.FIXED
 
 
 def test_real_trees_are_broken_or_have_no_such_module(upstream_trees: list[Path]) -> None:
     for tree in upstream_trees:
-        found = feature.probe(DirectoryTree(tree))
+        found = ask(feature.probe, DirectoryTree(tree))
 
         has_module, has_model = (tree / CORE / LAYER).exists(), (tree / CORE / HYBRID).exists()
         expected = (Verdict.BROKEN if has_model else Verdict.UNRECOGNISED) if has_module else Verdict.ABSENT
@@ -85,13 +86,13 @@ def test_real_trees_are_broken_or_have_no_such_module(upstream_trees: list[Path]
 
 @pytest.mark.parametrize("version", RELEASES)
 def test_no_release_has_the_module(wheel: Callable[[str, str], Path], version: str) -> None:
-    found = feature.probe(WheelTree(wheel("megatron-core", version)))
+    found = ask(feature.probe, WheelTree(wheel("megatron-core", version)))
 
     assert found.verdict is Verdict.ABSENT
 
 
 def test_a_tree_without_the_models_has_nothing_to_wire(written: Callable[..., DirectoryTree]) -> None:
-    found = feature.probe(written(layer="class LinearCrossEntropyModule: ..."))
+    found = ask(feature.probe, written(layer="class LinearCrossEntropyModule: ..."))
 
     assert found.verdict is Verdict.ABSENT
 
@@ -104,8 +105,8 @@ def test_a_model_that_makes_and_asks_it_is_the_end_of_the_overlay(
     model = {"hybrid": "HybridModel", "mamba": "MambaModel"}[name]
     tree = written(layer="", **{name: WIRED.format(name=model)})
 
-    assert feature.probe(tree).verdict is Verdict.FIXED
-    assert OVERLAY.probe(tree).verdict is Verdict.FIXED
+    assert ask(feature.probe, tree).verdict is Verdict.FIXED
+    assert ask(OVERLAY.probe, tree).verdict is Verdict.FIXED
 
 
 @pytest.mark.parametrize("lost", ["output_cross_entropy_loss=True, ", "LinearCrossEntropyModule(config)"])
@@ -114,7 +115,7 @@ def test_half_a_wiring_is_not_recognised(written: Callable[..., DirectoryTree], 
     model = {"hybrid": "HybridModel", "mamba": "MambaModel"}[name]
     text = WIRED.format(name=model).replace(lost, "None" if "(" in lost else "")
 
-    found = feature.probe(written(layer="", **{name: text}))
+    found = ask(feature.probe, written(layer="", **{name: text}))
 
     assert found.verdict is Verdict.UNRECOGNISED
 
@@ -124,14 +125,14 @@ def test_the_model_under_its_former_name_is_not_recognised_without_the_wiring(
 ) -> None:
     text = "class MambaModel:\n    def __init__(self): ...\n    def forward(self): ...\n"
 
-    found = feature.probe(written(layer="", mamba=text))
+    found = ask(feature.probe, written(layer="", mamba=text))
 
     assert found.verdict is Verdict.UNRECOGNISED
     assert "still MambaModel" in found.summary()
 
 
 def test_text_that_cannot_be_parsed_is_not_recognised(written: Callable[..., DirectoryTree]) -> None:
-    assert feature.probe(written(layer="", hybrid="class HybridModel(:\n")).verdict is Verdict.UNRECOGNISED
+    assert ask(feature.probe, written(layer="", hybrid="class HybridModel(:\n")).verdict is Verdict.UNRECOGNISED
 
 
 @pytest.mark.parametrize(
@@ -162,7 +163,7 @@ def test_text_that_cannot_be_parsed_is_not_recognised(written: Callable[..., Dir
 def test_an_edit_of_the_model_is_not_recognised(
     edited: Callable[..., DirectoryTree], old: str, new: str, reason: str
 ) -> None:
-    found = feature.probe(edited(old, new))
+    found = ask(feature.probe, edited(old, new))
 
     assert found.verdict is Verdict.UNRECOGNISED
     assert reason in found.summary()
@@ -183,7 +184,7 @@ def test_what_the_view_does_not_rely_on_may_change(edited: Callable[..., Directo
         )
     )
 
-    assert feature.probe(DirectoryTree(tree.root)).verdict is Verdict.BROKEN
+    assert ask(feature.probe, DirectoryTree(tree.root)).verdict is Verdict.BROKEN
 
 
 @pytest.mark.parametrize(
@@ -209,7 +210,7 @@ def test_what_the_view_does_not_rely_on_may_change(edited: Callable[..., Directo
 def test_an_edit_of_what_the_model_relies_on_is_not_recognised(
     edited: Callable[..., DirectoryTree], file: str, old: str, new: str, reason: str
 ) -> None:
-    found = feature.probe(edited(old, new, file))
+    found = ask(feature.probe, edited(old, new, file))
 
     assert found.verdict is Verdict.UNRECOGNISED
     assert reason in found.summary()
@@ -220,7 +221,7 @@ def test_a_tree_that_lacks_a_part_is_not_recognised(edited: Callable[..., Direct
     tree = edited("HybridModel", "HybridModel")
     (tree.root / CORE / file).unlink()
 
-    found = feature.probe(tree)
+    found = ask(feature.probe, tree)
 
     assert found.verdict is Verdict.UNRECOGNISED
     assert "there is no module" in found.summary()

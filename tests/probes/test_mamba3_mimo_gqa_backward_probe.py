@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from mamba3_release import unpack
+from probing import ask
 
 from megacpp_overlays.feature_probes import mamba3_mimo_gqa_backward as feature
 from megacpp_overlays.model import Finding, Overlay, Verdict
@@ -46,14 +47,14 @@ def after(tree: DirectoryTree, part: Overlay, old: str, new: str) -> Finding:
     """Return the finding after the first place with a text was changed."""
     text = text_of(tree, part)
     assert old in text
-    return part.probe(Texts({part.target.module: text.replace(old, new, 1)}))
+    return ask(part.probe, Texts({part.target.module: text.replace(old, new, 1)}))
 
 
 # The release
 
 
 def test_the_release_is_broken(release: DirectoryTree, part: Overlay) -> None:
-    finding = part.probe(release)
+    finding = ask(part.probe, release)
 
     assert (finding.verdict, finding.shape) == (Verdict.BROKEN, feature.ONE_OR_ALL)
     assert "sums gradients into one group or into all, else raises (mamba3_mimo_bwd" in finding.summary()
@@ -61,7 +62,7 @@ def test_the_release_is_broken(release: DirectoryTree, part: Overlay) -> None:
 
 
 def test_the_evidence_is_where_it_raises(release: DirectoryTree, part: Overlay) -> None:
-    (seen,) = part.probe(release).evidence
+    (seen,) = ask(part.probe, release).evidence
     assert seen.line is not None
 
     assert "G value of {G}" in text_of(release, part).splitlines()[seen.line - 1]
@@ -103,7 +104,7 @@ def test_nothing_in_it_may_change(release: DirectoryTree, part: Overlay, old: st
 def test_nothing_may_be_added_to_it(release: DirectoryTree, part: Overlay, tail: str) -> None:
     text = f"{text_of(release, part)}\n\n{tail.format(symbol=part.target.symbol)}\n"
 
-    assert part.probe(Texts({part.target.module: text})).verdict is Verdict.UNRECOGNISED
+    assert ask(part.probe, Texts({part.target.module: text})).verdict is Verdict.UNRECOGNISED
 
 
 def test_no_statement_of_the_host_function_may_be_missing(
@@ -115,29 +116,29 @@ def test_no_statement_of_the_host_function_may_be_missing(
     statements = [each for each in host.body if not isinstance(each, ast.Expr) or isinstance(each.value, ast.Call)]
     # Without the kernels, which take a second to read.
     monkeypatch.setitem(feature._KNOWN, part.target, feature._text(ModuleSource("host", "host.py", ast.unparse(host))))
-    assert part.probe(Texts({part.target.module: ast.unparse(host)})).verdict is Verdict.BROKEN
+    assert ask(part.probe, Texts({part.target.module: ast.unparse(host)})).verdict is Verdict.BROKEN
 
     whole = host.body
     for left_out in statements:
         host.body = [each for each in whole if each is not left_out]
-        seen = part.probe(Texts({part.target.module: ast.unparse(host)}))
+        seen = ask(part.probe, Texts({part.target.module: ast.unparse(host)}))
         assert seen.verdict is Verdict.UNRECOGNISED, ast.unparse(left_out)
     assert len(statements) > 25
 
 
 def test_before_mimo_there_is_nothing_to_repair(part: Overlay) -> None:
-    assert part.probe(Texts({})).verdict is Verdict.ABSENT
+    assert ask(part.probe, Texts({})).verdict is Verdict.ABSENT
 
 
 def test_a_backward_without_the_function_is_not_called_absent(part: Overlay) -> None:
-    finding = part.probe(Texts({part.target.module: "def other(): ..."}))
+    finding = ask(part.probe, Texts({part.target.module: "def other(): ..."}))
 
     assert finding.verdict is Verdict.UNRECOGNISED
     assert f"there is a MIMO backward but no {part.target.symbol}" in finding.summary()
 
 
 def test_text_that_does_not_parse_is_not_recognised(part: Overlay) -> None:
-    assert part.probe(Texts({part.target.module: "def ("})).verdict is Verdict.UNRECOGNISED
+    assert ask(part.probe, Texts({part.target.module: "def ("})).verdict is Verdict.UNRECOGNISED
 
 
 # Main: the parts of its text that the probe reads, in our words
@@ -158,7 +159,7 @@ IMPORT = f"from {feature.REDUCER} import reduce_grouped_qk_grads_and_bias_triton
 
 def on_main(part: Overlay, text: str | None = None, *, reducer: str | None = REDUCER) -> Finding:
     text = text or repaired(part)
-    return part.probe(Texts({part.target.module: text, **({feature.REDUCER: reducer} if reducer else {})}))
+    return ask(part.probe, Texts({part.target.module: text, **({feature.REDUCER: reducer} if reducer else {})}))
 
 
 def repaired(part: Overlay) -> str:
@@ -227,7 +228,7 @@ def test_what_only_looks_repaired_is_not_called_fixed(part: Overlay, old: str, n
 def test_given_trees_of_mamba_are_recognised(part: Overlay, upstream_trees: list[Path]) -> None:
     """Main, for one, is FIXED since 2026-06-08; run with --upstream-tree and a checkout of state-spaces/mamba."""
     for folder in upstream_trees:
-        finding = part.probe(DirectoryTree(folder))
+        finding = ask(part.probe, DirectoryTree(folder))
         assert finding.verdict is not Verdict.UNRECOGNISED, finding.summary()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from installed import Edited, tree_of
+from probing import ask
 
 from megacpp_overlays.feature_probes.mamba3_mimo_reduce_layout import REFUSED, probe
 from megacpp_overlays.model import Verdict
@@ -26,7 +27,7 @@ VARLEN = "mamba_ssm/ops/tilelang/mamba3/mamba3_mimo_bwd_varlen.py"
     ],
 )
 def test_the_verdict_on_what_is_locked(lane: str, verdict: Verdict, shape: str | None) -> None:
-    found = probe(tree_of(lane))
+    found = ask(probe, tree_of(lane))
 
     assert (found.verdict, found.shape) == (verdict, shape), found.summary()
     assert set(OVERLAY.unsupported) == {REFUSED}
@@ -36,7 +37,7 @@ def test_the_verdict_on_what_is_locked(lane: str, verdict: Verdict, shape: str |
 def test_a_file_that_was_read_needs_no_parsing_and_an_edited_one_gets_it(path: str) -> None:
     tree = Edited(tree_of("mamba3-newest"), path, {"import tilelang\n": "import tilelang  # as it was\n"})
 
-    assert probe(tree).summary() == probe(tree_of("mamba3-newest")).summary()
+    assert ask(probe, tree).summary() == ask(probe, tree_of("mamba3-newest")).summary()
 
 
 @pytest.mark.parametrize(
@@ -51,15 +52,15 @@ def test_a_file_that_was_read_needs_no_parsing_and_an_edited_one_gets_it(path: s
     ],
 )
 def test_a_kernel_or_a_check_that_nobody_tried_is_not_recognised(path: str, edit: dict[str, str] | None) -> None:
-    assert probe(Edited(tree_of("mamba3-newest"), path, edit)).verdict is Verdict.UNRECOGNISED
+    assert ask(probe, Edited(tree_of("mamba3-newest"), path, edit)).verdict is Verdict.UNRECOGNISED
 
 
 def test_a_tilelang_whose_sums_cannot_be_read_is_not_recognised() -> None:
     tree = Edited(tree_of("mamba3-pinned"), "tilelang/src/op/reduce.cc", None)
 
-    assert probe(tree).verdict is Verdict.UNRECOGNISED
+    assert ask(probe, tree).verdict is Verdict.UNRECOGNISED
 
 
 def test_it_is_due_for_deletion_where_sums_are_lowered() -> None:
-    assert OVERLAY.probe(tree_of("mamba3-pinned")).verdict is Verdict.FIXED
-    assert OVERLAY.probe(tree_of("mamba3-newest")).verdict is not Verdict.FIXED
+    assert ask(OVERLAY.probe, tree_of("mamba3-pinned")).verdict is Verdict.FIXED
+    assert ask(OVERLAY.probe, tree_of("mamba3-newest")).verdict is not Verdict.FIXED

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from installed import Edited, tree_of
+from probing import ask
 
 from megacpp_overlays.feature_probes.mamba3_siso_pipelining import ANY_STAGES, probe
 from megacpp_overlays.model import Verdict
@@ -29,22 +30,22 @@ def keep(configs, named_args, **kwargs):
 
 
 def test_the_release_lets_the_tuner_choose() -> None:
-    assert probe(tree_of("mamba3-pinned")).shape == ANY_STAGES
-    assert probe(tree_of("spring-2026")).verdict is Verdict.ABSENT
+    assert ask(probe, tree_of("mamba3-pinned")).shape == ANY_STAGES
+    assert ask(probe, tree_of("spring-2026")).verdict is Verdict.ABSENT
 
 
 def test_a_file_that_was_read_needs_no_parsing_and_an_edited_one_gets_it() -> None:
     tree = Edited(tree_of("mamba3-pinned"), FILE, {"import triton\n": "import triton  # as it was\n"})
 
-    assert probe(tree).summary() == probe(tree_of("mamba3-pinned")).summary()
+    assert ask(probe, tree).summary() == ask(probe, tree_of("mamba3-pinned")).summary()
 
 
 def test_pruning_to_one_stage_is_the_repair() -> None:
     tree = Edited(tree_of("mamba3-pinned"), FILE, {TUNER: PRUNED})
 
-    assert probe(tree).verdict is Verdict.FIXED
-    assert OVERLAY.probe(tree).verdict is Verdict.FIXED
-    assert OVERLAY.probe(tree_of("mamba3-pinned")).verdict is not Verdict.FIXED
+    assert ask(probe, tree).verdict is Verdict.FIXED
+    assert ask(OVERLAY.probe, tree).verdict is Verdict.FIXED
+    assert ask(OVERLAY.probe, tree_of("mamba3-pinned")).verdict is not Verdict.FIXED
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_pruning_to_one_stage_is_the_repair() -> None:
     ],
 )
 def test_other_configurations_are_not_recognised(edit: dict[str, str]) -> None:
-    assert probe(Edited(tree_of("mamba3-pinned"), FILE, edit)).verdict is Verdict.UNRECOGNISED
+    assert ask(probe, Edited(tree_of("mamba3-pinned"), FILE, edit)).verdict is Verdict.UNRECOGNISED
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_it_matters_where_there_is_a_blackwell_or_where_that_cannot_be_known(
 ) -> None:
     monkeypatch.setattr(gpus, "capabilities", lambda: there)
 
-    found = OVERLAY.probe(tree_of("mamba3-pinned"))
+    found = ask(OVERLAY.probe, tree_of("mamba3-pinned"))
 
     assert found.verdict is verdict
     assert ("every GPU of this host" in found.summary()) == (verdict is Verdict.ABSENT)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from installed import tree_of
+from probing import ask
 
 from megacpp_overlays.feature_probes.megatron_cuda_on_import import WITH_HYBRID_MODELS, WITH_THE_PACKAGE, probe
 from megacpp_overlays.model import Verdict
@@ -28,7 +29,7 @@ def tree(root: Path, **files: str) -> DirectoryTree:
 @pytest.mark.upstream
 @pytest.mark.parametrize("lane", ["spring-2026", "mamba3-newest"])
 def test_no_release_has_the_module(lane: str) -> None:
-    assert probe(tree_of(lane)).verdict is Verdict.ABSENT
+    assert ask(probe, tree_of(lane)).verdict is Verdict.ABSENT
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def test_no_release_has_the_module(lane: str) -> None:
     ],
 )
 def test_a_question_that_an_import_asks_is_found(tmp_path: Path, asks: str) -> None:
-    found = probe(tree(tmp_path, common=asks, context=REACHES))
+    found = ask(probe, tree(tmp_path, common=asks, context=REACHES))
 
     assert (found.verdict, found.shape) == (Verdict.BROKEN, WITH_THE_PACKAGE)
     assert set(OVERLAY.unsupported) == {WITH_THE_PACKAGE, WITH_HYBRID_MODELS}
@@ -56,7 +57,7 @@ def test_a_question_that_an_import_asks_is_found(tmp_path: Path, asks: str) -> N
 
 @pytest.mark.parametrize("context", ["", "def later():\n    " + REACHES])
 def test_before_the_contexts_reached_it_only_hybrid_models_did(tmp_path: Path, context: str) -> None:
-    found = probe(tree(tmp_path, common="A = torch.cuda.get_device_name(0)", context=context))
+    found = ask(probe, tree(tmp_path, common="A = torch.cuda.get_device_name(0)", context=context))
 
     assert found.shape == WITH_HYBRID_MODELS
 
@@ -73,12 +74,12 @@ def test_before_the_contexts_reached_it_only_hybrid_models_did(tmp_path: Path, c
 def test_a_question_that_waits_for_a_call_does_no_harm(tmp_path: Path, text: str) -> None:
     made = tree(tmp_path, common=text, context=REACHES)
 
-    assert probe(made).verdict is Verdict.FIXED
-    assert OVERLAY.probe(made).verdict is Verdict.FIXED
+    assert ask(probe, made).verdict is Verdict.FIXED
+    assert ask(OVERLAY.probe, made).verdict is Verdict.FIXED
 
 
 def test_a_text_that_cannot_be_parsed_is_not_recognised(tmp_path: Path) -> None:
-    assert probe(tree(tmp_path, common="def (", context=REACHES)).verdict is Verdict.UNRECOGNISED
+    assert ask(probe, tree(tmp_path, common="def (", context=REACHES)).verdict is Verdict.UNRECOGNISED
 
 
 def test_main_asks_when_it_is_given(upstream_trees: list[Path]) -> None:
@@ -86,4 +87,4 @@ def test_main_asks_when_it_is_given(upstream_trees: list[Path]) -> None:
     if not found:
         pytest.skip("no tree with the module was given")
     for each in found:
-        assert probe(DirectoryTree(each)).verdict in {Verdict.BROKEN, Verdict.FIXED}
+        assert ask(probe, DirectoryTree(each)).verdict in {Verdict.BROKEN, Verdict.FIXED}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from installed import Edited, tree_of
+from probing import ask
 
 from megacpp_overlays.feature_probes.tilelang_bulk_copy_rank import TWO_AXES_ONLY, probe
 from megacpp_overlays.model import Verdict
@@ -26,13 +27,13 @@ OFF = "tilelang.PassConfigKey.TL_DISABLE_TMA_LOWER: True"
     ],
 )
 def test_as_published_nobody_asks_for_it(lane: str, verdict: Verdict) -> None:
-    assert probe(tree_of(lane)).verdict is verdict
+    assert ask(probe, tree_of(lane)).verdict is verdict
 
 
 @pytest.mark.parametrize("path", [KERNELS, VARLEN])
 @pytest.mark.parametrize("edit", [{OFF: OFF.replace("True", "False")}, {f"{OFF},": ""}, {"pass_configs=": "others="}])
 def test_a_kernel_with_the_switch_turned_is_found(path: str, edit: dict[str, str]) -> None:
-    found = probe(Edited(tree_of("mamba3-pinned"), path, edit))
+    found = ask(probe, Edited(tree_of("mamba3-pinned"), path, edit))
 
     assert (found.verdict, found.shape) == (Verdict.BROKEN, TWO_AXES_ONLY)
     assert "mamba_mimo_bwd_bwd has TMA lowering on" in found.summary()
@@ -41,19 +42,19 @@ def test_a_kernel_with_the_switch_turned_is_found(path: str, edit: dict[str, str
 
 @pytest.mark.parametrize("edit", [{OFF: OFF.replace("True", "FLAG")}, {"pass_configs={": "pass_configs=CONFIGS or {"}])
 def test_options_that_cannot_be_read_are_not_recognised(edit: dict[str, str]) -> None:
-    assert probe(Edited(tree_of("mamba3-pinned"), KERNELS, edit)).verdict is Verdict.UNRECOGNISED
+    assert ask(probe, Edited(tree_of("mamba3-pinned"), KERNELS, edit)).verdict is Verdict.UNRECOGNISED
 
 
 def test_kernels_of_another_kind_are_not_recognised() -> None:
     edit = {"@tilelang.jit(": "@compile_with("}
 
-    assert probe(Edited(tree_of("mamba3-pinned"), KERNELS, edit)).verdict is Verdict.UNRECOGNISED
+    assert ask(probe, Edited(tree_of("mamba3-pinned"), KERNELS, edit)).verdict is Verdict.UNRECOGNISED
 
 
 def test_with_a_newer_tilelang_the_switch_does_no_harm() -> None:
     edit = {OFF: OFF.replace("True", "False")}
 
-    assert probe(Edited(tree_of("mamba3-newest"), KERNELS, edit)).verdict is Verdict.FIXED
+    assert ask(probe, Edited(tree_of("mamba3-newest"), KERNELS, edit)).verdict is Verdict.FIXED
 
 
 @pytest.mark.parametrize("edit", [None, {"InputDim() == 2": "InputDim() == kAxes"}])
@@ -65,8 +66,8 @@ def test_a_tilelang_that_nobody_read_is_not_recognised_where_it_matters(edit: di
         module = kernels.module
         shipped = other.shipped
 
-    assert probe(Both()).verdict is Verdict.UNRECOGNISED
-    assert probe(other).verdict is Verdict.ABSENT
+    assert ask(probe, Both()).verdict is Verdict.UNRECOGNISED
+    assert ask(probe, other).verdict is Verdict.ABSENT
 
 
 def test_a_line_break_in_the_check_means_nothing() -> None:
@@ -78,9 +79,9 @@ def test_a_line_break_in_the_check_means_nothing() -> None:
         module = kernels.module
         shipped = other.shipped
 
-    assert probe(Both()).shape == TWO_AXES_ONLY
+    assert ask(probe, Both()).shape == TWO_AXES_ONLY
 
 
 def test_it_is_due_for_deletion_with_a_newer_tilelang() -> None:
-    assert OVERLAY.probe(tree_of("mamba3-newest")).verdict is Verdict.FIXED
-    assert OVERLAY.probe(tree_of("mamba3-pinned")).verdict is not Verdict.FIXED
+    assert ask(OVERLAY.probe, tree_of("mamba3-newest")).verdict is Verdict.FIXED
+    assert ask(OVERLAY.probe, tree_of("mamba3-pinned")).verdict is not Verdict.FIXED

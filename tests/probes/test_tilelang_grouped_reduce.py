@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from installed import Edited, tree_of
+from probing import ask
 
 from megacpp_overlays.feature_probes import tilelang_grouped_reduce as feature
 from megacpp_overlays.model import Verdict
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.upstream
     ],
 )
 def test_the_verdict_on_what_is_locked(lane: str, verdict: Verdict) -> None:
-    assert feature.probe(tree_of(lane)).verdict is verdict
+    assert ask(feature.probe, tree_of(lane)).verdict is verdict
 
 
 def test_a_release_whose_sums_are_wrong_is_known_by_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +34,7 @@ def test_a_release_whose_sums_are_wrong_is_known_by_its_text(monkeypatch: pytest
     monkeypatch.setattr(feature, "_WRONG", feature._REFUSING)
     monkeypatch.setattr(feature, "_REFUSING", set())
 
-    found = feature.probe(tree_of("mamba3-pinned"))
+    found = ask(feature.probe, tree_of("mamba3-pinned"))
 
     assert found.shape == feature.ADDED_TOO_OFTEN
     assert set(OVERLAY.unsupported) == {feature.ADDED_TOO_OFTEN}
@@ -43,9 +44,9 @@ def test_a_release_whose_sums_are_wrong_is_known_by_its_text(monkeypatch: pytest
 def test_other_text_is_not_recognised(edit: dict[str, str] | None) -> None:
     tree = Edited(tree_of("mamba3-pinned"), "tilelang/src/op/reduce.cc", edit)
 
-    assert feature.probe(tree).verdict is Verdict.UNRECOGNISED
-    assert OVERLAY.probe(tree).verdict is not Verdict.FIXED
-    assert OVERLAY.probe(tree_of("mamba3-newest")).verdict is Verdict.FIXED
+    assert ask(feature.probe, tree).verdict is Verdict.UNRECOGNISED
+    assert ask(OVERLAY.probe, tree).verdict is not Verdict.FIXED
+    assert ask(OVERLAY.probe, tree_of("mamba3-newest")).verdict is Verdict.FIXED
 
 
 def test_the_check_without_its_words_is_not_recognised() -> None:
@@ -53,7 +54,7 @@ def test_the_check_without_its_words_is_not_recognised() -> None:
         tree_of("mamba3-newest"), "tilelang/src/backend/common/op/reduce.h", {"ReduceOp cannot lower": "cannot lower"}
     )
 
-    assert feature.probe(tree).verdict is Verdict.UNRECOGNISED
+    assert ask(feature.probe, tree).verdict is Verdict.UNRECOGNISED
 
 
 def test_a_file_that_cannot_be_read_is_not_recognised(tmp_path: Path) -> None:
@@ -61,4 +62,4 @@ def test_a_file_that_cannot_be_read_is_not_recognised(tmp_path: Path) -> None:
     (tmp_path / "tilelang/__init__.py").touch()
     (tmp_path / "tilelang/src/op/reduce.cc").mkdir(parents=True)
 
-    assert feature.probe(DirectoryTree(tmp_path)).verdict is Verdict.UNRECOGNISED
+    assert ask(feature.probe, DirectoryTree(tmp_path)).verdict is Verdict.UNRECOGNISED

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from installed import Edited, tree_of
+from probing import ask
 
 from megacpp_overlays.feature_probes.tilelang_zero_extent_iterator import EQUALITY_ONLY, probe
 from megacpp_overlays.model import Verdict
@@ -27,15 +28,15 @@ FILE = "tilelang/src/layout/utils.cc"
     ],
 )
 def test_the_verdict_on_what_is_locked(lane: str, verdict: Verdict, shape: str | None) -> None:
-    found = probe(tree_of(lane))
+    found = ask(probe, tree_of(lane))
 
     assert (found.verdict, found.shape) == (verdict, shape), found.summary()
 
 
 def test_it_is_due_for_deletion_where_it_is_repaired_and_only_there() -> None:
-    assert OVERLAY.probe(tree_of("mamba3-newest")).verdict is Verdict.FIXED
-    assert OVERLAY.probe(tree_of("mamba3-pinned")).verdict is not Verdict.FIXED
-    assert OVERLAY.probe(tree_of("newest")).verdict is not Verdict.FIXED
+    assert ask(OVERLAY.probe, tree_of("mamba3-newest")).verdict is Verdict.FIXED
+    assert ask(OVERLAY.probe, tree_of("mamba3-pinned")).verdict is not Verdict.FIXED
+    assert ask(OVERLAY.probe, tree_of("newest")).verdict is not Verdict.FIXED
 
 
 @pytest.mark.parametrize(
@@ -51,19 +52,19 @@ def test_it_is_due_for_deletion_where_it_is_repaired_and_only_there() -> None:
     ],
 )
 def test_what_nobody_read_is_not_recognised(edit: dict[str, str] | None) -> None:
-    assert probe(Edited(tree_of("mamba3-pinned"), FILE, edit)).verdict is Verdict.UNRECOGNISED
+    assert ask(probe, Edited(tree_of("mamba3-pinned"), FILE, edit)).verdict is Verdict.UNRECOGNISED
 
 
 def test_comments_and_layout_mean_nothing() -> None:
     edit = {"bool match_full_iter =\n": "// as it was\n  bool   match_full_iter = /* or not */\n\n"}
 
-    assert probe(Edited(tree_of("mamba3-pinned"), FILE, edit)).shape == EQUALITY_ONLY
+    assert ask(probe, Edited(tree_of("mamba3-pinned"), FILE, edit)).shape == EQUALITY_ONLY
 
 
 def test_a_repair_that_lost_its_condition_is_no_repair() -> None:
     edit = {"analyzer->CanProve(expected_lower_factor > mark->extent)": "false"}
 
-    assert probe(Edited(tree_of("mamba3-newest"), FILE, edit)).verdict is Verdict.UNRECOGNISED
+    assert ask(probe, Edited(tree_of("mamba3-newest"), FILE, edit)).verdict is Verdict.UNRECOGNISED
 
 
 def test_a_condition_in_a_comment_is_no_repair() -> None:
@@ -71,7 +72,7 @@ def test_a_condition_in_a_comment_is_no_repair() -> None:
         "bool match_full_iter =\n": "// analyzer->CanProve(expected_lower_factor > mark->extent)\n bool match_full_iter =\n"
     }
 
-    assert probe(Edited(tree_of("mamba3-pinned"), FILE, edit)).verdict is Verdict.BROKEN
+    assert ask(probe, Edited(tree_of("mamba3-pinned"), FILE, edit)).verdict is Verdict.BROKEN
 
 
 def test_a_tree_that_hands_out_modules_only_is_not_recognised(tmp_path: Path) -> None:
@@ -79,7 +80,7 @@ def test_a_tree_that_hands_out_modules_only_is_not_recognised(tmp_path: Path) ->
         def module(self, name: str) -> ModuleSource | None:
             return ModuleSource(name, "tilelang/__init__.py", "")
 
-    found = probe(ModulesOnly())
+    found = ask(probe, ModulesOnly())
 
     assert found.verdict is Verdict.UNRECOGNISED
     assert "hands out modules only" in found.summary()
@@ -90,7 +91,7 @@ def test_a_file_that_cannot_be_read_is_not_recognised(tmp_path: Path) -> None:
     (tmp_path / "tilelang/__init__.py").touch()
     (tmp_path / FILE).mkdir(parents=True)
 
-    found = probe(DirectoryTree(tmp_path))
+    found = ask(probe, DirectoryTree(tmp_path))
 
     assert found.verdict is Verdict.UNRECOGNISED
     assert "cannot read" in found.summary()
