@@ -89,7 +89,8 @@ def test_a_tree_that_hands_out_modules_only_is_not_recognised(tmp_path: Path) ->
 def test_a_file_that_cannot_be_read_is_not_recognised(tmp_path: Path) -> None:
     (tmp_path / "tilelang").mkdir()
     (tmp_path / "tilelang/__init__.py").touch()
-    (tmp_path / FILE).mkdir(parents=True)
+    (tmp_path / FILE).parent.mkdir(parents=True)
+    (tmp_path / FILE).symlink_to(tmp_path / FILE)  # a loop
 
     found = ask(probe, DirectoryTree(tmp_path))
 
