@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import HANG_S
+from places import HANG_S, SUPPORT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.upstream]
 
@@ -30,7 +30,8 @@ NEIGHBOURS = "float16-optimizer-state-ids,float16-distributed-order"
 
 def run_case(optimizer: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "ignore", __file__, optimizer, str(folder)]
-    env = {**os.environ, "MEGACPP_OVERLAYS_LOG": str(folder / "overlays.log"), **variables}
+    path = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path, "MEGACPP_OVERLAYS_LOG": str(folder / "overlays.log"), **variables}
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=HANG_S, check=False)
 
 

@@ -485,7 +485,7 @@ def way(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device=None: DEVICES[found])
         monkeypatch.setattr(torch.version, "hip", hip)
         chosen: str = index_scores._way(q, k, dim, device).__name__
-        return chosen.rpartition("_")[2]
+        return chosen.rpartition(".")[2].removeprefix("in_")
 
     yield name
     index_scores._way.cache_clear()
