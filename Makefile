@@ -21,8 +21,8 @@ LOCK ?= locks/current.txt
 LANE := $(basename $(notdir $(LOCK)))
 BIN := .venv/bin
 MINIMUM_COVERAGE := 95
-# A file of tests stays with one worker, which makes what its tests share once. A worker can hold several GiB.
-WORKERS ?= --numprocesses auto --maxprocesses 4 --dist loadfile
+# tests/conftest.py says which tests stay together and which begin. A worker can hold several GiB.
+WORKERS ?= --numprocesses auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 
 # Lanes that tests run in beside .venv, and older and newer Pythons for the loader alone where the machine has them.
 TEST_LANES := .envs/spring-2026 .envs/summer-2026 .envs/newest .envs/mamba3-pinned .envs/mamba3-newest
@@ -75,7 +75,7 @@ test: setup ## set up everything, then lint, type checks, contracts and all test
 	@scripts/site.sh $(BIN)/properdocs
 	$(say) 'pytest with branch coverage, child processes included'
 	@$(BIN)/coverage erase
-	@$(BIN)/coverage run -m pytest $(WORKERS)
+	@$(BIN)/coverage run -m pytest $(WORKERS) --durations 20
 	$(say) 'coverage'
 	@$(BIN)/coverage combine --quiet
 	@rm -f .coverage.* # what is left is empty: the data file of a child that was killed

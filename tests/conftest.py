@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from made_up import BROKEN_TEXT, Upstream
-from places import HANG_S, WHEELS
+from places import HANG_S, UNMEASURED, WHEELS
 from trees import STAND_INS
 
 from megacpp_overlays.errors import SeamError
@@ -38,6 +38,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Let real source trees be tested beside the stand-ins."""
     text = "a folder that holds the package folder of an upstream, such as a Megatron-LM checkout; may be repeated"
     parser.addoption("--upstream-tree", action="append", default=[], type=Path, metavar="PATH", help=text)
+
+
+LONGEST = (
+    "test_dynamo.py",
+    "test_retire.py",
+    "test_run.py",
+    "test_ranks.py",
+    "test_children.py",
+    "test_packs.py",
+    "test_liger_flce_none_backward.py",
+)
+"""Files that take minutes. They begin, or one worker would end long after the others."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each file to one worker, which makes what its tests share once, unless its tests name smaller groups."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    begin = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: begin.get(item.path.name, len(begin)))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -104,8 +126,10 @@ def wheel() -> Callable[[str, str], Path]:
 def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run code in a fresh interpreter, with folders put first on its path and variables added."""
 
-    def run(code: str, *folders: Path, check: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
-        env = {**os.environ, **variables}
+    def run(
+        code: str, *folders: Path, check: bool = True, measured: bool = True, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, **({} if measured else UNMEASURED), **variables}
         env["PYTHONPATH"] = os.pathsep.join([*map(str, folders), *filter(None, [env.get("PYTHONPATH")])])
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=HANG_S)
         assert not check or done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from places import HANG_S, SUPPORT
+from places import HANG_S, ROOT, SUPPORT
 from trees import STAND_INS
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +30,7 @@ SPRING, JUNE, RELEASE = STAND_INS["dsa-spring"], STAND_INS["dsa-june"], None
 
 
 def run_case(case: str, tree: Path | None, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    path = [str(each) for each in (tree, TESTS, TESTS.parent) if each is not None]
+    path = [str(each) for each in (tree, TESTS, ROOT) if each is not None]
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])]),

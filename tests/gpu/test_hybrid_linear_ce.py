@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import HANG_S, SUPPORT
+from places import HANG_S, ROOT, SUPPORT
 
 from megacpp_overlays.feature_probes import hybrid_linear_ce as feature
 from megacpp_overlays.source.trees import DirectoryTree
@@ -49,7 +49,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @functools.cache
 def training(hybrid: Path) -> dict[str, Any]:
     """Return what `hybrid_training.py` saw; kept in the file that HYBRID_RESULTS names, too."""
-    path = os.pathsep.join([str(hybrid), str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(hybrid), str(ROOT), str(TESTS), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "MEGACPP_OVERLAYS_LOG": "logging", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, str(TESTS / "hybrid_training.py")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)

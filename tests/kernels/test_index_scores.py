@@ -32,7 +32,7 @@ from index_scores_cases import (
     spoil,
     whole,
 )
-from places import HANG_S, SUPPORT
+from places import HANG_S, ROOT, SUPPORT, UNMEASURED
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -41,7 +41,6 @@ from megacpp_overlays.kernels.index_scores import function as index_scores
 from megacpp_overlays.kernels.index_scores import reference, streaming
 from megacpp_overlays.kernels.index_scores import streaming as index_scores_streaming
 
-TESTS = SUPPORT
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -539,7 +538,7 @@ def test_without_triton_all_is_streamed(run_python: Callable[..., CompletedProce
         "print(index_scores._way(one.dtype, one.dtype, 2, torch.device('cuda')).__name__)\n"
         "print(index_scores.scores(one, one[..., 0], one[0]).item())"
     )
-    assert run_python(code, TESTS.parent).stdout.split() == [index_scores_streaming.__name__, "2.0"]
+    assert run_python(code, ROOT).stdout.split() == [index_scores_streaming.__name__, "2.0"]
 
 
 # Tensor cores, each in one interpreter of its own.
@@ -547,9 +546,9 @@ def test_without_triton_all_is_streamed(run_python: Callable[..., CompletedProce
 
 def answers(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
     """Run a script of this folder and return the JSON that it prints."""
-    path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), str(SUPPORT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "MEGACPP_OVERLAYS_LOG": "logging", **environment}
-    command = [sys.executable, "-W", "ignore", str(TESTS / script), *arguments]
+    command = [sys.executable, "-W", "ignore", str(SUPPORT / script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout)
@@ -577,7 +576,7 @@ TENSOR_MEMORY = 512
 def programs() -> dict[str, Any]:
     """Return what `index_scores_targets.py` found: for each case, what each kernel needs."""
     pytest.importorskip("triton")
-    found = answers("index_scores_targets.py", *COMPILED, TRITON_INTERPRET="0")
+    found = answers("index_scores_targets.py", *COMPILED, TRITON_INTERPRET="0", **UNMEASURED)
     if "obstacle" in found:
         pytest.skip(found["obstacle"])
     return found

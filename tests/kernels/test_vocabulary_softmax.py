@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import HANG_S, ROOT, SUPPORT
+from places import HANG_S, ROOT, SUPPORT, UNMEASURED
 from vocabulary_softmax_cases import CASES, EXTRAS, TOKENS, Case, draw, run, truth
 
 from megacpp_overlays.kernels.vocabulary_softmax import in_torch as vocabulary_softmax_torch
@@ -231,7 +231,7 @@ def test_the_public_function_goes_through_triton_and_is_right(facts: Any) -> Non
 def programs() -> Any:
     """Return what `vocabulary_softmax_targets.py` found: for each architecture, what each program needs."""
     pytest.importorskip("triton")
-    found = child("vocabulary_softmax_targets.py", *ARCHITECTURES, TRITON_INTERPRET="0")
+    found = child("vocabulary_softmax_targets.py", *ARCHITECTURES, TRITON_INTERPRET="0", **UNMEASURED)
     if "obstacle" in found:
         pytest.skip(found["obstacle"])
     return found

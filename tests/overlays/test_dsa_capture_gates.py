@@ -30,7 +30,7 @@ from dsa_source import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import HANG_S, SUPPORT
+from places import HANG_S, ROOT, SUPPORT
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import dsa_capture_gates as feature
@@ -520,7 +520,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], 
     folder = tmp_path_factory.mktemp("ranks")
     root = SUPPORT
     command = [sys.executable, "-W", "ignore", "-c", RANKS, str(folder), str(wheel("megatron-core", "0.19.2"))]
-    env = {"PATH": "", "PYTHONPATH": f"{root}:{root.parent}", "MEGACPP_OVERLAYS": "off", "GLOO_SOCKET_IFNAME": "lo"}
+    env = {"PATH": "", "PYTHONPATH": f"{root}:{ROOT}", "MEGACPP_OVERLAYS": "off", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]

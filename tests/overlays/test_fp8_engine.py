@@ -12,13 +12,12 @@ import os
 import subprocess
 
 import pytest
-from places import HANG_S, SUPPORT
+from places import HANG_S, ROOT, SUPPORT
 
 pytestmark = pytest.mark.upstream
 
-HERE = SUPPORT
-PYTHON = HERE.parent / ".envs" / "te" / "bin" / "python"
-SCRIPT = HERE / "fp8_engine_cases.py"
+PYTHON = ROOT / ".envs" / "te" / "bin" / "python"
+SCRIPT = SUPPORT / "fp8_engine_cases.py"
 CASES = [
     node.name
     for node in ast.parse(SCRIPT.read_text()).body
@@ -30,8 +29,8 @@ CASES = [
 def report() -> dict[str, str]:
     """Run all cases in one process: importing the engine takes longer than they do."""
     if not PYTHON.exists():
-        pytest.skip(f"no {PYTHON.relative_to(HERE.parent)}: run `make te`")
-    env = {**os.environ, "MEGACPP_OVERLAYS": "off", "PYTHONPATH": str(HERE.parent)}
+        pytest.skip(f"no {PYTHON.relative_to(ROOT)}: run `make te`")
+    env = {**os.environ, "MEGACPP_OVERLAYS": "off", "PYTHONPATH": str(ROOT)}
     command = [str(PYTHON), "-W", "ignore", str(SCRIPT)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

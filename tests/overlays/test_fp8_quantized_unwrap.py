@@ -19,14 +19,14 @@ from typing import Any
 import pytest
 import torch
 from fp8_dispatch import AsFloat8, Kernel, TraceableKernel, inputs, kernel_in, kinds, part_of, quantized, seam_in
-from places import HANG_S, SUPPORT
+from places import HANG_S, ROOT, SUPPORT, UNMEASURED
+from trees import STAND_INS
 
 from megacpp_overlays import fp8_sparse_mla
 from megacpp_overlays.feature_probes import fp8_quantized_unwrap as feature
 from megacpp_overlays.model import Verdict
 from megacpp_overlays.source.trees import DirectoryTree
 
-HERE = SUPPORT
 RELEASE = part_of(feature.TARGET.module)
 SPRING = part_of(feature.SPRING_TARGET.module)
 PLAIN, POINTER_0 = ["Tensor at True"], ["AsFloat8 at False"]
@@ -43,9 +43,9 @@ def test_on_a_tree(tree: Path) -> None:
     if not broken:
         pytest.skip("no dispatcher in this tree")
     for name, shape in broken.items():
-        path = os.pathsep.join(map(str, (tree, HERE.parent, HERE)))
-        env = {**os.environ, "PYTHONPATH": path, "MEGACPP_OVERLAYS": "off"}
-        command = [sys.executable, "-W", "ignore", str(HERE / "fp8_dispatch.py"), name]
+        path = os.pathsep.join(map(str, (tree, ROOT, SUPPORT)))
+        env = {**os.environ, "PYTHONPATH": path, "MEGACPP_OVERLAYS": "off", **UNMEASURED}
+        command = [sys.executable, "-W", "ignore", str(SUPPORT / "fp8_dispatch.py"), name]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout.splitlines()[-1]) == {
@@ -296,8 +296,8 @@ def test_without_a_configured_log_the_line_is_on_stderr(run_python: Callable[...
         "with seam_in(module, part_of(module.__name__)), kernel_in(module, Kernel()):\n"
         "    for _ in range(2): module._fused_sparse_mla_absorbed(quantized(query), key, indices, 0.5, 512)\n"
     )
-    tree = HERE / "stand_ins" / "sparse_mla_spring"
-    done = run_python(code, tree, HERE, HERE.parent, MEGACPP_OVERLAYS="off")
+    tree = STAND_INS["sparse_mla_spring"]
+    done = run_python(code, tree, SUPPORT, ROOT, MEGACPP_OVERLAYS="off")
     lines = [line for line in done.stderr.splitlines() if "fp8-quantized-unwrap: the query of" in line]
     assert len(lines) == 1
 
@@ -424,5 +424,5 @@ def test_the_loader_makes_it_active_without_tilelang(run_python: Callable[..., A
         f"(row,) = (row for row in rows if row['target'] == '{feature.TARGET}')\n"
         "print(row['decision'], tilelang_dsa.SparseMLA, 'transformer_engine' in sys.modules)\n"
     )
-    done = run_python(code, HERE.parent)
+    done = run_python(code, ROOT)
     assert done.stdout.splitlines()[-1] == "active None False", done.stdout + done.stderr

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import SUPPORT
+from places import ROOT, SUPPORT
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import hopper_flce_dispatch as feature
@@ -20,7 +20,6 @@ from megacpp_overlays.model import Verdict
 from megacpp_overlays.source.trees import DirectoryTree
 
 OPTION = "--upstream-tree"
-TESTS = SUPPORT
 PORTABLE = "megacpp_overlays.kernels.linear_cross_entropy.entry"
 HOPPER = "megatron.core.fusions.linear_cross_entropy.hopper.entry"
 
@@ -54,8 +53,9 @@ def report(dispatcher: Path, reports: dict[object, dict[str, Any]], run_python: 
         key = (dispatcher, *sorted(switches.items()))
         if key not in reports:
             code = "import runpy; runpy.run_module('hopper_flce_report', run_name='__main__')"
-            folders = (dispatcher, TESTS.parent, TESTS)
-            done = run_python(code, *folders, MEGACPP_OVERLAYS_LOG="logging", PYTHONWARNINGS="ignore", **switches)
+            folders = (dispatcher, ROOT, SUPPORT)
+            switches = {"MEGACPP_OVERLAYS_LOG": "logging", "PYTHONWARNINGS": "ignore", **switches}
+            done = run_python(code, *folders, measured=len(key) == 1, **switches)
             reports[key] = json.loads(done.stdout.splitlines()[-1])
         return reports[key]
 

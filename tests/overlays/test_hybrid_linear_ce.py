@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from hybrid_linear_ce_cases import CASES, RANKED
-from places import HANG_S, SUPPORT
+from places import HANG_S, ROOT, SUPPORT, UNMEASURED
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import hybrid_linear_ce as feature
@@ -25,7 +25,6 @@ from megacpp_overlays.overlays.hybrid_linear_ce import OVERLAY
 from megacpp_overlays.source.trees import DirectoryTree
 
 OPTION = "--upstream-tree"
-TESTS = SUPPORT
 STAND_IN = STAND_INS["dev-linear-cross-entropy"]
 CORE = Path("megatron/core")
 TOLERANCE = 3e-6
@@ -54,16 +53,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def environment(tree: Path, **variables: str) -> dict[str, str]:
     """Return the variables of a process that takes its Megatron from a tree."""
-    path = os.pathsep.join(map(str, (tree, TESTS.parent, TESTS)))
+    path = os.pathsep.join(map(str, (tree, ROOT, SUPPORT)))
     # One thread, so that sums are added in one order, and Triton's interpreter, which a CPU needs.
     fixed = {"PYTHONPATH": path, "MEGACPP_OVERLAYS_LOG": "logging", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     return {**os.environ, **fixed, **variables}
 
 
-def start(tree: Path, **variables: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(TESTS / "hybrid_linear_ce_report.py")]
+def start(tree: Path, *, measured: bool = True, **variables: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(SUPPORT / "hybrid_linear_ce_report.py")]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment(tree, **variables), stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(
+        command,
+        env=environment(tree, **({} if measured else UNMEASURED), **variables),
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+    )
 
 
 def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -81,7 +86,7 @@ def report(hybrid: Path, reports: dict[object, dict[str, Any]]) -> Report:
     def run(**variables: str) -> dict[str, Any]:
         key = (hybrid, *sorted(variables.items()))
         if key not in reports:
-            reports[key] = finish(start(hybrid, **variables))
+            reports[key] = finish(start(hybrid, measured=not variables, **variables))
         return reports[key]
 
     return run
@@ -259,7 +264,7 @@ def test_code_that_looks_known_and_computes_something_else_stays_as_it_is(
         "print(r.decision.value, hasattr(m.HybridModel.forward, '__wrapped__'), r.reason)"
     )
 
-    done = run_python(code, tmp_path, TESTS.parent, MEGACPP_OVERLAYS_LOG="logging", PYTHONWARNINGS="ignore")
+    done = run_python(code, tmp_path, ROOT, MEGACPP_OVERLAYS_LOG="logging", PYTHONWARNINGS="ignore")
 
     assert done.stdout.startswith("conflict False ")
     assert reason in done.stdout

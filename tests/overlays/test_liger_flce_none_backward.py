@@ -22,6 +22,7 @@ from places import ROOT, SUPPORT
 from megacpp_overlays.feature_probes import liger_flce_none_backward as feature
 from megacpp_overlays.model import Observation
 from megacpp_overlays.overlays.liger_flce_none_backward import OVERLAY
+from megacpp_overlays.source.trees import WheelTree
 
 GRID = SUPPORT.joinpath("liger_grid.py")
 
@@ -32,17 +33,18 @@ ACTIVE = {
     "0.5.8": feature.DETACHED,
     "0.6.3": feature.INPUT_NEEDS_GRADIENT,
     "0.6.4": feature.BIAS_NEEDS_GRADIENT,
-    "0.6.5": feature.BIAS_NEEDS_GRADIENT,
     "0.7.0": feature.BIAS_NEEDS_GRADIENT,
     "0.8.0": feature.DETACHED,
     "0.8.1": feature.DETACHED,
 }
-"""Releases that are repaired, and their shape. 0.5.4 to 0.5.7 have the code of 0.5.3 and 0.5.8."""
+"""Releases that are repaired, and their shape: one of each row of `KNOWN`, whose releases have equal parts."""
 WITH_METRICS = [version for version in ACTIVE if CASES["token accuracy"].runs_on(version)]
 ALL_CASES = ("0.6.3", "0.7.0", "0.8.1")
 """Releases that run every case on the CPU, where the interpreter is slow; the others run a few."""
 FEW_CASES = ("zero first", "masked", "every option", "every option but token scaling", "frozen input", "frozen weight")
 RETIRED = ("0.8.2", "0.8.5")
+MEASURED = "0.8.1"
+"""The release whose runs count for coverage; those of the others run the same lines of the package."""
 WRONG = ("0.5.3", "0.8.1")
 """Releases that are also run without the overlay."""
 
@@ -85,6 +87,7 @@ class Releases:
                 run_python,
                 version,
                 f"import runpy; runpy.run_path({str(GRID)!r}, run_name='__main__')",
+                measured=version == MEASURED,
                 LIGER_GRID=json.dumps({"device": device, "scale": scale, "cases": chosen, "memory": memory}),
                 TRITON_INTERPRET="1" if device == "cpu" else "0",
                 **variables,
@@ -92,7 +95,9 @@ class Releases:
             self._reports[key] = json.loads(done.stdout)
         return self._reports[key]
 
-    def python(self, run_python: Callable[..., Any], version: str, code: str, **variables: str) -> Any:
+    def python(
+        self, run_python: Callable[..., Any], version: str, code: str, *, measured: bool = False, **variables: str
+    ) -> Any:
         """Run code in a fresh interpreter with a release on its path."""
         return run_python(
             code,
@@ -100,9 +105,7 @@ class Releases:
             ROOT,
             GRID.parent,
             CUBLAS_WORKSPACE_CONFIG=":4096:8",  # deterministic products
-            # Most of the time of a short process would go into compiling the Python code of torch.
-            PYTHONDONTWRITEBYTECODE="",
-            PYTHONPYCACHEPREFIX=str(self._folder / "bytecode"),
+            measured=measured,
             **variables,
         )
 
@@ -145,10 +148,24 @@ def check(result: dict[str, Any], name: str, *, decision: str = "active") -> Non
     assert {what: error for what, error in result["errors"].items() if not error < limits[what]} == {}
 
 
+def with_one_worker(version: str, *more: str) -> pytest.ParameterSet:
+    """Return the parameters of a test that shares a run: the tests of a release stay together, and no more than they."""
+    return pytest.param(version, *more, marks=pytest.mark.xdist_group(f"liger-kernel {version}"))
+
+
 def each_case(device: str) -> Any:
-    return pytest.mark.parametrize(
-        ("version", "name"), [(version, name) for version in ACTIVE for name in runs(version, device)]
-    )
+    cases = [with_one_worker(version, name) for version in ACTIVE for name in runs(version, device)]
+    return pytest.mark.parametrize(("version", "name"), cases)
+
+
+each_release = pytest.mark.parametrize("version", [with_one_worker(version) for version in ACTIVE])
+
+
+def test_one_release_of_every_row_of_known_parts_is_run(wheel: Callable[[str, str], Path]) -> None:
+    seen = [feature.probe(WheelTree(wheel("liger-kernel", version))).summary() for version in ACTIVE]
+
+    for known in feature.KNOWN:
+        assert sum(f"as in {known.releases}" in each for each in seen) == 1
 
 
 # The defect, without the overlay.
@@ -168,7 +185,7 @@ def test_upstream_scales_every_gradient_by_the_first_one(report: Report, version
 # With it.
 
 
-@pytest.mark.parametrize("version", ACTIVE)
+@each_release
 def test_every_broken_release_is_repaired(report: Report, version: str) -> None:
     found = report(version, runs(version, "cpu"))
 
@@ -180,12 +197,13 @@ def test_gradients_are_right_for_every_token(report: Report, version: str, name:
     check(report(version, runs(version, "cpu"))["cases"][name], name)
 
 
-@pytest.mark.parametrize("version", ACTIVE)
+@each_release
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_other_reductions_stay_upstream_s_to_the_last_bit(report: Report, version: str, reduction: str) -> None:
     assert report(version, runs(version, "cpu"))["same"][reduction]
 
 
+@pytest.mark.xdist_group("liger-kernel, logits kept")
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_right_from_logits_that_were_kept(report: Report, name: str) -> None:
     check(report("0.8.1", runs("0.8.1", "cpu"), memory=KEPT)["cases"][name], name)
@@ -200,23 +218,23 @@ def assert_nearer_to_the_truth(found: dict[str, Any]) -> None:
     assert max(found["losses"]["float32"]["apart"]) < FLOAT32
 
 
-@pytest.mark.parametrize("version", ACTIVE)
+@each_release
 def test_the_losses_are_upstream_s_but_for_rounding_and_nearer_to_the_truth(report: Report, version: str) -> None:
     assert_nearer_to_the_truth(report(version, runs(version, "cpu")))
 
 
-@pytest.mark.parametrize("version", WITH_METRICS)
+@pytest.mark.parametrize("version", [with_one_worker(version) for version in WITH_METRICS])
 def test_all_outputs_are_upstream_s_to_the_last_bit_where_metrics_are_among_them(report: Report, version: str) -> None:
     """Losses, z-loss, token accuracy and predicted tokens, and None for those that were not asked for."""
     assert report(version, runs(version, "cpu"))["same with metrics"]
 
 
-@pytest.mark.parametrize("version", ACTIVE)
+@each_release
 def test_undoing_brings_back_the_defect(report: Report, version: str) -> None:
     assert report(version, runs(version, "cpu"))["undone"]["errors"]["weight"] > 0.5
 
 
-@pytest.mark.parametrize("version", ACTIVE)
+@each_release
 def test_a_second_derivative_is_refused(report: Report, version: str) -> None:
     assert "once_differentiable" in report(version, runs(version, "cpu"))["second derivative"]
 
@@ -499,7 +517,7 @@ def test_gradients_are_right_for_every_token_on_a_gpu(report: Report, version: s
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("version", ACTIVE)
+@each_release
 def test_on_a_gpu_everything_else_stays_upstream_s_to_the_last_bit(report: Report, version: str) -> None:
     found = report(version, runs(version, "cuda"), device="cuda", scale=37)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from places import ROOT
+from places import HANG_S, ROOT, UNMEASURED
 
 from megacpp_overlays.loader import registry, retired
 from megacpp_overlays.repro import inventory, manifest, pack_file, receipts
@@ -102,10 +102,10 @@ def test_the_manifest_is_in_step_and_every_claim_has_a_kept_log() -> None:
 # Run for real
 
 
-def repro(*arguments: str, timeout: int = 540) -> subprocess.CompletedProcess[str]:
+def repro(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "megacpp_overlays", "repro", *arguments]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=timeout)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **UNMEASURED}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 

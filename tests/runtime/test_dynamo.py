@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from made_up import BROKEN_TEXT, Upstream
-from places import HANG_S, ROOT, SUPPORT
+from places import HANG_S, ROOT, SUPPORT, UNMEASURED
 from traced_seams import TEXT, measured, overlay_at
 from trees import STAND_INS
 
@@ -471,7 +471,7 @@ def runs_in_a_row(
             code = ON_DISK.format(**about, on=each, save=save)
             # Trying each set of vector instructions would take most of the time.
             cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_VEC_ISA_OK": "0", **variables}
-            out = run_python(code, tmp_path, SUPPORT, **cache).stdout
+            out = run_python(code, tmp_path, SUPPORT, measured=False, **cache).stdout
             found.append(tuple(json.loads(out.splitlines()[-1])))
         return found
 
@@ -553,7 +553,7 @@ def counts() -> dict[str, dict[str, Any]]:
     running = {}
     for stand_in, mode in itertools.product({about.stand_in for about in STEPS.values()}, ("off", "auto")):
         path = [STAND_INS[stand_in], ROOT, folder] if stand_in else [ROOT, folder]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "MEGACPP_OVERLAYS": mode}
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "MEGACPP_OVERLAYS": mode, **UNMEASURED}
         steps = [step for step, about in STEPS.items() if about.stand_in == stand_in]
         command = [sys.executable, "-W", "ignore", str(folder / "compile_cases.py"), *steps]
         running[stand_in, mode] = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
