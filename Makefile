@@ -58,8 +58,8 @@ demo-ranks: .envs/$(LANE)/.ready ## the demo on two ranks: once alike, which tra
 demo-upgrade: setup ## take a clone of this checkout through an upgrade, up to the commits that retire what upstream absorbed
 	@examples/upgrade.sh summer-2026 newest dsa-branchless-scatter liger-flce-none-backward
 
-.PHONY: test
-test: setup ## set up everything, then lint, type checks, contracts and all tests with branch coverage
+.PHONY: lint
+lint: .venv/.ready
 	$(say) 'ruff check'
 	@$(BIN)/ruff check .
 	$(say) 'ruff format'
@@ -68,6 +68,14 @@ test: setup ## set up everything, then lint, type checks, contracts and all test
 	@$(BIN)/mypy
 	$(say) 'import layers'
 	@$(BIN)/lint-imports
+
+.PHONY: quick
+quick: lint ## while working: lint, type checks, contracts, and the tests of the loader and the settings
+	$(say) 'pytest of the loader, without coverage'
+	@$(BIN)/pytest --quiet $(WORKERS) tests/loader
+
+.PHONY: test
+test: setup lint ## set up everything, then lint, type checks, contracts and all tests with branch coverage
 	$(say) 'ledger in step with the overlays'
 	@$(BIN)/python -m megacpp_overlays ledger --check RETIREMENT.md
 	$(say) 'generated pages in step with the code, and no link that leads nowhere'

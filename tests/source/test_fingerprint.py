@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 import pytest
+from dsa_source import statement_edits
 
 from megacpp_overlays.source.fingerprint import fingerprint
 
@@ -54,6 +55,28 @@ def test_what_has_no_meaning_does_not_count(edited: str) -> None:
 )
 def test_every_edit_of_meaning_counts(edited: str) -> None:
     assert of(edited) != of(TEXT)
+
+
+NESTED = """
+def scale(x, factor):
+    total = x
+    for part in range(factor):
+        if part:
+            total = total + x
+        else:
+            continue
+    with locked():
+        note(total)
+    return total
+"""
+
+
+def test_no_statement_may_be_missing_or_doubled() -> None:
+    edits = list(statement_edits(NESTED, "scale"))
+
+    assert len(edits) == 2 * 8
+    for what, edited in edits:
+        assert of(edited) != of(NESTED), what
 
 
 def test_text_that_is_not_a_docstring_counts() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from made_up import BROKEN_TEXT, Upstream
-from places import HANG_S, ROOT, SUPPORT
+from places import HANG_S, ROOT, SUPPORT, UNMEASURED
 
 LAUNCHER = SUPPORT.joinpath("ranks_launcher.py")
 
@@ -49,12 +49,19 @@ class Ranks:
         ours = {"PYTHONPATH": path, "MEGACPP_OVERLAYS_PLUGINS": "double", "MEGACPP_OVERLAYS_LOG": "logging"}
         return {**os.environ, **ours, "OMP_NUM_THREADS": "1", **variables}
 
-    def torchrun(self, size: int, *, timeout: float = TIMEOUT, absent: int = 0, **plan: Any) -> list[Any]:
+    def torchrun(
+        self, size: int, *, timeout: float = TIMEOUT, absent: int = 0, measured: bool = False, **plan: Any
+    ) -> list[Any]:
         """Run all ranks under torchrun; return what each of them saw, by rank."""
         agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
         command = [*agent, *self.command(timeout, size - absent, **plan)]
         done = subprocess.run(
-            command, env=self.environment(), capture_output=True, text=True, check=False, timeout=HANG_S
+            command,
+            env=self.environment(**({} if measured else UNMEASURED)),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=HANG_S,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return self.seen(size)
