@@ -90,7 +90,7 @@ def grid() -> dict[str, Any]:
 
 def test_bfloat16_goes_to_the_tensor_cores() -> None:
     for dim in (64, 80, 96, 128, 192, 256):
-        way = index_scores._way(torch.bfloat16, torch.bfloat16, dim, torch.device(DEVICE, 0))
+        way = index_scores.implementation(torch.bfloat16, torch.bfloat16, dim, torch.device(DEVICE, 0))
         assert way.__name__.endswith("index_scores.in_triton")
 
 
@@ -141,7 +141,7 @@ def test_other_dtypes_take_blocks_in_pytorch_and_are_right(dtype: torch.dtype) -
 
     found = compute(*tensors)
 
-    assert index_scores._way(dtype, dtype, MEDIUM[-1], torch.device(DEVICE, 0)) is index_scores_streaming
+    assert index_scores.implementation(dtype, dtype, MEDIUM[-1], torch.device(DEVICE, 0)) is index_scores_streaming
     for mine, true in zip(found, truths(*tensors), strict=True):
         assert error(mine, true) <= 2e-6 + CLOSE * error(true.to(mine.dtype), true)
 

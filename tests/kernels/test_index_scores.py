@@ -471,7 +471,7 @@ def test_a_gradient_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
 def way(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
     """Return the name of the module that computes, on a host that pretends to have a device."""
     pytest.importorskip("triton")
-    index_scores._way.cache_clear()
+    index_scores.implementation.cache_clear()
 
     def name(
         q: torch.dtype = torch.bfloat16,
@@ -483,11 +483,11 @@ def way(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
     ) -> str:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device=None: DEVICES[found])
         monkeypatch.setattr(torch.version, "hip", hip)
-        chosen: str = index_scores._way(q, k, dim, device).__name__
+        chosen: str = index_scores.implementation(q, k, dim, device).__name__
         return chosen.rpartition(".")[2].removeprefix("in_")
 
     yield name
-    index_scores._way.cache_clear()
+    index_scores.implementation.cache_clear()
 
 
 LARGEST_DIM = {"T4": 0, "A100": 256, "RTX 4090": 128, "H200": 256, "B200": 256, "RTX 5090": 128}
@@ -526,7 +526,7 @@ def test_all_else_is_streamed(way: Callable[..., str], odd: dict[str, Any]) -> N
 def test_the_choice_is_made_once(way: Callable[..., str]) -> None:
     assert way() == "triton"
     assert way(found="T4") == "triton"
-    assert index_scores._way.cache_info().misses == 1
+    assert index_scores.implementation.cache_info().misses == 1
 
 
 def test_without_triton_all_is_streamed(run_python: Callable[..., CompletedProcess[str]]) -> None:
@@ -535,7 +535,7 @@ def test_without_triton_all_is_streamed(run_python: Callable[..., CompletedProce
         "import torch\n"
         "from megacpp_overlays.kernels.index_scores import function as index_scores\n"
         "one = torch.ones(1, 1, 1, 2, dtype=torch.bfloat16)\n"
-        "print(index_scores._way(one.dtype, one.dtype, 2, torch.device('cuda')).__name__)\n"
+        "print(index_scores.implementation(one.dtype, one.dtype, 2, torch.device('cuda')).__name__)\n"
         "print(index_scores.scores(one, one[..., 0], one[0]).item())"
     )
     assert run_python(code, ROOT).stdout.split() == [index_scores_streaming.__name__, "2.0"]

@@ -65,7 +65,7 @@ def wrong(found: Any, grad: Any, q: Any, weights: Any, k: Any, use_relu: bool = 
 
 
 def way() -> str:
-    name: str = index_scores._way(torch.bfloat16, torch.bfloat16, 128, torch.device("cpu")).__name__
+    name: str = index_scores.implementation(torch.bfloat16, torch.bfloat16, 128, torch.device("cpu")).__name__
     return name
 
 

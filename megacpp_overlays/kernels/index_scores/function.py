@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -77,14 +78,16 @@ def _check_devices(*tensors: torch.Tensor) -> None:
 
 @torch.library.custom_op("megacpp_overlays::index_scores", mutates_args=())  # type: ignore[untyped-decorator]
 def _scores(q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, use_relu: bool) -> torch.Tensor:
-    return _way(q.dtype, k.dtype, q.size(3), q.device).scores(q, weights, k, use_relu)
+    return implementation(q.dtype, k.dtype, q.size(3), q.device).scores(q, weights, k, use_relu)
 
 
 @torch.library.custom_op("megacpp_overlays::index_scores_gradients", mutates_args=())  # type: ignore[untyped-decorator]
 def _gradients(
     grad: torch.Tensor, q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, use_relu: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    of_q, of_weights, of_k = _way(q.dtype, k.dtype, q.size(3), q.device).gradients(grad, q, weights, k, use_relu)
+    of_q, of_weights, of_k = implementation(q.dtype, k.dtype, q.size(3), q.device).gradients(
+        grad, q, weights, k, use_relu
+    )
     return of_q, of_weights, of_k
 
 
@@ -113,7 +116,7 @@ _scores.register_autograd(_backward, setup_context=_save)
 
 
 @functools.cache
-def _way(q_dtype: torch.dtype, k_dtype: torch.dtype, dim: int, device: torch.device) -> Any:
+def implementation(q_dtype: torch.dtype, k_dtype: torch.dtype, dim: int, device: torch.device) -> ModuleType:
     """Return the module that computes: tensor cores where they take these inputs, else blocks in PyTorch."""
     if q_dtype == k_dtype == torch.bfloat16:
         # Asked for only here: the module needs a Triton that not every torch brings.
