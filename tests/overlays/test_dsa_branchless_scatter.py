@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from dsa_source import RELEASES, EditedTree, edited, install, module_of, statement_edits, text_of, trees, verdicts
+from dsa_source import EditedTree, edited, install, module_of, statement_edits, text_of, trees, verdicts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import STAND_INS
@@ -64,13 +64,6 @@ def scatter(dsa_tree: Path, part: Overlay) -> Iterator[Scatter]:
 
 
 # Probe
-
-
-@pytest.mark.parametrize("version", RELEASES)
-def test_no_release_has_the_branch(version: str, wheel: Callable[[str, str], Path]) -> None:
-    tree = WheelTree(wheel("megatron-core", version))
-
-    assert verdicts(PARTS, tree) == ({"dsa_masking": "FIXED"} if version.startswith("0.19") else {})
 
 
 def test_each_stand_in_has_it_in_its_own_place() -> None:

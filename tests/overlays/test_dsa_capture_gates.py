@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from dsa_source import (
-    RELEASES,
     AttnMaskType,
     EditedTree,
     edited,
@@ -114,14 +113,6 @@ def lists(bounds: Any) -> Any:
 
 
 # Probes
-
-
-@pytest.mark.parametrize("version", RELEASES)
-def test_only_the_length_check_is_in_releases(version: str, wheel: Callable[[str, str], Path]) -> None:
-    tree = WheelTree(wheel("megatron-core", version))
-    newest = {"dsa": feature.READ_LENGTHS, "dsa_layout": "FIXED", "dsa_masking": "FIXED"}
-
-    assert verdicts(PARTS, tree) == (newest if version.startswith("0.19") else {})
 
 
 def test_the_stand_ins_compare_on_the_host() -> None:

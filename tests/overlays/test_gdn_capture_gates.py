@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from dsa_source import RELEASES, EditedTree, install, statement_edits, text_of, verdicts
+from dsa_source import EditedTree, install, statement_edits, text_of, verdicts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,12 +26,6 @@ Wheel = Callable[[str, str], Path]
 IN_ONE_FILE, IN_A_BASE_CLASS = PARTS
 ROLES = ("cu_seqlens_q", "cu_seqlens_kv")
 LAYOUTS = [("0.18.2", IN_ONE_FILE), ("0.19.2", IN_A_BASE_CLASS)]
-
-
-def expected(version: str) -> dict[str, str]:
-    if version.startswith("0.18"):
-        return {"gated_delta_net": READ_LENGTHS}
-    return {"common": READ_LENGTHS} if version.startswith("0.19") else {}
 
 
 def module_of(tree: WheelTree, part: Overlay) -> ModuleType:
@@ -84,11 +78,6 @@ def warmed_up(resolve: Resolver, tensor: torch.Tensor, **given_values: int) -> t
 
 
 # Probe
-
-
-@pytest.mark.parametrize("version", RELEASES)
-def test_releases_since_0_18_read_packed_lengths(version: str, wheel: Wheel) -> None:
-    assert verdicts(PARTS, WheelTree(wheel("megatron-core", version))) == expected(version)
 
 
 def test_every_tree_is_recognised(tree: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from dsa_source import RELEASES, EditedTree, statement_edits, text_of
+from dsa_source import EditedTree, statement_edits, text_of
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import dsa_indexer_streaming as feature
@@ -67,20 +67,6 @@ def only_what_counts(tree: SourceTree) -> str:
 
 
 # Verdicts
-
-
-@pytest.mark.parametrize("version", RELEASES)
-def test_every_release_with_dsa_is_broken(version: str, wheel: Wheel) -> None:
-    finding = feature.probe(WheelTree(wheel("megatron-core", version)))
-
-    expected = {
-        "0.16": feature.FOUR_AXIS_METHOD,
-        "0.17": feature.FOUR_AXIS,
-        "0.18": feature.FOUR_AXIS,
-        "0.19": feature.FOUR_AXIS_OPTIONAL_RELU,
-    }.get(version[:4])
-    assert finding.shape == expected
-    assert finding.verdict is (Verdict.BROKEN if expected else Verdict.ABSENT)
 
 
 def test_the_evidence_names_both_places(newest: WheelTree) -> None:

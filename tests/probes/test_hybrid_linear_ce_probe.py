@@ -13,7 +13,7 @@ from trees import STAND_INS
 from megacpp_overlays.feature_probes import hybrid_linear_ce as feature
 from megacpp_overlays.model import Verdict
 from megacpp_overlays.overlays.hybrid_linear_ce import OVERLAY
-from megacpp_overlays.source.trees import DirectoryTree, WheelTree
+from megacpp_overlays.source.trees import DirectoryTree
 
 DEV = STAND_INS["dev-linear-cross-entropy"]
 CORE = Path("megatron/core")
@@ -23,7 +23,6 @@ LAYER = "transformer/linear_cross_entropy.py"
 MTP = "transformer/multi_token_prediction.py"
 LANGUAGE = "models/common/language_module/language_module.py"
 
-RELEASES = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 
 WIRED = """
 from megatron.core.transformer.linear_cross_entropy import LinearCrossEntropyModule
@@ -82,13 +81,6 @@ def test_real_trees_are_broken_or_have_no_such_module(upstream_trees: list[Path]
         has_module, has_model = (tree / CORE / LAYER).exists(), (tree / CORE / HYBRID).exists()
         expected = (Verdict.BROKEN if has_model else Verdict.UNRECOGNISED) if has_module else Verdict.ABSENT
         assert found.verdict is expected, found.summary()
-
-
-@pytest.mark.parametrize("version", RELEASES)
-def test_no_release_has_the_module(wheel: Callable[[str, str], Path], version: str) -> None:
-    found = ask(feature.probe, WheelTree(wheel("megatron-core", version)))
-
-    assert found.verdict is Verdict.ABSENT
 
 
 def test_a_tree_without_the_models_has_nothing_to_wire(written: Callable[..., DirectoryTree]) -> None:

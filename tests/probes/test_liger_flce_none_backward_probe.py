@@ -69,23 +69,6 @@ def is_installable(finding: Finding) -> bool:
     return finding.verdict is Verdict.BROKEN and finding.shape in OVERLAY.replacements
 
 
-@pytest.mark.parametrize(("version", "expected"), RELEASES.items(), ids=RELEASES)
-def test_every_release_has_its_verdict_and_shape(
-    wheel: Wheel, version: str, expected: tuple[Verdict, str | None]
-) -> None:
-    finding = OVERLAY.probe(WheelTree(wheel("liger-kernel", version)))
-
-    assert (finding.verdict, finding.shape) == expected
-    assert all(evidence.line or evidence.seen.startswith("as in") for evidence in finding.evidence)
-
-
-@pytest.mark.parametrize("version", RELEASES)
-def test_the_retirement_condition_holds_exactly_where_upstream_is_fixed(wheel: Wheel, version: str) -> None:
-    assert (OVERLAY.probe(WheelTree(wheel("liger-kernel", version))).verdict is Verdict.FIXED) is (
-        RELEASES[version] == FIXED
-    )
-
-
 @pytest.mark.parametrize("version", REPAIRABLE)
 def test_the_evidence_names_the_releases_that_the_text_is_from(wheel: Wheel, version: str) -> None:
     finding = OVERLAY.probe(WheelTree(wheel("liger-kernel", version)))

@@ -38,6 +38,7 @@ def columns_of(table: Table) -> list[str]:
 
 @pytest.mark.upstream
 def test_the_kept_matrix_is_what_the_probes_say_of_the_very_same_files(tmp_path: Path) -> None:
+    """What every probe has to say of every release is written in the matrix; the tests of a probe do not repeat it."""
     overlays = registry.load()
     now = matrix_file.again(KEPT, overlays, Archives(tmp_path, [WHEELS]), print)
 
