@@ -60,9 +60,9 @@ def run(arguments: argparse.Namespace) -> bool:
     """Print what drifted; return whether nothing did."""
     # The other commands do not need these.
     from megacpp_overlays.repro import inventory  # noqa: PLC0415
-    from megacpp_overlays.upkeep.drift import accounts, drift, drift_report, installations, running  # noqa: PLC0415
+    from megacpp_overlays.upkeep.drift import accounts, drift, drift_report, installations, substitutions  # noqa: PLC0415
 
-    running.bring_in(arguments.modules)  # first: a launcher may change where packages are found
+    substitutions.bring_in(arguments.modules)  # first: a launcher may change where packages are found
     overlays = session.current().overlays
     entries = accounts.read(arguments.packs or inventory.own_folder())
     installed = installations.find_all()
@@ -71,11 +71,11 @@ def run(arguments: argparse.Namespace) -> bool:
     else:
         names = drift.usual(overlays, entries)
         names = tuple(sorted({*names, *installed})) if arguments.all else names
-    outcome = drift_report.Outcome(
+    outcome = drift_report.DriftOutcome(
         report=drift.examine(
             names, installed, entries, overlays, quick=arguments.quick, required=bool(arguments.distribution)
         ),
-        running=running.look() if arguments.modules else None,
+        process=substitutions.look() if arguments.modules else None,
     )
     print(json.dumps(outcome.as_dict(), indent=2) if arguments.json else outcome)
     return outcome.clean

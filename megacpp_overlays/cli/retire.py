@@ -10,8 +10,8 @@ from megacpp_overlays.cli.commands import Subparsers
 from megacpp_overlays.loader import retired, session
 from megacpp_overlays.repro import ending
 from megacpp_overlays.upkeep.retire import preparation, steps
-from megacpp_overlays.upkeep.retire.preparation import Outcome, Request, WrongNameError
-from megacpp_overlays.upkeep.retire.retirement import Item
+from megacpp_overlays.upkeep.retire.preparation import Request, RetirementOutcome, WrongNameError
+from megacpp_overlays.upkeep.retire.retirement import ChecklistItem
 
 _TEXT = (
     "Retire an overlay: prove that upstream is right without it, write its entry in the history, and print what to "
@@ -76,15 +76,15 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     return outcome.holds
 
 
-def _show(item: Item) -> None:
+def _show(item: ChecklistItem) -> None:
     print(f"{item.state.value:<11}  {item.name:<16}  {steps.shortened(item.said)}", flush=True)
 
 
-def _ignore(_: Item) -> None:
+def _ignore(_: ChecklistItem) -> None:
     return
 
 
-def _report(outcome: Outcome) -> str:
+def _report(outcome: RetirementOutcome) -> str:
     if not outcome.holds:
         options = " ".join(item.way_out for item in outcome.items if item.way_out)
         unpatched = f" To let these lanes run unpatched: {options}" if options else ""
@@ -97,7 +97,7 @@ def _report(outcome: Outcome) -> str:
     return "\n".join(["Written:", *(f"  {path}" for path in outcome.written), "", steps.steps(outcome)])
 
 
-def _as_dict(outcome: Outcome) -> dict[str, object]:
+def _as_dict(outcome: RetirementOutcome) -> dict[str, object]:
     left = outcome.leavings
     return {
         "overlay": outcome.entry.id,

@@ -19,7 +19,7 @@ from places import ROOT
 
 from megacpp_overlays.repro.git import GitError
 from megacpp_overlays.upkeep.drift import checkouts, drift
-from megacpp_overlays.upkeep.drift.accounts import State
+from megacpp_overlays.upkeep.drift.accounts import DriftState
 from megacpp_overlays.upkeep.drift.records import Kind
 
 
@@ -229,7 +229,7 @@ def test_an_editable_install_is_its_commit(checkout: Path, tmp_path: Path, monke
     assert row.where == f"commit {commit[:12]} of {checkout}"
     assert row.restore == f"git -C {checkout} stash --include-untracked"
     assert [(each.file, each.kind, each.state) for each in row.differences] == [
-        ("lab_ops/scale.py", Kind.CHANGED, State.UNTRACKED)
+        ("lab_ops/scale.py", Kind.CHANGED, DriftState.UNTRACKED)
     ]
 
 
@@ -257,8 +257,8 @@ def test_a_checkout_with_its_metadata_beside_it_is_its_commit(
     (checkout / ".git").rename(tmp_path / "no longer a repository")
     (unknown,) = drift.examine(["lab-ops"], installed, (), ()).rows
 
-    assert (committed.state, committed.where.partition(" ")[0]) == (State.CLEAN, "commit")
-    assert (unknown.state, unknown.unchecked) == (State.UNCHECKED, ("it was installed without a RECORD",))
+    assert (committed.state, committed.where.partition(" ")[0]) == (DriftState.CLEAN, "commit")
+    assert (unknown.state, unknown.unchecked) == (DriftState.UNCHECKED, ("it was installed without a RECORD",))
 
 
 def test_a_checkout_on_the_path_shadows_the_release_and_both_are_looked_at(
@@ -272,7 +272,7 @@ def test_a_checkout_on_the_path_shadows_the_release_and_both_are_looked_at(
     rows = drift.examine(["lab-ops"], installed, (), ()).rows
 
     assert [row.where.partition(" ")[0] for row in rows] == ["RECORD", "commit"]
-    assert [row.state for row in rows] == [State.CLEAN, State.CLEAN]
+    assert [row.state for row in rows] == [DriftState.CLEAN, DriftState.CLEAN]
 
 
 def test_a_target_that_is_not_installed_is_found_where_it_is_imported_from(upstream: Upstream) -> None:
@@ -284,9 +284,9 @@ def test_a_target_that_is_not_installed_is_found_where_it_is_imported_from(upstr
     commit = commit_all(upstream.folder)
     (after,) = drift.examine([name], {}, (), [overlay]).rows
 
-    assert before.state is State.UNCHECKED
+    assert before.state is DriftState.UNCHECKED
     assert (after.state, after.version, after.where) == (
-        State.CLEAN,
+        DriftState.CLEAN,
         None,
         f"commit {commit[:12]} of {upstream.folder.resolve()}",
     )

@@ -14,8 +14,8 @@ from made_up import Upstream
 
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.upkeep.drift import drift
-from megacpp_overlays.upkeep.drift.accounts import State
-from megacpp_overlays.upkeep.drift.drift import Report
+from megacpp_overlays.upkeep.drift.accounts import DriftState
+from megacpp_overlays.upkeep.drift.drift import DriftReport
 from megacpp_overlays.upkeep.drift.installations import import_names
 from megacpp_overlays.upkeep.drift.records import Kind
 
@@ -47,22 +47,22 @@ def target(published: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def examine(target: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
+def examine(target: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., DriftReport]:
     """Compare distributions of the copy."""
 
-    def run(*names: str, quick: bool = False, required: bool = False) -> Report:
+    def run(*names: str, quick: bool = False, required: bool = False) -> DriftReport:
         installed = installed_in(target, monkeypatch)
         return drift.examine(names or ("fast-ops",), installed, (), (), quick=quick, required=required)
 
     return run
 
 
-def found(report: Report) -> Mapping[str, Kind]:
+def found(report: DriftReport) -> Mapping[str, Kind]:
     return {each.file: each.kind for each in report.untracked}
 
 
 def test_what_pip_installed_is_clean_scripts_and_bytecode_included(
-    target: Path, examine: Callable[..., Report]
+    target: Path, examine: Callable[..., DriftReport]
 ) -> None:
     cache = target / "fast_ops" / "__pycache__"
     cache.mkdir(exist_ok=True)
@@ -73,11 +73,13 @@ def test_what_pip_installed_is_clean_scripts_and_bytecode_included(
     report = examine("fast-ops", "lab-core", "lab-more")
 
     assert report.clean
-    assert [(row.version, row.where, row.state) for row in report.rows] == [("1.0", "RECORD", State.CLEAN)] * 3
+    assert [(row.version, row.where, row.state) for row in report.rows] == [("1.0", "RECORD", DriftState.CLEAN)] * 3
     assert report.rows[0].checked >= len(FILES) + 4
 
 
-def test_changed_missing_and_added_files_are_named_one_by_one(target: Path, examine: Callable[..., Report]) -> None:
+def test_changed_missing_and_added_files_are_named_one_by_one(
+    target: Path, examine: Callable[..., DriftReport]
+) -> None:
     (target / "fast_ops" / "scale.py").write_text("def scale(x):\n    return 3 * x\n")
     (target / "fast_ops" / "kernels" / "tile.so").unlink()
     (target / "fast_ops" / "hot" / "deep").mkdir(parents=True)
@@ -91,23 +93,23 @@ def test_changed_missing_and_added_files_are_named_one_by_one(target: Path, exam
         "fast_ops/scale.py": Kind.CHANGED,
     }
     assert not report.clean
-    assert report.rows[0].state is State.UNTRACKED
+    assert report.rows[0].state is DriftState.UNTRACKED
     assert "pip install --force-reinstall --no-cache-dir --no-deps fast-ops==1.0" in report.rows[0].restore
 
 
-def test_what_uv_installed_is_restored_past_its_cache(target: Path, examine: Callable[..., Report]) -> None:
+def test_what_uv_installed_is_restored_past_its_cache(target: Path, examine: Callable[..., DriftReport]) -> None:
     (target / "fast_ops-1.0.dist-info" / "INSTALLER").write_text("uv")
 
     assert "uv pip install --reinstall --no-cache --no-deps fast-ops==1.0" in examine().rows[0].restore
 
 
-def test_metadata_is_compared_too(target: Path, examine: Callable[..., Report]) -> None:
+def test_metadata_is_compared_too(target: Path, examine: Callable[..., DriftReport]) -> None:
     (target / "fast_ops-1.0.dist-info" / "entry_points.txt").write_text("[console_scripts]\nfast-ops = other:main\n")
 
     assert found(examine()) == {"fast_ops-1.0.dist-info/entry_points.txt": Kind.CHANGED}
 
 
-def test_a_quick_look_compares_sizes_and_says_so(target: Path, examine: Callable[..., Report]) -> None:
+def test_a_quick_look_compares_sizes_and_says_so(target: Path, examine: Callable[..., DriftReport]) -> None:
     (target / "fast_ops" / "scale.py").write_text("def scale(x):\n    return 3 * x\n")  # as long as it was
     (target / "fast_ops" / "__init__.py").write_text("x = 1\n")
 
@@ -118,7 +120,7 @@ def test_a_quick_look_compares_sizes_and_says_so(target: Path, examine: Callable
 
 
 def test_a_shared_folder_is_everybodys_and_a_part_of_it_its_owners(
-    target: Path, examine: Callable[..., Report]
+    target: Path, examine: Callable[..., DriftReport]
 ) -> None:
     (target / "lab" / "__init__.py").write_text("")  # it would hide every other part of the namespace
     (target / "lab" / "more" / "extra.py").write_text("")
@@ -135,24 +137,26 @@ def test_import_names_are_the_outermost_packages_and_modules(target: Path, monke
     assert import_names(installed["lab-more"]) == ("lab.more", "lab_flat")
 
 
-def test_without_a_record_nothing_is_vouched_for(target: Path, examine: Callable[..., Report]) -> None:
+def test_without_a_record_nothing_is_vouched_for(target: Path, examine: Callable[..., DriftReport]) -> None:
     (target / "fast_ops-1.0.dist-info" / "RECORD").unlink()
     (target / "fast_ops-1.0.dist-info" / "INSTALLER").write_text("conda\n")
 
     report = examine()
 
-    assert report.rows[0].state is State.UNCHECKED
+    assert report.rows[0].state is DriftState.UNCHECKED
     assert report.rows[0].unchecked == ("it was installed without a RECORD by conda",)
     assert not report.clean
 
 
-def test_a_damaged_record_is_no_record(target: Path, examine: Callable[..., Report]) -> None:
+def test_a_damaged_record_is_no_record(target: Path, examine: Callable[..., DriftReport]) -> None:
     (target / "fast_ops-1.0.dist-info" / "RECORD").write_text("fast_ops/__init__.py\n")
 
     assert "RECORD, line 1" in examine().rows[0].unchecked[0]
 
 
-def test_a_line_without_a_hash_leaves_the_distribution_unchecked(target: Path, examine: Callable[..., Report]) -> None:
+def test_a_line_without_a_hash_leaves_the_distribution_unchecked(
+    target: Path, examine: Callable[..., DriftReport]
+) -> None:
     record = target / "fast_ops-1.0.dist-info" / "RECORD"
     lines = record.read_text().splitlines()
     record.write_text(
@@ -161,17 +165,19 @@ def test_a_line_without_a_hash_leaves_the_distribution_unchecked(target: Path, e
 
     row = examine().rows[0]
 
-    assert (row.state, row.unchecked) == (State.UNCHECKED, ("fast_ops/scale.py has no hash",))
+    assert (row.state, row.unchecked) == (DriftState.UNCHECKED, ("fast_ops/scale.py has no hash",))
 
 
-def test_an_upgrade_that_was_left_half_done_cannot_be_checked(target: Path, examine: Callable[..., Report]) -> None:
+def test_an_upgrade_that_was_left_half_done_cannot_be_checked(
+    target: Path, examine: Callable[..., DriftReport]
+) -> None:
     shutil.copytree(target / "fast_ops-1.0.dist-info", target / "fast_ops-0.9.dist-info")
     metadata = target / "fast_ops-0.9.dist-info" / "METADATA"
     metadata.write_text(metadata.read_text().replace("1.0", "0.9"))
 
     row = examine().rows[0]
 
-    assert row.state is State.UNCHECKED
+    assert row.state is DriftState.UNCHECKED
     assert "an upgrade was left half done" in row.unchecked[0]
 
 
@@ -182,7 +188,7 @@ def test_metadata_that_cannot_be_read_is_an_error_with_a_way_out(target: Path, m
         installed_in(target, monkeypatch)
 
 
-def test_a_build_from_a_repository_names_its_commit(target: Path, examine: Callable[..., Report]) -> None:
+def test_a_build_from_a_repository_names_its_commit(target: Path, examine: Callable[..., DriftReport]) -> None:
     origin = '{"url": "https://example.org/fast.git", "vcs_info": {"vcs": "git", "commit_id": "0123456789abcdef0123"}}'
     (target / "fast_ops-1.0.dist-info" / "direct_url.json").write_text(origin)
 
@@ -192,7 +198,7 @@ def test_a_build_from_a_repository_names_its_commit(target: Path, examine: Calla
     assert row.restore.endswith(" git+https://example.org/fast.git@0123456789abcdef0123")
 
 
-def test_what_is_not_here_is_told_apart_from_what_is_clean(examine: Callable[..., Report]) -> None:
+def test_what_is_not_here_is_told_apart_from_what_is_clean(examine: Callable[..., DriftReport]) -> None:
     report = examine("fast-ops", "never-published")
 
     assert [row.distribution for row in report.rows] == ["fast-ops"]
@@ -215,7 +221,7 @@ def test_usually_the_targets_of_overlays_and_the_stack_are_looked_at(upstream: U
 
 
 def test_a_link_to_other_code_in_site_packages_is_seen_through(
-    target: Path, tmp_path: Path, examine: Callable[..., Report]
+    target: Path, tmp_path: Path, examine: Callable[..., DriftReport]
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
     shutil.move(target / "fast_ops", elsewhere / "fast_ops")
@@ -223,11 +229,13 @@ def test_a_link_to_other_code_in_site_packages_is_seen_through(
 
     report = examine()
 
-    assert [row.state for row in report.rows] == [State.CLEAN, State.UNCHECKED]
+    assert [row.state for row in report.rows] == [DriftState.CLEAN, DriftState.UNCHECKED]
     assert f"it is imported from {elsewhere}, which no RECORD and no commit accounts for" in report.rows[1].unchecked[0]
 
 
-def test_a_link_to_a_folder_is_a_file_of_its_own(target: Path, tmp_path: Path, examine: Callable[..., Report]) -> None:
+def test_a_link_to_a_folder_is_a_file_of_its_own(
+    target: Path, tmp_path: Path, examine: Callable[..., DriftReport]
+) -> None:
     for name in ("scale", "kernels"):
         (tmp_path / "elsewhere" / name).mkdir(parents=True)
         (tmp_path / "elsewhere" / name / "__init__.py").write_text("")
@@ -240,7 +248,7 @@ def test_a_link_to_a_folder_is_a_file_of_its_own(target: Path, tmp_path: Path, e
 
 
 def test_a_link_in_place_of_a_part_belongs_to_whoever_has_the_part(
-    target: Path, tmp_path: Path, examine: Callable[..., Report]
+    target: Path, tmp_path: Path, examine: Callable[..., DriftReport]
 ) -> None:
     shutil.move(target / "lab" / "more", tmp_path / "more")
     (target / "lab" / "more").symlink_to(tmp_path / "more")
@@ -254,7 +262,7 @@ def compiled(source: Path, cache: Path, mode: PycInvalidationMode = PycInvalidat
 
 
 def test_bytecode_that_needs_no_source_is_code_like_any_other(
-    target: Path, tmp_path: Path, examine: Callable[..., Report]
+    target: Path, tmp_path: Path, examine: Callable[..., DriftReport]
 ) -> None:
     (tmp_path / "extra.py").write_text("x = 1\n")
     compiled(tmp_path / "extra.py", target / "fast_ops" / "extra.pyc")
@@ -263,7 +271,7 @@ def test_bytecode_that_needs_no_source_is_code_like_any_other(
 
 
 def test_cached_bytecode_that_python_never_compares_with_its_source_is_named(
-    target: Path, tmp_path: Path, examine: Callable[..., Report]
+    target: Path, tmp_path: Path, examine: Callable[..., DriftReport]
 ) -> None:
     cache = target / "fast_ops" / "__pycache__"
     shutil.rmtree(cache, ignore_errors=True)
@@ -290,14 +298,16 @@ def test_cached_bytecode_that_python_never_compares_with_its_source_is_named(
     assert found(examine()) == {"fast_ops/__pycache__/scale.cpython-312.pyc": Kind.CHANGED}
 
 
-def test_a_cache_that_lies_elsewhere_is_named(target: Path, tmp_path: Path, examine: Callable[..., Report]) -> None:
+def test_a_cache_that_lies_elsewhere_is_named(
+    target: Path, tmp_path: Path, examine: Callable[..., DriftReport]
+) -> None:
     shutil.rmtree(target / "fast_ops" / "__pycache__", ignore_errors=True)
     (target / "fast_ops" / "__pycache__").symlink_to(tmp_path)
 
     assert found(examine()) == {"fast_ops/__pycache__": Kind.ADDED}
 
 
-def test_what_was_asked_for_by_name_and_is_not_here_is_not_clean(examine: Callable[..., Report]) -> None:
+def test_what_was_asked_for_by_name_and_is_not_here_is_not_clean(examine: Callable[..., DriftReport]) -> None:
     assert examine("fast-ops", "never-published").clean
     assert not examine("fast-ops", "never-published", required=True).clean
     assert examine("fast-ops", required=True).clean

@@ -15,8 +15,8 @@ from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.repro import pack_file
 from megacpp_overlays.repro.case import PackError
 from megacpp_overlays.upkeep.drift import accounts, drift
-from megacpp_overlays.upkeep.drift.accounts import Accounted, State
-from megacpp_overlays.upkeep.drift.drift import Report
+from megacpp_overlays.upkeep.drift.accounts import Account, DriftState
+from megacpp_overlays.upkeep.drift.drift import DriftReport
 from megacpp_overlays.upkeep.drift.records import Kind
 
 HEAD = 'repository = "lab/ops"\nupstream = "new"\npriority = "crash"\nfiles = ["ops.py"]\n'
@@ -53,7 +53,7 @@ def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def examine(target: Path, packs: Path, monkeypatch: pytest.MonkeyPatch, *, quick: bool = False) -> Report:
+def examine(target: Path, packs: Path, monkeypatch: pytest.MonkeyPatch, *, quick: bool = False) -> DriftReport:
     return drift.examine(["lab-ops"], installed_in(target, monkeypatch), accounts.read(packs), (), quick=quick)
 
 
@@ -66,7 +66,7 @@ def test_a_change_that_a_pack_accounts_for_is_tracked(
     report = examine(target, packs, monkeypatch)
 
     assert report.clean
-    assert report.rows[0].state is State.TRACKED
+    assert report.rows[0].state is DriftState.TRACKED
     assert [(each.file, each.pack) for each in report.rows[0].differences] == [("lab_ops/ops.py", "07-lab-ops")]
     assert report.stale == ()
 
@@ -126,7 +126,7 @@ def test_a_quick_look_still_reads_the_files_that_the_inventory_names(
 
     report = examine(target, packs, monkeypatch, quick=True)
 
-    assert report.rows[0].state is State.TRACKED
+    assert report.rows[0].state is DriftState.TRACKED
     assert report.stale == ()
 
 
@@ -164,12 +164,12 @@ def test_pasting_the_printed_entry_into_a_pack_makes_the_change_tracked(
 def test_an_entry_of_any_file_name_is_read_back_as_it_was(file: str) -> None:
     import tomllib
 
-    changed = Accounted(
+    changed = Account(
         distribution="lab-ops",
         file=file,
         kind=Kind.CHANGED,
         sha256=sha256(FIXED),
-        state=State.UNTRACKED,
+        state=DriftState.UNTRACKED,
         pack=None,
         note="",
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.upkeep.drift import records
-from megacpp_overlays.upkeep.drift.records import CannotCheckError, Entry, Kind
+from megacpp_overlays.upkeep.drift.records import CannotCheckError, Kind, RecordEntry
 
 # A path is what a folder can hold, and comes back relative.
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0\r\n/"), min_size=1).filter(
@@ -23,9 +23,9 @@ PATHS = st.lists(NAMES, min_size=1, max_size=4).map("/".join)
 in_tmp_path = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
 
 
-def entry(file: str = "a/b.py", text: str = "x = 1\n", algorithm: str = "sha256", **changes: object) -> Entry:
+def entry(file: str = "a/b.py", text: str = "x = 1\n", algorithm: str = "sha256", **changes: object) -> RecordEntry:
     fields = {"file": file, "algorithm": algorithm, "digest": digest(text, algorithm), "size": len(text.encode())}
-    return Entry(**{**fields, **changes})  # type: ignore[arg-type]
+    return RecordEntry(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 @given(st.lists(st.tuples(PATHS, st.binary(max_size=64), st.booleans()), max_size=8))
@@ -61,7 +61,7 @@ def test_what_is_no_record_is_refused_by_line(text: str, says: str) -> None:
 def test_padding_an_upper_case_algorithm_and_a_leading_dot_are_what_some_tools_write() -> None:
     found = records.parse("./a.py,SHA256=abc==,3\n\n")
 
-    assert found == (Entry(file="a.py", algorithm="sha256", digest="abc", size=3),)
+    assert found == (RecordEntry(file="a.py", algorithm="sha256", digest="abc", size=3),)
 
 
 @in_tmp_path
@@ -106,11 +106,11 @@ def test_a_file_that_is_gone_and_a_folder_in_its_place_are_missing(tmp_path: Pat
     [
         (entry(algorithm="md5"), "a/b.py has a hash of md5"),
         (entry(algorithm="sha1"), "a/b.py has a hash of sha1"),
-        (Entry(file="a/b.py", algorithm="", digest="", size=None), "a/b.py has no hash"),
+        (RecordEntry(file="a/b.py", algorithm="", digest="", size=None), "a/b.py has no hash"),
         (entry(digest="not base64!"), "a/b.py has a hash that is no base64"),
     ],
 )
-def test_a_line_that_says_too_little_cannot_be_checked(tmp_path: Path, line: Entry, says: str) -> None:
+def test_a_line_that_says_too_little_cannot_be_checked(tmp_path: Path, line: RecordEntry, says: str) -> None:
     (tmp_path / "file").write_text("x = 1\n")
 
     with pytest.raises(CannotCheckError, match=says):

@@ -1,1 +1,1 @@
-"""Whether what is installed and loaded is what was published."""
+"""The comparison of what is installed and loaded with what was published."""

@@ -1,4 +1,4 @@
-"""Which differences the inventory accounts for: the `[[diffs]]` of `pack.toml`."""
+"""The differences that the inventory accounts for: the `[[diffs]]` of `pack.toml`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megacpp_overlays.upkeep.drift.published import FileDifference
 from megacpp_overlays.upkeep.drift.records import Kind
 
 
-class State(enum.Enum):
+class DriftState(enum.Enum):
     """What a difference, or all of a distribution, comes to."""
 
     CLEAN = "clean"
@@ -29,7 +29,7 @@ class State(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class PackDiff:
     """One `[[diffs]]` with the pack that has it."""
 
     pack: str
@@ -43,7 +43,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Accounted:
+class Account:
     """One difference, and what the inventory has to say."""
 
     distribution: str
@@ -51,14 +51,14 @@ class Accounted:
     kind: Kind
     sha256: str | None
     """Of the file as it is now."""
-    state: State
+    state: DriftState
     pack: str | None
     note: str
 
     @property
     def block(self) -> str | None:
         """What to paste into a `pack.toml` so that it is tracked; None where no hash can stand for it."""
-        if self.state is not State.UNTRACKED or self.sha256 is None:
+        if self.state is not DriftState.UNTRACKED or self.sha256 is None:
             return None
         fields = {"distribution": self.distribution, "file": self.file, "sha256": self.sha256}
         # JSON writes a text as TOML does.
@@ -67,7 +67,7 @@ class Accounted:
         )
 
 
-def read(folder: Path) -> tuple[Entry, ...]:
+def read(folder: Path) -> tuple[PackDiff, ...]:
     """Return the local changes that the packs below a folder account for.
 
     Raises:
@@ -77,7 +77,7 @@ def read(folder: Path) -> tuple[Entry, ...]:
     if not folder.is_dir():
         raise UpkeepError(f"--packs {folder}: there is no such folder")
     return tuple(
-        Entry(pack=pack.name, diff=diff)
+        PackDiff(pack=pack.name, diff=diff)
         for pack in inventory.list_packs(folder)
         if (pack.folder / pack_file.NAME).is_file()
         for diff in pack_file.read(pack.folder).diffs
@@ -85,32 +85,32 @@ def read(folder: Path) -> tuple[Entry, ...]:
 
 
 def account(
-    distribution: str, differences: Sequence[FileDifference], entries: Sequence[Entry]
-) -> tuple[Accounted, ...]:
+    distribution: str, differences: Sequence[FileDifference], entries: Sequence[PackDiff]
+) -> tuple[Account, ...]:
     """Return each difference of a distribution as tracked or untracked."""
-    by_key: dict[tuple[str, str], list[Entry]] = {}
+    by_key: dict[tuple[str, str], list[PackDiff]] = {}
     for entry in entries:
         by_key.setdefault(entry.key, []).append(entry)
     return tuple(_one(distribution, each, by_key) for each in differences)
 
 
-def _one(distribution: str, each: FileDifference, by_key: Mapping[tuple[str, str], list[Entry]]) -> Accounted:
+def _one(distribution: str, each: FileDifference, by_key: Mapping[tuple[str, str], list[PackDiff]]) -> Account:
     mine = by_key.get((distribution, each.file), [])
     sha256 = each.sha256
     match = next((entry for entry in mine if entry.diff.sha256 == sha256), None)
     packs = ", ".join(dict.fromkeys(entry.pack for entry in mine))
-    return Accounted(
+    return Account(
         distribution=distribution,
         file=each.file,
         kind=each.kind,
         sha256=sha256,
-        state=State.TRACKED if match else State.UNTRACKED,
+        state=DriftState.TRACKED if match else DriftState.UNTRACKED,
         pack=match.pack if match else None,
         note="" if match or not packs else f"{packs} accounts for another version of this file",
     )
 
 
-def stale(entries: Sequence[Entry], checked: Mapping[str, Sequence[FileDifference]]) -> tuple[Entry, ...]:
+def stale(entries: Sequence[PackDiff], checked: Mapping[str, Sequence[FileDifference]]) -> tuple[PackDiff, ...]:
     """Return the entries whose file is as published; those of distributions that were not checked are passed over."""
     differing = {(name, each.file) for name, found in checked.items() for each in found}
     return tuple(entry for entry in entries if entry.key[0] in checked and entry.key not in differing)

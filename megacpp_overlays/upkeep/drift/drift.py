@@ -14,7 +14,7 @@ from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro.git import GitError
 from megacpp_overlays.source.trees import InstalledTree, readable
 from megacpp_overlays.upkeep.drift import accounts, checkouts, published
-from megacpp_overlays.upkeep.drift.accounts import Accounted, Entry, State
+from megacpp_overlays.upkeep.drift.accounts import Account, DriftState, PackDiff
 from megacpp_overlays.upkeep.drift.installations import Installation, import_names
 from megacpp_overlays.upkeep.drift.published import FileDifference, Files, Owners
 
@@ -33,7 +33,7 @@ STACK: Mapping[str, str | None] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class DistributionDrift:
     """One distribution, or one checkout that is imported in its place."""
 
     distribution: str
@@ -42,48 +42,48 @@ class Row:
     """What its files were compared with."""
     checked: int
     """How many files were compared."""
-    differences: tuple[Accounted, ...] = ()
+    differences: tuple[Account, ...] = ()
     unchecked: tuple[str, ...] = ()
     """What nothing can be said about, with reasons."""
     restore: str = ""
     """The command that makes it what was published."""
 
     @property
-    def state(self) -> State:
+    def state(self) -> DriftState:
         """The worst that was found."""
-        if any(each.state is State.UNTRACKED for each in self.differences):
-            return State.UNTRACKED
+        if any(each.state is DriftState.UNTRACKED for each in self.differences):
+            return DriftState.UNTRACKED
         if self.unchecked:
-            return State.UNCHECKED
-        return State.TRACKED if self.differences else State.CLEAN
+            return DriftState.UNCHECKED
+        return DriftState.TRACKED if self.differences else DriftState.CLEAN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class DriftReport:
     """All rows, and what does not belong to one."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[DistributionDrift, ...]
     absent: tuple[str, ...]
     """What was looked for and is neither installed nor importable."""
-    stale: tuple[Entry, ...]
+    stale: tuple[PackDiff, ...]
     """Entries of the inventory whose file is as published."""
     quick: bool
     required: bool = False
     """Whether somebody asked for each by its name, so that nothing said is no answer."""
 
     @property
-    def untracked(self) -> tuple[Accounted, ...]:
+    def untracked(self) -> tuple[Account, ...]:
         """Every difference that nothing accounts for."""
-        return tuple(each for row in self.rows for each in row.differences if each.state is State.UNTRACKED)
+        return tuple(each for row in self.rows for each in row.differences if each.state is DriftState.UNTRACKED)
 
     @property
     def clean(self) -> bool:
         """Whether everything was checked, and is as published or accounted for."""
         answered = not (self.required and self.absent)
-        return answered and all(row.state in {State.CLEAN, State.TRACKED} for row in self.rows)
+        return answered and all(row.state in {DriftState.CLEAN, DriftState.TRACKED} for row in self.rows)
 
 
-def usual(overlays: Collection[Erratum], entries: Collection[Entry]) -> tuple[str, ...]:
+def usual(overlays: Collection[Erratum], entries: Collection[PackDiff]) -> tuple[str, ...]:
     """Return what is looked at unless something else is asked for: targets, the stack, and what the inventory names."""
     targets = (canonicalize_name(overlay.target.distribution) for overlay in overlays)
     return tuple(sorted({*STACK, *targets, *(entry.key[0] for entry in entries)}))
@@ -92,12 +92,12 @@ def usual(overlays: Collection[Erratum], entries: Collection[Entry]) -> tuple[st
 def examine(
     names: Collection[str],
     installed: Mapping[str, Installation],
-    entries: Sequence[Entry],
+    entries: Sequence[PackDiff],
     overlays: Collection[Erratum],
     *,
     quick: bool = False,
     required: bool = False,
-) -> Report:
+) -> DriftReport:
     """Compare distributions with what was published, and the differences with the inventory.
 
     Args:
@@ -109,14 +109,14 @@ def examine(
         required: whether one that is not here at all is a failure.
     """
     search = _Search(installed, entries, _modules(overlays), quick=quick)
-    rows: list[Row] = []
+    rows: list[DistributionDrift] = []
     absent: list[str] = []
     for name in names:
         found = tuple(search.rows(name))
         rows += found
         if not found:
             absent.append(name)
-    return Report(
+    return DriftReport(
         rows=tuple(rows),
         absent=tuple(absent),
         stale=accounts.stale(entries, search.compared),
@@ -149,7 +149,7 @@ class _Search:
     def __init__(
         self,
         installed: Mapping[str, Installation],
-        entries: Sequence[Entry],
+        entries: Sequence[PackDiff],
         modules: Mapping[str, str],
         *,
         quick: bool,
@@ -162,7 +162,7 @@ class _Search:
         self._owners = Owners(installed.values())
         self._quick = quick
 
-    def rows(self, name: str) -> Iterator[Row]:
+    def rows(self, name: str) -> Iterator[DistributionDrift]:
         """Yield what can be said about one distribution."""
         here = self._installed.get(name)
         if here is None:
@@ -176,13 +176,13 @@ class _Search:
             elsewhere = {base: paths for base, paths in _located(import_names(here)).items() if base != here.root}
             yield from self._checkouts(name, here.version, elsewhere)
 
-    def _without_record(self, here: Installation) -> Iterator[Row]:
+    def _without_record(self, here: Installation) -> Iterator[DistributionDrift]:
         """Yield a checkout that has its metadata beside it, as `python -m` in one finds it, or that nothing is known."""
         rows = tuple(self._checkouts(here.name, here.version, _located(here.top_levels)))
-        if here.also or not rows or any(row.state is State.UNCHECKED for row in rows):
+        if here.also or not rows or any(row.state is DriftState.UNCHECKED for row in rows):
             why = here.why_not or "it has no RECORD"
             rows = (
-                Row(
+                DistributionDrift(
                     distribution=here.name,
                     version=here.version,
                     where=str(here.root),
@@ -193,7 +193,7 @@ class _Search:
             )
         yield from rows
 
-    def _published(self, here: Installation) -> Row:
+    def _published(self, here: Installation) -> DistributionDrift:
         exactly = {entry.diff.file for entry in self._entries if entry.key[0] == here.name}
         files = published.compare(here, self._owners, quick=self._quick, exactly=exactly)
         where = "RECORD"
@@ -202,30 +202,34 @@ class _Search:
             where = f"RECORD, from {here.origin.url}{commit}"
         return self._row(here.name, here.version, where, files, _reinstall(here))
 
-    def _editable(self, here: Installation) -> Iterator[Row]:
+    def _editable(self, here: Installation) -> Iterator[DistributionDrift]:
         located = _located(import_names(here))
         folder = here.origin.folder if here.origin else None
         if not located and folder is not None:
             located = {folder.resolve(): [folder]}
         yield from self._checkouts(here.name, here.version, located)
 
-    def _checkouts(self, name: str, version: str | None, located: Mapping[Path, Sequence[Path]]) -> Iterator[Row]:
+    def _checkouts(
+        self, name: str, version: str | None, located: Mapping[Path, Sequence[Path]]
+    ) -> Iterator[DistributionDrift]:
         for base, paths in located.items():
             try:
                 found = checkouts.compare(paths, base)
             except GitError as error:
                 why = f"it is imported from {base}, which no RECORD and no commit accounts for: {error}"
-                yield Row(distribution=name, version=version, where=str(base), checked=0, unchecked=(why,))
+                yield DistributionDrift(
+                    distribution=name, version=version, where=str(base), checked=0, unchecked=(why,)
+                )
                 continue
             where = f"commit {found.commit[:12]} of {found.top}"
             yield self._row(
                 name, version, where, found.files, f"git -C {shlex.quote(str(found.top))} stash --include-untracked"
             )
 
-    def _row(self, name: str, version: str | None, where: str, files: Files, restore: str) -> Row:
+    def _row(self, name: str, version: str | None, where: str, files: Files, restore: str) -> DistributionDrift:
         if not files.unchecked:
             self.compared.setdefault(name, []).extend(files.differences)
-        return Row(
+        return DistributionDrift(
             distribution=name,
             version=version,
             where=where,

@@ -1,4 +1,4 @@
-"""What is installed in this environment, and where it says that it came from."""
+"""The distributions that are installed in this environment, and where they say that they came from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.upkeep.drift import records
-from megacpp_overlays.upkeep.drift.records import Entry
+from megacpp_overlays.upkeep.drift.records import RecordEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Installation:
     version: str
     root: Path
     """The folder that holds its packages and its metadata, site-packages most often."""
-    entries: tuple[Entry, ...] | None
+    entries: tuple[RecordEntry, ...] | None
     """Its RECORD, or None where there is none that can be used."""
     why_not: str | None
     """Why not."""
@@ -114,7 +114,7 @@ def _installation(distribution: importlib_metadata.Distribution) -> Installation
     )
 
 
-def _entries(distribution: importlib_metadata.Distribution) -> tuple[tuple[Entry, ...] | None, str | None]:
+def _entries(distribution: importlib_metadata.Distribution) -> tuple[tuple[RecordEntry, ...] | None, str | None]:
     text = distribution.read_text("RECORD")
     if not text:
         by = (distribution.read_text("INSTALLER") or "").strip()

@@ -1,4 +1,4 @@
-"""Where the code of a live object comes from, whatever the object says of itself.
+"""The origin of a live object's code, whatever the object says of itself.
 
 A patched function likes to look like the one that it replaced: `functools.wraps` copies its name and module, and a proxy
 answers with the attributes of what it wraps. Types, code objects and globals cannot be borrowed so.

@@ -37,7 +37,7 @@ class CannotCheckError(UpkeepError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class RecordEntry:
     """One line of a RECORD."""
 
     file: str
@@ -60,7 +60,7 @@ class Entry:
         )
 
 
-def parse(text: str) -> tuple[Entry, ...]:
+def parse(text: str) -> tuple[RecordEntry, ...]:
     """Read the text of a RECORD.
 
     Raises:
@@ -82,7 +82,7 @@ def parse(text: str) -> tuple[Entry, ...]:
             raise UpkeepError(f"RECORD, line {number}: {hashed!r}, {size!r} is no hash and size")
         length = int(size) if size else None
         plain = digest.rstrip("=")  # which some tools leave there
-        found.append(Entry(file=file.removeprefix("./"), algorithm=algorithm.lower(), digest=plain, size=length))
+        found.append(RecordEntry(file=file.removeprefix("./"), algorithm=algorithm.lower(), digest=plain, size=length))
     return tuple(found)
 
 
@@ -109,7 +109,7 @@ def hides_source(path: Path) -> bool:
     return len(header) == 16 and int.from_bytes(header[4:8], "little") == 0b01
 
 
-def difference(entry: Entry, path: Path, *, quick: bool = False) -> Kind | None:
+def difference(entry: RecordEntry, path: Path, *, quick: bool = False) -> Kind | None:
     """Compare one installed file with its line; None is: as published.
 
     Args:
@@ -143,7 +143,7 @@ def sha256(path: Path) -> str:
     return _digest(path, "sha256").hex()
 
 
-def _decoded(entry: Entry) -> bytes:
+def _decoded(entry: RecordEntry) -> bytes:
     try:
         return base64.b64decode(f"{entry.digest}{'=' * (-len(entry.digest) % 4)}", altchars=b"-_", validate=True)
     except (binascii.Error, ValueError) as error:

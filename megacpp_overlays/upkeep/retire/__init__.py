@@ -1,1 +1,1 @@
-"""The checklist of a retirement, and the change that it prepares."""
+"""The checklist of a retirement, its history entry, and the steps that are left to a person."""

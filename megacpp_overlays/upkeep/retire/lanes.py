@@ -1,4 +1,4 @@
-"""What a retirement means for every lane: which ones would run unpatched from then on."""
+"""The lanes of a checkout, and what an overlay is to each: which would run unpatched without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an overlay leaves behind: the files that go with it, and the lines that name it, for a person to remove.
+"""The files that go with an overlay and the lines that name it, for a person to remove.
 
 Nothing is removed or rewritten here. Which file belongs to whom is read from names alone and errs towards keeping.
 """

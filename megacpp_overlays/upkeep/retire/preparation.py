@@ -22,7 +22,7 @@ from megacpp_overlays.upkeep.locks import Lock
 from megacpp_overlays.upkeep.retire import lanes, leavings, retirement
 from megacpp_overlays.upkeep.retire.lanes import Lane
 from megacpp_overlays.upkeep.retire.leavings import Leavings
-from megacpp_overlays.upkeep.retire.retirement import Checklist, Item
+from megacpp_overlays.upkeep.retire.retirement import Checklist, ChecklistItem
 
 ENVIRONMENTS = ".envs"
 
@@ -50,14 +50,14 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RetirementOutcome:
     """What came of it."""
 
     entry: Retired
     """The history entry."""
     lane: str
     """The lane of the lock."""
-    items: tuple[Item, ...]
+    items: tuple[ChecklistItem, ...]
     leavings: Leavings
     unpatched: tuple[Lane, ...]
     """Lanes that lose the overlay and may still need it."""
@@ -67,10 +67,10 @@ class Outcome:
     @property
     def holds(self) -> bool:
         """Whether the overlay may go."""
-        return all(item.state is retirement.State.DONE for item in self.items)
+        return all(item.state is retirement.ItemState.DONE for item in self.items)
 
 
-def prepare(request: Request, overlays: Sequence[Erratum], show: Callable[[Item], None]) -> Outcome:
+def prepare(request: Request, overlays: Sequence[Erratum], show: Callable[[ChecklistItem], None]) -> RetirementOutcome:
     """Go through the checklist; if all of it holds, write the history entry and keep the receipt that shows it.
 
     Args:
@@ -105,7 +105,7 @@ def prepare(request: Request, overlays: Sequence[Erratum], show: Callable[[Item]
             logs = receipts.adopt(kept, root / "packs") if has_receipt else []
             files.write_text(retired.FILE, retired.to_json([*retired.read(), entry]))
             written = [leavings.RETIRED, *(f"packs/{log}" for log in logs)]
-    return Outcome(
+    return RetirementOutcome(
         entry=entry,
         lane=lock.lane,
         items=tuple(checklist.items),

@@ -1,4 +1,4 @@
-"""Whether an overlay may go: each question of the checklist, answered in the environment of a lock.
+"""The questions of the checklist of a retirement, answered in the environment of a lock.
 
 A version number is no answer and neither is one probe alone. The probe must say FIXED, the overlay's own condition must
 hold, the reproducer must show upstream right, and no other lane may lose a repair that it needs without being named.
@@ -27,7 +27,7 @@ _MARGIN = 120.0
 """Seconds for everything but the processes of the cases."""
 
 
-class State(enum.Enum):
+class ItemState(enum.Enum):
     """How an item of the checklist ended."""
 
     DONE = "done"
@@ -36,11 +36,11 @@ class State(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class ChecklistItem:
     """One line of the checklist."""
 
     name: str
-    state: State
+    state: ItemState
     said: str
     way_out: str | None = None
     """The option that settles it, where one does."""
@@ -49,24 +49,26 @@ class Item:
 class Checklist:
     """The items so far. After one was refused, what would take long is not tried."""
 
-    def __init__(self, show: Callable[[Item], None]) -> None:
-        self.items: list[Item] = []
+    def __init__(self, show: Callable[[ChecklistItem], None]) -> None:
+        self.items: list[ChecklistItem] = []
         self._show = show
 
     @property
     def holds(self) -> bool:
         """Whether nothing was refused."""
-        return all(item.state is State.DONE for item in self.items)
+        return all(item.state is ItemState.DONE for item in self.items)
 
     def add(self, name: str, said: str, *, holds: bool, way_out: str | None = None) -> None:
         """Add an answer."""
-        self._add(Item(name=name, state=State.DONE if holds else State.REFUSED, said=said, way_out=way_out))
+        self._add(
+            ChecklistItem(name=name, state=ItemState.DONE if holds else ItemState.REFUSED, said=said, way_out=way_out)
+        )
 
     def skip(self, name: str, why: str) -> None:
         """Add an item that was not reached."""
-        self._add(Item(name=name, state=State.NOT_REACHED, said=why))
+        self._add(ChecklistItem(name=name, state=ItemState.NOT_REACHED, said=why))
 
-    def _add(self, item: Item) -> None:
+    def _add(self, item: ChecklistItem) -> None:
         self.items.append(item)
         self._show(item)
 

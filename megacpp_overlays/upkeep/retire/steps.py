@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 
-from megacpp_overlays.upkeep.retire.preparation import Outcome
+from megacpp_overlays.upkeep.retire.preparation import RetirementOutcome
 
 _IN_STEP = ("megacpp-overlays ledger --write RETIREMENT.md", "megacpp-overlays receipts --sync", "make matrix")
 _LONGEST = 200
 
 
-def steps(outcome: Outcome) -> str:
+def steps(outcome: RetirementOutcome) -> str:
     """Return what is left to do, in the order in which it works."""
     left, entry = outcome.leavings, outcome.entry
     notes = f"packs/{left.pack.name}/README.md"
@@ -31,7 +31,7 @@ def steps(outcome: Outcome) -> str:
     return "\n\n".join("\n".join([heading, *(f"  {line}" for line in lines)]) for heading, lines in shown if lines)
 
 
-def reason(outcome: Outcome) -> str:
+def reason(outcome: RetirementOutcome) -> str:
     """Return why an overlay goes, for the changelog and the commit."""
     entry = outcome.entry
     text = f"{entry.distribution} {entry.version} is right without it. Its reproducer stays as a regression guard."
@@ -39,7 +39,7 @@ def reason(outcome: Outcome) -> str:
     return f"{text} Unpatched from here on: {lanes}." if lanes else text
 
 
-def message(outcome: Outcome) -> tuple[str, str]:
+def message(outcome: RetirementOutcome) -> tuple[str, str]:
     """Return the subject and the body of the commit."""
     entry = outcome.entry
     subject = f"Retire {entry.id}: {entry.distribution} {entry.version} is right without it"
@@ -50,7 +50,7 @@ def message(outcome: Outcome) -> tuple[str, str]:
     return subject, body
 
 
-def _commit(outcome: Outcome) -> str:
+def _commit(outcome: RetirementOutcome) -> str:
     return f"git add -A && git commit {' '.join(f'-m {shlex.quote(text)}' for text in message(outcome))}"
 
 

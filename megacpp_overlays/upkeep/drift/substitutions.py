@@ -37,7 +37,7 @@ _DEEPEST = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replaced:
+class Substitution:
     """One name of a loaded module that leads to something else than its source says."""
 
     module: str
@@ -49,18 +49,18 @@ class Replaced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
+class ProcessDrift:
     """What comparing came to."""
 
     modules: int
     """How many were compared."""
-    replaced: tuple[Replaced, ...]
+    replaced: tuple[Substitution, ...]
     """Seams of ours among them."""
     unchecked: tuple[str, ...]
     """Modules that nothing can be said about, each with the reason."""
 
 
-def replaced(packages: Collection[str] | None = None) -> tuple[Replaced, ...]:
+def replaced(packages: Collection[str] | None = None) -> tuple[Substitution, ...]:
     """Return what somebody else than this package replaced in loaded modules.
 
     Args:
@@ -69,11 +69,11 @@ def replaced(packages: Collection[str] | None = None) -> tuple[Replaced, ...]:
     return tuple(each for each in look(packages).replaced if each.overlay is None)
 
 
-def look(packages: Collection[str] | None = None) -> Running:
+def look(packages: Collection[str] | None = None) -> ProcessDrift:
     """Compare every loaded module of some packages with the package that owns it; see `replaced`."""
     if packages is None:
         packages = {overlay.target.module.partition(".")[0] for overlay in session.current().overlays}
-    found: list[Replaced] = []
+    found: list[Substitution] = []
     unchecked: list[str] = []
     outlines, count = Outlines(), 0
     for name, module in sorted(sys.modules.items()):
@@ -84,7 +84,7 @@ def look(packages: Collection[str] | None = None) -> Running:
             if is_module and is_half_imported(module):
                 continue
             if (by := _stand_in(name, module)) is not None:
-                found.append(Replaced(module=name, symbol=ITSELF, by=by))
+                found.append(Substitution(module=name, symbol=ITSELF, by=by))
             outline = outlines.of(name) if is_module else None
             changed = [] if outline is None else list(_Comparison(module, outline, outlines).all())
         except OverlayError as error:
@@ -95,7 +95,7 @@ def look(packages: Collection[str] | None = None) -> Running:
             continue
         count += outline is not None
         found += changed
-    return Running(modules=count, replaced=tuple(found), unchecked=tuple(unchecked))
+    return ProcessDrift(modules=count, replaced=tuple(found), unchecked=tuple(unchecked))
 
 
 def bring_in(names: Collection[str]) -> None:
@@ -162,7 +162,7 @@ class _Comparison:
                 imports |= other.modules
         self._imports = frozenset(map(origins.package_of, imports))
 
-    def all(self) -> Iterator[Replaced]:
+    def all(self) -> Iterator[Substitution]:
         """Yield what was replaced.
 
         Raises:
@@ -181,7 +181,7 @@ class _Comparison:
             return False
         return bool(vars(live).get("__module__") == self._module.__name__ and live.__qualname__ == symbol)
 
-    def _class(self, live: type, prefix: str) -> Iterator[Replaced]:
+    def _class(self, live: type, prefix: str) -> Iterator[Substitution]:
         above = [each for base in live.__mro__[1:] for each in (base, type(base))]
         # Bases and metaclasses add methods, and so does what makes named tuples.
         makers = {f"namedtuple_{live.__name__}", *map(origins.maker, above)}
@@ -193,7 +193,7 @@ class _Comparison:
             elif type(value) is FunctionType or symbol in self._outline.defined or _is_in_any(name, above):
                 yield from self._value(raw, symbol, adding)
 
-    def _value(self, raw: Any, symbol: str, adding: Collection[str] = ()) -> Iterator[Replaced]:
+    def _value(self, raw: Any, symbol: str, adding: Collection[str] = ()) -> Iterator[Substitution]:
         for part in origins.accessors(raw):
             marks, foreign = self._behind(part, symbol, adding)
             for mark in marks:
@@ -241,5 +241,5 @@ class _Comparison:
         """Return whether a name is the module's own, and nothing that it may import instead."""
         return symbol in self._outline.defined and symbol not in self._outline.imported
 
-    def _replaced(self, symbol: str, by: str, overlay: str | None = None) -> Replaced:
-        return Replaced(module=self._module.__name__, symbol=symbol, by=by, overlay=overlay)
+    def _replaced(self, symbol: str, by: str, overlay: str | None = None) -> Substitution:
+        return Substitution(module=self._module.__name__, symbol=symbol, by=by, overlay=overlay)

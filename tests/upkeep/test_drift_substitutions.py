@@ -17,8 +17,8 @@ from made_up import BROKEN_TEXT, Upstream
 
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.loader.session import Session
-from megacpp_overlays.upkeep.drift import running
-from megacpp_overlays.upkeep.drift.running import Running
+from megacpp_overlays.upkeep.drift import substitutions
+from megacpp_overlays.upkeep.drift.substitutions import ProcessDrift
 
 UPSTREAM = '''
 import abc
@@ -293,11 +293,11 @@ def module(upstream: Upstream) -> types.ModuleType:
 
 
 @pytest.fixture
-def look(upstream: Upstream) -> Callable[[], Running]:
-    return lambda: running.look([upstream.name])
+def look(upstream: Upstream) -> Callable[[], ProcessDrift]:
+    return lambda: substitutions.look([upstream.name])
 
 
-def owners(found: Running) -> Mapping[str, str]:
+def owners(found: ProcessDrift) -> Mapping[str, str]:
     return {each.symbol: each.by for each in found.replaced}
 
 
@@ -307,7 +307,7 @@ def theirs(*args: Any) -> Any:
 
 
 @pytest.mark.usefixtures("module")
-def test_untouched_upstream_code_of_every_shape_is_its_own(look: Callable[[], Running]) -> None:
+def test_untouched_upstream_code_of_every_shape_is_its_own(look: Callable[[], ProcessDrift]) -> None:
     found = look()
 
     assert (found.replaced, found.unchecked) == ((), ())
@@ -332,10 +332,10 @@ class Callee:
 
 
 REPLACEMENTS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
-    "function": (lambda _: theirs, "test_drift_running.theirs"),
+    "function": (lambda _: theirs, "test_drift_substitutions.theirs"),
     "lambda": (lambda _: lambda x: x, "<lambda>"),
-    "functools.wraps": (wraps, "test_drift_running"),
-    "partial": (lambda _: functools.partial(theirs, 1), "test_drift_running.theirs"),
+    "functools.wraps": (wraps, "test_drift_substitutions"),
+    "partial": (lambda _: functools.partial(theirs, 1), "test_drift_substitutions.theirs"),
     "wrapt": (proxied, "a wrapper of wrapt around it: "),
     "built-in": (lambda _: abs, "builtins.abs"),
     "object": (lambda _: Callee(), "an object of"),
@@ -347,7 +347,7 @@ REPLACEMENTS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize("how", list(REPLACEMENTS))
 @pytest.mark.parametrize("symbol", ["plain", "decorated", "hidden", "managed", "guarded", "compiled", "closed"])
 def test_a_replaced_function_names_who_replaced_it(
-    module: types.ModuleType, look: Callable[[], Running], symbol: str, how: str
+    module: types.ModuleType, look: Callable[[], ProcessDrift], symbol: str, how: str
 ) -> None:
     make, says = REPLACEMENTS[how]
     setattr(module, symbol, make(getattr(module, symbol)))
@@ -359,7 +359,7 @@ def test_a_replaced_function_names_who_replaced_it(
 
 
 def test_the_owner_is_the_file_and_line_of_the_foreign_code_not_the_name_it_borrowed(
-    module: types.ModuleType, look: Callable[[], Running]
+    module: types.ModuleType, look: Callable[[], ProcessDrift]
 ) -> None:
     module.plain = wraps(module.plain)  # type: ignore[attr-defined]
     line = wraps.__code__.co_firstlineno + 1
@@ -390,14 +390,16 @@ def test_the_owner_is_the_file_and_line_of_the_foreign_code_not_the_name_it_borr
     ],
 )
 def test_replaced_methods_of_every_kind_are_found(
-    module: types.ModuleType, look: Callable[[], Running], symbol: str, make: Callable[[Any], Any]
+    module: types.ModuleType, look: Callable[[], ProcessDrift], symbol: str, make: Callable[[Any], Any]
 ) -> None:
     setattr(module.Layer, symbol, make(vars(module.Layer)[symbol]))
 
     assert set(owners(look())) == {f"Layer.{symbol}"}
 
 
-def test_nested_and_generated_classes_are_looked_into(module: types.ModuleType, look: Callable[[], Running]) -> None:
+def test_nested_and_generated_classes_are_looked_into(
+    module: types.ModuleType, look: Callable[[], ProcessDrift]
+) -> None:
     module.Layer.Inner.run = theirs
     module.Point.norm = theirs
     module.Colour.name_of = theirs
@@ -406,7 +408,9 @@ def test_nested_and_generated_classes_are_looked_into(module: types.ModuleType, 
     assert set(owners(look())) == {"Layer.Inner.run", "Point.norm", "Colour.name_of", "Pair.total"}
 
 
-def test_a_method_put_over_an_inherited_one_is_found(module: types.ModuleType, look: Callable[[], Running]) -> None:
+def test_a_method_put_over_an_inherited_one_is_found(
+    module: types.ModuleType, look: Callable[[], ProcessDrift]
+) -> None:
     module.Child.forward = theirs
     module.Child.kind = "other"  # no function
 
@@ -419,7 +423,7 @@ def test_a_method_put_over_an_inherited_one_is_found(module: types.ModuleType, l
     ids=["partial", "object", "partialmethod"],
 )
 def test_an_object_put_over_an_inherited_method_is_found(
-    module: types.ModuleType, look: Callable[[], Running], make: Callable[[], Any]
+    module: types.ModuleType, look: Callable[[], ProcessDrift], make: Callable[[], Any]
 ) -> None:
     module.Child.forward = make()
 
@@ -427,14 +431,14 @@ def test_an_object_put_over_an_inherited_method_is_found(
 
 
 def test_methods_of_a_class_that_branches_define_are_compared(
-    module: types.ModuleType, look: Callable[[], Running]
+    module: types.ModuleType, look: Callable[[], ProcessDrift]
 ) -> None:
     module.Branched.run = theirs
 
     assert set(owners(look())) == {"Branched.run"}
 
 
-def test_a_replaced_lambda_is_found(module: types.ModuleType, look: Callable[[], Running]) -> None:
+def test_a_replaced_lambda_is_found(module: types.ModuleType, look: Callable[[], ProcessDrift]) -> None:
     module.square = lambda x: x  # type: ignore[attr-defined]
 
     assert set(owners(look())) == {"square"}
@@ -454,7 +458,7 @@ def user(upstream: Upstream, module: types.ModuleType) -> types.ModuleType:
 @pytest.mark.parametrize("how", sorted(REPLACEMENTS.keys() - {"built-in", "mock"}))
 @pytest.mark.parametrize("name", ["plain", "wrapped", "Base", "rebound", "square", "stand_in", "compiled"])
 def test_an_imported_name_that_leads_elsewhere_is_found(
-    user: types.ModuleType, look: Callable[[], Running], name: str, how: str
+    user: types.ModuleType, look: Callable[[], ProcessDrift], name: str, how: str
 ) -> None:
     assert (look().replaced, look().unchecked) == ((), ())
     make, says = REPLACEMENTS[how]
@@ -467,7 +471,9 @@ def test_an_imported_name_that_leads_elsewhere_is_found(
 
 
 @pytest.mark.usefixtures("user")
-def test_what_is_replaced_at_home_is_named_there_alone(module: types.ModuleType, look: Callable[[], Running]) -> None:
+def test_what_is_replaced_at_home_is_named_there_alone(
+    module: types.ModuleType, look: Callable[[], ProcessDrift]
+) -> None:
     for name in ("plain", "decorated", "Child", "square"):
         setattr(module, name, theirs)
 
@@ -480,7 +486,7 @@ def test_what_is_replaced_at_home_is_named_there_alone(module: types.ModuleType,
 
 
 def test_names_that_change_by_themselves_are_passed_by(
-    upstream: Upstream, user: types.ModuleType, look: Callable[[], Running]
+    upstream: Upstream, user: types.ModuleType, look: Callable[[], ProcessDrift]
 ) -> None:
     user.fill()
     user.HAVE = True  # data
@@ -507,7 +513,7 @@ def test_names_that_change_by_themselves_are_passed_by(
 
 
 def test_a_module_and_a_function_of_one_name_are_told_apart_by_nobody(
-    upstream: Upstream, look: Callable[[], Running]
+    upstream: Upstream, look: Callable[[], ProcessDrift]
 ) -> None:
     upstream.write("def start(x):\n    return x\n", module="start")
     upstream.write("from . import start", module="early")
@@ -522,7 +528,7 @@ def test_a_module_and_a_function_of_one_name_are_told_apart_by_nobody(
 
 
 def test_a_name_is_found_wherever_it_is_bound(
-    upstream: Upstream, module: types.ModuleType, look: Callable[[], Running]
+    upstream: Upstream, module: types.ModuleType, look: Callable[[], ProcessDrift]
 ) -> None:
     upstream.write("from .layers import plain\n", module="between")
     upstream.write("from .between import plain", module="far")
@@ -538,7 +544,7 @@ def test_a_name_is_found_wherever_it_is_bound(
 
 
 def test_names_that_overlays_rebound_are_ours(
-    upstream: Upstream, session: Callable[..., Session], look: Callable[[], Running]
+    upstream: Upstream, session: Callable[..., Session], look: Callable[[], ProcessDrift]
 ) -> None:
     upstream.write(BROKEN_TEXT)
     upstream.write("from .layers import double", module="user")
@@ -554,7 +560,7 @@ def test_names_that_overlays_rebound_are_ours(
 
 
 def test_what_a_library_makes_may_come_by_way_of_another_module_of_the_package(
-    upstream: Upstream, look: Callable[[], Running]
+    upstream: Upstream, look: Callable[[], ProcessDrift]
 ) -> None:
     upstream.write(
         "import wrapt\n\n@wrapt.decorator\ndef traced(f, _, a, k):\n    return f(*a, **k)\n", module="tracing"
@@ -571,7 +577,7 @@ def test_what_a_library_makes_may_come_by_way_of_another_module_of_the_package(
 
 
 def test_what_stays_within_the_package_and_its_libraries_is_not_seen(
-    module: types.ModuleType, user: types.ModuleType, look: Callable[[], Running]
+    module: types.ModuleType, user: types.ModuleType, look: Callable[[], ProcessDrift]
 ) -> None:
     module.plain = module.cached  # type: ignore[attr-defined]
     module.decorated = module.logged(module.decorated)  # type: ignore[attr-defined]
@@ -583,7 +589,7 @@ def test_what_stays_within_the_package_and_its_libraries_is_not_seen(
 
 
 def test_code_that_somebody_compiled_into_the_module_itself_is_found(
-    module: types.ModuleType, look: Callable[[], Running]
+    module: types.ModuleType, look: Callable[[], ProcessDrift]
 ) -> None:
     exec("def plain(x):\n    return x + 1\n", vars(module))
 
@@ -614,7 +620,7 @@ STAND_INS: Mapping[str, tuple[Callable[[str], Any], str]] = {
 def test_a_module_that_was_swapped_is_found(
     upstream: Upstream,
     module: types.ModuleType,
-    look: Callable[[], Running],
+    look: Callable[[], ProcessDrift],
     monkeypatch: pytest.MonkeyPatch,
     how: str,
     of_package: bool,
@@ -623,14 +629,14 @@ def test_a_module_that_was_swapped_is_found(
     name = upstream.name if of_package else module.__name__
     monkeypatch.setitem(sys.modules, name, make(name))
 
-    found = [each for each in look().replaced if each.symbol == running.ITSELF]
+    found = [each for each in look().replaced if each.symbol == substitutions.ITSELF]
 
     assert [each.module for each in found] == [name]
     assert says.replace("NAME", name) in found[0].by
 
 
 def test_a_module_that_puts_something_else_in_its_own_place_is_upstreams(
-    upstream: Upstream, look: Callable[[], Running]
+    upstream: Upstream, look: Callable[[], ProcessDrift]
 ) -> None:
     upstream.write("import sys, types\nsys.modules[__name__] = types.SimpleNamespace(x=1)\n", module="own")
     upstream.load("own")
@@ -641,7 +647,7 @@ def test_a_module_that_puts_something_else_in_its_own_place_is_upstreams(
 def test_a_package_that_was_found_on_another_path_is_the_one_that_was_imported(
     upstream: Upstream,
     module: types.ModuleType,
-    look: Callable[[], Running],
+    look: Callable[[], ProcessDrift],
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -655,15 +661,15 @@ def test_a_package_that_was_found_on_another_path_is_the_one_that_was_imported(
 
 
 def test_a_swapped_module_whose_source_cannot_be_read_is_found_too(
-    upstream: Upstream, module: types.ModuleType, look: Callable[[], Running], monkeypatch: pytest.MonkeyPatch
+    upstream: Upstream, module: types.ModuleType, look: Callable[[], ProcessDrift], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upstream.write("def (\n")
     monkeypatch.setitem(sys.modules, module.__name__, fake(module.__name__))
 
-    assert [each.symbol for each in look().replaced] == [running.ITSELF]
+    assert [each.symbol for each in look().replaced] == [substitutions.ITSELF]
 
 
-def test_a_replaced_class_is_one_finding(module: types.ModuleType, look: Callable[[], Running]) -> None:
+def test_a_replaced_class_is_one_finding(module: types.ModuleType, look: Callable[[], ProcessDrift]) -> None:
     class Other(module.Layer):  # type: ignore[name-defined,misc]
         def forward(self, x: Any) -> Any:
             return x
@@ -679,7 +685,7 @@ def test_a_replaced_class_is_one_finding(module: types.ModuleType, look: Callabl
 
 
 def test_seams_of_ours_are_tracked_and_what_is_around_them_is_not(
-    upstream: Upstream, session: Callable[..., Session], look: Callable[[], Running]
+    upstream: Upstream, session: Callable[..., Session], look: Callable[[], ProcessDrift]
 ) -> None:
     upstream.write(BROKEN_TEXT)
     session(upstream.overlay()).arm()
@@ -688,15 +694,15 @@ def test_seams_of_ours_are_tracked_and_what_is_around_them_is_not(
     alone = look()
     assert [(each.symbol, each.overlay) for each in alone.replaced] == [("double", "double-fix")]
     assert "made_up" in alone.replaced[0].by
-    assert running.replaced([upstream.name]) == ()
+    assert substitutions.replaced([upstream.name]) == ()
 
     module.double = wraps(module.double)  # type: ignore[attr-defined]
     assert [(each.symbol, each.overlay) for each in look().replaced] == [("double", None)]
-    assert [each.symbol for each in running.replaced([upstream.name])] == ["double"]
+    assert [each.symbol for each in substitutions.replaced([upstream.name])] == ["double"]
 
 
 def test_a_seam_over_an_inherited_method_is_ours(
-    upstream: Upstream, session: Callable[..., Session], look: Callable[[], Running]
+    upstream: Upstream, session: Callable[..., Session], look: Callable[[], ProcessDrift]
 ) -> None:
     from megacpp_overlays.loader import seams
 
@@ -708,7 +714,7 @@ def test_a_seam_over_an_inherited_method_is_ours(
 
 
 def test_a_file_that_was_edited_under_the_process_cannot_be_compared(
-    upstream: Upstream, look: Callable[[], Running]
+    upstream: Upstream, look: Callable[[], ProcessDrift]
 ) -> None:
     upstream.write(BROKEN_TEXT)
     upstream.load()
@@ -721,7 +727,7 @@ def test_a_file_that_was_edited_under_the_process_cannot_be_compared(
 
 
 def test_what_cannot_be_read_or_looked_at_is_said(
-    upstream: Upstream, module: types.ModuleType, look: Callable[[], Running]
+    upstream: Upstream, module: types.ModuleType, look: Callable[[], ProcessDrift]
 ) -> None:
     class Shy:
         @property
@@ -743,7 +749,7 @@ def test_what_cannot_be_read_or_looked_at_is_said(
 
 
 def test_modules_without_source_and_lazy_ones_are_passed_by(
-    upstream: Upstream, module: types.ModuleType, look: Callable[[], Running], monkeypatch: pytest.MonkeyPatch
+    upstream: Upstream, module: types.ModuleType, look: Callable[[], ProcessDrift], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Lazy(types.ModuleType):
         def __getattr__(self, name: str) -> Any:
@@ -763,7 +769,7 @@ def test_without_names_the_packages_of_the_targets_are_looked_at(
     monkeypatch.setattr("megacpp_overlays.loader.session.current", lambda: made)
     upstream.load().Layer.forward = theirs
 
-    assert [each.symbol for each in running.replaced()] == ["Layer.forward"]
+    assert [each.symbol for each in substitutions.replaced()] == ["Layer.forward"]
 
 
 @pytest.mark.parametrize(
@@ -780,17 +786,17 @@ def test_a_module_that_cannot_be_imported_is_an_error_with_its_reason(
     upstream.write(text, module="plugin")
 
     with pytest.raises(UpkeepError, match=f"--import {upstream.name}.plugin: .*{says}"):
-        running.bring_in([f"{upstream.name}.layers", f"{upstream.name}.plugin"])
+        substitutions.bring_in([f"{upstream.name}.layers", f"{upstream.name}.plugin"])
 
 
 def test_looking_imports_nothing_and_touches_no_device(run_python: Callable[..., Any]) -> None:
     run_python(
         "import sys, megacpp_overlays\n"
-        "from megacpp_overlays.upkeep.drift import running\n"
-        "assert running.replaced() == ()\n"
+        "from megacpp_overlays.upkeep.drift import substitutions\n"
+        "assert substitutions.replaced() == ()\n"
         "loaded = {'torch', 'megatron', 'liger_kernel', 'triton'} & set(sys.modules)\n"
         "assert not loaded, loaded",
-        Path(running.__file__).parents[2],
+        Path(substitutions.__file__).parents[2],
         MEGACPP_OVERLAYS_LOG="logging",
     )
 
@@ -802,18 +808,18 @@ def test_the_loaded_modules_of_a_release_hold_nothing_foreign_but_what_is_put_th
     done = run_python(
         "import functools, megacpp_overlays\n"
         "import liger_kernel.ops.fused_linear_cross_entropy, liger_kernel.transformers.rms_norm as target\n"
-        "from megacpp_overlays.upkeep.drift import running\n"
-        "found = running.look()\n"
+        "from megacpp_overlays.upkeep.drift import substitutions\n"
+        "found = substitutions.look()\n"
         "assert [each for each in found.replaced if each.overlay is None] == [], found\n"
         "assert {each.overlay for each in found.replaced} == {'liger-flce-none-backward'}, found\n"
         "assert found.modules > 50 and found.unchecked == (), found\n"
         "cls = target.LigerRMSNorm\n"
         "cls.forward = functools.wraps(cls.forward)(lambda self, x: x)\n"
-        "(one,) = running.replaced()\n"
+        "(one,) = substitutions.replaced()\n"
         "print(one.symbol, one.by)\n"
         "import torch\n"
         "assert not torch.cuda.is_initialized()",
-        Path(running.__file__).parents[2],
+        Path(substitutions.__file__).parents[2],
         MEGACPP_OVERLAYS_LOG="logging",
     )
 
