@@ -51,7 +51,7 @@ NOT_OURS = ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "COVERAGE_PROCESS_START", "
 SETTLE = """
 import importlib, json, sys, time
 import megacpp_overlays
-from megacpp_overlays.loader import aliases, install, session
+from megacpp_overlays.loader import aliases, probing, session
 
 target = sys.argv[1]
 spent = {"probe": 0.0, "sweep": 0.0, "settle": 0.0, "all hooks": 0.0}
@@ -78,7 +78,7 @@ def loaded(self, name, module, **kwargs):
     finally:
         settling.pop()
 
-install.examine = timed(install.examine, of_target("probe"))
+probing.examine = timed(probing.examine, of_target("probe"))
 aliases.rebind = timed(aliases.rebind, of_target("sweep"))
 original, session.Session.loaded = session.Session.loaded, loaded
 

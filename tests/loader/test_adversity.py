@@ -101,7 +101,10 @@ def test_a_second_try_after_another_hook_made_the_first_import_fail_is_settled_b
 def test_a_module_that_puts_something_else_in_its_place_is_a_conflict(
     upstream: Upstream, session: SessionMaker
 ) -> None:
-    upstream.write(BROKEN_TEXT + "import sys, types\nsys.modules[__name__] = types.SimpleNamespace(double=double)\n")
+    upstream.write(
+        "import sys, types\ndef swap(name):\n    sys.modules[name] = types.SimpleNamespace(double=lambda x: 3)", "lazy"
+    )
+    upstream.write(BROKEN_TEXT + "from . import lazy\nlazy.swap(__name__)\n")
     current = session(upstream.overlay())
     current.arm()
 
@@ -170,14 +173,14 @@ def test_a_lane_that_fails_on_an_adopted_seam_leaves_it_to_its_owner(upstream: U
 def test_what_upstream_itself_keeps_elsewhere_is_a_conflict_in_either_order(
     upstream: Upstream, session: SessionMaker
 ) -> None:
-    upstream.write(BROKEN_TEXT + "REGISTRY = {'double': double}\n")
+    upstream.write(BROKEN_TEXT + "REGISTRY = [double]\n")
     first = session(upstream.overlay())
     first.arm()
     module = upstream.load()
 
     assert only(first).decision is Decision.CONFLICT
-    assert "a dict of 1 items" in only(first).reason
-    assert (module.double(1), module.REGISTRY["double"](1)) == (3, 3)
+    assert "a list of 1 items" in only(first).reason
+    assert (module.double(1), module.REGISTRY[0](1)) == (3, 3)
 
 
 def test_undone_and_armed_again_although_somebody_holds_the_old_seam(upstream: Upstream, session: SessionMaker) -> None:
