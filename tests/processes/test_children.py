@@ -480,7 +480,7 @@ def test_a_name_that_is_no_environment_is_a_wrong_setting(env: dict[str, str]) -
     done = launch("-c", "import megacpp_overlays", env={**env, "MEGACPP_OVERLAYS_CHILDREN": "1"})
 
     assert done.returncode == 1
-    assert "MEGACPP_OVERLAYS_CHILDREN=1 names no environment; unset it" in done.stderr
+    assert "MEGACPP_OVERLAYS_CHILDREN=1 is not the name of an environment; unset it" in done.stderr
 
 
 # --- receipts -------------------------------------------------------------------------------------------------
@@ -491,9 +491,7 @@ import megacpp_overlays
 
 def wait(pipe):
     pipe.recv()
-    megacpp_overlays.undo()
-    from megacpp_overlays.processes import child_reports
-    child_reports._giver.give()
+    megacpp_overlays.undo()  # writes a receipt, as every change of a decision does
     pipe.send("done")
 
 if __name__ == "__main__":
@@ -501,7 +499,7 @@ if __name__ == "__main__":
     handle = megacpp_overlays.reach_children(receipts=True)
     child = multiprocessing.get_context("spawn").Process(target=wait, args=(there,))
     child.start()
-    gave, folder = len(handle.demand([child])) == 1, handle.folder
+    gave, folder = len(handle.demand([child], timeout=3600)) == 1, handle.folder
     handle.close()
     here.send("go on")
     here.recv()
@@ -520,7 +518,7 @@ def use():
     return importlib.import_module(LAYERS)
 
 def wait(*_):
-    time.sleep(60)
+    time.sleep(600)
 
 def use_and_wait(ready=None):
     use()
@@ -539,9 +537,16 @@ def using(method):
     assert ready.wait(3600)
     return process
 
+def ended(process):
+    process.wait()
+    return process
+
+def demanded(*arguments):
+    return reached.demand(*arguments, timeout=3600)
+
 def refused(*arguments, **options):
     try:
-        reached.demand(*arguments, **options)
+        reached.demand(*arguments, **{"timeout": 3600, **options})
     except ChildrenError as error:
         return str(error)
 
@@ -549,7 +554,7 @@ def state(receipt):
     decisions = [d["decision"] for d in receipt.statement["decisions"] if d["id"] == "double-fix"]
     return [receipt.started, *decisions]
 
-SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 """
 
 
@@ -568,7 +573,7 @@ def test_every_live_child_gives_a_receipt_and_renews_it_with_each_decision(
     early = [child("fork"), child("spawn"), child("forkserver"), using("spawn"), using("forkserver")]
     use()
     processes = [*early, using("fork")]
-    given = {receipt.pid: state(receipt) for receipt in reached.demand()}
+    given = {receipt.pid: state(receipt) for receipt in demanded()}
     print(json.dumps([given[process.pid] for process in processes]))
     """
 
@@ -586,12 +591,12 @@ def test_any_process_can_be_asked_by_its_object_or_its_number(upstream: Upstream
     body = """
     reached = megacpp_overlays.reach_children(receipts=sys.argv[1])
     first, second, third = child("spawn"), subprocess.Popen(SLEEP), subprocess.Popen(["sh", "-c", "exec \\"$@\\"", "sh", *SLEEP])
-    given = reached.demand([first, second, third.pid])
+    given = demanded([first, second, third.pid])
     assert [receipt.pid for receipt in given] == [first.pid, second.pid, third.pid]
     assert {receipt.ppid for receipt in given} == {os.getpid()}
     ended = subprocess.Popen([sys.executable, "-c", "pass"])
     ended.wait()
-    assert reached.demand([ended])[0].pid == ended.pid
+    assert demanded([ended])[0].pid == ended.pid
     second.kill(), third.kill()
     print(json.dumps([[receipt.pid for receipt in given], [r.pid for r in reached.receipts()], ended.pid]))
     """
@@ -608,12 +613,12 @@ def test_any_process_can_be_asked_by_its_object_or_its_number(upstream: Upstream
     ("start", "says"),
     [
         ("subprocess.Popen([sys.executable, '-I', *SLEEP[1:]])", "or was started with -I, -E or -S"),
-        ("subprocess.Popen(['sleep', '60'])", "it is no Python of this environment"),
+        ("subprocess.Popen(['sleep', '600'])", "it is no Python of this environment"),
         ("subprocess.Popen(SLEEP, env={})", "started without MEGACPP_OVERLAYS_CHILDREN"),
         ("subprocess.Popen(SLEEP, env={**os.environ, 'PYTHONPATH': '/x'})", "a PYTHONPATH of its own"),
         ("early", "(a fork server?) that was; start it after reach_children()"),
-        ("subprocess.Popen(['sh', '-c', 'exit 3'])", "it has ended with 3"),
-        ("subprocess.Popen(['sleep', '60'], preexec_fn=lambda: None)", "it is no Python of this environment"),
+        ("ended(subprocess.Popen(['sh', '-c', 'exit 3']))", "it has ended with 3"),
+        ("subprocess.Popen(['sleep', '600'], preexec_fn=lambda: None)", "it is no Python of this environment"),
         ("2**22 + 1", "(no such process): it has ended"),
     ],
 )
@@ -641,8 +646,8 @@ def test_a_receipt_of_another_process_with_the_same_number_does_not_count(
 ) -> None:
     body = """
     reached = megacpp_overlays.reach_children(receipts=True)
-    [genuine] = reached.demand([child("spawn")])
-    silent = subprocess.Popen(["sleep", "60"])
+    [genuine] = demanded([child("spawn")])
+    silent = subprocess.Popen(["sleep", "600"])
     forged = genuine._replace(pid=silent.pid)
     (reached.folder / f"{forged.pid}-{forged.start}-{forged.image}.json").write_text(json.dumps(forged._asdict()))
     (reached.folder / f"{forged.pid}-1-1.json").write_text("[")
@@ -683,7 +688,7 @@ def test_a_child_that_runs_other_code_is_refused(
     reached = megacpp_overlays.reach_children(receipts=True)
     use()
     good = using("spawn")
-    assert len(reached.demand()) == 1
+    assert len(demanded()) == 1
     exec({change!r})
     odd = {"child" if work == "wait" else "using"}("spawn")
     print(json.dumps([os.getpid(), good.pid, odd.pid, refused()]))
@@ -708,7 +713,7 @@ def test_a_parent_that_waits_agrees_with_a_child_that_has_imported_it(upstream: 
     body = """
     reached = megacpp_overlays.reach_children(receipts=True)
     using("spawn"), child("spawn")
-    print(json.dumps([len(reached.demand()), [d.decision.value for d in megacpp_overlays.audit().records if d.overlay.id == "double-fix"]]))
+    print(json.dumps([len(demanded()), [d.decision.value for d in megacpp_overlays.audit().records if d.overlay.id == "double-fix"]]))
     """
 
     assert receipts(upstream, env, body) == [2, ["armed"]]

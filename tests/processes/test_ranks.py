@@ -21,7 +21,7 @@ from places import HANG_S, ROOT
 
 import megacpp_overlays
 from megacpp_overlays.errors import RanksError
-from megacpp_overlays.processes import ranks
+from megacpp_overlays.processes import rank_exchange
 
 pytest.importorskip("torch")
 
@@ -118,18 +118,18 @@ def test_one_rank_that_imported_us_too_late_stops_both(launch: Ranks, tmp_path: 
 
 
 def test_a_rank_that_left_is_named_on_all_others(launch: Ranks) -> None:
-    seen = launch.torchrun(4, timeout=12, absent=1, measured=True, **{"2": {"leaves": "exit"}})
+    seen = launch.torchrun(4, timeout=2, absent=1, measured=True, **{"2": {"leaves": "exit"}})
 
     assert seen.pop(2) is None
     error = same_error(only(seen))
     assert error["missing"] == [2]
-    assert error["text"].startswith("rank 2 of 4 did not arrive within 12 s; the other 3 run the same code\n")
+    assert error["text"].startswith("rank 2 of 4 did not arrive within 2 s; the other 3 run the same code\n")
     assert "rank 2: see the log there. It never called verify_ranks: it crashed" in error["text"]
     assert "does not import megacpp_overlays" in error["text"]
 
 
 def test_a_rank_that_calls_once_more_is_not_left_waiting(launch: Ranks) -> None:
-    first, second = launch.torchrun(2, timeout=12, **{"1": {"calls": 2}})
+    first, second = launch.torchrun(2, timeout=2, **{"1": {"calls": 2}})
 
     assert [each["outcome"] for each in first] == ["agreed"]
     assert [each["outcome"] for each in second] == ["agreed", "RanksError"]
@@ -185,7 +185,7 @@ def test_all_read_the_table_before_the_rank_that_keeps_the_store_is_gone(
 def test_a_rank_that_was_killed_is_named_on_all_others(
     launch: Ranks, started: Callable[..., list[subprocess.Popen[bytes]]]
 ) -> None:
-    running = started(3, timeout=12, absent=1, **{"1": {"leaves": "kill"}})
+    running = started(3, timeout=2, absent=1, **{"1": {"leaves": "kill"}})
     assert [running[0].wait(HANG_S), running[2].wait(HANG_S)] == [0, 0]
 
     error = same_error([launch.seen(3)[0][0], launch.seen(3)[2][0]])
@@ -197,7 +197,7 @@ def test_a_rank_says_so_when_the_process_that_keeps_the_store(
     launch: Ranks, started: Callable[..., list[subprocess.Popen[bytes]]], how: signal.Signals
 ) -> None:
     keeper = "kill" if how is signal.SIGKILL else "stop"
-    running = started(2, timeout=2, absent=1, **{"0": {"leaves": keeper}, "1": {"delay": 1}})
+    running = started(2, timeout=1, patience=1, absent=1, **{"0": {"leaves": keeper}, "1": {"after": 0}})
 
     assert running[1].wait(HANG_S) == 0
     (seen,) = launch.seen(2)[1]
@@ -238,17 +238,57 @@ def test_a_timeout_is_a_span_of_time(timeout: float | timedelta) -> None:
         megacpp_overlays.verify_ranks(timeout=timeout)
 
 
-def test_a_backend_without_a_store_is_refused_by_name() -> None:
-    import torch.distributed as dist
+class PlainStore:
+    """A key-value store in which nobody else leaves anything."""
 
-    mpi = SimpleNamespace(distributed_c10d=SimpleNamespace(_get_default_store=dist.Store), Store=dist.Store)
+    def __init__(self) -> None:
+        self.held: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.held[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.held[key]
+
+    def add(self, key: str, value: int) -> int:
+        total = int(self.held.get(key, b"0")) + value
+        self.held[key] = str(total).encode()
+        return total
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.held for key in keys)
+
+
+def joined(monkeypatch: pytest.MonkeyPatch, **internals: Any) -> None:
+    """Make this process the first of two ranks, for a torch.distributed with these internals."""
+    world = object()
+    distributed = SimpleNamespace(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        group=SimpleNamespace(WORLD=world),
+        GroupMember=SimpleNamespace(NON_GROUP_MEMBER=object()),
+        get_rank=lambda _=world: 0,
+        get_world_size=lambda _: 2,
+        get_backend=lambda _: "made up",
+        get_process_group_ranks=lambda _: [0, 1],
+        distributed_c10d=SimpleNamespace(**internals),
+        Store=object,
+    )
+    monkeypatch.setitem(sys.modules, "torch.distributed", distributed)  # type: ignore[arg-type]
+
+
+def test_a_backend_without_a_store_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined(monkeypatch, _get_default_store=object)  # a placeholder of the base class, as MPI has it
+
     with pytest.raises(RanksError, match="no key-value store, as MPI has none"):
-        ranks._store(mpi)
+        megacpp_overlays.verify_ranks()
 
 
-def test_a_torch_that_hides_its_store_is_refused_with_a_way_out() -> None:
+def test_a_torch_that_hides_its_store_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined(monkeypatch)
+
     with pytest.raises(RanksError, match=r"compare megacpp_overlays\.audit"):
-        ranks._store(SimpleNamespace(distributed_c10d=SimpleNamespace()))
+        megacpp_overlays.verify_ranks()
 
 
 def test_ranks_that_the_fake_backend_makes_up_are_not_waited_for(run_python: Any) -> None:
@@ -272,9 +312,14 @@ def test_ranks_that_one_agent_starts_anew_do_not_read_what_the_failed_ones_left(
 ) -> None:
     """With several agents the number of restarts may differ between honest ranks, which must still meet."""
     monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
-    found = []
+    monkeypatch.setattr(rank_exchange, "LINGER_S", 0.0)
+    keys = []
     for restart in restarts:
+        store = PlainStore()
+        joined(monkeypatch, _get_default_store=lambda store=store: store)
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
-        found.append(ranks._attempt())
+        with pytest.raises(RanksError, match="rank 1 of 2 did not arrive"):
+            megacpp_overlays.verify_ranks(timeout=0.01)
+        keys.append(store.held.keys())
 
-    assert (found[0] != found[1]) is apart
+    assert keys[0].isdisjoint(keys[1]) if apart else keys[0] == keys[1]

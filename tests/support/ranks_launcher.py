@@ -8,11 +8,15 @@ The plan has an entry `all` and one for each rank that is to differ:
     before        modules imported after it, before the process group is made
     leaves        "exit", "kill" or "stop": what the rank does to itself once it is in the process group
     calls         how often verify_ranks is called
-    delay         seconds before the first call
+    after         a rank that must have left before the first call
     group         ranks of the subgroup to compare, instead of the whole world
 
 and beside them `timeout`; `expected`, how many ranks will leave word; and, where they are not the usual ones, `backend`,
-`init_method` and `reduces`, whether the ranks add up a tensor on their GPUs when they have agreed.
+`init_method`, `patience`, seconds for a store that is silent, and `reduces`, whether the ranks add up a tensor on their
+GPUs when they have agreed.
+
+No host is too slow for a plan: ranks leave when all have joined, and the timeout of a call begins when all ranks that will
+make that call have arrived.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,28 +47,87 @@ def main() -> None:
     import megacpp_overlays
     from megacpp_overlays.processes import rank_exchange, ranks
 
-    # A test that shows what happens after them should not take a minute.
-    rank_exchange.GRACE_S = rank_exchange.LINGER_S = ranks.PATIENCE_S = 2.0
+    rank_exchange.GRACE_S = rank_exchange.LINGER_S = ranks.PATIENCE_S = plan.get("patience", PATIENCE_S)
+    clock = HeldClock(folder, int(rank), plan)
+    rank_exchange.SystemClock.now = lambda _: clock.now()  # type: ignore[method-assign]
     for name in mine.get("before", []):
         importlib.import_module(name)
     import torch.distributed as dist
 
     place = {"rank": int(rank), "world_size": int(os.environ["WORLD_SIZE"])}
     dist.init_process_group(plan.get("backend", "gloo"), init_method=plan.get("init_method", "env://"), **place)
-    leave(mine.get("leaves"))
+    (folder / f"{rank}.joined").write_text(str(os.getpid()))
+    if "leaves" in mine:
+        wait(lambda: len(list(folder.glob("*.joined"))) == place["world_size"])
+        leave(mine["leaves"])
     group = dist.new_group(mine["group"]) if "group" in mine else None
-    time.sleep(mine.get("delay", 0))
-    seen = [call(megacpp_overlays, group, plan["timeout"]) for _ in range(mine.get("calls", 1))]
+    if "after" in mine:
+        wait(lambda: has_left(folder / f"{mine['after']}.joined"))
+    seen = []
+    for _ in range(mine.get("calls", 1)):
+        clock.hold()
+        seen.append(call(megacpp_overlays, group, plan["timeout"]))
     if plan.get("reduces"):
         seen[-1]["sum"] = all_reduced()
     leave_word(folder, rank, seen)
     # An agent may end its other ranks when one is done, so nobody goes before all have said what they saw.
+    wait(lambda: len(list(folder.glob("*.json"))) >= plan["expected"])
+
+
+class HeldClock:
+    """Clock that stands still until all ranks that make a call have arrived in the store."""
+
+    def __init__(self, folder: Path, rank: int, plan: dict[str, Any]) -> None:
+        self._folder, self._rank, self._plan = folder, rank, plan
+        self._call = 0
+
+    def hold(self) -> None:
+        """Stand still for the next call."""
+        self._call += 1
+        self._asked = 0
+        self._since: float | None = None
+
+    def now(self) -> float:
+        """Return seconds since all have arrived."""
+        if self._since is None:
+            self._asked += 1
+            if self._asked > 1:  # the first question is for the time of the arrival
+                self._mark(self._rank).touch()
+            if not all(self._mark(rank).exists() for rank in self._present()):
+                return 0.0
+            self._since = time.monotonic()
+        return time.monotonic() - self._since
+
+    def _mark(self, rank: int) -> Path:
+        return self._folder / f"{rank}.{self._call}.arrived"
+
+    def _present(self) -> list[int]:
+        members: Sequence[int] = self._mine(self._rank).get("group", range(int(os.environ["WORLD_SIZE"])))
+        plans = {rank: self._mine(rank) for rank in members}
+        return [rank for rank, mine in plans.items() if "leaves" not in mine and mine.get("calls", 1) >= self._call]
+
+    def _mine(self, rank: int) -> dict[str, Any]:
+        return {**self._plan["all"], **self._plan.get(str(rank), {})}
+
+
+def wait(come: Callable[[], bool]) -> None:
     until = time.monotonic() + PATIENCE_S
-    while len(list(folder.glob("*.json"))) < plan["expected"] and time.monotonic() < until:
+    while not come() and time.monotonic() < until:
         time.sleep(0.05)
 
 
-def leave(how: str | None) -> None:
+def has_left(joined: Path) -> bool:
+    pid = joined.read_text() if joined.exists() else ""
+    if not pid:
+        return False
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "TZX"
+
+
+def leave(how: str) -> None:
     if how == "exit":
         os._exit(0)
     if how == "kill":
