@@ -144,7 +144,7 @@ def _arm_at_import() -> None:
     try:
         arm()
         if folder := current().settings.receipts:
-            _give_receipts(folder)
+            _write_receipts(folder)
     except SettingsError as error:
         # The command line promises exit code 2 for wrong usage, but importing its package comes first.
         if not _is_own_command(sys.orig_argv):
@@ -153,12 +153,12 @@ def _arm_at_import() -> None:
         sys.exit(2)
 
 
-def _give_receipts(folder: str) -> None:
-    from megacpp_overlays.processes.child_reports import give_receipts  # noqa: PLC0415
+def _write_receipts(folder: str) -> None:
+    from megacpp_overlays.processes.child_reports import write_receipts  # noqa: PLC0415
 
     is_child = current().settings.parent_is_armed
     try:
-        give_receipts(current(), folder, make=not is_child)
+        write_receipts(current(), folder, make=not is_child)
     except SettingsError as error:
         # A child did not ask for it and may run as somebody else: it works on, and whoever demands its receipt is told.
         if not is_child:

@@ -130,7 +130,7 @@ def player(port: int, number: int, size: int, odd: int, told: statement.Statemen
     from torch.distributed import TCPStore
 
     # In a world of real processes each rank unpacks one verdict; here one process would unpack thousands.
-    rank_exchange._as_verdict = functools.cache(rank_exchange._as_verdict)  # noqa: SLF001
+    rank_exchange.decode = functools.cache(rank_exchange.decode)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     world = tuple(range(size))
     off = with_one_off(told)
@@ -235,11 +235,11 @@ def counted(size: int, odd: int, told: statement.Statement) -> dict[str, float]:
     store, world, off = Counting(), tuple(range(size)), with_one_off(told)
     prefix = f"megacpp_overlays/ranks/{'0' * 16}"
     parts = {rank: (Exchange(store, prefix, world, rank, TIMEOUT), off if rank == odd else told) for rank in world}
-    kept, rank_exchange._as_verdict = rank_exchange._as_verdict, functools.cache(rank_exchange._as_verdict)  # noqa: SLF001
+    kept, rank_exchange.decode = rank_exchange.decode, functools.cache(rank_exchange.decode)
     try:
         answers = list(play(parts, Virtual()))
     finally:
-        rank_exchange._as_verdict = kept  # noqa: SLF001
+        rank_exchange.decode = kept
     if any(answers) != (odd < 0):
         raise RuntimeError("the answer is not what was played")
     asked = sum(store.asked.values())

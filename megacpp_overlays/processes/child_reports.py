@@ -1,7 +1,7 @@
-"""What a process says of itself, for the process that started it: one file each, in a folder that both know.
+"""Receipts of child processes: a file with the statement of each, in a folder that its parent reads.
 
-It is written when the process is armed and again after each decision. Forked children write theirs when they are
-forked, not when they end: `multiprocessing` ends them without any of the usual farewells.
+A receipt is written when the process is armed and again after each decision. Forked children write theirs when they are
+forked, not when they end: `multiprocessing` ends them without running exit handlers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NOT_READ = "not read"
 
 
 class Receipt(NamedTuple):
-    """What a process says of itself."""
+    """Statement of a process, and which process that is."""
 
     host: str
     pid: int
@@ -52,8 +52,8 @@ class Receipt(NamedTuple):
     statement: Statement
 
 
-class _Giver:
-    """Writes the receipt of this process into every folder that asks for it."""
+class _ReceiptWriter:
+    """Writer of the receipt of this process, into every folder that asks for it."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -61,12 +61,12 @@ class _Giver:
         self._started = "exec"
         self._life = this_life()
         self.folders: list[Path] = []
-        session.when_changed = self.give
+        session.when_changed = self.write_everywhere
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forked)
 
-    def give(self) -> None:
-        """Write it everywhere, and never raise: the parent finds out when it demands a receipt."""
+    def write_everywhere(self) -> None:
+        """Write it into every folder, and never raise: the parent finds out when it demands a receipt."""
         for folder in self.folders:
             if folder.is_dir():  # it goes when the handle of whoever asked is closed
                 self._try(folder)
@@ -99,13 +99,13 @@ class _Giver:
         self._lock = threading.Lock()  # a thread that the child does not have may hold the old one
         self._started = "fork"
         self._life = this_life()
-        self.give()
+        self.write_everywhere()
 
 
-_giver: _Giver | None = None
+_writer: _ReceiptWriter | None = None
 
 
-def give_receipts(session: Session, folder: str | Path, *, make: bool = True) -> None:
+def write_receipts(session: Session, folder: str | Path, *, make: bool = True) -> None:
     """Write a receipt of this process into a folder now and after each decision; forked children do the same.
 
     Args:
@@ -116,22 +116,22 @@ def give_receipts(session: Session, folder: str | Path, *, make: bool = True) ->
     Raises:
         SettingsError: the folder cannot be written.
     """
-    global _giver
-    _giver, folder = _giver or _Giver(session), Path(folder)
+    global _writer
+    _writer, folder = _writer or _ReceiptWriter(session), Path(folder)
     try:
         if make:
             folder.mkdir(parents=True, exist_ok=True)
-        _giver.write(folder)
+        _writer.write(folder)
     except OSError as error:
         raise SettingsError(_cannot_be_written(folder, error)) from error
-    if folder not in _giver.folders:
-        _giver.folders.append(folder)
+    if folder not in _writer.folders:
+        _writer.folders.append(folder)
 
 
-def stop_giving(folder: Path) -> None:
-    """Write there no longer, unless the parent of this process asked for it."""
-    if _giver is not None and folder in _giver.folders and current().settings.receipts != str(folder):
-        _giver.folders.remove(folder)
+def stop_writing_receipts(folder: Path) -> None:
+    """Write no more receipts into a folder, unless the parent of this process asked for them there."""
+    if _writer is not None and folder in _writer.folders and current().settings.receipts != str(folder):
+        _writer.folders.remove(folder)
 
 
 def _cannot_be_written(folder: Path, error: OSError) -> str:
@@ -139,7 +139,7 @@ def _cannot_be_written(folder: Path, error: OSError) -> str:
 
 
 def own_statement(session: Session) -> Statement:
-    """Return what this process says of itself, but for what waits: its file may be another when it is imported."""
+    """Return the statement of this process without the source of targets that wait, whose files may change until then."""
     audit = session.audit_so_far()
     records = tuple(replace(r, source_sha256=NOT_READ) if _is_unsettled(r) else r for r in audit.records)
     return statement.of(replace(audit, records=records), session.settings, InstalledTree())
@@ -161,7 +161,7 @@ def this_host() -> str:
 
 
 class Life(NamedTuple):
-    """Which process, and which program in it."""
+    """Identity of a process and of the program in it, as Linux keeps it."""
 
     start: int
     image: int
@@ -169,7 +169,7 @@ class Life(NamedTuple):
 
 
 def life_of(pid: int | str) -> Life | None:
-    """Return what Linux says of a process, or None when there is none, or no Linux."""
+    """Return the identity of a process; None when there is no such process, or no Linux."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -178,18 +178,18 @@ def life_of(pid: int | str) -> Life | None:
 
 
 def this_life() -> Life:
-    """Return the same of this process; without Linux, a time that nobody else can know."""
+    """Return the identity of this process; without Linux, a time that nobody else can know."""
     return life_of("self") or Life(time.time_ns(), 0, "R")
 
 
 def is_history(receipt: Receipt) -> bool:
-    """Return whether the process that gave it runs another program now, which gave none."""
+    """Return whether the process that wrote it has executed another program since."""
     life = life_of(receipt.pid) if receipt.host == this_host() else None
     return life is not None and life.start == receipt.start and not is_alike(receipt.image, life.image)
 
 
 def is_alike(image: int, other: int) -> bool:
-    """Return whether this may be one program. A process that has ended has no stack any more."""
+    """Return whether two stacks may belong to one program. A process that has ended has no stack any more."""
     return image == other or 0 in {image, other}
 
 

@@ -1,11 +1,11 @@
-"""Reach every child process of this one, and know what each of them runs.
+"""Arming of child processes, and checks of what each of them runs.
 
-What is inherited by itself: a forked child has the seams of its parent. A child that is executed anew has nothing,
-unless it imports this package. `reach_children` puts a folder in front of PYTHONPATH whose `sitecustomize` arms every
+A forked child inherits the seams of its parent. A child that is executed anew has none, unless it imports this package.
+`reach_children` puts a folder in front of PYTHONPATH whose `sitecustomize` arms every
 Python of this environment before its first line, and leaves the Pythons of other environments alone. Python reads
 neither PYTHONPATH nor `sitecustomize` under -I, -E or -S: such a child is not reached, and `demand` says so.
 
-What each child says of itself is a receipt, see `receipts`.
+The statement of each child is a receipt, see `child_reports`.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from megacpp_overlays.processes import differences
 from megacpp_overlays.processes.child_reports import (
     NOT_READ,
     Receipt,
-    give_receipts,
     is_alike,
     is_history,
     life_of,
     own_statement,
     read_receipts,
-    stop_giving,
+    stop_writing_receipts,
     this_host,
     this_life,
+    write_receipts,
 )
-from megacpp_overlays.processes.differences import Difference, Group
+from megacpp_overlays.processes.differences import Difference, StatementGroup
 from megacpp_overlays.processes.statement import Statement
 from megacpp_overlays.variables import is_ours
 
@@ -120,7 +120,7 @@ class Children:
         if self._is_fresh:
             atexit.register(self._remove_folder)
         if self.folder is not None:
-            give_receipts(current(), self.folder)
+            write_receipts(current(), self.folder)
         self._variables = {name: variables[name] for name in (_PATH, CHILDREN, RECEIPTS) if name in variables}
         self._before = {name: os.environ.get(name) for name in self._variables}
         os.environ.update(self._variables)
@@ -128,7 +128,7 @@ class Children:
         self._on_path = STARTUP not in sys.path
         if self._on_path:
             sys.path.insert(0 if getattr(sys.flags, "safe_path", False) else 1, STARTUP)
-        _open.append(self)
+        _handles.append(self)
 
     def __enter__(self) -> Children:
         return self
@@ -140,10 +140,10 @@ class Children:
 
     def close(self) -> None:
         """Reach no further child. Those that were started stay armed. Closing twice is closing once."""
-        if self not in _open:
+        if self not in _handles:
             return
-        later = _open[_open.index(self) + 1 :]
-        _open.remove(self)
+        later = _handles[_handles.index(self) + 1 :]
+        _handles.remove(self)
         if later:  # what we found here is for the next one to put back
             later[0]._take_over(self)  # noqa: SLF001
         else:
@@ -151,8 +151,8 @@ class Children:
                 self._put_back(name, value)
             if self._on_path and STARTUP in sys.path:
                 sys.path.remove(STARTUP)
-        if self.folder is not None and self.folder not in {other.folder for other in _open}:
-            stop_giving(self.folder)
+        if self.folder is not None and self.folder not in {other.folder for other in _handles}:
+            stop_writing_receipts(self.folder)
         self._remove_folder()
 
     def _take_over(self, closed: Children) -> None:
@@ -186,7 +186,7 @@ class Children:
             ChildrenError: receipts were not asked for.
         """
         newest: dict[object, Receipt] = {}
-        for receipt in sorted(read_receipts(self._asked_for().glob("*.json")), key=lambda receipt: receipt.given):
+        for receipt in sorted(read_receipts(self._receipts_folder().glob("*.json")), key=lambda receipt: receipt.given):
             if receipt.given >= self._opened and not is_history(receipt):
                 newest[receipt.host, receipt.pid, receipt.start] = receipt
         newest.pop((this_host(), os.getpid(), this_life().start), None)
@@ -205,39 +205,39 @@ class Children:
         Raises:
             ChildrenError: names each child that gave none, and each difference with who holds what; says what to do.
         """
-        folder = self._asked_for()
+        folder = self._receipts_folder()
         given = list(multiprocessing.active_children() if processes is None else processes)
-        asked = [_Asked.of(process) for process in given]
-        found = _wait(folder, asked, time.monotonic() + timeout)
+        asked = [_ChildProcess.of(process) for process in given]
+        found = _await_receipts(folder, asked, time.monotonic() + timeout)
         silent = [each for each in asked if each not in found]
-        here = Group(own_statement(current()), (f"this process ({os.getpid()})",))
-        groups = [here, *(Group(receipt.statement, (str(each),)) for each, receipt in found.items())]
-        differing = differences.find(_of_what_is_settled(groups))
+        here = StatementGroup(own_statement(current()), (f"this process ({os.getpid()})",))
+        groups = [here, *(StatementGroup(receipt.statement, (str(each),)) for each, receipt in found.items())]
+        differing = differences.find(_with_settled_decisions(groups))
         if silent or differing:
             raise ChildrenError(_report(silent, differing, len(asked), timeout))
         return tuple(found[each] for each in asked)
 
-    def _asked_for(self) -> Path:
+    def _receipts_folder(self) -> Path:
         if self.folder is None:
             raise ChildrenError("no receipts were asked for: call reach_children(receipts=True), or name a folder")
         return self.folder
 
 
-_open: list[Children] = []
+_handles: list[Children] = []
 
 
 # --- demanding receipts ---------------------------------------------------------------------------------------
 
 
-class _Asked(NamedTuple):
-    """A child that owes a receipt."""
+class _ChildProcess(NamedTuple):
+    """Child process whose receipt is demanded."""
 
     pid: int
     what: str
     process: Process
 
     @classmethod
-    def of(cls, process: Process) -> _Asked:
+    def of(cls, process: Process) -> _ChildProcess:
         if isinstance(process, int):
             return cls(process, " ".join(_proc_words(process, "cmdline") or ["no such process"]), process)
         if process.pid is None:
@@ -278,9 +278,9 @@ class _Asked(NamedTuple):
         return max(candidates, key=lambda receipt: receipt.given, default=None)
 
 
-def _wait(folder: Path, asked: Sequence[_Asked], until: float) -> dict[_Asked, Receipt]:
+def _await_receipts(folder: Path, asked: Sequence[_ChildProcess], until: float) -> dict[_ChildProcess, Receipt]:
     """Return the receipts that arrive in time. Nobody waits for a process that has ended."""
-    found: dict[_Asked, Receipt] = {}
+    found: dict[_ChildProcess, Receipt] = {}
     while True:
         ended = [each for each in asked if each.has_ended()]  # before looking: it may give one and end at once
         found = {each: receipt for each in asked if (receipt := each.receipt(folder))}
@@ -289,7 +289,7 @@ def _wait(folder: Path, asked: Sequence[_Asked], until: float) -> dict[_Asked, R
         time.sleep(_POLL_SECONDS)
 
 
-def _of_what_is_settled(groups: Sequence[Group]) -> list[Group]:
+def _with_settled_decisions(groups: Sequence[StatementGroup]) -> list[StatementGroup]:
     """Let what a process has not imported read as it does where it was imported first, this process before all."""
     settled: dict[Any, tuple[Statement, Mapping[str, Any]]] = {}
     for group in groups:
@@ -324,7 +324,7 @@ def _was_undone(decision: Mapping[str, Any], own: Statement) -> bool:
     return decision["decision"] == Decision.DISABLED.value and not by_mode and decision["id"] not in own["off"]
 
 
-def _report(silent: Sequence[_Asked], differing: Sequence[Difference], asked: int, timeout: float) -> str:
+def _report(silent: Sequence[_ChildProcess], differing: Sequence[Difference], asked: int, timeout: float) -> str:
     """Return what is wrong with children, for whoever finds it in the log of their parent."""
     parts = []
     if silent:
@@ -341,7 +341,7 @@ def _report(silent: Sequence[_Asked], differing: Sequence[Difference], asked: in
     return "\n\n".join(parts)
 
 
-def _why_silent(asked: _Asked) -> str:
+def _why_silent(asked: _ChildProcess) -> str:
     if asked.has_ended():
         code = asked.exit_code()
         how = "" if code is None else f" with {code}"

@@ -1,8 +1,8 @@
-"""What differs between statements or audits, by overlay, with who holds what and what to do about it.
+"""Differences between statements or audits: what differs, who holds which value, and what to do about it.
 
-Only causes are told: another version explains another source, another source another verdict, and another verdict
-another decision. Causes that are independent of each other are told together, because a run that stops for one of them
-should not have to stop again for the next.
+Only root causes are told: another version explains another source, another source another verdict, and another verdict
+another decision. Independent causes are told together, because a run that stops for one of them should not have to stop
+again for the next.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ PACKAGE = "megacpp_overlays"
 """The subject of what concerns no overlay in particular."""
 
 
-class Group(NamedTuple):
-    """Who says the same."""
+class StatementGroup(NamedTuple):
+    """A statement, and all processes that make it."""
 
     statement: Mapping[str, Any]
     holders: tuple[Any, ...]
@@ -29,27 +29,27 @@ class Group(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """One thing that is not the same everywhere."""
+    """One value that is not the same everywhere."""
 
     subject: str
     """Id of an overlay, name of a distribution, or `PACKAGE`."""
     field: str
     values: tuple[tuple[str, tuple[Any, ...]], ...]
-    """What is said, and by whom; the value with the most holders first."""
+    """Each value with its holders; the value with the most holders first."""
     advice: str
 
 
 class _Field(NamedTuple):
-    """A question to every group, and the earlier questions whose answers may explain this one."""
+    """A field of a decision that is compared, and the fields before it whose differences explain one in it."""
 
     name: str
     advice: str
     value: Callable[[Mapping[str, Any], Mapping[str, Any]], Any]
     """From a decision and the statement it is in."""
     explained_by: tuple[str, ...] | None = None
-    """None: by every question before this one, by the mode and by what package it is."""
+    """None: by every field before it, by the mode and by the package."""
     shown: Callable[[Mapping[str, Any]], str] | None = None
-    """How a decision answers in a table, where the value itself is too terse."""
+    """The value as a table shows it, where the value itself is too terse."""
 
 
 def _key(name: str) -> Callable[[Mapping[str, Any], Mapping[str, Any]], Any]:
@@ -109,7 +109,7 @@ _OF_OVERLAY = (
 """From cause to consequence."""
 
 
-def find(groups: Sequence[Group]) -> tuple[Difference, ...]:
+def find(groups: Sequence[StatementGroup]) -> tuple[Difference, ...]:
     """Return what is not the same in all groups, from cause to consequence."""
     said = [group.statement for group in groups]
     found: list[Difference] = []
@@ -135,7 +135,7 @@ def by_target(statement: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str
     return {(each["id"], each["target"]): each for each in statement["decisions"]}
 
 
-def _of_settings(groups: Sequence[Group]) -> list[Difference]:
+def _of_settings(groups: Sequence[StatementGroup]) -> list[Difference]:
     """Return the settings of kernels that differ, unless the package that reads them does."""
     said = [group.statement for group in groups]
     read_by = [[each.get("version"), each.get("package_sha256")] for each in said]
@@ -147,7 +147,7 @@ def _of_settings(groups: Sequence[Group]) -> list[Difference]:
     return found
 
 
-def _of_switches(decided: Collection[str], groups: Sequence[Group]) -> list[Difference]:
+def _of_switches(decided: Collection[str], groups: Sequence[StatementGroup]) -> list[Difference]:
     """Return the switches that differ although no process has decided anything about their overlays."""
     listed = [group.statement.get("off") for group in groups]
     found = []
@@ -159,7 +159,7 @@ def _of_switches(decided: Collection[str], groups: Sequence[Group]) -> list[Diff
     return found
 
 
-def _of_overlay(decisions: Sequence[Mapping[str, Any] | None], groups: Sequence[Group]) -> list[Difference]:
+def _of_overlay(decisions: Sequence[Mapping[str, Any] | None], groups: Sequence[StatementGroup]) -> list[Difference]:
     one = next(each for each in decisions if each is not None)
     words = {
         "variable": one.get("variable"),
@@ -200,7 +200,7 @@ def _difference(
     subject: str,
     field: str,
     values: Sequence[Any],
-    groups: Sequence[Group],
+    groups: Sequence[StatementGroup],
     advice: str,
     shown: Sequence[str] | None = None,
 ) -> Difference:

@@ -1,4 +1,4 @@
-"""How the ranks of a group find out that they say the same, through a key-value store and without a hang.
+"""Protocol by which the ranks of a group compare their statements through a key-value store, without a hang.
 
     every rank     counts its call and leaves its digest; the first with a digest leaves the whole statement too
     the leader     waits for all digests and leaves the verdict
@@ -24,7 +24,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from megacpp_overlays.processes import differences
-from megacpp_overlays.processes.differences import Difference, Group
+from megacpp_overlays.processes.differences import Difference, StatementGroup
 
 GRACE_S = 30.0
 """How long the rest waits for whoever judges, once their own time is up."""
@@ -44,7 +44,7 @@ MOST_ASKED = 256
 
 
 class Store(Protocol):
-    """What is used of a `torch.distributed.Store`. `multi_get` and `delete_key` are used where they work."""
+    """Key-value store: the part of `torch.distributed.Store` that is used. `multi_get` and `delete_key` are optional."""
 
     def set(self, key: str, value: str, /) -> Any:
         """Leave a value."""
@@ -60,7 +60,7 @@ class Store(Protocol):
 
 
 class Clock(Protocol):
-    """Time in seconds."""
+    """Source of the time, in seconds, and of waiting."""
 
     def now(self) -> float:
         """Return seconds since some moment."""
@@ -82,14 +82,14 @@ class SystemClock:
 
 
 class Example(NamedTuple):
-    """One rank that says what others say as well, and where it runs."""
+    """One rank of those that make the same statement, and its host."""
 
     rank: int
     host: str
 
 
-class Verdict(NamedTuple):
-    """What every rank is told, in the same words."""
+class RanksVerdict(NamedTuple):
+    """Result of a comparison, the same on every rank."""
 
     size: int
     """Ranks in the group."""
@@ -113,20 +113,8 @@ class Verdict(NamedTuple):
         return not self.missing and not self.failure and len(self.groups) == 1
 
 
-class _Kept:
-    """Steps, and what they returned when they ended."""
-
-    verdict: Verdict
-
-    def __init__(self, steps: Generator[float, None, Verdict]) -> None:
-        self._steps = steps
-
-    def __iter__(self) -> Iterator[float]:
-        self.verdict = yield from self._steps
-
-
 class Exchange:
-    """The part of one rank in one comparison.
+    """One rank's side of one comparison.
 
     Args:
         store: shared by all ranks of the group.
@@ -149,17 +137,21 @@ class Exchange:
         self._since = 0.0
         self._judged = False
 
-    def run(self, digest: str, statement: Mapping[str, Any], clock: Clock) -> Verdict:
+    def run(self, digest: str, statement: Mapping[str, Any], clock: Clock) -> RanksVerdict:
         """Take part, and return the verdict.
 
         It returns `GRACE_S` and `LINGER_S` after the timeout at the latest, if the store answers.
         """
-        steps = _Kept(self.steps(digest, statement, clock))
-        for seconds in steps:
+        steps = self.steps(digest, statement, clock)
+        while True:
+            try:
+                seconds = next(steps)
+            except StopIteration as end:
+                verdict: RanksVerdict = end.value
+                return verdict
             clock.sleep(seconds)
-        return steps.verdict
 
-    def steps(self, digest: str, statement: Mapping[str, Any], clock: Clock) -> Generator[float, None, Verdict]:
+    def steps(self, digest: str, statement: Mapping[str, Any], clock: Clock) -> Generator[float, None, RanksVerdict]:
         """Yield the seconds to wait until the next step, and return the verdict."""
         self._arrive(digest, statement, clock.now())
         pauses = self.pauses()
@@ -189,10 +181,10 @@ class Exchange:
         first_with_it = self._store.add(self._key("holders", digest), 1) == 1
         if first_with_it and self._store.add(self._key("kinds"), 1) <= MOST_STATEMENTS:
             told = {"rank": self._rank, "host": platform.node(), "statement": statement}
-            self._store.set(self._key("statement", digest), _pack(told))
+            self._store.set(self._key("statement", digest), encode(told))
         self._store.set(self._key("digest", self._rank), digest)
 
-    def _poll(self, now: float) -> Verdict | None:
+    def _poll(self, now: float) -> RanksVerdict | None:
         """Return the verdict if it is there; do what has to be done for it otherwise."""
         if self._store.check([self._key("verdict")]):
             return self._read()
@@ -201,7 +193,7 @@ class Exchange:
             self._judged = True
             if self._store.add(self._key("judges"), 1) == 1:
                 self._store.set(self._key("judge"), str(self._rank))
-                found = _pack(self._judge())
+                found = encode(self._judge())
                 # Whoever was too slow to judge must not take back what the others were told meanwhile.
                 if not self._store.check([self._key("verdict")]):
                     self._store.set(self._key("verdict"), found)
@@ -210,11 +202,11 @@ class Exchange:
             told = self._store.check([self._key("judge")])
             judge = f"rank {self._store.get(self._key('judge')).decode()}" if told else "a rank"
             failure = f"{judge} was about to say what it found, and did not"
-            self._store.set(self._key("verdict"), _pack({**self._frame(), "failure": failure}))
+            self._store.set(self._key("verdict"), encode({**self._frame(), "failure": failure}))
             return self._read()
         return None
 
-    def _leave(self, digest: str, verdict: Verdict, clock: Clock) -> Iterator[float]:
+    def _leave(self, digest: str, verdict: RanksVerdict, clock: Clock) -> Iterator[float]:
         """Say that the verdict was read; the leader waits for all that, and clears up."""
         if verdict.agreed:
             self._delete(self._key("digest", self._rank))
@@ -236,8 +228,8 @@ class Exchange:
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, (self._prefix, self._number, *parts)))
 
-    def _read(self) -> Verdict:
-        return _as_verdict(self._store.get(self._key("verdict")), self._ranks)
+    def _read(self) -> RanksVerdict:
+        return decode(self._store.get(self._key("verdict")), self._ranks)
 
     def _all_are_here(self) -> bool:
         while self._waiting_for:
@@ -313,7 +305,9 @@ class Exchange:
 def _differences(statements: Sequence[Mapping[str, Any]], *, untold: bool) -> list[list[Any]]:
     """Return what differs, with groups by number: each list of ranks is sent once, not once for every value."""
     numbers = tuple(range(len(statements)))
-    found = list(differences.find([Group(each, (number,)) for number, each in zip(numbers, statements, strict=True)]))
+    found = list(
+        differences.find([StatementGroup(each, (number,)) for number, each in zip(numbers, statements, strict=True)])
+    )
     values: tuple[tuple[str, tuple[int, ...]], ...] = ()
     if untold:
         values = (("told in detail", numbers), ("another, not told", (len(statements),)))
@@ -325,7 +319,8 @@ def _differences(statements: Sequence[Mapping[str, Any]], *, untold: bool) -> li
     return [[each.subject, each.field, [[v, list(who)] for v, who in each.values], each.advice] for each in found]
 
 
-def _pack(told: Mapping[str, Any]) -> str:
+def encode(told: Mapping[str, Any]) -> str:
+    """Return plain data as a value of the store."""
     return base64.b64encode(zlib.compress(json.dumps(told, separators=(",", ":")).encode())).decode()
 
 
@@ -340,7 +335,8 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(number for pair in ends for number in range(int(pair[0]), int(pair[-1]) + 1))
 
 
-def _as_verdict(packed: bytes, ranks: tuple[int, ...]) -> Verdict:
+def decode(packed: bytes, ranks: tuple[int, ...]) -> RanksVerdict:
+    """Return the verdict that a value of the store holds, about these ranks."""
     told = _unpack(packed)
     everybody = "groups" not in told and not told.get("failure")
     groups = (tuple(sorted(ranks)),) if everybody else tuple(_numbers(text) for text in told.get("groups", []))
@@ -350,7 +346,7 @@ def _as_verdict(packed: bytes, ranks: tuple[int, ...]) -> Verdict:
         return tuple(sorted(found, key=lambda item: -len(item[1])))
 
     calls = told.get("calls", [])
-    return Verdict(
+    return RanksVerdict(
         size=told["size"],
         number=told["number"],
         timeout=told["timeout"],

@@ -1,4 +1,4 @@
-"""Ask before step 1 whether all ranks of a process group run the same code.
+"""Check, before step 1, that all ranks of a process group run the same code.
 
 The ranks meet in the key-value store that `init_process_group` made, never in a collective: it is the same for gloo,
 NCCL and every other backend, it touches no device and makes no communicator, and it lets us name who is missing, where a
@@ -19,7 +19,7 @@ from megacpp_overlays.errors import RanksError
 from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.processes import differences, rank_exchange, statement
-from megacpp_overlays.processes.rank_exchange import Exchange, Store, SystemClock, Verdict
+from megacpp_overlays.processes.rank_exchange import Exchange, RanksVerdict, Store, SystemClock
 from megacpp_overlays.source.trees import InstalledTree
 
 TIMEOUT_S = 300.0
@@ -133,13 +133,13 @@ def _in_words(store: Any) -> str:
     return f"the {type(inner).__name__} at {host}:{inner.port} ({keeper})"
 
 
-def _run(meeting: _Meeting, digest: str, told: statement.Statement, timeout: float) -> Verdict:
+def _run(meeting: _Meeting, digest: str, told: statement.Statement, timeout: float) -> RanksVerdict:
     """Take part in the exchange on a thread of its own.
 
     The exchange never waits inside the store, but one question to a host that went away without a word may take as long
     as TCP likes.
     """
-    outcome: list[Verdict | Exception] = []
+    outcome: list[RanksVerdict | Exception] = []
     clock = _Stoppable()
 
     def run() -> None:
@@ -157,7 +157,7 @@ def _run(meeting: _Meeting, digest: str, told: statement.Statement, timeout: flo
     finally:
         clock.stop()  # an interrupt of the user ends the thread as well
     match outcome:
-        case [Verdict() as verdict]:
+        case [RanksVerdict() as verdict]:
             return verdict
         case [Exception() as error]:
             raise RanksError(
@@ -187,7 +187,7 @@ class _Stoppable(SystemClock):
         self._stopped.set()
 
 
-def report(verdict: Verdict) -> str:
+def report(verdict: RanksVerdict) -> str:
     """Return what a verdict says, for whoever finds it in the log of one rank; the same on every rank."""
     parts = [_headline(verdict)]
     if verdict.differences:
@@ -199,7 +199,7 @@ def report(verdict: Verdict) -> str:
     return "\n\n".join(parts)
 
 
-def _headline(verdict: Verdict) -> str:
+def _headline(verdict: RanksVerdict) -> str:
     if verdict.failure:
         return f"{verdict.size} ranks have no answer within {verdict.timeout:g} s: {verdict.failure}"
     here = sum(map(len, verdict.groups))
@@ -224,7 +224,7 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {differences.who(ranks)}"
 
 
-def _advice(verdict: Verdict) -> list[str]:
+def _advice(verdict: RanksVerdict) -> list[str]:
     if verdict.failure:
         return ["look at the log of the rank that stopped first"]
     if not verdict.missing:

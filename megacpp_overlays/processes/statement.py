@@ -1,9 +1,9 @@
-"""What one process says of itself, as plain data: two processes run the same code when they say the same.
+"""Statement of one process, as plain data: two processes run the same code when their statements are equal.
 
-An audit says what became of each overlay. A statement also says what a target that waits *will* be, read from its
-file without importing it, and which files of ours decide, because a checkout keeps its version while it is edited, and
+An audit records what became of each overlay. A statement adds what a target that waits *will* be, read from its file
+without importing it; one hash for the files of this package, because a checkout keeps its version while it is edited; and
 every setting that changes what a run computes. It leaves out what honest processes differ in: hosts, paths, times, log
-forms, aliases that were found and rebound; `variables` says of each setting how it is compared, or why it is not.
+forms, aliases that were found and rebound. `variables` says of each setting how it is compared, or why it is not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Statement = Mapping[str, Any]
 """Plain data, as `of` returns it or as JSON brings it back."""
 
 BESIDE_TARGETS = ("torch", "triton")
-"""Distributions that no overlay is about and every target is built on."""
+"""Distributions that every target is built on, compared although no overlay is about them."""
 
 RUN = (
     "__init__.py",

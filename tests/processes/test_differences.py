@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megacpp_overlays.processes import differences, statement
-from megacpp_overlays.processes.differences import Difference, Group
+from megacpp_overlays.processes.differences import Difference, StatementGroup
 from megacpp_overlays.variables import LINEAR_CE_LOGITS
 
 
@@ -53,7 +53,7 @@ ARMED = {"decision": "armed", "verdict": "-", "shape": None, "seams": [], "reaso
 
 
 def found(*statements: dict[str, Any]) -> list[tuple[str, str, tuple[tuple[str, tuple[int, ...]], ...]]]:
-    groups = [Group(each, (number,)) for number, each in enumerate(statements)]
+    groups = [StatementGroup(each, (number,)) for number, each in enumerate(statements)]
     return [(each.subject, each.field, each.values) for each in differences.find(groups)]
 
 
@@ -105,7 +105,7 @@ def test_what_concerns_the_package_explains_its_decisions(changes: dict[str, Any
 def test_a_switch_is_told_by_its_variable() -> None:
     off = stated(decided(decision="disabled", seams=[]), off=["scale-pad"])
 
-    (difference,) = differences.find([Group(stated(), (0, 1)), Group(off, (2,))])
+    (difference,) = differences.find([StatementGroup(stated(), (0, 1)), StatementGroup(off, (2,))])
 
     assert (difference.field, difference.values) == ("switch", (("auto", (0, 1)), ("off", (2,))))
     assert "MEGACPP_OVERLAY_SCALE_PAD" in difference.advice
@@ -114,7 +114,7 @@ def test_a_switch_is_told_by_its_variable() -> None:
 def test_a_setting_of_a_kernel_is_told_by_its_variable() -> None:
     keeps = stated(settings={LOGITS: "keep"})
 
-    (difference,) = differences.find([Group(stated(), (0, 1)), Group(keeps, (2,))])
+    (difference,) = differences.find([StatementGroup(stated(), (0, 1)), StatementGroup(keeps, (2,))])
 
     assert (difference.subject, difference.field) == ("megacpp_overlays", LOGITS)
     assert difference.values == (("recompute", (0, 1)), ("keep", (2,)))
@@ -161,7 +161,7 @@ def test_one_wording_of_a_reason_stands_for_all() -> None:
 def test_the_value_with_the_most_holders_comes_first() -> None:
     newer = stated(decided(version="2.0"))
 
-    (difference,) = differences.find([Group(stated(), ("a",)), Group(newer, ("b", "c"))])
+    (difference,) = differences.find([StatementGroup(stated(), ("a",)), StatementGroup(newer, ("b", "c"))])
 
     assert difference.values == (("2.0", ("b", "c")), ("1.0", ("a",)))
 
@@ -169,7 +169,7 @@ def test_the_value_with_the_most_holders_comes_first() -> None:
 def test_a_switch_of_an_overlay_that_nobody_decided_about_is_told() -> None:
     said = [stated(off=[], decisions=[]), stated(off=["scale-pad"], decisions=[])]
 
-    (told,) = differences.find([Group(each, (number,)) for number, each in enumerate(said)])
+    (told,) = differences.find([StatementGroup(each, (number,)) for number, each in enumerate(said)])
 
     assert (told.subject, told.field) == ("scale-pad", "switch")
     assert told.values == (("auto", (0,)), ("off", (1,)))
@@ -207,7 +207,7 @@ def test_statements_with_unequal_digests_never_go_without_a_difference(data: st.
     said = [stated(**data.draw(wholes)) for _ in range(data.draw(st.integers(1, 4)))]
     digests = {statement.digest(each) for each in said}
 
-    told = differences.find([Group(each, (number,)) for number, each in enumerate(said)])
+    told = differences.find([StatementGroup(each, (number,)) for number, each in enumerate(said)])
 
     assert bool(told) == (len(digests) > 1)
     for each in told:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import heapq
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacpp_overlays.processes import rank_exchange, statement
-from megacpp_overlays.processes.rank_exchange import Exchange, Verdict
+from megacpp_overlays.processes.rank_exchange import Exchange, RanksVerdict
 
 TIMEOUT = 60.0
 LATEST = TIMEOUT + rank_exchange.GRACE_S + rank_exchange.LINGER_S + 3 * rank_exchange.MOST_S
@@ -89,7 +89,7 @@ class Moment:
 @pytest.fixture(autouse=True)
 def one_copy_of_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here all ranks live in one process, and the groups of a large world are not small."""
-    monkeypatch.setattr(rank_exchange, "_as_verdict", functools.cache(rank_exchange._as_verdict))
+    monkeypatch.setattr(rank_exchange, "decode", functools.cache(rank_exchange.decode))
 
 
 def says(kind: int) -> dict[str, Any]:
@@ -105,10 +105,10 @@ def simulate(
     store: Memory | None = None,
     timeout: float = TIMEOUT,
     says: Callable[[int], dict[str, Any]] = says,
-) -> tuple[dict[int, Verdict], dict[int, float]]:
+) -> tuple[dict[int, RanksVerdict], dict[int, float]]:
     """Play all ranks on one clock; return what each was told, and when."""
     shared, clock = store or Memory(), Moment()
-    told: dict[int, Verdict] = {}
+    told: dict[int, RanksVerdict] = {}
     when: dict[int, float] = {}
     ranks = tuple(kinds)
     running = {}
@@ -129,6 +129,11 @@ def simulate(
         except CrashedError:
             pass
     return told, when
+
+
+def kept(steps: Generator[float, None, RanksVerdict], told: list[RanksVerdict]) -> Generator[float, None, None]:
+    """Go on with the steps of a rank, and keep its verdict."""
+    told.append((yield from steps))
 
 
 def partition(kinds: Mapping[int, int], absent: frozenset[int]) -> set[tuple[int, ...]]:
@@ -218,18 +223,24 @@ def test_a_rank_that_calls_once_more_is_told_how_often_the_others_called() -> No
 
 
 def test_whoever_judges_too_slowly_does_not_contradict_what_the_others_were_told() -> None:
+    clock = Moment()
+    told: list[RanksVerdict] = []
+
     class Slow(Memory):
-        """Gives up on the judge while it reads the digests, as the others do after the grace."""
+        """Takes so long to hand out the digests that the other rank gives up meanwhile."""
 
         def multi_get(self, keys: list[str]) -> list[bytes]:
-            self.set(
-                "group/1/verdict", rank_exchange._pack({"size": 2, "number": 1, "timeout": 60.0, "failure": "no word"})
-            )
+            clock.seconds += TIMEOUT + rank_exchange.GRACE_S
+            list(kept(waits, told))
             return super().multi_get(keys)
 
-    told, _ = simulate({0: 1, 1: 1}, store=Slow())
+    store = Slow()
+    leader, other = (Exchange(store, "group", (0, 1), rank, TIMEOUT) for rank in (0, 1))
+    waits = other.steps(statement.digest(says(1)), says(1), clock)
+    next(waits)
+    told.append(leader.run(statement.digest(says(1)), says(1), clock))
 
-    assert [verdict.failure for verdict in told.values()] == ["no word", "no word"]
+    assert [verdict.failure for verdict in told] == ["rank 0 was about to say what it found, and did not"] * 2
 
 
 def test_a_failed_comparison_does_not_spoil_the_next() -> None:
