@@ -14,6 +14,7 @@ from megacpp_overlays.loader import session
 from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro import ending, inventory
 from megacpp_overlays.upkeep import environments, evidence, locks
+from megacpp_overlays.upkeep.near_names import suggestion
 from megacpp_overlays.upkeep.triage import triage, triage_report
 
 _TEXT = "Say for each overlay what an upgrade from one lock to another does to it: keep, conflict or retire."
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     overlays = session.current().overlays
     known = {overlay.id for overlay in overlays}
     if unknown := [name for name in arguments.only or () if name not in known]:
-        parser.error(f"--only: there is no overlay {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        parser.error(f"--only: there is no overlay {', '.join(unknown)}; {suggestion(unknown[0], sorted(known))}")
     before, after = locks.read(arguments.before), locks.read(arguments.after)
     triage.changes(before, after, overlays)  # no environment is made for what is no upgrade
     find = functools.partial(environments.of, folder=arguments.environments, create=arguments.create)

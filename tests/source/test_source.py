@@ -170,6 +170,11 @@ def test_a_remembered_tree_reads_each_module_once(upstream: Upstream) -> None:
     assert tree.module("no_such_module") is None
 
 
+def test_a_file_of_a_folder_that_cannot_be_read_is_an_error_and_not_absent(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="cannot read it: File name too long"):
+        DirectoryTree(tmp_path).module("x" * 300)
+
+
 def test_a_launcher_loads_no_tree_but_the_one_it_needs() -> None:
     code = "import sys, megacpp_overlays; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -503,6 +503,15 @@ def test_a_committed_link_that_leads_nowhere_is_an_error(tmp_path: Path, target:
         tree.module(f"{PACKAGE}.layers")
 
 
+def test_a_link_whose_target_goes_through_another_link_to_nothing_is_an_error(tmp_path: Path) -> None:
+    links = {f"{PACKAGE}/layers.py": "../lib/missing.py", "lib": PACKAGE}
+
+    with CommitTree(committed(tmp_path, {f"{PACKAGE}/__init__.py": ""}, links), "HEAD") as tree:
+        assert tree.module(f"{PACKAGE}.missing") is None
+        with pytest.raises(SourceError, match=f"^{PACKAGE}/layers.py: a link there leads to nothing"):
+            tree.module(f"{PACKAGE}.layers")
+
+
 @pytest.mark.parametrize("what", ["layers.py", ""], ids=["a file", "a tree"])
 def test_an_object_that_git_cannot_deliver_is_no_absent_file(tmp_path: Path, what: str) -> None:
     folder = committed(tmp_path, {f"{PACKAGE}/layers.py": "x = 1\n"}, {})
