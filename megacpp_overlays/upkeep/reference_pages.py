@@ -104,7 +104,11 @@ def overlays_page(overlays: Sequence[Erratum], packs: Path) -> str:
     notes = {int(folder.name[:2]): folder.name for folder in sorted(packs.glob("[0-9][0-9]-*"))}
     lines = ["# Overlays and gates", "", GENERATED, ""]
     lines += textwrap.wrap(_ABOUT_OVERLAYS, 120)
-    lines += ["", "| overlay or gate | pack | repaired | broken, left alone | right |", "|---|---|---|---|---|"]
+    lines += [
+        "",
+        "| overlay or gate | pack | releases that it repairs | broken, left alone | right |",
+        "|---|---|---|---|---|",
+    ]
     for each, declared in parts.items():
         kind = ", gate" if isinstance(declared[0], Gate) else ", off by default" if declared[0].off_by_default else ""
         ranges = [_where(releases.get(each), outcome) for outcome in (REPAIRED, LEFT_ALONE, FIXED)]

@@ -289,6 +289,7 @@ def test_sdist_can_be_audited_and_tested(sdist_file: Path) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {"README.md", "RETIREMENT.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml"}
     wanted |= {f"{top}/{file.name}" for top in ("overlays", "feature_probes") for file in (ROOT / top).glob("*.py")}
+    wanted |= {"CONTRIBUTING.md", "SECURITY.md", "properdocs.yml", "docs/write-an-overlay.md", "scripts/site.sh"}
     wanted |= {"tests/conftest.py", "tests/project/test_packaging.py", "locks/dev.txt"}
     assert wanted - names == set()
 
