@@ -5,7 +5,8 @@ It is what a sweep without a network answers from. An answer says where it is fr
 text of a thread is kept.
 
 Beside each answer stands what the lane's own texts say, as one word of a closed list that a person chose: a sweep
-compares that with the host. What declarations write in their own words is for people, and no program reads it.
+compares that with the host and never changes it. What declarations write in their own words is for people, and no
+program reads it.
 """
 
 from __future__ import annotations
