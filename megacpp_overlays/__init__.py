@@ -1,6 +1,6 @@
 """Import-time overlays for training stacks that outrun their upstreams.
 
-Import this package first in a launcher. It arms a few hooks and returns within milliseconds; torch and the
+Import this package first in a launcher. It arms a few hooks and returns; torch and the
 upstreams are not imported. When an upstream module is imported later, the overlay for it probes the code that
 is really installed and replaces a narrow part of it only if it is still broken.
 
