@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
-from made_up import Upstream
+from made_up import BROKEN_TEXT, Upstream
 
 from megacpp_overlays.errors import ActivationError
-from megacpp_overlays.loader import import_hooks
-from megacpp_overlays.loader.import_hooks import Hooks
+from megacpp_overlays.loader.import_hooks import Hooks, is_half_imported
 
 
 class Ear:
@@ -141,30 +140,41 @@ def test_finders_of_an_older_kind_are_passed_by(
     assert len(ear.heard) == 2
 
 
-def test_a_module_that_another_thread_completes_at_the_last_moment_is_heard_once(upstream: Upstream) -> None:
+def test_a_module_that_is_watched_while_it_is_executed_is_heard_when_it_is_complete(
+    upstream: Upstream, ear: Ear, watching: Hooks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meanwhile: list[tuple[bool, int]] = []
+
+    def watch(name: str) -> None:
+        watching.watch(name)
+        meanwhile.append((is_half_imported(sys.modules[name]), len(ear.heard)))
+
+    monkeypatch.setattr(sys, "watch_now", watch, raising=False)
+    upstream.write("import sys\nsys.watch_now(__name__)\n" + BROKEN_TEXT)
+
     module = upstream.load()
-    told: list[ModuleType] = []
 
-    import_hooks._when_complete(
-        module, lambda: told.append(module)
-    )  # it is complete already: the announcement has been missed
-
-    assert told == [module]
-    module.__spec__._initializing = False  # type: ignore[union-attr]
-    assert told == [module]
+    assert meanwhile == [(True, 0)]
+    assert ear.heard == [(upstream.module_name, True)]
+    assert type(module.__spec__) is importlib.machinery.ModuleSpec
 
 
-def test_code_that_runs_while_the_module_is_half_imported_sees_it_as_such(upstream: Upstream) -> None:
+class CompletedMeanwhile(importlib.machinery.ModuleSpec):
+    """A spec whose module is half imported when it is first asked, and complete from then on."""
+
+    @property
+    def _initializing(self) -> bool:
+        first, self.__dict__["asked"] = "asked" not in self.__dict__, True
+        return first
+
+
+def test_a_module_that_another_thread_completes_at_the_last_moment_is_heard_once(
+    upstream: Upstream, ear: Ear, watching: Hooks
+) -> None:
     module = upstream.load()
-    told: list[ModuleType] = []
-    spec = module.__spec__
-    assert spec is not None
-    spec._initializing = True  # type: ignore[attr-defined]
+    assert module.__spec__ is not None
+    module.__spec__.__class__ = CompletedMeanwhile
 
-    import_hooks._when_complete(module, lambda: told.append(module))
+    watching.watch(upstream.module_name)
 
-    assert spec._initializing  # type: ignore[attr-defined]
-    assert told == []
-    spec._initializing = False  # type: ignore[attr-defined]
-    assert told == [module]
-    assert type(spec) is importlib.machinery.ModuleSpec
+    assert ear.heard == [(upstream.module_name, True)]
