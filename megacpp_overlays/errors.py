@@ -9,6 +9,8 @@
     +-- RanksError        ranks do not run the same code, or one of them did not say so in time
     +-- AuditFileError    a file has no audit that can be compared
     +-- ChildrenError     a child process runs other code than its parent, or did not say so in time
+    +-- LockError         a lock cannot be read, or an environment is not what its lock says
+    +-- UpkeepError       a command that looks after overlays cannot do what was asked
 
 None of them is an ImportError: Megatron-Core reads an ImportError as "this optional package is missing"
 and carries on without it, which would turn a failed overlay into silence.

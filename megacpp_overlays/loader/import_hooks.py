@@ -43,7 +43,7 @@ class Hooks:
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
-        self._finder = _LaterLoads(lambda name, module: self.complete(name, module, late=True))
+        self._finder = _ReloadFinder(lambda name, module: self.complete(name, module, late=True))
 
     def watch(self, name: str) -> None:
         """Tell the listener about every complete execution of a module. Watching twice is watching once."""
@@ -151,7 +151,7 @@ def _tell(spec: Any) -> None:
             _tell(spec)
 
 
-class _LaterLoads:
+class _ReloadFinder:
     """A meta-path finder that notices when a module that was executed once is executed again."""
 
     def __init__(self, heard: Callable[[str, ModuleType], None]) -> None:

@@ -26,7 +26,7 @@ class RefusedError(OverlayError):
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
+class PlacedSeams:
     """What one overlay changed."""
 
     seams: tuple[Seam, ...]
@@ -37,9 +37,9 @@ class Installed:
         """Everything that was changed, in order."""
         return (*self.seams, *self.rebound)
 
-    def still_in_place(self) -> Installed:
+    def still_in_place(self) -> PlacedSeams:
         """Return what is left of it: executing a module again overwrites the seams in its namespace."""
-        return Installed(
+        return PlacedSeams(
             tuple(seam for seam in self.seams if seam.in_place), tuple(seam for seam in self.rebound if seam.in_place)
         )
 
@@ -59,7 +59,7 @@ class Circumstances(NamedTuple):
 
 def install(
     overlay: Overlay, shape: str, module: ModuleType, tree: SourceTree, circumstances: Circumstances
-) -> Installed:
+) -> PlacedSeams:
     """Put in all seams of an overlay, rebind every live alias to them, and test the result.
 
     Args:
@@ -107,7 +107,7 @@ def install(
         except BaseException:
             undo_all((*(seam for seam in placed if not seam.adopted), *rebound))
             raise
-    return Installed(tuple(placed), tuple(rebound))
+    return PlacedSeams(tuple(placed), tuple(rebound))
 
 
 def _self_test(overlay: Overlay, module: ModuleType) -> None:

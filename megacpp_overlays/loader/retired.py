@@ -14,10 +14,10 @@ from typing import NamedTuple
 from megacpp_overlays.model import Target, Thread
 
 FILE = Path(__file__).with_name("retired.json")
-"""A list of objects whose keys are the fields of `Retired`; it is read only where something asks."""
+"""A list of objects whose keys are the fields of `RetiredOverlay`; it is read only where something asks."""
 
 
-class Retired(NamedTuple):
+class RetiredOverlay(NamedTuple):
     """What is kept of an overlay."""
 
     id: str
@@ -38,10 +38,10 @@ class Retired(NamedTuple):
         return f"{self.id} was retired on {self.date}, with {self.distribution} {self.version}"
 
 
-def read() -> tuple[Retired, ...]:
+def read() -> tuple[RetiredOverlay, ...]:
     """Return the entries, the oldest first."""
     return tuple(
-        Retired(
+        RetiredOverlay(
             **entry
             | {
                 "targets": tuple(Target(**target) for target in entry["targets"]),
@@ -52,7 +52,7 @@ def read() -> tuple[Retired, ...]:
     )
 
 
-def to_json(entries: Iterable[Retired]) -> str:
+def to_json(entries: Iterable[RetiredOverlay]) -> str:
     """Return the text of a file with these entries, which `read` reads as the same."""
     rows = [
         each._asdict()
@@ -65,6 +65,6 @@ def to_json(entries: Iterable[Retired]) -> str:
     return json.dumps(rows, indent=2, ensure_ascii=False) + "\n"
 
 
-def find(overlay_id: str) -> Retired | None:
+def find(overlay_id: str) -> RetiredOverlay | None:
     """Return the entry of a retired overlay, or None."""
     return next((each for each in read() if each.id == overlay_id), None)

@@ -31,7 +31,7 @@ from megacpp_overlays.source.trees import InstalledTree, Remembered, SourceTree,
 from megacpp_overlays.version import VERSION
 
 if TYPE_CHECKING:
-    from megacpp_overlays.loader.install import Installed
+    from megacpp_overlays.loader.install import PlacedSeams
 
 _UNDONE = "undone in this process"
 _FROM_DISK = (
@@ -54,7 +54,7 @@ class Session:
         self._tree = InstalledTree()
         # By declaration, not by id: an overlay may have several parts, and each is decided on its own.
         self._records: dict[Erratum, Record] = {}
-        self._installed: dict[Erratum, list[Installed]] = {}
+        self._installed: dict[Erratum, list[PlacedSeams]] = {}
         self._undone: set[Erratum] = set()
         self._locks: dict[str, threading.RLock] = {}
         self.when_changed: Callable[[], None] | None = None
@@ -212,9 +212,9 @@ class Session:
                 if record.decision is not Decision.CONFLICT:
                     self._records[overlay] = replace(off, decision=Decision.DISABLED, reason=_UNDONE)
                 return ""
-            from megacpp_overlays.loader.install import Installed
+            from megacpp_overlays.loader.install import PlacedSeams
 
-            self._installed[overlay] = [Installed(tuple(reversed(lost)), ())]  # for another try
+            self._installed[overlay] = [PlacedSeams(tuple(reversed(lost)), ())]  # for another try
             reason = "; ".join(seam.taken_by() for seam in lost)
             kept = tuple(str(seam) for seam in lost)
             self._records[overlay] = replace(off, decision=Decision.CONFLICT, reason=reason, seams=kept)

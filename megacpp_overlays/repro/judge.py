@@ -29,7 +29,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from megacpp_overlays.loader.retired import Retired
+from megacpp_overlays.loader.retired import RetiredOverlay
 from megacpp_overlays.model import Decision, Verdict
 
 
@@ -172,7 +172,7 @@ def claim(run: Run) -> tuple[Conclusion, ...]:
             return (_failed(run.seen),)
 
 
-def guard(run: Run, gone: Retired) -> tuple[Conclusion, ...]:
+def guard(run: Run, gone: RetiredOverlay) -> tuple[Conclusion, ...]:
     """Return what a case shows whose overlay was retired.
 
     Args:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megacpp_overlays.loader.probing import examine
-from megacpp_overlays.loader.retired import Retired, read
+from megacpp_overlays.loader.retired import RetiredOverlay, read
 from megacpp_overlays.model import Erratum, Gate, Overlay, Verdict
 from megacpp_overlays.source.trees import SourceTree
 
@@ -28,13 +28,13 @@ _EMPTY_HISTORY = "No overlay has been retired yet."
 _HISTORY_HEAD = ("| overlay | pack | retired | upstream release | condition that came true |", "|---|---|---|---|---|")
 
 
-def render(overlays: Sequence[Erratum], existing: Path | None, retired: Sequence[Retired] | None = None) -> str:
+def render(overlays: Sequence[Erratum], existing: Path | None, retired: Sequence[RetiredOverlay] | None = None) -> str:
     """Return the ledger for these overlays and retired ones, with what people wrote into an existing file's history."""
     gone = read() if retired is None else retired
     return "\n".join([_HEAD, *map(_entry, _by_id(overlays)), _history(existing, gone)])
 
 
-def difference(overlays: Sequence[Erratum], path: Path, retired: Sequence[Retired] | None = None) -> str:
+def difference(overlays: Sequence[Erratum], path: Path, retired: Sequence[RetiredOverlay] | None = None) -> str:
     """Return how a ledger file differs from the declarations, as a diff; empty when it is in step."""
     current = path.read_text() if path.exists() else ""
     expected = render(overlays, path, retired)
@@ -61,7 +61,7 @@ def _by_id(overlays: Sequence[Erratum]) -> list[list[Erratum]]:
     return list(parts.values())
 
 
-def _history(path: Path | None, retired: Sequence[Retired]) -> str:
+def _history(path: Path | None, retired: Sequence[RetiredOverlay]) -> str:
     rows = [
         f"| `{gone.id}` | {gone.pack:02} | {gone.date} | {gone.distribution} {gone.version} | {gone.why} |"
         for gone in retired

@@ -126,7 +126,7 @@ def test_something_in_place_of_the_target_module_does_not_stop_the_launcher(
 # Two sessions in one process.
 
 
-def test_a_reload_with_two_lanes_armed_reaches_both(upstream: Upstream, session: SessionMaker) -> None:
+def test_a_reload_with_two_sessions_armed_reaches_both(upstream: Upstream, session: SessionMaker) -> None:
     first, second = session(upstream.overlay()), session(upstream.overlay())
     first.arm()
     second.arm()
@@ -138,7 +138,7 @@ def test_a_reload_with_two_lanes_armed_reaches_both(upstream: Upstream, session:
     assert (only(first).decision, only(second).decision) == (Decision.ACTIVE, Decision.ACTIVE)
 
 
-def test_two_lanes_that_are_armed_while_half_imported_both_hear(upstream: Upstream, session: SessionMaker) -> None:
+def test_two_sessions_that_are_armed_while_half_imported_both_hear(upstream: Upstream, session: SessionMaker) -> None:
     first, second = session(upstream.overlay()), session(upstream.overlay())
     sys.arm_both = lambda: (first.arm(), second.arm())  # type: ignore[attr-defined]
     try:
@@ -154,7 +154,9 @@ def test_two_lanes_that_are_armed_while_half_imported_both_hear(upstream: Upstre
     ]
 
 
-def test_a_lane_that_fails_on_an_adopted_seam_leaves_it_to_its_owner(upstream: Upstream, session: SessionMaker) -> None:
+def test_a_session_that_fails_on_an_adopted_seam_leaves_it_to_its_owner(
+    upstream: Upstream, session: SessionMaker
+) -> None:
     first = session(upstream.overlay())
     first.arm()
     module = upstream.load()

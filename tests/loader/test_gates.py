@@ -27,7 +27,7 @@ def note(upstream: Upstream, text: str) -> None:
     (upstream.folder / upstream.name / "notes.txt").write_text(text)
 
 
-def test_it_is_decided_when_the_lane_is_armed_and_nothing_is_imported_for_it(
+def test_it_is_decided_when_the_session_is_armed_and_nothing_is_imported_for_it(
     upstream: Upstream, session: SessionMaker
 ) -> None:
     note(upstream, "does not work")
@@ -256,7 +256,7 @@ def test_the_ledger_has_its_advice_and_its_end(upstream: Upstream) -> None:
         assert words in text
 
 
-def test_a_gate_is_settled_without_a_lane_as_well(upstream: Upstream) -> None:
+def test_a_gate_is_settled_without_a_session_as_well(upstream: Upstream) -> None:
     note(upstream, "does not work")
 
     record = probing.assess_gate(gate_of(upstream), Settings(), InstalledTree())

@@ -24,7 +24,7 @@ def test_kernels_and_the_command_line_wait_until_they_are_needed(run_python: Run
     assert "importlib_metadata" not in loaded
 
 
-def test_importing_twice_and_reloading_keep_one_lane(run_python: RunPython) -> None:
+def test_importing_twice_and_reloading_keep_one_session(run_python: RunPython) -> None:
     code = """
 import importlib, sys
 import megacpp_overlays
@@ -37,7 +37,7 @@ assert len(sys.meta_path) == finders
     run_python(code)
 
 
-def test_the_public_functions_speak_for_the_lane_of_this_process(run_python: RunPython) -> None:
+def test_the_public_functions_speak_for_the_session_of_this_process(run_python: RunPython) -> None:
     code = """
 import megacpp_overlays as m
 assert m.audit().conflicts == ()

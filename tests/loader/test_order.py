@@ -50,7 +50,7 @@ def test_imported_then_armed(upstream: Upstream, session: SessionMaker) -> None:
     assert_active(current, module)
 
 
-def test_armed_twice_by_one_lane_and_again_by_another(upstream: Upstream, session: SessionMaker) -> None:
+def test_armed_twice_by_one_session_and_again_by_another(upstream: Upstream, session: SessionMaker) -> None:
     first, second = session(upstream.overlay()), session(upstream.overlay())
     first.arm()
     first.arm()

@@ -17,7 +17,7 @@ from made_up import Upstream
 
 from megacpp_overlays.errors import RegistryError
 from megacpp_overlays.loader import registry, retired
-from megacpp_overlays.loader.retired import Retired
+from megacpp_overlays.loader.retired import RetiredOverlay
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.model import Target, Thread
 from megacpp_overlays.repro import inventory
@@ -26,11 +26,13 @@ WORD = "old-fix was retired on 2026-11-21, with made-up 2.0: MEGACPP_OVERLAY_OLD
 
 
 DAY = re.compile(r"\d{4}-\d\d-\d\d")
-OLD_FIX = Retired("old-fix", 7, "2026-11-21", "made-up", "2.0", "made-up is right", (Target("made-up", "m", "f"),), ())
+OLD_FIX = RetiredOverlay(
+    "old-fix", 7, "2026-11-21", "made-up", "2.0", "made-up is right", (Target("made-up", "m", "f"),), ()
+)
 
 written = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp"]), max_size=40)
 entries = st.builds(
-    Retired,
+    RetiredOverlay,
     *(written, st.integers(0, 99), written, written, written, written),
     st.lists(st.builds(Target, written, written, written), max_size=2).map(tuple),
     st.lists(st.builds(Thread, written, st.integers(1, 9999), written), max_size=2).map(tuple),
@@ -47,7 +49,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @given(st.lists(entries, max_size=3))
-def test_what_is_written_is_read_as_the_same(several: list[Retired]) -> None:
+def test_what_is_written_is_read_as_the_same(several: list[RetiredOverlay]) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         path = Path(folder, "retired.json")
         path.write_text(retired.to_json(several), encoding="utf-8")
@@ -71,7 +73,7 @@ def test_an_entry_with_a_field_too_many_or_too_few_is_not_read_as_another(file: 
             retired.read()
 
 
-def unguarded(gone: Retired) -> list[str]:
+def unguarded(gone: RetiredOverlay) -> list[str]:
     """Return what an entry lacks: a day, a target, or the case of a pack that runs on as a regression guard."""
     cases = {
         (pack.number, case.overlay)

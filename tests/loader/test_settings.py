@@ -231,7 +231,7 @@ def test_plugins_are_a_list_of_names() -> None:
 @pytest.fixture
 def gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """`old-fix` was retired."""
-    entry = retired.Retired("old-fix", 7, "2026-11-21", "made-up", "2.0", "made-up is right", (), ())
+    entry = retired.RetiredOverlay("old-fix", 7, "2026-11-21", "made-up", "2.0", "made-up is right", (), ())
     monkeypatch.setattr(retired, "read", lambda: (entry,))
 
 

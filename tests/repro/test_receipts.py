@@ -19,7 +19,7 @@ from made_up import Upstream
 
 from megacpp_overlays import cli
 from megacpp_overlays.loader import retired
-from megacpp_overlays.loader.retired import Retired
+from megacpp_overlays.loader.retired import RetiredOverlay
 from megacpp_overlays.model import Overlay, Target, Thread
 from megacpp_overlays.repro import inventory, manifest, receipts, schema
 from megacpp_overlays.repro.manifest import ManifestError
@@ -409,7 +409,7 @@ def test_targets_and_threads_of_a_retired_overlay_stay_those_of_its_pack(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = Target("made", "made.layers", "double")
-    gone = Retired(
+    gone = RetiredOverlay(
         id="double-fix",
         pack=99,
         date="2026-11-21",

@@ -29,7 +29,7 @@ from places import HANG_S, ROOT, SUPPORT
 
 from megacpp_overlays import cli
 from megacpp_overlays.loader import registry, retired
-from megacpp_overlays.loader.retired import Retired
+from megacpp_overlays.loader.retired import RetiredOverlay
 from megacpp_overlays.model import Decision, Target, Verdict
 from megacpp_overlays.repro import Behaviour, Case, inventory, manifest, receipts, runner, trees
 from megacpp_overlays.repro.case import PackError
@@ -347,7 +347,7 @@ def test_a_receipt_with_its_own_word_is_proof_of_the_fix(made: Inventory) -> Non
 # A regression guard: the overlay was retired, and its reproducer stays
 
 
-GONE = Retired(
+GONE = RetiredOverlay(
     "double-fix", 99, "2026-11-21", "made-target", "2.0", "-", (Target("made-target", LAYERS, "double"),), ()
 )
 

@@ -199,7 +199,7 @@ def test_what_a_self_test_compiled_goes_with_the_seam_that_failed_it(
     assert steps[0](torch.ones(1)).item() == 2
 
 
-def test_a_second_lane_that_adopts_a_seam_drops_nothing(
+def test_a_second_session_that_adopts_a_seam_drops_nothing(
     traceable: Upstream, session: SessionMaker, capfd: pytest.CaptureFixture[str]
 ) -> None:
     session(overlay_at(traceable, "Block.method")).arm()

@@ -13,7 +13,7 @@ from made_up import Upstream
 from places import ROOT
 
 from megacpp_overlays.loader import registry
-from megacpp_overlays.loader.retired import Retired
+from megacpp_overlays.loader.retired import RetiredOverlay
 from megacpp_overlays.upkeep.ledger import difference, render
 
 
@@ -56,7 +56,7 @@ def test_history_is_kept(upstream: Upstream, tmp_path: Path) -> None:
     assert difference([upstream.overlay()], path) == ""
 
 
-GONE = Retired("old-fix", 7, "2026-11-21", "made-up", "2.0", "made-up is right", (), ())
+GONE = RetiredOverlay("old-fix", 7, "2026-11-21", "made-up", "2.0", "made-up is right", (), ())
 
 
 def test_a_retired_overlay_is_a_row_of_the_history_and_nothing_else(upstream: Upstream, tmp_path: Path) -> None:

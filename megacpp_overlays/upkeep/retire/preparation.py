@@ -14,7 +14,7 @@ from packaging.version import InvalidVersion, Version
 import megacpp_overlays
 from megacpp_overlays.errors import LockError, UpkeepError
 from megacpp_overlays.loader import retired
-from megacpp_overlays.loader.retired import Retired
+from megacpp_overlays.loader.retired import RetiredOverlay
 from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro import files, git, receipts
 from megacpp_overlays.upkeep import environments, locks, near_names
@@ -53,7 +53,7 @@ class Request:
 class RetirementOutcome:
     """What came of it."""
 
-    entry: Retired
+    entry: RetiredOverlay
     """The history entry."""
     lane: str
     """The lane of the lock."""
@@ -143,7 +143,7 @@ def _demand_known(problem: str, word: str, known: Collection[str]) -> None:
         raise WrongNameError(f"{problem}; {near_names.suggestion(word, sorted(known))}")
 
 
-def _entry(parts: Sequence[Erratum], lock: Lock, since: str | None) -> Retired:
+def _entry(parts: Sequence[Erratum], lock: Lock, since: str | None) -> RetiredOverlay:
     """Return the history entry of an overlay.
 
     Raises:
@@ -162,7 +162,7 @@ def _entry(parts: Sequence[Erratum], lock: Lock, since: str | None) -> Retired:
             raise WrongNameError(f"--since {since} is no version") from error
         if is_newer:
             raise WrongNameError(f"--since {since} is newer than {pinned}, which {lock.path} pins")
-    return Retired(
+    return RetiredOverlay(
         id=overlay.id,
         pack=overlay.pack,
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
