@@ -75,7 +75,7 @@ quick: lint ## while working: lint, type checks, contracts, and the tests of the
 	@$(BIN)/pytest --quiet $(WORKERS) tests/loader
 
 .PHONY: test
-test: setup lint ## set up everything, then lint, type checks, contracts and all tests with branch coverage
+test: setup lint ## set up everything, then lint, type checks, contracts, documentation, and all tests with branch coverage
 	$(say) 'ledger in step with the overlays'
 	@$(BIN)/python -m megacpp_overlays ledger --check RETIREMENT.md
 	$(say) 'generated pages in step with the code, and no link that leads nowhere'
