@@ -22,7 +22,7 @@ LANE := $(basename $(notdir $(LOCK)))
 BIN := .venv/bin
 MINIMUM_COVERAGE := 95
 # tests/conftest.py says which tests stay together and which begin. A worker can hold several GiB.
-WORKERS ?= --numprocesses auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+WORKERS ?= --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Lanes that tests run in beside .venv, and older and newer Pythons for the loader alone where the machine has them.
 TEST_LANES := .envs/spring-2026 .envs/summer-2026 .envs/newest .envs/mamba3-pinned .envs/mamba3-newest

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -54,14 +55,18 @@ LONGEST = (
 """Files that take minutes. They are next, or one worker would end long after the others."""
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each file to one worker, which makes what its tests share once, unless its tests name smaller groups."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    """Let the first room and the longest files begin."""
     begin = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: -1 if item.path.parent.name == FIRST else begin.get(item.path.name, len(begin)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep tests that share a long run with one worker, and no more than they."""
+    from distribution import SharedRunScheduling
+
+    return SharedRunScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

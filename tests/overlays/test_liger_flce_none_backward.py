@@ -148,17 +148,12 @@ def check(result: dict[str, Any], name: str, *, decision: str = "active") -> Non
     assert {what: error for what, error in result["errors"].items() if not error < limits[what]} == {}
 
 
-def with_one_worker(version: str, *more: str) -> pytest.ParameterSet:
-    """Return the parameters of a test that shares a run: the tests of a release stay together, and no more than they."""
-    return pytest.param(version, *more, marks=pytest.mark.xdist_group(f"liger-kernel {version}"))
-
-
 def each_case(device: str) -> Any:
-    cases = [with_one_worker(version, name) for version in ACTIVE for name in runs(version, device)]
+    cases = [(version, name) for version in ACTIVE for name in runs(version, device)]
     return pytest.mark.parametrize(("version", "name"), cases)
 
 
-each_release = pytest.mark.parametrize("version", [with_one_worker(version) for version in ACTIVE])
+each_release = pytest.mark.parametrize("version", ACTIVE)
 
 
 def test_one_release_of_every_row_of_known_parts_is_run(wheel: Callable[[str, str], Path]) -> None:
@@ -203,7 +198,6 @@ def test_other_reductions_stay_upstream_s_to_the_last_bit(report: Report, versio
     assert report(version, runs(version, "cpu"))["same"][reduction]
 
 
-@pytest.mark.xdist_group("liger-kernel, logits kept")
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_right_from_logits_that_were_kept(report: Report, name: str) -> None:
     check(report("0.8.1", runs("0.8.1", "cpu"), memory=KEPT)["cases"][name], name)
@@ -223,7 +217,7 @@ def test_the_losses_are_upstream_s_but_for_rounding_and_nearer_to_the_truth(repo
     assert_nearer_to_the_truth(report(version, runs(version, "cpu")))
 
 
-@pytest.mark.parametrize("version", [with_one_worker(version) for version in WITH_METRICS])
+@pytest.mark.parametrize("version", WITH_METRICS)
 def test_all_outputs_are_upstream_s_to_the_last_bit_where_metrics_are_among_them(report: Report, version: str) -> None:
     """Losses, z-loss, token accuracy and predicted tokens, and None for those that were not asked for."""
     assert report(version, runs(version, "cpu"))["same with metrics"]
