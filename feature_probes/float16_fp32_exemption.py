@@ -54,7 +54,7 @@ _CASTS = {
 }
 
 
-class _UnknownError(Exception):
+class _UnknownFormError(Exception):
     """Something that no known form has."""
 
     def __init__(self, seen: str, node: ast.AST) -> None:
@@ -75,7 +75,7 @@ def probe(tree: SourceTree) -> Finding:
         if cls is None and not _bindings(source.syntax, TARGET.symbol):
             return conclusion(Verdict.ABSENT, None, _at(source, f"defines no {TARGET.symbol}", None))
         shape, cast = _read(source, cls)
-    except _UnknownError as unknown:
+    except _UnknownFormError as unknown:
         return conclusion(Verdict.UNRECOGNISED, None, _at(source, str(unknown), unknown.line))
     except SourceError as error:
         return conclusion(Verdict.UNRECOGNISED, None, Evidence(seen=str(error)))
@@ -101,17 +101,17 @@ def _if_checkpoints_hold(tree: SourceTree, finding: Finding) -> Finding:
 def _read(source: ModuleSource, cls: ast.AST | None) -> tuple[str, ast.Call]:
     """Return the shape of the class and its bf16 cast."""
     if not isinstance(cls, ast.ClassDef) or cls not in source.syntax.body:
-        raise _UnknownError(f"{TARGET.symbol} is no plain class of this module", cls or source.syntax)
+        raise _UnknownFormError(f"{TARGET.symbol} is no plain class of this module", cls or source.syntax)
     if bindings := [node for node in _bindings(source.syntax, TARGET.symbol) if node is not cls]:
-        raise _UnknownError(f"{TARGET.symbol} is used outside its class", bindings[0])
+        raise _UnknownFormError(f"{TARGET.symbol} is used outside its class", bindings[0])
     if cls.decorator_list or cls.keywords or [ast.unparse(base) for base in cls.bases] != ["MegatronModule"]:
-        raise _UnknownError(f"{TARGET.symbol} is decorated or has other bases than MegatronModule", cls)
+        raise _UnknownFormError(f"{TARGET.symbol} is decorated or has other bases than MegatronModule", cls)
     for node in _without_docstring(cls.body):
         if not isinstance(node, ast.FunctionDef) or node.name not in _METHODS:
-            raise _UnknownError(f"{TARGET.symbol} has a member that no known version has", node)
+            raise _UnknownFormError(f"{TARGET.symbol} has a member that no known version has", node)
     inits = [node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
     if len(inits) != 1:
-        raise _UnknownError(f"{TARGET.symbol} has {len(inits)} constructors", cls)
+        raise _UnknownFormError(f"{TARGET.symbol} has {len(inits)} constructors", cls)
     shape, cast = _read_constructor(inits[0])
     if shape == MARKS_HONOURED:
         _check_conversion(source)
@@ -122,28 +122,28 @@ def _read_constructor(init: ast.FunctionDef) -> tuple[str, ast.Call]:
     _check_signature(init, ("self", "config", "module"))
     body = _without_docstring(init.body)
     if len(body) < 4:
-        raise _UnknownError("the constructor is shorter than any known one", init)
+        raise _UnknownFormError("the constructor is shorter than any known one", init)
     start, *settings, choice, end = body
     _expect(start, f"super({TARGET.symbol}, self).__init__(config)", "super().__init__(config)")
     values = dict(_self_assignment(node) for node in settings)
     if len(values) != len(settings) or values not in (_SET_ALWAYS, _SET_ALWAYS | _SET_SINCE_0_16):
-        raise _UnknownError("the constructor sets other attributes than any known one", init)
+        raise _UnknownFormError("the constructor sets other attributes than any known one", init)
     _expect(end, "self.float16_convertor = float16_convertor")
     return _read_choice(choice)
 
 
 def _read_choice(choice: ast.stmt) -> tuple[str, ast.Call]:
     if not (isinstance(choice, ast.If) and ast.unparse(choice.test) == "self.fp16" and len(choice.orelse) == 1):
-        raise _UnknownError("the choice between fp16 and bf16 is not a known one", choice)
+        raise _UnknownFormError("the choice between fp16 and bf16 is not a known one", choice)
     otherwise = choice.orelse[0]
     if not (isinstance(otherwise, ast.If) and ast.unparse(otherwise.test) == "self.bf16"):
-        raise _UnknownError("the choice between fp16 and bf16 is not a known one", otherwise)
+        raise _UnknownFormError("the choice between fp16 and bf16 is not a known one", otherwise)
     if not (len(otherwise.orelse) == 1 and isinstance(otherwise.orelse[0], ast.Raise)):
-        raise _UnknownError("a model that is neither fp16 nor bf16 is not refused", otherwise)
+        raise _UnknownFormError("a model that is neither fp16 nor bf16 is not refused", otherwise)
     half, _ = _read_branch(choice, "half")
     bfloat16, cast = _read_branch(otherwise, "bfloat16")
     if half != bfloat16:
-        raise _UnknownError("fp16 and bf16 are cast in different ways", choice)
+        raise _UnknownFormError("fp16 and bf16 are cast in different ways", choice)
     return half, cast
 
 
@@ -153,17 +153,17 @@ def _read_branch(branch: ast.If, dtype: str) -> tuple[str, ast.Call]:
         case [ast.Expr(value=ast.Call() as call), ast.FunctionDef(name="float16_convertor") as convertor]:
             pass
         case _:
-            raise _UnknownError(f"the {dtype} branch is not a known one", branch)
+            raise _UnknownFormError(f"the {dtype} branch is not a known one", branch)
     match call:
         case ast.Call(args=[ast.Constant(value="module"), ast.Call() as cast], keywords=[]) if (
             ast.unparse(call.func) == "self.add_module" and ast.unparse(cast) in _CASTS[dtype]
         ):
             pass
         case _:
-            raise _UnknownError(f"the {dtype} cast is not a known one", call)
+            raise _UnknownFormError(f"the {dtype} cast is not a known one", call)
     _check_signature(convertor, ("val",))
     if len(convertor.body) != 1:
-        raise _UnknownError("inputs are cast in another way", convertor)
+        raise _UnknownFormError("inputs are cast in another way", convertor)
     _expect(convertor.body[0], f"return val.{dtype}()")
     return _CASTS[dtype][ast.unparse(cast)], cast
 
@@ -172,9 +172,9 @@ def _check_conversion(source: ModuleSource) -> None:
     """Check that the conversion casts every floating tensor except marked ones."""
     function = source.function(_CONVERSION)
     if function is None or function not in source.syntax.body:
-        raise _UnknownError(f"{_CONVERSION} is not defined here", source.syntax)
+        raise _UnknownFormError(f"{_CONVERSION} is not defined here", source.syntax)
     if len(_bindings(source.syntax, _CONVERSION, loads=False)) != 1:
-        raise _UnknownError(f"{_CONVERSION} is bound more than once", function)
+        raise _UnknownFormError(f"{_CONVERSION} is bound more than once", function)
     _check_signature(function, ("module", "dtype"))
     match _without_docstring(function.body):
         case [
@@ -195,11 +195,11 @@ def _check_conversion(source: ModuleSource) -> None:
         ]:
             pass
         case _:
-            raise _UnknownError(f"{_CONVERSION} is not a known one", function)
+            raise _UnknownFormError(f"{_CONVERSION} is not a known one", function)
     seen = ({ast.unparse(condition) for condition in conditions}, *map(ast.unparse, (chosen.body, chosen.orelse)))
     known = {f"{name}.is_floating_point()", f"not getattr({name}, '{MARK}', False)"}
     if seen != (known, f"{name}.to(dtype)", name) or len(conditions) != len(known):
-        raise _UnknownError(f"{_CONVERSION} chooses by another rule", function)
+        raise _UnknownFormError(f"{_CONVERSION} chooses by another rule", function)
 
 
 def _who_marks(tree: SourceTree, seen: Evidence) -> Finding:
@@ -256,7 +256,7 @@ def _check_signature(function: FunctionNode, names: tuple[str, ...]) -> None:
     args = function.args
     plain = not (args.posonlyargs or args.defaults or args.kwonlyargs or function.decorator_list)
     if not plain or parameters(function) != names:
-        raise _UnknownError(f"{function.name} has another signature or is decorated", function)
+        raise _UnknownFormError(f"{function.name} has another signature or is decorated", function)
 
 
 def _self_assignment(node: ast.stmt) -> tuple[str, str]:
@@ -264,12 +264,12 @@ def _self_assignment(node: ast.stmt) -> tuple[str, str]:
         case ast.Assign(targets=[ast.Attribute(value=ast.Name(id="self"), attr=name)], value=value):
             return name, ast.unparse(value)
         case _:
-            raise _UnknownError("the constructor does something that no known one does", node)
+            raise _UnknownFormError("the constructor does something that no known one does", node)
 
 
 def _expect(node: ast.stmt, *known: str) -> None:
     if ast.unparse(node) not in known:
-        raise _UnknownError(f"expected {known[0]}", node)
+        raise _UnknownFormError(f"expected {known[0]}", node)
 
 
 def _bindings(syntax: ast.Module, name: str, *, loads: bool = True) -> list[ast.AST]:

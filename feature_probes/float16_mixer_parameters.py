@@ -108,7 +108,7 @@ GATED_DELTA_PRODUCT = Mixer(
 )
 
 
-class _UnknownError(Exception):
+class _UnknownVersionError(Exception):
     """Something that no known version has."""
 
     def __init__(self, source: ModuleSource, node: ast.AST, seen: str) -> None:
@@ -138,7 +138,7 @@ def _ask(tree: SourceTree, mixer: Mixer) -> Finding:
             return unrecognised(at(source, source.syntax, f"{mixer.target.symbol} is not defined here"))
         marked = _read_mixer(source, init, mixer)
         _check_slices(tree, mixer)
-    except _UnknownError as error:
+    except _UnknownVersionError as error:
         return unrecognised(error.evidence)
     except SourceError as error:
         return unrecognised(Evidence(seen=str(error)))
@@ -156,7 +156,7 @@ def _read_mixer(source: ModuleSource, init: FunctionNode, mixer: Mixer) -> set[s
     """Return the parameters that are marked.
 
     Raises:
-        _UnknownError: a parameter is created in another way, or mentioned where no known version does.
+        _UnknownVersionError: a parameter is created in another way, or mentioned where no known version does.
     """
     created: list[str] = []
     marked: set[str] = set()
@@ -175,9 +175,11 @@ def _read_mixer(source: ModuleSource, init: FunctionNode, mixer: Mixer) -> set[s
             and text not in mixer.reads
             and text != f"{mixer.parallel}({name}_cp1=self.{name})"
         ):
-            raise _UnknownError(source, mention.node, f"unknown: {text}")
+            raise _UnknownVersionError(source, mention.node, f"unknown: {text}")
     if sorted(created) != sorted(mixer.parameters):
-        raise _UnknownError(source, init, f"{mixer.class_name} creates {', '.join(created) or 'none'} in a known way")
+        raise _UnknownVersionError(
+            source, init, f"{mixer.class_name} creates {', '.join(created) or 'none'} in a known way"
+        )
     _check_values(source, init)
     return marked
 
@@ -203,14 +205,14 @@ def _check_values(source: ModuleSource, init: FunctionNode) -> None:
     )
     known = tuple(bound["A"]) in _INITIALISED and bound["A_log"] == ["A_log = torch.log(A)"]
     if not known or stores != sum(map(len, bound.values())):
-        raise _UnknownError(source, init, "the values of A_log come about in another way")
+        raise _UnknownVersionError(source, init, "the values of A_log come about in another way")
 
 
 def _check_slices(tree: SourceTree, mixer: Mixer) -> None:
     """Check that the parameters are held and sliced by context parallelism as they are.
 
     Raises:
-        _UnknownError: they are not, or not in the one way that is known.
+        _UnknownVersionError: they are not, or not in the one way that is known.
         SourceError: there is no such class, or it is no plain one.
     """
     source = tree.module(mixer.parallel_module)
@@ -218,14 +220,14 @@ def _check_slices(tree: SourceTree, mixer: Mixer) -> None:
     if source is None or function is None:
         raise SourceError(f"there is no {mixer.parallel_module}.{mixer.parallel}._slice_vector_param")
     if (body := fingerprint(function)) != mixer.slicing:
-        raise _UnknownError(source, function, f"{mixer.parallel}._slice_vector_param has an unknown body {body}")
+        raise _UnknownVersionError(source, function, f"{mixer.parallel}._slice_vector_param has an unknown body {body}")
     known = {f"self.{name}_cp1 = {name}_cp1" for name in ("A_log", "D")} | {
         "return self._slice_vector_param(self.A_log_cp1)",
         "return self._slice_vector_param(self.D_cp1, has_hdim=self.D_has_hdim)",
     }
     for mention in _mentions(source, {"A_log_cp1", "D_cp1"}):
         if mention.text not in known:
-            raise _UnknownError(source, mention.node, f"unknown: {mention.text}")
+            raise _UnknownVersionError(source, mention.node, f"unknown: {mention.text}")
 
 
 class _Mention(NamedTuple):

@@ -171,7 +171,7 @@ def _watch(large: list[str]) -> Any:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Watch(TorchDispatchMode):  # type: ignore[misc]
+    class LargeResults(TorchDispatchMode):  # type: ignore[misc]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
             results = result if isinstance(result, list | tuple) else [result]
@@ -179,7 +179,7 @@ def _watch(large: list[str]) -> Any:
                 large.append(func.overloadpacket.__name__)
             return result
 
-    return Watch()
+    return LargeResults()
 
 
 def _witness(module: ModuleType) -> Observation:

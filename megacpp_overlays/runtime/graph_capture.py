@@ -57,11 +57,11 @@ def host_reads() -> Iterator[list[str]]:
 
     seen: list[str] = []
 
-    class Watch(TorchDispatchMode):  # type: ignore[misc]
+    class HostReads(TorchDispatchMode):  # type: ignore[misc]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if (name := func.overloadpacket.__name__) in READS:
                 seen.append(name)
             return func(*args, **(kwargs or {}))
 
-    with Watch():
+    with HostReads():
         yield seen
