@@ -85,11 +85,9 @@ def _text(path: Path) -> str | None:
 
 def _used_by_it_alone(own: str, texts: Mapping[str, str], folder: str) -> tuple[str, ...]:
     """Return the modules of a folder that a file names, and no other Python file but tests."""
-    return tuple(
-        name
-        for name in sorted(texts)
-        if name.startswith(folder) and name.endswith(".py") and _users(name, texts) == {own}
-    )
+    modules = (name for name in sorted(texts) if name.startswith(folder) and name.endswith(".py"))
+    named = (name for name in modules if PurePosixPath(name).stem in texts[own])
+    return tuple(name for name in named if _users(name, texts) == {own})
 
 
 def _users(module: str, texts: Mapping[str, str]) -> set[str]:
