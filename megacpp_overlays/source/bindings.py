@@ -148,6 +148,11 @@ class Bindings:
         if isinstance(node.value, str):
             self._attributes[node.value].append(_Change(node, None, scope))
 
+    def _visit_table(self, node: ast.Dict, scope: _Scope) -> None:
+        """A text as a key binds nothing until somebody writes the table to a namespace, which is found there."""
+        self._push((key for key in node.keys if not isinstance(key, ast.Constant)), scope)
+        self._push(node.values, scope)
+
     def _visit_statement_of_text(self, node: ast.Expr, scope: _Scope) -> None:
         if not isinstance(node.value, ast.Constant):
             self._waiting.append((node.value, scope))
@@ -275,7 +280,12 @@ class Bindings:
         names = node.args[0] if node.args else None
         for keyword in node.keywords:
             self._change(str(keyword.arg), keyword, None, scope)
-        by_text = names is None or isinstance(names, ast.Constant) or _has_plain_keys(names)
+        by_text = names is None or isinstance(names, ast.Constant)
+        if isinstance(names, ast.Dict):
+            keys = [key.value for key in names.keys if isinstance(key, ast.Constant)]
+            by_text = len(keys) == len(names.keys)
+            for key in keys:
+                self._change(str(key), node, None, scope)
         return by_text and all(keyword.arg is not None for keyword in node.keywords)
 
     def _visit_function(self, node: _Function, scope: _Scope) -> None:
@@ -316,6 +326,7 @@ class Bindings:
         ast.Subscript: _visit_item,
         ast.Call: _visit_call,
         ast.Compare: _visit_comparison,
+        ast.Dict: _visit_table,
         ast.Expr: _visit_statement_of_text,
         **dict.fromkeys((ast.Assign, ast.AugAssign, ast.AnnAssign), _visit_assignment),
         **dict.fromkeys((ast.FunctionDef, ast.AsyncFunctionDef), _visit_function),
@@ -386,11 +397,6 @@ def _is_of_modules(node: ast.expr) -> bool:
 
 def _is_name(node: object, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
-
-
-def _has_plain_keys(node: ast.expr) -> bool:
-    """Return whether this is a display of a dict whose keys are texts, which are found as such."""
-    return isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys)
 
 
 def _arguments(args: ast.arguments) -> list[ast.arg]:

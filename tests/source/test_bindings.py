@@ -106,6 +106,11 @@ globals().update({"re" + "ad": other})
 globals().update(**{"re" + "ad": other})
 globals().update([("re" + "ad", other)])
 globals().setdefault("first", 1) and globals().__setitem__("re" + "ad", other)
+names = {"re" + "ad": other}\nglobals().update(names)
+dict.update(vars(sys.modules[__name__]), {"read": other})
+dict.update(sys.modules[__name__].__dict__, {"read": other})
+sys.modules[__name__].__dict__.update({"read": other}, first=1)
+def first():\n    vars(sys.modules[__name__]).update({"read": other})\nfirst()
 globals().pop("read")
 del globals()["read"]
 names = globals()\nnames["re" + "ad"] = other
@@ -205,6 +210,7 @@ getattr(sys, "read", None)
 hasattr(Layer, "forward")
 first = "read" in globals()
 first = globals()["read"]
+first = {"read": read, "forward": 1}
 first = globals().get("read")
 first = sys.modules["read"]
 def first(value: "read") -> "Layer": ...
