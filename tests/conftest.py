@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import distribution
 import pytest
 from hypothesis import HealthCheck, settings
 from made_up import BROKEN_TEXT, Upstream
@@ -41,32 +42,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--upstream-tree", action="append", default=[], type=Path, metavar="PATH", help=text)
 
 
-FIRST = "loader"
-"""The room whose tests begin: what they ask Python for takes as long as its heap is large, and upstreams fill it."""
-LONGEST = (
-    "test_dynamo.py",
-    "test_retire.py",
-    "test_run.py",
-    "test_ranks.py",
-    "test_children.py",
-    "test_packs.py",
-    "test_liger_flce_none_backward.py",
-)
-"""Files that take minutes. They are next, or one worker would end long after the others."""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let the first room and the longest files begin."""
-    begin = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: -1 if item.path.parent.name == FIRST else begin.get(item.path.name, len(begin)))
+    items.sort(key=lambda item: distribution.turn(item.path))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep tests that share a long run with one worker, and no more than they."""
-    from distribution import SharedRunScheduling
-
-    return SharedRunScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+    return distribution.SharedRunScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

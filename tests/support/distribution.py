@@ -1,15 +1,49 @@
-"""Which tests go to one worker of pytest-xdist together: those of a file, or of one release where each has a long run."""
+"""Which tests begin, and which go to one worker of pytest-xdist together: a file, or a release that has a long run."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from xdist.scheduler import LoadFileScheduling
 
+FIRST = "loader"
+"""The room whose tests begin: what they ask Python for takes as long as its heap is large, and upstreams fill it."""
+LONGEST = (
+    "test_dynamo.py",
+    "test_ranks.py",
+    "test_run.py",
+    "test_retire.py",
+    "test_lanes.py",
+    "test_packs.py",
+    "test_children.py",
+    "test_float16_fp32_exemption.py",
+    "test_hopper_flce_dispatch.py",
+    "test_index_scores.py",
+    "test_liger_flce_none_backward.py",
+    "test_portable_entry.py",
+    "test_triage.py",
+)
+"""Files that take minutes. They are next, or one worker would end long after the others."""
 SPLIT = {
     "test_liger_flce_none_backward.py": re.compile(r"\[(?:.*-)?(\d+\.\d+\.\d+)[-\]]|(logits_that_were_kept)"),
 }
 """Files whose tests share something for each of several groups, and what in the name of a test says its group."""
+
+
+def turn(file: Path) -> int:
+    """Return a number by which the files of tests are put in order."""
+    if file.parent.name == FIRST:
+        return -1
+    return LONGEST.index(file.name) if file.name in LONGEST else len(LONGEST)
+
+
+def unit(test: str) -> str:
+    """Return the name of the unit of work that a test belongs to."""
+    file = test.partition("::")[0]
+    pattern = SPLIT.get(file.rpartition("/")[2])
+    found = None if pattern is None else pattern.search(test)
+    return file if found is None else f"{file} {found[1] or found[2]}"
 
 
 class SharedRunScheduling(LoadFileScheduling):  # type: ignore[misc]
@@ -19,7 +53,4 @@ class SharedRunScheduling(LoadFileScheduling):  # type: ignore[misc]
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        file: str = super()._split_scope(nodeid)
-        pattern = SPLIT.get(file.rpartition("/")[2])
-        found = None if pattern is None else pattern.search(nodeid)
-        return file if found is None else f"{file} {found[1] or found[2]}"
+        return unit(nodeid)
