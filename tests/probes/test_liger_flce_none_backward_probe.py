@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from probing import ask
 
 from megacpp_overlays.feature_probes import liger_flce_none_backward as feature
-from megacpp_overlays.loader import install
 from megacpp_overlays.model import Finding, Verdict
 from megacpp_overlays.overlays.liger_flce_none_backward import OVERLAY
 from megacpp_overlays.source.trees import ModuleSource, WheelTree
@@ -62,7 +62,7 @@ def text_of(wheel: Path, name: str) -> str:
 
 def examine(wheel: Path, text: str) -> Finding:
     """Return what the loader makes of a release with another text of the target module."""
-    return install.examine(OVERLAY, Edited(wheel, fused_linear_cross_entropy=text))
+    return ask(OVERLAY.probe, Edited(wheel, fused_linear_cross_entropy=text))
 
 
 def is_installable(finding: Finding) -> bool:
@@ -252,7 +252,7 @@ def test_a_release_whose_kernel_computes_another_loss_is_not_repaired(wheel: Whe
     kernel = text_of(release, feature.KERNEL_MODULE)
     changed = kernel.replace("z_loss = lse_square_scale * lse * lse", "z_loss = lse_square_scale * lse")
 
-    finding = install.examine(OVERLAY, Edited(release, cross_entropy=changed))
+    finding = ask(OVERLAY.probe, Edited(release, cross_entropy=changed))
 
     assert changed != kernel
     assert finding.verdict is Verdict.UNRECOGNISED
@@ -266,7 +266,7 @@ def test_what_the_kernel_reads_beside_itself_counts(wheel: Wheel, tail: str) -> 
     release = wheel("liger-kernel", "0.8.1")
     changed = f"{text_of(release, feature.KERNEL_MODULE)}\n{tail}\n"
 
-    finding = install.examine(OVERLAY, Edited(release, cross_entropy=changed))
+    finding = ask(OVERLAY.probe, Edited(release, cross_entropy=changed))
 
     assert finding.verdict is Verdict.UNRECOGNISED
 
@@ -274,7 +274,7 @@ def test_what_the_kernel_reads_beside_itself_counts(wheel: Wheel, tail: str) -> 
 def test_the_parts_of_two_releases_together_are_not_a_release(wheel: Wheel) -> None:
     older, newer = wheel("liger-kernel", "0.8.0"), wheel("liger-kernel", "0.8.1")
 
-    finding = install.examine(OVERLAY, Edited(newer, cross_entropy=text_of(older, feature.KERNEL_MODULE)))
+    finding = ask(OVERLAY.probe, Edited(newer, cross_entropy=text_of(older, feature.KERNEL_MODULE)))
 
     assert finding.verdict is Verdict.UNRECOGNISED
     assert "mixture" in finding.summary()
