@@ -1,4 +1,4 @@
-"""Does the scatter of top-k indices into the DSA index mask ask the device whether there are sentinels?
+"""Branch on sentinels in the scatter of top-k indices into the DSA index mask.
 
 Negative indices are sentinels. Spring 2026 trees look for them with `any()` on the host, which raises while a CUDA
 graph is captured: `dsa._scatter_topk_into_index_mask` in force-pushed states of PR 3674 and forks of them, then
@@ -15,11 +15,11 @@ import ast
 from collections import Counter
 from collections.abc import Iterator
 
-from megacpp_overlays.errors import SourceError
-from megacpp_overlays.feature_probes.definitions import called, calls, plain_function, signature
-from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unrecognised
-from megacpp_overlays.model import Evidence, Finding, Target
+from megacpp_overlays.feature_probes.definitions import called, calls, plain_function
+from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown
+from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source.fingerprint import fingerprint
+from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree
 
 _VARIANT = "megatron.core.transformer.experimental_attention_variant"
@@ -28,7 +28,8 @@ MASKING = Target(distribution="megatron-core", module=f"{_VARIANT}.dsa_masking",
 
 BRANCHY = "branch-on-sentinels"
 
-_SIGNATURE = "index_mask, topk_indices, *, seq_chunk_size=256"
+_PARAMETERS = "index_mask, topk_indices, *, seq_chunk_size=256"
+_SCATTER = Pattern(f"def $_({_PARAMETERS}): $$_")
 _BRANCHY = Counter(
     {"call any": 2, "call where": 1, "call to": 1, "call scatter_": 1}
     | {"call max": 1, "call int": 1, "call range": 1, "call min": 1}
@@ -45,6 +46,10 @@ _REPAIRED = {"ad733f7b78721b12": "0.19.0, 0.19.2, main, dev and main of 2026-07-
 """Fingerprints of bodies that read nothing from the host."""
 
 
+_WRITES = (Pattern("$_[$_] = $_"), Pattern("$_.scatter_($$_)"))
+_ZEROS = (Pattern("index_mask[$_] = 0.0"), Pattern("index_mask[$_].scatter_(-1, $_, 0.0)"))
+
+
 def probe_dsa(tree: SourceTree) -> Finding:
     """Return whether the scatter of a single-file DSA reads from the host."""
     return _probe(tree, DSA)
@@ -59,32 +64,32 @@ def probe_masking(tree: SourceTree) -> Finding:
 
 
 def _probe(tree: SourceTree, target: Target) -> Finding:
-    try:
-        source = tree.module(target.module)
-        if source is None:
-            return absent(f"there is no module {target.module}")
-        function = plain_function(source, target.symbol)
-        if function is None:
-            return absent(f"{target.module} has no {target.symbol}")
-    except SourceError as error:
-        return unrecognised(Evidence(seen=str(error)))
-    if signature(function) != _SIGNATURE:
-        return unrecognised(at(source, function, f"its parameters are not ({_SIGNATURE})"))
+    source = tree.module(target.module)
+    if source is None:
+        return absent(f"there is no module {target.module}")
+    function = plain_function(source, target.symbol)
+    if function is None:
+        return absent(f"{target.module} has no {target.symbol}")
+    if _SCATTER.match(function) is None:
+        raise unknown(source, function, f"its parameters are not ({_PARAMETERS})")
     if Counter(_parts(function)) == _BRANCHY:
         return _branchy(source, function)
     if (body := fingerprint(function)) in _REPAIRED:
         return fixed(at(source, function, f"one write and nothing read back, as in {_REPAIRED[body]}"))
-    return unrecognised(at(source, function, f"{function.name} has an unknown body {body}"))
+    raise unknown(source, function, f"{function.name} has an unknown body {body}")
 
 
 def _branchy(source: ModuleSource, function: FunctionNode) -> Finding:
     """Return BROKEN if the branches and the writes are where they are known, and every name is bound."""
     branches = [node for node in ast.walk(function) if isinstance(node, ast.If) and calls(node.test, "any")]
-    outer = [node for node in branches if any(isinstance(op, ast.Lt) for op in _comparisons(node.test))]
+    outer = [node for node in branches if any(isinstance(each, ast.Lt) for each in ast.walk(node.test))]
     if len(branches) != 2 or len(outer) != 1:
-        return unrecognised(at(source, function, f"{function.name} branches in a way that is not known"))
-    for problem in (*_other_writes(function), *_unbound(function)):
-        return unrecognised(at(source, function, problem))
+        raise unknown(source, function, f"{function.name} branches in a way that is not known")
+    for write in (found.node for pattern in _WRITES for found in pattern.find(function)):
+        if not any(zero.match(write) for zero in _ZEROS):
+            raise unknown(source, write, f"writes {ast.unparse(write)}")
+    for name in _unbound(function):
+        raise unknown(source, function, f"uses {name}, which it does not bind")
     return broken(BRANCHY, *(at(source, node, f"the host waits for {ast.unparse(node.test)}") for node in branches))
 
 
@@ -106,32 +111,9 @@ def _parts(function: FunctionNode) -> Iterator[str]:
                     yield type(node).__name__
 
 
-def _comparisons(node: ast.AST) -> Iterator[ast.cmpop]:
-    return (operator for each in ast.walk(node) if isinstance(each, ast.Compare) for operator in each.ops)
-
-
-def _other_writes(function: FunctionNode) -> Iterator[str]:
-    """Yield what is written beside 0.0 at places of the mask."""
-    zero = "0.0"
-    for node in ast.walk(function):
-        match node:
-            case ast.Assign(targets=[ast.Subscript(value=place)], value=value):
-                if ast.unparse(place) != "index_mask" or ast.unparse(value) != zero:
-                    yield f"writes {ast.unparse(node)}"
-            case ast.Call(func=ast.Attribute(attr="scatter_", value=ast.Subscript(value=place)), args=[axis, _, value]):
-                if [ast.unparse(each) for each in (place, axis, value)] != ["index_mask", "-1", zero]:
-                    yield f"writes {ast.unparse(node)}"
-            case ast.Call() if called(node) == "scatter_":
-                yield f"writes {ast.unparse(node)}"
-
-
 def _unbound(function: FunctionNode) -> Iterator[str]:
     """Yield names that are neither parameters nor bound here nor known."""
-    names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
-    bound = {node.id for node in names if isinstance(node.ctx, ast.Store)}
-    bound |= {argument.arg for argument in ast.walk(function.args) if isinstance(argument, ast.arg)}
-    annotations = [argument.annotation for argument in ast.walk(function.args) if isinstance(argument, ast.arg)]
-    outside = {id(node) for each in (*annotations, function.returns) if each for node in ast.walk(each)}
-    known = bound | {"torch", "max", "min", "int", "range"}
-    strange = [node.id for node in names if node.id not in known and id(node) not in outside]
-    return (f"uses {name}, which it does not bind" for name in strange)
+    names = [each for statement in function.body for each in ast.walk(statement) if isinstance(each, ast.Name)]
+    known = {each.id for each in names if isinstance(each.ctx, ast.Store)} | {"torch", "max", "min", "int", "range"}
+    known |= {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)}
+    yield from (each.id for each in names if each.id not in known)

@@ -1,11 +1,11 @@
-"""Which validations of DSA read device values from the host on the way of a captured forward pass?
+"""Validations of DSA that read device values from the host on the way of a captured forward pass.
 
-Three modules, three questions:
+They lie in three modules:
 
-    dsa_layout    are position ids compared with `torch.equal`, on CUDA too? (PR 3674 head, main 2026-06-25)
-    dsa_masking   are masks and key positions? A mask that fails is no error: it declines the fused indexer. (same)
-    dsa           does the context-parallel length check read what it gathered? (PR 3674 head, main, dev, 0.19.x)
-                  and, in the single file of spring 2026, the two questions above
+    dsa_layout    position ids are compared with `torch.equal`, on CUDA too (PR 3674 head, main 2026-06-25)
+    dsa_masking   so are masks and key positions; a mask that fails is no error: it declines the fused indexer (same)
+    dsa           the context-parallel length check reads what it gathered (PR 3674 head, main, dev, 0.19.x)
+                  and, in the single file of spring 2026, the two above
 
 While a stream is captured the seams answer for upstream: what its mask builder returns counts as contiguous, and its
 bounds are computed without its comparisons. So every function that this leans on must be one that was read, down to the
@@ -16,15 +16,16 @@ known bodies only: which code reads from the host does not show in the names tha
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes.definitions import calls, plain_function
-from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unrecognised
+from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown
 from megacpp_overlays.feature_probes.host_reads import reads
-from megacpp_overlays.feature_probes.known_bodies import unfamiliar
+from megacpp_overlays.feature_probes.known_bodies import known_function
 from megacpp_overlays.model import Evidence, Finding, Target
 from megacpp_overlays.source.fingerprint import fingerprint
+from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree
 
 POSITIONS = "extract_query_positions_from_position_ids"
@@ -126,9 +127,22 @@ _SINGLE_BOUNDS: Mapping[str, _Form] = {
 }
 
 
+_FUSED_LOSS = Pattern(f"def {FUSED_LOSS}(q, $$_): $$_")
+_DECLINES = Pattern("return None")
+
+
 def probe_layout(tree: SourceTree) -> Finding:
     """Return whether position ids on the GPU are compared on the host."""
-    return _ask(tree, LAYOUT_TARGET, _layout)
+    source = tree.module(LAYOUT_TARGET.module)
+    if source is None:
+        return absent(f"there is no module {LAYOUT_TARGET.module}")
+    if plain_function(source, POSITIONS) is None:
+        return absent(f"{source.name} has no {POSITIONS}")
+    function = known_function(source, POSITIONS, {*_REPAIRED_POSITIONS, *_EQUAL_POSITIONS})
+    if (body := fingerprint(function)) in _REPAIRED_POSITIONS:
+        seen = f"rows are compared only where they are not on the GPU, as in {_REPAIRED_POSITIONS[body]}"
+        return fixed(at(source, function, seen))
+    return broken(EQUAL_POSITIONS, *_compared(source, function), _as_in(_EQUAL_POSITIONS[body]))
 
 
 def probe_masking(tree: SourceTree) -> Finding:
@@ -136,57 +150,31 @@ def probe_masking(tree: SourceTree) -> Finding:
 
     Source: https://github.com/NVIDIA/Megatron-LM/pull/5099
     """
-    return _ask(tree, MASKING_TARGET, lambda source: _masking(source, tree))
+    source = tree.module(MASKING_TARGET.module)
+    if source is None:
+        return absent(f"there is no module {MASKING_TARGET.module}")
+    bounds = plain_function(source, BOUNDS)
+    if bounds is None:
+        return absent(f"{source.name} has no {BOUNDS}")
+    form = _form(tree, bounds, {**_REPAIRED_BOUNDS, **_EQUAL_BOUNDS})
+    if form in _REPAIRED_BOUNDS:
+        return fixed(at(source, bounds, f"{BOUNDS} decides from its arguments, as in {form}"))
+    return broken(EQUAL_BOUNDS, *_compared(source, bounds), _as_in(form))
 
 
 def probe_dsa(tree: SourceTree) -> Finding:
     """Return whether sequence lengths of context-parallel ranks are read on the host, and what a single file adds."""
-    return _ask(tree, DSA_TARGET, lambda source: _dsa(source, tree))
-
-
-def _ask(tree: SourceTree, target: Target, question: Callable[[ModuleSource], Finding]) -> Finding:
-    try:
-        source = tree.module(target.module)
-        return absent(f"there is no module {target.module}") if source is None else question(source)
-    except SourceError as error:
-        return unrecognised(Evidence(seen=str(error)))
-
-
-def _layout(source: ModuleSource) -> Finding:
-    function = plain_function(source, POSITIONS)
-    if function is None:
-        return absent(f"{source.name} has no {POSITIONS}")
-    if (body := fingerprint(function)) in _REPAIRED_POSITIONS:
-        seen = f"rows are compared only where they are not on the GPU, as in {_REPAIRED_POSITIONS[body]}"
-        return fixed(at(source, function, seen))
-    if body in _EQUAL_POSITIONS:
-        return broken(EQUAL_POSITIONS, *_compared(source, function), _as_in(_EQUAL_POSITIONS[body]))
-    return unrecognised(at(source, function, f"{POSITIONS} has an unknown body {body}"))
-
-
-def _masking(source: ModuleSource, tree: SourceTree) -> Finding:
-    bounds = plain_function(source, BOUNDS)
-    if bounds is None:
-        return absent(f"{source.name} has no {BOUNDS}")
-    name, surprise = _form(tree, bounds, {**_REPAIRED_BOUNDS, **_EQUAL_BOUNDS})
-    if name in _REPAIRED_BOUNDS:
-        return fixed(at(source, bounds, f"{BOUNDS} decides from its arguments, as in {name}"))
-    if surprise is not None:
-        return unrecognised(surprise)
-    return broken(EQUAL_BOUNDS, *_compared(source, bounds), _as_in(name))
-
-
-def _dsa(source: ModuleSource, tree: SourceTree) -> Finding:
-    lengths = plain_function(source, LENGTHS)
+    source = tree.module(DSA_TARGET.module)
+    if source is None:
+        return absent(f"there is no module {DSA_TARGET.module}")
     single = {name: plain_function(source, own) for name, own in SINGLE_FILE.items()}
-    if lengths is None:
+    if plain_function(source, LENGTHS) is None:
         return _single_file(source, tree, single[POSITIONS], single[BOUNDS])
+    lengths = known_function(source, LENGTHS, _LENGTHS_BODIES)
     if any(single.values()):
-        return unrecognised(at(source, lengths, f"has both {LENGTHS} and functions of the single-file layout"))
-    if (body := fingerprint(lengths)) not in _LENGTHS_BODIES:
-        return unrecognised(at(source, lengths, f"{LENGTHS} has an unknown body {body}"))
+        raise unknown(source, lengths, f"has both {LENGTHS} and functions of the single-file layout")
     seen = [at(source, each, f"the host reads {ast.unparse(each)}") for each in [*reads(lengths)][:3]]
-    return broken(READ_LENGTHS, *seen, _as_in(_LENGTHS_BODIES[body]))
+    return broken(READ_LENGTHS, *seen, _as_in(_LENGTHS_BODIES[fingerprint(lengths)]))
 
 
 def _single_file(
@@ -195,49 +183,40 @@ def _single_file(
     if positions is None and bounds is None:
         return absent(f"{source.name} has neither {LENGTHS} nor {SINGLE_FILE[POSITIONS]}")
     if positions is None:
-        return unrecognised(Evidence(seen=f"{SINGLE_FILE[POSITIONS]} is missing", file=source.path))
-    if (body := fingerprint(positions)) not in _SINGLE_POSITIONS:
-        return unrecognised(at(source, positions, f"{positions.name} has an unknown body {body}"))
+        raise unknown(source, None, f"{SINGLE_FILE[POSITIONS]} is missing")
+    known_function(source, positions.name, _SINGLE_POSITIONS)
     if bounds is None:
-        return broken(SINGLE, *_compared(source, positions), _as_in(_SINGLE_POSITIONS[body]))
-    name, surprise = _form(tree, bounds, _SINGLE_BOUNDS)
-    if surprise is not None:
-        return unrecognised(surprise)
-    if (problem := _strange_loss(source)) is not None:
-        return unrecognised(problem)
-    return broken(SINGLE_FUSED, *_compared(source, positions), *_compared(source, bounds), _as_in(name))
+        return broken(SINGLE, *_compared(source, positions), _as_in(_SINGLE_POSITIONS[fingerprint(positions)]))
+    form = _form(tree, bounds, _SINGLE_BOUNDS)
+    _check_fused_loss(source)
+    return broken(SINGLE_FUSED, *_compared(source, positions), *_compared(source, bounds), _as_in(form))
 
 
-def _form(tree: SourceTree, bounds: FunctionNode, forms: Mapping[str, _Form]) -> tuple[str, Evidence | None]:
-    """Return the form that has this body of the bounds, and the first function that is not as in it."""
+def _form(tree: SourceTree, bounds: FunctionNode, forms: Mapping[str, _Form]) -> str:
+    """Return the form that has this body of the bounds, and all of whose functions are as in it."""
     body = fingerprint(bounds)
-    for name, modules in forms.items():
+    for form, modules in forms.items():
         if body not in {known.get(bounds.name) for known in modules.values()}:
             continue
         for module, known in modules.items():
             source = tree.module(module)
             if source is None:
-                return "", Evidence(seen=f"there is no module {module}")
-            if (surprise := unfamiliar(source, known)) is not None:
-                return "", surprise
-        return name, None
-    return "", Evidence(seen=f"{bounds.name} has an unknown body {body}")
+                raise SourceError(f"there is no module {module}")
+            for name, known_body in known.items():
+                known_function(source, name, {known_body})
+        return form
+    raise SourceError(f"{bounds.name} has an unknown body {body}")
 
 
-def _strange_loss(source: ModuleSource) -> Evidence | None:
-    """Return what keeps the seam from declining for the fused loss: another first parameter, or no answer of None."""
+def _check_fused_loss(source: ModuleSource) -> None:
+    """Check that the seam can decline for the fused loss: its first parameter is q, and None is an answer."""
     loss = plain_function(source, FUSED_LOSS)
     if loss is None:
-        return Evidence(seen=f"{FUSED_LOSS} is missing", file=source.path)
-    if loss.args.posonlyargs or [each.arg for each in loss.args.args[:1]] != ["q"]:
-        return at(source, loss, f"the first parameter of {FUSED_LOSS} is not q")
-    if not any(isinstance(node, ast.Return) and _is_none(node.value) for node in ast.walk(loss)):
-        return at(source, loss, f"{FUSED_LOSS} has no way to decline")
-    return None
-
-
-def _is_none(value: ast.expr | None) -> bool:
-    return isinstance(value, ast.Constant) and value.value is None
+        raise unknown(source, None, f"{FUSED_LOSS} is missing")
+    if _FUSED_LOSS.match(loss) is None:
+        raise unknown(source, loss, f"the first parameter of {FUSED_LOSS} is not q")
+    if not any(_DECLINES.find(loss)):
+        raise unknown(source, loss, f"{FUSED_LOSS} has no way to decline")
 
 
 def _compared(source: ModuleSource, function: FunctionNode) -> list[Evidence]:

@@ -1,6 +1,6 @@
-"""Do DSA's index scores, and the backward of the fused indexer loss, build a tensor of all queries, heads and keys?
+"""Tensors of all queries, heads and keys that DSA's index scores, and the backward of its fused indexer loss, build.
 
-Every release with DSA does, main of 2026-08-22 and dev of 2026-08-21 too. 0.16 has a method and leaves the backward to
+Every release with DSA builds them, main of 2026-08-22 and dev of 2026-08-21 too. 0.16 has a method and leaves the backward to
 autograd. Since 0.17 a function computes the scores, and the loss has a backward of its own that builds eleven tensors of
 that size against three in the forward; since 0.19 the relu is an option.
 
@@ -14,9 +14,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 
-from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes.definitions import calls, plain_function
-from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unrecognised
+from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown
 from megacpp_overlays.model import Evidence, Finding, Target
 from megacpp_overlays.source.fingerprint import fingerprint
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, parameters
@@ -58,30 +57,23 @@ _COPY = "compute_cp_indexer_topk"
 
 def probe(tree: SourceTree) -> Finding:
     """Return whether index scores, or their gradients, go through a tensor of (queries, batch, heads, keys)."""
-    try:
-        source = tree.module(TARGET.module)
-        return absent(f"there is no module {TARGET.module}") if source is None else _probe(source, tree)
-    except SourceError as error:
-        return unrecognised(Evidence(seen=str(error)))
-
-
-def _probe(source: ModuleSource, tree: SourceTree) -> Finding:
+    source = tree.module(TARGET.module)
+    if source is None:
+        return absent(f"there is no module {TARGET.module}")
     scores, backward = plain_function(source, SCORES), plain_function(source, BACKWARD)
     if scores is None:
         scores = plain_function(source, METHOD)
     elif source.find(METHOD) is not None:
-        return unrecognised(at(source, scores, f"has both {SCORES} and {METHOD}"))
+        raise unknown(source, scores, f"has both {SCORES} and {METHOD}")
     if scores is None:
         return _without_scores(source, backward)
     bodies = fingerprint(scores), None if backward is None else fingerprint(backward)
     if bodies in _REPAIRED:
         return fixed(at(source, scores, f"builds no four-axis tensor, as in {_REPAIRED[bodies]}"))
     if bodies not in _BROKEN:
-        return unrecognised(
-            at(source, scores, f"{SCORES} and {BACKWARD} have unknown bodies, {bodies[0]} and {bodies[1]}")
-        )
-    if backward is not None and (problem := next(_surprises(scores, backward), None)) is not None:
-        return unrecognised(at(source, backward, f"{BACKWARD} {problem}"))
+        raise unknown(source, scores, f"{SCORES} and {BACKWARD} have unknown bodies, {bodies[0]} and {bodies[1]}")
+    for problem in _surprises(scores, backward) if backward is not None else ():
+        raise unknown(source, backward, f"{BACKWARD} {problem}")
     shape, where = _BROKEN[bodies]
     seen = [
         at(source, call, f"{function.name} builds [queries, batch, heads, keys] in float32")
@@ -96,7 +88,7 @@ def _without_scores(source: ModuleSource, backward: FunctionNode | None) -> Find
     """Return ABSENT only where no DSA is: what moved or got another name is not gone."""
     if (rest := backward or source.find(_CLASS) or next(_products(source.syntax), None)) is None:
         return absent(f"{source.name} has no {SCORES}")
-    return unrecognised(at(source, rest, f"there is DSA but no {SCORES}"))
+    raise unknown(source, rest, f"there is DSA but no {SCORES}")
 
 
 def _products(node: ast.AST) -> Iterator[ast.Call]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.model import Evidence, Finding, Verdict
-from megacpp_overlays.source.trees import ModuleSource
+from megacpp_overlays.source.trees import ModuleSource, SourceTree
 
 
 def at(source: ModuleSource, node: ast.AST, seen: str) -> Evidence:
@@ -30,7 +31,7 @@ def fixed(*seen: Evidence) -> Finding:
 
 
 def absent(seen: str, source: ModuleSource | None = None) -> Finding:
-    """Return the finding where there is nothing to repair."""
+    """Return the finding where there is nothing to repair, with the module that was looked at."""
     return conclusion(Verdict.ABSENT, None, Evidence(seen=seen, file=source.path if source else None))
 
 
@@ -42,3 +43,14 @@ def unrecognised(*seen: Evidence) -> Finding:
 def unknown(source: ModuleSource, node: ast.AST | None, seen: str) -> SourceError:
     """Return the error that a probe raises at something which no known form has; it is the evidence of its finding."""
     return SourceError(seen, file=source.path, line=getattr(node, "lineno", None))
+
+
+def finding_of(probe: Callable[[SourceTree], Finding], tree: SourceTree) -> Finding:
+    """Return the finding of a probe that another one builds on, and which says in its own words why it matters.
+
+    Probes raise and leave it to the loader to turn that into UNRECOGNISED; this is for one that asks another.
+    """
+    try:
+        return probe(tree)
+    except SourceError as error:
+        return unrecognised(Evidence(seen=str(error), file=error.file, line=error.line))

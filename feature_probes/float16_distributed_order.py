@@ -1,4 +1,4 @@
-"""Does `DistributedOptimizer` look up a parameter's state where it put it?
+"""Order in which `DistributedOptimizer` records the positions of parameters, and in which it installs them.
 
 Its constructor records the position of each parameter in grad-buffer order, then installs each group as fp32 shards
 first, copies of float16 shards after them. With both kinds in one group the two orders differ. Restoring state also
@@ -8,12 +8,10 @@ repaired both since 2026-07-18.
 
 from __future__ import annotations
 
-import ast
-
-from megacpp_overlays.errors import SourceError
-from megacpp_overlays.feature_probes.findings import conclusion, unrecognised
-from megacpp_overlays.feature_probes.known_bodies import methods, unknown
-from megacpp_overlays.model import Evidence, Finding, Target, Verdict
+from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unrecognised
+from megacpp_overlays.feature_probes.known_bodies import changed_method, plain_subclass
+from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import FunctionNode, SourceTree
 
 TARGET = Target(
@@ -24,7 +22,6 @@ TARGET = Target(
 
 STALE_ORDER = "stale-order"
 
-_MAP = "self.model_param_group_index_map"
 _RESTORE = "_set_main_param_and_optimizer_states"
 _KNOWN = {
     "__init__": frozenset({"3b39cbefbe8ade4b", "cca4de6ad5de5751", "9f50f2924ad6a1bc", "4fd22571854dfc5f"}),
@@ -37,6 +34,12 @@ _KNOWN = {
 }
 """Bodies of the releases from 0.13.0 to 0.19.2; main d98e8a64dd has those of 0.19.2."""
 
+_LOOP = Pattern("for $_ in $groups: $$_")
+_GROUPS = (Pattern("self.model_fp32_groups"), Pattern("self.model_float16_groups"))
+_RECORD = Pattern("self.model_param_group_index_map[$_] = $_")
+_UNTRACKED = Pattern("with torch.no_grad(): $$_")
+_COPY = Pattern("$_.copy_($$_)")
+
 
 def probe(tree: SourceTree) -> Finding:
     """Return whether the recorded positions are those of the installed groups.
@@ -45,54 +48,30 @@ def probe(tree: SourceTree) -> Finding:
     """
     source = tree.module(TARGET.module)
     if source is None:
-        return conclusion(Verdict.ABSENT, None, Evidence(seen=f"there is no module {TARGET.module}"))
-    try:
-        if TARGET.symbol not in source.text:
-            return conclusion(Verdict.ABSENT, None, Evidence(seen=f"defines no {TARGET.symbol}", file=source.path))
-        found = methods(source, TARGET.symbol)
-        if _records_again(found.get("__init__")) and _restores_without_autograd(found.get(_RESTORE)):
-            line = found["__init__"].lineno
-            seen = Evidence(seen="positions are recorded again after the groups are built", file=source.path, line=line)
-            return conclusion(Verdict.FIXED, None, seen)
-        if (surprise := unknown(source, TARGET.symbol, _KNOWN)) is not None:
-            return unrecognised(surprise)
-    except SourceError as error:
-        return unrecognised(Evidence(seen=str(error)))
-    line = found["__init__"].lineno
-    seen = Evidence(seen="positions are recorded before each group is reordered by dtype", file=source.path, line=line)
-    return conclusion(Verdict.BROKEN, STALE_ORDER, seen)
-
-
-def _records_again(init: FunctionNode | None) -> bool:
-    """Return whether entries of the map are set in a loop over the fp32 and the float16 groups."""
-    loops = [node for node in init.body if isinstance(node, ast.For)] if init else []
-    return any(
-        any(isinstance(node, ast.Subscript) and ast.unparse(node.value) == _MAP for node in _targets(loop))
-        and all(name in ast.unparse(loop.iter) for name in ("self.model_fp32_groups", "self.model_float16_groups"))
-        for loop in loops
+        return absent(f"there is no module {TARGET.module}")
+    if TARGET.symbol not in source.text:
+        return absent(f"defines no {TARGET.symbol}", source)
+    cls = plain_subclass(source, TARGET.symbol, base="MixedPrecisionOptimizer")
+    init, restore = (source.function(f"{TARGET.symbol}.{name}") for name in ("__init__", _RESTORE))
+    if init and restore and _records_again(init) and _restores_without_autograd(restore):
+        return fixed(at(source, init, "positions are recorded again after the groups are built"))
+    if (surprise := changed_method(source, TARGET.symbol, _KNOWN)) is not None:
+        return unrecognised(surprise)
+    return broken(
+        STALE_ORDER, at(source, init or cls, "positions are recorded before each group is reordered by dtype")
     )
 
 
-def _restores_without_autograd(restore: FunctionNode | None) -> bool:
-    """Return whether every copy happens under `torch.no_grad()`."""
-    if restore is None:
-        return False
-    scopes = [
-        node
-        for node in ast.walk(restore)
-        if isinstance(node, ast.With) and "torch.no_grad()" in {ast.unparse(item.context_expr) for item in node.items}
-    ]
-    inside = [node for scope in scopes for node in _copies(scope)]
-    return bool(inside) and len(inside) == len(_copies(restore))
+def _records_again(init: FunctionNode) -> bool:
+    """Return whether positions are recorded in a loop over the fp32 and the float16 groups."""
+    loops = [loop for statement in init.body if (loop := _LOOP.match(statement)) is not None]
+    return any(
+        any(_RECORD.find(loop.node)) and all(any(group.find(loop["groups"])) for group in _GROUPS) for loop in loops
+    )
 
 
-def _targets(statement: ast.stmt) -> list[ast.expr]:
-    return [target for node in ast.walk(statement) if isinstance(node, ast.Assign) for target in node.targets]
-
-
-def _copies(node: ast.AST) -> list[ast.Call]:
-    return [
-        call
-        for call in ast.walk(node)
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "copy_"
-    ]
+def _restores_without_autograd(restore: FunctionNode) -> bool:
+    """Return whether there are copies, and all of them happen under `torch.no_grad()`."""
+    copies = {id(copy.node) for copy in _COPY.find(restore)}
+    untracked = {id(copy.node) for scope in _UNTRACKED.find(restore) for copy in _COPY.find(scope.node)}
+    return bool(copies) and copies == untracked

@@ -1,4 +1,4 @@
-"""Does a Mamba mixer of Megatron mark the parameters that it creates in fp32 "to keep" them?
+"""Marks on the parameters that the Mamba mixers of Megatron create in fp32 "to keep" them there.
 
 `MambaMixer` creates `A_log` and `D` in fp32 in every release and tree read: 0.13.0 to 0.19.2, main and dev. The gated
 delta product, on main only, does so with `A_log`. Nothing marks them, so `Float16Module` casts them with everything
@@ -24,7 +24,7 @@ from typing import NamedTuple
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes import float16_fp32_exemption
 from megacpp_overlays.feature_probes.definitions import called, plain_function
-from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unrecognised
+from megacpp_overlays.feature_probes.findings import absent, at, broken, finding_of, fixed, unknown, unrecognised
 from megacpp_overlays.fp32_marks import MARK
 from megacpp_overlays.model import Evidence, Finding, Target, Verdict
 from megacpp_overlays.source.fingerprint import fingerprint
@@ -108,41 +108,28 @@ GATED_DELTA_PRODUCT = Mixer(
 )
 
 
-class _UnknownVersionError(Exception):
-    """Something that no known version has."""
-
-    def __init__(self, source: ModuleSource, node: ast.AST, seen: str) -> None:
-        super().__init__(seen)
-        self.evidence = at(source, node, seen)
-
-
 def probe_mamba(tree: SourceTree) -> Finding:
     """Return whether `MambaMixer` marks `A_log` and `D`."""
-    return _ask(tree, MAMBA)
+    return _probe(tree, MAMBA)
 
 
 def probe_gated_delta_product(tree: SourceTree) -> Finding:
     """Return whether `GatedDeltaProductMixer` marks `A_log`."""
-    return _ask(tree, GATED_DELTA_PRODUCT)
+    return _probe(tree, GATED_DELTA_PRODUCT)
 
 
-def _ask(tree: SourceTree, mixer: Mixer) -> Finding:
-    try:
-        source = tree.module(mixer.target.module)
-        if source is None:
-            return absent(f"there is no module {mixer.target.module}")
-        init = plain_function(source, mixer.target.symbol)
-        if init is None and source.find(mixer.class_name) is None and mixer.class_name not in source.text:
-            return absent(f"{source.name} defines no {mixer.class_name}")
-        if init is None:
-            return unrecognised(at(source, source.syntax, f"{mixer.target.symbol} is not defined here"))
-        marked = _read_mixer(source, init, mixer)
-        _check_slices(tree, mixer)
-    except _UnknownVersionError as error:
-        return unrecognised(error.evidence)
-    except SourceError as error:
-        return unrecognised(Evidence(seen=str(error)))
-    cast = float16_fp32_exemption.probe(tree)
+def _probe(tree: SourceTree, mixer: Mixer) -> Finding:
+    source = tree.module(mixer.target.module)
+    if source is None:
+        return absent(f"there is no module {mixer.target.module}")
+    init = plain_function(source, mixer.target.symbol)
+    if init is None and source.find(mixer.class_name) is None and mixer.class_name not in source.text:
+        return absent(f"{source.name} defines no {mixer.class_name}")
+    if init is None:
+        raise unknown(source, source.syntax, f"{mixer.target.symbol} is not defined here")
+    marked = _read_mixer(source, init, mixer)
+    _check_slices(tree, mixer)
+    cast = finding_of(float16_fp32_exemption.probe, tree)
     if cast.verdict not in {Verdict.BROKEN, Verdict.FIXED}:
         return unrecognised(Evidence(seen="nothing that is known would honour the marks"), *cast.evidence)
     missing = [name for name in mixer.parameters if name not in marked]
@@ -156,30 +143,21 @@ def _read_mixer(source: ModuleSource, init: FunctionNode, mixer: Mixer) -> set[s
     """Return the parameters that are marked.
 
     Raises:
-        _UnknownVersionError: a parameter is created in another way, or mentioned where no known version does.
+        SourceError: a parameter is created in another way, or mentioned where no known version does.
     """
     created: list[str] = []
     marked: set[str] = set()
     for mention in _mentions(source, {"A_log", "D", "get_A_log", "get_D"}):
-        text, name, always = mention.text, mention.name, mention.always and mention.function is init
-        value = _VALUES.get(name)
-        if value is not None and text == f"self.{name} = {value}" and always:
-            created.append(name)
-        elif value is not None and text == f"self.{name} = {_MARKER}({value})" and always:
-            created.append(name)
-            marked.add(name)
-        elif text in {f"self.{name}.{MARK} = True", f"{_MARKER}(self.{name})"} and always:
-            marked.add(name)
-        elif (
-            text not in _settings(name)
-            and text not in mixer.reads
-            and text != f"{mixer.parallel}({name}_cp1=self.{name})"
-        ):
-            raise _UnknownVersionError(source, mention.node, f"unknown: {text}")
+        name, value = mention.name, _VALUES.get(mention.name)
+        creates = {f"self.{name} = {value}", f"self.{name} = {_MARKER}({value})"}
+        marks = {f"self.{name} = {_MARKER}({value})", f"self.{name}.{MARK} = True", f"{_MARKER}(self.{name})"}
+        if mention.text in creates | marks and mention.always and mention.function is init:
+            created += [name] if mention.text in creates else []
+            marked |= {name} if mention.text in marks else set()
+        elif mention.text not in _settings(name) | mixer.reads | {f"{mixer.parallel}({name}_cp1=self.{name})"}:
+            raise unknown(source, mention.node, f"unknown: {mention.text}")
     if sorted(created) != sorted(mixer.parameters):
-        raise _UnknownVersionError(
-            source, init, f"{mixer.class_name} creates {', '.join(created) or 'none'} in a known way"
-        )
+        raise unknown(source, init, f"{mixer.class_name} creates {', '.join(created) or 'none'} in a known way")
     _check_values(source, init)
     return marked
 
@@ -205,29 +183,28 @@ def _check_values(source: ModuleSource, init: FunctionNode) -> None:
     )
     known = tuple(bound["A"]) in _INITIALISED and bound["A_log"] == ["A_log = torch.log(A)"]
     if not known or stores != sum(map(len, bound.values())):
-        raise _UnknownVersionError(source, init, "the values of A_log come about in another way")
+        raise unknown(source, init, "the values of A_log come about in another way")
 
 
 def _check_slices(tree: SourceTree, mixer: Mixer) -> None:
     """Check that the parameters are held and sliced by context parallelism as they are.
 
     Raises:
-        _UnknownVersionError: they are not, or not in the one way that is known.
-        SourceError: there is no such class, or it is no plain one.
+        SourceError: they are not, or not in the one way that is known.
     """
     source = tree.module(mixer.parallel_module)
     function = plain_function(source, f"{mixer.parallel}._slice_vector_param") if source else None
     if source is None or function is None:
         raise SourceError(f"there is no {mixer.parallel_module}.{mixer.parallel}._slice_vector_param")
     if (body := fingerprint(function)) != mixer.slicing:
-        raise _UnknownVersionError(source, function, f"{mixer.parallel}._slice_vector_param has an unknown body {body}")
+        raise unknown(source, function, f"{mixer.parallel}._slice_vector_param has an unknown body {body}")
     known = {f"self.{name}_cp1 = {name}_cp1" for name in ("A_log", "D")} | {
         "return self._slice_vector_param(self.A_log_cp1)",
         "return self._slice_vector_param(self.D_cp1, has_hdim=self.D_has_hdim)",
     }
     for mention in _mentions(source, {"A_log_cp1", "D_cp1"}):
         if mention.text not in known:
-            raise _UnknownVersionError(source, mention.node, f"unknown: {mention.text}")
+            raise unknown(source, mention.node, f"unknown: {mention.text}")
 
 
 class _Mention(NamedTuple):

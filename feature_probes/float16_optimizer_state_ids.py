@@ -1,4 +1,4 @@
-"""Does the sharded state of `Float16OptimizerWithFloat16Params` number its parameters like its inner optimizer?
+"""Numbering of parameters in the sharded state of `Float16OptimizerWithFloat16Params` and in its inner optimizer.
 
 Up to 0.19.2 ids are given to the float16 parameters alone, while the state enumerates every parameter of the inner
 optimizer: fp32 copies, native fp32 parameters and frozen ones, in group order. Main and dev walk the parameter
@@ -7,12 +7,10 @@ groups of the inner optimizer instead.
 
 from __future__ import annotations
 
-import ast
-
-from megacpp_overlays.errors import SourceError
-from megacpp_overlays.feature_probes.findings import conclusion, unrecognised
-from megacpp_overlays.feature_probes.known_bodies import methods, unknown
-from megacpp_overlays.model import Evidence, Finding, Target, Verdict
+from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown, unrecognised
+from megacpp_overlays.feature_probes.known_bodies import changed_method, plain_subclass
+from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import FunctionNode, SourceTree
 
 TARGET = Target(
@@ -29,6 +27,12 @@ _KNOWN = {
     "sharded_state_dict": frozenset({"7b9421bfaae00a6c", "867e083dedad30aa"}),  # the same two ranges
 }
 
+_IDS = Pattern("get_param_id_to_sharded_param_map($$_)")
+_IDS_OF_A_WALK = Pattern("get_param_id_to_sharded_param_map($_, $walk())")
+_WALK = Pattern("def $name($$_): $$_")
+_YIELD = Pattern("yield $_")
+_GROUPS = Pattern("self.optimizer.param_groups")
+
 
 def probe(tree: SourceTree) -> Finding:
     """Return whether ids are given over the float16 groups or over the inner optimizer.
@@ -37,43 +41,27 @@ def probe(tree: SourceTree) -> Finding:
     """
     source = tree.module(TARGET.module)
     if source is None:
-        return conclusion(Verdict.ABSENT, None, Evidence(seen=f"there is no module {TARGET.module}"))
-    try:
-        if TARGET.symbol not in source.text:
-            seen = Evidence(seen=f"defines no {TARGET.symbol}", file=source.path)
-            return conclusion(Verdict.ABSENT, None, seen)
-        method = methods(source, TARGET.symbol).get("sharded_state_dict")
-        if method is None:
-            return unrecognised(Evidence(seen=f"{TARGET.symbol} has no sharded_state_dict", file=source.path))
-        line = method.lineno
-        if _walks_the_inner_optimizer(method):
-            seen = Evidence(seen="ids follow the groups of the inner optimizer", file=source.path, line=line)
-            return conclusion(Verdict.FIXED, None, seen)
-        if (surprise := unknown(source, TARGET.symbol, _KNOWN)) is not None:
-            return unrecognised(surprise)
-    except SourceError as error:
-        return unrecognised(Evidence(seen=str(error)))
-    seen = Evidence(seen="optimizer ids are given to the float16 parameters alone", file=source.path, line=line)
-    return conclusion(Verdict.BROKEN, FLOAT16_IDS, seen)
+        return absent(f"there is no module {TARGET.module}")
+    if TARGET.symbol not in source.text:
+        return absent(f"defines no {TARGET.symbol}", source)
+    plain_subclass(source, TARGET.symbol, base="MixedPrecisionOptimizer")
+    method = source.function(f"{TARGET.symbol}.sharded_state_dict")
+    if method is None:
+        raise unknown(source, None, f"{TARGET.symbol} has no sharded_state_dict")
+    if _walks_the_inner_optimizer(method):
+        return fixed(at(source, method, "ids follow the groups of the inner optimizer"))
+    if (surprise := changed_method(source, TARGET.symbol, _KNOWN)) is not None:
+        return unrecognised(surprise)
+    return broken(FLOAT16_IDS, at(source, method, "optimizer ids are given to the float16 parameters alone"))
 
 
 def _walks_the_inner_optimizer(method: FunctionNode) -> bool:
-    """Return whether the id map is built once, from a local generator over `self.optimizer.param_groups`."""
-    calls = [
-        node
-        for node in ast.walk(method)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "get_param_id_to_sharded_param_map"
-    ]
-    generators = {
-        node.name
-        for node in method.body
-        if isinstance(node, ast.FunctionDef)
-        and not node.decorator_list
-        and any(isinstance(inner, ast.Yield) for inner in ast.walk(node))
-        and any(ast.unparse(inner) == "self.optimizer.param_groups" for inner in ast.walk(node))
+    """Return whether the id map is built once, from a local generator over the groups of the inner optimizer."""
+    walks = {
+        walk.text("name")
+        for statement in method.body
+        if (walk := _WALK.match(statement)) and any(_YIELD.find(statement)) and any(_GROUPS.find(statement))
     }
-    match calls:
-        case [ast.Call(args=[_, ast.Call(func=ast.Name(id=name), args=[], keywords=[])], keywords=[])]:
-            return not method.decorator_list and name in generators
-        case _:
-            return False
+    ids = [found.node for found in _IDS.find(method)]
+    of_a_walk = _IDS_OF_A_WALK.match(ids[0]) if len(ids) == 1 else None
+    return of_a_walk is not None and of_a_walk.text("walk") in walks and not method.decorator_list

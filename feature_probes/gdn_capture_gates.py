@@ -1,4 +1,4 @@
-"""Does the gated delta net read packed sequence lengths from the host on the way of a captured forward pass?
+"""Reads of packed sequence lengths from the host, in a captured forward pass of the gated delta net.
 
 With packed sequences `forward` resolves `cu_seqlens` twice, for queries and for keys, and each time reads the last
 entry and the divisibility by the context-parallel size from the host; then it asserts that `torch.equal` holds for the
@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import ast
 
-from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes.definitions import calls, plain_function
-from megacpp_overlays.feature_probes.findings import absent, at, broken, unrecognised
+from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
 from megacpp_overlays.feature_probes.host_reads import reads
 from megacpp_overlays.model import Evidence, Finding, Target
 from megacpp_overlays.source.fingerprint import fingerprint
@@ -39,23 +38,18 @@ _EQUAL = "torch.equal(cu_seqlens_q, cu_seqlens_kv)"
 
 def probe_single(tree: SourceTree) -> Finding:
     """Return whether a gated delta net in one file reads packed lengths from the host."""
-    return _ask(tree, SINGLE)
+    return _probe(tree, SINGLE)
 
 
 def probe_common(tree: SourceTree) -> Finding:
     """Return whether the base class of the gated delta nets reads packed lengths from the host."""
-    return _ask(tree, COMMON)
+    return _probe(tree, COMMON)
 
 
-def _ask(tree: SourceTree, target: Target) -> Finding:
-    try:
-        source = tree.module(target.module)
-        return absent(f"there is no module {target.module}") if source is None else _probe(source, target, tree)
-    except SourceError as error:
-        return unrecognised(Evidence(seen=str(error)))
-
-
-def _probe(source: ModuleSource, target: Target, tree: SourceTree) -> Finding:
+def _probe(tree: SourceTree, target: Target) -> Finding:
+    source = tree.module(target.module)
+    if source is None:
+        return absent(f"there is no module {target.module}")
     class_name = target.symbol.partition(".")[0]
     if source.find(class_name) is None:
         return absent(f"{source.name} defines no {class_name}")
@@ -63,20 +57,20 @@ def _probe(source: ModuleSource, target: Target, tree: SourceTree) -> Finding:
     if function is None:
         return absent(f"{target.symbol} does not exist: packed sequences are not supported")
     if (body := fingerprint(function)) not in _BODIES:
-        return unrecognised(at(source, function, f"{target.symbol} has an unknown body {body}"))
-    callers = [caller for name in _CALLERS[target.module] if (caller := tree.module(name)) is not None]
-    equal: list[Evidence] = []
-    for caller in callers:
-        resolved = [call.args[3:4] for call in calls(caller.syntax, "_resolve_cu_seqlens")]
-        compared = calls(caller.syntax, "equal")
-        if [ast.unparse(each[0]) if each else "" for each in resolved] != _NAMES:
-            return unrecognised(Evidence(seen="does not resolve once for queries and once for keys", file=caller.path))
-        if [ast.unparse(each) for each in compared] != [_EQUAL]:
-            return unrecognised(
-                Evidence(seen="does not compare the two in the one way that is known", file=caller.path)
-            )
-        equal.append(at(caller, compared[0], f"the host waits for {_EQUAL}"))
-    if not equal:
-        return unrecognised(at(source, function, "nothing that calls it was found"))
+        raise unknown(source, function, f"{target.symbol} has an unknown body {body}")
+    compared = [_comparison(caller) for name in _CALLERS[target.module] if (caller := tree.module(name)) is not None]
+    if not compared:
+        raise unknown(source, function, "nothing that calls it was found")
     seen = [at(source, call, f"the host reads {ast.unparse(call)}") for call in [*reads(function)][:2]]
-    return broken(READ_LENGTHS, *seen, *equal, Evidence(seen=f"as in {_BODIES[body]}"))
+    return broken(READ_LENGTHS, *seen, *compared, Evidence(seen=f"as in {_BODIES[body]}"))
+
+
+def _comparison(caller: ModuleSource) -> Evidence:
+    """Return where a caller compares the lengths of queries and keys, which it resolves once each."""
+    resolved = [call.args[3:4] for call in calls(caller.syntax, "_resolve_cu_seqlens")]
+    if [ast.unparse(each[0]) if each else "" for each in resolved] != _NAMES:
+        raise unknown(caller, None, "does not resolve once for queries and once for keys")
+    compared = calls(caller.syntax, "equal")
+    if [ast.unparse(each) for each in compared] != [_EQUAL]:
+        raise unknown(caller, None, "does not compare the two in the one way that is known")
+    return at(caller, compared[0], f"the host waits for {_EQUAL}")

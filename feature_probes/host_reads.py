@@ -1,4 +1,4 @@
-"""What the syntax of a function says about reading device values from the host.
+"""Calls in a function that read device values from the host.
 
 Shared by the probes of the CUDA-graph overlays. A call that reads needs the value on the host before the next line
 runs; while a stream is captured it raises.

@@ -184,9 +184,7 @@ def _as_released(source: ModuleSource, tree: SourceTree, *seen: Evidence) -> Fin
 def _deferred(source: ModuleSource, core_forward: FunctionNode, backward: FunctionNode) -> Finding:
     """Return FIXED if `token_grad_output` is applied, and the backward pass hands its gradient to it."""
     products = (each.node for statement in core_forward.body for each in _PRODUCT.find(statement))
-    applied = next(
-        (each for each in products if isinstance(each, ast.AST) and "token_grad_output" in words(each)), None
-    )
+    applied = next((each for each in products if "token_grad_output" in words(each)), None)
     handed = next((call.node for call in _CORE_CALLED.find(backward) if _hands_over(call)), None)
     if applied is None or not isinstance(handed, ast.AST):
         missing = "applied" if applied is None else "handed over by the backward pass"
@@ -212,4 +210,4 @@ def _rejection(function: FunctionNode) -> ast.Assert | None:
 
 
 def _first(form: Pattern, function: FunctionNode) -> ast.AST | None:
-    return next((found.node for found in form.find(function) if isinstance(found.node, ast.AST)), None)
+    return next((found.node for found in form.find(function)), None)

@@ -33,7 +33,7 @@ _Holes = Mapping[str, object]
 class Match:
     """One place where a pattern matches, and the code that its holes hold there."""
 
-    def __init__(self, node: ast.AST | Sequence[ast.stmt], holes: _Holes) -> None:
+    def __init__(self, node: ast.AST, holes: _Holes) -> None:
         self.node = node
         self._holes = holes
 
@@ -84,7 +84,7 @@ class Pattern:
             case Sequence(), _:
                 compared = [*code]
         holes = next(_matches(pattern, compared, {}), None)
-        return None if holes is None else Match(code, holes)
+        return None if holes is None else Match(code if isinstance(code, ast.AST) else ast.Module([*code], []), holes)
 
     def find(self, code: ast.AST) -> Iterator[Match]:
         """Yield the matches of a pattern of one expression or statement in a node and below it, outermost first."""

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes.dsa_branchless_scatter import BRANCHY, MASKING
+from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.model import Overlay, Verdict
 from megacpp_overlays.overlays.dsa_branchless_scatter import PARTS
 from megacpp_overlays.runtime import graph_capture
@@ -32,7 +33,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def part_of(tree: Path) -> Overlay:
     """Return the part whose target is broken in a tree, or skip."""
-    broken = [part for part in PARTS if part.probe(DirectoryTree(tree)).verdict is Verdict.BROKEN]
+    broken = [part for part in PARTS if examine(part, DirectoryTree(tree)).verdict is Verdict.BROKEN]
     if not broken:
         pytest.skip("this tree has no branchy scatter")
     return broken[0]
@@ -78,7 +79,7 @@ def test_every_tree_is_recognised(tree: Path) -> None:
 def test_no_statement_of_the_branchy_scatter_may_change(dsa_tree: Path, part: Overlay) -> None:
     text = text_of(DirectoryTree(dsa_tree), part.target.module)
     for what, changed in statement_edits(text, part.target.symbol):
-        finding = part.probe(EditedTree(DirectoryTree(dsa_tree), part.target.module, changed))
+        finding = examine(part, EditedTree(DirectoryTree(dsa_tree), part.target.module, changed))
         assert finding.verdict is Verdict.UNRECOGNISED, what
 
 
@@ -139,7 +140,7 @@ def test_a_branch_without_any_is_no_repair() -> None:
     branch, _, rest = text.partition("                batches, offsets")
     text = f"{branch}                index_mask[:, first:end].scatter_(-1, picked[real], 0.0)\n        else:{rest.partition('else:')[2]}"
 
-    finding = PARTS[1].probe(EditedTree(DirectoryTree(JUNE), MASKING.module, text))
+    finding = examine(PARTS[1], EditedTree(DirectoryTree(JUNE), MASKING.module, text))
 
     assert finding.verdict is Verdict.UNRECOGNISED
 

@@ -33,6 +33,7 @@ from places import HANG_S, ROOT, SUPPORT
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import dsa_capture_gates as feature
+from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.model import Overlay, Verdict
 from megacpp_overlays.overlays.dsa_capture_gates import PARTS
 from megacpp_overlays.runtime import graph_capture
@@ -125,7 +126,7 @@ def test_a_spring_file_without_the_fused_indexer_has_one_gate() -> None:
     text = text_of(DirectoryTree(SPRING), DSA.target.module)
     start, end = text.index("def _build_dsattention_forward_mask"), text.index("def _unfused_absorbed")
 
-    finding = DSA.probe(EditedTree(DirectoryTree(SPRING), DSA.target.module, text[:start] + text[end:]))
+    finding = examine(DSA, EditedTree(DirectoryTree(SPRING), DSA.target.module, text[:start] + text[end:]))
 
     assert finding.shape == feature.SINGLE
 
@@ -193,7 +194,7 @@ def test_no_statement_of_what_a_mark_vouches_for_may_change(dsa_tree: Path) -> N
             if f"def {symbol}(" not in text:
                 continue  # the stand-ins do with fewer helpers
             for what, changed in statement_edits(text, symbol):
-                finding = part.probe(EditedTree(tree, owner.target.module, changed))
+                finding = examine(part, EditedTree(tree, owner.target.module, changed))
                 assert finding.verdict is Verdict.UNRECOGNISED, (symbol, what)
                 edits += 1
     assert edits > 80
@@ -215,7 +216,7 @@ def test_a_window_or_another_answer_is_not_recognised(stand_in: Path, part: Over
     before, found, after = text.rpartition(old)
     assert found
 
-    finding = part.probe(EditedTree(DirectoryTree(stand_in), part.target.module, before + new + after))
+    finding = examine(part, EditedTree(DirectoryTree(stand_in), part.target.module, before + new + after))
 
     assert finding.verdict is Verdict.UNRECOGNISED
 
@@ -237,7 +238,7 @@ def test_key_positions_must_come_in_order_from_the_layout() -> None:
     tree = DirectoryTree(JUNE)
     text = text_of(tree, LAYOUT.target.module).replace("keys = torch.arange(skv,", "keys = torch.randperm(skv,")
 
-    assert MASKING.probe(EditedTree(tree, LAYOUT.target.module, text)).verdict is Verdict.UNRECOGNISED
+    assert examine(MASKING, EditedTree(tree, LAYOUT.target.module, text)).verdict is Verdict.UNRECOGNISED
 
 
 @pytest.mark.parametrize(
@@ -662,7 +663,7 @@ def test_loaded_in_a_fresh_process_they_are_active_and_pickle_by_reference(
 
 @pytest.mark.upstream
 @pytest.mark.skipif(
-    DSA.probe(InstalledTree()).shape != feature.READ_LENGTHS, reason="another megatron-core is installed"
+    examine(DSA, InstalledTree()).shape != feature.READ_LENGTHS, reason="another megatron-core is installed"
 )
 def test_loaded_with_a_release_the_length_check_is_active_and_the_rest_is_retired(
     run_python: Any, tmp_path: Path

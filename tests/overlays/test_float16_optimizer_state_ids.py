@@ -20,7 +20,7 @@ import torch
 
 import megacpp_overlays
 from megacpp_overlays.feature_probes import float16_distributed_order, float16_optimizer_state_ids
-from megacpp_overlays.loader import seams
+from megacpp_overlays.loader import probing, seams
 from megacpp_overlays.model import Finding, Overlay, Verdict
 from megacpp_overlays.overlays import float16_distributed_order as distributed_order
 from megacpp_overlays.overlays import float16_optimizer_state_ids as state_ids
@@ -48,8 +48,8 @@ def text_of(probe: ModuleType, wheel: Callable[[str, str], Path], version: str =
 
 
 def examine(probe: ModuleType, text: str) -> Finding:
-    finding: Finding = probe.probe(TextTree(probe.TARGET.module, text))
-    return finding
+    (overlay,) = (each.OVERLAY for each in (state_ids, distributed_order) if each.OVERLAY.target == probe.TARGET)
+    return probing.examine(overlay, TextTree(probe.TARGET.module, text))
 
 
 # Probes
@@ -82,7 +82,10 @@ def function(syntax: ast.Module, class_name: str, method: str) -> ast.FunctionDe
 
 
 @pytest.mark.parametrize("probe", PROBES, ids=["ids", "order"])
-@pytest.mark.parametrize("edit", ["decorate", "parameter", "rename", "twice", "rebind", "patch", "setattr", "import"])
+@pytest.mark.parametrize(
+    "edit",
+    ["decorate", "parameter", "rename", "twice", "rebind", "patch", "setattr", "import", "star", "global", "except"],
+)
 def test_other_edits_are_not_recognised(probe: ModuleType, edit: str, wheel: Callable[[str, str], Path]) -> None:
     symbol = probe.TARGET.symbol
     syntax = ast.parse(text_of(probe, wheel))
@@ -105,6 +108,12 @@ def test_other_edits_are_not_recognised(probe: ModuleType, edit: str, wheel: Cal
             syntax.body += ast.parse(f"setattr({symbol}, '__init__', patched)").body
         case "import":
             syntax.body += ast.parse(f"from elsewhere import {symbol}").body
+        case "star":
+            syntax.body += ast.parse("from elsewhere import *").body
+        case "global":
+            syntax.body += ast.parse(f"def swap():\n    global {symbol}\n    {symbol} = patched").body
+        case "except":
+            syntax.body += ast.parse(f"try: run()\nexcept Error as {symbol}: pass").body
 
     assert examine(probe, ast.unparse(ast.fix_missing_locations(syntax))).verdict is Verdict.UNRECOGNISED
 
@@ -140,6 +149,8 @@ class Float16OptimizerWithFloat16Params(MixedPrecisionOptimizer):
         return convert(self.state_dict(), ids)
 """
     assert examine(float16_optimizer_state_ids, text).verdict is Verdict.FIXED
+    patched = f"{text}\nFloat16OptimizerWithFloat16Params.__init__ = patched\n"
+    assert examine(float16_optimizer_state_ids, patched).verdict is Verdict.UNRECOGNISED
     stale = text.replace("in_order())", "self.float16_groups)")
     assert examine(float16_optimizer_state_ids, stale).verdict is Verdict.UNRECOGNISED
 

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacpp_overlays.feature_probes.gdn_capture_gates import COMMON, READ_LENGTHS, SINGLE
+from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.model import Overlay, Verdict
 from megacpp_overlays.overlays.gdn_capture_gates import PARTS
 from megacpp_overlays.runtime import graph_capture
@@ -88,7 +89,7 @@ def test_every_tree_is_recognised(tree: Path) -> None:
 def test_no_statement_of_the_checks_may_change(version: str, part: Overlay, wheel: Wheel) -> None:
     tree = WheelTree(wheel("megatron-core", version))
     for what, changed in statement_edits(text_of(tree, part.target.module), part.target.symbol):
-        finding = part.probe(EditedTree(tree, part.target.module, changed))
+        finding = examine(part, EditedTree(tree, part.target.module, changed))
         assert finding.verdict is Verdict.UNRECOGNISED, what
 
 
@@ -106,7 +107,7 @@ def test_another_caller_is_not_recognised(old: str, new: str, wheel: Wheel) -> N
     text = text_of(tree, caller)
     assert text.count(old) == 1
 
-    finding = IN_A_BASE_CLASS.probe(EditedTree(tree, caller, text.replace(old, new)))
+    finding = examine(IN_A_BASE_CLASS, EditedTree(tree, caller, text.replace(old, new)))
 
     assert finding.verdict is Verdict.UNRECOGNISED
 
@@ -118,7 +119,7 @@ def test_another_class_is_not_recognised(line: str, wheel: Wheel) -> None:
     tree = WheelTree(wheel("megatron-core", "0.19.2"))
     text = text_of(tree, COMMON.module).replace("class _GDNBase", line)
 
-    assert IN_A_BASE_CLASS.probe(EditedTree(tree, COMMON.module, text)).verdict is Verdict.UNRECOGNISED
+    assert examine(IN_A_BASE_CLASS, EditedTree(tree, COMMON.module, text)).verdict is Verdict.UNRECOGNISED
 
 
 def test_a_body_without_known_reads_is_no_repair_until_it_was_read(wheel: Wheel) -> None:
@@ -132,7 +133,7 @@ def test_a_body_without_known_reads_is_no_repair_until_it_was_read(wheel: Wheel)
         assert old in text
         text = text.replace(old, new)
 
-    assert IN_A_BASE_CLASS.probe(EditedTree(tree, COMMON.module, text)).verdict is Verdict.UNRECOGNISED
+    assert examine(IN_A_BASE_CLASS, EditedTree(tree, COMMON.module, text)).verdict is Verdict.UNRECOGNISED
 
 
 # Outside a capture
@@ -335,7 +336,7 @@ print(json.dumps(dict(
 
 @pytest.mark.upstream
 @pytest.mark.skipif(
-    IN_A_BASE_CLASS.probe(InstalledTree()).verdict is not Verdict.BROKEN, reason="another megatron-core is installed"
+    examine(IN_A_BASE_CLASS, InstalledTree()).verdict is not Verdict.BROKEN, reason="another megatron-core is installed"
 )
 def test_loaded_in_a_fresh_process_it_is_active_and_pickles_by_reference(run_python: Any, tmp_path: Path) -> None:
     done = json.loads(run_python(LOAD, MEGACPP_OVERLAYS_LOG=str(tmp_path / "log")).stdout.splitlines()[-1])

@@ -11,6 +11,7 @@ from dsa_source import EditedTree, statement_edits, text_of
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import dsa_indexer_streaming as feature
+from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.model import Finding, Verdict
 from megacpp_overlays.overlays.dsa_indexer_streaming import OVERLAY
 from megacpp_overlays.source.fingerprint import fingerprint
@@ -50,7 +51,7 @@ def replaced(tree: SourceTree, old: str, new: str, *, last: bool = False) -> Fin
     text = text_of(tree, DSA)
     assert text.count(old) == 1 or (last and old in text), (old, text.count(old))
     before, _, after = text.rpartition(old)
-    return feature.probe(EditedTree(tree, DSA, before + new + after))
+    return examine(OVERLAY, EditedTree(tree, DSA, before + new + after))
 
 
 def only_what_counts(tree: SourceTree) -> str:
@@ -70,21 +71,21 @@ def only_what_counts(tree: SourceTree) -> str:
 
 
 def test_the_evidence_names_both_places(newest: WheelTree) -> None:
-    seen = feature.probe(newest).summary()
+    seen = examine(OVERLAY, newest).summary()
 
     assert f"{feature.SCORES} builds [queries, batch, heads, keys] in float32 (dsa.py:542)" in seen
     assert f"{feature.BACKWARD} builds [queries, batch, heads, keys] in float32 (dsa.py:842)" in seen
 
 
 def test_every_tree_is_recognised(tree: Path) -> None:
-    finding = feature.probe(DirectoryTree(tree))
+    finding = examine(OVERLAY, DirectoryTree(tree))
 
     assert finding.verdict in {Verdict.BROKEN, Verdict.ABSENT}, finding.summary()
 
 
 @pytest.mark.parametrize("stand_in", STAND_INS.values(), ids=STAND_INS)
 def test_a_tree_without_an_indexer_has_nothing_to_repair(stand_in: Path) -> None:
-    assert feature.probe(DirectoryTree(stand_in)).verdict is Verdict.ABSENT
+    assert examine(OVERLAY, DirectoryTree(stand_in)).verdict is Verdict.ABSENT
 
 
 def test_every_broken_shape_has_seams() -> None:
@@ -96,12 +97,12 @@ def test_every_broken_shape_has_seams() -> None:
 
 def test_no_statement_of_the_scores_or_of_their_backward_may_change(release: WheelTree) -> None:
     text, edits = only_what_counts(release), 0
-    assert feature.probe(Texts(dsa=text)).verdict is Verdict.BROKEN
+    assert examine(OVERLAY, Texts(dsa=text)).verdict is Verdict.BROKEN
 
     symbols = [feature.METHOD] if "class DSAIndexer" in text else [feature.SCORES, feature.BACKWARD]
     for symbol in symbols:
         for what, changed in statement_edits(text, symbol):
-            finding = feature.probe(Texts(dsa=changed))
+            finding = examine(OVERLAY, Texts(dsa=changed))
             assert finding.verdict is Verdict.UNRECOGNISED, (symbol, what)
             edits += 1
     assert edits >= (10 if symbols == [feature.METHOD] else 100)
@@ -197,7 +198,7 @@ def test_a_listed_body_is_refused_if_the_seam_would_misread_it(
     bodies = fingerprint(source.function(feature.SCORES)), fingerprint(source.function(feature.BACKWARD))
     monkeypatch.setattr(feature, "_BROKEN", {bodies: (feature.FOUR_AXIS_OPTIONAL_RELU, "a hasty reader")})
 
-    finding = feature.probe(tree)
+    finding = examine(OVERLAY, tree)
 
     assert finding.verdict is Verdict.UNRECOGNISED
     assert says in finding.summary()
@@ -209,7 +210,7 @@ def test_a_listed_body_is_refused_if_the_seam_would_misread_it(
 def test_dsa_whose_scores_have_moved_is_not_called_absent(release: WheelTree) -> None:
     text = text_of(release, DSA).replace(feature.SCORES, "_index_scores_elsewhere")
 
-    finding = feature.probe(EditedTree(release, DSA, text))
+    finding = examine(OVERLAY, EditedTree(release, DSA, text))
 
     assert finding.verdict is Verdict.UNRECOGNISED
     assert f"there is DSA but no {feature.SCORES}" in finding.summary()
@@ -218,11 +219,11 @@ def test_dsa_whose_scores_have_moved_is_not_called_absent(release: WheelTree) ->
 def test_a_backward_that_is_gone_is_not_recognised(newest: WheelTree) -> None:
     text = text_of(newest, DSA).replace(feature.BACKWARD, "bwd_streaming_indexer_loss")
 
-    assert feature.probe(EditedTree(newest, DSA, text)).verdict is Verdict.UNRECOGNISED
+    assert examine(OVERLAY, EditedTree(newest, DSA, text)).verdict is Verdict.UNRECOGNISED
 
 
 def test_what_cannot_be_parsed_is_not_recognised() -> None:
-    assert feature.probe(Texts(dsa="def _compute_index_scores(:\n")).verdict is Verdict.UNRECOGNISED
+    assert examine(OVERLAY, Texts(dsa="def _compute_index_scores(:\n")).verdict is Verdict.UNRECOGNISED
 
 
 REPAIRED = f"""
@@ -235,15 +236,14 @@ def {feature.BACKWARD}(q, weights, k, *args):
 
 
 def test_what_only_looks_repaired_is_not_called_fixed() -> None:
-    assert feature.probe(Texts(dsa=REPAIRED)).verdict is Verdict.UNRECOGNISED
-    assert OVERLAY.probe(Texts(dsa=REPAIRED)).verdict is not Verdict.FIXED
+    assert examine(OVERLAY, Texts(dsa=REPAIRED)).verdict is Verdict.UNRECOGNISED
 
 
 def test_a_repair_that_was_read_retires_the_overlay(monkeypatch: pytest.MonkeyPatch) -> None:
     scores, backward = ast.parse(REPAIRED).body
     monkeypatch.setattr(feature, "_REPAIRED", {(fingerprint(scores), fingerprint(backward)): "0.99.0"})
 
-    finding = feature.probe(Texts(dsa=REPAIRED))
+    finding = examine(OVERLAY, Texts(dsa=REPAIRED))
 
     assert (finding.verdict, finding.summary()) == (
         Verdict.FIXED,
@@ -261,7 +261,7 @@ def test_no_release_is_due(release: WheelTree) -> None:
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.18.2", "0.19.0", "0.19.2"])
 def test_the_decision_names_the_backends_that_the_tree_has(version: str, wheel: Wheel) -> None:
-    seen = feature.probe(WheelTree(wheel("megatron-core", version))).summary()
+    seen = examine(OVERLAY, WheelTree(wheel("megatron-core", version))).summary()
 
     named = "where dsa_kernel_backend is tilelang or cudnn and attention_backend is not unfused" in seen
     assert named is version.startswith("0.19")
@@ -290,7 +290,7 @@ class Without:
 def test_a_backend_that_the_tree_does_not_bring_is_not_named(
     newest: WheelTree, missing: list[str], says: str | None
 ) -> None:
-    seen = feature.probe(Without(newest, *missing)).summary()
+    seen = examine(OVERLAY, Without(newest, *missing)).summary()
 
     assert says in seen if says else "dsa_kernel_backend" not in seen
 
@@ -305,7 +305,7 @@ def test_a_backend_that_the_tree_does_not_bring_is_not_named(
 def test_backends_are_read_from_the_tree(newest: WheelTree, old: str, new: str, says: str) -> None:
     text = text_of(newest, KERNELS).replace(old, new)
 
-    finding = feature.probe(EditedTree(newest, KERNELS, text))
+    finding = examine(OVERLAY, EditedTree(newest, KERNELS, text))
 
     assert finding.verdict is Verdict.BROKEN
     assert says in finding.summary()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megacpp_overlays.feature_probes.float16_fp32_exemption import BLANKET_CAST, MARKS_HONOURED, TARGET, probe
 from megacpp_overlays.fp32_marks import MAMBA3, MAMBA3_ALWAYS, MAMBA3_MIMO
+from megacpp_overlays.loader import probing
 from megacpp_overlays.model import Finding, Verdict
 from megacpp_overlays.overlays.float16_fp32_exemption import OVERLAY
 from megacpp_overlays.source.trees import ModuleSource, WheelTree
@@ -44,7 +45,7 @@ def examine(text: str, mamba3: str | None = None) -> Finding:
     tree.modules[TARGET.module] = text
     if mamba3 is not None:
         tree.modules[MAMBA3.rpartition(".")[0]] = mamba3
-    return probe(tree)
+    return probing.examine(OVERLAY, tree)
 
 
 @pytest.fixture(scope="module")
@@ -384,7 +385,7 @@ def test_where_an_optimizer_is_not_known_fp32_parameters_are_not_kept(
             return ModuleSource(name, source.path, source.text.replace("(MixedPrecisionOptimizer)", "(Another)"))
 
     assert probe(release).verdict is Verdict.BROKEN
-    finding = probe(Edited())
+    finding = probing.examine(OVERLAY, Edited())
     release.close()
 
     assert finding.verdict is Verdict.UNRECOGNISED

@@ -13,9 +13,8 @@ from megacpp_overlays.feature_probes.float16_mixer_parameters import (
     MAMBA,
     UNMARKED,
     Mixer,
-    probe_gated_delta_product,
-    probe_mamba,
 )
+from megacpp_overlays.loader import probing
 from megacpp_overlays.model import Finding, Verdict
 from megacpp_overlays.overlays.float16_mixer_parameters import PARTS
 from megacpp_overlays.source.trees import DirectoryTree, ModuleSource, SourceTree, WheelTree
@@ -51,7 +50,7 @@ def text_of(tree: SourceTree, module: str = MAMBA.target.module) -> str:
 
 
 def examine(tree: SourceTree, text: str | None, module: str = MAMBA.target.module) -> Finding:
-    return probe_mamba(Edited(tree, {module: text}))
+    return probing.examine(PARTS[0], Edited(tree, {module: text}))
 
 
 def edited(text: str, old: str, new: str, count: int = 1) -> str:
@@ -72,7 +71,7 @@ def test_given_trees_that_honour_marks_are_recognised(upstream_trees: list[Path]
         if source is None or "keep_in_fp32" not in source.text:
             continue
         for part in PARTS:
-            assert part.probe(tree).verdict in {Verdict.BROKEN, Verdict.FIXED, Verdict.ABSENT}, path
+            assert probing.examine(part, tree).verdict in {Verdict.BROKEN, Verdict.FIXED, Verdict.ABSENT}, path
 
 
 def test_a_tree_without_the_mixer_is_absent(newest: WheelTree) -> None:
@@ -251,7 +250,7 @@ class GatedDeltaProductMixer(MegatronModule):
 def test_a_gated_delta_product_needs_the_slices_that_are_known(newest: WheelTree, old: str, new: str) -> None:
     texts = {GATED_DELTA_PRODUCT.target.module: edited(PRODUCT, old, new)}
 
-    assert probe_gated_delta_product(Edited(newest, texts)).verdict is Verdict.UNRECOGNISED
+    assert probing.examine(PARTS[1], Edited(newest, texts)).verdict is Verdict.UNRECOGNISED
 
 
 def test_both_parts_are_one_overlay_that_is_off_by_default() -> None:

@@ -15,6 +15,7 @@ import torch
 from trees import STAND_INS
 
 from megacpp_overlays.loader import seams
+from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.model import Finding, Overlay, Verdict
 from megacpp_overlays.source.trees import DirectoryTree, ModuleSource, SourceTree
 
@@ -47,7 +48,7 @@ def edited(tree: SourceTree, part: Overlay, old: str, new: str) -> Finding:
     """Return what a part's probe says after one place of its target was changed."""
     text = text_of(tree, part.target.module)
     assert text.count(old) == 1, (old, text.count(old))
-    return part.probe(EditedTree(tree, part.target.module, text.replace(old, new)))
+    return examine(part, EditedTree(tree, part.target.module, text.replace(old, new)))
 
 
 def statement_edits(text: str, symbol: str) -> Iterator[tuple[str, str]]:
@@ -130,7 +131,7 @@ def install(part: Overlay, shape: str, module: ModuleType) -> Callable[[], None]
 
 def verdicts(parts: tuple[Overlay, ...], tree: SourceTree) -> dict[str, str]:
     """Return verdict or shape by module, without the modules that are absent."""
-    found = {part.target.module.rpartition(".")[2]: part.probe(tree) for part in parts}
+    found = {part.target.module.rpartition(".")[2]: examine(part, tree) for part in parts}
     return {
         name: each.shape or each.verdict.value for name, each in found.items() if each.verdict is not Verdict.ABSENT
     }
