@@ -299,6 +299,26 @@ def test_the_argument_alone_is_not_the_fix(wheel: Wheel, edit: Callable[[str], s
     assert why in finding.summary()
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"{feature.FUNCTION} = older",
+        f"{feature.FUNCTION}.backward = staticmethod(older)",
+        f"for {feature.FUNCTION} in older: ...",
+        f"from elsewhere import older as {feature.CORE_FORWARD}",
+        f"def patch():\n    global {feature.CORE_FORWARD}\n    {feature.CORE_FORWARD} = older",
+        f"globals().update({feature.CORE_BACKWARD}=older)",
+    ],
+)
+def test_a_repair_whose_name_means_something_else_in_the_end_is_none(wheel: Wheel, code: str) -> None:
+    release = wheel("liger-kernel", "0.8.5")
+
+    finding = examine(release, appended(code)(text_of(release, feature.MODULE)))
+
+    assert finding.verdict is Verdict.UNRECOGNISED
+    assert "is bound elsewhere, too" in finding.summary()
+
+
 FAIL_CLOSED = """
 import torch
 
