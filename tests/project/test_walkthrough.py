@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 from packaging.requirements import Requirement
-from places import ROOT
+from places import HANG_S, ROOT
 
 PAGE = ROOT / "docs" / "write-an-overlay.md"
 TOOLS = ("pip", "setuptools", "wrapt", "importlib-metadata", "packaging")
@@ -86,7 +86,7 @@ def run(command: str, folder: Path) -> str:
         env={**kept, **offline, "PATH": path},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
