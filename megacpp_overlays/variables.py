@@ -10,9 +10,8 @@ are for tests of this project.
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from megacpp_overlays.errors import SettingsError
@@ -22,7 +21,6 @@ PREFIXES = ("MEGACPP_OVERLAY", "MEGACPP_LINEAR_CE")
 
 _YES = frozenset({"1", "true", "yes", "on", "enable", "enabled"})
 _NO = frozenset({"0", "false", "no", "off", "none", "disable", "disabled"})
-_MOST_SUGGESTED = 4
 _LONGEST_NUMBER = 9
 
 
@@ -70,11 +68,13 @@ class Setting(NamedTuple):
         raise SettingsError(f"{name}={text} is {self._refusal(text)}")
 
     def _refusal(self, text: str) -> str:
+        from megacpp_overlays.near_names import suggestion  # noqa: PLC0415 - only on the way to an error
+
         meant = self.meant(text.lower())
         advice = self.advice.format(text=text)
         if self.values:
             also = f", or {self.form}" if self.form else ""
-            return f"not known; {nearest(text.lower(), self.values, meant)}{also}{advice}"
+            return f"not known; {suggestion(text.lower(), sorted(self.values), meant)}{also}{advice}"
         guess = f"; did you mean {meant}?" if meant else ""
         return f"not {self.form}{guess}{advice}"
 
@@ -224,34 +224,6 @@ def defaults_of_kernels() -> dict[str, str]:
 def is_ours(name: str) -> bool:
     """Return whether a variable of this name belongs to this package."""
     return name.startswith(PREFIXES)
-
-
-def nearest(word: str, known: Collection[str], meant: str = "") -> str:
-    """Return `did you mean scale-pad? known: ...` for a word that is not known.
-
-    Words that begin with it come before words that contain it, and those before words that are spelt alike.
-
-    Args:
-        word: what was given.
-        known: what there is.
-        meant: what it stands for, where that is known.
-    """
-    from difflib import get_close_matches  # noqa: PLC0415 - only on the way to an error
-
-    choices = sorted(known)
-    # What all have in common tells nothing about which of them is near.
-    alike = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(word, *choices, strict=False))
-    common = sum(1 for _ in alike)
-    tail = word[common:]
-    close = [meant] if meant else [choice for choice in choices if choice.startswith(word)]
-    close = close or [choice for choice in choices if tail and tail in choice]
-    for length in (None, len(word)):  # spelt like a whole name, or else like the beginning of one
-        tails = {choice[common:length]: choice for choice in choices}
-        close = close or [tails[each] for each in get_close_matches(tail, tails, n=1)]
-    if len(close) > _MOST_SUGGESTED:
-        close = [min(close, key=len)]
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
-    return f"{hint}known: {', '.join(choices) or 'none'}"
 
 
 _of_this_process: dict[str, str] = {}

@@ -12,9 +12,9 @@ from pathlib import Path
 from megacpp_overlays.cli.commands import Subparsers
 from megacpp_overlays.loader import session
 from megacpp_overlays.model import Erratum
+from megacpp_overlays.near_names import suggestion
 from megacpp_overlays.repro import ending, inventory
 from megacpp_overlays.upkeep import environments, evidence, locks
-from megacpp_overlays.upkeep.near_names import suggestion
 from megacpp_overlays.upkeep.triage import triage, triage_report
 
 _TEXT = "Say for each overlay what an upgrade from one lock to another does to it: keep, conflict or retire."

@@ -148,18 +148,22 @@ def _known_id(word: str, known_ids: Collection[str]) -> str:
 
 
 def _nearest_id(word: str, known_ids: Collection[str]) -> str:
+    from megacpp_overlays.near_names import suggestion  # noqa: PLC0415 - only on the way to an error
+
     if word.lower() in _EVERYTHING:
-        return variables.nearest(word, known_ids, f"{MODE}={Mode.OFF.value}")
+        return suggestion(word, sorted(known_ids), f"{MODE}={Mode.OFF.value}")
     # Somebody may give the name of its variable, or parts of that.
     spelt = word.lower().replace("_", "-").removeprefix(variable_for("").lower().replace("_", "-"))
-    return variables.nearest(spelt, known_ids)
+    return suggestion(spelt, sorted(known_ids))
 
 
 def _refuse_unknown_names(strange: Collection[str], known: Collection[str]) -> None:
     for name in sorted(strange):
+        from megacpp_overlays.near_names import suggestion  # noqa: PLC0415 - only on the way to an error
+
         family = next(prefix for prefix in variables.PREFIXES if name.startswith(prefix))
         relatives = [each for each in known if each.startswith(family)]
-        raise SettingsError(f"{name} is no setting of megacpp_overlays; {variables.nearest(name, relatives)}")
+        raise SettingsError(f"{name} is no setting of megacpp_overlays; {suggestion(name, sorted(relatives))}")
 
 
 def _obsolete_variables(env: Mapping[str, str], names: Collection[str], ids: Collection[str]) -> dict[str, str]:

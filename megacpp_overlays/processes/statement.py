@@ -42,6 +42,7 @@ RUN = (
     "kernels",
     "loader",
     "model.py",
+    "near_names.py",
     "overlays",
     "processes",
     "runtime",

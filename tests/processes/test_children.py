@@ -675,10 +675,11 @@ open(sys.modules[LAYERS].__file__, "w").write(text.replace("CALLS = []", "CALLS 
         ),
         ("os.environ['MEGACPP_OVERLAYS'] = 'observe'", ("megacpp_overlays", "mode")),
         ("os.environ['MEGACPP_OVERLAYS_PLUGINS'] = ''", ("double-fix", "declared")),
+        ("os.environ['MEGACPP_LINEAR_CE_LOGITS'] = 'keep'", ("megacpp_overlays", "MEGACPP_LINEAR_CE_LOGITS")),
         (EDIT, ("double-fix", "source_sha256")),
         ("megacpp_overlays.undo()", ("double-fix", "decision")),
     ],
-    ids=["switch", "mode", "plugins", "source", "undone"],
+    ids=["switch", "mode", "plugins", "kernel", "source", "undone"],
 )
 @pytest.mark.parametrize("work", ["wait", "use"])
 def test_a_child_that_runs_other_code_is_refused(

@@ -19,12 +19,12 @@ from typing import NamedTuple
 from megacpp_overlays.errors import SourceError, UpkeepError
 from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.model import Erratum, Evidence, Gate, Target, Verdict
+from megacpp_overlays.near_names import suggestion
 from megacpp_overlays.repro import judge
 from megacpp_overlays.source.file_trees import ArchiveTree, FileTree
 from megacpp_overlays.source.trees import Remembered
 from megacpp_overlays.upkeep.matrix.archives import Archives
 from megacpp_overlays.upkeep.matrix.releases import IndexAnswer, Release
-from megacpp_overlays.upkeep.near_names import suggestion
 
 UPLOADED, BUILT, COMMITTED = "uploaded", "built", "committed"
 """What the date of a row is the date of."""

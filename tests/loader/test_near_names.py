@@ -1,0 +1,32 @@
+"""A misspelt name is answered with the one that was meant, and with every known one."""
+
+from __future__ import annotations
+
+from megacpp_overlays.near_names import suggestion
+
+
+def test_the_nearest_name_is_offered() -> None:
+    assert suggestion("liger", ["liger-kernel", "megatron-core"]) == (
+        "did you mean liger-kernel? known: liger-kernel, megatron-core"
+    )
+
+
+def test_nothing_near_leaves_the_list() -> None:
+    assert suggestion("zzz", ["a"]) == "known: a"
+    assert suggestion("zzz", []) == "known: none"
+
+
+def test_the_beginning_of_names_counts_before_their_spelling() -> None:
+    known = ["hybrid-linear-ce", "liger-flce-none", "liger-flce-dispatch", "liger"]
+
+    assert suggestion("liger-f", known).startswith("did you mean liger-flce-none or liger-flce-dispatch? ")
+    assert suggestion("flce-none", known).startswith("did you mean liger-flce-none? ")
+    assert suggestion("ligre", known).startswith("did you mean liger? ")
+
+
+def test_of_many_names_that_are_as_near_the_shortest_stands_for_all() -> None:
+    assert suggestion("a", ["ab", "abc", "a", "acd", "ade", "aef"]).startswith("did you mean a? ")
+
+
+def test_what_is_meant_comes_before_what_is_near() -> None:
+    assert suggestion("1", ["10", "off"], "off") == "did you mean off? known: 10, off"
