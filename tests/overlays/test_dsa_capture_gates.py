@@ -1,6 +1,6 @@
 """DSA's validations: upstream's own outside a capture; by construction, on the device or declined inside one.
 
-There is no GPU here. `stream_capture.rehearsal` makes the gates answer as in a capture, on CPU tensors; the real thing
+There is no GPU here. `graph_capture.rehearsal` makes the gates answer as in a capture, on CPU tensors; the real thing
 is in tests/gpu/test_dsa_capture.py.
 """
 
@@ -477,7 +477,7 @@ from megacpp_overlays.source.trees import WheelTree
 
 def answer(validate, sq, skv):
     try:
-        with stream_capture.host_reads() as read:
+        with graph_capture.host_reads() as read:
             validate(sq=sq, skv=skv, cp_size=2, cp_group=dist.group.WORLD, device=torch.device("cpu"))
         return "passes", bool(read)
     except RuntimeError as error:
@@ -495,7 +495,7 @@ def run(rank, folder, wheel):
             validate = getattr(module, feature.LENGTHS)
             found[f"{side}, {name}"] = answer(validate, sq, skv)
             if side == "patched":
-                with stream_capture.rehearsal():
+                with graph_capture.rehearsal():
                     found[f"capturing, {name}"] = answer(validate, sq, skv)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
