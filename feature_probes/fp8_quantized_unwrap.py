@@ -56,7 +56,8 @@ _FUNCTIONS = {
 _METHODS = {"contiguous", "copy_", "permute", "size", "to", "unsqueeze"}
 _TORCH = {"apply", "empty", "functional", "int32", "nn", "pad"}
 _ATTRIBUTES = _METHODS | _TORCH | {"device", "dtype", "ndim", "shape"}
-_ABOUT_QUANTIZATION = re.compile(r"quant|float8|fp8|mxfp|nvfp|scale_inv|_data\b|__torch_", re.IGNORECASE)
+_ABOUT_QUANTIZATION = r"quant|float8|fp8|mxfp|nvfp|scale_inv|_data\b|__torch_"
+"""Compiled at its first use: importing this module is part of every start."""
 
 _NO_KERNEL = Pattern(f"if {KERNEL} is None: return None")
 _FALLBACK = Pattern(f"{KERNEL} = None")
@@ -141,7 +142,7 @@ def _is_method(call: ast.Call) -> bool:
 
 
 def _about_quantization(node: ast.AST) -> str | None:
-    return next((word for word in sorted(words(node)) if _ABOUT_QUANTIZATION.search(word)), None)
+    return next((word for word in sorted(words(node)) if re.search(_ABOUT_QUANTIZATION, word, re.IGNORECASE)), None)
 
 
 def _check_names(source: ModuleSource, function: FunctionNode) -> None:

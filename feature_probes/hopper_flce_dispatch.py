@@ -192,7 +192,7 @@ def _check_getter(source: ModuleSource) -> None:
     if cached not in (["lru_cache"], ["cache"]) or not _GIVEN_OUT.match(statements(getter.body)):
         raise unknown(source, getter, f"{GETTER} does more than keep one {TARGET.symbol}")
     if len(built := list(_BUILT.find(source.syntax))) != 1:
-        raise unknown(source, built[-1].node, f"{TARGET.symbol} is built in {len(built)} places")
+        raise unknown(source, built[-1].node if built else getter, f"{TARGET.symbol} is built in {len(built)} places")
 
 
 def _check_autograd_function(source: ModuleSource) -> None:

@@ -26,7 +26,6 @@ from typing import Any
 
 from megacpp_overlays.feature_probes import hopper_flce_dispatch as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
-from megacpp_overlays.runtime import seam_marks
 
 logger = logging.getLogger("megacpp_overlays")
 
@@ -132,6 +131,8 @@ def _refuses(constructor: FunctionType, major: int) -> bool:
 
 def _self_test(module: ModuleType) -> Observation:
     """Look at the getter that upstream's autograd function reaches, and at what it would hand out."""
+    from megacpp_overlays.runtime import seam_marks
+
     reached = getattr(module, feature.FUNCTION).forward.__globals__.get(feature.GETTER)
     if (mark := seam_marks.mark_of(reached)) is None or mark.overlay_id != _ID:
         return Observation(broken=True, seen=f"{feature.FUNCTION} does not reach the seam")

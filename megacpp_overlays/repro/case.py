@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from megacpp_overlays import variables
 from megacpp_overlays.errors import OverlayError
 from megacpp_overlays.model import Target
 from megacpp_overlays.repro.judge import Sentinel, meaning
@@ -80,7 +81,7 @@ class Case:
             raise ValueError(f"case name {self.name!r} is not lower-case words joined by hyphens")
         if self.device not in {CPU, CUDA}:
             raise ValueError(f"case {self.name}: device {self.device!r} is neither {CPU} nor {CUDA}")
-        if ours := [name for name in self.environment if name.startswith("MEGACPP_OVERLAY")]:
+        if ours := [name for name in self.environment if variables.is_ours(name)]:
             raise ValueError(f"case {self.name}: {', '.join(ours)} is set by the runner")
         if not _WORD.fullmatch(self.fix_sentinel):
             raise ValueError(f"case {self.name}: {self.fix_sentinel!r} is not upper-case words joined by underscores")

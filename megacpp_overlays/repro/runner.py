@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import megacpp_overlays
+from megacpp_overlays import variables
 from megacpp_overlays.loader import retired
 from megacpp_overlays.loader.settings import DISABLE, LOG, PLUGINS, Switch
 from megacpp_overlays.model import Decision, Erratum, Gate, Verdict
@@ -170,7 +171,7 @@ class _Process:
         return replace(run, seen=clean(run.seen), parts=tuple(parts))
 
     def _environment(self) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("MEGACPP_OVERLAY")}
+        kept = {name: value for name, value in os.environ.items() if not variables.is_ours(name)}
         if PLUGINS in os.environ:
             kept[PLUGINS] = os.environ[PLUGINS]
         path = [str(self._job.tree.resolve())] if self._job.tree else []

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import ctypes
 
 Capability = tuple[int, int]
 
@@ -15,6 +18,8 @@ def capabilities() -> frozenset[Capability] | None:
     Returns:
         None where that cannot be known: there is no driver, or it does not answer.
     """
+    import ctypes  # noqa: PLC0415 - loaded only where a gate asks
+
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         if nvml.nvmlInit_v2() != 0:
@@ -30,6 +35,8 @@ def capabilities() -> frozenset[Capability] | None:
 
 
 def _ask(nvml: ctypes.CDLL) -> frozenset[Capability] | None:
+    import ctypes  # noqa: PLC0415
+
     count = ctypes.c_uint()
     if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
         return None

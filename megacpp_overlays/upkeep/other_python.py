@@ -21,7 +21,7 @@ from megacpp_overlays.repro import process_group
 
 _GRACE = 10.0
 """Seconds that a process gets to end what it started."""
-_NOT_THEIRS = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "MEGACPP_OVERLAY", "COVERAGE_")
+_NOT_THEIRS = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "MEGACPP_", "COVERAGE_")
 """What the names of variables begin with that are for this environment and not for another."""
 
 

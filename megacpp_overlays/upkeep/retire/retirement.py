@@ -74,14 +74,14 @@ class Checklist:
 
 
 def probe(checklist: Checklist, environment: Environment, overlay_id: str, retire_when: str) -> ProbeReport:
-    """Ask the probe, and the overlay's own condition."""
+    """Ask the probe whether the overlay is due there."""
     probed = evidence.probe(environment)[overlay_id]
     versions = ", ".join(f"{name} {version or 'not installed'}" for name, version in probed.versions.items())
     seen = f"{probed.verdict.value} on {versions}: {probed.evidence}"
     if probed.verdict is Verdict.ABSENT:
         seen += (
-            "; that a target is not there does not say that it will not come back: if it is gone for good, say so in "
-            "the overlay's own check `retired` first"
+            "; that a target is not there does not say that it will not come back: if it is gone for good, let "
+            "the probe say FIXED there first"
         )
     checklist.add("probe", seen, holds=probed.verdict is Verdict.FIXED)
     holds = "holds" if probed.due else "does not hold"
