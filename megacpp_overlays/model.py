@@ -139,6 +139,14 @@ class Erratum:
 
     remedy: ClassVar[Decision]
     """What is done about a broken shape that it answers."""
+    installs: ClassVar[bool]
+    """Whether it may change anything in a process."""
+    kind: ClassVar[str]
+    """What it is called."""
+    untreated: ClassVar[str]
+    """Head of `breaks` on a page: what the reader would have to leave out or do."""
+    advice: ClassVar[str]
+    """Head of a sentence of `unsupported` on a page."""
 
     id: str
     """Lower-case words joined by hyphens; also the name in logs, variables and the ledger."""
@@ -179,6 +187,16 @@ class Erratum:
         return False
 
     @property
+    def repairs(self) -> Mapping[str, tuple[Replacement, ...]]:
+        """Seams by broken shape."""
+        return {}
+
+    @property
+    def companions(self) -> tuple[str, ...]:
+        """Distributions that it is about, beside that of the target."""
+        return ()
+
+    @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
         """Every function that the declaration brings: what runs is told by them and by the fields."""
         return (self.probe,)
@@ -198,6 +216,10 @@ class Overlay(Erratum):
     """
 
     remedy = Decision.ACTIVE
+    installs = True
+    kind = "overlay"
+    untreated = "Without it"
+    advice = "Left alone"
 
     replacements: Mapping[str, tuple[Replacement, ...]]
     """Seams by broken shape. A broken shape that is not listed ends in conflict."""
@@ -212,6 +234,11 @@ class Overlay(Erratum):
     def off_by_default(self) -> bool:
         """Whether it stays off until its variable says `on`."""
         return self.opt_in
+
+    @property
+    def repairs(self) -> Mapping[str, tuple[Replacement, ...]]:
+        """Seams by broken shape."""
+        return self.replacements
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
@@ -233,9 +260,18 @@ class Gate(Erratum):
     """
 
     remedy = Decision.GATED
+    installs = False
+    kind = "gate"
+    untreated = "If nothing is done"
+    advice = "What to do"
 
     beside: tuple[str, ...]
     """Distributions of the combination, beside that of the target."""
+
+    @property
+    def companions(self) -> tuple[str, ...]:
+        """Distributions of the combination, beside that of the target."""
+        return self.beside
 
     def answers(self, shape: str | None) -> bool:
         """Return whether there is advice for a broken shape."""

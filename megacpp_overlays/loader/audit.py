@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from megacpp_overlays.errors import ActivationError
 from megacpp_overlays.loader.settings import Mode
-from megacpp_overlays.model import Decision, Overlay, Record
+from megacpp_overlays.model import Decision, Record
 
 SCHEMA = 1
 """Version of the JSON form. It changes when a key changes its meaning."""
@@ -37,7 +37,7 @@ class Audit:
     @property
     def of_overlays(self) -> tuple[Record, ...]:
         """The records of what may run in this process: gates run nothing, and may depend on the GPUs of the host."""
-        return tuple(record for record in self.records if isinstance(record.overlay, Overlay))
+        return tuple(record for record in self.records if record.overlay.installs)
 
     @property
     def conflicts(self) -> tuple[Record, ...]:

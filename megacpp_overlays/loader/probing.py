@@ -63,12 +63,12 @@ def assess_gate(gate: Gate, settings: Settings, tree: SourceTree) -> Record:
     return record
 
 
-def versions(gate: Gate) -> str | None:
+def versions(gate: Erratum) -> str | None:
     """Return the versions of the combination, such as `2.3.2.post1 with tilelang 0.1.15`; None where nothing is here."""
     from megacpp_overlays.source import distributions  # noqa: PLC0415 - see above
 
     own = distributions.version(gate.target.distribution)
-    others = [f"{name} {found}" for name in gate.beside if (found := distributions.version(name))]
+    others = [f"{name} {found}" for name in gate.companions if (found := distributions.version(name))]
     if own is None:
         return None
     return " with ".join([own, *([" and ".join(others)] if others else [])])

@@ -101,8 +101,7 @@ def _check_part(origin: str, one: Erratum, other: Erratum) -> None:
 
 
 def _replaced(declared: Erratum) -> set[str]:
-    seams = declared.replacements.values() if isinstance(declared, Overlay) else ()
-    return {item.symbol for items in seams for item in items}
+    return {item.symbol for items in declared.repairs.values() for item in items}
 
 
 def _check_fields(origin: str, declared: Erratum) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megacpp_overlays.model import Decision, Gate, Record, Verdict
+from megacpp_overlays.model import Decision, Record, Verdict
 
 CAN_BE_SWITCHED_OFF = frozenset({Decision.ACTIVE, Decision.CONFLICT, Decision.GATED})
 """Decisions whose reader may want the variable that ends them."""
@@ -73,7 +73,7 @@ def consequence(record: Record) -> str:
         return f"without it: {breaks}"
     if record.decision is Decision.GATED:
         return ""  # the reason says it, before it says what to do
-    if isinstance(record.overlay, Gate) and record.decision is Decision.CONFLICT:
+    if not record.overlay.installs and record.decision is Decision.CONFLICT:
         return f"if this is the combination, {breaks}"
     if record.decision is Decision.CONFLICT and record.seams:
         return f"if what is there now does not repair it, {breaks}"

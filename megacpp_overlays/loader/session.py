@@ -94,7 +94,7 @@ class Session:
         fresh = [record for record in waiting if self._records.setdefault(record.overlay, record) is record]
         if fresh:
             self._log.armed(fresh)
-            self._log.gates([record for record in fresh if isinstance(record.overlay, Gate)])
+            self._log.gates([record for record in fresh if not record.overlay.installs])
         self._log.obsolete_variables()
         if self.settings.mode is Mode.OFF:
             return
@@ -301,7 +301,7 @@ class Session:
 
 def _with_version(record: Record) -> Record:
     """Return the record of a gate with its versions: where it had nothing to say it did not spend the time to look."""
-    if record.version or not isinstance(record.overlay, Gate) or record.finding is None:
+    if record.version or record.overlay.installs or record.finding is None:
         return record
     from megacpp_overlays.loader import probing
 

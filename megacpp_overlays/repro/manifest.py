@@ -28,7 +28,7 @@ from typing import Any
 
 from megacpp_overlays.errors import OverlayError
 from megacpp_overlays.loader import retired
-from megacpp_overlays.model import Erratum, Gate, Thread
+from megacpp_overlays.model import Erratum, Thread
 from megacpp_overlays.repro import inventory, pack_file, schema
 from megacpp_overlays.repro.files import write_text
 from megacpp_overlays.repro.inventory import Pack
@@ -188,7 +188,7 @@ def synchronise(folder: Path, overlays: Sequence[Erratum]) -> dict[str, Any]:
 def problems(folder: Path, overlays: Sequence[Erratum]) -> list[str]:
     """Return what is wrong with the claims of a folder of packs, one line each; the logs are checked elsewhere."""
     data = read(folder)
-    gates = frozenset(each.id for each in overlays if isinstance(each, Gate))
+    gates = frozenset(each.id for each in overlays if not each.installs)
     digests = {pack.number: inventory.digest(pack.reproducer) for pack in inventory.list_packs(folder)}
     found = [
         f"{pack['number']:02}: {text}"

@@ -20,7 +20,7 @@ import megacpp_overlays
 from megacpp_overlays import variables
 from megacpp_overlays.loader import retired
 from megacpp_overlays.loader.settings import DISABLE, LOG, PLUGINS, Switch
-from megacpp_overlays.model import Decision, Erratum, Gate, Verdict
+from megacpp_overlays.model import Decision, Erratum, Verdict
 from megacpp_overlays.repro import inventory, judge, process_group, stamp, trees
 from megacpp_overlays.repro.case import CUDA, Case
 from megacpp_overlays.repro.judge import EARNED, Conclusion, Part, Run, RunKind, Sentinel
@@ -104,7 +104,7 @@ def run_case(job: Job, case: Case, transcript: Transcript) -> tuple[Conclusion, 
             alone = process.run({})
             transcript.say(f"  upstream: {_in_words(alone)}")
             return judge.claim(alone)
-        if all(isinstance(part, Gate) for part in parts):
+        if not any(part.installs for part in parts):
             alone = process.run({})
             _show_probe(alone, transcript)
             transcript.say(f"  the combination: {_in_words(alone)}")

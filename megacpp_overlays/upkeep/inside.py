@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megacpp_overlays.loader import session
 from megacpp_overlays.loader.probing import examine
-from megacpp_overlays.model import Erratum, Gate
+from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro import ending, inventory, runner
 from megacpp_overlays.repro.transcript import Transcript
 from megacpp_overlays.source import distributions
@@ -47,9 +47,9 @@ def _probed(part: Erratum, overlays: Sequence[Erratum]) -> dict[str, object]:
         "shape": finding.shape,
         "evidence": finding.summary(),
         "has_seams": part.answers(finding.shape),
-        "gate": isinstance(part, Gate),
+        "gate": not part.installs,
         "opt_in": part.off_by_default,
-        "beside": {name: distributions.version(name) for name in part.beside} if isinstance(part, Gate) else {},
+        "beside": {name: distributions.version(name) for name in part.companions},
         "left_alone": part.unsupported.get(finding.shape or ""),
         "due": is_due([each for each in overlays if each.id == part.id], InstalledTree()),
     }

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.loader.retired import RetiredOverlay, read
-from megacpp_overlays.model import Erratum, Gate, Overlay, Verdict
+from megacpp_overlays.model import Erratum, Verdict
 from megacpp_overlays.source.trees import SourceTree
 
 HISTORY = "## History"
@@ -91,23 +91,19 @@ def _entry(parts: Sequence[Erratum]) -> str:
         rows += [
             ("Target", f"`{part.target}` of {part.target.distribution}"),
             *((f"Replaces, shape `{shape}`", symbols) for shape, symbols in _replaced(part)),
-            *((f"{_advice(part)}, shape `{shape}`", why) for shape, why in part.unsupported.items()),
+            *((f"{part.advice}, shape `{shape}`", why) for shape, why in part.unsupported.items()),
         ]
     rows += [
-        ("If nothing is done" if isinstance(overlay, Gate) else "Without it", overlay.breaks),
+        (overlay.untreated, overlay.breaks),
         ("Switched off by", f"`{overlay.variable}=off`"),
         ("Deleted when", overlay.retire_when),
         ("Checked by", ", ".join(dict.fromkeys(f"`{_name(part)}`" for part in parts))),
         ("Upstream threads", "; ".join(map(str, overlay.threads)) or "none found"),
         ("Last validated", "; ".join(dict.fromkeys(part.last_validated for part in parts))),
     ]
-    kind = "gate, " if isinstance(overlay, Gate) else ""
+    kind = "" if overlay.installs else f"{overlay.kind}, "
     lines = [f"## {overlay.id} ({kind}pack {overlay.pack:02})", "", "| | |", "|---|---|"]
     return "\n".join([*lines, *(f"| {name} | {text} |" for name, text in rows), ""])
-
-
-def _advice(part: Erratum) -> str:
-    return "What to do" if isinstance(part, Gate) else "Left alone"
 
 
 def _name(part: Erratum) -> str:
@@ -121,6 +117,4 @@ def _name(part: Erratum) -> str:
 
 def _replaced(part: Erratum) -> list[tuple[str, str]]:
     """Return each repaired shape with the symbols that are replaced."""
-    if not isinstance(part, Overlay):
-        return []
-    return [(shape, ", ".join(f"`{item.symbol}`" for item in items)) for shape, items in part.replacements.items()]
+    return [(shape, ", ".join(f"`{item.symbol}`" for item in items)) for shape, items in part.repairs.items()]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from megacpp_overlays.errors import SourceError, UpkeepError
 from megacpp_overlays.loader.probing import examine
-from megacpp_overlays.model import Erratum, Evidence, Gate, Target, Verdict
+from megacpp_overlays.model import Erratum, Evidence, Target, Verdict
 from megacpp_overlays.near_names import suggestion
 from megacpp_overlays.repro import judge
 from megacpp_overlays.source.file_trees import ArchiveTree, FileTree
@@ -136,7 +136,7 @@ def choose(overlays: Sequence[Erratum], target: str | None) -> dict[str, list[Er
         UpkeepError: the target is neither; the text has the nearest names.
     """
     # What one release alone does not decide has no place in a table of releases.
-    overlays = [part for part in overlays if not isinstance(part, Gate)]
+    overlays = [part for part in overlays if part.installs]
     names = list(dict.fromkeys(part.target.distribution for part in overlays))
     ids = list(dict.fromkeys(part.id for part in overlays))
     if target is not None and target not in {*names, *ids}:
