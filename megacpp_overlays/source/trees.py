@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast, runtime_checkable
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 from megacpp_overlays.errors import OverlayError, SourceError
 from megacpp_overlays.source.bindings import Bindings
@@ -270,14 +270,3 @@ def decoded(path: str, raw: bytes) -> str:
         return importlib.util.decode_source(raw)
     except (SyntaxError, UnicodeDecodeError) as error:
         raise SourceError(f"{path}: cannot be decoded: {error}") from error
-
-
-if not TYPE_CHECKING:  # a type checker must go on refusing names that are not here
-
-    def __getattr__(name: str) -> object:
-        later = {"DirectoryTree": "DirectoryTree", "WheelTree": "ArchiveTree"}
-        if name not in later:
-            raise AttributeError(f"module {__name__} has no attribute {name}")
-        from megacpp_overlays.source import file_trees  # noqa: PLC0415 - no launcher needs it
-
-        return getattr(file_trees, later[name])

@@ -17,7 +17,7 @@ from portable_entry_runs import KEEP, check, limits_of_kept, run_grid, run_ranks
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import hopper_flce_dispatch as feature
-from megacpp_overlays.source.trees import DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 pytestmark = pytest.mark.gpu
 

@@ -19,7 +19,7 @@ import pytest
 from places import HANG_S, ROOT, SUPPORT
 
 from megacpp_overlays.feature_probes import hybrid_linear_ce as feature
-from megacpp_overlays.source.trees import DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 pytestmark = pytest.mark.gpu
 

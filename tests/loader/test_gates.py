@@ -267,13 +267,14 @@ def test_a_gate_is_settled_without_a_session_as_well(upstream: Upstream) -> None
 def test_a_shipped_file_reads_the_same_from_every_kind_of_tree(upstream: Upstream, tmp_path: Path) -> None:
     import zipfile
 
-    from megacpp_overlays.source.trees import DirectoryTree, Remembered, WheelTree
+    from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+    from megacpp_overlays.source.trees import Remembered
 
     note(upstream, "works")
     wheel = tmp_path / "made_up-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(upstream.folder / upstream.name / "notes.txt", f"{upstream.name}/notes.txt")
-    opened = WheelTree(wheel)
+    opened = ArchiveTree(wheel)
     trees = [InstalledTree(), DirectoryTree(upstream.folder), opened, Remembered(opened)]
 
     assert [getattr(shipped(tree, upstream.name, "notes.txt"), "text", None) for tree in trees] == ["works"] * 4

@@ -15,7 +15,7 @@ from megacpp_overlays.errors import RegistryError
 from megacpp_overlays.loader import registry
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.model import Decision, Observation, Overlay, Target, Thread
-from megacpp_overlays.source.trees import DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 from megacpp_overlays.upkeep.ledger import due, render
 
 SessionMaker = Callable[..., Session]

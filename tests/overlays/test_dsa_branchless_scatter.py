@@ -21,7 +21,7 @@ from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.model import Overlay, Verdict
 from megacpp_overlays.overlays.dsa_branchless_scatter import PARTS
 from megacpp_overlays.runtime import graph_capture
-from megacpp_overlays.source.trees import DirectoryTree, WheelTree
+from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
 
 SPRING, JUNE = STAND_INS["dsa-spring"], STAND_INS["dsa-june"]
 Scatter = Callable[..., None]
@@ -126,7 +126,7 @@ def test_other_edits_are_not_recognised(old: str, new: str) -> None:
     ],
 )
 def test_the_repair_counts_only_as_it_was_read(old: str, new: str, wheel: Callable[[str, str], Path]) -> None:
-    tree = WheelTree(wheel("megatron-core", "0.19.2"))
+    tree = ArchiveTree(wheel("megatron-core", "0.19.2"))
     assert PARTS[1].target is MASKING
 
     assert edited(tree, PARTS[1], old, new).verdict is Verdict.UNRECOGNISED

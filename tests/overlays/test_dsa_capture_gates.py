@@ -37,7 +37,8 @@ from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.model import Overlay, Verdict
 from megacpp_overlays.overlays.dsa_capture_gates import PARTS
 from megacpp_overlays.runtime import graph_capture
-from megacpp_overlays.source.trees import DirectoryTree, InstalledTree, WheelTree
+from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.trees import InstalledTree
 
 DSA, LAYOUT, MASKING = PARTS
 CPU = torch.device("cpu")
@@ -267,7 +268,7 @@ def test_key_positions_must_come_in_order_from_the_layout() -> None:
 def test_edits_of_a_release_are_not_recognised(
     part: Overlay, old: str, new: str, wheel: Callable[[str, str], Path]
 ) -> None:
-    tree = WheelTree(wheel("megatron-core", "0.19.2"))
+    tree = ArchiveTree(wheel("megatron-core", "0.19.2"))
 
     assert edited(tree, part, old, new).verdict is Verdict.UNRECOGNISED
 
@@ -473,7 +474,7 @@ from dsa_source import install, module_of
 from megacpp_overlays.runtime import graph_capture
 from megacpp_overlays.feature_probes import dsa_capture_gates as feature
 from megacpp_overlays.overlays.dsa_capture_gates import PARTS
-from megacpp_overlays.source.trees import WheelTree
+from megacpp_overlays.source.file_trees import ArchiveTree
 
 def answer(validate, sq, skv):
     try:
@@ -485,7 +486,7 @@ def answer(validate, sq, skv):
 
 def run(rank, folder, wheel):
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    module = module_of(WheelTree(Path(wheel)), PARTS[0].target.module, feature.LENGTHS)
+    module = module_of(ArchiveTree(Path(wheel)), PARTS[0].target.module, feature.LENGTHS)
     cases = {"same": (4, 8), "local keys": (4, 4), "other keys": (4, 6), "uneven": (4 + rank, 9)}
     found = {}
     for side in ("upstream", "patched"):
@@ -546,7 +547,7 @@ def test_in_a_capture_they_are_compared_on_the_device(ranks: list[dict[str, Any]
 
 @pytest.mark.parametrize("skv", [4, 8, 6])
 def test_without_a_group_the_check_is_upstreams_and_compiles(skv: int, wheel: Callable[[str, str], Path]) -> None:
-    module = module_of(WheelTree(wheel("megatron-core", "0.19.2")), DSA.target.module, feature.LENGTHS)
+    module = module_of(ArchiveTree(wheel("megatron-core", "0.19.2")), DSA.target.module, feature.LENGTHS)
     undo = install(DSA, feature.READ_LENGTHS, module)
     validate = getattr(module, feature.LENGTHS)
 
@@ -625,7 +626,7 @@ def test_a_builder_that_makes_something_else_is_seen_by_the_witness(old: str, ne
 
 
 def test_the_length_check_alone_answers_witness_and_self_test(wheel: Callable[[str, str], Path]) -> None:
-    module: ModuleType = module_of(WheelTree(wheel("megatron-core", "0.19.2")), DSA.target.module, feature.LENGTHS)
+    module: ModuleType = module_of(ArchiveTree(wheel("megatron-core", "0.19.2")), DSA.target.module, feature.LENGTHS)
     assert DSA.witness is not None
     assert DSA.witness(module).broken
     undo = install(DSA, feature.READ_LENGTHS, module)

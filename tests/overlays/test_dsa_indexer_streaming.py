@@ -35,7 +35,8 @@ from megacpp_overlays.kernels.index_scores import function as index_scores
 from megacpp_overlays.kernels.index_scores import reference as index_scores_reference
 from megacpp_overlays.model import Verdict
 from megacpp_overlays.overlays.dsa_indexer_streaming import OVERLAY
-from megacpp_overlays.source.trees import DirectoryTree, SourceTree, WheelTree
+from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.trees import SourceTree
 
 VERSIONS = ("0.16.1", "0.17.0", "0.18.2", "0.19.2")
 Wheel = Callable[[str, str], Path]
@@ -63,7 +64,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def indexer_tree(request: pytest.FixtureRequest, wheel: Wheel) -> SourceTree:
     if isinstance(request.param, str):
-        return WheelTree(wheel("megatron-core", request.param))
+        return ArchiveTree(wheel("megatron-core", request.param))
     if feature.probe(tree := DirectoryTree(request.param)).verdict is not Verdict.BROKEN:
         pytest.skip("no index scores over four axes in this tree")
     return tree
@@ -84,7 +85,7 @@ def patched(indexer_tree: SourceTree) -> Iterator[ModuleType]:
 
 @pytest.fixture
 def newest(wheel: Wheel) -> SourceTree:
-    return WheelTree(wheel("megatron-core", "0.19.2"))
+    return ArchiveTree(wheel("megatron-core", "0.19.2"))
 
 
 @pytest.fixture
@@ -245,7 +246,7 @@ PAIRS: dict[str, tuple[ModuleType, ModuleType]] = {}
 @pytest.fixture(autouse=True, scope="module")
 def pairs(wheel: Wheel) -> Iterator[None]:
     for version in VERSIONS:
-        tree = WheelTree(wheel("megatron-core", version))
+        tree = ArchiveTree(wheel("megatron-core", version))
         PAIRS[version] = indexer_of(tree), indexer_of(tree)
         installed(tree, PAIRS[version][1])
     yield
@@ -523,8 +524,8 @@ from types import SimpleNamespace
 rank = int(os.environ["RANK"])
 torch.distributed.init_process_group("gloo", init_method="file://{store}", rank=rank, world_size=2)
 from dsa_indexer import indexer_of, inputs_of, installed, numbers, trained
-from megacpp_overlays.source.trees import WheelTree
-tree = WheelTree(Path({wheel!r}))
+from megacpp_overlays.source.file_trees import ArchiveTree
+tree = ArchiveTree(Path({wheel!r}))
 group = SimpleNamespace(tp=torch.distributed.group.WORLD)
 calls = []
 reduce = torch.distributed.all_reduce

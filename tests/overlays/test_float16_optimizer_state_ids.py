@@ -24,8 +24,9 @@ from megacpp_overlays.loader import probing, seams
 from megacpp_overlays.model import Finding, Overlay, Verdict
 from megacpp_overlays.overlays import float16_distributed_order as distributed_order
 from megacpp_overlays.overlays import float16_optimizer_state_ids as state_ids
+from megacpp_overlays.source.file_trees import ArchiveTree
 from megacpp_overlays.source.fingerprint import fingerprint
-from megacpp_overlays.source.trees import ModuleSource, WheelTree
+from megacpp_overlays.source.trees import ModuleSource
 
 PROBES = (float16_optimizer_state_ids, float16_distributed_order)
 B, F = torch.bfloat16, torch.float32
@@ -42,7 +43,7 @@ class TextTree:
 
 
 def text_of(probe: ModuleType, wheel: Callable[[str, str], Path], version: str = "0.19.2") -> str:
-    source = WheelTree(wheel("megatron-core", version)).module(probe.TARGET.module)
+    source = ArchiveTree(wheel("megatron-core", version)).module(probe.TARGET.module)
     assert source is not None
     return source.text
 

@@ -25,7 +25,7 @@ from trees import STAND_INS
 from megacpp_overlays import fp8_sparse_mla
 from megacpp_overlays.feature_probes import fp8_quantized_unwrap as feature
 from megacpp_overlays.model import Verdict
-from megacpp_overlays.source.trees import DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 RELEASE = part_of(feature.TARGET.module)
 SPRING = part_of(feature.SPRING_TARGET.module)

@@ -21,7 +21,8 @@ from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.model import Overlay, Verdict
 from megacpp_overlays.overlays.gdn_capture_gates import PARTS
 from megacpp_overlays.runtime import graph_capture
-from megacpp_overlays.source.trees import DirectoryTree, InstalledTree, WheelTree
+from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.trees import InstalledTree
 
 Wheel = Callable[[str, str], Path]
 IN_ONE_FILE, IN_A_BASE_CLASS = PARTS
@@ -29,7 +30,7 @@ ROLES = ("cu_seqlens_q", "cu_seqlens_kv")
 LAYOUTS = [("0.18.2", IN_ONE_FILE), ("0.19.2", IN_A_BASE_CLASS)]
 
 
-def module_of(tree: WheelTree, part: Overlay) -> ModuleType:
+def module_of(tree: ArchiveTree, part: Overlay) -> ModuleType:
     """Return a module with the class, and of the class nothing but the method."""
     source = tree.module(part.target.module)
     assert source is not None
@@ -46,7 +47,7 @@ def module_of(tree: WheelTree, part: Overlay) -> ModuleType:
 class Resolver:
     """The method of one release, as its forward pass calls it."""
 
-    def __init__(self, tree: WheelTree, part: Overlay) -> None:
+    def __init__(self, tree: ArchiveTree, part: Overlay) -> None:
         self.module, self.part = module_of(tree, part), part
 
     def __call__(self, lengths: Any, role: str = ROLES[0], total: int = 6, cp_size: int = 1, padded: Any = None) -> Any:
@@ -58,7 +59,7 @@ class Resolver:
 @pytest.fixture(params=LAYOUTS, ids=[version for version, _ in LAYOUTS])
 def upstream(request: pytest.FixtureRequest, wheel: Wheel) -> Resolver:
     version, part = request.param
-    return Resolver(WheelTree(wheel("megatron-core", version)), part)
+    return Resolver(ArchiveTree(wheel("megatron-core", version)), part)
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def test_every_tree_is_recognised(tree: Path) -> None:
 
 @pytest.mark.parametrize(("version", "part"), LAYOUTS, ids=["one file", "base class"])
 def test_no_statement_of_the_checks_may_change(version: str, part: Overlay, wheel: Wheel) -> None:
-    tree = WheelTree(wheel("megatron-core", version))
+    tree = ArchiveTree(wheel("megatron-core", version))
     for what, changed in statement_edits(text_of(tree, part.target.module), part.target.symbol):
         finding = examine(part, EditedTree(tree, part.target.module, changed))
         assert finding.verdict is Verdict.UNRECOGNISED, what
@@ -103,7 +104,7 @@ def test_no_statement_of_the_checks_may_change(version: str, part: Overlay, whee
     ],
 )
 def test_another_caller_is_not_recognised(old: str, new: str, wheel: Wheel) -> None:
-    tree, caller = WheelTree(wheel("megatron-core", "0.19.2")), f"{SINGLE.module}.gdn"
+    tree, caller = ArchiveTree(wheel("megatron-core", "0.19.2")), f"{SINGLE.module}.gdn"
     text = text_of(tree, caller)
     assert text.count(old) == 1
 
@@ -116,14 +117,14 @@ def test_another_caller_is_not_recognised(old: str, new: str, wheel: Wheel) -> N
     "line", ["@traced\nclass _GDNBase", "_GDNBase = None\nclass _GDNBase"], ids=["decorated", "twice"]
 )
 def test_another_class_is_not_recognised(line: str, wheel: Wheel) -> None:
-    tree = WheelTree(wheel("megatron-core", "0.19.2"))
+    tree = ArchiveTree(wheel("megatron-core", "0.19.2"))
     text = text_of(tree, COMMON.module).replace("class _GDNBase", line)
 
     assert examine(IN_A_BASE_CLASS, EditedTree(tree, COMMON.module, text)).verdict is Verdict.UNRECOGNISED
 
 
 def test_a_body_without_known_reads_is_no_repair_until_it_was_read(wheel: Wheel) -> None:
-    tree = WheelTree(wheel("megatron-core", "0.19.2"))
+    tree = ArchiveTree(wheel("megatron-core", "0.19.2"))
     text = text_of(tree, COMMON.module)
     for old, new in (
         ("cu_seqlens[-1].cpu().item()", "int(cu_seqlens[-1])"),
@@ -228,7 +229,7 @@ def test_a_failed_check_is_not_remembered(resolve: Resolver) -> None:
 def test_other_content_in_the_same_tensor_fails_the_assertion(
     wheel: Wheel, parts: list[int], change: list[int]
 ) -> None:
-    resolve = Resolver(WheelTree(wheel("megatron-core", "0.19.2")), IN_A_BASE_CLASS)
+    resolve = Resolver(ArchiveTree(wheel("megatron-core", "0.19.2")), IN_A_BASE_CLASS)
     undo = install(IN_A_BASE_CLASS, READ_LENGTHS, resolve.module)
     content = [0, *torch.tensor(parts).cumsum(0).tolist()]
     given_lengths = warmed_up(resolve, lengths(*content), total=content[-1])

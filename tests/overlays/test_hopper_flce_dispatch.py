@@ -17,7 +17,7 @@ from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import hopper_flce_dispatch as feature
 from megacpp_overlays.model import Verdict
-from megacpp_overlays.source.trees import DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 OPTION = "--upstream-tree"
 PORTABLE = "megacpp_overlays.kernels.linear_cross_entropy.entry"

@@ -22,7 +22,7 @@ from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import hybrid_linear_ce as feature
 from megacpp_overlays.overlays.hybrid_linear_ce import OVERLAY
-from megacpp_overlays.source.trees import DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 OPTION = "--upstream-tree"
 STAND_IN = STAND_INS["dev-linear-cross-entropy"]

@@ -22,7 +22,7 @@ from places import ROOT, SUPPORT
 from megacpp_overlays.feature_probes import liger_flce_none_backward as feature
 from megacpp_overlays.model import Observation
 from megacpp_overlays.overlays.liger_flce_none_backward import OVERLAY
-from megacpp_overlays.source.trees import WheelTree
+from megacpp_overlays.source.file_trees import ArchiveTree
 
 GRID = SUPPORT.joinpath("liger_grid.py")
 
@@ -157,7 +157,7 @@ each_release = pytest.mark.parametrize("version", ACTIVE)
 
 
 def test_one_release_of_every_row_of_known_parts_is_run(wheel: Callable[[str, str], Path]) -> None:
-    seen = [feature.probe(WheelTree(wheel("liger-kernel", version))).summary() for version in ACTIVE]
+    seen = [feature.probe(ArchiveTree(wheel("liger-kernel", version))).summary() for version in ACTIVE]
 
     for known in feature.KNOWN:
         assert sum(f"as in {known.releases}" in each for each in seen) == 1

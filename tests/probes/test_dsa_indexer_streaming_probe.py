@@ -14,8 +14,9 @@ from megacpp_overlays.feature_probes import dsa_indexer_streaming as feature
 from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.model import Finding, Verdict
 from megacpp_overlays.overlays.dsa_indexer_streaming import OVERLAY
+from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
 from megacpp_overlays.source.fingerprint import fingerprint
-from megacpp_overlays.source.trees import DirectoryTree, ModuleSource, SourceTree, WheelTree
+from megacpp_overlays.source.trees import ModuleSource, SourceTree
 from megacpp_overlays.upkeep.ledger import due
 
 DSA = feature.TARGET.module
@@ -37,13 +38,13 @@ class Texts:
 
 
 @pytest.fixture(params=FIRST)
-def release(request: pytest.FixtureRequest, wheel: Wheel) -> WheelTree:
-    return WheelTree(wheel("megatron-core", request.param))
+def release(request: pytest.FixtureRequest, wheel: Wheel) -> ArchiveTree:
+    return ArchiveTree(wheel("megatron-core", request.param))
 
 
 @pytest.fixture
-def newest(wheel: Wheel) -> WheelTree:
-    return WheelTree(wheel("megatron-core", "0.19.2"))
+def newest(wheel: Wheel) -> ArchiveTree:
+    return ArchiveTree(wheel("megatron-core", "0.19.2"))
 
 
 def replaced(tree: SourceTree, old: str, new: str, *, last: bool = False) -> Finding:
@@ -70,7 +71,7 @@ def only_what_counts(tree: SourceTree) -> str:
 # Verdicts
 
 
-def test_the_evidence_names_both_places(newest: WheelTree) -> None:
+def test_the_evidence_names_both_places(newest: ArchiveTree) -> None:
     seen = examine(OVERLAY, newest).summary()
 
     assert f"{feature.SCORES} builds [queries, batch, heads, keys] in float32 (dsa.py:542)" in seen
@@ -95,7 +96,7 @@ def test_every_broken_shape_has_seams() -> None:
 # What has to stay as it was
 
 
-def test_no_statement_of_the_scores_or_of_their_backward_may_change(release: WheelTree) -> None:
+def test_no_statement_of_the_scores_or_of_their_backward_may_change(release: ArchiveTree) -> None:
     text, edits = only_what_counts(release), 0
     assert examine(OVERLAY, Texts(dsa=text)).verdict is Verdict.BROKEN
 
@@ -121,7 +122,7 @@ def test_no_statement_of_the_scores_or_of_their_backward_may_change(release: Whe
     ],
     ids=["another equation", "another dtype", "another gradient", "another order"],
 )
-def test_the_backward_may_not_change(newest: WheelTree, old: str, new: str) -> None:
+def test_the_backward_may_not_change(newest: ArchiveTree, old: str, new: str) -> None:
     assert replaced(newest, old, new, last=True).verdict is Verdict.UNRECOGNISED
 
 
@@ -146,11 +147,11 @@ def test_the_backward_may_not_change(newest: WheelTree, old: str, new: str) -> N
         *("rebound from a function", "renamed argument", "swapped arguments", "function and method"),
     ],
 )  # fmt: skip
-def test_names_must_mean_one_plain_definition(newest: WheelTree, old: str, new: str) -> None:
+def test_names_must_mean_one_plain_definition(newest: ArchiveTree, old: str, new: str) -> None:
     assert replaced(newest, old, new).verdict is Verdict.UNRECOGNISED
 
 
-def test_comments_and_docstrings_may_change(newest: WheelTree) -> None:
+def test_comments_and_docstrings_may_change(newest: ArchiveTree) -> None:
     finding = replaced(newest, "Naive implementation of backward pass for indexer loss.", "Slow.")
 
     assert finding.shape == feature.FOUR_AXIS_OPTIONAL_RELU
@@ -188,7 +189,7 @@ def test_comments_and_docstrings_may_change(newest: WheelTree) -> None:
     ],
 )  # fmt: skip
 def test_a_listed_body_is_refused_if_the_seam_would_misread_it(
-    newest: WheelTree, monkeypatch: pytest.MonkeyPatch, old: str, new: str, says: str
+    newest: ArchiveTree, monkeypatch: pytest.MonkeyPatch, old: str, new: str, says: str
 ) -> None:
     text = text_of(newest, DSA)
     assert text.count(old) == 1
@@ -207,7 +208,7 @@ def test_a_listed_body_is_refused_if_the_seam_would_misread_it(
 # Gone, moved, repaired
 
 
-def test_dsa_whose_scores_have_moved_is_not_called_absent(release: WheelTree) -> None:
+def test_dsa_whose_scores_have_moved_is_not_called_absent(release: ArchiveTree) -> None:
     text = text_of(release, DSA).replace(feature.SCORES, "_index_scores_elsewhere")
 
     finding = examine(OVERLAY, EditedTree(release, DSA, text))
@@ -216,7 +217,7 @@ def test_dsa_whose_scores_have_moved_is_not_called_absent(release: WheelTree) ->
     assert f"there is DSA but no {feature.SCORES}" in finding.summary()
 
 
-def test_a_backward_that_is_gone_is_not_recognised(newest: WheelTree) -> None:
+def test_a_backward_that_is_gone_is_not_recognised(newest: ArchiveTree) -> None:
     text = text_of(newest, DSA).replace(feature.BACKWARD, "bwd_streaming_indexer_loss")
 
     assert examine(OVERLAY, EditedTree(newest, DSA, text)).verdict is Verdict.UNRECOGNISED
@@ -252,7 +253,7 @@ def test_a_repair_that_was_read_retires_the_overlay(monkeypatch: pytest.MonkeyPa
     assert due([OVERLAY], Texts(dsa=REPAIRED)) == [OVERLAY]
 
 
-def test_no_release_is_due(release: WheelTree) -> None:
+def test_no_release_is_due(release: ArchiveTree) -> None:
     assert due([OVERLAY], release) == []
 
 
@@ -261,7 +262,7 @@ def test_no_release_is_due(release: WheelTree) -> None:
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.18.2", "0.19.0", "0.19.2"])
 def test_the_decision_names_the_backends_that_the_tree_has(version: str, wheel: Wheel) -> None:
-    seen = examine(OVERLAY, WheelTree(wheel("megatron-core", version))).summary()
+    seen = examine(OVERLAY, ArchiveTree(wheel("megatron-core", version))).summary()
 
     named = "where dsa_kernel_backend is tilelang or cudnn and attention_backend is not unfused" in seen
     assert named is version.startswith("0.19")
@@ -288,7 +289,7 @@ class Without:
     ],
 )
 def test_a_backend_that_the_tree_does_not_bring_is_not_named(
-    newest: WheelTree, missing: list[str], says: str | None
+    newest: ArchiveTree, missing: list[str], says: str | None
 ) -> None:
     seen = examine(OVERLAY, Without(newest, *missing)).summary()
 
@@ -302,7 +303,7 @@ def test_a_backend_that_the_tree_does_not_bring_is_not_named(
         ("_BACKEND_MODULE_NAME_BY_BACKEND = {", "_MODULES = {", "backends are not listed in a way that is known"),
     ],
 )
-def test_backends_are_read_from_the_tree(newest: WheelTree, old: str, new: str, says: str) -> None:
+def test_backends_are_read_from_the_tree(newest: ArchiveTree, old: str, new: str, says: str) -> None:
     text = text_of(newest, KERNELS).replace(old, new)
 
     finding = examine(OVERLAY, EditedTree(newest, KERNELS, text))

@@ -16,7 +16,8 @@ from megacpp_overlays.fp32_marks import MAMBA3, MAMBA3_ALWAYS, MAMBA3_MIMO
 from megacpp_overlays.loader import probing
 from megacpp_overlays.model import Finding, Verdict
 from megacpp_overlays.overlays.float16_fp32_exemption import OVERLAY
-from megacpp_overlays.source.trees import ModuleSource, WheelTree
+from megacpp_overlays.source.file_trees import ArchiveTree
+from megacpp_overlays.source.trees import ModuleSource
 
 CONVERSION = '''
 def convert_module_to_dtype_except_fp32_marked(module, dtype):
@@ -51,7 +52,7 @@ def examine(text: str, mamba3: str | None = None) -> Finding:
 @pytest.fixture(scope="module")
 def released(wheel: Callable[[str, str], Path]) -> str:
     """The text of the newest release."""
-    source = WheelTree(wheel("megatron-core", "0.19.2")).module(TARGET.module)
+    source = ArchiveTree(wheel("megatron-core", "0.19.2")).module(TARGET.module)
     assert source is not None
     return source.text
 
@@ -375,7 +376,7 @@ def test_the_probe_leaves_the_tree_as_it_was(released: str) -> None:
 def test_where_an_optimizer_is_not_known_fp32_parameters_are_not_kept(
     module: str, wheel: Callable[[str, str], Path]
 ) -> None:
-    release = WheelTree(wheel("megatron-core", "0.19.2"))
+    release = ArchiveTree(wheel("megatron-core", "0.19.2"))
 
     class Edited:
         def module(self, name: str) -> ModuleSource | None:

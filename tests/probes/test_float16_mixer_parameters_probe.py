@@ -17,7 +17,8 @@ from megacpp_overlays.feature_probes.float16_mixer_parameters import (
 from megacpp_overlays.loader import probing
 from megacpp_overlays.model import Finding, Verdict
 from megacpp_overlays.overlays.float16_mixer_parameters import PARTS
-from megacpp_overlays.source.trees import DirectoryTree, ModuleSource, SourceTree, WheelTree
+from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.trees import ModuleSource, SourceTree
 
 Wheel = Callable[[str, str], Path]
 
@@ -36,9 +37,9 @@ class Edited:
 
 
 @pytest.fixture(scope="module")
-def newest(wheel: Wheel) -> Iterator[WheelTree]:
+def newest(wheel: Wheel) -> Iterator[ArchiveTree]:
     """The newest release."""
-    tree = WheelTree(wheel("megatron-core", "0.19.2"))
+    tree = ArchiveTree(wheel("megatron-core", "0.19.2"))
     yield tree
     tree.close()
 
@@ -74,7 +75,7 @@ def test_given_trees_that_honour_marks_are_recognised(upstream_trees: list[Path]
             assert probing.examine(part, tree).verdict in {Verdict.BROKEN, Verdict.FIXED, Verdict.ABSENT}, path
 
 
-def test_a_tree_without_the_mixer_is_absent(newest: WheelTree) -> None:
+def test_a_tree_without_the_mixer_is_absent(newest: ArchiveTree) -> None:
     assert examine(newest, None).verdict is Verdict.ABSENT
     assert examine(newest, "class Other: pass").verdict is Verdict.ABSENT
 
@@ -89,12 +90,12 @@ def test_a_tree_without_the_mixer_is_absent(newest: WheelTree) -> None:
         "class MambaMixer(",
     ],
 )
-def test_a_mixer_that_is_made_in_another_way_is_not_recognised(newest: WheelTree, text: str) -> None:
+def test_a_mixer_that_is_made_in_another_way_is_not_recognised(newest: ArchiveTree, text: str) -> None:
     assert examine(newest, text).verdict is Verdict.UNRECOGNISED
 
 
 @pytest.mark.parametrize("how", ["mark_keep_in_fp32(self.{name})", "self.{name}.keep_in_fp32 = True"])
-def test_a_mixer_that_marks_both_by_itself_retires_the_overlay(newest: WheelTree, how: str) -> None:
+def test_a_mixer_that_marks_both_by_itself_retires_the_overlay(newest: ArchiveTree, how: str) -> None:
     text = marked(text_of(newest), "A_log", "D", how=how)
 
     assert examine(newest, text).verdict is Verdict.FIXED
@@ -102,7 +103,7 @@ def test_a_mixer_that_marks_both_by_itself_retires_the_overlay(newest: WheelTree
     assert PARTS[0].probe(newest).verdict is not Verdict.FIXED
 
 
-def test_marks_where_the_parameters_are_created_count_too(newest: WheelTree) -> None:
+def test_marks_where_the_parameters_are_created_count_too(newest: ArchiveTree) -> None:
     text = edited(text_of(newest), "nn.Parameter(A_log)", "mark_keep_in_fp32(nn.Parameter(A_log))")
     one = examine(newest, text)
     both = examine(newest, marked(text, "D"))
@@ -113,7 +114,7 @@ def test_marks_where_the_parameters_are_created_count_too(newest: WheelTree) -> 
 
 
 @pytest.mark.parametrize("name", ["A_log", "D"])
-def test_one_mark_is_not_enough(newest: WheelTree, name: str) -> None:
+def test_one_mark_is_not_enough(newest: ArchiveTree, name: str) -> None:
     finding = examine(newest, marked(text_of(newest), name))
 
     assert (finding.verdict, finding.shape) == (Verdict.BROKEN, UNMARKED)
@@ -136,7 +137,9 @@ def test_one_mark_is_not_enough(newest: WheelTree, name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["A_log", "D"])
-def test_anything_else_that_is_done_with_a_parameter_is_not_recognised(newest: WheelTree, name: str, how: str) -> None:
+def test_anything_else_that_is_done_with_a_parameter_is_not_recognised(
+    newest: ArchiveTree, name: str, how: str
+) -> None:
     assert examine(newest, marked(text_of(newest), name, how=how)).verdict is Verdict.UNRECOGNISED
 
 
@@ -154,7 +157,7 @@ def test_anything_else_that_is_done_with_a_parameter_is_not_recognised(newest: W
         ("self.D = nn.Parameter(", "self.D = nn.Parameter(torch.ones(4)) if self.rmsnorm else nn.Parameter("),
     ],
 )
-def test_parameters_that_are_created_in_another_way_are_not_recognised(newest: WheelTree, old: str, new: str) -> None:
+def test_parameters_that_are_created_in_another_way_are_not_recognised(newest: ArchiveTree, old: str, new: str) -> None:
     assert examine(newest, edited(text_of(newest), old, new)).verdict is Verdict.UNRECOGNISED
 
 
@@ -169,11 +172,13 @@ def test_parameters_that_are_created_in_another_way_are_not_recognised(newest: W
         ('D = repeat(self.D, "h -> h p"', 'D = repeat(getattr(self, "D"), "h -> h p"'),
     ],
 )
-def test_a_place_that_reads_a_parameter_in_another_way_is_not_recognised(newest: WheelTree, old: str, new: str) -> None:
+def test_a_place_that_reads_a_parameter_in_another_way_is_not_recognised(
+    newest: ArchiveTree, old: str, new: str
+) -> None:
     assert examine(newest, edited(text_of(newest), old, new)).verdict is Verdict.UNRECOGNISED
 
 
-def test_no_mention_of_a_parameter_may_be_doubled_with_a_change(newest: WheelTree) -> None:
+def test_no_mention_of_a_parameter_may_be_doubled_with_a_change(newest: ArchiveTree) -> None:
     text = text_of(newest)
     syntax = ast.parse(text)
     places = [
@@ -189,7 +194,7 @@ def test_no_mention_of_a_parameter_may_be_doubled_with_a_change(newest: WheelTre
         assert finding.verdict is Verdict.UNRECOGNISED, ast.unparse(node)
 
 
-def test_comments_layout_and_other_edits_of_the_mixer_do_not_matter(newest: WheelTree) -> None:
+def test_comments_layout_and_other_edits_of_the_mixer_do_not_matter(newest: ArchiveTree) -> None:
     text = edited(text_of(newest), "self.d_conv = d_conv", "self.d_conv = d_conv\n        self.extra = 1")
 
     assert examine(newest, ast.unparse(ast.parse(text))).verdict is Verdict.BROKEN
@@ -206,7 +211,7 @@ def test_comments_layout_and_other_edits_of_the_mixer_do_not_matter(newest: Whee
     ],
 )
 def test_context_parallelism_that_holds_them_in_another_way_is_not_recognised(
-    newest: WheelTree, old: str, new: str
+    newest: ArchiveTree, old: str, new: str
 ) -> None:
     text = edited(text_of(newest, MAMBA.parallel_module), old, new)
 
@@ -214,7 +219,7 @@ def test_context_parallelism_that_holds_them_in_another_way_is_not_recognised(
 
 
 @pytest.mark.parametrize("text", [None, "class Float16Module: pass"])
-def test_where_nothing_is_known_to_honour_marks_none_are_set(newest: WheelTree, text: str | None) -> None:
+def test_where_nothing_is_known_to_honour_marks_none_are_set(newest: ArchiveTree, text: str | None) -> None:
     finding = examine(newest, text, "megatron.core.transformer.module")
 
     assert finding.verdict is Verdict.UNRECOGNISED
@@ -247,7 +252,7 @@ class GatedDeltaProductMixer(MegatronModule):
         ("", ""),
     ],
 )
-def test_a_gated_delta_product_needs_the_slices_that_are_known(newest: WheelTree, old: str, new: str) -> None:
+def test_a_gated_delta_product_needs_the_slices_that_are_known(newest: ArchiveTree, old: str, new: str) -> None:
     texts = {GATED_DELTA_PRODUCT.target.module: edited(PRODUCT, old, new)}
 
     assert probing.examine(PARTS[1], Edited(newest, texts)).verdict is Verdict.UNRECOGNISED

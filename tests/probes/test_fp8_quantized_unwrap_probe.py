@@ -9,7 +9,8 @@ from probing import ask
 
 from megacpp_overlays.feature_probes import fp8_quantized_unwrap as feature
 from megacpp_overlays.model import Finding, Verdict
-from megacpp_overlays.source.trees import DirectoryTree, ModuleSource
+from megacpp_overlays.source.file_trees import DirectoryTree
+from megacpp_overlays.source.trees import ModuleSource
 
 DISPATCHER = """
 import torch

@@ -13,7 +13,7 @@ from trees import STAND_INS
 from megacpp_overlays.feature_probes import hopper_flce_dispatch as feature
 from megacpp_overlays.model import Verdict
 from megacpp_overlays.overlays.hopper_flce_dispatch import OVERLAY
-from megacpp_overlays.source.trees import DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 DEV, PR3345 = STAND_INS["dev-linear-cross-entropy"], STAND_INS["pr3345-linear-cross-entropy"]
 TARGET = Path("megatron/core/fusions/fused_linear_cross_entropy.py")

@@ -13,7 +13,7 @@ from trees import STAND_INS
 from megacpp_overlays.feature_probes import hybrid_linear_ce as feature
 from megacpp_overlays.model import Verdict
 from megacpp_overlays.overlays.hybrid_linear_ce import OVERLAY
-from megacpp_overlays.source.trees import DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 DEV = STAND_INS["dev-linear-cross-entropy"]
 CORE = Path("megatron/core")

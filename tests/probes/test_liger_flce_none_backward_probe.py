@@ -15,7 +15,8 @@ from probing import ask
 from megacpp_overlays.feature_probes import liger_flce_none_backward as feature
 from megacpp_overlays.model import Finding, Verdict
 from megacpp_overlays.overlays.liger_flce_none_backward import OVERLAY
-from megacpp_overlays.source.trees import ModuleSource, WheelTree
+from megacpp_overlays.source.file_trees import ArchiveTree
+from megacpp_overlays.source.trees import ModuleSource
 
 Wheel = Callable[[str, str], Path]
 
@@ -44,7 +45,7 @@ class Edited:
     """A release in which the text of some modules is ours."""
 
     def __init__(self, wheel: Path, **texts: str) -> None:
-        self._wheel = WheelTree(wheel)
+        self._wheel = ArchiveTree(wheel)
         self._texts = texts
 
     def module(self, name: str) -> ModuleSource | None:
@@ -55,7 +56,7 @@ class Edited:
 
 @functools.cache
 def text_of(wheel: Path, name: str) -> str:
-    source = WheelTree(wheel).module(name)
+    source = ArchiveTree(wheel).module(name)
     assert source is not None
     return source.text
 
@@ -71,14 +72,14 @@ def is_installable(finding: Finding) -> bool:
 
 @pytest.mark.parametrize("version", REPAIRABLE)
 def test_the_evidence_names_the_releases_that_the_text_is_from(wheel: Wheel, version: str) -> None:
-    finding = OVERLAY.probe(WheelTree(wheel("liger-kernel", version)))
+    finding = OVERLAY.probe(ArchiveTree(wheel("liger-kernel", version)))
 
     named = next(known for known in feature.KNOWN if f"as in {known.releases}" in finding.summary())
     assert named.shape == finding.shape
 
 
 def test_without_the_package_the_target_is_absent(tmp_path: Path) -> None:
-    from megacpp_overlays.source.trees import DirectoryTree
+    from megacpp_overlays.source.file_trees import DirectoryTree
 
     assert OVERLAY.probe(DirectoryTree(tmp_path)).verdict is Verdict.ABSENT
 

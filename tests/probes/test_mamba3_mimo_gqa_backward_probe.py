@@ -12,7 +12,8 @@ from probing import ask
 from megacpp_overlays.feature_probes import mamba3_mimo_gqa_backward as feature
 from megacpp_overlays.model import Finding, Overlay, Verdict
 from megacpp_overlays.overlays.mamba3_mimo_gqa_backward import PARTS
-from megacpp_overlays.source.trees import DirectoryTree, ModuleSource
+from megacpp_overlays.source.file_trees import DirectoryTree
+from megacpp_overlays.source.trees import ModuleSource
 from megacpp_overlays.upkeep.ledger import due
 
 

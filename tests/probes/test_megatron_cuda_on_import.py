@@ -11,7 +11,7 @@ from probing import ask
 from megacpp_overlays.feature_probes.megatron_cuda_on_import import WITH_HYBRID_MODELS, WITH_THE_PACKAGE, probe
 from megacpp_overlays.model import Verdict
 from megacpp_overlays.overlays.megatron_cuda_on_import import OVERLAY
-from megacpp_overlays.source.trees import DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 COMMON = "megatron/core/ssm/ops/gdp/common.py"
 CONTEXT = "megatron/core/inference/contexts/dynamic_context.py"

@@ -11,7 +11,7 @@ from probing import ask
 from megacpp_overlays.feature_probes import tilelang_grouped_reduce as feature
 from megacpp_overlays.model import Verdict
 from megacpp_overlays.overlays.tilelang_grouped_reduce import OVERLAY
-from megacpp_overlays.source.trees import DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 pytestmark = pytest.mark.upstream
 

@@ -11,7 +11,8 @@ from probing import ask
 from megacpp_overlays.feature_probes.tilelang_zero_extent_iterator import EQUALITY_ONLY, probe
 from megacpp_overlays.model import Verdict
 from megacpp_overlays.overlays.tilelang_zero_extent_iterator import OVERLAY
-from megacpp_overlays.source.trees import DirectoryTree, ModuleSource
+from megacpp_overlays.source.file_trees import DirectoryTree
+from megacpp_overlays.source.trees import ModuleSource
 
 pytestmark = pytest.mark.upstream
 

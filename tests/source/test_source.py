@@ -14,7 +14,8 @@ from made_up import Upstream
 
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.loader.session import Session
-from megacpp_overlays.source.trees import DirectoryTree, InstalledTree, ModuleSource, Remembered, WheelTree, parameters
+from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.trees import InstalledTree, ModuleSource, Remembered, parameters
 
 
 def source(text: str) -> ModuleSource:
@@ -41,7 +42,7 @@ def test_one_module_reads_the_same_from_every_kind_of_tree(upstream: Upstream, t
     archive = tmp_path / "made_up-1.0-py3-none-any.whl"
     with zipfile.ZipFile(archive, "w") as wheel:
         wheel.write(tmp_path / upstream.name / "layers.py", f"{upstream.name}/layers.py")
-    packed = WheelTree(archive)
+    packed = ArchiveTree(archive)
 
     found = [tree.module(upstream.module_name) for tree in (InstalledTree(), DirectoryTree(tmp_path), packed)]
     packed.close()
@@ -204,7 +205,7 @@ def test_a_module_without_a_spec_hides_its_package(monkeypatch: pytest.MonkeyPat
 def test_a_module_that_a_wheel_does_not_have_is_none(tmp_path: Path) -> None:
     archive = tmp_path / "empty-1.0-py3-none-any.whl"
     zipfile.ZipFile(archive, "w").close()
-    packed = WheelTree(archive)
+    packed = ArchiveTree(archive)
 
     assert packed.module("empty.layers") is None
     packed.close()

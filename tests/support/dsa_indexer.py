@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacpp_overlays.feature_probes import dsa_indexer_streaming as feature
 from megacpp_overlays.overlays.dsa_indexer_streaming import OVERLAY
-from megacpp_overlays.source.trees import DirectoryTree, SourceTree
+from megacpp_overlays.source.file_trees import DirectoryTree
+from megacpp_overlays.source.trees import SourceTree
 
 _VARIANT = feature.TARGET.module.rpartition(".")[0]
 _KEPT = {"FusedDSAIndexerLoss", "_FUSED_DSA_INDEXER_LOSS_INPUT_NAMES", "INDEXER_LOSS_EPS"}

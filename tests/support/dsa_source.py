@@ -17,7 +17,8 @@ from trees import STAND_INS
 from megacpp_overlays.loader import seams
 from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.model import Finding, Overlay, Verdict
-from megacpp_overlays.source.trees import DirectoryTree, ModuleSource, SourceTree
+from megacpp_overlays.source.file_trees import DirectoryTree
+from megacpp_overlays.source.trees import ModuleSource, SourceTree
 
 RELEASES = (
     *("0.14.0", "0.15.0", "0.15.1", "0.15.2", "0.15.3", "0.16.0", "0.16.1"),

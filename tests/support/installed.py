@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-from megacpp_overlays.source.trees import DirectoryTree, ModuleSource, ShippedFile
+from megacpp_overlays.source.file_trees import DirectoryTree
+from megacpp_overlays.source.trees import ModuleSource, ShippedFile
 
 
 def tree_of(lane: str) -> DirectoryTree:
