@@ -30,7 +30,7 @@ def suggestion(word: str, known: Sequence[str], meant: str = "") -> str:
 def _near(word: str, known: Sequence[str]) -> list[str]:
     # What all have in common tells nothing about which of them is near.
     alike = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(word, *known, strict=False))
-    common = sum(1 for _ in alike)
+    common = sum(1 for _ in alike) if len(known) > 1 else 0
     tail = word[common:]
     close = [name for name in known if name.startswith(word)]
     close = close or [name for name in known if tail and tail in name]

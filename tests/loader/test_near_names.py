@@ -11,6 +11,10 @@ def test_the_nearest_name_is_offered() -> None:
     )
 
 
+def test_one_name_alone_is_offered_for_a_slip_at_its_end() -> None:
+    assert suggestion("double-fxi", ["double-fix"]) == "did you mean double-fix? known: double-fix"
+
+
 def test_nothing_near_leaves_the_list() -> None:
     assert suggestion("zzz", ["a"]) == "known: a"
     assert suggestion("zzz", []) == "known: none"

@@ -427,7 +427,7 @@ def test_every_python_that_the_package_supports_arms(version: str, env: dict[str
     ("variable", "value", "code", "says"),
     [
         ("MEGACPP_OVERLAYS", "atuo", 2, "SettingsError: MEGACPP_OVERLAYS=atuo is not known; did you mean auto"),
-        ("MEGACPP_OVERLAYS_RECEIPTS", "receipts", 2, "is no absolute path, and children may start in any folder"),
+        ("MEGACPP_OVERLAYS_RECEIPTS", "receipts", 2, "is not an absolute path, and children may start in any folder"),
         ("DAMAGED", "yes", 1, "RegistryError: plugin double cannot be loaded"),
     ],
 )

@@ -162,7 +162,7 @@ for overlay in megacpp_overlays.loader.session.current().overlays:
     with contextlib.suppress(ModuleNotFoundError):  # a part for another tree
         importlib.import_module(overlay.target.module)
 import torch
-decisions = {r.decision.value for r in megacpp_overlays.audit().records if not r.overlay.opt_in}
+decisions = {r.decision.value for r in megacpp_overlays.audit().records if not r.overlay.off_by_default}
 assert decisions == {"active", "retired", "absent"}, str(
     megacpp_overlays.audit()
 )

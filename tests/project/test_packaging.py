@@ -317,7 +317,7 @@ def test_loader_works_without_torch_on(environment: str, tmp_path: Path) -> None
         pytest.skip(f"there is no environment {environment}: `make setup` makes it where the machine has that Python")
     code = (
         "import sys, megacpp_overlays;"
-        "assert all(r.decision.value == 'absent' or r.overlay.opt_in for r in megacpp_overlays.audit().records), megacpp_overlays.audit();"
+        "assert all(r.decision.value == 'absent' or r.overlay.off_by_default for r in megacpp_overlays.audit().records), megacpp_overlays.audit();"
         "assert 'torch' not in sys.modules"
     )
     run(python, "-W", "error", "-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT))

@@ -145,7 +145,9 @@ class Largest(TorchDispatchMode):
 def supported(module: ModuleType, **loss: Any) -> dict[str, Any]:
     """Return the arguments that the loss of this version takes."""
     return {
-        name: value for name, value in loss.items() if name in inspect.signature(module.FusedDSAIndexerLoss.forward)
+        name: value
+        for name, value in loss.items()
+        if name in inspect.signature(module.FusedDSAIndexerLoss.forward).parameters
     }
 
 

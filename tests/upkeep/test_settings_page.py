@@ -26,7 +26,7 @@ def test_every_overlay_and_gate_is_listed_once_with_its_variable() -> None:
     page = settings_page(OVERLAYS)
 
     for overlay in {each.id: each for each in OVERLAYS}.values():
-        state = "off" if overlay.opt_in else "on"
+        state = "off" if overlay.off_by_default else "on"
         assert page.count(f"| `{overlay.variable}` | {state} | {overlay.title} |\n") == 1
 
 
