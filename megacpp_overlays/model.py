@@ -1,19 +1,19 @@
 """The words of the project as data: verdicts, findings, overlays and gates, decisions.
 
 Standard library only, no effects. Everything here is frozen: a decision that was taken is not edited,
-it is replaced by the next one. Making these classes is a third of what an import of this package costs, so plain
-records are named tuples, a tenth of a dataclass, and where equality means nothing (functions inside), it is left out.
+it is replaced by the next one. None of the classes is a dataclass, because an import of this package makes them all: what
+is small is a named tuple, what has many fields is a `Frozen` record.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from megacpp_overlays.errors import RegistryError
+from megacpp_overlays.frozen import Frozen, FrozenValue
 
 if TYPE_CHECKING:
     from megacpp_overlays.source.trees import SourceTree
@@ -61,8 +61,7 @@ class Evidence(NamedTuple):
         return f"{self.seen} ({name}:{self.line})" if self.line else f"{self.seen} ({name})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(FrozenValue):
     """The answer of a probe: a verdict, the name of the shape it recognised, and what it saw.
 
     A BROKEN finding must name its shape, because the shape selects the seams.
@@ -127,8 +126,7 @@ class Thread(NamedTuple):
 _Kind = TypeVar("_Kind", bound="Erratum")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, init=False, repr=False)
-class Erratum:
+class Erratum(Frozen):
     """The declaration of one upstream defect, and of what to do about it: an `Overlay` repairs, a `Gate` warns.
 
     No field has a default: none may be forgotten. When an erratum is over is no field: it is when its probe says FIXED.
@@ -206,7 +204,6 @@ class Erratum:
         raise NotImplementedError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Overlay(Erratum):
     """The declaration of one runtime fix: seams for each shape that is repaired, and the tests that they hold.
 
@@ -251,7 +248,6 @@ class Overlay(Erratum):
         return shape in self.replacements
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Gate(Erratum):
     """The declaration of a combination that cannot work: nothing is installed, and a run is told when it arms.
 
@@ -283,8 +279,7 @@ def variable_for(overlay_id: str) -> str:
     return "MEGACPP_OVERLAY_" + overlay_id.upper().replace("-", "_")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Record:
+class Record(Frozen):
     """One decision of this process, with everything a reader needs to check it."""
 
     overlay: Erratum
@@ -295,9 +290,9 @@ class Record:
     """Version or origin of the target as it is here, such as `0.19.2`."""
     source_sha256: str | None = None
     """Hash of the text of the target module."""
-    seams: tuple[str, ...] = field(default=())
+    seams: tuple[str, ...] = ()
     """Qualified names that lead to a seam now."""
-    rebound: tuple[str, ...] = field(default=())
+    rebound: tuple[str, ...] = ()
     """Stale aliases that were found by identity and now lead to the seam too."""
 
     @property

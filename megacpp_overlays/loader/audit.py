@@ -6,9 +6,9 @@ Imported with the package, so what only a report needs is imported by the functi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 from megacpp_overlays.errors import ActivationError
+from megacpp_overlays.frozen import Frozen, replace
 from megacpp_overlays.loader.settings import Mode
 from megacpp_overlays.model import Decision, Record
 
@@ -19,8 +19,7 @@ _SAID_ONCE = frozenset({Decision.ABSENT, Decision.ARMED, Decision.DISABLED})
 """Decisions that are the same for every part of an overlay, whatever module it is about."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Audit:
+class Audit(Frozen):
     """A snapshot of every decision. Printing it prints the table."""
 
     version: str

@@ -8,10 +8,10 @@ children are compared by.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import ModuleType
 
 from megacpp_overlays.errors import SourceError
+from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader.decide import decide
 from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Decision, Erratum, Evidence, Finding, Gate, Overlay, Record, Verdict

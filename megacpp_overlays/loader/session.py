@@ -14,12 +14,12 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from megacpp_overlays import variables
 from megacpp_overlays.errors import ActivationError, RegistryError, SeamError
+from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader import registry
 from megacpp_overlays.loader.audit import Audit, raise_for
 from megacpp_overlays.loader.decide import before_import

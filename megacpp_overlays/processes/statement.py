@@ -38,6 +38,7 @@ RUN = (
     "feature_probes",
     "fp32_marks.py",
     "fp8_sparse_mla.py",
+    "frozen.py",
     "gpus.py",
     "kernels",
     "loader",

@@ -20,10 +20,12 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast, runtime_checkable
 
 from megacpp_overlays.errors import OverlayError, SourceError
-from megacpp_overlays.source.bindings import Bindings
+
+if TYPE_CHECKING:
+    from megacpp_overlays.source.bindings import Bindings
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -62,6 +64,8 @@ class ModuleSource:
         Raises:
             SourceError: see `syntax`.
         """
+        from megacpp_overlays.source.bindings import Bindings  # noqa: PLC0415 - not needed to arm
+
         return Bindings(self.syntax)
 
     def find(self, symbol: str) -> ast.ClassDef | FunctionNode | None:

@@ -1,0 +1,138 @@
+"""Frozen records behave as frozen dataclasses with fields by name do, of which they are the cheap form."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import sys
+from typing import ClassVar
+
+import pytest
+
+from megacpp_overlays.frozen import Frozen, FrozenValue, replace
+
+
+class Part(Frozen):
+    """One required field, and one with a default."""
+
+    shared: ClassVar[str] = "not a field"
+
+    id: str
+    pack: int = 3
+
+
+class Longer(Part):
+    """A subclass adds fields."""
+
+    title: str
+
+
+class Value(FrozenValue):
+    """Equal when its fields are."""
+
+    id: str
+    seen: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        if not self.id:
+            raise ValueError("an id is empty")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class AsDataclass:
+    """What a part would be as a dataclass."""
+
+    id: str
+    title: str
+    threads: str
+    pack: int = 3
+
+
+class AsFrozen(Frozen):
+    """The same as a frozen record."""
+
+    id: str
+    title: str
+    threads: str
+    pack: int = 3
+
+
+def test_fields_are_read_by_name_and_a_default_counts_where_nothing_is_given() -> None:
+    longer = Longer(title="t", id="a")
+    assert (longer.id, longer.pack, longer.title, longer.shared) == ("a", 3, "t", "not a field")
+    assert repr(longer) == "Longer(id='a', pack=3, title='t')"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"id": "a"},
+        {"id": "a", "title": "t"},
+        {"id": "a", "title": "t", "threads": "", "retired": 1},
+        {"shared": ""},
+    ],
+    ids=lambda given: " ".join(given) or "nothing",
+)
+def test_what_is_missing_or_unknown_is_refused_in_the_words_of_a_dataclass(given: dict[str, object]) -> None:
+    with pytest.raises(TypeError) as expected:
+        AsDataclass(**given)  # type: ignore[arg-type]
+    with pytest.raises(TypeError) as refused:
+        AsFrozen(**given)  # type: ignore[arg-type]
+    assert str(refused.value) == str(expected.value).replace("AsDataclass", "AsFrozen")
+
+
+def test_fields_are_given_by_name_alone() -> None:
+    with pytest.raises(TypeError, match="positional argument"):
+        Part("a")  # type: ignore[misc]
+
+
+def test_nothing_is_set_or_deleted_afterwards() -> None:
+    part = Part(id="a")
+    with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field 'id'"):
+        part.id = "b"  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field 'other'"):
+        part.other = "b"  # type: ignore[attr-defined]
+    with pytest.raises(dataclasses.FrozenInstanceError, match="cannot delete field 'id'"):
+        del part.id
+    assert part.id == "a"
+
+
+def test_a_record_is_equal_to_itself_alone_and_a_value_to_what_has_its_fields() -> None:
+    assert Part(id="a") != Part(id="a")
+    assert Value(id="a") == Value(id="a", seen=())
+    assert Value(id="a") != Value(id="a", seen=("x",))
+    assert Value(id="a") != Part(id="a")
+    assert {Value(id="a"), Value(id="a")} == {Value(id="a")}
+
+
+def test_a_replaced_record_is_a_new_one_that_is_checked_again() -> None:
+    before = Value(id="a", seen=("x",))
+    after = replace(before, id="b")
+    assert (before.id, after) == ("a", Value(id="b", seen=("x",)))
+    with pytest.raises(ValueError, match="empty"):
+        replace(before, id="")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'ids'"):
+        replace(before, ids="b")  # type: ignore[call-arg]
+
+
+def test_the_standard_library_takes_a_record_for_a_dataclass() -> None:
+    longer = Longer(title="t", id="a")
+    fields = dataclasses.fields(longer)
+    assert dataclasses.is_dataclass(Longer)
+    assert [(each.name, each.default) for each in fields] == [
+        ("id", dataclasses.MISSING),
+        ("pack", 3),
+        ("title", dataclasses.MISSING),
+    ]
+    assert dataclasses.asdict(longer) == {"id": "a", "pack": 3, "title": "t"}
+    assert dataclasses.replace(longer, pack=4).pack == 4
+    if sys.version_info >= (3, 13):
+        assert copy.replace(longer, pack=4).pack == 4
+
+
+def test_a_value_is_copied_and_pickled() -> None:
+    value = Value(id="a", seen=("x",))
+    assert [copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))] == [value] * 3
