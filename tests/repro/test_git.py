@@ -67,8 +67,79 @@ def test_programs_that_a_repository_names_are_not_run(repository: Path, tmp_path
     assert not ran.exists()
 
 
-def test_no_protocol_may_be_used_even_where_the_user_allows_it(repository: Path, tmp_path: Path) -> None:
-    subprocess.run(["git", "-C", str(repository), "config", "protocol.file.allow", "always"], check=True)
+@pytest.mark.parametrize(("protocol", "address"), [("file", "file://{here}"), ("ext", "ext::touch {here}/ran")])
+def test_no_protocol_may_be_used_even_where_the_repository_allows_it(
+    repository: Path, protocol: str, address: str
+) -> None:
+    subprocess.run(["git", "-C", str(repository), "config", f"protocol.{protocol}.allow", "always"], check=True)
 
-    with pytest.raises(git.GitError, match="transport 'file' not allowed"):
-        git.run(repository, "fetch", f"file://{repository}")
+    with pytest.raises(git.GitError, match=f"transport '{protocol}' not allowed"):
+        git.run(repository, "fetch", address.format(here=repository))
+
+    assert not (repository / "ran").exists()
+
+
+@pytest.mark.parametrize("driver", ["clean", "process"])
+@pytest.mark.parametrize("where", ["the work tree", "a submodule"])
+def test_filters_that_a_repository_names_are_not_run(repository: Path, tmp_path: Path, driver: str, where: str) -> None:
+    (tmp_path / "program").write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\ncat\n")
+    (tmp_path / "program").chmod(0o755)
+    inner = repository
+    if where == "a submodule":
+        allowed = ("-c", "protocol.file.allow=always", "-C", str(repository))
+        for words in (
+            ["submodule", "--quiet", "add", str(repository), "inner"],
+            ["config", "submodule.inner.ignore", "none"],
+        ):
+            subprocess.run(["git", *allowed, *words], check=True)
+        inner = repository / "inner"
+    for words in ((f"filter.a.{driver}", f"{tmp_path}/program"), ("filter.a.required", "true")):
+        subprocess.run(["git", "-C", str(inner), "config", *words], check=True)
+    (inner / ".gitattributes").write_text("* filter=a\n")
+    (inner / "layers.py").write_text("x = 2\n")
+    subprocess.run(["git", "-C", str(repository), "status"], capture_output=True, check=False)
+    assert (tmp_path / "ran").exists()  # git itself runs it
+    (tmp_path / "ran").unlink()
+
+    said = git.run(repository, "status", "--porcelain", "--untracked-files=no")
+
+    assert not (tmp_path / "ran").exists()
+    if where == "the work tree":
+        assert said == " M layers.py\n"
+
+
+@pytest.fixture
+def forged(repository: Path, tmp_path: Path) -> Path:
+    """A source tree whose authors put a repository at its top, file by file."""
+    folder = tmp_path / "tree"
+    subprocess.run(["git", "clone", "-q", "--bare", str(repository), str(folder)], check=True)
+    subprocess.run(["git", "-C", str(folder), "config", "core.bare", "false"], check=True)
+    subprocess.run(["git", "-C", str(folder), "config", "core.worktree", str(folder)], check=True)
+    (folder / "package").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("asked", [".", "package", "objects"])
+def test_a_source_tree_with_the_files_of_a_repository_is_none(forged: Path, asked: str) -> None:
+    with pytest.raises(git.GitError, match="has HEAD, objects, refs among other files, so it is no repository"):
+        git.run(forged / asked, "rev-parse", "HEAD")
+
+
+def test_in_a_clone_such_files_are_content(forged: Path, tmp_path: Path) -> None:
+    """What a commit has at its top, or further down, does not rule what is asked of the clone."""
+    clone = tmp_path / "clone"
+    (clone / "deeper").mkdir(parents=True)
+    for place in (clone, clone / "deeper"):
+        subprocess.run(["cp", "-r", f"{forged}/.", str(place)], check=True)
+    subprocess.run(["git", "init", "-q", str(clone)], check=True)
+
+    assert git.ask(clone, "rev-parse", "HEAD^{commit}") is None  # the clone has no commit; what is committed has
+    with pytest.raises(git.GitError, match="so it is no repository"):
+        git.run(clone / "deeper", "rev-parse", "HEAD")
+
+
+def test_a_bare_repository_is_one_where_it_is_named_itself(repository: Path, tmp_path: Path) -> None:
+    subprocess.run(["git", "clone", "-q", "--bare", str(repository), str(tmp_path / "mirror")], check=True)
+
+    for place in (tmp_path / "mirror", repository / ".git"):
+        assert git.run(place, "ls-tree", "--name-only", "HEAD") == "layers.py\n"

@@ -121,10 +121,25 @@ def test_no_filter_hides_a_change(checkout: Path, tmp_path: Path, where: str) ->
     }[where]
     rules.write_text("*.py filter=as-committed\n")
     git(checkout, "config", "core.attributesFile", str(tmp_path / "rules"))
-    git(checkout, "config", "filter.as-committed.clean", "git show HEAD:src/lab_ops/scale.py")
+    program = f"touch {tmp_path}/ran; git show HEAD:src/lab_ops/scale.py"
+    git(checkout, "config", "filter.as-committed.clean", program)
     (checkout / "src" / "lab_ops" / "scale.py").write_text("def scale(x):\n    return 3 * x\n")
 
     assert differences(checkout)["lab_ops/scale.py"] is Kind.CHANGED
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_submodule_that_was_changed_is_changed_and_no_filter_of_it_is_run(checkout: Path, tmp_path: Path) -> None:
+    package, ran = checkout / "src" / "lab_ops", tmp_path / "ran"
+    git(checkout, "-c", "protocol.file.allow=always", "submodule", "--quiet", "add", str(checkout), "src/lab_ops/third")
+    git(checkout, "commit", "--quiet", "--message", "a submodule")
+    assert differences(checkout) == {}
+    git(package / "third", "config", "filter.a.clean", f"touch {ran}; cat")
+    (package / "third" / ".gitattributes").write_text("* filter=a\n")
+    (package / "third" / "notes.txt").write_text("another text\n")
+
+    assert differences(checkout) == {"lab_ops/third": Kind.CHANGED}
+    assert not ran.exists()
 
 
 def test_line_ends_and_large_files_are_as_committed(checkout: Path) -> None:

@@ -2,8 +2,8 @@
 
 git itself compares, through an index that is read afresh from the commit. So it does not matter what is staged, which
 files the repository's own index was told to pass over, or what it remembers of them. And a filter, or a rule of what to
-ignore, that somebody keeps beside the commit hides nothing: content is compared without filters, and Python files are
-listed although they are ignored.
+ignore, that somebody keeps beside the commit hides nothing: content is compared without filters, none of which is run, and
+Python files are listed although they are ignored. A submodule that is checked out is compared in the same way.
 """
 
 from __future__ import annotations
@@ -68,9 +68,11 @@ def compare(paths: Sequence[Path], base: Path) -> Checkout:
         packages = [each for each in within if each != "."]
         others = _git(top, "ls-files", "--others", "-z", "--", *packages, **index) if packages else ""
     kinds = {file: Kind.ADDED for file in others.split("\0")[:-1] if _is_imported(top / file)}
-    kinds |= dict.fromkeys(_filtered(committed, top), Kind.CHANGED)
-    seen = {line[3:]: _KINDS[line[1]] for line in status.split("\0")[:-1]}
+    changed, large = _compared(committed, top)
+    kinds |= dict.fromkeys(changed, Kind.CHANGED)
+    seen = {line[3:]: _KINDS[line[1]] for line in status.split("\0")[:-1] if line[3:] not in large}
     kinds |= {file: kind for file, kind in seen.items() if not records.is_bytecode(PurePosixPath(file))}
+    kinds |= dict.fromkeys(_changed_submodules(committed, top), Kind.CHANGED)
     differences = sorted(_differences(kinds, top, base.resolve()), key=lambda each: each.file)
     return Checkout(commit=commit, top=top, files=Files(checked=len(committed), differences=tuple(differences)))
 
@@ -82,11 +84,12 @@ def _is_imported(path: Path) -> bool:
     return path.suffix in {".py", ".pyc"} or path.is_dir()  # git names a link to a folder, and a repository, as one
 
 
-def _filtered(committed: Sequence[str], top: Path) -> Iterator[str]:
-    """Yield the files that are not what was committed, whatever a filter makes of them.
+def _compared(committed: Sequence[str], top: Path) -> tuple[list[str], set[str]]:
+    """Return the files that are not what was committed, whatever a filter makes of them, and those kept by their hash.
 
     Line ends do not count: `core.autocrlf` is how Windows has them. Git LFS keeps content by its hash.
     """
+    changed, large = [], set()
     for line in committed:
         about, _, file = line.partition("\t")
         mode, blob, _ = about.split(" ")
@@ -95,7 +98,24 @@ def _filtered(committed: Sequence[str], top: Path) -> Iterator[str]:
             continue  # git reads links as they are, and has said what is missing
         content = path.read_bytes()
         plain = content.replace(b"\r\n", b"\n")
-        if blob not in {_blob(content, blob), _blob(plain, blob)} and not _is_large(content, top, blob):
+        if blob in {_blob(content, blob), _blob(plain, blob)}:
+            continue
+        if _is_large(content, top, blob):
+            large.add(file)
+        else:
+            changed.append(file)
+    return changed, large
+
+
+def _changed_submodules(committed: Sequence[str], top: Path) -> Iterator[str]:
+    """Yield the submodules that are checked out and hold something else than their own commit has."""
+    for line in committed:
+        about, _, file = line.partition("\t")
+        if (
+            about.startswith("160000")
+            and (top / file / ".git").exists()
+            and compare([top / file], top / file).files.differences
+        ):
             yield file
 
 
