@@ -1,9 +1,9 @@
-"""The one definition of a function or class in a module, and the words, calls and parameters in it."""
+"""The one definition of a function or class in a module, and the words, calls, parameters and bound names in it."""
 
 from __future__ import annotations
 
 import ast
-import copy
+from collections.abc import Sequence
 from typing import TypeVar
 
 from megacpp_overlays.errors import SourceError
@@ -51,6 +51,8 @@ def _plain(source: ModuleSource, symbol: str, scope: list[ast.stmt], kind: type[
 
 def signature(function: FunctionNode) -> str:
     """Return the parameters of a function with their defaults, without annotations."""
+    import copy  # noqa: PLC0415 - not needed to arm
+
     arguments = copy.deepcopy(function.args)
     for node in ast.walk(arguments):
         if isinstance(node, ast.arg):
@@ -80,3 +82,23 @@ def called(call: ast.Call) -> str:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return name
     return ""
+
+
+def binders(syntax: ast.AST | Sequence[ast.AST], name: str) -> list[ast.AST]:
+    """Return what binds a name below a node, or below several, as a name and in whatever scope."""
+    nodes = [syntax] if isinstance(syntax, ast.AST) else syntax
+    found = [each for node in nodes for each in ast.walk(node) if name in _bound(each)]
+    return sorted(found, key=lambda each: (getattr(each, "lineno", 0), getattr(each, "col_offset", 0)))
+
+
+def _bound(node: ast.AST) -> tuple[str | None, ...]:
+    match node:
+        case ast.Name(id=name):
+            return () if isinstance(node.ctx, ast.Load) else (name,)
+        case ast.alias(name=name, asname=given):
+            return (given or name.partition(".")[0],)
+        case ast.Global(names=names) | ast.Nonlocal(names=names):
+            return tuple(names)
+        case ast.arg(arg=name) | ast.MatchMapping(rest=name):
+            return (name,)
+    return (getattr(node, "name", None),)

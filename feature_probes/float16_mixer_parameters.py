@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes import float16_fp32_exemption
 from megacpp_overlays.feature_probes.definitions import called, plain_function
 from megacpp_overlays.feature_probes.findings import absent, at, broken, finding_of, fixed, unknown, unrecognised
 from megacpp_overlays.fp32_marks import MARK
+from megacpp_overlays.frozen import NamedTuple
 from megacpp_overlays.model import Evidence, Finding, Target, Verdict
 from megacpp_overlays.source.fingerprint import fingerprint
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree

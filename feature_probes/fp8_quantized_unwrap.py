@@ -19,14 +19,12 @@ may be named after quantization. Kernel and guard must be bound where they were,
 from __future__ import annotations
 
 import ast
-import copy
 import re
 from collections.abc import Iterator, Sequence
 
 from megacpp_overlays.feature_probes.definitions import called, plain_function, statements, words
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown
 from megacpp_overlays.model import Finding, Target
-from megacpp_overlays.source.bindings import Bindings
 from megacpp_overlays.source.patterns import Match, Pattern
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, parameters
 
@@ -239,6 +237,10 @@ def _without_repair(source: ModuleSource, function: FunctionNode) -> FunctionNod
     if handled != set(TENSORS):
         return None
     _check_bound(source, _QUANTIZED, brought)
+    import copy  # noqa: PLC0415 - neither is needed to arm
+
+    from megacpp_overlays.source.bindings import Bindings  # noqa: PLC0415
+
     rest = copy.copy(function)
     rest.body = kept
     pads = [pad["tensor"] for pad in _PADS.find(rest)]

@@ -18,10 +18,9 @@ from __future__ import annotations
 import ast
 from typing import cast
 
-from megacpp_overlays.feature_probes.definitions import statements, words
+from megacpp_overlays.feature_probes.definitions import binders, statements, words
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown
 from megacpp_overlays.model import Evidence, Finding, Target
-from megacpp_overlays.source.bindings import binders
 from megacpp_overlays.source.fingerprint import is_docstring
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, parameters

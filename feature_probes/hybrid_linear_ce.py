@@ -20,10 +20,9 @@ from __future__ import annotations
 import ast
 
 from megacpp_overlays.errors import SourceError
-from megacpp_overlays.feature_probes.definitions import called, calls, plain_class, plain_function, words
+from megacpp_overlays.feature_probes.definitions import binders, called, calls, plain_class, plain_function, words
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown
 from megacpp_overlays.model import Finding, Target
-from megacpp_overlays.source.bindings import binders
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, parameters
 

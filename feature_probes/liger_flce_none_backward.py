@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from typing import NamedTuple
 
-from megacpp_overlays.feature_probes.definitions import words
+from megacpp_overlays.feature_probes.definitions import binders, words
 from megacpp_overlays.feature_probes.findings import absent, at, broken, conclusion, fixed, unknown, unrecognised
+from megacpp_overlays.frozen import NamedTuple
 from megacpp_overlays.model import Evidence, Finding, Verdict
-from megacpp_overlays.source.bindings import Definition, binders
 from megacpp_overlays.source.fingerprint import fingerprint, is_docstring
 from megacpp_overlays.source.patterns import Match, Pattern
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, parameters
@@ -163,7 +162,7 @@ def _kernel(tree: SourceTree) -> list[object]:
     if source is None or (kernel := source.find(KERNEL)) is None:
         return []
     body = [node for node in source.syntax.body if node is not kernel and not is_docstring(node)]
-    return [kernel, *(node.name if isinstance(node, Definition) else node for node in body)]
+    return [kernel, *(node.name if isinstance(node, ast.ClassDef | FunctionNode) else node for node in body)]
 
 
 def _as_released(source: ModuleSource, tree: SourceTree, *seen: Evidence) -> Finding:

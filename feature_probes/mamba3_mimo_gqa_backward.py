@@ -12,10 +12,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from megacpp_overlays.feature_probes.definitions import calls, plain_function, words
+from megacpp_overlays.feature_probes.definitions import binders, calls, plain_function, words
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown
 from megacpp_overlays.model import Finding, Target
-from megacpp_overlays.source.bindings import binders
 from megacpp_overlays.source.fingerprint import fingerprint, is_docstring
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes import cpp_source
+from megacpp_overlays.frozen import NamedTuple
 from megacpp_overlays.source.trees import ShippedFile, SourceTree, shipped
 
 CHECK = "ReduceOp cannot lower a layout where a source index depends on a"

@@ -17,9 +17,10 @@ Standard library only; nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from megacpp_overlays.errors import OverlayError
+from megacpp_overlays.frozen import NamedTuple
 
 Parameter = TypeVar("Parameter")
 Class = TypeVar("Class", bound=type)

@@ -1,20 +1,23 @@
-"""Frozen records of named fields: what frozen dataclasses are, without writing and compiling methods for each class.
+"""Frozen records of named fields: frozen dataclasses and named tuples, without code that is compiled for each class.
 
-To make the few classes that arming needs as dataclasses, and to import `dataclasses` for them, was a quarter of what an
-import of this package costs. These behave alike: fields are given by name, a field without a default must be given, no
-field can be set or deleted afterwards, subclasses add fields, type checkers check construction, and `dataclasses.fields`
-and `dataclasses.replace` take them.
+What an import of this package makes is made of these, a tenth of the price: to make a dozen classes with `dataclasses` and
+`typing.NamedTuple` was a third of what the import costs. They behave alike. Of a `Frozen` record fields are given by name,
+a field without a default must be given, no field can be set or deleted afterwards, subclasses add fields, and
+`dataclasses.fields` and `dataclasses.replace` take it. A `NamedTuple` is a tuple with the methods that it always has. Type
+checkers take them for what they stand for.
 """
 
 from __future__ import annotations
 
 import inspect
+import operator
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from dataclasses import Field
-    from dataclasses import replace as replace  # a checker knows it and checks what is given to it
+    from dataclasses import replace as replace  # a checker knows these and checks what is given to them
+    from typing import NamedTuple as NamedTuple
 
     from typing_extensions import dataclass_transform
 else:
@@ -26,6 +29,73 @@ else:
     def replace(record, /, **changes) -> Any:
         """Return a record like this one but for the fields that are given; the same as `dataclasses.replace`."""
         return record.__replace__(**changes)
+
+    class _TupleType(type):
+        """Type of named tuples: the annotations of a class are its fields, and its instances have nothing beside them."""
+
+        def __new__(mcs, name, bases, namespace) -> Any:
+            cls = super().__new__(mcs, name, bases, {"__slots__": (), **namespace})
+            if fields := tuple(inspect.get_annotations(cls)):
+                cls._fields = cls.__match_args__ = fields
+                cls._field_defaults = {each: namespace[each] for each in fields if each in namespace}
+                for position, each in enumerate(fields):
+                    setattr(cls, each, property(operator.itemgetter(position)))
+            return cls
+
+    class NamedTuple(tuple, metaclass=_TupleType):
+        """Base class of named tuples, as `typing.NamedTuple` is one."""
+
+        _fields = ()
+        _field_defaults: ClassVar = {}
+
+        def __new__(cls, /, *values, **named) -> Any:
+            """Take fields in order, or by name.
+
+            Raises:
+                TypeError: a field is missing or given twice, or there is none of that name or number.
+            """
+            if not named and len(values) == len(cls._fields):
+                return tuple.__new__(cls, values)
+            given = dict(zip(cls._fields, values, strict=False))
+            function = f"{cls.__name__}.__new__()"
+            if len(values) > len(cls._fields):
+                raise TypeError(f"{function} takes {len(cls._fields)} fields but {len(values)} were given")
+            if twice := [name for name in named if name in given]:
+                raise TypeError(f"{function} got multiple values for argument {twice[0]!r}")
+            given = {**cls._field_defaults, **given, **named}
+            if given.keys() != set(cls._fields):
+                _refuse(function, cls._fields, given, "positional")
+            return tuple.__new__(cls, [given[name] for name in cls._fields])
+
+        def __getnewargs__(self) -> Any:
+            """Return what a copy is made of."""
+            return tuple(self)
+
+        @classmethod
+        def _make(cls, values) -> Any:
+            return cls(*values)
+
+        def _replace(self, /, **changes) -> Any:
+            return type(self)(**{**self._asdict(), **changes})
+
+        __replace__ = _replace
+
+        def _asdict(self) -> Any:
+            return dict(zip(self._fields, self, strict=True))
+
+        def __repr__(self) -> str:
+            fields = ", ".join(f"{name}={value!r}" for name, value in self._asdict().items())
+            return f"{type(self).__name__}({fields})"
+
+
+def _refuse(function: str, fields: Collection[str], given: Collection[str], kind: str) -> NoReturn:
+    for name in given:
+        if name not in fields:
+            raise TypeError(f"{function} got an unexpected keyword argument {name!r}")
+    missing = [repr(name) for name in fields if name not in given]
+    *others, last = missing
+    names = f"{', '.join(others)}{',' if len(others) > 1 else ''} and {last}" if others else last
+    raise TypeError(f"{function} missing {len(missing)} required {kind} argument{'s' if others else ''}: {names}")
 
 
 _Self = TypeVar("_Self", bound="Frozen")
@@ -76,24 +146,13 @@ class Frozen:
         """
         values = {**self._defaults, **fields}
         if values.keys() != self._kinds.keys():
-            self._refuse(values)
+            _refuse(f"{type(self).__name__}.__init__()", self._kinds, values, "keyword-only")
         # An instance refuses to be changed by assignment, so this goes past it.
         vars(self).update({name: values[name] for name in self._kinds})
         self.__post_init__()
 
     def __post_init__(self) -> None:
         """Check the fields together; for subclasses."""
-
-    def _refuse(self, values: dict[str, Any]) -> NoReturn:
-        function = f"{type(self).__name__}.__init__()"
-        for name in values:
-            if name not in self._kinds:
-                raise TypeError(f"{function} got an unexpected keyword argument {name!r}")
-        missing = [repr(name) for name in self._kinds if name not in values]
-        *others, last = missing
-        names = f"{', '.join(others)}{',' if len(others) > 1 else ''} and {last}" if others else last
-        plural = "s" if others else ""
-        raise TypeError(f"{function} missing {len(missing)} required keyword-only argument{plural}: {names}")
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         """Refuse: a record is replaced and not edited.

@@ -10,10 +10,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from megacpp_overlays.errors import RegistryError
-from megacpp_overlays.frozen import Frozen, FrozenValue
+from megacpp_overlays.frozen import Frozen, FrozenValue, NamedTuple
 
 if TYPE_CHECKING:
     from megacpp_overlays.source.trees import SourceTree

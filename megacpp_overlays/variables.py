@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 from megacpp_overlays.errors import SettingsError
+from megacpp_overlays.frozen import NamedTuple
 
 PREFIXES = ("MEGACPP_OVERLAY", "MEGACPP_LINEAR_CE")
 """What names of variables begin with that belong to this package. An unknown one of them is an error."""

@@ -26,9 +26,10 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from megacpp_overlays.feature_probes import liger_flce_none_backward as feature
+from megacpp_overlays.frozen import NamedTuple
 from megacpp_overlays.model import Observation, Overlay, Replacement, Target, Thread
 from megacpp_overlays.runtime import dynamo
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
-import re
+import inspect
+import os
+import string
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 
@@ -14,7 +15,8 @@ from megacpp_overlays.model import Erratum, Gate, Overlay, variable_for
 
 PLUGIN_GROUP = "megacpp_overlays.overlays"
 
-_ID = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+_LETTERS = frozenset(string.ascii_lowercase)
+_LETTERS_AND_DIGITS = _LETTERS | frozenset(string.digits)
 
 
 def load(plugins: Sequence[str] = ()) -> tuple[Erratum, ...]:
@@ -28,8 +30,7 @@ def load(plugins: Sequence[str] = ()) -> tuple[Erratum, ...]:
         RegistryError: a declaration is incomplete, collides with another, or a plugin has the id of a retired overlay.
         SettingsError: a named plugin is not installed.
     """
-    names = sorted(found.name for found in pkgutil.iter_modules(built_in.__path__))
-    modules = [importlib.import_module(f"{built_in.__name__}.{name}") for name in names]
+    modules = [importlib.import_module(f"{built_in.__name__}.{name}") for name in _built_in()]
     declared = [(module.__name__, part) for module in modules for part in _parts(_declaration(module))]
     declared += [(f"plugin {name}", part) for name in dict.fromkeys(plugins) for part in _parts(_load_plugin(name))]
     overlays = check(declared)
@@ -50,6 +51,17 @@ def refuse_retired(overlays: Iterable[Erratum]) -> None:
     for overlay in overlays:
         if (there := gone.get(overlay.variable)) is not None:
             raise RegistryError(f"{overlay.id} needs another id: {there}")
+
+
+def _built_in() -> list[str]:
+    """Return the names of the modules that declare an overlay, in order."""
+    try:
+        files = [name for folder in built_in.__path__ for name in os.listdir(folder)]
+    except NotADirectoryError:  # imported from an archive
+        import pkgutil  # noqa: PLC0415 - no folder needs it
+
+        return sorted(found.name for found in pkgutil.iter_modules(built_in.__path__))
+    return sorted({name for file in files if (name := inspect.getmodulename(file)) and name != "__init__"})
 
 
 def _declaration(module: ModuleType) -> object:
@@ -104,9 +116,14 @@ def _replaced(declared: Erratum) -> set[str]:
     return {item.symbol for items in declared.repairs.values() for item in items}
 
 
+def _is_id(text: str) -> bool:
+    words = text.split("-")
+    return text[:1] in _LETTERS and all(word and _LETTERS_AND_DIGITS.issuperset(word) for word in words)
+
+
 def _check_fields(origin: str, declared: Erratum) -> None:
     """Check the fields of a declaration, those of every kind first."""
-    if not _ID.fullmatch(declared.id):
+    if not _is_id(declared.id):
         raise RegistryError(f"{origin}: id {declared.id!r} is not lower-case words joined by hyphens")
     for name in ("title", "breaks", "retire_when", "last_validated"):
         if not getattr(declared, name).strip():

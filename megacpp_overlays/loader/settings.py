@@ -11,10 +11,10 @@ import enum
 import os
 import sys
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
 
 from megacpp_overlays import variables
 from megacpp_overlays.errors import SettingsError
+from megacpp_overlays.frozen import NamedTuple
 from megacpp_overlays.model import variable_for
 
 MODE = variables.MODE.name

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar, NamedTuple
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -342,25 +342,6 @@ class Bindings:
     if sys.version_info >= (3, 12):
         _VISITORS[ast.TypeAlias] = _visit_type
         _VISITORS |= dict.fromkeys((ast.TypeVar, ast.ParamSpec, ast.TypeVarTuple), _visit_type_parameter)
-
-
-def binders(syntax: ast.AST | Sequence[ast.AST], name: str) -> list[ast.AST]:
-    """Return what binds a name below a node, or below several, as a name and in whatever scope."""
-    nodes = [syntax] if isinstance(syntax, ast.AST) else syntax
-    return _in_order(each for node in nodes for each in ast.walk(node) if name in _bound(each))
-
-
-def _bound(node: ast.AST) -> tuple[str | None, ...]:
-    match node:
-        case ast.Name(id=name):
-            return () if isinstance(node.ctx, ast.Load) else (name,)
-        case ast.alias(name=name, asname=given):
-            return (given or name.partition(".")[0],)
-        case ast.Global(names=names) | ast.Nonlocal(names=names):
-            return tuple(names)
-        case ast.arg(arg=name) | ast.MatchMapping(rest=name):
-            return (name,)
-    return (getattr(node, "name", None),)
 
 
 def _receiver(change: _Change) -> str | None:

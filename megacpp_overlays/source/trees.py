@@ -20,9 +20,10 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 from megacpp_overlays.errors import OverlayError, SourceError
+from megacpp_overlays.frozen import NamedTuple
 
 if TYPE_CHECKING:
     from megacpp_overlays.source.bindings import Bindings

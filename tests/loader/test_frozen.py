@@ -1,4 +1,4 @@
-"""Frozen records behave as frozen dataclasses with fields by name do, of which they are the cheap form."""
+"""Frozen records and named tuples behave as those of the standard library do, of which they are the cheap form."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import copy
 import dataclasses
 import pickle
 import sys
+import typing
 from typing import ClassVar
 
 import pytest
 
-from megacpp_overlays.frozen import Frozen, FrozenValue, replace
+from megacpp_overlays.frozen import Frozen, FrozenValue, NamedTuple, replace
 
 
 class Part(Frozen):
@@ -136,3 +137,84 @@ def test_the_standard_library_takes_a_record_for_a_dataclass() -> None:
 def test_a_value_is_copied_and_pickled() -> None:
     value = Value(id="a", seen=("x",))
     assert [copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))] == [value] * 3
+
+
+class Place(NamedTuple):
+    """A named tuple of this package."""
+
+    file: str
+    line: int = 1
+    column: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+class PlaceOfTyping(typing.NamedTuple):
+    """The same, made by the standard library."""
+
+    file: str
+    line: int = 1
+    column: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        'kind("a")',
+        'kind("a", 2, 3)',
+        'kind(file="a", column=4)',
+        'kind("a", column=4)',
+        'kind("a")._replace(line=7)',
+        'kind._make(["a", 2, 3])',
+        'kind("a")._asdict()',
+        '[*kind("a")]',
+        '(kind("a").file, kind("a").line, kind("a")[2])',
+        'str(kind("a"))',
+        'f"{kind(\'a\', 2)!r}".partition("(")[2]',
+        'kind("a") == ("a", 1, None)',
+        'hash(kind("a"))',
+        'kind("a") < kind("b")',
+        '{kind("a"): 1}[kind("a")]',
+        'copy.deepcopy(kind("a", 2))',
+        'pickle.loads(pickle.dumps(kind("a", 2)))',
+        "kind._fields",
+        "kind._field_defaults",
+        "kind.__match_args__",
+    ],
+)
+def test_a_named_tuple_answers_like_one_of_the_standard_library(expression: str) -> None:
+    found, expected = (eval(expression, {**globals(), "kind": kind}) for kind in (Place, PlaceOfTyping))
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "expression"),
+    [
+        (TypeError, "kind()"),
+        (TypeError, 'kind("a", 1, 2, 3)'),
+        (TypeError, 'kind("a", file="b")'),
+        (TypeError, 'kind("a", row=1)'),
+        (AttributeError, 'setattr(kind("a"), "line", 2)'),
+        (AttributeError, 'setattr(kind("a"), "row", 2)'),
+        (AttributeError, 'delattr(kind("a"), "line")'),
+    ],
+)
+def test_a_named_tuple_refuses_what_one_of_the_standard_library_refuses(
+    error: type[Exception], expression: str
+) -> None:
+    for kind in (Place, PlaceOfTyping):
+        with pytest.raises(error):
+            eval(expression, {"kind": kind})
+
+
+def test_what_a_named_tuple_refuses_is_said_in_the_words_of_the_standard_library() -> None:
+    for given in ({}, {"file": "a", "row": 2}):
+        with pytest.raises(TypeError) as expected:
+            PlaceOfTyping(**given)
+        with pytest.raises(TypeError) as refused:
+            Place(**given)
+        assert str(refused.value) == str(expected.value).replace("PlaceOfTyping", "Place")

@@ -39,6 +39,17 @@ def test_import_loads_the_standard_library_and_wrapt_only(run_python: Callable[.
     assert loaded - sys.stdlib_module_names == {"megacpp_overlays", "wrapt"}
 
 
+def test_import_makes_no_class_by_compiling_code_for_it(run_python: Callable[..., CompletedProcess[str]]) -> None:
+    code = (
+        "import sys, typing, megacpp_overlays; "
+        "modules = [module for name, module in sys.modules.items() if name.startswith('megacpp_overlays')];"
+        "made = [cls for module in modules for cls in vars(module).values() if isinstance(cls, type)];"
+        "print('dataclasses' in sys.modules,"
+        " *{cls.__name__ for cls in made if typing.NamedTuple in vars(cls).get('__orig_bases__', ())})"
+    )
+    assert run_python(code, measured=False).stdout.split() == ["False"]
+
+
 def test_import_adds_less_than_wrapt_does(benchmark: ModuleType) -> None:
     costs = benchmark.starts(7, [benchmark.BARE, benchmark.WRAPT, benchmark.OURS])
     bare, wrapt, ours = (costs[code].cpu for code in (benchmark.BARE, benchmark.WRAPT, benchmark.OURS))

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pkgutil
+import zipfile
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -34,11 +39,33 @@ def test_an_overlay_is_named_after_its_module() -> None:
     assert declared == {found.name for found in pkgutil.iter_modules(overlays.__path__)}
 
 
+def test_overlays_are_found_in_an_archive_too(tmp_path: Path, run_python: Callable[..., CompletedProcess[str]]) -> None:
+    package = Path(registry.__file__).parents[1]
+    with zipfile.ZipFile(tmp_path / "package.zip", "w") as archive:
+        for folder, _, names in os.walk(package, followlinks=True):  # overlays and probes are links in a checkout
+            for name in [name for name in names if name.endswith(".py")]:
+                file = Path(folder, name)
+                archive.write(file, file.relative_to(package.parent))
+    code = (
+        "import sys; sys.path.remove(''); import megacpp_overlays; from megacpp_overlays.loader import session;"
+        "print(megacpp_overlays.__file__, *dict.fromkeys(overlay.id for overlay in session.current().overlays))"
+    )
+
+    file, *ids = run_python(code, tmp_path / "package.zip", measured=False).stdout.split()
+
+    assert file.startswith(str(tmp_path))
+    assert ids == list(dict.fromkeys(overlay.id for overlay in registry.load()))
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"id": "Double"}, "id 'Double' is not lower-case words"),
         ({"id": "double--fix"}, "is not lower-case words"),
+        ({"id": "2-fix"}, "is not lower-case words"),
+        ({"id": "döuble"}, "is not lower-case words"),
+        ({"id": ""}, "is not lower-case words"),
+        ({"id": 2}, "a field has the wrong type"),
         ({"title": " "}, "title is empty"),
         ({"breaks": ""}, "breaks is empty"),
         ({"retire_when": ""}, "retire_when is empty"),
