@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from megacpp_overlays.feature_probes.definitions import called, calls, plain_function
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown
-from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.model import Body, Finding, Target
 from megacpp_overlays.source.fingerprint import fingerprint
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree
@@ -75,7 +75,8 @@ def _probe(tree: SourceTree, target: Target) -> Finding:
     if Counter(_parts(function)) == _BRANCHY:
         return _branchy(source, function)
     if (body := fingerprint(function)) in _REPAIRED:
-        return fixed(at(source, function, f"one write and nothing read back, as in {_REPAIRED[body]}"))
+        seen = f"one write and nothing read back, as in {_REPAIRED[body]}"
+        return fixed(at(source, function, seen), repair=[Body(target.module, target.symbol)])
     raise unknown(source, function, f"{function.name} has an unknown body {body}")
 
 

@@ -23,7 +23,7 @@ from megacpp_overlays.feature_probes.definitions import calls, plain_function
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown
 from megacpp_overlays.feature_probes.host_reads import reads
 from megacpp_overlays.feature_probes.known_bodies import known_function
-from megacpp_overlays.model import Evidence, Finding, Target
+from megacpp_overlays.model import Body, Evidence, Finding, Target
 from megacpp_overlays.source.fingerprint import fingerprint
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree
@@ -141,7 +141,7 @@ def probe_layout(tree: SourceTree) -> Finding:
     function = known_function(source, POSITIONS, {*_REPAIRED_POSITIONS, *_EQUAL_POSITIONS})
     if (body := fingerprint(function)) in _REPAIRED_POSITIONS:
         seen = f"rows are compared only where they are not on the GPU, as in {_REPAIRED_POSITIONS[body]}"
-        return fixed(at(source, function, seen))
+        return fixed(at(source, function, seen), repair=[Body(source.name, POSITIONS)])
     return broken(EQUAL_POSITIONS, *_compared(source, function), _as_in(_EQUAL_POSITIONS[body]))
 
 
@@ -158,7 +158,8 @@ def probe_masking(tree: SourceTree) -> Finding:
         return absent(f"{source.name} has no {BOUNDS}")
     form = _form(tree, bounds, {**_REPAIRED_BOUNDS, **_EQUAL_BOUNDS})
     if form in _REPAIRED_BOUNDS:
-        return fixed(at(source, bounds, f"{BOUNDS} decides from its arguments, as in {form}"))
+        repair = [Body(module, name) for module, known in _REPAIRED_BOUNDS[form].items() for name in known]
+        return fixed(at(source, bounds, f"{BOUNDS} decides from its arguments, as in {form}"), repair=repair)
     return broken(EQUAL_BOUNDS, *_compared(source, bounds), _as_in(form))
 
 

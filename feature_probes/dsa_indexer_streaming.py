@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 
 from megacpp_overlays.feature_probes.definitions import calls, plain_function
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown
-from megacpp_overlays.model import Evidence, Finding, Target
+from megacpp_overlays.model import Body, Evidence, Finding, Target
 from megacpp_overlays.source.fingerprint import fingerprint
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, parameters
 
@@ -69,7 +69,8 @@ def probe(tree: SourceTree) -> Finding:
         return _without_scores(source, backward)
     bodies = fingerprint(scores), None if backward is None else fingerprint(backward)
     if bodies in _REPAIRED:
-        return fixed(at(source, scores, f"builds no four-axis tensor, as in {_REPAIRED[bodies]}"))
+        repair = [Body(source.name, each.name) for each in (scores, backward) if each is not None]
+        return fixed(at(source, scores, f"builds no four-axis tensor, as in {_REPAIRED[bodies]}"), repair=repair)
     if bodies not in _BROKEN:
         raise unknown(source, scores, f"{SCORES} and {BACKWARD} have unknown bodies, {bodies[0]} and {bodies[1]}")
     for problem in _surprises(scores, backward) if backward is not None else ():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megacpp_overlays.errors import SourceError
-from megacpp_overlays.model import Evidence, Finding, Verdict
+from megacpp_overlays.model import Body, Evidence, Finding, Proof, Text, Verdict
 from megacpp_overlays.source.trees import ModuleSource, SourceTree
 
 
@@ -25,9 +25,14 @@ def broken(shape: str, *seen: Evidence) -> Finding:
     return conclusion(Verdict.BROKEN, shape, *seen)
 
 
-def fixed(*seen: Evidence) -> Finding:
-    """Return the finding of upstream's own repair."""
-    return conclusion(Verdict.FIXED, None, *seen)
+def fixed(*seen: Evidence, repair: Sequence[Body | Text]) -> Finding:
+    """Return the finding of upstream's own repair, all of which was read."""
+    return Finding(verdict=Verdict.FIXED, shape=None, evidence=seen, repair=tuple(repair), proof=Proof.READ)
+
+
+def looks_repaired(*seen: Evidence, repair: Sequence[Body | Text]) -> Finding:
+    """Return the finding of what has the structure of a repair, and of which nobody read all."""
+    return Finding(verdict=Verdict.UNRECOGNISED, shape=None, evidence=seen, repair=tuple(repair), looks_repaired=True)
 
 
 def absent(seen: str, source: ModuleSource | None = None) -> Finding:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unrecognised
 from megacpp_overlays.feature_probes.known_bodies import changed_method, plain_subclass
-from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.model import Body, Finding, Target
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import FunctionNode, SourceTree
 
@@ -54,7 +54,10 @@ def probe(tree: SourceTree) -> Finding:
     cls = plain_subclass(source, TARGET.symbol, base="MixedPrecisionOptimizer")
     init, restore = (source.function(f"{TARGET.symbol}.{name}") for name in ("__init__", _RESTORE))
     if init and restore and _records_again(init) and _restores_without_autograd(restore):
-        return fixed(at(source, init, "positions are recorded again after the groups are built"))
+        return fixed(
+            at(source, init, "positions are recorded again after the groups are built"),
+            repair=[Body(TARGET.module, TARGET.symbol)],
+        )
     if (surprise := changed_method(source, TARGET.symbol, _KNOWN)) is not None:
         return unrecognised(surprise)
     return broken(

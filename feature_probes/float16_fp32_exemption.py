@@ -19,7 +19,7 @@ from megacpp_overlays.feature_probes.definitions import plain_class
 from megacpp_overlays.feature_probes.findings import absent, at, broken, finding_of, fixed, unknown, unrecognised
 from megacpp_overlays.feature_probes.known_bodies import plain_subclass
 from megacpp_overlays.fp32_marks import MAMBA3, MAMBA3_ALWAYS, MAMBA3_MIMO, MARK
-from megacpp_overlays.model import Evidence, Finding, Target, Verdict
+from megacpp_overlays.model import Body, Evidence, Finding, Target, Verdict
 from megacpp_overlays.source.patterns import Match, Pattern
 from megacpp_overlays.source.trees import ModuleSource, SourceTree
 
@@ -172,7 +172,11 @@ def _who_marks(tree: SourceTree, seen: Evidence) -> Finding:
     missing = [name for name in MAMBA3_ALWAYS if name not in always]
     missing += [name for name in MAMBA3_MIMO if name not in anywhere]
     if not missing:
-        return fixed(seen, at(source, init, f"{class_name} marks its fp32 parameters"))
+        return fixed(
+            seen,
+            at(source, init, f"{class_name} marks its fp32 parameters"),
+            repair=[Body(TARGET.module, TARGET.symbol)],
+        )
     if MARK in source.text and not anywhere:
         return unrecognised(seen, at(source, source.syntax, f"uses {MARK} in an unknown way"))
     return broken(MARKS_HONOURED, seen, at(source, init, f"{class_name} does not mark {', '.join(missing)}"))

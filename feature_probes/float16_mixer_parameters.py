@@ -26,7 +26,7 @@ from megacpp_overlays.feature_probes.definitions import called, plain_function
 from megacpp_overlays.feature_probes.findings import absent, at, broken, finding_of, fixed, unknown, unrecognised
 from megacpp_overlays.fp32_marks import MARK
 from megacpp_overlays.frozen import NamedTuple
-from megacpp_overlays.model import Evidence, Finding, Target, Verdict
+from megacpp_overlays.model import Body, Evidence, Finding, Target, Verdict
 from megacpp_overlays.source.fingerprint import fingerprint
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree
 
@@ -134,7 +134,10 @@ def _probe(tree: SourceTree, mixer: Mixer) -> Finding:
         return unrecognised(Evidence(seen="nothing that is known would honour the marks"), *cast.evidence)
     missing = [name for name in mixer.parameters if name not in marked]
     if not missing:
-        return fixed(at(source, init, f"{mixer.class_name} marks {' and '.join(mixer.parameters)}"))
+        return fixed(
+            at(source, init, f"{mixer.class_name} marks {' and '.join(mixer.parameters)}"),
+            repair=[Body(mixer.target.module, mixer.target.symbol)],
+        )
     seen = f"{mixer.class_name} creates {' and '.join(mixer.parameters)} in fp32 and does not mark {', '.join(missing)}"
     return broken(UNMARKED, at(source, init, seen))
 

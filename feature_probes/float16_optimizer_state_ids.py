@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown, unrecognised
 from megacpp_overlays.feature_probes.known_bodies import changed_method, plain_subclass
-from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.model import Body, Finding, Target
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import FunctionNode, SourceTree
 
@@ -49,7 +49,10 @@ def probe(tree: SourceTree) -> Finding:
     if method is None:
         raise unknown(source, None, f"{TARGET.symbol} has no sharded_state_dict")
     if _walks_the_inner_optimizer(method):
-        return fixed(at(source, method, "ids follow the groups of the inner optimizer"))
+        return fixed(
+            at(source, method, "ids follow the groups of the inner optimizer"),
+            repair=[Body(TARGET.module, TARGET.symbol)],
+        )
     if (surprise := changed_method(source, TARGET.symbol, _KNOWN)) is not None:
         return unrecognised(surprise)
     return broken(FLOAT16_IDS, at(source, method, "optimizer ids are given to the float16 parameters alone"))

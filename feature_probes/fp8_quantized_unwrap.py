@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 
 from megacpp_overlays.feature_probes.definitions import called, plain_function, statements, words
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown
-from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.model import Body, Finding, Target
 from megacpp_overlays.source.patterns import Match, Pattern
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, parameters
 
@@ -108,7 +108,7 @@ def _probe(tree: SourceTree, target: Target) -> Finding:
     _check_kernel(tree)
     shape, call, seen = _shape(source, rest or function)
     if rest is not None:
-        return fixed(at(source, function, "asks for QuantizedTensor itself"))
+        return fixed(at(source, function, "asks for QuantizedTensor itself"), repair=[Body(source.name, function.name)])
     return broken(shape, at(source, call, seen))
 
 

@@ -20,7 +20,7 @@ from typing import cast
 
 from megacpp_overlays.feature_probes.definitions import binders, statements, words
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown
-from megacpp_overlays.model import Evidence, Finding, Target
+from megacpp_overlays.model import Body, Evidence, Finding, Target
 from megacpp_overlays.source.fingerprint import is_docstring
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, parameters
@@ -90,7 +90,7 @@ def probe(tree: SourceTree) -> Finding:
     known = ", ".join(map(str, sorted(majors)))
     seen = at(source, refusal, f"the dispatcher knows compute capability {known} and refuses any other")
     if majors >= SERVED:
-        return fixed(seen)
+        return fixed(seen, repair=[Body(TARGET.module, TARGET.symbol)])
     if (shape := _SHAPES.get(majors)) is None:
         raise unknown(source, refusal, f"no known dispatcher has branches for {known} alone")
     if shape == BLACKWELL_ONLY and not source.bindings.of(GETTER) and any(map(_KEPT.match, source.syntax.body)):

@@ -22,7 +22,7 @@ import ast
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes.definitions import binders, called, calls, plain_class, plain_function, words
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown
-from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.model import Body, Finding, Target
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, parameters
 
@@ -74,7 +74,10 @@ def probe(tree: SourceTree) -> Finding:
     forward = _method(source, TARGET.symbol, "forward")
     wired, asked = LAYER in words(init), bool(_asks(forward))
     if wired and asked:
-        return fixed(at(source, init, f"{TARGET.symbol} makes its output layer a {LAYER} and asks it for the loss"))
+        return fixed(
+            at(source, init, f"{TARGET.symbol} makes its output layer a {LAYER} and asks it for the loss"),
+            repair=[Body(source.name, init.name)],
+        )
     if wired or asked or LAYER in words(source.syntax):
         raise unknown(source, init, f"{TARGET.symbol} does a part of what makes {LAYER} work")
     _check_class(source)
@@ -95,7 +98,10 @@ def _before_the_rename(tree: SourceTree) -> Finding:
         return absent(f"there is neither {TARGET.module} nor {_MAMBA}")
     init = _method(source, _MAMBA_MODEL, "__init__")
     if LAYER in words(init) and _asks(_method(source, _MAMBA_MODEL, "forward")):
-        return fixed(at(source, init, f"{_MAMBA_MODEL} makes its output layer a {LAYER} and asks it for the loss"))
+        return fixed(
+            at(source, init, f"{_MAMBA_MODEL} makes its output layer a {LAYER} and asks it for the loss"),
+            repair=[Body(source.name, init.name)],
+        )
     raise unknown(source, init, f"the hybrid model is still {_MAMBA_MODEL}, and not wired to {LAYER}")
 
 

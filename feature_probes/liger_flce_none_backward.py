@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from megacpp_overlays.feature_probes.definitions import binders, words
 from megacpp_overlays.feature_probes.findings import absent, at, broken, conclusion, fixed, unknown, unrecognised
 from megacpp_overlays.frozen import NamedTuple
-from megacpp_overlays.model import Evidence, Finding, Verdict
+from megacpp_overlays.model import Body, Evidence, Finding, Verdict
 from megacpp_overlays.source.fingerprint import fingerprint, is_docstring
 from megacpp_overlays.source.patterns import Match, Pattern
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, parameters
@@ -191,6 +191,7 @@ def _deferred(source: ModuleSource, core_forward: FunctionNode, backward: Functi
     return fixed(
         at(source, applied, "the gradient of the logits is multiplied by token_grad_output"),
         at(source, handed, "the backward pass hands over grad_output"),
+        repair=[Body(MODULE, CORE_FORWARD)],
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from megacpp_overlays.feature_probes.definitions import binders, calls, plain_function, words
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown
-from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.model import Body, Finding, Target
 from megacpp_overlays.source.fingerprint import fingerprint, is_docstring
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree
@@ -89,7 +89,10 @@ def _probe_reducer(tree: SourceTree, source: ModuleSource, function: FunctionNod
         raise unknown(reducer, None, f"the reducer has an unknown text {seen}")
     if (surprise := next(_surprises(source, function), None)) is not None:
         raise unknown(source, function, f"{function.name} {surprise}")
-    return fixed(at(source, calls(function, _REDUCE)[0], f"sums gradients into any number of groups: {_REDUCE}"))
+    return fixed(
+        at(source, calls(function, _REDUCE)[0], f"sums gradients into any number of groups: {_REDUCE}"),
+        repair=[Body(source.name, function.name)],
+    )
 
 
 def _surprises(source: ModuleSource, function: FunctionNode) -> Iterator[str]:

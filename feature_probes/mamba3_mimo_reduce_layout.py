@@ -45,7 +45,8 @@ def probe(tree: SourceTree) -> Finding:
         return absent("there is no tilelang")
     sums = tilelang_sums.read(tree)
     if sums.release in _TAKING:
-        return fixed(Evidence(seen=f"sums of this layout are lowered, as in {sums.release}", file=sums.file.path))
+        seen = Evidence(seen=f"sums of this layout are lowered, as in {sums.release}", file=sums.file.path)
+        return fixed(seen, repair=[sums.text])
     if sums.release not in _REFUSING:
         raise sums.unknown()
     kernels = [_kernel(tree, module, known) for module, known in _KERNELS.items()]

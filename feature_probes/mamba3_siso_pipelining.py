@@ -11,7 +11,7 @@ import ast
 
 from megacpp_overlays.feature_probes import cpp_source
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown
-from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.model import Body, Finding, Target
 from megacpp_overlays.source.fingerprint import fingerprint
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree
@@ -45,7 +45,10 @@ def probe(tree: SourceTree) -> Finding:
     if (tuned := fingerprint(kernel.decorator_list)) in _TUNED:
         return broken(ANY_STAGES, at(source, kernel, f"configurations as in {_TUNED[tuned]}"))
     if (prune := _pruning(source, kernel)) is not None:
-        return fixed(at(source, prune, f"{prune.name} keeps one stage on compute capability 10 and 12"))
+        return fixed(
+            at(source, prune, f"{prune.name} keeps one stage on compute capability 10 and 12"),
+            repair=[Body(TARGET.module, TARGET.symbol)],
+        )
     raise unknown(source, kernel, f"{TARGET.symbol} has unknown configurations {tuned}")
 
 

@@ -11,7 +11,7 @@ import ast
 from collections.abc import Iterator, Sequence
 
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed
-from megacpp_overlays.model import Evidence, Finding, Target
+from megacpp_overlays.model import Body, Evidence, Finding, Target
 from megacpp_overlays.source.trees import FunctionNode, SourceTree
 
 _PACKAGE = "megatron.core.ssm.ops.gdp"
@@ -32,7 +32,10 @@ def probe(tree: SourceTree) -> Finding:
         return absent(f"there is no {TARGET.module}")
     asking = next(_asking(source.syntax.body), None)
     if asking is None:
-        return fixed(Evidence(seen="nothing asks for the device when it is imported", file=source.path))
+        return fixed(
+            Evidence(seen="nothing asks for the device when it is imported", file=source.path),
+            repair=[Body(TARGET.module, TARGET.symbol)],
+        )
     seen = at(source, asking, f"{ast.unparse(asking.func)} is called by the import")
     context = tree.module(_REACHED_FROM)
     for node in context.syntax.body if context else ():

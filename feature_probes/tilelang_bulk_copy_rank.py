@@ -12,7 +12,7 @@ import ast
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes import cpp_source
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unrecognised
-from megacpp_overlays.model import Evidence, Finding, Target
+from megacpp_overlays.model import Evidence, Finding, Target, Text
 from megacpp_overlays.source.trees import ModuleSource, SourceTree, shipped
 
 _PACKAGE = "mamba_ssm.ops.tilelang.mamba3"
@@ -49,7 +49,7 @@ def probe(tree: SourceTree) -> Finding:
     for file in files:
         if (seen := cpp_source.digest(file.text)) in _TAKES_MORE:
             taken = f"a bulk copy takes more than two axes, as in {_TAKES_MORE[seen]}"
-            return fixed(Evidence(seen=taken, file=file.path))
+            return fixed(Evidence(seen=taken, file=file.path), repair=[Text(file.path, seen)])
     on = [found for source in kernels for found in _switched_on(source)]
     if not on:
         return absent("every kernel switches TMA lowering off", kernels[0])

@@ -27,9 +27,10 @@ def probe(tree: SourceTree) -> Finding:
     sums = tilelang_sums.read(tree)
     if sums.checks:
         seen = "what would be added too often is lowered in another way or refused"
-        return fixed(cpp_source.at(sums.file, tilelang_sums.CHECK, seen))
+        return fixed(cpp_source.at(sums.file, tilelang_sums.CHECK, seen), repair=[sums.text])
     if sums.release in _REFUSING:
-        return fixed(Evidence(seen=f"such sums are refused, as in {sums.release}", file=sums.file.path))
+        refused = Evidence(seen=f"such sums are refused, as in {sums.release}", file=sums.file.path)
+        return fixed(refused, repair=[sums.text])
     if sums.release in _WRONG:
         return broken(ADDED_TOO_OFTEN, Evidence(seen=f"sums are lowered as in {sums.release}", file=sums.file.path))
     raise sums.unknown()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes import cpp_source
 from megacpp_overlays.frozen import NamedTuple
+from megacpp_overlays.model import Text
 from megacpp_overlays.source.trees import ShippedFile, SourceTree, shipped
 
 CHECK = "ReduceOp cannot lower a layout where a source index depends on a"
@@ -32,6 +33,11 @@ class Sums(NamedTuple):
     digest: str
     release: str | None
     """None where nobody read this text."""
+
+    @property
+    def text(self) -> Text:
+        """What is compared: the whole file."""
+        return Text(self.file.path, self.digest)
 
     @property
     def checks(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes import cpp_source
 from megacpp_overlays.feature_probes.findings import absent, broken, fixed, unrecognised
-from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.model import Finding, Target, Text
 from megacpp_overlays.source.trees import SourceTree, shipped
 
 TARGET = Target(distribution="tilelang", module="tilelang.transform", symbol="LayoutInference")
@@ -33,7 +33,8 @@ def probe(tree: SourceTree) -> Finding:
     if (body := cpp_source.function(file, _HEAD)) is None:
         raise SourceError("there is no get_unused_iters, or more than one", file=file.path)
     if _REPAIR in body:
-        return fixed(cpp_source.at(file, _REPAIR, "splits that cover more than the iterator count as covering it"))
+        condition = cpp_source.at(file, _REPAIR, "splits that cover more than the iterator count as covering it")
+        return fixed(condition, repair=[Text(file.path, cpp_source.digest(body))])
     if (seen := cpp_source.digest(body)) in _BROKEN:
         return broken(EQUALITY_ONLY, cpp_source.at(file, _HEAD, f"as in {_BROKEN[seen]}"))
     return unrecognised(cpp_source.at(file, _HEAD, f"get_unused_iters has an unknown body {seen}"))

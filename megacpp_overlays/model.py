@@ -36,7 +36,7 @@ class Decision(enum.Enum):
     ACTIVE = "active"
     """Every seam is in, every live binding leads to it, and the self-test passed."""
     RETIRED = "retired"
-    """Upstream no longer has the defect; nothing was installed."""
+    """Upstream no longer has the defect: its repair was read or witnessed, and is what is loaded. Nothing was installed."""
     ABSENT = "absent"
     """The target is not in this environment or not in this version; nothing was installed."""
     DISABLED = "disabled"
@@ -45,6 +45,38 @@ class Decision(enum.Enum):
     """What is installed together cannot work, and nothing can be replaced; the reason says what to do."""
     CONFLICT = "conflict"
     """Something was not recognised or did not work; upstream is exactly as it was."""
+
+
+class Proof(enum.Enum):
+    """How it is known that upstream's repair repairs. There is no third way: what only looks repaired is UNRECOGNISED."""
+
+    READ = "read"
+    """Every body that holds the repair, or that it goes through, is one that was read before, by fingerprint."""
+    WITNESSED = "witnessed"
+    """The reproducer was run on this very source in this environment, and did not see the defect."""
+
+
+class Body(NamedTuple):
+    """A definition that holds a repair, or that the repair goes through: a function, a method, a class or an imported name.
+
+    An empty symbol is the whole module.
+    """
+
+    module: str
+    symbol: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.symbol}" if self.symbol else self.module
+
+
+class Text(NamedTuple):
+    """A shipped file that holds a repair and is no Python, such as C++, with the hash of what was compared."""
+
+    path: str
+    sha256: str
+
+    def __str__(self) -> str:
+        return self.path
 
 
 class Evidence(NamedTuple):
@@ -64,18 +96,31 @@ class Evidence(NamedTuple):
 class Finding(FrozenValue):
     """The answer of a probe: a verdict, the name of the shape it recognised, and what it saw.
 
-    A BROKEN finding must name its shape, because the shape selects the seams.
+    A BROKEN finding must name its shape, because the shape selects the seams. A FIXED one must say how that was proved
+    and where the repair is: a team deletes its own patch on that word.
     """
 
     verdict: Verdict
     shape: str | None
     evidence: tuple[Evidence, ...]
+    repair: tuple[Body | Text, ...] = ()
+    """Where the repair is: for FIXED what was compared, for what looks repaired what would have to be."""
+    proof: Proof | None = None
+    """How FIXED was earned; None with any other verdict."""
+    looks_repaired: bool = False
+    """Whether something UNRECOGNISED has the structure of a repair, though nobody read it."""
 
     def __post_init__(self) -> None:
         if self.verdict is Verdict.BROKEN and not self.shape:
             raise ValueError("a BROKEN finding must name the shape that it recognised")
         if not self.evidence:
             raise ValueError("a finding without evidence is a guess")
+        if (self.verdict is Verdict.FIXED) is (self.proof is None):
+            raise ValueError("FIXED, and nothing else, says how it was proved")
+        if self.looks_repaired and self.verdict is not Verdict.UNRECOGNISED:
+            raise ValueError("only what is UNRECOGNISED merely looks repaired")
+        if bool(self.repair) is not (self.verdict is Verdict.FIXED or self.looks_repaired):
+            raise ValueError("a repair, proved or not, and nothing else, names the bodies that hold it")
 
     def summary(self) -> str:
         """Return the evidence as one line."""

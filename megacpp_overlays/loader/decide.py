@@ -28,6 +28,8 @@ _OFF = {
 }
 """The policies under which nothing is done, each with the words that say why."""
 
+_LOOKS_REPAIRED = "it looks repaired and nobody read this; `megacpp-overlays witness {id}` can prove it here"
+
 _NOT_BROKEN = {
     Verdict.FIXED: Decision.RETIRED,
     Verdict.ABSENT: Decision.ABSENT,
@@ -80,10 +82,14 @@ def decide(erratum: Erratum, settings: Settings, finding: Finding) -> Record:
 
 def _reason(policy: Policy, erratum: Erratum, finding: Finding, decision: Decision) -> str:
     seen, advice = finding.summary(), erratum.unsupported.get(finding.shape or "")
+    if finding.looks_repaired:
+        seen = f"{seen}; {_LOOKS_REPAIRED.format(id=erratum.id)}"
     if policy in _OFF:
         return f"{_off(policy, erratum)}; upstream here is {finding.verdict.value}: {seen}"
     if decision is Decision.DISABLED:
         return f"observe only; would install for shape {finding.shape}: {seen}"
+    if decision is Decision.RETIRED and finding.proof is not None:
+        return f"{finding.proof.value}: {seen}"
     if decision is Decision.GATED:
         return f"{erratum.breaks}. What to do: {advice}. Seen: {seen}"
     if decision is Decision.CONFLICT and erratum.remedy is Decision.ACTIVE:

@@ -31,7 +31,7 @@ def foreign_owner(module: ModuleType, symbol: str, source: ModuleSource) -> str 
     if node is None:
         return f"{symbol} is not in {source.path}, yet it is loaded: {seams.describe(raw)}"
     live: Any = seam_marks.plain_function(raw)
-    for _ in range(_wrappers(node) + 1):
+    for _ in range(wrappers(node) + 1):
         # By type: the proxy of somebody's patch answers with the code of what it wraps.
         if type(live) is FunctionType and _is_at(live.__code__, node, source):
             return None
@@ -39,17 +39,19 @@ def foreign_owner(module: ModuleType, symbol: str, source: ModuleSource) -> str 
     return f"{symbol} was replaced by {seams.describe(raw)}"
 
 
-def _wrappers(node: FunctionNode) -> int:
+def wrappers(node: FunctionNode) -> int:
+    """Return how many wrappers the decorators of a definition explain."""
     names = (getattr(decorator, "id", None) for decorator in node.decorator_list)
     return sum(name not in _DESCRIPTORS for name in names)
 
 
 def _is_at(code: CodeType, node: FunctionNode, source: ModuleSource) -> bool:
     first_line = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    return code.co_firstlineno == first_line and _same_file(code.co_filename, source.path)
+    return code.co_firstlineno == first_line and same_file(code.co_filename, source.path)
 
 
-def _same_file(one: str, other: str) -> bool:
+def same_file(one: str, other: str) -> bool:
+    """Return whether two paths lead to one file, through links, too."""
     if one == other:
         return True
     first, second = Path(one), Path(other)

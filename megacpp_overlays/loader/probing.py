@@ -8,13 +8,14 @@ children are compared by.
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader.decide import decide
 from megacpp_overlays.loader.settings import Settings
-from megacpp_overlays.model import Decision, Erratum, Evidence, Finding, Gate, Overlay, Record, Verdict
+from megacpp_overlays.model import Body, Decision, Erratum, Evidence, Finding, Gate, Overlay, Record, Verdict
 from megacpp_overlays.source.trees import SourceTree, readable
 
 
@@ -47,15 +48,39 @@ def assess_overlay(overlay: Overlay, module: ModuleType, settings: Settings, tre
     from megacpp_overlays.source import distributions  # noqa: PLC0415 - 28 ms that arming need not spend
 
     return replace(
-        decide(overlay, settings, examine(overlay, tree)),
+        held_against_the_process(decide(overlay, settings, examine(overlay, tree)), tree, module),
         version=distributions.describe(overlay.target.distribution, getattr(module, "__file__", None)),
         source_sha256=_source_sha256(overlay, tree),
     )
 
 
+def held_against_the_process(record: Record, tree: SourceTree, module: ModuleType | None = None) -> Record:
+    """Return a record as it is, or CONFLICT where upstream's repair was read and something else is loaded.
+
+    Args:
+        record: any; only one that is retired is looked at.
+        tree: where the repair was read.
+        module: the target of an overlay, complete; its witness is asked, too.
+    """
+    finding, loaded = record.finding, sys.modules
+    if record.decision is not Decision.RETIRED or finding is None:
+        return record
+    if module is None and not any(isinstance(each, Body) and each.module in loaded for each in finding.repair):
+        return record
+    from megacpp_overlays.loader import live  # noqa: PLC0415 - a launch without a repair pays nothing
+
+    try:
+        other = live.difference(finding, tree, module) or (
+            live.misbehaviour(record.overlay, module) if module else None
+        )
+    except Exception as error:  # noqa: BLE001 - what cannot be compared is not known to be repaired
+        other = f"what is loaded could not be held against what was read: {type(error).__name__}: {error}"
+    return replace(record, decision=Decision.CONFLICT, reason=other) if other else record
+
+
 def assess_gate(gate: Gate, settings: Settings, tree: SourceTree) -> Record:
     """Probe what is installed and decide; raises nothing. The versions are left out where there is nothing to say."""
-    record = decide(gate, settings, examine(gate, tree))
+    record = held_against_the_process(decide(gate, settings, examine(gate, tree)), tree)
     if record.decision is not Decision.ABSENT:
         record = replace(record, source_sha256=_source_sha256(gate, tree))
     if record.decision in {Decision.GATED, Decision.CONFLICT}:

@@ -79,6 +79,8 @@ def consequence(record: Record) -> str:
         return f"if what is there now does not repair it, {breaks}"
     if verdict is Verdict.BROKEN:
         return f"nothing is installed, so {breaks}"
+    if record.decision is Decision.CONFLICT and verdict is Verdict.FIXED:
+        return f"nothing is installed; if what is loaded does not repair it, {breaks}"
     if record.decision is Decision.CONFLICT:
         return f"nothing is installed; if upstream is still broken, {breaks}"
     return ""
@@ -97,6 +99,9 @@ def as_dict(record: Record) -> dict[str, object]:
         "version": record.version,
         "target": str(overlay.target),
         "reason": record.reason,
+        "proof": finding.proof.value if finding and finding.proof else None,
+        "repair": [str(item) for item in finding.repair] if finding else [],
+        "looks_repaired": finding.looks_repaired if finding else False,
         "evidence": [str(item) for item in finding.evidence] if finding else [],
         "source_sha256": record.source_sha256,
         "seams": list(record.seams),

@@ -17,7 +17,7 @@ from places import ROOT
 
 from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.loader.session import Session
-from megacpp_overlays.model import Decision, Evidence, Finding, Verdict
+from megacpp_overlays.model import Decision, Evidence, Finding, Proof, Verdict
 
 SessionMaker = Callable[..., Session]
 
@@ -68,6 +68,9 @@ def test_json_round_trips_with_stable_keys(audit: Audit) -> None:
         "version",
         "target",
         "reason",
+        "proof",
+        "repair",
+        "looks_repaired",
         "evidence",
         "source_sha256",
         "seams",
@@ -89,6 +92,9 @@ DECISION: dict[str, Any] = {
         "version": {"type": ["string", "null"]},
         "target": {"type": "string"},
         "reason": {"type": "string"},
+        "proof": {"enum": [*(each.value for each in Proof), None]},
+        "repair": {"type": "array", "items": {"type": "string"}},
+        "looks_repaired": {"type": "boolean"},
         "evidence": {"type": "array", "items": {"type": "string"}},
         "source_sha256": {"type": ["string", "null"], "pattern": "^[0-9a-f]{64}$"},
         "seams": {"type": "array", "items": {"type": "string"}},
@@ -151,7 +157,7 @@ def test_the_fingerprint_is_the_same_for_the_same_code_in_another_folder(audit: 
         {"decision": Decision.DISABLED},
         {"version": "0.19.3"},
         {"source_sha256": "0" * 64},
-        {"finding": Finding(verdict=Verdict.FIXED, shape=None, evidence=(Evidence(seen="x"),))},
+        {"finding": Finding(verdict=Verdict.UNRECOGNISED, shape=None, evidence=(Evidence(seen="x"),))},
     ],
     ids=["decision", "version", "source", "verdict"],
 )

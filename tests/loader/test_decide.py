@@ -9,14 +9,17 @@ from made_up import Upstream, gate_of
 
 from megacpp_overlays.loader.decide import Policy, apply, before_import, decide, select
 from megacpp_overlays.loader.settings import Mode, Settings, Switch
-from megacpp_overlays.model import Decision, Erratum, Evidence, Finding, Verdict
+from megacpp_overlays.model import Body, Decision, Erratum, Evidence, Finding, Proof, Verdict
 
 KNOWN, UNKNOWN = "off-by-one", "off-by-two"
 OFF = (Policy.ALL_OFF, Policy.SWITCHED_OFF, Policy.OFF_BY_DEFAULT)
 
 
 def found(verdict: Verdict, shape: str = KNOWN) -> Finding:
-    return Finding(verdict=verdict, shape=shape, evidence=(Evidence(seen="x + x + 1"),))
+    seen = (Evidence(seen="x + x + 1"),)
+    if verdict is Verdict.FIXED:
+        return Finding(verdict=verdict, shape=None, evidence=seen, repair=(Body("m", "double"),), proof=Proof.READ)
+    return Finding(verdict=verdict, shape=shape, evidence=seen)
 
 
 def settings_of(erratum: Erratum, mode: Mode, switch: Switch) -> Settings:

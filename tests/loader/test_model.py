@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from made_up import Upstream
 
-from megacpp_overlays.model import Evidence, Finding, Verdict, variable_for
+from megacpp_overlays.model import Body, Evidence, Finding, Proof, Text, Verdict, variable_for
 
 SEEN = (Evidence(seen="x = 1"),)
+REPAIR = (Body("layers", "Layer.forward"), Body("layers", ""), Text("src/sum.cc", "0" * 64))
 
 
 def test_a_broken_finding_names_its_shape() -> None:
@@ -33,6 +35,33 @@ def test_a_finding_without_evidence_is_refused(verdict: Verdict) -> None:
 )
 def test_evidence_reads_as_what_and_where(evidence: Evidence, text: str) -> None:
     assert str(evidence) == text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"verdict": Verdict.FIXED},
+        {"verdict": Verdict.FIXED, "proof": Proof.READ},
+        {"verdict": Verdict.FIXED, "repair": REPAIR},
+        {"verdict": Verdict.FIXED, "repair": REPAIR, "proof": Proof.READ, "looks_repaired": True},
+        {"verdict": Verdict.UNRECOGNISED, "looks_repaired": True},
+        {"verdict": Verdict.UNRECOGNISED, "repair": REPAIR},
+        {"verdict": Verdict.UNRECOGNISED, "repair": REPAIR, "looks_repaired": True, "proof": Proof.WITNESSED},
+        {"verdict": Verdict.ABSENT, "proof": Proof.READ},
+        {"verdict": Verdict.ABSENT, "repair": REPAIR, "looks_repaired": True},
+        {"verdict": Verdict.BROKEN, "shape": "off-by-one", "repair": REPAIR},
+    ],
+)
+def test_only_a_repair_that_was_proved_is_fixed_and_nothing_else_is_proved(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"FIXED|looks repaired|names the bodies"):
+        Finding(**{"shape": None, "evidence": SEEN, **fields})
+
+
+@pytest.mark.parametrize("proof", Proof)
+def test_a_fixed_finding_names_the_bodies_and_the_proof(proof: Proof) -> None:
+    found = Finding(verdict=Verdict.FIXED, shape=None, evidence=SEEN, repair=REPAIR, proof=proof)
+
+    assert [str(each) for each in found.repair] == ["layers.Layer.forward", "layers", "src/sum.cc"]
 
 
 def test_a_decision_is_replaced_and_never_edited(upstream: Upstream) -> None:

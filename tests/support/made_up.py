@@ -10,7 +10,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megacpp_overlays.model import Evidence, Finding, Gate, Observation, Overlay, Replacement, Target, Verdict
+from megacpp_overlays.model import (
+    Body,
+    Evidence,
+    Finding,
+    Gate,
+    Observation,
+    Overlay,
+    Proof,
+    Replacement,
+    Target,
+    Text,
+    Verdict,
+)
 from megacpp_overlays.source.trees import SourceTree, shipped
 
 BROKEN_TEXT = '''
@@ -80,6 +92,9 @@ class Upstream:
         seen = (Evidence(seen=body, file=source.path, line=function.lineno),)
         known = {"return x + x + 1": Verdict.BROKEN, "return x + x": Verdict.FIXED}
         verdict = known.get(body, Verdict.UNRECOGNISED)
+        if verdict is Verdict.FIXED:
+            repair = (Body(self.module_name, "double"),)
+            return Finding(verdict=verdict, shape=None, evidence=seen, repair=repair, proof=Proof.READ)
         return Finding(verdict=verdict, shape="off-by-one" if verdict is Verdict.BROKEN else None, evidence=seen)
 
     def overlay(self, **changes: object) -> Overlay:
@@ -118,7 +133,11 @@ def gate_of(upstream: Upstream, **changes: Any) -> Gate:
             "works": (Verdict.FIXED, None),
             "does nothing": (Verdict.BROKEN, "nobody-knows-why"),
         }.get(notes.text, (Verdict.UNRECOGNISED, None))
-        return Finding(verdict=verdict, shape=shape, evidence=(Evidence(seen=notes.text, file=notes.path, line=1),))
+        seen = (Evidence(seen=notes.text, file=notes.path, line=1),)
+        if verdict is Verdict.FIXED:
+            repair = (Text(notes.path, notes.text),)
+            return Finding(verdict=verdict, shape=None, evidence=seen, repair=repair, proof=Proof.READ)
+        return Finding(verdict=verdict, shape=shape, evidence=seen)
 
     fields = {
         "id": "double-trouble",

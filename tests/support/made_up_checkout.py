@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import ast
 
-from megacpp_overlays.model import Evidence, Finding, Verdict
+from megacpp_overlays.model import Body, Evidence, Finding, Proof, Verdict
 from megacpp_overlays.source.trees import SourceTree
 
 
@@ -42,9 +42,11 @@ def probe(tree: SourceTree) -> Finding:
     if function is None:
         return Finding(verdict=Verdict.ABSENT, shape=None, evidence=(Evidence(seen="no double"),))
     body = ast.unparse(function.body[-1])
-    verdict = Verdict.BROKEN if body.endswith("+ 1") else Verdict.FIXED
-    shape = "off-by-one" if verdict is Verdict.BROKEN else None
-    return Finding(verdict=verdict, shape=shape, evidence=(Evidence(seen=body),))
+    seen = (Evidence(seen=body),)
+    if body.endswith("+ 1"):
+        return Finding(verdict=Verdict.BROKEN, shape="off-by-one", evidence=seen)
+    repair = (Body("made_target.layers", "double"),)
+    return Finding(verdict=Verdict.FIXED, shape=None, evidence=seen, repair=repair, proof=Proof.READ)
 '''
 OVERLAY = '''
 """Doubles without adding one."""

@@ -606,7 +606,8 @@ def test_a_probe_that_says_something_else_makes_it_stale(
         found = made.probe(tree)
         if found.verdict is not Verdict.FIXED:
             return found
-        return Finding(verdict=verdict, shape=None, evidence=(Evidence(seen=seen),))
+        told = replace(found, evidence=(Evidence(seen=seen),))
+        return told if verdict is Verdict.FIXED else Finding(verdict=verdict, shape=None, evidence=told.evidence)
 
     declared(made.overlay(probe=changed))
 

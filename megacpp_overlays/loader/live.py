@@ -1,0 +1,236 @@
+"""Hold a repair that was read against what is loaded: the code that runs must be the code in the file.
+
+A file can be replaced after it was loaded, a stale `.pyc` can be run in its place, and anybody can put another function
+or class where the repaired one was. So each definition that a repair goes through is compiled once more from the text
+that was read, which takes a fraction of a millisecond, and compared with what the live name leads to. What is not
+loaded yet cannot differ and is not looked at.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from megacpp_overlays.errors import SeamError
+from megacpp_overlays.loader import seams
+from megacpp_overlays.loader.import_hooks import is_half_imported
+from megacpp_overlays.loader.ownership import same_file, wrappers
+from megacpp_overlays.model import Body, Erratum, Finding, Overlay
+from megacpp_overlays.runtime import seam_marks
+from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree
+
+_COMPARED = (
+    "co_name",
+    "co_argcount",
+    "co_posonlyargcount",
+    "co_kwonlyargcount",
+    "co_flags",
+    "co_code",
+    "co_names",
+    "co_varnames",
+    "co_freevars",
+    "co_cellvars",
+    "co_firstlineno",
+)
+"""What two code objects that do the same agree in; columns, which `-X no_debug_ranges` leaves out, are not among it."""
+_INNER = ("__wrapped__", "fn", "func")
+"""Where a wrapper keeps what it wraps: functools and torch, Triton's kernels and tuners, partials and TileLang."""
+
+
+def difference(finding: Finding, tree: SourceTree, target: ModuleType | None = None) -> str | None:
+    """Return what is loaded in place of a body that a repair goes through, as a sentence; None where all are as read.
+
+    Args:
+        finding: what names the bodies.
+        tree: where they were read.
+        target: a module that is complete, whatever its spec says: the hooks ask before the import system notes it.
+    """
+    for body in finding.repair:
+        module = sys.modules.get(body.module) if isinstance(body, Body) else None
+        if isinstance(body, Body) and module is not None:
+            complete = module is target or not is_half_imported(module)
+            if (found := _difference(body, module, tree, complete=complete)) is not None:
+                return found
+    return None
+
+
+def misbehaviour(erratum: Erratum, module: ModuleType) -> str | None:
+    """Return what an overlay's witness sees in a target that was read as repaired, where that is the defect."""
+    if isinstance(erratum, Overlay) and erratum.witness is not None and (seen := erratum.witness(module)).broken:
+        return f"the probe says FIXED but the loaded code does not behave so: {seen.seen}"
+    return None
+
+
+def _difference(body: Body, module: ModuleType, tree: SourceTree, *, complete: bool) -> str | None:
+    source = tree.module(body.module)
+    if source is None:
+        return f"{body.module} is loaded and has no source"
+    for symbol in [body.symbol] if body.symbol else _definitions(source.syntax.body):
+        if not complete and symbol.partition(".")[0] not in seams.namespace(module):
+            continue  # the module imports the target, and has not come to this line
+        if (live := _other_than_read(module, symbol, source)) is not None:
+            return live
+    return None
+
+
+def _definitions(body: list[ast.stmt]) -> Iterator[str]:
+    return (node.name for node in body if isinstance(node, ast.ClassDef | FunctionNode))
+
+
+def _other_than_read(module: ModuleType, symbol: str, source: ModuleSource) -> str | None:
+    nodes = source.bindings.definitions(symbol)  # several where a property has a setter; the probe has judged the text
+    if not nodes:
+        return _another_import(module, symbol, source)
+    if isinstance(cls := nodes[-1], ast.ClassDef):
+        return _another_class(module, symbol, cls, source)
+    raw = _attribute(module, symbol)
+    if (mark := seam_marks.mark_of(raw)) is not None:
+        raw = mark.original
+    if any(isinstance(node, FunctionNode) and _is_as_read(raw, symbol, node, source) for node in nodes):
+        return None
+    what = "is not there" if raw is None else f"is {seams.describe(raw)}"
+    return f"{source.name}.{symbol} as it is loaded {what}, which is not the code that was read in {_at(source, cls)}"
+
+
+def _is_as_read(raw: Any, symbol: str, node: FunctionNode, source: ModuleSource) -> bool:
+    """Return whether a live attribute is a definition of the text, behind as many wrappers as that has decorators."""
+    read = _compiled(symbol, node, source)
+    live: Any = seam_marks.plain_function(raw)
+    for _ in range(wrappers(node) + 1):
+        # By type: the proxy of somebody's patch answers with the code of what it wraps.
+        if type(live) is FunctionType and read is not None and _alike(live.__code__, read):
+            return same_file(live.__code__.co_filename, source.path)
+        live = next((inner for each in _INNER if (inner := getattr(live, each, None)) is not None), None)
+    return False
+
+
+def _another_class(module: ModuleType, symbol: str, node: ast.ClassDef, source: ModuleSource) -> str | None:
+    live = _attribute(module, symbol)
+    if not isinstance(live, type) or (live.__module__, live.__qualname__) != (source.name, symbol):
+        other = seams.owner_name(live) if isinstance(live, type) else repr(live)
+        return f"{source.name}.{symbol} as it is loaded is {other}, which is not the class that was read in {_at(source, node)}"
+    names = dict.fromkeys(_definitions(node.body))
+    inside = (_other_than_read(module, f"{symbol}.{name}", source) for name in names)
+    return next(filter(None, inside), None)
+
+
+def _attribute(module: ModuleType, symbol: str) -> Any:
+    """Return what a class or module itself has under a name, None where it has nothing or inherits it."""
+    try:
+        owner, name = seams.resolve(module, symbol)
+    except SeamError:
+        return None
+    return seams.namespace(owner).get(name)
+
+
+def _another_import(module: ModuleType, symbol: str, source: ModuleSource) -> str | None:
+    """Return what a name is that the source takes from another module, unless it is still what that module has."""
+    for statement in source.syntax.body:
+        if not isinstance(statement, ast.ImportFrom):
+            continue
+        for alias in statement.names:
+            if (alias.asname or alias.name) == symbol:
+                origin = _origin(module, statement)
+                there = sys.modules.get(origin)
+                live = seams.namespace(module).get(symbol)
+                if there is None or (given := seams.namespace(there).get(alias.name)) is live or _ours(given, live):
+                    return None
+                return (
+                    f"{source.name}.{symbol} as it is loaded is {seams.describe(live)}, "
+                    f"which is not the one of {origin} that was read"
+                )
+    return f"{symbol} is not defined in {source.path}, where it was read"
+
+
+def _ours(given: Any, live: Any) -> bool:
+    """Return whether one of two is a seam of ours over the other: neither is somebody else's."""
+    marks = [mark.original for each in (given, live) if (mark := seam_marks.mark_of(each)) is not None]
+    return any(original in (given, live) for original in marks)
+
+
+def _origin(module: ModuleType, statement: ast.ImportFrom) -> str:
+    package = module.__name__ if hasattr(module, "__path__") else module.__name__.rpartition(".")[0]
+    parents = package.split(".")[: len(package.split(".")) - (statement.level - 1)] if statement.level else []
+    return ".".join([*parents, *([statement.module] if statement.module else [])])
+
+
+def _compiled(symbol: str, node: FunctionNode, source: ModuleSource) -> CodeType | None:
+    """Return the code of a function or method, compiled from the text that was read and run by nobody."""
+    statement: ast.stmt = node
+    owner, _, _ = symbol.rpartition(".")
+    while owner:  # a method is compiled inside its class, for `super()` and for names with two underscores
+        (*_, cls) = source.bindings.definitions(owner)
+        copied = ast.ClassDef(**{**dict(ast.iter_fields(cls)), "bases": [], "keywords": [], "decorator_list": []})
+        copied.body = [statement]
+        statement = ast.copy_location(copied, cls)
+        owner = owner.rpartition(".")[0]
+    code: CodeType = compile(
+        ast.Module([*_imports(source.syntax.body), statement], []),
+        source.path,
+        "exec",
+        flags=_future_flags(source.syntax),
+        dont_inherit=True,
+    )
+    for name in symbol.split("."):
+        found = [each for each in _inner(code) if each.co_name == name]
+        if len(found) != 1:
+            return None
+        code = found[0]
+    return code
+
+
+def _imports(body: Sequence[ast.AST]) -> Iterator[ast.stmt]:
+    """Yield the imports of a module: of a name that is imported, the compiler calls attributes in another way."""
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            if getattr(node, "module", None) != "__future__":  # must come first, and goes by flags
+                yield node
+        elif not isinstance(node, ast.ClassDef | FunctionNode | ast.expr):
+            yield from _imports([*ast.iter_child_nodes(node)])
+
+
+def _future_flags(syntax: ast.Module) -> int:
+    names = [
+        alias.name
+        for node in syntax.body
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__"
+        for alias in node.names
+    ]
+    return functools.reduce(lambda flags, name: flags | getattr(__future__, name).compiler_flag, names, 0)
+
+
+def _inner(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of what is defined in this scope, behind the scope of type parameters, too."""
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield each
+            if each.co_name.startswith("<generic parameters of"):
+                yield from _inner(each)
+
+
+def _alike(one: CodeType, other: CodeType) -> bool:
+    return all(getattr(one, name) == getattr(other, name) for name in _COMPARED) and _same(
+        one.co_consts, other.co_consts
+    )
+
+
+def _same(one: object, other: object) -> bool:
+    """Return whether two constants are the same: 0 is not False, and 0.0 is not -0.0."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, CodeType) and isinstance(other, CodeType):
+        return _alike(one, other)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, frozenset) and isinstance(other, frozenset):
+        return sorted(map(repr, one)) == sorted(map(repr, other))
+    return repr(one) == repr(other)
+
+
+def _at(source: ModuleSource, node: ast.AST) -> str:
+    return f"{source.path}:{getattr(node, 'lineno', 0)}"
