@@ -68,13 +68,20 @@ def arm() -> None:
     current().arm()
 
 
-def audit() -> Audit:
+def audit(*, deep: bool = False) -> Audit:
     """Return all decisions of this process: print it, store `as_dict()`, compare `fingerprint`.
+
+    Every seam is looked up in the live process: what somebody replaced, wrapped or executed again since is a conflict, or
+    is named.
+
+    Args:
+        deep: whether to walk over the heap, too, for objects that hold an original; it takes tens of milliseconds, and
+            seconds in a process with millions of objects.
 
     Raises:
         ActivationError: MEGACPP_OVERLAYS=strict and an overlay ended in conflict.
     """
-    audit = current().audit()
+    audit = current().audit(deep=deep)
     audit.raise_if_strict()
     return audit
 

@@ -339,6 +339,8 @@ class Record(Frozen):
     """Qualified names that lead to a seam now."""
     rebound: tuple[str, ...] = ()
     """Stale aliases that were found by identity and now lead to the seam too."""
+    around: tuple[str, ...] = ()
+    """What of somebody else's stands in the place of a seam, around it or beside it, by names that all processes share."""
 
     @property
     def verdict(self) -> str:

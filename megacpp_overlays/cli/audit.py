@@ -17,17 +17,20 @@ def add_to(commands: Subparsers) -> None:
     text = "Import every installed target in a fresh process and print all decisions."
     parser = commands.add_parser("audit", help=text, description=f"{text} Exit code 1 means conflict.")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument(
+        "--deep", action="store_true", help="walk over the heap, too, for what holds replaced functions"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> bool:
     """Print the audit; return whether it is clean."""
-    audit = pre_flight(session.current())
+    audit = pre_flight(session.current(), deep=arguments.deep)
     print(audit.to_json() if arguments.json else audit)
     return not audit.conflicts
 
 
-def pre_flight(current: session.Session) -> Audit:
+def pre_flight(current: session.Session, *, deep: bool = False) -> Audit:
     """Import every target that is installed, and audit.
 
     A target that cannot be imported here cannot be vouched for, so it counts as a conflict.
@@ -39,7 +42,7 @@ def pre_flight(current: session.Session) -> Audit:
                 importlib.import_module(record.overlay.target.module)
             except Exception as error:  # noqa: BLE001 - upstream code may fail in any way; the report says how
                 failures[record.overlay.target.module] = f"{type(error).__name__}: {error}"
-    audit = current.audit()
+    audit = current.audit(deep=deep)
     return replace(audit, records=tuple(_with_failure(record, failures) for record in audit.records))
 
 

@@ -11,25 +11,26 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CellType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from megacpp_overlays.errors import SeamError
-from megacpp_overlays.loader.seams import Owner, Seam, namespace, owner_name, raw_attribute
-from megacpp_overlays.runtime.seam_marks import Mark, plain_function
+from megacpp_overlays.loader.seams import Note, Owner, Seam, namespace, owner_name, raw_attribute, unnoted
+from megacpp_overlays.runtime.seam_marks import Mark, mark_of, plain_function
 
 _FROZEN_BY_PYTHON = 10_000
 """Python freezes some hundred objects of its own at start; `gc.freeze()` in a launcher hides hundreds of thousands."""
 
 
-def rebind(placed: Sequence[Seam], changed: list[Seam], *, deep: bool) -> None:
+def rebind(placed: Sequence[Seam], changed: list[Seam], *, deep: bool, note: Note = unnoted) -> None:
     """Rebind the stale aliases of the originals to their replacements.
 
     Args:
         placed: the seams of one overlay.
-        changed: gets each name that was changed, one by one, so that the caller can undo them if a later one fails.
+        changed: gets each name before it is changed, so that the caller can undo them if a later one fails.
         deep: whether to look into classes too, which takes a walk over the heap (tens of milliseconds).
+        note: is told of each name, too.
 
     Raises:
         SeamError: an owner does not let a name be assigned.
@@ -40,20 +41,43 @@ def rebind(placed: Sequence[Seam], changed: list[Seam], *, deep: bool) -> None:
             if owner is seam.owner and name == seam.name:
                 continue
             alias = Seam(owner, name, raw, seam.replacement if raw is seam.original else seam.function, inherited=False)
-            _assign(alias, alias.replacement)
+            note(alias)
             changed.append(alias)
+            _assign(alias, alias.replacement)
 
 
-def restore_aliases(undone: Sequence[Seam]) -> None:
-    """Restore aliases that were bound to a replacement while it was in: they get the original.
+def restore(is_ours: Callable[[Mark], bool]) -> list[str]:
+    """Restore every name of a loaded module that is bound to a seam: it gets the original. Return what refuses, in words.
 
-    Raises:
-        SeamError: an owner does not let a name be assigned.
+    Seams are told by their marks, so that names are found whatever bound them, and in whichever execution of the target.
+
+    Args:
+        is_ours: whether a mark is of the overlay that is undone.
     """
-    for seam in undone:
-        for owner, name, raw in list(_names_of(seam.replacement, seam.function, _modules())):
-            original = seam.original if raw is seam.replacement else seam.original_function
-            _assign(Seam(owner, name, raw, original, inherited=False), original)
+    problems: list[str] = []
+    for owner in _modules():
+        for name, value in list(namespace(owner).items()):
+            # The hot loop of undoing; nearly no value is a function with a mark.
+            if type(value) in _MARKED and (mark := mark_of(value)) is not None and is_ours(mark):
+                found = as_found(owner, name, value, mark)
+                try:
+                    _assign(found, found.original)
+                except SeamError as error:
+                    problems.append(str(error))
+    return problems
+
+
+_MARKED = frozenset({FunctionType, staticmethod, classmethod, property})
+
+
+def as_found(owner: Owner, name: str, raw: Any, mark: Mark) -> Seam:
+    """Return the seam or the alias that is found under a name, with what belongs there instead."""
+    held = raw if mark_of(raw) is not None else mark.made
+    # A name may hold the function alone of what its class holds as a static method.
+    original = mark.original if type(held) is type(mark.original) else plain_function(mark.original)
+    bases = owner.__mro__[1:] if mark.inherited and isinstance(owner, type) else ()
+    inherited = any(vars(base).get(name) is mark.original for base in bases)
+    return Seam(owner, name, original, held, inherited)
 
 
 def _assign(alias: Seam, value: Any) -> None:

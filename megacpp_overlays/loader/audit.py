@@ -45,7 +45,10 @@ class Audit(Frozen):
 
     @property
     def fingerprint(self) -> str:
-        """Hash over ids, verdicts, decisions, source hashes and versions: equal means the same code runs. Gates run none."""
+        """Hash over ids, verdicts, decisions, source hashes, versions, and what stands around seams. Gates are left out.
+
+        Equal means that the same code runs.
+        """
         import hashlib
         import json
 
@@ -59,6 +62,7 @@ class Audit(Frozen):
                 record.decision.value,
                 record.source_sha256,
                 without_place(record.version) or "",
+                *record.around,
             )
             for record in self.of_overlays
         ]

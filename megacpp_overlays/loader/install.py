@@ -7,15 +7,17 @@ as it was.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
-from typing import NamedTuple
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 from megacpp_overlays.errors import OverlayError, SeamError
-from megacpp_overlays.loader import aliases, ownership, seams
-from megacpp_overlays.loader.seams import Seam
+from megacpp_overlays.loader import aliases, ownership, reached, seams
+from megacpp_overlays.loader.seams import Note, Seam
+from megacpp_overlays.loader.traces import Traces
 from megacpp_overlays.model import Overlay, Replacement
 from megacpp_overlays.runtime import dynamo, seam_marks
 from megacpp_overlays.source.trees import SourceTree
@@ -37,12 +39,6 @@ class PlacedSeams:
         """Everything that was changed, in order."""
         return (*self.seams, *self.rebound)
 
-    def still_in_place(self) -> PlacedSeams:
-        """Return what is left of it: executing a module again overwrites the seams in its namespace."""
-        return PlacedSeams(
-            tuple(seam for seam in self.seams if seam.in_place), tuple(seam for seam in self.rebound if seam.in_place)
-        )
-
 
 class Circumstances(NamedTuple):
     """When seams go in, and who hears of what that costs."""
@@ -55,6 +51,8 @@ class Circumstances(NamedTuple):
     """Whether the overlay was undone on purpose; instances that were built meanwhile are then as wanted."""
     dropped: Callable[[str], object] | None = None
     """Is told which compiled graphs were dropped."""
+    note: Note = seams.unnoted
+    """Is told of each seam and alias before it goes in."""
 
 
 def install(
@@ -74,7 +72,7 @@ def install(
             held, instances were built without the seam, or the self-test fails.
         SeamError: an attribute cannot be replaced, or a compiled graph cannot be dropped.
     """
-    late, again, dropped = circumstances
+    late, again, dropped, note = circumstances
     graphs = None if late else dynamo.graphs()
     replacements = overlay.replacements[shape]
     source = tree.module(overlay.target.module)
@@ -92,13 +90,18 @@ def install(
     deep = late or any(aliases.is_held_elsewhere(*place) for place in places)
     placed: list[Seam] = []
     rebound: list[Seam] = []
+
+    def keep(seam: Seam) -> None:
+        note(seam)
+        placed.append(seam)
+
     with contextlib.nullcontext() if all(ours) else dynamo.changing(graphs, dropped=dropped):
         try:
             for replacement in replacements:
-                placed.append(_place(overlay, replacement, module))  # noqa: PERF401 - what is in must be known if one fails
+                _place(overlay, replacement, module, keep)
             # What is adopted was reached and verified by whoever put it in, and is theirs to undo.
             fresh = [seam for seam in placed if not seam.adopted]
-            aliases.rebind(fresh, rebound, deep=deep)
+            aliases.rebind(fresh, rebound, deep=deep, note=note)
             if deep:
                 _refuse_holders(fresh)
             if late and not again:
@@ -116,9 +119,13 @@ def _self_test(overlay: Overlay, module: ModuleType) -> None:
         raise RefusedError(f"the self-test failed after installing: {seen.seen}")
 
 
-def _place(overlay: Overlay, replacement: Replacement, module: ModuleType) -> Seam:
+def _place(overlay: Overlay, replacement: Replacement, module: ModuleType, note: Note) -> None:
     owner, name = seams.resolve(module, replacement.symbol)
-    return seams.replace(owner, name, lambda original: replacement.make(original, module), overlay_id=overlay.id)
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        return replacement.make(original, module)
+
+    seams.replace(owner, name, make, overlay_id=overlay.id, module=overlay.target.module, note=note)
 
 
 def _refuse_holders(placed: Sequence[Seam]) -> None:
@@ -141,8 +148,73 @@ def undo_all(changed: Sequence[Seam]) -> None:
     """Undo seams, the last first; try them all before an error leaves.
 
     Raises:
-        SeamError: at least one attribute was replaced by somebody else meanwhile.
+        SeamError: at least one attribute was replaced by somebody else meanwhile, or cannot be assigned.
     """
-    lost = [seam for seam in reversed(changed) if not seam.undo()]
-    if lost:
-        raise SeamError("; ".join(seam.taken_by() for seam in lost))
+    if problems := [problem for seam in reversed(changed) if (problem := _problem_of(seam))]:
+        raise SeamError("; ".join(problems))
+
+
+def _problem_of(seam: Seam) -> str:
+    """Undo a seam; return in words why it is not undone, if it is not."""
+    try:
+        return "" if seam.undo() else seam.taken_by()
+    except Exception as error:  # noqa: BLE001 - an owner may refuse in its own words
+        return f"{seam} cannot be put back: {type(error).__name__}: {error}"
+
+
+class TakenOut(NamedTuple):
+    """What became of the places of an overlay."""
+
+    problems: tuple[str, ...]
+    """Why something is not as it was, a sentence each."""
+    kept: tuple[str, ...]
+    """Names that still lead to a seam."""
+
+
+def take_out(overlay: Overlay, traces: Traces) -> TakenOut:
+    """Put back what is in the places of an overlay, wherever and whenever it was put in; a second call has less to do.
+
+    Marks tell what has to be put back, so that nothing is left by a call that was interrupted. Each place is forgotten
+    when it is as it was, and one that cannot be put back does not keep the others.
+    """
+    problems: list[str] = []
+    kept: list[str] = []
+    for seam in reached.look(overlay).seams:
+        traces.note(seam)
+    for owner, name in traces.places():
+        where = f"{seams.owner_name(owner)}.{name}"
+        raw = seams.namespace(owner).get(name)
+        mark = seam_marks.mark_behind(raw)
+        if mark is not None and reached.is_ours(mark, overlay):
+            seam = aliases.as_found(owner, name, raw, mark)
+            problem = _problem_of(seam)
+        else:
+            problem = _taken_over(where, raw, traces)
+        if problem:
+            problems.append(problem)
+            kept.append(where)
+        else:
+            traces.forget(owner, name)
+    problems += aliases.restore(functools.partial(reached.is_ours, overlay=overlay))
+    return TakenOut(tuple(problems), tuple(kept))
+
+
+def take_out_or_raise(overlay: Overlay, traces: Traces) -> None:
+    """Put back what an interrupted call has left in.
+
+    Raises:
+        SeamError: something cannot be put back.
+    """
+    if problems := take_out(overlay, traces).problems:
+        raise SeamError("; ".join(problems))
+
+
+def _taken_over(where: str, raw: object, traces: Traces) -> str:
+    """Return who holds a place where a seam was, if it is neither upstream nor empty."""
+    function = seam_marks.plain_function(raw)
+    if raw is None or any(function is each for each in traces.objects()):
+        return ""
+    known = {each.__code__.co_filename for each in traces.objects() if isinstance(each, FunctionType)}
+    if type(function) is FunctionType and function.__code__.co_filename in known:
+        return ""  # upstream's own, from another execution
+    return f"{where} was replaced after us by {seams.describe(raw)}; not undone"

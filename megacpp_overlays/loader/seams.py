@@ -7,18 +7,20 @@ would come back as a plain function, and an inherited method would come back as 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from megacpp_overlays.errors import SeamError
-from megacpp_overlays.runtime.seam_marks import ATTRIBUTE, Mark, mark_of, plain_function
+from megacpp_overlays.runtime.seam_marks import ATTRIBUTE, Mark, mark_behind, mark_of, plain_function, wrapped
 
 Owner = ModuleType | type
 
 _ABSENT = object()
-_kept: dict[tuple[str, int], Any] = {}
+_kept: weakref.WeakValueDictionary[tuple[str, int], Any] = weakref.WeakValueDictionary()
+"""Replacements that somebody still holds, by overlay and original."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +61,7 @@ class Seam:
     @property
     def is_wrapped(self) -> bool:
         """Whether what is there now still leads to ours, by its own account."""
-        outer = plain_function(self.current)
-        for _ in range(16):
-            outer = getattr(outer, "__wrapped__", None)
-            if outer is self.function:
-                return True
-        return False
+        return any(each is self.function for each in wrapped(self.current))
 
     def undo(self) -> bool:
         """Put the original back; a second undo does nothing.
@@ -87,6 +84,13 @@ class Seam:
     def taken_by(self) -> str:
         """Return in words who holds the attribute now."""
         return f"{self} was replaced after us by {describe(self.current)}; not undone"
+
+
+Note = Callable[[Seam], object]
+
+
+def unnoted(_: Seam) -> None:
+    """Stand for nobody who wants to know."""
 
 
 def resolve(module: ModuleType, symbol: str) -> tuple[Owner, str]:
@@ -124,21 +128,34 @@ def namespace(owner: Owner) -> Mapping[str, Any]:
     return found
 
 
-def replace(owner: Owner, name: str, make: Callable[[Any], Any], *, overlay_id: str) -> Seam:
+def replace(
+    owner: Owner, name: str, make: Callable[[Any], Any], *, overlay_id: str, module: str = "", note: Note = unnoted
+) -> Seam:
     """Replace an attribute with what `make` returns for the function that is there.
 
     The replacement keeps name, module, documentation and descriptor kind of the original, so that it pickles
-    by reference and `inspect.signature` still answers. If our own seam is there already, it is adopted, so
-    that the first original is kept.
+    by reference and `inspect.signature` still answers. If our own seam is there already, alone or under a wrapper that
+    leads to it, it is adopted, so that the first original is kept.
+
+    Args:
+        owner: module or class.
+        name: of the attribute.
+        make: returns the replacement of a function.
+        overlay_id: whose seam it is.
+        module: target module of the overlay.
+        note: is told of the seam before it goes in, so that one that is interrupted between the two is known.
 
     Raises:
         SeamError: another overlay holds the attribute, `make` returned nothing new, or the owner refuses.
     """
     raw, inherited = raw_attribute(owner, name)
-    if (mark := mark_of(raw)) is not None:
+    if (mark := mark_behind(raw)) is not None:
         if mark.overlay_id != overlay_id:
             raise SeamError(f"{owner_name(owner)}.{name} is already held by overlay {mark.overlay_id}")
-        return Seam(owner, name, mark.original, raw, mark.inherited, adopted=True)
+        held = raw if mark_of(raw) is not None else mark.made
+        seam = Seam(owner, name, mark.original, held, mark.inherited, adopted=True)
+        note(seam)
+        return seam
     function = plain_function(raw)
     if not callable(function):
         raise SeamError(f"{owner_name(owner)}.{name} is no function: {describe(raw)}")
@@ -150,14 +167,16 @@ def replace(owner: Owner, name: str, make: Callable[[Any], Any], *, overlay_id: 
         if not _is_new(made, function):
             raise SeamError(f"the replacement of {owner_name(owner)}.{name} is no new function but {describe(made)}")
     functools.update_wrapper(made, function)
-    setattr(made, ATTRIBUTE, Mark(overlay_id, raw, inherited, made))
+    setattr(made, ATTRIBUTE, Mark(overlay_id, raw, inherited, made, module))
     _kept[overlay_id, id(function)] = made
     replacement = _like(raw, made)
+    seam = Seam(owner, name, raw, replacement, inherited)
+    note(seam)
     try:
         setattr(owner, name, replacement)
     except (AttributeError, TypeError) as error:
-        raise SeamError(f"{owner_name(owner)}.{name} cannot be replaced: {error}") from error
-    return Seam(owner, name, raw, replacement, inherited)
+        raise SeamError(f"{seam} cannot be replaced: {error}") from error
+    return seam
 
 
 def _is_new(made: Any, function: Any) -> bool:
@@ -181,16 +200,54 @@ def _like(raw: Any, function: Callable[..., Any]) -> Any:
 
 def owner_name(owner: Owner) -> str:
     """Return the dotted name of a module or class."""
-    if isinstance(owner, ModuleType):
-        return owner.__name__
+    if issubclass(type(owner), ModuleType):
+        return str(namespace(owner).get("__name__"))  # asked of a lazy module itself, it would be executed
     return f"{owner.__module__}.{owner.__qualname__}"
 
 
 def describe(value: Any) -> str:
     """Return where a value comes from, for evidence: `other_lib.patches.fast_forward (patches.py:12)`."""
     function = plain_function(value)
+    if type(function) is not FunctionType and not issubclass(type(function), type):
+        return _described_by_type(function)  # what it says of itself may be what another thing says
+    module, name = function.__module__, function.__qualname__
     code = getattr(function, "__code__", None)
-    module = getattr(function, "__module__", None)
-    name = getattr(function, "__qualname__", type(function).__qualname__)
     where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
     return f"{module}.{name}{where}" if module else f"{name}{where}"
+
+
+def _described_by_type(value: Any) -> str:
+    wrapper = _wrapper_of(value)
+    words = _named_by_type(value) if wrapper is None else f"a wrapper with {describe(wrapper)}"
+    inner = next((each for each in wrapped(value) if each is not wrapper and type(each) is FunctionType), None)
+    return words if inner is None or type(value) is MethodType else f"{words} around {describe(inner)}"
+
+
+def _named_by_type(value: Any) -> str:
+    kind = type(value)
+    if kind is BuiltinFunctionType:
+        return f"{value.__module__}.{value.__qualname__}"
+    return f"an object of {kind.__module__}.{kind.__qualname__}"
+
+
+def _wrapper_of(value: Any) -> Any:
+    """Return the function that a proxy of wrapt calls, or the one of a bound method; None for anything else."""
+    if type(value) is MethodType:
+        return value.__func__
+    try:
+        return object.__getattribute__(value, "_self_wrapper")
+    except Exception:  # noqa: BLE001 - any other object, which may do what it likes
+        return None
+
+
+def identity(value: Any) -> str:
+    """Return a name of what a value does that is the same in every process, whatever name it bears."""
+    function = plain_function(value)
+    if type(function) is FunctionType:
+        code = function.__code__
+        # `functools.wraps` copies the name and the module of what is wrapped.
+        return f"{function.__globals__.get('__name__', '?')}.{getattr(code, 'co_qualname', code.co_name)}"
+    if issubclass(type(function), type):
+        return f"{function.__module__}.{function.__qualname__}"
+    wrapper = _wrapper_of(function)
+    return _named_by_type(function) if wrapper is None else f"a wrapper with {identity(wrapper)}"

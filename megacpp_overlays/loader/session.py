@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING
 
 from megacpp_overlays import variables
@@ -31,13 +31,15 @@ from megacpp_overlays.source.trees import InstalledTree, Remembered, SourceTree,
 from megacpp_overlays.version import VERSION
 
 if TYPE_CHECKING:
-    from megacpp_overlays.loader.install import PlacedSeams
+    from megacpp_overlays.loader.seams import Seam
+    from megacpp_overlays.loader.traces import Traces
 
 _UNDONE = "undone in this process"
-_FROM_DISK = (
-    "torch._dynamo.config.caching_precompile brings back compiled graphs of processes that may have run without this "
-    "overlay; unset TORCH_CACHING_PRECOMPILE"
+_INTERRUPTED = (
+    "it was interrupted while it was put in or taken out, and may be in by halves; call megacpp_overlays.arm() or "
+    "megacpp_overlays.undo() again"
 )
+_LOOK_SECONDS = 1.0
 
 
 class Session:
@@ -54,8 +56,11 @@ class Session:
         self._tree = InstalledTree()
         # By declaration, not by id: an overlay may have several parts, and each is decided on its own.
         self._records: dict[Erratum, Record] = {}
-        self._installed: dict[Erratum, list[PlacedSeams]] = {}
+        self._traces: dict[Erratum, Traces] = {}
         self._undone: set[Erratum] = set()
+        # What is being changed. It is noted first and forgotten last, so that what was interrupted is known. The value
+        # tells whether it was undone on purpose before.
+        self._unfinished: dict[Erratum, bool] = {}
         self._locks: dict[str, threading.RLock] = {}
         self.when_changed: Callable[[], None] | None = None
         """Called after every decision, inside the hooks; it must not raise and must not settle anything."""
@@ -98,21 +103,58 @@ class Session:
         self._log.obsolete_variables()
         if self.settings.mode is Mode.OFF:
             return
-        undone, self._undone = self._undone, set()
-        for overlay in self.overlays:
-            if overlay in undone:
-                self._records[overlay] = self._first_record(overlay, tree)
+        for erratum in self.overlays:
+            if erratum in self._undone:
+                self._begin_again(erratum, tree)
         conflicts: list[str] = []
         for name in self._targets():
             with _collecting(conflicts):
                 self._hooks.watch(name)
-            again = [overlay for overlay in self._about(name) if overlay in undone]
-            if again and (module := sys.modules.get(name)) is not None:
-                with _collecting(conflicts):
-                    self._settle_all(name, again, module, late=True, again=True)
+            with _collecting(conflicts):
+                self._settle_again(name)
         self._changed()
         if conflicts:  # strict: every target has been settled before the first of them is raised
             raise ActivationError("\n".join(conflicts))
+
+    def _begin_again(self, erratum: Erratum, tree: SourceTree) -> None:
+        """Let what was undone be settled anew."""
+        if isinstance(erratum, Overlay):
+            self._unfinished[erratum] = True
+        self._records[erratum] = self._first_record(erratum, tree)
+        self._undone.discard(erratum)
+
+    def _settle_again(self, name: str) -> None:
+        """Settle what was undone, what was interrupted, and what is upstream's own again."""
+        lock = self._locks[name]
+        if not lock.acquire(blocking=False):
+            return  # another thread is at it
+        try:
+            module = sys.modules.get(name)
+            is_there = module is not None and not is_half_imported(module)
+            for overlay in self._about(name):
+                if not is_there and not self._is_somewhere(overlay):
+                    self._unfinished.pop(overlay, None)  # it waits for the import, as if nothing had been
+            chosen = [each for each in self._about(name) if each in self._unfinished or self._has_changed(each)]
+            if module is not None and is_there and chosen:
+                self._settle_all(name, chosen, module, late=True)
+        finally:
+            lock.release()
+
+    def _is_somewhere(self, overlay: Erratum) -> bool:
+        """Return whether a place is known in which the overlay was put and from which it was not taken."""
+        traces = self._traces.get(overlay)
+        return traces is not None and any(True for _ in traces.places())
+
+    def _has_changed(self, overlay: Overlay) -> bool:
+        """Return whether upstream's own code is live where a seam was, or a seam where none should be."""
+        if not self._is_somewhere(overlay) or before_import(overlay, self.settings).decision is Decision.DISABLED:
+            return False
+        from megacpp_overlays.loader import reached
+
+        record = self._records[overlay]
+        if record.decision is Decision.ACTIVE:
+            return reached.look(overlay, record.shape).upstreams_own
+        return bool(reached.look(overlay).seams)
 
     def _first_record(self, erratum: Erratum, tree: SourceTree) -> Record:
         """Return what is known of an overlay before its target is imported, and all there is to know of a gate."""
@@ -145,23 +187,23 @@ class Session:
         Raises:
             ActivationError: `strict` is on and one of them ended in conflict.
         """
-        self._settle_all(name, self._about(name), module, late=late, again=False)
+        self._settle_all(name, self._about(name), module, late=late)
 
-    def _settle_all(
-        self, name: str, overlays: Sequence[Overlay], module: ModuleType, *, late: bool, again: bool
-    ) -> None:
+    def _settle_all(self, name: str, overlays: Sequence[Overlay], module: ModuleType, *, late: bool) -> None:
         """Settle overlays of one target, but for those that are undone."""
         self._settle_gates_that_saw_nothing()
-        with self._locks[name]:
+        with self._turn(name):
             chosen = [overlay for overlay in overlays if overlay not in self._undone]
-            settled = [self._settle(overlay, module, late=late, again=again) for overlay in chosen]
+            settled = [self._settle(overlay, module, late=late) for overlay in chosen]
         if self.settings.mode is Mode.STRICT:
             raise_for([record for record in settled if record.decision is Decision.CONFLICT])
 
     def failed(self, name: str, error: Exception) -> None:
         """Record that the loader itself failed on a module (called by the hooks)."""
         for overlay in self._about(name):
-            self._keep(_conflict(before_import(overlay, self.settings), error))
+            record = self._records.get(overlay)
+            if overlay in self._unfinished or record is None or record.decision is Decision.ARMED:
+                self._keep(_conflict(before_import(overlay, self.settings), error))
 
     def undo(self, overlay_id: str | None = None) -> None:
         """Put back what one overlay, or every overlay, replaced. It stays off until `arm` is called again.
@@ -182,7 +224,7 @@ class Session:
                 return
             known = ", ".join(dict.fromkeys(overlay.id for overlay in self.overlays))
             raise RegistryError(f"there is no overlay {overlay_id}; known: {known}")
-        if any(self._installed.get(overlay) for overlay in chosen):
+        if any(self._is_somewhere(overlay) for overlay in chosen):
             from megacpp_overlays.runtime import dynamo
 
             dynamo.check()
@@ -191,43 +233,70 @@ class Session:
         if problems:
             raise SeamError("; ".join(problems))
 
-    def _undo_one(self, overlay: Erratum) -> str:
-        """Undo one overlay; return what could not be put back, in words."""
-        from megacpp_overlays.loader import aliases
-        from megacpp_overlays.runtime import dynamo
+    def _undo_one(self, erratum: Erratum) -> str:
+        """Undo one overlay; return what could not be put back, in words.
 
-        with self._locks[overlay.target.module]:
-            changed = [seam for each in self._installed.get(overlay, []) for seam in each.changes]
-            dropped = functools.partial(self._log.dropped, overlay)
-            with dynamo.changing(dropped=dropped) if changed else contextlib.nullcontext():
-                self._undone.add(overlay)
-                self._installed.pop(overlay, None)
-                lost = [seam for seam in reversed(changed) if not seam.undo()]
-                aliases.restore_aliases([seam for seam in changed if seam not in lost])
-            record = self._records.get(overlay)
-            if record is None or record.decision not in {Decision.ACTIVE, Decision.ARMED, Decision.CONFLICT}:
-                return ""
-            off = replace(record, seams=(), rebound=())
-            if not lost:
-                if record.decision is not Decision.CONFLICT:
-                    self._records[overlay] = replace(off, decision=Decision.DISABLED, reason=_UNDONE)
-                return ""
-            from megacpp_overlays.loader.install import PlacedSeams
+        What is in is found in the live process, so that nothing is left in by a call that was interrupted.
+        """
+        with self._turn(erratum.target.module):
+            problems: tuple[str, ...] = ()
+            kept: tuple[str, ...] = ()
+            was_in = False
+            if isinstance(erratum, Overlay) and self._may_be_in(erratum):
+                from megacpp_overlays.loader import install
+                from megacpp_overlays.runtime import dynamo
 
-            self._installed[overlay] = [PlacedSeams(tuple(reversed(lost)), ())]  # for another try
-            reason = "; ".join(seam.taken_by() for seam in lost)
-            kept = tuple(str(seam) for seam in lost)
-            self._records[overlay] = replace(off, decision=Decision.CONFLICT, reason=reason, seams=kept)
-            return reason
+                was_in = True
+                traces = self._traces_of(erratum)
+                with dynamo.changing(dropped=functools.partial(self._log.dropped, erratum)):
+                    self._unfinished.setdefault(erratum, False)
+                    self._undone.add(erratum)
+                    problems, kept = install.take_out(erratum, traces)
+            self._undone.add(erratum)
+            record = self._records.get(erratum)
+            if record is not None and problems:
+                reason = "; ".join(problems)
+                self._records[erratum] = replace(
+                    record, decision=Decision.CONFLICT, reason=reason, seams=kept, rebound=()
+                )
+            elif record is not None and _ends_when_undone(record, was_in=was_in):
+                self._records[erratum] = replace(
+                    record, decision=Decision.DISABLED, reason=_UNDONE, seams=(), rebound=()
+                )
+            self._unfinished.pop(erratum, None)
+            return "; ".join(problems)
 
-    def audit(self) -> Audit:
+    def _may_be_in(self, overlay: Overlay) -> bool:
+        """Return whether anything may have to be put back."""
+        if overlay in self._unfinished or self._is_somewhere(overlay):
+            return True
+        if overlay.target.module not in sys.modules:
+            return False
+        from megacpp_overlays.loader import reached
+
+        return bool(reached.look(overlay).seams)
+
+    def _traces_of(self, overlay: Overlay) -> Traces:
+        from megacpp_overlays.loader.traces import Traces
+
+        return self._traces.setdefault(overlay, Traces())
+
+    def _turn(self, name: str) -> _Turn:
+        return _Turn(self._locks, name)
+
+    def audit(self, *, deep: bool = False) -> Audit:
         """Return all decisions as they stand now, and settle what no hook heard of; it does not raise for a conflict.
 
-        A seam that somebody else replaced since, and a target that is not there at all, are noticed here.
+        Each seam is looked up in the live process, so whatever was replaced since is noticed here, and a target that is
+        not there at all.
+
+        Args:
+            deep: whether to walk over the heap too, for what holds an original where no name leads.
         """
         self._settle_missed_imports()
         self._settle_gates_that_saw_nothing()
-        records = tuple(_with_version(self._review(self._records[o])) for o in self.overlays if o in self._records)
+        taken = [self._records[o] for o in self.overlays if o in self._records]
+        records = tuple(_with_version(self._review(record, deep=deep)) for record in taken)
         return Audit(version=VERSION, mode=self.settings.mode.value, records=records)
 
     def audit_so_far(self) -> Audit:
@@ -245,31 +314,50 @@ class Session:
                 with _collecting([]):  # the audit that asks for this raises for every conflict itself
                     self._hooks.complete(name, module, late=True)
 
-    def _settle(self, overlay: Overlay, module: ModuleType, *, late: bool, again: bool) -> Record:
+    def _settle(self, overlay: Overlay, module: ModuleType, *, late: bool) -> Record:
         from megacpp_overlays.loader import install, probing
 
         tree = Remembered(self._tree)
+        again = self._unfinished.get(overlay)
+        traces = self._traces_of(overlay)
+        last = self._records.get(overlay)
+        is_half_in = again is not None or last is None or last.decision is not Decision.ACTIVE
+        placed: list[Seam] = []
+
+        def note(seam: Seam) -> None:
+            if not seam.adopted:  # what is another session's is noted when it is verified
+                traces.note(seam)
+            placed.append(seam)
+
+        self._unfinished[overlay] = bool(again)
         record = before_import(overlay, self.settings)
-        kept = [each.still_in_place() for each in self._installed.get(overlay, [])]
         try:
+            if is_half_in and self._is_somewhere(overlay):
+                install.take_out_or_raise(overlay, traces)
+            traces.forget_what_was_overwritten()
             record = probing.assess_overlay(overlay, module, self.settings, tree)
             if record.decision is Decision.ACTIVE:
                 dropped = functools.partial(self._log.dropped, overlay)
-                circumstances = install.Circumstances(late=late, again=again, dropped=dropped)
+                circumstances = install.Circumstances(late, bool(again), dropped, note)
                 installed = install.install(overlay, record.shape, module, tree, circumstances)
-                kept.append(installed)
+                for seam in installed.seams:
+                    traces.note(seam)
                 record = replace(
                     record,
                     seams=tuple(str(seam) for seam in installed.seams),
                     rebound=tuple(str(seam) for seam in installed.rebound),
                 )
         except Exception as error:  # noqa: BLE001 - undone already; upstream must go on as if we were not here
-            record = _conflict(record, error)
-        self._installed[overlay] = [each for each in kept if each.changes]
+            with contextlib.suppress(SeamError):
+                install.undo_all([seam for seam in placed if not seam.adopted])
+            traces.forget_what_was_overwritten()
+            left = tuple(str(seam) for seam in placed if seam.in_place)
+            record = replace(_conflict(record, error), seams=left, rebound=())
         return self._keep(record)
 
     def _keep(self, record: Record) -> Record:
         self._records[record.overlay] = record
+        self._unfinished.pop(record.overlay, None)
         self._log.decided(record)
         self._changed()
         return record
@@ -278,25 +366,66 @@ class Session:
         if self.when_changed is not None:
             self.when_changed()
 
-    def _review(self, record: Record) -> Record:
-        if record.decision is Decision.ARMED:
-            return _if_absent(record, self._tree)
-        if record.decision is Decision.ACTIVE:
-            from megacpp_overlays.loader.seams import describe
-            from megacpp_overlays.runtime import dynamo
+    def _review(self, record: Record, *, deep: bool = False) -> Record:
+        """Return a record as it is true now."""
+        overlay = record.overlay
+        if not isinstance(overlay, Overlay):
+            return record
+        if overlay in self._unfinished:
+            if self._turn(overlay.target.module).is_taken():
+                return record  # another thread is at it
+            return replace(record, decision=Decision.CONFLICT, reason=_INTERRUPTED)
+        if overlay.target.module not in sys.modules:
+            return _if_absent(record, self._tree) if record.decision is Decision.ARMED else record
+        from megacpp_overlays.loader import review
 
-            if dynamo.come_from_disk():
-                return replace(record, decision=Decision.CONFLICT, reason=_FROM_DISK)
-            installed = self._installed.get(record.overlay, [])[-1:]  # empty while another thread settles anew
-            over = [seam for each in installed for seam in each.seams if not seam.in_place]
-            lost = [seam for seam in over if not seam.is_wrapped]
-            if lost:
-                reason = "; ".join(f"{seam} was replaced after us by {describe(seam.current)}" for seam in lost)
-                return replace(record, decision=Decision.CONFLICT, reason=reason)
-            if over:
-                wrapped = "; ".join(f"{seam} is wrapped by {describe(seam.current)}" for seam in over)
-                return replace(record, reason=f"{record.reason}; {wrapped}")
-        return record
+        return review.review(record, overlay, self._traces.get(overlay), deep=deep)
+
+
+class _Turn:
+    """The right to change what one target has: a reentrant lock, which survives an interrupt that keeps it locked."""
+
+    def __init__(self, locks: dict[str, threading.RLock], name: str) -> None:
+        self._locks = locks
+        self._name = name
+        self._held = locks[name]
+
+    def __enter__(self) -> None:
+        while not self._held.acquire(timeout=_LOOK_SECONDS):
+            # An interrupt may come between the last line of a block and the release. Then nobody is in there.
+            if not _somebody_changes_something():
+                self._locks[self._name] = threading.RLock()
+            self._held = self._locks[self._name]
+
+    def __exit__(self, *_: object) -> None:
+        self._held.release()
+
+    def is_taken(self) -> bool:
+        """Return whether another thread has it."""
+        if self._held.acquire(blocking=False):
+            self._held.release()
+            return False
+        return _somebody_changes_something()
+
+
+def _somebody_changes_something() -> bool:
+    """Return whether another thread settles or undoes a target."""
+    codes = {Session._settle_all.__code__, Session._undo_one.__code__, Session._settle_again.__code__}  # noqa: SLF001
+    here = threading.get_ident()
+    for thread, frame in sys._current_frames().items():  # noqa: SLF001 - documented, in spite of its name
+        each: FrameType | None = frame
+        while each is not None and thread != here:
+            if each.f_code in codes:
+                return True
+            each = each.f_back
+    return False
+
+
+def _ends_when_undone(record: Record, *, was_in: bool) -> bool:
+    """Return whether a decision is over once nothing is in; that something was not recognised stays true."""
+    if record.decision is Decision.CONFLICT:
+        return was_in
+    return record.decision in {Decision.ACTIVE, Decision.ARMED}
 
 
 def _with_version(record: Record) -> Record:

@@ -65,6 +65,10 @@ def _waits(decision: Mapping[str, Any], _: Mapping[str, Any]) -> bool:
     return bool(decision["decision"] == "armed")
 
 
+def _around(decision: Mapping[str, Any], _: Mapping[str, Any]) -> list[str]:
+    return list(decision.get("around") or ())  # receipts and audits of older versions have none
+
+
 def _with_reason(decision: Mapping[str, Any]) -> str:
     return f"{decision['decision']} ({decision.get('reason') or 'no reason given'})"
 
@@ -105,6 +109,11 @@ _OF_OVERLAY = (
         shown=_with_reason,
     ),
     _Field("seams", "report it: equal source, unequal seams", _key("seams")),
+    _Field(
+        "around",
+        "somebody wraps, overrides or replaces seams in one process and not in another: look for what else patches {module}",
+        _around,
+    ),
 )
 """From cause to consequence."""
 

@@ -108,6 +108,7 @@ def _decision(record: Record, tree: SourceTree, look_up: Any) -> dict[str, Any]:
         "decision": record.decision.value,
         "reason": record.reason,
         "seams": list(record.seams),
+        "around": list(record.around),
         "variable": record.overlay.variable,
     }
 

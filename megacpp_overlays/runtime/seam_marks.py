@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -21,22 +22,47 @@ class Mark:
     """Whether the owner had no attribute of its own, so that undoing deletes ours."""
     made: Any
     """The function that carries this mark. `functools.wraps` copies marks; a copy does not count."""
+    module: str = ""
+    """Target module of the overlay: an overlay with several parts has one id. Empty where an older copy made it."""
 
 
 def plain_function(raw: Any) -> Any:
     """Return the function inside a staticmethod, classmethod or property; anything else as it is."""
-    if isinstance(raw, staticmethod | classmethod):
+    # By type: a proxy answers isinstance() for what it wraps, and may raise.
+    if issubclass(type(raw), staticmethod | classmethod):
         return raw.__func__
-    if isinstance(raw, property):
+    if issubclass(type(raw), property):
         return raw.fget
     return raw
 
 
+_MOST_WRAPPERS = 16
+
+
+def wrapped(raw: Any) -> Iterator[Any]:
+    """Yield what an attribute leads to by its own account: the function in it, then what `__wrapped__` of each says."""
+    each = plain_function(raw)
+    for _ in range(_MOST_WRAPPERS):
+        yield each
+        try:
+            inner = getattr(each, "__wrapped__", None)
+        except Exception:  # noqa: BLE001 - it is somebody's object, and may do what it likes
+            return
+        if inner is None:
+            return
+        each = plain_function(inner)
+
+
+def mark_behind(raw: Any) -> Mark | None:
+    """Return the mark of the seam that an attribute is or leads to by its own account, or None."""
+    return next((mark for each in wrapped(raw) if (mark := mark_of(each)) is not None), None)
+
+
 def mark_of(raw: Any) -> Mark | None:
     """Return the mark of a replacement, or None for any other attribute."""
-    function = plain_function(raw)
+    function = raw if type(raw) is FunctionType else plain_function(raw)
     if type(function) is not FunctionType:  # a proxy answers for what it wraps
         return None
-    mark: Mark | None = vars(function).get(ATTRIBUTE)
+    mark: Mark | None = getattr(function, ATTRIBUTE, None)  # vars() would give every function a dictionary
     # By name: it may be another copy of this package that put it in.
     return mark if type(mark).__name__ == Mark.__name__ and getattr(mark, "made", None) is function else None

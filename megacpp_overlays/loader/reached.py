@@ -1,0 +1,189 @@
+"""Ask the live process what the symbols of a target lead to now. Nothing that was remembered is believed.
+
+A few look-ups for each overlay: the target in `sys.modules`, the classes on the way, the attribute and the mark on it.
+Somebody may have replaced any of them since, executed the target again past every hook, or overridden a seam in a
+subclass. What holds an original where no name leads, a walk over the heap finds, see `aliases`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+from megacpp_overlays.loader import ownership
+from megacpp_overlays.loader.seams import Owner, Seam, describe, identity, namespace, owner_name
+from megacpp_overlays.model import Overlay
+from megacpp_overlays.runtime.seam_marks import Mark, mark_behind, mark_of, plain_function
+from megacpp_overlays.source.trees import InstalledTree, readable
+
+
+class Sight(NamedTuple):
+    """What the symbols of one overlay lead to."""
+
+    seams: tuple[Seam, ...] = ()
+    """Seams of the overlay that are in, wrapped or not."""
+    lost: tuple[str, ...] = ()
+    """Why a symbol does not lead to its seam, a sentence each."""
+    around: tuple[str, ...] = ()
+    """What wraps or extends a seam, and calls it by its own account, a sentence each."""
+    others: tuple[str, ...] = ()
+    """Names of everything that is not ours, the same in every process."""
+    upstreams_own: bool = False
+    """Whether a symbol that is lost is upstream's own code again, which is executed anew."""
+
+
+def is_ours(mark: Mark | None, overlay: Overlay) -> bool:
+    """Return whether a mark is of this overlay, and of this part of it."""
+    if mark is None or mark.overlay_id != overlay.id:
+        return False
+    return getattr(mark, "module", "") in {"", overlay.target.module}  # an older copy of this package leaves it out
+
+
+def symbols_of(overlay: Overlay, shape: str | None = None) -> list[str]:
+    """Return the symbols that an overlay replaces for a shape, or for any."""
+    chosen = [overlay.repairs[shape]] if shape is not None else overlay.repairs.values()
+    return list(dict.fromkeys(each.symbol for replacements in chosen for each in replacements))
+
+
+def look(overlay: Overlay, shape: str | None = None) -> Sight:
+    """Resolve the symbols of an overlay in the live process."""
+    target = overlay.target.module
+    module = sys.modules.get(target)
+    if module is None:
+        return Sight()
+    sight = Sight()
+    for symbol in symbols_of(overlay, shape):
+        sight = _joined(sight, _look_at(overlay, module, symbol))
+    return sight
+
+
+def _joined(one: Sight, other: Sight) -> Sight:
+    return Sight(
+        one.seams + other.seams,
+        one.lost + other.lost,
+        one.around + other.around,
+        one.others + other.others,
+        one.upstreams_own or other.upstreams_own,
+    )
+
+
+def _look_at(overlay: Overlay, module: Any, symbol: str) -> Sight:
+    target = overlay.target.module
+    *path, name = symbol.split(".")
+    owner: Any = module
+    where = target
+    for part in path:
+        where = f"{where}.{part}"
+        found = _attributes(owner).get(part)
+        if not issubclass(type(found), type):
+            return _gone(where) if found is None else _replaced(where, found)
+        owner = found
+    where = f"{where}.{name}"
+    holder = _holder(owner, name)
+    if holder is None:
+        return _gone(where) if issubclass(type(module), ModuleType) else _replaced(target, module)
+    raw = namespace(holder)[name]
+    mark = mark_behind(raw)
+    if mark is None or not is_ours(mark, overlay):
+        return _replaced(where, raw, upstreams_own=_is_upstreams_own(overlay, module, symbol))
+    held = raw if mark_of(raw) is not None else mark.made
+    sight = Sight(seams=(Seam(holder, name, mark.original, held, mark.inherited, adopted=True),))
+    if held is not raw:
+        wrapper = Sight(around=(f"{where} is wrapped by {describe(raw)}",), others=(f"{where}: {identity(raw)}",))
+        sight = _joined(sight, wrapper)
+    return _joined(sight, _overridden(owner, name, where, target))
+
+
+def _holder(owner: Any, name: str) -> Any:
+    """Return the owner itself, or the class that it inherits the attribute from; None where nobody has it."""
+    owners = owner.__mro__ if issubclass(type(owner), type) else [owner]
+    return next((each for each in owners if name in _attributes(each)), None)
+
+
+def _attributes(owner: Any) -> Any:
+    try:
+        return namespace(owner)
+    except Exception:  # noqa: BLE001 - whatever somebody put in the place of a module
+        return {}
+
+
+def _replaced(where: str, found: Any, *, upstreams_own: bool = False) -> Sight:
+    reason = f"{where} was replaced after us by {describe(found)}"
+    if upstreams_own:
+        reason = f"{where} is upstream's own again: it was executed past every hook; call megacpp_overlays.arm()"
+    return Sight(lost=(reason,), others=(f"{where}: {identity(found)}",), upstreams_own=upstreams_own)
+
+
+def _gone(where: str) -> Sight:
+    return Sight(lost=(f"{where} was taken away after us",), others=(f"{where}: nothing",))
+
+
+def _is_upstreams_own(overlay: Overlay, module: Any, symbol: str) -> bool:
+    source = readable(InstalledTree(), overlay.target.module)
+    try:
+        return source is not None and ownership.foreign_owner(module, symbol, source) is None
+    except Exception:  # noqa: BLE001 - what cannot be told is not upstream's own
+        return False
+
+
+def _overridden(owner: Owner, name: str, where: str, target: str) -> Sight:
+    """Return the subclasses that do not use the seam. Those of the target's own file are in what the probe has read."""
+    sight = Sight()
+    if not isinstance(owner, type):
+        return sight
+    for each in _subclasses(owner):
+        holder = _holder(each, name)
+        if holder is not each and issubclass(holder, owner):
+            continue  # it inherits the seam, or the override of another subclass
+        raw = namespace(holder)[name]
+        if each.__module__ == target or mark_behind(raw) is not None:
+            continue
+        override = f"{owner_name(each)}.{name}"
+        if not _calls_up(raw, name, owner):
+            reason = f"{override} overrides {where} and does not lead to it: {describe(raw)}"
+            sight = _joined(sight, Sight(lost=(reason,), others=(f"{where}: {override}",)))
+        elif each.__module__.partition(".")[0] != target.partition(".")[0]:  # upstream's own subclasses are no news
+            sight = _joined(sight, Sight(around=(f"{override} extends {where}",), others=(f"{where}: {override}",)))
+    return sight
+
+
+def _subclasses(owner: type) -> Iterator[type]:
+    found: dict[int, type] = {}
+    waiting: list[type] = list(type.__subclasses__(owner))
+    while waiting:
+        each = waiting.pop()
+        if id(each) not in found:
+            found[id(each)] = each
+            waiting += type.__subclasses__(each)
+    yield from sorted(found.values(), key=owner_name)
+
+
+def _calls_up(raw: Any, name: str, owner: type) -> bool:
+    """Return whether an override names what it overrides, as `super().name` and `Base.name` do."""
+    function = plain_function(raw)
+    if type(function) is not FunctionType:
+        return False
+    names = set(_names_in(function.__code__))
+    return name in names and bool(names & {"super", "__class__", *(base.__name__ for base in owner.__mro__[:-1])})
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    yield from code.co_freevars
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def names_of(objects: Iterable[Any]) -> dict[int, list[str]]:
+    """Return the names in loaded modules that are bound to functions or classes, by the id of each."""
+    wanted = {id(each) for each in objects}
+    found: dict[int, list[str]] = {}
+    # type() and not isinstance: a lazy module may answer __class__ by importing something.
+    for module in [each for each in list(sys.modules.values()) if issubclass(type(each), ModuleType)] if wanted else ():
+        for name, value in list(namespace(module).items()):
+            if id(value) in wanted:
+                found.setdefault(id(value), []).append(f"{owner_name(module)}.{name}")
+    return found

@@ -1,0 +1,93 @@
+"""Say what is true of a decision now: the seams are looked up in the live process, and so are names that passed by them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megacpp_overlays.frozen import replace
+from megacpp_overlays.loader import aliases, reached
+from megacpp_overlays.loader.reached import Sight
+from megacpp_overlays.loader.seams import Seam, namespace, owner_name
+from megacpp_overlays.loader.traces import Traces
+from megacpp_overlays.model import Decision, Overlay, Record
+from megacpp_overlays.runtime import dynamo
+from megacpp_overlays.runtime.seam_marks import mark_of, plain_function
+
+_FROM_DISK = (
+    "torch._dynamo.config.caching_precompile brings back compiled graphs of processes that may have run without this "
+    "overlay; unset TORCH_CACHING_PRECOMPILE"
+)
+_MOST_NAMES = 3
+
+
+def review(record: Record, overlay: Overlay, traces: Traces | None, *, deep: bool) -> Record:
+    """Return a record of an overlay whose target is loaded, as it is true now.
+
+    Args:
+        record: what was decided.
+        overlay: whose record it is.
+        traces: where it was put in.
+        deep: whether to walk over the heap for what holds an original.
+    """
+    if record.decision is not Decision.ACTIVE:
+        return _unless_it_is_in(record, reached.look(overlay))
+    if dynamo.come_from_disk():
+        return replace(record, decision=Decision.CONFLICT, reason=_FROM_DISK)
+    sight = reached.look(overlay, record.shape)
+    stale = _stale_names(overlay, sight, traces, deep=deep) if traces else []
+    held = _held(sight, traces) if traces and deep else []
+    others = (*sight.others, *stale, *held)
+    if lost := [*sight.lost, *stale, *held]:
+        return replace(record, decision=Decision.CONFLICT, reason="; ".join(lost), around=others)
+    if sight.around:
+        return replace(record, reason="; ".join([record.reason, *sight.around]), around=others)
+    return record
+
+
+def _unless_it_is_in(record: Record, sight: Sight) -> Record:
+    """Return the record, or say that seams are in although nothing should be."""
+    names = tuple(map(str, sight.seams))
+    if not names:
+        return replace(record, seams=()) if record.seams else record
+    if record.decision is Decision.CONFLICT and record.seams:
+        return replace(record, seams=names, around=sight.others)
+    reason = (
+        f"{', '.join(names)} leads to a seam of this overlay, which is {record.decision.value} here: {record.reason}"
+    )
+    return replace(record, decision=Decision.CONFLICT, reason=reason, seams=names, around=sight.others)
+
+
+def _stale_names(overlay: Overlay, sight: Sight, traces: Traces, *, deep: bool) -> list[str]:
+    """Return which names lead past the seams, in words: to an original, or to code of an earlier execution."""
+    originals = {id(seam.original_function) for seam in sight.seams}
+    known = {id(seam.function) for seam in sight.seams}
+    for seam in sight.seams:
+        known |= {id(base) for base in seam.owner.__mro__} if isinstance(seam.owner, type) else set()
+    older = [each for each in traces.objects() if id(each) not in known | originals]
+    said = [
+        f"{owner_name(owner)}.{name} leads to the original again"
+        for owner, name in traces.places()
+        if id(plain_function(namespace(owner).get(name))) in originals
+    ]
+    wanted = [*older, *(seam.original_function for seam in sight.seams if deep)]
+    for names in reached.names_of(wanted).values():
+        listed = ", ".join(sorted(names)[:_MOST_NAMES])
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        said.append(f"{listed}{more} leads past the seam, to code of {overlay.target.module} from before it")
+    return sorted(said)
+
+
+def _held(sight: Sight, traces: Traces) -> list[str]:
+    """Return what else holds an original, of this execution or of an earlier one, in words."""
+    seams = {id(seam.original_function): seam for seam in sight.seams}
+    for each in traces.objects():
+        if (mark := mark_of(each)) is not None:
+            seams.setdefault(id(plain_function(mark.original)), Seam(_Nobody, "", mark.original, each, inherited=False))
+    placed: list[Any] = list(seams.values())
+    del seams
+    found = aliases.holders(placed)
+    return [f"an original is still held by {', '.join(found)}"] if found else []
+
+
+class _Nobody:
+    """Stands for the owner of a seam of an earlier execution."""

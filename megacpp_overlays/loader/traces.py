@@ -1,0 +1,60 @@
+"""Where an overlay put something in, remembered without keeping any of it alive.
+
+A place is noted before it is changed, so that it is known whatever ends a change half-way. What is in it is told by the
+mark of the function that is found there, not by what was remembered. A module that is executed again leaves nothing here
+but references that die with what they refer to.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+from megacpp_overlays.loader.seams import Owner, Seam, namespace
+from megacpp_overlays.runtime.seam_marks import mark_behind
+
+
+class Traces:
+    """The places of one overlay, and the functions and classes that it met or made in any execution of its target."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, str], weakref.ref[Owner]] = {}
+        self._objects: dict[int, weakref.ref[Any]] = {}
+
+    def note(self, seam: Seam) -> None:
+        """Remember a seam or an alias that is about to be put in."""
+        self._places[id(seam.owner), seam.name] = weakref.ref(seam.owner)
+        for each in (seam.original_function, seam.function, seam.owner):
+            if isinstance(each, FunctionType | type):
+                self._objects[id(each)] = weakref.ref(each)
+        self._forget_the_dead()
+
+    def places(self) -> Iterator[tuple[Owner, str]]:
+        """Yield each place that still exists, the newest first."""
+        for (_, name), reference in reversed(list(self._places.items())):
+            if (owner := reference()) is not None:
+                yield owner, name
+
+    def objects(self) -> list[Any]:
+        """Return the functions and classes that still exist."""
+        return [each for reference in list(self._objects.values()) if (each := reference()) is not None]
+
+    def forget(self, owner: Owner, name: str) -> None:
+        """Forget a place that holds what it held before."""
+        self._places.pop((id(owner), name), None)
+
+    def forget_what_was_overwritten(self) -> None:
+        """Forget each place that leads to no seam any more: its module was executed again."""
+        for owner, name in self.places():
+            if mark_behind(namespace(owner).get(name)) is None:
+                self.forget(owner, name)
+
+    def _forget_the_dead(self) -> None:
+        for place, owner in list(self._places.items()):
+            if owner() is None:
+                self._places.pop(place, None)
+        for number, each in list(self._objects.items()):
+            if each() is None:
+                self._objects.pop(number, None)
