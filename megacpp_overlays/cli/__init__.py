@@ -51,6 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever reads, such as `head`, has seen enough. Python flushes once more at its end, which must not raise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CONFLICT
+    except OSError as error:  # a file that was named cannot be read or written
+        where = f"{error.filename}: " if error.filename is not None else ""
+        print(f"megacpp-overlays: {where}{error.strerror or error}", file=sys.stderr)
+        return CONFLICT
     if isinstance(outcome, bool):
         return CLEAN if outcome else CONFLICT
     return outcome

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from megacpp_overlays import files
 from megacpp_overlays.cli.commands import Subparsers
 from megacpp_overlays.loader import session
 from megacpp_overlays.source.trees import InstalledTree
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace) -> bool:
         print("\n".join(f"{overlay.id}: {overlay.retire_when}" for overlay in overdue) or "nothing is due here")
         return not overdue
     if arguments.write is not None:
-        arguments.write.write_text(render(overlays, arguments.write))
+        files.write_text(arguments.write, render(overlays, arguments.write))
     else:
         print(render(overlays, None))
     return True

@@ -7,9 +7,10 @@ import functools
 import sys
 from pathlib import Path
 
+from megacpp_overlays import files
 from megacpp_overlays.cli.commands import Subparsers
 from megacpp_overlays.loader import session
-from megacpp_overlays.repro import files, inventory
+from megacpp_overlays.repro import inventory
 from megacpp_overlays.upkeep import reference_pages
 from megacpp_overlays.upkeep.settings_page import settings_page
 

@@ -1,5 +1,6 @@
 """Receipts of child processes: a file with the statement of each, in a folder that its parent reads.
 
+The folder is one that nobody else can write to, and a file in it counts only if it is what such a process writes.
 A receipt is written when the process is armed and again after each decision. Forked children write theirs when they are
 forked, not when they end: `multiprocessing` ends them without running exit handlers.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -16,8 +18,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from megacpp_overlays import files
 from megacpp_overlays.errors import SettingsError
 from megacpp_overlays.loader.log import logger
 from megacpp_overlays.loader.session import Session, current
@@ -29,6 +32,10 @@ from megacpp_overlays.source.trees import InstalledTree
 
 NOT_READ = "not read"
 """Stands for the source of a target that waits: where it will come from is only known when it is imported."""
+
+
+_MOST_BYTES = 1 << 20
+"""Of one receipt; those of today have about 20 kB."""
 
 
 class Receipt(NamedTuple):
@@ -81,11 +88,11 @@ class _ReceiptWriter:
 
     def write(self, folder: Path) -> None:
         """Write it into one folder, whole or not at all."""
+        files.demand_private_folder(folder)
         with self._lock:
             receipt = self._receipt()
             path = folder / f"{receipt.pid}-{receipt.start}-{receipt.image}.json"
-            path.with_suffix(".new").write_text(json.dumps(receipt._asdict()))
-            path.with_suffix(".new").replace(path)
+            files.write({path: json.dumps(receipt._asdict()).encode()}, private=True)
 
     def _receipt(self) -> Receipt:
         start, image, _ = self._life
@@ -114,13 +121,13 @@ def write_receipts(session: Session, folder: str | Path, *, make: bool = True) -
         make: whether to make the folder. Only who asks for receipts does: a child must not bring back what was removed.
 
     Raises:
-        SettingsError: the folder cannot be written.
+        SettingsError: the folder cannot be written, or others can write to it.
     """
     global _writer
     _writer, folder = _writer or _ReceiptWriter(session), Path(folder)
     try:
         if make:
-            folder.mkdir(parents=True, exist_ok=True)
+            files.make_private_folder(folder)
         _writer.write(folder)
     except OSError as error:
         raise SettingsError(_cannot_be_written(folder, error)) from error
@@ -197,6 +204,27 @@ def read_receipts(paths: Iterable[Path]) -> list[Receipt]:
     """Return the receipts in these files. What is none, or was just replaced by a newer one, is passed over."""
     found = []
     for path in paths:
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            found.append(Receipt(**json.loads(path.read_text())))
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            found.append(_receipt_of(json.loads(files.read_own(path, _MOST_BYTES))))
     return found
+
+
+def _receipt_of(data: Any) -> Receipt:
+    """Return a receipt that was read.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(data, dict) or data.keys() != set(Receipt._fields):
+        raise ValueError("this is no receipt")
+    numbers = [data[name] for name in ("pid", "ppid", "start", "image")]
+    texts = [data[name] for name in ("host", "started", "program")]
+    if (
+        not all(type(number) is int for number in numbers)
+        or not all(isinstance(text, str) for text in texts)
+        or not isinstance(data["name"], str | None)
+        or type(data["given"]) not in {int, float}
+        or not math.isfinite(data["given"])
+    ):
+        raise ValueError("a field of this receipt is none")
+    return Receipt(**{**data, "statement": statement.checked(data["statement"])})

@@ -13,7 +13,7 @@ import hashlib
 import json
 import platform
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ BESIDE_TARGETS = ("torch", "triton")
 RUN = (
     "__init__.py",
     "errors.py",
+    "files.py",
     "feature_probes",
     "fp32_marks.py",
     "fp8_sparse_mla.py",
@@ -79,6 +80,61 @@ def of(audit: Audit, settings: Settings, tree: SourceTree) -> Statement:
         # A gate changes nothing in a process, and what it says may depend on the GPUs of the host.
         "decisions": [_decision(each, sources, version) for each in audit.of_overlays],
     }
+
+
+def checked(data: Any) -> Statement:
+    """Return plain data that another process gave as its statement, once what is compared has the form that it must have.
+
+    A process with another version of this package may say more, or less; that is a difference to be told.
+
+    Raises:
+        ValueError: it is no statement.
+    """
+    if not _fits(data, _FORM, ("mode", "off", "decisions")):
+        raise ValueError("this is no statement of a process")
+    if not all(
+        _fits(each, _FORM_OF_DECISION, ("id", "target", "decision", "source_sha256")) for each in data["decisions"]
+    ):
+        raise ValueError("a decision of this statement is none")
+    found: Statement = data
+    return found
+
+
+def _fits(data: Any, form: Mapping[str, Callable[[Any], bool]], required: Sequence[str]) -> bool:
+    return (
+        isinstance(data, dict)
+        and all(name in data for name in required)
+        and all(is_such(data[name]) for name, is_such in form.items() if name in data)
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_text_or_none(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _is_named_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_text_or_none, value.values()))
+
+
+_FORM: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("version", "package_sha256", "mode", "python"), _is_text),
+    **dict.fromkeys(("versions", "settings"), _is_named_texts),
+    "off": _is_texts,
+    "decisions": lambda value: isinstance(value, list),
+}
+_FORM_OF_DECISION: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("id", "target", "module", "distribution", "verdict", "decision", "reason", "variable"), _is_text),
+    **dict.fromkeys(("version", "source_sha256", "overlay_sha256", "shape"), _is_text_or_none),
+    "seams": _is_texts,
+}
 
 
 def _not_asked_for(audit: Audit, settings: Settings) -> frozenset[str]:

@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_overlays.errors import OverlayError
+from megacpp_overlays.files import write_text
 from megacpp_overlays.loader import retired
 from megacpp_overlays.model import Erratum, Thread
 from megacpp_overlays.repro import inventory, pack_file, schema
-from megacpp_overlays.repro.files import write_text
 from megacpp_overlays.repro.inventory import Pack
 from megacpp_overlays.repro.judge import Sentinel, meaning
 from megacpp_overlays.repro.trees import STAND_IN

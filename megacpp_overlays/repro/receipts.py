@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megacpp_overlays import files
 from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro import inventory, manifest
 from megacpp_overlays.repro.inventory import Pack
@@ -95,7 +95,7 @@ def keep(folder: Path, entry: dict[str, Any], pack: Pack, stamp: Stamp, text: st
             data["packs"].append(present := entry)
         present["receipts"] = [each for each in present["receipts"] if each["log"] != log] + [receipt]
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(raw)
+        files.write({path: raw})
         manifest.write(folder, data)
     return log
 
@@ -218,7 +218,7 @@ def _adopt(source: Path, folder: Path) -> list[str]:
         new += [receipt["log"] for receipt in fresh]
     for log in new:
         (folder / log).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / log, folder / log)
+        files.write({folder / log: (source / log).read_bytes()})
     manifest.write(folder, here)
     return new
 

@@ -9,7 +9,9 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -775,6 +777,118 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> N
         megacpp_overlays.reach_children(receipts=tmp_path / "file" / "receipts")
 
     assert dict(os.environ) == before
+
+
+def test_a_folder_is_made_for_this_user_alone_and_so_are_receipts(tmp_path: Path) -> None:
+    with megacpp_overlays.reach_children(receipts=tmp_path / "receipts") as reached:
+        assert reached.folder is not None
+        [receipt] = reached.folder.iterdir()
+
+    assert [oct(path.stat().st_mode & 0o777) for path in (reached.folder, receipt)] == ["0o700", "0o600"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "user", "says"), [(0o777, 0, "others may write into it"), (0o700, 1, "belongs to user")]
+)
+def test_a_folder_that_somebody_else_can_write_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, user: int, says: str
+) -> None:
+    """Else they could give receipts for a child, and have our drafts written through their links."""
+    folder = tmp_path / "receipts"
+    folder.mkdir()
+    folder.chmod(mode)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + user)
+
+    with pytest.raises(SettingsError, match=says):
+        megacpp_overlays.reach_children(receipts=folder)
+
+    assert list(folder.iterdir()) == []
+
+
+def test_a_receipt_replaces_a_link_and_writes_nothing_through_it(tmp_path: Path) -> None:
+    folder, precious = tmp_path / "receipts", tmp_path / "precious"
+    precious.write_text("mine")
+    with megacpp_overlays.reach_children(receipts=folder):
+        [receipt] = folder.iterdir()
+    receipt.unlink()
+    receipt.symlink_to(precious)
+    receipt.with_suffix(".new").symlink_to(precious)  # where a draft could be foreseen
+
+    with megacpp_overlays.reach_children(receipts=folder):
+        assert json.loads(receipt.read_text())["pid"] == os.getpid()
+
+    assert precious.read_text() == "mine"
+
+
+@pytest.fixture
+def silent(tmp_path: Path) -> Iterator[tuple[children.Children, subprocess.Popen[bytes], dict[str, Any]]]:
+    """A folder for receipts, a child that gives none, and what it would have to say to be believed."""
+    process = subprocess.Popen(["sleep", "600"])
+    with megacpp_overlays.reach_children(receipts=tmp_path / "receipts") as reached:
+        [ours] = (tmp_path / "receipts").iterdir()
+        yield (
+            reached,
+            process,
+            {**json.loads(ours.read_text()), "pid": process.pid, "image": 0, "start": started(process)},
+        )
+    process.kill()
+    process.wait()
+
+
+def started(process: subprocess.Popen[bytes]) -> int:
+    return int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def test_a_receipt_of_this_user_is_believed_and_one_of_another_is_not(
+    silent: tuple[children.Children, subprocess.Popen[bytes], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, process, receipt = silent
+    (reached._receipts_folder() / f"{process.pid}-1-0.json").write_text(json.dumps(receipt))
+    assert [each.pid for each in reached.demand([process])] == [process.pid]
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+
+    with pytest.raises(ChildrenError, match="gave no receipt"):
+        reached.demand([process], timeout=0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"statement": None},
+        {"statement": {}},
+        {"statement": {"mode": [], "off": [], "decisions": []}},
+        {"statement": {"mode": "auto", "off": [], "decisions": [None]}},
+        {"statement": {"mode": "auto", "off": [], "decisions": [{"id": []}]}},
+        {"given": "today"},
+        {"given": float("nan")},
+        {"start": "1"},
+        {"host": 1},
+        {"more": 1},
+        "[" * 100_000,
+        '"' + "x" * (1 << 20) + '"',
+        "a FIFO",
+        "a link to /dev/zero",
+        "a link to a receipt",
+    ],
+    ids=lambda wrong: f"{str(wrong)[:40]}{str(wrong)[-20:]}",
+)
+def test_a_file_that_is_no_receipt_counts_as_none_and_stops_nobody(
+    silent: tuple[children.Children, subprocess.Popen[bytes], dict[str, Any]], tmp_path: Path, wrong: Any
+) -> None:
+    reached, process, receipt = silent
+    path = reached._receipts_folder() / f"{process.pid}-1-0.json"
+    if wrong == "a FIFO":
+        os.mkfifo(path)
+    elif wrong == "a link to /dev/zero":
+        path.symlink_to("/dev/zero")
+    elif wrong == "a link to a receipt":
+        (tmp_path / "elsewhere").write_text(json.dumps(receipt))
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        path.write_text(wrong if isinstance(wrong, str) else json.dumps({**receipt, **wrong}))
+
+    with pytest.raises(ChildrenError, match="gave no receipt"):
+        reached.demand([process], timeout=0)
 
 
 def test_a_folder_that_is_lost_later_does_not_stop_the_work(upstream: Upstream, env: dict[str, str]) -> None:

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.files import write_text
 from megacpp_overlays.repro import manifest
-from megacpp_overlays.repro.files import write_text
 from megacpp_overlays.upkeep.filing import filing
 from megacpp_overlays.upkeep.filing.checks import Check, CheckOutcome
 from megacpp_overlays.upkeep.filing.standing import READY, Standing

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megacpp_overlays import files
 from megacpp_overlays.model import Erratum
-from megacpp_overlays.repro.files import write_text
 from megacpp_overlays.upkeep.matrix import matrix, matrix_file, matrix_page, matrix_trees
 from megacpp_overlays.upkeep.matrix.archives import Archives
 from megacpp_overlays.upkeep.matrix.matrix import Table
@@ -88,8 +88,9 @@ def write(tables: Sequence[Table], folder: Path) -> None:
     """
     matrix_file.complete(tables)
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / matrix_file.NAME, matrix_file.to_text(tables))
-    write_text(folder / matrix_file.PAGE, matrix_page.render(matrix_file.read(folder)))
+    text = matrix_file.to_text(tables)
+    page = matrix_page.render(matrix_file.parse(text, str(folder / matrix_file.NAME)))
+    files.write({folder / matrix_file.NAME: text.encode(), folder / matrix_file.PAGE: page.encode()})
 
 
 def check(overlays: Sequence[Erratum], folder: Path, places: Places) -> list[str]:

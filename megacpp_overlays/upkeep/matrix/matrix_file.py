@@ -53,12 +53,22 @@ def read(folder: Path) -> tuple[Table, ...]:
     """
     path = folder / NAME
     try:
-        data = json.loads(path.read_text())
+        return parse(path.read_text(), str(path))
+    except OSError as error:
+        raise UpkeepError(f"{path}: cannot read it: {error.strerror}; make it with --write") from error
+
+
+def parse(text: str, path: str) -> tuple[Table, ...]:
+    """Return the tables that a text holds.
+
+    Raises:
+        UpkeepError: it is no kept matrix; the text names the path.
+    """
+    try:
+        data = json.loads(text)
         if data["schema"] != SCHEMA:
             raise UpkeepError(f"{path}: schema {data['schema']!r} is not known here; write it anew with --write")
         return tuple(_read_table(each) for each in data["distributions"])
-    except OSError as error:
-        raise UpkeepError(f"{path}: cannot read it: {error.strerror}; make it with --write") from error
     except (KeyError, TypeError, ValueError) as error:
         raise UpkeepError(f"{path}: this is no kept matrix: {type(error).__name__}: {error}") from error
 

@@ -23,7 +23,7 @@ from pypi_simple import PYPI_SIMPLE_ENDPOINT, DistributionPackage, NoSuchProject
 from pypi_simple.errors import DigestMismatchError, UnsupportedContentTypeError, UnsupportedRepoVersionError
 
 from megacpp_overlays.errors import UpkeepError
-from megacpp_overlays.repro.files import write_text
+from megacpp_overlays.files import write_text
 from megacpp_overlays.upkeep.matrix.releases import (
     ArchiveFile,
     IndexAnswer,

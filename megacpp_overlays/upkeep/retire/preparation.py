@@ -12,12 +12,12 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 import megacpp_overlays
-from megacpp_overlays import near_names
+from megacpp_overlays import files, near_names
 from megacpp_overlays.errors import LockError, UpkeepError
 from megacpp_overlays.loader import retired
 from megacpp_overlays.loader.retired import RetiredOverlay
 from megacpp_overlays.model import Erratum
-from megacpp_overlays.repro import files, git, receipts
+from megacpp_overlays.repro import git, receipts
 from megacpp_overlays.upkeep import environments, locks
 from megacpp_overlays.upkeep.locks import Lock
 from megacpp_overlays.upkeep.retire import lanes, leavings, retirement

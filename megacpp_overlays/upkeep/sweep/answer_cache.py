@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_overlays.errors import UpkeepError
-from megacpp_overlays.repro.files import write_text
+from megacpp_overlays.files import write_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.files import write_text
 from megacpp_overlays.repro import inventory, schema
-from megacpp_overlays.repro.files import write_text
 
 NAME, SCHEMA_NAME = "threads.json", "threads.schema.json"
 SCHEMA = 1
