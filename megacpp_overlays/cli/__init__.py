@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import TextIO, cast
 
 from megacpp_overlays.cli import (
     audit,
@@ -24,6 +26,7 @@ from megacpp_overlays.cli import (
     wave,
 )
 from megacpp_overlays.errors import OverlayError
+from megacpp_overlays.terminal_text import PlainStream
 from megacpp_overlays.version import VERSION
 
 CLEAN, CONFLICT, USAGE = 0, 1, 2
@@ -31,6 +34,15 @@ CLEAN, CONFLICT, USAGE = 0, 1, 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return 0 for clean, 1 for a conflict or a failed check, 2 for wrong usage, or its own code."""
+    with contextlib.ExitStack() as stack:
+        if sys.stdout is not None:
+            stack.enter_context(contextlib.redirect_stdout(cast("TextIO", PlainStream(sys.stdout))))
+        if sys.stderr is not None:
+            stack.enter_context(contextlib.redirect_stderr(cast("TextIO", PlainStream(sys.stderr))))
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="megacpp-overlays", description="Audit the overlays of this environment.")
     parser.add_argument("--version", action="version", version=f"megacpp_overlays {VERSION}")
     commands = parser.add_subparsers(metavar="command", required=True)

@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     )
     if arguments.json:
         source = {"index": "the configured index", "offline": arguments.offline}
-        print(json.dumps({**source, **matrix_file.to_data(tables)}, indent=2, ensure_ascii=False))
+        print(json.dumps({**source, **matrix_file.to_data(tables)}, indent=2))
     else:
         print("\n\n\n".join(matrix_text.render(table, evidence=arguments.evidence) for table in tables))
         print(f"\n{matrix_text.LEGEND}")

@@ -144,10 +144,12 @@ def raise_for(conflicts: Sequence[Record]) -> None:
         ActivationError: names each overlay, its target, the evidence and the way out.
     """
     if conflicts:
+        from megacpp_overlays.terminal_text import one_line
+
         raise ActivationError(
             "\n".join(
                 f"{record.overlay.id} could not be decided on {record.overlay.target} "
-                f"({record.version or 'unknown version'}): {record.reason}. "
+                f"({record.version or 'unknown version'}): {one_line(record.reason)}. "
                 f"Switch it off with {record.overlay.variable}=off, or leave strict mode."
                 for record in conflicts
             )

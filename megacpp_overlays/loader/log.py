@@ -86,10 +86,11 @@ class Log:
     def _write(self, text: str, data: dict[str, object], level: int) -> None:
         if self._settings.rank != 0 and level < logging.WARNING:
             return
+        text = _one_line(text)
         try:
             self._write_as_asked(text, data, level)
         except Exception as error:  # noqa: BLE001 - a full disk or somebody's handler must not stop an import
-            _print(f"[megacpp_overlays] {text} | {LOG} does not work: {type(error).__name__}: {error}")
+            _print(f"[megacpp_overlays] {text} | {LOG} does not work: {type(error).__name__}: {_one_line(str(error))}")
 
     def _write_as_asked(self, text: str, data: dict[str, object], level: int) -> None:
         rank = f" rank {self._settings.rank}" if self._settings.rank else ""
@@ -110,6 +111,15 @@ class Log:
 
 def _ids(records: Sequence[Record], decision: Decision) -> list[str]:
     return list(dict.fromkeys(record.overlay.id for record in records if record.decision is decision))
+
+
+def _one_line(text: str) -> str:
+    """Return a text that is one line whatever upstream put into it, such as an exception of several."""
+    if text.isprintable():
+        return text
+    from megacpp_overlays.terminal_text import one_line  # noqa: PLC0415 - at import there are only words of our own
+
+    return one_line(text)
 
 
 def _print(row: str) -> None:

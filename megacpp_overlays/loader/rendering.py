@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megacpp_overlays import terminal_text
 from megacpp_overlays.model import Decision, Record, Verdict
 
 CAN_BE_SWITCHED_OFF = frozenset({Decision.ACTIVE, Decision.CONFLICT, Decision.GATED})
@@ -44,7 +45,7 @@ def _notes(record: Record) -> list[str]:
     return [
         line
         for note in notes
-        for line in textwrap.wrap(note, _WIDTH, initial_indent="    ", subsequent_indent="      ")
+        for line in textwrap.wrap(terminal_text.lines(note), _WIDTH, initial_indent="    ", subsequent_indent="      ")
     ]
 
 
@@ -113,6 +114,7 @@ def as_dict(record: Record) -> dict[str, object]:
 
 def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a head, a rule below it and rows as lines, each column as wide as its widest cell."""
+    rows = [[terminal_text.one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     return [_padded(row, widths) for row in (head, ["-" * width for width in widths], *rows)]
 

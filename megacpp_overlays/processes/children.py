@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 
+from megacpp_overlays import terminal_text
 from megacpp_overlays.errors import ChildrenError
 from megacpp_overlays.loader.session import current
 from megacpp_overlays.loader.settings import CHILDREN, RECEIPTS, Mode, this_environment
@@ -250,7 +251,7 @@ class _ChildProcess(NamedTuple):
         return cls(process.pid, str(words), process)
 
     def __str__(self) -> str:
-        return f"{self.pid} ({self.what if len(self.what) <= 60 else self.what[:57] + '...'})"
+        return terminal_text.one_line(f"{self.pid} ({self.what if len(self.what) <= 60 else self.what[:57] + '...'})")
 
     def __hash__(self) -> int:
         return self.pid

@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from megacpp_overlays import terminal_text
 from megacpp_overlays.loader.rendering import aligned
 from megacpp_overlays.model import variable_for
 
@@ -266,7 +267,7 @@ def advice(found: Sequence[Difference]) -> list[str]:
     for alike in _alike(found):
         first, *more = _subjects(alike)
         also = f" and {len(more)} more" if more else ""
-        lines.append(f"{first}{also}: {alike[0].advice}")
+        lines.append(terminal_text.one_line(f"{first}{also}: {alike[0].advice}"))
     return lines
 
 

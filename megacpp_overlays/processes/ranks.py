@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from megacpp_overlays import terminal_text
 from megacpp_overlays.errors import RanksError
 from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.loader.session import Session
@@ -193,7 +194,7 @@ def report(verdict: RanksVerdict) -> str:
     if verdict.differences:
         parts.append(differences.table(verdict.differences))
         hosts = "; ".join(f"rank {each.rank} runs on {each.host}" for each in verdict.examples)
-        parts.append(f"For example, {hosts}.")
+        parts.append(terminal_text.one_line(f"For example, {hosts}."))
     advice = [*differences.advice(verdict.differences), *_advice(verdict)]
     parts.append("\n".join(["What to do:", *(f"- {line}" for line in advice)]))
     return "\n\n".join(parts)
@@ -201,7 +202,7 @@ def report(verdict: RanksVerdict) -> str:
 
 def _headline(verdict: RanksVerdict) -> str:
     if verdict.failure:
-        return f"{verdict.size} ranks have no answer within {verdict.timeout:g} s: {verdict.failure}"
+        return f"{verdict.size} ranks have no answer within {verdict.timeout:g} s: {terminal_text.one_line(verdict.failure)}"
     here = sum(map(len, verdict.groups))
     if not verdict.missing:
         return f"{verdict.size} ranks do not run the same code: {_odd_ones(verdict.groups)}"

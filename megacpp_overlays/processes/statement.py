@@ -49,6 +49,7 @@ RUN = (
     "processes",
     "runtime",
     "source",
+    "terminal_text.py",
     "variables.py",
     "version.py",
 )

@@ -61,10 +61,13 @@ class Account:
         if self.state is not DriftState.UNTRACKED or self.sha256 is None:
             return None
         fields = {"distribution": self.distribution, "file": self.file, "sha256": self.sha256}
-        # JSON writes a text as TOML does.
-        return "\n".join(
-            ("[[diffs]]", *(f"{name} = {json.dumps(text, ensure_ascii=False)}" for name, text in fields.items()))
-        )
+        return "\n".join(("[[diffs]]", *(f"{name} = {_in_toml(text)}" for name, text in fields.items())))
+
+
+def _in_toml(text: str) -> str:
+    # JSON writes a text as TOML does, but leaves what is not to be seen on a terminal as it is.
+    written = json.dumps(text, ensure_ascii=False)
+    return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in written)
 
 
 def read(folder: Path) -> tuple[PackDiff, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megacpp_overlays import terminal_text
 from megacpp_overlays.loader.rendering import aligned
 from megacpp_overlays.upkeep.drift.accounts import Account, DriftState, PackDiff
 from megacpp_overlays.upkeep.drift.drift import DistributionDrift, DriftReport
@@ -67,16 +68,17 @@ class DriftOutcome:
             list(_unchecked(self.report.rows)),
             list(_stale(self.report.stale)),
             list(_process(self.process, self.foreign)) if self.process else [],
-            list(self._verdict()),
         ]
-        return "\n\n".join("\n".join(part) for part in parts if part)
+        shown = [[terminal_text.one_line(line) for line in part] for part in parts]
+        shown.append(list(self._verdict()))
+        return "\n\n".join("\n".join(part) for part in shown if part)
 
     def _verdict(self) -> Iterator[str]:
         if self.report.quick:
             yield "quick: only sizes were compared; a change that keeps the size goes unseen"
         yield from _blocks(self.report.untracked)
         steps = list(self._steps())
-        yield from (f"next: {step}" for step in steps)
+        yield from (terminal_text.one_line(f"next: {step}") for step in steps)
         if self.clean:
             differs = any(row.state is DriftState.TRACKED for row in self.report.rows)
             yield "no drift" + ("; packs account for what differs" if differs else "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megacpp_overlays import terminal_text
 from megacpp_overlays.loader.rendering import aligned
 from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro.inventory import Pack
@@ -94,7 +95,7 @@ def _seen(sweep: Sweep, answer: Answer) -> str:
 
 
 def _section(title: str, found: list[str]) -> list[str]:
-    return ["", title, *(f"  {line}" for line in found)] if found else []
+    return ["", title, *(f"  {terminal_text.one_line(line)}" for line in found)] if found else []
 
 
 def _retirement(sweep: Sweep) -> list[str]:
@@ -122,7 +123,9 @@ def _summary(sweep: Sweep) -> list[str]:
     total = f"{len(sweep.threads)} threads: {happened or 'nothing'} new, {landed or 'nothing'} landed"
     found = [f"{total}; {_source(sweep)}"]
     if sweep.stopped:
-        found.append(f"stopped early: {sweep.stopped}; run it again then; with --write it goes on where it ended")
+        found.append(
+            f"stopped early: {terminal_text.one_line(sweep.stopped)}; run it again then; with --write it goes on where it ended"
+        )
     return found
 
 

@@ -1,0 +1,122 @@
+"""Words of others are seen on a terminal and in a log, and do nothing there."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from made_up import Upstream
+
+from megacpp_overlays import cli, terminal_text
+from megacpp_overlays.cli import matrix as matrix_command
+from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.loader.session import Session
+from megacpp_overlays.model import Finding
+from megacpp_overlays.processes import differences, ranks
+from megacpp_overlays.processes.differences import StatementGroup
+from megacpp_overlays.processes.rank_exchange import Example, RanksVerdict
+from megacpp_overlays.upkeep.drift.accounts import Account, DriftState
+from megacpp_overlays.upkeep.drift.drift import DistributionDrift, DriftReport
+from megacpp_overlays.upkeep.drift.drift_report import DriftOutcome
+from megacpp_overlays.upkeep.drift.records import Kind
+from megacpp_overlays.upkeep.matrix import matrix_text
+from megacpp_overlays.upkeep.matrix.matrix import Row, Table
+
+CLEARS = "\x1b[2J\x1b[Hforged\nno drift\r\x9b31m\u202e\udc80"
+"""What clears a screen, begins lines, colours in one character, turns the direction and is no character at all."""
+
+
+def is_plain(text: str) -> bool:
+    return all(each.isprintable() or each == "\n" for each in text)
+
+
+def test_what_is_none_to_be_seen_is_escaped_and_the_rest_is_as_it_was() -> None:
+    assert terminal_text.one_line("Überschrift: 10 µs \N{SNOWMAN}") == "Überschrift: 10 µs \N{SNOWMAN}"
+    assert terminal_text.one_line(CLEARS) == r"\x1b[2J\x1b[Hforged\nno drift\r\x9b31m\u202e\udc80"
+    assert terminal_text.lines("a\tb\n\x1b") == "a\tb\n\\x1b"
+
+
+def test_what_a_command_prints_does_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever a command prints, on whichever way it came there."""
+
+    def run(*_: object) -> bool:
+        sys.stdout.write(CLEARS)
+        raise UpkeepError(CLEARS)
+
+    monkeypatch.setattr(matrix_command, "run", run)
+    assert cli.main(["matrix"]) == 1
+
+    out, err = capsys.readouterr()
+    assert "\\x1b[2J" in out
+    assert "\\x1b[2J" in err
+    assert is_plain(out)
+    assert is_plain(err)
+
+
+def test_a_stream_that_cannot_show_a_character_gets_it_escaped() -> None:
+    inner = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    terminal_text.PlainStream(inner).writelines(["µs", "\n"])
+    inner.seek(0)
+
+    assert inner.read() == "\\xb5s\n"
+
+
+def test_an_exception_of_several_lines_is_one_line_of_the_log(
+    session: Callable[..., Session], upstream: Upstream, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raises(*_: object) -> Finding:
+        raise ValueError("no\n[megacpp_overlays] active: everything is fine\x1b[2J")
+
+    session(upstream.overlay(probe=raises)).arm()
+    upstream.load()
+
+    _, conflict = capsys.readouterr().err.splitlines()  # after what is armed
+    assert conflict.startswith("[megacpp_overlays] conflict: double-fix")
+    assert "\\n[megacpp_overlays] active: everything is fine\\x1b[2J" in conflict
+
+
+def test_drift_cannot_have_its_findings_cleared() -> None:
+    forged = Account(
+        distribution="torch",
+        file=f"torch/{CLEARS}.py",
+        kind=Kind.ADDED,
+        sha256="0" * 64,
+        state=DriftState.UNTRACKED,
+        pack=None,
+        note="",
+    )
+    row = DistributionDrift(
+        distribution="torch", version=f"2.9{CLEARS}", where="RECORD", checked=1, differences=(forged,), restore=CLEARS
+    )
+    report = DriftReport(rows=(row, replace(row, unchecked=(CLEARS,))), absent=(CLEARS,), stale=(), quick=False)
+
+    text = str(DriftOutcome(report=report, process=None))
+
+    assert is_plain(text)
+    assert "no drift" not in text.splitlines()
+
+
+def test_a_yank_reason_stays_in_its_row() -> None:
+    row = Row(name="1.0", date=None, dated=None, source="a.whl", sha256=None, yanked=CLEARS, cells={})
+    table = Table(distribution="liger-kernel", asked="2026-11-22", columns=(), rows=(row,), trees=())
+
+    text = matrix_text.render(table, evidence=False)
+
+    assert is_plain(text)
+    assert "no drift" not in text.splitlines()
+
+
+def test_a_table_of_ranks_shows_what_a_rank_says_and_no_more() -> None:
+    said = [{"version": version, "decisions": []} for version in ("1", CLEARS)]
+    found = differences.find([StatementGroup(each, (rank,)) for rank, each in enumerate(said)])
+    verdict = RanksVerdict(2, 1, 4.0, ((0,), (1,)), (Example(1, CLEARS),), found, (), CLEARS)
+
+    text = ranks.report(verdict)
+
+    assert is_plain(text)
+    assert not {"no drift", "forged"} & set(text.splitlines())
