@@ -16,8 +16,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from megacpp_overlays.feature_probes.definitions import called, calls, plain_function
-from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown
-from megacpp_overlays.model import Body, Finding, Target
+from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
+from megacpp_overlays.feature_probes.repairs import judged, table
+from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source.fingerprint import fingerprint
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree
@@ -42,9 +43,12 @@ _BRANCHY = Counter(
 
 # Fingerprints of the branchy bodies that were read: 86dd80a3a382ef8c in PR 3674 and main of 2026-06-25, and our
 # stand-ins 34d8269cb55ed7a1 (spring) and 1cd2ed1e1f88dee7 (June).
-_REPAIRED = {"ad733f7b78721b12": "0.19.0, 0.19.2, main, dev and main of 2026-07-08"}
-"""Fingerprints of bodies that read nothing from the host."""
-
+_REPAIRED_BODY = "ad733f7b78721b12"
+"""Fingerprint of the body that reads nothing from the host."""
+_REPAIRED = {
+    "0.19.0 to 0.19.2, main since d1cab16a01 (2026-07-08), dev since 6888385fc7 (2026-07-28)": "dafca31df15acaf1"
+}
+"""The same with the names that it uses, which mean in all of them the same."""
 
 _WRITES = (Pattern("$_[$_] = $_"), Pattern("$_.scatter_($$_)"))
 _ZEROS = (Pattern("index_mask[$_] = 0.0"), Pattern("index_mask[$_].scatter_(-1, $_, 0.0)"))
@@ -74,9 +78,9 @@ def _probe(tree: SourceTree, target: Target) -> Finding:
         raise unknown(source, function, f"its parameters are not ({_PARAMETERS})")
     if Counter(_parts(function)) == _BRANCHY:
         return _branchy(source, function)
-    if (body := fingerprint(function)) in _REPAIRED:
-        seen = f"one write and nothing read back, as in {_REPAIRED[body]}"
-        return fixed(at(source, function, seen), repair=[Body(target.module, target.symbol)])
+    if (body := fingerprint(function)) == _REPAIRED_BODY:
+        repaired = table((f"{target.module}:{target.symbol}",), _REPAIRED)
+        return judged(tree, repaired, at(source, function, "one write and nothing read back"))
     raise unknown(source, function, f"{function.name} has an unknown body {body}")
 
 

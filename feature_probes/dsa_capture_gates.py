@@ -20,10 +20,11 @@ from collections.abc import Mapping
 
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes.definitions import calls, plain_function
-from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown
+from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
 from megacpp_overlays.feature_probes.host_reads import reads
 from megacpp_overlays.feature_probes.known_bodies import known_function
-from megacpp_overlays.model import Body, Evidence, Finding, Target
+from megacpp_overlays.feature_probes.repairs import judged, table
+from megacpp_overlays.model import Evidence, Finding, Target
 from megacpp_overlays.source.fingerprint import fingerprint
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree
@@ -48,7 +49,9 @@ READ_LENGTHS = "lengths-read-on-host"
 SINGLE = "single-file"
 SINGLE_FUSED = "single-file-with-fused-indexer"
 
-_REPAIRED_POSITIONS = {"371d8166bee53bac": "0.19.0, 0.19.2, main, dev and main of 2026-07-08"}
+_REPAIRED_IN = "0.19.0 to 0.19.2, main since d1cab16a01 (2026-07-08), dev since 6888385fc7 (2026-07-28)"
+_REPAIRED_POSITIONS_BODY = "371d8166bee53bac"
+_REPAIRED_POSITIONS = table((f"{LAYOUT_TARGET.module}:{POSITIONS}",), {_REPAIRED_IN: "566b66b2a496f3d0"})
 _EQUAL_POSITIONS = {
     "e9c299d1006ae642": "PR 3674 and main of 2026-06-25",
     "d553a92e404114ba": "our stand-in of June 2026",
@@ -67,10 +70,13 @@ _LENGTHS_BODIES = {
 _Form = Mapping[str, Mapping[str, str]]
 
 _REPAIRED_BOUNDS: Mapping[str, _Form] = {
-    "0.19.0, 0.19.2, main, dev and main of 2026-07-08": {
-        MASKING_TARGET.module: {BOUNDS: "378727d8af0f4972", "normalize_varlen_bounds": "c773ba8d82528598"}
-    },
+    _REPAIRED_IN: {MASKING_TARGET.module: {BOUNDS: "378727d8af0f4972", "normalize_varlen_bounds": "c773ba8d82528598"}},
 }
+_REPAIRED_BOUNDS_THERE = table(
+    (f"{MASKING_TARGET.module}:{BOUNDS}", f"{MASKING_TARGET.module}:normalize_varlen_bounds"),
+    {_REPAIRED_IN: "9c31d05e3a191008 30b40ac101f28f6f"},
+)
+"""The same with the names that they use."""
 _EQUAL_BOUNDS: Mapping[str, _Form] = {
     "PR 3674 and main of 2026-06-25": {
         MASKING_TARGET.module: {
@@ -138,10 +144,10 @@ def probe_layout(tree: SourceTree) -> Finding:
         return absent(f"there is no module {LAYOUT_TARGET.module}")
     if plain_function(source, POSITIONS) is None:
         return absent(f"{source.name} has no {POSITIONS}")
-    function = known_function(source, POSITIONS, {*_REPAIRED_POSITIONS, *_EQUAL_POSITIONS})
-    if (body := fingerprint(function)) in _REPAIRED_POSITIONS:
-        seen = f"rows are compared only where they are not on the GPU, as in {_REPAIRED_POSITIONS[body]}"
-        return fixed(at(source, function, seen), repair=[Body(source.name, POSITIONS)])
+    function = known_function(source, POSITIONS, {_REPAIRED_POSITIONS_BODY, *_EQUAL_POSITIONS})
+    if (body := fingerprint(function)) == _REPAIRED_POSITIONS_BODY:
+        seen = at(source, function, "rows are compared only where they are not on the GPU")
+        return judged(tree, _REPAIRED_POSITIONS, seen)
     return broken(EQUAL_POSITIONS, *_compared(source, function), _as_in(_EQUAL_POSITIONS[body]))
 
 
@@ -158,8 +164,7 @@ def probe_masking(tree: SourceTree) -> Finding:
         return absent(f"{source.name} has no {BOUNDS}")
     form = _form(tree, bounds, {**_REPAIRED_BOUNDS, **_EQUAL_BOUNDS})
     if form in _REPAIRED_BOUNDS:
-        repair = [Body(module, name) for module, known in _REPAIRED_BOUNDS[form].items() for name in known]
-        return fixed(at(source, bounds, f"{BOUNDS} decides from its arguments, as in {form}"), repair=repair)
+        return judged(tree, _REPAIRED_BOUNDS_THERE, at(source, bounds, f"{BOUNDS} decides from its arguments"))
     return broken(EQUAL_BOUNDS, *_compared(source, bounds), _as_in(form))
 
 

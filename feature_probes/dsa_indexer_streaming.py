@@ -15,8 +15,9 @@ import ast
 from collections.abc import Iterator, Mapping
 
 from megacpp_overlays.feature_probes.definitions import calls, plain_function
-from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown
-from megacpp_overlays.model import Body, Evidence, Finding, Target
+from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
+from megacpp_overlays.feature_probes.repairs import Repairs, judged
+from megacpp_overlays.model import Evidence, Finding, Target
 from megacpp_overlays.source.fingerprint import fingerprint
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, parameters
 
@@ -42,7 +43,8 @@ _BROKEN: Mapping[_Bodies, tuple[str, str]] = {
     ("c12f370018a641b6", "76949155f39584c0"): (FOUR_AXIS_OPTIONAL_RELU, "0.19.0, 0.19.2 and main"),
     ("c12f370018a641b6", "6f76b6c3f70bd668"): (FOUR_AXIS_OPTIONAL_RELU, "dev"),
 }
-_REPAIRED: Mapping[_Bodies, str] = {}
+_REPAIRED: Repairs = {}
+"""No repair was read yet."""
 
 _PRODUCTS = "sbhd,tbd->sbht"
 _EQUATIONS = [_PRODUCTS, "sbht,sbhd->tbd", "sbht,tbd->sbhd"]
@@ -68,9 +70,12 @@ def probe(tree: SourceTree) -> Finding:
     if scores is None:
         return _without_scores(source, backward)
     bodies = fingerprint(scores), None if backward is None else fingerprint(backward)
-    if bodies in _REPAIRED:
-        repair = [Body(source.name, each.name) for each in (scores, backward) if each is not None]
-        return fixed(at(source, scores, f"builds no four-axis tensor, as in {_REPAIRED[bodies]}"), repair=repair)
+    if bodies not in _BROKEN and not any(
+        call for each in (scores, backward) if each is not None for call in _products(each)
+    ):
+        nothing = at(source, scores, "asks einsum for no tensor of queries, heads and keys")
+        places = [f"{TARGET.module}:{name}" for name in (SCORES, METHOD, BACKWARD)]
+        return judged(tree, _REPAIRED, nothing, places=places)
     if bodies not in _BROKEN:
         raise unknown(source, scores, f"{SCORES} and {BACKWARD} have unknown bodies, {bodies[0]} and {bodies[1]}")
     for problem in _surprises(scores, backward) if backward is not None else ():

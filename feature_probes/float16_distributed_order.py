@@ -8,9 +8,10 @@ repaired both since 2026-07-18.
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unrecognised
+from megacpp_overlays.feature_probes.findings import absent, at, broken, unrecognised
 from megacpp_overlays.feature_probes.known_bodies import changed_method, plain_subclass
-from megacpp_overlays.model import Body, Finding, Target
+from megacpp_overlays.feature_probes.repairs import judged, table
+from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import FunctionNode, SourceTree
 
@@ -34,9 +35,25 @@ _KNOWN = {
 }
 """Bodies of the releases from 0.13.0 to 0.19.2; main d98e8a64dd has those of 0.19.2."""
 
+_POSITIONS = "model_param_group_index_map"
+_REPAIRED = table(
+    (
+        *(
+            f"{TARGET.module}:{TARGET.symbol}.{name}"
+            for name in ("__init__", "_build_optimizer_group_ranges", "_build_model_and_main_param_groups")
+        ),
+        f"{TARGET.module}:*{_POSITIONS}",
+    ),
+    {
+        "dev ceaa6c5d7e (2026-07-18)": "df0d0b1358c08ade 8e466fe6e561be7f 7789f2fc59c0751d de656c7adeae66f5",
+        "dev 9050d4c5fb (2026-08-18) to d48bd6be0a": "7c5c940d81f5ee46 42d0fbcbc846bbd5 b7533cf5f83f9307 1917431316a95f84",
+    },
+)
+"""Every commit of dev with the repair: who records positions, who builds the groups, and everybody who reads positions."""
+
 _LOOP = Pattern("for $_ in $groups: $$_")
 _GROUPS = (Pattern("self.model_fp32_groups"), Pattern("self.model_float16_groups"))
-_RECORD = Pattern("self.model_param_group_index_map[$_] = $_")
+_RECORD = Pattern(f"self.{_POSITIONS}[$_] = $_")
 _UNTRACKED = Pattern("with torch.no_grad(): $$_")
 _COPY = Pattern("$_.copy_($$_)")
 
@@ -54,10 +71,7 @@ def probe(tree: SourceTree) -> Finding:
     cls = plain_subclass(source, TARGET.symbol, base="MixedPrecisionOptimizer")
     init, restore = (source.function(f"{TARGET.symbol}.{name}") for name in ("__init__", _RESTORE))
     if init and restore and _records_again(init) and _restores_without_autograd(restore):
-        return fixed(
-            at(source, init, "positions are recorded again after the groups are built"),
-            repair=[Body(TARGET.module, TARGET.symbol)],
-        )
+        return judged(tree, _REPAIRED, at(source, init, "positions are recorded again after the groups are built"))
     if (surprise := changed_method(source, TARGET.symbol, _KNOWN)) is not None:
         return unrecognised(surprise)
     return broken(

@@ -6,7 +6,8 @@ one too few makes the form unknown.
     blanket-cast     `module.half()` or `module.bfloat16()`: releases 0.13.0 to 0.19.2
     marks-honoured   a conversion that leaves alone whatever carries `keep_in_fp32`: main since 2026-08-10 and dev
                      since 2026-07-09; nothing marks Mamba-3, so its parameters are cast all the same
-    FIXED            the same, and mamba-ssm's Mamba3 marks its own parameters: no release does yet
+    looks repaired   the same, and mamba-ssm's Mamba3 marks its own parameters: no release does yet, so that FIXED is said
+                     of none
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from collections.abc import Iterator
 
 from megacpp_overlays.feature_probes import float16_distributed_order, float16_optimizer_state_ids
 from megacpp_overlays.feature_probes.definitions import plain_class
-from megacpp_overlays.feature_probes.findings import absent, at, broken, finding_of, fixed, unknown, unrecognised
+from megacpp_overlays.feature_probes.findings import absent, at, broken, finding_of, unknown, unrecognised
 from megacpp_overlays.feature_probes.known_bodies import plain_subclass
+from megacpp_overlays.feature_probes.repairs import Repairs, judged
 from megacpp_overlays.fp32_marks import MAMBA3, MAMBA3_ALWAYS, MAMBA3_MIMO, MARK
-from megacpp_overlays.model import Body, Evidence, Finding, Target, Verdict
+from megacpp_overlays.model import Evidence, Finding, Target, Verdict
 from megacpp_overlays.source.patterns import Match, Pattern
 from megacpp_overlays.source.trees import ModuleSource, SourceTree
 
@@ -27,6 +29,9 @@ TARGET = Target(distribution="megatron-core", module="megatron.core.transformer.
 
 BLANKET_CAST = "blanket-cast"
 MARKS_HONOURED = "marks-honoured"
+
+_REPAIRED: Repairs = {}
+"""No mamba-ssm that marks its parameters was read yet."""
 
 _CONVERSION = "convert_module_to_dtype_except_fp32_marked"
 _METHODS = {
@@ -172,11 +177,13 @@ def _who_marks(tree: SourceTree, seen: Evidence) -> Finding:
     missing = [name for name in MAMBA3_ALWAYS if name not in always]
     missing += [name for name in MAMBA3_MIMO if name not in anywhere]
     if not missing:
-        return fixed(
-            seen,
-            at(source, init, f"{class_name} marks its fp32 parameters"),
-            repair=[Body(TARGET.module, TARGET.symbol)],
+        places = (
+            f"{TARGET.module}:{TARGET.symbol}.__init__",
+            f"{TARGET.module}:{_CONVERSION}",
+            f"{module_name}:",
         )
+        marks = at(source, init, f"{class_name} marks its fp32 parameters")
+        return judged(tree, _REPAIRED, seen, marks, places=places)
     if MARK in source.text and not anywhere:
         return unrecognised(seen, at(source, source.syntax, f"uses {MARK} in an unknown way"))
     return broken(MARKS_HONOURED, seen, at(source, init, f"{class_name} does not mark {', '.join(missing)}"))

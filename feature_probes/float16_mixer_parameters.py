@@ -9,7 +9,7 @@ on is not the first to run the code behind a new one:
 
     creation   in fp32, and not conditional
     reading    cast where dtypes meet: `.float()`, `.to(dtype)`, or the argument `D` of a kernel that loads it as fp32
-    marking    none is unmarked; all of them is FIXED; a mark under a condition is not recognised
+    marking    none is unmarked; all of them looks repaired; a mark under a condition is not recognised
 
 Whether anything honours marks is the matter of `float16-fp32-exemption`; where its probe recognises nothing, neither
 does this one.
@@ -23,14 +23,18 @@ from collections.abc import Iterator
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes import float16_fp32_exemption
 from megacpp_overlays.feature_probes.definitions import called, plain_function
-from megacpp_overlays.feature_probes.findings import absent, at, broken, finding_of, fixed, unknown, unrecognised
+from megacpp_overlays.feature_probes.findings import absent, at, broken, finding_of, unknown, unrecognised
+from megacpp_overlays.feature_probes.repairs import Repairs, judged
 from megacpp_overlays.fp32_marks import MARK
 from megacpp_overlays.frozen import NamedTuple
-from megacpp_overlays.model import Body, Evidence, Finding, Target, Verdict
+from megacpp_overlays.model import Evidence, Finding, Target, Verdict
 from megacpp_overlays.source.fingerprint import fingerprint
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree
 
 UNMARKED = "unmarked-fp32-parameters"
+
+_REPAIRED: Repairs = {}
+"""No mixer that marks its parameters was read yet."""
 
 _SSM = "megatron.core.ssm"
 _MARKER = "mark_keep_in_fp32"
@@ -130,14 +134,13 @@ def _probe(tree: SourceTree, mixer: Mixer) -> Finding:
     marked = _read_mixer(source, init, mixer)
     _check_slices(tree, mixer)
     cast = finding_of(float16_fp32_exemption.probe, tree)
-    if cast.verdict not in {Verdict.BROKEN, Verdict.FIXED}:
+    if cast.verdict not in {Verdict.BROKEN, Verdict.FIXED} and not cast.looks_repaired:
         return unrecognised(Evidence(seen="nothing that is known would honour the marks"), *cast.evidence)
     missing = [name for name in mixer.parameters if name not in marked]
     if not missing:
-        return fixed(
-            at(source, init, f"{mixer.class_name} marks {' and '.join(mixer.parameters)}"),
-            repair=[Body(mixer.target.module, mixer.target.symbol)],
-        )
+        marks = at(source, init, f"{mixer.class_name} marks {' and '.join(mixer.parameters)}")
+        places = (f"{source.name}:{mixer.class_name}", f"{mixer.parallel_module}:{mixer.parallel}._slice_vector_param")
+        return judged(tree, _REPAIRED, marks, places=places)
     seen = f"{mixer.class_name} creates {' and '.join(mixer.parameters)} in fp32 and does not mark {', '.join(missing)}"
     return broken(UNMARKED, at(source, init, seen))
 

@@ -7,9 +7,10 @@ groups of the inner optimizer instead.
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown, unrecognised
+from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown, unrecognised
 from megacpp_overlays.feature_probes.known_bodies import changed_method, plain_subclass
-from megacpp_overlays.model import Body, Finding, Target
+from megacpp_overlays.feature_probes.repairs import judged, table
+from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import FunctionNode, SourceTree
 
@@ -26,6 +27,31 @@ _KNOWN = {
     "state_dict": frozenset({"12836ea5b6565ceb"}),
     "sharded_state_dict": frozenset({"7b9421bfaae00a6c", "867e083dedad30aa"}),  # the same two ranges
 }
+
+_SHARDING = "megatron.core.dist_checkpointing.optimizer"
+_REPAIRED = table(
+    (
+        *(f"{TARGET.module}:{TARGET.symbol}.{name}" for name in ("__init__", "state_dict", "sharded_state_dict")),
+        f"{TARGET.module}:_backfill_gtp_sharded_param_map",
+        f"{_SHARDING}:get_param_id_to_sharded_param_map",
+        f"{_SHARDING}:get_optim_param_to_id_map",
+        f"{_SHARDING}:make_sharded_optimizer_tensor",
+        f"{_SHARDING}:optim_state_to_sharding_state",
+    ),
+    {
+        "main 86e928a97f (2026-08-10)": "bdc16aa9b8775f2f 4f329ac3bd880c9d 5d05c2345b4b0deb 9f00694a578b4308 "
+        "6706751ff06a2966 84c61a6eb3085449 7ed1a126cdcf1344 360cd2017e48098c",
+        "main db57c152e6 (2026-08-11) to d98e8a64dd": "bdc16aa9b8775f2f 4f329ac3bd880c9d 5d05c2345b4b0deb 9f00694a578b4308 "
+        "0548011578d18f51 84c61a6eb3085449 7ed1a126cdcf1344 360cd2017e48098c",
+        "dev ec2aff43ef (2026-07-09) to 0e06d8120e": "837486dd84008e7b 4f329ac3bd880c9d 195d6b274093ea60 - "
+        "6706751ff06a2966 84c61a6eb3085449 7ed1a126cdcf1344 360cd2017e48098c",
+        "dev 86ba3a66d5 (2026-07-16) to 43124b60c2": "a0f4147db53c2b22 9ca3b0ab184aa4ba f494299b97fa571c - "
+        "6706751ff06a2966 84c61a6eb3085449 7ed1a126cdcf1344 360cd2017e48098c",
+        "dev 9050d4c5fb (2026-08-18) to d48bd6be0a": "a0f4147db53c2b22 9ca3b0ab184aa4ba 17f0cc163d87fc22 - "
+        "6706751ff06a2966 84c61a6eb3085449 7ed1a126cdcf1344 360cd2017e48098c",
+    },
+)
+"""Every commit of main and dev whose ids follow the inner optimizer; no release has that."""
 
 _IDS = Pattern("get_param_id_to_sharded_param_map($$_)")
 _IDS_OF_A_WALK = Pattern("get_param_id_to_sharded_param_map($_, $walk())")
@@ -49,10 +75,7 @@ def probe(tree: SourceTree) -> Finding:
     if method is None:
         raise unknown(source, None, f"{TARGET.symbol} has no sharded_state_dict")
     if _walks_the_inner_optimizer(method):
-        return fixed(
-            at(source, method, "ids follow the groups of the inner optimizer"),
-            repair=[Body(TARGET.module, TARGET.symbol)],
-        )
+        return judged(tree, _REPAIRED, at(source, method, "ids follow the groups of the inner optimizer"))
     if (surprise := changed_method(source, TARGET.symbol, _KNOWN)) is not None:
         return unrecognised(surprise)
     return broken(FLOAT16_IDS, at(source, method, "optimizer ids are given to the float16 parameters alone"))

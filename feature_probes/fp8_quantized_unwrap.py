@@ -8,8 +8,8 @@ A quantized tensor of Transformer Engine says bf16 and has no storage. What was 
     bf16-guard-fooled   a guard asks for bf16 and is told so; the permutation that follows dequantizes silently.
                         0.19.0, 0.19.2, main since 2026-07-24, and the port to dev in pull request 6279
     ABSENT              0.18.2 and older, dev, and the head of pull request 3674, whose backends are elsewhere
-    FIXED               nothing yet: the dispatcher would have to ask for QuantizedTensor and dequantize, or decline,
-                        and be a known one otherwise
+    FIXED               nothing yet: a dispatcher that asks for QuantizedTensor and dequantizes, or declines, and is a
+                        known one otherwise looks repaired
 
 The seam hands the dispatcher plain tensors, so it fits any dispatcher that does not look for quantized ones. Every
 call and attribute in it must be one that was read, and nothing in it, in its guard or in the kernel's autograd function
@@ -23,8 +23,9 @@ import re
 from collections.abc import Iterator, Sequence
 
 from megacpp_overlays.feature_probes.definitions import called, plain_function, statements, words
-from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown
-from megacpp_overlays.model import Body, Finding, Target
+from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
+from megacpp_overlays.feature_probes.repairs import Repairs, judged
+from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source.patterns import Match, Pattern
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, parameters
 
@@ -38,6 +39,9 @@ TENSORS = ("query", "key")
 
 PER_BATCH = "per-batch-pointer"
 GUARD_FOOLED = "bf16-guard-fooled"
+
+_REPAIRED: Repairs = {}
+"""No dispatcher that asks itself was read yet."""
 
 _PARAMETERS = (*TENSORS, "topk_indices", "softmax_scale", "v_channels")
 _QUANTIZED = "QuantizedTensor"
@@ -108,7 +112,8 @@ def _probe(tree: SourceTree, target: Target) -> Finding:
     _check_kernel(tree)
     shape, call, seen = _shape(source, rest or function)
     if rest is not None:
-        return fixed(at(source, function, "asks for QuantizedTensor itself"), repair=[Body(source.name, function.name)])
+        places = (f"{source.name}:{function.name}", f"{source.name}:{_QUANTIZED}", f"{source.name}:{KERNEL}")
+        return judged(tree, _REPAIRED, at(source, function, "asks for QuantizedTensor itself"), places=places)
     return broken(shape, at(source, call, seen))
 
 

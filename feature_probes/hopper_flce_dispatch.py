@@ -7,7 +7,7 @@ branch, and raises `ValueError: Unsupported architecture` for any other. What wa
     blackwell-and-hopper      10, and 9 with an entry of upstream's own: the head of pull request 3345
     blackwell-only-at-import  10 alone, and asked while the module is imported: the heads of pull requests 2206, 2216
     ABSENT                    every release and main; pull request 4312 has another module under that name
-    FIXED                     nothing yet: 8, 9 and 12 have branches
+    FIXED                     nothing yet: 8, 9 and 12 have branches that were read; others look repaired
 
 The seam hands out an entry with the contract of upstream's own, so that contract is read as well: what the autograd
 function passes to an entry and takes from it, and the parameters of the Blackwell entry.
@@ -19,8 +19,9 @@ import ast
 from typing import cast
 
 from megacpp_overlays.feature_probes.definitions import binders, statements, words
-from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown
-from megacpp_overlays.model import Body, Evidence, Finding, Target
+from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
+from megacpp_overlays.feature_probes.repairs import Repairs, judged
+from megacpp_overlays.model import Evidence, Finding, Target
 from megacpp_overlays.source.fingerprint import is_docstring
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, parameters
@@ -41,6 +42,8 @@ AT_IMPORT = "blackwell-only-at-import"
 SERVED = frozenset({8, 9, 12})
 """Major compute capabilities that the portable entry serves: those for which all its parts are made."""
 _SHAPES = {frozenset({10}): BLACKWELL_ONLY, frozenset({9, 10}): BLACKWELL_AND_HOPPER}
+_REPAIRED: Repairs = {}
+"""No tree with branches for all of them was read yet."""
 
 FORWARD = ("hidden", "weight", "labels", "tp_group", "reduction", "ignore_index", "sequence_parallel")
 FORWARD_VALUES = 7
@@ -90,7 +93,9 @@ def probe(tree: SourceTree) -> Finding:
     known = ", ".join(map(str, sorted(majors)))
     seen = at(source, refusal, f"the dispatcher knows compute capability {known} and refuses any other")
     if majors >= SERVED:
-        return fixed(seen, repair=[Body(TARGET.module, TARGET.symbol)])
+        entries = [f"{ENTRIES}.{package}.entry:" for package in sorted(set(branches.values()))]
+        places = [f"{TARGET.module}:{name}" for name in (TARGET.symbol, GETTER, FUNCTION)]
+        return judged(tree, _REPAIRED, seen, places=[*places, *entries])
     if (shape := _SHAPES.get(majors)) is None:
         raise unknown(source, refusal, f"no known dispatcher has branches for {known} alone")
     if shape == BLACKWELL_ONLY and not source.bindings.of(GETTER) and any(map(_KEPT.match, source.syntax.body)):

@@ -21,8 +21,9 @@ import ast
 
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes.definitions import binders, called, calls, plain_class, plain_function, words
-from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown
-from megacpp_overlays.model import Body, Finding, Target
+from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
+from megacpp_overlays.feature_probes.repairs import judged, table
+from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, parameters
 
@@ -46,6 +47,25 @@ _LAYER_MEMBERS = {"forward", "_compute_linear_and_cross_entropy_loss"}
 _MTP_PASSES = {"weight", "runtime_gather_output", _ASKS, "labels"}
 _MTP_GIVES_TO = "_compute_mtp_acceptance_counts"
 """What may get the output layer as an argument: it reads one attribute, and only where there are logits."""
+
+
+def _places(module: str, model: str) -> tuple[str, ...]:
+    """Return what makes and asks the fused layer, the layer, and the loss behind it."""
+    fused = "megatron.core.fusions.fused_linear_cross_entropy"
+    of_model = (f"{module}:{model}.__init__", f"{module}:{model}.forward")
+    return (*of_model, f"{LINEAR}:", f"{fused}:linear_cross_entropy", f"{fused}:LinearCrossEntropy")
+
+
+_REPAIRED = table(
+    _places(_MAMBA, _MAMBA_MODEL),
+    {
+        "dev 13ad653790 (2026-02-03)": "f8891108f40287b9 4b84437b832ed972 70bbc51de57defca "
+        "3830e627e2457303 4c3772ba8564600f",
+        "dev 8a29fd5752 (2026-02-04)": "248e20724d7a6f16 7477257f73a6d138 30c523911d0c9022 "
+        "3830e627e2457303 4c3772ba8564600f",
+    },
+)
+"""Dev up to 2026-02-26, when the model was still of that name. No tree with the newer name was repaired."""
 
 _MADE = Pattern("self.output_layer = $layer")
 _END = Pattern(f"""
@@ -74,10 +94,8 @@ def probe(tree: SourceTree) -> Finding:
     forward = _method(source, TARGET.symbol, "forward")
     wired, asked = LAYER in words(init), bool(_asks(forward))
     if wired and asked:
-        return fixed(
-            at(source, init, f"{TARGET.symbol} makes its output layer a {LAYER} and asks it for the loss"),
-            repair=[Body(source.name, init.name)],
-        )
+        seen = at(source, init, f"{TARGET.symbol} makes its output layer a {LAYER} and asks it for the loss")
+        return judged(tree, _REPAIRED, seen, places=_places(TARGET.module, TARGET.symbol))
     if wired or asked or LAYER in words(source.syntax):
         raise unknown(source, init, f"{TARGET.symbol} does a part of what makes {LAYER} work")
     _check_class(source)
@@ -98,10 +116,8 @@ def _before_the_rename(tree: SourceTree) -> Finding:
         return absent(f"there is neither {TARGET.module} nor {_MAMBA}")
     init = _method(source, _MAMBA_MODEL, "__init__")
     if LAYER in words(init) and _asks(_method(source, _MAMBA_MODEL, "forward")):
-        return fixed(
-            at(source, init, f"{_MAMBA_MODEL} makes its output layer a {LAYER} and asks it for the loss"),
-            repair=[Body(source.name, init.name)],
-        )
+        seen = at(source, init, f"{_MAMBA_MODEL} makes its output layer a {LAYER} and asks it for the loss")
+        return judged(tree, _REPAIRED, seen, places=_places(_MAMBA, _MAMBA_MODEL))
     raise unknown(source, init, f"the hybrid model is still {_MAMBA_MODEL}, and not wired to {LAYER}")
 
 

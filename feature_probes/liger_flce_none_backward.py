@@ -22,7 +22,8 @@ import ast
 from collections.abc import Mapping
 
 from megacpp_overlays.feature_probes.definitions import binders, words
-from megacpp_overlays.feature_probes.findings import absent, at, broken, conclusion, fixed, unknown, unrecognised
+from megacpp_overlays.feature_probes.findings import absent, at, broken, conclusion, unknown, unrecognised
+from megacpp_overlays.feature_probes.repairs import judged, table
 from megacpp_overlays.frozen import NamedTuple
 from megacpp_overlays.model import Body, Evidence, Finding, Verdict
 from megacpp_overlays.source.fingerprint import fingerprint, is_docstring
@@ -93,6 +94,46 @@ KNOWN = (
     _known("0.8.1", DETACHED, "5af575ba2dfb0eac 1287d9753299dc74 aac67427a9ed02f0 213d41ef2f41f5c7 9af9e61faea51d8d"),
 )
 
+_REPAIRED = table(
+    (
+        f"{MODULE}:",
+        f"{KERNEL_MODULE}:",
+        "liger_kernel.ops.utils:",
+        "liger_kernel.backends.dispatch:",
+        "liger_kernel.ops.backends._triton.cross_entropy:",
+        "liger_kernel.ops.backends._cutedsl.cross_entropy:",
+    ),
+    {
+        "0.8.2": "d437a9520b191c9b f02269b62dd47c6e 401dc67e642e7bab - - -",
+        "0.8.3": "2743673f44089103 f02269b62dd47c6e bd5eb2e8eda60276 98dc1aed5f88f5e8 8de4babb4c9e60af 82d1f2f5fde01712",
+        "0.8.4": "2743673f44089103 8df63e33821da1de bd5eb2e8eda60276 98dc1aed5f88f5e8 8de4babb4c9e60af 82d1f2f5fde01712",
+        "0.8.5": "4d7c98c0375b18a3 8df63e33821da1de fa47e3e8f290202c 98dc1aed5f88f5e8 8de4babb4c9e60af 82d1f2f5fde01712",
+    },
+)
+"""The module, and what computes the gradient that it scales: since 0.8.3 that goes through a dispatcher."""
+_TEXTS = {
+    "6facea7bf23363f1": "d437a9520b191c9b",
+    "d6b7e171c1f3982c": "2743673f44089103",
+    "70609e37dc7f966f": "4d7c98c0375b18a3",
+    "2eaf8549f6dcb358": "f02269b62dd47c6e",
+    "961f41ca7c06dab4": "8df63e33821da1de",
+    "163eee954cbfa89e": "401dc67e642e7bab",
+    "9c566fbe7444d434": "bd5eb2e8eda60276",
+    "b32e7097ca832549": "fa47e3e8f290202c",
+    "be88760901e7e709": "98dc1aed5f88f5e8",
+    "665cff65a275a289": "8de4babb4c9e60af",
+    "2ec9e8cd45f1922e": "82d1f2f5fde01712",
+}
+"""The same by the text of these modules, in the order of the places."""
+_BODIES = (
+    Body(MODULE, FUNCTION),
+    Body(MODULE, CORE_FORWARD),
+    Body(MODULE, CORE_BACKWARD),
+    Body(MODULE, KERNEL),
+    Body(KERNEL_MODULE, KERNEL),
+    Body(MODULE, "element_mul_kernel"),
+    Body("liger_kernel.ops.utils", "element_mul_kernel"),
+)
 _SCALED_BY_ONE = Pattern("element_mul_kernel[$grid]($$_, grad_output, $$_)")
 _PER_TOKEN = Pattern("""
 if reduction == 'none':
@@ -121,7 +162,7 @@ def probe(tree: SourceTree) -> Finding:
     if core_forward is None or core_backward is None:
         raise unknown(source, forward, f"{CORE_FORWARD} or {CORE_BACKWARD} is missing")
     if "token_grad_output" in parameters(core_forward):
-        return _deferred(source, core_forward, backward)
+        return _deferred(tree, source, core_forward, backward)
     if (guard := _rejection(backward) or _rejection(core_backward)) is not None:
         return broken(REJECTED, at(source, guard, "the backward pass refuses an upstream gradient per token"))
     if (scaling := _first(_SCALED_BY_ONE, core_backward)) is None:
@@ -180,18 +221,21 @@ def _as_released(source: ModuleSource, tree: SourceTree, *seen: Evidence) -> Fin
     return unrecognised(Evidence(seen=why, file=source.path), *seen)
 
 
-def _deferred(source: ModuleSource, core_forward: FunctionNode, backward: FunctionNode) -> Finding:
-    """Return FIXED if `token_grad_output` is applied, and the backward pass hands its gradient to it."""
+def _deferred(tree: SourceTree, source: ModuleSource, core_forward: FunctionNode, backward: FunctionNode) -> Finding:
+    """Return FIXED for a known repair; one looks so if the backward pass hands its gradient over and it is applied."""
     products = (each.node for statement in core_forward.body for each in _PRODUCT.find(statement))
     applied = next((each for each in products if "token_grad_output" in words(each)), None)
     handed = next((call.node for call in _CORE_CALLED.find(backward) if _hands_over(call)), None)
     if applied is None or not isinstance(handed, ast.AST):
         missing = "applied" if applied is None else "handed over by the backward pass"
         raise unknown(source, core_forward, f"token_grad_output is not {missing}")
-    return fixed(
+    return judged(
+        tree,
+        _REPAIRED,
         at(source, applied, "the gradient of the logits is multiplied by token_grad_output"),
         at(source, handed, "the backward pass hands over grad_output"),
-        repair=[Body(MODULE, CORE_FORWARD)],
+        texts=_TEXTS,
+        bodies=_BODIES,
     )
 
 

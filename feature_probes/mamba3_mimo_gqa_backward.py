@@ -13,7 +13,8 @@ import ast
 from collections.abc import Iterator
 
 from megacpp_overlays.feature_probes.definitions import binders, calls, plain_function, words
-from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown
+from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
+from megacpp_overlays.feature_probes.repairs import judged, table
 from megacpp_overlays.model import Body, Finding, Target
 from megacpp_overlays.source.fingerprint import fingerprint, is_docstring
 from megacpp_overlays.source.patterns import Pattern
@@ -37,8 +38,28 @@ _KNOWN = {
 
 REDUCER = "mamba_ssm.ops.triton.mamba3.grouped_head_reduction"
 _REDUCE = "reduce_grouped_qk_grads_and_bias_triton"
-_REDUCER_KNOWN = "2da46b59f02b0003"
-"""Fingerprint of main's reducer, from 33e2849 (2026-06-08) to e9594ce (2026-07-23)."""
+_REDUCER_TEXT = "2da46b59f02b0003"
+_REPAIRED = {
+    PLAIN: table(
+        (f"{PLAIN.module}:", f"{REDUCER}:"),
+        {
+            "main 33e2849 (2026-06-08)": f"5a2182f816cfc661 {_REDUCER_TEXT}",
+            "main b3cae1b (2026-06-10) to e9594ce": f"191664458ff4036b {_REDUCER_TEXT}",
+        },
+    ),
+    VARLEN: table(
+        (f"{VARLEN.module}:", f"{REDUCER}:"),
+        {"main 33e2849 (2026-06-08) to e9594ce": f"39d2011f3dcd3498 {_REDUCER_TEXT}"},
+    ),
+}
+"""The whole modules, kernels and all, and that of the reducer, in every commit of main that has it."""
+_TEXTS = {
+    "fe04d3c193e7c575": "5a2182f816cfc661",
+    "f35e610f6c5c6fdf": "191664458ff4036b",
+    "f62798655442605d": "39d2011f3dcd3498",
+    "d461ec57ef42e2f0": _REDUCER_TEXT,
+}
+"""The same by the text of the three modules."""
 
 _REDUCED = Pattern(f"$results = {_REDUCE}($dq, $dk, G, $$how)")
 _UNPACKED = Pattern("B, S, R, G, N = q.shape")
@@ -66,7 +87,7 @@ def _probe(tree: SourceTree, target: Target) -> Finding:
     if function is None:
         raise unknown(source, None, f"there is a MIMO backward but no {target.symbol}")
     if calls(function, _REDUCE):
-        return _probe_reducer(tree, source, function)
+        return _probe_reducer(tree, target, source, function)
     if (seen := _text(source)) != _KNOWN[target]:
         raise unknown(source, function, f"{target.symbol} is in an unknown text {seen}")
     refusal = next((each for each in ast.walk(function) if isinstance(each, ast.Raise)), function)
@@ -81,17 +102,21 @@ def _text(source: ModuleSource) -> str:
 # Main
 
 
-def _probe_reducer(tree: SourceTree, source: ModuleSource, function: FunctionNode) -> Finding:
+def _probe_reducer(tree: SourceTree, target: Target, source: ModuleSource, function: FunctionNode) -> Finding:
     reducer = tree.module(REDUCER)
     if reducer is None:
         raise unknown(source, function, f"calls {_REDUCE}, and there is no module {REDUCER}")
-    if (seen := _text(reducer)) != _REDUCER_KNOWN:
-        raise unknown(reducer, None, f"the reducer has an unknown text {seen}")
     if (surprise := next(_surprises(source, function), None)) is not None:
         raise unknown(source, function, f"{function.name} {surprise}")
-    return fixed(
+    return judged(
+        tree,
+        _REPAIRED[target],
         at(source, calls(function, _REDUCE)[0], f"sums gradients into any number of groups: {_REDUCE}"),
-        repair=[Body(source.name, function.name)],
+        texts=_TEXTS,
+        bodies=[
+            *(Body(source.name, name) for name in (function.name, *FACTORIES, _REDUCE)),
+            *(Body(REDUCER, each.name) for each in reducer.syntax.body if isinstance(each, FunctionNode)),
+        ],
     )
 
 

@@ -11,6 +11,7 @@ import ast
 
 from megacpp_overlays.feature_probes import cpp_source
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unknown
+from megacpp_overlays.feature_probes.repairs import judged, table
 from megacpp_overlays.model import Body, Finding, Target
 from megacpp_overlays.source.fingerprint import fingerprint
 from megacpp_overlays.source.patterns import Pattern
@@ -27,6 +28,13 @@ _TUNED = {"b934a2a6611e3fa6": "2.3.2.post1"}
 """Decorators of the kernel: the configurations that its tuner has."""
 _WHOLE = {"68d8d0dba0e3913f": "2.3.2.post1"}
 """The same by the text of the whole module: a gate is read at start-up, and parsing it takes 50 ms."""
+_PRUNE = "_prune_mamba3_siso_fwd_configs"
+_REPAIRED = table(
+    (f"{TARGET.module}:{_PRUNE}", f"{TARGET.module}:{TARGET.symbol}"),
+    {"main e9594ce (2026-07-23)": "50e9825c164a4fe7 3f072402008c2afd"},
+)
+"""What drops configurations, and the kernel with its decorators."""
+_WHOLE_REPAIRED = {"bfcf75d9192e0f90": "main e9594ce (2026-07-23)"}
 _PRUNED = Pattern("{'early_config_prune': $prune}")
 _MAJOR, _STAGES = Pattern("major in (10, 12)"), Pattern("config.num_stages == 1")
 
@@ -39,16 +47,18 @@ def probe(tree: SourceTree) -> Finding:
     if (text := source.sha256[:16]) in _WHOLE:
         seen = f"configurations as in {_WHOLE[text]}"
         return broken(ANY_STAGES, cpp_source.at(source, f"def {TARGET.symbol}(", seen))
+    if text in _WHOLE_REPAIRED:
+        seen = f"keeps one stage on compute capability 10 and 12, as in {_WHOLE_REPAIRED[text]}"
+        repair = [Body(TARGET.module, _PRUNE), Body(TARGET.module, TARGET.symbol)]
+        return fixed(cpp_source.at(source, f"def {_PRUNE}(", seen), repair=repair)
     kernel = source.function(TARGET.symbol)
     if kernel is None:
         return absent(f"{TARGET.module} has no {TARGET.symbol}")
     if (tuned := fingerprint(kernel.decorator_list)) in _TUNED:
         return broken(ANY_STAGES, at(source, kernel, f"configurations as in {_TUNED[tuned]}"))
     if (prune := _pruning(source, kernel)) is not None:
-        return fixed(
-            at(source, prune, f"{prune.name} keeps one stage on compute capability 10 and 12"),
-            repair=[Body(TARGET.module, TARGET.symbol)],
-        )
+        one_stage = at(source, prune, f"{prune.name} keeps one stage on compute capability 10 and 12")
+        return judged(tree, _REPAIRED, one_stage, places=(f"{source.name}:{prune.name}",))
     raise unknown(source, kernel, f"{TARGET.symbol} has unknown configurations {tuned}")
 
 

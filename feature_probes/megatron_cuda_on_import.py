@@ -10,8 +10,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed
-from megacpp_overlays.model import Body, Evidence, Finding, Target
+from megacpp_overlays.feature_probes.findings import absent, at, broken
+from megacpp_overlays.feature_probes.repairs import Repairs, judged
+from megacpp_overlays.model import Evidence, Finding, Target
 from megacpp_overlays.source.trees import FunctionNode, SourceTree
 
 _PACKAGE = "megatron.core.ssm.ops.gdp"
@@ -21,6 +22,8 @@ WITH_HYBRID_MODELS = "asked-with-hybrid-models"
 
 _REACHED_FROM = "megatron.core.inference.contexts.dynamic_context"
 """What `import megatron.core` executes on main, and what has imported the kernels since #6595."""
+_REPAIRED: Repairs = {}
+"""No tree with the module that does not ask was read yet: it has asked in every commit of main that has it."""
 _HARMLESS = {"is_available", "is_initialized"}
 """What `torch.cuda` answers without initialising itself."""
 
@@ -32,10 +35,8 @@ def probe(tree: SourceTree) -> Finding:
         return absent(f"there is no {TARGET.module}")
     asking = next(_asking(source.syntax.body), None)
     if asking is None:
-        return fixed(
-            Evidence(seen="nothing asks for the device when it is imported", file=source.path),
-            repair=[Body(TARGET.module, TARGET.symbol)],
-        )
+        nothing = Evidence(seen="nothing is seen to ask for the device when it is imported", file=source.path)
+        return judged(tree, _REPAIRED, nothing, places=(f"{TARGET.module}:",))
     seen = at(source, asking, f"{ast.unparse(asking.func)} is called by the import")
     context = tree.module(_REACHED_FROM)
     for node in context.syntax.body if context else ():

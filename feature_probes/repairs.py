@@ -3,134 +3,212 @@
 A probe keeps a table of the trees that it was read in. Each names the bodies that hold the repair and those that it goes
 through on its way: the caller that passes an argument, the helper that is called, the name that a module imports. An edit
 in any of them can bring the defect back with the repair in plain sight, so each is compared as a whole: a definition
-with its decorators, the bases of its class, and how the module binds every name that it uses. What differs anywhere
-looks repaired at best, and is UNRECOGNISED.
+with its decorators, the head of its class and the names of its members, and how the module binds every name that it
+uses, the functions among them and what those use included. What differs anywhere looks repaired at best, and is UNRECOGNISED.
 
-    _REPAIRED = {
-        "0.8.5": {
-            "package.module:function": "0123456789abcdef",
-            "package.module:Class.method": "0123456789abcdef",
-            "package.module:imported_name": "0123456789abcdef",
-            "package.other:": "0123456789abcdef",  # the whole module
-        },
-    }
+    _PLACES = (
+        "package.module:function",
+        "package.module:Class.method",
+        "package.module:imported_name",
+        "package.module:*attribute",  # every definition in whose text this word stands
+        "package.other:",  # the whole module
+    )
+    _REPAIRED = table(_PLACES, {"0.8.5": "0123456789abcdef 123456789abcdef0 23456789abcdef01 - 3456789abcdef012"})
+
+`meaning` gives the fingerprint of a place.
 """
 
 from __future__ import annotations
 
 import ast
 import bisect
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes.findings import fixed, looks_repaired
 from megacpp_overlays.model import Body, Evidence, Finding
 from megacpp_overlays.source.fingerprint import fingerprint, is_docstring
-from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree
+from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, readable
 
-_Definition = ast.ClassDef | FunctionNode
 Repairs = Mapping[str, Mapping[str, str]]
-"""Fingerprints of bodies, `module:symbol`, by the trees in which they were read together."""
+"""Fingerprints by place, such as `module:symbol`, by the trees in which they were read together."""
+_Definition = ast.ClassDef | FunctionNode
+_NOT_THERE = "-"
 
 
-def judged(tree: SourceTree, repairs: Repairs, *seen: Evidence, bodies: Sequence[str] = ()) -> Finding:
-    """Return FIXED where every body of a repair is as it was read, else that it looks repaired.
+def table(places: Sequence[str], trees: Mapping[str, str]) -> Repairs:
+    """Return repairs that go through the same places: by tree the fingerprint of each, `-` where it has no such thing."""
+    return {read_in: dict(zip(places, bodies.split(), strict=True)) for read_in, bodies in trees.items()}
+
+
+def judged(
+    tree: SourceTree,
+    repairs: Repairs,
+    *seen: Evidence,
+    places: Sequence[str] = (),
+    texts: Mapping[str, str] = {},
+    bodies: Sequence[Body] = (),
+) -> Finding:
+    """Return FIXED where everything that a repair goes through is as it was read, else that it looks repaired.
 
     Args:
         tree: what is asked about.
         repairs: what was read.
         seen: what made the probe look here.
-        bodies: where the repair must be, for a repair that was read nowhere yet.
+        places: where the repair must be, for one that was read nowhere yet.
+        texts: fingerprints of whole modules by the first 16 digits of the hash of their text, as released: to parse
+            them and to hash what was parsed takes twenty times as long.
+        bodies: what is held against the live process, if not all that was compared.
     """
-    found: dict[str, str] = {}
-    for where in dict.fromkeys([*(key for known in repairs.values() for key in known), *bodies]):
-        found[where] = _meaning_in(tree, where)
+    found = {
+        where: _by_text(tree, where, texts) or meaning(tree, where)
+        for where in dict.fromkeys([*places, *(where for known in repairs.values() for where in known)])
+    }
     strange = list(found)
     for read_in, known in repairs.items():
         other = [where for where, body in known.items() if found[where] != body]
         if not other:
-            return fixed(*seen, Evidence(seen=f"as in {read_in}"), repair=[_body(where) for where in known])
+            return fixed(*seen, Evidence(seen=f"as in {read_in}"), repair=bodies or _bodies(tree, known))
         strange = min(strange, other, key=len)
-    unknown = Evidence(
-        seen="not as in any tree that was read: " + ", ".join(f"{each} {found[each]}" for each in strange)
-    )
-    return looks_repaired(*seen, unknown, repair=[_body(where) for where in found])
+    unknown = ", ".join(f"{where} {found[where]}" for where in strange)
+    why = Evidence(seen=f"not as in a tree that was read: {unknown}" if repairs else "no repair was read yet")
+    return looks_repaired(*seen, why, repair=bodies or _bodies(tree, found))
 
 
-def _body(where: str) -> Body:
-    module, _, symbol = where.partition(":")
-    return Body(module, symbol)
+def _by_text(tree: SourceTree, where: str, texts: Mapping[str, str]) -> str | None:
+    """Return the fingerprint of a whole module whose text is known, or None."""
+    if not texts or not where.endswith(":") or (source := readable(tree, where[:-1])) is None:
+        return None
+    return texts.get(source.sha256[:16])
 
 
-def _meaning_in(tree: SourceTree, where: str) -> str:
-    """Return the fingerprint of a body, or in words why it has none."""
+def meaning(tree: SourceTree, where: str) -> str:
+    """Return the fingerprint of a place of a table, `-` where there is no such thing, or in words why it has none."""
     module, _, symbol = where.partition(":")
     try:
         source = tree.module(module)
-        return "is not there" if source is None else meaning(source, symbol)
+        if source is None:
+            return _NOT_THERE
+        reader = _Reader(source)
+        if symbol.startswith("*"):
+            return fingerprint([[each, reader.meaning(each)] for each in _mentioning(source, symbol[1:])])
+        return reader.meaning(symbol)
     except SourceError as error:
         return f"({error})"
 
 
-def meaning(source: ModuleSource, symbol: str) -> str:
-    """Return the fingerprint of a definition together with what it stands in and how the names in it are bound.
-
-    Of a name that the module imports, it is the one of the statements that bind it; of an empty one, that of the module.
-
-    Raises:
-        SourceError: there is no such name, or more than one thing binds it.
-    """
-    if not symbol:
-        return fingerprint([each for each in source.syntax.body if not is_docstring(each)])
-    path = symbol.split(".")
-    if len(path) == 1 and source.bindings.of(symbol) and not source.bindings.definitions(symbol):
-        return fingerprint(_bound(source, symbol))
-    scopes = [_standing(source, ".".join(path[:depth])) for depth in range(1, len(path) + 1)]
-    parts: list[object] = [
-        [each.decorator_list, getattr(each, "bases", []), getattr(each, "keywords", [])] for each in scopes[:-1]
-    ]
-    node = scopes[-1]
-    names = {each.id for part in (*_heads(scopes[:-1]), node) for each in ast.walk(part) if isinstance(each, ast.Name)}
-    return fingerprint(
-        [*parts, node, *([name, _bound(source, name)] for name in sorted(names) if source.bindings.of(name))]
-    )
+def _bodies(tree: SourceTree, places: Iterable[str]) -> list[Body]:
+    bodies: list[Body] = []
+    for where in places:
+        module, _, symbol = where.partition(":")
+        source = tree.module(module)
+        if source is None:
+            continue
+        symbols = _mentioning(source, symbol[1:]) if symbol.startswith("*") else [symbol]
+        bodies += [Body(module, each) for each in symbols if not each or source.bindings.of(each)]
+    return list(dict.fromkeys(bodies))
 
 
-def _heads(classes: Sequence[_Definition]) -> list[ast.expr]:
-    """Return what stands around a method: the decorators and bases of its class."""
-    return [node for each in classes for node in (*each.decorator_list, *getattr(each, "bases", ()))]
+def _mentioning(source: ModuleSource, word: str) -> list[str]:
+    """Return the functions, methods and classes of a module in whose text a word stands, the whole module as an empty name."""
+    lines = [number for number, line in enumerate(source.text.splitlines(), 1) if re.search(rf"\b{word}\b", line)]
+    return list(dict.fromkeys(name for line in lines for name in _around(source.syntax.body, line)))
 
 
-def _standing(source: ModuleSource, symbol: str) -> _Definition:
-    """Return the one definition of a name, at its place: not below a condition, and bound by nothing else."""
-    owner, _, name = symbol.rpartition(".")
-    scope: Sequence[ast.stmt] = _standing(source, owner).body if owner else source.syntax.body
-    bindings = source.bindings.of(symbol)
-    if not bindings:
-        raise SourceError(f"there is no {symbol}", file=source.path)
-    found = bindings[0]
-    if len(bindings) > 1 or not isinstance(found, _Definition) or found not in scope:
-        line = getattr(bindings[-1], "lineno", None)
-        raise SourceError(f"{name} is no plain definition that stands alone", file=source.path, line=line)
-    return found
+def _around(body: Sequence[ast.stmt], line: int) -> list[str]:
+    for node in body:
+        if _place(node)[0] <= line <= (node.end_lineno or 0):
+            if isinstance(node, ast.ClassDef):
+                inside = [name for name in _around(node.body, line) if name]
+                return [f"{node.name}.{name}" for name in inside] or [node.name]
+            return [node.name] if isinstance(node, FunctionNode) else [""]
+    return []  # a comment between two statements
 
 
-def _bound(source: ModuleSource, name: str) -> list[object]:
-    """Return what binds a name of the module: a definition by its name, anything else as the statement around it."""
-    body = source.syntax.body
-    starts = [_place(each) for each in body]
-    found: list[object] = []
-    for node in source.bindings.of(name):
-        statement = body[max(bisect.bisect_right(starts, _place(node)) - 1, 0)]
-        entry: object = (
-            [type(node).__name__, name] if isinstance(node, _Definition) and node is statement else statement
-        )
-        if entry not in found:
-            found.append(entry)
-    return found
+class _Reader:
+    """Reads what definitions of one module mean."""
+
+    def __init__(self, source: ModuleSource) -> None:
+        self._source = source
+        self._body = source.syntax.body
+        self._starts = [_place(each) for each in self._body]
+
+    def meaning(self, symbol: str) -> str:
+        """Return the fingerprint of a definition together with what it stands in and how the names in it are bound.
+
+        Of a name that the module imports or assigns, it is the one of the statements that bind it; of an empty one, that
+        of the module.
+
+        Raises:
+            SourceError: there is one, and it does not stand alone.
+        """
+        if not symbol:
+            return fingerprint([each for each in self._body if not is_docstring(each)])
+        bindings = self._source.bindings
+        if "." not in symbol and bindings.of(symbol) and not bindings.definitions(symbol):
+            return fingerprint(self._bound(symbol))
+        parts = symbol.split(".")
+        if not bindings.of(parts[0]) or not bindings.of(symbol):
+            return _NOT_THERE
+        *classes, node = (self._standing(".".join(parts[:depth])) for depth in range(1, len(parts) + 1))
+        heads = [[each.decorator_list, getattr(each, "bases", []), getattr(each, "keywords", [])] for each in classes]
+        members = [sorted({getattr(each, "name", "") for each in cls.body}) for cls in classes]
+        read = [node, *(each for head in heads for kind in head for each in kind)]
+        return fingerprint([node, heads, members, *self._used(read)])
+
+    def _used(self, nodes: Sequence[ast.AST]) -> Iterator[object]:
+        """Yield the names of the module that code uses with what binds them, and the functions among that, and what those use."""
+        waiting, said = list(nodes), set[str]()
+        while waiting:
+            for name in sorted(_global_names([waiting.pop()]) - said):
+                said.add(name)
+                bound = self._bound(name)
+                yield [name, bound]
+                functions = [each for each in bound if isinstance(each, FunctionNode)]
+                waiting += functions
+
+    def _standing(self, symbol: str) -> _Definition:
+        """Return the one definition of a name, at its place: not below a condition, and bound by nothing else."""
+        owner, _, name = symbol.rpartition(".")
+        scope: Sequence[ast.stmt] = self._standing(owner).body if owner else self._body
+        bindings = self._source.bindings.of(symbol)
+        found = bindings[0] if bindings else None
+        if len(bindings) > 1 or not isinstance(found, _Definition) or found not in scope:
+            line = getattr(found, "lineno", None)
+            raise SourceError(f"{name} is no definition that stands alone", file=self._source.path, line=line)
+        return found
+
+    def _bound(self, name: str) -> list[object]:
+        """Return what binds a name of the module: a class by its name, anything else at the module's level as a statement.
+
+        Inside of definitions it is the mere node that counts: those that matter are read by themselves.
+        """
+        found: list[object] = []
+        for node in self._source.bindings.of(name):
+            around = self._body[max(bisect.bisect_right(self._starts, _place(node)) - 1, 0)]
+            entry: object = node if isinstance(around, _Definition) else around
+            if node is around and isinstance(node, ast.ClassDef):
+                entry = [type(node).__name__, name]
+            if not any(entry is each for each in found):
+                found.append(entry)
+        return found
+
+
+def _global_names(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the names that code uses and does not bind itself."""
+    used, own = set[str](), set[str]()
+    for node in (inner for each in nodes for inner in ast.walk(each)):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else own).add(node.id)
+        elif isinstance(node, ast.arg):
+            own.add(node.arg)
+    return used - own
 
 
 def _place(node: ast.AST) -> tuple[int, int]:
     """Return where a node begins, its decorators included."""
-    first = min([node, *getattr(node, "decorator_list", ())], key=lambda each: getattr(each, "lineno", 0))
-    return getattr(first, "lineno", 0), 0 if first is not node else getattr(first, "col_offset", 0)
+    decorators = [each.lineno for each in getattr(node, "decorator_list", ())]
+    if decorators:
+        return min(decorators), 0
+    return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)

@@ -9,7 +9,7 @@ of its own. The code of the releases in between is known by its text.
 from __future__ import annotations
 
 from megacpp_overlays.feature_probes import cpp_source, tilelang_sums
-from megacpp_overlays.feature_probes.findings import absent, broken, fixed
+from megacpp_overlays.feature_probes.findings import absent, broken, fixed, looks_repaired
 from megacpp_overlays.model import Evidence, Finding, Target
 from megacpp_overlays.source.trees import SourceTree
 
@@ -18,6 +18,7 @@ ADDED_TOO_OFTEN = "added-too-often"
 
 _WRONG = {"0.1.9", "0.1.10", "0.1.11", "0.1.12"}
 _REFUSING = {"0.1.8"}
+_RIGHT = {"0.1.13", "0.1.14", "0.1.15"}
 
 
 def probe(tree: SourceTree) -> Finding:
@@ -25,12 +26,17 @@ def probe(tree: SourceTree) -> Finding:
     if tree.module("tilelang") is None:
         return absent("there is no tilelang")
     sums = tilelang_sums.read(tree)
-    if sums.checks:
+    if sums.release in _RIGHT:
         seen = "what would be added too often is lowered in another way or refused"
-        return fixed(cpp_source.at(sums.file, tilelang_sums.CHECK, seen), repair=[sums.text])
+        return fixed(cpp_source.at(sums.file, tilelang_sums.CHECK, f"{seen}, as in {sums.release}"), repair=[sums.text])
     if sums.release in _REFUSING:
         refused = Evidence(seen=f"such sums are refused, as in {sums.release}", file=sums.file.path)
         return fixed(refused, repair=[sums.text])
     if sums.release in _WRONG:
         return broken(ADDED_TOO_OFTEN, Evidence(seen=f"sums are lowered as in {sums.release}", file=sums.file.path))
+    if sums.checks:
+        check = cpp_source.at(sums.file, tilelang_sums.CHECK, "it has the words of the check of 0.1.13")
+        return looks_repaired(
+            check, Evidence(seen=f"the text of the file is unknown: {sums.digest}"), repair=[sums.text]
+        )
     raise sums.unknown()

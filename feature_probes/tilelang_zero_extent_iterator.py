@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes import cpp_source
-from megacpp_overlays.feature_probes.findings import absent, broken, fixed, unrecognised
-from megacpp_overlays.model import Finding, Target, Text
+from megacpp_overlays.feature_probes.findings import absent, broken, fixed, looks_repaired, unrecognised
+from megacpp_overlays.model import Evidence, Finding, Target, Text
 from megacpp_overlays.source.trees import SourceTree, shipped
 
 TARGET = Target(distribution="tilelang", module="tilelang.transform", symbol="LayoutInference")
@@ -20,6 +20,8 @@ EQUALITY_ONLY = "only-equality-covers"
 _FILE = "src/layout/utils.cc"
 _HEAD = "Array<IterSplitExpr> get_unused_iters("
 _BROKEN = {"2ae53ddd30be047f": "0.1.6.post2 to 0.1.7.post1", "6e540dc9db6f42f3": "0.1.7.post3 to 0.1.11"}
+_REPAIRED = {"8dfeb7335d9dff49": "0.1.12", "81b730bb122f21b0": "0.1.13 to 0.1.15"}
+"""The same with the repair, by the text of the whole file."""
 _REPAIR = "analyzer->CanProve(expected_lower_factor > mark->extent)"
 """The condition that 0.1.12 added, and that 0.1.15 still has."""
 
@@ -34,7 +36,10 @@ def probe(tree: SourceTree) -> Finding:
         raise SourceError("there is no get_unused_iters, or more than one", file=file.path)
     if _REPAIR in body:
         condition = cpp_source.at(file, _REPAIR, "splits that cover more than the iterator count as covering it")
-        return fixed(condition, repair=[Text(file.path, cpp_source.digest(body))])
+        repair = [Text(file.path, text := cpp_source.digest(file.text))]
+        if text in _REPAIRED:
+            return fixed(condition, Evidence(seen=f"as in {_REPAIRED[text]}"), repair=repair)
+        return looks_repaired(condition, Evidence(seen=f"the text of the file is unknown: {text}"), repair=repair)
     if (seen := cpp_source.digest(body)) in _BROKEN:
         return broken(EQUALITY_ONLY, cpp_source.at(file, _HEAD, f"as in {_BROKEN[seen]}"))
     return unrecognised(cpp_source.at(file, _HEAD, f"get_unused_iters has an unknown body {seen}"))

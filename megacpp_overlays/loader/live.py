@@ -83,7 +83,7 @@ def _definitions(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def _other_than_read(module: ModuleType, symbol: str, source: ModuleSource) -> str | None:
-    nodes = source.bindings.definitions(symbol)  # several where a property has a setter; the probe has judged the text
+    nodes = _defined(source.syntax.body, symbol)
     if not nodes:
         return _another_import(module, symbol, source)
     if isinstance(cls := nodes[-1], ast.ClassDef):
@@ -95,6 +95,19 @@ def _other_than_read(module: ModuleType, symbol: str, source: ModuleSource) -> s
         return None
     what = "is not there" if raw is None else f"is {seams.describe(raw)}"
     return f"{source.name}.{symbol} as it is loaded {what}, which is not the code that was read in {_at(source, cls)}"
+
+
+def _defined(body: Sequence[ast.AST], symbol: str) -> list[ast.ClassDef | FunctionNode]:
+    """Return the definitions of a name, several where a property has a setter; the probe has judged what binds it."""
+    name, _, rest = symbol.partition(".")
+    found: list[ast.ClassDef | FunctionNode] = []
+    for node in body:
+        if isinstance(node, ast.ClassDef | FunctionNode):
+            if node.name == name:
+                found += _defined(node.body, rest) if rest else [node]
+        elif isinstance(node, ast.If | ast.Try | ast.With | ast.ExceptHandler):
+            found += _defined([*ast.iter_child_nodes(node)], symbol)
+    return found
 
 
 def _is_as_read(raw: Any, symbol: str, node: FunctionNode, source: ModuleSource) -> bool:
@@ -164,7 +177,7 @@ def _compiled(symbol: str, node: FunctionNode, source: ModuleSource) -> CodeType
     statement: ast.stmt = node
     owner, _, _ = symbol.rpartition(".")
     while owner:  # a method is compiled inside its class, for `super()` and for names with two underscores
-        (*_, cls) = source.bindings.definitions(owner)
+        (*_, cls) = _defined(source.syntax.body, owner)
         copied = ast.ClassDef(**{**dict(ast.iter_fields(cls)), "bases": [], "keywords": [], "decorator_list": []})
         copied.body = [statement]
         statement = ast.copy_location(copied, cls)

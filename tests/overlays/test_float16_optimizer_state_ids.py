@@ -138,42 +138,6 @@ def test_a_fingerprint_sees_signature_decorators_and_statements() -> None:
     assert len({plain, *map(of, others)}) == 4
 
 
-def test_ids_over_the_inner_optimizer_are_fixed() -> None:
-    text = """
-class Float16OptimizerWithFloat16Params(MixedPrecisionOptimizer):
-    def sharded_state_dict(self, model, is_loading=False, metadata=None):
-        def in_order():
-            for group in self.optimizer.param_groups:
-                yield from map(self.model_side, group["params"])
-                yield None
-        ids = get_param_id_to_sharded_param_map(model, in_order())
-        return convert(self.state_dict(), ids)
-"""
-    assert examine(float16_optimizer_state_ids, text).verdict is Verdict.FIXED
-    patched = f"{text}\nFloat16OptimizerWithFloat16Params.__init__ = patched\n"
-    assert examine(float16_optimizer_state_ids, patched).verdict is Verdict.UNRECOGNISED
-    stale = text.replace("in_order())", "self.float16_groups)")
-    assert examine(float16_optimizer_state_ids, stale).verdict is Verdict.UNRECOGNISED
-
-
-def test_positions_that_are_recorded_again_are_fixed() -> None:
-    text = """
-class DistributedOptimizer(MixedPrecisionOptimizer):
-    def __init__(self, *args):
-        self.build(*args)
-        for index, (native, half) in enumerate(zip(self.model_fp32_groups, self.model_float16_groups)):
-            for place, parameter in enumerate([*native, *half]):
-                self.model_param_group_index_map[parameter] = (index, place)
-
-    def _set_main_param_and_optimizer_states(self, parameter, tensors):
-        with torch.no_grad():
-            self.shard(parameter).copy_(tensors["param"])
-"""
-    assert examine(float16_distributed_order, text).verdict is Verdict.FIXED
-    for half_repaired in (text.replace("torch.no_grad()", "torch.enable_grad()"), text.replace("_map[", "_other[")):
-        assert examine(float16_distributed_order, half_repaired).verdict is Verdict.UNRECOGNISED
-
-
 # Behaviour
 
 

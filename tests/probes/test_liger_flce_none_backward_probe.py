@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from probing import ask
 
 from megacpp_overlays.feature_probes import liger_flce_none_backward as feature
-from megacpp_overlays.model import Finding, Verdict
+from megacpp_overlays.model import Body, Finding, Proof, Verdict
 from megacpp_overlays.overlays.liger_flce_none_backward import OVERLAY
 from megacpp_overlays.source.file_trees import ArchiveTree
 from megacpp_overlays.source.trees import ModuleSource
@@ -318,6 +318,87 @@ def test_a_repair_whose_name_means_something_else_in_the_end_is_none(wheel: Whee
 
     assert finding.verdict is Verdict.UNRECOGNISED
     assert "is bound elsewhere, too" in finding.summary()
+
+
+def under_a_flag(text: str) -> str:
+    flag = 'if __import__("os").environ.get("LIGER_REPAIRED") and token_grad_output is not None:'
+    return replaced("if token_grad_output is not None:", flag)(text)
+
+
+STILL_BROKEN = {
+    "first token alone": replaced("* token_grad_output[start_idx:end_idx].unsqueeze(-1).to(", "* token_grad_output[0].to("),
+    "product discarded": replaced("grad_logits_chunk = grad_logits_chunk * token_grad_output", "_ = grad_logits_chunk * token_grad_output"),
+    "undone behind it": replaced("        if input_requires_grad:\n", "        grad_logits_chunk = _unscaled\n        if input_requires_grad:\n"),
+    "never deferred": replaced('ctx.defer_grads = reduction == "none" and needs_grad', "ctx.defer_grads = False"),
+    "deferred for another reduction": replaced('ctx.defer_grads = reduction == "none"', 'ctx.defer_grads = reduction == "mean"'),
+    "under a flag": under_a_flag,
+    "in dead code": replaced("if token_grad_output is not None:", "if False:"),
+    "handed over in dead code": replaced("        if ctx.defer_grads:\n            # reduction", "        if False:\n            # reduction"),
+    "scaled again": replaced("                **ctx.fwd_kwargs,\n            )\n", "                **ctx.fwd_kwargs,\n            )\n            grad_weight *= grad_output[0]\n"),
+    "class rebound": appended(f"{feature.FUNCTION} = type('{feature.FUNCTION}', ({feature.FUNCTION},), older)"),
+    "method rebound through globals": appended(f"globals()['{feature.FUNCTION}'].backward = older"),
+    "class decorated": replaced(f"class {feature.FUNCTION}(", f"@patched\nclass {feature.FUNCTION}("),
+    "backward decorated": replaced("    @amp_custom_bwd\n", "    @amp_custom_bwd\n    @detached\n"),
+    "isinstance shadowed": appended("def isinstance(*_):\n    return False"),
+    "products imported from elsewhere": replaced("from liger_kernel.backends import dispatch", "from vendor import dispatch"),
+    "a call at import": appended("patch_flce()"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", STILL_BROKEN.values(), ids=STILL_BROKEN)
+def test_a_repair_that_was_edited_is_not_fixed(wheel: Wheel, edit: Callable[[str], str]) -> None:
+    release = wheel("liger-kernel", "0.8.5")
+
+    assert examine(release, edit(text_of(release, feature.MODULE))).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        (feature.KERNEL_MODULE, "lse_square_scale * lse * lse", "lse_square_scale * lse"),
+        ("liger_kernel.ops.utils", "grad_output = tl.load(grad_output_ptr)", "grad_output = 1.0"),
+        ("liger_kernel.backends.dispatch", "def dispatch(", "@patched\ndef dispatch("),
+        (
+            "liger_kernel.ops.backends._triton.cross_entropy",
+            "def cross_entropy_loss",
+            "@patched\ndef cross_entropy_loss",
+        ),
+    ],
+)
+def test_what_a_repair_goes_through_counts(wheel: Wheel, module: str, old: str, new: str) -> None:
+    release = wheel("liger-kernel", "0.8.5")
+    text = replaced(old, new)(text_of(release, module))
+
+    class Other(Edited):
+        def module(self, name: str) -> ModuleSource | None:
+            found = super().module(name)
+            return ModuleSource(name, found.path, text) if found is not None and name == module else found
+
+    finding = ask(OVERLAY.probe, Other(release))
+
+    assert finding.verdict is Verdict.UNRECOGNISED
+    assert finding.looks_repaired
+    assert f"not as in a tree that was read: {module}:" in finding.summary()
+
+
+@pytest.mark.parametrize("version", ["0.8.2", "0.8.3", "0.8.4", "0.8.5"])
+def test_a_repair_is_the_same_in_another_layout(wheel: Wheel, version: str) -> None:
+    release = wheel("liger-kernel", version)
+
+    finding = examine(release, ast.unparse(ast.parse(text_of(release, feature.MODULE))))
+
+    assert (finding.verdict, finding.proof) == (Verdict.FIXED, Proof.READ)
+    assert f"as in {version}" in finding.summary()
+    assert Body(feature.MODULE, feature.FUNCTION) in finding.repair
+
+
+def test_what_only_looks_repaired_says_so_and_names_what_would_have_to_be_read(wheel: Wheel) -> None:
+    release = wheel("liger-kernel", "0.8.5")
+
+    finding = examine(release, appended("EXTRA = 1")(text_of(release, feature.MODULE)))
+
+    assert (finding.verdict, finding.looks_repaired) == (Verdict.UNRECOGNISED, True)
+    assert Body(feature.MODULE, feature.CORE_FORWARD) in finding.repair
 
 
 FAIL_CLOSED = """

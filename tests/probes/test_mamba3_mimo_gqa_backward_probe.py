@@ -167,27 +167,20 @@ def repaired(part: Overlay) -> str:
     return f"{IMPORT}{KERNELS}def {part.target.symbol}(q):{HOST}"
 
 
-@pytest.fixture
-def known_reducer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feature, "_REDUCER_KNOWN", feature._text(ModuleSource("reducer", "reducer.py", REDUCER)))
-
-
-@pytest.mark.usefixtures("known_reducer")
-def test_a_reducer_for_any_number_of_groups_retires_the_overlay(part: Overlay) -> None:
+def test_a_reducer_for_any_number_of_groups_looks_like_the_repair(part: Overlay) -> None:
     finding = on_main(part)
-    texts = Texts({part.target.module: repaired(part), feature.REDUCER: REDUCER})
 
-    assert finding.verdict is Verdict.FIXED, finding.summary()
-    assert due([part], texts) == [part]
-
-
-def test_a_reducer_that_nobody_has_read_is_not_recognised(part: Overlay) -> None:
-    assert "the reducer has an unknown text" in on_main(part).summary()
-    assert on_main(part).verdict is Verdict.UNRECOGNISED
-    assert on_main(part, reducer=None).verdict is Verdict.UNRECOGNISED
+    assert finding.looks_repaired, finding.summary()
+    assert f"{feature.REDUCER}:" in finding.summary()
+    assert due([part], Texts({part.target.module: repaired(part), feature.REDUCER: REDUCER})) == []
 
 
-@pytest.mark.usefixtures("known_reducer")
+def test_a_reducer_that_is_not_there_is_no_repair(part: Overlay) -> None:
+    finding = on_main(part, reducer=None)
+
+    assert (finding.verdict, finding.looks_repaired) == (Verdict.UNRECOGNISED, False)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
@@ -222,7 +215,7 @@ def test_what_only_looks_repaired_is_not_called_fixed(part: Overlay, old: str, n
 
     finding = on_main(part, text.replace(old, new, 1))
 
-    assert finding.verdict is Verdict.UNRECOGNISED
+    assert (finding.verdict, finding.looks_repaired) == (Verdict.UNRECOGNISED, False)
     assert says in finding.summary()
 
 

@@ -9,6 +9,7 @@ from installed import Edited, tree_of
 from probing import ask
 
 from megacpp_overlays.feature_probes import tilelang_grouped_reduce as feature
+from megacpp_overlays.feature_probes import tilelang_sums
 from megacpp_overlays.model import Verdict
 from megacpp_overlays.overlays.tilelang_grouped_reduce import OVERLAY
 from megacpp_overlays.source.file_trees import DirectoryTree
@@ -47,6 +48,22 @@ def test_other_text_is_not_recognised(edit: dict[str, str] | None) -> None:
     assert ask(feature.probe, tree).verdict is Verdict.UNRECOGNISED
     assert ask(OVERLAY.probe, tree).verdict is not Verdict.FIXED
     assert ask(OVERLAY.probe, tree_of("mamba3-newest")).verdict is Verdict.FIXED
+
+
+@pytest.mark.parametrize(
+    ("lane", "file", "edit"),
+    [
+        ("mamba3-newest", "src/backend/common/op/reduce.h", {"#include": "// edited\n#include"}),
+        ("mamba3-pinned", "src/op/reduce.cc", {"#include": f"// {tilelang_sums.CHECK}\n#include"}),
+    ],
+    ids=["edited", "in a comment"],
+)
+def test_a_text_with_the_words_of_the_check_that_nobody_read_looks_repaired(
+    lane: str, file: str, edit: dict[str, str]
+) -> None:
+    found = ask(feature.probe, Edited(tree_of(lane), f"tilelang/{file}", edit))
+
+    assert (found.verdict, found.looks_repaired) == (Verdict.UNRECOGNISED, True)
 
 
 def test_the_check_without_its_words_is_not_recognised() -> None:

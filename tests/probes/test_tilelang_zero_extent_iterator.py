@@ -62,6 +62,32 @@ def test_comments_and_layout_mean_nothing() -> None:
     assert ask(probe, Edited(tree_of("mamba3-pinned"), FILE, edit)).shape == EQUALITY_ONLY
 
 
+CONDITION = "analyzer->CanProve(expected_lower_factor > mark->extent)"
+
+
+@pytest.mark.parametrize(
+    ("lane", "edit"),
+    [
+        ("mamba3-newest", {CONDITION: f"false /* {CONDITION} */"}),
+        ("mamba3-newest", {CONDITION: f"{CONDITION} and false"}),
+        ("mamba3-newest", {CONDITION: f'Said("{CONDITION}")'}),
+        ("mamba3-newest", {CONDITION: f"\n#if 0\n{CONDITION}\n#else\nfalse\n#endif\n"}),
+        ("mamba3-newest", {"Array<IterSplitExpr> get_unused_iters(": "#if 0\nArray<IterSplitExpr> get_unused_iters("}),
+        ("mamba3-newest", {"#include": "#define CanProve(x) false\n#include"}),
+        ("mamba3-pinned", {"bool match_full_iter =": f'Said("{CONDITION}"); bool match_full_iter ='}),
+        ("mamba3-pinned", {"bool match_full_iter =": f"\n#if 0\n{CONDITION};\n#endif\nbool match_full_iter ="}),
+    ],
+)
+def test_a_repair_that_is_not_compiled_is_not_fixed(lane: str, edit: dict[str, str]) -> None:
+    assert ask(probe, Edited(tree_of(lane), FILE, edit)).verdict is not Verdict.FIXED
+
+
+def test_a_text_with_the_repair_that_nobody_read_looks_repaired() -> None:
+    found = ask(probe, Edited(tree_of("mamba3-newest"), FILE, {"#include": "// as it was\n#include"}))
+
+    assert (found.verdict, found.looks_repaired) == (Verdict.UNRECOGNISED, True)
+
+
 def test_a_repair_that_lost_its_condition_is_no_repair() -> None:
     edit = {"analyzer->CanProve(expected_lower_factor > mark->extent)": "false"}
 
