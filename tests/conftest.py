@@ -14,6 +14,7 @@ from typing import Any
 
 import distribution
 import pytest
+import warm_python
 from hypothesis import HealthCheck, settings
 from made_up import BROKEN_TEXT, Upstream
 from places import HANG_S, UNMEASURED, WHEELS
@@ -115,14 +116,25 @@ def wheel() -> Callable[[str, str], Path]:
 
 @pytest.fixture
 def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run code in a fresh interpreter, with folders put first on its path and variables added."""
+    """Run code in a fresh interpreter, with folders put first on its path and variables added.
+
+    With modules in `after` it is a copy of an interpreter that has imported them, see `warm_python`.
+    """
 
     def run(
-        code: str, *folders: Path, check: bool = True, measured: bool = True, **variables: str
+        code: str,
+        *folders: Path,
+        check: bool = True,
+        measured: bool = True,
+        after: tuple[str, ...] = (),
+        **variables: str,
     ) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, **({} if measured else UNMEASURED), **variables}
         env["PYTHONPATH"] = os.pathsep.join([*map(str, folders), *filter(None, [env.get("PYTHONPATH")])])
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=HANG_S)
+        if after:
+            done = warm_python.run(["-c", code], env, after=after, timeout=HANG_S)
+        else:
+            done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=HANG_S)
         assert not check or done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
+import warm_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import HANG_S, ROOT, SUPPORT, UNMEASURED
@@ -30,8 +29,8 @@ def child(script: str, **variables: str) -> Any:
     tests = SUPPORT
     path = os.pathsep.join([str(tests), str(ROOT)])
     env = {**os.environ, "PYTHONPATH": path, "MEGACPP_OVERLAYS_LOG": "logging", **variables}
-    command = [sys.executable, "-W", "ignore", str(tests / script)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S)
+    command = ["-W", "ignore", str(tests / script)]
+    done = warm_python.run(command, env, after=warm_python.TRITON, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from subprocess import CompletedProcess
 from typing import Any
@@ -17,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+import warm_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_scores_cases import (
@@ -538,7 +537,7 @@ def test_without_triton_all_is_streamed(run_python: Callable[..., CompletedProce
         "print(index_scores.implementation(one.dtype, one.dtype, 2, torch.device('cuda')).__name__)\n"
         "print(index_scores.scores(one, one[..., 0], one[0]).item())"
     )
-    assert run_python(code, ROOT).stdout.split() == [index_scores_streaming.__name__, "2.0"]
+    assert run_python(code, ROOT, after=warm_python.TORCH).stdout.split() == [index_scores_streaming.__name__, "2.0"]
 
 
 # Tensor cores, each in one interpreter of its own.
@@ -548,8 +547,8 @@ def answers(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
     """Run a script of this folder and return the JSON that it prints."""
     path = os.pathsep.join([str(ROOT), str(SUPPORT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "MEGACPP_OVERLAYS_LOG": "logging", **environment}
-    command = [sys.executable, "-W", "ignore", str(SUPPORT / script), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
+    command = ["-W", "ignore", str(SUPPORT / script), *arguments]
+    done = warm_python.run(command, environment, after=warm_python.TRITON, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -603,7 +602,7 @@ def test_a_device_can_run_what_is_taken_there(way: Callable[..., str], programs:
 def facts() -> dict[str, Any]:
     """Return what `index_scores_facts.py` found. No kernel runs on a device."""
     pytest.importorskip("triton")
-    return answers("index_scores_facts.py", TRITON_INTERPRET="1")
+    return answers("index_scores_facts.py", TRITON_INTERPRET="1", **UNMEASURED)
 
 
 def test_the_interpreter_takes_the_tensor_core_way(facts: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import HANG_S, ROOT
@@ -61,7 +62,9 @@ def says(run_python: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(code: str = SAYS, **variables: str) -> Any:
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        return run_python(code, ROOT, **{**variables, "MEGACPP_OVERLAYS_LOG": "logging", "PYTHONPATH": path})
+        return run_python(
+            code, ROOT, **{**variables, "MEGACPP_OVERLAYS_LOG": "logging", "PYTHONPATH": path}, after=warm_python.TORCH
+        )
 
     return run
 

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm_python
 from linear_cross_entropy_cases import call, draw, found, truth
 from linear_cross_entropy_rank_cases import CASES, LIMITS
 from places import HANG_S, ROOT, SUPPORT
 from torch import distributed
+from warm_python import WarmProcess
 
 TESTS = SUPPORT
 
 
-def start(rank: int, ranks: int, meet: Path) -> subprocess.Popen[str]:
+def start(rank: int, ranks: int, meet: Path) -> WarmProcess:
     request = json.dumps({"rank": rank, "ranks": ranks, "meet": str(meet)})
     path = os.pathsep.join(filter(None, [str(TESTS), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     own = {"PYTHONPATH": path, "MEGACPP_OVERLAYS_LOG": "logging", "LINEAR_CROSS_ENTROPY": request}
-    command = [sys.executable, "-W", "ignore", str(TESTS / "linear_cross_entropy_rank.py")]
+    command = ["-W", "ignore", str(TESTS / "linear_cross_entropy_rank.py")]
     # One thread a rank: their sums then have one order, and a host with few cores is not kept waiting.
     env = {**os.environ, **own, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return warm_python.start(command, env)
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)

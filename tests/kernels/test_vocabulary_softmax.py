@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import warm_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import HANG_S, ROOT, SUPPORT, UNMEASURED
@@ -37,8 +36,8 @@ def child(script: str, *arguments: str, **variables: str) -> Any:
     tests = SUPPORT
     path = [str(tests), str(ROOT), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "MEGACPP_OVERLAYS_LOG": "logging"}
-    command = [sys.executable, "-W", "ignore", str(tests / script), *arguments]
-    done = subprocess.run(command, env={**env, **variables}, capture_output=True, text=True, timeout=HANG_S)
+    command = ["-W", "ignore", str(tests / script), *arguments]
+    done = warm_python.run(command, {**env, **variables}, after=warm_python.TRITON, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 
@@ -164,7 +163,9 @@ print(vocabulary_softmax._passes(torch.zeros(1)) is vocabulary_softmax_torch)
 print(float(linear_cross_entropy(torch.zeros(2, 2), torch.zeros(4, 2), torch.tensor([0, 1])).exp()))
 """
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = run_python(code, ROOT, MEGACPP_OVERLAYS_LOG="logging", TRITON_INTERPRET="1", PYTHONPATH=path)
+    done = run_python(
+        code, ROOT, after=warm_python.TORCH, MEGACPP_OVERLAYS_LOG="logging", TRITON_INTERPRET="1", PYTHONPATH=path
+    )
 
     here, perplexity = done.stdout.splitlines()
     assert here == "True"

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_python
 from made_up import FIXED_TEXT, Upstream
-from places import ROOT
+from places import ROOT, UNMEASURED
 
 from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.loader.session import Session
@@ -125,13 +124,9 @@ SMALL = 16 * 1024
 @pytest.mark.upstream
 def test_a_real_audit_fits_a_checkpoint_and_a_tracker(tmp_path: Path) -> None:
     jsonschema, torch = pytest.importorskip("jsonschema"), pytest.importorskip("torch")
-    done = subprocess.run(
-        [sys.executable, "-m", "megacpp_overlays", "audit", "--json"],
-        env={**os.environ, "MEGACPP_OVERLAYS_LOG": "logging"},
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
+    words = ["-m", "megacpp_overlays", "audit", "--json"]
+    done = warm_python.run(
+        words, {**os.environ, "MEGACPP_OVERLAYS_LOG": "logging", **UNMEASURED}, after=warm_python.MEGATRON, cwd=ROOT
     )
     data = json.loads(done.stdout)
 

@@ -15,6 +15,7 @@ from dsa_source import EditedTree, edited, install, module_of, statement_edits, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import STAND_INS
+from warm_python import MEGATRON
 
 from megacpp_overlays.feature_probes.dsa_branchless_scatter import BRANCHY, MASKING
 from megacpp_overlays.loader.probing import examine
@@ -364,8 +365,10 @@ def test_loaded_in_a_fresh_process_it_is_active_and_pickles_by_reference(
     target = part_of(stand_in).target
     code = LOAD.format(module=target.module, symbol=target.symbol)
 
-    on = json.loads(run_python(code, stand_in, MEGACPP_OVERLAYS_LOG=str(tmp_path / "log")).stdout)
-    off = json.loads(run_python(code, stand_in, MEGACPP_OVERLAYS="off").stdout)
+    on = json.loads(
+        run_python(code, stand_in, after=MEGATRON, measured=False, MEGACPP_OVERLAYS_LOG=str(tmp_path / "log")).stdout
+    )
+    off = json.loads(run_python(code, stand_in, after=MEGATRON, measured=False, MEGACPP_OVERLAYS="off").stdout)
 
     assert on == {"decisions": ["active"], "seams": [str(target)], "pickled": True, "wrapped": True}
     assert off == {"decisions": [], "seams": [], "pickled": True, "wrapped": False}

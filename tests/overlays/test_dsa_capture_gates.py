@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
 from dsa_source import (
     AttnMaskType,
     EditedTree,
@@ -31,6 +32,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import HANG_S, ROOT, SUPPORT
 from trees import STAND_INS
+from warm_python import MEGATRON
 
 from megacpp_overlays.feature_probes import dsa_capture_gates as feature
 from megacpp_overlays.loader.probing import examine
@@ -508,13 +510,11 @@ torch.multiprocessing.start_processes(run, args=tuple(sys.argv[1:]), nprocs=2, s
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]) -> list[dict[str, Any]]:
     """Return what the length check of 0.19.2 says on each of two gloo ranks."""
-    import subprocess
-
     folder = tmp_path_factory.mktemp("ranks")
     root = SUPPORT
-    command = [sys.executable, "-W", "ignore", "-c", RANKS, str(folder), str(wheel("megatron-core", "0.19.2"))]
+    command = ["-W", "ignore", "-c", RANKS, str(folder), str(wheel("megatron-core", "0.19.2"))]
     env = {"PATH": "", "PYTHONPATH": f"{root}:{ROOT}", "MEGACPP_OVERLAYS": "off", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
+    done = warm_python.run(command, env, after=MEGATRON, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
@@ -657,7 +657,9 @@ def test_loaded_in_a_fresh_process_they_are_active_and_pickle_by_reference(
 ) -> None:
     code = LOAD.format(modules=[part.target.module for part in parts])
 
-    done = json.loads(run_python(code, stand_in, MEGACPP_OVERLAYS_LOG=str(tmp_path / "log")).stdout)
+    done = json.loads(
+        run_python(code, stand_in, after=MEGATRON, measured=False, MEGACPP_OVERLAYS_LOG=str(tmp_path / "log")).stdout
+    )
 
     assert done == {"decisions": ["active"] * len(parts), "seams": seams, "pickled": True}
 
@@ -678,6 +680,6 @@ records = [r for r in megacpp_overlays.audit().records if r.overlay.id == "dsa-c
 print(json.dumps([torch.cuda.is_initialized(), *(r.decision.value for r in records)]))
 """
 
-    done = run_python(code, MEGACPP_OVERLAYS_LOG=str(tmp_path / "log")).stdout
+    done = run_python(code, after=MEGATRON, measured=False, MEGACPP_OVERLAYS_LOG=str(tmp_path / "log")).stdout
 
     assert json.loads(done.splitlines()[-1]) == [False, "active", "retired", "retired"]

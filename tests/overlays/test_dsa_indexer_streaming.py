@@ -29,6 +29,7 @@ from dsa_indexer import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import SUPPORT
+from warm_python import MEGATRON
 
 from megacpp_overlays.feature_probes import dsa_indexer_streaming as feature
 from megacpp_overlays.kernels.index_scores import function as index_scores
@@ -501,7 +502,11 @@ print(json.dumps(out))
 def test_the_installed_megatron_trains_alike_with_the_overlay_and_without(run_python: Callable[..., Any]) -> None:
     folder = SUPPORT
     done = run_python(
-        REAL.format(tests=[str(folder)]), TRITON_INTERPRET="1", OMP_NUM_THREADS="1", MEGACPP_OVERLAYS_LOG="logging"
+        REAL.format(tests=[str(folder)]),
+        after=MEGATRON,
+        TRITON_INTERPRET="1",
+        OMP_NUM_THREADS="1",
+        MEGACPP_OVERLAYS_LOG="logging",
     )
     found = json.loads(done.stdout.splitlines()[-1])
 
@@ -553,7 +558,9 @@ def test_tensor_parallel_ranks_reduce_the_target_as_often_as_upstream(
     done: list[Any] = [None, None]
 
     def run(rank: int) -> None:
-        done[rank] = run_python(code, RANK=str(rank), OMP_NUM_THREADS="1", MEGACPP_OVERLAYS_LOG="logging")
+        done[rank] = run_python(
+            code, after=MEGATRON, measured=False, RANK=str(rank), OMP_NUM_THREADS="1", MEGACPP_OVERLAYS_LOG="logging"
+        )
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
     for thread in threads:

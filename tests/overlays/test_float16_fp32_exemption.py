@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from warm_python import MEGATRON
 
 import megacpp_overlays
 from megacpp_overlays import fp32_marks
@@ -678,13 +679,13 @@ def whole_way(done: subprocess.CompletedProcess[str]) -> str:
 def test_the_lane_installs_it_on_a_release(
     version: str, folders_of: Callable[[str], list[Path]], run_python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    seen = whole_way(run_python(WHOLE_WAY, *folders_of(version), measured=False))
+    seen = whole_way(run_python(WHOLE_WAY, *folders_of(version), after=MEGATRON, measured=False))
 
     assert seen.startswith("active blanket-cast torch.float32 True torch.bfloat16 False ")
 
 
 def test_switched_off_upstream_is_as_it_was(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    seen = whole_way(run_python(WHOLE_WAY, measured=False, **{OVERLAY.variable: "off"}))
+    seen = whole_way(run_python(WHOLE_WAY, after=MEGATRON, measured=False, **{OVERLAY.variable: "off"}))
 
     assert seen.startswith("disabled ")
     assert " torch.bfloat16 False torch.bfloat16 False " in seen

@@ -7,7 +7,6 @@ import importlib
 import inspect
 import os
 import subprocess
-import sys
 import threading
 import warnings
 import zipfile
@@ -18,7 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
 from places import HANG_S, SUPPORT, UNMEASURED
+from warm_python import MEGATRON
 
 import megacpp_overlays
 from megacpp_overlays.feature_probes.float16_mixer_parameters import MAMBA, UNMARKED
@@ -303,7 +304,7 @@ def oldest(wheel: Callable[[str, str], Path], tmp_path_factory: pytest.TempPathF
 
 
 def test_it_is_off_by_default(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    seen = run_python(WHOLE_WAY, measured=False).stdout.strip().splitlines()[-1]
+    seen = run_python(WHOLE_WAY, after=MEGATRON, measured=False).stdout.strip().splitlines()[-1]
 
     assert seen.startswith(f"disabled {UNMARKED} False off by default")
     assert f"{OVERLAY.variable}=on" in seen
@@ -312,7 +313,11 @@ def test_it_is_off_by_default(run_python: Callable[..., subprocess.CompletedProc
 def test_its_variable_switches_it_on_in_the_oldest_release(
     oldest: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    seen = run_python(WHOLE_WAY, oldest, measured=False, **{OVERLAY.variable: "on"}).stdout.strip().splitlines()[-1]
+    seen = (
+        run_python(WHOLE_WAY, oldest, after=MEGATRON, measured=False, **{OVERLAY.variable: "on"})
+        .stdout.strip()
+        .splitlines()[-1]
+    )
 
     assert seen.startswith(f"active {UNMARKED} True ")
 
@@ -321,14 +326,7 @@ def test_its_variable_switches_it_on_in_the_oldest_release(
 def checkpoints() -> dict[str, str]:
     """What became of A_log in each way through Megatron's dist_checkpointing: real files, on the CPU."""
     script = SUPPORT.joinpath("float16_mixer_checkpoints.py")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script],
-        env={**os.environ, **UNMEASURED},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
+    done = warm_python.run(["-W", "ignore", script], {**os.environ, **UNMEASURED}, after=MEGATRON, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [line.partition(": ") for line in done.stdout.splitlines()]
     return {row[0]: row[2] for row in rows if row[0].startswith(("cast ", "kept "))}

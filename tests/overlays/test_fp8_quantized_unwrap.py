@@ -7,8 +7,6 @@ import logging
 import os
 import pickle
 import re
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,9 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
 from fp8_dispatch import AsFloat8, Kernel, TraceableKernel, inputs, kernel_in, kinds, part_of, quantized, seam_in
 from places import HANG_S, ROOT, SUPPORT, UNMEASURED
 from trees import STAND_INS
+from warm_python import MEGATRON
 
 from megacpp_overlays import fp8_sparse_mla
 from megacpp_overlays.feature_probes import fp8_quantized_unwrap as feature
@@ -45,8 +45,8 @@ def test_on_a_tree(tree: Path) -> None:
     for name, shape in broken.items():
         path = os.pathsep.join(map(str, (tree, ROOT, SUPPORT)))
         env = {**os.environ, "PYTHONPATH": path, "MEGACPP_OVERLAYS": "off", **UNMEASURED}
-        command = [sys.executable, "-W", "ignore", str(SUPPORT / "fp8_dispatch.py"), name]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
+        command = ["-W", "ignore", SUPPORT / "fp8_dispatch.py", name]
+        done = warm_python.run(command, env, after=MEGATRON, timeout=HANG_S)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout.splitlines()[-1]) == {
             "plain": PLAIN,
@@ -297,7 +297,7 @@ def test_without_a_configured_log_the_line_is_on_stderr(run_python: Callable[...
         "    for _ in range(2): module._fused_sparse_mla_absorbed(quantized(query), key, indices, 0.5, 512)\n"
     )
     tree = STAND_INS["sparse_mla_spring"]
-    done = run_python(code, tree, SUPPORT, ROOT, MEGACPP_OVERLAYS="off")
+    done = run_python(code, tree, SUPPORT, ROOT, after=MEGATRON, measured=False, MEGACPP_OVERLAYS="off")
     lines = [line for line in done.stderr.splitlines() if "fp8-quantized-unwrap: the query of" in line]
     assert len(lines) == 1
 
@@ -424,5 +424,5 @@ def test_the_loader_makes_it_active_without_tilelang(run_python: Callable[..., A
         f"(row,) = (row for row in rows if row['target'] == '{feature.TARGET}')\n"
         "print(row['decision'], tilelang_dsa.SparseMLA, 'transformer_engine' in sys.modules)\n"
     )
-    done = run_python(code, ROOT)
+    done = run_python(code, ROOT, after=MEGATRON, measured=False)
     assert done.stdout.splitlines()[-1] == "active None False", done.stdout + done.stderr

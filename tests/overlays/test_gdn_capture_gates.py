@@ -15,6 +15,7 @@ import torch
 from dsa_source import EditedTree, install, statement_edits, text_of, verdicts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from warm_python import MEGATRON
 
 from megacpp_overlays.feature_probes.gdn_capture_gates import COMMON, READ_LENGTHS, SINGLE
 from megacpp_overlays.loader.probing import examine
@@ -340,6 +341,10 @@ print(json.dumps(dict(
     examine(IN_A_BASE_CLASS, InstalledTree()).verdict is not Verdict.BROKEN, reason="another megatron-core is installed"
 )
 def test_loaded_in_a_fresh_process_it_is_active_and_pickles_by_reference(run_python: Any, tmp_path: Path) -> None:
-    done = json.loads(run_python(LOAD, MEGACPP_OVERLAYS_LOG=str(tmp_path / "log")).stdout.splitlines()[-1])
+    done = json.loads(
+        run_python(
+            LOAD, after=MEGATRON, measured=False, MEGACPP_OVERLAYS_LOG=str(tmp_path / "log")
+        ).stdout.splitlines()[-1]
+    )
 
     assert done == {"decisions": ["active"], "seams": [str(COMMON)], "pickled": True, "cuda": False}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from places import ROOT, SUPPORT
 from trees import STAND_INS
+from warm_python import MEGATRON
 
 from megacpp_overlays.feature_probes import hopper_flce_dispatch as feature
 from megacpp_overlays.model import Verdict
@@ -55,7 +56,7 @@ def report(dispatcher: Path, reports: dict[object, dict[str, Any]], run_python: 
             code = "import runpy; runpy.run_module('hopper_flce_report', run_name='__main__')"
             folders = (dispatcher, ROOT, SUPPORT)
             switches = {"MEGACPP_OVERLAYS_LOG": "logging", "PYTHONWARNINGS": "ignore", **switches}
-            done = run_python(code, *folders, measured=len(key) == 1, **switches)
+            done = run_python(code, *folders, measured=len(key) == 1, after=MEGATRON, **switches)
             reports[key] = json.loads(done.stdout.splitlines()[-1])
         return reports[key]
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_python
 from hybrid_linear_ce_cases import CASES, RANKED
 from places import HANG_S, ROOT, SUPPORT, UNMEASURED
 from trees import STAND_INS
+from warm_python import MEGATRON
 
 from megacpp_overlays.feature_probes import hybrid_linear_ce as feature
 from megacpp_overlays.overlays.hybrid_linear_ce import OVERLAY
@@ -59,19 +59,13 @@ def environment(tree: Path, **variables: str) -> dict[str, str]:
     return {**os.environ, **fixed, **variables}
 
 
-def start(tree: Path, *, measured: bool = True, **variables: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(SUPPORT / "hybrid_linear_ce_report.py")]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command,
-        env=environment(tree, **({} if measured else UNMEASURED), **variables),
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-    )
+def start(tree: Path, *, measured: bool = True, **variables: str) -> warm_python.WarmProcess:
+    command = [SUPPORT / "hybrid_linear_ce_report.py"]
+    env = environment(tree, **({} if measured else UNMEASURED), **variables)
+    return warm_python.start(command, env, after=MEGATRON)
 
 
-def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+def finish(process: warm_python.WarmProcess) -> dict[str, Any]:
     out, error = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, error
     found: dict[str, Any] = json.loads(out)
@@ -264,7 +258,9 @@ def test_code_that_looks_known_and_computes_something_else_stays_as_it_is(
         "print(r.decision.value, hasattr(m.HybridModel.forward, '__wrapped__'), r.reason)"
     )
 
-    done = run_python(code, tmp_path, ROOT, MEGACPP_OVERLAYS_LOG="logging", PYTHONWARNINGS="ignore")
+    done = run_python(
+        code, tmp_path, ROOT, after=MEGATRON, measured=False, MEGACPP_OVERLAYS_LOG="logging", PYTHONWARNINGS="ignore"
+    )
 
     assert done.stdout.startswith("conflict False ")
     assert reason in done.stdout

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
 from liger_cases import CASES
 from places import ROOT, SUPPORT
 
@@ -106,6 +107,7 @@ class Releases:
             GRID.parent,
             CUBLAS_WORKSPACE_CONFIG=":4096:8",  # deterministic products
             measured=measured,
+            after=warm_python.TRITON,
             **variables,
         )
 

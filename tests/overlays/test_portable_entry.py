@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm_python
 from places import HANG_S, SUPPORT, UNMEASURED
 from portable_entry_cases import CASES, PARALLEL
 from portable_entry_runs import (
@@ -172,10 +171,8 @@ def test_a_block_of_logits_is_bounded_and_never_narrow(tokens: int) -> None:
 def facts() -> dict[str, Any]:
     """Return what `portable_entry_facts.py` found. It fails if drawn sizes, labels or blocks go wrong."""
     pytest.importorskip("triton")
-    command = [sys.executable, "-W", "ignore", str(SUPPORT / "portable_entry_facts.py")]
-    done = subprocess.run(
-        command, env=environment(DEV, {"device": "cpu"}, {}), capture_output=True, text=True, timeout=HANG_S
-    )
+    command = ["-W", "ignore", SUPPORT / "portable_entry_facts.py"]
+    done = warm_python.run(command, environment(DEV, {"device": "cpu"}, {}), after=warm_python.TRITON, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout)
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import zipfile
@@ -15,9 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import warm_python
 from launched_ranks import TIMEOUT, Ranks, only, same_error
 from made_up import BROKEN_TEXT, Upstream
 from places import HANG_S, ROOT
+from warm_python import WarmProcess
 
 import megacpp_overlays
 from megacpp_overlays.errors import RanksError
@@ -35,7 +36,7 @@ def launch(tmp_path: Path) -> Ranks:
 
 @pytest.mark.parametrize("size", [2, 8])
 def test_ranks_that_run_the_same_code_get_their_audit(launch: Ranks, size: int) -> None:
-    found = only(launch.torchrun(size, measured=size == 2))
+    found = only(launch.torchrun(size, measured=size == 2, fresh=size == 2))
 
     assert [each["outcome"] for each in found] == ["agreed"] * size
     assert len({each["fingerprint"] for each in found}) == 1
@@ -153,16 +154,16 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def started(launch: Ranks) -> Iterator[Callable[..., list[subprocess.Popen[bytes]]]]:
+def started(launch: Ranks) -> Iterator[Callable[..., list[WarmProcess]]]:
     """Start ranks without an agent, as srun and mpirun do. The process of rank 0 keeps the store."""
-    running: list[subprocess.Popen[bytes]] = []
+    running: list[WarmProcess] = []
 
-    def start(size: int, *, timeout: float, absent: int = 0, **plan: Any) -> list[subprocess.Popen[bytes]]:
-        command = [sys.executable, *launch.command(timeout, size - absent, **plan)]
+    def start(size: int, *, timeout: float, absent: int = 0, **plan: Any) -> list[WarmProcess]:
+        command = launch.command(timeout, size - absent, **plan)
         port = str(free_port())
         for rank in range(size):
             place = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            running.append(subprocess.Popen(command, env=launch.environment(**place), stderr=subprocess.DEVNULL))
+            running.append(warm_python.start(command, launch.environment(**place)))
         return running
 
     yield start
@@ -172,7 +173,7 @@ def started(launch: Ranks) -> Iterator[Callable[..., list[subprocess.Popen[bytes
 
 
 def test_all_read_the_table_before_the_rank_that_keeps_the_store_is_gone(
-    launch: Ranks, started: Callable[..., list[subprocess.Popen[bytes]]]
+    launch: Ranks, started: Callable[..., list[WarmProcess]]
 ) -> None:
     plan = {"1": {"environment": {"MEGACPP_OVERLAY_DOUBLE_FIX": "off"}}}
     # None of them is expected to leave word, so each process ends as soon as it has raised.
@@ -183,7 +184,7 @@ def test_all_read_the_table_before_the_rank_that_keeps_the_store_is_gone(
 
 
 def test_a_rank_that_was_killed_is_named_on_all_others(
-    launch: Ranks, started: Callable[..., list[subprocess.Popen[bytes]]]
+    launch: Ranks, started: Callable[..., list[WarmProcess]]
 ) -> None:
     running = started(3, timeout=2, absent=1, **{"1": {"leaves": "kill"}})
     assert [running[0].wait(HANG_S), running[2].wait(HANG_S)] == [0, 0]
@@ -194,7 +195,7 @@ def test_a_rank_that_was_killed_is_named_on_all_others(
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["is killed", "hangs"])
 def test_a_rank_says_so_when_the_process_that_keeps_the_store(
-    launch: Ranks, started: Callable[..., list[subprocess.Popen[bytes]]], how: signal.Signals
+    launch: Ranks, started: Callable[..., list[WarmProcess]], how: signal.Signals
 ) -> None:
     keeper = "kill" if how is signal.SIGKILL else "stop"
     running = started(2, timeout=1, patience=1, absent=1, **{"0": {"leaves": keeper}, "1": {"after": 0}})
@@ -208,7 +209,7 @@ def test_a_rank_says_so_when_the_process_that_keeps_the_store(
 
 
 def test_a_store_in_a_file_does_as_well(
-    launch: Ranks, started: Callable[..., list[subprocess.Popen[bytes]]], tmp_path: Path
+    launch: Ranks, started: Callable[..., list[WarmProcess]], tmp_path: Path
 ) -> None:
     for each in started(2, timeout=TIMEOUT, init_method=f"file://{tmp_path}/store", all={"calls": 2}):
         assert each.wait(HANG_S) == 0
@@ -300,7 +301,7 @@ def test_ranks_that_the_fake_backend_makes_up_are_not_waited_for(run_python: Any
         print(megacpp_overlays.verify_ranks(timeout=5).fingerprint == megacpp_overlays.audit().fingerprint)
     """
 
-    assert run_python(textwrap.dedent(code), ROOT).stdout == "True\n"
+    assert run_python(textwrap.dedent(code), ROOT, after=warm_python.TORCH).stdout == "True\n"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from places import ROOT
+import warm_python
+from places import HANG_S, ROOT, UNMEASURED
 
 pytestmark = pytest.mark.upstream
 
@@ -73,14 +74,20 @@ def audit(lane: str, **variables: str) -> tuple[int, dict[str, dict[str, str]], 
     """Run the pre-flight in a lane; return its exit code, its decisions by id, and what it wrote on stderr."""
     python = LANES[lane]
     assert python.exists(), f"there is no {python}: run `make setup`"
-    done = subprocess.run(
-        [python, "-W", "ignore", "-m", "megacpp_overlays", "audit", "--json"],
-        env={**os.environ, "PYTHONPATH": str(STAND_IN), **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd="/",
-    )
+    words = ["-W", "ignore", "-m", "megacpp_overlays", "audit", "--json"]
+    env = {**os.environ, "PYTHONPATH": str(STAND_IN), **variables}
+    if python == Path(
+        sys.executable
+    ):  # from the tests' own Python, which measures coverage, but for what it does again
+        done = warm_python.run(
+            words,
+            {**env, **(UNMEASURED if variables else {})},
+            cwd=Path("/"),
+            after=warm_python.MEGATRON,
+            timeout=HANG_S,
+        )
+    else:
+        done = subprocess.run([python, *words], env=env, capture_output=True, text=True, check=False, cwd="/")
     decisions = {item["id"]: item for item in json.loads(done.stdout)["decisions"]} if done.stdout else {}
     return done.returncode, decisions, done.stderr
 
@@ -155,37 +162,27 @@ def test_off_is_off() -> None:
     assert {item["decision"] for item in decisions.values()} == {"disabled"}
 
 
-def test_importing_the_targets_does_not_initialise_cuda() -> None:
+def test_importing_the_targets_does_not_initialise_cuda_and_every_seam_pickles_by_reference() -> None:
     code = """
-import megacpp_overlays, contextlib, importlib
+import megacpp_overlays, contextlib, importlib, operator, pickle, sys
 for overlay in megacpp_overlays.loader.session.current().overlays:
     with contextlib.suppress(ModuleNotFoundError):  # a part for another tree
         importlib.import_module(overlay.target.module)
 import torch
-decisions = {r.decision.value for r in megacpp_overlays.audit().records if not r.overlay.off_by_default}
-assert decisions == {"active", "retired", "absent"}, str(
-    megacpp_overlays.audit()
-)
+audit = megacpp_overlays.audit()
+decisions = {r.decision.value for r in audit.records if not r.overlay.off_by_default}
+assert decisions == {"active", "retired", "absent"}, str(audit)
 assert not torch.cuda.is_initialized()
-"""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
 
-    assert done.returncode == 0, done.stderr
-
-
-def test_every_seam_pickles_by_reference() -> None:
-    code = """
-import megacpp_overlays, contextlib, importlib, operator, pickle, sys
-for overlay in megacpp_overlays.loader.session.current().overlays:
-    with contextlib.suppress(ModuleNotFoundError):
-        importlib.import_module(overlay.target.module)
-seams = [seam for record in megacpp_overlays.audit().records for seam in record.seams]
+seams = [seam for record in audit.records for seam in record.seams]
 assert len(seams) > 8, seams
 for seam in seams:
     module = max((name for name in sys.modules if seam.startswith(f"{name}.")), key=len)
     reached = operator.attrgetter(seam.removeprefix(f"{module}."))(sys.modules[module])
     assert pickle.loads(pickle.dumps(reached)) is reached, seam
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    done = warm_python.run(
+        ["-W", "ignore", "-c", code], {**os.environ, **UNMEASURED}, after=warm_python.MEGATRON, timeout=HANG_S
+    )
 
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import warm_python
 from made_up import BROKEN_TEXT, Upstream
 from places import HANG_S, ROOT, SUPPORT, UNMEASURED
 from traced_seams import TEXT, measured, overlay_at
@@ -471,7 +471,7 @@ def runs_in_a_row(
             code = ON_DISK.format(**about, on=each, save=save)
             # Trying each set of vector instructions would take most of the time.
             cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_VEC_ISA_OK": "0", **variables}
-            out = run_python(code, tmp_path, SUPPORT, measured=False, **cache).stdout
+            out = run_python(code, tmp_path, SUPPORT, measured=False, after=warm_python.TORCH, **cache).stdout
             found.append(tuple(json.loads(out.splitlines()[-1])))
         return found
 
@@ -555,8 +555,8 @@ def counts() -> dict[str, dict[str, Any]]:
         path = [STAND_INS[stand_in], ROOT, folder] if stand_in else [ROOT, folder]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "MEGACPP_OVERLAYS": mode, **UNMEASURED}
         steps = [step for step, about in STEPS.items() if about.stand_in == stand_in]
-        command = [sys.executable, "-W", "ignore", str(folder / "compile_cases.py"), *steps]
-        running[stand_in, mode] = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+        command = ["-W", "ignore", folder / "compile_cases.py", *steps]
+        running[stand_in, mode] = warm_python.start(command, env, after=warm_python.MEGATRON)
     found: dict[str, dict[str, Any]] = {"off": {"active": set()}, "auto": {"active": set()}}
     for (_, mode), process in running.items():
         out, _ = process.communicate(timeout=HANG_S)

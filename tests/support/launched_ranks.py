@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import warm_python
 from made_up import BROKEN_TEXT, Upstream
 from places import HANG_S, ROOT, SUPPORT, UNMEASURED
 
@@ -50,19 +51,34 @@ class Ranks:
         return {**os.environ, **ours, "OMP_NUM_THREADS": "1", **variables}
 
     def torchrun(
-        self, size: int, *, timeout: float = TIMEOUT, absent: int = 0, measured: bool = False, **plan: Any
+        self,
+        size: int,
+        *,
+        timeout: float = TIMEOUT,
+        absent: int = 0,
+        measured: bool = False,
+        fresh: bool = False,
+        **plan: Any,
     ) -> list[Any]:
-        """Run all ranks under torchrun; return what each of them saw, by rank."""
-        agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-        command = [*agent, *self.command(timeout, size - absent, **plan)]
-        done = subprocess.run(
-            command,
-            env=self.environment(**({} if measured else UNMEASURED)),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=HANG_S,
-        )
+        """Run all ranks under torchrun; return what each of them saw, by rank.
+
+        Args:
+            size: how many ranks.
+            timeout: that of `verify_ranks`, in seconds.
+            absent: how many will leave no word.
+            measured: whether coverage is measured in them.
+            fresh: whether agent and ranks are started as a user's are, and not copied from one that has torch.
+            plan: see `ranks_launcher`.
+        """
+        env = self.environment(**({} if measured else UNMEASURED))
+        agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+        command = self.command(timeout, size - absent, **plan)
+        if fresh:
+            words = [sys.executable, *agent, *command]
+            done = subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=HANG_S)
+        else:
+            rank = [sys.executable, "-S", warm_python.__file__, warm_python.address(env), *command]
+            done = warm_python.run([*agent, "--no-python", *rank], env, timeout=HANG_S)
         assert done.returncode == 0, done.stdout + done.stderr
         return self.seen(size)
 

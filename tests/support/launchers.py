@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 from made_up import Upstream
-from places import HANG_S, ROOT
+from places import HANG_S, ROOT, UNMEASURED
 
 HERE = Path(__file__).resolve().parent
 
@@ -25,7 +25,7 @@ def environment(upstream: Upstream, **variables: str) -> dict[str, str]:
     (info / "entry_points.txt").write_text(f"[megacpp_overlays.overlays]\ndouble = {upstream.name}.plugin:OVERLAY\n")
     path = os.pathsep.join(map(str, (upstream.folder, HERE, ROOT)))
     ours = {"PYTHONPATH": path, "MEGACPP_OVERLAYS_PLUGINS": "double", "NAME": upstream.name}
-    return {**os.environ, **ours, **variables}
+    return {**os.environ, **ours, **UNMEASURED, **variables}
 
 
 def write(upstream: Upstream, code: str, name: str = "launcher") -> Path:

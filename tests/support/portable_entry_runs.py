@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import warm_python
 from places import HANG_S, ROOT, SUPPORT
 from portable_entry_cases import Case
 from trees import STAND_INS
+from warm_python import WarmProcess
 
 GRID = SUPPORT / "portable_entry_grid.py"
 
@@ -67,13 +67,12 @@ def environment(tree: Path, request: dict[str, Any], variables: dict[str, str]) 
     }
 
 
-def start(tree: Path, request: dict[str, Any], variables: dict[str, str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "ignore", str(GRID)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment(tree, request, variables), stdout=pipe, stderr=pipe, text=True)
+def start(tree: Path, request: dict[str, Any], variables: dict[str, str]) -> WarmProcess:
+    command = ["-W", "ignore", GRID]
+    return warm_python.start(command, environment(tree, request, variables), after=warm_python.TRITON)
 
 
-def finish(running: subprocess.Popen[str]) -> dict[str, Any]:
+def finish(running: WarmProcess) -> dict[str, Any]:
     out, err = running.communicate(timeout=HANG_S)
     assert running.returncode == 0, err[-4000:]
     report: dict[str, Any] = json.loads(out.splitlines()[-1])

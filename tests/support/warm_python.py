@@ -1,0 +1,187 @@
+"""A Python that has imported torch already and forks for each process that a test asks for.
+
+Importing torch is most of what a small process of these tests costs, and is the same in all of them. So one process
+imports it, once for each worker of pytest and each environment that torch reads at import, and a copy of it becomes each
+process that is asked for: with the words, the variables, the folder and the streams of that process, a `__main__` and a
+`sys.path` of its own, its coverage measured from its first line, and nothing of this project imported yet.
+
+Not for what depends on the start of an interpreter, on torch being imported after this package, or on options but
+`-W ignore`: those tests start a Python.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, NoReturn
+
+from places import UNMEASURED
+from warm_server import SIZE
+
+AT_IMPORT = ("TRITON_INTERPRET", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTHONHASHSEED")
+"""Variables that torch, triton or Python itself reads once: processes that differ in them have no parent in common."""
+TORCH = ("torch",)
+TRITON = (*TORCH, "triton.language")
+MEGATRON = (*TRITON, "torch._dynamo", "torch.distributed.checkpoint")
+"""Modules to start after: torch, with Triton, and with all of torch that Megatron imports, which takes longest of all."""
+SERVER = Path(__file__).with_name("warm_server.py")
+
+
+class WarmProcess:
+    """A process that was forked for a test. Another process is its parent, and tells how it ended."""
+
+    def __init__(self, connection: socket.socket, *written: IO[bytes]) -> None:
+        self._said = connection.makefile("r")
+        self._written = written
+        self._read: list[str] = []
+        connection.close()
+        pid = self._said.readline()
+        if not pid:
+            raise RuntimeError("the process to copy has ended: see its error above")
+        self.pid = int(pid)
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return its exit code, negative for a signal. `timeout` in seconds ends it and this test."""
+        if self.returncode is None:
+            if not select.select([self._said], [], [], timeout)[0]:
+                self.kill()
+                raise subprocess.TimeoutExpired("a forked process", timeout or 0)
+            self.returncode = int(self._said.readline())
+            self._said.close()
+            for each in self._written:
+                each.seek(0)
+                self._read.append(each.read().decode())
+                each.close()
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Wait for its end and return what it wrote to its output and to its error, where that is kept."""
+        self.wait(timeout)
+        out, error = self._read
+        return out, error
+
+    def kill(self) -> None:
+        """End it, unless it has ended."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+def start(
+    words: Sequence[str | Path], env: Mapping[str, str], *, after: tuple[str, ...] = TORCH, cwd: Path | None = None
+) -> WarmProcess:
+    """Start `python *words` in a copy of a process that has imported some modules; what it writes is kept.
+
+    Args:
+        words: `-c CODE`, `-m MODULE` or a script, with what it is given, after `-W ignore` or nothing.
+        env: all its variables.
+        after: the modules.
+        cwd: the folder where it starts.
+    """
+    out, error = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 - whoever waits for the process reads them
+    with open(os.devnull, "rb") as nothing:
+        streams = (nothing.fileno(), out.fileno(), error.fileno())
+        return WarmProcess(_ask(address(env, after), words, env, cwd, streams), out, error)
+
+
+def address(env: Mapping[str, str], after: tuple[str, ...] = TORCH) -> str:
+    """Return the address of the process of which a process with these variables would be a copy.
+
+    `warm_python.py ADDRESS WORDS...` starts one and ends as it does: for launchers that start commands.
+    """
+    return _server(after, tuple((name, env[name]) for name in AT_IMPORT if name in env)).address
+
+
+def _ask(
+    at: str, words: Sequence[str | Path], env: Mapping[str, str], cwd: Path | None, streams: tuple[int, int, int]
+) -> socket.socket:
+    """Return the connection over which a process that was asked for says which it is and how it ended."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(at)
+    job = json.dumps({"words": [str(word) for word in words], "env": dict(env), "cwd": str(cwd or Path.cwd())}).encode()
+    socket.send_fds(connection, [SIZE.pack(len(job))], streams)
+    connection.sendall(job)
+    return connection
+
+
+def run(
+    words: Sequence[str | Path],
+    env: Mapping[str, str],
+    *,
+    after: tuple[str, ...] = TORCH,
+    cwd: Path | None = None,
+    timeout: float | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run `python *words` to its end, see `start`, and return what it said."""
+    started = start(words, env, after=after, cwd=cwd)
+    out, error = started.communicate(timeout)
+    return subprocess.CompletedProcess(list(words), started.wait(), out, error)
+
+
+class _Server:
+    """The process that is copied. It ends when this one does: the pipe that it holds is then closed."""
+
+    def __init__(self, modules: tuple[str, ...], variables: Mapping[str, str]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="warm-")
+        self.address = str(Path(self._folder.name) / "socket")
+        end, self._alive = os.pipe()
+        env = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", *AT_IMPORT}}
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self.address)
+            listener.listen(64)
+            fds = (str(listener.fileno()), str(end))
+            self._process = subprocess.Popen(
+                [sys.executable, SERVER, *fds, *modules],
+                env={**env, **UNMEASURED, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(listener.fileno(), end),
+            )
+        os.close(end)
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """End the server; what it has started goes on."""
+        os.close(self._alive)
+        self._process.wait()
+        self._folder.cleanup()
+
+
+_asking = threading.Lock()
+
+
+def _server(modules: tuple[str, ...], variables: tuple[tuple[str, str], ...]) -> _Server:
+    with _asking:  # tests ask from several threads
+        return _started(modules, variables)
+
+
+@functools.cache
+def _started(modules: tuple[str, ...], variables: tuple[tuple[str, str], ...]) -> _Server:
+    return _Server(modules, dict(variables))
+
+
+def _stand_in(at: str, words: Sequence[str]) -> NoReturn:
+    """Start a process with our variables and streams, pass SIGTERM on to it, and end as it does."""
+    started = WarmProcess(_ask(at, words, os.environ, None, (0, 1, 2)))
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(started.pid, signal.SIGTERM))
+    code = started.wait()
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    _stand_in(sys.argv[1], sys.argv[2:])
