@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from megacpp_overlays.model import Evidence
-from megacpp_overlays.source.trees import ModuleSource, ShippedFile
+from megacpp_overlays.source.trees import ModuleSource, ShippedFile, check_length
 
 _COMMENT = r"//[^\n]*|/\*.*?\*/"
 """Compiled at its first use: importing this module is part of every start."""
@@ -16,7 +16,11 @@ def function(file: ShippedFile, head: str) -> str | None:
 
     Returns:
         None when there is no such text, when it occurs more than once, or when its braces do not close.
+
+    Raises:
+        SourceError: the file is longer than anything that a probe reads.
     """
+    check_length(file.path, file.text)
     text = re.sub(_COMMENT, "", file.text, flags=re.DOTALL)
     if text.count(head) != 1:
         return None

@@ -17,7 +17,7 @@ def plain_function(source: ModuleSource, symbol: str) -> ast.FunctionDef | None:
     """Return the one undecorated definition of a function or method, and None where the name means nothing.
 
     Raises:
-        SourceError: the name is bound, but not by exactly one plain `def` at its place.
+        SourceError: the name is bound, but not by exactly one plain `def` at its place; or the module may hand it on.
     """
     scope: list[ast.stmt] = source.syntax.body
     if "." in symbol:
@@ -31,7 +31,7 @@ def plain_class(source: ModuleSource, symbol: str) -> ast.ClassDef | None:
     """Return the one undecorated definition of a class, and None where the name means nothing.
 
     Raises:
-        SourceError: the name is bound, but not by exactly one plain `class` at its place.
+        SourceError: the name is bound, but not by exactly one plain `class` at its place; or the module may hand it on.
     """
     return _plain(source, symbol, source.syntax.body, ast.ClassDef)
 
@@ -39,6 +39,7 @@ def plain_class(source: ModuleSource, symbol: str) -> ast.ClassDef | None:
 def _plain(source: ModuleSource, symbol: str, scope: list[ast.stmt], kind: type[_Kind]) -> _Kind | None:
     bindings = source.bindings.of(symbol)
     if not bindings:
+        source.check_missing(symbol)
         return None
     found, line = bindings[-1], getattr(bindings[-1], "lineno", None)
     if len(bindings) > 1 or not isinstance(found, kind) or found not in scope:

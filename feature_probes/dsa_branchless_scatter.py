@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megacpp_overlays.feature_probes.definitions import called, calls, plain_function
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
@@ -117,8 +117,30 @@ def _parts(function: FunctionNode) -> Iterator[str]:
 
 
 def _unbound(function: FunctionNode) -> Iterator[str]:
-    """Yield names that are neither parameters nor bound here nor known."""
-    names = [each for statement in function.body for each in ast.walk(statement) if isinstance(each, ast.Name)]
-    known = {each.id for each in names if isinstance(each.ctx, ast.Store)} | {"torch", "max", "min", "int", "range"}
-    known |= {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)}
-    yield from (each.id for each in names if each.id not in known)
+    """Yield names that are read where nothing may have bound them yet: no parameter, nothing before, and not known."""
+    bound = {"torch", "max", "min", "int", "range"}
+    bound |= {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)}
+    yield from _read_unbound(function.body, bound)
+
+
+def _read_unbound(body: Sequence[ast.stmt], bound: set[str]) -> Iterator[str]:
+    """Yield names that statements read and that are not bound yet; add what these bind whichever way they go."""
+    for statement in body:
+        match statement:
+            case ast.If(test=head, body=inner, orelse=other):
+                yield from _names(head, ast.Load) - bound
+                one, two = set(bound), set(bound)
+                yield from _read_unbound(inner, one)
+                yield from _read_unbound(other, two)
+                bound |= one & two
+            case ast.For(target=target, iter=head, body=inner, orelse=other):
+                yield from _names(head, ast.Load) - bound
+                yield from _read_unbound(inner, bound | _names(target, ast.Store))
+                yield from _read_unbound(other, bound)
+            case _:
+                yield from _names(statement, ast.Load) - bound
+                bound |= _names(statement, ast.Store)
+
+
+def _names(node: ast.AST, use: type[ast.expr_context]) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, use)}

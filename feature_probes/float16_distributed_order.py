@@ -8,6 +8,7 @@ repaired both since 2026-07-18.
 
 from __future__ import annotations
 
+from megacpp_overlays.feature_probes.definitions import plain_class
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unrecognised
 from megacpp_overlays.feature_probes.known_bodies import changed_method, plain_subclass
 from megacpp_overlays.feature_probes.repairs import judged, table
@@ -66,7 +67,7 @@ def probe(tree: SourceTree) -> Finding:
     source = tree.module(TARGET.module)
     if source is None:
         return absent(f"there is no module {TARGET.module}")
-    if TARGET.symbol not in source.text:
+    if plain_class(source, TARGET.symbol) is None:
         return absent(f"defines no {TARGET.symbol}", source)
     cls = plain_subclass(source, TARGET.symbol, base="MixedPrecisionOptimizer")
     init, restore = (source.function(f"{TARGET.symbol}.{name}") for name in ("__init__", _RESTORE))

@@ -7,6 +7,7 @@ groups of the inner optimizer instead.
 
 from __future__ import annotations
 
+from megacpp_overlays.feature_probes.definitions import plain_class
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown, unrecognised
 from megacpp_overlays.feature_probes.known_bodies import changed_method, plain_subclass
 from megacpp_overlays.feature_probes.repairs import judged, table
@@ -68,7 +69,7 @@ def probe(tree: SourceTree) -> Finding:
     source = tree.module(TARGET.module)
     if source is None:
         return absent(f"there is no module {TARGET.module}")
-    if TARGET.symbol not in source.text:
+    if plain_class(source, TARGET.symbol) is None:
         return absent(f"defines no {TARGET.symbol}", source)
     plain_subclass(source, TARGET.symbol, base="MixedPrecisionOptimizer")
     method = source.function(f"{TARGET.symbol}.sharded_state_dict")

@@ -103,7 +103,7 @@ def _probe(tree: SourceTree, target: Target) -> Finding:
     source = tree.module(target.module)
     if source is None:
         return absent(f"there is no module {target.module}")
-    if not re.search(rf"\b{target.symbol}\b", source.text):
+    if not re.search(rf"\b{target.symbol}\b", source.text) and source.find(target.symbol) is None:
         return absent(f"defines no {target.symbol}", source)
     function = _dispatcher(source, target.symbol)
     rest = _without_repair(source, function)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ast
 
-from megacpp_overlays.feature_probes.definitions import calls, plain_function
+from megacpp_overlays.feature_probes.definitions import calls, plain_class, plain_function, words
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
 from megacpp_overlays.feature_probes.host_reads import reads
 from megacpp_overlays.model import Evidence, Finding, Target
@@ -50,11 +50,15 @@ def _probe(tree: SourceTree, target: Target) -> Finding:
     source = tree.module(target.module)
     if source is None:
         return absent(f"there is no module {target.module}")
-    class_name = target.symbol.partition(".")[0]
-    if source.find(class_name) is None:
+    class_name, _, method = target.symbol.partition(".")
+    if target is SINGLE and _hands_on(source, tree, class_name):
+        return absent(f"{source.name} defines no {class_name}")
+    if (cls := plain_class(source, class_name)) is None:
         return absent(f"{source.name} defines no {class_name}")
     function = plain_function(source, target.symbol)
     if function is None:
+        if method in words(source.syntax) or [ast.unparse(each) for each in cls.bases] != ["MegatronModule"]:
+            raise unknown(source, cls, f"{target.symbol} may be inherited or made elsewhere")
         return absent(f"{target.symbol} does not exist: packed sequences are not supported")
     if (body := fingerprint(function)) not in _BODIES:
         raise unknown(source, function, f"{target.symbol} has an unknown body {body}")
@@ -63,6 +67,14 @@ def _probe(tree: SourceTree, target: Target) -> Finding:
         raise unknown(source, function, "nothing that calls it was found")
     seen = [at(source, call, f"the host reads {ast.unparse(call)}") for call in [*reads(function)][:2]]
     return broken(READ_LENGTHS, *seen, *compared, Evidence(seen=f"as in {_BODIES[body]}"))
+
+
+def _hands_on(source: ModuleSource, tree: SourceTree, class_name: str) -> bool:
+    """Return whether this is the package that hands on the class of its own module, whose base is the other part."""
+    bound = source.bindings.of(class_name)
+    imports = [node for node in source.syntax.body if isinstance(node, ast.ImportFrom)]
+    home = [node.module for node in imports if len(bound) == 1 and bound[0] in node.names]
+    return home == [_CALLERS[COMMON.module][0]] and tree.module(COMMON.module) is not None
 
 
 def _comparison(caller: ModuleSource) -> Evidence:

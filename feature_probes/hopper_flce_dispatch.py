@@ -86,7 +86,7 @@ def probe(tree: SourceTree) -> Finding:
     source = tree.module(TARGET.module)
     if source is None:
         return absent(f"there is no module {TARGET.module}")
-    if TARGET.symbol not in words(source.syntax):
+    if TARGET.symbol not in words(source.syntax) and source.find(TARGET.symbol) is None:
         return absent(f"defines no {TARGET.symbol}", source)
     branches, refusal = _dispatch(source, _constructor(source))
     majors = frozenset(branches)

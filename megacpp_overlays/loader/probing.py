@@ -38,6 +38,8 @@ def examine(erratum: Erratum, tree: SourceTree, *, unless: tuple[type[Exception]
 def _unreadable(error: Exception) -> Finding:
     """Return the finding of a probe that raised: a `SourceError` is itself the evidence."""
     seen = Evidence(seen=f"the probe could not read it: {type(error).__name__}: {error}")
+    if isinstance(error, RecursionError):
+        seen = Evidence(seen="its code is nested too deeply for the probe to read it")
     if isinstance(error, SourceError):
         seen = Evidence(seen=str(error), file=error.file, line=error.line)
     return Finding(verdict=Verdict.UNRECOGNISED, shape=None, evidence=(seen,))

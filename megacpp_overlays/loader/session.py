@@ -18,7 +18,7 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING
 
 from megacpp_overlays import variables
-from megacpp_overlays.errors import ActivationError, RegistryError, SeamError
+from megacpp_overlays.errors import ActivationError, OverlayError, RegistryError, SeamError
 from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader import registry
 from megacpp_overlays.loader.audit import Audit, raise_for
@@ -27,7 +27,7 @@ from megacpp_overlays.loader.import_hooks import Hooks, is_half_imported
 from megacpp_overlays.loader.log import Log
 from megacpp_overlays.loader.settings import Mode, Settings, plugin_names
 from megacpp_overlays.model import Decision, Erratum, Evidence, Finding, Gate, Overlay, Record, Verdict
-from megacpp_overlays.source.trees import InstalledTree, Remembered, SourceTree, readable
+from megacpp_overlays.source.trees import InstalledTree, Remembered, SourceTree
 from megacpp_overlays.version import VERSION
 
 if TYPE_CHECKING:
@@ -459,8 +459,13 @@ def _if_absent(record: Record, tree: InstalledTree) -> Record:
     from megacpp_overlays.source import distributions
 
     target = record.overlay.target
-    if readable(tree, target.module) is not None:
-        return record
+    try:
+        if tree.module(target.module) is not None:
+            return record
+    except OverlayError as error:  # it is there
+        seen = f"{target.module} cannot be read: {error}"
+        unknown = Finding(verdict=Verdict.UNRECOGNISED, shape=None, evidence=(Evidence(seen=seen),))
+        return replace(record, decision=Decision.CONFLICT, reason=seen, finding=unknown)
     version = distributions.version(target.distribution)
     where = f"{target.distribution} {version}" if version else target.distribution
     seen = f"{where} has no {target.module}" if version else f"{where} is not installed"

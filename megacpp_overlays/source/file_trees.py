@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from megacpp_overlays.errors import SourceError
-from megacpp_overlays.source.trees import ModuleSource, ShippedFile, decoded
+from megacpp_overlays.source.trees import ModuleSource, ShippedFile, decoded, leads_nowhere
 
 _TOPS = ("", "src/")
 _Tree = TypeVar("_Tree", bound="FileTree")
@@ -83,7 +83,11 @@ class DirectoryTree(FileTree):
         """Return a file, or None when there is no such file."""
         try:
             return (self.root / path).read_bytes()
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        except IsADirectoryError:
+            return None
+        except (FileNotFoundError, NotADirectoryError):
+            if leads_nowhere(self.root / path):
+                raise SourceError(f"{self._shown(path)}: cannot read it: a link on its way leads nowhere") from None
             return None
         except OSError as error:
             raise SourceError(f"{self._shown(path)}: cannot read it: {error.strerror}") from error

@@ -15,9 +15,11 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import os
+import stat
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
+from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
@@ -29,6 +31,14 @@ if TYPE_CHECKING:
     from megacpp_overlays.source.bindings import Bindings
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+MOST_TEXT = 512 * 1024
+"""Characters of a text that a probe reads at most. The longest module that one was ever asked about has 156,000.
+
+Every walk of a probe goes over text that is no longer, so this bounds the time that an import waits for it. How deeply
+code is nested is bounded by the interpreter, which raises where it is too deep.
+"""
+_TOO_DEEP = "is nested too deeply to be read"
 
 
 class ModuleSource:
@@ -51,12 +61,17 @@ class ModuleSource:
         """The syntax tree.
 
         Raises:
-            SourceError: this interpreter cannot parse the text.
+            SourceError: this interpreter cannot parse the text, or it is longer than anything that a probe reads.
         """
+        check_length(self.path, self.text)
         try:
             return ast.parse(self.text, filename=self.path)
         except SyntaxError as error:
             raise SourceError(f"{self.path}:{error.lineno}: cannot be parsed: {error.msg}") from error
+        except ValueError as error:  # a null byte
+            raise SourceError(f"{self.path}: cannot be parsed: {error}") from error
+        except (RecursionError, MemoryError) as error:  # the second is what the parser says of its own stack
+            raise SourceError(f"{self.path}: {_TOO_DEEP}") from error
 
     @functools.cached_property
     def bindings(self) -> Bindings:
@@ -73,10 +88,11 @@ class ModuleSource:
         """Return the one definition of a qualified name such as `Layer.forward`.
 
         Returns:
-            None when there is none.
+            None when nothing gives the name a meaning.
 
         Raises:
-            SourceError: the name is defined or bound more than once, so the text alone cannot say what is live.
+            SourceError: the name is defined or bound more than once, so the text alone cannot say what is live; or it is
+                bound by something else than a definition, such as an import, so its meaning is in another text.
         """
         found: ast.ClassDef | FunctionNode | None = None
         parts = symbol.split(".")
@@ -85,6 +101,7 @@ class ModuleSource:
             if len(matches) > 1:
                 raise SourceError(f"{self.path}: {symbol} is defined {len(matches)} times")
             if not matches:
+                self.check_missing(".".join(parts[:depth]))
                 return None
             found = matches[0]
             others = [node for node in self.bindings.of(".".join(parts[:depth])) if node is not found]
@@ -93,10 +110,31 @@ class ModuleSource:
                 raise SourceError(f"{self.path}:{line}: {symbol} is bound elsewhere, too")
         return found
 
+    def check_missing(self, symbol: str) -> None:
+        """Check that a name which is not defined means nothing here: that no import, no star and no hook gives it.
+
+        Raises:
+            SourceError: something may.
+        """
+        binds = [*self.bindings.of(symbol), *([] if "." in symbol else self.bindings.of("__getattr__"))]
+        if binds:
+            line = getattr(binds[0], "lineno", None)
+            raise SourceError(f"{self.path}:{line}: {symbol} is not defined here, but it may be bound here")
+
     def function(self, symbol: str) -> FunctionNode | None:
         """Return the definition of a function or method, or None when the name is no function here."""
         node = self.find(symbol)
         return node if isinstance(node, FunctionNode) else None
+
+
+def check_length(path: str, text: str) -> None:
+    """Check that a text is short enough for a probe to walk over it.
+
+    Raises:
+        SourceError: it is not.
+    """
+    if len(text) > MOST_TEXT:
+        raise SourceError(f"{path} has {len(text):,} characters, more than the {MOST_TEXT:,} that a probe reads")
 
 
 def parameters(function: FunctionNode) -> tuple[str, ...]:
@@ -159,13 +197,11 @@ class InstalledTree:
         if isinstance(file := getattr(loaded, "__file__", None), str):
             return _read_python(name, Path(file))
         *parents, last = name.split(".")
-        if not parents:
-            spec = find_spec(name, None, None)
-            return _read_python(name, Path(spec.origin)) if spec and spec.origin and spec.has_location else None
-        for folder in _search_path(parents):
-            if (path := _module_file(Path(folder), [last])) is not None:
+        folders = _search_path(parents)
+        for folder in folders if parents else ():
+            if (path := _module_file(Path(folder), last)) is not None:
                 return _read_python(name, path)
-        return None
+        return _found_by_finders(name, folders if parents else None)
 
     def shipped(self, package: str, path: str) -> ShippedFile | None:
         """Return a file in the folder of an importable package; imports nothing."""
@@ -189,10 +225,39 @@ def _search_path(parents: list[str]) -> list[str]:
             continue
         try:
             spec = find_spec(name, folders if depth > 1 else None, None)
-            folders = list(spec.submodule_search_locations or ()) if spec is not None else []
         except (ImportError, KeyError):  # KeyError: a namespace package asks for its parent, which is not imported
             folders = [str(Path(folder, parents[depth - 1])) for folder in folders]
+        else:
+            folders = list(spec.submodule_search_locations or ()) if spec is not None else _no_folders(name, folders)
     return folders
+
+
+def _no_folders(name: str, folders: Sequence[str]) -> list[str]:
+    """Return that a package is in none of these folders, once it is sure that it is not there and cannot be read."""
+    for folder in folders:
+        if _is_there(path := Path(folder, name.rpartition(".")[2])) and not path.is_dir():
+            raise SourceError(f"{name}: cannot read {path}, which is there")
+    return []
+
+
+def _found_by_finders(name: str, folders: Sequence[str] | None) -> ModuleSource | None:
+    """Return a module that is at no known place in a folder: one on its own, of an editable install, of an archive.
+
+    Raises:
+        SourceError: a finder has it, but not as a file of Python source.
+    """
+    try:
+        spec = find_spec(name, folders, None)
+    except (ImportError, KeyError):  # see `_search_path`
+        spec = None
+    if spec is None:
+        _no_folders(name, sys.path if folders is None else folders)
+        return None
+    if not spec.has_location and spec.submodule_search_locations is not None:
+        return None  # a namespace, in which nothing is defined
+    if not spec.has_location or spec.origin is None:
+        raise SourceError(f"{name} is found by {type(spec.loader).__qualname__}, which names no Python source")
+    return _read_python(name, Path(spec.origin))
 
 
 def find_spec(
@@ -238,12 +303,32 @@ class Remembered:
         return self._shipped[package, path]
 
 
-def _module_file(folder: Path, parts: list[str]) -> Path | None:
-    stem = folder.joinpath(*parts)
-    for path in (stem / "__init__.py", stem.with_name(f"{stem.name}.py")):
-        if path.is_file():
-            return path
+_COMPILED_SUFFIXES = (*EXTENSION_SUFFIXES, *BYTECODE_SUFFIXES)
+
+
+def _module_file(folder: Path, name: str) -> Path | None:
+    """Return the file that a module is loaded from, source before what was compiled, or None when there is none."""
+    stems = (folder / name / "__init__", folder / name)
+    for suffix in (*SOURCE_SUFFIXES, *_COMPILED_SUFFIXES):
+        for stem in stems:
+            if _is_there(path := stem.with_name(f"{stem.name}{suffix}")):
+                return path
     return None
+
+
+def _is_there(path: Path) -> bool:
+    """Return whether there is a file, or something that may be one and cannot be looked at: a link that leads nowhere."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return leads_nowhere(path)
+    except (OSError, ValueError):
+        return True
+
+
+def leads_nowhere(path: Path) -> bool:
+    """Return whether a path, or a folder on its way, is a link without an end: to itself, or to what is gone."""
+    return any(os.path.islink(each) and not os.path.exists(each) for each in (path, *path.parents))
 
 
 def _read_text(path: Path) -> ShippedFile | None:
@@ -273,5 +358,5 @@ def decoded(path: str, raw: bytes) -> str:
     """
     try:
         return importlib.util.decode_source(raw)
-    except (SyntaxError, UnicodeDecodeError) as error:
+    except (SyntaxError, ValueError, LookupError) as error:  # LookupError: a codec that is none of text
         raise SourceError(f"{path}: cannot be decoded: {error}") from error

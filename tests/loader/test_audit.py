@@ -178,6 +178,28 @@ def test_a_target_that_is_not_installed_is_absent_and_one_that_waits_is_armed(
     assert record.reason == f"{upstream.name} is not installed"
 
 
+@pytest.mark.parametrize("damage", ["codec", "loop", "compiled"])
+def test_a_target_that_is_there_and_cannot_be_read_is_a_conflict_and_not_absent(
+    upstream: Upstream, session: SessionMaker, tmp_path: Path, damage: str
+) -> None:
+    current = session(upstream.overlay())
+    current.arm()
+    path = tmp_path / upstream.name / "layers.py"
+    path.unlink()
+    if damage == "codec":
+        path.write_text("# coding: no-such-codec\n")
+    elif damage == "loop":
+        path.symlink_to(path)
+    else:
+        path.with_suffix(".pyc").touch()
+
+    record = current.audit().records[0]
+
+    assert (record.decision, record.verdict) == (Decision.CONFLICT, "UNRECOGNISED")
+    assert f"{upstream.module_name} cannot be read: " in record.reason
+    assert "layers." in record.reason
+
+
 def test_a_module_that_an_installed_distribution_does_not_have_is_absent(
     upstream: Upstream, session: SessionMaker
 ) -> None:

@@ -16,9 +16,10 @@ from megacpp_overlays.source.trees import InstalledTree, SourceTree
     [
         (SourceError("layers.py:3: cannot be parsed"), Evidence("layers.py:3: cannot be parsed")),
         (SourceError("is no plain class", file="layers.py", line=3), Evidence("is no plain class", "layers.py", 3)),
-        (RecursionError("too deep"), Evidence("the probe could not read it: RecursionError: too deep")),
+        (RecursionError("maximum"), Evidence("its code is nested too deeply for the probe to read it")),
+        (KeyError("name"), Evidence("the probe could not read it: KeyError: 'name'")),
     ],
-    ids=["source", "place in source", "anything else"],
+    ids=["source", "place in source", "too deep", "anything else"],
 )
 def test_what_a_probe_raises_is_evidence(upstream: Upstream, error: Exception, evidence: Evidence) -> None:
     def trip(_: SourceTree) -> Finding:

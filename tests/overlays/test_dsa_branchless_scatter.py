@@ -110,6 +110,24 @@ def test_other_edits_are_not_recognised(old: str, new: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "later", ["end = min(", "picked = topk_indices", "rows = first", "real = picked >= 0", "batches, offsets, slots ="]
+)
+def test_a_name_that_is_read_before_it_is_bound_is_not_recognised(later: str) -> None:
+    lines = text_of(DirectoryTree(JUNE), MASKING.module).splitlines(keepends=True)
+    start = next(n for n, line in enumerate(lines) if "def scatter_topk" in line)
+    at = next(n for n, line in enumerate(lines) if n > start and later in line)
+    changed = [*lines[:at], lines[at + 1], lines[at], *lines[at + 2 :]]
+    if lines[at + 1].rstrip().endswith(":"):  # into the block that reads it
+        indent = " " * (len(lines[at + 2]) - len(lines[at + 2].lstrip()))
+        changed[at + 1] = indent + lines[at].lstrip()
+
+    finding = examine(PARTS[1], EditedTree(DirectoryTree(JUNE), MASKING.module, "".join(changed)))
+
+    assert finding.verdict is Verdict.UNRECOGNISED
+    assert "which it does not bind" in finding.summary()
+
+
+@pytest.mark.parametrize(
     ("old", "new"),
     [
         ("safe_idx = idx_chunk.clamp_min(0)", "safe_idx = idx_chunk.clamp_min(0) if valid_topk.any() else idx_chunk"),

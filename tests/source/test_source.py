@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import subprocess
 import sys
 import zipfile
@@ -13,6 +15,7 @@ import pytest
 from made_up import Upstream
 
 from megacpp_overlays.errors import SourceError
+from megacpp_overlays.feature_probes.definitions import plain_function
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
 from megacpp_overlays.source.trees import InstalledTree, ModuleSource, Remembered, parameters
@@ -209,3 +212,128 @@ def test_a_module_that_a_wheel_does_not_have_is_none(tmp_path: Path) -> None:
 
     assert packed.module("empty.layers") is None
     packed.close()
+
+
+def unreadable(folder: Path, name: str, how: str) -> str:
+    """Put a module into a folder that is there and cannot be read; return what is said of it."""
+    path = folder / f"{name}.py"
+    if how == "codec":
+        path.write_text("# coding: no-such-codec\n")
+    elif how == "no codec of text":
+        path.write_text("# coding: rot13\n")
+    elif how == "bytes":
+        path.write_bytes(b"x = '\xff'\n")
+    elif how == "loop":
+        path.symlink_to(path)
+    elif how == "dangling":
+        path.symlink_to(folder / "gone.py")
+    elif how == "package in a loop":
+        (folder / name).symlink_to(folder / name)
+    elif how == "package that leads nowhere":
+        (folder / name).symlink_to(folder / "gone")
+    return "cannot be decoded" if how in {"codec", "no codec of text", "bytes"} else "cannot read"
+
+
+UNREADABLE = [
+    "codec",
+    "no codec of text",
+    "bytes",
+    "loop",
+    "dangling",
+    "package in a loop",
+    "package that leads nowhere",
+]
+
+
+@pytest.mark.parametrize("how", UNREADABLE)
+def test_what_is_there_and_cannot_be_read_is_an_error_and_not_absent(upstream: Upstream, how: str) -> None:
+    said = unreadable(upstream.folder / upstream.name, "odd", how)
+
+    for tree in (InstalledTree(), DirectoryTree(upstream.folder)):
+        with pytest.raises(SourceError, match=said):
+            tree.module(f"{upstream.name}.odd")
+
+
+@pytest.mark.parametrize("how", ["package in a loop", "package that leads nowhere"])
+def test_below_a_package_that_cannot_be_read_nothing_is_absent(upstream: Upstream, how: str) -> None:
+    unreadable(upstream.folder / upstream.name, "odd", how)
+
+    for tree in (InstalledTree(), DirectoryTree(upstream.folder)):
+        with pytest.raises(SourceError, match="cannot read"):
+            tree.module(f"{upstream.name}.odd.layers")
+
+
+@pytest.mark.parametrize("suffix", [".so", ".pyc"])
+def test_a_module_that_is_only_there_compiled_is_an_error_and_not_absent(upstream: Upstream, suffix: str) -> None:
+    (upstream.folder / upstream.name / f"odd{suffix}").touch()
+
+    with pytest.raises(SourceError, match="no Python source"):
+        InstalledTree().module(f"{upstream.name}.odd")
+
+
+def test_a_module_that_only_a_finder_knows_is_found(
+    upstream: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As editable installs have them, and archives on the path."""
+    elsewhere = tmp_path / "elsewhere.py"
+    elsewhere.write_text("def double(x): ...\n")
+
+    class Editable:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> object:
+            if name == f"{upstream.name}.moved":
+                return importlib.util.spec_from_file_location(name, elsewhere)
+            return importlib.machinery.ModuleSpec(name, object()) if name == f"{upstream.name}.made" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Editable])
+
+    found = InstalledTree().module(f"{upstream.name}.moved")
+    assert found is not None
+    assert found.function("double") is not None
+    with pytest.raises(SourceError, match="names no Python source"):
+        InstalledTree().module(f"{upstream.name}.made")
+
+
+@pytest.mark.parametrize(
+    "gives",
+    [
+        "from elsewhere import *",
+        "from elsewhere import double",
+        "from elsewhere import other as double",
+        "double = other",
+        "def __getattr__(name): ...",
+        "globals()['double'] = other",
+        "globals().update(table)",
+        "exec(text)",
+        "import sys; sys.modules[__name__] = other",
+    ],
+)
+def test_a_name_that_a_module_only_hands_on_is_not_missing(gives: str) -> None:
+    module = source(f"{gives}\n")
+
+    for ask in (module.find, module.function, lambda name: plain_function(module, name)):
+        with pytest.raises(SourceError, match="double"):
+            ask("double")
+
+
+def test_a_name_that_nothing_gives_is_missing() -> None:
+    module = source("import double_trouble\nfrom elsewhere import other\n\nclass Layer:\n    def forward(self): ...\n")
+
+    assert module.find("double") is None
+    assert plain_function(module, "double") is None
+    assert plain_function(module, "Layer.backward") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x = 1\n" * 100_000, "more than the 524,288 that a probe reads"),
+        ("if x == 0: pass\n" + "".join(f"elif x == {n}: pass\n" for n in range(10_000)), "nested too deeply"),
+        ("x = " + "-" * 100_000 + "1\n", "nested too deeply|cannot be parsed"),
+        ("x = 1\0\n", "cannot be parsed"),
+    ],
+    ids=["long", "branches", "signs", "null byte"],
+)
+def test_text_that_would_take_too_long_or_too_deep_is_an_error(text: str, said: str) -> None:
+    with pytest.raises(SourceError, match=said):
+        _ = source(text).syntax

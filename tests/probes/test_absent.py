@@ -1,0 +1,76 @@
+"""No probe takes for absent what a module hands on, or what nobody can read in the time that an import may take."""
+
+from __future__ import annotations
+
+import pytest
+
+from megacpp_overlays.loader import probing, registry
+from megacpp_overlays.model import Erratum, Verdict
+from megacpp_overlays.source.trees import ModuleSource
+
+ERRATA = registry.load()
+OVERLAYS = [each for each in ERRATA if each.installs]
+
+
+class OneText:
+    """A tree in which every module has the same text."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def module(self, name: str) -> ModuleSource | None:
+        return ModuleSource(name, f"{name}.py", self._text)
+
+
+def name_of(erratum: Erratum) -> str:
+    return f"{erratum.id} {erratum.target.module.rpartition('.')[2]}"
+
+
+@pytest.mark.parametrize("erratum", OVERLAYS, ids=name_of)
+@pytest.mark.parametrize(
+    "gives",
+    [
+        "from .elsewhere import *",
+        "from .elsewhere import {name}",
+        "import elsewhere\n{name} = elsewhere.{name}",
+        "def __getattr__(name):\n    return table[name]",
+        "globals()['{name}'] = make()",
+        "exec(text)",
+    ],
+    ids=["star", "import", "assignment", "hook", "globals", "exec"],
+)
+def test_a_name_that_a_module_hands_on_is_not_absent(erratum: Erratum, gives: str) -> None:
+    name = erratum.target.symbol.partition(".")[0]
+
+    found = probing.examine(erratum, OneText(gives.format(name=name) + "\n"))
+
+    assert found.verdict is Verdict.UNRECOGNISED, found.summary()
+
+
+LONG = "def f(x):\n    return x + 1\n" * 200_000
+"""More than 5 MB."""
+DEEP = "def f(x):\n    if x == 0:\n        return 0\n" + "".join(
+    f"    elif x == {n}:\n        return {n}\n" for n in range(1, 1_200)
+)
+"""As deep as the branches are many."""
+
+
+@pytest.mark.parametrize("erratum", OVERLAYS, ids=name_of)
+def test_a_text_that_is_too_long_is_not_recognised_and_says_so(erratum: Erratum) -> None:
+    found = probing.examine(erratum, OneText(LONG))
+
+    assert found.verdict is Verdict.UNRECOGNISED
+    assert "more than the 524,288 that a probe reads" in found.summary()
+
+
+@pytest.mark.parametrize("erratum", OVERLAYS, ids=name_of)
+def test_a_definition_that_is_too_deep_is_not_recognised(erratum: Erratum) -> None:
+    owner, _, method = erratum.target.symbol.rpartition(".")
+    text = DEEP.replace("def f(x)", f"def {method or erratum.target.symbol}(x)")
+    if owner:
+        text = f"class {owner}:\n" + "".join(f"    {line}\n" for line in text.splitlines())
+
+    found = probing.examine(erratum, OneText(text))
+
+    assert found.verdict is Verdict.UNRECOGNISED
+    assert "RecursionError" not in found.summary()
