@@ -37,7 +37,7 @@ _KNOWN = {
 """Fingerprints of the two modules of 2.3.2.post1, docstrings aside: both kernels, their helpers and the host."""
 
 REDUCER = "mamba_ssm.ops.triton.mamba3.grouped_head_reduction"
-_REDUCE = "reduce_grouped_qk_grads_and_bias_triton"
+REDUCE = "reduce_grouped_qk_grads_and_bias_triton"
 _REDUCER_TEXT = "2da46b59f02b0003"
 _REPAIRED = {
     PLAIN: table(
@@ -61,7 +61,7 @@ _TEXTS = {
 }
 """The same by the text of the three modules."""
 
-_REDUCED = Pattern(f"$results = {_REDUCE}($dq, $dk, G, $$how)")
+_REDUCED = Pattern(f"$results = {REDUCE}($dq, $dk, G, $$how)")
 _UNPACKED = Pattern("B, S, R, G, N = q.shape")
 _MAPPED = Pattern("i_h_qk = i_h // (H // G)")
 
@@ -86,7 +86,7 @@ def _probe(tree: SourceTree, target: Target) -> Finding:
     function = plain_function(source, target.symbol)
     if function is None:
         raise unknown(source, None, f"there is a MIMO backward but no {target.symbol}")
-    if calls(function, _REDUCE):
+    if calls(function, REDUCE):
         return _probe_reducer(tree, target, source, function)
     if (seen := _text(source)) != _KNOWN[target]:
         raise unknown(source, function, f"{target.symbol} is in an unknown text {seen}")
@@ -105,16 +105,16 @@ def _text(source: ModuleSource) -> str:
 def _probe_reducer(tree: SourceTree, target: Target, source: ModuleSource, function: FunctionNode) -> Finding:
     reducer = tree.module(REDUCER)
     if reducer is None:
-        raise unknown(source, function, f"calls {_REDUCE}, and there is no module {REDUCER}")
+        raise unknown(source, function, f"calls {REDUCE}, and there is no module {REDUCER}")
     if (surprise := next(_surprises(source, function), None)) is not None:
         raise unknown(source, function, f"{function.name} {surprise}")
     return judged(
         tree,
         _REPAIRED[target],
-        at(source, calls(function, _REDUCE)[0], f"sums gradients into any number of groups: {_REDUCE}"),
+        at(source, calls(function, REDUCE)[0], f"sums gradients into any number of groups: {REDUCE}"),
         texts=_TEXTS,
         bodies=[
-            *(Body(source.name, name) for name in (function.name, *FACTORIES, _REDUCE)),
+            *(Body(source.name, name) for name in (function.name, *FACTORIES, REDUCE)),
             *(Body(REDUCER, each.name) for each in reducer.syntax.body if isinstance(each, FunctionNode)),
         ],
     )
@@ -123,13 +123,13 @@ def _probe_reducer(tree: SourceTree, target: Target, source: ModuleSource, funct
 def _surprises(source: ModuleSource, function: FunctionNode) -> Iterator[str]:
     """Yield how a function that calls the reducer is not what main's is, as far as groups go."""
     imports = [each for each in ast.walk(source.syntax) if isinstance(each, ast.ImportFrom) and each.module == REDUCER]
-    brought = [alias for each in imports for alias in each.names if (alias.name, alias.asname) == (_REDUCE, None)]
-    if len(brought) != 1 or source.bindings.anywhere(_REDUCE) != brought:
-        yield f"does not take {_REDUCE} from {REDUCER} alone"
-    reduced = [_REDUCED.match(each) for each in function.body if calls(each, _REDUCE)]
+    brought = [alias for each in imports for alias in each.names if (alias.name, alias.asname) == (REDUCE, None)]
+    if len(brought) != 1 or source.bindings.anywhere(REDUCE) != brought:
+        yield f"does not take {REDUCE} from {REDUCER} alone"
+    reduced = [_REDUCED.match(each) for each in function.body if calls(each, REDUCE)]
     results = _names(reduced[0]["results"]) if len(reduced) == 1 and reduced[0] else []
     if len(results) != 4:
-        yield f"does not name the four results of one {_REDUCE}(dq, dk, G) among its own statements"
+        yield f"does not name the four results of one {REDUCE}(dq, dk, G) among its own statements"
     else:
         returned = [_names(each.value) for each in function.body if isinstance(each, ast.Return)]
         if len(returned) != 1 or returned[0][:2] != results[:2] or returned[0][6:8] != results[2:]:

@@ -146,6 +146,8 @@ def _witness(symbol: str) -> Callable[[ModuleType], Observation]:
         """Ask for one group, two and four of four heads: only the second raises, and the others are what is known."""
         import torch
 
+        if feature.REDUCE in vars(module)[symbol].__code__.co_names:  # main's host code, whose sums are a kernel
+            return Observation(broken=False, seen=f"sums with {feature.REDUCE}, which is not rehearsed without a GPU")
         said = {}
         with torch.inference_mode(mode=False), torch.no_grad():
             for groups in (1, _GROUPS, _HEADS):

@@ -40,6 +40,8 @@ _COMPARED = (
 """What two code objects that do the same agree in; columns, which `-X no_debug_ranges` leaves out, are not among it."""
 _INNER = ("__wrapped__", "fn", "func")
 """Where a wrapper keeps what it wraps: functools and torch, Triton's kernels and tuners, partials and TileLang."""
+_BEHIND_ONE = "orig_func"
+"""Where TileLang's decorator keeps it, in an object that its wrapper holds: one decorator, and two objects."""
 
 
 def difference(finding: Finding, tree: SourceTree, target: ModuleType | None = None) -> str | None:
@@ -115,6 +117,7 @@ def _is_as_read(raw: Any, symbol: str, node: FunctionNode, source: ModuleSource)
     read = _compiled(symbol, node, source)
     live: Any = seam_marks.plain_function(raw)
     for _ in range(wrappers(node) + 1):
+        live = getattr(live, _BEHIND_ONE, live)
         # By type: the proxy of somebody's patch answers with the code of what it wraps.
         if type(live) is FunctionType and read is not None and _alike(live.__code__, read):
             return same_file(live.__code__.co_filename, source.path)

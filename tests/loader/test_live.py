@@ -49,6 +49,23 @@ class Kernel:
         return self.fn(*args)
 
 
+class Inside:
+    def __init__(self, function):
+        self.orig_func = function
+
+
+class TwoObjects:
+    """As TileLang's decorator makes them."""
+
+    def __init__(self, function):
+        self.func = Inside(function)
+
+
+@TwoObjects
+def compiled(x):
+    return x + 2
+
+
 class Base:
     def whole(self):
         return 1
@@ -109,6 +126,7 @@ SYMBOLS = (
     "Layer.wait",
     "Layer.Inner.value",
     "kernel",
+    "compiled",
     "kept",
     "half",
     "a_half",
