@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from megacpp_overlays.frozen import replace
@@ -12,6 +13,7 @@ from megacpp_overlays.loader.traces import Traces
 from megacpp_overlays.model import Decision, Overlay, Record
 from megacpp_overlays.runtime import dynamo
 from megacpp_overlays.runtime.seam_marks import mark_of, plain_function
+from megacpp_overlays.source.trees import InstalledTree, Remembered
 
 _FROM_DISK = (
     "torch._dynamo.config.caching_precompile brings back compiled graphs of processes that may have run without this "
@@ -27,8 +29,11 @@ def review(record: Record, overlay: Overlay, traces: Traces | None, *, deep: boo
         record: what was decided.
         overlay: whose record it is.
         traces: where it was put in.
-        deep: whether to walk over the heap for what holds an original.
+        deep: whether to walk over the heap for what holds an original, and to compare a repair once more with what is
+            loaded: that compiles what was read.
     """
+    if record.decision is Decision.RETIRED and deep:
+        record = _unless_replaced_since(record, overlay)
     if record.decision is not Decision.ACTIVE:
         return _unless_it_is_in(record, reached.look(overlay))
     if dynamo.come_from_disk():
@@ -42,6 +47,13 @@ def review(record: Record, overlay: Overlay, traces: Traces | None, *, deep: boo
     if sight.around:
         return replace(record, reason="; ".join([record.reason, *sight.around]), around=others)
     return record
+
+
+def _unless_replaced_since(record: Record, overlay: Overlay) -> Record:
+    """Return the record of what upstream repaired, CONFLICT where something else was put there since it was decided."""
+    from megacpp_overlays.loader import probing  # noqa: PLC0415 - only where it is asked for
+
+    return probing.held_against_the_process(record, Remembered(InstalledTree()), sys.modules[overlay.target.module])
 
 
 def _unless_it_is_in(record: Record, sight: Sight) -> Record:

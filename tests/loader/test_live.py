@@ -315,6 +315,20 @@ def test_a_witness_that_sees_the_defect_is_believed(upstream: Upstream, session:
     assert record.reason == "the probe says FIXED but the loaded code does not behave so: double(1) = 3"
 
 
+def test_a_patch_after_the_decision_is_seen_by_a_deep_audit(upstream: Upstream, session: SessionMaker) -> None:
+    upstream.write(FIXED_TEXT)
+    current = session(upstream.overlay())
+    current.arm()
+    module = upstream.load()
+    assert current.audit(deep=True).records[0].decision is Decision.RETIRED
+
+    module.double = _theirs
+
+    (record,) = current.audit(deep=True).records
+    assert record.decision is Decision.CONFLICT
+    assert "_theirs" in record.reason
+
+
 def test_what_cannot_be_compared_is_a_conflict(upstream: Upstream, session: SessionMaker) -> None:
     def explode(_: ModuleType) -> Observation:
         raise ImportError("no such kernel")
