@@ -1,6 +1,6 @@
 """A run of this package with the interpreter of another environment.
 
-The process gets a copy of this package on its path and nothing else of this one: the switches and the PYTHONPATH of
+The process gets this package on its path and nothing else of this one: the switches and the PYTHONPATH of
 the shell do not count there, and neither do the packages that are installed beside this one.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -71,15 +70,16 @@ def _last_line(output: IO[str]) -> str:
 
 @contextlib.contextmanager
 def _place() -> Iterator[tuple[Path, dict[str, str]]]:
-    """Make an empty folder to run in, and the variables that put a copy of this package on the path.
+    """Make an empty folder to run in, and the variables that put this package on the path.
 
-    A copy, because the folder that this package is in may be the site-packages of another environment.
+    By a link of its own, because the folder that this package is in may be the site-packages of another environment.
     """
     with tempfile.TemporaryDirectory(prefix="upkeep-") as name:
         folder = Path(name).resolve()
         package = Path(str(megacpp_overlays.__file__)).parent
         path = folder / "path"
-        shutil.copytree(package, path / package.name, ignore=shutil.ignore_patterns("receipts"))
+        path.mkdir()
+        (path / package.name).symlink_to(package, target_is_directory=True)
         work = folder / "work"
         work.mkdir()
         kept = {

@@ -44,6 +44,7 @@ def all_close(seen: dict[str, Any], true: dict[str, Any], tolerance: float = 1e-
 # The definition
 
 
+@pytest.mark.unmeasured
 @settings(deadline=None)
 @given(
     seed=st.integers(0, 2**31),
@@ -163,6 +164,7 @@ def test_hidden_states_may_have_a_batch_dimension(reduction: str, memory: Memory
     assert seen["loss"].shape == ((3, 4) if reduction == "none" else ())
 
 
+@pytest.mark.unmeasured
 @settings(deadline=None)
 @given(needs=st.tuples(st.booleans(), st.booleans(), st.booleans()).filter(any), logits=st.sampled_from(WAYS))
 def test_only_what_wants_a_gradient_gets_one(needs: tuple[bool, bool, bool], logits: Memory) -> None:
@@ -627,6 +629,7 @@ def test_a_step_that_is_repeated_gives_the_same_bits() -> None:
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize("masked", ["compute", "skip"])
 def test_a_compiled_step_gives_the_same_bits(masked: str) -> None:
     """Dynamo breaks the graph before the call, which then runs as it is."""
@@ -711,6 +714,7 @@ def test_what_fits_is_not_refused() -> None:
 # The passes that the overlays use
 
 
+@pytest.mark.unmeasured
 @settings(deadline=None)
 @given(
     seed=st.integers(0, 2**31),

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import warm_python
 from made_up import FIXED_TEXT, Upstream
-from places import ROOT, UNMEASURED
 
 from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.loader.session import Session
-from megacpp_overlays.model import Decision, Evidence, Finding, Proof, Verdict
+from megacpp_overlays.model import Decision, Evidence, Finding, Verdict
 
 SessionMaker = Callable[..., Session]
 
@@ -77,66 +73,6 @@ def test_json_round_trips_with_stable_keys(audit: Audit) -> None:
         "retire_when",
         "variable",
     ]
-
-
-DECISION: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "id": {"type": "string"},
-        "pack": {"type": "integer"},
-        "decision": {"enum": [each.value for each in Decision]},
-        "verdict": {"enum": [*(each.value for each in Verdict), "-"]},
-        "shape": {"type": ["string", "null"]},
-        "distribution": {"type": "string"},
-        "version": {"type": ["string", "null"]},
-        "target": {"type": "string"},
-        "reason": {"type": "string"},
-        "proof": {"enum": [*(each.value for each in Proof), None]},
-        "repair": {"type": "array", "items": {"type": "string"}},
-        "looks_repaired": {"type": "boolean"},
-        "evidence": {"type": "array", "items": {"type": "string"}},
-        "source_sha256": {"type": ["string", "null"], "pattern": "^[0-9a-f]{64}$"},
-        "seams": {"type": "array", "items": {"type": "string"}},
-        "rebound": {"type": "array", "items": {"type": "string"}},
-        "retire_when": {"type": "string"},
-        "variable": {"type": "string", "pattern": "^MEGACPP_OVERLAY_[A-Z0-9_]+$"},
-    },
-    "additionalProperties": False,
-}
-SCHEMA_1: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "schema": {"const": 1},
-        "package": {"const": "megacpp_overlays"},
-        "version": {"type": "string"},
-        "mode": {"enum": ["auto", "off", "observe", "strict"]},
-        "fingerprint": {"type": "string", "pattern": "^[0-9a-f]{16}$"},
-        "decisions": {"type": "array", "items": {**DECISION, "required": list(DECISION["properties"])}},
-    },
-    "required": ["schema", "package", "version", "mode", "fingerprint", "decisions"],
-    "additionalProperties": False,
-}
-"""Schema 1, for as long as `audit.SCHEMA` is 1: checkpoints and trackers hold audits of older versions."""
-SMALL = 16 * 1024
-"""Bytes of JSON that a checkpoint's metadata and a tracker's config take without a thought."""
-
-
-@pytest.mark.upstream
-def test_a_real_audit_fits_a_checkpoint_and_a_tracker(tmp_path: Path) -> None:
-    jsonschema, torch = pytest.importorskip("jsonschema"), pytest.importorskip("torch")
-    words = ["-m", "megacpp_overlays", "audit", "--json"]
-    done = warm_python.run(
-        words, {**os.environ, "MEGACPP_OVERLAYS_LOG": "logging", **UNMEASURED}, after=warm_python.MEGATRON, cwd=ROOT
-    )
-    data = json.loads(done.stdout)
-
-    torch.save({"overlays": data}, tmp_path / "checkpoint.pt")
-    loaded = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["overlays"]
-
-    assert loaded == data
-    jsonschema.validate(data, SCHEMA_1)
-    assert len(data["decisions"]) >= 10
-    assert len(json.dumps(data)) < SMALL
 
 
 def test_the_fingerprint_is_the_same_for_the_same_code_in_another_folder(audit: Audit) -> None:

@@ -199,6 +199,7 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack((tensor, torch.full_like(tensor, 7.0)), dim=2).transpose(0, 1)[:, :, 0].transpose(0, 1)
 
 
+@pytest.mark.unmeasured
 @settings(max_examples=150, deadline=None)
 @given(problem=problems(), contiguous=st.booleans())
 @pytest.mark.parametrize("stand_in", [SPRING, JUNE], ids=["spring", "june"])
@@ -312,6 +313,7 @@ def test_indices_may_be_on_another_device(scatter: Scatter) -> None:
     scatter(torch.zeros(1, 2, 4, device="meta"), torch.tensor([[[0, -1], [2, 1]]]))
 
 
+@pytest.mark.unmeasured
 def test_it_compiles_into_one_graph(scatter: Scatter) -> None:
     indices = torch.tensor([[[0, -1], [2, 1], [-1, -1]]])
     eager, compiled = torch.full((1, 3, 4), float("-inf")), torch.full((1, 3, 4), float("-inf"))

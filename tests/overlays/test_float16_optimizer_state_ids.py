@@ -62,6 +62,7 @@ def test_what_is_not_there_is_absent(probe: ModuleType) -> None:
     assert examine(probe, "class Other: pass").verdict is Verdict.ABSENT
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize("probe", PROBES, ids=["ids", "order"])
 @pytest.mark.parametrize("times", [0, 2], ids=["missing", "doubled"])
 def test_a_statement_of_a_known_body_may_not_be(
@@ -82,6 +83,7 @@ def function(syntax: ast.Module, class_name: str, method: str) -> ast.FunctionDe
     return next(node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == method)
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize("probe", PROBES, ids=["ids", "order"])
 @pytest.mark.parametrize(
     "edit",

@@ -87,6 +87,7 @@ def test_every_tree_is_recognised(tree: Path) -> None:
     assert Verdict.UNRECOGNISED.value not in verdicts(PARTS, DirectoryTree(tree)).values()
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize(("version", "part"), LAYOUTS, ids=["one file", "base class"])
 def test_no_statement_of_the_checks_may_change(version: str, part: Overlay, wheel: Wheel) -> None:
     tree = ArchiveTree(wheel("megatron-core", version))
@@ -222,6 +223,7 @@ def test_a_failed_check_is_not_remembered(resolve: Resolver) -> None:
         resolve(given_lengths, cp_size=2)
 
 
+@pytest.mark.unmeasured
 @settings(deadline=None)
 @given(
     parts=st.lists(st.integers(0, 4), min_size=1, max_size=4),

@@ -211,6 +211,7 @@ def test_layout_comments_and_docstrings_do_not_matter(text: str) -> None:
     assert examine(text.replace("if self.fp16:", "if self.fp16:  # half\n")).verdict is Verdict.BROKEN
 
 
+@pytest.mark.unmeasured
 def test_no_statement_may_be_missing_or_doubled(text: str) -> None:
     count = sum(len(block) for block in blocks(constructor(ast.parse(text))))
     assert count > 12
@@ -223,6 +224,7 @@ def test_no_statement_may_be_missing_or_doubled(text: str) -> None:
             assert not is_known(syntax), ast.unparse(constructor(syntax))
 
 
+@pytest.mark.unmeasured
 def test_no_word_may_be_another(text: str) -> None:
     count = len(words(constructor(ast.parse(text))))
     assert count > 40
@@ -233,6 +235,7 @@ def test_no_word_may_be_another(text: str) -> None:
         assert not is_known(syntax), ast.unparse(constructor(syntax))
 
 
+@pytest.mark.unmeasured
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_no_statement_may_be_added_or_moved(text: str, data: st.DataObject) -> None:
@@ -252,6 +255,7 @@ def test_no_statement_may_be_added_or_moved(text: str, data: st.DataObject) -> N
     assert not is_known(syntax)
 
 
+@pytest.mark.unmeasured
 @settings(deadline=None, max_examples=20)
 @given(place=st.integers(1, 3), default=st.booleans(), keyword_only=st.booleans())
 def test_no_parameter_may_be_added(text: str, place: int, *, default: bool, keyword_only: bool) -> None:

@@ -213,6 +213,7 @@ def _bodies(tree: ast.Module) -> Iterator[list[ast.stmt]]:
             yield body
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize("version", ["0.6.3", "0.8.1"])
 @pytest.mark.parametrize("mutate", [renamed_parameters, inserted_parameters, deleted_statements])
 def test_no_single_change_of_a_parameter_or_statement_is_repaired(
@@ -230,6 +231,7 @@ def test_no_single_change_of_a_parameter_or_statement_is_repaired(
 CONSTANTS_AND_NAMES = st.integers(min_value=0, max_value=100_000)
 
 
+@pytest.mark.unmeasured
 @given(version=st.sampled_from(DISTINCT), place=CONSTANTS_AND_NAMES)
 def test_no_single_change_of_a_name_or_constant_is_repaired(wheel: Wheel, version: str, place: int) -> None:
     release = wheel("liger-kernel", version)

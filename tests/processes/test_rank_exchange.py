@@ -150,6 +150,7 @@ def worlds(draw: st.DrawFn) -> tuple[dict[int, int], frozenset[int], dict[int, f
     return kinds, absent, arrivals
 
 
+@pytest.mark.unmeasured
 @settings(max_examples=200, deadline=None)
 @given(worlds())
 def test_every_rank_that_is_there_is_told_the_same_and_the_truth(
@@ -170,6 +171,7 @@ def test_every_rank_that_is_there_is_told_the_same_and_the_truth(
     assert max(when.values()) < LATEST
 
 
+@pytest.mark.unmeasured
 @settings(max_examples=200, deadline=None)
 @given(worlds(), st.data())
 def test_a_rank_that_crashes_on_the_way_hangs_nobody(
@@ -294,6 +296,7 @@ def test_statements_that_differ_where_nobody_looks_are_not_taken_for_equal() -> 
     assert [each.field for each in told[0].differences] == ["statement"]
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize("size", [2, 1024, 16_384])
 def test_what_all_ranks_ask_and_leave_grows_with_their_number_and_no_faster(size: int) -> None:
     store = Memory()
@@ -306,6 +309,7 @@ def test_what_all_ranks_ask_and_leave_grows_with_their_number_and_no_faster(size
     assert max(when.values()) < 2 * rank_exchange.MOST_S
 
 
+@pytest.mark.unmeasured
 def test_one_rank_of_many_is_found() -> None:
     kinds = {rank: 1 + (rank == 9_999) for rank in range(16_384)}
 
@@ -314,6 +318,7 @@ def test_one_rank_of_many_is_found() -> None:
     assert {verdict.groups[1] for verdict in told.values()} == {(9_999,)}
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize("gone", [[0], [9_999, 10_000, 16_383]])
 def test_ranks_that_are_missing_of_many_are_named(gone: Sequence[int]) -> None:
     store = Memory()

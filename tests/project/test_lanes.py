@@ -7,10 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import warm_python
 from places import HANG_S, ROOT, UNMEASURED
+
+from megacpp_overlays.model import Decision, Proof, Verdict
 
 pytestmark = pytest.mark.upstream
 
@@ -70,8 +73,19 @@ VERSIONS = {
 }
 
 
-def audit(lane: str, **variables: str) -> tuple[int, dict[str, dict[str, str]], str]:
-    """Run the pre-flight in a lane; return its exit code, its decisions by id, and what it wrote on stderr."""
+class Preflight(NamedTuple):
+    """What the pre-flight in a lane came to."""
+
+    code: int
+    decisions: dict[str, dict[str, str]]
+    """By id."""
+    stderr: str
+    written: Any
+    """The audit as it was written."""
+
+
+def audit(lane: str, **variables: str) -> Preflight:
+    """Run the pre-flight in a lane."""
     python = LANES[lane]
     assert python.exists(), f"there is no {python}: run `make setup`"
     words = ["-W", "ignore", "-m", "megacpp_overlays", "audit", "--json"]
@@ -88,21 +102,19 @@ def audit(lane: str, **variables: str) -> tuple[int, dict[str, dict[str, str]], 
         )
     else:
         done = subprocess.run([python, *words], env=env, capture_output=True, text=True, check=False, cwd="/")
-    decisions = {item["id"]: item for item in json.loads(done.stdout)["decisions"]} if done.stdout else {}
-    return done.returncode, decisions, done.stderr
+    written = json.loads(done.stdout) if done.stdout else {"decisions": []}
+    return Preflight(done.returncode, {item["id"]: item for item in written["decisions"]}, done.stderr, written)
 
 
 @pytest.fixture(scope="module")
-def audits() -> dict[str, tuple[int, dict[str, dict[str, str]], str]]:
+def audits() -> dict[str, Preflight]:
     return {lane: audit(lane) for lane in LANES}
 
 
 @pytest.mark.parametrize("lane", LANES)
 @pytest.mark.parametrize("overlay", EXPECTED)
-def test_the_decision_on_a_locked_environment(
-    audits: dict[str, tuple[int, dict[str, dict[str, str]], str]], lane: str, overlay: str
-) -> None:
-    code, decisions, stderr = audits[lane]
+def test_the_decision_on_a_locked_environment(audits: dict[str, Preflight], lane: str, overlay: str) -> None:
+    code, decisions, stderr, _ = audits[lane]
     distribution, expected = EXPECTED[overlay]
 
     found = decisions[overlay]
@@ -113,16 +125,14 @@ def test_the_decision_on_a_locked_environment(
 
 
 @pytest.mark.parametrize("lane", LANES)
-def test_every_overlay_is_in_the_audit_once(
-    audits: dict[str, tuple[int, dict[str, dict[str, str]], str]], lane: str
-) -> None:
+def test_every_overlay_is_in_the_audit_once(audits: dict[str, Preflight], lane: str) -> None:
     assert sorted(audits[lane][1]) == sorted(EXPECTED)
     assert audits[lane][2].count("[megacpp_overlays] mode auto; armed: ") == 1
 
 
 @pytest.mark.parametrize("lane", LANES)
-def test_every_decision_has_its_line(audits: dict[str, tuple[int, dict[str, dict[str, str]], str]], lane: str) -> None:
-    _, decisions, stderr = audits[lane]
+def test_every_decision_has_its_line(audits: dict[str, Preflight], lane: str) -> None:
+    _, decisions, stderr, _ = audits[lane]
 
     for overlay, found in decisions.items():
         # Nobody asks for what is absent or off, and a gate that has nothing to do is quiet.
@@ -131,9 +141,7 @@ def test_every_decision_has_its_line(audits: dict[str, tuple[int, dict[str, dict
 
 
 @pytest.mark.parametrize("lane", LANES)
-def test_what_is_due_for_deletion_is_what_the_audit_calls_retired(
-    audits: dict[str, tuple[int, dict[str, dict[str, str]], str]], lane: str
-) -> None:
+def test_what_is_due_for_deletion_is_what_the_audit_calls_retired(audits: dict[str, Preflight], lane: str) -> None:
     retired = [overlay for overlay, found in audits[lane][1].items() if found["decision"] == "retired"]
 
     done = subprocess.run(
@@ -145,9 +153,9 @@ def test_what_is_due_for_deletion_is_what_the_audit_calls_retired(
 
 
 def test_observe_installs_nothing_and_reports_the_same_verdicts(
-    audits: dict[str, tuple[int, dict[str, dict[str, str]], str]],
+    audits: dict[str, Preflight],
 ) -> None:
-    code, observed, _ = audit("current", MEGACPP_OVERLAYS="observe")
+    code, observed, *_ = audit("current", MEGACPP_OVERLAYS="observe")
 
     assert code == 0
     assert {item["decision"] for item in observed.values()} <= {"disabled", "retired", "absent", "gated"}
@@ -157,7 +165,7 @@ def test_observe_installs_nothing_and_reports_the_same_verdicts(
 
 
 def test_off_is_off() -> None:
-    _, decisions, _ = audit("current", MEGACPP_OVERLAYS="off")
+    _, decisions, *_ = audit("current", MEGACPP_OVERLAYS="off")
 
     assert {item["decision"] for item in decisions.values()} == {"disabled"}
 
@@ -186,3 +194,61 @@ for seam in seams:
     )
 
     assert done.returncode == 0, done.stderr
+
+
+# What is kept of it
+
+DECISION: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string"},
+        "pack": {"type": "integer"},
+        "decision": {"enum": [each.value for each in Decision]},
+        "verdict": {"enum": [*(each.value for each in Verdict), "-"]},
+        "shape": {"type": ["string", "null"]},
+        "distribution": {"type": "string"},
+        "version": {"type": ["string", "null"]},
+        "target": {"type": "string"},
+        "reason": {"type": "string"},
+        "proof": {"enum": [*(each.value for each in Proof), None]},
+        "repair": {"type": "array", "items": {"type": "string"}},
+        "looks_repaired": {"type": "boolean"},
+        "evidence": {"type": "array", "items": {"type": "string"}},
+        "source_sha256": {"type": ["string", "null"], "pattern": "^[0-9a-f]{64}$"},
+        "seams": {"type": "array", "items": {"type": "string"}},
+        "rebound": {"type": "array", "items": {"type": "string"}},
+        "retire_when": {"type": "string"},
+        "variable": {"type": "string", "pattern": "^MEGACPP_OVERLAY_[A-Z0-9_]+$"},
+    },
+    "additionalProperties": False,
+}
+SCHEMA_1: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "schema": {"const": 1},
+        "package": {"const": "megacpp_overlays"},
+        "version": {"type": "string"},
+        "mode": {"enum": ["auto", "off", "observe", "strict"]},
+        "fingerprint": {"type": "string", "pattern": "^[0-9a-f]{16}$"},
+        "decisions": {"type": "array", "items": {**DECISION, "required": list(DECISION["properties"])}},
+    },
+    "required": ["schema", "package", "version", "mode", "fingerprint", "decisions"],
+    "additionalProperties": False,
+}
+"""Schema 1, for as long as `audit.SCHEMA` is 1: checkpoints and trackers hold audits of older versions."""
+SMALL = 24 * 1024
+"""Bytes of JSON that a checkpoint's metadata and a tracker's config take without a thought."""
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_real_audit_fits_a_checkpoint_and_a_tracker(audits: dict[str, Preflight], lane: str, tmp_path: Path) -> None:
+    jsonschema, torch = pytest.importorskip("jsonschema"), pytest.importorskip("torch")
+    written = audits[lane].written
+
+    torch.save({"overlays": written}, tmp_path / "checkpoint.pt")
+    loaded = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["overlays"]
+
+    assert loaded == written
+    jsonschema.validate(written, SCHEMA_1)
+    assert len(written["decisions"]) >= 10
+    assert len(json.dumps(written)) < SMALL

@@ -242,6 +242,7 @@ STATEMENTS = st.one_of(
 PROGRAMS = st.lists(STATEMENTS, min_size=1, max_size=4).map("\n".join)
 
 
+@pytest.mark.unmeasured
 @settings(deadline=None, max_examples=100)
 @given(program=PROGRAMS)
 def test_code_matches_itself(program: str) -> None:
