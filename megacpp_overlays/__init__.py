@@ -14,6 +14,7 @@ Raises at import:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sys
@@ -29,8 +30,7 @@ from megacpp_overlays.errors import (
     SettingsError,
     SourceError,
 )
-
-# First, so that the function below and not the submodule is what `megacpp_overlays.audit` means.
+from megacpp_overlays.loader import import_hooks, registry
 from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.loader.session import current
 from megacpp_overlays.version import VERSION
@@ -152,11 +152,14 @@ def _arm_at_import() -> None:
         arm()
         if folder := current().settings.receipts:
             _write_receipts(folder)
+    except registry.HalfImportedPluginError as error:
+        # The plugin imports this package: it is armed when the last line of the plugin has been executed.
+        import_hooks.when_complete(error.module, _arm_at_import)
     except SettingsError as error:
         # The command line promises exit code 2 for wrong usage, but importing its package comes first.
         if not _is_own_command(sys.orig_argv):
             raise
-        print(f"megacpp-overlays: {error}", file=sys.stderr)
+        _say(f"megacpp-overlays: {error}")
         sys.exit(2)
 
 
@@ -170,7 +173,12 @@ def _write_receipts(folder: str) -> None:
         # A child did not ask for it and may run as somebody else: it works on, and whoever demands its receipt is told.
         if not is_child:
             raise
-        print(f"[megacpp_overlays] {error}", file=sys.stderr)
+        _say(f"[megacpp_overlays] {error}")
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(Exception):  # a stderr that is closed or broken
+        print(text, file=sys.stderr)
 
 
 def _is_own_command(argv: list[str]) -> bool:
@@ -179,3 +187,4 @@ def _is_own_command(argv: list[str]) -> bool:
 
 
 _arm_at_import()
+vars(sys).setdefault("_megacpp_overlays", sys.modules[__name__])  # what a second import of this package leads to

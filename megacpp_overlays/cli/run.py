@@ -22,6 +22,9 @@ _REFUSED = {
     "-S": "does not run what arms a process at start-up",
 }
 
+_ANSWERED = {"-V", "--version", "-?", "--help-env", "--help-xoptions", "--help-all"}
+"""Options that Python answers without a launcher."""
+
 Option = tuple[str, ...]
 """One option of Python, with its value if it takes one."""
 
@@ -39,7 +42,7 @@ def run(words: Sequence[str], parser: argparse.ArgumentParser) -> bool:
     if ("-h",) in options or ("--help",) in options:
         parser.print_help()
         return True
-    if not program:
+    if not program and not any(option[0] in _ANSWERED for option in options):
         parser.error("there is no launcher to run")
     before, _ = split(sys.orig_argv[1:])
     if refused := next((option[0] for option in (*before, *options) if option[0] in _REFUSED), None):

@@ -83,6 +83,8 @@ def as_found(owner: Owner, name: str, raw: Any, mark: Mark) -> Seam:
 def _assign(alias: Seam, value: Any) -> None:
     try:
         setattr(alias.owner, alias.name, value)
+    except MemoryError:  # which says nothing of the owner
+        raise
     except Exception as error:
         raise SeamError(f"{alias} holds the other function and cannot be assigned: {error!r}") from error
 
@@ -146,6 +148,13 @@ def holders(placed: Sequence[Seam]) -> list[str]:
 
     Local variables of running functions are neither reached nor reported.
     """
+    if not _found(placed):
+        return []
+    gc.collect()  # what nobody can reach any more does not count
+    return _found(placed)
+
+
+def _found(placed: Sequence[Seam]) -> list[str]:
     found: list[str] = []
     if gc.get_freeze_count() > _FROZEN_BY_PYTHON:
         found.append("what gc.freeze() hides")

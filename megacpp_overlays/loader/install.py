@@ -84,7 +84,7 @@ def install(
         if (owner := ownership.foreign_owner(module, replacement.symbol, source)) is not None:
             raise RefusedError(owner)
     places = [seams.resolve(module, replacement.symbol) for replacement in replacements]
-    ours = [seam_marks.mark_of(seams.raw_attribute(*place)[0]) is not None for place in places]
+    ours = [seam_marks.mark_behind(seams.raw_attribute(*place)[0]) is not None for place in places]
     if not any(ours) and overlay.witness is not None and not (seen := overlay.witness(module)).broken:
         raise RefusedError(f"the probe says BROKEN but the loaded code does not behave so: {seen.seen}")
     deep = late or any(aliases.is_held_elsewhere(*place) for place in places)
@@ -99,9 +99,9 @@ def install(
         try:
             for replacement in replacements:
                 _place(overlay, replacement, module, keep)
-            # What is adopted was reached and verified by whoever put it in, and is theirs to undo.
+            # What is adopted was verified by whoever put it in, and is theirs to undo.
             fresh = [seam for seam in placed if not seam.adopted]
-            aliases.rebind(fresh, rebound, deep=deep, note=note)
+            aliases.rebind(placed, rebound, deep=deep, note=note)
             if deep:
                 _refuse_holders(fresh)
             if late and not again:
@@ -197,16 +197,6 @@ def take_out(overlay: Overlay, traces: Traces) -> TakenOut:
             traces.forget(owner, name)
     problems += aliases.restore(functools.partial(reached.is_ours, overlay=overlay))
     return TakenOut(tuple(problems), tuple(kept))
-
-
-def take_out_or_raise(overlay: Overlay, traces: Traces) -> None:
-    """Put back what an interrupted call has left in.
-
-    Raises:
-        SeamError: something cannot be put back.
-    """
-    if problems := take_out(overlay, traces).problems:
-        raise SeamError("; ".join(problems))
 
 
 def _taken_over(where: str, raw: object, traces: Traces) -> str:

@@ -6,6 +6,7 @@ default writes to stderr itself, because most launchers import us before they co
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Sequence
@@ -86,11 +87,13 @@ class Log:
     def _write(self, text: str, data: dict[str, object], level: int) -> None:
         if self._settings.rank != 0 and level < logging.WARNING:
             return
-        text = _one_line(text)
         try:
+            text = _one_line(text)
             self._write_as_asked(text, data, level)
         except Exception as error:  # noqa: BLE001 - a full disk or somebody's handler must not stop an import
-            _print(f"[megacpp_overlays] {text} | {LOG} does not work: {type(error).__name__}: {_one_line(str(error))}")
+            with contextlib.suppress(Exception):  # nor an error that cannot say what it is
+                why = f"{LOG} does not work: {type(error).__name__}: {_one_line(str(error))}"
+                _print(f"[megacpp_overlays] {text} | {why}")
 
     def _write_as_asked(self, text: str, data: dict[str, object], level: int) -> None:
         rank = f" rank {self._settings.rank}" if self._settings.rank else ""
@@ -123,9 +126,11 @@ def _one_line(text: str) -> str:
 
 
 def _print(row: str) -> None:
-    if sys.stderr is None:  # a windowless process
+    stream = getattr(sys, "stderr", None)
+    if stream is None:  # a windowless process
         return
     try:
-        print(row, file=sys.stderr, flush=True)  # noqa: T201 - the one place that prints
-    except (OSError, ValueError):  # closed, or a broken pipe
-        logger.warning("%s", row)
+        print(row, file=stream, flush=True)
+    except Exception:  # noqa: BLE001 - closed, broken, or somebody's object
+        with contextlib.suppress(Exception):  # without a handler of somebody's, logging writes to the same stream
+            logger.warning("%s", row)

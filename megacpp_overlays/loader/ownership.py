@@ -21,11 +21,11 @@ _DESCRIPTORS = {"staticmethod", "classmethod", "property"}
 def foreign_owner(module: ModuleType, symbol: str, source: ModuleSource) -> str | None:
     """Return who replaced a symbol since its module was written, or None when it is upstream's own.
 
-    Our own seams count as upstream's own: behind them is the original.
+    Our own seams count as upstream's own, wrapped or not: behind them is the original.
     """
     owner, name = seams.resolve(module, symbol)
     raw, _ = seams.raw_attribute(owner, name)
-    if (mark := seam_marks.mark_of(raw)) is not None:
+    if (mark := seam_marks.mark_behind(raw)) is not None:
         raw = mark.original
     node = source.function(symbol)
     if node is None:

@@ -49,8 +49,9 @@ def assess_overlay(overlay: Overlay, module: ModuleType, settings: Settings, tre
     """Probe a loaded target and decide. `active` in the result is an order; `install` makes it true."""
     from megacpp_overlays.source import distributions  # noqa: PLC0415 - 28 ms that arming need not spend
 
+    finding = examine(overlay, tree, unless=(MemoryError,))  # which says nothing of the source
     return replace(
-        held_against_the_process(decide(overlay, settings, examine(overlay, tree)), tree, module),
+        held_against_the_process(decide(overlay, settings, finding), tree, module),
         version=distributions.describe(overlay.target.distribution, getattr(module, "__file__", None)),
         source_sha256=_source_sha256(overlay, tree),
     )

@@ -135,7 +135,7 @@ def _overridden(owner: Owner, name: str, where: str, target: str) -> Sight:
         return sight
     for each in _subclasses(owner):
         holder = _holder(each, name)
-        if holder is not each and issubclass(holder, owner):
+        if holder is None or (holder is not each and issubclass(holder, owner)):
             continue  # it inherits the seam, or the override of another subclass
         raw = namespace(holder)[name]
         if each.__module__ == target or mark_behind(raw) is not None:

@@ -6,17 +6,31 @@ import importlib
 import inspect
 import os
 import string
+import sys
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 
 from megacpp_overlays import overlays as built_in
 from megacpp_overlays.errors import RegistryError, SettingsError
+from megacpp_overlays.loader.import_hooks import is_initializing
 from megacpp_overlays.model import Erratum, Gate, Overlay, variable_for
 
 PLUGIN_GROUP = "megacpp_overlays.overlays"
 
 _LETTERS = frozenset(string.ascii_lowercase)
 _LETTERS_AND_DIGITS = _LETTERS | frozenset(string.digits)
+
+
+class HalfImportedPluginError(RegistryError):
+    """Raised when the module of a plugin is being imported, so that nothing can be read from it yet.
+
+    Attributes:
+        module: the module.
+    """
+
+    def __init__(self, text: str, module: ModuleType) -> None:
+        super().__init__(text)
+        self.module = module
 
 
 def load(plugins: Sequence[str] = ()) -> tuple[Erratum, ...]:
@@ -156,6 +170,9 @@ def _load_plugin(name: str) -> object:
     if name not in found.names:
         known = ", ".join(sorted(found.names)) or "none"
         raise SettingsError(f"MEGACPP_OVERLAYS_PLUGINS names {name}, which is not installed; installed: {known}")
+    module = sys.modules.get(found[name].module)
+    if module is not None and is_initializing(module):
+        raise HalfImportedPluginError(f"plugin {name} imports megacpp_overlays and is not imported to its end", module)
     try:
         return found[name].load()
     except Exception as error:  # an ImportError would read as "this optional package is missing"

@@ -39,7 +39,7 @@ _INTERRUPTED = (
     "it was interrupted while it was put in or taken out, and may be in by halves; call megacpp_overlays.arm() or "
     "megacpp_overlays.undo() again"
 )
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 0.1
 
 
 class Session:
@@ -61,6 +61,7 @@ class Session:
         # What is being changed. It is noted first and forgotten last, so that what was interrupted is known. The value
         # tells whether it was undone on purpose before.
         self._unfinished: dict[Erratum, bool] = {}
+        self._short_of_memory: set[Erratum] = set()
         self._locks: dict[str, threading.RLock] = {}
         self.when_changed: Callable[[], None] | None = None
         """Called after every decision, inside the hooks; it must not raise and must not settle anything."""
@@ -92,7 +93,10 @@ class Session:
         return [overlay for overlay in self._watched if overlay.target.module == name]
 
     def arm(self) -> None:
-        """Decide the gates and watch every target. Arming again settles what was undone and changes nothing else."""
+        """Decide the gates and watch every target. Arming again settles what was undone and changes nothing else.
+
+        What an interrupt or a lack of memory ended, and a target that was executed past every hook, count as undone.
+        """
         tree = Remembered(self._tree)
         waiting = [self._first_record(overlay, tree) for overlay in self.overlays if overlay not in self._records]
         # setdefault: another thread may be arming too, and may have settled a target already.
@@ -134,7 +138,8 @@ class Session:
             for overlay in self._about(name):
                 if not is_there and not self._is_somewhere(overlay):
                     self._unfinished.pop(overlay, None)  # it waits for the import, as if nothing had been
-            chosen = [each for each in self._about(name) if each in self._unfinished or self._has_changed(each)]
+            again = self._unfinished.keys() | self._short_of_memory
+            chosen = [each for each in self._about(name) if each in again or self._has_changed(each)]
             if module is not None and is_there and chosen:
                 self._settle_all(name, chosen, module, late=True)
         finally:
@@ -203,6 +208,7 @@ class Session:
         for overlay in self._about(name):
             record = self._records.get(overlay)
             if overlay in self._unfinished or record is None or record.decision is Decision.ARMED:
+                self._note_kind(overlay, error)
                 self._keep(_conflict(before_import(overlay, self.settings), error))
 
     def undo(self, overlay_id: str | None = None) -> None:
@@ -270,6 +276,8 @@ class Session:
         """Return whether anything may have to be put back."""
         if overlay in self._unfinished or self._is_somewhere(overlay):
             return True
+        if (traces := self._traces.get(overlay)) is not None and traces.has_seams():
+            return True
         if overlay.target.module not in sys.modules:
             return False
         from megacpp_overlays.loader import reached
@@ -330,10 +338,11 @@ class Session:
             placed.append(seam)
 
         self._unfinished[overlay] = bool(again)
+        self._short_of_memory.discard(overlay)
         record = before_import(overlay, self.settings)
         try:
             if is_half_in and self._is_somewhere(overlay):
-                install.take_out_or_raise(overlay, traces)
+                install.take_out(overlay, traces)  # what cannot be put back is refused below, or found to be in
             traces.forget_what_was_overwritten()
             record = probing.assess_overlay(overlay, module, self.settings, tree)
             if record.decision is Decision.ACTIVE:
@@ -348,12 +357,18 @@ class Session:
                     rebound=tuple(str(seam) for seam in installed.rebound),
                 )
         except Exception as error:  # noqa: BLE001 - undone already; upstream must go on as if we were not here
+            self._note_kind(overlay, error)
             with contextlib.suppress(SeamError):
                 install.undo_all([seam for seam in placed if not seam.adopted])
             traces.forget_what_was_overwritten()
             left = tuple(str(seam) for seam in placed if seam.in_place)
             record = replace(_conflict(record, error), seams=left, rebound=())
         return self._keep(record)
+
+    def _note_kind(self, overlay: Overlay, error: Exception) -> None:
+        """Note what says nothing of upstream, so that arming tries again."""
+        if isinstance(error, MemoryError):
+            self._short_of_memory.add(overlay)
 
     def _keep(self, record: Record) -> Record:
         self._records[record.overlay] = record

@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import Any
 
 from megacpp_overlays.loader.seams import Owner, Seam, namespace
-from megacpp_overlays.runtime.seam_marks import mark_behind
+from megacpp_overlays.runtime.seam_marks import mark_behind, mark_of
 
 
 class Traces:
@@ -25,10 +25,10 @@ class Traces:
 
     def note(self, seam: Seam) -> None:
         """Remember a seam or an alias that is about to be put in."""
-        self._places[id(seam.owner), seam.name] = weakref.ref(seam.owner)
         for each in (seam.original_function, seam.function, seam.owner):
             if isinstance(each, FunctionType | type):
                 self._objects[id(each)] = weakref.ref(each)
+        self._places[id(seam.owner), seam.name] = weakref.ref(seam.owner)
         self._forget_the_dead()
 
     def places(self) -> Iterator[tuple[Owner, str]]:
@@ -40,6 +40,10 @@ class Traces:
     def objects(self) -> list[Any]:
         """Return the functions and classes that still exist."""
         return [each for reference in list(self._objects.values()) if (each := reference()) is not None]
+
+    def has_seams(self) -> bool:
+        """Return whether a function that was put in still exists, in whatever execution and under whatever name."""
+        return any(mark_of(each) is not None for each in self.objects())
 
     def forget(self, owner: Owner, name: str) -> None:
         """Forget a place that holds what it held before."""

@@ -128,7 +128,7 @@ class Children:
         # Some hand `sys.path` on as the PYTHONPATH of their workers: Inductor does. It stands where Python would put it.
         self._on_path = STARTUP not in sys.path
         if self._on_path:
-            sys.path.insert(0 if getattr(sys.flags, "safe_path", False) else 1, STARTUP)
+            sys.path.insert(1, STARTUP)
         _handles.append(self)
 
     def __enter__(self) -> Children:

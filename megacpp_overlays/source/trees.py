@@ -18,11 +18,12 @@ import importlib.util
 import os
 import stat
 import sys
+import threading
 from collections.abc import Sequence
 from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from megacpp_overlays.errors import OverlayError, SourceError
 from megacpp_overlays.frozen import NamedTuple
@@ -194,7 +195,7 @@ class InstalledTree:
     def module(self, name: str) -> ModuleSource | None:
         """Return the source of an importable module; imports nothing."""
         loaded = sys.modules.get(name)
-        if isinstance(file := getattr(loaded, "__file__", None), str):
+        if isinstance(file := _attribute(loaded, "__file__"), str):
             return _read_python(name, Path(file))
         *parents, last = name.split(".")
         folders = _search_path(parents)
@@ -211,6 +212,14 @@ class InstalledTree:
         return None
 
 
+def _attribute(loaded: object, name: str) -> Any:
+    """Return what a loaded module says of itself, or None; one that is asleep is not woken, and a proxy may not raise."""
+    try:
+        return object.__getattribute__(loaded, name)
+    except Exception:  # noqa: BLE001 - whatever stands in the place of a module
+        return None
+
+
 def _search_path(parents: list[str]) -> list[str]:
     """Return the folders in which modules of a package are looked for, and import nothing on the way.
 
@@ -219,12 +228,11 @@ def _search_path(parents: list[str]) -> list[str]:
     folders = list(sys.path)
     for depth in range(1, len(parents) + 1):
         name = ".".join(parents[:depth])
-        loaded = sys.modules.get(name)
-        if loaded is not None and hasattr(loaded, "__path__"):
-            folders = list(loaded.__path__)
+        if (known := _attribute(sys.modules.get(name), "__path__")) is not None:
+            folders = list(known)
             continue
         try:
-            spec = find_spec(name, folders if depth > 1 else None, None)
+            spec = _look_for_spec(name, folders if depth > 1 else None)
         except (ImportError, KeyError):  # KeyError: a namespace package asks for its parent, which is not imported
             folders = [str(Path(folder, parents[depth - 1])) for folder in folders]
         else:
@@ -247,7 +255,7 @@ def _found_by_finders(name: str, folders: Sequence[str] | None) -> ModuleSource 
         SourceError: a finder has it, but not as a file of Python source.
     """
     try:
-        spec = find_spec(name, folders, None)
+        spec = _look_for_spec(name, folders)
     except (ImportError, KeyError):  # see `_search_path`
         spec = None
     if spec is None:
@@ -263,15 +271,61 @@ def _found_by_finders(name: str, folders: Sequence[str] | None) -> ModuleSource 
 def find_spec(
     name: str, path: Sequence[str] | None, target: ModuleType | None, *, but: object = None
 ) -> ModuleSpec | None:
-    """Ask the finders of the import system for a module, and none of its parents be imported for it."""
-    parent = name.rpartition(".")[0]
+    """Ask the finders of the import system for a module, as an import does."""
     for finder in sys.meta_path:
-        if type(finder).__module__.partition(".")[0] == "wrapt" and parent and parent not in sys.modules:
-            continue  # its hooks would import the parents of a watched module, which no import system asks it to do
         ask = getattr(finder, "find_spec", None)  # the import system, too, passes by a finder without it
         if finder is not but and ask is not None and (spec := ask(name, path, target)) is not None:
             return cast("ModuleSpec", spec)
     return None
+
+
+_asking = threading.local()
+
+
+def _look_for_spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    """Ask the finders for a module whose parents need not be imported, and let none of them import those.
+
+    Raises:
+        SourceError: no finder knows the module, and one failed when it was asked.
+        ImportError: no finder knows it, and one wanted its parents.
+        KeyError: the same.
+    """
+    parent = name.rpartition(".")[0]
+    failure: Exception | None = None
+    parts = name.split(".")
+    missing = {".".join(parts[:depth]) for depth in range(1, len(parts))} - sys.modules.keys()
+    before: frozenset[str] = getattr(_asking, "parents", frozenset())
+    _asking.parents = before | missing
+    try:
+        for finder in list(sys.meta_path):
+            if type(finder).__module__.partition(".")[0] == "wrapt" and parent and parent not in sys.modules:
+                continue  # its hooks would import the parents of a watched module, which no import system asks it to do
+            try:
+                if (ask := getattr(finder, "find_spec", None)) is not None and (
+                    spec := ask(name, path, None)
+                ) is not None:
+                    return cast("ModuleSpec", spec)
+            except (ImportError, KeyError) as error:
+                failure = failure or error
+            except Exception as error:  # noqa: BLE001 - somebody's finder must not stop an import of ours
+                failure = SourceError(f"{type(finder).__qualname__} does not say where {name} is: {error!r}")
+    finally:
+        _asking.parents = before
+    if failure is not None:
+        raise failure
+    return None
+
+
+def refuse_parents(name: str) -> None:
+    """Refuse to find what a finder imports that was only asked; for whoever comes first on `sys.meta_path`.
+
+    The finders of some tracers call `importlib.util.find_spec`, which imports all parents of a module.
+
+    Raises:
+        ModuleNotFoundError: it is a parent of what this thread asks for.
+    """
+    if name in getattr(_asking, "parents", ()):
+        raise ModuleNotFoundError(f"{name} is only looked for, and not imported for that", name=name)
 
 
 def readable(tree: SourceTree, name: str) -> ModuleSource | None:

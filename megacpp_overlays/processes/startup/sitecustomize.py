@@ -45,9 +45,11 @@ def _stop(error: BaseException) -> None:
         "megacpp_overlays: this Python was to be armed before its first line and is not, so it ends here.\n"
         f"megacpp_overlays: unset {_MEANT} to start it without overlays.\n"
     )
-    if sys.stderr is not None:
+    try:
         sys.stderr.write(text)
         sys.stderr.flush()
+    except Exception:  # noqa: BLE001, S110 - none, closed or broken: the exit code has to say it
+        pass
     os._exit(2 if is_setting else 1)  # SystemExit would end as a fatal error of the interpreter
 
 
@@ -66,7 +68,8 @@ def _run_the_next(keep: bool) -> None:
     finally:
         if keep:
             for at, entry in ours[:1]:
-                sys.path.insert(at, entry)
+                # Under -P no folder of a script comes before it, and the first entry is not for us to take.
+                sys.path.insert(max(at, 1) if getattr(sys.flags, "safe_path", False) else at, entry)
 
 
 _meant = _is_meant()
@@ -75,4 +78,5 @@ if _meant:
         _arm()
     except BaseException as error:  # noqa: BLE001 - whatever it is, it must not pass in silence
         _stop(error)
-_run_the_next(_meant)
+if __name__ != "megacpp_overlays_startup":  # beside this, which has no next one
+    _run_the_next(_meant)
