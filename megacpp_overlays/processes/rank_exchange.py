@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from megacpp_overlays.processes import differences
+from megacpp_overlays.processes import differences, statement
 from megacpp_overlays.processes.differences import Difference, StatementGroup
 
 GRACE_S = 30.0
@@ -41,6 +41,11 @@ MOST_STATEMENTS = 64
 """Kinds of statements that are told apart in detail. More of them means that something is wrong with the statement."""
 MOST_ASKED = 256
 """Missing ranks whose calls are counted."""
+
+
+MOST_BYTES = 4 << 20
+"""Of one value of the store, packed or not. A statement has about 20 kB, and a verdict on 100,000 ranks less than 1 MB."""
+MOST_DIFFERENCES = 1000
 
 
 class Store(Protocol):
@@ -200,7 +205,7 @@ class Exchange:
                 return self._read()
         if late >= GRACE_S:
             told = self._store.check([self._key("judge")])
-            judge = f"rank {self._store.get(self._key('judge')).decode()}" if told else "a rank"
+            judge = f"rank {_digest(self._store.get(self._key('judge')))}" if told else "a rank"
             failure = f"{judge} was about to say what it found, and did not"
             self._store.set(self._key("verdict"), encode({**self._frame(), "failure": failure}))
             return self._read()
@@ -257,7 +262,8 @@ class Exchange:
             # All that anybody needs to know; the list of all ranks would be the largest message of the exchange.
             return self._frame()
         kinds = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
-        told = {digest: self._told(digest) for digest, _ in kinds}
+        unreadable: list[str] = []
+        told = {digest: self._told(digest, unreadable) for digest, _ in kinds}
         known = [(ranks, each) for digest, ranks in kinds if (each := told[digest]) is not None]
         rest = sorted(rank for digest, ranks in kinds if told[digest] is None for rank in ranks)
         return {
@@ -266,7 +272,9 @@ class Exchange:
                 differences.ranges(ranks) for ranks in [*(ranks for ranks, _ in known), *([rest] if rest else [])]
             ],
             "examples": [[each["rank"], each["host"]] for _, each in known],
-            "differences": _differences([each["statement"] for _, each in known], untold=bool(rest)),
+            "differences": _differences(
+                [each["statement"] for _, each in known], (_UNREADABLE if unreadable else _UNTOLD) if rest else ""
+            ),
             "missing": differences.ranges(missing),
             "calls": [self._calls(rank) for rank in missing[:MOST_ASKED]],
         }
@@ -284,12 +292,22 @@ class Exchange:
         many: Callable[[list[str]], list[bytes]] | None = getattr(self._store, "multi_get", None)
         if many is not None and keys:
             with contextlib.suppress(RuntimeError):  # a store may not have it, and only trying tells
-                return [value.decode() for value in many(keys)]
-        return [self._store.get(key).decode() for key in keys]
+                return [_digest(value) for value in many(keys)]
+        return [_digest(self._store.get(key)) for key in keys]
 
-    def _told(self, digest: str) -> dict[str, Any] | None:
+    def _told(self, digest: str, unreadable: list[str]) -> dict[str, Any] | None:
+        """Return what the first rank of a kind said of itself; None where it did not, or where that is no statement."""
         key = self._key("statement", digest)
-        return _unpack(self._store.get(key)) if self._store.check([key]) else None
+        if not self._store.check([key]):
+            return None
+        try:
+            told = _unpack(self._store.get(key))
+            _demand(type(told["rank"]) is int and told["rank"] in self._ranks and isinstance(told["host"], str))
+            statement.checked(told["statement"])
+        except (KeyError, ValueError):
+            unreadable.append(digest)
+            return None
+        return told
 
     def _calls(self, rank: int) -> int:
         key = f"{self._prefix}/calls/{rank}"
@@ -302,15 +320,23 @@ class Exchange:
                 delete(key)
 
 
-def _differences(statements: Sequence[Mapping[str, Any]], *, untold: bool) -> list[list[Any]]:
-    """Return what differs, with groups by number: each list of ranks is sent once, not once for every value."""
+_UNTOLD, _UNREADABLE = "another, not told", "another; what was left in the store is no statement"
+
+
+def _differences(statements: Sequence[Mapping[str, Any]], untold: str) -> list[list[Any]]:
+    """Return what differs, with groups by number: each list of ranks is sent once, not once for every value.
+
+    Args:
+        statements: those that are told in detail.
+        untold: what to call the rest; empty where there is none.
+    """
     numbers = tuple(range(len(statements)))
     found = list(
         differences.find([StatementGroup(each, (number,)) for number, each in zip(numbers, statements, strict=True)])
     )
     values: tuple[tuple[str, tuple[int, ...]], ...] = ()
     if untold:
-        values = (("told in detail", numbers), ("another, not told", (len(statements),)))
+        values = (("told in detail", numbers), (untold, (len(statements),)))
     elif len(statements) > 1 and not found:
         values = tuple((f"kind {number + 1}", (number,)) for number in numbers)
     if values:
@@ -319,46 +345,109 @@ def _differences(statements: Sequence[Mapping[str, Any]], *, untold: bool) -> li
     return [[each.subject, each.field, [[v, list(who)] for v, who in each.values], each.advice] for each in found]
 
 
+def _digest(value: bytes) -> str:
+    """Return a short word that a rank left."""
+    return value[:64].decode(errors="replace")
+
+
 def encode(told: Mapping[str, Any]) -> str:
     """Return plain data as a value of the store."""
     return base64.b64encode(zlib.compress(json.dumps(told, separators=(",", ":")).encode())).decode()
 
 
+class PayloadError(ValueError):
+    """Raised for a value of the store that no rank of this package leaves there."""
+
+
 def _unpack(packed: bytes) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(packed)))
+    """Return the plain data of a value of the store.
+
+    Raises:
+        PayloadError: it is none, or larger than any of ours.
+    """
+    try:
+        unpacker = zlib.decompressobj()
+        text = unpacker.decompress(base64.b64decode(packed[:MOST_BYTES], validate=True), MOST_BYTES)
+        if not unpacker.eof:
+            raise PayloadError(f"it is cut off, or larger than {MOST_BYTES} bytes")
+        told = json.loads(text)
+    except (ValueError, zlib.error, RecursionError) as error:
+        raise PayloadError(f"it cannot be unpacked: {type(error).__name__}: {error}") from error
+    if not isinstance(told, dict):
+        raise PayloadError(f"it is of type {type(told).__name__}")
     return told
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    """Return what `differences.ranges` wrote."""
-    ends = [part.split("-") for part in text.split(", ") if part]
-    return tuple(number for pair in ends for number in range(int(pair[0]), int(pair[-1]) + 1))
+def _numbers(text: Any, ranks: frozenset[int]) -> tuple[int, ...]:
+    """Return what `differences.ranges` wrote about some of these ranks."""
+    _demand(isinstance(text, str))
+    found: list[int] = []
+    for part in filter(None, text.split(", ")):
+        ends = [int(end) for end in part.split("-")]
+        _demand(ends[0] in ranks and ends[-1] in ranks and len(ends) <= 2)
+        found += [number for number in range(ends[0], ends[-1] + 1) if number in ranks]
+        _demand(len(found) <= len(ranks))
+    return tuple(found)
+
+
+def _demand(holds: bool) -> None:
+    if not holds:
+        raise ValueError("something in it is not what a verdict has there")
+
+
+def _text(value: Any) -> str:
+    _demand(isinstance(value, str))
+    return str(value)
+
+
+def _number(value: Any) -> int:
+    _demand(type(value) is int)
+    return int(value)
 
 
 def decode(packed: bytes, ranks: tuple[int, ...]) -> RanksVerdict:
-    """Return the verdict that a value of the store holds, about these ranks."""
+    """Return the verdict that a value of the store holds, about these ranks.
+
+    Raises:
+        PayloadError: it holds none.
+    """
     told = _unpack(packed)
+    try:
+        return _verdict(told, frozenset(ranks))
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
+        raise PayloadError(f"it is no verdict: {type(error).__name__}: {error}") from error
+
+
+def _verdict(told: Mapping[str, Any], ranks: frozenset[int]) -> RanksVerdict:
     everybody = "groups" not in told and not told.get("failure")
-    groups = (tuple(sorted(ranks)),) if everybody else tuple(_numbers(text) for text in told.get("groups", []))
+    groups = (tuple(sorted(ranks)),) if everybody else tuple(_numbers(text, ranks) for text in told.get("groups", []))
+    _demand(sum(map(len, groups)) <= len(ranks))
+    found, calls = told.get("differences", []), told.get("calls", [])
+    _demand(len(found) <= MOST_DIFFERENCES)
+    _demand(type(told["timeout"]) in {int, float})
 
     def holders(values: Sequence[tuple[str, Sequence[int]]]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        found = [(value, tuple(sorted(rank for number in who for rank in groups[number]))) for value, who in values]
-        return tuple(sorted(found, key=lambda item: -len(item[1])))
+        # Each group holds one value, so a list of values is never longer than all ranks.
+        named = [number for _, who in values for number in who]
+        _demand(len(named) == len(set(named)) and all(type(number) is int and number >= 0 for number in named))
+        held = [
+            (_text(value), tuple(sorted(rank for number in who for rank in groups[number]))) for value, who in values
+        ]
+        return tuple(sorted(held, key=lambda item: -len(item[1])))
 
-    calls = told.get("calls", [])
     return RanksVerdict(
-        size=told["size"],
-        number=told["number"],
+        size=_number(told["size"]),
+        number=_number(told["number"]),
         timeout=told["timeout"],
         groups=groups,
-        examples=tuple(Example(*each) for each in told.get("examples", [])),
+        examples=tuple(Example(_number(rank), _text(host)) for rank, host in told.get("examples", [])),
         differences=tuple(
-            Difference(subject, field, holders(values), advice)
-            for subject, field, values, advice in told.get("differences", [])
+            Difference(_text(subject), _text(field), holders(values), _text(advice))
+            for subject, field, values, advice in found
         ),
         missing=tuple(
-            (rank, calls[place] if place < len(calls) else None)
-            for place, rank in enumerate(_numbers(told.get("missing", "")))
+            (rank, _number(calls[place]) if place < len(calls) else None)
+            for place, rank in enumerate(_numbers(told.get("missing", ""), ranks))
         ),
-        failure=told.get("failure", ""),
+        failure=_text(told.get("failure", "")),
     )

@@ -20,7 +20,7 @@ from megacpp_overlays.errors import RanksError
 from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.processes import differences, rank_exchange, statement
-from megacpp_overlays.processes.rank_exchange import Exchange, RanksVerdict, Store, SystemClock
+from megacpp_overlays.processes.rank_exchange import Exchange, PayloadError, RanksVerdict, Store, SystemClock
 from megacpp_overlays.source.trees import InstalledTree
 
 TIMEOUT_S = 300.0
@@ -160,6 +160,11 @@ def _run(meeting: _Meeting, digest: str, told: statement.Statement, timeout: flo
     match outcome:
         case [RanksVerdict() as verdict]:
             return verdict
+        case [PayloadError() as error]:
+            raise RanksError(
+                f"rank {meeting.rank} cannot read what another rank left for it in {meeting.where}: {error}\n\n"
+                "What to do:\n- look for a rank with another megacpp_overlays, and for whoever else writes to the store"
+            ) from error
         case [Exception() as error]:
             raise RanksError(
                 f"rank {meeting.rank} could not ask the other {len(meeting.ranks) - 1}: {meeting.where} failed with "

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import heapq
+import tracemalloc
+import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
@@ -294,6 +297,85 @@ def test_statements_that_differ_where_nobody_looks_are_not_taken_for_equal() -> 
     assert told[0] == told[1]
     assert not told[0].agreed
     assert [each.field for each in told[0].differences] == ["statement"]
+
+
+LEFT = {
+    "no base64": "%%%",
+    "no statement": rank_exchange.encode({"rank": 1, "host": "a", "statement": {"decisions": "none"}}),
+    "of nobody": rank_exchange.encode({"rank": 99, "host": "a", "statement": says(1)}),
+    "nested": base64.b64encode(zlib.compress(b"[" * 1_000_000)).decode(),
+    "a bomb": base64.b64encode(zlib.compress(b'{"rank": "' + bytes(50 << 20))).decode(),
+}
+
+
+@pytest.mark.parametrize("left", LEFT.values(), ids=LEFT)
+def test_a_rank_that_leaves_no_statement_is_named_and_the_others_are_told_in_detail(left: str) -> None:
+    class Spoilt(Memory):
+        def set(self, key: str, value: str) -> None:
+            spoilt = key.endswith(f"/statement/{statement.digest(says(3))}")
+            super().set(key, left if spoilt else value)
+
+    told, _ = simulate({0: 1, 1: 2, 2: 3}, store=Spoilt())
+
+    assert told[0] == told[1] == told[2]
+    assert told[0].groups == ((0,), (1,), (2,))
+    assert [each.field for each in told[0].differences] == ["version", "statement"]
+    assert told[0].differences[1].values[1] == ("another; what was left in the store is no statement", (2,))
+
+
+VERDICT = {"size": 3, "number": 1, "timeout": 1.0, "groups": ["0-1", "2"], "missing": ""}
+
+
+def test_a_verdict_is_read_back() -> None:
+    verdict = rank_exchange.decode(rank_exchange.encode(VERDICT).encode(), (0, 1, 2))
+
+    assert (verdict.groups, verdict.missing, verdict.differences) == (((0, 1), (2,)), (), ())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"missing": "0-300000000"},
+        {"missing": "0-2, " * 200_000},
+        {"missing": "7"},
+        {"missing": "1-2-3"},
+        {"missing": "9" * 5000},
+        {"missing": 3},
+        {"groups": ["0-2", "0-2"]},
+        {"groups": [None]},
+        {"groups": 3},
+        {"size": "3"},
+        {"timeout": None},
+        {"examples": [[0]]},
+        {"examples": [["0", "a"]]},
+        {"differences": [["a", "b", [["c", [0, 0]]], "d"]]},
+        {"differences": [["a", "b", [["c", [9]]], "d"]]},
+        {"differences": [["a", "b", [["c", [-1]]], "d"]]},
+        {"differences": [["a", "b", [[{}, [0]]], "d"]]},
+        {"differences": [["a", "b", [], "d"]] * 2000},
+        {"missing": "0", "calls": ["1"]},
+        {"failure": {}, "missing": None},
+        {"host" * 2_000_000: 1},
+    ],
+    ids=lambda changes: str(changes)[:60],
+)
+def test_what_is_no_verdict_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(rank_exchange.PayloadError):
+        rank_exchange.decode(rank_exchange.encode({**VERDICT, **changes}).encode(), (0, 1, 2))
+
+
+def test_no_more_of_a_value_is_unpacked_than_a_verdict_has() -> None:
+    packer = zlib.compressobj(9)
+    begins, again = (packer.compress(bytes(64 << 20)) + packer.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
+    bomb = base64.b64encode(begins + again * 31)  # 2 GiB
+    assert 2_500_000 < len(bomb) < 3_000_000
+
+    tracemalloc.start()
+    with pytest.raises(rank_exchange.PayloadError, match=r"larger than 4194304 bytes|cannot be unpacked"):
+        rank_exchange.decode(bomb, (0, 1, 2))
+
+    assert tracemalloc.get_traced_memory()[1] < 50 << 20
+    tracemalloc.stop()
 
 
 @pytest.mark.unmeasured

@@ -278,6 +278,26 @@ def joined(monkeypatch: pytest.MonkeyPatch, **internals: Any) -> None:
     monkeypatch.setitem(sys.modules, "torch.distributed", distributed)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("left", [b"%%", b"", b"eJxLBAAAAGEAAQ=="], ids=["no base64", "nothing", "cut off"])
+def test_what_another_rank_left_and_nobody_can_read_is_not_taken_for_a_store_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch, left: bytes
+) -> None:
+    class Answered(PlainStore):
+        def check(self, keys: list[str]) -> bool:
+            return keys[0].endswith("/verdict")
+
+        def get(self, key: str) -> bytes:
+            return left
+
+    joined(monkeypatch, _get_default_store=Answered)
+
+    with pytest.raises(RanksError, match="rank 0 cannot read what another rank left for it in the Answered") as error:
+        megacpp_overlays.verify_ranks()
+
+    assert "look for a rank with another megacpp_overlays" in str(error.value)
+    assert "is gone" not in str(error.value)
+
+
 def test_a_backend_without_a_store_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     joined(monkeypatch, _get_default_store=object)  # a placeholder of the base class, as MPI has it
 
