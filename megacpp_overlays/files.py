@@ -13,6 +13,7 @@ import stat
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import BinaryIO
 
 LARGEST = 64 << 20
 """Bytes. No file of source, of metadata or of answers comes near it."""
@@ -71,6 +72,15 @@ def read(path: Path, limit: int = LARGEST) -> bytes:
     return _read(os.open(path, _TO_READ), path, limit)
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file of any size; a link is followed.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    return _regular(os.open(path, _TO_READ), path)
+
+
 def read_text(path: Path, limit: int = LARGEST) -> str:
     """Return the text of a regular file in UTF-8; see `read`.
 
@@ -95,16 +105,22 @@ def read_own(path: Path, limit: int) -> bytes:
 
 
 def _read(descriptor: int, path: Path, limit: int) -> bytes:
-    with open(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if stat.S_ISDIR(found.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
-        content = b"" if found.st_size > limit else file.read(limit + 1)
-        if found.st_size > limit or len(content) > limit:
+    with _regular(descriptor, path) as file:
+        is_large = os.fstat(descriptor).st_size > limit
+        content = b"" if is_large else file.read(limit + 1)
+        if is_large or len(content) > limit:
             raise OSError(errno.EFBIG, f"it is larger than {limit} bytes", os.fspath(path))
         return content
+
+
+def _regular(descriptor: int, path: Path) -> BinaryIO:
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
 
 
 def make_private_folder(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import py_compile
 import shutil
 from collections.abc import Callable, Mapping
@@ -311,3 +312,73 @@ def test_what_was_asked_for_by_name_and_is_not_here_is_not_clean(examine: Callab
     assert examine("fast-ops", "never-published").clean
     assert not examine("fast-ops", "never-published", required=True).clean
     assert examine("fast-ops", required=True).clean
+
+
+def test_what_record_names_outside_of_the_environment_is_not_read(
+    target: Path, tmp_path: Path, examine: Callable[..., DriftReport]
+) -> None:
+    """Else a RECORD could have the hash of any file of this user told."""
+    (tmp_path / "secret").write_text("swordfish")
+    record = target / "fast_ops-1.0.dist-info" / "RECORD"
+    wrong = "sha256=AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"
+    names = ("../secret", str(tmp_path / "secret"), "fast_ops/../../secret")
+    record.write_text(record.read_text() + "".join(f"{name},{wrong},\n" for name in names))
+
+    [row] = examine().rows
+
+    assert row.unchecked == tuple(f"{name} lies outside of this environment, and is not read" for name in names)
+    assert row.differences == ()
+
+
+def test_what_lies_in_the_environment_beside_its_packages_is_read(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / "env" / "lib" / "python3.12" / "site-packages"
+    shutil.copytree(target, packages)
+    (tmp_path / "env" / "bin").mkdir()
+    shutil.move(packages / "bin" / "fast-ops", tmp_path / "env" / "bin" / "fast-ops")
+    record = packages / "fast_ops-1.0.dist-info" / "RECORD"
+    record.write_text(record.read_text().replace("../../bin/", "../../../bin/"))
+
+    report = drift.examine(("fast-ops",), installed_in(packages, monkeypatch), (), ())
+    assert report.clean
+
+    (tmp_path / "env" / "bin" / "fast-ops").write_text("another")
+    assert [*found(drift.examine(("fast-ops",), installed_in(packages, monkeypatch), (), ()))] == [
+        "../../../bin/fast-ops"
+    ]
+
+
+def test_a_fifo_stops_nobody(target: Path, examine: Callable[..., DriftReport]) -> None:
+    (target / "fast_ops" / "scale.py").unlink()
+    for name in ("scale.py", "hot.py", "__pycache__/scale.cpython-312.pyc"):
+        (target / "fast_ops" / name).parent.mkdir(exist_ok=True)
+        (target / "fast_ops" / name).unlink(missing_ok=True)
+        os.mkfifo(target / "fast_ops" / name)
+
+    report = examine()
+
+    assert found(report) == {"fast_ops/hot.py": Kind.ADDED, "fast_ops/scale.py": Kind.CHANGED}
+    assert [each.sha256 for each in report.untracked] == [None, None]
+
+
+def test_metadata_that_is_a_fifo_is_an_error(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (target / "fast_ops-1.0.dist-info" / "INSTALLER").unlink()
+    os.mkfifo(target / "fast_ops-1.0.dist-info" / "INSTALLER")
+
+    with pytest.raises(UpkeepError, match="INSTALLER is no regular file"):
+        installed_in(target, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "line", ["fast_ops/\0.py,sha256=AA,1", f"x.py,sha256=AA,{'9' * 5000}"], ids=["NUL", "a long number"]
+)
+def test_a_record_that_no_installer_writes_is_no_record(
+    target: Path, examine: Callable[..., DriftReport], line: str
+) -> None:
+    (target / "fast_ops-1.0.dist-info" / "RECORD").write_text(f"{line}\n")
+
+    [row] = examine().rows
+
+    assert row.state is DriftState.UNCHECKED
+    assert row.unchecked[0].startswith("RECORD")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from packaging.utils import canonicalize_name
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.upkeep.drift import records
 from megacpp_overlays.upkeep.drift.records import RecordEntry
+
+_METADATA = ("METADATA", "PKG-INFO", "RECORD", "INSTALLER", "direct_url.json", "top_level.txt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,16 @@ class Installation:
         """Return where a file of RECORD is."""
         return self.root / file
 
+    def is_within(self, path: Path) -> bool:
+        """Return whether a path is below the folder of this distribution, or below the environment that it is in.
+
+        Links count as the files that they are named as: an installer may link each file to its cache.
+        """
+        above = self.root.parents  # PREFIX/lib/python3.12/site-packages
+        is_prefix = len(above) > 3 and above[1].name.startswith("lib")  # never the root of the file system
+        named = Path(os.path.normpath(path))
+        return named.is_relative_to(self.root) or (is_prefix and named.is_relative_to(above[2]))
+
 
 def find_all(path: Sequence[str] | None = None) -> Mapping[str, Installation]:
     """Return every installed distribution by canonical name; of two, the one that is found first.
@@ -93,6 +106,7 @@ def _twice(first: Installation, versions: list[str]) -> Installation:
 def _installation(distribution: importlib_metadata.Distribution) -> Installation:
     root = Path(str(distribution.locate_file(""))).resolve()
     try:
+        _demand_files(distribution)
         name, version = str(distribution.metadata["Name"]), str(distribution.version)
         origin = _origin(distribution.read_text("direct_url.json"))
     except Exception as error:
@@ -112,6 +126,14 @@ def _installation(distribution: importlib_metadata.Distribution) -> Installation
         installer=(distribution.read_text("INSTALLER") or "").strip(),
         top_levels=tuple((distribution.read_text("top_level.txt") or "").split()),
     )
+
+
+def _demand_files(distribution: importlib_metadata.Distribution) -> None:
+    """Raise where metadata is in something that would stop whoever reads it, such as a FIFO."""
+    folder: object = getattr(distribution, "_path", None)  # it has no public name
+    for path in (folder / name for name in _METADATA) if isinstance(folder, Path) else ():
+        if path.exists() and not path.is_file():
+            raise UpkeepError(f"{path.name} is no regular file")
 
 
 def _entries(distribution: importlib_metadata.Distribution) -> tuple[tuple[RecordEntry, ...] | None, str | None]:

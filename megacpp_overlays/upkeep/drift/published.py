@@ -71,6 +71,9 @@ def compare(installation: Installation, owners: Owners, *, quick: bool = False, 
         if not entry.algorithm and entry.may_lack_hash:
             continue
         path = _place(installation, entry.file)
+        if not installation.is_within(path):
+            unchecked.append(f"{entry.file} lies outside of this environment, and is not read")
+            continue
         if records.is_bytecode(PurePosixPath(entry.file)) and not records.hides_source(path):
             continue
         try:
@@ -91,7 +94,8 @@ def compare(installation: Installation, owners: Owners, *, quick: bool = False, 
 
 def _place(installation: Installation, file: str) -> Path:
     path, name = installation.path(file), PurePosixPath(file).name
-    if file.startswith("../") and not path.exists() and (moved := installation.root / "bin" / name).exists():
+    is_there = installation.is_within(path) and path.exists()
+    if file.startswith("../") and not is_there and (moved := installation.root / "bin" / name).exists():
         return moved  # `pip install --target` moves scripts there, and leaves RECORD as it was
     return path
 

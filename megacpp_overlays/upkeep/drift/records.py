@@ -12,9 +12,11 @@ import csv
 import enum
 import hashlib
 import io
+import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from megacpp_overlays import files
 from megacpp_overlays.errors import UpkeepError
 
 ALGORITHMS = frozenset({"sha256", "sha384", "sha512", "sha3_256", "sha3_384", "sha3_512", "blake2b", "blake2s"})
@@ -22,6 +24,7 @@ ALGORITHMS = frozenset({"sha256", "sha384", "sha512", "sha3_256", "sha3_384", "s
 
 _UNHASHED = ("RECORD", "RECORD.jws", "RECORD.p7s")
 _CHUNK = 1 << 20
+_SIZE = re.compile("[0-9]{1,18}")
 
 
 class Kind(enum.Enum):
@@ -74,11 +77,11 @@ def parse(text: str) -> tuple[RecordEntry, ...]:
     for number, row in enumerate(rows, start=1):
         if not row:
             continue
-        if len(row) != 3 or not row[0]:
+        if len(row) != 3 or not row[0] or "\0" in row[0]:
             raise UpkeepError(f"RECORD, line {number}: a line is a path, a hash and a size, not {','.join(row)!r}")
         file, hashed, size = row
         algorithm, separator, digest = hashed.partition("=")
-        if (hashed and not (algorithm and separator and digest)) or (size and not size.isdecimal()):
+        if (hashed and not (algorithm and separator and digest)) or (size and not _SIZE.fullmatch(size)):
             raise UpkeepError(f"RECORD, line {number}: {hashed!r}, {size!r} is no hash and size")
         length = int(size) if size else None
         plain = digest.rstrip("=")  # which some tools leave there
@@ -102,7 +105,7 @@ def hides_source(path: Path) -> bool:
     if path.suffix != ".pyc":
         return False
     try:
-        with path.open("rb") as file:
+        with files.open_regular(path) as file:
             header = file.read(16)
     except OSError:  # Python cannot read it either
         return False
@@ -124,7 +127,7 @@ def difference(entry: RecordEntry, path: Path, *, quick: bool = False) -> Kind |
         raise CannotCheckError(f"{entry.file} has {f'a hash of {entry.algorithm}' if entry.algorithm else 'no hash'}")
     try:
         if not path.is_file():
-            return Kind.MISSING
+            return Kind.CHANGED if path.exists() and not path.is_dir() else Kind.MISSING
         if entry.size is not None and path.stat().st_size != entry.size:
             return Kind.CHANGED
         if quick and entry.size is not None:
@@ -152,7 +155,7 @@ def _decoded(entry: RecordEntry) -> bytes:
 
 def _digest(path: Path, algorithm: str) -> bytes:
     found = hashlib.new(algorithm)
-    with path.open("rb") as file:  # a compiled library may be larger than what is free of the memory
+    with files.open_regular(path) as file:  # a compiled library may be larger than what is free of the memory
         while chunk := file.read(_CHUNK):
             found.update(chunk)
     return found.digest()
