@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> bool:
 
 
 def _token() -> str | None:
-    return os.environ.get("GITHUB_TOKEN") or os.environ.get("GH_TOKEN") or None
+    return os.environ.get("GITHUB_TOKEN", "").strip() or os.environ.get("GH_TOKEN", "").strip() or None
 
 
 def _cache() -> Path:

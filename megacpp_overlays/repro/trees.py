@@ -65,7 +65,7 @@ def tree_id(folder: Path) -> str:
         elif entry.is_dir():
             if (inner := tree_id(Path(entry.path))) != EMPTY:  # git knows no empty folder
                 entries.append((f"{entry.name}/", "40000", inner))  # and sorts a folder by its name with a slash
-        else:
+        elif entry.is_file():  # git knows neither a FIFO nor a device
             mode = "100755" if entry.stat().st_mode & 0o100 else "100644"
             entries.append((entry.name, mode, _id("blob", Path(entry.path).read_bytes())))
     body = b"".join(

@@ -6,14 +6,19 @@ the tree where a `prefix` says so: then a probe says the same of one tree wherev
 
 from __future__ import annotations
 
+import gzip
+import io
+import struct
 import tarfile
 import zipfile
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from typing import IO, TypeVar, cast
 
+from megacpp_overlays import files
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.source.trees import ModuleSource, ShippedFile, decoded, leads_nowhere
 
@@ -82,7 +87,7 @@ class DirectoryTree(FileTree):
     def read(self, path: str) -> bytes | None:
         """Return a file, or None when there is no such file."""
         try:
-            return (self.root / path).read_bytes()
+            return files.read(self.root / path)
         except IsADirectoryError:
             return None
         except (FileNotFoundError, NotADirectoryError):
@@ -98,28 +103,44 @@ class DirectoryTree(FileTree):
 
 
 class ArchiveTree(FileTree):
-    """A wheel, read in place, or a source distribution, whose members cannot be had one by one."""
+    """A wheel, read in place, or a source distribution, whose members cannot be had one by one.
+
+    What it claims is not believed: no more is inflated than files of source have, whatever is packed into it.
+    """
 
     newest: float | None
     """When its newest file was written, in seconds since 1970 UTC; None where it does not say."""
+    damage: str | None = None
+    """What of it could not be read, once that was tried: then what probes saw is not what was published."""
     _content: Callable[[str], bytes]
 
     def __init__(self, path: Path, *, prefix: str | None = None) -> None:
         """Open an archive.
 
         Raises:
-            SourceError: it is neither, or it is damaged.
+            SourceError: it is neither, it is damaged, or it holds more than an archive of source does.
         """
         self.prefix = path if prefix is None else prefix
+        self._name = path.name
         self._zip: zipfile.ZipFile | None = None
         try:
             self._open_wheel(path) if path.suffix == ".whl" else self._read_distribution(path)
-        except (OSError, EOFError, zipfile.BadZipFile, tarfile.TarError) as error:
+        except _DAMAGE as error:
             raise SourceError(f"{path.name}: cannot open this archive: {type(error).__name__}: {error}") from error
 
     def read(self, path: str) -> bytes | None:
-        """Return a member, or None when there is no such member."""
-        return self._content(path) if path in self._names else None
+        """Return a member, or None when there is no such member.
+
+        Raises:
+            SourceError: it is damaged, or larger than a file of source is.
+        """
+        if path not in self._names:
+            return None
+        try:
+            return self._content(path)
+        except _DAMAGE as error:
+            self.damage = f"{self._name}: cannot read {path}: {type(error).__name__}: {error}"
+            raise SourceError(self.damage) from error
 
     def has_folder(self, path: str) -> bool:
         """Return whether there is a Python file below it."""
@@ -132,23 +153,92 @@ class ArchiveTree(FileTree):
 
     def _open_wheel(self, path: Path) -> None:
         self._zip = zipfile.ZipFile(path)
-        self._content = self._zip.read
+        self._content = self._member
         self._names = frozenset(self._zip.namelist())
         self.newest = max(filter(None, map(_written, self._zip.infolist())), default=None)
 
+    def _member(self, path: str) -> bytes:
+        assert self._zip is not None  # noqa: S101 - it is a wheel
+        is_large = self._zip.getinfo(path).file_size > files.LARGEST
+        with self._zip.open(path) as file:
+            content = b"" if is_large else file.read(files.LARGEST + 1)
+        if is_large or len(content) > files.LARGEST:
+            raise _TooLargeError(f"it is larger than {files.LARGEST} bytes")
+        return content
+
     def _read_distribution(self, path: Path) -> None:
         """Read the Python files of a source distribution, without the folder that all of them are in."""
-        files: dict[str, bytes] = {}
+        found: dict[str, bytes] = {}
         times: list[float] = []
-        with tarfile.open(path) as archive:
-            for item in archive:
+        with (
+            files.open_regular(path) as raw,
+            _opened(raw) as stream,
+            tarfile.open(fileobj=stream, mode="r:") as archive,
+        ):
+            for number, item in enumerate(archive):
+                if number > _MOST_MEMBERS:
+                    raise _TooLargeError(f"it has more than {_MOST_MEMBERS} members")
                 times.append(item.mtime)
                 parts = PurePosixPath(item.name).parts
-                if item.isfile() and item.name.endswith(".py") and parts[1:] and (file := archive.extractfile(item)):
-                    files["/".join(parts[1:])] = file.read()
-        self._content = files.__getitem__
-        self._names = frozenset(files)
-        self.newest = max(filter(None, times), default=None)
+                if not item.isfile() or not item.name.endswith(".py") or not parts[1:]:
+                    continue
+                if item.size > files.LARGEST:
+                    raise _TooLargeError(f"{item.name} is larger than {files.LARGEST} bytes")
+                if (file := archive.extractfile(item)) is not None:
+                    found["/".join(parts[1:])] = file.read()
+        self._content = found.__getitem__
+        self._names = frozenset(found)
+        self.newest = max((time for time in times if 0 < time < _LATEST), default=None)
+
+
+_MOST_INFLATED = 1 << 30
+"""Bytes of a source distribution, files of all kinds together."""
+_MOST_MEMBERS = 200_000
+_LATEST = 1 << 33
+"""In the year 2242. What says that it was written later says nothing."""
+
+
+class _TooLargeError(OSError):
+    """Raised for an archive that holds more than one of source does."""
+
+
+_DAMAGE = (
+    *(OSError, EOFError, ValueError, struct.error, zlib.error, zipfile.BadZipFile, tarfile.TarError),
+    *(NotImplementedError, RuntimeError),  # a compression that nobody has, a password, headers in headers in headers
+)
+
+
+class _Bounded(io.RawIOBase):
+    """A stream that ends in an error where a source distribution would have ended long ago."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+
+    def read(self, size: int = -1) -> bytes:
+        """Return so many bytes; a header that claims to be larger than any file is none."""
+        if not 0 <= size <= files.LARGEST:
+            raise _TooLargeError("a header in it is larger than any file")
+        self._check(self._stream.tell() + size)
+        return self._stream.read(size)
+
+    def seek(self, place: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a place."""
+        self._check(place)
+        return self._stream.seek(place, whence)
+
+    def tell(self) -> int:
+        """Return the place."""
+        return self._stream.tell()
+
+    def _check(self, place: int) -> None:
+        if place > _MOST_INFLATED:
+            raise _TooLargeError(f"more than {_MOST_INFLATED} bytes are packed into it")
+
+
+def _opened(raw: IO[bytes]) -> _Bounded:
+    is_packed = raw.read(2) == b"\x1f\x8b"
+    raw.seek(0)
+    return _Bounded(cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if is_packed else raw)
 
 
 def _written(item: zipfile.ZipInfo) -> float | None:

@@ -390,8 +390,10 @@ def leads_nowhere(path: Path) -> bool:
 
 
 def _read_text(path: Path) -> ShippedFile | None:
+    from megacpp_overlays import files  # noqa: PLC0415 - not needed to arm
+
     try:
-        return ShippedFile(str(path), path.read_text(encoding="utf-8", errors="replace"))
+        return ShippedFile(str(path), files.read(path).decode(errors="replace"))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -401,8 +403,10 @@ def _read_text(path: Path) -> ShippedFile | None:
 def _read_python(name: str, path: Path) -> ModuleSource:
     if path.suffix != ".py":
         raise SourceError(f"{name} is loaded from {path}, which has no Python source")
+    from megacpp_overlays import files  # noqa: PLC0415 - not needed to arm
+
     try:
-        raw = path.read_bytes()
+        raw = files.read(path)
     except OSError as error:
         raise SourceError(f"{name}: cannot read {path}: {error.strerror}") from error
     return ModuleSource(name, str(path), decoded(str(path), raw))

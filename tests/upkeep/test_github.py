@@ -270,8 +270,11 @@ def test_a_budget_that_was_renewed_is_used_again(host: Host, client: Callable[..
         (Reply({"message": "slow down"}, 429), 60),
         (Reply({"message": "slow down"}, 429, {"Retry-After": "2"}), 2),
         (Reply({"message": "You have exceeded a secondary rate limit."}, 403), 60),
+        (Reply({"message": "slow down"}, 429, {"Retry-After": "9" * 14}), 7 * 24 * 3600),
+        (Reply({"message": "slow down"}, 429, {"Retry-After": "9" * 5000}), 60),
+        (Reply({}, 403, {"X-RateLimit-Remaining": "0", "X-RateLimit-Reset": "9" * 14}), 7 * 24 * 3600),
     ],
-    ids=["retry-after", "429", "429-retry-after", "secondary"],
+    ids=["retry-after", "429", "429-retry-after", "secondary", "three million years", "no number", "reset"],
 )
 def test_a_host_that_asks_to_wait_is_not_asked_again(
     host: Host, client: Callable[..., Client], reply: Reply, seconds: int
@@ -293,6 +296,23 @@ def test_a_refusal_that_is_no_limit_is_one_failed_answer(host: Host, client: Cal
     host.put(PATH, Reply({"message": "Resource not accessible"}, 403))
 
     with pytest.raises(NoAnswerError, match="the host answered 403 Forbidden"):
+        client().get(PATH, FIELDS)
+
+
+@pytest.mark.parametrize("body", [[{"number": 1}], []], ids=str)
+def test_a_list_in_place_of_an_object_is_one_failed_answer(
+    host: Host, client: Callable[..., Client], body: object
+) -> None:
+    host.put(PATH, Reply(body))
+
+    with pytest.raises(NoAnswerError, match="the answer is no object"):
+        client().get(PATH, FIELDS)
+
+
+def test_a_redirect_to_what_is_no_address_is_one_failed_answer(host: Host, client: Callable[..., Client]) -> None:
+    host.put(PATH, Reply({}, 302, {"Location": "http://[nonsense"}))
+
+    with pytest.raises(NoAnswerError, match="leads to what is no address"):
         client().get(PATH, FIELDS)
 
 

@@ -133,6 +133,8 @@ def test_what_is_gone_is_gone_after_both_questions(host: Host, client: Client) -
         {"html_url": None},
         {"html_url": "https://github.com/o/r"},
         {"created_at": "yesterday"},
+        {"created_at": "0001-01-01T00:00:00+23:59"},
+        {"state": ["open"]},
         {"merged_at": 12},
         {"base": {"label": "o:main"}},
         {"base": "main"},
@@ -146,6 +148,13 @@ def test_an_answer_that_lacks_what_it_should_have_is_a_failed_one(
 
     with pytest.raises(NoAnswerError, match=r"o/r#1: the answer of the host lacks"):
         look(client, answer())
+
+
+def test_a_reason_that_is_no_word_is_a_failed_answer(host: Host, client: Client) -> None:
+    host.issue(REPOSITORY, 1, state="closed", state_reason=["completed"])
+
+    with pytest.raises(NoAnswerError, match="state_reason"):
+        look(client, answer(kind="issue", base=None))
 
 
 def test_what_is_known_of_a_release_stays_while_the_commit_is_the_same(host: Host, client: Client) -> None:

@@ -187,6 +187,30 @@ def test_a_release_that_cannot_be_fetched_says_so_and_fails(index: Index, run: R
     assert "ABSENT, BROKEN since 0.10.0 (2026-02-01), FIXED since 1.0.0 (2026-03-01)" in out, "the others still count"
 
 
+def test_a_damaged_wheel_is_not_read_and_no_form_that_a_probe_does_not_know(index: Index, run: Run) -> None:
+    whole = wheel(module(BROKEN_TEXT))
+    damaged = whole.replace(b"x + x + 1", b"x + x + 2")
+    assert damaged != whole
+    index.publish(f"{PACKAGE}-1.0-py3-none-any.whl", damaged)
+
+    code, out, _ = run()
+
+    assert code == 1
+    [row] = [line for line in out.splitlines() if line.startswith("1.0 ")]
+    assert f"not read: {PACKAGE}-1.0-py3-none-any.whl: cannot read {PACKAGE}/layers.py: BadZipFile" in row
+    assert "UNRECOGNISED" not in row
+
+
+def test_a_release_that_was_built_in_a_far_future_has_no_date(index: Index, run: Run) -> None:
+    content = sdist(f"{PACKAGE}-1.0", module(BROKEN_TEXT), 10**18)
+    index.publish(f"{PACKAGE}-1.0.tar.gz", content, None)
+    index.has_project_json = False
+
+    code, out, _ = run()
+
+    assert (code, ["1.0", "no", "date", "BROKEN"] in words(out)) == (0, True)
+
+
 def test_a_release_without_any_file_that_can_be_read_says_so(index: Index, run: Run) -> None:
     index.publish(f"{PACKAGE}-1.0.0-py3-none-any.whl", b"no archive at all")
 

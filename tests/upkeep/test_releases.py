@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import gzip
+import io
+import json
+import os
+import struct
 import subprocess
+import tarfile
+import tracemalloc
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from index_server import NAME, PACKAGE, Index, module, sdist, serving, wheel
+from index_server import JSON, NAME, PACKAGE, Index, module, sdist, serving, wheel
 
 from megacpp_overlays.errors import SourceError, UpkeepError
 from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
 from megacpp_overlays.upkeep.matrix import archives as archives_module
 from megacpp_overlays.upkeep.matrix.archives import Archives
 from megacpp_overlays.upkeep.matrix.commit_tree import CommitTree
-from megacpp_overlays.upkeep.matrix.package_index import IndexAnswers, NoNetworkError, configured
+from megacpp_overlays.upkeep.matrix.package_index import IndexAnswers, NoNetworkError, PackageIndex, configured
 from megacpp_overlays.upkeep.matrix.releases import ArchiveFile, from_data, release, to_data
 
 PURE = f"{PACKAGE}-1.0-py3-none-any.whl"
@@ -187,6 +195,47 @@ def test_an_answer_that_is_no_page_is_an_error(index: Index, answers: Callable[.
 
     with answers() as asked, pytest.raises(UpkeepError, match="cannot be read: UnsupportedContentTypeError"):
         asked.get(PACKAGE)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"files": [1]},
+        {"files": {"a": 1}},
+        {"files": [{"filename": 1, "url": 2, "hashes": 3}]},
+        {"files": [{"filename": PURE, "url": "x", "hashes": {"sha256": ["a"]}, "yanked": {}}]},
+        {"files": [{"filename": PURE, "url": "x", "hashes": {"sha256": "a"}, "upload-time": 1e300}]},
+        {"files": None, "versions": 3},
+    ],
+    ids=str,
+)
+def test_an_answer_in_which_something_is_of_another_type_is_an_error(
+    index: Index, answers: Callable[..., IndexAnswers], changes: dict[str, object]
+) -> None:
+    body = json.dumps({"meta": {"api-version": "1.1"}, "name": PACKAGE, **changes}).encode()
+    index.answer = lambda _: (200, JSON, body)  # type: ignore[method-assign]
+
+    with answers() as asked, pytest.raises(UpkeepError, match=r"says what cannot be read|has no release"):
+        asked.get(PACKAGE)
+
+
+def test_json_that_is_nested_without_end_is_an_error(index: Index, answers: Callable[..., IndexAnswers]) -> None:
+    index.answer = lambda _: (200, JSON, b"[" * 100_000)  # type: ignore[method-assign]
+
+    with answers() as asked, pytest.raises(UpkeepError, match="says what cannot be read"):
+        asked.get(PACKAGE)
+
+
+def test_answers_that_cannot_be_kept_are_an_error_with_the_way_out(index: Index) -> None:
+    index.publish(PURE, b"a")
+
+    with (
+        IndexAnswers(Path("/dev/null/index"), offline=False, tell=print) as asked,
+        pytest.raises(UpkeepError, match=r"answers cannot be kept here: .*; see --cache"),
+    ):
+        asked.get(PACKAGE)
+    with pytest.raises(UpkeepError, match=r"releases cannot be kept here: .*; see --cache"):
+        Archives(Path("/dev/null/files"), (), PackageIndex(index.endpoint)).get(file(PURE))
 
 
 # --- what it said before ---
@@ -564,3 +613,106 @@ def test_the_newest_member_dates_an_archive(tmp_path: Path, name: str, content: 
 
     with ArchiveTree(tmp_path / name) as tree:
         assert tree.newest == expected
+
+
+def deflated(size: int) -> tuple[bytes, bytes]:
+    """Return 64 MiB of nothing, deflated so that it can be repeated, and what ends such a stream."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15)
+    return packer.compress(bytes(size)) + packer.flush(zlib.Z_FULL_FLUSH), packer.flush()
+
+
+def wheel_bomb() -> bytes:
+    """Return a wheel of 4 MB in which one module has almost 4 GiB."""
+    again, end = deflated(64 << 20)
+    packed = again * 63 + end
+    sizes = struct.pack("<LLL", 0, len(packed), 63 * (64 << 20))
+    name = b"bomb/__init__.py"
+    common = struct.pack("<HHHHH", 20, 0, 8, 0, 33) + sizes + struct.pack("<HH", len(name), 0)
+    member = b"PK\3\4" + common + name + packed
+    entry = b"PK\1\2" + struct.pack("<H", 20) + common + struct.pack("<HHHLL", 0, 0, 0, 0, 0) + name
+    return member + entry + b"PK\5\6" + struct.pack("<HHHHLLH", 0, 0, 1, 1, len(entry), len(member), 0)
+
+
+def sdist_bomb(claimed: int, name: str, *, kind: bytes = tarfile.REGTYPE) -> bytes:
+    """Return a source distribution of 4 MB that unpacks to 4 GiB, and whose first member claims to have so many bytes."""
+    first = tarfile.TarInfo(name)
+    first.size, first.type = claimed, kind
+    return gzip.compress(first.tobuf(tarfile.GNU_FORMAT)) + gzip.compress(bytes(64 << 20)) * 64
+
+
+def test_no_more_of_a_wheel_is_inflated_than_a_module_has(tmp_path: Path) -> None:
+    (tmp_path / PURE).write_bytes(wheel_bomb())
+    assert 3_900_000 < (tmp_path / PURE).stat().st_size < 4_500_000
+
+    tracemalloc.start()
+    with ArchiveTree(tmp_path / PURE) as tree, pytest.raises(SourceError, match="it is larger than 67108864 bytes"):
+        tree.module("bomb")
+
+    assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (lambda: sdist_bomb(4 << 30, "x/data.bin"), "more than 1073741824 bytes are packed into it"),
+        (lambda: sdist_bomb(4 << 30, "x/module.py"), "x/module.py is larger than"),
+        (lambda: sdist_bomb(4 << 30, "x", kind=tarfile.GNUTYPE_LONGNAME), "a header in it is larger than any file"),
+        (lambda: sdist_bomb(4 << 30, "x", kind=tarfile.XHDTYPE), "a header in it is larger than any file"),
+    ],
+    ids=["data", "module", "name", "header"],
+)
+def test_no_more_of_a_source_distribution_is_unpacked_than_one_has(
+    tmp_path: Path, content: Callable[[], bytes], says: str
+) -> None:
+    (tmp_path / SOURCE).write_bytes(content())
+    tracemalloc.start()
+
+    with pytest.raises(SourceError, match=says):
+        ArchiveTree(tmp_path / SOURCE)
+
+    assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    tracemalloc.stop()
+
+
+def test_a_damaged_member_is_an_error_and_the_archive_says_so(tmp_path: Path) -> None:
+    content = wheel({"a.py": "x = 1\n", "b.py": "y = 2\n"}).replace(b"x = 1\n", b"x = 3\n")
+    (tmp_path / PURE).write_bytes(content)
+
+    with ArchiveTree(tmp_path / PURE) as tree:
+        assert tree.module("b") is not None
+        assert tree.damage is None
+        with pytest.raises(SourceError, match=r"cannot read a.py: BadZipFile: Bad CRC-32"):
+            tree.module("a")
+        assert tree.damage is not None
+
+
+@pytest.mark.parametrize("when", [10**18, -1, float("nan"), float("inf")], ids=str)
+def test_a_member_that_was_written_at_no_time_dates_nothing(tmp_path: Path, when: float) -> None:
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w:gz", format=tarfile.PAX_FORMAT) as archive:
+        item = tarfile.TarInfo("x/a.py")
+        item.pax_headers = {"mtime": str(when)}
+        archive.addfile(item)
+    (tmp_path / SOURCE).write_bytes(raw.getvalue())
+
+    with ArchiveTree(tmp_path / SOURCE) as tree:
+        assert tree.newest is None
+
+
+def test_a_large_blob_of_a_commit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.py").write_text("x = 1\n")
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", "a.py")
+    git(tmp_path, "commit", "--quiet", "--message", "made up")
+    monkeypatch.setattr("megacpp_overlays.files.LARGEST", 5)
+
+    with pytest.raises(SourceError, match=r"a.py: it is larger than 5 bytes"):
+        CommitTree(tmp_path, "HEAD").module("a")
+
+
+def test_a_fifo_in_a_tree_stops_nobody(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.py")
+
+    with pytest.raises(SourceError, match=r"a.py: cannot read it: it is no regular file"):
+        DirectoryTree(tmp_path, prefix="").module("a")

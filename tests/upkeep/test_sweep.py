@@ -496,6 +496,31 @@ def test_a_token_that_is_not_taken_ends_the_sweep(
     assert scene.host.requests[0].headers["Authorization"] == "Bearer secret"
 
 
+def test_white_space_around_a_token_is_no_part_of_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the line end of the file that it was read from."""
+    monkeypatch.setenv("GITHUB_TOKEN", "secret\n")
+
+    assert scene.run() == 0
+
+    assert scene.host.requests[0].headers["Authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize("token", ["sec\nret", "sec\x1bret", "secr\u00e9t"], ids=ascii)
+def test_a_token_that_can_be_none_is_refused_without_showing_it(
+    scene: Scene, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    monkeypatch.setenv("GITHUB_TOKEN", token)
+
+    assert scene.run() == 1
+
+    out, err = capsys.readouterr()
+    assert err == (
+        "megacpp-overlays: the token in GITHUB_TOKEN or GH_TOKEN has characters that no token has; it is not shown here\n"
+    )
+    assert out == ""
+    assert scene.host.requests == []
+
+
 def test_without_a_network_the_saved_answers_are_used_with_their_age(
     scene: Scene, capsys: pytest.CaptureFixture[str]
 ) -> None:

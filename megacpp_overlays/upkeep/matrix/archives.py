@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megacpp_overlays import files
+from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.upkeep.matrix.releases import ArchiveFile
 
 if TYPE_CHECKING:
     from megacpp_overlays.upkeep.matrix.package_index import PackageIndex
 
+_CHUNK = 1 << 20
 VARIABLE = "MEGACPP_RELEASES_CACHE"
 
 
@@ -50,7 +53,10 @@ class Archives:
                 return path
         if self._index is None:
             return None
-        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UpkeepError(f"{self._folder}: releases cannot be kept here: {error.strerror}; see --cache") from error
         path = self._folder / file.name
         draft = self._folder / f".{os.getpid()}.{file.name}"
         try:
@@ -62,4 +68,8 @@ class Archives:
 
 
 def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    found = hashlib.sha256()
+    with files.open_regular(path) as file:
+        while chunk := file.read(_CHUNK):
+            found.update(chunk)
+    return found.hexdigest()

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from megacpp_overlays import files
 from megacpp_overlays.errors import SourceError, UpkeepError
 from megacpp_overlays.repro import git
 from megacpp_overlays.source.file_trees import FileTree
@@ -102,6 +103,9 @@ class CommitTree(FileTree):
         return self._entries.get("/".join(at))
 
     def _content(self, path: str, entry: _Entry) -> bytes:
+        size = int(self._git(path, "cat-file", "-s", entry.object))
+        if size > files.LARGEST:
+            raise SourceError(f"{path}: it is larger than {files.LARGEST} bytes")
         return self._git(path, "cat-file", "blob", entry.object)
 
     def _git(self, what: str, *arguments: str) -> bytes:

@@ -192,6 +192,18 @@ def probe(overlays: Sequence[Erratum], tree: FileTree) -> dict[str, Cell]:
     return {name: Cell(parts=tuple(parts)) for name, parts in found.items()}
 
 
+def _probe_whole(overlays: Sequence[Erratum], archive: ArchiveTree) -> dict[str, Cell]:
+    """Return what every probe finds in an archive; see `probe`.
+
+    Raises:
+        UpkeepError: a file that a probe asked for is damaged; the probe may have taken that for a form of upstream's.
+    """
+    found = probe(overlays, archive)
+    if archive.damage is not None:
+        raise UpkeepError(archive.damage)
+    return found
+
+
 def packages(overlays: Sequence[Erratum]) -> tuple[str, ...]:
     """Return the top-level packages that overlays are about."""
     return tuple(dict.fromkeys(part.target.module.partition(".")[0] for part in overlays))
@@ -208,7 +220,7 @@ def release_row(release: Release, overlays: Sequence[Erratum], archives: Archive
                 break
             with ArchiveTree(path, prefix="") as tree:
                 has_source = any(tree.has_package(name) for name in packages(overlays))
-                row = _row(release, file.name, file.sha256, probe(overlays, tree), tree.newest)
+                row = _row(release, file.name, file.sha256, _probe_whole(overlays, tree), tree.newest)
         except (SourceError, UpkeepError) as error:
             problem = str(error)
             break

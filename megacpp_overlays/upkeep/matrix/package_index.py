@@ -38,6 +38,8 @@ from megacpp_overlays.upkeep.matrix.releases import (
 VARIABLES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")
 _TIMEOUT = (10.0, 60.0)
 """Seconds to connect and to wait for bytes."""
+_WRONG_TYPES = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
+"""What comes of JSON in which something is of another type than it should be."""
 _KINDS = (".whl", ".tar.gz")
 
 
@@ -79,6 +81,7 @@ class PackageIndex:
             dates = {each.filename: _date(each.upload_time) for each in packages if each.upload_time}
             if len(dates) < len(packages):
                 dates = self._project_json(distribution) | dates
+            return IndexAnswer(distribution=distribution, asked=today(), releases=_releases(page.packages, dates))
         except NoSuchProjectError as error:
             raise UpkeepError(f"{distribution}: the configured index has no such project") from error
         except (requests.ConnectionError, requests.Timeout) as error:
@@ -87,7 +90,9 @@ class PackageIndex:
             raise NoNetworkError(f"the configured index answers with an error ({_status(error)})") from error
         except (UnsupportedContentTypeError, UnsupportedRepoVersionError, requests.RequestException) as error:
             raise UpkeepError(f"the configured index says what cannot be read: {type(error).__name__}") from error
-        return IndexAnswer(distribution=distribution, asked=today(), releases=_releases(page.packages, dates))
+        except _WRONG_TYPES as error:
+            said = f"{distribution}: the configured index says what cannot be read: {type(error).__name__}"
+            raise UpkeepError(said) from error
 
     def download(self, file: ArchiveFile, path: Path) -> None:
         """Write a file of an answer to a path, its hash checked; nothing is left there on any failure.
@@ -113,7 +118,7 @@ class PackageIndex:
             return {}
         address = urlunsplit(parts._replace(path=f"{path.removesuffix('/simple')}/pypi/{distribution}/json"))
         dates: dict[str, str] = {}
-        with contextlib.suppress(requests.RequestException, KeyError, TypeError, ValueError, AttributeError):
+        with contextlib.suppress(requests.RequestException, *_WRONG_TYPES):
             answer = self._client.s.get(address, timeout=_TIMEOUT)
             answer.raise_for_status()
             for files in answer.json()["releases"].values():
@@ -193,8 +198,12 @@ class IndexAnswers:
             except NoNetworkError as error:
                 reason = str(error)
             else:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                write_text(path, json.dumps(to_data(answer)))
+                try:
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                    write_text(path, json.dumps(to_data(answer)))
+                except OSError as error:
+                    said = f"{self._folder}: answers cannot be kept here: {error.strerror}; see --cache"
+                    raise UpkeepError(said) from error
                 return answer
         else:
             reason = "offline"

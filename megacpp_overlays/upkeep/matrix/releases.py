@@ -124,5 +124,5 @@ def from_data(data: Mapping[str, Any]) -> IndexAnswer:
             for each in data["releases"]
         ]
         return IndexAnswer(distribution=data["distribution"], asked=data["asked"], releases=in_order(releases))
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UpkeepError(f"this is no kept answer of an index: {type(error).__name__}: {error}") from error

@@ -28,6 +28,7 @@ from megacpp_overlays.version import VERSION
 
 DEFAULT = "https://api.github.com"
 _LOOPBACK = {"127.0.0.1", "::1", "localhost"}
+_LONGEST = timedelta(days=7)
 _REDIRECTS, _HOPS = {301, 302, 307, 308}, 5
 
 
@@ -90,7 +91,7 @@ class Client:
 
     Args:
         api: base address, such as `https://api.github.com` or `https://ghe.example/api/v3`.
-        token: sent to that host alone; never printed, never kept.
+        token: sent to that host alone; never printed, never kept; white space around it is no part of it.
         cache: folder for answers and their ETags; made if it is missing.
         timeout: seconds to connect, and to wait for an answer.
         backoff: seconds before the second retry of a request that failed on the way or with 5xx; doubled each time.
@@ -109,6 +110,11 @@ class Client:
         backoff: float = 0.5,
     ) -> None:
         self.api = checked_address(api)
+        token = (token or "").strip()
+        if not (token.isascii() and token.isprintable()):
+            raise UpkeepError(
+                "the token in GITHUB_TOKEN or GH_TOKEN has characters that no token has; it is not shown here"
+            )
         parts = urlsplit(self.api)
         if token and parts.scheme == "http" and parts.hostname not in _LOOPBACK:
             raise UpkeepError(f"{self.api} is not encrypted, so the token stays here; use https, or unset the token")
@@ -146,7 +152,7 @@ class Client:
         self._closed_until: datetime | None = None
 
     def get(self, path: str, keep: Sequence[str], *, lasting: bool = False) -> Any:
-        """Return the named fields of the object, or of every object of the list, at a path.
+        """Return the named fields of the object at a path.
 
         Args:
             path: below the address of the API.
@@ -156,7 +162,10 @@ class Client:
         Raises:
             HostError: see its subclasses.
         """
-        return self._ask(self.api + path, keep, lasting=lasting)[0]
+        found = self._ask(self.api + path, keep, lasting=lasting)[0]
+        if not isinstance(found, dict):
+            raise NoAnswerError(f"{self.api + path}: the answer is no object")
+        return found
 
     def pages(self, path: str, keep: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
         """Yield the pages of a list, as far as they are asked for.
@@ -203,20 +212,25 @@ class Client:
             if isinstance(error, no_way) or isinstance(cause, NewConnectionError):
                 raise UnreachableError(f"{urlsplit(url).netloc} cannot be reached: {cause or error}") from error
             raise NoAnswerError(f"{url}: no whole answer: {cause or error}") from error
+        except ValueError as error:
+            raise NoAnswerError(f"{url}: leads to what is no address") from error
         self._note_budget(response)
         return response
 
     def _note_budget(self, response: requests.Response) -> None:
         left, reset = response.headers.get("X-RateLimit-Remaining", ""), response.headers.get("X-RateLimit-Reset", "")
-        if left.isdecimal():
-            self.left = int(left)
-            self._closed_until = datetime.fromtimestamp(int(reset), timezone.utc) if reset.isdecimal() else None
+        if (number := _number(left)) is not None:
+            self.left = number
+            self._closed_until = None if (when := _number(reset)) is None else _at(when)
             if self.left:
                 self._closed_until = None
 
     def _follow(self, url: str, location: str) -> str:
-        target = urljoin(url, location)
-        here, there = urlsplit(url), urlsplit(target)
+        try:
+            target = urljoin(url, location)
+            here, there = urlsplit(url), urlsplit(target)
+        except ValueError as error:
+            raise NoAnswerError(f"{url}: leads to what is no address") from error
         if (here.scheme, here.netloc) != (there.scheme, there.netloc):
             raise NoAnswerError(f"{url}: leads to another host, {there.netloc}; that is not followed")
         return target
@@ -239,7 +253,7 @@ class Client:
         try:
             data = response.json()
             body = [_reduced(each, keep) for each in data] if isinstance(data, list) else _reduced(data, keep)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise NoAnswerError(f"{url}: the answer is not the JSON that it should be") from error
         following = response.links.get("next", {}).get("url")
         following = self._follow(url, following) if following else None
@@ -272,8 +286,19 @@ def _resume(response: requests.Response) -> datetime:
     """Return when to come back, by the host's rules: Retry-After, else the reset of the budget, else in a minute."""
     now = datetime.now(timezone.utc)
     wait, reset = response.headers.get("Retry-After", ""), response.headers.get("X-RateLimit-Reset", "")
-    if wait.isdecimal():
-        return now + timedelta(seconds=int(wait))
-    if response.headers.get("X-RateLimit-Remaining") == "0" and reset.isdecimal():
-        return datetime.fromtimestamp(int(reset), timezone.utc)
+    if (seconds := _number(wait)) is not None:
+        return _at(now.timestamp() + seconds)
+    if response.headers.get("X-RateLimit-Remaining") == "0" and (when := _number(reset)) is not None:
+        return _at(when)
     return now + timedelta(minutes=1)
+
+
+def _number(text: str) -> int | None:
+    """Return the number in a header; None where it is none, or none that anybody counts to."""
+    return int(text) if re.fullmatch("[0-9]{1,15}", text) else None
+
+
+def _at(seconds: float) -> datetime:
+    """Return a time in seconds since 1970, a week from now at the most: nobody comes back later than that."""
+    latest = datetime.now(timezone.utc) + _LONGEST
+    return min(datetime.fromtimestamp(min(seconds, latest.timestamp()), timezone.utc), latest)

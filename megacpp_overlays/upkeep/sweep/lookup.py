@@ -68,7 +68,7 @@ def ask(client: Client, repository: str, number: int, saved: Answer | None, toda
 def _asked(where: str, data: Mapping[str, Any], saved: Answer | None, today: date) -> Lookup:
     try:
         return _read(where, data, saved, today)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise NoAnswerError(f"{where}: the answer of the host lacks what it should have: {error}") from error
 
 
@@ -79,6 +79,9 @@ def _read(where: str, data: Mapping[str, Any], saved: Answer | None, today: date
     state = MERGED if merged else DRAFT if data["draft"] and data["state"] == OPEN else data["state"]
     if state not in {OPEN, DRAFT, CLOSED, MERGED}:
         raise ValueError(f"state {state!r}")
+    reason = data.get("state_reason") if state == CLOSED else None
+    if not isinstance(reason, str | None):
+        raise TypeError(f"state_reason {reason!r}")
     # Before a merge the host puts the commit of a trial merge here.
     commit = str(data["merge_commit_sha"]) if merged else None
     now = _place(data["html_url"])
@@ -88,7 +91,7 @@ def _read(where: str, data: Mapping[str, Any], saved: Answer | None, today: date
         number=int(number),
         kind=kind,
         state=state,
-        reason=data.get("state_reason") if state == CLOSED else None,
+        reason=reason,
         created=_day(data["created_at"]),
         closed=_day(data["closed_at"]),
         merged=merged,
@@ -173,7 +176,7 @@ class ReleaseSearch:
         for page in self._client.pages(f"/repos/{repository}/releases?per_page=100", _RELEASE_FIELDS):
             try:
                 on_page = [_release(each) for each in page if not each["draft"]]
-            except (TypeError, ValueError, AttributeError) as error:
+            except (TypeError, ValueError, AttributeError, OverflowError) as error:
                 raise NoAnswerError(f"{repository}: a release lacks what it should have: {error}") from error
             found += on_page
             if on_page and max(each.published for each in on_page) < day:
@@ -185,9 +188,9 @@ class ReleaseSearch:
     def _contains(self, repository: str, commit: str, release: PublishedRelease) -> bool:
         path = f"/repos/{repository}/compare/{commit}...{quote(release.tag, safe='')}?per_page=1"
         status = self._client.get(path, ("status",), lasting=True)["status"]
-        if status not in {"ahead", "identical", "behind", "diverged"}:
+        if status not in ("ahead", "identical", "behind", "diverged"):
             raise NoAnswerError(f"{repository}: {commit[:12]} against {release.tag}: status {status!r}")
-        return status in {"ahead", "identical"}
+        return status in ("ahead", "identical")
 
 
 def _release(data: Mapping[str, Any]) -> PublishedRelease:
