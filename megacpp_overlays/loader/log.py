@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from megacpp_overlays.errors import SettingsError
 from megacpp_overlays.loader.settings import LOG, LogForm, Settings
@@ -36,7 +38,7 @@ class Log:
         self._path = None if settings.log_path is None else Path(settings.log_path).absolute()
         if self._path is not None:
             try:
-                self._path.open("a").close()
+                _opened(self._path).close()
             except OSError as error:
                 raise SettingsError(f"{LOG}={settings.log_path} cannot be written: {error.strerror}") from error
 
@@ -101,7 +103,7 @@ class Log:
             logger.log(level, "%s", text)
         elif self._path is not None:
             row = self._json(data) if self._path.suffix in {".json", ".jsonl"} else f"[megacpp_overlays{rank}] {text}"
-            with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            with _opened(self._path) as file:
                 file.write(f"{row}\n")
         else:
             _print(self._json(data) if self._settings.log is LogForm.JSON else f"[megacpp_overlays{rank}] {text}")
@@ -123,6 +125,15 @@ def _one_line(text: str) -> str:
     from megacpp_overlays.terminal_text import one_line  # noqa: PLC0415 - at import there are only words of our own
 
     return one_line(text)
+
+
+def _opened(path: Path) -> TextIO:
+    """Open a log for appending; a FIFO that nobody reads is an error and no reason to wait."""
+    return open(path, "a", encoding="utf-8", errors="backslashreplace", opener=_at_once)
+
+
+def _at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 def _print(row: str) -> None:

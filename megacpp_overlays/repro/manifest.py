@@ -171,7 +171,7 @@ def _notes(pack: Pack) -> dict[str, str]:
     found = {"title": heading[1].strip() if heading else None}
     for name, label, words in (("class", "class", CLASSES), ("state", "lifecycle state", STATES)):
         # A heading, a table row or a bold word: the label, then anything but a word, then the value.
-        value = re.search(rf"^\W*{label}\W+({'|'.join(words)})\b", text, re.MULTILINE | re.IGNORECASE)
+        value = re.search(rf"^[^\w\n]*{label}\W+({'|'.join(words)})\b", text, re.MULTILINE | re.IGNORECASE)
         found[name] = value[1].lower() if value else None
     if missing := [name for name, value in found.items() if value is None]:
         raise ManifestError(f"{pack.name}/{README} does not say its {', '.join(missing)}")

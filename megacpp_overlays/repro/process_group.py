@@ -6,9 +6,12 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TypeAlias
+
+_WATCH = 'read -r group && { read -r rest; kill -s KILL -- "-$group"; }'
+"""Wait for a line with a group, then for the end, which comes with the end of whoever wrote the line."""
 
 Stream: TypeAlias = "int | IO[str] | IO[bytes]"
 
@@ -34,15 +37,29 @@ def run(
         timeout: seconds after which it is ended.
         grace: seconds that it then gets to end what it started in groups of their own.
     """
+    with _ended_with_us() as tell:
+        return _run(command, folder, environment, (output, errors), timeout, grace, tell)
+
+
+def _run(
+    command: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    streams: tuple[Stream, Stream],
+    timeout: float,
+    grace: float,
+    tell: Callable[[int], None],
+) -> str | None:
     process = subprocess.Popen(  # noqa: S603 - an interpreter, and files of ours
         command,
         cwd=folder,
         env=environment,
         stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=errors,
+        stdout=streams[0],
+        stderr=streams[1],
         start_new_session=True,
     )
+    tell(process.pid)
     with _nothing_left_of(process, grace):
         try:
             code = process.wait(timeout)
@@ -51,6 +68,41 @@ def run(
     if code < 0:
         return f"was killed by signal {-code} ({signal.strsignal(-code)})"
     return f"ended with exit code {code}" if code else None
+
+
+@contextlib.contextmanager
+def _ended_with_us() -> Iterator[Callable[[int], None]]:
+    """Have somebody who kills a process group when this process is gone, SIGKILL included; yield how to name the group.
+
+    A shell reads from a pipe that ends when nobody can write to it any more. The parent-death signal of Linux would end
+    the first process of the group alone, and needs code to run between fork and exec.
+    """
+    ours, theirs = os.pipe()[::-1]
+    try:
+        watcher = subprocess.Popen(  # noqa: S603 - a text of ours
+            ["/bin/sh", "-c", _WATCH],
+            cwd="/",
+            stdin=theirs,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError:  # no shell, no watcher: all other ways to end are looked after here
+        watcher = None
+    finally:
+        os.close(theirs)
+
+    def tell(group: int) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(ours, b"%d\n" % group)
+
+    try:
+        yield tell if watcher else lambda group: None
+    finally:
+        if watcher is not None:
+            watcher.kill()  # before the pipe ends
+            watcher.wait()
+        os.close(ours)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ _ABSOLUTE = re.compile(rf"{_BEFORE}/{_PART}(?:/{_PART})+/?")
 """An absolute path of two names or more. A path in a URL follows a name, and a relative one a name or a dot."""
 _QUOTED = re.compile(r"(?<=[\"'])/[\w.+@=%~ -]+(?:/[\w.+@=%~ -]+)+(?=[\"'])")
 _CLIMBING = re.compile(rf"(?<![\w./])(?:\.\./){{2,}}{_PART}(?:/{_PART})*/?")
-_COLOUR = re.compile(r"(?:\x1b|\\x1b|\\033)\[[0-?]*[ -/]*[@-~]|\x1b\].*?(?:\x07|\x1b\\)")
+_COLOUR = re.compile(r"(?:\x1b|\\x1b|\\033)\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)")
 _OCTET = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
 _ADDRESS = re.compile(rf"(?:(?<=//)|(?<![\w./-]))(?!127\.|0\.0\.0\.0){_OCTET}(?:\.{_OCTET}){{3}}(?![\w-]|\.\d)")
 _NOBODY = {"localhost", "root"}

@@ -9,7 +9,9 @@ That an environment has the name of a lane says nothing: it is asked what it hol
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -222,6 +224,36 @@ def _left_as_it_was(lock: Lock, folder: Path) -> Iterator[None]:
         if not folder.is_dir():
             raise LockError(f"{lock.path}: {folder} could not be made: {error.strerror}") from error
         is_ours = False
+    with _held(lock, folder):
+        yield from _emptied_after_a_failure(lock, folder, is_ours=is_ours)
+
+
+@contextlib.contextmanager
+def _held(lock: Lock, folder: Path) -> Iterator[None]:
+    """Hold a folder while something is made in it: two processes may be asked for one environment at once.
+
+    Raises:
+        LockError: another process holds it.
+    """
+    descriptor = -1
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_there = os.path.samestat(os.fstat(descriptor), folder.stat())
+    except (BlockingIOError, FileNotFoundError):
+        is_there = False
+    except OSError:  # some network file systems lock no folder
+        is_there = True
+    try:
+        if not is_there:
+            raise LockError(f"{lock.path}: another process makes {folder} right now: run this again when it is done")
+        yield
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _emptied_after_a_failure(lock: Lock, folder: Path, *, is_ours: bool) -> Iterator[None]:
     if any(folder.iterdir()):
         raise LockError(
             f"{lock.path}: {folder} has no bin/python and is not empty, so no environment is made there: move it "

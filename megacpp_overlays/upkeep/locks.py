@@ -25,6 +25,7 @@ from megacpp_overlays.errors import LockError
 ANY = "any"
 """The platform of a lock for every platform; its Python is then the oldest that it is for."""
 _HEAD = re.compile(r"# (lane|python|platform|inputs): (\S+)")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _HASH = re.compile(r"\s--hash=(\S+)")
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
 
@@ -88,12 +89,15 @@ def read(path: Path) -> Lock:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise LockError(f"{path}: cannot read this lock: {reason}") from error
     head = {match[1]: match[2] for line in text.splitlines() if (match := _HEAD.fullmatch(line))}
+    lane = head.get("lane", path.stem)
+    if not _NAME.fullmatch(lane):
+        raise LockError(f"{path}: {lane!r} is no name of a lane: letters, digits, and `.`, `_`, `-` between them")
     lines = tuple((number, _pin(path, number, line)) for number, line in _logical_lines(text))
     if not lines:
         raise LockError(f"{path}: no pin in it; a lock is a requirements file with hashes, as `make lock` writes it")
     return Lock(
         path=path,
-        lane=head.get("lane", path.stem),
+        lane=lane,
         python=head.get("python"),
         platform=head.get("platform"),
         inputs=head.get("inputs"),

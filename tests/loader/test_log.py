@@ -121,6 +121,9 @@ def test_a_path_is_appended_to_and_its_ending_chooses_the_form(
 def test_a_path_that_cannot_be_written_is_refused_at_once(
     upstream: Upstream, session: SessionMaker, tmp_path: Path
 ) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(SettingsError, match=r"fifo cannot be written: No such device"):  # and nobody waits for a reader
+        session(upstream.overlay(), log=LogForm.FILE, log_path=str(tmp_path / "fifo"))
     with pytest.raises(SettingsError, match=r"no/such/log cannot be written: No such file"):
         session(upstream.overlay(), log=LogForm.FILE, log_path=str(tmp_path / "no/such/log"))
 

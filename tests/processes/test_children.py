@@ -365,6 +365,32 @@ def test_a_python_without_a_sitecustomize_of_its_own_still_has_none(env: dict[st
 
 
 @pytest.mark.parametrize("environment_is", ["this", "another"])
+def test_in_a_working_folder_that_was_deleted_the_sitecustomize_that_was_there_runs_as_well(
+    upstream: Upstream, env: dict[str, str], tmp_path: Path, environment_is: str
+) -> None:
+    """With a relative entry on the path a newer Python does not start at all there."""
+    python = PYTHONS["3.10"]
+    if not python.exists():
+        pytest.skip("no Python 3.10 here")
+    prefix = python.parent.parent.resolve()
+    (upstream.folder / "sitecustomize.py").write_text(COUNTS)
+    (tmp_path / "gone").mkdir()
+    path = os.pathsep.join([children.STARTUP, "relative", env["PYTHONPATH"]])
+    name = f"cpython-310:{prefix}" if environment_is == "this" else "cpython-399:/elsewhere"
+
+    done = subprocess.run(
+        ["sh", "-c", 'rmdir ../gone && exec "$0" -c "import os; print(os.environ[\'RUNS\'])"', python],
+        cwd=tmp_path / "gone",
+        env={**env, "PYTHONPATH": path, "MEGACPP_OVERLAYS_CHILDREN": name},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "once \n", "")
+
+
+@pytest.mark.parametrize("environment_is", ["this", "another"])
 @pytest.mark.parametrize("text", [COUNTS, f"{COUNTS}1 / 0\n", f"{COUNTS}import no_such_module\n"])
 def test_the_sitecustomize_that_was_there_runs_once_and_fails_as_it_did(
     upstream: Upstream, env: dict[str, str], text: str, environment_is: str

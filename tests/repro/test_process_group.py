@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from places import HANG_S, ROOT
 
 from megacpp_overlays.repro import process_group
 
@@ -63,3 +64,48 @@ def test_one_that_takes_too_long_may_end_what_it_started_first(tmp_path: Path) -
 
     assert run(code, tmp_path, timeout=2, grace=60) == "took more than 2 seconds"
     assert (tmp_path / "ended").exists() == (tmp_path / "ready").exists()
+
+
+def test_what_it_started_ends_with_whoever_asked_for_it_however_that_ends(tmp_path: Path) -> None:
+    """SIGKILL leaves no time for anything."""
+    code = (
+        "import os, subprocess, sys\n"
+        "from pathlib import Path\n"
+        "from megacpp_overlays.repro import process_group\n"
+        "command = ['sh', '-c', 'sleep 600 & echo $$ $! > written; mv written pids; wait']\n"
+        "process_group.run(command, folder=Path(sys.argv[1]), environment=dict(os.environ),\n"
+        "                  output=subprocess.DEVNULL, timeout=600)\n"
+    )
+    asker = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    while not (tmp_path / "pids").exists():
+        assert asker.poll() is None
+        time.sleep(0.01)
+    started = [Path("/proc", pid, "stat") for pid in (tmp_path / "pids").read_text().split()]
+    assert all(map(is_running, started))
+
+    asker.kill()
+    asker.wait()
+
+    deadline = time.monotonic() + HANG_S
+    while any(map(is_running, started)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(is_running, started))
+
+
+def test_nothing_is_left_of_whoever_watches(tmp_path: Path) -> None:
+    before = children_of(os.getpid())
+
+    assert run("pass", tmp_path) is None
+
+    assert children_of(os.getpid()) == before
+
+
+def is_running(stat: Path) -> bool:
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def children_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

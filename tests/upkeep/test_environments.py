@@ -6,11 +6,13 @@ import base64
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import shutil
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -359,6 +361,37 @@ def test_what_is_there_is_not_made_again_and_a_named_interpreter_is_not_made_at_
         environments.of(lock, python=tmp_path / "nowhere", create=True)
 
     assert python.exists()
+
+
+def test_of_two_that_make_one_environment_the_second_leaves_the_first_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first has made so far is there, and the second would empty the folder when it fails."""
+    folder = tmp_path / "envs" / "here"
+    waits = f"mkdir -p {folder}/lib && echo begun > {tmp_path}/begun && read -r line < {tmp_path}/go; exit 1"
+    write_interpreter(tmp_path / "bin" / "uv", waits)
+    for pipe in ("begun", "go"):
+        os.mkfifo(tmp_path / pipe)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    lock = write_lock(tmp_path, {"made-one": "1.0"})
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(environments.of, lock, folder=tmp_path / "envs", create=True)
+        (tmp_path / "begun").read_text()
+        with pytest.raises(LockError, match=r"another process makes .*envs/here right now: run this again"):
+            environments.of(lock, folder=tmp_path / "envs", create=True)
+        assert (folder / "lib").is_dir()
+        (tmp_path / "go").write_text("go\n")
+
+    assert "could not be made" in str(first.exception())
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("lane", ["/tmp/elsewhere", "../../x", "..", ".hidden", "a/b"])
+def test_a_lane_is_a_name_and_no_path(tmp_path: Path, lane: str) -> None:
+    """Else a lock would say which interpreter runs, and where an environment is made."""
+    with pytest.raises(LockError, match="is no name of a lane"):
+        write_lock(tmp_path, {"made-one": "1.0"}, lane=lane)
 
 
 def test_without_uv_none_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,13 +53,20 @@ def _stop(error: BaseException) -> None:
     os._exit(2 if is_setting else 1)  # SystemExit would end as a fatal error of the interpreter
 
 
+def _is_here(entry: str) -> bool:
+    try:
+        return os.path.abspath(entry) == _HERE
+    except OSError:  # a relative one, in a working folder that was deleted: there is nothing behind it
+        return False
+
+
 def _run_the_next(keep: bool) -> None:
     """Import the `sitecustomize` behind this one. That there is none is said as Python says it, and `site` expects it.
 
     Args:
         keep: leave this folder on `sys.path`, for whoever hands that on to children as their PYTHONPATH.
     """
-    ours = [(at, entry) for at, entry in enumerate(sys.path) if os.path.abspath(entry) == _HERE]
+    ours = [(at, entry) for at, entry in enumerate(sys.path) if _is_here(entry)]
     for _, entry in ours:
         sys.path.remove(entry)
     sys.modules.pop("sitecustomize", None)

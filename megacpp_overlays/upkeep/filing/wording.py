@@ -28,15 +28,19 @@ _HOST_OF_NOBODY = {"threading.local"}
 _IPV4 = re.compile(r"(?<![\w.-])\d{1,3}(?:\.\d{1,3}){3}(?![\w-]|\.\d)")
 _IPV6 = re.compile(r"(?<![\w:.])(?=[0-9A-Fa-f]*:)[0-9A-Fa-f:]{4,39}(?![\w:])")
 _FOR_EXAMPLES = tuple(map(ipaddress.ip_network, ("192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24", "2001:db8::/32")))
-_SECRET = r"(?<![A-Za-z0-9])(?:\w*_)?(?:password|passwd|secret|token|api_?key|access_?key)(?:_\w+)?"  # noqa: S105 - it finds passwords
+_NAMED = re.compile(r"(?:^|_)(?:password|passwd|secret|token|api_?key|access_?key)(?:_|$)", re.IGNORECASE)
+_VALUE = re.compile(
+    r"(?<!\w)(\w+)(?=[\"']?\s*[=:]\s*[\"'][^\"'\s]{8,}[\"']"
+    # Without quotes it has to look like no word of a program: as in an `export` or a file of variables.
+    r"|\s*[=:]\s*(?=[\w/+.-]*\d)[\w/+.-]{16,})"
+)
+"""A name and a value that may be a password. What the name says is asked apart from this, so that each letter of a line is
+looked at once."""
 _KEY = re.compile(
     r"\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{20,}|\bhf_[A-Za-z0-9]{20,}|\bsk-[\w-]{20,}"
     r"|\bxox[abprs]-[\w-]{10,}|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{30,}|\bpypi-[\w-]{30,}|\bnpm_[A-Za-z0-9]{30,}"
-    r"|\bey[JI][\w-]{10,}\.ey[JI][\w-]{10,}\.[\w-]+|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+    r"|(?<![\w-])ey[JI][\w-]{10,}\.ey[JI][\w-]{10,}\.[\w-]+|-----BEGIN [A-Z ]*PRIVATE KEY-----"
     r"|(?i:\bBearer\s+[\w.~+/=-]{12,})"
-    rf"|(?i:{_SECRET}[\"']?\s*[=:]\s*[\"'][^\"'\s]{{8,}}[\"'])"
-    # Without quotes it has to look like no word of a program: as in an `export` or a file of variables.
-    rf"|(?i:{_SECRET}\s*[=:]\s*(?=[\w/+.-]*\d)[\w/+.-]{{16,}})"
 )
 
 
@@ -110,13 +114,17 @@ def _in_line(line: str, words: Words) -> Iterator[str]:
     for number, pattern in words.patterns:
         if pattern.search(line):
             yield f"**** (private: line {number} of the list)"
-    if _KEY.search(line):
+    if _is_key(line):
         yield "**** (a key or password)"
     for what, find in _BUILT_IN.items():
         for found in find(line):
-            hidden = any(pattern.search(found) for _, pattern in words.patterns) or _KEY.search(found)
+            hidden = any(pattern.search(found) for _, pattern in words.patterns) or _is_key(found)
             if found.lower() not in words.allowed and not hidden:
                 yield f"{found} ({what})"
+
+
+def _is_key(text: str) -> bool:
+    return bool(_KEY.search(text)) or any(_NAMED.search(found[1]) for found in _VALUE.finditer(text))
 
 
 def _places(line: str) -> list[str]:
