@@ -150,7 +150,8 @@ LOG = Setting(
 )
 RECEIPTS = Setting(
     "MEGACPP_OVERLAYS_RECEIPTS",
-    "The folder in which this process and its children leave what they decided, for a parent that demands it.",
+    "The folder in which this process and its children leave what they decided, for a parent that demands it. "
+    "It is made for this user alone; one that others can write to is refused.",
     form="an absolute path",
     fits=os.path.isabs,
     advice=", and children may start in any folder",

@@ -59,7 +59,7 @@ def test_a_target_that_cannot_be_read_has_no_hash(session: Callable[..., Session
 
     (decision,) = say(made)["decisions"]
 
-    assert (decision["decision"], decision["source_sha256"]) == ("absent", None)
+    assert (decision["decision"], decision["source_sha256"]) == ("conflict", None)
 
 
 def test_everything_that_is_off_still_says_what_it_is_off_for(
