@@ -348,6 +348,11 @@ class Record(Frozen):
         return self.finding.verdict.value if self.finding else "-"
 
     @property
+    def proof(self) -> str | None:
+        """How FIXED was earned, as text; None with any other verdict."""
+        return self.finding.proof.value if self.finding and self.finding.proof else None
+
+    @property
     def shape(self) -> str:
         """The recognised shape, or `-`."""
         return (self.finding.shape if self.finding else None) or "-"

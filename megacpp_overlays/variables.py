@@ -157,6 +157,16 @@ RECEIPTS = Setting(
     advice=", and children may start in any folder",
     ranks="Not compared: ranks of several hosts may leave receipts in different places, and compute the same.",
 )
+WITNESSES = Setting(
+    "MEGACPP_OVERLAYS_WITNESSES",
+    "The folder in which `megacpp-overlays witness` keeps what it proved, and in which a process looks for that; without it "
+    "`megacpp-overlays/witness` in the cache folder of the user. It must belong to the user, and nobody else may write into it.",
+    form="an absolute path",
+    fits=os.path.isabs,
+    advice=", and processes may start in any folder",
+    compared_in="decisions",
+    ranks="Compared by what it decides: an overlay that is retired because it was witnessed, and one that is not, differ.",
+)
 CHILDREN = Setting(
     "MEGACPP_OVERLAYS_CHILDREN",
     "The environment whose Python processes arm at start-up. `reach_children` and `megacpp-overlays run` set it; nobody "
@@ -206,6 +216,7 @@ SETTINGS = (
     PLUGINS,
     LOG,
     RECEIPTS,
+    WITNESSES,
     CHILDREN,
     LINEAR_CE_MEMORY_MIB,
     LINEAR_CE_LOGITS,

@@ -45,7 +45,7 @@ class Audit(Frozen):
 
     @property
     def fingerprint(self) -> str:
-        """Hash over ids, verdicts, decisions, source hashes, versions, and what stands around seams. Gates are left out.
+        """Hash over ids, verdicts, proofs, decisions, source hashes, versions, and what stands around seams; gates left out.
 
         Equal means that the same code runs.
         """
@@ -59,6 +59,7 @@ class Audit(Frozen):
                 record.overlay.id,
                 record.overlay.target.module,
                 record.verdict,
+                record.proof,
                 record.decision.value,
                 record.source_sha256,
                 without_place(record.version) or "",

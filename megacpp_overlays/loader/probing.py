@@ -45,11 +45,30 @@ def _unreadable(error: Exception) -> Finding:
     return Finding(verdict=Verdict.UNRECOGNISED, shape=None, evidence=(seen,))
 
 
+def examine_installed(
+    erratum: Erratum, tree: SourceTree, settings: Settings, *, unless: tuple[type[Exception], ...] = ()
+) -> Finding:
+    """Run a probe over what is installed, and let a kept witness prove what only looks repaired.
+
+    Args:
+        erratum: the declaration.
+        tree: an `InstalledTree`.
+        settings: say where witnesses are kept.
+        unless: errors that leave; see `examine`.
+    """
+    finding = examine(erratum, tree, unless=unless)
+    if not finding.looks_repaired:
+        return finding
+    from megacpp_overlays.loader import witnesses  # noqa: PLC0415 - a launch without such a repair pays nothing
+
+    return witnesses.proved(erratum, finding, tree, settings)
+
+
 def assess_overlay(overlay: Overlay, module: ModuleType, settings: Settings, tree: SourceTree) -> Record:
     """Probe a loaded target and decide. `active` in the result is an order; `install` makes it true."""
     from megacpp_overlays.source import distributions  # noqa: PLC0415 - 28 ms that arming need not spend
 
-    finding = examine(overlay, tree, unless=(MemoryError,))  # which says nothing of the source
+    finding = examine_installed(overlay, tree, settings, unless=(MemoryError,))  # which says nothing of the source
     return replace(
         held_against_the_process(decide(overlay, settings, finding), tree, module),
         version=distributions.describe(overlay.target.distribution, getattr(module, "__file__", None)),
@@ -83,7 +102,7 @@ def held_against_the_process(record: Record, tree: SourceTree, module: ModuleTyp
 
 def assess_gate(gate: Gate, settings: Settings, tree: SourceTree) -> Record:
     """Probe what is installed and decide; raises nothing. The versions are left out where there is nothing to say."""
-    record = held_against_the_process(decide(gate, settings, examine(gate, tree)), tree)
+    record = held_against_the_process(decide(gate, settings, examine_installed(gate, tree, settings)), tree)
     if record.decision is not Decision.ABSENT:
         record = replace(record, source_sha256=_source_sha256(gate, tree))
     if record.decision in {Decision.GATED, Decision.CONFLICT}:

@@ -100,7 +100,7 @@ def as_dict(record: Record) -> dict[str, object]:
         "version": record.version,
         "target": str(overlay.target),
         "reason": record.reason,
-        "proof": finding.proof.value if finding and finding.proof else None,
+        "proof": record.proof,
         "repair": [str(item) for item in finding.repair] if finding else [],
         "looks_repaired": finding.looks_repaired if finding else False,
         "evidence": [str(item) for item in finding.evidence] if finding else [],

@@ -171,13 +171,16 @@ class Session:
         return record
 
     def _settle_gates_that_saw_nothing(self) -> None:
-        """Ask the gates again whose packages were not there: a launcher may have completed its path since."""
+        """Ask the gates again whose packages were not there: a launcher may have completed its path since.
+
+        And those that look repaired: that may have been witnessed since.
+        """
         tree = Remembered(self._tree)
         for gate in self._gates:
             record = self._records.get(gate)
-            if record is not None and record.decision is Decision.ABSENT:
+            if record is not None and _may_be_answered_now(record):
                 found = self._first_record(gate, tree)
-                if found.decision is not Decision.ABSENT:
+                if found.decision is not record.decision:
                     self._records[gate] = found
                     self._log.gates([found])
 
@@ -434,6 +437,10 @@ def _somebody_changes_something() -> bool:
                 return True
             each = each.f_back
     return False
+
+
+def _may_be_answered_now(record: Record) -> bool:
+    return record.decision is Decision.ABSENT or (record.finding is not None and record.finding.looks_repaired)
 
 
 def _ends_when_undone(record: Record, *, was_in: bool) -> bool:

@@ -22,6 +22,7 @@ DISABLE = variables.DISABLE.name
 LOG = variables.LOG.name
 PLUGINS = variables.PLUGINS.name
 RECEIPTS = variables.RECEIPTS.name
+WITNESSES = variables.WITNESSES.name
 CHILDREN = variables.CHILDREN.name
 
 _RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -66,6 +67,8 @@ class Settings(NamedTuple):
     rank: int = 0
     receipts: str | None = None
     """Folder, as an absolute path."""
+    witnesses: str | None = None
+    """Folder, as an absolute path; None for the one in the cache folder of the user."""
     parent_is_armed: bool = False
     """A process of this environment was armed, said so, and started this one or one above it."""
     obsolete_variables: tuple[str, ...] = ()
@@ -118,6 +121,7 @@ class Settings(NamedTuple):
             log_path=log if is_path else None,
             rank=_rank(env),
             receipts=variables.RECEIPTS.read(env) or None,
+            witnesses=variables.WITNESSES.read(env) or None,
             parent_is_armed=variables.CHILDREN.read(env) == this_environment(),
             obsolete_variables=tuple(obsolete_variables[name] for name in sorted(obsolete_variables)),
             of_kernels={setting.name: setting.read(env) for setting in variables.OF_KERNELS},

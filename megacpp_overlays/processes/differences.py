@@ -66,6 +66,12 @@ def _waits(decision: Mapping[str, Any], _: Mapping[str, Any]) -> bool:
     return bool(decision["decision"] == "armed")
 
 
+def _is_witnessed(decision: Mapping[str, Any], _: Mapping[str, Any]) -> str:
+    return (
+        "yes" if decision.get("proof") == "witnessed" else "no"
+    )  # receipts and audits of older versions have no proof
+
+
 def _around(decision: Mapping[str, Any], _: Mapping[str, Any]) -> list[str]:
     return list(decision.get("around") or ())  # receipts and audits of older versions have none
 
@@ -99,6 +105,12 @@ _OF_OVERLAY = (
         "imported it yet",
         _waits,
         shown=_with_reason,
+    ),
+    _Field(
+        "witnessed",
+        "the repair was witnessed for one process and not for another: run `megacpp-overlays witness {id}` in each "
+        "environment, or give both the folder of one in MEGACPP_OVERLAYS_WITNESSES",
+        _is_witnessed,
     ),
     _Field("verdict", _PROBE, _key("verdict")),
     _Field("shape", _PROBE, _key("shape")),
@@ -172,6 +184,7 @@ def _of_switches(decided: Collection[str], groups: Sequence[StatementGroup]) -> 
 def _of_overlay(decisions: Sequence[Mapping[str, Any] | None], groups: Sequence[StatementGroup]) -> list[Difference]:
     one = next(each for each in decisions if each is not None)
     words = {
+        "id": one["id"],
         "variable": one.get("variable"),
         "distribution": one.get("distribution"),
         "module": one.get("module") or one["target"],

@@ -133,7 +133,7 @@ _FORM: Mapping[str, Callable[[Any], bool]] = {
 }
 _FORM_OF_DECISION: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("id", "target", "module", "distribution", "verdict", "decision", "reason", "variable"), _is_text),
-    **dict.fromkeys(("version", "source_sha256", "overlay_sha256", "shape"), _is_text_or_none),
+    **dict.fromkeys(("version", "source_sha256", "overlay_sha256", "shape", "proof"), _is_text_or_none),
     "seams": _is_texts,
 }
 
@@ -162,6 +162,7 @@ def _decision(record: Record, tree: SourceTree, look_up: Any) -> dict[str, Any]:
         "overlay_sha256": _declared_elsewhere(record.overlay),
         "verdict": record.verdict,
         "shape": record.finding.shape if record.finding else None,
+        "proof": record.proof,
         "decision": record.decision.value,
         "reason": record.reason,
         "seams": list(record.seams),

@@ -58,6 +58,10 @@ class Layer:
 class Child(Layer):
     pass
 '''
+LOOKS_REPAIRED_TEXT = BROKEN_TEXT.replace("return x + x + 1", "return twice(x)").replace(
+    "CALLS = []", "from .helpers import twice\n\nCALLS = []"
+)
+"""`double` is what its helper makes of it, which the probe does not read."""
 FIXED_TEXT = BROKEN_TEXT.replace("return x + x + 1", "return x + x")
 
 
@@ -83,7 +87,7 @@ class Upstream:
         return importlib.import_module(f"{self.name}.{module}")
 
     def probe(self, tree: SourceTree) -> Finding:
-        """BROKEN when `double` adds one, FIXED when it does not, and nothing else is known."""
+        """BROKEN when `double` adds one, FIXED when it does not; it looks repaired when another function is called."""
         source = tree.module(self.module_name)
         function = source.function("double") if source else None
         if source is None or function is None:
@@ -95,6 +99,9 @@ class Upstream:
         if verdict is Verdict.FIXED:
             repair = (Body(self.module_name, "double"),)
             return Finding(verdict=verdict, shape=None, evidence=seen, repair=repair, proof=Proof.READ)
+        if body == "return twice(x)":
+            repair = (Body(self.module_name, "double"),)
+            return Finding(verdict=verdict, shape=None, evidence=seen, repair=repair, looks_repaired=True)
         return Finding(verdict=verdict, shape="off-by-one" if verdict is Verdict.BROKEN else None, evidence=seen)
 
     def overlay(self, **changes: object) -> Overlay:

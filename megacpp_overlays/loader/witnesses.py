@@ -1,0 +1,301 @@
+"""Kept witnesses: what reproducers showed of repairs that nobody read, bound to the very code that they ran on.
+
+A witness is one small JSON file for a part of an overlay in one environment. `megacpp-overlays witness` writes it when the
+part's reproducer measured upstream alone and saw no defect. It counts as long as nothing of what it is about has changed:
+the source of every module that the probe read and of every module of the upstream that was loaded in the run, what was not
+there, the probe, the reproducer, and the versions of what it ran with. Otherwise the finding is as it is without one, and
+says why. Nothing of a file is believed beyond that: it must belong to this user, in a folder that nobody else writes into.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megacpp_overlays import files
+from megacpp_overlays.errors import OverlayError, SourceError
+from megacpp_overlays.frozen import replace
+from megacpp_overlays.loader.settings import Settings, this_environment
+from megacpp_overlays.model import Erratum, Evidence, Finding, Proof, Verdict
+from megacpp_overlays.source import distributions
+from megacpp_overlays.source.trees import InstalledTree, ModuleSource, ShippedFile, SourceTree, shipped
+
+SCHEMA = 1
+LARGEST = 4 << 20
+"""Bytes. A line for each module of the largest upstream is a tenth of it."""
+UNREADABLE = "unreadable"
+"""Stands for the hash of a file that is there and cannot be read."""
+
+PACKS = Path(__file__).resolve().parents[1] / "packs"
+"""Where the reproducers of this package are; those of a plugin are somewhere else and are not looked for."""
+_OURS = "megacpp_overlays"
+_OF_PROBES = (f"{_OURS}.feature_probes.", f"{_OURS}.source.", f"{_OURS}.model")
+"""Where the code of probes is, in this package; of a plugin it is the whole package that the probe is in."""
+
+Sources = Mapping[str, str | None]
+"""Hashes by what was read: `package.module`, or `package:path` for a shipped file; None for what was not there."""
+
+
+class UnprovedError(OverlayError):
+    """Raised where a kept witness does not count; the text says why."""
+
+
+class Recorded:
+    """A tree that notes what it was asked for, and the hash of each answer."""
+
+    def __init__(self, tree: SourceTree) -> None:
+        self._tree = tree
+        self.sources: dict[str, str | None] = {}
+
+    def module(self, name: str) -> ModuleSource | None:
+        """Return the source of a module, and note it."""
+        self.sources[name] = UNREADABLE
+        source = self._tree.module(name)
+        self.sources[name] = source.sha256 if source else None
+        return source
+
+    def shipped(self, package: str, path: str) -> ShippedFile | None:
+        """Return a file that is no module, and note it."""
+        self.sources[f"{package}:{path}"] = UNREADABLE
+        file = shipped(self._tree, package, path)
+        self.sources[f"{package}:{path}"] = _sha256(file.text.encode()) if file else None
+        return file
+
+
+def proved(erratum: Erratum, finding: Finding, tree: SourceTree, settings: Settings) -> Finding:
+    """Return FIXED where a kept witness proves what looks repaired, else the finding with the reason why it does not.
+
+    Where there is no witness the finding is returned as it is.
+
+    Args:
+        erratum: the declaration.
+        finding: what its probe says; it looks repaired.
+        tree: where it was read.
+        settings: say where witnesses are kept.
+    """
+    try:
+        path = path_of(erratum, settings)
+        if not path.exists():
+            return finding
+        data = _read(path)
+        _compare(data, erratum, tree)
+        cases = ", ".join(each["case"] for each in data["cases"])
+        seen = f"witnessed here on {data['date']} by {cases}: {data['cases'][0]['seen']}"
+    except MemoryError:
+        raise  # which says nothing of the witness
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with it, it is no proof
+        why = str(error) if isinstance(error, UnprovedError) else f"{type(error).__name__}: {error}"
+        return replace(finding, evidence=(*finding.evidence, Evidence(f"the kept witness does not count: {why}")))
+    return Finding(
+        verdict=Verdict.FIXED,
+        shape=None,
+        evidence=(*finding.evidence, Evidence(seen)),
+        repair=finding.repair,
+        proof=Proof.WITNESSED,
+    )
+
+
+def folder_of(settings: Settings) -> Path:
+    """Return the folder in which witnesses are kept."""
+    if settings.witnesses is not None:
+        return Path(settings.witnesses)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megacpp-overlays" / "witness"
+
+
+def path_of(erratum: Erratum, settings: Settings) -> Path:
+    """Return the file for a part of an overlay in this environment."""
+    about = "\0".join([this_environment(), erratum.id, erratum.target.module])
+    return folder_of(settings) / f"{erratum.id}-{_sha256(about.encode())[:16]}.json"
+
+
+def keep(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a witness, for this user alone.
+
+    Raises:
+        OSError: it cannot be written, or the folder is not this user's own.
+    """
+    files.make_private_folder(path.parent)
+    files.write({path: (json.dumps(data, indent=1) + "\n").encode()}, private=True)
+
+
+def forget(path: Path) -> None:
+    """Remove a witness, because somebody saw otherwise; one that cannot be removed stays."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def content(
+    erratum: Erratum,
+    *,
+    sources: Sources,
+    versions: Mapping[str, str | None],
+    reproducer: Path,
+    cases: object,
+    date: str,
+) -> dict[str, Any]:
+    """Return what is kept of a witness of the process that runs.
+
+    Args:
+        erratum: whose part it is.
+        sources: what was read and loaded.
+        versions: distributions that the reproducer ran with.
+        reproducer: the file of the cases.
+        cases: name, device and measurement of each that ran, none of which saw the defect.
+        date: the day.
+    """
+    return {
+        "schema": SCHEMA,
+        "overlay": erratum.id,
+        "target": erratum.target.module,
+        "verdict": Verdict.FIXED.value,
+        "date": date,
+        "cases": cases,
+        "reproducer": _sha256(reproducer.read_bytes()),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "versions": dict(sorted(versions.items())),
+        "probe": dict(sorted(probe_sources(erratum).items())),
+        "sources": dict(sorted(sources.items())),
+    }
+
+
+def probe_sources(erratum: Erratum) -> dict[str, str | None]:
+    """Return the hashes of the code of a probe: the modules of its declaration, and what they import for probes."""
+    tree = InstalledTree()
+    waiting = _declared_in(erratum)
+    top_levels = {name.partition(".")[0] for name in waiting}
+    found: dict[str, str | None] = {}
+    while waiting:
+        source = tree.module(name := waiting.pop())
+        if source is not None and name not in found:
+            found[name] = source.sha256
+            waiting |= {each for each in _imported(source.syntax) if _is_of_probes(each, top_levels)} - found.keys()
+    return found
+
+
+def _declared_in(erratum: Erratum) -> set[str]:
+    return {each.__module__ for function in erratum.functions for each in _functions(function)}
+
+
+def _functions(function: Any) -> Iterator[Any]:
+    """Yield a function, or those that a partial is made of."""
+    if not isinstance(function, functools.partial):
+        yield function
+        return
+    for each in (function.func, *function.args, *function.keywords.values()):
+        if callable(each):
+            yield from _functions(each)
+
+
+def _imported(syntax: ast.Module) -> Iterator[str]:
+    for node in ast.walk(syntax):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{each.name}" for each in node.names)
+
+
+def _is_of_probes(name: str, top_levels: set[str]) -> bool:
+    top = name.partition(".")[0]
+    return name.startswith(_OF_PROBES) if top == _OURS else top in top_levels
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """Return what a file holds.
+
+    Raises:
+        UnprovedError: it is no witness.
+        OSError: it cannot be read.
+    """
+    try:
+        files.demand_private_folder(path.parent)
+        data = json.loads(files.read_own(path, LARGEST))
+    except OSError as error:
+        raise UnprovedError(f"{error.filename}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UnprovedError(f"{path} is no witness: {type(error).__name__}") from error
+    if not _is_witness(data):
+        raise UnprovedError(f"{path} is no witness of this version of the package")
+    found: Mapping[str, Any] = data
+    return found
+
+
+def _is_witness(data: Any) -> bool:
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA or data.get("verdict") != Verdict.FIXED.value:
+        return False
+    texts = ("overlay", "target", "date", "reproducer", "python", "machine")
+    tables = [data.get(name) for name in ("sources", "versions", "probe")]
+    cases = data.get("cases")
+    return (
+        all(isinstance(data.get(name), str) for name in texts)
+        and all(isinstance(each, dict) and all(isinstance(v, str | None) for v in each.values()) for each in tables)
+        and bool(data["sources"])
+        and isinstance(cases, list)
+        and bool(cases)
+        and all(
+            isinstance(each, dict) and all(isinstance(each.get(k), str) for k in ("case", "seen")) for each in cases
+        )
+    )
+
+
+def _compare(data: Mapping[str, Any], erratum: Erratum, tree: SourceTree) -> None:
+    """Hold a witness against what is here.
+
+    Raises:
+        UnprovedError: something is not as it was; the text names the first.
+    """
+    if (data["overlay"], data["target"]) != (erratum.id, erratum.target.module):
+        raise UnprovedError(f"it is about {data['overlay']} on {data['target']}")
+    for name, here in (("python", platform.python_version()), ("machine", platform.machine())):
+        if data[name] != here:
+            raise UnprovedError(f"{name} was {data[name]} and is {here}")
+    if erratum.target.module not in data["sources"]:
+        raise UnprovedError(f"it does not say what {erratum.target.module} was")
+    now = Recorded(tree)
+    for name, was in data["sources"].items():
+        if (change := _change(was, sha256_of(now, name))) is not None:
+            raise UnprovedError(f"{name} {change}")
+    for name, was in data["versions"].items():
+        if (version := distributions.version(name)) != was:
+            raise UnprovedError(f"{name} was {was or 'not installed'} and is {version or 'not installed'}")
+    code = Recorded(InstalledTree())  # with equal texts it imports what it imported
+    for name in dict.fromkeys([*_declared_in(erratum), *data["probe"]]):
+        if sha256_of(code, name) != data["probe"].get(name):
+            raise UnprovedError(f"the probe is another one since: {name}")
+    for reproducer in PACKS.glob(f"{erratum.pack:02}-*/reproduce.py"):
+        if _sha256(reproducer.read_bytes()) != data["reproducer"]:
+            raise UnprovedError("the reproducer is another one since")
+
+
+def sha256_of(tree: Recorded, name: str) -> str | None:
+    """Return the hash of one of the names of `Sources`, as it is in a tree."""
+    package, _, path = name.partition(":")
+    try:
+        if path:
+            tree.shipped(package, path)
+        else:
+            tree.module(package)
+    except SourceError:
+        return UNREADABLE
+    return tree.sources[name]
+
+
+def _change(was: str | None, here: str | None) -> str | None:
+    if was == here:
+        return None
+    if was is None:
+        return "was not there, and is now"
+    return "is not there any more" if here is None else "is not as it was witnessed"
+
+
+def _sha256(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()

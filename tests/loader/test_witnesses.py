@@ -1,0 +1,338 @@
+"""A kept witness proves what looks repaired as long as nothing that it is about has changed, and is no proof otherwise."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_up import BROKEN_TEXT, FIXED_TEXT, LOOKS_REPAIRED_TEXT, Upstream, gate_of
+
+from megacpp_overlays.loader import probing, witnesses
+from megacpp_overlays.loader.audit import Audit
+from megacpp_overlays.loader.session import Session
+from megacpp_overlays.loader.settings import Settings
+from megacpp_overlays.model import Body, Decision, Evidence, Finding, Overlay, Proof, Record, Verdict
+from megacpp_overlays.processes import differences, statement
+from megacpp_overlays.processes.differences import StatementGroup
+from megacpp_overlays.source.trees import InstalledTree, SourceTree
+
+HELPERS = "def twice(x):\n    return x + x\n"
+DATE = "2026-11-22"
+CODE_OF = witnesses.probe_sources
+
+
+@dataclass
+class Kept:
+    """A witness of the made-up upstream, which looks repaired and is."""
+
+    upstream: Upstream
+    overlay: Overlay
+    session: Callable[..., Session]
+    folder: Path
+
+    @property
+    def file(self) -> Path:
+        return witnesses.path_of(self.overlay, Settings(witnesses=str(self.folder)))
+
+    def keep(self, **changes: Any) -> None:
+        tree = witnesses.Recorded(InstalledTree())
+        self.overlay.probe(tree)
+        tree.module(f"{self.upstream.name}.helpers")
+        tree.module(f"{self.upstream.name}.absent")
+        reproducer = self.folder.parent / "reproduce.py"
+        reproducer.write_text("CASES = ()\n")
+        data = witnesses.content(
+            self.overlay,
+            sources=tree.sources,
+            versions={self.upstream.name: None, "packaging": witnesses.distributions.version("packaging")},
+            reproducer=reproducer,
+            cases=[{"case": "double", "device": "cpu", "seen": "double(1) = 2"}],
+            date=DATE,
+        )
+        witnesses.keep(self.file, {**data, **changes})
+
+    def edit(self, **changes: Any) -> None:
+        """Write the file anew with other fields."""
+        witnesses.keep(self.file, {**json.loads(self.file.read_text()), **changes})
+
+    def audit(self, **settings: Any) -> Audit:
+        """Import the target in an armed session, and audit."""
+        made = self.session(self.overlay, **{"witnesses": str(self.folder), **settings})
+        made.arm()
+        self.upstream.load()
+        return made.audit()
+
+    def decide(self) -> Record:
+        return self.audit().records[0]
+
+
+@pytest.fixture(scope="module")
+def code_of_the_probe() -> dict[str, str | None]:
+    """Parsed once: the probes of all made-up upstreams are one."""
+    return CODE_OF(Upstream("nothing", Path("nowhere")).overlay())
+
+
+@pytest.fixture
+def kept(
+    upstream: Upstream,
+    session: Callable[..., Session],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code_of_the_probe: dict[str, str | None],
+) -> Kept:
+    monkeypatch.setattr(witnesses, "probe_sources", lambda _: code_of_the_probe)
+    upstream.write(LOOKS_REPAIRED_TEXT)
+    upstream.write(HELPERS, "helpers")
+    made = Kept(upstream, upstream.overlay(), session, tmp_path / "witnesses")
+    made.keep()
+    return made
+
+
+def test_what_was_witnessed_is_retired_and_says_when_and_by_which_case(kept: Kept) -> None:
+    record = kept.decide()
+
+    assert record.decision is Decision.RETIRED
+    assert record.finding is not None
+    assert (record.finding.verdict, record.finding.proof) == (Verdict.FIXED, Proof.WITNESSED)
+    assert record.finding.repair == (Body(kept.upstream.module_name, "double"),)
+    assert (
+        record.reason == f"witnessed: return twice(x) (layers.py:9); witnessed here on {DATE} by double: double(1) = 2"
+    )
+
+
+def test_without_a_witness_the_finding_is_what_it_was(kept: Kept) -> None:
+    kept.file.unlink()
+
+    record = kept.decide()
+
+    assert record.decision is Decision.CONFLICT
+    assert "kept witness" not in record.reason
+    assert "`megacpp-overlays witness double-fix` can prove it here" in record.reason
+
+
+EDITED = LOOKS_REPAIRED_TEXT.replace("return cls.__name__, x + 1", "return cls.__name__, x + 2")
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "says"),
+    [
+        ("layers", EDITED, "layers is not as it was witnessed"),
+        ("layers", LOOKS_REPAIRED_TEXT + "# a comment\n", "layers is not as it was witnessed"),
+        ("helpers", HELPERS.replace("x + x", "x + x + 1"), "helpers is not as it was witnessed"),
+        ("absent", "double = 3\n", "absent was not there, and is now"),
+    ],
+)
+def test_after_an_edit_it_does_not_count(kept: Kept, module: str, text: str, says: str) -> None:
+    kept.upstream.write(text, module)
+
+    record = kept.decide()
+
+    assert record.decision is Decision.CONFLICT
+    assert f"the kept witness does not count: {kept.upstream.name}.{says}" in record.reason
+    assert "can prove it here" in record.reason
+
+
+def test_where_a_source_has_gone_or_cannot_be_read_it_does_not_count(kept: Kept) -> None:
+    helpers = kept.upstream.folder / kept.upstream.name / "helpers.py"
+    helpers.write_bytes(b"# coding: nonsense\n")
+    unreadable = probing.examine_installed(kept.overlay, InstalledTree(), Settings(witnesses=str(kept.folder)))
+    helpers.unlink()
+    gone = probing.examine_installed(kept.overlay, InstalledTree(), Settings(witnesses=str(kept.folder)))
+
+    assert "helpers is not as it was witnessed" in unreadable.summary()
+    assert "helpers is not there any more" in gone.summary()
+    assert unreadable.looks_repaired
+    assert gone.looks_repaired
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"probe": {"made_up": "0" * 64}}, "the probe is another one since: made_up"),
+        ({"probe": {}}, "the probe is another one since: made_up"),
+        ({"python": "3.9.0"}, f"python was 3.9.0 and is {platform.python_version()}"),
+        ({"machine": "vax"}, "machine was vax and is"),
+        ({"versions": {"packaging": "1.0"}}, "packaging was 1.0 and is"),
+        ({"versions": {"no-such-distribution": "1.0"}}, "no-such-distribution was 1.0 and is not installed"),
+        ({"overlay": "other-fix"}, "it is about other-fix"),
+        ({"target": "made.up"}, "it is about double-fix on made.up"),
+        ({"sources": {"nothing.of.it": None}}, "it does not say what"),
+        ({"schema": 2}, "is no witness of this version"),
+        ({"verdict": "BROKEN"}, "is no witness of this version"),
+        ({"cases": []}, "is no witness of this version"),
+        ({"cases": [{"case": 1}]}, "is no witness of this version"),
+        ({"sources": ["layers"]}, "is no witness of this version"),
+        ({"date": None}, "is no witness of this version"),
+    ],
+)
+def test_a_witness_of_something_else_does_not_count(kept: Kept, changes: dict[str, Any], says: str) -> None:
+    kept.edit(**changes)
+
+    record = kept.decide()
+
+    assert record.decision is Decision.CONFLICT
+    assert "the kept witness does not count: " in record.reason
+    assert says in record.reason
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"null", b"[1]", b" " * (5 << 20)])
+def test_a_broken_or_oversized_file_is_no_witness(kept: Kept, content: bytes) -> None:
+    kept.file.write_bytes(content)
+
+    record = kept.decide()
+
+    assert record.decision is Decision.CONFLICT
+    assert "the kept witness does not count" in record.reason
+
+
+def _link(file: Path) -> None:
+    elsewhere = file.with_suffix(".other")
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
+
+
+def _fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def _writable(file: Path) -> None:
+    file.parent.chmod(0o777)
+
+
+@pytest.mark.parametrize("spoil", [_link, _fifo, _writable])
+def test_a_file_that_somebody_else_may_have_put_there_is_no_witness(kept: Kept, spoil: Callable[[Path], None]) -> None:
+    spoil(kept.file)
+
+    record = kept.decide()
+
+    assert record.decision is Decision.CONFLICT
+    assert "the kept witness does not count" in record.reason
+
+
+def test_a_file_of_somebody_else_is_no_witness(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+
+    record = kept.decide()
+
+    assert record.decision is Decision.CONFLICT
+    assert f"it belongs to user {owner}" in record.reason
+
+
+def test_a_changed_reproducer_of_the_package_ends_it(
+    kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack = tmp_path / "packs" / "99-double"
+    pack.mkdir(parents=True)
+    (pack / "reproduce.py").write_text("CASES = ()\n")
+    monkeypatch.setattr(witnesses, "PACKS", pack.parent)
+    before = kept.decide().decision
+    (pack / "reproduce.py").write_text("CASES = ()  # measures more\n")
+
+    finding = probing.examine_installed(kept.overlay, InstalledTree(), Settings(witnesses=str(kept.folder)))
+
+    assert before is Decision.RETIRED
+    assert "the reproducer is another one since" in finding.summary()
+
+
+def test_the_code_of_a_probe_is_what_it_is_written_with() -> None:
+    from megacpp_overlays.overlays.liger_flce_none_backward import OVERLAY
+
+    package = "megacpp_overlays"
+
+    read = CODE_OF(OVERLAY)
+
+    assert {f"{package}.overlays.liger_flce_none_backward", f"{package}.feature_probes.liger_flce_none_backward"} <= {
+        *read
+    }
+    assert {f"{package}.feature_probes.findings", f"{package}.source.patterns", f"{package}.source.bindings"} <= {*read}
+    assert f"{package}.feature_probes.fp8_quantized_unwrap" not in read
+
+
+def test_what_is_loaded_must_be_what_was_witnessed(kept: Kept) -> None:
+    module = kept.upstream.load()
+    module.double = lambda x: x + x + 1
+
+    record = kept.decide()
+
+    assert record.decision is Decision.CONFLICT
+    assert "which is not the code that was read" in record.reason
+    assert record.proof == "witnessed"
+
+
+@pytest.mark.parametrize("text", [BROKEN_TEXT, FIXED_TEXT, LOOKS_REPAIRED_TEXT.replace("twice(x)", "thrice(x)")])
+def test_nothing_is_looked_up_for_what_does_not_look_repaired(
+    kept: Kept, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def explode(*_: object) -> Finding:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(witnesses, "proved", explode)
+    kept.upstream.write(text)
+
+    assert "asked" not in kept.decide().reason
+
+
+def test_a_gate_is_witnessed_and_may_be_so_after_the_session_was_armed(kept: Kept) -> None:
+    def probe(tree: SourceTree) -> Finding:
+        source = tree.module(kept.upstream.module_name)
+        assert source is not None
+        repair = (Body(kept.upstream.module_name, "double"),)
+        seen = (Evidence(seen="twice"),)
+        return Finding(verdict=Verdict.UNRECOGNISED, shape=None, evidence=seen, repair=repair, looks_repaired=True)
+
+    gate = gate_of(kept.upstream, probe=probe)
+    made = kept.session(gate, witnesses=str(kept.folder))
+    made.arm()
+    (before,) = made.audit().records
+    kept.overlay = gate  # type: ignore[assignment]
+    kept.keep(probe=CODE_OF(gate))
+
+    (after,) = made.audit().records
+
+    assert before.decision is Decision.CONFLICT
+    assert after.decision is Decision.RETIRED
+    assert after.reason.startswith("witnessed: ")
+
+
+def test_two_ranks_of_which_one_was_witnessed_differ_and_are_told_what_to_do(
+    kept: Kept, session: Callable[..., Session], tmp_path: Path
+) -> None:
+    with_it = session(kept.overlay, witnesses=str(kept.folder))
+    without = session(kept.overlay, witnesses=str(tmp_path / "nowhere"))
+    for each in (with_it, without):
+        each.arm()
+    kept.upstream.load()
+
+    told = [statement.of(each.audit(), each.settings, InstalledTree()) for each in (with_it, without)]
+
+    found = differences.find([StatementGroup(each, (rank,)) for rank, each in enumerate(told)])
+    assert [(each.field, each.values) for each in found] == [("witnessed", (("no", (1,)), ("yes", (0,))))]
+    assert "run `megacpp-overlays witness double-fix` in each environment" in found[0].advice
+    assert with_it.audit().fingerprint != without.audit().fingerprint
+
+
+def test_a_repair_that_was_read_and_one_that_was_witnessed_are_not_the_same_to_ranks(kept: Kept) -> None:
+    audit = kept.audit()
+    (record,) = audit.records
+    assert record.finding is not None
+    read = replace(record, finding=replace(record.finding, proof=Proof.READ))
+
+    assert replace(audit, records=(read,)).fingerprint != audit.fingerprint
+
+
+def test_without_a_setting_witnesses_are_in_the_cache_folder_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    in_cache = witnesses.folder_of(Settings())
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/somebody")
+
+    assert in_cache == Path("/caches/megacpp-overlays/witness")
+    assert witnesses.folder_of(Settings()) == Path("/home/somebody/.cache/megacpp-overlays/witness")
