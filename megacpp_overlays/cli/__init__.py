@@ -24,6 +24,7 @@ from megacpp_overlays.cli import (
     sweep,
     triage,
     wave,
+    witness,
 )
 from megacpp_overlays.errors import OverlayError
 from megacpp_overlays.terminal_text import PlainStream
@@ -47,7 +48,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     parser.add_argument("--version", action="version", version=f"megacpp_overlays {VERSION}")
     commands = parser.add_subparsers(metavar="command", required=True)
     for command in (
-        *(audit, compare, run),
+        *(audit, witness, compare, run),
         *(ledger, reference, matrix, triage, drift, sweep, retire),
         *(repro, receipts, pack, wave),
     ):

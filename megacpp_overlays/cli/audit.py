@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from dataclasses import replace
 
+from megacpp_overlays.cli import witness
 from megacpp_overlays.cli.commands import Subparsers
 from megacpp_overlays.loader import session
 from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.model import Decision, Record
+from megacpp_overlays.repro import inventory
+from megacpp_overlays.repro.witnessing import Options
 
 
 def add_to(commands: Subparsers) -> None:
@@ -17,6 +21,7 @@ def add_to(commands: Subparsers) -> None:
     text = "Import every installed target in a fresh process and print all decisions."
     parser = commands.add_parser("audit", help=text, description=f"{text} Exit code 1 means conflict.")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("--witness", action="store_true", help="first prove what looks repaired, as `witness` does")
     parser.add_argument(
         "--deep", action="store_true", help="walk over the heap, too, for what holds replaced functions"
     )
@@ -25,7 +30,11 @@ def add_to(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> bool:
     """Print the audit; return whether it is clean."""
-    audit = pre_flight(session.current(), deep=arguments.deep)
+    current = session.current()
+    if arguments.witness:
+        attempts = witness.witness(current, Options(packs=inventory.own_folder(), settings=current.settings))
+        print(*map(witness.line, attempts), sep="\n", end="\n" if attempts else "", file=sys.stderr)
+    audit = pre_flight(current, deep=arguments.deep)
     print(audit.to_json() if arguments.json else audit)
     return not audit.conflicts
 

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> bool:
         print(found or f"{arguments.check} is in step", file=sys.stderr if found else sys.stdout)
         return not found
     if arguments.due:
-        overdue = due(overlays, InstalledTree())
+        overdue = due(overlays, InstalledTree(), session.current().settings)
         print("\n".join(f"{overlay.id}: {overlay.retire_when}" for overlay in overdue) or "nothing is due here")
         return not overdue
     if arguments.write is not None:

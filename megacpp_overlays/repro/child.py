@@ -1,4 +1,4 @@
-"""The process of one case: `python -m megacpp_overlays.repro.child REPRODUCER CASE REPORT [--probe-only]`.
+"""The process of one case: `python -m megacpp_overlays.repro.child REPRODUCER CASE REPORT [--probe-only | --witness]`.
 
 Importing the package arms the overlays, as in a launcher. What is found goes to the file REPORT, one JSON object per
 line, because the output belongs to upstream and a process may die at any moment:
@@ -7,6 +7,9 @@ line, because the output belongs to upstream and a process may die at any moment
     running  the case begins
     result   what it answered
     settled  the decisions of the loader and the source of the targets as they are loaded
+
+With `--witness` kept witnesses do not count. What was read and what was loaded is told with its hashes, and what was loaded
+in place of what was read.
 
 Of a target whose overlay was retired there is nothing to find or to decide, and where it comes from is said all the same.
 """
@@ -21,9 +24,9 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacpp_overlays.loader import session
-from megacpp_overlays.loader.probing import examine
-from megacpp_overlays.model import Erratum, Record, Target
+from megacpp_overlays.loader import live, session, witnesses
+from megacpp_overlays.loader.probing import examine, examine_installed
+from megacpp_overlays.model import Erratum, Finding, Record, Target
 from megacpp_overlays.repro import inventory
 from megacpp_overlays.repro.case import CUDA, Behaviour, Blocked, Case, TargetAbsent
 from megacpp_overlays.source.trees import InstalledTree, find_spec, readable
@@ -41,7 +44,11 @@ def main(arguments: Sequence[str]) -> None:
         def tell(event: str, **facts: object) -> None:
             print(json.dumps({"event": event, **facts}), file=lines)
 
-        probed = {target: _probed(part) for target, part in parts.items()}
+        def look(part: Erratum) -> Finding:
+            return examine_installed(part, InstalledTree(), current.settings)
+
+        witness = _Witness() if "--witness" in options else None
+        probed = {target: _probed((witness.look if witness else look)(part)) for target, part in parts.items()}
         tell("probed", parts=[{**_place(target), **probed.get(target, {})} for target in targets])
         if "--probe-only" in options:
             return
@@ -51,13 +58,53 @@ def main(arguments: Sequence[str]) -> None:
         tell("running")
         tell("result", **_answer(case))
         records = {record.overlay: record for record in current.audit().records}
-        decided = {target: _decided(records[part]) for target, part in parts.items()}
+        decided = {
+            target: {**_decided(records[part]), **(witness.seen(part) if witness else {})}
+            for target, part in parts.items()
+        }
         tell("settled", parts=[{**_loaded(target), **decided.get(target, {})} for target in targets])
 
 
-def _probed(part: Erratum) -> dict[str, object]:
-    finding = examine(part, InstalledTree())
-    return {"verdict": finding.verdict.value, "shape": finding.shape, "evidence": finding.summary()}
+class _Witness:
+    """What the probes of the parts read, and what of it was loaded when the case had run."""
+
+    def __init__(self) -> None:
+        self._trees: dict[Erratum, witnesses.Recorded] = {}
+        self._findings: dict[Erratum, Finding] = {}
+
+    def look(self, part: Erratum) -> Finding:
+        """Return what the probe of a part finds, and note what it reads."""
+        self._trees[part] = witnesses.Recorded(InstalledTree())
+        self._findings[part] = examine(part, self._trees[part])
+        return self._findings[part]
+
+    def seen(self, part: Erratum) -> dict[str, object]:
+        """Return the hashes of what was read and of what was loaded, and what was loaded in place of what was read."""
+        if not self._findings[part].looks_repaired:
+            return {}
+        if part.installs and part.target.module not in sys.modules:
+            return {"difference": f"the case has not loaded {part.target.module}"}
+        read = dict(self._trees[part].sources)
+        now = witnesses.Recorded(InstalledTree())
+        top = part.target.module.partition(".")[0]
+        loaded = [name for name in [*sys.modules] if name.partition(".")[0] == top and _has_text(sys.modules[name])]
+        sources = {name: witnesses.sha256_of(now, name) for name in (*read, *loaded)}
+        if changed := [name for name in read if sources[name] != read[name]]:
+            return {"difference": f"{changed[0]} was changed while the case ran"}
+        return {"sources": sources, "difference": live.difference(self._findings[part], InstalledTree())}
+
+
+def _has_text(module: object) -> bool:
+    return str(getattr(module, "__file__", None)).endswith(".py")
+
+
+def _probed(finding: Finding) -> dict[str, object]:
+    return {
+        "verdict": finding.verdict.value,
+        "shape": finding.shape,
+        "evidence": finding.summary(),
+        "looks_repaired": finding.looks_repaired,
+    }
 
 
 def _place(target: Target) -> dict[str, object]:

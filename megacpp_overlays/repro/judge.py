@@ -18,6 +18,9 @@ the gate said so at start-up; BUG_NOT_PRESENT as above.
 
 A claim has neither overlay nor probe: CLAIM_HOLDS where the one run bears it out.
 
+What only looks repaired is measured with every overlay off, in one run that nothing of ours has a part in: BUG_NOT_PRESENT
+where it is not broken, which is what a witness is kept of, BUG_REPRODUCED where it is broken.
+
 An overlay that was retired took its probe with it. Its case runs once, as a regression guard: upstream has the measurement
 to itself, BUG_NOT_PRESENT is earned where it is not broken or has no such feature, and FAILED says that the bug is back.
 """
@@ -25,7 +28,7 @@ to itself, BUG_NOT_PRESENT is earned where it is not broken or has no such featu
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -74,6 +77,11 @@ class Part:
     decision: Decision | None
     """None where the run did not get that far."""
     reason: str
+    looks_repaired: bool = False
+    sources: Mapping[str, str | None] | None = None
+    """What the probe read and what was loaded, with hashes; None where nobody asked or the run did not get that far."""
+    difference: str | None = None
+    """What was loaded in place of what the probe read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +163,23 @@ def gate(run: Run) -> tuple[Conclusion, ...]:
             return (Conclusion(Sentinel.BUG_NOT_PRESENT, f"the combination is absent: {run.seen}"),)
         case _:
             return (_disagreement(verdict, run),)
+
+
+def witness(run: Run) -> Conclusion:
+    """Return what a run of upstream alone shows of what only looks repaired."""
+    match run.kind:
+        case RunKind.BLOCKED:
+            return Conclusion(Sentinel.BLOCKED, run.seen)
+        case RunKind.FAILED:
+            return _failed(run.seen)
+        case RunKind.BROKEN:
+            return Conclusion(Sentinel.BUG_REPRODUCED, run.seen)
+        case RunKind.ABSENT:
+            return _failed(f"the probe sees what looks like a repair, and the case sees nothing to repair: {run.seen}")
+        case RunKind.SOUND:
+            if other := [part for part in run.parts if part.difference is not None]:
+                return _failed("; ".join(str(part.difference) for part in other))
+            return Conclusion(Sentinel.BUG_NOT_PRESENT, run.seen)
 
 
 def claim(run: Run) -> tuple[Conclusion, ...]:

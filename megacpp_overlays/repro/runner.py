@@ -19,7 +19,7 @@ from typing import Any
 import megacpp_overlays
 from megacpp_overlays import variables
 from megacpp_overlays.loader import retired
-from megacpp_overlays.loader.settings import DISABLE, LOG, PLUGINS, Switch
+from megacpp_overlays.loader.settings import DISABLE, LOG, MODE, PLUGINS, WITNESSES, Mode, Switch
 from megacpp_overlays.model import Decision, Erratum, Verdict
 from megacpp_overlays.repro import inventory, judge, process_group, stamp, trees
 from megacpp_overlays.repro.case import CUDA, Case
@@ -29,6 +29,7 @@ from megacpp_overlays.runtime import visible_gpus
 
 PASSED, FAILED, NOTHING_RAN = 0, 1, 3
 
+_PROBE_ONLY = "--probe-only"
 _TAIL = 15
 """Lines of a failed run that are shown."""
 _MOST = 300
@@ -93,7 +94,7 @@ def run_case(job: Job, case: Case, transcript: Transcript) -> tuple[Conclusion, 
         process = _Process(job, case, Path(folder), transcript)
         if case.device == CUDA and not visible_gpus.visible():
             if parts:
-                _show_probe(process.run({}, probe_only=True), transcript)
+                _show_probe(process.run({}, options=[_PROBE_ONLY]), transcript)
             return (Conclusion(Sentinel.BLOCKED, "needs a CUDA device"),)
         if gone is not None:
             transcript.say(f"  regression guard: {gone}")
@@ -119,6 +120,18 @@ def run_case(job: Job, case: Case, transcript: Transcript) -> tuple[Conclusion, 
         return judge.judge(without, with_all)
 
 
+def witness_case(job: Job, case: Case, transcript: Transcript) -> tuple[Conclusion, tuple[Part, ...]]:
+    """Run one case of a job with every overlay off; return what it shows, and of each part what was read and loaded."""
+    transcript.say(f"case {case.name} (overlay {case.overlay}): {case.device}")
+    with tempfile.TemporaryDirectory(prefix="repro-") as folder:
+        process = _Process(job, case, Path(folder), transcript)
+        if case.device == CUDA and not visible_gpus.visible():
+            return Conclusion(Sentinel.BLOCKED, "needs a CUDA device"), ()
+        alone = process.run({MODE: Mode.OFF.value}, options=["--witness"])
+    transcript.say(f"  upstream alone: {_in_words(alone)}")
+    return judge.witness(alone), alone.parts
+
+
 def _show_probe(run: Run, transcript: Transcript) -> None:
     for part in run.parts:
         shape = f", shape {part.shape}" if part.shape else ""
@@ -140,14 +153,14 @@ class _Process:
         self._folder = folder
         self._transcript = transcript
 
-    def run(self, variables: Mapping[str, str], *, probe_only: bool = False) -> Run:
+    def run(self, variables: Mapping[str, str], *, options: Sequence[str] = ()) -> Run:
         """Run the case once, with variables added to its environment, and return what it answered."""
         # A folder of its own: `-m` puts it on the path, and whatever upstream writes goes with it.
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         report, output = folder / "report", folder / "output"
         command = [sys.executable, "-m", "megacpp_overlays.repro.child"]
         command += [str(self._job.reproducer.resolve()), self._case.name, str(report)]
-        command += ["--probe-only"] if probe_only else []
+        command += options
         with output.open("wb") as stream:
             ended = process_group.run(
                 command,
@@ -157,7 +170,7 @@ class _Process:
                 timeout=self._job.timeout,
             )
         lines = output.read_text(errors="replace").splitlines()
-        run = self._without_names(self._read(report, ended, lines, probe_only=probe_only))
+        run = self._without_names(self._read(report, ended, lines, probe_only=_PROBE_ONLY in options))
         if len(lines) > _MOST:
             self._transcript.note(f"    | ({len(lines) - _MOST} lines before this one were left out)")
         for before_last, line in zip(range(len(lines) - 1, -1, -1), lines, strict=True):
@@ -167,13 +180,20 @@ class _Process:
 
     def _without_names(self, run: Run) -> Run:
         clean = self._transcript.clean
-        parts = (replace(part, evidence=clean(part.evidence), reason=clean(part.reason)) for part in run.parts)
+        parts = (
+            replace(
+                part,
+                evidence=clean(part.evidence),
+                reason=clean(part.reason),
+                difference=clean(part.difference) if part.difference is not None else None,
+            )
+            for part in run.parts
+        )
         return replace(run, seen=clean(run.seen), parts=tuple(parts))
 
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not variables.is_ours(name)}
-        if PLUGINS in os.environ:
-            kept[PLUGINS] = os.environ[PLUGINS]
+        kept |= {name: os.environ[name] for name in (PLUGINS, WITNESSES) if name in os.environ}
         path = [str(self._job.tree.resolve())] if self._job.tree else []
         path += [str(Path(entry).resolve()) for entry in kept.get("PYTHONPATH", "").split(os.pathsep) if entry]
         root = Path(str(megacpp_overlays.__file__)).resolve().parent.parent
@@ -226,6 +246,9 @@ def _parts(facts: Mapping[str, Any]) -> tuple[Part, ...]:
                 evidence=part["evidence"],
                 decision=Decision(outcome["decision"]) if outcome else None,
                 reason=outcome["reason"] if outcome else "",
+                looks_repaired=part.get("looks_repaired", False),
+                sources=outcome.get("sources") if outcome else None,
+                difference=outcome.get("difference") if outcome else None,
             )
         )
     return tuple(found)

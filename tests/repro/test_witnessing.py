@@ -1,0 +1,373 @@
+"""`megacpp-overlays witness`: what looks repaired is proved by its reproducer, on upstream alone, and by nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from made_environments import HONEST, PLUGIN, Packs
+from made_up import BROKEN_TEXT, FIXED_TEXT, LOOKS_REPAIRED_TEXT, Upstream
+from places import ROOT, SUPPORT, UNMEASURED
+
+from megacpp_overlays import cli
+from megacpp_overlays.loader import session as sessions
+from megacpp_overlays.loader.session import Session
+from megacpp_overlays.model import Decision, Record
+from megacpp_overlays.repro import inventory
+
+UPSTREAM = "made_target"
+HELPERS = "def twice(x):\n    return x + x\n"
+WRONG_HELPERS = "def twice(x):\n    return x + x + 1\n"
+
+
+@dataclass
+class Made:
+    """An environment with a made-up upstream that looks repaired, its overlay as a plugin, and its pack."""
+
+    upstream: Upstream
+    packs: Packs
+    witnesses: Path
+    session: Callable[..., Session]
+    monkeypatch: pytest.MonkeyPatch
+
+    def fresh(self) -> Session:
+        """Return the session of a process that has just begun."""
+        for name in [name for name in sys.modules if name.partition(".")[0] == UPSTREAM]:
+            del sys.modules[name]
+        made = self.session(self.upstream.overlay(), witnesses=str(self.witnesses))
+        self.monkeypatch.setattr(sessions, "current", lambda: made)
+        made.arm()
+        return made
+
+    def witness(self, *arguments: str) -> int:
+        """Run the command in a process that has just begun; return its exit code."""
+        self.fresh()
+        return cli.main(["witness", "--packs", str(self.packs.folder), *arguments])
+
+    def decide(self) -> Record:
+        """Return what is decided when the upstream is imported next."""
+        made = self.fresh()
+        self.upstream.load()
+        return made.audit().records[0]
+
+    @property
+    def kept(self) -> list[Path]:
+        return sorted(self.witnesses.glob("*")) if self.witnesses.exists() else []
+
+
+@pytest.fixture
+def made(tmp_path: Path, session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
+    (tmp_path / "made_up_plugin.py").write_text(PLUGIN)
+    metadata = tmp_path / "made_up_plugin-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up-plugin\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[megacpp_overlays.overlays]\ndouble = made_up_plugin:OVERLAY\n")
+    path = [str(tmp_path), str(SUPPORT), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+    monkeypatch.setenv("MEGACPP_OVERLAYS_PLUGINS", "double")
+    for name, value in UNMEASURED.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.syspath_prepend(tmp_path)
+    upstream = Upstream(UPSTREAM, tmp_path)
+    upstream.write(LOOKS_REPAIRED_TEXT)
+    upstream.write(HELPERS, "helpers")
+    packs = Packs(tmp_path / "packs")
+    packs.write()
+    yield Made(upstream, packs, tmp_path / "witnesses", session, monkeypatch)
+    for name in [name for name in sys.modules if name.partition(".")[0] == UPSTREAM]:
+        del sys.modules[name]
+
+
+def test_what_is_proved_is_retired_until_a_source_is_edited(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    before = made.decide()
+
+    code = made.witness()
+
+    assert (before.decision, code) == (Decision.CONFLICT, 0)
+    assert "proved: double-fix on made_target.layers | witnessed here on " in capsys.readouterr().out
+    after = made.decide()
+    assert after.decision is Decision.RETIRED
+    assert after.reason.endswith("by double: double(1) = 2")
+    (file,) = made.kept
+    assert file.stat().st_mode & 0o777 == 0o600
+    text = file.read_text()
+    assert set(json.loads(text)["sources"]) == {"made_target", "made_target.layers", "made_target.helpers"}
+    assert str(made.upstream.folder) not in text
+    assert sys.prefix not in text
+    # The probe has not read the helper: that it was loaded is enough.
+    made.upstream.write(WRONG_HELPERS, "helpers")
+    edited = made.decide()
+    assert edited.decision is Decision.CONFLICT
+    assert "the kept witness does not count: made_target.helpers is not as it was witnessed" in edited.reason
+
+
+BLOCKED = 'raise Blocked("no such kernel")'
+DIES = "os._exit(3)"
+ABSENT = 'raise TargetAbsent("no double")'
+UNLOADED = 'return Behaviour(broken=False, seen="nothing was run")'
+PATCHED = """
+from made_target import layers
+layers.double = lambda x: x + x
+return Behaviour(broken=layers.double(1) != 2, seen="somebody else's double is right")
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "device", "says"),
+    [
+        (BLOCKED, "cpu", "no case can run here: case double: no such kernel"),
+        (HONEST, "cuda", "no case can run here: case double: needs a CUDA device"),
+        (DIES, "cpu", "case double: it failed: the process ended with exit code 3"),
+        (ABSENT, "cpu", "case double: it failed: the probe sees what looks like a repair"),
+        (UNLOADED, "cpu", "case double: it failed: the case has not loaded made_target.layers"),
+        (PATCHED, "cpu", "which is not the code that was read"),
+    ],
+)
+def test_a_case_that_measures_nothing_proves_nothing(
+    made: Made, body: str, device: str, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megacpp_overlays.repro.runner.visible_gpus.visible", lambda: ())
+    made.packs.write(body, device=device)
+
+    code = made.witness()
+
+    said = capsys.readouterr().out
+    assert code == 1
+    assert said.startswith("not proved: double-fix on made_target.layers | ")
+    assert says in said
+    assert made.kept == []
+
+
+def test_where_the_defect_is_still_there_nothing_is_kept(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    made.upstream.write(WRONG_HELPERS, "helpers")
+
+    code = made.witness("double-fix", "--json")
+
+    (said,) = json.loads(capsys.readouterr().out)["witnesses"]
+    assert code == 1
+    assert said == {
+        "id": "double-fix",
+        "target": "made_target.layers",
+        "proved": False,
+        "reason": "case double: it shows the defect: double(1) = 3",
+        "cases": [{"case": "double", "said": "BUG_REPRODUCED"}],
+    }
+    assert made.kept == []
+
+
+def test_a_pack_without_a_case_for_it_proves_nothing(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    (made.packs.folder / "99-double").rename(made.packs.folder / "97-double")
+
+    code = made.witness()
+
+    assert code == 1
+    assert "not proved: double-fix on made_target.layers | there is no pack 99" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "says"),
+    [
+        (
+            FIXED_TEXT,
+            0,
+            "nothing to prove: double-fix on made_target.layers | there is nothing to prove: the probe says",
+        ),
+        (
+            BROKEN_TEXT,
+            1,
+            "not proved: double-fix on made_target.layers | it does not look repaired: the probe says BROKEN",
+        ),
+    ],
+)
+def test_what_does_not_look_repaired_is_not_run(
+    made: Made, text: str, code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made.packs.write(DIES)
+    made.upstream.write(text)
+
+    named = made.witness("double-fix")
+    said = capsys.readouterr().out
+    unnamed = made.witness()
+
+    assert (named, unnamed) == (code, 0)
+    assert said.startswith(says)
+    assert capsys.readouterr().out == "nothing that is here looks repaired without being proved\n"
+
+
+def test_what_was_proved_is_not_proved_again_unless_it_is_named(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    made.witness()
+    made.packs.write(BLOCKED)
+    capsys.readouterr()
+
+    unnamed = made.witness()
+    said = capsys.readouterr().out
+    named = made.witness("double-fix")
+
+    assert (unnamed, said) == (0, "nothing that is here looks repaired without being proved\n")
+    assert named == 1
+    assert "no such kernel" in capsys.readouterr().out
+
+
+def test_a_folder_in_which_nothing_can_be_kept_is_named(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    made.witnesses.mkdir()
+    made.witnesses.chmod(0o777)
+
+    code = made.witness()
+
+    assert code == 1
+    assert "it was shown and cannot be kept: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments", [["dubble-fix"], ["--timeout", "0"], ["--packs", "/nowhere"]], ids=["id", "timeout", "packs"]
+)
+def test_wrong_usage_exits_2(made: Made, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    made.fresh()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["witness", *arguments])
+
+    assert ended.value.code == 2
+    assert "double-fix" in capsys.readouterr().err or arguments[0] != "dubble-fix"
+
+
+def test_an_audit_can_prove_what_looks_repaired_first(
+    made: Made, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inventory, "own_folder", lambda: made.packs.folder)
+
+    made.fresh()
+    without = cli.main(["audit", "--json"])
+    first = json.loads(capsys.readouterr().out)
+    made.fresh()
+    with_it = cli.main(["audit", "--witness", "--json"])
+
+    said = capsys.readouterr()
+    (decision,) = json.loads(said.out)["decisions"]
+    assert (without, first["decisions"][0]["decision"]) == (1, "conflict")
+    assert (with_it, decision["decision"], decision["proof"]) == (0, "retired", "witnessed")
+    assert "proved: double-fix on made_target.layers" in said.err
+
+
+def test_a_reproducer_agrees_with_a_probe_that_was_witnessed(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    made.fresh()
+    unproved = cli.main(["repro", "99", "--packs", str(made.packs.folder)])
+    made.witness()
+    made.monkeypatch.setenv("MEGACPP_OVERLAYS_WITNESSES", str(made.witnesses))
+    capsys.readouterr()
+
+    proved = cli.main(["repro", "99", "--packs", str(made.packs.folder)])
+
+    assert (unproved, proved) == (1, 0)
+    assert "BUG_NOT_PRESENT: double(1) = 2 (case double)" in capsys.readouterr().out
+
+
+def test_every_case_that_can_run_has_to_agree(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    reproducer = made.packs.write()
+    another = 'Case(name="{}", overlay="double-fix", device="cpu", versions=(), run={})'
+    wrong = "lambda: Behaviour(broken=double() == 2, seen='it is 2')"
+    one = reproducer.read_text()
+    reproducer.write_text(f"{one}\nCASES = (*CASES, {another.format('again', 'measure')})\n")
+    both = made.witness()
+    kept = json.loads(made.kept[0].read_text())["cases"]
+    reproducer.write_text(f"{one}\nCASES = (*CASES, {another.format('wrong', wrong)})\n")
+    capsys.readouterr()
+
+    disagreeing = made.witness("double-fix")
+
+    assert (both, disagreeing) == (0, 1)
+    assert [each["case"] for each in kept] == ["double", "again"]
+    assert "case wrong: it shows the defect: it is 2" in capsys.readouterr().out
+    assert made.kept == [], "what was kept before is no proof any more"
+
+
+# A real release, edited
+
+_LIGER = """
+import contextlib, io, json, pathlib, sys
+from megacpp_overlays import cli
+from megacpp_overlays.loader import decide, probing, session
+from megacpp_overlays.source.trees import InstalledTree
+
+ID = "liger-flce-none-backward"
+file = pathlib.Path(sys.argv[1])
+released = file.read_text()
+
+
+def write(*edits):
+    text = released
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    file.write_text(text)
+
+
+def ask():
+    # Importing the target as well would cost ten seconds; what is loaded is compared in the process of the case.
+    settings = session.current().settings
+    (part,) = [each for each in session.current().overlays if each.id == ID]
+    record = decide.decide(part, settings, probing.examine_installed(part, InstalledTree(), settings))
+    return record.decision.value, record.proof, record.reason
+
+
+def witness():
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code = cli.main(["witness", ID])
+    return code, said.getvalue()
+
+
+write(("grad_logits_t", "slopes"))
+found = {"edited": ask(), "proving": witness(), "proved": ask()}
+write(("grad_logits_t", "slopes"), ("grad_logits_chunk = logits_chunk\\n", "grad_logits_chunk = logits_chunk  # twice\\n"))
+found["edited again"] = ask()
+write(("* token_grad_output[start_idx:end_idx].unsqueeze(-1).to(", "* token_grad_output[0].to("))
+found |= {"broken": ask(), "proving what is broken": witness()}
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.upstream
+def test_a_release_that_was_edited_without_harm_is_proved_and_one_with_the_defect_is_not(
+    wheel: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    zipfile.ZipFile(wheel("liger-kernel", "0.8.5")).extractall(tmp_path / "unpacked")
+    file = tmp_path / "unpacked" / "liger_kernel" / "ops" / "fused_linear_cross_entropy.py"
+    env = {
+        **os.environ,
+        **UNMEASURED,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "unpacked"), str(ROOT)]),
+        "MEGACPP_OVERLAYS_WITNESSES": str(tmp_path / "witnesses"),
+    }
+
+    done = subprocess.run(
+        [sys.executable, "-c", _LIGER, str(file)], env=env, capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    decision, proof, reason = found["edited"]
+    assert (decision, proof) == ("conflict", None)
+    assert "`megacpp-overlays witness liger-flce-none-backward` can prove it here" in reason
+    code, said = found["proving"]
+    assert code == 0, said
+    assert said.startswith(
+        "proved: liger-flce-none-backward on liger_kernel.ops.fused_linear_cross_entropy | witnessed here"
+    )
+    decision, proof, reason = found["proved"]
+    assert (decision, proof) == ("retired", "witnessed")
+    assert "by interpreter: relative gradient error against float64, float32, 16 tokens" in reason
+    decision, _, reason = found["edited again"]
+    assert decision == "conflict"
+    assert "fused_linear_cross_entropy is not as it was witnessed" in reason
+    assert found["broken"][0] == "conflict"
+    code, said = found["proving what is broken"]
+    assert code == 1
+    assert "case interpreter: it shows the defect: relative gradient error against float64" in said
+    assert list((tmp_path / "witnesses").iterdir()) == []
