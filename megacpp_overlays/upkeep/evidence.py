@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -29,6 +29,8 @@ TIMEOUT = 900.0
 """Seconds for one process of a reproducer."""
 _LOOK = 300.0
 """Seconds for a look that measures nothing: probes, and the import of every target."""
+_MOST_CASES = 8
+"""Cases of an overlay for which time is left."""
 _MARGIN = 60.0
 """Seconds that are left to the runner around the two processes of a case."""
 
@@ -56,6 +58,8 @@ class ProbedPart:
     """Versions of what a gate is also about."""
     left_alone: str | None
     """Why it declares none, where it says so."""
+    looks_repaired: bool = False
+    """Whether it has the structure of a repair that nobody read, and no witness of it counts."""
 
 
 class HasTargets(Protocol):
@@ -108,6 +112,15 @@ class ProbeReport:
     def is_gate(self) -> bool:
         """Whether there is nothing to install."""
         return all(part.gate for part in self.parts)
+
+    def with_reasons(self, unproved: Mapping[tuple[str, str], str]) -> ProbeReport:
+        """Return the same with the reasons why parts that look repaired were not proved, as `witness` returns them."""
+        parts = []
+        for part in self.parts:
+            why = unproved.get((self.overlay, part.module)) or unproved.get((self.overlay, ""))
+            is_told = part.looks_repaired and why is not None
+            parts.append(dataclasses.replace(part, evidence=f"{part.evidence}; {why}") if is_told else part)
+        return dataclasses.replace(self, parts=tuple(parts))
 
     def within(self, case: HasTargets) -> ProbeReport:
         """Return the same of the parts alone that a case is about."""
@@ -179,6 +192,25 @@ def probe(environment: Environment) -> Mapping[str, ProbeReport]:
         parts.setdefault(overlay, []).append(ProbedPart(verdict=verdict, **each))
         due[overlay] = due_here
     return {id: ProbeReport(overlay=id, parts=tuple(found), due=due[id]) for id, found in parts.items()}
+
+
+def witness(environment: Environment, packs: Path, ids: Sequence[str], timeout: float) -> Mapping[tuple[str, str], str]:
+    """Prove in an environment what looks repaired there of some overlays, and keep that for it.
+
+    Args:
+        environment: where.
+        packs: where the reproducers are.
+        ids: of the overlays.
+        timeout: seconds for one case.
+
+    Returns:
+        Why a part was not proved, by the id of the overlay and the module of the part.
+    """
+    arguments = ["witness", str(packs.resolve()), str(timeout), *ids]
+    asked = other_python.ask(environment.python, arguments, _MOST_CASES * len(ids) * timeout + _MARGIN)
+    if asked.problem is not None:
+        return dict.fromkeys(((each, "") for each in ids), asked.problem)
+    return {(each["overlay"], each["module"]): each["reason"] for each in asked.answer if not each["proved"]}
 
 
 def pre_flight(environment: Environment) -> Mapping[str, tuple[PartDecision, ...]]:

@@ -2,6 +2,7 @@
 
     REPORT probe                              what the probes read, importing nothing of upstream
     REPORT run REPRODUCER CASE TIMEOUT        run a case, without its overlay and then with every overlay
+    REPORT witness PACKS TIMEOUT ID ...       prove what looks repaired of these overlays, and keep that there
 
 The answer goes to the file REPORT as JSON, because the output belongs to upstream.
 """
@@ -14,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megacpp_overlays.loader import session
-from megacpp_overlays.loader.probing import examine
+from megacpp_overlays.loader.probing import examine_installed
+from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Erratum
-from megacpp_overlays.repro import ending, inventory, runner
+from megacpp_overlays.repro import ending, inventory, runner, witnessing
 from megacpp_overlays.repro.transcript import Transcript
 from megacpp_overlays.source import distributions
 from megacpp_overlays.source.trees import InstalledTree
@@ -26,17 +28,20 @@ from megacpp_overlays.upkeep.ledger import is_due
 def main(arguments: Sequence[str]) -> None:
     """Do what was asked and write the report."""
     report, what, *rest = arguments
-    overlays = session.current().overlays
+    overlays, settings = session.current().overlays, session.current().settings
     if what == "probe":
-        answer: object = [_probed(part, overlays) for part in overlays]
+        answer: object = [_probed(part, overlays, settings) for part in overlays]
+    elif what == "witness":
+        packs, timeout, *ids = rest
+        answer = _witnessed(Path(packs), float(timeout), [each for each in overlays if each.id in ids], settings)
     else:
         reproducer, case, timeout = rest
         answer = _run(Path(reproducer), case, float(timeout), overlays)
     Path(report).write_text(json.dumps(answer))
 
 
-def _probed(part: Erratum, overlays: Sequence[Erratum]) -> dict[str, object]:
-    finding = examine(part, InstalledTree())
+def _probed(part: Erratum, overlays: Sequence[Erratum], settings: Settings) -> dict[str, object]:
+    finding = examine_installed(part, InstalledTree(), settings)
     return {
         "overlay": part.id,
         "module": part.target.module,
@@ -46,13 +51,20 @@ def _probed(part: Erratum, overlays: Sequence[Erratum]) -> dict[str, object]:
         "verdict": finding.verdict.value,
         "shape": finding.shape,
         "evidence": finding.summary(),
+        "looks_repaired": finding.looks_repaired,
         "has_seams": part.answers(finding.shape),
         "gate": not part.installs,
         "opt_in": part.off_by_default,
         "beside": {name: distributions.version(name) for name in part.companions},
         "left_alone": part.unsupported.get(finding.shape or ""),
-        "due": is_due([each for each in overlays if each.id == part.id], InstalledTree()),
+        "due": is_due([each for each in overlays if each.id == part.id], InstalledTree(), settings),
     }
+
+
+def _witnessed(packs: Path, timeout: float, overlays: Sequence[Erratum], settings: Settings) -> list[dict[str, object]]:
+    how = witnessing.Options(packs=packs, settings=settings, timeout=timeout)
+    attempts = witnessing.prove(overlays, witnessing.unproved(overlays, settings), how)
+    return [{"overlay": e.overlay, "module": e.target, "proved": e.proved, "reason": e.reason} for e in attempts]
 
 
 def _run(reproducer: Path, name: str, timeout: float, overlays: tuple[Erratum, ...]) -> list[list[str]]:

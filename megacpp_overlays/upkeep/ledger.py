@@ -11,8 +11,9 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacpp_overlays.loader.probing import examine
+from megacpp_overlays.loader.probing import examine, examine_installed
 from megacpp_overlays.loader.retired import RetiredOverlay, read
+from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Erratum, Verdict
 from megacpp_overlays.source.trees import SourceTree
 
@@ -45,14 +46,21 @@ def difference(overlays: Sequence[Erratum], path: Path, retired: Sequence[Retire
     return "\n".join(lines)
 
 
-def due(overlays: Sequence[Erratum], tree: SourceTree) -> list[Erratum]:
-    """Return the overlays and gates that are due in one environment; imports nothing of it."""
-    return [parts[0] for parts in _by_id(overlays) if is_due(parts, tree)]
+def due(overlays: Sequence[Erratum], tree: SourceTree, settings: Settings | None = None) -> list[Erratum]:
+    """Return the overlays and gates that are due in one environment; imports nothing of it. See `is_due`."""
+    return [parts[0] for parts in _by_id(overlays) if is_due(parts, tree, settings)]
 
 
-def is_due(parts: Sequence[Erratum], tree: SourceTree) -> bool:
-    """Return whether an overlay, in parts, can be deleted: the probe of one says FIXED, and no other finds work to do."""
-    verdicts = {examine(part, tree).verdict for part in parts}
+def is_due(parts: Sequence[Erratum], tree: SourceTree, settings: Settings | None = None) -> bool:
+    """Return whether an overlay, in parts, can be deleted: the probe of one says FIXED, and no other finds work to do.
+
+    Args:
+        parts: all parts of one overlay.
+        tree: what is asked about.
+        settings: of this process, where the tree is what is installed in it: kept witnesses count then.
+    """
+    found = (examine_installed(part, tree, settings) if settings else examine(part, tree) for part in parts)
+    verdicts = {each.verdict for each in found}
     return Verdict.FIXED in verdicts and verdicts <= {Verdict.FIXED, Verdict.ABSENT}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import megacpp_overlays
-from megacpp_overlays.loader.settings import LOG, PLUGINS
+from megacpp_overlays.loader.settings import LOG, PLUGINS, WITNESSES
 from megacpp_overlays.repro import process_group
 
 _GRACE = 10.0
@@ -83,6 +83,8 @@ def _place() -> Iterator[tuple[Path, dict[str, str]]]:
         work = folder / "work"
         work.mkdir()
         kept = {
-            name: value for name, value in os.environ.items() if name == PLUGINS or not name.startswith(_NOT_THEIRS)
+            name: value
+            for name, value in os.environ.items()
+            if name in {PLUGINS, WITNESSES} or not name.startswith(_NOT_THEIRS)
         }
         yield work, {**kept, LOG: "logging", "PYTHONPATH": str(path), "PYTHONNOUSERSITE": "1"}

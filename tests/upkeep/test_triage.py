@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_environments import Packs
-from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
+from made_up import BROKEN_TEXT, FIXED_TEXT, LOOKS_REPAIRED_TEXT, Upstream
 from places import ROOT
 
 from megacpp_overlays import cli
@@ -400,10 +400,14 @@ def releases(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Environme
         "unknown": (BROKEN_TEXT.replace("x + x + 1", "2 * x + 1"), "3.0"),
         "gone": ("def other():\n    pass\n", "4.0"),
         "gone-still": ("def other():\n    pass\n", "4.1"),
+        "looks": (LOOKS_REPAIRED_TEXT, "3.1"),
         "deadly": (f"import os\nos._exit(3)\n{BROKEN_TEXT}", "5.0"),
     }
     folder = tmp_path_factory.mktemp("envs")
-    return {name: made_environments.make(folder / name, text, version) for name, (text, version) in texts.items()}
+    made = {name: made_environments.make(folder / name, text, version) for name, (text, version) in texts.items()}
+    helpers = made_environments.site_of(made["looks"]) / "made_target" / "helpers.py"
+    helpers.write_text("def twice(x):\n    return x + x\n")
+    return made
 
 
 @pytest.fixture
@@ -458,6 +462,39 @@ def test_an_upgrade_is_a_row_with_its_evidence_and_an_exit_code(
     assert "made-target" in said.out.partition("overlay")[0]  # what the upgrade changes comes first
     assert "delete when: upstream doubles without adding one" in said.out
     assert "99-double: case double (overlay double-fix, cpu)" in said.err  # progress is no part of the answer
+
+
+def test_what_looks_repaired_is_proved_in_its_environment_and_retires(
+    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGACPP_OVERLAYS_WITNESSES", str(tmp_path / "witnesses"))
+
+    code = run("broken", "looks")
+
+    said = capsys.readouterr()
+    assert code == 1
+    assert "made_target 1.0 -> 3.1 BROKEN FIXED retire" in one_line(said.out)
+    assert "BUG_NOT_PRESENT double: double(1) = 2" in one_line(said.out)
+    assert "proving what looks repaired: double-fix" in said.err
+    assert len(list((tmp_path / "witnesses").iterdir())) == 1
+
+
+def test_what_looks_repaired_and_cannot_be_proved_is_a_conflict_with_the_reason(
+    run: Callable[..., int],
+    packs: Packs,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("MEGACPP_OVERLAYS_WITNESSES", str(tmp_path / "witnesses"))
+    packs.write('return Behaviour(broken=True, seen="double(1) = 3")')
+
+    code = run("broken", "looks")
+
+    said = one_line(capsys.readouterr().out)
+    assert code == 1
+    assert "made_target 1.0 -> 3.1 BROKEN UNRECOGNISED conflict" in said
+    assert "return twice(x) (layers.py:9); case double: it shows the defect: double(1) = 3" in said
 
 
 def test_what_is_on_neither_side_is_absent_and_nothing_is_run(

@@ -88,7 +88,7 @@ def triage(
     """
     firsts = {overlay.id: overlay for overlay in reversed(overlays)}
     here = _probe(before, firsts, how)
-    there = _probe(after, firsts, how)
+    there = _with_witnesses(after, _probe(after, firsts, how), firsts, how)
     decided = _pre_flight(after, how) if any(there[id].verdict is Verdict.BROKEN for id in firsts) else "not asked"
     triaged = []
     for id in dict.fromkeys(overlay.id for overlay in overlays):
@@ -106,6 +106,19 @@ def _probe(environment: Environment, ids: Collection[str], how: RunOptions) -> M
     if missing := [id for id in ids if id not in found]:
         raise UpkeepError(f"{environment.lock.path}: its environment knows no overlay {', '.join(missing)}")
     return found
+
+
+def _with_witnesses(
+    environment: Environment, probed: Mapping[str, ProbeReport], ids: Collection[str], how: RunOptions
+) -> Mapping[str, ProbeReport]:
+    """Return what is probed once what looks repaired was proved there, or with the reason why it was not."""
+    looking = [id for id in ids if any(part.looks_repaired for part in probed[id].parts)]
+    if not looking:
+        return probed
+    how.progress(f"{environment.lock.path}: proving what looks repaired: {', '.join(looking)}")
+    unproved = evidence.witness(environment, how.packs, looking, how.timeout)
+    found = _probe(environment, ids, how)
+    return {id: report.with_reasons(unproved) for id, report in found.items()}
 
 
 def _pre_flight(environment: Environment, how: RunOptions) -> Mapping[str, tuple[PartDecision, ...]] | str:
