@@ -181,13 +181,36 @@ class Exchange:
         """Leave the digest of this rank."""
         self._since = now
         # Counted in the store: a process that replaces another goes on where that one stopped.
-        self._number = self._store.add(f"{self._prefix}/calls/{self._rank}", 1)
+        self._number = self._next_number(digest)
+        self._store.set(self._key("begun"), "1")
         # The statement comes before the digest: when all digests are there, so are all statements.
         first_with_it = self._store.add(self._key("holders", digest), 1) == 1
         if first_with_it and self._store.add(self._key("kinds"), 1) <= MOST_STATEMENTS:
             told = {"rank": self._rank, "host": platform.node(), "statement": statement}
             self._store.set(self._key("statement", digest), encode(told))
         self._store.set(self._key("digest", self._rank), digest)
+
+    def _next_number(self, digest: str) -> int:
+        """Return which comparison this call takes part in.
+
+        Calls are counted when they end, so one that was interrupted is made up for by the next, which joins the same
+        comparison and not one that the others will never join. Who was found missing in one joins that which others have
+        begun since; so does who was interrupted in one that went on without it and has something else to say now.
+        """
+        number = self._store.add(self._calls_of(self._rank), 0) + 1
+        while self._store.check([self._key_of(number + 1, "begun")]) or self._has_said_otherwise(number, digest):
+            number = self._store.add(self._calls_of(self._rank), 1) + 1
+        return number
+
+    def _has_said_otherwise(self, number: int, digest: str) -> bool:
+        """Note that this rank is here; return whether it was before, and others have gone on with what it said then."""
+        if self._store.add(self._key_of(number, "here", self._rank), 1) == 1:
+            return False
+        own, verdict = self._key_of(number, "digest", self._rank), self._key_of(number, "verdict")
+        return self._store.check([own, verdict]) and self._store.get(own).decode() != digest
+
+    def _calls_of(self, rank: int) -> str:
+        return f"{self._prefix}/calls/{rank}"
 
     def _poll(self, now: float) -> RanksVerdict | None:
         """Return the verdict if it is there; do what has to be done for it otherwise."""
@@ -215,6 +238,8 @@ class Exchange:
         """Say that the verdict was read; the leader waits for all that, and clears up."""
         if verdict.agreed:
             self._delete(self._key("digest", self._rank))
+        self._store.add(self._calls_of(self._rank), 1)
+        self._delete(self._key("here", self._rank))
         done = self._store.add(self._key("done"), 1)
         if not self._leads:
             return
@@ -225,13 +250,20 @@ class Exchange:
             yield next(pauses)
             done = self._store.add(self._key("done"), 0)
         if verdict.agreed and done >= present:
-            for name in (("holders", digest), ("statement", digest), *((n,) for n in ("kinds", "judges", "judge"))):
+            for name in (
+                ("holders", digest),
+                ("statement", digest),
+                *((n,) for n in ("kinds", "judges", "judge", "begun")),
+            ):
                 self._delete(self._key(*name))
             self._delete(self._key("verdict"))
             self._delete(self._key("done"))
 
     def _key(self, *parts: object) -> str:
-        return "/".join(map(str, (self._prefix, self._number, *parts)))
+        return self._key_of(self._number, *parts)
+
+    def _key_of(self, number: int, *parts: object) -> str:
+        return "/".join(map(str, (self._prefix, number, *parts)))
 
     def _read(self) -> RanksVerdict:
         return decode(self._store.get(self._key("verdict")), self._ranks)
@@ -310,8 +342,10 @@ class Exchange:
         return told
 
     def _calls(self, rank: int) -> int:
-        key = f"{self._prefix}/calls/{rank}"
-        return self._store.add(key, 0) if self._store.check([key]) else 0
+        """Return how often a rank has called, this time included."""
+        key = self._calls_of(rank)
+        ended = self._store.add(key, 0) if self._store.check([key]) else 0
+        return ended + self._store.check([self._key("here", rank)])
 
     def _delete(self, key: str) -> None:
         delete: Callable[[str], Any] | None = getattr(self._store, "delete_key", None)

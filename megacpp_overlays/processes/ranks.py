@@ -25,7 +25,7 @@ from megacpp_overlays.source.trees import InstalledTree
 
 TIMEOUT_S = 300.0
 _LONGEST_S = 31 * 24 * 3600.0
-PATIENCE_S = 20.0
+PATIENCE_S = 15.0
 """How long a store may be silent beyond everything that the exchange itself waits for."""
 
 

@@ -410,3 +410,54 @@ def test_ranks_that_are_missing_of_many_are_named(gone: Sequence[int]) -> None:
     assert {verdict.missing for verdict in told.values()} == {tuple((rank, 0) for rank in gone)}
     assert max(when.values()) < 5.0 + rank_exchange.LINGER_S + 2 * rank_exchange.MOST_S
     assert store.asked["check"] < 8 * 16_384  # five seconds of waiting
+
+
+def interrupted(store: Memory, ranks: tuple[int, ...], rank: int, kind: int = 1, steps: int = 1) -> None:
+    """Let a rank begin a call, and end it by an interrupt."""
+    begun = Exchange(store, "group", ranks, rank, TIMEOUT).steps(statement.digest(says(kind)), says(kind), Moment())
+    for _ in range(steps):
+        next(begun)
+    begun.close()
+
+
+def test_a_call_that_was_interrupted_is_made_up_for_by_the_next() -> None:
+    store = Memory()
+    interrupted(store, (0, 1, 2), rank=1)
+
+    for _ in range(3):
+        told, _ = simulate({0: 1, 1: 1, 2: 1}, store=store)
+
+        assert [verdict.agreed for verdict in told.values()] == [True] * 3
+
+
+def test_a_call_that_was_interrupted_when_the_others_had_agreed_reads_what_they_read() -> None:
+    store = Memory()
+    interrupted(store, (0, 1, 2), rank=1)
+    simulate({0: 1, 1: 1, 2: 1}, absent=frozenset({1}), store=store)
+
+    alone, when = simulate({0: 1, 1: 1, 2: 1}, absent=frozenset({0, 2}), store=store)
+    together, _ = simulate({0: 1, 1: 1, 2: 1}, store=store)
+
+    assert alone[1].agreed
+    assert when[1] == 0
+    assert all(verdict.agreed for verdict in together.values())
+
+
+def test_what_a_rank_said_before_an_interrupt_does_not_stand_for_what_it_says_now() -> None:
+    store = Memory()
+    interrupted(store, (0, 1), rank=1)
+    simulate({0: 1, 1: 1}, absent=frozenset({1}), store=store)
+
+    told, _ = simulate({0: 1, 1: 2}, store=store)
+
+    assert not any(verdict.agreed for verdict in told.values())
+
+
+def test_a_call_too_many_does_not_spoil_the_next_of_all() -> None:
+    store = Memory()
+    simulate({0: 1, 1: 1, 2: 1}, store=store)
+    simulate({0: 1, 1: 1, 2: 1}, absent=frozenset({0, 2}), store=store)
+
+    told, _ = simulate({0: 1, 1: 1, 2: 1}, arrivals={0: 0.1, 2: 0.2}, store=store)
+
+    assert [verdict.agreed for verdict in told.values()] == [True] * 3

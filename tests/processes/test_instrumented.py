@@ -1,0 +1,81 @@
+"""Processes under instrumentation are armed, whichever of the two comes first, and so are their children."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+from places import HANG_S, ROOT, UNMEASURED
+
+from megacpp_overlays.processes import children
+
+SAYS = (
+    "import subprocess, sys\n"
+    "print('armed' if 'megacpp_overlays' in sys.modules else 'not armed', flush=True)\n"
+    "if len(sys.argv) < 2: subprocess.run([sys.executable, __file__, 'child'])\n"
+)
+BENCH = ROOT / ".envs" / "bench" / "bin"
+
+
+def test_a_start_up_hook_that_calls_no_other_arms_by_the_entry_point_that_it_offers(
+    tmp_path: Path, run_python: Callable[..., CompletedProcess[str]]
+) -> None:
+    """As opentelemetry-instrument, whose `sitecustomize` comes first in every child."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "from importlib.metadata import entry_points\n"
+        "for each in entry_points(group='opentelemetry_pre_instrument'):\n"
+        "    each.load()()\n"
+    )
+    env = children.child_environment()
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])
+    code = "import sys; print('megacpp_overlays' in sys.modules)"
+
+    assert run_python(code, measured=False, **env).stdout == "True\n"
+    elsewhere = {**env, children.CHILDREN: "another environment"}
+    assert run_python(code, measured=False, **elsewhere).stdout == "False\n"
+
+
+@pytest.mark.parametrize("outside", [True, False], ids=["outside", "inside"])
+@pytest.mark.parametrize("tool", ["opentelemetry-instrument", "ddtrace-run"])
+def test_a_launcher_and_its_child_are_armed_under(tool: str, outside: bool, tmp_path: Path) -> None:
+    if not (BENCH / tool).exists():
+        pytest.skip("the environment of the import benchmark has it: make .envs/bench/.ready")
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text(SAYS)
+    python, ours = str(BENCH / "python"), ["-m", "megacpp_overlays", "run"]
+    words = [str(BENCH / tool), python, *ours] if outside else [python, *ours, str(BENCH / tool), python]
+    env = {**os.environ, **UNMEASURED, "PYTHONPATH": str(ROOT), "MEGACPP_OVERLAYS_LOG": "logging"}
+
+    done = subprocess.run(
+        [*words, str(launcher)], env=env, capture_output=True, text=True, timeout=HANG_S, check=False, cwd=tmp_path
+    )
+
+    assert done.stdout.split("\n") == ["armed", "armed", ""], done.stderr
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="-P is new in Python 3.11")
+def test_under_safe_path_the_first_entry_of_the_path_is_pythons(tmp_path: Path) -> None:
+    code = "import sys; print(sys.path[0])"
+    env = {**os.environ, **UNMEASURED, "PYTHONPATH": str(ROOT), "MEGACPP_OVERLAYS_LOG": "logging"}
+
+    def first(*words: str) -> str:
+        command = [sys.executable, *words, "-P", "-c", code]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S, check=True).stdout
+
+    assert first("-m", "megacpp_overlays", "run") == first()
+
+
+@pytest.mark.parametrize("option", ["-V", "--version"])
+def test_the_version_of_python_is_asked_for_without_a_launcher(option: str) -> None:
+    env = {**os.environ, **UNMEASURED, "MEGACPP_OVERLAYS_LOG": "logging"}
+
+    def said(*words: str) -> tuple[int, str]:
+        done = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, timeout=HANG_S)
+        return done.returncode, done.stdout
+
+    assert said("-m", "megacpp_overlays", "run", option) == said(option)
