@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.model import Body, Evidence, Finding, Proof, Text, Verdict
-from megacpp_overlays.source.trees import ModuleSource, SourceTree
+from megacpp_overlays.source.trees import ModuleSource, SourceTree, answer
 
 
 def at(source: ModuleSource, node: ast.AST, seen: str) -> Evidence:
@@ -56,6 +56,6 @@ def finding_of(probe: Callable[[SourceTree], Finding], tree: SourceTree) -> Find
     Probes raise and leave it to the loader to turn that into UNRECOGNISED; this is for one that asks another.
     """
     try:
-        return probe(tree)
+        return answer(probe, tree)
     except SourceError as error:
         return unrecognised(Evidence(seen=str(error), file=error.file, line=error.line))

@@ -174,7 +174,7 @@ _Kind = TypeVar("_Kind", bound="Erratum")
 class Erratum(Frozen):
     """The declaration of one upstream defect, and of what to do about it: an `Overlay` repairs, a `Gate` warns.
 
-    No field has a default: none may be forgotten. When an erratum is over is no field: it is when its probe says FIXED.
+    No field that each has something to say about has a default: none may be forgotten. When an erratum is over is no field: it is when its probe says FIXED.
 
     Raises:
         RegistryError: `retired` is given, a check of its own that an overlay had up to 0.1: delete it.
@@ -271,6 +271,9 @@ class Overlay(Erratum):
     """The same question through the public entry after installing; must say not broken."""
     opt_in: bool
     """Whether it stays off until its variable says `on`, because it changes more than what is broken."""
+    needs: tuple[str, ...] = ()
+    """Ids of overlays without whose repair this one does harm. It goes in only where each of them is active, or upstream
+    is right or has no such thing, and comes out when that ends. The one field with a default: most need nothing."""
 
     @property
     def off_by_default(self) -> bool:

@@ -13,7 +13,8 @@ Neighbours:
     Transformer Engine replaces `torch.nn.Module.half` and `.bfloat16`; the seam is on `Float16Module` and delegates
     to whichever is there.
     Both mixed-precision optimizers train such a model, and neither can checkpoint it in any release up to 0.19.2:
-    see the overlays `float16-optimizer-state-ids` and `float16-distributed-order`.
+    see the overlays `float16-optimizer-state-ids` and `float16-distributed-order`. This one goes in only where each of them
+    is in or has nothing to repair: upstream's rounding is a lesser harm than state that is saved under wrong names.
     CPU offload (`HybridDeviceOptimizer`) refuses native fp32 parameters up to 0.19.2: a ValueError when it is built
     inside `DistributedOptimizer`, a KeyError when it loads state. Switch this overlay off to offload.
 """
@@ -183,6 +184,7 @@ OVERLAY = Overlay(
     witness=observe,
     self_test=observe,
     opt_in=False,
+    needs=("float16-optimizer-state-ids", "float16-distributed-order"),
     breaks="Mamba-3's fp32 parameters are rounded to half precision when the model is wrapped; its kernels want fp32",
     retire_when="Float16Module honours keep_in_fp32 marks and mamba-ssm's Mamba3 sets them on its fp32 parameters",
     threads=(

@@ -147,6 +147,7 @@ def _part(mixer: feature.Mixer, probe: Callable[[SourceTree], Finding]) -> Overl
         witness=functools.partial(observe, mixer=mixer, unbuilt=True),
         self_test=functools.partial(observe, mixer=mixer, unbuilt=False),
         opt_in=True,
+        needs=("float16-optimizer-state-ids", "float16-distributed-order"),
         breaks="A_log and D of a Mamba mixer, created in fp32 to keep them so, are rounded when the model is wrapped",
         retire_when="every Mamba mixer of Megatron that creates parameters in fp32 marks them with keep_in_fp32",
         threads=(

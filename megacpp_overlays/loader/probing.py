@@ -16,7 +16,7 @@ from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader.decide import decide
 from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Body, Decision, Erratum, Evidence, Finding, Gate, Overlay, Record, Verdict
-from megacpp_overlays.source.trees import SourceTree, readable
+from megacpp_overlays.source.trees import SourceTree, answer, readable
 
 
 def examine(erratum: Erratum, tree: SourceTree, *, unless: tuple[type[Exception], ...] = ()) -> Finding:
@@ -28,7 +28,7 @@ def examine(erratum: Erratum, tree: SourceTree, *, unless: tuple[type[Exception]
         unless: errors that leave, because they say nothing of the source: a tree that cannot be opened.
     """
     try:
-        return erratum.probe(tree)
+        return answer(erratum.probe, tree)
     except unless:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a probe trips over is a shape it does not know

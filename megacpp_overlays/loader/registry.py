@@ -7,7 +7,7 @@ import inspect
 import os
 import string
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 
 from megacpp_overlays import overlays as built_in
@@ -116,14 +116,29 @@ def check(declared: Iterable[tuple[str, object]]) -> tuple[Erratum, ...]:
                 raise RegistryError(f"{origin} and {symbols[place]} both replace {'.'.join(place)}")
             symbols[place] = origin
         overlays.append(overlay)
+    _check_needs(first)
     return tuple(sorted(overlays, key=lambda overlay: (overlay.pack, overlay.id)))
 
 
 def _check_part(origin: str, one: Erratum, other: Erratum) -> None:
     """Check that two parts are one overlay: one switch, one ledger entry, one sentence each."""
-    for name in ("id", "pack", "title", "breaks", "retire_when", "threads"):
-        if getattr(one, name) != getattr(other, name):
+    for name in ("id", "pack", "title", "breaks", "retire_when", "threads", "needs"):
+        if getattr(one, name, ()) != getattr(other, name, ()):
             raise RegistryError(f"{origin}: the parts of {one.id} do not agree on {name}")
+
+
+def _check_needs(declared: Mapping[str, tuple[str, Erratum]]) -> None:
+    """Check that what an overlay needs is an overlay, and does not need it in turn."""
+    needs = {each.id: (origin, each.needs) for origin, each in declared.values() if isinstance(each, Overlay)}
+    for overlay_id, (origin, wanted) in needs.items():
+        waiting = list(wanted)
+        while waiting:
+            name = waiting.pop()
+            if name not in needs:
+                raise RegistryError(f"{origin}: {overlay_id} needs {name}, which is no overlay")
+            if name == overlay_id:
+                raise RegistryError(f"{origin}: {overlay_id} needs itself")
+            waiting += needs[name][1]
 
 
 def _replaced(declared: Erratum) -> set[str]:
@@ -157,6 +172,8 @@ def _check_overlay(origin: str, overlay: Overlay) -> None:
         raise RegistryError(f"{origin}: self_test cannot be called")
     if not isinstance(overlay.opt_in, bool):
         raise RegistryError(f"{origin}: opt_in {overlay.opt_in!r} is neither True nor False")
+    if type(overlay.needs) is not tuple:
+        raise RegistryError(f"{origin}: needs {overlay.needs!r} is no tuple of ids")
     if not overlay.replacements or not all(overlay.replacements.values()):
         raise RegistryError(f"{origin}: a shape without seams belongs in `unsupported`")
     if both := overlay.replacements.keys() & overlay.unsupported.keys():

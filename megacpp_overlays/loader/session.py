@@ -62,6 +62,9 @@ class Session:
         # tells whether it was undone on purpose before.
         self._unfinished: dict[Erratum, bool] = {}
         self._short_of_memory: set[Erratum] = set()
+        # What was kept out, or taken out, for the sake of an overlay that it needs; and what such a one is expected to be.
+        self._refused: set[Erratum] = set()
+        self._expected: dict[Erratum, Record] = {}
         self._locks: dict[str, threading.RLock] = {}
         self.when_changed: Callable[[], None] | None = None
         """Called after every decision, inside the hooks; it must not raise and must not settle anything."""
@@ -138,7 +141,7 @@ class Session:
             for overlay in self._about(name):
                 if not is_there and not self._is_somewhere(overlay):
                     self._unfinished.pop(overlay, None)  # it waits for the import, as if nothing had been
-            again = self._unfinished.keys() | self._short_of_memory
+            again = self._unfinished.keys() | self._short_of_memory | self._refused
             chosen = [each for each in self._about(name) if each in again or self._has_changed(each)]
             if module is not None and is_there and chosen:
                 self._settle_all(name, chosen, module, late=True)
@@ -203,6 +206,8 @@ class Session:
         with self._turn(name):
             chosen = [overlay for overlay in overlays if overlay not in self._undone]
             settled = [self._settle(overlay, module, late=late) for overlay in chosen]
+            settled += [self._withdraw(overlay, why) for overlay in chosen if (why := self._lost(overlay))]
+        settled += self._withdraw_what_needs(chosen)
         if self.settings.mode is Mode.STRICT:
             raise_for([record for record in settled if record.decision is Decision.CONFLICT])
 
@@ -213,6 +218,73 @@ class Session:
             if overlay in self._unfinished or record is None or record.decision is Decision.ARMED:
                 self._note_kind(overlay, error)
                 self._keep(_conflict(before_import(overlay, self.settings), error))
+        self._withdraw_what_needs(self._about(name))
+
+    def _standing(self, part: Overlay, tree: SourceTree) -> Record:
+        """Return what an overlay that another one needs is now, or what it would be; see `needs`."""
+        from megacpp_overlays.loader import needs
+
+        record = self._records.get(part) or before_import(part, self.settings)
+        if needs.is_known(record):
+            return self._review(record)
+        self._expected[part] = needs.expected(record, self.settings, tree)
+        return self._expected[part]
+
+    def _unmet(self, overlay: Overlay, tree: SourceTree) -> str:
+        """Return why an overlay must not be in, for the sake of what it needs; an empty text if it may."""
+        if not overlay.needs:
+            return ""
+        from megacpp_overlays.loader import needs
+
+        standing = [self._standing(part, tree) for part in needs.parts(overlay, self._watched)]
+        if why := needs.unmet(standing):
+            return why
+        for record in standing:
+            module = sys.modules.get(record.overlay.target.module)
+            settled = needs.is_known(record) and record is not self._expected.get(record.overlay)
+            if settled and module is not None and (why := needs.misbehaves(record, module)):
+                return why
+        return ""
+
+    def _withdraw_what_needs(self, changed: Sequence[Erratum]) -> list[Record]:
+        """Take out what needs one of these overlays and has lost it; return what became of it."""
+        withdrawn: list[Record] = []
+        for overlay in dict.fromkeys(each for each in self._watched for one in changed if one.id in each.needs):
+            # A thread that is settling it asks the same once more when it is done, so there is no need to wait for it.
+            if (why := self._lost(overlay)) and not self._turn(overlay.target.module).is_taken():
+                withdrawn += [self._withdraw(overlay, why), *self._withdraw_what_needs([overlay])]
+        return withdrawn
+
+    def _lost(self, overlay: Overlay) -> str:
+        """Return what an active overlay needs and has lost, in words; no probe is asked."""
+        record = self._records.get(overlay)
+        if not overlay.needs or record is None or record.decision is not Decision.ACTIVE:
+            return ""
+        from megacpp_overlays.loader import needs
+
+        return needs.unmet(
+            told for part in needs.parts(overlay, self._watched) if (told := self._as_last_told(part)) is not None
+        )
+
+    def _withdraw(self, overlay: Overlay, why: str) -> Record:
+        """Take out an overlay that would do harm now; it is settled anew when `arm` is called."""
+        from megacpp_overlays.loader import install
+        from megacpp_overlays.runtime import dynamo
+
+        with self._turn(overlay.target.module):
+            kept: tuple[str, ...] = ()
+            self._unfinished.setdefault(overlay, False)
+            self._refused.add(overlay)
+            try:
+                with dynamo.changing(dropped=functools.partial(self._log.dropped, overlay)):
+                    problems, kept = install.take_out(overlay, self._traces_of(overlay))
+                why = "; ".join([why, *problems])
+            except SeamError as error:  # a compiled graph cannot be dropped now
+                why, kept = f"{why}; and it cannot be taken out: {error}", self._records[overlay].seams
+            conflict = replace(
+                self._records[overlay], decision=Decision.CONFLICT, reason=why, seams=kept, rebound=(), around=()
+            )
+            return self._keep(conflict)
 
     def undo(self, overlay_id: str | None = None) -> None:
         """Put back what one overlay, or every overlay, replaced. It stays off until `arm` is called again.
@@ -233,11 +305,13 @@ class Session:
                 return
             known = ", ".join(dict.fromkeys(overlay.id for overlay in self.overlays))
             raise RegistryError(f"there is no overlay {overlay_id}; known: {known}")
-        if any(self._is_somewhere(overlay) for overlay in chosen):
+        needing = [each for each in self._watched for one in chosen if one.id in each.needs]
+        if any(self._is_somewhere(overlay) for overlay in (*chosen, *needing)):
             from megacpp_overlays.runtime import dynamo
 
             dynamo.check()
         problems = [problem for overlay in chosen if (problem := self._undo_one(overlay))]
+        problems += [record.reason for record in self._withdraw_what_needs(chosen) if record.seams]
         self._changed()
         if problems:
             raise SeamError("; ".join(problems))
@@ -262,6 +336,8 @@ class Session:
                     self._undone.add(erratum)
                     problems, kept = install.take_out(erratum, traces)
             self._undone.add(erratum)
+            was_in = was_in or erratum in self._refused
+            self._refused.discard(erratum)
             record = self._records.get(erratum)
             if record is not None and problems:
                 reason = "; ".join(problems)
@@ -348,6 +424,11 @@ class Session:
                 install.take_out(overlay, traces)  # what cannot be put back is refused below, or found to be in
             traces.forget_what_was_overwritten()
             record = probing.assess_overlay(overlay, module, self.settings, tree)
+            self._refused.discard(overlay)
+            if record.decision is Decision.ACTIVE and (why := self._unmet(overlay, tree)):
+                self._refused.add(overlay)
+                problems, kept = install.take_out(overlay, traces)
+                record = replace(record, decision=Decision.CONFLICT, reason="; ".join([why, *problems]), seams=kept)
             if record.decision is Decision.ACTIVE:
                 dropped = functools.partial(self._log.dropped, overlay)
                 circumstances = install.Circumstances(late, bool(again), dropped, note)
@@ -397,7 +478,19 @@ class Session:
             return _if_absent(record, self._tree) if record.decision is Decision.ARMED else record
         from megacpp_overlays.loader import review
 
-        return review.review(record, overlay, self._traces.get(overlay), deep=deep)
+        reviewed = review.review(record, overlay, self._traces.get(overlay), deep=deep)
+        if reviewed.decision is Decision.ACTIVE and (why := self._lost(overlay)):
+            return replace(reviewed, decision=Decision.CONFLICT, reason=why)
+        return reviewed
+
+    def _as_last_told(self, part: Overlay) -> Record | None:
+        """Return what an overlay that another one needs is, or what it was expected to be; None where nobody asked."""
+        from megacpp_overlays.loader import needs
+
+        record = self._records.get(part)
+        if record is not None and (part in self._undone or needs.is_known(record)):
+            return self._review(record)
+        return self._expected.get(part)
 
 
 class _Turn:

@@ -19,11 +19,11 @@ import os
 import stat
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
 from megacpp_overlays.errors import OverlayError, SourceError
 from megacpp_overlays.frozen import NamedTuple
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from megacpp_overlays.source.bindings import Bindings
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+_Answer = TypeVar("_Answer")
 
 MOST_TEXT = 512 * 1024
 """Characters of a text that a probe reads at most. The longest module that one was ever asked about has 156,000.
@@ -347,6 +348,7 @@ class Remembered:
         self._tree = tree
         self._found: dict[str, ModuleSource | None] = {}
         self._shipped: dict[tuple[str, str], ShippedFile | None] = {}
+        self._answers: dict[int, tuple[object, object]] = {}
 
     def module(self, name: str) -> ModuleSource | None:
         """Return the same source object for the same name."""
@@ -359,6 +361,17 @@ class Remembered:
         if (package, path) not in self._shipped:
             self._shipped[package, path] = shipped(self._tree, package, path)
         return self._shipped[package, path]
+
+    def answer(self, ask: Callable[[SourceTree], _Answer]) -> _Answer:
+        """Return what a probe said of this tree; see `answer`."""
+        if id(ask) not in self._answers:
+            self._answers[id(ask)] = ask, ask(self)
+        return cast("_Answer", self._answers[id(ask)][1])
+
+
+def answer(ask: Callable[[SourceTree], _Answer], tree: SourceTree) -> _Answer:
+    """Return what a probe says of a tree; a tree that remembers asks each probe once, also for one that builds on it."""
+    return tree.answer(ask) if isinstance(tree, Remembered) else ask(tree)
 
 
 _COMPILED_SUFFIXES = (*EXTENSION_SUFFIXES, *BYTECODE_SUFFIXES)

@@ -89,7 +89,7 @@ def test_a_probe_that_raises_is_a_conflict_and_the_import_goes_on(upstream: Upst
 
     (record,) = armed.audit().records
     assert record.decision is Decision.CONFLICT
-    assert record.reason == "the probe could not read it: RecursionError: too deep"
+    assert record.reason == "its code is nested too deeply for the probe to read it"
 
 
 def test_strict_accepts_what_was_understood_and_refuses_what_was_not(upstream: Upstream, session: SessionMaker) -> None:

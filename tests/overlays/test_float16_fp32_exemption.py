@@ -691,6 +691,17 @@ def test_switched_off_upstream_is_as_it_was(run_python: Callable[..., subprocess
     assert " torch.bfloat16 False torch.bfloat16 False " in seen
 
 
+@pytest.mark.parametrize("neighbour", ["float16-optimizer-state-ids", "float16-distributed-order"])
+def test_without_an_overlay_that_saves_such_a_model_upstream_is_as_it_was(
+    neighbour: str, run_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """Both optimizers are imported after `Float16Module`, or not at all: what they would be decides."""
+    seen = whole_way(run_python(WHOLE_WAY, after=MEGATRON, measured=False, MEGACPP_OVERLAYS_DISABLE=neighbour))
+
+    assert seen.startswith("conflict blanket-cast torch.bfloat16 False torch.bfloat16 False ")
+    assert f"it needs {neighbour}, which is disabled here: " in seen
+
+
 class Container(torch.nn.Module):
     """A parent that looks at an exempt parameter of its child while it is cast."""
 

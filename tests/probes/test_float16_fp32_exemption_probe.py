@@ -372,10 +372,12 @@ def test_the_probe_leaves_the_tree_as_it_was(released: str) -> None:
     assert ast.dump(source.syntax) == ast.dump(before)
 
 
+@pytest.mark.parametrize("edit", [("(MixedPrecisionOptimizer)", "(Another)"), ("", "from .moved import *")])
 @pytest.mark.parametrize("module", ["megatron.core.optimizer.optimizer", "megatron.core.optimizer.distrib_optimizer"])
 def test_where_an_optimizer_is_not_known_fp32_parameters_are_not_kept(
-    module: str, wheel: Callable[[str, str], Path]
+    module: str, edit: tuple[str, str], wheel: Callable[[str, str], Path]
 ) -> None:
+    old, new = edit
     release = ArchiveTree(wheel("megatron-core", "0.19.2"))
 
     class Edited:
@@ -383,7 +385,7 @@ def test_where_an_optimizer_is_not_known_fp32_parameters_are_not_kept(
             source = release.module(name)
             if source is None or name != module:
                 return source
-            return ModuleSource(name, source.path, source.text.replace("(MixedPrecisionOptimizer)", "(Another)"))
+            return ModuleSource(name, source.path, source.text.replace(old, new) if old else f"{new}\n")
 
     assert probe(release).verdict is Verdict.BROKEN
     finding = probing.examine(OVERLAY, Edited())

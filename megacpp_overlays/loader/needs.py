@@ -1,0 +1,69 @@
+"""Whether an overlay may be in, for the sake of others that it needs: told by decisions and not by texts.
+
+An overlay that leaves a model in a state which unrepaired code handles wrongly is only right together with the repair of
+that code. So each overlay that it `needs` must be in, or must have nothing to repair. One whose target has not been
+imported is asked what it would be; when it is settled, or undone, what depends on it is looked at again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+
+from megacpp_overlays.frozen import replace
+from megacpp_overlays.loader.decide import decide
+from megacpp_overlays.loader.probing import examine_installed
+from megacpp_overlays.loader.settings import Settings
+from megacpp_overlays.model import Decision, Overlay, Record, Verdict
+from megacpp_overlays.source.trees import SourceTree
+
+_HOLDS = {Decision.ACTIVE, Decision.RETIRED, Decision.ABSENT}
+_NOTHING_TO_REPAIR = {Verdict.FIXED, Verdict.ABSENT}
+
+
+def parts(overlay: Overlay, overlays: Iterable[Overlay]) -> Iterator[Overlay]:
+    """Yield every part of every overlay that one needs."""
+    return (each for each in overlays if each.id in overlay.needs)
+
+
+def dependents(overlay_id: str, overlays: Iterable[Overlay]) -> Iterator[Overlay]:
+    """Yield the overlays that need one."""
+    return (each for each in overlays if overlay_id in each.needs)
+
+
+def is_known(record: Record) -> bool:
+    """Return whether a probe was asked for this record."""
+    return record.decision is not Decision.ARMED and record.finding is not None
+
+
+def expected(record: Record, settings: Settings, tree: SourceTree) -> Record:
+    """Return what an overlay that nobody settled would be, as far as its source tells."""
+    assumed = decide(record.overlay, settings, examine_installed(record.overlay, tree, settings))
+    if record.decision is Decision.DISABLED:  # switched off, or undone
+        return replace(record, finding=assumed.finding)
+    return assumed
+
+
+def unmet(records: Iterable[Record]) -> str:
+    """Return which of the records of what is needed does not hold, in words; an empty text if all do."""
+    for record in records:
+        nothing = record.finding is not None and record.finding.verdict in _NOTHING_TO_REPAIR
+        if record.decision not in _HOLDS and not (record.decision is Decision.DISABLED and nothing):
+            return f"it needs {record.overlay.id}, which is {record.decision.value} here: {record.reason}"
+    return ""
+
+
+def misbehaves(record: Record, module: ModuleType) -> str:
+    """Return what the live target of an overlay that holds does wrong all the same, in words."""
+    overlay = record.overlay
+    if not isinstance(overlay, Overlay) or record.decision is Decision.ABSENT:
+        return ""
+    ask = overlay.self_test if record.decision is Decision.ACTIVE else overlay.witness
+    if ask is None:
+        return ""
+    try:
+        seen = ask(module)
+    except Exception as error:  # noqa: BLE001 - what cannot be asked is not known to be right
+        return f"it needs {overlay.id}, which cannot be asked: {type(error).__name__}: {error}"
+    what = f"it needs {overlay.id}, which is {record.decision.value} here and does not help: {seen.seen}"
+    return what if seen.broken else ""
