@@ -27,6 +27,7 @@ from megacpp_overlays.loader.settings import Settings, this_environment
 from megacpp_overlays.model import Erratum, Evidence, Finding, Proof, Verdict
 from megacpp_overlays.source import distributions
 from megacpp_overlays.source.trees import InstalledTree, ModuleSource, ShippedFile, SourceTree, shipped
+from megacpp_overlays.version import VERSION
 
 SCHEMA = 1
 LARGEST = 4 << 20
@@ -139,6 +140,7 @@ def content(
     versions: Mapping[str, str | None],
     reproducer: Path,
     cases: object,
+    host: object,
     date: str,
 ) -> dict[str, Any]:
     """Return what is kept of a witness of the process that runs.
@@ -149,6 +151,7 @@ def content(
         versions: distributions that the reproducer ran with.
         reproducer: the file of the cases.
         cases: name, device and measurement of each that ran, none of which saw the defect.
+        host: the hardware and the system in words that name no place and nobody; for people, and not compared.
         date: the day.
     """
     return {
@@ -159,6 +162,8 @@ def content(
         "date": date,
         "cases": cases,
         "reproducer": _sha256(reproducer.read_bytes()),
+        "host": host,
+        "package": VERSION,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "versions": dict(sorted(versions.items())),

@@ -6,7 +6,6 @@ one that cannot run or fails is none.
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from megacpp_overlays.loader import witnesses
 from megacpp_overlays.loader.probing import examine, examine_installed
 from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Erratum, Finding, Proof, Verdict
-from megacpp_overlays.repro import inventory, runner
+from megacpp_overlays.repro import inventory, runner, stamp
 from megacpp_overlays.repro.case import Case, PackError
 from megacpp_overlays.repro.judge import Conclusion, Part, Sentinel
 from megacpp_overlays.repro.transcript import Transcript
@@ -122,13 +121,15 @@ def _concluded(part: Erratum, reproducer: Path, ran: Sequence[_Ran], how: Option
         sources |= read
     names = {name for each in sound for name in each.case.versions} | {part.target.distribution, *part.companions}
     path = witnesses.path_of(part, how.settings)
+    taken = stamp.take(reproducer, [each.case for each in sound], [part.target], None)
     data = witnesses.content(
         part,
         sources=sources,
         versions={name: distributions.version(name) for name in names},
         reproducer=reproducer,
         cases=[{"case": each.case.name, "device": each.case.device, "seen": each.conclusion.reason} for each in sound],
-        date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        host=taken.host,
+        date=taken.date,
     )
     try:
         witnesses.keep(path, data)

@@ -53,6 +53,7 @@ class Kept:
             versions={self.upstream.name: None, "packaging": witnesses.distributions.version("packaging")},
             reproducer=reproducer,
             cases=[{"case": "double", "device": "cpu", "seen": "double(1) = 2"}],
+            host={"machine": "x86_64"},
             date=DATE,
         )
         witnesses.keep(self.file, {**data, **changes})

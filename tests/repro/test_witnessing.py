@@ -99,6 +99,7 @@ def test_what_is_proved_is_retired_until_a_source_is_edited(made: Made, capsys: 
     assert file.stat().st_mode & 0o777 == 0o600
     text = file.read_text()
     assert set(json.loads(text)["sources"]) == {"made_target", "made_target.layers", "made_target.helpers"}
+    assert set(json.loads(text)["host"]) == {"machine", "processor", "cpus", "system", "python", "gpu"}
     assert str(made.upstream.folder) not in text
     assert sys.prefix not in text
     # The probe has not read the helper: that it was loaded is enough.
