@@ -20,6 +20,7 @@ from typing import cast
 
 from megacpp_overlays.feature_probes.definitions import binders, statements, words
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
+from megacpp_overlays.feature_probes.known_bodies import check_known
 from megacpp_overlays.feature_probes.repairs import Repairs, judged
 from megacpp_overlays.model import Evidence, Finding, Target
 from megacpp_overlays.source.fingerprint import is_docstring
@@ -34,6 +35,7 @@ TARGET = Target(
 GETTER = "_get_platform"
 FUNCTION = "LinearCrossEntropy"
 ENTRIES = "megatron.core.fusions.linear_cross_entropy"
+_BLACKWELL = f"{ENTRIES}.blackwell.entry"
 
 BLACKWELL_ONLY = "blackwell-only"
 BLACKWELL_AND_HOPPER = "blackwell-and-hopper"
@@ -64,6 +66,30 @@ BACKWARD = (
 )
 BACKWARD_VALUES = 2
 _ENTRY_ATTRIBUTES = {"forward": "forward_func", "backward": "backward_func"}
+
+KNOWN = {
+    FUNCTION: {
+        "9202afcce6a9fd04": "dev 1f08cebac2 (2025-12-05) to d48bd6be0a, core_dev_r0.16.0, 26.04-alpha",
+        "b98def5ca4bb3077": "our stand-ins",
+    },
+    "linear_cross_entropy": {
+        "5d294179b92c4cad": "dev 1f08cebac2 (2025-12-05) to d48bd6be0a, core_dev_r0.16.0, 26.04-alpha",
+        "8327d8fa288e7452": "our stand-ins",
+    },
+}
+"""Bodies between a caller and an entry. What they do with numbers is a part of the contract: who divides, and by what."""
+_KNOWN_ENTRY = {
+    "forward": {
+        "38cfb1a72fe2f3ee": "dev 1f08cebac2 (2025-12-05) to d48bd6be0a, core_dev_r0.16.0, 26.04-alpha",
+        "1e12b88e109ff275": "our stand-ins",
+    },
+    "backward": {
+        "c77eae2d00bb16a8": "dev 1f08cebac2 (2025-12-05), core_dev_r0.16.0",
+        "2ed1ad4df30560c7": "dev 13ad653790 (2026-02-03) to d48bd6be0a, 26.04-alpha",
+        "73124bc3a9193904": "our stand-ins",
+    },
+}
+"""Bodies of the entry for Blackwell, for which the portable one stands in."""
 
 _MADE_BEFORE = (Pattern("if getattr(self, $$what): return"), Pattern("if hasattr(self, $$what): return"))
 _CAPABILITY = Pattern("$name = $device.get_device_capability($$which)")
@@ -215,6 +241,8 @@ def _check_autograd_function(source: ModuleSource) -> None:
             )
     if (uses := len(list(_GETTER_USED.find(source.syntax)))) != len(_ENTRY_CALLED):
         raise unknown(source, None, f"{GETTER} is used in {uses} places")
+    for symbol, bodies in KNOWN.items():
+        check_known(source, symbol, bodies)
 
 
 def _check_entry(source: ModuleSource, tree: SourceTree, name: str) -> None:
@@ -225,3 +253,5 @@ def _check_entry(source: ModuleSource, tree: SourceTree, name: str) -> None:
         node = entry.function(function)
         if node is None or parameters(node) != expected:
             raise unknown(entry, node, f"{name}.{function} does not take what is known")
+        if name == _BLACKWELL:
+            check_known(entry, function, _KNOWN_ENTRY[function])

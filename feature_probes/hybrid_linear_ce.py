@@ -11,8 +11,8 @@ What was seen, from source:
 The seam runs upstream's own `forward`, which changes from month to month, on a view of the model. So what is read is
 what a view relies on: `forward` uses the model through its attributes alone, leaves `labels` as they came, and ends
 with output layer, scale and loss, each once; MTP does nothing with the output layer but to call it, and asks it for an
-unscaled loss; the fused layer is a plain one with another `forward`. What these do with numbers is asked when they are
-loaded, by the self-test.
+unscaled loss; the fused layer is a plain one with another `forward`. What these do with numbers, and what the unfused loss
+does, was read: each body on the way must be a known one. The self-test asks them again when they are loaded.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from __future__ import annotations
 import ast
 
 from megacpp_overlays.errors import SourceError
+from megacpp_overlays.feature_probes import hopper_flce_dispatch
 from megacpp_overlays.feature_probes.definitions import binders, called, calls, plain_class, plain_function, words
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
+from megacpp_overlays.feature_probes.known_bodies import check_known
 from megacpp_overlays.feature_probes.repairs import judged, table
 from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source.patterns import Pattern
@@ -67,6 +69,34 @@ _REPAIRED = table(
 )
 """Dev up to 2026-02-26, when the model was still of that name. No tree with the newer name was repaired."""
 
+_DEV = "dev since 2026-04-28"
+_KNOWN = {
+    LINEAR: {LAYER: {"916cbcd965ef1fec": _DEV, "570f14b9a26a6d6b": "our stand-in"}},
+    _LANGUAGE: {
+        f"{_LANGUAGE_MODEL}.{_LOSS}": {
+            "65b5b8c0d233d664": f"{_DEV} to 4c2022d6c0",
+            "6e6ccd7e5ac60b00": "dev 4c2022d6c0 (2026-05-14)",
+            "24eac97dca0b7d56": "dev 2f1004963d (2026-06-09) to d48bd6be0a",
+            "3282541e3669077d": "our stand-in",
+        },
+        f"{_LANGUAGE_MODEL}.{_SCALE}": {"9744875acac3cd99": _DEV, "e88e5b167d9f361c": "our stand-in"},
+    },
+    _MTP: {
+        _MTP_LOSS: {
+            "a8166b02c3d5f184": "dev c0c4fdc45e (2026-04-13)",
+            "36d746467b36bc9d": "dev d23ca853fe (2026-06-04)",
+            "fc098a5fe4795938": "dev 959a542a11 (2026-06-08)",
+            "ace5856d80dbe484": "dev 2f1004963d (2026-06-09)",
+            "f5515f4494e6aba7": "dev 7eedac586d (2026-06-11)",
+            "d30660631dcc21f7": "dev 0afb41b97e (2026-07-23)",
+            "0037d6e56d103785": "dev cae55c1f09 (2026-08-10) to d48bd6be0a",
+            "2cbccb4a369686ad": "our stand-in",
+        }
+    },
+    hopper_flce_dispatch.TARGET.module: hopper_flce_dispatch.KNOWN,
+}
+"""Bodies that numbers go through on their way to a loss, fused or not: whatever one adds, the other must have."""
+
 _MADE = Pattern("self.output_layer = $layer")
 _END = Pattern(f"""
 logits, _ = self.output_layer($$given)
@@ -104,6 +134,9 @@ def probe(tree: SourceTree) -> Finding:
     _check_fused_layer(linear)
     _check_scale_and_loss(_needed(tree, _LANGUAGE))
     _check_mtp(_needed(tree, _MTP))
+    for module, known in _KNOWN.items():
+        for symbol, bodies in known.items():
+            check_known(_needed(tree, module), symbol, bodies)
     return broken(
         PLAIN_OUTPUT_LAYER, at(source, made, f"{TARGET.symbol} makes a plain output layer, though the tree has {LAYER}")
     )

@@ -59,3 +59,18 @@ def known_function(source: ModuleSource, name: str, bodies: Collection[str]) -> 
     if (seen := fingerprint(function)) not in bodies:
         raise unknown(source, function, f"{name} has an unknown body {seen}")
     return function
+
+
+def check_known(source: ModuleSource, symbol: str, bodies: Collection[str]) -> None:
+    """Check that a function, a method or a whole class is one that was read.
+
+    Raises:
+        SourceError: it is missing, is another one, or is changed from outside.
+    """
+    node = source.find(symbol)
+    if node is None:
+        raise unknown(source, None, f"{source.name} has no {symbol}")
+    if (seen := fingerprint(node)) not in bodies:
+        raise unknown(source, node, f"{symbol} has an unknown body {seen}")
+    for change in source.bindings.changes(symbol) if "." not in symbol else ():
+        raise unknown(source, change, f"{symbol} is changed outside its definition")

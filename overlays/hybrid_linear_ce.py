@@ -21,6 +21,7 @@ with a TypeError at the first step and this says when the model is built.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -197,7 +198,9 @@ def _self_test(module: ModuleType) -> Observation:
     answers = {
         f"the output layer is not asked for the loss: {error}": right,
         f"the output layer is a {type(layer).__name__}": type(layer) is layer_class,
-        f"{feature.LAYER} does not give one loss for each label, as (batch, sequence)": _answers_by_label(layer_class),
+        f"{feature.LAYER} does not give the loss of the scaled logits for each label, as (batch, sequence)": (
+            _answers_as_logits_would(module.HybridModel, layer_class)
+        ),
         "logits are not scaled by mup_output_mult under MuP": _scales(module.HybridModel),
     }
     wrong = [seen for seen, fine in answers.items() if not fine]
@@ -215,22 +218,33 @@ def _config() -> _Quiet:
     return _Quiet(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="linear", use_mup=True, mup_output_mult=2.0)
 
 
-def _answers_by_label(layer_class: Any) -> bool:
-    """Return whether the layer asks for losses by (sequence, batch) and gives them by (batch, sequence).
+def _answers_as_logits_would(model_class: Any, layer_class: Any) -> bool:
+    """Return whether the loss through the view and the layer is that of upstream's scaled logits, label by label.
 
-    Its method runs with other globals, so nothing that other threads can see is touched and no device is asked.
+    The layer's own methods run, with hidden states that are scaled for MuP, down to the call of the kernel; there the sum
+    is done in torch. They run with other globals, so nothing that other threads can see is touched and no device is asked.
     """
     import torch
 
+    def losses(hidden: Any, weight: Any, labels: Any, **_: Any) -> Any:
+        logits = (hidden @ weight.t()).flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="none")
+
     method = layer_class._compute_linear_and_cross_entropy_loss  # noqa: SLF001 - the one that asks for the losses
-    made_up = {**method.__globals__, "linear_cross_entropy": lambda hidden, weight, labels, **_: labels.flatten() + 0.5}
-    computes = FunctionType(method.__code__, made_up, None, method.__defaults__, method.__closure__)
+    made_up = {**method.__globals__, "linear_cross_entropy": losses}
+    computes = FunctionType(method.__code__, made_up, method.__name__, method.__defaults__, method.__closure__)
     layer = _Quiet(config=_config())
     setattr(layer, method.__name__, computes.__get__(layer))
     labels = torch.arange(6, device="cpu").view(2, 3)
-    hidden, weight = torch.ones(3, 2, 4, device="cpu"), torch.ones(6, 4, device="cpu")
-    loss = layer_class.forward(layer, hidden, weight=weight, output_cross_entropy_loss=True, labels=labels)
-    return bool(torch.equal(loss, labels + 0.5))
+    # Eighths and sixteenths, so that products are exact and only the logarithm rounds.
+    hidden = (torch.arange(24.0, device="cpu").view(3, 2, 4) - 11) / 8
+    weight = (torch.arange(24.0, device="cpu").view(6, 4).flip(0) - 5) / 16
+    config = _config()
+    model = _Quiet(config=config, output_layer=functools.partial(layer_class.forward, layer))
+    loss, _ = _view(model, labels).output_layer(hidden, weight=weight)
+    logits = model_class._scale_logits(_Quiet(config=config), hidden @ weight.t())  # noqa: SLF001
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.t().flatten(), reduction="none")
+    return bool(loss.shape == labels.shape and torch.allclose(loss, expected.view(3, 2).t(), rtol=1e-4, atol=1e-5))
 
 
 OVERLAY = Overlay(

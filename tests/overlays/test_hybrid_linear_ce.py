@@ -228,7 +228,13 @@ def test_two_ranks_share_the_vocabulary(
             "transformer/linear_cross_entropy.py",
             "reshape(columns.shape).t().contiguous()",
             "reshape(columns.shape)",
-            "does not give one loss for each label, as (batch, sequence)",
+            "does not give the loss of the scaled logits for each label, as (batch, sequence)",
+        ),
+        (
+            "transformer/linear_cross_entropy.py",
+            "            hidden, weight, columns,",
+            "            hidden * self.config.mup_output_mult, weight, columns,",
+            "does not give the loss of the scaled logits for each label, as (batch, sequence)",
         ),
         (
             "models/common/language_module/language_module.py",
@@ -243,7 +249,7 @@ def test_two_ranks_share_the_vocabulary(
             "the loaded code does not behave so",
         ),
     ],
-    ids=["layer", "scale", "loss"],
+    ids=["layer", "scaled twice", "scale", "loss"],
 )
 def test_code_that_looks_known_and_computes_something_else_stays_as_it_is(
     tmp_path: Path, run_python: Callable[..., Any], file: str, old: str, new: str, reason: str
@@ -253,7 +259,10 @@ def test_code_that_looks_known_and_computes_something_else_stays_as_it_is(
     assert text.count(old) == 1
     (tmp_path / CORE / file).write_text(text.replace(old, new))
     code = (
-        "import megacpp_overlays, megatron.core.models.hybrid.hybrid_model as m;"
+        "import megacpp_overlays;"
+        "from megacpp_overlays.feature_probes import hybrid_linear_ce as feature;"
+        "feature.check_known = lambda *_: None;"  # the first lock: none of these bodies was read
+        "import megatron.core.models.hybrid.hybrid_model as m;"
         "r = next(r for r in megacpp_overlays.audit().records if r.overlay.pack == 11);"
         "print(r.decision.value, hasattr(m.HybridModel.forward, '__wrapped__'), r.reason)"
     )

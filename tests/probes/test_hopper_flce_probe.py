@@ -151,6 +151,41 @@ def test_a_second_branch_that_asks_otherwise_is_not_recognised(edited: Callable[
 
 
 @pytest.mark.parametrize(
+    ("file", "old", "new", "reason"),
+    [
+        (
+            TARGET,
+            "        return loss\n",
+            "        return loss / labels.numel()\n",
+            "LinearCrossEntropy has an unknown body",
+        ),
+        (
+            TARGET,
+            "return for_hidden, for_weight,",
+            "return for_hidden / len(labels), for_weight,",
+            "has an unknown body",
+        ),
+        (
+            TARGET,
+            "    return LinearCrossEntropy.apply(",
+            "    return 0.5 * LinearCrossEntropy.apply(",
+            "has an unknown body",
+        ),
+        (ENTRY, '    raise NotImplementedError("the', '    return sums("the', "has an unknown body"),
+    ],
+    ids=["divided later", "gradient divided later", "divided by the caller", "sums"],
+)
+def test_who_divides_a_sum_is_a_part_of_the_contract(
+    edited: Callable[..., DirectoryTree], file: Path, old: str, new: str, reason: str
+) -> None:
+    """An entry that returns sums, which are divided later, has the names of the contract and not its numbers."""
+    found = ask(feature.probe, edited(old, new, file))
+
+    assert found.verdict is Verdict.UNRECOGNISED
+    assert reason in found.summary()
+
+
+@pytest.mark.parametrize(
     ("old", "new"),
     [("sequence_parallel=False):", "sequence_parallel=False, z_loss=0.0):"), ("    accu,\n", "    lse,\n")],
     ids=["forward", "backward"],

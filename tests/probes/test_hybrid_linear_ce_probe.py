@@ -21,6 +21,7 @@ HYBRID = "models/hybrid/hybrid_model.py"
 MAMBA = "models/mamba/mamba_model.py"
 LAYER = "transformer/linear_cross_entropy.py"
 MTP = "transformer/multi_token_prediction.py"
+FUSED = "fusions/fused_linear_cross_entropy.py"
 LANGUAGE = "models/common/language_module/language_module.py"
 
 
@@ -188,6 +189,14 @@ def test_what_the_view_does_not_rely_on_may_change(edited: Callable[..., Directo
         (LANGUAGE, "return logits *", "return soft_cap(logits) *", "scaled by something else"),
         (LANGUAGE, "def _scale_logits(", "def _scale(", "there is no LanguageModule._scale_logits"),
         (LANGUAGE, '== "native"', '!= "linear"', "knows linear itself"),
+        (LANGUAGE, "        return loss\n", "        return loss + self.config.z_loss * logits.logsumexp(-1).t() ** 2\n", "compute_language_model_loss has an unknown body"),
+        (LANGUAGE, "        return loss\n", "        return self.add_z_loss(loss) if self.config.z_loss else loss\n", "compute_language_model_loss has an unknown body"),
+        (LANGUAGE, "return logits *", "return logits * 2 *", "_scale_logits has an unknown body"),
+        (LAYER, "linear_cross_entropy(\n            hidden,", "linear_cross_entropy(\n            hidden * self.config.mup_output_mult,", "LinearCrossEntropyModule has an unknown body"),
+        (LAYER, "linear_cross_entropy(\n            hidden,", "linear_cross_entropy(\n            self._scaled(hidden),", "LinearCrossEntropyModule has an unknown body"),
+        (LAYER, "class LinearCrossEntropyModule", "def later():\n    LinearCrossEntropyModule.weight_scale = 2\n\n\nclass LinearCrossEntropyModule", "is changed outside"),
+        (FUSED, "        return loss\n", "        return loss * 2\n", "LinearCrossEntropy has an unknown body"),
+        (MTP, "                labels=wanted,\n", "                labels=wanted + 0,\n", "process_mtp_loss has an unknown body"),
         (MTP, "heads[number],\n                weight=output_weight,\n                runtime_gather_output=runtime_gather_output,\n                output", "heads[number] * 2,\n                weight=output_weight,\n                runtime_gather_output=runtime_gather_output,\n                output", "MTP asks"),
         (MTP, "                labels=wanted,\n", "                labels=wanted,\n                scale=2,\n", "MTP asks"),
         (MTP, "                labels=wanted,\n", "", "MTP asks"),
