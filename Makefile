@@ -89,6 +89,12 @@ test: setup lint ## set up everything, then lint, type checks, contracts, docume
 	@rm -f .coverage.* # what is left is empty: the data file of a child that was killed
 	@$(BIN)/coverage report --fail-under=$(MINIMUM_COVERAGE)
 
+MUTANTS ?= 30000
+SEED ?= 1
+.PHONY: adversary
+adversary: setup ## mutate what probes read, MUTANTS=30000 times, and fail if one is installed on, retired or raises; SEED=1 chooses them
+	@PYTHONPATH=tests/support $(BIN)/python -W ignore -m adversary --mutants $(MUTANTS) --seed $(SEED)
+
 .PHONY: matrix
 matrix: wheels ## probe every release of every target; write packs/matrix.json, packs/matrix.html and the pages of docs/ that quote it
 	@$(BIN)/python -m megacpp_overlays matrix --archives .cache/wheels --write packs

@@ -27,7 +27,7 @@ def plain_subclass(source: ModuleSource, name: str, base: str) -> ast.ClassDef:
         raise unknown(source, None, f"{name} is no plain class of this module")
     if [ast.unparse(each) for each in found.bases] != [base] or found.keywords:
         raise unknown(source, found, f"{name} has other bases than {base}")
-    for change in source.bindings.changes(name):
+    for change in (*source.bindings.changes(name), *source.bindings.of(f"{name}.__getattribute__")):
         raise unknown(source, change, f"{name} is changed outside its class")
     return found
 
@@ -40,7 +40,7 @@ def changed_method(source: ModuleSource, class_name: str, known: Mapping[str, Co
     """
     for name, bodies in known.items():
         method = source.function(f"{class_name}.{name}")
-        if method is None:
+        if method is None or method not in getattr(source.find(class_name), "body", ()):  # below a condition
             return Evidence(seen=f"{class_name} has no method {name}", file=source.path)
         if (seen := fingerprint(method)) not in bodies:
             return at(source, method, f"{class_name}.{name} has an unknown body {seen}")

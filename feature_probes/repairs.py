@@ -155,7 +155,7 @@ class _Reader:
         heads = [[each.decorator_list, getattr(each, "bases", []), getattr(each, "keywords", [])] for each in classes]
         members = [sorted({getattr(each, "name", "") for each in cls.body}) for cls in classes]
         read = [node, *(each for head in heads for kind in head for each in kind)]
-        return fingerprint([node, heads, members, *self._used(read)])
+        return fingerprint([node, heads, members, *self._used(read), *bindings.changes(symbol)])
 
     def _used(self, nodes: Sequence[ast.AST]) -> Iterator[object]:
         """Yield the names of the module that code uses with what binds them, and the functions among that, and what those use."""

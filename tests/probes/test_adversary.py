@@ -1,0 +1,223 @@
+"""A few hundred mutants of what probes read, the same in each run; `make adversary` runs thirty thousand."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from random import Random
+
+import pytest
+from adversary.bases import FEW, Base, base, bases, sources
+from adversary.campaign import judged, known_bodies, outcome
+from adversary.judging import GONE, INSTALLED, RAISED, RETIRED, judge
+from adversary.mutants import IN_CLASS, KINDS, MEMBERS, REBINDS, Module, Mutant, mutants
+from adversary.outline import Outline, hits
+from probing import Texts, ask
+
+from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed
+from megacpp_overlays.frozen import replace
+from megacpp_overlays.loader import registry
+from megacpp_overlays.model import Body, Erratum, Finding, Verdict
+from megacpp_overlays.overlays import float16_optimizer_state_ids
+from megacpp_overlays.source import fingerprint
+from megacpp_overlays.source.trees import SourceTree
+
+PART = float16_optimizer_state_ids.OVERLAY
+MODULE, CLASS = PART.target.module, PART.target.symbol
+METHOD = f"{CLASS}.sharded_state_dict"
+(SHAPE,) = PART.repairs
+TEXT = f'''
+"""A module."""
+
+import torch
+
+
+def helper(x):
+    return x + 1
+
+
+class Base:
+    pass
+
+
+class {CLASS}(Base):
+    def sharded_state_dict(self, model, first=1, second=2):
+        """Say what it does."""
+        if model is None:
+            return {{}}
+        for each in range(first):
+            total = helper(each) + second
+        return convert(first, total)
+
+    def other(self):
+        return 1
+'''
+
+
+@pytest.mark.unmeasured
+def test_no_mutant_is_installed_on_or_retired_by_luck_and_none_raises() -> None:
+    found = outcome(judged(bases(registry.load(), FEW), 26 * len(KINDS), seed=24, chunk=len(KINDS)))
+
+    assert not found.violations, "\n\n".join(text for texts in found.offenders.values() for text in texts)
+    assert found.rows.keys() >= {f"{each.id}/{each.target.module.rpartition('.')[2]}" for each in OFFLINE}
+    assert sum(row.verdicts["UNRECOGNISED"] for row in found.rows.values()) > 100
+
+
+OFFLINE = [each for each in registry.load() if each.target.distribution == "liger-kernel" or each.id.startswith("dsa")]
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda module: module.with_((module.outline.definitions[METHOD], under_a_flag(module))),
+        lambda module: module.text + f"\n\nif FLAG:\n    {CLASS}.sharded_state_dict = older\n",
+        lambda module: module.text.replace(
+            "    def state_dict(", "    def __getattribute__(self, name): ...\n\n    def state_dict("
+        ),
+    ],
+    ids=["defined under a flag", "set under a flag", "looked up in another way"],
+)
+def test_a_known_method_that_is_not_what_runs_is_not_broken_in_a_known_way(edit: Callable[[Module], str]) -> None:
+    (release,) = [each.open() for each in sources(["megatron_core-0.19.2-"]) if each.name.startswith("megatron")]
+    source = release.module(MODULE)
+    assert source is not None
+    assert ask(PART.probe, release).verdict is Verdict.BROKEN
+
+    found = ask(PART.probe, Texts({MODULE: edit(Module(source.text))}, release))
+
+    assert found.verdict is Verdict.UNRECOGNISED
+
+
+def under_a_flag(module: Module) -> str:
+    return "if FLAG:\n        " + module.code(module.outline.definitions[METHOD]).replace("\n", "\n    ")
+
+
+# The adversary can fail
+
+
+def fooled(probe: Callable[[SourceTree], Finding]) -> Erratum:
+    return replace(PART, probe=probe)
+
+
+def believes_in_a_name(tree: SourceTree) -> Finding:
+    source = tree.module(MODULE)
+    if source is None or f"class {CLASS}" not in source.text:
+        return absent("there is no such class")
+    fingerprint.fingerprint(source.function(METHOD)) if "raise" not in source.text else None
+    return broken(SHAPE, at(source, ast.Pass(), "there is such a class"))
+
+
+def takes_it_for_repaired(tree: SourceTree) -> Finding:
+    source = tree.module(MODULE)
+    if source is None or f"class {CLASS}" not in source.text:
+        return absent("there is no such class")
+    return fixed(at(source, ast.Pass(), "there is such a class"), repair=[Body(MODULE, METHOD)])
+
+
+def leaves(tree: SourceTree) -> Finding:
+    source = tree.module(MODULE)
+    if source is not None and source.text != TEXT:
+        raise SystemExit(3)
+    return absent("it is as it was")
+
+
+@pytest.mark.parametrize(
+    ("probe", "violations"),
+    [(believes_in_a_name, {INSTALLED, GONE}), (takes_it_for_repaired, {RETIRED, GONE}), (leaves, {RAISED})],
+)
+def test_a_credulous_probe_is_found_out(probe: Callable[[SourceTree], Finding], violations: set[str]) -> None:
+    made = base(fooled(probe), "made up", Texts({MODULE: TEXT}))
+
+    found = outcome(judged([made], 90, seed=1))
+
+    assert set(found.violations) == violations
+    assert all(found.violations[each] >= 3 for each in violations)
+    assert all(f"--- {MODULE}" in text for texts in found.offenders.values() for text in texts)
+
+
+def test_a_mutant_that_means_the_same_may_keep_its_verdict() -> None:
+    made = base(fooled(takes_it_for_repaired), "made up", Texts({MODULE: TEXT}))
+
+    same = judge(made, MODULE, Mutant("layout", "", TEXT, TEXT.replace("is None:\n", "is None:  # nothing\n\n")), {})
+    docstring = judge(made, MODULE, Mutant("layout", "", TEXT, TEXT.replace("Say what", "Say otherwise what")), {})
+    other = judge(made, MODULE, Mutant("operand", "", TEXT, TEXT.replace("return 1", "return 2")), {})
+    changed = judge(made, MODULE, Mutant("operand", "", TEXT, TEXT.replace("+ second", "- second")), {})
+
+    assert [(each.violation, each.is_equal) for each in (same, docstring)] == [(None, True)] * 2
+    assert (other.violation, other.is_equal) == (None, False)
+    assert (changed.violation, changed.verdict) == (RETIRED, Verdict.FIXED)
+
+
+def test_a_mutant_may_be_what_another_release_is() -> None:
+    newer = TEXT.replace("second=2", "second=3")
+    one, other = (base(fooled(takes_it_for_repaired), "made up", Texts({MODULE: text})) for text in (TEXT, newer))
+
+    found = judge(one, MODULE, Mutant("operand", "", TEXT, newer), known_bodies([one, other]))
+
+    assert (found.violation, found.verdict) == (None, Verdict.FIXED)
+
+
+# Mutants
+
+
+def test_the_same_seed_gives_the_same_mutants_and_each_says_what_it_is() -> None:
+    made = bases_of_a_text()
+    first, again, other = (
+        [(each.mutant.text, each.base.release) for each in judged([made], 60, seed=s)] for s in (1, 1, 2)
+    )
+    few = [each.mutant for each in judged([made], 18, seed=1)]
+
+    assert first == again
+    assert first != other
+    assert {each.kind for each in few} == set(KINDS)
+    assert all(each.what and each.hunk().startswith("---") for each in few)
+
+
+def bases_of_a_text() -> Base:
+    return base(fooled(believes_in_a_name), "made up", Texts({MODULE: TEXT}))
+
+
+def test_processes_share_the_mutants_of_a_seed_between_them() -> None:
+    made = bases_of_a_text()
+    alone = [each.mutant.text for each in judged([made], 100, seed=3)]
+
+    shared = [each.mutant.text for turn in range(3) for each in judged([made], 100, seed=3, turn=turn, turns=3)]
+
+    assert len(alone) == 100
+    assert sorted(shared) == sorted(alone)
+
+
+def test_mutants_can_be_parsed_and_say_which_names_they_change() -> None:
+    source, rng = mutants(TEXT, Random(5), [METHOD]), Random(6)
+    before = Outline(TEXT)
+    for mutant in (next(source) for _ in range(400)):
+        changed = before.changed(Outline(mutant.text)) | mutant.rebound
+        assert mutant.is_harmless or changed or mutant.kind in {"comment and string", "operand"}, mutant.hunk()
+    assert rng.random() < 1
+
+
+@pytest.mark.parametrize("code", [*REBINDS.values()], ids=[*REBINDS])
+def test_every_way_to_rebind_a_name_is_python(code: str) -> None:
+    compile(code.format(n="name"), "mutant", "exec")
+
+
+@pytest.mark.parametrize("code", [*MEMBERS.values(), *IN_CLASS.values()])
+def test_every_way_to_change_a_class_is_python(code: str) -> None:
+    compile(code.format(c="Layer", m="forward"), "mutant", "exec")
+
+
+@pytest.mark.parametrize(
+    ("changed", "symbol", "hit"),
+    [
+        ({"Layer.forward"}, "Layer.forward", True),
+        ({"Layer.forward"}, "Layer", True),
+        ({"Layer"}, "Layer.forward", True),
+        ({"Layer.forward"}, "Layer.other", False),
+        ({"helper"}, "Layer", False),
+        ({"helper"}, "", True),
+        ({"*"}, "Layer", True),
+        (set(), "", False),
+    ],
+)
+def test_what_a_change_reaches(changed: set[str], symbol: str, hit: bool) -> None:
+    assert hits(frozenset(changed), symbol) is hit

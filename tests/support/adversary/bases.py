@@ -1,0 +1,256 @@
+"""What mutants are made of: a probe with a release or tree, what it says of that, and the bodies that it says so of."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+from places import ROOT, WHEELS
+from probing import Texts
+from repair_cases import CASES, Case
+from trees import STAND_INS
+
+from adversary.outline import Outline
+from megacpp_overlays.errors import OverlayError
+from megacpp_overlays.loader.probing import examine
+from megacpp_overlays.model import Body, Erratum, Finding, Verdict
+from megacpp_overlays.source import fingerprint
+from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.trees import ModuleSource, ShippedFile, SourceTree, shipped
+
+FEW = (
+    "liger_kernel-0.8.1-",
+    "liger_kernel-0.8.5-",
+    "megatron_core-0.16.1-",
+    "megatron_core-0.19.2-",
+    "mamba_ssm-2.3.2.",
+)
+"""Releases that stand for the others where there is little time."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A name in a module."""
+
+    module: str
+    symbol: str
+
+
+@dataclass(frozen=True)
+class Base:
+    """One probe and one tree."""
+
+    part: Erratum
+    release: str
+    tree: Read
+    finding: Finding
+    bodies: frozenset[Place]
+    """What the probe took fingerprints of: whole definitions, and statements of modules."""
+    learnt: tuple[ModuleType, object] | None = None
+    """A module of a probe, and the table that it would have if somebody had read this repair."""
+
+    @property
+    def name(self) -> str:
+        """Return how the overlay is called, with the module that this part of it is about."""
+        return name_of(self.part)
+
+    @property
+    def repair(self) -> frozenset[Place]:
+        """Return the bodies that hold a repair, if this has one."""
+        return frozenset(Place(each.module, each.symbol) for each in self.finding.repair if isinstance(each, Body))
+
+    @property
+    def seams(self) -> frozenset[Place]:
+        """Return what would be replaced here."""
+        found = self.part.repairs.get(self.finding.shape or "", ())
+        return frozenset(Place(self.part.target.module, each.symbol) for each in found)
+
+    @contextlib.contextmanager
+    def known(self) -> Iterator[None]:
+        """Let the probe know what it is to know."""
+        if self.learnt is None:
+            yield
+        else:
+            with mock.patch.object(self.learnt[0], "_REPAIRED", self.learnt[1]):
+                yield
+
+
+@dataclass
+class Read:
+    """The texts that a probe asked a tree for; no other is kept."""
+
+    texts: dict[str, str | None] = field(default_factory=dict)
+    files: dict[tuple[str, str], ShippedFile | None] = field(default_factory=dict)
+    failing: dict[object, OverlayError] = field(default_factory=dict)
+    more: SourceTree | None = None
+    """Where a mutant's probe looks that asks for more."""
+
+    def module(self, name: str) -> ModuleSource | None:
+        """Return the source of a module."""
+        if name in self.failing:
+            raise self.failing[name]
+        if name not in self.texts:
+            return self.more.module(name) if self.more is not None else None
+        text = self.texts[name]
+        return None if text is None else ModuleSource(name, f"{name.replace('.', '/')}.py", text)
+
+    def shipped(self, package: str, path: str) -> ShippedFile | None:
+        """Return a file that is no module."""
+        if (package, path) in self.failing:
+            raise self.failing[package, path]
+        if (package, path) not in self.files and self.more is not None:
+            return shipped(self.more, package, path)
+        return self.files.get((package, path))
+
+    def key(self) -> tuple[object, ...]:
+        """Return what two trees have in common that are the same to a probe."""
+        return (tuple(self.texts.items()), tuple((key, file and file.text) for key, file in self.files.items()))
+
+
+class _Recording:
+    """A tree that keeps what it was asked for, with one source for each name."""
+
+    def __init__(self, tree: SourceTree) -> None:
+        self._tree = tree
+        self.read = Read(more=tree)
+        self.sources: dict[str, ModuleSource | None] = {}
+
+    def module(self, name: str) -> ModuleSource | None:
+        if name not in self.sources:
+            try:
+                self.sources[name] = self._tree.module(name)
+            except OverlayError as error:
+                self.read.failing[name] = error
+                raise
+            found = self.sources[name]
+            self.read.texts[name] = None if found is None else found.text
+        return self.sources[name]
+
+    def shipped(self, package: str, path: str) -> ShippedFile | None:
+        try:
+            found = shipped(self._tree, package, path)
+        except OverlayError as error:
+            self.read.failing[package, path] = error
+            raise
+        self.read.files[package, path] = found
+        return found
+
+
+def base(part: Erratum, release: str, tree: SourceTree, learnt: tuple[ModuleType, object] | None = None) -> Base:
+    """Ask a probe about a tree, and note what it read and what it took fingerprints of."""
+    recording = _Recording(tree)
+    taken: list[object] = []
+    before = Base(part, release, recording.read, _NOTHING, frozenset(), learnt)
+    with before.known(), _fingerprints(taken):
+        finding = examine(part, recording)
+    bodies = frozenset(_places(recording.sources, taken)) if finding.verdict is Verdict.BROKEN else frozenset[Place]()
+    return Base(part, release, recording.read, finding, bodies, learnt)
+
+
+_NOTHING: Any = None
+
+
+@contextlib.contextmanager
+def _fingerprints(taken: list[object]) -> Iterator[None]:
+    """Note what probes take fingerprints of."""
+    original = fingerprint.fingerprint
+
+    def noting(node: object) -> str:
+        taken.append(node)
+        return original(node)
+
+    with contextlib.ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if vars(module).get("fingerprint") is original and name != fingerprint.__name__:
+                stack.enter_context(mock.patch.object(module, "fingerprint", noting))
+        yield
+
+
+def _places(sources: dict[str, ModuleSource | None], taken: Iterable[object]) -> Iterator[Place]:
+    nodes = {id(node) for each in taken for node in _flat(each)}
+    for name, source in sources.items():
+        if source is None or "syntax" not in vars(source):
+            continue
+        outline = Outline(source.text, source.syntax)
+        for node, symbols in outline.of_node.items():
+            if node in nodes:
+                yield from (Place(name, symbol) for symbol in symbols)
+
+
+def _flat(node: object) -> Iterator[ast.AST]:
+    if isinstance(node, ast.AST):
+        yield node
+    elif isinstance(node, list | tuple):
+        for each in node:
+            yield from _flat(each)
+
+
+def name_of(part: Erratum) -> str:
+    """Return the name of a part."""
+    return f"{part.id}/{part.target.module.rpartition('.')[2]}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A release or tree that can be read."""
+
+    name: str
+    open: Callable[[], SourceTree]
+
+
+def sources(only: Sequence[str] | None = None) -> list[Source]:
+    """Return every release and tree that tests know: wheels, stand-ins, and what is installed in lanes.
+
+    Args:
+        only: beginnings of names of wheels; then lanes are left out.
+    """
+    wheels = [path for path in sorted(WHEELS.glob("*-*")) if only is None or path.name.startswith(tuple(only))]
+    found = [
+        Source("-".join(path.name.split("-")[:2]).removesuffix(".tar.gz"), lambda path=path: ArchiveTree(path))
+        for path in wheels
+    ]  # type: ignore[misc]
+    found += [Source(name, lambda path=path: DirectoryTree(path)) for name, path in STAND_INS.items()]  # type: ignore[misc]
+    if only is None:
+        lanes: list[Path] = sorted((ROOT / ".envs").glob("*/lib/python3*/site-packages"))
+        found += [Source(f"lane {path.parents[2].name}", lambda path=path: DirectoryTree(path)) for path in lanes]  # type: ignore[misc]
+    return found
+
+
+def bases(parts: Sequence[Erratum], only: Sequence[str] | None = None) -> list[Base]:
+    """Return what the probes of all parts say of all trees, and of the repairs that tests made up; each text once."""
+    found: list[Base] = []
+    known = set[tuple[object, ...]]()
+    for each in sources(only):
+        tree = each.open()
+        for part in parts:
+            made = base(part, each.name, tree)
+            made.tree.more = None  # an archive is closed; what a mutant's probe asks for beside is not here
+            key = (part.id, part.target.module, made.tree.key())
+            if key not in known and any(text is not None for text in made.tree.texts.values()):
+                known.add(key)
+                found.append(made)
+        if isinstance(tree, ArchiveTree):
+            tree.close()
+    return [*found, *(made for name, case in CASES.items() for made in _made_up(parts, name, case))]
+
+
+def _made_up(parts: Sequence[Erratum], name: str, case: Case) -> Iterator[Base]:
+    """Yield the base of a repair in a few lines, that the probe is told to know."""
+    probe = getattr(case.feature, case.probe)
+    for part in parts:
+        if part.probe is probe:
+            learnt = case.to_learn()
+            made = base(
+                part,
+                f"made up, {name}",
+                Texts(case.texts(), case.tree()),
+                None if learnt is None else (case.feature, learnt),
+            )
+            yield made
