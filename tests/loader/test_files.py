@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 from collections.abc import Iterator
@@ -15,13 +16,18 @@ from megacpp_overlays.files import read, write, write_text
 from megacpp_overlays.upkeep.matrix import matrix_build, matrix_page
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def only_4096_bytes() -> Iterator[None]:
-    """No file may be longer, as under `ulimit -f 4`: what a full disk is to whoever writes."""
+    """No file may be longer, as under `ulimit -f 4`: what a full disk is to whoever writes.
+
+    Not a fixture: what runs the tests may write to a long file of its own as soon as a test is over.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_text_is_written_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -60,12 +66,12 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "real" / "file").read_text() == "new"
 
 
-def test_of_several_files_none_is_written_unless_all_can_be(tmp_path: Path, only_4096_bytes: None) -> None:
+def test_of_several_files_none_is_written_unless_all_can_be(tmp_path: Path) -> None:
     small, large = tmp_path / "small", tmp_path / "large"
     small.write_text("old")
     large.write_text("old")
 
-    with pytest.raises(OSError, match="File too large") as refused:
+    with only_4096_bytes(), pytest.raises(OSError, match="File too large") as refused:
         write({small: b"new", large: b"n" * 5000})
 
     assert refused.value.filename == str(large)
@@ -98,14 +104,14 @@ def test_a_file_keeps_its_mode(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o640
 
 
-def test_the_ledger_keeps_its_history_on_a_full_disk(
-    tmp_path: Path, only_4096_bytes: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_ledger_keeps_its_history_on_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger = tmp_path / "RETIREMENT.md"
     ledger.write_text("## History\n\nWritten by hand.\n")
 
-    assert cli.main(["ledger", "--write", str(ledger)]) == 1
+    with only_4096_bytes():
+        ended = cli.main(["ledger", "--write", str(ledger)])
 
+    assert ended == 1
     assert ledger.read_text() == "## History\n\nWritten by hand.\n"
     assert capsys.readouterr().err == f"megacpp-overlays: {ledger}: File too large\n"
 
