@@ -70,6 +70,9 @@ def check_known(source: ModuleSource, symbol: str, bodies: Collection[str]) -> N
     node = source.find(symbol)
     if node is None:
         raise unknown(source, None, f"{source.name} has no {symbol}")
+    owner = source.find(symbol.rpartition(".")[0]) if "." in symbol else source.syntax
+    if node not in getattr(owner, "body", ()):
+        raise unknown(source, node, f"{symbol} is defined under a condition")
     if (seen := fingerprint(node)) not in bodies:
         raise unknown(source, node, f"{symbol} has an unknown body {seen}")
     for change in source.bindings.changes(symbol) if "." not in symbol else ():

@@ -152,6 +152,8 @@ class _Reader:
         if not bindings.of(parts[0]) or not bindings.of(symbol):
             return _NOT_THERE
         *classes, node = (self._standing(".".join(parts[:depth])) for depth in range(1, len(parts) + 1))
+        if isinstance(node, ast.ClassDef):
+            self._check_members(symbol, node)
         heads = [[each.decorator_list, getattr(each, "bases", []), getattr(each, "keywords", [])] for each in classes]
         members = [sorted({getattr(each, "name", "") for each in cls.body}) for cls in classes]
         read = [node, *(each for head in heads for kind in head for each in kind)]
@@ -178,6 +180,18 @@ class _Reader:
             line = getattr(found, "lineno", None)
             raise SourceError(f"{name} is no definition that stands alone", file=self._source.path, line=line)
         return found
+
+    def _check_members(self, symbol: str, cls: ast.ClassDef) -> None:
+        """Check that nothing outside of a class sets a method of it.
+
+        Raises:
+            SourceError: something may.
+        """
+        for name in {each.name for each in cls.body if isinstance(each, FunctionNode)}:
+            for each in self._source.bindings.of(f"{symbol}.{name}"):
+                line = getattr(each, "lineno", 0)
+                if not cls.lineno <= line <= (cls.end_lineno or 0):
+                    raise SourceError(f"{symbol}.{name} is set outside of its class", file=self._source.path, line=line)
 
     def _bound(self, name: str) -> list[object]:
         """Return what binds a name of the module: a class by its name, anything else at the module's level as a statement.

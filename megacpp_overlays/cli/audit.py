@@ -13,7 +13,7 @@ from megacpp_overlays.loader import session
 from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.model import Decision, Record
 from megacpp_overlays.repro import inventory
-from megacpp_overlays.repro.witnessing import Options
+from megacpp_overlays.repro.witnessing import WitnessOptions
 
 
 def add_to(commands: Subparsers) -> None:
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> bool:
     """Print the audit; return whether it is clean."""
     current = session.current()
     if arguments.witness:
-        attempts = witness.witness(current, Options(packs=inventory.own_folder(), settings=current.settings))
+        attempts = witness.witness(current, WitnessOptions(packs=inventory.own_folder(), settings=current.settings))
         print(*map(witness.line, attempts), sep="\n", end="\n" if attempts else "", file=sys.stderr)
     audit = pre_flight(current, deep=arguments.deep)
     print(audit.to_json() if arguments.json else audit)

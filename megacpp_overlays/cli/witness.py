@@ -14,7 +14,7 @@ from megacpp_overlays.loader import session
 from megacpp_overlays.loader.witnesses import folder_of
 from megacpp_overlays.near_names import suggestion
 from megacpp_overlays.repro import ending, inventory
-from megacpp_overlays.repro.witnessing import Attempt, Options, asked_for, prove, unproved
+from megacpp_overlays.repro.witnessing import Attempt, WitnessOptions, asked_for, prove, unproved
 
 _TEXT = "Prove here, by running its reproducer on upstream alone, that what looks repaired is repaired, and keep that."
 _MORE = """\
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     if unknown := [name for name in arguments.ids if name not in known]:
         parser.error(f"there is no overlay {', '.join(unknown)}; {suggestion(unknown[0], sorted(known))}")
     attempts = witness(
-        current, Options(packs=packs, settings=current.settings, timeout=arguments.timeout), arguments.ids
+        current, WitnessOptions(packs=packs, settings=current.settings, timeout=arguments.timeout), arguments.ids
     )
     if arguments.json:
         print(json.dumps({"schema": 1, "witnesses": [_as_dict(each) for each in attempts]}, indent=2))
@@ -65,10 +65,10 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     return all(each.proved for each in attempts)
 
 
-def witness(current: session.Session, how: Options, ids: Sequence[str] = ()) -> tuple[Attempt, ...]:
+def witness(current: session.Session, how: WitnessOptions, ids: Sequence[str] = ()) -> tuple[Attempt, ...]:
     """Prove what looks repaired, or what was named, and tell on stderr how that goes."""
     progress = functools.partial(print, file=sys.stderr, flush=True)
-    how = Options(packs=how.packs, settings=how.settings, timeout=how.timeout, progress=progress)
+    how = WitnessOptions(packs=how.packs, settings=how.settings, timeout=how.timeout, progress=progress)
     with ending.by_exception():
         if ids:
             return asked_for(current.overlays, ids, how)

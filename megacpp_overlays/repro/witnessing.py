@@ -24,7 +24,7 @@ from megacpp_overlays.source.trees import InstalledTree, Remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class WitnessOptions:
     """How to run reproducers."""
 
     packs: Path
@@ -62,7 +62,7 @@ def unproved(overlays: Sequence[Erratum], settings: Settings) -> tuple[Erratum, 
     return tuple(part for part in overlays if examine_installed(part, tree, settings).looks_repaired)
 
 
-def prove(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: Options) -> Iterator[Attempt]:
+def prove(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessOptions) -> Iterator[Attempt]:
     """Run the cases of parts that look repaired, keep a witness of each that they prove, and say what became of it.
 
     Args:
@@ -81,7 +81,9 @@ def prove(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: Options) -
         yield from (_concluded(part, pack.reproducer, ran, how) for part in chosen)
 
 
-def _run(pack: inventory.Pack, overlays: Sequence[Erratum], parts: Sequence[Erratum], how: Options) -> list[_Ran]:
+def _run(
+    pack: inventory.Pack, overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessOptions
+) -> list[_Ran]:
     cases = [
         case
         for case in inventory.load_cases(pack.reproducer)
@@ -97,7 +99,7 @@ def _run(pack: inventory.Pack, overlays: Sequence[Erratum], parts: Sequence[Erra
     return ran
 
 
-def _concluded(part: Erratum, reproducer: Path, ran: Sequence[_Ran], how: Options) -> Attempt:
+def _concluded(part: Erratum, reproducer: Path, ran: Sequence[_Ran], how: WitnessOptions) -> Attempt:
     """Return what the cases show of a part, and keep it where that is a proof."""
     module = part.target.module
     about = [each for each in ran if not each.case.targets or module in each.case.targets]
@@ -153,7 +155,7 @@ def nothing_to_prove(part: Erratum, finding: Finding) -> Attempt:
     return Attempt(overlay=part.id, target=part.target.module, proved=needs_none, reason=reason)
 
 
-def asked_for(overlays: Sequence[Erratum], ids: Sequence[str], how: Options) -> tuple[Attempt, ...]:
+def asked_for(overlays: Sequence[Erratum], ids: Sequence[str], how: WitnessOptions) -> tuple[Attempt, ...]:
     """Prove anew what looks repaired of the overlays with these ids; of the others say why there is nothing to prove."""
     tree = Remembered(InstalledTree())
     found: list[Attempt] = []

@@ -62,7 +62,7 @@ def _probed(part: Erratum, overlays: Sequence[Erratum], settings: Settings) -> d
 
 
 def _witnessed(packs: Path, timeout: float, overlays: Sequence[Erratum], settings: Settings) -> list[dict[str, object]]:
-    how = witnessing.Options(packs=packs, settings=settings, timeout=timeout)
+    how = witnessing.WitnessOptions(packs=packs, settings=settings, timeout=timeout)
     attempts = witnessing.prove(overlays, witnessing.unproved(overlays, settings), how)
     return [{"overlay": e.overlay, "module": e.target, "proved": e.proved, "reason": e.reason} for e in attempts]
 
