@@ -57,7 +57,7 @@ def test_without_its_neighbours_it_stays_out(tmp_path: Path) -> None:
 
     assert done.returncode != 0
     assert "AssertionError: dt_bias is torch.bfloat16" in done.stderr
-    assert "it needs float16-optimizer-state-ids" in (tmp_path / "overlays.log").read_text()
+    assert "it needs float16-distributed-order, which is disabled here" in (tmp_path / "overlays.log").read_text()
 
 
 # What a case runs
