@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.cli.commands import Subparsers, packs_folder
 from megacpp_overlays.loader import session
 from megacpp_overlays.repro import ending, inventory, receipts, runner
 from megacpp_overlays.repro.case import Case, PackError
@@ -45,9 +45,7 @@ def add_to(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Do what was asked; return the exit code."""
-    folder = arguments.packs or inventory.own_folder()
-    if not folder.is_dir():
-        parser.error("--packs: there is no such folder")
+    folder = packs_folder(arguments, parser)
     if arguments.list and arguments.number is None:
         for each in inventory.list_packs(folder):
             _list(each)

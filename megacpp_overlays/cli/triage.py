@@ -9,11 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.cli.commands import Subparsers, check_ids, check_timeout, packs_folder
 from megacpp_overlays.loader import session
 from megacpp_overlays.model import Erratum
-from megacpp_overlays.near_names import suggestion
-from megacpp_overlays.repro import ending, inventory
+from megacpp_overlays.repro import ending
 from megacpp_overlays.upkeep import environments, evidence, locks
 from megacpp_overlays.upkeep.triage import triage, triage_report
 
@@ -53,15 +52,10 @@ def add_to(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     """Print the triage; return whether nothing is in conflict or past its retirement."""
-    packs = arguments.packs or inventory.own_folder()
-    if not packs.is_dir():
-        parser.error("--packs: there is no such folder")
-    if arguments.timeout <= 0:
-        parser.error("--timeout: seconds, more than 0")
+    packs = packs_folder(arguments, parser)
+    check_timeout(arguments, parser)
     overlays = session.current().overlays
-    known = {overlay.id for overlay in overlays}
-    if unknown := [name for name in arguments.only or () if name not in known]:
-        parser.error(f"--only: there is no overlay {', '.join(unknown)}; {suggestion(unknown[0], sorted(known))}")
+    check_ids(arguments.only or (), overlays, parser, "--only")
     before, after = locks.read(arguments.before), locks.read(arguments.after)
     triage.changes(before, after, overlays)  # no environment is made for what is no upgrade
     find = functools.partial(environments.of, folder=arguments.environments, create=arguments.create)

@@ -9,11 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.cli.commands import Subparsers, check_ids, check_timeout, packs_folder
 from megacpp_overlays.loader import session
 from megacpp_overlays.loader.witnesses import folder_of
-from megacpp_overlays.near_names import suggestion
-from megacpp_overlays.repro import ending, inventory
+from megacpp_overlays.repro import ending
 from megacpp_overlays.repro.witnessing import Attempt, WitnessOptions, asked_for, prove, unproved
 
 _TEXT = "Prove here, by running its reproducer on upstream alone, that what looks repaired is repaired, and keep that."
@@ -44,15 +43,10 @@ def add_to(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     """Prove what looks repaired; return whether all of it was."""
-    packs = arguments.packs or inventory.own_folder()
-    if not packs.is_dir():
-        parser.error("--packs: there is no such folder")
-    if arguments.timeout <= 0:
-        parser.error("--timeout: seconds, more than 0")
+    packs = packs_folder(arguments, parser)
+    check_timeout(arguments, parser)
     current = session.current()
-    known = {overlay.id for overlay in current.overlays}
-    if unknown := [name for name in arguments.ids if name not in known]:
-        parser.error(f"there is no overlay {', '.join(unknown)}; {suggestion(unknown[0], sorted(known))}")
+    check_ids(arguments.ids, current.overlays, parser)
     attempts = witness(
         current, WitnessOptions(packs=packs, settings=current.settings, timeout=arguments.timeout), arguments.ids
     )

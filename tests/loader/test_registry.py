@@ -13,7 +13,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from made_up import Upstream
+from made_up import Upstream, install_plugin
 
 from megacpp_overlays import overlays
 from megacpp_overlays.errors import RegistryError, SettingsError
@@ -119,10 +119,7 @@ def test_a_plugin_that_is_not_installed_is_refused_by_name() -> None:
 
 def test_a_plugin_is_loaded_only_when_it_is_named(upstream: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
     upstream.write("OVERLAY = 'not an overlay'\n", module="plugin")
-    info = upstream.folder / "made_up_plugin-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up-plugin\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{registry.PLUGIN_GROUP}]\nours = {upstream.name}.plugin:OVERLAY\n")
+    install_plugin(upstream.folder, f"{upstream.name}.plugin:OVERLAY", name="ours")
 
     assert registry.load()
     with pytest.raises(RegistryError, match="plugin ours declares 'not an overlay'"):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from installed import Edited, tree_of
 from probing import ask
+from repair_cases import PRUNED
 
 from megacpp_overlays.feature_probes.mamba3_siso_pipelining import ANY_STAGES, probe
 from megacpp_overlays.model import Verdict
@@ -17,16 +18,6 @@ pytestmark = pytest.mark.upstream
 
 FILE = "mamba_ssm/ops/triton/mamba3/mamba3_siso_fwd.py"
 TUNER = "@triton.autotune("
-PRUNED = """
-def keep(configs, named_args, **kwargs):
-    major, _ = torch.cuda.get_device_capability(named_args["Q"].device)
-    if major in (10, 12):
-        return [config for config in configs if config.num_stages == 1]
-    return configs
-
-
-@triton.autotune(
-    prune_configs_by={"early_config_prune": keep},"""
 
 
 def test_the_release_lets_the_tuner_choose() -> None:

@@ -23,7 +23,7 @@ import made_up_checkout
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
+from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream, install_plugin
 from made_up_checkout import Checkout
 from places import HANG_S, ROOT, SUPPORT
 
@@ -116,10 +116,7 @@ class Ran:
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inventory:
     """An inventory whose overlay is an installed plugin, with a broken upstream."""
     (tmp_path / "made_up_plugin.py").write_text(PLUGIN)
-    metadata = tmp_path / "made_up_plugin-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up-plugin\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[megacpp_overlays.overlays]\ndouble = made_up_plugin:OVERLAY\n")
+    install_plugin(tmp_path, "made_up_plugin:OVERLAY")
     path = [str(tmp_path), str(SUPPORT), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
     monkeypatch.setenv("MEGACPP_OVERLAYS_PLUGINS", "double")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from made_environments import HONEST, PLUGIN, Packs
-from made_up import BROKEN_TEXT, FIXED_TEXT, LOOKS_REPAIRED_TEXT, Upstream
+from made_up import BROKEN_TEXT, FIXED_TEXT, LOOKS_REPAIRED_TEXT, Upstream, install_plugin
 from places import ROOT, SUPPORT, UNMEASURED
 
 from megacpp_overlays import cli
@@ -65,10 +65,7 @@ class Made:
 @pytest.fixture
 def made(tmp_path: Path, session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     (tmp_path / "made_up_plugin.py").write_text(PLUGIN)
-    metadata = tmp_path / "made_up_plugin-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up-plugin\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[megacpp_overlays.overlays]\ndouble = made_up_plugin:OVERLAY\n")
+    install_plugin(tmp_path, "made_up_plugin:OVERLAY")
     path = [str(tmp_path), str(SUPPORT), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
     monkeypatch.setenv("MEGACPP_OVERLAYS_PLUGINS", "double")

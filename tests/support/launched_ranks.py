@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import warm_python
-from made_up import BROKEN_TEXT, Upstream
+from made_up import BROKEN_TEXT, Upstream, install_plugin
 from places import HANG_S, ROOT, SUPPORT, UNMEASURED
 
 LAUNCHER = SUPPORT.joinpath("ranks_launcher.py")
@@ -30,12 +30,7 @@ class Ranks:
         self.made_up.write(
             "from made_up import Upstream\nOVERLAY = Upstream('upstream_of_ranks', None).overlay()\n", "plugin"
         )
-        info = folder / "made_up_plugin-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up-plugin\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(
-            "[megacpp_overlays.overlays]\ndouble = upstream_of_ranks.plugin:OVERLAY\n"
-        )
+        install_plugin(folder, "upstream_of_ranks.plugin:OVERLAY")
 
     def command(self, timeout: float, expected: int, **plan: Any) -> list[str]:
         self.said = self.folder / "said"

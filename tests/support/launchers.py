@@ -8,7 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from made_up import Upstream
+from made_up import Upstream, install_plugin
 from places import HANG_S, ROOT, UNMEASURED
 
 HERE = Path(__file__).resolve().parent
@@ -19,10 +19,7 @@ def environment(upstream: Upstream, **variables: str) -> dict[str, str]:
     upstream.write(
         f"from made_up import Upstream\nOVERLAY = Upstream({upstream.name!r}, None).overlay()\n", module="plugin"
     )
-    info = upstream.folder / "made_up_plugin-1.0.dist-info"
-    info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up-plugin\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[megacpp_overlays.overlays]\ndouble = {upstream.name}.plugin:OVERLAY\n")
+    install_plugin(upstream.folder, f"{upstream.name}.plugin:OVERLAY")
     path = os.pathsep.join(map(str, (upstream.folder, HERE, ROOT)))
     ours = {"PYTHONPATH": path, "MEGACPP_OVERLAYS_PLUGINS": "double", "NAME": upstream.name}
     return {**os.environ, **ours, **UNMEASURED, **variables}

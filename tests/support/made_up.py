@@ -160,3 +160,11 @@ def gate_of(upstream: Upstream, **changes: Any) -> Gate:
         "last_validated": "never: it is made up",
     }
     return Gate(**{**fields, **changes})
+
+
+def install_plugin(folder: Path, declaration: str, name: str = "double") -> None:
+    """Write the metadata by which a declaration, such as `plugin:OVERLAY`, is an installed plugin of this name."""
+    info = folder / "made_up_plugin-1.0.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[megacpp_overlays.overlays]\n{name} = {declaration}\n")

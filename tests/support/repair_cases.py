@@ -202,7 +202,7 @@ def mixer() -> str:
     return text.replace(before, f"{marks}{before}")
 
 
-FP8 = """
+DISPATCHER = """
 import torch
 from transformer_engine.pytorch import QuantizedTensor
 from megatron.core.transformer.experimental_attention_variant.ops.sparse_mla import SparseMLA
@@ -213,8 +213,6 @@ def _all_bfloat16(*tensors):
 def fused_sparse_mla_absorbed(query, key, topk_indices, softmax_scale, v_channels):
     if SparseMLA is None:
         return None
-    if isinstance(query, QuantizedTensor) or isinstance(key, QuantizedTensor):
-        return None
     if not _all_bfloat16(query, key):
         return None
     q = query.permute(1, 0, 2, 3).contiguous()
@@ -222,6 +220,11 @@ def fused_sparse_mla_absorbed(query, key, topk_indices, softmax_scale, v_channel
     out, _ = SparseMLA.apply(q, kv, topk_indices.unsqueeze(2), softmax_scale)
     return out.permute(1, 0, 2, 3).contiguous()
 """
+START = "    if SparseMLA is None:\n        return None\n"
+FP8 = DISPATCHER.replace(
+    START,
+    f"{START}    if isinstance(query, QuantizedTensor) or isinstance(key, QuantizedTensor):\n        return None\n",
+)
 PRUNED = """
 def keep(configs, named_args, **kwargs):
     major, _ = torch.cuda.get_device_capability(named_args["Q"].device)
