@@ -4,8 +4,11 @@ The repository is the one that a `.git` leads to, or a bare one that was named i
 names that a bare repository has: what they say is content, and no configuration. git looks at who owns a repository, so it
 is always asked from a folder (`-C`) and never told where the repository is: that would pass the look by.
 
-The configuration of the user and of the system is heeded: it is where a person says which repositories of others are
-trusted (`safe.directory`).
+The configuration of the user and of the system is heeded, so GIT_CONFIG_NOSYSTEM is not set: there a person, or whoever
+made the image of a container, says which repositories of other owners are trusted (`safe.directory`), and a checkout that
+is mounted into a container can be read in no other way. Whoever can write these files can run programs for that person
+anyway. What they name for git to run is left out all the same, as what a repository names is: settings of the command line
+come last, and a filter or a driver of theirs is no part of what a commit says.
 """
 
 from __future__ import annotations
@@ -31,8 +34,10 @@ _TIMEOUT = 300.0
 _READS_NO_FILE = frozenset({"cat-file", "config", "log", "ls-files", "ls-tree", "read-tree", "rev-parse"})
 """Commands that compare or write no content of a work tree, so no filter is run for them."""
 _FILTERS = r"^filter\..*\.(clean|smudge|process|required)$"
-_ONLY = {"status": ("--ignore-submodules=dirty",)}
-"""Words that a command always gets: git looks into a submodule under that one's own configuration."""
+_PLAIN_TEXT = ("--no-ext-diff", "--no-textconv")
+_ONLY = {"status": ("--ignore-submodules=dirty",), **dict.fromkeys(("diff", "log", "show"), _PLAIN_TEXT)}
+"""Words that a command always gets: git looks into a submodule under that one's own configuration, and may ask a program of
+any configuration what to show of a file."""
 
 _BARE = ("HEAD", "objects", "refs")
 _IN_BARE = re.compile(

@@ -11,6 +11,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
+from megacpp_overlays import files
 from megacpp_overlays.repro import git
 from megacpp_overlays.repro.case import PackError
 
@@ -21,6 +22,7 @@ EMPTY = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
 MARKER = "STAND_IN"
 """A file beside the package folders of a tree that is a stand-in of our own; its first word is the name."""
 STAND_IN = "stand-in"
+_CHUNK = 1 << 20
 
 
 def describe(tree: Path, packages: Collection[str], others: Collection[str] = ()) -> dict[str, str]:
@@ -50,7 +52,7 @@ def stand_in_of(file: Path) -> str | None:
     """Return the name of the stand-in that a file is in, also through a link, or None."""
     for folder in dict.fromkeys((*file.parents, *file.resolve().parents)):
         if (marker := folder / MARKER).is_file():
-            return next(iter(marker.read_text(errors="replace").split()), "without a name")
+            return next(iter(files.read(marker).decode(errors="replace").split()), "without a name")
     return None
 
 
@@ -67,7 +69,7 @@ def tree_id(folder: Path) -> str:
                 entries.append((f"{entry.name}/", "40000", inner))  # and sorts a folder by its name with a slash
         elif entry.is_file():  # git knows neither a FIFO nor a device
             mode = "100755" if entry.stat().st_mode & 0o100 else "100644"
-            entries.append((entry.name, mode, _id("blob", Path(entry.path).read_bytes())))
+            entries.append((entry.name, mode, _id_of_file(Path(entry.path))))
     body = b"".join(
         f"{mode} {name.rstrip('/')}\0".encode() + bytes.fromhex(found) for name, mode, found in sorted(entries)
     )
@@ -77,6 +79,15 @@ def tree_id(folder: Path) -> str:
 def _id(kind: str, content: bytes) -> str:
     header = f"{kind} {len(content)}\0".encode()
     return hashlib.sha1(header + content, usedforsecurity=False).hexdigest()
+
+
+def _id_of_file(path: Path) -> str:
+    """Return the id of a file of any size."""
+    with files.open_regular(path) as file:
+        found = hashlib.sha1(f"blob {os.fstat(file.fileno()).st_size}\0".encode(), usedforsecurity=False)
+        while chunk := file.read(_CHUNK):
+            found.update(chunk)
+    return found.hexdigest()
 
 
 def _commit(tree: Path) -> str | None:

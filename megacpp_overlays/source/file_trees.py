@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import struct
 import tarfile
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import datetime, timezone
 from pathlib import Path, PurePosixPath
 from typing import IO, TypeVar, cast
@@ -78,14 +79,22 @@ class FileTree(ABC):
 
 
 class DirectoryTree(FileTree):
-    """A folder that holds top-level packages: a checkout, an unpacked archive, site-packages."""
+    """A folder that holds top-level packages: a checkout, or an unpacked archive.
+
+    Somebody else may have made it, so links are followed inside of it and not out of it, as in a commit of it.
+    """
 
     def __init__(self, root: Path, *, prefix: str | None = None) -> None:
         self.root = root
         self.prefix = root if prefix is None else prefix
 
     def read(self, path: str) -> bytes | None:
-        """Return a file, or None when there is no such file."""
+        """Return a file, or None when there is no such file.
+
+        Raises:
+            SourceError: it cannot be read, or a link leads out of the tree or nowhere.
+        """
+        self._demand_inside(path)
         try:
             return files.read(self.root / path)
         except IsADirectoryError:
@@ -98,8 +107,18 @@ class DirectoryTree(FileTree):
             raise SourceError(f"{self._shown(path)}: cannot read it: {error.strerror}") from error
 
     def has_folder(self, path: str) -> bool:
-        """Return whether there is such a folder."""
+        """Return whether there is such a folder.
+
+        Raises:
+            SourceError: a link leads out of the tree.
+        """
+        self._demand_inside(path)
         return (self.root / path).is_dir()
+
+    def _demand_inside(self, path: str) -> None:
+        leads_to = Path(os.path.realpath(self.root / path))
+        if not leads_to.is_relative_to(os.path.realpath(self.root)):
+            raise SourceError(f"{self._shown(path)}: a link there leads out of the tree, to {leads_to}")
 
 
 class ArchiveTree(FileTree):
@@ -113,6 +132,8 @@ class ArchiveTree(FileTree):
     damage: str | None = None
     """What of it could not be read, once that was tried: then what probes saw is not what was published."""
     _content: Callable[[str], bytes]
+    _links: Collection[str] = ()
+    """Members of a source distribution that are links. What a wheel calls one is installed as a file with that text."""
 
     def __init__(self, path: Path, *, prefix: str | None = None) -> None:
         """Open an archive.
@@ -132,9 +153,10 @@ class ArchiveTree(FileTree):
         """Return a member, or None when there is no such member.
 
         Raises:
-            SourceError: it is damaged, or larger than a file of source is.
+            SourceError: it is damaged, or larger than a file of source is, or a link.
         """
         if path not in self._names:
+            self._demand_no_link(path)
             return None
         try:
             return self._content(path)
@@ -143,8 +165,20 @@ class ArchiveTree(FileTree):
             raise SourceError(self.damage) from error
 
     def has_folder(self, path: str) -> bool:
-        """Return whether there is a Python file below it."""
+        """Return whether there is a Python file below it.
+
+        Raises:
+            SourceError: it is a link.
+        """
+        self._demand_no_link(path)
         return any(name.startswith(f"{path}/") and name.endswith(".py") for name in self._names)
+
+    def _demand_no_link(self, path: str) -> None:
+        """Raise where unpacking would put a link: it may lead anywhere, and what it leads to is not here under this name."""
+        for place in (path, *map(str, PurePosixPath(path).parents)):
+            if place in self._links:
+                self.damage = f"{self._name}: {place} is a link, which is not followed in an archive"
+                raise SourceError(self.damage)
 
     def close(self) -> None:
         """Close the archive."""
@@ -169,6 +203,7 @@ class ArchiveTree(FileTree):
     def _read_distribution(self, path: Path) -> None:
         """Read the Python files of a source distribution, without the folder that all of them are in."""
         found: dict[str, bytes] = {}
+        links: set[str] = set()
         times: list[float] = []
         with (
             files.open_regular(path) as raw,
@@ -179,15 +214,20 @@ class ArchiveTree(FileTree):
                 if number > _MOST_MEMBERS:
                     raise _TooLargeError(f"it has more than {_MOST_MEMBERS} members")
                 times.append(item.mtime)
-                parts = PurePosixPath(item.name).parts
-                if not item.isfile() or not item.name.endswith(".py") or not parts[1:]:
+                _, *parts = PurePosixPath(item.name).parts or ("",)
+                name = "/".join(parts)
+                found.pop(name, None)  # of two members of one name the last one counts
+                links.discard(name)
+                if item.issym() or item.islnk():
+                    links.add(name)
+                if not item.isfile() or not item.name.endswith(".py") or not parts:
                     continue
                 if item.size > files.LARGEST:
                     raise _TooLargeError(f"{item.name} is larger than {files.LARGEST} bytes")
                 if (file := archive.extractfile(item)) is not None:
-                    found["/".join(parts[1:])] = file.read()
+                    found[name] = file.read()
         self._content = found.__getitem__
-        self._names = frozenset(found)
+        self._names, self._links = frozenset(found), frozenset(links)
         self.newest = max((time for time in times if 0 < time < _LATEST), default=None)
 
 

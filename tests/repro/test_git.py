@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -106,6 +107,103 @@ def test_filters_that_a_repository_names_are_not_run(repository: Path, tmp_path:
     assert not (tmp_path / "ran").exists()
     if where == "the work tree":
         assert said == " M layers.py\n"
+
+
+EVERY = [
+    ("rev-parse", "--verify", "HEAD^{commit}"),
+    ("rev-parse", "--show-toplevel"),
+    ("log", "-1", "--format=%ct"),
+    ("log", "-1", "--patch"),
+    ("ls-tree", "-r", "-t", "-z", "--full-tree", "HEAD"),
+    ("ls-files", "--stage", "-z"),
+    ("ls-files", "--others", "-z"),
+    ("cat-file", "blob", "HEAD:layers.py"),
+    ("read-tree", "HEAD"),
+    ("status", "--porcelain"),
+    ("diff",),
+    ("show", "HEAD"),
+    ("update-index", "--force-write-index"),
+]
+"""What is asked of a repository somewhere, and what somebody may come to ask."""
+
+HOSTILE = {
+    "core.fsmonitor": (("{program}",), ("status",)),
+    "core.hooksPath": (("{hooks}",), ("update-index", "--force-write-index")),
+    "core.pager": (("{program}",), ("--paginate", "log", "-1")),
+    "filter.evil.clean": (("{program}",), ("status",)),
+    "filter.evil.process": (("{program}",), ("status",)),
+    "diff.evil.textconv": (("{program}",), ("diff",)),
+    "diff.evil.command": (("{program}",), ("diff",)),
+    "diff.external": (("{program}",), ("diff",)),
+    "gpg.program": (("{program}", "log.showSignature=true"), ("log", "-1")),
+}
+"""What configuration may name for git to run: the value, what else has to be set, and a command that runs it."""
+
+
+@pytest.fixture
+def armed(repository: Path, tmp_path: Path) -> Path:
+    """The repository, its one file changed and under attributes, its commit signed by nobody; `ran` is what is left."""
+    program = tmp_path / "hooks" / "post-index-change"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\ncat\n")
+    program.chmod(0o755)
+    (repository / ".gitattributes").write_text("* filter=evil diff=evil merge=evil\n")
+    commit = subprocess.run(
+        ["git", "-C", str(repository), "cat-file", "commit", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout
+    head, _, message = commit.partition("\n\n")
+    signature = "gpgsig -----BEGIN PGP SIGNATURE-----\n \n none\n -----END PGP SIGNATURE-----"
+    words = ["git", "-C", str(repository), "hash-object", "-t", "commit", "-w", "--stdin"]
+    made = subprocess.run(words, input=f"{head}\n{signature}\n\n{message}", capture_output=True, text=True, check=True)
+    subprocess.run(["git", "-C", str(repository), "update-ref", "HEAD", made.stdout.strip()], check=True)
+    (repository / "layers.py").write_text("x = 2\n")
+    return repository
+
+
+@pytest.mark.parametrize("level", ["the system", "the user", "the repository"])
+@pytest.mark.parametrize("setting", HOSTILE)
+def test_no_program_of_any_configuration_is_run(
+    armed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str, setting: str
+) -> None:
+    (value, *others), command = HOSTILE[setting]
+    files = {"the system": tmp_path / "system", "the user": tmp_path / ".gitconfig"}
+    file = files.get(level, armed / ".git" / "config")
+    named = value.format(program=tmp_path / "hooks" / "post-index-change", hooks=tmp_path / "hooks")
+    for each in (f"{setting}={named}", *others):
+        subprocess.run(["git", "config", "--file", str(file), *each.split("=", 1)], check=True)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    variables = {"GIT_CONFIG_SYSTEM": str(tmp_path / "system"), "GIT_CONFIG_GLOBAL": str(tmp_path / ".gitconfig")}
+    ran = tmp_path / "ran"
+    if setting != "core.pager":  # which needs a terminal
+        env = {**os.environ, **variables}
+        subprocess.run(["git", "-C", str(armed), *command], env=env, capture_output=True, check=False)
+        assert ran.exists()  # git itself runs it
+        ran.unlink()
+
+    for words in EVERY:
+        git.run(armed, *words, variables=variables)
+        assert not ran.exists(), words
+
+
+@pytest.mark.parametrize("level", ["the system", "the user", "the repository"])
+def test_trust_in_a_repository_of_another_owner_is_for_the_user_and_the_system_to_give(
+    repository: Path, tmp_path: Path, level: str
+) -> None:
+    files = {"the system": tmp_path / "system", "the user": tmp_path / ".gitconfig"}
+    file = files.get(level, repository / ".git" / "config")
+    variables = {"GIT_CONFIG_SYSTEM": str(tmp_path / "system"), "GIT_CONFIG_GLOBAL": str(tmp_path / ".gitconfig")}
+    variables["GIT_TEST_ASSUME_DIFFERENT_OWNER"] = "1"  # what git's own tests set, as not everybody may give files away
+    with pytest.raises(git.GitError, match="dubious ownership"):
+        git.run(repository, "rev-parse", "HEAD", variables=variables)
+
+    subprocess.run(["git", "config", "--file", str(file), "safe.directory", str(repository)], check=True)
+
+    if level == "the repository":
+        with pytest.raises(git.GitError, match="dubious ownership"):
+            git.run(repository, "rev-parse", "HEAD", variables=variables)
+    else:
+        assert git.run(repository, "rev-parse", "HEAD", variables=variables)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
@@ -24,6 +25,8 @@ class Reply:
     """Seconds before it is sent."""
     hang_up: bool = False
     """Close the connection instead of answering."""
+    endless: bool = False
+    """Send the body again and again, until the client hangs up."""
 
 
 @dataclass(frozen=True)
@@ -175,10 +178,20 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(304 if same else reply.status)
         for name, value in {"ETag": etag, **reply.headers, **(more or {})}.items():
             self.send_header(name, value)
+        if reply.endless:
+            self._send_for_ever(raw)
+            return
         self.send_header("Content-Length", "0" if same else str(len(raw)))
         self.end_headers()
         if not same:
             self.wfile.write(raw)
+
+    def _send_for_ever(self, raw: bytes) -> None:
+        self.send_header("Connection", "close")
+        self.end_headers()
+        with contextlib.suppress(ConnectionError):
+            while True:
+                self.wfile.write(raw)
 
     def log_message(self, format: str, *args: object) -> None:
         """Keep quiet."""

@@ -57,6 +57,8 @@ class Index:
     status: int = 200
     served: dict[str, bytes] = field(default_factory=dict)
     """What is sent instead of a file."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """What is sent beside every page."""
     asked: list[str] = field(default_factory=list)
     """Every path that was asked for."""
 
@@ -124,9 +126,12 @@ def serving() -> Iterator[Index]:
             status, kind, body = index.answer(self.path)
             self.send_response(status)
             self.send_header("Content-Type", kind)
+            for name, value in index.headers.items():
+                self.send_header(name, value)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body)
+            with contextlib.suppress(ConnectionError):  # a client may have read enough
+                self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
             """Keep quiet."""

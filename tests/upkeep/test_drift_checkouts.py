@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import py_compile
+import shutil
 import subprocess
 import sys
 import uuid
@@ -169,6 +170,29 @@ def test_a_link_that_became_a_file_is_changed_and_a_mode_is_no_content(checkout:
     (package / "scale.py").chmod(0o755)
 
     assert differences(checkout) == {"lab_ops/linked.py": Kind.CHANGED}
+
+
+def test_a_link_that_leads_out_of_a_checkout_is_named_and_nothing_behind_it_is_told(
+    checkout: Path, tmp_path: Path
+) -> None:
+    package = checkout / "src" / "lab_ops"
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "__init__.py").write_text("")  # as it is committed in the folder that is replaced
+    (tmp_path / "outside" / "secret.py").write_text("token = 'of somebody'\n")
+    (package / "hot.py").symlink_to(tmp_path / "outside" / "secret.py")
+    shutil.rmtree(package / "inner")
+    (package / "inner").symlink_to(tmp_path / "outside")
+
+    found = checkouts.compare([package], checkout / "src").files.differences
+
+    assert {each.file: each.kind for each in found} == {
+        "lab_ops/hot.py": Kind.ADDED,
+        "lab_ops/inner": Kind.ADDED,
+        "lab_ops/inner/__init__.py": Kind.MISSING,
+    }
+    written = {each.file: each.sha256 for each in found}
+    assert written["lab_ops/hot.py"] == hashlib.sha256(os.fsencode(tmp_path / "outside" / "secret.py")).hexdigest()
+    assert written["lab_ops/inner"] == hashlib.sha256(os.fsencode(tmp_path / "outside")).hexdigest()
 
 
 def test_looking_changes_nothing_in_the_repository(checkout: Path) -> None:

@@ -65,6 +65,7 @@ def test_the_platform_that_a_lock_is_for_is_asked_for(tmp_path: Path) -> None:
     assert environments.of(lock, python=HERE).lock.platform == lock.platform
 
 
+@pytest.mark.unmeasured
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     other=st.sets(st.sampled_from(sorted(INSTALLED))), missing=st.sets(st.from_regex(r"zz-[a-z]{3,8}", fullmatch=True))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import socket
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,6 +16,7 @@ import pytest
 from github_host import NOT_FOUND, Host, Reply
 
 from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.upkeep import bounded_http
 from megacpp_overlays.upkeep.sweep.github import (
     Client,
     GoneError,
@@ -364,6 +368,43 @@ def test_garbage_is_one_failed_answer_and_is_not_kept(host: Host, client: Callab
         client().get(PATH, FIELDS)
 
     assert client().get(PATH, FIELDS)["number"] == 1
+
+
+LONG = b" " * 2 * bounded_http.LARGEST_ANSWER
+
+
+@pytest.mark.parametrize("status", [200, 403, 500])
+def test_a_body_without_an_end_is_one_failed_answer(host: Host, client: Callable[..., Client], status: int) -> None:
+    host.put(PATH, Reply(b" " * (1 << 20), status, endless=True))
+
+    with pytest.raises(NoAnswerError, match="no whole answer: the answer is longer than 67108864 bytes"):
+        client().get(PATH, FIELDS)
+
+
+@pytest.mark.parametrize(("packed", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
+def test_a_body_that_is_packed_counts_as_it_is_unpacked(
+    host: Host, client: Callable[..., Client], packed: str, pack: Callable[[bytes], bytes]
+) -> None:
+    small = pack(json.dumps(github_host.issue("o/r", 1)).encode())
+    headers = {"Content-Encoding": packed}
+    host.put(PATH, Reply(pack(LONG), headers=headers), Reply(small, headers=headers))
+
+    with pytest.raises(NoAnswerError, match="is longer than 67108864 bytes"):
+        client().get(PATH, FIELDS)
+
+    assert client().get(PATH, FIELDS) == {"number": 1, "state": "open"}
+
+
+@pytest.mark.parametrize("packed", ["br", "zstd", "gzip, gzip"])
+def test_a_body_that_is_packed_in_a_way_that_nobody_asked_for_is_one_failed_answer(
+    host: Host, client: Callable[..., Client], packed: str
+) -> None:
+    host.put(PATH, Reply(gzip.compress(gzip.compress(b"{}")), headers={"Content-Encoding": packed}))
+
+    with pytest.raises(NoAnswerError, match=f"packed as '{packed}', which nobody asked for"):
+        client().get(PATH, FIELDS)
+
+    assert host.requests[0].headers["Accept-Encoding"] == "gzip, deflate"
 
 
 def test_nobody_at_the_address_is_unreachable(tmp_path: Path) -> None:

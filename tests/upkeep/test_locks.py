@@ -253,6 +253,7 @@ PINS = st.dictionaries(
 )
 
 
+@pytest.mark.unmeasured
 @given(pins=PINS, comments=st.booleans())
 def test_what_is_written_is_what_is_read(
     tmp_path_factory: pytest.TempPathFactory, pins: dict[str, tuple[str, set[str]]], comments: bool

@@ -465,6 +465,20 @@ def test_a_tree_that_is_none_is_an_error(run: Run, repository: Path, tmp_path: P
     assert says in err
 
 
+def test_a_tree_whose_package_is_a_link_out_of_it_is_an_error_with_the_way_out(
+    index: Index, run: Run, repository: Path, tmp_path: Path
+) -> None:
+    publish_history(index)
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / PACKAGE).symlink_to(repository / "src" / PACKAGE)
+
+    code, _, err = run("--tree", tmp_path / "tree")
+
+    assert code == 1
+    assert f"a link there leads out of the tree, to {repository}" in err
+    assert "give the folder that it leads to" in err
+
+
 @pytest.fixture
 def mono(tmp_path: Path) -> Path:
     """A repository with a broken package in its folder `libs/upstream`, and a repaired one of the same name at its top."""

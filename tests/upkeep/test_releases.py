@@ -6,10 +6,12 @@ import gzip
 import io
 import json
 import os
+import stat
 import struct
 import subprocess
 import tarfile
 import tracemalloc
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from index_server import JSON, NAME, PACKAGE, Index, module, sdist, serving, whe
 
 from megacpp_overlays.errors import SourceError, UpkeepError
 from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.upkeep import bounded_http
 from megacpp_overlays.upkeep.matrix import archives as archives_module
 from megacpp_overlays.upkeep.matrix.archives import Archives
 from megacpp_overlays.upkeep.matrix.commit_tree import CommitTree
@@ -226,6 +229,19 @@ def test_json_that_is_nested_without_end_is_an_error(index: Index, answers: Call
         asked.get(PACKAGE)
 
 
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("kind", [JSON, "text/html"])
+def test_a_page_that_is_too_long_is_an_error(
+    index: Index, answers: Callable[..., IndexAnswers], packed: bool, kind: str
+) -> None:
+    page = b" " * 2 * bounded_http.LARGEST_ANSWER
+    index.headers = {"Content-Encoding": "gzip"} if packed else {}
+    index.answer = lambda _: (200, kind, gzip.compress(page) if packed else page)  # type: ignore[method-assign]
+
+    with answers() as asked, pytest.raises(UpkeepError, match=f"{PACKAGE}: .* longer than 67108864 bytes"):
+        asked.get(PACKAGE)
+
+
 def test_answers_that_cannot_be_kept_are_an_error_with_the_way_out(index: Index) -> None:
     index.publish(PURE, b"a")
 
@@ -382,6 +398,21 @@ def test_what_is_not_what_the_index_lists_is_not_kept(
     with answers() as asked:
         asked.get(PACKAGE)
         with pytest.raises(UpkeepError, match="does not have the SHA-256"):
+            Archives(cache, (), asked.index).get(wanted)
+
+    assert list(cache.iterdir()) == []
+
+
+def test_a_file_that_is_longer_than_any_is_not_kept(
+    index: Index, answers: Callable[..., IndexAnswers], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded_http, "LARGEST_DOWNLOAD", 1 << 20)
+    wanted = published(index, answers, b"content")
+    index.served[PURE] = bytes(2 << 20)
+
+    with answers() as asked:
+        asked.get(PACKAGE)
+        with pytest.raises(UpkeepError, match=f"{PURE} cannot be downloaded: the answer is longer than 1048576 bytes"):
             Archives(cache, (), asked.index).get(wanted)
 
     assert list(cache.iterdir()) == []
@@ -550,6 +581,115 @@ def test_a_committed_link_that_leads_nowhere_is_an_error(tmp_path: Path, target:
 
     with CommitTree(folder, "HEAD") as tree, pytest.raises(SourceError, match=f"^{PACKAGE}/layers.py: .*{says}"):
         tree.module(f"{PACKAGE}.layers")
+
+
+SECRET = "token = 'of somebody'\n"
+
+
+@pytest.mark.parametrize("kind", ["folder", "commit"])
+@pytest.mark.parametrize(
+    ("link", "target"),
+    [
+        (f"{PACKAGE}/layers.py", "{outside}/layers.py"),
+        (f"{PACKAGE}/layers.py", "../../outside/layers.py"),
+        (PACKAGE, "{outside}"),
+        (PACKAGE, "../outside"),
+        ("src", "{outside}"),
+        (f"{PACKAGE}/layers", "{outside}"),
+        (f"{PACKAGE}/layers.py", "/dev/zero"),
+    ],
+)
+def test_no_link_leads_out_of_a_tree(tmp_path: Path, kind: str, link: str, target: str) -> None:
+    """A tree that others made says what lies in it, and nothing of what lies beside it."""
+    outside = write(tmp_path / "outside", {"layers.py": SECRET, "__init__.py": SECRET, f"{PACKAGE}/layers.py": SECRET})
+    files = {"README": ""} if link == PACKAGE else {f"{PACKAGE}/__init__.py": ""}
+    tree = committed(tmp_path / "tree", files, {link: target.format(outside=outside)})
+
+    opened = CommitTree(tree, "HEAD") if kind == "commit" else DirectoryTree(tree, prefix="")
+    with opened, pytest.raises(SourceError, match="a link there leads out of the") as caught:
+        opened.module(f"{PACKAGE}.layers")
+
+    assert "somebody" not in str(caught.value)
+
+
+def test_a_folder_that_is_reached_through_a_link_is_a_tree_and_its_inner_links_are_followed(tmp_path: Path) -> None:
+    files = {f"{PACKAGE}/real.py": "x = 1\n", f"{PACKAGE}/__init__.py": ""}
+    committed(tmp_path / "tree", files, {f"{PACKAGE}/layers.py": "real.py", "src": "."})
+    (tmp_path / "link").symlink_to("tree")
+
+    source = DirectoryTree(tmp_path / "link", prefix="").module(f"{PACKAGE}.layers")
+
+    assert source is not None
+    assert source.text == "x = 1\n"
+
+
+def sdist_with(*members: tuple[str, bytes, str]) -> bytes:
+    """Return a source distribution of members of some type: with this text, or leading to it."""
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w:gz") as archive:
+        for name, kind, text in members:
+            item = tarfile.TarInfo(f"top/{name}")
+            item.type, item.linkname = kind, "" if kind == tarfile.REGTYPE else text
+            item.size = len(text) if kind == tarfile.REGTYPE else 0
+            archive.addfile(item, io.BytesIO(text.encode()))
+    return raw.getvalue()
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE], ids=["symbolic", "hard"])
+@pytest.mark.parametrize(
+    ("link", "target"),
+    [
+        (f"{PACKAGE}/layers.py", "/etc/hostname"),
+        (f"{PACKAGE}/layers.py", "top/lib/layers.py"),
+        (PACKAGE, "lib"),
+        ("src", "lib"),
+    ],
+)
+def test_a_link_in_a_source_distribution_is_not_absent_code(
+    tmp_path: Path, kind: bytes, link: str, target: str
+) -> None:
+    members = [("lib/layers.py", tarfile.REGTYPE, "x = 1\n"), (link, kind, target)]
+    (tmp_path / SOURCE).write_bytes(sdist_with(*members))
+
+    with ArchiveTree(tmp_path / SOURCE, prefix="") as tree:
+        with pytest.raises(SourceError, match=f"{SOURCE}: {link} is a link, which is not followed in an archive"):
+            tree.module(f"{PACKAGE}.layers")
+        assert tree.damage is not None
+        assert tree.module("lib.layers") is not None
+
+
+@pytest.mark.parametrize("last", [tarfile.REGTYPE, tarfile.SYMTYPE], ids=["a file", "a link"])
+def test_of_two_members_of_one_name_the_last_one_counts(tmp_path: Path, last: bytes) -> None:
+    members = [
+        (f"{PACKAGE}/layers.py", tarfile.REGTYPE, "x = 1\n"),
+        (f"{PACKAGE}/layers.py", tarfile.SYMTYPE, "other.py"),
+        (f"{PACKAGE}/layers.py", last, "x = 2\n"),
+    ]
+    (tmp_path / SOURCE).write_bytes(sdist_with(*members))
+
+    with ArchiveTree(tmp_path / SOURCE, prefix="") as tree:
+        if last == tarfile.SYMTYPE:
+            with pytest.raises(SourceError, match="is a link"):
+                tree.module(f"{PACKAGE}.layers")
+        else:
+            source = tree.module(f"{PACKAGE}.layers")
+            assert source is not None
+            assert source.text == "x = 2\n"
+
+
+def test_what_a_wheel_calls_a_link_is_the_file_that_an_installer_makes_of_it(tmp_path: Path) -> None:
+    raw = io.BytesIO()
+    with zipfile.ZipFile(raw, "w") as archive:
+        item = zipfile.ZipInfo(f"{PACKAGE}/layers.py")
+        item.external_attr = (stat.S_IFLNK | 0o777) << 16
+        archive.writestr(item, "/etc/hostname")
+    (tmp_path / PURE).write_bytes(raw.getvalue())
+
+    with ArchiveTree(tmp_path / PURE, prefix="") as tree:
+        source = tree.module(f"{PACKAGE}.layers")
+
+    assert source is not None
+    assert source.text == "/etc/hostname"
 
 
 def test_a_link_whose_target_goes_through_another_link_to_nothing_is_an_error(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def _compared(committed: Sequence[str], top: Path) -> tuple[list[str], set[str]]
         about, _, file = line.partition("\t")
         mode, blob, _ = about.split(" ")
         path = top / file
-        if not mode.startswith("100") or path.is_symlink() or not path.is_file():
+        if not mode.startswith("100") or path.is_symlink() or not path.is_file() or _is_beyond_a_link(path, top):
             continue  # git reads links as they are, and has said what is missing
         content = path.read_bytes()
         plain = content.replace(b"\r\n", b"\n")
@@ -107,12 +107,18 @@ def _compared(committed: Sequence[str], top: Path) -> tuple[list[str], set[str]]
     return changed, large
 
 
+def _is_beyond_a_link(path: Path, top: Path) -> bool:
+    """Return whether a link stands in the place of a folder above a file: what is behind it is not of this work tree."""
+    return any(above.is_symlink() for above in path.parents if above.is_relative_to(top) and above != top)
+
+
 def _changed_submodules(committed: Sequence[str], top: Path) -> Iterator[str]:
     """Yield the submodules that are checked out and hold something else than their own commit has."""
     for line in committed:
         about, _, file = line.partition("\t")
         if (
             about.startswith("160000")
+            and not _is_beyond_a_link(top / file / ".git", top)
             and (top / file / ".git").exists()
             and compare([top / file], top / file).files.differences
         ):
@@ -135,7 +141,8 @@ def _is_large(content: bytes, top: Path, blob: str) -> bool:
 def _differences(kinds: Mapping[str, Kind], top: Path, base: Path) -> Iterator[FileDifference]:
     for file, kind in kinds.items():
         path = top / file
-        yield FileDifference(file=Path(os.path.relpath(path, base)).as_posix(), kind=kind, path=path)
+        named = Path(os.path.relpath(path, base)).as_posix()
+        yield FileDifference(file=named, kind=kind, path=path, is_committed=True)
 
 
 def _git(folder: Path, *words: str, **variables: str) -> str:

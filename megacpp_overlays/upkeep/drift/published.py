@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,11 +21,15 @@ class FileDifference:
     """As RECORD names it, or as it would."""
     kind: Kind
     path: Path
+    is_committed: bool = False
+    """Whether git has it, for which a link is the path that is written in it, wherever that leads."""
 
     @property
     def sha256(self) -> str | None:
         """Hash of what is there now; None where nothing is, or nothing that can be read."""
         try:
+            if self.is_committed and self.path.is_symlink():
+                return hashlib.sha256(os.fsencode(os.readlink(self.path))).hexdigest()
             return records.sha256(self.path)
         except OSError:
             return None

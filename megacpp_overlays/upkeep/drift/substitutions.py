@@ -23,7 +23,7 @@ from typing import Any
 
 from megacpp_overlays.errors import OverlayError, UpkeepError
 from megacpp_overlays.loader import seams, session
-from megacpp_overlays.loader.import_hooks import is_half_imported
+from megacpp_overlays.loader.import_hooks import is_a_shell, is_half_imported
 from megacpp_overlays.runtime import seam_marks
 from megacpp_overlays.runtime.seam_marks import Mark
 from megacpp_overlays.source import trees
@@ -81,8 +81,8 @@ def look(packages: Collection[str] | None = None) -> ProcessDrift:
             continue
         try:
             is_module = issubclass(type(module), ModuleType)
-            if is_module and is_half_imported(module):
-                continue
+            if is_module and is_half_imported(module) and not is_a_shell(module):
+                continue  # an empty module may be at its beginning or somebody's, which `_stand_in` tells apart
             if (by := _stand_in(name, module)) is not None:
                 found.append(Substitution(module=name, symbol=ITSELF, by=by))
             outline = outlines.of(name) if is_module else None

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
 
-from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.errors import SourceError, UpkeepError
 from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro import git
 from megacpp_overlays.repro import trees as named
@@ -45,6 +45,13 @@ def open_tree(text: str, known: Collection[str], stack: ExitStack) -> Tree:
         path = Path(before)
     if not path.is_dir():
         raise UpkeepError(f"--tree {text}: there is no such folder")
+    try:
+        return _opened(text, path, revision, known, stack)
+    except SourceError as error:  # a package that is a link
+        raise UpkeepError(f"--tree {text}: {error}; give the folder that it leads to") from error
+
+
+def _opened(text: str, path: Path, revision: str, known: Collection[str], stack: ExitStack) -> Tree:
     if not revision and not any(DirectoryTree(path).has_package(name) for name in known):
         if git.ask(path, "rev-parse", "--verify", "--quiet", "HEAD^{commit}") is None:
             raise UpkeepError(f"--tree {text}: it has no folder {' or '.join(sorted(known))}, and is no repository")
@@ -80,7 +87,7 @@ def _commit(path: Path, revision: str) -> Tree:
 
 def _folder(path: Path, known: Collection[str]) -> Tree:
     files = DirectoryTree(path, prefix="")
-    has = [name for name in known if (path / name).is_dir()]
+    has = [name for name in known if files.has_folder(name)]
     try:
         ids = named.describe(path, has) if has else {}
     except PackError as error:

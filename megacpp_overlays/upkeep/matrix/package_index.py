@@ -24,6 +24,7 @@ from pypi_simple.errors import DigestMismatchError, UnsupportedContentTypeError,
 
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.files import write_text
+from megacpp_overlays.upkeep.bounded_http import BodyError, BoundedAdapter
 from megacpp_overlays.upkeep.matrix.releases import (
     ArchiveFile,
     IndexAnswer,
@@ -61,6 +62,8 @@ class PackageIndex:
 
     def __init__(self, endpoint: str) -> None:
         self._client = PyPISimple(endpoint)
+        for scheme in ("http://", "https://"):
+            self._client.s.mount(scheme, BoundedAdapter())
         self._packages: dict[str, DistributionPackage] = {}
 
     def close(self) -> None:
@@ -88,6 +91,8 @@ class PackageIndex:
             raise NoNetworkError(f"the configured index does not answer ({type(error).__name__})") from error
         except requests.HTTPError as error:
             raise NoNetworkError(f"the configured index answers with an error ({_status(error)})") from error
+        except BodyError as error:
+            raise UpkeepError(f"{distribution}: the configured index says what cannot be read: {error}") from error
         except (UnsupportedContentTypeError, UnsupportedRepoVersionError, requests.RequestException) as error:
             raise UpkeepError(f"the configured index says what cannot be read: {type(error).__name__}") from error
         except _WRONG_TYPES as error:
@@ -107,6 +112,8 @@ class PackageIndex:
             self._client.download_package(package, path, timeout=_TIMEOUT)
         except DigestMismatchError as error:
             raise UpkeepError(f"{file.name}: what came does not have the SHA-256 that the index lists") from error
+        except BodyError as error:
+            raise UpkeepError(f"{file.name} cannot be downloaded: {error}") from error
         except requests.RequestException as error:
             raise NoNetworkError(f"{file.name} cannot be downloaded ({_status(error)})") from error
 

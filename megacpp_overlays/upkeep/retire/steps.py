@@ -6,7 +6,12 @@ import shlex
 
 from megacpp_overlays.upkeep.retire.preparation import RetirementOutcome
 
-_IN_STEP = ("megacpp-overlays ledger --write RETIREMENT.md", "megacpp-overlays receipts --sync", "make matrix")
+_IN_STEP = (
+    "python scripts/list_overlays.py",
+    "megacpp-overlays ledger --write RETIREMENT.md",
+    "megacpp-overlays receipts --sync",
+    "make matrix",
+)
 _LONGEST = 200
 
 

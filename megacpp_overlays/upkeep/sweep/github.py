@@ -11,7 +11,9 @@ named fields of an answer are kept. Its retries would sleep through a spent budg
 
 from __future__ import annotations
 
+import itertools
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -19,10 +21,11 @@ from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 import requests
-from requests.adapters import HTTPAdapter, Retry
+from requests.adapters import Retry
 from urllib3.exceptions import NewConnectionError
 
 from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.upkeep.bounded_http import BoundedAdapter
 from megacpp_overlays.upkeep.sweep.answer_cache import AnswerCache, CacheEntry
 from megacpp_overlays.version import VERSION
 
@@ -30,6 +33,8 @@ DEFAULT = "https://api.github.com"
 _LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 _LONGEST = timedelta(days=7)
 _REDIRECTS, _HOPS = {301, 302, 307, 308}, 5
+_BROKEN, _TRIES = {500, 502, 503, 504}, 3
+"""What is tried again, and how often."""
 
 
 class HostError(UpkeepError):
@@ -130,19 +135,22 @@ class Client:
             }
         )
         self._session.auth = _authorization(token)
-        # What asks us to wait is answered by stopping, never by sleeping here.
+        # What asks us to wait is answered by stopping, never by sleeping here. An answer that is tried again for its status
+        # is none of its business: it would first read that one to its end, wherever that is.
         retry = Retry(
             total=3,
             connect=1,
             read=2,
             backoff_factor=backoff,
-            status_forcelist=(500, 502, 503, 504),
+            status=0,
+            status_forcelist=(),
             allowed_methods=("GET",),
             respect_retry_after_header=False,
             raise_on_status=False,
         )
+        self._backoff = backoff
         for scheme in ("http://", "https://"):
-            self._session.mount(scheme, HTTPAdapter(max_retries=retry))
+            self._session.mount(scheme, BoundedAdapter(max_retries=retry))
         self.asked = 0
         """Requests made, retries not counted."""
         self.unchanged = 0
@@ -203,9 +211,7 @@ class Client:
         headers = {"If-None-Match": etag} if etag else {}
         self.asked += 1
         try:
-            response = self._session.get(
-                url, headers=headers, timeout=self._timeout, allow_redirects=False, proxies=self._proxies
-            )
+            response = self._get(url, headers)
         except requests.RequestException as error:
             cause = getattr(error.args[0], "reason", None) if error.args else None
             no_way = (requests.ConnectTimeout, requests.exceptions.ProxyError, requests.exceptions.SSLError)
@@ -215,6 +221,16 @@ class Client:
         except ValueError as error:
             raise NoAnswerError(f"{url}: leads to what is no address") from error
         self._note_budget(response)
+        return response
+
+    def _get(self, url: str, headers: dict[str, str]) -> requests.Response:
+        for tried in itertools.count():
+            response = self._session.get(
+                url, headers=headers, timeout=self._timeout, allow_redirects=False, proxies=self._proxies
+            )
+            if response.status_code not in _BROKEN or tried == _TRIES:
+                break
+            time.sleep(self._backoff * 2 ** (tried - 1) if tried else 0)
         return response
 
     def _note_budget(self, response: requests.Response) -> None:
