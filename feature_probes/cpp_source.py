@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from megacpp_overlays.model import Evidence
-from megacpp_overlays.source.trees import ModuleSource, ShippedFile, check_length
+from megacpp_overlays.source.trees import ModuleSource, ShippedFile
 
 _COMMENT = r"//[^\n]*|/\*.*?\*/"
 """Compiled at its first use: importing this module is part of every start."""
@@ -16,12 +16,8 @@ def function(file: ShippedFile, head: str) -> str | None:
 
     Returns:
         None when there is no such text, when it occurs more than once, or when its braces do not close.
-
-    Raises:
-        SourceError: the file is longer than anything that a probe reads.
     """
-    check_length(file.path, file.text)
-    text = re.sub(_COMMENT, "", file.text, flags=re.DOTALL)
+    text = _without_comments(file.text)
     if text.count(head) != 1:
         return None
     start = text.index(head)
@@ -38,6 +34,15 @@ def at(file: ShippedFile | ModuleSource, mark: str, seen: str) -> Evidence:
     """Return evidence with the line of a mark, without one where the text has no such mark."""
     before, found, _ = file.text.partition(mark)
     return Evidence(seen=seen, file=file.path, line=before.count("\n") + 1 if found else None)
+
+
+def plain(text: str) -> str:
+    """Return a text without comments and with single spaces: what it says, however it is laid out."""
+    return " ".join(_without_comments(text).split())
+
+
+def _without_comments(text: str) -> str:
+    return re.sub(_COMMENT, "", text, flags=re.DOTALL)
 
 
 def digest(text: str) -> str:

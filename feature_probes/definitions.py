@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from megacpp_overlays.errors import SourceError
@@ -75,6 +75,17 @@ def words(node: ast.AST) -> set[str]:
 def calls(node: ast.AST, name: str | None = None) -> list[ast.Call]:
     """Return the calls below a node, all of them or those of one name."""
     return [each for each in ast.walk(node) if isinstance(each, ast.Call) and name in {None, called(each)}]
+
+
+def ways_out(function: FunctionNode) -> Iterator[ast.AST]:
+    """Yield where a function returns, or hands on a value as a generator does, and not where a function in it does so."""
+    waiting: list[ast.AST] = [*function.body]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Return | ast.Yield | ast.YieldFrom):
+            yield node
+        if not isinstance(node, ast.ClassDef | FunctionNode | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)
 
 
 def called(call: ast.Call) -> str:

@@ -192,6 +192,8 @@ def _single_file(
         raise unknown(source, None, f"{SINGLE_FILE[POSITIONS]} is missing")
     known_function(source, positions.name, _SINGLE_POSITIONS)
     if bounds is None:
+        if SINGLE_FILE[BOUNDS] in source.text:  # called, imported, or in a text that is executed
+            raise unknown(source, None, f"{SINGLE_FILE[BOUNDS]} is spoken of and not defined")
         return broken(SINGLE, *_compared(source, positions), _as_in(_SINGLE_POSITIONS[fingerprint(positions)]))
     form = _form(tree, bounds, _SINGLE_BOUNDS)
     _check_fused_loss(source)
@@ -215,7 +217,11 @@ def _form(tree: SourceTree, bounds: FunctionNode, forms: Mapping[str, _Form]) ->
 
 
 def _check_fused_loss(source: ModuleSource) -> None:
-    """Check that the seam can decline for the fused loss: its first parameter is q, and None is an answer."""
+    """Check that the seam can decline for the fused loss: its first parameter is q, and None is an answer.
+
+    That is all that the seam relies on, so the body may be any. Outside of a capture it runs as it is, whatever it
+    repairs on its way; while one is captured it is not run, and the loss is the dense one, which is right and slower.
+    """
     loss = plain_function(source, FUSED_LOSS)
     if loss is None:
         raise unknown(source, None, f"{FUSED_LOSS} is missing")

@@ -21,6 +21,7 @@ from megacpp_overlays.feature_probes.findings import absent, at, broken, finding
 from megacpp_overlays.feature_probes.known_bodies import plain_subclass
 from megacpp_overlays.feature_probes.repairs import Repairs, judged
 from megacpp_overlays.fp32_marks import MAMBA3, MAMBA3_ALWAYS, MAMBA3_MIMO, MARK
+from megacpp_overlays.frozen import replace
 from megacpp_overlays.model import Evidence, Finding, Target, Verdict
 from megacpp_overlays.source.patterns import Match, Pattern
 from megacpp_overlays.source.trees import ModuleSource, SourceTree
@@ -113,14 +114,26 @@ def _if_checkpoints_hold(tree: SourceTree, finding: Finding) -> Finding:
     """Return the finding if both optimizers are known to save fp32 parameters, repaired or by themselves.
 
     A model that keeps some parameters in fp32 is what an unrepaired optimizer saves under wrong names, without an
-    error; upstream's rounding is the lesser harm.
+    error; upstream's rounding is the lesser harm. One that only looks repaired may have been witnessed, which no probe
+    can know: the overlay needs the overlays of both, and the loader lets it in only where a kept witness counts.
     """
+    unproved: list[Evidence] = []
     for probe_neighbour in (float16_optimizer_state_ids.probe, float16_distributed_order.probe):
         neighbour = finding_of(probe_neighbour, tree)
-        if neighbour.verdict is Verdict.UNRECOGNISED:
+        if neighbour.looks_repaired:
+            why = Evidence(
+                seen="fp32 parameters may be saved under wrong names here, unless a witness proves that they are not"
+            )
+            unproved += [why, *neighbour.evidence]
+        elif neighbour.verdict is Verdict.UNRECOGNISED or _is_elsewhere(neighbour):
             why = Evidence(seen="fp32 parameters may be saved under wrong names here: an optimizer is not known")
             return unrecognised(*finding.evidence, why, *neighbour.evidence)
-    return finding
+    return replace(finding, evidence=(*finding.evidence, *unproved)) if unproved else finding
+
+
+def _is_elsewhere(neighbour: Finding) -> bool:
+    """Return whether the module of an optimizer is there without its class, which something else must define then."""
+    return neighbour.verdict is Verdict.ABSENT and any(each.file for each in neighbour.evidence)
 
 
 def _check_class(source: ModuleSource) -> None:

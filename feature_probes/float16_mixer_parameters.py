@@ -7,7 +7,7 @@ else. The gated delta net is left out: it creates `A_log` and `dt_bias` in `para
 Three things are read, and every mention of these parameters in a mixer must be a known one, so that one who turns this
 on is not the first to run the code behind a new one:
 
-    creation   in fp32, and not conditional
+    creation   in fp32, and not conditional: the constructor has no way out before its end, as the seam counts on both
     reading    cast where dtypes meet: `.float()`, `.to(dtype)`, or the argument `D` of a kernel that loads it as fp32
     marking    none is unmarked; all of them looks repaired; a mark under a condition is not recognised
 
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes import float16_fp32_exemption
-from megacpp_overlays.feature_probes.definitions import called, plain_function
+from megacpp_overlays.feature_probes.definitions import called, plain_function, ways_out
 from megacpp_overlays.feature_probes.findings import absent, at, broken, finding_of, unknown, unrecognised
 from megacpp_overlays.feature_probes.repairs import Repairs, judged
 from megacpp_overlays.fp32_marks import MARK
@@ -149,8 +149,10 @@ def _read_mixer(source: ModuleSource, init: FunctionNode, mixer: Mixer) -> set[s
     """Return the parameters that are marked.
 
     Raises:
-        SourceError: a parameter is created in another way, or mentioned where no known version does.
+        SourceError: a parameter is created in another way, or not always, or mentioned where no known version does.
     """
+    for left in ways_out(init):
+        raise unknown(source, left, f"{mixer.target.symbol} may end before it has created everything")
     created: list[str] = []
     marked: set[str] = set()
     for mention in _mentions(source, {"A_log", "D", "get_A_log", "get_D"}):

@@ -5,20 +5,23 @@ entry and the divisibility by the context-parallel size from the host; then it a
 two. 0.18.0 to 0.18.2 and trees up to 2026-07-08 have it in one file, 0.19.x, main and dev in a base class; dev and main
 share the body. Earlier releases refuse packed sequences.
 
-No repair has been seen yet. A body that is not known is UNRECOGNISED, whatever it calls: which code reads from the host
-does not show in its names. FIXED takes the fingerprint of a repair that was read.
+No repair has been seen yet. Which code reads from the host does not show in its names, so a body that is not known is
+UNRECOGNISED, whatever it calls. One that calls nothing of what is known to read, nor do its callers, looks repaired: a
+witness may prove it. FIXED takes the fingerprints of a repair that was read, with everything in the modules that call it.
 """
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 
 from megacpp_overlays.feature_probes.definitions import calls, plain_class, plain_function, words
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
 from megacpp_overlays.feature_probes.host_reads import reads
+from megacpp_overlays.feature_probes.repairs import Repairs, judged
 from megacpp_overlays.model import Evidence, Finding, Target
 from megacpp_overlays.source.fingerprint import fingerprint
-from megacpp_overlays.source.trees import ModuleSource, SourceTree
+from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree
 
 _PACKAGE = "megatron.core.ssm.gated_delta_net"
 SINGLE = Target(distribution="megatron-core", module=_PACKAGE, symbol="GatedDeltaNet._resolve_cu_seqlens")
@@ -30,6 +33,8 @@ _BODIES = {
     "b39e050347278bd9": "0.18.0 and 0.18.2",
     "60d632a69727e7df": "0.19.0, 0.19.2, main, dev; PR 3674, main of 2026-06-25 and of 2026-07-08",
 }
+_REPAIRED: Repairs = {}
+"""No repair was read yet."""
 _CALLERS = {SINGLE.module: (_PACKAGE,), COMMON.module: (f"{_PACKAGE}.gdn", f"{_PACKAGE}.gdn2")}
 """Modules whose forward pass calls it. Not every tree has the last."""
 _NAMES = ["'cu_seqlens_q'", "'cu_seqlens_kv'"]
@@ -60,13 +65,23 @@ def _probe(tree: SourceTree, target: Target) -> Finding:
         if method in words(source.syntax) or [ast.unparse(each) for each in cls.bases] != ["MegatronModule"]:
             raise unknown(source, cls, f"{target.symbol} may be inherited or made elsewhere")
         return absent(f"{target.symbol} does not exist: packed sequences are not supported")
-    if (body := fingerprint(function)) not in _BODIES:
-        raise unknown(source, function, f"{target.symbol} has an unknown body {body}")
-    compared = [_comparison(caller) for name in _CALLERS[target.module] if (caller := tree.module(name)) is not None]
-    if not compared:
+    callers = [caller for name in _CALLERS[target.module] if (caller := tree.module(name)) is not None]
+    if not callers:
         raise unknown(source, function, "nothing that calls it was found")
+    if (body := fingerprint(function)) not in _BODIES and not _may_read(function, callers):
+        nothing = at(source, function, f"{target.symbol} and its callers call nothing that is known to read lengths")
+        places = [f"{source.name}:{target.symbol}", *(f"{caller.name}:" for caller in callers)]
+        return judged(tree, _REPAIRED, nothing, places=places)
+    if body not in _BODIES:
+        raise unknown(source, function, f"{target.symbol} has an unknown body {body}")
+    compared = [_comparison(caller) for caller in callers]
     seen = [at(source, call, f"the host reads {ast.unparse(call)}") for call in [*reads(function)][:2]]
     return broken(READ_LENGTHS, *seen, *compared, Evidence(seen=f"as in {_BODIES[body]}"))
+
+
+def _may_read(function: FunctionNode, callers: Sequence[ModuleSource]) -> bool:
+    """Return whether a method calls what reads from the host, or a caller compares what it gets of it."""
+    return any(reads(function)) or any(calls(caller.syntax, "equal") for caller in callers)
 
 
 def _hands_on(source: ModuleSource, tree: SourceTree, class_name: str) -> bool:

@@ -10,7 +10,8 @@ What was seen, from source:
 
 The seam runs upstream's own `forward`, which changes from month to month, on a view of the model. So what is read is
 what a view relies on: `forward` uses the model through its attributes alone, leaves `labels` as they came, and ends
-with output layer, scale and loss, each once; MTP does nothing with the output layer but to call it, and asks it for an
+with output layer, scale and loss, each once, and nowhere else but on an inner stage; the constructor goes on to its end,
+where the seam looks for a plain output layer; MTP does nothing with the output layer but to call it, and asks it for an
 unscaled loss; the fused layer is a plain one with another `forward`. What these do with numbers, and what the unfused loss
 does, was read: each body on the way must be a known one. The self-test asks them again when they are loaded.
 """
@@ -21,7 +22,15 @@ import ast
 
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes import hopper_flce_dispatch
-from megacpp_overlays.feature_probes.definitions import binders, called, calls, plain_class, plain_function, words
+from megacpp_overlays.feature_probes.definitions import (
+    binders,
+    called,
+    calls,
+    plain_class,
+    plain_function,
+    ways_out,
+    words,
+)
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
 from megacpp_overlays.feature_probes.known_bodies import check_known
 from megacpp_overlays.feature_probes.repairs import judged, table
@@ -106,6 +115,8 @@ if labels is None:
 loss = self.{_LOSS}(labels, logits)
 return loss
 """)
+_INNER_STAGE = Pattern("if not self.post_process: return $hidden_states")
+"""The one other way out of forward: there is no output layer, and no view."""
 _MTP_ASKS = Pattern("output_layer($states[$place], $$passed)")
 
 
@@ -176,7 +187,9 @@ def _check_class(source: ModuleSource) -> None:
 
 
 def _made_once(source: ModuleSource, init: FunctionNode) -> ast.AST:
-    """Return the one statement that makes the output layer, a plain one."""
+    """Return the one statement that makes the output layer, a plain one, in a constructor that goes on to its end."""
+    for left in ways_out(init):
+        raise unknown(source, left, "the constructor may end before its end, with an output layer of another kind")
     set_by = [node for node in ast.walk(init) if _is_set(node, "output_layer")]
     match [found["layer"] for found in _MADE.find(init)]:
         case [ast.Call() as layer] if called(layer) == PLAIN_LAYER and len(set_by) == 1:
@@ -201,13 +214,20 @@ def _check_forward(source: ModuleSource, forward: FunctionNode) -> None:
 
 
 def _check_end(source: ModuleSource, forward: FunctionNode) -> None:
-    """Check that forward ends with output layer, scale, logits without labels, and loss with them, each once."""
+    """Check that forward ends with output layer, scale, logits without labels, and loss with them, each once.
+
+    A way out before that would be given the view: what it asks of an output layer that answers with the loss, and what
+    it does with the answer, nobody read.
+    """
     first = next((n for n, node in enumerate(forward.body) if calls(node, "output_layer")), len(forward.body))
     end = [node for node in forward.body[first:] if not (isinstance(node, ast.If) and "logits" not in words(node))]
     found = _END.match(end)
     once = all(len(calls(forward, name)) == 1 for name in ("output_layer", _SCALE, _LOSS))
     if found is None or not found.text("logits").startswith("logits") or not once:
         raise unknown(source, forward, "forward ends in another way than with output layer, scale and loss")
+    known = [node for each in (*end, *filter(_INNER_STAGE.match, forward.body)) for node in ast.walk(each)]
+    if early := [node for node in ways_out(forward) if node not in known]:
+        raise unknown(source, early[0], "forward has another way out than its end and that of an inner stage")
 
 
 def _check_fused_layer(linear: ModuleSource) -> None:

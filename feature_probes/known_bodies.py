@@ -77,3 +77,9 @@ def check_known(source: ModuleSource, symbol: str, bodies: Collection[str]) -> N
         raise unknown(source, node, f"{symbol} has an unknown body {seen}")
     for change in source.bindings.changes(symbol) if "." not in symbol else ():
         raise unknown(source, change, f"{symbol} is changed outside its definition")
+    inside = {id(each) for each in ast.walk(node)}
+    members = node.body if isinstance(node, ast.ClassDef) else []
+    for name in [each.name for each in members if isinstance(each, FunctionNode)]:
+        for change in source.bindings.of(f"{symbol}.{name}"):
+            if id(change) not in inside:
+                raise unknown(source, change, f"{symbol}.{name} may be replaced outside its definition")

@@ -24,8 +24,8 @@ TARGET = Target(
 )
 ANY_STAGES = "any-number-of-stages"
 
-_TUNED = {"b934a2a6611e3fa6": "2.3.2.post1"}
-"""Decorators of the kernel: the configurations that its tuner has."""
+_KERNELS = {"e6f95f7899876a6a": "2.3.2.post1"}
+"""The kernel with its decorators: the configurations that its tuner has, and the loops that they are for."""
 _WHOLE = {"68d8d0dba0e3913f": "2.3.2.post1"}
 """The same by the text of the whole module: a gate is read at start-up, and parsing it takes 50 ms."""
 _PRUNE = "_prune_mamba3_siso_fwd_configs"
@@ -54,12 +54,14 @@ def probe(tree: SourceTree) -> Finding:
     kernel = source.function(TARGET.symbol)
     if kernel is None:
         return absent(f"{TARGET.module} has no {TARGET.symbol}")
-    if (tuned := fingerprint(kernel.decorator_list)) in _TUNED:
-        return broken(ANY_STAGES, at(source, kernel, f"configurations as in {_TUNED[tuned]}"))
+    for change in source.bindings.changes(TARGET.symbol):
+        raise unknown(source, change, f"{TARGET.symbol} is changed behind its definition")
+    if (seen := fingerprint(kernel)) in _KERNELS:
+        return broken(ANY_STAGES, at(source, kernel, f"configurations as in {_KERNELS[seen]}"))
     if (prune := _pruning(source, kernel)) is not None:
         one_stage = at(source, prune, f"{prune.name} keeps one stage on compute capability 10 and 12")
         return judged(tree, _REPAIRED, one_stage, places=(f"{source.name}:{prune.name}",))
-    raise unknown(source, kernel, f"{TARGET.symbol} has unknown configurations {tuned}")
+    raise unknown(source, kernel, f"{TARGET.symbol} is an unknown kernel, or has unknown configurations: {seen}")
 
 
 def _pruning(source: ModuleSource, kernel: FunctionNode) -> FunctionNode | None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from megacpp_overlays.feature_probes.findings import absent, at, broken
+from megacpp_overlays.feature_probes.definitions import words
+from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
 from megacpp_overlays.feature_probes.repairs import Repairs, judged
 from megacpp_overlays.model import Evidence, Finding, Target
 from megacpp_overlays.source.trees import FunctionNode, SourceTree
@@ -37,6 +38,8 @@ def probe(tree: SourceTree) -> Finding:
     if asking is None:
         nothing = Evidence(seen="nothing is seen to ask for the device when it is imported", file=source.path)
         return judged(tree, _REPAIRED, nothing, places=(f"{TARGET.module}:",))
+    if "is_initialized" in words(source.syntax):
+        raise unknown(source, asking, "it may only be asked where CUDA is initialised already")
     seen = at(source, asking, f"{ast.unparse(asking.func)} is called by the import")
     context = tree.module(_REACHED_FROM)
     for node in context.syntax.body if context else ():

@@ -2,7 +2,9 @@
 
 The kernels keep shared memory with three axes. Up to tilelang 0.1.8 a bulk copy checks that a layout has exactly two and
 ends the compilation; 0.1.9 takes three. mamba-ssm as published switches TMA lowering off in every kernel, so the
-combination only exists where somebody switched it on.
+combination only exists where somebody switched it on. Whoever did may have made the memory flat, too; and a TileLang that was
+edited may have another way around its check. So a kernel must keep memory with three axes, and what TileLang says must
+be what a release says.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ import ast
 
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes import cpp_source
+from megacpp_overlays.feature_probes.definitions import calls
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unrecognised
 from megacpp_overlays.model import Evidence, Finding, Target, Text
-from megacpp_overlays.source.trees import ModuleSource, SourceTree, shipped
+from megacpp_overlays.source.trees import ModuleSource, SourceTree, check_length, shipped
 
 _PACKAGE = "mamba_ssm.ops.tilelang.mamba3"
 TARGET = Target(distribution="mamba-ssm", module=f"{_PACKAGE}.mamba3_mimo_bwd", symbol="mamba_mimo_bwd_bwd")
@@ -22,7 +25,15 @@ TWO_AXES_ONLY = "two-axes-only"
 _MODULES = (TARGET.module, f"{_PACKAGE}.mamba3_mimo_bwd_varlen")
 _FILES = ("src/op/copy.cc", "src/backend/cuda/op/copy.cc", "src/cuda/op/copy.cc")
 """Where the lowering of a bulk copy was, up to 0.1.9, in 0.1.10, and since 0.1.11."""
-_CHECK = 'InputDim() == 2) << "Cannot detect TMA layout."'
+_TAKES_TWO = {
+    "3d88abe333455b22": "0.1.6.post2",
+    "68776b41b8423d79": "0.1.7",
+    "a9e5ca53a5cf875d": "0.1.7.post1",
+    "d660ec2b2f2f34e3": "0.1.7.post2",
+    "7695e82c55f8ddc5": "0.1.7.post3",
+    "793d81d06e138d72": "0.1.8",
+}
+"""Releases whose bulk copy checks for two, by what the file says, comments and layout aside."""
 _TAKES_MORE = {
     "d84f40822b67bb46": "0.1.9",
     "039fd3d9ccaa9fec": "0.1.10",
@@ -50,21 +61,26 @@ def probe(tree: SourceTree) -> Finding:
         if (seen := cpp_source.digest(file.text)) in _TAKES_MORE:
             taken = f"a bulk copy takes more than two axes, as in {_TAKES_MORE[seen]}"
             return fixed(Evidence(seen=taken, file=file.path), repair=[Text(file.path, seen)])
-    on = [found for source in kernels for found in _switched_on(source)]
+    on_kernels = [found for source in kernels for found in _switched_on(source)]
+    on = [seen for _, seen in on_kernels]
     if not on:
         return absent("every kernel switches TMA lowering off", kernels[0])
+    if not any(_has_three_axes(node) for node, _ in on_kernels):
+        return unrecognised(*on, Evidence(seen="none of these is known to keep shared memory with three axes"))
     for file in files:
-        if _CHECK in " ".join(file.text.split()):
-            return broken(TWO_AXES_ONLY, *on, Evidence(seen="a bulk copy takes two axes", file=file.path))
+        if (seen := cpp_source.digest(cpp_source.plain(file.text))) in _TAKES_TWO:
+            two = f"a bulk copy takes two axes, as in {_TAKES_TWO[seen]}"
+            return broken(TWO_AXES_ONLY, *on, Evidence(seen=two, file=file.path))
     return unrecognised(*on, Evidence(seen="how tilelang lowers a bulk copy was not read"))
 
 
-def _switched_on(source: ModuleSource) -> list[Evidence]:
+def _switched_on(source: ModuleSource) -> list[tuple[ast.FunctionDef, Evidence]]:
     """Return the kernels of a module that do not switch TMA lowering off.
 
     Raises:
-        SourceError: there is no kernel, or one has no options that can be read.
+        SourceError: there is no kernel, one has no options that can be read, or the text is longer than what is read.
     """
+    check_length(source.path, source.text)
     text = "".join(source.text.split())
     if 0 < text.count("@tilelang.jit(") == text.count(_AS_PUBLISHED):
         return []  # as published; parsing 70 kilobytes takes longer than the rest of a start
@@ -77,7 +93,14 @@ def _switched_on(source: ModuleSource) -> list[Evidence]:
     ]
     if not kernels:
         raise SourceError(f"{source.path}: there is no function under tilelang.jit")
-    return [at(source, node, f"{node.name} has TMA lowering on") for node, how in kernels if not _is_off(source, how)]
+    on = [node for node, how in kernels if not _is_off(source, how)]
+    return [(node, at(source, node, f"{node.name} has TMA lowering on")) for node in on]
+
+
+def _has_three_axes(kernel: ast.FunctionDef) -> bool:
+    """Return whether a kernel keeps shared memory with three axes, as `mamba_mimo_bwd_bwd` of 2.3.2.post1 does."""
+    shapes = [call.args[0] for call in calls(kernel, "alloc_shared") if call.args]
+    return any(isinstance(each, ast.List | ast.Tuple) and len(each.elts) == 3 for each in shapes)
 
 
 def _is_off(source: ModuleSource, decorator: ast.Call) -> bool:

@@ -19,7 +19,15 @@ EQUALITY_ONLY = "only-equality-covers"
 
 _FILE = "src/layout/utils.cc"
 _HEAD = "Array<IterSplitExpr> get_unused_iters("
-_BROKEN = {"2ae53ddd30be047f": "0.1.6.post2 to 0.1.7.post1", "6e540dc9db6f42f3": "0.1.7.post3 to 0.1.11"}
+_BROKEN = {
+    "8d00e9de59343a79": "0.1.6.post2",
+    "3a06da05c660b61a": "0.1.7 and 0.1.7.post1",
+    "0e1123a080998d80": "0.1.7.post2 and 0.1.7.post3",
+    "1d20d915e2f7498a": "0.1.8",
+    "2fec060b441fb143": "0.1.9",
+    "133b27426e9312af": "0.1.10 and 0.1.11",
+}
+"""Releases with the defect, by what the whole file says: whoever calls the function may drop what it leaves over."""
 _REPAIRED = {"8dfeb7335d9dff49": "0.1.12", "81b730bb122f21b0": "0.1.13 to 0.1.15"}
 """The same with the repair, by the text of the whole file."""
 _REPAIR = "analyzer->CanProve(expected_lower_factor > mark->extent)"
@@ -40,6 +48,6 @@ def probe(tree: SourceTree) -> Finding:
         if text in _REPAIRED:
             return fixed(condition, Evidence(seen=f"as in {_REPAIRED[text]}"), repair=repair)
         return looks_repaired(condition, Evidence(seen=f"the text of the file is unknown: {text}"), repair=repair)
-    if (seen := cpp_source.digest(body)) in _BROKEN:
+    if (seen := cpp_source.digest(cpp_source.plain(file.text))) in _BROKEN:
         return broken(EQUALITY_ONLY, cpp_source.at(file, _HEAD, f"as in {_BROKEN[seen]}"))
-    return unrecognised(cpp_source.at(file, _HEAD, f"get_unused_iters has an unknown body {seen}"))
+    return unrecognised(cpp_source.at(file, _HEAD, f"get_unused_iters stands in an unknown text {seen}"))

@@ -32,6 +32,7 @@ _READERS = {"get", "keys", "values", "items", "copy", "__getitem__", "__contains
 _WRITERS = {"update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__", "__ior__"}
 _INNARDS = {"__code__", "__defaults__", "__kwdefaults__", "__class__", "__bases__"}
 """Attributes that change what a function or a class does, though its name means the same object."""
+_EVERY_LOOKUP = "__getattribute__"
 
 
 class _Scope(NamedTuple):
@@ -80,6 +81,10 @@ class Bindings:
         """
         owner, _, name = symbol.rpartition(".")
         found = [*self._names[owner, name], *self._everything]
+        if (
+            owner and name != _EVERY_LOOKUP
+        ):  # whatever it is, it may hand out another attribute than the one in the text
+            found += self._names[owner, _EVERY_LOOKUP]
         found += [each.node for each in self._attributes[name] if self._concerns(each, owner)]
         found += [each.node for each in self._unnamed if self._may_concern(each, owner)]
         found += [each.node for inner in _INNARDS for each in self._attributes[inner] if _means(each.owner, symbol)]

@@ -101,13 +101,8 @@ def test_what_was_repaired_in_another_way_is_never_installed_on(way: str, broken
 
 
 BELIEVED = {Verdict.BROKEN, Verdict.FIXED}
-SURROUNDED = {
-    "MambaMixer.__init__",
-    "HybridModel.__init__",
-    "HybridModel.forward",
-    "_fused_qk_topk_lighting_with_streaming_sparse_kl",
-}
-"""Of these a probe reads what they do with some names, and not all: they change from release to release."""
+SURROUNDED = {"_fused_qk_topk_lighting_with_streaming_sparse_kl"}
+"""A repair at the beginning of these runs as before, or the seam takes a way that is right without it; their tests show that."""
 
 
 @pytest.mark.parametrize(

@@ -6,18 +6,24 @@ import ast
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from probing import Texts
+from repair_cases import IDS, ORDER, SHARDING
 
+from megacpp_overlays.feature_probes import float16_distributed_order, float16_optimizer_state_ids
 from megacpp_overlays.feature_probes.float16_fp32_exemption import BLANKET_CAST, MARKS_HONOURED, TARGET, probe
 from megacpp_overlays.fp32_marks import MAMBA3, MAMBA3_ALWAYS, MAMBA3_MIMO
-from megacpp_overlays.loader import probing
-from megacpp_overlays.model import Finding, Verdict
+from megacpp_overlays.loader import needs, probing, registry, witnesses
+from megacpp_overlays.loader.decide import before_import
+from megacpp_overlays.loader.settings import Settings
+from megacpp_overlays.model import Decision, Finding, Verdict
 from megacpp_overlays.overlays.float16_fp32_exemption import OVERLAY
 from megacpp_overlays.source.file_trees import ArchiveTree
-from megacpp_overlays.source.trees import ModuleSource
+from megacpp_overlays.source.trees import ModuleSource, SourceTree
 
 CONVERSION = '''
 def convert_module_to_dtype_except_fp32_marked(module, dtype):
@@ -370,6 +376,58 @@ def test_the_probe_leaves_the_tree_as_it_was(released: str) -> None:
     probe(tree)
 
     assert ast.dump(source.syntax) == ast.dump(before)
+
+
+OPTIMIZERS = {
+    "float16-optimizer-state-ids": {
+        float16_optimizer_state_ids.TARGET.module: IDS,
+        "megatron.core.dist_checkpointing.optimizer": SHARDING,
+    },
+    "float16-distributed-order": {float16_distributed_order.TARGET.module: ORDER},
+}
+"""Repairs in a few lines, that nobody read."""
+
+
+@pytest.mark.parametrize("repaired", OPTIMIZERS)
+def test_where_an_optimizer_only_looks_repaired_a_kept_witness_of_that_counts(
+    repaired: str, wheel: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    release = ArchiveTree(wheel("megatron-core", "0.19.2"))
+    tree, folder = Texts(OPTIMIZERS[repaired], release), Settings(witnesses=str(tmp_path / "witnesses"))
+    (needed,) = [each for each in registry.load() if each.id == repaired]
+    finding = probing.examine(OVERLAY, tree)
+
+    before = needs.expected(before_import(needed, folder), folder, tree)
+    keep_witness(needed, tree, folder, tmp_path)
+    after = needs.expected(before_import(needed, folder), folder, tree)
+    release.close()
+
+    assert repaired in OVERLAY.needs
+    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, BLANKET_CAST)
+    assert "unless a witness proves" in finding.summary()
+    assert "no repair was read yet" in finding.summary() or "not as in a tree that was read" in finding.summary()
+    assert (before.decision, after.decision) == (Decision.CONFLICT, Decision.RETIRED)
+    assert f"it needs {repaired}" in needs.unmet([before])
+    assert needs.unmet([after]) == ""
+
+
+def keep_witness(needed: Any, tree: SourceTree, kept_in: Settings, folder: Path) -> None:
+    """Keep a witness of a part in a tree, as the command does after a run that saw no defect."""
+    recorded = witnesses.Recorded(tree)
+    assert needed.probe(recorded).looks_repaired
+    reproducer = folder / "reproduce.py"
+    found = sorted(witnesses.PACKS.glob(f"{needed.pack:02}-*/reproduce.py"))
+    reproducer.write_bytes(found[0].read_bytes() if found else b"")
+    data = witnesses.content(
+        needed,
+        sources=recorded.sources,
+        versions={},
+        reproducer=reproducer,
+        cases=[{"case": "checkpoint", "device": "cpu", "seen": "the optimizer state comes back as it was"}],
+        host={"machine": "x86_64"},
+        date="2026-11-22",
+    )
+    witnesses.keep(witnesses.path_of(needed, kept_in), data)
 
 
 @pytest.mark.parametrize("edit", [("(MixedPrecisionOptimizer)", "(Another)"), ("", "from .moved import *")])

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from probing import ask
+from repair_cases import CASES, appended
 
 from megacpp_overlays.feature_probes import liger_flce_none_backward as feature
 from megacpp_overlays.model import Body, Finding, Proof, Verdict
@@ -128,10 +129,6 @@ def replaced(old: str, new: str) -> Callable[[str], str]:
     return edit
 
 
-def appended(code: str) -> Callable[[str], str]:
-    return lambda text: f"{text}\n\n{code}\n"
-
-
 EDITS = {
     "scaling dropped": replaced("if not torch.equal(grad_output,", "if False and not torch.equal(grad_output,"),
     "scaled by row": replaced("grad_input.stride(-2),\n            grad_output,", "grad_input.stride(-2),\n            grad_output[0],"),
@@ -162,6 +159,7 @@ EDITS = {
 }  # fmt: skip
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize("version", DISTINCT)
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_a_changed_release_is_never_repaired(wheel: Wheel, version: str, edit: Callable[[str], str]) -> None:
@@ -322,36 +320,13 @@ def test_a_repair_whose_name_means_something_else_in_the_end_is_none(wheel: Whee
     assert "is bound elsewhere, too" in finding.summary()
 
 
-def under_a_flag(text: str) -> str:
-    flag = 'if __import__("os").environ.get("LIGER_REPAIRED") and token_grad_output is not None:'
-    return replaced("if token_grad_output is not None:", flag)(text)
+STILL_BROKEN = CASES["liger"]
 
 
-STILL_BROKEN = {
-    "first token alone": replaced("* token_grad_output[start_idx:end_idx].unsqueeze(-1).to(", "* token_grad_output[0].to("),
-    "product discarded": replaced("grad_logits_chunk = grad_logits_chunk * token_grad_output", "_ = grad_logits_chunk * token_grad_output"),
-    "undone behind it": replaced("        if input_requires_grad:\n", "        grad_logits_chunk = _unscaled\n        if input_requires_grad:\n"),
-    "never deferred": replaced('ctx.defer_grads = reduction == "none" and needs_grad', "ctx.defer_grads = False"),
-    "deferred for another reduction": replaced('ctx.defer_grads = reduction == "none"', 'ctx.defer_grads = reduction == "mean"'),
-    "under a flag": under_a_flag,
-    "in dead code": replaced("if token_grad_output is not None:", "if False:"),
-    "handed over in dead code": replaced("        if ctx.defer_grads:\n            # reduction", "        if False:\n            # reduction"),
-    "scaled again": replaced("                **ctx.fwd_kwargs,\n            )\n", "                **ctx.fwd_kwargs,\n            )\n            grad_weight *= grad_output[0]\n"),
-    "class rebound": appended(f"{feature.FUNCTION} = type('{feature.FUNCTION}', ({feature.FUNCTION},), older)"),
-    "method rebound through globals": appended(f"globals()['{feature.FUNCTION}'].backward = older"),
-    "class decorated": replaced(f"class {feature.FUNCTION}(", f"@patched\nclass {feature.FUNCTION}("),
-    "backward decorated": replaced("    @amp_custom_bwd\n", "    @amp_custom_bwd\n    @detached\n"),
-    "isinstance shadowed": appended("def isinstance(*_):\n    return False"),
-    "products imported from elsewhere": replaced("from liger_kernel.backends import dispatch", "from vendor import dispatch"),
-    "a call at import": appended("patch_flce()"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("edit", STILL_BROKEN.values(), ids=STILL_BROKEN)
-def test_a_repair_that_was_edited_is_not_fixed(wheel: Wheel, edit: Callable[[str], str]) -> None:
-    release = wheel("liger-kernel", "0.8.5")
-
-    assert examine(release, edit(text_of(release, feature.MODULE))).verdict is Verdict.UNRECOGNISED
+@pytest.mark.parametrize("edit", STILL_BROKEN.edits)
+def test_a_repair_that_was_edited_is_not_recognised(edit: str) -> None:
+    """`test_repairs.py` asks the same of every probe, and no more than that FIXED is not said."""
+    assert STILL_BROKEN.ask(STILL_BROKEN.edited(STILL_BROKEN.edits[edit])).verdict is Verdict.UNRECOGNISED
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,7 @@ def test_a_repair_is_fixed_once_somebody_has_read_it(case: Case, learn: Callable
     assert finding.repair
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize(("name", "edit"), EDITS)
 def test_an_edit_that_leaves_the_defect_in_is_never_fixed(
     name: str, edit: str, learn: Callable[[Case], Finding]

@@ -291,6 +291,7 @@ def test_every_way_to_bind_a_method_in_its_class_is_seen(form: str, nests: list[
     assert len(bindings(text)["Layer.forward"]) > 1
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize("form", forms(REBINDS))
 def test_the_listed_forms_do_rebind_when_they_are_run(form: str) -> None:
     """So that the forms above are not there for nothing; a star import rebinds what the other module has."""
@@ -369,3 +370,21 @@ def test_a_definition_is_not_found_where_something_else_binds_its_name() -> None
     assert source.find("Layer.forward") is not None
     with pytest.raises(SourceError, match="read is bound elsewhere, too"):
         source.find("read")
+
+
+@pytest.mark.parametrize("condition", ["True", "__import__('os').environ.get('FLAG')"])
+def test_a_method_of_a_class_that_looks_every_attribute_up_by_itself_is_none_that_is_known(condition: str) -> None:
+    text = f"""
+class Layer:
+    def forward(self):
+        return 1
+
+    if {condition}:
+        def __getattribute__(self, name):
+            return lambda: 2
+"""
+    source = ModuleSource("made", "made.py", text)
+
+    assert source.find("Layer") is not None
+    with pytest.raises(SourceError, match="forward is bound elsewhere, too"):
+        source.find("Layer.forward")

@@ -329,10 +329,12 @@ def test_a_name_that_nothing_gives_is_missing() -> None:
     [
         ("x = 1\n" * 100_000, "more than the 524,288 that a probe reads"),
         ("if x == 0: pass\n" + "".join(f"elif x == {n}: pass\n" for n in range(10_000)), "nested too deeply"),
-        ("x = " + "-" * 100_000 + "1\n", "nested too deeply|cannot be parsed"),
+        ("x = " + "-" * 60_000 + "1\n", "nested too deeply|cannot be parsed"),
+        ("x = 1\n" * 40_000, "has 200,000 words and signs, more than the 131,072 that a probe reads"),
+        ("x=(" + "1," * 70_000 + ")\n", "words and signs, more than the 131,072"),
         ("x = 1\0\n", "cannot be parsed"),
     ],
-    ids=["long", "branches", "signs", "null byte"],
+    ids=["long", "branches", "signs", "words", "signs without spaces", "null byte"],
 )
 def test_text_that_would_take_too_long_or_too_deep_is_an_error(text: str, said: str) -> None:
     with pytest.raises(SourceError, match=said):

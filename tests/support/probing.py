@@ -9,7 +9,7 @@ from typing import Any
 from megacpp_overlays.feature_probes.repairs import Repairs, meaning
 from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.model import Body, Finding
-from megacpp_overlays.source.trees import ModuleSource, SourceTree
+from megacpp_overlays.source.trees import ModuleSource, ShippedFile, SourceTree, shipped
 
 
 def ask(probe: Callable[[SourceTree], Finding], tree: SourceTree) -> Finding:
@@ -30,7 +30,7 @@ def places_of(finding: Finding) -> list[str]:
 
 
 class Texts:
-    """A tree with other texts for some modules, or with nothing else."""
+    """A tree with other texts for some modules, or with nothing else; a file that is none is named `package:path`."""
 
     def __init__(self, texts: Mapping[str, str | None], tree: SourceTree | None = None) -> None:
         self._texts = texts
@@ -41,3 +41,9 @@ class Texts:
             return None if self._tree is None else self._tree.module(name)
         text = self._texts[name]
         return None if text is None else ModuleSource(name, f"{name.rpartition('.')[2]}.py", text)
+
+    def shipped(self, package: str, path: str) -> ShippedFile | None:
+        if (name := f"{package}:{path}") not in self._texts:
+            return None if self._tree is None else shipped(self._tree, package, path)
+        text = self._texts[name]
+        return None if text is None else ShippedFile(path, text)

@@ -8,8 +8,10 @@ import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+from installed import tree_of
 from places import WHEELS
 from probing import Texts, as_if_read, ask, places_of
 from trees import STAND_INS
@@ -23,11 +25,21 @@ from megacpp_overlays.feature_probes import (
     float16_mixer_parameters,
     float16_optimizer_state_ids,
     fp8_quantized_unwrap,
+    fully_reshardable_padding,
+    gdn_capture_gates,
     hopper_flce_dispatch,
     hybrid_linear_ce,
+    liger_flce_none_backward,
     mamba3_mimo_gqa_backward,
+    mamba3_mimo_reduce_layout,
     mamba3_siso_pipelining,
+    mamba_packed_seq_idx,
     megatron_cuda_on_import,
+    mtp_roll_padded_boundaries,
+    tilelang_bulk_copy_rank,
+    tilelang_grouped_reduce,
+    tilelang_sums,
+    tilelang_zero_extent_iterator,
 )
 from megacpp_overlays.feature_probes.repairs import Repairs
 from megacpp_overlays.fp32_marks import MAMBA3, MAMBA3_ALWAYS, MAMBA3_MIMO
@@ -35,8 +47,11 @@ from megacpp_overlays.model import Finding, Verdict
 from megacpp_overlays.source.file_trees import ArchiveTree
 from megacpp_overlays.source.trees import SourceTree
 
-Edit = tuple[str, str] | tuple[str, str, str]
-"""Old and new text of the target, or of the module that is named first."""
+Edit = tuple[str, str] | tuple[str, str, str] | Callable[[str], str]
+"""Old and new text of the target, or of the module that is named first; or what is done to the text of the target.
+
+A file that is no module is named `package:path`.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,17 +65,35 @@ class Case:
     probe: str = "probe"
     tree: Callable[[], SourceTree | None] = lambda: None
     learnt: Callable[[Repairs], object] = lambda known: known
+    is_made_up: bool = True
+    """Whether no release has it."""
+
+    @property
+    def overlay(self) -> str:
+        """Return the id of the overlay that the probe is for."""
+        return self.feature.__name__.rpartition(".")[2].replace("_", "-")
 
     def ask(self, texts: Mapping[str, str | None]) -> Finding:
         return ask(getattr(self.feature, self.probe), Texts(texts, self.tree()))
 
     def edited(self, edit: Edit) -> dict[str, str | None]:
-        module, old, new = edit if len(edit) == 3 else (self.target, *edit)
-        texts = dict(self.texts())
-        before = texts[module]
-        assert before is not None
-        assert old in before
-        return {**texts, module: before.replace(old, new, 1)}
+        name, *changed = edit if isinstance(edit, tuple) and len(edit) == 3 else (self.target, *_parts(edit))
+        before = self._text(name)
+        if callable(changed[0]):
+            after = changed[0](before)
+        else:
+            old, new = changed
+            assert old in before
+            after = before.replace(old, new, 1)
+        assert after != before
+        return {**self.texts(), name: after}
+
+    def _text(self, name: str) -> str:
+        tree = Texts(self.texts(), self.tree())
+        package, _, path = name.partition(":")
+        found = tree.shipped(package, path) if path else tree.module(name)
+        assert found is not None
+        return found.text
 
     def to_learn(self) -> object:
         """Return the table that the probe would have if somebody had read the repair; None where it knows it."""
@@ -75,15 +108,24 @@ class Case:
         return self.learnt(as_if_read(Texts(self.texts(), self.tree()), *places))
 
 
+def _parts(edit: Edit) -> tuple[Any, ...]:
+    return edit if isinstance(edit, tuple) else (edit,)
+
+
+def appended(code: str) -> Callable[[str], str]:
+    """Return an edit that adds code at the end."""
+    return lambda text: f"{text}\n\n{code}\n"
+
+
 @functools.cache
-def released(archive: str, module: str) -> str:
-    source = _archive(archive).module(module)
+def released(prefix: str, module: str) -> str:
+    source = archive(prefix).module(module)
     assert source is not None
     return source.text
 
 
 @functools.cache
-def _archive(prefix: str) -> ArchiveTree:
+def archive(prefix: str) -> ArchiveTree:
     found = sorted(WHEELS.glob(f"{prefix}*"))
     if not found:
         pytest.skip(f"no {prefix} in {WHEELS}")
@@ -127,6 +169,28 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
     def _set_main_param_and_optimizer_states(self, parameter, tensors):
         with torch.no_grad():
             self.shard(parameter).copy_(tensors["param"])
+"""
+RESHARDABLE = """
+from megatron.core.optimizer.layouts import padding_before
+
+
+class DistributedOptimizer(MixedPrecisionOptimizer):
+    def get_parameter_state_dp_zero(self, **how):
+        return [gathered(buffer, **how) for buffer in self.buffers]
+
+    def sharded_param_state_fully_reshardable(self, model, is_loading=False, metadata=None):
+        found = []
+        for state, buffer in zip(self.get_parameter_state_dp_zero(empty_data=is_loading), self.buffers):
+            stripped = padding_before(buffer)
+            for parameter, (start, end, bucket) in buffer.param_index_map.items():
+                begin = start - stripped[bucket]
+                finish = end - stripped[bucket]
+                found.append({key: each[begin:finish].view(parameter.shape) for key, each in state.items()})
+        return dict(enumerate(found))
+
+    def load_parameter_state_from_fully_reshardable(self, state_dict):
+        for number, parameter in enumerate(self.parameters()):
+            self.set(parameter, {key: each.flatten() for key, each in state_dict[number].items()})
 """
 LINEAR = "class LinearCrossEntropyModule(ColumnParallelLinear):\n    def forward(self, x):\n        return fused(x)\n"
 MODEL = """
@@ -202,6 +266,26 @@ def mixer() -> str:
     return text.replace(before, f"{marks}{before}")
 
 
+def deriving() -> str:
+    """Let the mixer of the newest release do what main's other mixers do: derive what its caller did not give."""
+    text = released("megatron_core-0.19.2", mamba_packed_seq_idx.TARGET.module)
+    taken = "            seq_idx = packed_seq_params.seq_idx\n"
+    made = "            seq_idx = build_packed_seq_idx(packed_seq_params, zxBCdt.shape[1])\n"
+    imported = "from .packed_seq_helpers import build_packed_seq_idx\n"
+    before = "from .mamba_context_parallel import MambaContextParallel\n"
+    return text.replace(taken, made).replace(before, f"{before}{imported}")
+
+
+def rolling() -> str:
+    """Let the roll of the newest release ask for the padded boundaries by a function of its own."""
+    text = released("megatron_core-0.19.2", mtp_roll_padded_boundaries.TARGET.module)
+    taken = "    cu_seqlens = packed_seq_params.cu_seqlens_q\n"
+    made = "    cu_seqlens = _boundaries(packed_seq_params, packed_seq_params.cu_seqlens_q_padded)\n"
+    helper = "def _boundaries(params, padded):\n    return params.cu_seqlens_q if padded is None else padded\n"
+    before = "def _roll_tensor_packed_seq("
+    return text.replace(taken, made).replace(before, f"{helper}\n\n{before}", 1)
+
+
 DISPATCHER = """
 import torch
 from transformer_engine.pytorch import QuantizedTensor
@@ -253,6 +337,52 @@ def dispatching() -> dict[str, str | None]:
     }
 
 
+GDN_BASE = """
+import torch
+
+
+def fits(total, lengths, ranks):
+    return torch.logical_and(total, (lengths % ranks == 0).sum() == lengths.numel())
+
+
+def checked(cu_seqlens, length, ranks):
+    total = cu_seqlens[-1] == length
+    torch._assert_async(total)
+    torch._assert_async(fits(total, cu_seqlens.diff(), ranks))
+
+
+class _GDNBase(MegatronModule):
+    def _resolve_cu_seqlens(self, cu_seqlens_padded, cu_seqlens_actual, total_seq_len, name, cp_size=1):
+        cu_seqlens = cu_seqlens_actual if cu_seqlens_padded is None else cu_seqlens_padded
+        checked(cu_seqlens, total_seq_len, cp_size)
+        return cu_seqlens
+"""
+GDN_FORWARD = """
+from megatron.core.ssm.gated_delta_net.common import _GDNBase
+
+
+class GatedDeltaNet(_GDNBase):
+    def forward(self, hidden, packed):
+        first = self._resolve_cu_seqlens(packed.padded, packed.q, hidden.size(0), "cu_seqlens_q")
+        second = self._resolve_cu_seqlens(packed.padded, packed.kv, hidden.size(0), "cu_seqlens_kv")
+        torch._assert_async((first == second).sum() == first.numel())
+        return self.scan(hidden, first)
+"""
+
+
+def switched_on(lane: str, module: str = tilelang_bulk_copy_rank.TARGET.module) -> str:
+    """Return kernels of Mamba-3 in a lane, with TMA lowering on."""
+    source = tree_of(lane).module(module)
+    assert source is not None
+    return source.text.replace("TL_DISABLE_TMA_LOWER: True", "TL_DISABLE_TMA_LOWER: False")
+
+
+_GDN = f"{gdn_capture_gates.SINGLE.module}.gdn"
+_LIGER = liger_flce_none_backward.FUNCTION
+COPY, OLD_COPY, UTILS = "src/cuda/op/copy.cc", "src/op/copy.cc", "src/layout/utils.cc"
+REDUCE, OLD_REDUCE = "src/backend/common/op/reduce.h", "src/op/reduce.cc"
+"""C++ that TileLang ships: since 0.1.11 and up to 0.1.9; since 0.1.10 and up to 0.1.9."""
+_COVERED = "analyzer->CanProve(expected_lower_factor > mark->extent)"
 _SISO = mamba3_siso_pipelining.TARGET.module
 _MASKING = dsa_branchless_scatter.MASKING.module
 _DSA_TEXTS: Callable[[], Mapping[str, str | None]] = lambda: {  # noqa: E731
@@ -292,6 +422,24 @@ CASES = {
             "recorded again": ("\n    def _build_optimizer", "\n    def late(self):\n        self.model_param_group_index_map = {}\n\n    def _build_optimizer"),
             "restored with autograd": ("torch.no_grad()", "torch.enable_grad()"),
             "enumerate shadowed": ("\nclass Distributed", "\ndef enumerate(x):\n    return []\n\n\nclass Distributed"),
+        },
+    ),
+    "fully reshardable": Case(
+        fully_reshardable_padding,
+        fully_reshardable_padding.TARGET.module,
+        lambda: {fully_reshardable_padding.TARGET.module: RESHARDABLE},
+        {
+            "bucket before": ("start - stripped[bucket]", "start - stripped[bucket - 1]"),
+            "not what is cut": ("each[begin:finish]", "each[start:end]"),
+            "half of it": ("finish = end - stripped[bucket]", "finish = end"),
+            "nothing stripped": ("stripped = padding_before(buffer)", "stripped = [0] * len(buffer.buckets)"),
+            "under a flag": ("                begin = start", "                if FLAG:\n                    stripped = [0] * 9\n                begin = start"),
+            "gathered with padding": ("gathered(buffer, **how)", "gathered(buffer, padded=True, **how)"),
+            "zeros at the end": (".view(parameter.shape)", ".new_zeros(parameter.shape)"),
+            "loaded elsewhere": ("each.flatten()", "each.flatten().roll(1)"),
+            "padding from elsewhere": ("from megatron.core.optimizer.layouts import", "from vendor import"),
+            "rebound": ("\n    def load_parameter", "\n    sharded_param_state_fully_reshardable = older\n\n    def load_parameter"),
+            "set outside": ("\n\nclass Distributed", "\n\ndef patch():\n    DistributedOptimizer.get_parameter_state_dp_zero = older\n\n\nclass Distributed"),
         },
     ),
     "hybrid model": Case(
@@ -360,7 +508,48 @@ CASES = {
             "one left out": ("        mark_keep_in_fp32(self.D)\n", ""),
         },
         probe="probe_mamba",
-        tree=lambda: _archive("megatron_core-0.19.2"),
+        tree=lambda: archive("megatron_core-0.19.2"),
+    ),
+    "packed rows": Case(
+        mamba_packed_seq_idx,
+        mamba_packed_seq_idx.TARGET.module,
+        lambda: {
+            mamba_packed_seq_idx.TARGET.module: deriving(),
+            mamba_packed_seq_idx.PARAMS_MODULE: released("megatron_core-0.19.2", mamba_packed_seq_idx.PARAMS_MODULE),
+        },
+        {
+            "discarded": ("        state_dtype_kwarg = (", "        seq_idx = None\n        state_dtype_kwarg = ("),
+            "not handed on": ("            seq_idx=seq_idx,\n            **state_dtype_kwarg", "            seq_idx=None,\n            **state_dtype_kwarg"),
+            "under a flag": ("            seq_idx = build", "            if FLAG:\n                return self.whole(zxBCdt)\n            seq_idx = build"),
+            "not packed any more": ("self._ssm_training(zxBCdt, packed_seq_params)", "self._ssm_training(zxBCdt)"),
+            "another length": ("zxBCdt.shape[1])", "0)"),
+            "helper shadowed": ("class MambaMixer(", "def build_packed_seq_idx(*_):\n    return None\n\n\nclass MambaMixer("),
+            "helper from elsewhere": ("from .packed_seq_helpers", "from vendor"),
+            "scan shadowed": ("class MambaMixer(", "mamba_split_conv1d_scan_combined = without_documents\n\n\nclass MambaMixer("),
+            "decorated": ("    def _ssm_training(", "    @whole\n    def _ssm_training("),
+            "set from outside": ("def _check_mamba_sequence_packing_support(", "MambaMixer._ssm_training = older\n\n\ndef _check_mamba_sequence_packing_support("),
+            "padding forgotten": (mamba_packed_seq_idx.PARAMS_MODULE, "cu_seqlens_q_padded: Tensor = None", "cu_seqlens_q_padded: Tensor = field(init=False)"),
+        },
+        tree=lambda: archive("megatron_core-0.19.2"),
+    ),
+    "packed labels": Case(
+        mtp_roll_padded_boundaries,
+        mtp_roll_padded_boundaries.TARGET.module,
+        lambda: {mtp_roll_padded_boundaries.TARGET.module: rolling()},
+        {
+            "the other way round": ("cu_seqlens_q if padded is None", "cu_seqlens_q if padded is not None"),
+            "never padded": ("    return params.cu_seqlens_q if padded is None else padded\n", "    return params.cu_seqlens_q\n"),
+            "asked and not used": ("            start_idx = cu_seqlens[i]\n", "            start_idx = packed_seq_params.cu_seqlens_q[i]\n"),
+            "only with one rank": ("    # CP enabled: each rank owns", "    cu_seqlens = packed_seq_params.cu_seqlens_q\n    # CP enabled: each rank owns"),
+            "under a flag": ("    cu_seqlens = _boundaries(", "    cu_seqlens = packed_seq_params.cu_seqlens_q if FLAG else _boundaries("),
+            "helper shadowed": ("class MTPLossLoggingHelper", "_boundaries = without_padding\n\n\nclass MTPLossLoggingHelper"),
+            "helper decorated": ("def _boundaries(", "@unpadded\ndef _boundaries("),
+            "handed on without": ("return _roll_tensor_packed_seq(tensor, shifts, dims, packed_seq_params, cp_group)", "return _roll_tensor_packed_seq(tensor, shifts, dims, unpadded(packed_seq_params), cp_group)"),
+            "not handed on": ("    if packed_seq_params is not None:\n        return _roll", "    if packed_seq_params is not None and FLAG:\n        return _roll"),
+            "decorated": ("def _roll_tensor_packed_seq(", "@of_old\ndef _roll_tensor_packed_seq("),
+            "set from outside": appended("roll_tensor = of_old"),
+        },
+        tree=lambda: archive("megatron_core-0.19.2"),
     ),
     "fp8": Case(
         fp8_quantized_unwrap,
@@ -449,5 +638,114 @@ CASES = {
             "tensor": ("A = ", "ONE = torch.ones(1, device='cuda')\nA = "),
             "in a comprehension": ("A = ", "NAMES = [torch.cuda.get_device_name(n) for n in range(1)]\nA = "),
         },
+    ),
+    "packed lengths": Case(
+        gdn_capture_gates,
+        gdn_capture_gates.COMMON.module,
+        lambda: {gdn_capture_gates.COMMON.module: GDN_BASE, _GDN: GDN_FORWARD},
+        {
+            "read implicitly": ("    total = cu_seqlens[-1] == length", "    total = cu_seqlens[-1] == length\n    if not total:\n        raise ValueError(length)"),
+            "read by name": ("torch._assert_async(total)", "assert total.item()"),
+            "in the helper of the helper": ("return torch.logical_and(", "return bool("),
+            "compared by the caller": (_GDN, "        return self.scan(", "        assert torch.equal(first, second)\n        return self.scan("),
+            "read by the caller": (_GDN, "        return self.scan(", "        if first[-1] != second[-1]:\n            raise ValueError(first)\n        return self.scan("),
+            "under a flag": ("        checked(cu_seqlens", "        if FLAG:\n            return older(cu_seqlens)\n        checked(cu_seqlens"),
+            "method rebound": appended("_GDNBase._resolve_cu_seqlens = older"),
+            "base from elsewhere": (_GDN, "from megatron.core.ssm", "from vendor.ssm"),
+            "unpadded lengths": ("cu_seqlens_actual if cu_seqlens_padded is None else cu_seqlens_padded", "cu_seqlens_actual"),
+            "not checked": ("        checked(cu_seqlens, total_seq_len, cp_size)\n", ""),
+        },
+        probe="probe_common",
+    ),
+    "liger": Case(
+        liger_flce_none_backward,
+        liger_flce_none_backward.MODULE,
+        lambda: {liger_flce_none_backward.MODULE: released("liger_kernel-0.8.5", liger_flce_none_backward.MODULE)},
+        {
+            "first token alone": ("* token_grad_output[start_idx:end_idx].unsqueeze(-1).to(", "* token_grad_output[0].to("),
+            "product discarded": ("grad_logits_chunk = grad_logits_chunk * token_grad_output", "_ = grad_logits_chunk * token_grad_output"),
+            "undone behind it": ("        if input_requires_grad:\n", "        grad_logits_chunk = _unscaled\n        if input_requires_grad:\n"),
+            "never deferred": ('ctx.defer_grads = reduction == "none" and needs_grad', "ctx.defer_grads = False"),
+            "deferred for another reduction": ('ctx.defer_grads = reduction == "none"', 'ctx.defer_grads = reduction == "mean"'),
+            "under a flag": ("if token_grad_output is not None:", 'if __import__("os").environ.get("LIGER_REPAIRED") and token_grad_output is not None:'),
+            "in dead code": ("if token_grad_output is not None:", "if False:"),
+            "handed over in dead code": ("        if ctx.defer_grads:\n            # reduction", "        if False:\n            # reduction"),
+            "scaled again": ("                **ctx.fwd_kwargs,\n            )\n", "                **ctx.fwd_kwargs,\n            )\n            grad_weight *= grad_output[0]\n"),
+            "class rebound": appended(f"{_LIGER} = type('{_LIGER}', ({_LIGER},), older)"),
+            "method rebound through globals": appended(f"globals()['{_LIGER}'].backward = older"),
+            "class decorated": (f"class {_LIGER}(", f"@patched\nclass {_LIGER}("),
+            "backward decorated": ("    @amp_custom_bwd\n", "    @amp_custom_bwd\n    @detached\n"),
+            "isinstance shadowed": appended("def isinstance(*_):\n    return False"),
+            "products imported from elsewhere": ("from liger_kernel.backends import dispatch", "from vendor import dispatch"),
+            "a call at import": appended("patch_flce()"),
+        },
+        tree=lambda: archive("liger_kernel-0.8.5"),
+        is_made_up=False,
+    ),
+    "bulk copy": Case(
+        tilelang_bulk_copy_rank,
+        f"tilelang:{COPY}",
+        lambda: {tilelang_bulk_copy_rank.TARGET.module: switched_on("mamba3-newest")},
+        {
+            "two axes again": ("  const TMABulkCopyPlan &plan = bulk_analysis.plan.value();\n", '  ICHECK(shared_tensor->shape.size() == 2) << "Cannot detect TMA layout.";\n  const TMABulkCopyPlan &plan = bulk_analysis.plan.value();\n'),
+            "no way back": ("    return fallback_to_normal(bulk_analysis.reason);\n", "    LOG(FATAL) << bulk_analysis.reason;\n"),
+            "always refused": ("  if (!bulk_analysis.plan.has_value()) {\n    DLOG(WARNING) << \"TMA bulk copy", "  if (true) {\n    DLOG(WARNING) << \"TMA bulk copy"),
+            "the other tensor": ("  shared_tensor = plan.shared_tensor;\n", ""),
+            "not compiled": ("Stmt Copy::LowerBulk(const CopyNode &op, const LowerArgs &lower_args,\n", "#if 0\n#endif\nStmt Copy::LowerBulk(const CopyNode &op, const LowerArgs &lower_args,\n"),
+            "defined away": ("Stmt Copy::LowerBulk(", "#define has_value() has_no_value()\nStmt Copy::LowerBulk("),
+            "another plan": ("  TMADesc desc = plan.desc;\n", "  TMADesc desc = FlatDesc(plan.desc);\n"),
+        },
+        tree=lambda: tree_of("mamba3-newest"),
+        is_made_up=False,
+    ),
+    "zero extent": Case(
+        tilelang_zero_extent_iterator,
+        f"tilelang:{UTILS}",
+        dict,
+        {
+            "equality alone": (f"      analyzer->CanProveEqual(expected_lower_factor, mark->extent) ||\n      {_COVERED};", "      analyzer->CanProveEqual(expected_lower_factor, mark->extent);"),
+            "in a comment": (_COVERED, f"false /* {_COVERED} */"),
+            "and false": (_COVERED, f"({_COVERED} && false)"),
+            "in a text": (_COVERED, f'Said("{_COVERED}")'),
+            "under #if 0": (_COVERED, f"\n#if 0\n{_COVERED}\n#else\nfalse\n#endif\n"),
+            "defined away": ("#include", "#define CanProve(x) false\n#include"),
+            "asked and not used": ("  if (!covers_full_iter) {", "  if (true) {"),
+            "the other way round": (_COVERED, f"!{_COVERED}"),
+            "added by the caller": ("    results.insert(results.end(), complement_splits.rbegin(),", "    results.push_back(IterSplitExpr(mark, 1, 0, 1));\n    results.insert(results.end(), complement_splits.rbegin(),"),
+        },
+        tree=lambda: tree_of("mamba3-newest"),
+        is_made_up=False,
+    ),
+    "grouped sums": Case(
+        tilelang_grouped_reduce,
+        f"tilelang:{REDUCE}",
+        dict,
+        {
+            "never asked": ("  CheckThreadOwnedStepsProjectable(index_expr, reduce_var, thread_steps,\n                                   &proof_analyzer);\n", ""),
+            "asked of nothing": ("  if (steps.empty()) {\n    return;", "  if (true) {\n    return;"),
+            "a warning": ("  ICHECK(analyzer->CanProveEqual(projected_index, simplified_index))\n", "  if (!analyzer->CanProveEqual(projected_index, simplified_index))\n    LOG(WARNING)\n"),
+            "compared with itself": ("CanProveEqual(projected_index, simplified_index)", "CanProveEqual(simplified_index, simplified_index)"),
+            "not projected": ("        FloorMod(FloorDiv(reduce_var, lower), extent) * lower;", "        0;"),
+            "counted twice": ("        remaining_thread_owned_factor /= factor;\n", ""),
+            "under #if 0": ("  ICHECK(analyzer->CanProveEqual(projected_index", "#if 0\n#endif\n  ICHECK(analyzer->CanProveEqual(projected_index"),
+        },
+        tree=lambda: tree_of("mamba3-newest"),
+        is_made_up=False,
+    ),
+    "sums of a layout": Case(
+        mamba3_mimo_reduce_layout,
+        f"tilelang:{OLD_REDUCE}",
+        dict,
+        {
+            "refused at the start": ("  auto src_scope = this->src.scope();\n", '  ICHECK(this->dim == 0) << "cannot lower";\n  auto src_scope = this->src.scope();\n'),
+            "refused for some threads": ("        int reducing_threads = (*extent) * (*scale);\n", "        int reducing_threads = (*extent) * (*scale);\n        ICHECK(reducing_threads <= 32);\n"),
+            "workspace left out": ("        if (reducing_threads > 32) {", "        if (false) {"),
+            "not all threads": ("        if (*extent == 1)\n          continue;\n", "        continue;\n"),
+            "of one thread": ("int reducing_threads = (*extent) * (*scale);", "int reducing_threads = *scale;"),
+            "the words of the check": ("  auto src_scope = this->src.scope();\n", f'  LOG(FATAL) << "{tilelang_sums.CHECK}";\n  auto src_scope = this->src.scope();\n'),
+            "another scope": ('src_scope == "local.fragment"', 'src_scope == "shared"'),
+        },
+        tree=lambda: tree_of("mamba3-pinned"),
+        is_made_up=False,
     ),
 }  # fmt: skip

@@ -238,7 +238,7 @@ def bases(parts: Sequence[Erratum], only: Sequence[str] | None = None) -> list[B
                 found.append(made)
         if isinstance(tree, ArchiveTree):
             tree.close()
-    return [*found, *(made for name, case in CASES.items() for made in _made_up(parts, name, case))]
+    return [*found, *(made for name, case in CASES.items() if case.is_made_up for made in _made_up(parts, name, case))]
 
 
 def _made_up(parts: Sequence[Erratum], name: str, case: Case) -> Iterator[Base]:

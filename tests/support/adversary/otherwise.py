@@ -1,4 +1,7 @@
-"""Repairs of another kind than ours, by edits of what would be replaced: upstream's, a vendor's or a user's own."""
+"""Repairs of another kind than ours, by edits that fit whatever would be replaced: upstream's, a vendor's or a user's own.
+
+Those that are about one defect are in `otherwise_cases.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,65 @@
+"""Every overlay has its catalogue of repairs that nobody read: some of another kind than upstream's, some that repair nothing any more.
+
+The latter are asked in `test_repairs.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+
+import otherwise_cases
+import pytest
+import repair_cases
+from otherwise_cases import Otherwise
+
+from megacpp_overlays.loader import registry
+from megacpp_overlays.model import Verdict
+
+FEWEST_OTHERWISE, FEWEST_AGAIN = 4, 6
+OVERLAYS = sorted({each.id for each in registry.load()})
+EDITS = [(name, edit) for name, case in otherwise_cases.CASES.items() for edit in case.edits]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_an_overlay_has_repairs_of_another_kind_and_edits_that_break_its_own_again(overlay: str) -> None:
+    otherwise, again = Counter[str](), Counter[str]()
+    for each in otherwise_cases.CASES.values():
+        otherwise[each.overlay] += len(each.edits)
+    for case in repair_cases.CASES.values():
+        again[case.overlay] += len(case.edits)
+
+    assert otherwise[overlay] >= FEWEST_OTHERWISE, "tests/support/otherwise_cases.py"
+    assert again[overlay] >= FEWEST_AGAIN, "tests/support/repair_cases.py"
+    assert {*otherwise, *again} <= {*OVERLAYS}
+
+
+@pytest.fixture
+def case(name: str, monkeypatch: pytest.MonkeyPatch) -> Otherwise:
+    found = otherwise_cases.CASES[name]
+    for attribute, value in found.patched.items():
+        monkeypatch.setattr(found.feature, attribute, value)
+    return found
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("name", otherwise_cases.CASES)
+def test_what_is_repaired_otherwise_is_broken_as_it_is(name: str, case: Otherwise) -> None:
+    found = case.ask(case.texts())
+
+    assert found.verdict is Verdict.BROKEN, found.summary()
+    assert case.said.keys() <= case.edits.keys()
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize(("name", "edit"), EDITS, ids=[f"{name}-{edit}" for name, edit in EDITS])
+def test_a_repair_of_another_kind_is_neither_fixed_nor_repaired_again(name: str, edit: str, case: Otherwise) -> None:
+    expected, why = case.said.get(edit, (Verdict.UNRECOGNISED, "nobody read it"))
+    texts = case.edited(case.edits[edit])
+
+    found = case.ask(texts)
+
+    assert expected is not Verdict.FIXED
+    assert found.verdict is expected, f"{found.summary()}; expected because {why}"
+    for module, text in texts.items():
+        assert ":" in module or text is None or ast.parse(text)

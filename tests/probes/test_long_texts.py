@@ -1,0 +1,85 @@
+"""However long a text is, a probe answers soon, because it does not walk over it, and says that the size is why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+from adversary.bases import FEW, Base, base, bases
+from installed import tree_of
+
+from megacpp_overlays.loader import registry
+from megacpp_overlays.loader.probing import examine
+from megacpp_overlays.model import Verdict
+from megacpp_overlays.source.trees import ModuleSource, ShippedFile
+
+PARTS = registry.load()
+LANES = ("mamba3-pinned", "mamba3-newest")
+SIZE = re.compile(r"has [\d,]+ (characters|words and signs), more than the [\d,]+ that a probe reads")
+
+
+def five_megabytes(line: str) -> str:
+    return line * (5_000_000 // len(line) + 1)
+
+
+LONGER: dict[str, tuple[Callable[[], str], Callable[[], str]]] = {
+    "5 MB of code": (lambda: five_megabytes("value = 1\n"), lambda: five_megabytes("int value = 1;\n")),
+    "10,000 branches": (
+        lambda: "".join(f"if value == {n}:\n    result = {n}\n" for n in range(10_000)),
+        lambda: "".join(f"if (value == {n}) {{ result = {n}; }}\n" for n in range(10_000)),
+    ),
+}
+"""What is added behind a module, and behind a file in C++."""
+
+
+class Longer:
+    """A tree in which something stands behind one text."""
+
+    def __init__(self, of: Base, where: str | tuple[str, str], more: str) -> None:
+        self._tree, self._where, self._more = of.tree, where, more
+        self.source: ModuleSource | None = None
+
+    def module(self, name: str) -> ModuleSource | None:
+        found = self._tree.module(name)
+        if name != self._where:
+            return found
+        if self.source is None:  # one that no tree at hand has is nothing but long
+            self.source = ModuleSource(name, f"{name}.py", f"{found.text if found else ''}\n{self._more}")
+        return self.source
+
+    def shipped(self, package: str, path: str) -> ShippedFile | None:
+        found = self._tree.shipped(package, path)
+        more = f"\n{self._more}" if (package, path) == self._where else ""
+        return found and found._replace(text=found.text + more)
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, Base]:
+    """Of each part one tree that its probe knows as broken, or else as repaired."""
+    made = [base(part, lane, tree_of(lane)) for lane in LANES for part in PARTS] + bases(PARTS, FEW)
+    order = [Verdict.BROKEN, Verdict.FIXED, Verdict.UNRECOGNISED, Verdict.ABSENT]
+    made.sort(key=lambda each: order.index(each.finding.verdict), reverse=True)
+    return {each.name: each for each in made}
+
+
+@pytest.mark.upstream
+@pytest.mark.unmeasured
+@pytest.mark.parametrize("kind", LONGER)
+@pytest.mark.parametrize("name", sorted({f"{each.id}/{each.target.module.rpartition('.')[2]}" for each in PARTS}))
+def test_a_text_that_is_too_long_is_not_recognised_and_the_reason_names_its_size(
+    name: str, kind: str, known: dict[str, Base]
+) -> None:
+    of, (python, cpp) = known[name], LONGER[kind]
+    target = of.part.target.module
+    places = [place for place, file in of.tree.files.items() if file is not None] or [target]
+
+    for place in places:
+        finding = examine(of.part, Longer(of, place, cpp() if isinstance(place, tuple) else python()))
+
+        assert finding.verdict is Verdict.UNRECOGNISED, (place, finding.summary())
+        assert SIZE.search(finding.summary()), (place, finding.summary())
+    for other in [other for other, text in of.tree.texts.items() if text]:
+        examine(of.part, tree := Longer(of, other, python()))
+
+        assert tree.source is None or "syntax" not in vars(tree.source), other

@@ -1,0 +1,447 @@
+"""Repairs of another kind than upstream's, for every overlay: what a vendor, a user or a later release may do about the defect.
+
+None of them is one that somebody read, so none is FIXED. Nor is a seam to go in on top of it, but where that is right all
+the same; such an edit says what is said of it, and why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from installed import tree_of
+from repair_cases import OLD_COPY, OLD_REDUCE, REDUCE, UTILS, Case, Edit, appended, archive, switched_on
+from trees import STAND_INS
+
+from megacpp_overlays.feature_probes import (
+    dsa_branchless_scatter,
+    dsa_capture_gates,
+    dsa_indexer_streaming,
+    float16_distributed_order,
+    float16_fp32_exemption,
+    float16_mixer_parameters,
+    float16_optimizer_state_ids,
+    fp8_quantized_unwrap,
+    fully_reshardable_padding,
+    gdn_capture_gates,
+    hopper_flce_dispatch,
+    hybrid_linear_ce,
+    liger_flce_none_backward,
+    mamba3_mimo_gqa_backward,
+    mamba3_mimo_reduce_layout,
+    mamba3_siso_pipelining,
+    mamba_packed_seq_idx,
+    megatron_cuda_on_import,
+    mtp_roll_padded_boundaries,
+    tilelang_bulk_copy_rank,
+    tilelang_grouped_reduce,
+    tilelang_zero_extent_iterator,
+)
+from megacpp_overlays.model import Verdict
+from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Otherwise(Case):
+    """Something broken, and edits that repair it otherwise."""
+
+    texts: Callable[[], Mapping[str, str | None]] = dict
+    edits: Mapping[str, Edit] = dataclasses.field(default_factory=dict)
+    said: Mapping[str, tuple[Verdict, str]] = dataclasses.field(default_factory=dict)
+    """What is said of some edits, and why that is right; of any other, UNRECOGNISED."""
+    patched: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    """What stands in the probe's module, where no tree at hand has the defect."""
+
+
+def megatron() -> ArchiveTree:
+    return archive("megatron_core-0.19.2")
+
+
+def stand_in(name: str) -> Callable[[], DirectoryTree]:
+    return lambda: DirectoryTree(STAND_INS[name])
+
+
+def replaced_all(old: str, new: str) -> Callable[[str], str]:
+    return lambda text: text.replace(old, new)
+
+
+_BRANCHES = """        if (picked < 0).any():
+            real = picked >= 0
+            if torch.any(real):
+                batches, offsets, slots = torch.where(real)
+                keys = picked[batches, offsets, slots]
+                rows = first + offsets
+                index_mask[batches, rows, keys] = 0.0
+        else:
+            index_mask[:, first:end].scatter_(-1, picked, 0.0)
+"""
+_EINSUM = "    index_scores = torch.einsum('sbhd,tbd->sbht', q.float(), k.float())\n"
+_POSITION = "group_index, group_order = self.model_param_group_index_map[model_param]"
+_INSTALLED = "*shard_fp32_params_this_group,\n                    *shard_fp32_from_float16_params_this_group,\n"
+_GROUPS_OF_0_19 = "        self.model_param_group_index_map, self.opt_group_ranges = (\n"
+_CAST = "self.add_module('module', module.bfloat16())"
+_SUPER = "        super(Float16Module, self).__init__(config)\n"
+_IDS = "chain.from_iterable(g for g in self.float16_groups)"
+_CONVERTED = "        # Convert fp32_from_fp16_params\n"
+_NO_KERNEL = "    if SparseMLA is None:\n        return None\n\n    if query.ndim"
+_TOTAL = "        total_cu = cu_seqlens[-1].cpu().item()\n"
+_REFUSAL = '            raise ValueError(f"Unsupported architecture: {capability[0]}")\n'
+_REFUSED_G = '        raise ValueError(f"G value of {G} is not currently supported!")\n'
+_CONFIGS = "        for s in [1, 2, 3]\n"
+_FULL = "  bool match_full_iter =\n"
+_TWO = 'ICHECK(shared_layout->InputDim() == 2) << "Cannot detect TMA layout.";'
+_LENGTHS = "    expected_skv = sq * cp_size\n"
+_UNEVEN = "        if not torch.all(all_lens == sq):\n"
+_GDN = f"{gdn_capture_gates.SINGLE.module}.gdn"
+_LANGUAGE = "megatron.core.models.common.language_module.language_module"
+_MIMO = mamba3_mimo_reduce_layout.TARGET.module
+_GRAD_BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
+_IDEMPOTENT = "the seam marks the same parameters again, and casts nothing"
+
+CASES = {
+    "scatter": Otherwise(
+        dsa_branchless_scatter,
+        dsa_branchless_scatter.MASKING.module,
+        edits={
+            "a column for sentinels": (_BRANCHES, "        wide = torch.nn.functional.pad(index_mask[:, first:end], (0, 1))\n        wide.scatter_(-1, torch.where(picked < 0, index_mask.size(-1), picked), 0.0)\n        index_mask[:, first:end] = wide[..., :-1]\n"),
+            "the greater of two": (_BRANCHES, "        kept = torch.where(picked < 0, float('-inf'), 0.0)\n        index_mask[:, first:end].scatter_reduce_(-1, picked.clamp(min=0), kept, 'amax')\n"),
+            "compared with every key": (_BRANCHES, "        hit = (picked[..., None] == torch.arange(index_mask.size(-1), device=home)).any(dim=-2)\n        index_mask[:, first:end].masked_fill_(hit, 0.0)\n"),
+            "another index of the row": (_BRANCHES, "        picked = torch.where(picked < 0, picked.amax(-1, keepdim=True), picked)\n        index_mask[:, first:end].scatter_(-1, picked, 0.0)\n"),
+            "told by the caller": ("        if (picked < 0).any():\n", "        if HAS_SENTINELS:\n"),
+            "only outside of a capture": ("        if (picked < 0).any():\n", "        if not torch.cuda.is_current_stream_capturing() and (picked < 0).any():\n"),
+        },
+        probe="probe_masking",
+        tree=stand_in("dsa-june"),
+    ),
+    "lengths": Otherwise(
+        dsa_capture_gates,
+        dsa_capture_gates.DSA_TARGET.module,
+        edits={
+            "asserted on the device": (_UNEVEN, "        torch._assert_async((all_lens == sq).all())\n        if False:\n"),
+            "only outside of a capture": (_LENGTHS, f"    if torch.cuda.is_current_stream_capturing():\n        return\n{_LENGTHS}"),
+            "once for each shape": ("def _validate_nonpacked_cp_uniform_length(", "@functools.lru_cache\ndef _validate_nonpacked_cp_uniform_length("),
+            "gathered as objects": ("        all_lens = torch.cat(all_lens)\n", "        all_lens = lengths_of_all_ranks(cp_group, sq)\n"),
+        },
+        probe="probe_dsa",
+        tree=megatron,
+    ),
+    "masks": Otherwise(
+        dsa_capture_gates,
+        dsa_capture_gates.MASKING_TARGET.module,
+        edits={
+            "known to the builder": ("        if not torch.equal(everything, positions):\n            return None\n", ""),
+            "declined": ("    if mask.ndim == 3:\n", "    if mask is not None:\n        return None\n    if mask.ndim == 3:\n"),
+            "chosen on the device": ("    if not torch.equal(seen, everything < ends[:, None]):\n        return None\n", "    ends = torch.where((seen == (everything < ends[:, None])).all(-1), ends, 0)\n"),
+        },
+        probe="probe_masking",
+        tree=stand_in("dsa-june"),
+    ),
+    "positions": Otherwise(
+        dsa_capture_gates,
+        dsa_capture_gates.LAYOUT_TARGET.module,
+        edits={
+            "asserted on the device": ("assert torch.equal(position_ids[0], position_ids[-1]), \"rows differ\"", "torch._assert_async((position_ids[0] == position_ids[-1]).all())"),
+            "the first row": ("            assert torch.equal(position_ids[0], position_ids[-1]), \"rows differ\"\n", "            pass\n"),
+            "where they are not on the GPU": ("position_ids.size(0) > 1:", "position_ids.size(0) > 1 and position_ids.device.type == 'cpu':"),
+        },
+        probe="probe_layout",
+        tree=stand_in("dsa-june"),
+    ),
+    "fused loss of one file": Otherwise(
+        dsa_capture_gates,
+        dsa_capture_gates.DSA_TARGET.module,
+        edits={
+            "without a read": ("    if empty.any():\n        scores = scores.masked_fill(empty, 0.0)\n", "    scores = scores.masked_fill(empty, 0.0)\n"),
+            "handled before": ("    if lighting_indexer is None:\n", "    if needs_repair():\n        return repaired(q)\n    if lighting_indexer is None:\n"),
+            "kernels that decline": ("    if lighting_indexer is None:\n", "    if lighting_indexer is None or torch.cuda.is_current_stream_capturing():\n"),
+        },
+        said=dict.fromkeys(
+            ("without a read", "handled before", "kernels that decline"),
+            (Verdict.BROKEN, "masks and positions are still compared, and the seam on the loss declines in a capture and runs it as it is outside"),
+        ),
+        probe="probe_dsa",
+        tree=stand_in("dsa-spring"),
+    ),
+    "index scores": Otherwise(
+        dsa_indexer_streaming,
+        dsa_indexer_streaming.TARGET.module,
+        edits={
+            "head by head": (_EINSUM, f"    total = 0\n    for head in range(q.size(2)):\n        one = torch.einsum('sbd,tbd->sbt', q[:, :, head].float(), k.float())\n        total = total + (torch.relu(one) if use_relu else one) * weights[..., head, None]\n    return total.transpose(0, 1)\n{_EINSUM}"),
+            "a fused kernel": (_EINSUM, f"    if fused_scores is not None:\n        return fused_scores(q, weights, k, use_relu)\n{_EINSUM}"),
+            "a wrapper in chunks": appended("_compute_index_scores = in_chunks(_compute_index_scores)"),
+            "gradients in chunks": ("    # Compute forward values needed for backward\n", "    return gradients_in_chunks(q, weights, k, grad_index_scores, use_relu)\n"),
+            "gradients of another function": appended("def bwd_fused_indexer_loss_naive(*args, **options):\n    return backward_in_chunks(*args, **options)"),
+            "in half precision": (_EINSUM, "    index_scores = torch.einsum('sbhd,tbd->sbht', q, k)\n"),
+        },
+        tree=megatron,
+    ),
+    "order": Otherwise(
+        float16_distributed_order,
+        float16_distributed_order.TARGET.module,
+        edits={
+            "groups in the order of the buffer": (_INSTALLED, "*as_in_the_buffer(group_range, shard_fp32_params_this_group, shard_fp32_from_float16_params_this_group)\n"),
+            "positions by dtype": ('for param in gbuf_range_map["param_map"]:', 'for param in sorted(gbuf_range_map["param_map"], key=lambda each: each.dtype is not torch.float32):'),
+            "positions are looked up": replaced_all(_POSITION, "group_index, group_order = self._position_of(model_param)"),
+            "groups of one dtype": (_GROUPS_OF_0_19, f"        split_groups_by_dtype(self.optimizer)\n{_GROUPS_OF_0_19}"),
+            "recorded by the optimizer": (_GROUPS_OF_0_19, f"        self.recorded = positions_of(self.optimizer)\n{_GROUPS_OF_0_19}"),
+            "a subclass of its own": appended("class InOrder(DistributedOptimizer):\n    pass\n\n\nDistributedOptimizer = InOrder"),
+        },
+        tree=megatron,
+    ),
+    "cast": Otherwise(
+        float16_fp32_exemption,
+        float16_fp32_exemption.TARGET.module,
+        edits={
+            "cast by name": (_CAST, "self.add_module('module', cast_but_declared(module, torch.bfloat16))"),
+            "put back": (_CAST, f"kept = fp32_parameters(module)\n            {_CAST}\n            put_back(module, kept)"),
+            "told before": (_SUPER, f"{_SUPER}        module.protect_fp32_parameters()\n"),
+            "module by module": (_CAST, "self.add_module('module', module.apply(lambda each: each.cast_to(torch.bfloat16)))"),
+            "an option of the config": (_CAST, "self.add_module('module', module if config.keep_fp32 else module.bfloat16())"),
+            "a method of its own": ("    def set_input_tensor(self, input_tensor):", "    def bfloat16(self):\n        return cast_but_declared(self)\n\n    def set_input_tensor(self, input_tensor):"),
+        },
+        tree=megatron,
+    ),
+    "mixer": Otherwise(
+        float16_mixer_parameters,
+        float16_mixer_parameters.MAMBA.target.module,
+        edits={
+            "a class of parameters": ("self.A_log = nn.Parameter(A_log)", "self.A_log = Fp32Parameter(A_log)"),
+            "no parameter": ("        self.D = nn.Parameter(\n", "        self.D = KeptInFp32(\n"),
+            "built elsewhere": ("        self.d_model = d_model\n", "        self.d_model = d_model\n        if config.fp32_mixers:\n            return build_in_fp32(self)\n"),
+            "put back when it is read": ("-torch.exp(self.A_log.float())", "-torch.exp(restored(self.A_log).float())"),
+            "a cast of its own": ("    def forward(\n", "    def _apply(self, function):\n        return super()._apply(lambda each: each if each.dtype is torch.float32 else function(each))\n\n    def forward(\n"),
+            "marked by a helper": ("        self.tp_group = pg_collection.tp\n", "        self.tp_group = pg_collection.tp\n        keep_what_is_fp32(self)\n"),
+        },
+        said={
+            "a cast of its own": (Verdict.BROKEN, f"{_IDEMPOTENT}; where a module has a cast of its own, `float16-fp32-exemption` lets that run"),
+            "marked by a helper": (Verdict.BROKEN, _IDEMPOTENT),
+        },
+        probe="probe_mamba",
+        tree=megatron,
+    ),
+    "packed rows": Otherwise(
+        mamba_packed_seq_idx,
+        mamba_packed_seq_idx.TARGET.module,
+        edits={
+            "in the method": ("seq_idx = packed_seq_params.seq_idx", "seq_idx = build_packed_seq_idx(packed_seq_params, zxBCdt.shape[1])"),
+            "in the scan's argument": ("            seq_idx=seq_idx,\n            **state_dtype_kwarg", "            seq_idx=documents(seq_idx, packed_seq_params),\n            **state_dtype_kwarg"),
+            "before the method": ("            y = self._ssm_training(zxBCdt, packed_seq_params)", "            packed_seq_params = with_documents(packed_seq_params, zxBCdt)\n            y = self._ssm_training(zxBCdt, packed_seq_params)"),
+            "row by row": ("            y = self._ssm_training(zxBCdt, packed_seq_params)", "            y = torch.cat([self._ssm_training(each) for each in documents(zxBCdt, packed_seq_params)])"),
+            "refused": ("            seq_idx = packed_seq_params.seq_idx", "            seq_idx = packed_seq_params.seq_idx\n            assert seq_idx is not None, 'total_tokens must be given'"),
+            "in the constructor": (mamba_packed_seq_idx.PARAMS_MODULE, "and self.total_tokens is not None:", "and self.given():"),
+            "as a property": (mamba_packed_seq_idx.PARAMS_MODULE, "    seq_idx: Tensor = None\n", "    seq_idx: Tensor = derived()\n"),
+            "tokens by default": (mamba_packed_seq_idx.PARAMS_MODULE, "    total_tokens: int = None\n", "    total_tokens: int = counted()\n"),
+            "a base that packs": ("class MambaMixer(MegatronModule)", "class MambaMixer(PackedRows, MegatronModule)"),
+            "the caller told": ("    def forward(\n", "    def documents(self):\n        return 1\n\n    def forward(\n"),
+        },
+        said={"the caller told": (Verdict.BROKEN, "a method more changes nothing, and the seam leaves a seq_idx that is there as it is")},
+        tree=megatron,
+    ),
+    "packed labels": Otherwise(
+        mtp_roll_padded_boundaries,
+        mtp_roll_padded_boundaries.TARGET.module,
+        edits={
+            "in the method": ("    cu_seqlens = packed_seq_params.cu_seqlens_q\n", "    cu_seqlens = packed_seq_params.cu_seqlens_q_padded\n    if cu_seqlens is None:\n        cu_seqlens = packed_seq_params.cu_seqlens_q\n"),
+            "by a helper": ("    cu_seqlens = packed_seq_params.cu_seqlens_q\n", "    cu_seqlens = physical_boundaries(packed_seq_params)\n"),
+            "by the function that hands on": ("        return _roll_tensor_packed_seq(tensor, shifts, dims, packed_seq_params, cp_group)", "        return _roll_tensor_packed_seq(tensor, shifts, dims, physical(packed_seq_params), cp_group)"),
+            "without the padding": ("        return _roll_tensor_packed_seq(tensor, shifts, dims, packed_seq_params, cp_group)", "        return padded_again(_roll_tensor_packed_seq(unpadded(tensor), shifts, dims, packed_seq_params, cp_group))"),
+            "refused": ("    cu_seqlens = packed_seq_params.cu_seqlens_q\n", "    cu_seqlens = packed_seq_params.cu_seqlens_q\n    assert int(cu_seqlens[-1]) == tensor.size(-1), 'padded rows are not rolled'\n"),
+            "at every end": ("            rolled_seq[..., shifts:] = 0\n", "            rolled_seq[..., shifts:] = 0\n            rolled_seq[..., ends_within(packed_seq_params, i)] = 0\n"),
+            "from the outside": appended("_roll_tensor_packed_seq = by_document(_roll_tensor_packed_seq)"),
+            "no packed rows any more": ("    if packed_seq_params is not None:\n        return _roll", "    if packed_seq_params is not None:\n        tensor = by_document(tensor, packed_seq_params)\n        packed_seq_params = None\n    if packed_seq_params is not None:\n        return _roll"),
+            "as a property": (mtp_roll_padded_boundaries.PARAMS_MODULE, "    cu_seqlens_q: Tensor = None\n", "    cu_seqlens_q: Tensor = physical()\n"),
+            "the constructor takes the padded ones": (mtp_roll_padded_boundaries.PARAMS_MODULE, "    def __post_init__(self):\n", "    def __post_init__(self):\n        if self.cu_seqlens_q_padded is not None:\n            self.cu_seqlens_q = self.cu_seqlens_q_padded\n"),
+            "the caller converts": ("    original_num_tokens = loss_mask.sum()\n", "    original_num_tokens = loss_mask.sum()\n    packed_seq_params = physical(packed_seq_params)\n"),
+        },
+        said={
+            "the caller converts": (Verdict.BROKEN, "whatever says where documents lie, the seam takes nothing else"),
+        },
+        tree=megatron,
+    ),
+    "ids": Otherwise(
+        float16_optimizer_state_ids,
+        float16_optimizer_state_ids.TARGET.module,
+        edits={
+            "every group": (_IDS, "chain.from_iterable(group['params'] for group in self.optimizer.param_groups)"),
+            "by what the state says": ("        id_to_sharded_param_map = get_param_id_to_sharded_param_map(\n            model_sharded_state_dict, chain.from_iterable(g for g in self.float16_groups)\n", "        id_to_sharded_param_map = ids_of(\n            model_sharded_state_dict, state_dict['optimizer']\n"),
+            "renumbered": (_CONVERTED, f"        id_to_sharded_param_map = renumbered(id_to_sharded_param_map, self.optimizer)\n{_CONVERTED}"),
+            "by name": (_CONVERTED, f"        return sharded_by_name(self, model_sharded_state_dict, state_dict)\n{_CONVERTED}"),
+            "from the outside": appended("Float16OptimizerWithFloat16Params.sharded_state_dict = sharded_by_name"),
+            "fp32 refused": (_CONVERTED, f"        assert not any(self.fp32_from_fp32_groups)\n{_CONVERTED}"),
+        },
+        tree=megatron,
+    ),
+    "padded slices": Otherwise(
+        fully_reshardable_padding,
+        fully_reshardable_padding.TARGET.module,
+        edits={
+            "the gathered state keeps its padding": ("offset_in_world_tensors += gbuf_world_numel_unpadded\n\n                # Collect", "offset_in_world_tensors += gbuf_world_numel\n\n                # Collect"),
+            "an index map of its own": (") in buffer.param_index_map.items():\n                    try:", ") in compact_index_map(buffer).items():\n                    try:"),
+            "the range is moved": ("                    tensors = {}\n                    for state_key", "                    param_world_start, param_world_end = moved(buffer, model_param)\n                    tensors = {}\n                    for state_key"),
+            "cut by a helper": ("state_ten = world_tensors[state_key][param_world_start:param_world_end]", "state_ten = cut(world_tensors[state_key], buffer, model_param)"),
+            "refused where there is padding": ("        prefix = 'optimizer.state'\n        model_space_state", "        self.refuse_padding()\n        prefix = 'optimizer.state'\n        model_space_state"),
+            "loaded as it was written": ("                    src_tensors = {}\n                    for k, v in state_dict[param_idx]", "                    src_tensors = {}\n                    for k, v in moved_back(state_dict)[param_idx]"),
+            "from the outside": appended("DistributedOptimizer.sharded_param_state_fully_reshardable = by_parameter"),
+            "no bucket has padding": (_GRAD_BUFFERS, "numel_unpadded=per_bucket_numel_unpadded[bucket_id]", "numel_unpadded=bucket_end_index - bucket_start_index"),
+        },
+        said={"no bucket has padding": (Verdict.BROKEN, "the seam takes away what buckets say that they lack, which is nothing")},
+        tree=megatron,
+    ),
+    "quantized": Otherwise(
+        fp8_quantized_unwrap,
+        fp8_quantized_unwrap.TARGET.module,
+        edits={
+            "asked for the method": (_NO_KERNEL, "    query = query.dequantize() if hasattr(query, 'dequantize') else query\n    key = key.dequantize() if hasattr(key, 'dequantize') else key\n" + _NO_KERNEL),
+            "a guard that asks for the type": ("tensor.dtype == torch.bfloat16", "type(tensor) is torch.Tensor and tensor.dtype == torch.bfloat16"),
+            "a guard of its own": ("    if not _all_bfloat16(query, key):\n", "    if not _are_plain(query, key):\n"),
+            "copied": ("    query_bshd = query.permute(1, 0, 2, 3).contiguous()\n", "    query_bshd = torch.empty(query.shape, dtype=query.dtype, device=query.device)\n    query_bshd.copy_(query)\n    query_bshd = query_bshd.permute(1, 0, 2, 3).contiguous()\n"),
+            "in the kernel": (fp8_quantized_unwrap.KERNEL_MODULE, "class SparseMLA(", "from transformer_engine.pytorch import QuantizedTensor\n\n\nclass SparseMLA("),
+            "by the caller of the kernel": ("    out, _ = SparseMLA.apply(query_bshd, key_bshd, indices_bsgk, softmax_scale)\n", "    out, _ = SparseMLA.apply(plain(query_bshd), plain(key_bshd), indices_bsgk, softmax_scale)\n"),
+        },
+        tree=megatron,
+    ),
+    "packed lengths": Otherwise(
+        gdn_capture_gates,
+        gdn_capture_gates.COMMON.module,
+        edits={
+            "only outside of a capture": (_TOTAL, f"        if torch.cuda.is_current_stream_capturing():\n            return cu_seqlens\n{_TOTAL}"),
+            "kept on the host": ("cu_seqlens[-1].cpu().item()", "self._lengths_on_the_host(cu_seqlens)[-1]"),
+            "asserted on the device": ("        if (seq_lengths % cp_size != 0).any():\n", "        torch._assert_async((seq_lengths % cp_size == 0).all())\n        if False:\n"),
+            "one tensor for both": (_GDN, "assert torch.equal(cu_seqlens_q, cu_seqlens_kv)", "assert cu_seqlens_q is cu_seqlens_kv"),
+            "compared when it is warm": (_GDN, "assert torch.equal(cu_seqlens_q, cu_seqlens_kv)", "assert torch.cuda.is_current_stream_capturing() or torch.equal(cu_seqlens_q, cu_seqlens_kv)"),
+            "resolved by the parameters": (_GDN, "            cu_seqlens_kv = self._resolve_cu_seqlens(\n", "            cu_seqlens_kv = packed_seq_params.resolved(\n"),
+        },
+        said={"compared when it is warm": (Verdict.BROKEN, "lengths are still read where they are resolved, and in a capture the seam asks for one tensor for both")},
+        probe="probe_common",
+        tree=megatron,
+    ),
+    "dispatch": Otherwise(
+        hopper_flce_dispatch,
+        hopper_flce_dispatch.TARGET.module,
+        edits={
+            "an entry for any other": (_REFUSAL, "            from megatron.core.fusions.linear_cross_entropy.portable import entry\n\n            self.forward_func, self.backward_func = entry.forward, entry.backward\n"),
+            "a table": ("if capability[0] == 10:", "if capability[0] in SUPPORTED:"),
+            "from Ampere on": ("if capability[0] == 10:", "if capability[0] >= 8:"),
+            "another platform": ("    return Platform()\n", "    return Platform() if torch.cuda.get_device_capability()[0] == 10 else Portable()\n"),
+            "not fused": ("    return LinearCrossEntropy.apply(", "    if torch.cuda.get_device_capability()[0] != 10:\n        return not_fused(hidden, weight, labels, reduction, ignore_index)\n    return LinearCrossEntropy.apply("),
+            "made by the caller": ("        if hasattr(self, \"forward_func\"):\n", "        if registered():\n            self.forward_func, self.backward_func = registered()\n        if hasattr(self, \"forward_func\"):\n"),
+        },
+        tree=stand_in("dev-linear-cross-entropy"),
+    ),
+    "hybrid model": Otherwise(
+        hybrid_linear_ce,
+        hybrid_linear_ce.TARGET.module,
+        edits={
+            "a factory": ("self.output_layer = tensor_parallel.ColumnParallelLinear(\n", "self.output_layer = output_layer_for(config)(\n"),
+            "another constructor": ("        super().__init__(config)\n", "        super().__init__(config)\n        if config.cross_entropy_fusion_impl == 'linear':\n            return build_fused(self)\n"),
+            "another forward": ("        if decoder_input is None and self.pre_process:\n", "        if self.config.cross_entropy_fusion_impl == 'linear':\n            return fused_forward(self.output_layer, self.decoder, input_ids, labels)\n        if decoder_input is None and self.pre_process:\n"),
+            "a way out at the end": ("        logits = self._scale_logits(logits)\n", "        if self.fused:\n            return logits\n        logits = self._scale_logits(logits)\n"),
+            "a loss of its own": ("    def forward(\n", "    def compute_language_model_loss(self, labels, logits):\n        return fused_loss(self.output_layer, labels, logits)\n\n    def forward(\n"),
+            "the loss knows it": (_LANGUAGE, "    def compute_language_model_loss(self, labels, logits):\n", "    def compute_language_model_loss(self, labels, logits):\n        if self.config.cross_entropy_fusion_impl == 'linear':\n            return unfused(labels, logits)\n"),
+            "refused": ("        super().__init__(config)\n", "        super().__init__(config)\n        assert config.cross_entropy_fusion_impl != 'linear'\n"),
+        },
+        said={"refused": (Verdict.BROKEN, "upstream's constructor runs first and refuses as it did; no model that it builds is another")},
+        tree=stand_in("dev-linear-cross-entropy"),
+    ),
+    "liger": Otherwise(
+        liger_flce_none_backward,
+        liger_flce_none_backward.MODULE,
+        edits={
+            "refused": ("    # If cross entropy is the last layer", "    assert grad_output.ndim == 0\n    # If cross entropy is the last layer"),
+            "row by row": ("            grad_input.stride(-2),\n            grad_output,\n", "            grad_input.stride(-2),\n            grad_output.contiguous(),\n"),
+            "recomputed": ("    # If cross entropy is the last layer", "    if grad_output.ndim == 1:\n        return recomputed(grad_output, grad_input, grad_weight, grad_bias)\n    # If cross entropy is the last layer"),
+            "a sum for none": ('    if reduction == "none":\n        # Return per-token losses\n        loss = loss_1d\n', '    if reduction == "none":\n        # Return per-token losses\n        loss = Deferred.apply(loss_1d)\n'),
+            "another kernel": ("        element_mul_kernel[(n_rows,)](\n            grad_input,\n", "        element_mul_by_row_kernel[(n_rows,)](\n            grad_input,\n"),
+            "without fusion": appended("LigerFusedLinearCrossEntropyFunction = NotFused"),
+        },
+        said={"refused": (Verdict.BROKEN, "its shape has no seam: the decision is a conflict that says what to do")},
+        tree=lambda: archive("liger_kernel-0.8.1"),
+    ),
+    "groups": Otherwise(
+        mamba3_mimo_gqa_backward,
+        mamba3_mimo_gqa_backward.PLAIN.module,
+        edits={
+            "sums in torch": (_REFUSED_G, "        dq_tilelang = dq_tilelang.view(B, S, R, G, H // G, N).sum(4)\n        dk_tilelang = dk_tilelang.view(B, S, R, G, H // G, N).sum(4)\n"),
+            "one branch for all": ("    if G == 1:\n", "    if H % G == 0:\n        dq_tilelang, dk_tilelang = sums_of_groups(dq_tilelang, dk_tilelang, G)\n    elif G == 1:\n"),
+            "expanded by the caller": ("    bwd_fwd_kernel = mamba_mimo_bwd_fwd(\n", "    if 1 < G < H:\n        return expanded(q, k)\n    bwd_fwd_kernel = mamba_mimo_bwd_fwd(\n"),
+            "atomic sums": ("            dk_tilelang.view(B, S*R, H, N), \n", "            dk_tilelang.view(B, S*R, G, N), \n"),
+            "a class that wraps it": appended("mamba_mimo_bwd_combined = of_any_groups(mamba_mimo_bwd_combined)"),
+        },
+        probe="probe_plain",
+        tree=lambda: archive("mamba_ssm-2.3.2.post1"),
+    ),
+    "layout": Otherwise(
+        mamba3_mimo_reduce_layout,
+        _MIMO,
+        edits={
+            "summed in shared memory": ("T.reduce_sum(dZetaZ_frag", "sum_in_shared(dZetaZ_frag"),
+            "another layout": ("def mamba_mimo_bwd_bwd(\n", "@in_layout(reducible)\ndef mamba_mimo_bwd_bwd(\n"),
+            "another kernel": ("    bwd_bwd_kernel = mamba_mimo_bwd_bwd(\n", "    bwd_bwd_kernel = mamba_mimo_bwd_in_triton(\n"),
+            "a warning": (f"tilelang:{REDUCE}", "  ICHECK(analyzer->CanProveEqual(projected_index, simplified_index))\n", "  if (!analyzer->CanProveEqual(projected_index, simplified_index))\n    LOG(WARNING)\n"),
+            "proved": (f"tilelang:{REDUCE}", "  PrimExpr simplified_index = analyzer->Simplify(index_expr);\n", "  PrimExpr simplified_index = analyzer->Simplify(Projected(index_expr, reduce_var, steps));\n"),
+        },
+        tree=lambda: tree_of("mamba3-newest"),
+    ),
+    "stages": Otherwise(
+        mamba3_siso_pipelining,
+        mamba3_siso_pipelining.TARGET.module,
+        edits={
+            "one for all": (_CONFIGS, "        for s in [1]\n"),
+            "by the device": (_CONFIGS, "        for s in stages_of_this_device()\n"),
+            "pruned elsewhere": ("    key=[\n", "    prune_configs_by={'early_config_prune': one_stage_on_blackwell},\n    key=[\n"),
+            "set later": appended("mamba3_siso_fwd_kernel.configs = one_stage_on_blackwell(mamba3_siso_fwd_kernel.configs)"),
+            "loops of one stage": ("    for chunk_idx in range(", "    for chunk_idx in tl.range(num_stages=1, *"),
+            "another kernel": appended("mamba3_siso_fwd_kernel = for_this_device(mamba3_siso_fwd_kernel)"),
+        },
+        tree=lambda: archive("mamba_ssm-2.3.2.post1"),
+    ),
+    "asked": Otherwise(
+        megatron_cuda_on_import,
+        megatron_cuda_on_import.TARGET.module,
+        texts=lambda: {megatron_cuda_on_import.TARGET.module: "import torch\n\nfrom elsewhere import ask_nvml, in_a_child\n\nIS_HOPPER = torch.cuda.get_device_capability(0)[0] >= 9\n"},
+        edits={
+            "when it is used": ("IS_HOPPER = torch.cuda.get_device_capability(0)[0] >= 9\n", "def __getattr__(name):\n    return torch.cuda.get_device_capability(0)[0] >= 9\n"),
+            "of the driver": ("torch.cuda.get_device_capability(0)", "ask_nvml('compute_capability', 0)"),
+            "in a child": ("torch.cuda.get_device_capability(0)[0] >= 9", "in_a_child('torch.cuda.get_device_capability(0)[0] >= 9')"),
+            "where it is initialised": ("IS_HOPPER = torch", "IS_HOPPER = torch.cuda.is_initialized() and torch"),
+            "a function": ("IS_HOPPER = torch.cuda.get_device_capability(0)[0] >= 9\n", "def is_hopper():\n    return torch.cuda.get_device_capability(0)[0] >= 9\n"),
+        },
+    ),
+    "axes": Otherwise(
+        tilelang_bulk_copy_rank,
+        f"tilelang:{OLD_COPY}",
+        texts=lambda: {tilelang_bulk_copy_rank.TARGET.module: switched_on("mamba3-pinned")},
+        edits={
+            "made flat": (_TWO, "if (shared_layout->InputDim() != 2) shared_layout = Flattened(shared_layout);"),
+            "any number": (_TWO, 'ICHECK(shared_layout->InputDim() <= 5) << "Cannot detect TMA layout.";'),
+            "a plain copy": (_TWO, f"if (shared_layout->InputDim() != 2) return LowerNormalCopy(T, analyzer);\n    {_TWO}"),
+            "chosen before": ("Stmt CopyNode::LowerBulkCopy(", "static bool as_plain_copies = LetThreeAxesBePlainCopies();\nStmt CopyNode::LowerBulkCopy("),
+            "flat in the kernel": (tilelang_bulk_copy_rank.TARGET.module, "T.alloc_shared([chunk_size, R, R], dtype)", "T.alloc_shared([chunk_size * R, R], dtype)"),
+        },
+        tree=lambda: tree_of("mamba3-pinned"),
+    ),
+    "grouped sums": Otherwise(
+        tilelang_grouped_reduce,
+        f"tilelang:{OLD_REDUCE}",
+        edits={
+            "divided": ("        int reducing_threads = (*extent) * (*scale);\n", "        int reducing_threads = (*extent) * (*scale) / TimesCounted(iter_split);\n"),
+            "refused": ("        int reducing_threads = (*extent) * (*scale);\n", "        int reducing_threads = (*extent) * (*scale);\n        ICHECK(IsPowerOfTwo(reducing_threads));\n"),
+            "in shared memory": ("  auto src_scope = this->src.scope();\n", "  if (!IsAligned(this->src)) return LowerThroughShared(T, analyzer);\n  auto src_scope = this->src.scope();\n"),
+            "another layout": ("          ->BindThreadRange(src_layout->ThreadRange());\n  return reducer_layout;", "          ->BindThreadRange(src_layout->ThreadRange());\n  return AlignedToGroups(reducer_layout);"),
+        },
+        patched={"_WRONG": {"0.1.8"}, "_REFUSING": set[str]()},
+        tree=lambda: tree_of("mamba3-pinned"),
+    ),
+    "extents": Otherwise(
+        tilelang_zero_extent_iterator,
+        f"tilelang:{UTILS}",
+        edits={
+            "not less": ("analyzer->CanProveEqual(expected_lower_factor, mark->extent);", "analyzer->CanProve(expected_lower_factor >= mark->extent);"),
+            "one at least": ("analyzer->Simplify(FloorDiv(mark->extent, expected_lower_factor)), 1);", "analyzer->Simplify(max(1, FloorDiv(mark->extent, expected_lower_factor))), 1);"),
+            "refused": (_FULL, f"  ICHECK(!analyzer->CanProve(expected_lower_factor > mark->extent));\n{_FULL}"),
+            "left out": ("  if (!match_full_iter) {", "  if (!match_full_iter && !is_zero(analyzer->Simplify(FloorDiv(mark->extent, expected_lower_factor)))) {"),
+            "dropped by the caller": ("    auto complement_splits = get_unused_iters(mark, existing_splits, analyzer);", "    auto complement_splits = WithoutZeroExtent(get_unused_iters(mark, existing_splits, analyzer));"),
+        },
+        tree=lambda: tree_of("mamba3-pinned"),
+    ),
+}  # fmt: skip
