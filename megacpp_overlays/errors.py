@@ -10,6 +10,7 @@
     +-- AuditFileError    a file has no audit that can be compared
     +-- ChildrenError     a child process runs other code than its parent, or did not say so in time
     +-- LockError         a lock cannot be read, or an environment is not what its lock says
+    +-- CheckpointError   a checkpoint was written broken, or cannot be read
     +-- UpkeepError       a command that looks after overlays cannot do what was asked
 
 None of them is an ImportError: Megatron-Core reads an ImportError as "this optional package is missing"
@@ -86,3 +87,7 @@ class LockError(OverlayError, ValueError):
 
 class UpkeepError(OverlayError, RuntimeError):
     """Raised when a command of the lane cannot do what was asked; the text says what is missing and the way out."""
+
+
+class CheckpointError(OverlayError, RuntimeError):
+    """Raised where a checkpoint was written broken, where it cannot be read, and where one would be written wrong."""

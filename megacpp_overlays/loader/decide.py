@@ -6,6 +6,7 @@ Pure. Precedence of mode, switch and opt-in is written in `select` and nowhere e
 from __future__ import annotations
 
 import enum
+from typing import Protocol
 
 from megacpp_overlays.loader.settings import MODE, Mode, Settings, Switch
 from megacpp_overlays.model import Decision, Erratum, Finding, Record, Verdict
@@ -37,7 +38,24 @@ _NOT_BROKEN = {
 }
 
 
-def select(erratum: Erratum, settings: Settings) -> Policy:
+class Switchable(Protocol):
+    """What can be switched off: an erratum, or its line in a list."""
+
+    @property
+    def id(self) -> str:
+        """The name that its variable is made of."""
+
+    @property
+    def off_by_default(self) -> bool:
+        """Whether it stays off until its variable says `on`."""
+
+
+def is_off(erratum: Switchable, settings: Settings) -> bool:
+    """Return whether the settings, or its default, leave it out."""
+    return select(erratum, settings) in _OFF
+
+
+def select(erratum: Switchable, settings: Settings) -> Policy:
     """Return the policy for an erratum: off beats everything, and the switch of all beats its own."""
     switch = settings.switch(erratum.id)
     if settings.mode is Mode.OFF:

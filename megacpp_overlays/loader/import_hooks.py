@@ -115,7 +115,7 @@ class Hooks:
 
 def is_half_imported(module: object) -> bool:
     """Return whether a module is not executed to its end: the import system or a recipe is at it, or it is asleep."""
-    return is_asleep(module) or is_initializing(module) or _is_being_executed(module)
+    return is_asleep(module) or is_initializing(module) or is_a_shell(module) or _is_being_executed(module)
 
 
 def is_initializing(module: object) -> bool:
@@ -128,13 +128,22 @@ def is_asleep(module: object) -> bool:
     return type(module).__name__ == "_LazyModule" and type(module).__module__ == "importlib.util"
 
 
+_OF_A_SHELL = {"__name__", "__doc__", "__package__", "__loader__", "__spec__", "__file__", "__cached__", "__path__"}
+"""What a module has before anything was executed in it; executing adds `__builtins__`, whatever is in the text."""
+
+
+def is_a_shell(module: object) -> bool:
+    """Return whether nothing was executed in a module yet: a recipe put it in its place, and is to fill it."""
+    return type(module) is ModuleType and vars(module).keys() <= _OF_A_SHELL
+
+
 def _is_being_executed(module: object) -> bool:
     """Return whether a thread is in the body of a module, whoever executes it."""
     body = _of(module, "__dict__")
     for frame in sys._current_frames().values():  # noqa: SLF001 - documented, in spite of its name
         each: FrameType | None = frame
         while each is not None:
-            if each.f_globals is body and each.f_code.co_name == "<module>":
+            if each.f_code.co_name == "<module>" and (each.f_globals is body or each.f_locals is body):
                 return True
             each = each.f_back
     return False

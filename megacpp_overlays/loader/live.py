@@ -2,8 +2,9 @@
 
 A file can be replaced after it was loaded, a stale `.pyc` can be run in its place, and anybody can put another function
 or class where the repaired one was. So each definition that a repair goes through is compiled once more from the text
-that was read, which takes a fraction of a millisecond, and compared with what the live name leads to. What is not
-loaded yet cannot differ and is not looked at.
+that was read, which takes a fraction of a millisecond, and compared with what the live name leads to; so are the defaults
+of its parameters, which belong to the function and not to its code. What is not loaded yet cannot differ and is not looked
+at.
 """
 
 from __future__ import annotations
@@ -93,8 +94,13 @@ def _other_than_read(module: ModuleType, symbol: str, source: ModuleSource) -> s
     raw = _attribute(module, symbol)
     if (mark := seam_marks.mark_of(raw)) is not None:
         raw = mark.original
-    if any(isinstance(node, FunctionNode) and _is_as_read(raw, symbol, node, source) for node in nodes):
-        return None
+    for node in nodes:
+        if isinstance(node, FunctionNode) and (function := _as_read(raw, symbol, node, source)) is not None:
+            if _has_defaults(function, node.args):
+                return None
+            return (
+                f"{source.name}.{symbol} as it is loaded has other defaults than what was read in {_at(source, node)}"
+            )
     what = "is not there" if raw is None else f"is {seams.describe(raw)}"
     return f"{source.name}.{symbol} as it is loaded {what}, which is not the code that was read in {_at(source, cls)}"
 
@@ -112,17 +118,41 @@ def _defined(body: Sequence[ast.AST], symbol: str) -> list[ast.ClassDef | Functi
     return found
 
 
-def _is_as_read(raw: Any, symbol: str, node: FunctionNode, source: ModuleSource) -> bool:
-    """Return whether a live attribute is a definition of the text, behind as many wrappers as that has decorators."""
+def _as_read(raw: Any, symbol: str, node: FunctionNode, source: ModuleSource) -> FunctionType | None:
+    """Return the function with the code of a definition, behind as many wrappers as that has decorators, or None."""
     read = _compiled(symbol, node, source)
     live: Any = seam_marks.plain_function(raw)
     for _ in range(wrappers(node) + 1):
         live = getattr(live, _BEHIND_ONE, live)
         # By type: the proxy of somebody's patch answers with the code of what it wraps.
         if type(live) is FunctionType and read is not None and _alike(live.__code__, read):
-            return same_file(live.__code__.co_filename, source.path)
+            return live if same_file(live.__code__.co_filename, source.path) else None
         live = next((inner for each in _INNER if (inner := getattr(live, each, None)) is not None), None)
-    return False
+    return None
+
+
+def _has_defaults(function: FunctionType, arguments: ast.arguments) -> bool:
+    """Return whether a function has the defaults that its text gives it, as far as text can tell."""
+    named = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    by_name = {each.arg: value for each, value in named if value is not None}
+    live, live_by_name = function.__defaults__ or (), function.__kwdefaults__ or {}
+    return (
+        len(live) == len(arguments.defaults)
+        and all(map(_is_default, live, arguments.defaults))
+        and live_by_name.keys() == by_name.keys()
+        and all(_is_default(live_by_name[name], value) for name, value in by_name.items())
+    )
+
+
+def _is_default(live: object, read: ast.expr) -> bool:
+    """Return whether a value may be what a default means: a literal is itself, anything else may be any value."""
+    try:
+        literal = ast.literal_eval(read)
+    except (ValueError, TypeError):  # a name, a call, an operator; or a set of lists
+        return True
+    if isinstance(literal, list | dict | set):
+        return type(live) is type(literal)  # the code itself may have written to it since
+    return _same(live, literal)
 
 
 def _another_class(module: ModuleType, symbol: str, node: ast.ClassDef, source: ModuleSource) -> str | None:

@@ -42,17 +42,14 @@ class Log:
             except OSError as error:
                 raise SettingsError(f"{LOG}={settings.log_path} cannot be written: {error.strerror}") from error
 
-    def armed(self, records: Sequence[Record]) -> None:
-        """Say once, at import, what waits and what is off; a child does not repeat its parent."""
+    def armed(self, waiting: Sequence[str], off: Sequence[str]) -> None:
+        """Say once, at import, what waits and what is off, by ids; a child does not repeat its parent."""
         if self._settings.parent_is_armed:
             return
-        waiting = _ids(records, Decision.ARMED)
-        asked = [record for record in records if not record.overlay.off_by_default]
-        off = _ids(asked, Decision.DISABLED)
         words = [f"mode {self._settings.mode.value}"]
         words += [f"armed: {', '.join(waiting)}"] if waiting else []
         words += [f"off: {', '.join(off)}"] if off else []
-        self._write("; ".join(words), {"event": "armed", "armed": waiting, "off": off}, logging.INFO)
+        self._write("; ".join(words), {"event": "armed", "armed": list(waiting), "off": list(off)}, logging.INFO)
 
     def gates(self, records: Sequence[Record]) -> None:
         """Say what gates found; nothing of those that found nothing."""
@@ -73,6 +70,11 @@ class Log:
     def retired(self, sentence: str) -> None:
         """Say that what was asked for is about a retired overlay."""
         self._write(sentence, {"event": "outlived", "text": sentence}, logging.INFO)
+
+    def not_loaded(self, module: str, error: Exception) -> None:
+        """Say that nothing was done about a target, because the declarations could not be loaded."""
+        text = f"conflict: the overlays of {module} cannot be loaded, and none of them is in: {type(error).__name__}: {error}"
+        self._write(text, {"event": "not loaded", "module": module, "error": repr(error)}, logging.WARNING)
 
     def decided(self, record: Record) -> None:
         """Say what was decided about one overlay."""
@@ -112,10 +114,6 @@ class Log:
         import json  # noqa: PLC0415 - the default form does not need it
 
         return json.dumps({**data, "rank": self._settings.rank})
-
-
-def _ids(records: Sequence[Record], decision: Decision) -> list[str]:
-    return list(dict.fromkeys(record.overlay.id for record in records if record.decision is decision))
 
 
 def _one_line(text: str) -> str:

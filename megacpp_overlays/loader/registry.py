@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 
-from megacpp_overlays import overlays as built_in
+from megacpp_overlays import overlays as package
 from megacpp_overlays.errors import RegistryError, SettingsError
 from megacpp_overlays.loader.import_hooks import is_initializing
 from megacpp_overlays.model import Erratum, Gate, Overlay, variable_for
@@ -44,13 +44,23 @@ def load(plugins: Sequence[str] = ()) -> tuple[Erratum, ...]:
         RegistryError: a declaration is incomplete, collides with another, or a plugin has the id of a retired overlay.
         SettingsError: a named plugin is not installed.
     """
-    modules = [importlib.import_module(f"{built_in.__name__}.{name}") for name in _built_in()]
+    modules = [importlib.import_module(f"{package.__name__}.{name}") for name in built_in()]
     declared = [(module.__name__, part) for module in modules for part in _parts(_declaration(module))]
     declared += [(f"plugin {name}", part) for name in dict.fromkeys(plugins) for part in _parts(_load_plugin(name))]
     overlays = check(declared)
     if plugins:  # a test holds this package's own overlays to it, so that no launcher needs to read what is gone
         refuse_retired(overlays)
     return overlays
+
+
+def one(name: str) -> tuple[Erratum, ...]:
+    """Return every part of one declaration of this package, and load no other.
+
+    Args:
+        name: its id. What it needs is not looked at, so it is meant for gates.
+    """
+    module = importlib.import_module(f"{package.__name__}.{name.replace('-', '_')}")
+    return check((module.__name__, part) for part in _parts(_declaration(module)))
 
 
 def refuse_retired(overlays: Iterable[Erratum]) -> None:
@@ -67,14 +77,14 @@ def refuse_retired(overlays: Iterable[Erratum]) -> None:
             raise RegistryError(f"{overlay.id} needs another id: {there}")
 
 
-def _built_in() -> list[str]:
+def built_in() -> list[str]:
     """Return the names of the modules that declare an overlay, in order."""
     try:
-        files = [name for folder in built_in.__path__ for name in os.listdir(folder)]
+        files = [name for folder in package.__path__ for name in os.listdir(folder)]
     except NotADirectoryError:  # imported from an archive
         import pkgutil  # noqa: PLC0415 - no folder needs it
 
-        return sorted(found.name for found in pkgutil.iter_modules(built_in.__path__))
+        return sorted(found.name for found in pkgutil.iter_modules(package.__path__))
     return sorted({name for file in files if (name := inspect.getmodulename(file)) and name != "__init__"})
 
 

@@ -12,21 +12,22 @@ import contextlib
 import functools
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from megacpp_overlays import variables
-from megacpp_overlays.errors import ActivationError, OverlayError, RegistryError, SeamError
+from megacpp_overlays.errors import ActivationError, RegistryError, SeamError
 from megacpp_overlays.frozen import replace
-from megacpp_overlays.loader import registry
+from megacpp_overlays.loader import declarations, derived_records, registry
 from megacpp_overlays.loader.audit import Audit, raise_for
-from megacpp_overlays.loader.decide import before_import
+from megacpp_overlays.loader.decide import before_import, is_off
+from megacpp_overlays.loader.declarations import Declarations
 from megacpp_overlays.loader.import_hooks import Hooks, is_half_imported
 from megacpp_overlays.loader.log import Log
 from megacpp_overlays.loader.settings import Mode, Settings, plugin_names
-from megacpp_overlays.model import Decision, Erratum, Evidence, Finding, Gate, Overlay, Record, Verdict
+from megacpp_overlays.loader.turns import Turns
+from megacpp_overlays.model import Decision, Erratum, Gate, Overlay, Record
 from megacpp_overlays.source.trees import InstalledTree, Remembered, SourceTree
 from megacpp_overlays.version import VERSION
 
@@ -39,17 +40,13 @@ _INTERRUPTED = (
     "it was interrupted while it was put in or taken out, and may be in by halves; call megacpp_overlays.arm() or "
     "megacpp_overlays.undo() again"
 )
-_LOOK_SECONDS = 0.1
 
 
 class Session:
     """Arms overlays, settles each when its target is complete, and answers for all of them."""
 
-    def __init__(self, overlays: Sequence[Erratum], settings: Settings) -> None:
-        self.overlays = tuple(overlays)
-        """Every overlay and every gate, in order."""
-        self._watched = tuple(each for each in overlays if isinstance(each, Overlay))
-        self._gates = tuple(each for each in overlays if isinstance(each, Gate))
+    def __init__(self, declared: Declarations | Sequence[Erratum], settings: Settings) -> None:
+        self._declared = declared if isinstance(declared, Declarations) else Declarations(declared)
         self.settings = settings
         self._log = Log(settings)
         self._hooks = Hooks(self)
@@ -65,10 +62,11 @@ class Session:
         # What was kept out, or taken out, for the sake of an overlay that it needs; and what such a one is expected to be.
         self._refused: set[Erratum] = set()
         self._expected: dict[Erratum, Record] = {}
-        self._locks: dict[str, threading.RLock] = {}
+        self._has_said_what_waits = False
         self.when_changed: Callable[[], None] | None = None
         """Called after every decision, inside the hooks; it must not raise and must not settle anything."""
-        self.renew_locks()
+        names = [name for each in self._declared.listed for name in each.targets]
+        self._turns = Turns(names, (Session._settle_all, Session._settle_again, Session._undo_one))
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Session:
@@ -78,22 +76,25 @@ class Session:
             SettingsError: a name or value in the environment is not known.
             RegistryError: the declarations do not fit together.
         """
-        overlays = registry.load(plugin_names(env))
-        return cls(overlays, Settings.from_env(env, {overlay.id for overlay in overlays}))
+        declared = declarations.of(plugin_names(env))
+        return cls(declared, Settings.from_env(env, declared.ids))
+
+    @property
+    def overlays(self) -> tuple[Erratum, ...]:
+        """Every part of every overlay and every gate, in order.
+
+        Raises:
+            RegistryError: the declarations do not fit together, or to the list of them.
+        """
+        return self._declared.errata
 
     def renew_locks(self) -> None:
-        """Make fresh locks. A forked child needs them: a thread that it does not have may hold the old ones."""
-        # One lock a target, reentrant. A thread that settles one target may import a module that another thread
-        # is importing; with one lock for all targets, that thread could be waiting for us.
-        self._locks = {overlay.target.module: threading.RLock() for overlay in self.overlays}
-
-    def _targets(self) -> list[str]:
-        """Return the modules whose import settles something."""
-        return list(dict.fromkeys(overlay.target.module for overlay in self._watched))
+        """Make fresh locks, as a forked child needs them."""
+        self._turns.renew()
 
     def _about(self, name: str) -> list[Overlay]:
         """Return the overlays that are settled when this module has been imported."""
-        return [overlay for overlay in self._watched if overlay.target.module == name]
+        return [overlay for overlay in self._declared.overlays if overlay.target.module == name]
 
     def arm(self) -> None:
         """Decide the gates and watch every target. Arming again settles what was undone and changes nothing else.
@@ -101,27 +102,56 @@ class Session:
         What an interrupt or a lack of memory ended, and a target that was executed past every hook, count as undone.
         """
         tree = Remembered(self._tree)
-        waiting = [self._first_record(overlay, tree) for overlay in self.overlays if overlay not in self._records]
-        # setdefault: another thread may be arming too, and may have settled a target already.
-        fresh = [record for record in waiting if self._records.setdefault(record.overlay, record) is record]
-        if fresh:
-            self._log.armed(fresh)
-            self._log.gates([record for record in fresh if not record.overlay.installs])
+        self._say_what_waits()
+        if self._declared.are_loaded or not sys.modules.keys().isdisjoint(self._declared.targets):
+            self._complete(tree)
+        else:
+            self._note(self._gates_that_are_there(tree), tree)
         self._log.obsolete_variables()
         if self.settings.mode is Mode.OFF:
             return
-        for erratum in self.overlays:
-            if erratum in self._undone:
-                self._begin_again(erratum, tree)
+        for erratum in [each for each in self._records if each in self._undone]:
+            self._begin_again(erratum, tree)
         conflicts: list[str] = []
-        for name in self._targets():
+        for name in self._declared.targets:
             with _collecting(conflicts):
                 self._hooks.watch(name)
-            with _collecting(conflicts):
-                self._settle_again(name)
+            if self._declared.are_loaded:
+                with _collecting(conflicts):
+                    self._settle_again(name)
         self._changed()
         if conflicts:  # strict: every target has been settled before the first of them is raised
             raise ActivationError("\n".join(conflicts))
+
+    def _say_what_waits(self) -> None:
+        if self._has_said_what_waits:
+            return
+        self._has_said_what_waits = True
+        off = [each for each in self._declared.listed if is_off(each, self.settings)]
+        waiting = [each.id for each in self._declared.listed if each.installs and each not in off]
+        self._log.armed(waiting, [each.id for each in off if not each.off_by_default])
+
+    def _gates_that_are_there(self, tree: SourceTree) -> list[Erratum]:
+        """Return the gates that may have something to say; the others are asked with the first target, or by an audit."""
+        gates = [each for each in self._declared.listed if not each.installs and not is_off(each, self.settings)]
+        there = [each for each in gates if any(_may_be_there(name, tree) for name in each.targets)]
+        return [part for each in there for part in registry.one(each.id)]
+
+    def _complete(self, tree: SourceTree | None = None) -> bool:
+        """Note what is known of every overlay before its target is imported; return whether that was still to do.
+
+        Raises:
+            RegistryError: see `overlays`.
+        """
+        missing = [each for each in self.overlays if each not in self._records]
+        self._note(missing, tree or Remembered(self._tree))
+        return bool(missing)
+
+    def _note(self, errata: Sequence[Erratum], tree: SourceTree) -> None:
+        # setdefault: another thread may be arming too, and may have settled a target already.
+        waiting = [self._first_record(each, tree) for each in errata if each not in self._records]
+        fresh = [record for record in waiting if self._records.setdefault(record.overlay, record) is record]
+        self._log.gates([record for record in fresh if not record.overlay.installs])
 
     def _begin_again(self, erratum: Erratum, tree: SourceTree) -> None:
         """Let what was undone be settled anew."""
@@ -132,8 +162,8 @@ class Session:
 
     def _settle_again(self, name: str) -> None:
         """Settle what was undone, what was interrupted, and what is upstream's own again."""
-        lock = self._locks[name]
-        if not lock.acquire(blocking=False):
+        turn = self._turns.at(name)
+        if not turn.take():
             return  # another thread is at it
         try:
             module = sys.modules.get(name)
@@ -146,7 +176,7 @@ class Session:
             if module is not None and is_there and chosen:
                 self._settle_all(name, chosen, module, late=True)
         finally:
-            lock.release()
+            turn.give_back()
 
     def _is_somewhere(self, overlay: Erratum) -> bool:
         """Return whether a place is known in which the overlay was put and from which it was not taken."""
@@ -179,9 +209,9 @@ class Session:
         And those that look repaired: that may have been witnessed since.
         """
         tree = Remembered(self._tree)
-        for gate in self._gates:
+        for gate in self._declared.gates:
             record = self._records.get(gate)
-            if record is not None and _may_be_answered_now(record):
+            if record is not None and derived_records.may_be_answered_now(record):
                 found = self._first_record(gate, tree)
                 if found.decision is not record.decision:
                     self._records[gate] = found
@@ -198,12 +228,19 @@ class Session:
         Raises:
             ActivationError: `strict` is on and one of them ended in conflict.
         """
+        try:
+            if not self._complete():
+                self._settle_gates_that_saw_nothing()
+        except Exception as error:  # nobody could say what this module needs, so somebody has to be told
+            self._log.not_loaded(name, error)
+            if self.settings.mode is Mode.STRICT:
+                raise ActivationError(f"the overlays of {name} cannot be loaded: {error!r}") from error
+            return
         self._settle_all(name, self._about(name), module, late=late)
 
     def _settle_all(self, name: str, overlays: Sequence[Overlay], module: ModuleType, *, late: bool) -> None:
         """Settle overlays of one target, but for those that are undone."""
-        self._settle_gates_that_saw_nothing()
-        with self._turn(name):
+        with self._turns.at(name):
             chosen = [overlay for overlay in overlays if overlay not in self._undone]
             settled = [self._settle(overlay, module, late=late) for overlay in chosen]
             settled += [self._withdraw(overlay, why) for overlay in chosen if (why := self._lost(overlay))]
@@ -217,7 +254,7 @@ class Session:
             record = self._records.get(overlay)
             if overlay in self._unfinished or record is None or record.decision is Decision.ARMED:
                 self._note_kind(overlay, error)
-                self._keep(_conflict(before_import(overlay, self.settings), error))
+                self._keep(derived_records.conflict(before_import(overlay, self.settings), error))
         self._withdraw_what_needs(self._about(name))
 
     def _standing(self, part: Overlay, tree: SourceTree) -> Record:
@@ -236,7 +273,7 @@ class Session:
             return ""
         from megacpp_overlays.loader import needs
 
-        standing = [self._standing(part, tree) for part in needs.parts(overlay, self._watched)]
+        standing = [self._standing(part, tree) for part in needs.parts(overlay, self._declared.overlays)]
         if why := needs.unmet(standing):
             return why
         for record in standing:
@@ -249,9 +286,11 @@ class Session:
     def _withdraw_what_needs(self, changed: Sequence[Erratum]) -> list[Record]:
         """Take out what needs one of these overlays and has lost it; return what became of it."""
         withdrawn: list[Record] = []
-        for overlay in dict.fromkeys(each for each in self._watched for one in changed if one.id in each.needs):
+        for overlay in dict.fromkeys(
+            each for each in self._declared.overlays for one in changed if one.id in each.needs
+        ):
             # A thread that is settling it asks the same once more when it is done, so there is no need to wait for it.
-            if (why := self._lost(overlay)) and not self._turn(overlay.target.module).is_taken():
+            if (why := self._lost(overlay)) and not self._turns.at(overlay.target.module).is_taken():
                 withdrawn += [self._withdraw(overlay, why), *self._withdraw_what_needs([overlay])]
         return withdrawn
 
@@ -263,7 +302,9 @@ class Session:
         from megacpp_overlays.loader import needs
 
         return needs.unmet(
-            told for part in needs.parts(overlay, self._watched) if (told := self._as_last_told(part)) is not None
+            told
+            for part in needs.parts(overlay, self._declared.overlays)
+            if (told := self._as_last_told(part)) is not None
         )
 
     def _withdraw(self, overlay: Overlay, why: str) -> Record:
@@ -271,7 +312,7 @@ class Session:
         from megacpp_overlays.loader import install
         from megacpp_overlays.runtime import dynamo
 
-        with self._turn(overlay.target.module):
+        with self._turns.at(overlay.target.module):
             kept: tuple[str, ...] = ()
             self._unfinished.setdefault(overlay, False)
             self._refused.add(overlay)
@@ -296,6 +337,7 @@ class Session:
                 a graph of torch.compile cannot be dropped now, see `compiled`; then everything stays in.
             RegistryError: there is no such overlay.
         """
+        self._complete()
         chosen = [overlay for overlay in self.overlays if overlay_id in {None, overlay.id}]
         if overlay_id is not None and not chosen:
             from megacpp_overlays.loader import retired
@@ -305,7 +347,7 @@ class Session:
                 return
             known = ", ".join(dict.fromkeys(overlay.id for overlay in self.overlays))
             raise RegistryError(f"there is no overlay {overlay_id}; known: {known}")
-        needing = [each for each in self._watched for one in chosen if one.id in each.needs]
+        needing = [each for each in self._declared.overlays for one in chosen if one.id in each.needs]
         if any(self._is_somewhere(overlay) for overlay in (*chosen, *needing)):
             from megacpp_overlays.runtime import dynamo
 
@@ -321,7 +363,7 @@ class Session:
 
         What is in is found in the live process, so that nothing is left in by a call that was interrupted.
         """
-        with self._turn(erratum.target.module):
+        with self._turns.at(erratum.target.module):
             problems: tuple[str, ...] = ()
             kept: tuple[str, ...] = ()
             was_in = False
@@ -344,7 +386,7 @@ class Session:
                 self._records[erratum] = replace(
                     record, decision=Decision.CONFLICT, reason=reason, seams=kept, rebound=()
                 )
-            elif record is not None and _ends_when_undone(record, was_in=was_in):
+            elif record is not None and derived_records.ends_when_undone(record, was_in=was_in):
                 self._records[erratum] = replace(
                     record, decision=Decision.DISABLED, reason=_UNDONE, seams=(), rebound=()
                 )
@@ -368,9 +410,6 @@ class Session:
 
         return self._traces.setdefault(overlay, Traces())
 
-    def _turn(self, name: str) -> _Turn:
-        return _Turn(self._locks, name)
-
     def audit(self, *, deep: bool = False) -> Audit:
         """Return all decisions as they stand now, and settle what no hook heard of; it does not raise for a conflict.
 
@@ -380,21 +419,23 @@ class Session:
         Args:
             deep: whether to walk over the heap too, for what holds an original where no name leads.
         """
+        if not self._complete():
+            self._settle_gates_that_saw_nothing()
         self._settle_missed_imports()
-        self._settle_gates_that_saw_nothing()
         taken = [self._records[o] for o in self.overlays if o in self._records]
-        records = tuple(_with_version(self._review(record, deep=deep)) for record in taken)
+        records = tuple(derived_records.with_versions(self._review(record, deep=deep)) for record in taken)
         return Audit(version=VERSION, mode=self.settings.mode.value, records=records)
 
     def audit_so_far(self) -> Audit:
         """Return the decisions as they were taken; looks for nothing and settles nothing, so a hook may ask."""
+        self._complete()
         taken = [self._records[o] for o in self.overlays if o in self._records]
         records = tuple(r if r.decision is Decision.ARMED else self._review(r) for r in taken)
         return Audit(version=VERSION, mode=self.settings.mode.value, records=records)
 
     def _settle_missed_imports(self) -> None:
         """Settle a target that was loaded past every hook, by a loader or a recipe of somebody's own."""
-        for name in self._targets():
+        for name in self._declared.targets:
             module = sys.modules.get(name)
             waits = any((r := self._records.get(o)) and r.decision is Decision.ARMED for o in self._about(name))
             if waits and module is not None and not is_half_imported(module) and self.settings.mode is not Mode.OFF:
@@ -446,7 +487,7 @@ class Session:
                 install.undo_all([seam for seam in placed if not seam.adopted])
             traces.forget_what_was_overwritten()
             left = tuple(str(seam) for seam in placed if seam.in_place)
-            record = replace(_conflict(record, error), seams=left, rebound=())
+            record = replace(derived_records.conflict(record, error), seams=left, rebound=())
         return self._keep(record)
 
     def _note_kind(self, overlay: Overlay, error: Exception) -> None:
@@ -471,11 +512,11 @@ class Session:
         if not isinstance(overlay, Overlay):
             return record
         if overlay in self._unfinished:
-            if self._turn(overlay.target.module).is_taken():
+            if self._turns.at(overlay.target.module).is_taken():
                 return record  # another thread is at it
             return replace(record, decision=Decision.CONFLICT, reason=_INTERRUPTED)
         if overlay.target.module not in sys.modules:
-            return _if_absent(record, self._tree) if record.decision is Decision.ARMED else record
+            return derived_records.if_absent(record, self._tree) if record.decision is Decision.ARMED else record
         from megacpp_overlays.loader import review
 
         reviewed = review.review(record, overlay, self._traces.get(overlay), deep=deep)
@@ -493,73 +534,11 @@ class Session:
         return self._expected.get(part)
 
 
-class _Turn:
-    """The right to change what one target has: a reentrant lock, which survives an interrupt that keeps it locked."""
-
-    def __init__(self, locks: dict[str, threading.RLock], name: str) -> None:
-        self._locks = locks
-        self._name = name
-        self._held = locks[name]
-
-    def __enter__(self) -> None:
-        while not self._held.acquire(timeout=_LOOK_SECONDS):
-            # An interrupt may come between the last line of a block and the release. Then nobody is in there.
-            if not _somebody_changes_something():
-                self._locks[self._name] = threading.RLock()
-            self._held = self._locks[self._name]
-
-    def __exit__(self, *_: object) -> None:
-        self._held.release()
-
-    def is_taken(self) -> bool:
-        """Return whether another thread has it."""
-        if self._held.acquire(blocking=False):
-            self._held.release()
-            return False
-        return _somebody_changes_something()
-
-
-def _somebody_changes_something() -> bool:
-    """Return whether another thread settles or undoes a target."""
-    codes = {Session._settle_all.__code__, Session._undo_one.__code__, Session._settle_again.__code__}  # noqa: SLF001
-    here = threading.get_ident()
-    for thread, frame in sys._current_frames().items():  # noqa: SLF001 - documented, in spite of its name
-        each: FrameType | None = frame
-        while each is not None and thread != here:
-            if each.f_code in codes:
-                return True
-            each = each.f_back
-    return False
-
-
-def _may_be_answered_now(record: Record) -> bool:
-    return record.decision is Decision.ABSENT or (record.finding is not None and record.finding.looks_repaired)
-
-
-def _ends_when_undone(record: Record, *, was_in: bool) -> bool:
-    """Return whether a decision is over once nothing is in; that something was not recognised stays true."""
-    if record.decision is Decision.CONFLICT:
-        return was_in
-    return record.decision in {Decision.ACTIVE, Decision.ARMED}
-
-
-def _with_version(record: Record) -> Record:
-    """Return the record of a gate with its versions: where it had nothing to say it did not spend the time to look."""
-    if record.version or record.overlay.installs or record.finding is None:
-        return record
-    from megacpp_overlays.loader import probing
-
-    return replace(record, version=probing.versions(record.overlay))
-
-
-def _conflict(record: Record, error: Exception) -> Record:
-    own = type(error).__module__.startswith("megacpp_overlays.")
+def _may_be_there(name: str, tree: SourceTree) -> bool:
     try:
-        text = str(error)
-    except Exception:  # noqa: BLE001 - somebody's exception cannot even say what it is
-        text = "no text"
-    reason = text if own else f"{type(error).__name__}: {text}"
-    return replace(record, decision=Decision.CONFLICT, reason=reason)
+        return tree.module(name) is not None
+    except Exception:  # noqa: BLE001 - it is there, or somebody's finder raises: the gate will say
+        return True
 
 
 @contextlib.contextmanager
@@ -568,29 +547,6 @@ def _collecting(conflicts: list[str]) -> Iterator[None]:
         yield
     except ActivationError as error:
         conflicts.append(str(error))
-
-
-def _if_absent(record: Record, tree: InstalledTree) -> Record:
-    from megacpp_overlays.source import distributions
-
-    target = record.overlay.target
-    try:
-        if tree.module(target.module) is not None:
-            return record
-    except OverlayError as error:  # it is there
-        seen = f"{target.module} cannot be read: {error}"
-        unknown = Finding(verdict=Verdict.UNRECOGNISED, shape=None, evidence=(Evidence(seen=seen),))
-        return replace(record, decision=Decision.CONFLICT, reason=seen, finding=unknown)
-    version = distributions.version(target.distribution)
-    where = f"{target.distribution} {version}" if version else target.distribution
-    seen = f"{where} has no {target.module}" if version else f"{where} is not installed"
-    return replace(
-        record,
-        decision=Decision.ABSENT,
-        reason=seen,
-        version=version,
-        finding=Finding(verdict=Verdict.ABSENT, shape=None, evidence=(Evidence(seen=seen),)),
-    )
 
 
 _current: Session | None = None

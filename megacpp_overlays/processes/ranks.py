@@ -11,6 +11,7 @@ import hashlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -26,7 +27,8 @@ from megacpp_overlays.source.trees import InstalledTree
 TIMEOUT_S = 300.0
 _LONGEST_S = 31 * 24 * 3600.0
 PATIENCE_S = 15.0
-"""How long a store may be silent beyond everything that the exchange itself waits for."""
+"""How long a store may take for one answer beyond the timeout, and beyond everything that the exchange itself waits for."""
+_LOOK_S = 0.5
 
 
 class _Meeting(NamedTuple):
@@ -138,23 +140,23 @@ def _run(meeting: _Meeting, digest: str, told: statement.Statement, timeout: flo
     """Take part in the exchange on a thread of its own.
 
     The exchange never waits inside the store, but one question to a host that went away without a word may take as long
-    as TCP likes.
+    as TCP likes, and one to a process that was stopped as long as that is.
     """
     outcome: list[RanksVerdict | Exception] = []
     clock = _Stoppable()
+    store = _WatchedStore(meeting.store, clock)
 
     def run() -> None:
         try:
-            part = Exchange(meeting.store, meeting.prefix, meeting.ranks, meeting.rank, timeout)
+            part = Exchange(store, meeting.prefix, meeting.ranks, meeting.rank, timeout)
             outcome.append(part.run(digest, told, clock))
         except Exception as error:  # noqa: BLE001 - it is raised below, on the thread that asked
             outcome.append(error)
 
     thread = threading.Thread(target=run, name="megacpp_overlays.verify_ranks", daemon=True)
     thread.start()
-    longest = timeout + rank_exchange.GRACE_S + rank_exchange.LINGER_S + PATIENCE_S
     try:
-        thread.join(longest)
+        silent = _wait(thread, store, timeout)
     finally:
         clock.stop()  # an interrupt of the user ends the thread as well
     match outcome:
@@ -174,9 +176,50 @@ def _run(meeting: _Meeting, digest: str, told: statement.Statement, timeout: flo
         case _:
             raise RanksError(
                 f"rank {meeting.rank} could not ask the other {len(meeting.ranks) - 1}: {meeting.where} has not answered "
-                f"for {longest:.0f} s\n\nWhat to do:\n- look at the host that keeps the store first: it hangs, or the "
+                f"for {silent:.0f} s\n\nWhat to do:\n- look at the host that keeps the store first: it hangs, or the "
                 "network to it does"
             )
+
+
+def _wait(thread: threading.Thread, store: _WatchedStore, timeout: float) -> float:
+    """Wait for the end of the exchange, as long as the store answers; return for how long it did not."""
+    longest = timeout + rank_exchange.GRACE_S + rank_exchange.LINGER_S + PATIENCE_S
+    waited = silent = 0.0
+    question, before = store.question, time.monotonic()
+    while thread.is_alive() and waited < longest and silent < timeout + PATIENCE_S:
+        thread.join(_LOOK_S)
+        now = time.monotonic()
+        # This process, too, may have been stopped for a while: then no answer could be heard.
+        spent, before = min(now - before, 2 * _LOOK_S), now
+        waited += spent
+        silent = silent + spent if store.question == question and question % 2 else 0.0
+        question = store.question
+    return silent or waited
+
+
+class _WatchedStore:
+    """A store whose silence another thread can notice, and which is asked nothing more when nobody waits for an answer.
+
+    A call that was given up must not go on when the host is back: the next one may be there already.
+    """
+
+    def __init__(self, store: Store, clock: _Stoppable) -> None:
+        self._store, self._clock = store, clock
+        self.question = 0
+        """Odd while a question waits for its answer; another one for each."""
+
+    def __getattr__(self, name: str) -> Any:
+        ask = getattr(self._store, name)
+
+        def answer(*given: Any) -> Any:
+            self._clock.demand_time()
+            self.question += 1
+            try:
+                return ask(*given)
+            finally:
+                self.question += 1
+
+        return answer
 
 
 class _Stoppable(SystemClock):
@@ -186,7 +229,12 @@ class _Stoppable(SystemClock):
         self._stopped = threading.Event()
 
     def sleep(self, seconds: float) -> None:
-        if self._stopped.wait(seconds):
+        self._stopped.wait(seconds)
+        self.demand_time()
+
+    def demand_time(self) -> None:
+        """Raise where the clock was stopped."""
+        if self._stopped.is_set():
             raise InterruptedError("nobody waits for the answer any more")
 
     def stop(self) -> None:

@@ -79,7 +79,7 @@ def test_a_process_whose_stderr_is_broken_imports_us_and_a_target(
         "print(layers.double(1))\n"
     )
     env = launchers.environment(upstream)
-    done = run_python(code, check=False, measured=False, **env)  # Python itself cannot flush such a stream when it ends
+    done = run_python(code, check=False, **env)  # Python itself cannot flush such a stream when it ends
 
     assert done.stdout == "2\n"
 
@@ -257,7 +257,7 @@ def test_a_second_import_of_this_package_is_the_first(
         "import importlib; importlib.reload(first)\n"
         "print('one copy', first.audit().fingerprint == other.audit().fingerprint)\n"
     )
-    assert run_python(code, measured=False).stdout == "one copy True\n"
+    assert run_python(code).stdout == "one copy True\n"
 
 
 def test_a_plugin_that_imports_this_package_may_come_first(
@@ -271,7 +271,7 @@ def test_a_plugin_that_imports_this_package_may_come_first(
         "print(layers.double(1), [r.decision.value for r in megacpp_overlays.audit().records if r.overlay.pack == 99])\n"
     )
 
-    assert run_python(code, measured=False, **env).stdout == "2 ['active']\n"
+    assert run_python(code, **env).stdout == "2 ['active']\n"
 
 
 def test_a_hook_that_an_interrupt_left_with_wrapt_is_dead(

@@ -18,11 +18,13 @@ from typing import Any
 
 import pytest
 from made_up import FIXED_TEXT, Upstream
-from places import HANG_S, ROOT, SUPPORT, UNMEASURED
+from places import HANG_S, ROOT, SUPPORT
 
 from megacpp_overlays.errors import SeamError
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.model import Decision, Observation, Record
+
+pytestmark = pytest.mark.unmeasured_children
 
 SessionMaker = Callable[..., Session]
 
@@ -34,15 +36,15 @@ def only(session: Session) -> Record:
 
 @pytest.mark.parametrize("error", ["KeyboardInterrupt", "MemoryError"])
 def test_an_error_at_any_line_leaves_what_can_be_repeated_and_is_told(error: str) -> None:
-    """Each line of the loader that six scenarios execute, the first, the second and the last time that they do."""
-    env = {**os.environ, **UNMEASURED, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, SUPPORT)))}
+    """Half of the lines of the loader that each of seven scenarios executes, the first time that it does."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, SUPPORT)))}
     command = [sys.executable, "-W", "ignore", str(SUPPORT / "interrupted.py"), error]
 
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
 
     scenarios = [line for line in done.stdout.splitlines() if line.endswith(" points")]
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(scenarios) == 6
+    assert len(scenarios) == 7
     assert [line for line in done.stdout.splitlines() if line not in scenarios] == []
 
 
@@ -199,7 +201,7 @@ def test_a_lock_that_an_interrupt_left_taken_stops_nobody(upstream: Upstream, se
     current = session(upstream.overlay())
     current.arm()
     module = upstream.load()
-    current._locks[upstream.module_name].acquire()  # by this thread, which is in no call of the session
+    current._turns.at(upstream.module_name).take()  # by this thread, which is in no call of the session
 
     undoer = threading.Thread(target=current.undo)
     undoer.start()
@@ -242,10 +244,11 @@ def test_a_reload_does_not_cost_more_than_the_one_before(upstream: Upstream, ses
         gc.collect()
         return len(gc.get_objects())
 
-    objects_after(2)
-    before = objects_after(1)
+    before = objects_after(20)
 
-    assert objects_after(20) - before < 20
+    assert objects_after(100) - before < 100, (
+        "a reload leaves an object alive; caches of the host hold a few dozen in all"
+    )
 
 
 def test_what_was_undone_is_let_go(upstream: Upstream, session: SessionMaker) -> None:

@@ -85,7 +85,7 @@ class Layer(Base):
 
     @staticmethod
     @logged("static")
-    def static(x):
+    def static(x, scale=-2, *, names=("a", 0.0), width=SCALE, seen={{}}):
         return x
 
     @classmethod
@@ -232,6 +232,41 @@ def test_a_file_that_was_replaced_after_it_was_loaded_is_not_what_runs(repaired:
     repaired.write(text.replace(old, new))
 
     assert "which is not the code that was read in" in (differs(repaired, "Layer") or "")
+
+
+OTHER_DEFAULTS = {
+    "another number": lambda function: setattr(function, "__defaults__", (2,)),
+    "a number of another type": lambda function: setattr(function, "__defaults__", (-2.0,)),
+    "one more": lambda function: setattr(function, "__defaults__", (-2, -2)),
+    "none": lambda function: setattr(function, "__defaults__", None),
+    "another by name": lambda function: function.__kwdefaults__.update(names=("a", -0.0)),
+    "one more by name": lambda function: function.__kwdefaults__.update(x=1),
+    "one fewer by name": lambda function: function.__kwdefaults__.pop("names"),
+    "none by name": lambda function: setattr(function, "__kwdefaults__", None),
+    "another kind of table": lambda function: function.__kwdefaults__.update(seen=[]),
+}
+
+
+@pytest.mark.parametrize("change", OTHER_DEFAULTS.values(), ids=OTHER_DEFAULTS)
+def test_other_defaults_of_the_same_code_are_not_what_was_read(
+    repaired: Upstream, change: Callable[[Any], object]
+) -> None:
+    module = repaired.load()
+    assert differs(repaired, "Layer.static") is None
+
+    change(module.Layer.static.__wrapped__)
+
+    assert "has other defaults than what was read in" in (differs(repaired, "Layer.static") or "")
+    assert "Layer.static" in (differs(repaired, "Layer") or "")
+
+
+def test_a_default_that_the_text_does_not_tell_may_be_any_value(repaired: Upstream) -> None:
+    defaults = repaired.load().Layer.static.__wrapped__.__kwdefaults__
+
+    defaults["seen"]["a call"] = 1
+    defaults["width"] = 3
+
+    assert differs(repaired, "Layer.static") is None
 
 
 def test_the_same_text_of_another_file_is_not_what_was_read(repaired: Upstream) -> None:

@@ -51,7 +51,7 @@ def test_overlays_are_found_in_an_archive_too(tmp_path: Path, run_python: Callab
         "print(megacpp_overlays.__file__, *dict.fromkeys(overlay.id for overlay in session.current().overlays))"
     )
 
-    file, *ids = run_python(code, tmp_path / "package.zip", measured=False).stdout.split()
+    file, *ids = run_python(code, tmp_path / "package.zip").stdout.split()
 
     assert file.startswith(str(tmp_path))
     assert ids == list(dict.fromkeys(overlay.id for overlay in registry.load()))

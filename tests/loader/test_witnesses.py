@@ -17,7 +17,18 @@ from megacpp_overlays.loader import probing, witnesses
 from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import Settings
-from megacpp_overlays.model import Body, Decision, Evidence, Finding, Overlay, Proof, Record, Verdict
+from megacpp_overlays.model import (
+    Body,
+    Decision,
+    Evidence,
+    Finding,
+    Observation,
+    Overlay,
+    Proof,
+    Record,
+    Replacement,
+    Verdict,
+)
 from megacpp_overlays.processes import differences, statement
 from megacpp_overlays.processes.differences import StatementGroup
 from megacpp_overlays.source.trees import InstalledTree, SourceTree
@@ -301,6 +312,34 @@ def test_a_gate_is_witnessed_and_may_be_so_after_the_session_was_armed(kept: Kep
     assert before.decision is Decision.CONFLICT
     assert after.decision is Decision.RETIRED
     assert after.reason.startswith("witnessed: ")
+
+
+@pytest.mark.parametrize("order", [("wrapper", "layers"), ("layers", "wrapper")], ids=" then ".join)
+@pytest.mark.parametrize(("is_kept", "decision"), [(True, Decision.ACTIVE), (False, Decision.CONFLICT)])
+def test_an_overlay_is_in_where_a_witness_proves_the_repair_that_it_needs_and_only_there(
+    kept: Kept, order: tuple[str, str], is_kept: bool, decision: Decision
+) -> None:
+    kept.upstream.write("def wrap(x):\n    return round(x)\n", "wrapper")
+    dependent = kept.upstream.overlay(
+        id="keep-bits",
+        target=kept.overlay.target._replace(module=f"{kept.upstream.name}.wrapper", symbol="wrap"),
+        probe=lambda _: Finding(verdict=Verdict.BROKEN, shape="rounds", evidence=(Evidence("rounds"),)),
+        replacements={"rounds": (Replacement(symbol="wrap", make=lambda _original, _module: lambda x: x),)},
+        witness=None,
+        self_test=lambda module: Observation(broken=module.wrap(1.5) != 1.5, seen="it rounds"),
+        needs=(kept.overlay.id,),
+    )
+    if not is_kept:
+        kept.file.unlink()
+    made = kept.session(dependent, kept.overlay, witnesses=str(kept.folder))
+    made.arm()
+
+    for module in order:
+        kept.upstream.load(module)
+
+    found = {record.overlay.id: record for record in made.audit().records}
+    assert found["keep-bits"].decision is decision
+    assert ("it needs double-fix" in found["keep-bits"].reason) is not is_kept
 
 
 def test_two_ranks_of_which_one_was_witnessed_differ_and_are_told_what_to_do(

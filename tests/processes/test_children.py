@@ -18,12 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launchers import environment, launch, write
 from made_up import Upstream
-from places import ROOT, UNMEASURED
+from places import ROOT
 
 import megacpp_overlays
 from megacpp_overlays.errors import ChildrenError, SettingsError
 from megacpp_overlays.loader.settings import this_environment
 from megacpp_overlays.processes import children
+
+pytestmark = pytest.mark.unmeasured_children
 
 PYTHONS = {name: ROOT / ".envs" / f"loader-{name}" / "bin" / "python" for name in ("3.10", "3.11", "3.13")}
 
@@ -252,7 +254,7 @@ def test_workers_of_torch_are_reached_like_any_other(upstream: Upstream, env: di
     pytest.importorskip("torch")
     write(upstream, INDUCTOR_JOB, "inductor_job")
 
-    left_alone, reached = said(launch("-W", "ignore", write(upstream, TORCH), env={**env, **UNMEASURED}))  # type: ignore[misc]
+    left_alone, reached = said(launch("-W", "ignore", write(upstream, TORCH), env=env))  # type: ignore[misc]
 
     assert left_alone == {"fork": [REPAIRED] * 2, "spawn": [BROKEN] * 2, "mp.spawn": BROKEN, "inductor": BROKEN}
     assert reached == {"spawn": [REPAIRED] * 2, "mp.spawn": REPAIRED, "inductor": REPAIRED}

@@ -10,9 +10,11 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from places import HANG_S, ROOT, UNMEASURED
+from places import HANG_S, ROOT
 
 from megacpp_overlays.processes import children
+
+pytestmark = pytest.mark.unmeasured_children
 
 SAYS = (
     "import subprocess, sys\n"
@@ -35,9 +37,9 @@ def test_a_start_up_hook_that_calls_no_other_arms_by_the_entry_point_that_it_off
     env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])
     code = "import sys; print('megacpp_overlays' in sys.modules)"
 
-    assert run_python(code, measured=False, **env).stdout == "True\n"
+    assert run_python(code, **env).stdout == "True\n"
     elsewhere = {**env, children.CHILDREN: "another environment"}
-    assert run_python(code, measured=False, **elsewhere).stdout == "False\n"
+    assert run_python(code, **elsewhere).stdout == "False\n"
 
 
 @pytest.mark.parametrize("outside", [True, False], ids=["outside", "inside"])
@@ -49,7 +51,7 @@ def test_a_launcher_and_its_child_are_armed_under(tool: str, outside: bool, tmp_
     launcher.write_text(SAYS)
     python, ours = str(BENCH / "python"), ["-m", "megacpp_overlays", "run"]
     words = [str(BENCH / tool), python, *ours] if outside else [python, *ours, str(BENCH / tool), python]
-    env = {**os.environ, **UNMEASURED, "PYTHONPATH": str(ROOT), "MEGACPP_OVERLAYS_LOG": "logging"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "MEGACPP_OVERLAYS_LOG": "logging"}
 
     done = subprocess.run(
         [*words, str(launcher)], env=env, capture_output=True, text=True, timeout=HANG_S, check=False, cwd=tmp_path
@@ -61,7 +63,7 @@ def test_a_launcher_and_its_child_are_armed_under(tool: str, outside: bool, tmp_
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="-P is new in Python 3.11")
 def test_under_safe_path_the_first_entry_of_the_path_is_pythons(tmp_path: Path) -> None:
     code = "import sys; print(sys.path[0])"
-    env = {**os.environ, **UNMEASURED, "PYTHONPATH": str(ROOT), "MEGACPP_OVERLAYS_LOG": "logging"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "MEGACPP_OVERLAYS_LOG": "logging"}
 
     def first(*words: str) -> str:
         command = [sys.executable, *words, "-P", "-c", code]
@@ -72,7 +74,7 @@ def test_under_safe_path_the_first_entry_of_the_path_is_pythons(tmp_path: Path) 
 
 @pytest.mark.parametrize("option", ["-V", "--version"])
 def test_the_version_of_python_is_asked_for_without_a_launcher(option: str) -> None:
-    env = {**os.environ, **UNMEASURED, "MEGACPP_OVERLAYS_LOG": "logging"}
+    env = {**os.environ, "MEGACPP_OVERLAYS_LOG": "logging"}
 
     def said(*words: str) -> tuple[int, str]:
         done = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, timeout=HANG_S)

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import signal
 import socket
+import subprocess
 import sys
 import textwrap
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import warm_python
 from launched_ranks import TIMEOUT, Ranks, only, same_error
 from made_up import BROKEN_TEXT, Upstream
 from places import HANG_S, ROOT
+from ranks_launcher import wait
 from warm_python import WarmProcess
 
 import megacpp_overlays
 from megacpp_overlays.errors import RanksError
-from megacpp_overlays.processes import rank_exchange
+from megacpp_overlays.processes import rank_exchange, ranks
+
+pytestmark = pytest.mark.unmeasured_children
 
 pytest.importorskip("torch")
 
@@ -208,6 +217,88 @@ def test_a_rank_says_so_when_the_process_that_keeps_the_store(
     assert "What to do:\n- look at the" in seen["text"]
 
 
+def state(pid: int) -> str:
+    """Return the letter that the kernel has for the state of a process: `T` is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stop a process, all of its threads, until the end of the block."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait(lambda: state(pid) == "T")
+        yield
+        assert state(pid) == "T"  # all the while
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def wait_for(*files: Path) -> None:
+    wait(lambda: all(file.exists() for file in files))
+    assert [file for file in files if not file.exists()] == []
+
+
+@pytest.mark.parametrize("keeper", ["rank 0", "torchrun"])
+def test_a_keeper_of_the_store_that_is_stopped_for_a_while_costs_one_call_and_no_more(
+    launch: Ranks, started: Callable[..., list[WarmProcess]], keeper: str
+) -> None:
+    """It is stopped while a rank waits in the store for another; that one is told, and meets the other later."""
+    waits, comes = ("1", "0") if keeper == "rank 0" else ("0", "1")
+    plan = {waits: {"calls": 2, "timeouts": [1, TIMEOUT]}, comes: {"until": "continued"}}
+    if keeper == "rank 0":
+        running: list[Any] = started(2, timeout=TIMEOUT, patience=1, **plan)
+        wait_for(launch.said / "0.joined")
+        pid = int((launch.said / "0.joined").read_text())
+    else:
+        running = [launch.agent(2, timeout=TIMEOUT, patience=1, **plan)]
+        pid = running[0].pid
+    try:
+        wait_for(launch.said / f"{waits}.1.arrived")
+
+        with stopped(pid):
+            wait_for(launch.said / f"{waits}.1.ended")
+
+        (launch.said / "continued").touch()
+        assert [each.wait(HANG_S) for each in running] == [0] * len(running)
+    finally:
+        for each in running:
+            each.kill()
+
+    first, second = launch.seen(2)[int(waits)]
+    assert first["outcome"] == "RanksError"
+    assert re.search(r"the TCPStore at .* has not answered for \d+ s", first["text"])
+    assert ("the process of rank 0 keeps it" if keeper == "rank 0" else "torchrun on the first node keeps it") in first[
+        "text"
+    ]
+    assert second["outcome"] == "agreed"
+    assert launch.seen(2)[int(comes)] == [{**second, "seconds": ANY}]
+
+
+def test_a_rank_that_raises_ends_although_the_keeper_of_the_store_is_stopped(
+    launch: Ranks, started: Callable[..., list[WarmProcess]]
+) -> None:
+    """An interpreter of its own, to its end: whatever torch still wants of the store then."""
+    plan = {"0": {"until": "never"}, "1": {"until": "stopped"}}
+    command = launch.command(1, 1, patience=1, **plan)
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    keeper, rank = (
+        subprocess.Popen([sys.executable, *command], env=launch.environment(**place, RANK=str(rank))) for rank in (0, 1)
+    )
+    try:
+        wait_for(launch.said / "0.joined", launch.said / "1.joined")
+        with stopped(keeper.pid):
+            (launch.said / "stopped").touch()
+
+            assert rank.wait(HANG_S) == 0
+    finally:
+        for each in (keeper, rank):
+            each.kill()
+            each.wait()
+
+    assert only([launch.seen(2)[1]])[0]["outcome"] == "RanksError"
+
+
 def test_a_store_in_a_file_does_as_well(
     launch: Ranks, started: Callable[..., list[WarmProcess]], tmp_path: Path
 ) -> None:
@@ -276,6 +367,34 @@ def joined(monkeypatch: pytest.MonkeyPatch, **internals: Any) -> None:
         Store=object,
     )
     monkeypatch.setitem(sys.modules, "torch.distributed", distributed)  # type: ignore[arg-type]
+
+
+def test_a_call_that_was_given_up_asks_nothing_more_when_the_store_answers_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever made it has been told, and may be in the next call already."""
+    asked, answers = threading.Event(), threading.Event()
+
+    class Silent(PlainStore):
+        def check(self, keys: list[str]) -> bool:
+            if any(key.endswith("/verdict") for key in keys):
+                asked.set()
+                answers.wait(HANG_S)
+            return super().check(keys)
+
+    store = Silent()
+    joined(monkeypatch, _get_default_store=lambda: store)
+    monkeypatch.setattr(ranks, "PATIENCE_S", 0.01)
+
+    with pytest.raises(RanksError, match=r"the Silent of the process group has not answered for \d+ s"):
+        megacpp_overlays.verify_ranks(timeout=0.01)
+    assert asked.is_set()
+    before = dict(store.held)
+    answers.set()
+    for thread in [each for each in threading.enumerate() if each.name == "megacpp_overlays.verify_ranks"]:
+        thread.join(HANG_S)
+
+    assert store.held == before  # no verdict about a rank that may be there by now
 
 
 @pytest.mark.parametrize("left", [b"%%", b"", b"eJxLBAAAAGEAAQ=="], ids=["no base64", "nothing", "cut off"])

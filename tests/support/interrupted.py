@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
@@ -24,10 +24,11 @@ from made_up import BROKEN_TEXT, Upstream
 import megacpp_overlays.loader
 import megacpp_overlays.runtime
 from megacpp_overlays.errors import ActivationError, SeamError
-from megacpp_overlays.loader import aliases
+from megacpp_overlays.loader import aliases, declarations, registry
+from megacpp_overlays.loader.declarations import Declarations
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import LogForm, Settings
-from megacpp_overlays.model import Decision, Observation, Overlay, Replacement
+from megacpp_overlays.model import Decision, Erratum, Observation, Overlay, Replacement
 
 FOLDERS = tuple(str(Path(package.__path__[0])) for package in (megacpp_overlays.loader, megacpp_overlays.runtime))
 NAME = "interrupted_upstream"
@@ -118,6 +119,26 @@ def arming_and_importing(world: World) -> tuple[Callable[[], Any], Decision]:
     return work, Decision.ACTIVE
 
 
+def importing_what_nobody_declared_yet(world: World) -> tuple[Callable[[], Any], Decision]:
+    """The first import of a target loads the declarations."""
+    overlay = _overlay(world.upstream)
+    registry.load = lambda _=(): registry.check([("made up", overlay)])
+    world.session = Session(Waiting([overlay]), SILENT)
+
+    def work() -> None:
+        world.session.arm()
+        world.load()
+
+    return work, Decision.ACTIVE
+
+
+class Waiting(Declarations):
+    """Declarations of which only the list is there."""
+
+    def __init__(self, errata: Sequence[Erratum]) -> None:
+        self.listed, self.are_loaded = declarations.listed(errata), False
+
+
 def undoing(world: World) -> tuple[Callable[[], Any], Decision]:
     arming_late(world)[0]()
     return world.session.undo, Decision.DISABLED
@@ -146,7 +167,10 @@ def reloading(world: World) -> tuple[Callable[[], Any], Decision]:
 
 SCENARIOS = {
     each.__name__: each
-    for each in (arming_late, arming_and_importing, undoing, undoing_with_a_later_name, arming_again, reloading)
+    for each in (
+        *(arming_late, arming_and_importing, importing_what_nobody_declared_yet),
+        *(undoing, undoing_with_a_later_name, arming_again, reloading),
+    )
 }
 
 

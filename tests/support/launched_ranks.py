@@ -11,7 +11,7 @@ from typing import Any
 
 import warm_python
 from made_up import BROKEN_TEXT, Upstream, install_plugin
-from places import HANG_S, ROOT, SUPPORT, UNMEASURED
+from places import HANG_S, ROOT, SUPPORT, measuring
 
 LAUNCHER = SUPPORT.joinpath("ranks_launcher.py")
 
@@ -65,7 +65,7 @@ class Ranks:
             fresh: whether agent and ranks are started as a user's are, and not copied from one that has torch.
             plan: see `ranks_launcher`.
         """
-        env = self.environment(**({} if measured else UNMEASURED))
+        env = self.environment(**(measuring() if measured else {}))
         agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
         command = self.command(timeout, size - absent, **plan)
         if fresh:
@@ -76,6 +76,12 @@ class Ranks:
             done = warm_python.run([*agent, "--no-python", *rank], env, timeout=HANG_S)
         assert done.returncode == 0, done.stdout + done.stderr
         return self.seen(size)
+
+    def agent(self, size: int, *, timeout: float, absent: int = 0, **plan: Any) -> subprocess.Popen[bytes]:
+        """Start torchrun, which keeps the store, and all ranks under it."""
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+        command = self.command(timeout, size - absent, **plan)
+        return subprocess.Popen([sys.executable, *words, *command], env=self.environment())
 
     def seen(self, size: int) -> list[Any]:
         files = [self.said / f"{rank}.json" for rank in range(size)]

@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 from made_up import Upstream, install_plugin
-from places import HANG_S, ROOT, UNMEASURED
+from places import HANG_S, ROOT
 
 HERE = Path(__file__).resolve().parent
 
@@ -22,7 +22,7 @@ def environment(upstream: Upstream, **variables: str) -> dict[str, str]:
     install_plugin(upstream.folder, f"{upstream.name}.plugin:OVERLAY")
     path = os.pathsep.join(map(str, (upstream.folder, HERE, ROOT)))
     ours = {"PYTHONPATH": path, "MEGACPP_OVERLAYS_PLUGINS": "double", "NAME": upstream.name}
-    return {**os.environ, **ours, **UNMEASURED, **variables}
+    return {**os.environ, **ours, **variables}
 
 
 def write(upstream: Upstream, code: str, name: str = "launcher") -> Path:

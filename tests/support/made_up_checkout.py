@@ -14,8 +14,7 @@ import sys
 import sysconfig
 import textwrap
 import venv
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from made_up import BROKEN_TEXT, FIXED_TEXT
@@ -153,8 +152,6 @@ class Checkout:
     """The checkout, by its folder."""
 
     root: Path
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """Given to each of its commands."""
 
     def write(self, files: dict[str, str]) -> None:
         """Write files, without the indentation and the first blank line that they have in a test."""
@@ -179,7 +176,7 @@ class Checkout:
 
     def python(self, *arguments: str, interpreter: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
         """Run an interpreter with the checkout's package on its path."""
-        environment = {**os.environ, "PYTHONPATH": str(self.root), **self.variables, **variables}
+        environment = {**os.environ, "PYTHONPATH": str(self.root), **variables}
         command = [interpreter or sys.executable, *arguments]
         return subprocess.run(command, cwd=self.root, env=environment, capture_output=True, text=True, check=False)
 

@@ -9,10 +9,12 @@ The plan has an entry `all` and one for each rank that is to differ:
     leaves        "exit", "kill" or "stop": what the rank does to itself once it is in the process group
     calls         how often verify_ranks is called
     after         a rank that must have left before the first call
+    until         a file that must be there before the first call
+    timeouts      of each call, where they are not all `timeout`
     group         ranks of the subgroup to compare, instead of the whole world
 
 and beside them `timeout`; `expected`, how many ranks will leave word; and, where they are not the usual ones, `backend`,
-`init_method`, `patience`, seconds for a store that is silent, and `reduces`, whether the ranks add up a tensor on their
+`init_method`, `patience`, seconds for a store that is silent, `grace`, those for whoever judges, and `reduces`, whether the ranks add up a tensor on their
 GPUs when they have agreed.
 
 No host is too slow for a plan: ranks leave when all have joined, and the timeout of a call begins when all ranks that will
@@ -47,7 +49,8 @@ def main() -> None:
     import megacpp_overlays
     from megacpp_overlays.processes import rank_exchange, ranks
 
-    rank_exchange.GRACE_S = rank_exchange.LINGER_S = ranks.PATIENCE_S = plan.get("patience", PATIENCE_S)
+    ranks.PATIENCE_S = plan.get("patience", PATIENCE_S)
+    rank_exchange.GRACE_S = rank_exchange.LINGER_S = plan.get("grace", PATIENCE_S)
     clock = HeldClock(folder, int(rank), plan)
     rank_exchange.SystemClock.now = lambda _: clock.now()  # type: ignore[method-assign]
     for name in mine.get("before", []):
@@ -63,10 +66,14 @@ def main() -> None:
     group = dist.new_group(mine["group"]) if "group" in mine else None
     if "after" in mine:
         wait(lambda: has_left(folder / f"{mine['after']}.joined"))
+    if "until" in mine:
+        wait((folder / mine["until"]).exists)
+    calls = mine.get("calls", 1)
     seen = []
-    for _ in range(mine.get("calls", 1)):
+    for number, timeout in enumerate(mine.get("timeouts", calls * [plan["timeout"]]), 1):
         clock.hold()
-        seen.append(call(megacpp_overlays, group, plan["timeout"]))
+        seen.append(call(megacpp_overlays, group, timeout))
+        (folder / f"{rank}.{number}.ended").touch()
     if plan.get("reduces"):
         seen[-1]["sum"] = all_reduced()
     leave_word(folder, rank, seen)

@@ -1,0 +1,84 @@
+"""Everything that is declared, loaded when something asks for it: until then a list answers for it.
+
+Most processes that import this package never import a target: tools, data workers, children of children. So arming loads
+no declaration and no probe of an overlay; the first import of a target does, and every audit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from megacpp_overlays.errors import RegistryError
+from megacpp_overlays.loader import registry
+from megacpp_overlays.loader.listed import LISTED, Listed
+from megacpp_overlays.model import Erratum, Gate, Overlay
+
+_LIST = "loader/listed.py"
+_OUT_OF_STEP = f"{_LIST} is not the list of the overlays that are there; run scripts/list_overlays.py, or install again"
+
+
+class Declarations:
+    """The overlays and gates of a session."""
+
+    def __init__(self, errata: Sequence[Erratum] | None = None) -> None:
+        """Take what is given, or what this package declares, which is loaded later."""
+        self.listed = LISTED if errata is None else listed(errata)
+        self.are_loaded = errata is not None
+        if errata is not None:
+            self.errata = tuple(errata)
+
+    @functools.cached_property
+    def errata(self) -> tuple[Erratum, ...]:
+        """Every part of every overlay and gate, in order.
+
+        Raises:
+            RegistryError: the declarations do not fit together, or are not what was listed.
+        """
+        errata = registry.load()
+        if listed(errata) != self.listed:
+            raise RegistryError(_OUT_OF_STEP)
+        self.are_loaded = True
+        return errata
+
+    @functools.cached_property
+    def overlays(self) -> tuple[Overlay, ...]:
+        """The parts that are settled when their target is imported."""
+        return tuple(each for each in self.errata if isinstance(each, Overlay))
+
+    @functools.cached_property
+    def gates(self) -> tuple[Gate, ...]:
+        """The gates, which are read when the session is armed."""
+        return tuple(each for each in self.errata if isinstance(each, Gate))
+
+    @property
+    def ids(self) -> frozenset[str]:
+        """The id of each."""
+        return frozenset(each.id for each in self.listed)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The modules whose import settles something."""
+        return tuple(dict.fromkeys(name for each in self.listed if each.installs for name in each.targets))
+
+
+def of(plugins: Sequence[str]) -> Declarations:
+    """Return what is declared for a process: what this package brings, and what the named plugins do.
+
+    Raises:
+        RegistryError: see `registry.load`; a plugin, or what no list has, is loaded at once.
+        SettingsError: a named plugin is not installed.
+    """
+    as_listed = {each.id.replace("-", "_") for each in LISTED} == set(registry.built_in())
+    return Declarations() if as_listed and not plugins else Declarations(registry.load(plugins))
+
+
+def listed(errata: Sequence[Erratum]) -> tuple[Listed, ...]:
+    """Return what a list has to say of declarations."""
+    parts: dict[str, list[Erratum]] = {}
+    for each in errata:
+        parts.setdefault(each.id, []).append(each)
+    return tuple(
+        Listed(name, every[0].installs, every[0].off_by_default, tuple(part.target.module for part in every))
+        for name, every in parts.items()
+    )

@@ -1,0 +1,150 @@
+"""What arming needs to know of each declaration of this package, so that it need not load them: `scripts/list_overlays.py`
+writes this file, a test holds it in step, and a process that loads the declarations refuses a list that is not theirs."""
+
+from __future__ import annotations
+
+from megacpp_overlays.frozen import NamedTuple
+
+
+class Listed(NamedTuple):
+    """One overlay or gate, with all its parts."""
+
+    id: str
+    """Its module below `overlays` has the same name, with `_` for `-`."""
+    installs: bool
+    """False for a gate."""
+    off_by_default: bool
+    targets: tuple[str, ...]
+    """The modules that it is about."""
+
+
+LISTED: tuple[Listed, ...] = (
+    Listed(
+        id="dsa-branchless-scatter",
+        installs=True,
+        off_by_default=False,
+        targets=(
+            "megatron.core.transformer.experimental_attention_variant.dsa",
+            "megatron.core.transformer.experimental_attention_variant.dsa_masking",
+        ),
+    ),
+    Listed(
+        id="dsa-capture-gates",
+        installs=True,
+        off_by_default=False,
+        targets=(
+            "megatron.core.transformer.experimental_attention_variant.dsa",
+            "megatron.core.transformer.experimental_attention_variant.dsa_layout",
+            "megatron.core.transformer.experimental_attention_variant.dsa_masking",
+        ),
+    ),
+    Listed(
+        id="gdn-capture-gates",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.ssm.gated_delta_net", "megatron.core.ssm.gated_delta_net.common"),
+    ),
+    Listed(
+        id="fp8-quantized-unwrap",
+        installs=True,
+        off_by_default=False,
+        targets=(
+            "megatron.core.transformer.experimental_attention_variant.ops.tilelang_dsa",
+            "megatron.core.transformer.experimental_attention_variant.dsa",
+        ),
+    ),
+    Listed(
+        id="mamba3-mimo-gqa-backward",
+        installs=True,
+        off_by_default=False,
+        targets=(
+            "mamba_ssm.ops.tilelang.mamba3.mamba3_mimo_bwd",
+            "mamba_ssm.ops.tilelang.mamba3.mamba3_mimo_bwd_varlen",
+        ),
+    ),
+    Listed(
+        id="tilelang-bulk-copy-rank",
+        installs=False,
+        off_by_default=False,
+        targets=("mamba_ssm.ops.tilelang.mamba3.mamba3_mimo_bwd",),
+    ),
+    Listed(
+        id="liger-flce-none-backward",
+        installs=True,
+        off_by_default=False,
+        targets=("liger_kernel.ops.fused_linear_cross_entropy",),
+    ),
+    Listed(
+        id="hopper-flce-dispatch",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.fusions.fused_linear_cross_entropy",),
+    ),
+    Listed(
+        id="hybrid-linear-ce",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.models.hybrid.hybrid_model",),
+    ),
+    Listed(
+        id="dsa-indexer-streaming",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.transformer.experimental_attention_variant.dsa",),
+    ),
+    Listed(id="tilelang-zero-extent-iterator", installs=False, off_by_default=False, targets=("tilelang.transform",)),
+    Listed(
+        id="float16-distributed-order",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.optimizer.distrib_optimizer",),
+    ),
+    Listed(
+        id="float16-fp32-exemption", installs=True, off_by_default=False, targets=("megatron.core.transformer.module",)
+    ),
+    Listed(
+        id="float16-optimizer-state-ids",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.optimizer.optimizer",),
+    ),
+    Listed(
+        id="mamba3-mimo-reduce-layout",
+        installs=False,
+        off_by_default=False,
+        targets=("mamba_ssm.ops.tilelang.mamba3.mamba3_mimo_bwd",),
+    ),
+    Listed(id="tilelang-grouped-reduce", installs=False, off_by_default=False, targets=("tilelang.language",)),
+    Listed(
+        id="mamba3-siso-pipelining",
+        installs=False,
+        off_by_default=False,
+        targets=("mamba_ssm.ops.triton.mamba3.mamba3_siso_fwd",),
+    ),
+    Listed(
+        id="megatron-cuda-on-import",
+        installs=False,
+        off_by_default=False,
+        targets=("megatron.core.ssm.ops.gdp.common",),
+    ),
+    Listed(
+        id="float16-mixer-parameters",
+        installs=True,
+        off_by_default=True,
+        targets=("megatron.core.ssm.mamba_mixer", "megatron.core.ssm.gated_delta_product"),
+    ),
+    Listed(id="mamba-packed-seq-idx", installs=True, off_by_default=False, targets=("megatron.core.ssm.mamba_mixer",)),
+    Listed(
+        id="fully-reshardable-padding",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.optimizer.distrib_optimizer",),
+    ),
+    Listed(
+        id="mtp-roll-padded-boundaries",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.transformer.multi_token_prediction",),
+    ),
+)
+"""Every declaration, by pack and id."""
