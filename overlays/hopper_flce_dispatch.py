@@ -130,7 +130,10 @@ def _refuses(constructor: FunctionType, major: int) -> bool:
 
 
 def _self_test(module: ModuleType) -> Observation:
-    """Look at the getter that upstream's autograd function reaches, and at what it would hand out."""
+    """Look at the getter that upstream's autograd function reaches, and at what it would hand out; then run that.
+
+    Upstream's functions run on the CPU, with the entry below them; see `rehearsal`.
+    """
     from megacpp_overlays.runtime import seam_marks
 
     reached = getattr(module, feature.FUNCTION).forward.__globals__.get(feature.GETTER)
@@ -142,6 +145,11 @@ def _self_test(module: ModuleType) -> Observation:
     for function, expected in ((platform.forward_func, feature.FORWARD), (platform.backward_func, feature.BACKWARD)):
         if (found := tuple(inspect.signature(function).parameters)) != expected:
             return Observation(broken=True, seen=f"the portable entry takes {', '.join(found)}")
+    from megacpp_overlays.kernels.linear_cross_entropy import rehearsal
+
+    run = rehearsal.Rehearsal(getattr(module, rehearsal.PUBLIC), feature.GETTER, feature.FUNCTION)
+    if wrong := list(rehearsal.wrong(run)):
+        return Observation(broken=True, seen=f"run on the CPU with the portable entry, {'; '.join(wrong)}")
     return Observation(broken=False, seen=f"compute capability 8, 9 and 12 lead to {platform.forward_func.__module__}")
 
 

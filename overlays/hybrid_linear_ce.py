@@ -27,6 +27,7 @@ from collections.abc import Callable
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+from megacpp_overlays.feature_probes import hopper_flce_dispatch as dispatch
 from megacpp_overlays.feature_probes import hybrid_linear_ce as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
 
@@ -221,24 +222,24 @@ def _config() -> _Quiet:
 def _answers_as_logits_would(model_class: Any, layer_class: Any) -> bool:
     """Return whether the loss through the view and the layer is that of upstream's scaled logits, label by label.
 
-    The layer's own methods run, with hidden states that are scaled for MuP, down to the call of the kernel; there the sum
-    is done in torch. They run with other globals, so nothing that other threads can see is touched and no device is asked.
+    The layer's own methods run, with hidden states that are scaled for MuP, and what they call, down to the entry of a
+    device; there the portable one computes on the CPU. They run with other globals, so nothing that other threads can see
+    is touched and no device is asked; see `rehearsal`.
     """
     import torch
 
-    def losses(hidden: Any, weight: Any, labels: Any, **_: Any) -> Any:
-        logits = (hidden @ weight.t()).flatten(0, 1)
-        return torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="none")
+    from megacpp_overlays.kernels.linear_cross_entropy.rehearsal import PUBLIC, Rehearsal
 
     method = layer_class._compute_linear_and_cross_entropy_loss  # noqa: SLF001 - the one that asks for the losses
-    made_up = {**method.__globals__, "linear_cross_entropy": losses}
+    run = Rehearsal(method.__globals__[PUBLIC], dispatch.GETTER, dispatch.FUNCTION)
+    made_up = {**method.__globals__, PUBLIC: run.loss}
     computes = FunctionType(method.__code__, made_up, method.__name__, method.__defaults__, method.__closure__)
-    layer = _Quiet(config=_config())
+    layer = _Quiet(config=_config(), tp_group=None)
     setattr(layer, method.__name__, computes.__get__(layer))
     labels = torch.arange(6, device="cpu").view(2, 3)
     # Eighths and sixteenths, so that products are exact and only the logarithm rounds.
-    hidden = (torch.arange(24.0, device="cpu").view(3, 2, 4) - 11) / 8
-    weight = (torch.arange(24.0, device="cpu").view(6, 4).flip(0) - 5) / 16
+    hidden = (torch.arange(24.0, dtype=torch.float32, device="cpu").view(3, 2, 4) - 11) / 8
+    weight = (torch.arange(24.0, dtype=torch.float32, device="cpu").view(6, 4).flip(0) - 5) / 16
     config = _config()
     model = _Quiet(config=config, output_layer=functools.partial(layer_class.forward, layer))
     loss, _ = _view(model, labels).output_layer(hidden, weight=weight)

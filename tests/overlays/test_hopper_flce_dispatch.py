@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,3 +159,37 @@ def test_cuda_is_never_initialised(report: Report) -> None:
 
     assert not found["cuda after import"]
     assert not found["cuda"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("        return loss\n", "        return loss / kept\n", 'with reduction "none" the loss'),
+        (
+            "        return for_hidden, for_weight,",
+            "        return for_hidden / num_valid_tokens, for_weight / num_valid_tokens,",
+            'with reduction "none" the gradient of the hidden states',
+        ),
+    ],
+    ids=["loss", "gradients"],
+)
+def test_an_upstream_that_divides_once_more_keeps_its_refusal(
+    tmp_path: Path, run_python: Callable[..., Any], old: str, new: str, reason: str
+) -> None:
+    shutil.copytree(STAND_INS["dev-linear-cross-entropy"], tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "megatron/core/fusions/fused_linear_cross_entropy.py"
+    assert file.read_text().count(old) == 1
+    file.write_text(file.read_text().replace(old, new))
+    code = (
+        "import megacpp_overlays, torch;"
+        "from megacpp_overlays.feature_probes import hopper_flce_dispatch as feature;"
+        "feature.check_known = lambda *_: None;"  # the first lock: neither body was read
+        "import megatron.core.fusions.fused_linear_cross_entropy as m;"
+        "r = next(r for r in megacpp_overlays.audit().records if r.overlay.pack == 10);"
+        "print(r.decision.value, hasattr(m._get_platform, '__wrapped__'), torch.cuda.is_initialized(), r.reason)"
+    )
+
+    done = run_python(code, tmp_path, ROOT, after=MEGATRON, MEGACPP_OVERLAYS_LOG="logging", PYTHONWARNINGS="ignore")
+
+    assert done.stdout.startswith("conflict True False ")  # upstream's own getter is a cache around a function
+    assert f"{reason} is not that of the logits" in done.stdout

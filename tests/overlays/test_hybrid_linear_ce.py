@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import warm_python
 from hybrid_linear_ce_cases import CASES, RANKED
-from places import HANG_S, ROOT, SUPPORT, UNMEASURED
+from places import HANG_S, ROOT, SUPPORT, measuring
 from trees import STAND_INS
 from warm_python import MEGATRON
 
@@ -61,7 +61,7 @@ def environment(tree: Path, **variables: str) -> dict[str, str]:
 
 def start(tree: Path, *, measured: bool = True, **variables: str) -> warm_python.WarmProcess:
     command = [SUPPORT / "hybrid_linear_ce_report.py"]
-    env = environment(tree, **({} if measured else UNMEASURED), **variables)
+    env = environment(tree, **(measuring() if measured else {}), **variables)
     return warm_python.start(command, env, after=MEGATRON)
 
 
@@ -237,6 +237,18 @@ def test_two_ranks_share_the_vocabulary(
             "does not give the loss of the scaled logits for each label, as (batch, sequence)",
         ),
         (
+            "fusions/fused_linear_cross_entropy.py",
+            "        return loss\n",
+            "        return loss / 2\n",
+            "does not give the loss of the scaled logits for each label, as (batch, sequence)",
+        ),
+        (
+            "fusions/fused_linear_cross_entropy.py",
+            "labels, tp_group, reduction, ignore_index, sequence_parallel)\n",
+            "labels.flip(0), tp_group, reduction, ignore_index, sequence_parallel)\n",
+            "does not give the loss of the scaled logits for each label, as (batch, sequence)",
+        ),
+        (
             "models/common/language_module/language_module.py",
             "logits * self.config.mup_output_mult",
             "logits / self.config.mup_output_mult",
@@ -249,7 +261,7 @@ def test_two_ranks_share_the_vocabulary(
             "the loaded code does not behave so",
         ),
     ],
-    ids=["layer", "scaled twice", "scale", "loss"],
+    ids=["layer", "scaled twice", "autograd function", "what calls it", "scale", "loss"],
 )
 def test_code_that_looks_known_and_computes_something_else_stays_as_it_is(
     tmp_path: Path, run_python: Callable[..., Any], file: str, old: str, new: str, reason: str
@@ -267,9 +279,7 @@ def test_code_that_looks_known_and_computes_something_else_stays_as_it_is(
         "print(r.decision.value, hasattr(m.HybridModel.forward, '__wrapped__'), r.reason)"
     )
 
-    done = run_python(
-        code, tmp_path, ROOT, after=MEGATRON, measured=False, MEGACPP_OVERLAYS_LOG="logging", PYTHONWARNINGS="ignore"
-    )
+    done = run_python(code, tmp_path, ROOT, after=MEGATRON, MEGACPP_OVERLAYS_LOG="logging", PYTHONWARNINGS="ignore")
 
     assert done.stdout.startswith("conflict False ")
     assert reason in done.stdout
