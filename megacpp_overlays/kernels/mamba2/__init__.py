@@ -1,0 +1,1 @@
+"""Mamba-2 mixers, which Megatron has as `MambaMixer`: convolution and scan in plain PyTorch, documents included."""
