@@ -11,6 +11,7 @@ from typing import TextIO, cast
 
 from megacpp_overlays.cli import (
     audit,
+    checkpoint,
     compare,
     drift,
     ledger,
@@ -48,7 +49,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     parser.add_argument("--version", action="version", version=f"megacpp_overlays {VERSION}")
     commands = parser.add_subparsers(metavar="command", required=True)
     for command in (
-        *(audit, witness, compare, run),
+        *(audit, witness, compare, run, checkpoint),
         *(ledger, reference, matrix, triage, drift, sweep, retire),
         *(repro, receipts, pack, wave),
     ):

@@ -1,0 +1,138 @@
+"""The fp32 weights in a fully reshardable checkpoint, each against the weight of the same parameter in the same checkpoint.
+
+Keys of that format: `optimizer.state.param.NAME` (fp32), `optimizer.state.exp_avg.NAME` and so on, with the shape and the
+shards of the model's own `NAME`. Other formats call the fp32 weights `fp32_param`, or keep whole buckets, and are not
+written wrong.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+from megacpp_overlays.runtime.displaced_masters import Marks, marks
+from megacpp_overlays.upkeep.checkpoint import stored_tensors
+from megacpp_overlays.upkeep.checkpoint.stored_tensors import StoredShard, StoredValues
+
+_STATE = re.compile(r"(?P<head>(?:chained_\d+\.)?optimizer\.state)\.(?P<key>[^.]+)\.(?P<name>.+)", re.DOTALL)
+_MASTER = "param"
+Tensors = Mapping[str, tuple[StoredShard, ...]]
+
+
+class CheckpointVerdict(enum.Enum):
+    """What is known of a whole checkpoint."""
+
+    NOT_CONCERNED = "not concerned"
+    """It has no state in this format."""
+    RIGHT = "right"
+    """The fp32 weights of every parameter are its own."""
+    BROKEN = "written broken"
+    """Those of some are not, with the marks of this defect."""
+    UNKNOWN = "cannot be told"
+    """Some differ without a mark of it, or there is nothing to compare them with, and none has a mark."""
+
+
+class Checked(NamedTuple):
+    """What is known of one parameter."""
+
+    name: str
+    marks: Marks | None
+    """What its shards show, the worst of them; None where they cannot be compared."""
+    why: str = ""
+    """Why not."""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether its fp32 weights are its own."""
+        return self.marks is not None and not self.marks.differs
+
+    def __str__(self) -> str:
+        if self.marks is None:
+            return f"cannot be compared: {self.why}"
+        if self.is_right:
+            return "right"
+        shown = [
+            f"its fp32 weights begin {self.marks.displaced_by} elements too far on" if self.marks.displaced_by else "",
+            f"its state ends in {self.marks.zero_tail} zeros" if self.marks.zero_tail else "",
+        ]
+        return " and ".join(filter(None, shown)) or "its fp32 weights are not its weights, and do not say why"
+
+
+class Report(NamedTuple):
+    """What is known of a checkpoint."""
+
+    folder: Path
+    parameters: tuple[Checked, ...]
+
+    @property
+    def verdict(self) -> CheckpointVerdict:
+        """What is known of it as a whole."""
+        if not self.parameters:
+            return CheckpointVerdict.NOT_CONCERNED
+        if any(each.marks is not None and each.marks.shows_the_defect for each in self.parameters):
+            return CheckpointVerdict.BROKEN
+        return CheckpointVerdict.RIGHT if all(each.is_right for each in self.parameters) else CheckpointVerdict.UNKNOWN
+
+    def as_dict(self) -> dict[str, object]:
+        """Return it as plain data."""
+        return {
+            "schema": 1,
+            "checkpoint": str(self.folder),
+            "verdict": self.verdict.value,
+            "parameters": [
+                {
+                    "name": each.name,
+                    "right": each.is_right if each.marks is not None else None,
+                    "displaced_by": each.marks.displaced_by if each.marks is not None else None,
+                    "zeros_at_the_end": each.marks.zero_tail if each.marks is not None else None,
+                    "says": str(each),
+                }
+                for each in self.parameters
+            ],
+        }
+
+
+def check(folder: Path, progress: Callable[[str], object] = lambda _: None) -> Report:
+    """Compare every parameter of a checkpoint; nothing is written, and what is read is not called.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    tensors = stored_tensors.read(folder)
+    keys: dict[tuple[str, str], list[str]] = {}
+    for full in tensors:
+        if (found := _STATE.fullmatch(full)) is not None:
+            keys.setdefault((found["head"], found["name"]), []).append(found["key"])
+    chosen = sorted((name, head, had) for (head, name), had in keys.items() if _MASTER in had)
+    parameters = []
+    for number, (name, head, had) in enumerate(chosen, 1):
+        progress(f"{number} of {len(chosen)}: {name}")
+        moments = [f"{head}.{key}.{name}" for key in sorted(had) if key != _MASTER]
+        parameters.append(_compare(folder, tensors, name, f"{head}.{_MASTER}.{name}", moments))
+    return Report(folder, tuple(parameters))
+
+
+def _compare(folder: Path, tensors: Tensors, name: str, master: str, moments: Sequence[str]) -> Checked:
+    if name not in tensors:
+        return Checked(name, None, "the checkpoint has no weight of that name")
+    worst = Marks(differs=False)
+    for shard in tensors[master]:
+        with ExitStack() as stack:
+            opened = []
+            for each in (master, name, *moments):
+                own = [one for one in tensors[each] if one.offsets == shard.offsets]
+                if len(own) != 1:
+                    return Checked(name, None, f"{each} has other shards")
+                opened.append(stack.enter_context(StoredValues(folder, own[0], each)))
+            if len({each.shape for each in opened}) != 1:
+                return Checked(name, None, "its tensors have different shapes")
+            worst = max(worst, marks(opened[0], opened[1], opened[2:]), key=_badness)
+    return Checked(name, worst)
+
+
+def _badness(found: Marks) -> tuple[bool, int, int]:
+    return found.differs, found.displaced_by, found.zero_tail

@@ -1,0 +1,229 @@
+"""Save the state of every parameter from where it lies, in the fully reshardable checkpoints of `DistributedOptimizer`.
+
+The state of a grad buffer is gathered without the padding at the ends of its buckets, and cut with numbers that count it.
+From the second bucket on every parameter gets the fp32 weights and moments of those behind it, and the last ones zeros.
+Loading goes by parameter, so not even the layout that wrote such a checkpoint reads back what it had.
+
+Two seams, both around upstream's own code. While upstream cuts, it sees index maps without the padding; where no bucket has
+any, it is called untouched. Before upstream loads, the fp32 weights that were read are compared with the weights of the
+model: a checkpoint that was written broken is refused, and its parameters are named. Which ones is told by the marks in
+`megacpp_overlays.runtime.displaced_masters`. A model whose weights were not loaded before its optimizer, or are
+quantized, cannot be compared and is not refused. `megacpp-overlays checkpoint` asks the files alone.
+
+Not touched: the other formats (`dp_reshardable`, `fully_sharded_model_space`, `dp_zero_gather_scatter`, `fsdp_dtensor`),
+which are cut elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from megacpp_overlays.errors import CheckpointError
+from megacpp_overlays.feature_probes.fully_reshardable_padding import LOAD, PADDED_SLICES, SAVE, TARGET, probe
+from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
+
+_NAMED = 8
+"""How many parameters an error names."""
+_LOOKED_AT, _DISTINCT = 1024, 8
+"""Of that many values of a parameter, more than so many different ones are those of one model and of no other."""
+
+
+class _Seen:
+    """An object as it is, but for the attributes that are given."""
+
+    def __init__(self, real: Any, **other: Any) -> None:
+        vars(self).update(_real=real, **other)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def _cut_without_padding(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
+    def sharded_param_state_fully_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stripped = [stripped_before(buffer) for buffer in self.buffers]
+        if not any(map(any, stripped)):
+            return original(self, *args, **kwargs)
+        buffers = [
+            _Seen(buffer, param_index_map=compact_index_map(buffer, before))
+            for buffer, before in zip(self.buffers, stripped, strict=True)
+        ]
+        # A view and not an attribute that is set for a while: whatever else reads the buffers meanwhile, gathering among
+        # it, needs them as they are.
+        return original(_Seen(self, buffers=buffers), *args, **kwargs)
+
+    return sharded_param_state_fully_reshardable
+
+
+def stripped_before(buffer: Any) -> list[int]:
+    """Return for each bucket of a grad buffer how many elements of padding the gathered state lacks before it."""
+    paddings = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]
+    return [sum(paddings[:number]) for number in range(len(paddings))]
+
+
+def compact_index_map(buffer: Any, stripped: list[int]) -> dict[Any, tuple[int, int, int]]:
+    """Return where each parameter lies in the gathered state: start, stop, bucket.
+
+    Raises:
+        CheckpointError: one would lie outside of its bucket, so this is no layout that is known here.
+    """
+    found: dict[Any, tuple[int, int, int]] = {}
+    starts = [sum(bucket.numel_unpadded for bucket in buffer.buckets[:number]) for number in range(len(stripped))]
+    for parameter, (start, stop, bucket) in buffer.param_index_map.items():
+        moved = start - stripped[bucket], stop - stripped[bucket]
+        end = starts[bucket] + buffer.buckets[bucket].numel_unpadded
+        if not starts[bucket] <= moved[0] <= moved[1] <= end:
+            raise CheckpointError(
+                f"the optimizer state of a parameter of shape {tuple(parameter.shape)} cannot be saved as "
+                f"fully_reshardable: it would be read from {moved[0]} to {moved[1]}, and its bucket lies from "
+                f"{starts[bucket]} to {end}"
+            )
+        found[parameter] = (*moved, bucket)
+    return found
+
+
+def _refuse_what_was_written_broken(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
+    def load_parameter_state_from_fully_reshardable(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        check(self, state_dict)
+        return original(self, state_dict, *args, **kwargs)
+
+    return load_parameter_state_from_fully_reshardable
+
+
+def check(optimizer: Any, state: Any) -> None:
+    """Compare the fp32 weights of a checkpoint with the weights of the model, for what this rank owns of each parameter.
+
+    Args:
+        optimizer: a `DistributedOptimizer` whose model was loaded.
+        state: what was read for it: by the number of each parameter `param` (fp32, in the parameter's shape) and moments.
+
+    Raises:
+        CheckpointError: they were written broken.
+    """
+    from megacpp_overlays.runtime.displaced_masters import Held, first_difference, marks
+
+    shown: list[str] = []
+    others: list[str] = []
+    is_loaded = False
+    for number, parameter, owned in _owned(optimizer):
+        entry = state.get(number, {}) if hasattr(state, "get") else state[number]
+        weight, read = _plain(parameter), entry.get("param")
+        if weight is None or read is None or read.numel() != weight.numel():
+            continue
+        master = Held(read)
+        if first_difference(master, Held(weight), owned.start, owned.end) is None:
+            is_loaded = is_loaded or _tells_models_apart(weight.reshape(-1)[owned.start : owned.end])
+            continue
+        rest = [Held(each) for key, each in entry.items() if key not in {"param", "step"} and hasattr(each, "reshape")]
+        found = marks(master, Held(weight), rest)
+        name = _name_of(optimizer, parameter)
+        if found.displaced_by:
+            shown.append(f"{name} ({found.displaced_by} elements displaced)")
+        elif found.zero_tail:
+            others.append(f"{name} ({found.zero_tail} zeros at its end)")
+    # Zeros alone are no sign where the model may be another one: an embedding can be padded with them.
+    if shown or (others and is_loaded):
+        wrong = [*shown, *others]
+        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        raise CheckpointError(
+            "this checkpoint was written by a megatron-core that saves the optimizer state of other parameters in the "
+            f"place of: {', '.join(wrong[:_NAMED])}{more}; parameters too small to be told are as wrong. The model's "
+            "weights are right: load it without its optimizer state, or take another checkpoint that "
+            "`megacpp-overlays checkpoint` calls right"
+        )
+
+
+def _owned(optimizer: Any) -> Iterator[tuple[int, Any, Any]]:
+    """Yield the number of each parameter that this rank owns some of, the parameter, and what of it, in upstream's order."""
+    number = -1
+    for buffer, by_dtype in zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True):
+        for buckets in by_dtype.values():
+            ranges = {each: found for bucket in buckets for each, found in bucket["param_map"].items()}
+            for parameter in buffer.param_index_map:
+                number += 1
+                if parameter in ranges:
+                    yield number, parameter, ranges[parameter]["param"]
+
+
+def _plain(parameter: Any) -> Any:
+    """Return the values of a parameter; None where they are quantized, or something else that is rounded in its own way."""
+    import torch
+
+    data = parameter.data
+    return data if type(data) is torch.Tensor and data.dtype in {torch.bfloat16, torch.float16, torch.float32} else None
+
+
+def _tells_models_apart(values: Any) -> bool:
+    return len(values[:_LOOKED_AT].unique()) > _DISTINCT
+
+
+def _name_of(optimizer: Any, parameter: Any) -> str:
+    for model in getattr(optimizer, "model_chunks", ()):
+        for name, each in model.named_parameters():
+            if each is parameter:
+                return str(name)
+    return f"a parameter of shape {tuple(parameter.shape)}"
+
+
+def observe(module: ModuleType) -> Observation:
+    """Ask for the state of two parameters in two buckets, the first of them padded, with what was gathered given.
+
+    The constructor needs process groups and CUDA tensors, so the instance is built without it. The second bucket is longer
+    than its parameter: upstream then has no reason to fill up with zeros and to warn about it.
+    """
+    import torch
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    def numbers(*values: float) -> Any:
+        return torch.tensor(values, dtype=torch.float32, device="cpu")
+
+    first, second = (torch.nn.Parameter(numbers(0, 0)) for _ in range(2))
+    gathered = numbers(1, 2, 3, 4, 5, 6)
+    buckets = [
+        SimpleNamespace(grad_data=torch.empty(padded, device="cpu"), numel_unpadded=unpadded)
+        for padded, unpadded in ((4, 2), (4, 4))
+    ]
+    buffer = SimpleNamespace(buckets=buckets, numel_unpadded=6, param_index_map={first: (0, 2, 0), second: (4, 6, 1)})
+    optimizer = object.__new__(module.DistributedOptimizer)
+    vars(optimizer).update(
+        buffers=[buffer],
+        gbuf_ranges=[{torch.float32: []}],
+        get_parameter_state_dp_zero=lambda **_: {0: {torch.float32: {"param": gathered, "numel_unpadded": 6}}},
+    )
+    model = {name: ShardedTensor.from_rank_offsets(name, each) for name, each in (("a", first), ("b", second))}
+    state = optimizer.sharded_param_state_fully_reshardable(model, metadata={})
+    saved = [state[number]["param"].data.tolist() for number in (0, 1)]
+    return Observation(
+        broken=saved != [[1.0, 2.0], [3.0, 4.0]],
+        seen=f"of 1 to 6 in two buckets, the first one padded by 2, two parameters are saved as {saved}",
+    )
+
+
+OVERLAY = Overlay(
+    id="fully-reshardable-padding",
+    pack=23,
+    title="Fully reshardable checkpoints of DistributedOptimizer hold the state of each parameter under its own name",
+    target=TARGET,
+    probe=probe,
+    replacements={
+        PADDED_SLICES: (
+            Replacement(symbol=f"{TARGET.symbol}.{SAVE}", make=_cut_without_padding),
+            Replacement(symbol=f"{TARGET.symbol}.{LOAD}", make=_refuse_what_was_written_broken),
+        ),
+    },
+    unsupported={},
+    witness=observe,
+    self_test=observe,
+    opt_in=False,
+    breaks="a fully reshardable checkpoint holds the fp32 weights and moments of other parameters, or zeros, without a word",
+    retire_when="sharded_param_state_fully_reshardable subtracts the padding that get_parameter_state_dp_zero leaves out",
+    threads=(
+        Thread(repository="NVIDIA/Megatron-LM", number=5077, state="merged to main 2026-08-21, unreleased"),
+        Thread(
+            repository="NVIDIA/Megatron-LM", number=6342, state="the same repair, last commit 2026-08-07, not merged"
+        ),
+    ),
+    last_validated="2026-11-22, x86-64 without GPU, torch 2.11.0: checkpoints of 1 to 3 ranks through files with megatron-core 0.19.2, "
+    "of one with 0.15.0, 0.16.1, 0.17.1 and 0.18.2; main d98e8a64dd and dev d48bd6be0a loaded; 0.15.0 to 0.19.2 read",
+)

@@ -1,0 +1,394 @@
+"""Fully reshardable checkpoints of a real DistributedOptimizer: gloo, one rank and more, through files.
+
+What is compared is each parameter's own state, put together from the shards that the ranks held, with what a checkpoint has
+under its name and with what other ranks hold that loaded it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+import zipfile
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from launched_reshardable import ID, differences, dumped, launch, saved, step
+
+import megacpp_overlays
+from megacpp_overlays.errors import CheckpointError
+from megacpp_overlays.overlays import fully_reshardable_padding as overlay
+from megacpp_overlays.upkeep.checkpoint import masters
+
+pytestmark = pytest.mark.upstream
+
+SIZES = (1, 2, 3)
+BUCKET, OTHER_BUCKET, WHOLE = 2000, 3500, 10**9
+NEIGHBOURS = ("float16-distributed-order", "float16-optimizer-state-ids")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], SimpleNamespace]:
+    """Return what ranks wrote without the overlay and with it, by how many ranks there were."""
+    done: dict[int, SimpleNamespace] = {}
+
+    def of(size: int) -> SimpleNamespace:
+        if size not in done:
+            done[size] = write(tmp_path_factory.mktemp(f"ranks-{size}"), size, measured=size == 1)
+        return done[size]
+
+    return of
+
+
+def write(folder: Path, size: int, *, measured: bool = False, path: Path | None = None) -> SimpleNamespace:
+    said = launch(
+        folder / "plan",
+        size,
+        step("overlays", off=[ID]),
+        step("build", seed=1, bucket=BUCKET, steps=2),
+        step("dump", to=folder / "truth"),
+        step("save", to=folder / "broken", efficient=True),
+        step("overlays", off=[]),
+        step("save", to=folder / "right", efficient=True),
+        step("save", to=folder / "from-all-ranks", efficient=False),
+        step("build", seed=2, bucket=BUCKET, steps=0),
+        step("load", source=folder / "right", efficient=True),
+        step("dump", to=folder / "same-layout"),
+        step("build", seed=3, bucket=OTHER_BUCKET, steps=1),
+        step("load", source=folder / "broken", efficient=True),
+        step("build", seed=4, bucket=BUCKET, steps=0),
+        step("load", source=folder / "broken", efficient=True, with_model=False),
+        step("load", source=folder / "right", efficient=True, with_model=False),
+        step("overlays", off=[ID]),
+        step("build", seed=5, bucket=BUCKET, steps=0),
+        step("load", source=folder / "broken", efficient=True),
+        step("dump", to=folder / "in-silence"),
+        measured=measured,
+        path=path,
+    )
+    loads = ("right", "broken", "broken, other model", "right, other model", "in silence")
+    places = [number for number, each in enumerate(said[0]) if isinstance(each, str)]
+    return SimpleNamespace(
+        folder=folder,
+        truth=dumped(folder / "truth"),
+        buckets=said[0][1],
+        loads={name: [rank[place] for rank in said] for name, place in zip(loads, places, strict=True)},
+    )
+
+
+def behind_padding(run: SimpleNamespace) -> int:
+    """Return how many elements lie in buckets behind one that is padded."""
+    [buckets] = run.buckets
+    first = next(number for number, (padded, unpadded) in enumerate(buckets) if padded > unpadded)
+    return sum(unpadded for _, unpadded in buckets[first + 1 :])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_without_it_every_parameter_behind_the_first_padded_bucket_is_saved_with_the_state_of_others(
+    written: Callable[[int], SimpleNamespace], size: int
+) -> None:
+    run = written(size)
+    stored = saved(run.folder / "broken")
+
+    wrong = differences(run.truth, stored)
+    [buckets] = run.buckets
+    assert len(buckets) >= 3
+    assert any(padded > unpadded for padded, unpadded in buckets[:-1])
+    # Parameters are laid out from the last to the first, and each begins at a multiple of 64.
+    room = sum(-(-len(run.truth[name]["param"]) // 64) * 64 for name in wrong)
+    assert behind_padding(run) <= room < behind_padding(run) + 64 * len(buckets)
+    assert 0 < len(wrong) < len(run.truth)
+    assert all(torch.equal(run.truth[name]["weight"], stored[name]["weight"]) for name in wrong)
+    assert not stored["layer0.weight"]["exp_avg"][-8:].any()
+
+
+@pytest.mark.parametrize("folder", ["right", "from-all-ranks"])
+@pytest.mark.parametrize("size", SIZES)
+def test_with_it_every_state_is_saved_under_the_name_of_its_parameter(
+    written: Callable[[int], SimpleNamespace], size: int, folder: str
+) -> None:
+    run = written(size)
+
+    assert differences(run.truth, saved(run.folder / folder)) == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_layout_that_wrote_a_checkpoint_reads_back_what_it_had(
+    written: Callable[[int], SimpleNamespace], size: int
+) -> None:
+    run = written(size)
+
+    assert run.loads["right"] == [""] * size
+    assert differences(run.truth, dumped(run.folder / "same-layout")) == []
+
+
+@pytest.mark.parametrize(("size", "other"), [(one, other) for one, other in product(SIZES, SIZES) if one != other])
+def test_another_number_of_ranks_with_other_buckets_reads_the_same(
+    written: Callable[[int], SimpleNamespace], size: int, other: int, tmp_path: Path
+) -> None:
+    run = written(size)
+    said = launch(
+        tmp_path,
+        other,
+        step("build", seed=9, bucket=OTHER_BUCKET, steps=1),
+        step("load", source=run.folder / "right", efficient=True),
+        step("dump", to=tmp_path / "state"),
+    )
+
+    assert [rank[1] for rank in said] == [""] * other
+    assert said[0][0] != run.buckets
+    assert differences(run.truth, dumped(tmp_path / "state")) == []
+
+
+@pytest.mark.parametrize("off", [[], NEIGHBOURS[:1], NEIGHBOURS[1:], NEIGHBOURS], ids="-".join)
+def test_the_other_overlays_of_optimizers_may_be_on_or_off(tmp_path: Path, off: list[str]) -> None:
+    native = NEIGHBOURS[0] not in off  # a model of both kinds needs that one
+    said = launch(
+        tmp_path / "plan",
+        2,
+        step("overlays", off=[*off]),
+        step("build", seed=1, bucket=BUCKET, steps=2, native=native),
+        step("dump", to=tmp_path / "truth"),
+        step("save", to=tmp_path / "saved", efficient=True),
+        step("build", seed=2, bucket=BUCKET, steps=0, native=native),
+        step("load", source=tmp_path / "saved", efficient=True),
+        step("dump", to=tmp_path / "state"),
+    )
+
+    assert len(said[0][1]) == (2 if native else 1)
+    assert [rank[5] for rank in said] == ["", ""]
+    truth = dumped(tmp_path / "truth")
+    assert differences(truth, saved(tmp_path / "saved")) == []
+    assert differences(truth, dumped(tmp_path / "state")) == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_checkpoint_that_was_written_broken_is_refused_and_its_parameters_are_named(
+    written: Callable[[int], SimpleNamespace], size: int
+) -> None:
+    run = written(size)
+    wrong = differences(run.truth, saved(run.folder / "broken"))
+
+    assert all(each.startswith("CheckpointError: ") for each in run.loads["broken"])
+    named = {name for name in run.truth if any(f"module.{name} (" in each for each in run.loads["broken"])}
+    assert named <= set(wrong)
+    assert {name for name in wrong if len(run.truth[name]["param"]) > 1000} <= named
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_without_it_such_a_checkpoint_is_loaded_in_silence(
+    written: Callable[[int], SimpleNamespace], size: int
+) -> None:
+    run = written(size)
+
+    assert run.loads["in silence"] == [""] * size
+    loaded = dumped(run.folder / "in-silence")
+    wrong = differences(run.truth, loaded)
+    assert wrong == differences(run.truth, saved(run.folder / "broken"))
+    assert all(torch.equal(run.truth[name]["weight"], loaded[name]["weight"]) for name in wrong)
+
+
+def test_nothing_is_refused_for_a_model_whose_weights_were_not_loaded(
+    written: Callable[[int], SimpleNamespace],
+) -> None:
+    run = written(2)
+
+    assert run.loads["right, other model"] == run.loads["broken, other model"] == ["", ""]
+
+
+def test_a_buffer_of_one_bucket_is_saved_by_upstream_alone(tmp_path: Path) -> None:
+    said = launch(
+        tmp_path / "plan",
+        2,
+        step("overlays", off=[ID]),
+        step("build", seed=1, bucket=WHOLE, steps=1),
+        step("save", to=tmp_path / "without", efficient=True),
+        step("overlays", off=[]),
+        step("save", to=tmp_path / "with", efficient=True),
+    )
+
+    [[(padded, unpadded)]] = said[0][1]
+    assert padded > unpadded
+    assert differences(saved(tmp_path / "without"), saved(tmp_path / "with")) == []
+
+
+@pytest.mark.parametrize("version", ["0.15.0", "0.16.1", "0.17.1", "0.18.2"])
+def test_older_releases_are_as_wrong_and_are_repaired_alike(
+    version: str, wheel: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    with zipfile.ZipFile(wheel("megatron-core", version)) as archive:
+        archive.extractall(tmp_path / "release")
+
+    run = write(tmp_path, 1, path=tmp_path / "release")
+
+    assert len(differences(run.truth, saved(tmp_path / "broken"))) > 1
+    assert differences(run.truth, saved(tmp_path / "right")) == []
+    assert differences(run.truth, dumped(tmp_path / "same-layout")) == []
+    assert run.loads["broken"][0].startswith("CheckpointError: ")
+    verdicts = [masters.check(tmp_path / each).verdict for each in ("broken", "right")]
+    assert verdicts == [masters.CheckpointVerdict.BROKEN, masters.CheckpointVerdict.RIGHT]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_command_tells_what_was_written_broken_from_its_files(
+    written: Callable[[int], SimpleNamespace], size: int
+) -> None:
+    run = written(size)
+
+    broken, *right = (masters.check(run.folder / each) for each in ("broken", "right", "from-all-ranks"))
+
+    assert broken.verdict is masters.CheckpointVerdict.BROKEN
+    wrong = [each.name for each in broken.parameters if not each.is_right]
+    assert sorted(wrong) == sorted(differences(run.truth, saved(run.folder / "broken")))
+    assert [each.verdict for each in right] == [masters.CheckpointVerdict.RIGHT] * 2
+
+
+# In this process
+
+
+def buffer(*buckets: tuple[int, int], **places: tuple[int, int, int]) -> Any:
+    return SimpleNamespace(
+        buckets=[SimpleNamespace(grad_data=torch.empty(padded), numel_unpadded=own) for padded, own in buckets],
+        param_index_map={
+            torch.nn.Parameter(torch.empty(stop - start)): place
+            for place in places.values()
+            for start, stop, _ in [place]
+        },
+    )
+
+
+def test_only_padding_of_buckets_before_a_parameter_is_taken_away() -> None:
+    found = buffer((8, 5), (8, 8), (8, 6), a=(0, 5, 0), b=(8, 16, 1), c=(16, 18, 2), d=(19, 22, 2))
+
+    stripped = overlay.stripped_before(found)
+
+    assert stripped == [0, 3, 3]
+    assert [*overlay.compact_index_map(found, stripped).values()] == [(0, 5, 0), (5, 13, 1), (13, 15, 2), (16, 19, 2)]
+
+
+@pytest.mark.parametrize("place", [(5, 9, 1), (8, 17, 1), (16, 24, 1)])
+def test_a_parameter_that_lies_elsewhere_than_in_its_bucket_is_not_saved(place: tuple[int, int, int]) -> None:
+    found = buffer((8, 5), (8, 8), a=place)
+
+    with pytest.raises(CheckpointError, match="its bucket lies from 5 to 13"):
+        overlay.compact_index_map(found, overlay.stripped_before(found))
+
+
+class Loading:
+    """An optimizer of one rank with parameters of two buckets, and the state that a checkpoint has for it."""
+
+    def __init__(self, count: int = 400, ahead: int = 90, parameters: int = 2) -> None:
+        generator = torch.Generator().manual_seed(1)
+        whole = {
+            key: torch.randn(parameters * count, generator=generator) for key in ("param", "exp_avg", "exp_avg_sq")
+        }
+        self.model = torch.nn.ParameterList()
+        self.state: dict[int, dict[str, Any]] = {}
+        for number in range(parameters):
+            start = number * count
+            weight = whole["param"][start : start + count].bfloat16()
+            self.model.append(torch.nn.Parameter(weight, requires_grad=False))
+            behind = start + (ahead if number else 0)
+            cut = {key: each[behind : behind + count] for key, each in whole.items()}
+            self.state[number] = {
+                key: torch.nn.functional.pad(each, (0, count - len(each))) for key, each in cut.items()
+            }
+        places = {each: (0, count, number) for number, each in enumerate(self.model)}
+        owned = SimpleNamespace(start=0, end=count)
+        self.optimizer = SimpleNamespace(
+            buffers=[SimpleNamespace(param_index_map=places)],
+            gbuf_ranges=[{torch.bfloat16: [{"param_map": {each: {"param": owned}}} for each in self.model]}],
+            model_chunks=[self.model],
+        )
+        self.owned = owned
+
+    def check(self) -> None:
+        overlay.check(self.optimizer, self.state)
+
+
+def test_state_of_its_own_is_loaded() -> None:
+    Loading(ahead=0).check()
+
+
+def test_a_displacement_is_named() -> None:
+    with pytest.raises(CheckpointError, match=r"in the place of: 1 \(90 elements displaced\); "):
+        Loading().check()
+
+
+def test_a_rank_tells_by_the_part_that_it_owns() -> None:
+    loading = Loading()
+    loading.owned.start, loading.owned.end = 350, 360
+
+    with pytest.raises(CheckpointError, match=r"1 \(90 elements displaced\)"):
+        loading.check()
+
+
+def test_a_parameter_that_a_rank_owns_nothing_of_is_left_to_the_others() -> None:
+    loading = Loading()
+    [ranges] = loading.optimizer.gbuf_ranges
+    del ranges[torch.bfloat16][1]
+
+    loading.check()
+
+
+def test_zeros_at_the_end_are_a_sign_beside_a_weight_that_is_the_models() -> None:
+    loading = Loading(count=60, ahead=30)
+
+    with pytest.raises(CheckpointError, match=r"1 \(30 zeros at its end\)"):
+        loading.check()
+
+
+def test_zeros_at_the_end_are_none_where_the_model_may_be_another() -> None:
+    loading = Loading(count=60, ahead=30)
+    for each in loading.model:
+        each.data = torch.randn(60).bfloat16()
+
+    loading.check()
+
+
+def test_an_error_names_eight_and_counts_the_rest() -> None:
+    with pytest.raises(CheckpointError, match="and 3 more; "):
+        Loading(parameters=12).check()
+
+
+@pytest.mark.parametrize("of", ["quantized", "another size", "no master"])
+def test_what_cannot_be_compared_is_not_refused(of: str) -> None:
+    class Quantized(torch.Tensor):
+        pass
+
+    loading = Loading()
+    if of == "quantized":
+        loading.optimizer.gbuf_ranges[0][torch.bfloat16][1]["param_map"] = {}
+        wrapped = torch.nn.Parameter(loading.model[1].data.as_subclass(Quantized), requires_grad=False)
+        loading.optimizer.buffers[0].param_index_map = {loading.model[0]: None, wrapped: None}
+        loading.optimizer.gbuf_ranges[0][torch.bfloat16][1]["param_map"] = {wrapped: {"param": loading.owned}}
+    elif of == "another size":
+        loading.state[1]["param"] = loading.state[1]["param"][:5]
+    else:
+        del loading.state[1]["param"]
+
+    loading.check()
+
+
+def test_a_parameter_that_no_model_has_is_named_by_its_shape() -> None:
+    loading = Loading()
+    loading.optimizer.model_chunks = []
+
+    with pytest.raises(CheckpointError, match=r"a parameter of shape \(400,\) \(90 elements"):
+        loading.check()
+
+
+def test_undo_puts_upstream_back() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
+        module = importlib.import_module(overlay.TARGET.module)
+    try:
+        megacpp_overlays.undo(ID)
+        assert overlay.observe(module).broken
+    finally:
+        megacpp_overlays.arm()
+    assert not overlay.observe(module).broken

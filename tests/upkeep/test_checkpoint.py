@@ -1,0 +1,449 @@
+"""What `megacpp-overlays checkpoint` says of a checkpoint, and what it does with files that somebody else made up.
+
+Checkpoints of several ranks, written by megatron-core without the overlay and with it, are those of
+tests/overlays/test_fully_reshardable_padding.py; here torch writes most of them, in the same format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from launched_reshardable import launch, step
+
+from megacpp_overlays import cli
+
+STATE = "optimizer.state"
+ROWS, COLUMNS = 40, 50
+COUNT = ROWS * COLUMNS
+
+
+def parameter(
+    name: str = "rows", *, ahead: int = 0, behind: int = 10**6, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Any]:
+    """Return a weight and its state, cut `ahead` elements too far on out of a buffer with so many elements behind it."""
+    generator = torch.Generator().manual_seed(len(name))
+
+    def cut(gathered: torch.Tensor) -> torch.Tensor:
+        found = gathered[ahead : ahead + COUNT]
+        return torch.nn.functional.pad(found, (0, COUNT - len(found))).view(ROWS, COLUMNS).clone()
+
+    whole = [torch.randn(COUNT + min(behind, ahead), generator=generator) for _ in range(3)]
+    keys = ("param", "exp_avg", "exp_avg_sq")
+    state = {f"{STATE}.{key}.{name}": cut(each) for key, each in zip(keys, whole, strict=True)}
+    return {name: whole[0][:COUNT].view(ROWS, COLUMNS).to(dtype), **state}
+
+
+def write(folder: Path, *parameters: dict[str, Any]) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it writes in a single process
+        whole = {key: each for one in parameters for key, each in one.items()}
+        dcp.save(whole, storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=True), no_dist=True)
+    return folder
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Run the command; return its exit code and what it wrote, and hold that it changed nothing."""
+
+    def run(folder: Path, *options: str) -> tuple[int, str]:
+        before = content(folder)
+        code = cli.main(["checkpoint", str(folder), *options])
+        assert content(folder) == before
+        written = capsys.readouterr()
+        return code, written.out + written.err
+
+    return run
+
+
+def content(folder: Path) -> dict[str, Any]:
+    found = [each for each in sorted(folder.rglob("*")) if each.is_file()]
+    return {str(each): (each.stat().st_mtime_ns, hashlib.sha256(each.read_bytes()).digest()) for each in found}
+
+
+Said = Callable[..., tuple[int, str]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_checkpoint_whose_state_is_its_own_is_right(tmp_path: Path, said: Said, dtype: torch.dtype) -> None:
+    code, text = said(write(tmp_path, parameter("one", dtype=dtype), parameter("other", dtype=dtype)))
+
+    assert (code, text.strip()) == (0, f"{tmp_path}: right: all parameters are right")
+
+
+def test_one_that_was_written_broken_is_told_with_its_parameters(tmp_path: Path, said: Said) -> None:
+    code, text = said(
+        write(tmp_path, parameter("first"), parameter("inner", ahead=128), parameter("the last", ahead=200, behind=0))
+    )
+
+    assert code == 1
+    assert text.splitlines() == [
+        f"{tmp_path}: written broken: 2 of 3 parameters are not right",
+        "    inner: its fp32 weights begin 128 elements too far on",
+        "    the last: its fp32 weights begin 200 elements too far on and its state ends in 200 zeros",
+    ]
+
+
+def test_json_has_every_parameter(tmp_path: Path, said: Said) -> None:
+    code, text = said(write(tmp_path, parameter("first"), parameter("inner", ahead=128)), "--json")
+
+    found = json.loads(text)
+    assert (code, found["schema"], found["checkpoint"], found["verdict"]) == (1, 1, str(tmp_path), "written broken")
+    assert found["parameters"] == [
+        {"name": "first", "right": True, "displaced_by": 0, "zeros_at_the_end": 0, "says": "right"},
+        {
+            "name": "inner",
+            "right": False,
+            "displaced_by": 128,
+            "zeros_at_the_end": 0,
+            "says": "its fp32 weights begin 128 elements too far on",
+        },
+    ]
+
+
+def test_other_formats_are_not_concerned(tmp_path: Path, said: Said) -> None:
+    state = {key.replace(".param.", ".fp32_param."): each for key, each in parameter(ahead=128).items()}
+
+    code, text = said(write(tmp_path, state))
+
+    assert (code, "not concerned" in text) == (0, True)
+
+
+def test_masters_that_differ_without_a_mark_cannot_be_told(tmp_path: Path, said: Said) -> None:
+    state = parameter()
+    state["rows"] = (state["rows"].float() * 1.05).bfloat16()  # as a weight that went through FP8
+
+    code, text = said(write(tmp_path, state))
+
+    assert code == 3
+    assert "cannot be told: 1 of 1 parameters are not right" in text
+    assert "rows: its fp32 weights are not its weights, and do not say why" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda state: state.pop("rows"), "the checkpoint has no weight of that name"),
+        (lambda state: state.update(rows=torch.zeros(3, 4).bfloat16()), "its tensors have different shapes"),
+    ],
+    ids=["no weight", "another shape"],
+)
+def test_masters_with_nothing_to_compare_them_with_cannot_be_told(
+    tmp_path: Path, said: Said, change: Callable[[dict[str, Any]], object], why: str
+) -> None:
+    state = parameter(ahead=128)
+    change(state)
+
+    code, text = said(write(tmp_path, state))
+
+    assert code == 3
+    assert f"rows: cannot be compared: {why}" in text
+
+
+def test_a_state_of_several_optimizers_is_read_as_well(tmp_path: Path, said: Said) -> None:
+    state = {key.replace(STATE, f"chained_1.{STATE}"): each for key, each in parameter(ahead=128).items()}
+
+    assert said(write(tmp_path, state))[0] == 1
+
+
+def test_an_empty_parameter_is_right(tmp_path: Path, said: Said) -> None:
+    none = {key: each[:0] for key, each in parameter().items()}
+
+    assert said(write(tmp_path, none))[0] == 0
+
+
+@pytest.mark.upstream
+def test_each_shard_of_a_parameter_is_compared(tmp_path: Path, said: Said) -> None:
+    launch(
+        tmp_path / "plan",
+        1,
+        step("save_shards", to=tmp_path / "right", displaced=[0, 0, 0]),
+        step("save_shards", to=tmp_path / "broken", displaced=[0, 0, 64]),
+    )
+
+    assert said(tmp_path / "right")[0] == 0
+    code, text = said(tmp_path / "broken")
+    assert code == 1
+    assert "rows: its fp32 weights begin 64 elements too far on" in text
+
+
+# Files of somebody else
+
+
+class Touch:
+    """A pickle that makes a file where it is loaded as one."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def fails(said: Said, folder: Path, *words: str) -> None:
+    code, text = said(folder)
+    assert code == 2
+    assert all(word in text for word in words), text
+    assert "Traceback" not in text
+
+
+def test_a_folder_without_metadata_is_no_checkpoint(tmp_path: Path, said: Said) -> None:
+    fails(said, tmp_path, f"{tmp_path} has no .metadata")
+
+
+def test_the_folder_above_names_its_iterations(tmp_path: Path, said: Said) -> None:
+    write(tmp_path / "iter_0000100", parameter())
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
+
+    fails(said, tmp_path, "name one of its iterations, such as iter_0000100")
+
+
+@pytest.mark.parametrize("text", [b"", b"not a pickle", pickle.dumps({"a": 1}), pickle.dumps([1] * 10)[:-3]])
+def test_metadata_that_are_none_are_an_error(tmp_path: Path, said: Said, text: bytes) -> None:
+    (tmp_path / ".metadata").write_bytes(text)
+
+    fails(said, tmp_path, f"{tmp_path}/.metadata")
+
+
+def test_a_fifo_in_the_place_of_metadata_does_not_stop_it(tmp_path: Path, said: Said) -> None:
+    os.mkfifo(tmp_path / ".metadata")
+
+    fails(said, tmp_path, "no regular file")
+
+
+def test_nothing_that_metadata_name_is_called(tmp_path: Path, said: Said) -> None:
+    folder = write(tmp_path / "saved", parameter())
+    edit(folder, lambda said_of: said_of.planner_data.update(rows=Touch(tmp_path / "made")))
+
+    assert said(folder)[0] == 0
+    assert not (tmp_path / "made").exists()
+    (folder / ".metadata").write_bytes(pickle.dumps(Touch(tmp_path / "made")))
+    fails(said, folder, "no metadata of torch.distributed.checkpoint")
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_pickle_that_asks_for_room_gets_none(tmp_path: Path, said: Said) -> None:
+    """The reader in C makes a table of as many entries as this one says: 32 GiB."""
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04N" + b"r" + struct.pack("<I", 2**32 - 1) + b".")
+
+    fails(said, tmp_path, "no metadata")
+
+
+def edit(folder: Path, change: Callable[[Any], object]) -> None:
+    """Change the metadata of a checkpoint that we wrote."""
+    path = folder / ".metadata"
+    found = pickle.loads(path.read_bytes())
+    change(found)
+    path.write_bytes(pickle.dumps(found))
+
+
+def places(change: Callable[[Any], object]) -> Callable[[Any], object]:
+    """Return an edit of where every tensor is said to be."""
+    return lambda found: [change(each) for each in found.storage_data.values()]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (places(lambda each: vars(each).update(relative_path="../other.distcp")), "not a file of this checkpoint"),
+        (places(lambda each: vars(each).update(relative_path="/etc/passwd")), "not a file of this checkpoint"),
+        (places(lambda each: vars(each).update(relative_path="..")), "not a file of this checkpoint"),
+        (places(lambda each: vars(each).update(relative_path="away")), "not a file of this checkpoint"),
+        (places(lambda each: vars(each).update(relative_path="gone")), "cannot be read: No such file"),
+        (places(lambda each: vars(each).update(relative_path="pipe")), "cannot be read: it is no regular file"),
+        (places(lambda each: vars(each).update(relative_path=7)), "does not say what it is"),
+        (places(lambda each: vars(each).update(offset=-5)), "does not say what it is"),
+        (places(lambda each: vars(each).update(offset=2**70)), "does not say what it is"),
+        (places(lambda each: vars(each).update(offset=2**40)), "ends before it does"),
+        (places(lambda each: vars(each).update(length=2**40)), "ends before it does"),
+        (places(lambda each: vars(each).update(length=100)), "cannot be read"),
+        (places(lambda each: vars(each).update(transform_descriptors=["zstd"])), "compressed or encrypted"),
+        (lambda found: found.storage_data.update(more=1), "does not say what it is"),
+        (lambda found: setattr(found, "storage_data", 3), "no metadata of torch.distributed.checkpoint"),
+    ],
+    ids=[
+        *(
+            "above",
+            "elsewhere",
+            "the folder above",
+            "a link that leads away",
+            "gone",
+            "a fifo",
+            "no name",
+            "before its file",
+        ),
+        *(
+            "past all files",
+            "past its file",
+            "longer than its file",
+            "too short",
+            "compressed",
+            "no entry",
+            "no places",
+        ),
+    ],
+)
+def test_a_place_that_cannot_be_is_an_error(
+    tmp_path: Path, said: Said, change: Callable[[Any], object], says: str
+) -> None:
+    folder = write(tmp_path / "saved", parameter())
+    os.mkfifo(folder / "pipe")
+    (tmp_path / "elsewhere").write_bytes((folder / "__0_0.distcp").read_bytes())
+    (folder / "away").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "other.distcp").symlink_to(tmp_path / "elsewhere")
+    edit(folder, change)
+
+    fails(said, folder, says)
+
+
+def stored(folder: Path, name: str, entries: dict[str, bytes], *, compressed: bool = False, cut: int = 0) -> None:
+    """Put an archive in the place of a tensor of a checkpoint."""
+    path = folder / "made.distcp"
+    kind = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
+    with zipfile.ZipFile(path, "w", kind) as archive:
+        for entry, text in entries.items():
+            archive.writestr(f"archive/{entry}", text)
+
+    def change(found: Any) -> None:
+        for index, place in found.storage_data.items():
+            if index.fqn == name:
+                vars(place).update(relative_path=path.name, offset=0, length=path.stat().st_size)
+
+    edit(folder, change)
+    if cut:
+        os.truncate(path, path.stat().st_size - cut)
+
+
+def header(**other: Any) -> bytes:
+    """Return what torch says of a tensor: storage, offset, shape, stride."""
+    said_of = {
+        "kind": "FloatStorage",
+        "offset": 0,
+        "shape": (ROWS, COLUMNS),
+        "stride": (COLUMNS, 1),
+        "key": "0",
+        **other,
+    }
+
+    class Header:
+        def __reduce__(self) -> tuple[Any, ...]:
+            kind = getattr(torch, said_of["kind"])
+            storage = Persistent(("storage", kind, said_of["key"], "cpu", COUNT))
+            return torch._utils._rebuild_tensor_v2, (
+                storage,
+                *(said_of[key] for key in ("offset", "shape", "stride")),
+                False,
+                {},
+            )
+
+    class Writer(pickle._Pickler):  # type: ignore[name-defined,misc]
+        def persistent_id(self, given: Any) -> Any:
+            return given.pid if isinstance(given, Persistent) else None
+
+    import io
+
+    file = io.BytesIO()
+    Writer(file, 2).dump(Header())
+    return file.getvalue()
+
+
+class Persistent:
+    def __init__(self, pid: Any) -> None:
+        self.pid = pid
+
+
+NUMBERS = b"\0" * 4 * COUNT
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ({"data/0": NUMBERS}, "no tensor that torch.save wrote"),
+        ({"data.pkl": b"no pickle", "data/0": NUMBERS}, "the header of"),
+        ({"data.pkl": pickle.dumps(3), "data/0": NUMBERS}, "no plain tensor"),
+        ({"data.pkl": b"N" * (1 << 20) + b"N.", "data/0": NUMBERS}, "is larger than"),
+        ({"data.pkl": header()}, "fewer numbers than it says"),
+        ({"data.pkl": header(), "data/0": NUMBERS[4:]}, "fewer numbers than it says"),
+        ({"data.pkl": header(offset=1), "data/0": NUMBERS}, "fewer numbers than it says"),
+        ({"data.pkl": header(key="../0"), "data/0": NUMBERS}, "fewer numbers than it says"),
+        ({"data.pkl": header(shape=(1 << 40, 1 << 40)), "data/0": NUMBERS}, "do not lie one behind the other"),
+        ({"data.pkl": header(shape=(COLUMNS, ROWS), stride=(1, COLUMNS)), "data/0": NUMBERS}, "do not lie one behind"),
+        ({"data.pkl": header(stride=(0, 0)), "data/0": NUMBERS}, "do not lie one behind the other"),
+        ({"data.pkl": header(shape=(-1, 3)), "data/0": NUMBERS}, "do not lie one behind the other"),
+        ({"data.pkl": header(kind="LongStorage"), "data/0": NUMBERS}, "its numbers are torch.LongStorage"),
+        ({"data.pkl": header(), "data/0": NUMBERS, "byteorder": b"big"}, "another order of bytes"),
+    ],
+    ids=[
+        *("no header", "no pickle", "no tensor", "a large header", "no numbers", "too few", "too far on", "elsewhere"),
+        *("endless", "transposed", "all the same", "negative", "other numbers", "other order"),
+    ],
+)
+def test_a_tensor_that_is_not_what_it_says_is_an_error(
+    tmp_path: Path, said: Said, entries: dict[str, bytes], says: str
+) -> None:
+    folder = write(tmp_path, parameter())
+    stored(folder, f"{STATE}.param.rows", entries)
+
+    fails(said, folder, f"{STATE}.param.rows", says)
+
+
+def test_a_made_up_tensor_is_read_where_it_is_what_it_says(tmp_path: Path, said: Said) -> None:
+    state = parameter()
+    folder = write(tmp_path, state)
+    own = state[f"{STATE}.param.rows"].numpy().tobytes()
+    stored(folder, f"{STATE}.param.rows", {"data.pkl": header(offset=2), "data/0": bytes(8) + own})
+
+    assert said(folder)[0] == 0
+
+
+def test_a_compressed_tensor_is_not_unpacked(tmp_path: Path, said: Said) -> None:
+    folder = write(tmp_path, parameter())
+    stored(folder, f"{STATE}.param.rows", {"data.pkl": header(), "data/0": NUMBERS}, compressed=True)
+
+    fails(said, folder, "is compressed, or does not lie where it is said to")
+
+
+def test_a_file_that_was_cut_is_an_error(tmp_path: Path, said: Said) -> None:
+    folder = write(tmp_path, parameter())
+    path = folder / "__0_0.distcp"
+    os.truncate(path, path.stat().st_size // 2)
+
+    fails(said, folder, "cannot be read")
+
+
+def test_nothing_that_a_tensor_names_is_called(tmp_path: Path, said: Said) -> None:
+    folder = write(tmp_path / "saved", parameter())
+    stored(folder, f"{STATE}.param.rows", {"data.pkl": pickle.dumps(Touch(tmp_path / "made")), "data/0": NUMBERS})
+
+    fails(said, folder, "it is no plain tensor")
+    assert not (tmp_path / "made").exists()
+
+
+def test_without_torch_it_says_what_it_needs(tmp_path: Path) -> None:
+    folder = write(tmp_path / "saved", parameter())
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "torch.py").write_text("raise ModuleNotFoundError('there is none', name='torch')\n")
+
+    done = subprocess.run(
+        [sys.executable, "-m", "megacpp_overlays", "checkpoint", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "none"), "MEGACPP_OVERLAYS_LOG": "logging"},
+    )
+
+    assert done.returncode == 2
+    assert "this command needs torch" in done.stderr
