@@ -63,6 +63,7 @@ END
     notes=$(sed -n 's/^  \(packs\/[^:]*\): the pack becomes .*/\1/p' "$scratch/steps")
     [[ -z $notes ]] || sed -i -e 's/^| Class |.*/| Class | regression guard |/' \
         -e 's/^| Lifecycle state |.*/| Lifecycle state | retired |/' "$notes"
+    "$home/.venv/bin/python" scripts/list_overlays.py
     expect 0 ledger --write RETIREMENT.md
     expect 0 receipts --sync
     expect 0 matrix --offline --archives .cache/wheels --write packs

@@ -1,0 +1,179 @@
+"""Real rolls and the real loss of multi-token prediction on packed rows with the overlay: documents keep to themselves.
+
+What is measured is in `rolled_rows.py`, which runs in an interpreter of its own for each release, and forks ranks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from places import HANG_S, SUPPORT
+
+import megacpp_overlays
+from megacpp_overlays.feature_probes.mtp_roll_padded_boundaries import TARGET
+from megacpp_overlays.model import Decision
+
+pytestmark = pytest.mark.upstream
+
+ID = "mtp-roll-padded-boundaries"
+OFF = {"MEGACPP_OVERLAY_MTP_ROLL_PADDED_BOUNDARIES": "off"}
+PADDED = ("padded", "padded with a tail", "first alone padded", "short")
+AS_UPSTREAM = ("not padded", "not padded, and told", "one document")
+SHARED_AS_UPSTREAM = ("not padded", "one document")
+WITHOUT_LOSS = "0.16.1"
+"""There the loss is within the forward pass of the model."""
+ROUNDING = 1e-6
+"""Relative, of the largest value, in fp32."""
+
+
+def facts_of(folder: Path, release: Path | None = None, **variables: str) -> Any:
+    path = os.pathsep.join(str(each) for each in (release, SUPPORT) if each is not None)
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, "-W", "ignore", SUPPORT / "rolled_rows.py", folder]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def off(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the newest release does by itself."""
+    return facts_of(tmp_path_factory.mktemp("off"), **OFF)
+
+
+@pytest.fixture(scope="module", params=[WITHOUT_LOSS, "0.17.1", "0.18.2", "0.19.2"])
+def on(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]
+) -> tuple[str, Any]:
+    """A release, and what it does with the overlay."""
+    release = tmp_path_factory.mktemp(f"megatron-{request.param}")
+    zipfile.ZipFile(wheel("megatron-core", request.param)).extractall(release)
+    return request.param, facts_of(tmp_path_factory.mktemp("on"), release)
+
+
+def test_upstream_takes_labels_and_masks_of_neighbours_where_documents_are_padded(off: Any) -> None:
+    assert off["decision"] == "disabled"
+    assert off["rows"]["padded"]["wrong labels"] > 0
+    for name in PADDED:
+        assert off["rows"][name]["wrong masks"] > 0
+        assert not off["rows"][name]["as each document alone"]
+        assert off["rows"][name]["slope apart"] > 0.1
+        assert off["losses"][name]["weights apart"] > 0.1
+
+
+def test_upstream_does_so_on_two_context_parallel_ranks_and_raises_where_documents_are_short(off: Any) -> None:
+    for rank in off["two ranks"]:
+        assert rank["padded"]["wrong labels"] > 0
+        assert rank["padded"]["loss"]["weights apart"] > 0.1
+        assert rank["first alone padded"] == {"raised": "IndexError"}
+
+
+def test_every_document_is_rolled_as_it_is_alone(on: tuple[str, Any]) -> None:
+    _, found = on
+
+    assert found["decision"] == "active", found["reason"]
+    for row in found["rows"].values():
+        assert row["as each document alone"]
+        assert (row["wrong labels"], row["wrong masks"], row["slope apart"]) == (0, 0, 0.0)
+        assert row["sums"] == [True, True]
+        assert row["caller keeps its fields"]
+
+
+def test_the_loss_and_its_gradients_are_those_of_each_document_s_own_labels(on: tuple[str, Any]) -> None:
+    release, found = on
+
+    losses = [*found["losses"].values(), *(row["loss"] for rank in found["two ranks"] for row in rank.values())]
+    if release == WITHOUT_LOSS:
+        assert losses == [None] * len(losses)
+    else:
+        assert max(each[what] for each in losses for what in ("weights apart", "activations apart")) < ROUNDING
+
+
+def test_two_context_parallel_ranks_get_their_shares_of_the_row_that_is_rolled(on: tuple[str, Any]) -> None:
+    _, found = on
+
+    for rank in found["two ranks"]:
+        assert [(row["wrong labels"], row["wrong masks"]) for row in rank.values()] == [(0, 0)] * 5
+
+
+def test_pairs_of_ranks_with_other_numbers_of_documents_do_not_wait_for_each_other(on: tuple[str, Any]) -> None:
+    _, found = on
+
+    assert [len(rank["rows"]) for rank in found["two lanes"]] == [2, 2, 4, 4]
+    for rank in found["two lanes"]:
+        assert rank["together"] == 4
+        assert {(row["wrong labels"], row["wrong masks"]) for row in rank["rows"].values()} == {(0, 0)}
+
+
+def test_rows_without_padding_are_upstream_s_bit_for_bit(on: tuple[str, Any], off: Any) -> None:
+    release, found = on
+
+    assert found["not packed"] == off["not packed"]
+    for name in AS_UPSTREAM:
+        assert found["rows"][name]["bits"] == off["rows"][name]["bits"]
+        if release != WITHOUT_LOSS:
+            assert found["losses"][name]["bits"] == off["losses"][name]["bits"]
+    for with_it, alone in zip(found["two lanes"], off["two lanes"], strict=True):
+        for name in with_it["rows"].keys() & {*SHARED_AS_UPSTREAM}:
+            assert with_it["rows"][name]["bits"] == alone["rows"][name]["bits"]
+
+
+# In this process
+
+
+@pytest.fixture
+def module() -> Iterator[ModuleType]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
+        found = importlib.import_module(TARGET.module)
+    megacpp_overlays.arm()
+    yield found
+    megacpp_overlays.arm()
+
+
+def params(**fields: Any) -> Any:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    return PackedSeqParams(qkv_format="thd", **fields)
+
+
+def bounds(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_undone_the_roll_is_upstream_s_again_and_the_witness_sees_the_defect(module: ModuleType) -> None:
+    record = next(each for each in megacpp_overlays.audit().records if each.overlay.id == ID)
+    assert record.decision is Decision.ACTIVE, record.reason
+    padded = params(cu_seqlens_q=bounds(0, 2, 4), cu_seqlens_q_padded=bounds(0, 3, 6))
+    row = torch.arange(1, 7)[None]
+
+    right, _ = module.roll_tensor(row, packed_seq_params=padded)
+    seen = record.overlay.self_test(module)
+    megacpp_overlays.undo()
+    wrong, _ = module.roll_tensor(row, packed_seq_params=padded)
+
+    assert not seen.broken
+    assert record.overlay.witness(module).broken
+    assert right.tolist() == [[2, 3, 0, 5, 6, 0]]
+    assert wrong.tolist() != right.tolist()
+
+
+def test_without_the_boundaries_that_upstream_asks_for_it_refuses_as_before(module: ModuleType) -> None:
+    with pytest.raises(AssertionError, match="cu_seqlens_q"):
+        module.roll_tensor(torch.arange(6)[None], packed_seq_params=params(cu_seqlens_q_padded=bounds(0, 6)))
+
+
+def test_nothing_is_rolled_to_nothing(module: ModuleType) -> None:
+    assert module.roll_tensor(None, packed_seq_params=params()) == (None, None)
