@@ -18,7 +18,7 @@ import pytest
 import warm_python
 from hypothesis import HealthCheck, settings
 from made_up import BROKEN_TEXT, Upstream
-from places import HANG_S, UNMEASURED, WHEELS
+from places import HANG_S, WHEELS, measure_no_child, measuring
 from trees import STAND_INS
 
 from megacpp_overlays.errors import SeamError
@@ -37,11 +37,23 @@ settings.register_profile(
 )
 settings.load_profile("any host")
 
+MEASURED = {"cli", "loader", "processes", "repro", "source", "upkeep"}
+"""Rooms whose tests start processes that run lines of the package which no other test runs.
+
+The mark `unmeasured_children` takes out those that only repeat such lines: many times, or after an import of torch.
+"""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let real source trees be tested beside the stand-ins."""
     text = "a folder that holds the package folder of an upstream, such as a Megatron-LM checkout; may be repeated"
     parser.addoption("--upstream-tree", action="append", default=[], type=Path, metavar="PATH", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure no process that is started, but where `clean_environment` has it so; workers of pytest-xdist are measured."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        measure_no_child()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -98,11 +110,15 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     finally:
         if traced is not None:
             traced.start()
+            measure_no_child()  # starting puts into the environment what has every child measured
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test sees the switches of the shell that runs the suite."""
+def clean_environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test sees the switches of the shell that runs the suite; its processes are measured in the rooms that need it."""
+    if request.path.parent.name in MEASURED and request.node.get_closest_marker("unmeasured_children") is None:
+        for name, value in measuring().items():
+            monkeypatch.setenv(name, value)
     for name in [name for name in os.environ if is_ours(name)]:
         monkeypatch.delenv(name)
 
@@ -139,11 +155,11 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
         code: str,
         *folders: Path,
         check: bool = True,
-        measured: bool = True,
+        measured: bool = False,
         after: tuple[str, ...] = (),
         **variables: str,
     ) -> subprocess.CompletedProcess[str]:
-        env = {**os.environ, **({} if measured else UNMEASURED), **variables}
+        env = {**os.environ, **(measuring() if measured else {}), **variables}
         env["PYTHONPATH"] = os.pathsep.join([*map(str, folders), *filter(None, [env.get("PYTHONPATH")])])
         if after:
             done = warm_python.run(["-c", code], env, after=after, timeout=HANG_S)

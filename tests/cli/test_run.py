@@ -16,10 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launchers import environment, launch, write
 from made_up import Upstream
-from places import HANG_S, ROOT, UNMEASURED
+from places import HANG_S, ROOT
 
 from megacpp_overlays import cli
 from megacpp_overlays.cli import run
+
+pytestmark = pytest.mark.unmeasured_children
 
 MODULE = ("-m", "megacpp_overlays", "run")
 CONSOLE = ("-c", "import sys; from megacpp_overlays.cli import main; sys.exit(main())", "run")
@@ -321,7 +323,7 @@ def test_it_works_under_torchrun(upstream: Upstream, env: dict[str, str], tmp_pa
     launcher = write(upstream, RANK)
     torchrun = ("-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0")
 
-    done = launch(*torchrun, "--standalone", *MODULE, launcher, "--x", tmp_path, "0", env={**env, **UNMEASURED})
+    done = launch(*torchrun, "--standalone", *MODULE, launcher, "--x", tmp_path, "0", env=env)
 
     assert done.returncode == 0, done.stderr
     said = [json.loads((tmp_path / rank).read_text()) for rank in "01"]

@@ -14,7 +14,7 @@ import torch
 import warm_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import HANG_S, ROOT, SUPPORT, UNMEASURED
+from places import HANG_S, ROOT, SUPPORT
 
 from megacpp_overlays.kernels.masked_products import products as bounded_products
 from megacpp_overlays.kernels.masked_products.products import Products
@@ -157,7 +157,7 @@ def test_triton_brings_rows_first_and_back_in_their_own_memory(facts: Any) -> No
 def programs() -> Any:
     """Return what `bounded_products_targets.py` found: what each program needs on compute capability 9.0."""
     pytest.importorskip("triton")
-    found = child("bounded_products_targets.py", TRITON_INTERPRET="0", **UNMEASURED)
+    found = child("bounded_products_targets.py", TRITON_INTERPRET="0")
     if "obstacle" in found:
         pytest.skip(found["obstacle"])
     return found["programs"]

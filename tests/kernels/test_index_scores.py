@@ -31,7 +31,7 @@ from index_scores_cases import (
     spoil,
     whole,
 )
-from places import HANG_S, ROOT, SUPPORT, UNMEASURED
+from places import HANG_S, ROOT, SUPPORT
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -386,6 +386,7 @@ def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
     assert all(torch.equal(one, other) for one, other in zip(seen, expected, strict=True))
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize("layout", ["contiguous", "batch first"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_pytorch_s_own_checks_of_an_operator_pass(layout: str, dtype: torch.dtype) -> None:
@@ -412,6 +413,7 @@ def test_a_compiler_is_told_the_shapes_dtypes_and_strides_that_come(layout: str,
     assert [described(each) for each in told] == [described(each) for each in real]
 
 
+@pytest.mark.unmeasured
 def test_a_compiled_step_gives_the_same_bits() -> None:
     inputs, grad = leaves()
     expected = torch.autograd.grad((index_scores.scores(*inputs, use_relu=False) * 2).exp(), inputs, grad)
@@ -575,7 +577,7 @@ TENSOR_MEMORY = 512
 def programs() -> dict[str, Any]:
     """Return what `index_scores_targets.py` found: for each case, what each kernel needs."""
     pytest.importorskip("triton")
-    found = answers("index_scores_targets.py", *COMPILED, TRITON_INTERPRET="0", **UNMEASURED)
+    found = answers("index_scores_targets.py", *COMPILED, TRITON_INTERPRET="0")
     if "obstacle" in found:
         pytest.skip(found["obstacle"])
     return found
@@ -602,7 +604,7 @@ def test_a_device_can_run_what_is_taken_there(way: Callable[..., str], programs:
 def facts() -> dict[str, Any]:
     """Return what `index_scores_facts.py` found. No kernel runs on a device."""
     pytest.importorskip("triton")
-    return answers("index_scores_facts.py", TRITON_INTERPRET="1", **UNMEASURED)
+    return answers("index_scores_facts.py", TRITON_INTERPRET="1")
 
 
 def test_the_interpreter_takes_the_tensor_core_way(facts: dict[str, Any]) -> None:

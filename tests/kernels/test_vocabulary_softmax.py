@@ -16,7 +16,7 @@ import torch
 import warm_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import HANG_S, ROOT, SUPPORT, UNMEASURED
+from places import HANG_S, ROOT, SUPPORT
 from vocabulary_softmax_cases import CASES, EXTRAS, TOKENS, Case, draw, run, truth
 
 from megacpp_overlays.kernels.vocabulary_softmax import in_torch as vocabulary_softmax_torch
@@ -232,7 +232,7 @@ def test_the_public_function_goes_through_triton_and_is_right(facts: Any) -> Non
 def programs() -> Any:
     """Return what `vocabulary_softmax_targets.py` found: for each architecture, what each program needs."""
     pytest.importorskip("triton")
-    found = child("vocabulary_softmax_targets.py", *ARCHITECTURES, TRITON_INTERPRET="0", **UNMEASURED)
+    found = child("vocabulary_softmax_targets.py", *ARCHITECTURES, TRITON_INTERPRET="0")
     if "obstacle" in found:
         pytest.skip(found["obstacle"])
     return found

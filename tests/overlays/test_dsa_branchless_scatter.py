@@ -385,10 +385,8 @@ def test_loaded_in_a_fresh_process_it_is_active_and_pickles_by_reference(
     target = part_of(stand_in).target
     code = LOAD.format(module=target.module, symbol=target.symbol)
 
-    on = json.loads(
-        run_python(code, stand_in, after=MEGATRON, measured=False, MEGACPP_OVERLAYS_LOG=str(tmp_path / "log")).stdout
-    )
-    off = json.loads(run_python(code, stand_in, after=MEGATRON, measured=False, MEGACPP_OVERLAYS="off").stdout)
+    on = json.loads(run_python(code, stand_in, after=MEGATRON, MEGACPP_OVERLAYS_LOG=str(tmp_path / "log")).stdout)
+    off = json.loads(run_python(code, stand_in, after=MEGATRON, MEGACPP_OVERLAYS="off").stdout)
 
     assert on == {"decisions": ["active"], "seams": [str(target)], "pickled": True, "wrapped": True}
     assert off == {"decisions": [], "seams": [], "pickled": True, "wrapped": False}

@@ -187,6 +187,7 @@ VOUCHED_FOR = {
 """What a mark speaks for: all that makes a mask or key positions, and all that looks at them."""
 
 
+@pytest.mark.unmeasured
 def test_no_statement_of_what_a_mark_vouches_for_may_change(dsa_tree: Path) -> None:
     tree, single = DirectoryTree(dsa_tree), Gates(dsa_tree).parts == [DSA]
     part, edits = DSA if single else MASKING, 0
@@ -369,6 +370,7 @@ def test_arguments_that_do_not_fit_raise_as_before(patched: Gates) -> None:
         patched.bounds(**{**built, "varlen_ends": None})
 
 
+@pytest.mark.unmeasured
 @settings(deadline=None)
 @given(row=st.lists(st.integers(0, 9), min_size=1, max_size=4), rows=st.integers(1, 3), change=st.integers(0, 2))
 @pytest.mark.parametrize("stand_in", [SPRING, JUNE], ids=["spring", "june"])
@@ -415,6 +417,27 @@ def test_the_fused_loss_of_spring_declines_only_in_a_capture() -> None:
     assert fused(*arguments, loss_coeff=2.0)[1] == 8
     with graph_capture.rehearsal():
         assert fused(*arguments, loss_coeff=2.0) is None
+    undo()
+
+
+def test_a_fused_loss_that_begins_with_a_repair_is_asked_outside_of_a_capture_and_never_inside_one() -> None:
+    """Its body is not read. Whatever it repairs, it is run as it is, or declines, which callers take for the dense loss."""
+    start = "    if lighting_indexer is None:\n"
+    repair = f"    if needs_repair():\n        return repaired(q)\n{start}"
+    text = text_of(DirectoryTree(SPRING), DSA.target.module).replace(start, repair)
+    tree = EditedTree(DirectoryTree(SPRING), DSA.target.module, text)
+    assert examine(DSA, tree).shape == feature.SINGLE_FUSED
+    module, asked = module_of(tree, DSA.target.module), list[bool]()
+    vars(module).update(needs_repair=lambda: True, repaired=lambda q: asked.append(True) or ("indices", q.sum()))
+    undo = install(DSA, feature.SINGLE_FUSED, module)
+    fused, arguments = vars(module)[feature.FUSED_LOSS], (torch.ones(3), None, None, 2, None, None, 8)
+
+    assert not DSA.self_test(module).broken
+    assert fused(*arguments)[1] == 3
+    with graph_capture.rehearsal(), graph_capture.host_reads() as read:
+        assert fused(*arguments) is None
+    assert asked == [True]
+    assert read == []
     undo()
 
 
@@ -566,6 +589,7 @@ def test_without_a_group_the_check_is_upstreams_and_compiles(skv: int, wheel: Ca
 # Compiling and installing
 
 
+@pytest.mark.unmeasured
 def test_what_compiled_into_one_graph_still_does(patched: Gates, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in patched.modules.values():
         for each in (module, vars(module).get("dsa_layout", module)):
@@ -657,9 +681,7 @@ def test_loaded_in_a_fresh_process_they_are_active_and_pickle_by_reference(
 ) -> None:
     code = LOAD.format(modules=[part.target.module for part in parts])
 
-    done = json.loads(
-        run_python(code, stand_in, after=MEGATRON, measured=False, MEGACPP_OVERLAYS_LOG=str(tmp_path / "log")).stdout
-    )
+    done = json.loads(run_python(code, stand_in, after=MEGATRON, MEGACPP_OVERLAYS_LOG=str(tmp_path / "log")).stdout)
 
     assert done == {"decisions": ["active"] * len(parts), "seams": seams, "pickled": True}
 
@@ -680,6 +702,6 @@ records = [r for r in megacpp_overlays.audit().records if r.overlay.id == "dsa-c
 print(json.dumps([torch.cuda.is_initialized(), *(r.decision.value for r in records)]))
 """
 
-    done = run_python(code, after=MEGATRON, measured=False, MEGACPP_OVERLAYS_LOG=str(tmp_path / "log")).stdout
+    done = run_python(code, after=MEGATRON, MEGACPP_OVERLAYS_LOG=str(tmp_path / "log")).stdout
 
     assert json.loads(done.splitlines()[-1]) == [False, "active", "retired", "retired"]

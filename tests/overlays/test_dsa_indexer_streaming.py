@@ -404,6 +404,7 @@ def test_a_score_function_that_is_put_over_ours_cannot_go_unnoticed(newest: Sour
 # Compiled
 
 
+@pytest.mark.unmeasured
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
 @pytest.mark.parametrize("version", ["0.17.0", "0.19.2"])
 def test_a_compiled_step_stays_one_graph_without_four_axes(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -559,7 +560,7 @@ def test_tensor_parallel_ranks_reduce_the_target_as_often_as_upstream(
 
     def run(rank: int) -> None:
         done[rank] = run_python(
-            code, after=MEGATRON, measured=False, RANK=str(rank), OMP_NUM_THREADS="1", MEGACPP_OVERLAYS_LOG="logging"
+            code, after=MEGATRON, RANK=str(rank), OMP_NUM_THREADS="1", MEGACPP_OVERLAYS_LOG="logging"
         )
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]

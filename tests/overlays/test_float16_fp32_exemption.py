@@ -679,13 +679,13 @@ def whole_way(done: subprocess.CompletedProcess[str]) -> str:
 def test_the_lane_installs_it_on_a_release(
     version: str, folders_of: Callable[[str], list[Path]], run_python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    seen = whole_way(run_python(WHOLE_WAY, *folders_of(version), after=MEGATRON, measured=False))
+    seen = whole_way(run_python(WHOLE_WAY, *folders_of(version), after=MEGATRON))
 
     assert seen.startswith("active blanket-cast torch.float32 True torch.bfloat16 False ")
 
 
 def test_switched_off_upstream_is_as_it_was(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    seen = whole_way(run_python(WHOLE_WAY, after=MEGATRON, measured=False, **{OVERLAY.variable: "off"}))
+    seen = whole_way(run_python(WHOLE_WAY, after=MEGATRON, **{OVERLAY.variable: "off"}))
 
     assert seen.startswith("disabled ")
     assert " torch.bfloat16 False torch.bfloat16 False " in seen
@@ -696,7 +696,7 @@ def test_without_an_overlay_that_saves_such_a_model_upstream_is_as_it_was(
     neighbour: str, run_python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     """Both optimizers are imported after `Float16Module`, or not at all: what they would be decides."""
-    seen = whole_way(run_python(WHOLE_WAY, after=MEGATRON, measured=False, MEGACPP_OVERLAYS_DISABLE=neighbour))
+    seen = whole_way(run_python(WHOLE_WAY, after=MEGATRON, MEGACPP_OVERLAYS_DISABLE=neighbour))
 
     assert seen.startswith("conflict blanket-cast torch.bfloat16 False torch.bfloat16 False ")
     assert f"it needs {neighbour}, which is disabled here: " in seen

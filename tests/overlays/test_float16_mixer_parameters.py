@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import warm_python
-from places import HANG_S, SUPPORT, UNMEASURED
+from places import HANG_S, SUPPORT
 from warm_python import MEGATRON
 
 import megacpp_overlays
@@ -304,7 +304,7 @@ def oldest(wheel: Callable[[str, str], Path], tmp_path_factory: pytest.TempPathF
 
 
 def test_it_is_off_by_default(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    seen = run_python(WHOLE_WAY, after=MEGATRON, measured=False).stdout.strip().splitlines()[-1]
+    seen = run_python(WHOLE_WAY, after=MEGATRON).stdout.strip().splitlines()[-1]
 
     assert seen.startswith(f"disabled {UNMARKED} False off by default")
     assert f"{OVERLAY.variable}=on" in seen
@@ -313,11 +313,7 @@ def test_it_is_off_by_default(run_python: Callable[..., subprocess.CompletedProc
 def test_its_variable_switches_it_on_in_the_oldest_release(
     oldest: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    seen = (
-        run_python(WHOLE_WAY, oldest, after=MEGATRON, measured=False, **{OVERLAY.variable: "on"})
-        .stdout.strip()
-        .splitlines()[-1]
-    )
+    seen = run_python(WHOLE_WAY, oldest, after=MEGATRON, **{OVERLAY.variable: "on"}).stdout.strip().splitlines()[-1]
 
     assert seen.startswith(f"active {UNMARKED} True ")
 
@@ -326,7 +322,7 @@ def test_its_variable_switches_it_on_in_the_oldest_release(
 def checkpoints() -> dict[str, str]:
     """What became of A_log in each way through Megatron's dist_checkpointing: real files, on the CPU."""
     script = SUPPORT.joinpath("float16_mixer_checkpoints.py")
-    done = warm_python.run(["-W", "ignore", script], {**os.environ, **UNMEASURED}, after=MEGATRON, timeout=HANG_S)
+    done = warm_python.run(["-W", "ignore", script], os.environ, after=MEGATRON, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [line.partition(": ") for line in done.stdout.splitlines()]
     return {row[0]: row[2] for row in rows if row[0].startswith(("cast ", "kept "))}

@@ -18,7 +18,7 @@ import pytest
 import torch
 import warm_python
 from fp8_dispatch import AsFloat8, Kernel, TraceableKernel, inputs, kernel_in, kinds, part_of, quantized, seam_in
-from places import HANG_S, ROOT, SUPPORT, UNMEASURED
+from places import HANG_S, ROOT, SUPPORT
 from trees import STAND_INS
 from warm_python import MEGATRON
 
@@ -44,7 +44,7 @@ def test_on_a_tree(tree: Path) -> None:
         pytest.skip("no dispatcher in this tree")
     for name, shape in broken.items():
         path = os.pathsep.join(map(str, (tree, ROOT, SUPPORT)))
-        env = {**os.environ, "PYTHONPATH": path, "MEGACPP_OVERLAYS": "off", **UNMEASURED}
+        env = {**os.environ, "PYTHONPATH": path, "MEGACPP_OVERLAYS": "off"}
         command = ["-W", "ignore", SUPPORT / "fp8_dispatch.py", name]
         done = warm_python.run(command, env, after=MEGATRON, timeout=HANG_S)
         assert done.returncode == 0, done.stderr
@@ -90,6 +90,7 @@ def call(module: ModuleType, query: Any, key: Any, **changed: Any) -> Any:
     return module.run_fused_absorbed_sparse_attention(query, key, **given)  # type: ignore[attr-defined]
 
 
+@pytest.mark.unmeasured
 def test_upstream_takes_a_quantized_tensor_for_bf16(module: ModuleType, kernel: Kernel) -> None:
     query, key, _ = inputs()
     assert module._all_bfloat16(quantized(query), quantized(key))  # type: ignore[attr-defined]
@@ -297,7 +298,7 @@ def test_without_a_configured_log_the_line_is_on_stderr(run_python: Callable[...
         "    for _ in range(2): module._fused_sparse_mla_absorbed(quantized(query), key, indices, 0.5, 512)\n"
     )
     tree = STAND_INS["sparse_mla_spring"]
-    done = run_python(code, tree, SUPPORT, ROOT, after=MEGATRON, measured=False, MEGACPP_OVERLAYS="off")
+    done = run_python(code, tree, SUPPORT, ROOT, after=MEGATRON, MEGACPP_OVERLAYS="off")
     lines = [line for line in done.stderr.splitlines() if "fp8-quantized-unwrap: the query of" in line]
     assert len(lines) == 1
 
@@ -305,6 +306,7 @@ def test_without_a_configured_log_the_line_is_on_stderr(run_python: Callable[...
 # What a seam must not break
 
 
+@pytest.mark.unmeasured
 @pytest.mark.filterwarnings("ignore")  # torch's own
 def test_it_traces_in_one_graph_where_upstream_did(module: ModuleType, seam: Any) -> None:
     query, key, indices = inputs()
@@ -424,5 +426,5 @@ def test_the_loader_makes_it_active_without_tilelang(run_python: Callable[..., A
         f"(row,) = (row for row in rows if row['target'] == '{feature.TARGET}')\n"
         "print(row['decision'], tilelang_dsa.SparseMLA, 'transformer_engine' in sys.modules)\n"
     )
-    done = run_python(code, ROOT, after=MEGATRON, measured=False)
+    done = run_python(code, ROOT, after=MEGATRON)
     assert done.stdout.splitlines()[-1] == "active None False", done.stdout + done.stderr

@@ -344,9 +344,7 @@ print(json.dumps(dict(
 )
 def test_loaded_in_a_fresh_process_it_is_active_and_pickles_by_reference(run_python: Any, tmp_path: Path) -> None:
     done = json.loads(
-        run_python(
-            LOAD, after=MEGATRON, measured=False, MEGACPP_OVERLAYS_LOG=str(tmp_path / "log")
-        ).stdout.splitlines()[-1]
+        run_python(LOAD, after=MEGATRON, MEGACPP_OVERLAYS_LOG=str(tmp_path / "log")).stdout.splitlines()[-1]
     )
 
     assert done == {"decisions": ["active"], "seams": [str(COMMON)], "pickled": True, "cuda": False}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import warm_python
-from places import HANG_S, ROOT, UNMEASURED
+from places import HANG_S, ROOT
 
 from megacpp_overlays.model import Decision, Proof, Verdict
 
@@ -43,12 +43,15 @@ EXPECTED = {
     "float16-distributed-order": (M, ("active", "active", "active", "active", "active", "active")),
     "float16-fp32-exemption": (M, ("active", "active", "active", "active", "active", "active")),
     "float16-optimizer-state-ids": (M, ("active", "active", "active", "active", "active", "active")),
+    "fully-reshardable-padding": (M, ("active",) * 6),
     "hybrid-linear-ce": (M, ("absent",) * 6),
     "float16-mixer-parameters": (M, ("disabled",) * 6),
+    "mamba-packed-seq-idx": (M, ("retired", "active", "active", "active", "active", "active")),
     "mamba3-mimo-gqa-backward": (S, ("absent", "absent", "absent", "absent", "active", "active")),
     "mamba3-mimo-reduce-layout": (S, ("absent", "absent", "absent", "absent", "retired", "gated")),
     "mamba3-siso-pipelining": (S, ("absent", "absent", "absent", "absent", "gated", "gated")),
     "megatron-cuda-on-import": (M, ("absent",) * 6),
+    "mtp-roll-padded-boundaries": (M, ("active",) * 6),
     "tilelang-bulk-copy-rank": (S, ("absent", "absent", "absent", "absent", "absent", "retired")),
     "tilelang-grouped-reduce": (T, ("retired", "absent", "absent", "absent", "retired", "retired")),
     "tilelang-zero-extent-iterator": (T, ("gated", "absent", "absent", "absent", "gated", "retired")),
@@ -90,16 +93,8 @@ def audit(lane: str, **variables: str) -> Preflight:
     assert python.exists(), f"there is no {python}: run `make setup`"
     words = ["-W", "ignore", "-m", "megacpp_overlays", "audit", "--json"]
     env = {**os.environ, "PYTHONPATH": str(STAND_IN), **variables}
-    if python == Path(
-        sys.executable
-    ):  # from the tests' own Python, which measures coverage, but for what it does again
-        done = warm_python.run(
-            words,
-            {**env, **(UNMEASURED if variables else {})},
-            cwd=Path("/"),
-            after=warm_python.MEGATRON,
-            timeout=HANG_S,
-        )
+    if python == Path(sys.executable):
+        done = warm_python.run(words, env, cwd=Path("/"), after=warm_python.MEGATRON, timeout=HANG_S)
     else:
         done = subprocess.run([python, *words], env=env, capture_output=True, text=True, check=False, cwd="/")
     written = json.loads(done.stdout) if done.stdout else {"decisions": []}
@@ -119,7 +114,7 @@ def test_the_decision_on_a_locked_environment(audits: dict[str, Preflight], lane
 
     found = decisions[overlay]
     assert (found["decision"], found["distribution"]) == (dict(zip(LANES, expected, strict=True))[lane], distribution)
-    version = None if found["decision"] == "disabled" else VERSIONS.get((lane, distribution))
+    version = VERSIONS.get((lane, distribution))
     assert (found["version"] or "").partition(" with ")[0] == (version or ""), found["reason"]
     assert code == 0, stderr
 
@@ -189,9 +184,7 @@ for seam in seams:
     reached = operator.attrgetter(seam.removeprefix(f"{module}."))(sys.modules[module])
     assert pickle.loads(pickle.dumps(reached)) is reached, seam
 """
-    done = warm_python.run(
-        ["-W", "ignore", "-c", code], {**os.environ, **UNMEASURED}, after=warm_python.MEGATRON, timeout=HANG_S
-    )
+    done = warm_python.run(["-W", "ignore", "-c", code], os.environ, after=warm_python.MEGATRON, timeout=HANG_S)
 
     assert done.returncode == 0, done.stderr
 

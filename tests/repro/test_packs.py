@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from places import HANG_S, ROOT, UNMEASURED
+from places import HANG_S, ROOT
 
 from megacpp_overlays.loader import registry, retired
 from megacpp_overlays.repro import inventory, manifest, pack_file, receipts
+
+pytestmark = pytest.mark.unmeasured_children
 
 PACKS = inventory.list_packs(inventory.own_folder())
 OVERLAYS = registry.load()
@@ -104,7 +106,7 @@ def test_the_manifest_is_in_step_and_every_claim_has_a_kept_log() -> None:
 
 def repro(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "megacpp_overlays", "repro", *arguments]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **UNMEASURED}
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done

@@ -14,13 +14,15 @@ from pathlib import Path
 import pytest
 from made_environments import HONEST, PLUGIN, Packs
 from made_up import BROKEN_TEXT, FIXED_TEXT, LOOKS_REPAIRED_TEXT, Upstream, install_plugin
-from places import ROOT, SUPPORT, UNMEASURED
+from places import ROOT, SUPPORT
 
 from megacpp_overlays import cli
 from megacpp_overlays.loader import session as sessions
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.model import Decision, Record
 from megacpp_overlays.repro import inventory
+
+pytestmark = pytest.mark.unmeasured_children
 
 UPSTREAM = "made_target"
 HELPERS = "def twice(x):\n    return x + x\n"
@@ -69,8 +71,6 @@ def made(tmp_path: Path, session: Callable[..., Session], monkeypatch: pytest.Mo
     path = [str(tmp_path), str(SUPPORT), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
     monkeypatch.setenv("MEGACPP_OVERLAYS_PLUGINS", "double")
-    for name, value in UNMEASURED.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.syspath_prepend(tmp_path)
     upstream = Upstream(UPSTREAM, tmp_path)
     upstream.write(LOOKS_REPAIRED_TEXT)
@@ -339,7 +339,6 @@ def test_a_release_that_was_edited_without_harm_is_proved_and_one_with_the_defec
     file = tmp_path / "unpacked" / "liger_kernel" / "ops" / "fused_linear_cross_entropy.py"
     env = {
         **os.environ,
-        **UNMEASURED,
         "PYTHONPATH": os.pathsep.join([str(tmp_path / "unpacked"), str(ROOT)]),
         "MEGACPP_OVERLAYS_WITNESSES": str(tmp_path / "witnesses"),
     }

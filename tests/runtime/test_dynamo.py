@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import warm_python
 from made_up import BROKEN_TEXT, Upstream
-from places import HANG_S, ROOT, SUPPORT, UNMEASURED
+from places import HANG_S, ROOT, SUPPORT
 from traced_seams import TEXT, measured, overlay_at
 from trees import STAND_INS
 
@@ -85,6 +85,7 @@ def traceable(upstream: Upstream) -> Upstream:
 # What was compiled before
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_a_compiled_step_follows_arming_undoing_and_arming_again(
     place: Place, traceable: Upstream, session: SessionMaker, capfd: pytest.CaptureFixture[str]
@@ -471,7 +472,7 @@ def runs_in_a_row(
             code = ON_DISK.format(**about, on=each, save=save)
             # Trying each set of vector instructions would take most of the time.
             cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_VEC_ISA_OK": "0", **variables}
-            out = run_python(code, tmp_path, SUPPORT, measured=False, after=warm_python.TORCH, **cache).stdout
+            out = run_python(code, tmp_path, SUPPORT, after=warm_python.TORCH, **cache).stdout
             found.append(tuple(json.loads(out.splitlines()[-1])))
         return found
 
@@ -553,7 +554,7 @@ def counts() -> dict[str, dict[str, Any]]:
     running = {}
     for stand_in, mode in itertools.product({about.stand_in for about in STEPS.values()}, ("off", "auto")):
         path = [STAND_INS[stand_in], ROOT, folder] if stand_in else [ROOT, folder]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "MEGACPP_OVERLAYS": mode, **UNMEASURED}
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "MEGACPP_OVERLAYS": mode}
         steps = [step for step, about in STEPS.items() if about.stand_in == stand_in]
         command = ["-W", "ignore", folder / "compile_cases.py", *steps]
         running[stand_in, mode] = warm_python.start(command, env, after=warm_python.MEGATRON)

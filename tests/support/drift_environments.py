@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from places import measuring
 
 from megacpp_overlays.upkeep.drift import installations
 from megacpp_overlays.upkeep.drift.installations import Installation
@@ -53,7 +54,8 @@ def install(target: Path, *what: Path | str, find_links: Path | None = None) -> 
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
     words = [*command, "--disable-pip-version-check", "--target", str(target), *map(str, what)]
     words += ["--find-links", str(find_links)] if find_links else []
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=without_pythonpath())
+    env = {name: value for name, value in without_pythonpath().items() if name not in measuring()}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr
 
 

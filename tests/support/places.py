@@ -1,7 +1,8 @@
-"""Where things lie in the checkout, and what processes of tests have in common: a limit, and what they leave out."""
+"""Where things lie in the checkout, and what processes of tests have in common: a limit, and whether they are measured."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -11,8 +12,20 @@ WHEELS = ROOT / ".cache" / "wheels"
 """Wheels of every supported release, fetched by `make wheels` with their hashes checked."""
 HANG_S = 3600.0
 """No test measures how busy its host is: this limit only ends what would never end."""
-UNMEASURED = {"COVERAGE_PROCESS_CONFIG": "", "COVERAGE_PROCESS_START": ""}
-"""Variables of a process whose coverage nobody needs, as another one runs the same lines of the package.
+_OF_COVERAGE = ("COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START")
+_measuring: dict[str, str] = {}
 
-On Python 3.12 branches are measured by tracing every line of every library: importing torch then takes twice as long.
-"""
+
+def measure_no_child() -> None:
+    """Take out of the environment what makes every Python that is started measure its coverage.
+
+    On Python 3.12 branches are measured by tracing every line of every library: importing torch then takes twice as long, and
+    pip ten times. So a process is measured where no other test runs its lines of the package: in the rooms that
+    `tests/conftest.py` names, and where a test gives it the variables of `measuring`.
+    """
+    _measuring.update({name: os.environ.pop(name) for name in _OF_COVERAGE if name in os.environ})
+
+
+def measuring() -> dict[str, str]:
+    """Return the variables with which a process measures its coverage; none where that of nothing is measured."""
+    return dict(_measuring)

@@ -27,7 +27,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, NoReturn
 
-from places import UNMEASURED
 from warm_server import SIZE
 
 AT_IMPORT = ("TRITON_INTERPRET", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTHONHASHSEED")
@@ -145,7 +144,7 @@ class _Server:
             fds = (str(listener.fileno()), str(end))
             self._process = subprocess.Popen(
                 [sys.executable, SERVER, *fds, *modules],
-                env={**env, **UNMEASURED, **variables},
+                env={**env, **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(listener.fileno(), end),

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hastened_interpreter import hasten
+
 SIZE = struct.Struct("!I")
 """What comes before a job: how many bytes of JSON it has."""
 
@@ -29,6 +31,8 @@ def serve(listener: socket.socket, alive: int, modules: Sequence[str]) -> None:
     """Import modules, then fork for each connection until `alive` is closed at its other end."""
     for name in modules:
         importlib.import_module(name)
+    if os.environ.get("TRITON_INTERPRET") == "1" and "triton.language" in modules:
+        hasten()
     del sys.path[0]  # the folder of this script
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
     while True:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from made_up_checkout import ID, UPSTREAM, VARIABLE, Checkout, copy_checkout, make
-from places import ROOT, UNMEASURED
+from places import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +71,7 @@ Edit, because these lines name what is gone:
   tests/test_all.py:1: IDS = {"double-fix"}
 
 Bring in step:
+  python scripts/list_overlays.py
   megacpp-overlays ledger --write RETIREMENT.md
   megacpp-overlays receipts --sync
   make matrix
@@ -482,10 +483,11 @@ def test_the_overlay_of_a_plugin_is_retired_by_its_publisher(checkout: Checkout)
 
 
 @pytest.mark.upstream
+@pytest.mark.unmeasured_children
 def test_liger_flce_none_backward_can_be_retired_with_the_newest_release(tmp_path: Path) -> None:
     newest = ROOT / ".envs/newest/bin/python"
     assert newest.exists(), f"there is no {newest}: run `make setup`"
-    clone = Checkout(tmp_path / "clone", UNMEASURED)  # the made-up checkout runs the same lines
+    clone = Checkout(tmp_path / "clone")
     copy_checkout(ROOT, clone.root)
     if "liger-flce-none-backward" in (clone.root / "megacpp_overlays/loader/retired.json").read_text():
         pytest.skip("it was")
