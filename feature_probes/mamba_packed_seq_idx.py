@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ast
 
+from megacpp_overlays.feature_probes import packed_params
 from megacpp_overlays.feature_probes.definitions import calls, plain_class, plain_function, words
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
 from megacpp_overlays.feature_probes.repairs import judged, table
@@ -30,8 +31,6 @@ from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree
 _CLASS = "MambaMixer"
 METHOD = f"{_CLASS}._ssm_training"
 TARGET = Target(distribution="megatron-core", module="megatron.core.ssm.mamba_mixer", symbol=METHOD)
-PARAMS_MODULE = "megatron.core.packed_seq_params"
-PARAMS = "PackedSeqParams"
 FROM_CALLER = "seq-idx-from-caller"
 
 _TRAINING = {
@@ -51,7 +50,7 @@ _BASES = (["MegatronModule"], ["SSMDynamicInferenceMixin", "MegatronModule"])
 _FORWARD, _DERIVED = f"{_CLASS}.forward", f"{_CLASS}._create_packed_seq_idx"
 _PLACES = (
     *(f"{TARGET.module}:{symbol}" for symbol in (_FORWARD, METHOD, _DERIVED)),
-    f"{PARAMS_MODULE}:{PARAMS}",
+    f"{packed_params.MODULE}:{packed_params.NAME}",
 )
 _REPAIRED = table(_PLACES, {"0.16.0 and 0.16.1": "65c0427b81497888 e88cc6da350e090c 417ba24f85174b66 725a49d169fe3985"})
 
@@ -77,19 +76,21 @@ def probe(tree: SourceTree) -> Finding:
         raise unknown(source, training, f"{METHOD} has an unknown body {body}")
     if (elsewhere := _check_forward(source)) is not None:
         return judged(tree, _REPAIRED, elsewhere, places=_PLACES)
-    params = tree.module(PARAMS_MODULE)
+    params = tree.module(packed_params.MODULE)
     if params is None:
-        raise unknown(source, training, f"there is no module {PARAMS_MODULE}")
+        raise unknown(source, training, f"there is no module {packed_params.MODULE}")
     post_init, known = _post_init(params)
     if known is None:
         if "total_tokens" not in words(post_init):
-            seen = at(params, post_init, f"{PARAMS} fills in seq_idx without total_tokens")
+            seen = at(params, post_init, f"{packed_params.NAME} fills in seq_idx without total_tokens")
             return judged(tree, _REPAIRED, seen, places=_PLACES)
-        raise unknown(params, post_init, f"{PARAMS}.__post_init__ has an unknown body {fingerprint(post_init)}")
+        raise unknown(
+            params, post_init, f"{packed_params.NAME}.__post_init__ has an unknown body {fingerprint(post_init)}"
+        )
     return broken(
         FROM_CALLER,
         at(source, takes.node if takes else training, f"{METHOD} takes seq_idx as it comes"),
-        at(params, post_init, f"{PARAMS} has none unless its caller gives total_tokens"),
+        at(params, post_init, f"{packed_params.NAME} has none unless its caller gives total_tokens"),
         Evidence(seen=f"as in {_TRAINING[body]}"),
     )
 
@@ -128,7 +129,7 @@ def _check_forward(source: ModuleSource) -> Evidence | None:
     cls = plain_class(source, _CLASS)
     if cls is None or [ast.unparse(base) for base in cls.bases] not in _BASES or cls.keywords:
         raise unknown(source, cls, f"{_CLASS} has other bases")
-    if source.bindings.of(f"{_CLASS}.__getattribute__") or source.bindings.changes(_CLASS):
+    if source.bindings.changes(_CLASS):
         raise unknown(source, cls, f"{_CLASS} is changed outside its methods")
     forward = plain_function(source, _FORWARD)
     if forward is None:
@@ -152,23 +153,10 @@ def _post_init(params: ModuleSource) -> tuple[FunctionNode, str | None]:
     Raises:
         SourceError: the class is no plain data class with that method and a `seq_idx` that is None unless it is given.
     """
-    cls = params.find(PARAMS)
-    if not isinstance(cls, ast.ClassDef) or cls not in params.syntax.body or len(params.bindings.of(PARAMS)) != 1:
-        raise unknown(params, cls, f"{PARAMS} is no class that stands alone")
-    plain = [ast.unparse(each) for each in cls.decorator_list] == ["dataclass"] and not cls.bases and not cls.keywords
-    own = {each.name for each in cls.body if isinstance(each, FunctionNode)}
-    if not plain or {name for name in own if name.startswith("__")} != {"__post_init__"}:
-        raise unknown(params, cls, f"{PARAMS} is another kind of class")
-    if params.bindings.changes(PARAMS):
-        raise unknown(params, cls, f"{PARAMS} is changed outside its definition")
-    defaults = {
-        ast.unparse(each.target): each.value and ast.unparse(each.value)
-        for each in cls.body
-        if isinstance(each, ast.AnnAssign)
-    }
-    if any(defaults.get(name) != "None" for name in ("seq_idx", "total_tokens", "cu_seqlens_q", "cu_seqlens_q_padded")):
-        raise unknown(params, cls, f"{PARAMS} has other fields")
-    post_init = params.function(f"{PARAMS}.__post_init__")
+    cls = packed_params.data_class(
+        params, optional=("total_tokens", "cu_seqlens_q", "cu_seqlens_q_padded"), filled=("seq_idx",)
+    )
+    post_init = params.function(f"{packed_params.NAME}.__post_init__")
     if post_init is None or post_init not in cls.body:
-        raise unknown(params, cls, f"{PARAMS}.__post_init__ is defined under a condition")
+        raise unknown(params, cls, f"{packed_params.NAME} has no plain __post_init__")
     return post_init, _POST_INIT.get(fingerprint(post_init))

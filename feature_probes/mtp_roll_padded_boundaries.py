@@ -17,18 +17,17 @@ from __future__ import annotations
 
 import ast
 
+from megacpp_overlays.feature_probes import packed_params
 from megacpp_overlays.feature_probes.definitions import plain_function, words
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
 from megacpp_overlays.feature_probes.repairs import judged, table
 from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source.fingerprint import fingerprint
-from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree
+from megacpp_overlays.source.trees import ModuleSource, SourceTree
 
 ROLL = "roll_tensor"
 PACKED = "_roll_tensor_packed_seq"
 TARGET = Target(distribution="megatron-core", module="megatron.core.transformer.multi_token_prediction", symbol=PACKED)
-PARAMS_MODULE = "megatron.core.packed_seq_params"
-PARAMS = "PackedSeqParams"
 UNPADDED = "unpadded-boundaries"
 
 _PADDED_FIELD = "cu_seqlens_q_padded"
@@ -80,7 +79,10 @@ def probe(tree: SourceTree) -> Finding:
             raise unknown(source, function, f"{name} has an unknown body {body}")
         if change := next(iter(source.bindings.changes(name)), None):
             raise unknown(source, change, f"{name} is changed outside its definition")
-    _check_params(tree, source)
+    params = tree.module(packed_params.MODULE)
+    if params is None:
+        raise unknown(source, None, f"there is no module {packed_params.MODULE}")
+    packed_params.data_class(params, optional=("cu_seqlens_q", _PADDED_FIELD))
     return broken(
         UNPADDED, at(source, packed, "a packed row is rolled between cu_seqlens_q, wherever its documents lie")
     )
@@ -95,30 +97,3 @@ def _without_packed(tree: SourceTree, source: ModuleSource, roll: ast.FunctionDe
     if _PADDED_FIELD in source.text:
         return judged(tree, _REPAIRED, at(source, roll, f"{ROLL} has another way for packed rows"), places=_PLACES)
     raise unknown(source, roll, f"{ROLL} takes packed rows, and there is no {PACKED}")
-
-
-def _check_params(tree: SourceTree, source: ModuleSource) -> None:
-    """Check that both boundaries are fields of the parameters, None where a caller does not give them.
-
-    Raises:
-        SourceError: they are not.
-    """
-    params = tree.module(PARAMS_MODULE)
-    if params is None:
-        raise unknown(source, None, f"there is no module {PARAMS_MODULE}")
-    cls = params.find(PARAMS)
-    if not isinstance(cls, ast.ClassDef) or cls not in params.syntax.body or len(params.bindings.of(PARAMS)) != 1:
-        raise unknown(params, cls, f"{PARAMS} is no class that stands alone")
-    plain = [ast.unparse(each) for each in cls.decorator_list] == ["dataclass"] and not cls.bases and not cls.keywords
-    own = {each.name for each in cls.body if isinstance(each, FunctionNode)}
-    if not plain or {name for name in own if name.startswith("__")} - {"__post_init__"}:
-        raise unknown(params, cls, f"{PARAMS} is another kind of class")
-    if params.bindings.changes(PARAMS):
-        raise unknown(params, cls, f"{PARAMS} is changed outside its definition")
-    for name in ("cu_seqlens_q", _PADDED_FIELD):
-        bound = params.bindings.of(f"{PARAMS}.{name}")
-        values = [
-            each.value for each in cls.body if isinstance(each, ast.AnnAssign) and ast.unparse(each.target) == name
-        ]
-        if len(bound) != 1 or [value and ast.unparse(value) for value in values] != ["None"]:
-            raise unknown(params, cls, f"{PARAMS} has another {name}")

@@ -84,7 +84,13 @@ def start(folder: str) -> None:
     model_parallel_cuda_manual_seed(1)
 
 
-def _specification() -> Any:
+def specification(core_attention: type | None = None, **mixer: Any) -> Any:
+    """Return what a hybrid stack is made of without Transformer Engine.
+
+    Args:
+        core_attention: in the place of Megatron's own.
+        mixer: further arguments of `MambaMixer`.
+    """
     from functools import partial
 
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -102,12 +108,14 @@ def _specification() -> Any:
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
     hybrid_block.TENorm = WrappedTorchNorm  # the last norm of the stack, which no specification names
-    mixer = ModuleSpec(MambaMixer, submodules=MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear))
+    in_and_out = MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear)
     attention = ModuleSpec(
         SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
+            linear_qkv=ColumnParallelLinear,
+            core_attention=core_attention or DotProductAttention,
+            linear_proj=RowParallelLinear,
         ),
     )
     mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(ColumnParallelLinear, RowParallelLinear))
@@ -115,7 +123,12 @@ def _specification() -> Any:
     return ModuleSpec(
         hybrid_block.HybridStack,
         submodules=hybrid_block.HybridStackSubmodules(
-            mamba_layer=ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(norm=norm, mixer=mixer, mamba_bda=add)),
+            mamba_layer=ModuleSpec(
+                MambaLayer,
+                submodules=MambaLayerSubmodules(
+                    norm=norm, mixer=ModuleSpec(MambaMixer, params=mixer, submodules=in_and_out), mamba_bda=add
+                ),
+            ),
             attention_layer=ModuleSpec(
                 TransformerLayer,
                 submodules=TransformerLayerSubmodules(
@@ -165,7 +178,7 @@ class Model:
         model_parallel_cuda_manual_seed(seed)
         torch.manual_seed(seed)
         self.mode, self.distributed = mode, distributed
-        self.inner = HybridModel(config, _specification(), size.vocabulary, size.length, hybrid_layer_pattern=PATTERN)
+        self.inner = HybridModel(config, specification(), size.vocabulary, size.length, hybrid_layer_pattern=PATTERN)
         self.inner.cuda()
         if state is not None:
             with torch.no_grad():

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from mixer_parameters.work import make_importable, take_one_configuration
+from mixer_parameters.work import make_importable, specification, take_one_configuration
 
 PATTERN = "MM*-"
 BEGIN = 0
@@ -134,56 +134,14 @@ def model(size: Size, device: str, seed: int) -> Any:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         model_parallel_cuda_manual_seed(seed)
-    made = HybridModel(config, _specification(size), size.vocabulary, 2**16, hybrid_layer_pattern=PATTERN)
+    made = HybridModel(
+        config,
+        specification(DocumentAttention, rmsnorm=False, chunk_size=size.chunk),
+        size.vocabulary,
+        2**16,
+        hybrid_layer_pattern=PATTERN,
+    )
     return made.to(device)
-
-
-def _specification(size: Size) -> Any:
-    from functools import partial
-
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.models.hybrid import hybrid_block
-    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.mlp import MLP, MLPSubmodules
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-
-    hybrid_block.TENorm = WrappedTorchNorm  # the last norm of the stack, which no specification names
-    norm, add = WrappedTorchNorm, get_bias_dropout_add
-    mixer = ModuleSpec(
-        MambaMixer,
-        params={"rmsnorm": False, "chunk_size": size.chunk},
-        submodules=MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear),
-    )
-    attention = ModuleSpec(
-        SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear, core_attention=DocumentAttention, linear_proj=RowParallelLinear
-        ),
-    )
-    mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(ColumnParallelLinear, RowParallelLinear))
-    return ModuleSpec(
-        hybrid_block.HybridStack,
-        submodules=hybrid_block.HybridStackSubmodules(
-            mamba_layer=ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(norm=norm, mixer=mixer, mamba_bda=add)),
-            attention_layer=ModuleSpec(
-                TransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    input_layernorm=norm, self_attention=attention, self_attn_bda=add
-                ),
-            ),
-            mlp_layer=ModuleSpec(
-                MLPLayer, submodules=TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=mlp, mlp_bda=add)
-            ),
-        ),
-    )
 
 
 def documents(size: Size, count: int, seed: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:

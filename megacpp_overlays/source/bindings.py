@@ -81,9 +81,7 @@ class Bindings:
         """
         owner, _, name = symbol.rpartition(".")
         found = [*self._names[owner, name], *self._everything]
-        if (
-            owner and name != _EVERY_LOOKUP
-        ):  # whatever it is, it may hand out another attribute than the one in the text
+        if owner and name != _EVERY_LOOKUP:  # which may hand out another attribute than the one in the text
             found += self._names[owner, _EVERY_LOOKUP]
         found += [each.node for each in self._attributes[name] if self._concerns(each, owner)]
         found += [each.node for each in self._unnamed if self._may_concern(each, owner)]

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from probing import Texts, ask
 
-from megacpp_overlays.feature_probes.mamba_packed_seq_idx import FROM_CALLER, METHOD, PARAMS_MODULE, TARGET, probe
+from megacpp_overlays.feature_probes import packed_params
+from megacpp_overlays.feature_probes.mamba_packed_seq_idx import FROM_CALLER, METHOD, TARGET, probe
 from megacpp_overlays.model import Finding, Proof, Verdict
 from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
 from megacpp_overlays.source.trees import SourceTree
@@ -148,7 +149,7 @@ def test_a_mixer_that_hands_on_something_else_is_not_recognised(newest: ArchiveT
     ],
 )  # fmt: skip
 def test_parameters_of_another_form_are_not_recognised(newest: ArchiveTree, old: str, new: str) -> None:
-    assert edited(newest, old, new, PARAMS_MODULE).verdict is Verdict.UNRECOGNISED
+    assert edited(newest, old, new, packed_params.MODULE).verdict is Verdict.UNRECOGNISED
 
 
 @pytest.mark.parametrize(
@@ -161,7 +162,7 @@ def test_parameters_of_another_form_are_not_recognised(newest: ArchiveTree, old:
             "        packed_seq_params = with_documents(packed_seq_params, zxBCdt)\n\n        if in_inference_mode or not self.use_mem_eff_path:",
         ),
         (
-            PARAMS_MODULE,
+            packed_params.MODULE,
             "        if isinstance(cu_seqlens, Tensor) and self.total_tokens is not None:",
             "        if isinstance(cu_seqlens, Tensor):",
         ),
@@ -174,27 +175,27 @@ def test_a_repair_in_any_of_three_places_is_not_installed_on(
     finding = edited(newest, old, new, module)
 
     assert finding.verdict is Verdict.UNRECOGNISED
-    assert finding.looks_repaired or module == PARAMS_MODULE
+    assert finding.looks_repaired or module == packed_params.MODULE
 
 
 def test_parameters_that_never_ask_for_the_tokens_look_repaired(newest: ArchiveTree) -> None:
-    text = text_of(newest, PARAMS_MODULE)
+    text = text_of(newest, packed_params.MODULE)
     start = text.index("    def __post_init__")
     body = textwrap.indent("def __post_init__(self):\n    self.seq_idx = derive(self.cu_seqlens_q)\n", "    ")
 
-    assert ask(probe, Texts({PARAMS_MODULE: text[:start] + body}, newest)).looks_repaired
+    assert ask(probe, Texts({packed_params.MODULE: text[:start] + body}, newest)).looks_repaired
 
 
 def test_more_fields_methods_comments_and_layout_do_not_matter(newest: ArchiveTree) -> None:
-    text = text_of(newest, PARAMS_MODULE)
+    text = text_of(newest, packed_params.MODULE)
     more = text.replace("    seq_idx: Tensor = None", "    seq_idx: Tensor = None\n    more: object = None")
     method = more.replace(
         "    def __post_init__", "    def documents(self):\n        return 1\n\n    def __post_init__"
     )
     plain = ast.unparse(ast.parse(text_of(newest)))
 
-    assert ask(probe, Texts({PARAMS_MODULE: method, MIXER: plain}, newest)).verdict is Verdict.BROKEN
+    assert ask(probe, Texts({packed_params.MODULE: method, MIXER: plain}, newest)).verdict is Verdict.BROKEN
 
 
 def test_without_the_module_of_the_parameters_nothing_is_recognised(newest: ArchiveTree) -> None:
-    assert ask(probe, Texts({PARAMS_MODULE: None}, newest)).verdict is Verdict.UNRECOGNISED
+    assert ask(probe, Texts({packed_params.MODULE: None}, newest)).verdict is Verdict.UNRECOGNISED

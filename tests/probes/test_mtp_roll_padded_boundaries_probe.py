@@ -9,9 +9,9 @@ import pytest
 from probing import Texts, ask
 from repair_cases import CASES
 
+from megacpp_overlays.feature_probes import packed_params
 from megacpp_overlays.feature_probes.mtp_roll_padded_boundaries import (
     PACKED,
-    PARAMS_MODULE,
     ROLL,
     TARGET,
     UNPADDED,
@@ -30,13 +30,15 @@ Wheel = Callable[[str, str], Path]
 @pytest.fixture(scope="module")
 def newest(wheel: Wheel) -> Texts:
     tree = ArchiveTree(wheel("megatron-core", "0.19.2"))
-    found = {name: tree.module(name) for name in (TARGET.module, PARAMS_MODULE)}
+    found = {name: tree.module(name) for name in (TARGET.module, packed_params.MODULE)}
     return Texts({name: each.text for name, each in found.items() if each is not None})
 
 
 def edited(newest: Texts, old: str, new: str, module: str = TARGET.module) -> Finding:
     texts = {
-        name: source.text for name in (TARGET.module, PARAMS_MODULE) if (source := newest.module(name)) is not None
+        name: source.text
+        for name in (TARGET.module, packed_params.MODULE)
+        if (source := newest.module(name)) is not None
     }
     assert old in texts[module]
     return ask(probe, Texts({**texts, module: texts[module].replace(old, new)}))
@@ -115,7 +117,7 @@ def test_both_functions_must_be_ones_that_were_read(newest: Texts, name: str, ho
     ids=["frozen", "base", "no field", "no default", "another default", "attributes made up", "property"],
 )
 def test_parameters_of_another_kind_are_not_recognised(newest: Texts, old: str, new: str) -> None:
-    assert edited(newest, old, new, PARAMS_MODULE).verdict is Verdict.UNRECOGNISED
+    assert edited(newest, old, new, packed_params.MODULE).verdict is Verdict.UNRECOGNISED
 
 
 def test_without_parameters_nothing_is_recognised(newest: Texts) -> None:

@@ -36,6 +36,7 @@ from megacpp_overlays.feature_probes import (
     mamba_packed_seq_idx,
     megatron_cuda_on_import,
     mtp_roll_padded_boundaries,
+    packed_params,
     tilelang_bulk_copy_rank,
     tilelang_grouped_reduce,
     tilelang_sums,
@@ -515,7 +516,7 @@ CASES = {
         mamba_packed_seq_idx.TARGET.module,
         lambda: {
             mamba_packed_seq_idx.TARGET.module: deriving(),
-            mamba_packed_seq_idx.PARAMS_MODULE: released("megatron_core-0.19.2", mamba_packed_seq_idx.PARAMS_MODULE),
+            packed_params.MODULE: released("megatron_core-0.19.2", packed_params.MODULE),
         },
         {
             "discarded": ("        state_dtype_kwarg = (", "        seq_idx = None\n        state_dtype_kwarg = ("),
@@ -528,7 +529,7 @@ CASES = {
             "scan shadowed": ("class MambaMixer(", "mamba_split_conv1d_scan_combined = without_documents\n\n\nclass MambaMixer("),
             "decorated": ("    def _ssm_training(", "    @whole\n    def _ssm_training("),
             "set from outside": ("def _check_mamba_sequence_packing_support(", "MambaMixer._ssm_training = older\n\n\ndef _check_mamba_sequence_packing_support("),
-            "padding forgotten": (mamba_packed_seq_idx.PARAMS_MODULE, "cu_seqlens_q_padded: Tensor = None", "cu_seqlens_q_padded: Tensor = field(init=False)"),
+            "padding forgotten": (packed_params.MODULE, "cu_seqlens_q_padded: Tensor = None", "cu_seqlens_q_padded: Tensor = field(init=False)"),
         },
         tree=lambda: archive("megatron_core-0.19.2"),
     ),
