@@ -10,7 +10,7 @@ import importlib
 import warnings
 import zipfile
 from collections.abc import Callable
-from itertools import product
+from itertools import chain, permutations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,44 +126,80 @@ def test_the_layout_that_wrote_a_checkpoint_reads_back_what_it_had(
     assert differences(run.truth, dumped(run.folder / "same-layout")) == []
 
 
-@pytest.mark.parametrize(("size", "other"), [(one, other) for one, other in product(SIZES, SIZES) if one != other])
+@pytest.fixture(scope="module")
+def read(
+    written: Callable[[int], SimpleNamespace], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], SimpleNamespace]:
+    """Return what ranks with other buckets read of what every other number of them wrote, by how many they are."""
+    done: dict[int, SimpleNamespace] = {}
+
+    def by(size: int) -> SimpleNamespace:
+        if size not in done:
+            folder = tmp_path_factory.mktemp(f"read-by-{size}")
+            others = [other for other in SIZES if other != size]
+            said = launch(
+                folder / "plan",
+                size,
+                *chain.from_iterable(
+                    (
+                        step("build", seed=9, bucket=OTHER_BUCKET, steps=1),
+                        step("load", source=written(other).folder / "right", efficient=True),
+                        step("dump", to=folder / f"of-{other}"),
+                    )
+                    for other in others
+                ),
+            )
+            loads = {other: [rank[3 * number + 1] for rank in said] for number, other in enumerate(others)}
+            done[size] = SimpleNamespace(folder=folder, buckets=said[0][0], loads=loads)
+        return done[size]
+
+    return by
+
+
+@pytest.mark.parametrize(("size", "other"), [*permutations(SIZES, 2)])
 def test_another_number_of_ranks_with_other_buckets_reads_the_same(
-    written: Callable[[int], SimpleNamespace], size: int, other: int, tmp_path: Path
+    written: Callable[[int], SimpleNamespace], read: Callable[[int], SimpleNamespace], size: int, other: int
 ) -> None:
-    run = written(size)
-    said = launch(
-        tmp_path,
-        other,
-        step("build", seed=9, bucket=OTHER_BUCKET, steps=1),
-        step("load", source=run.folder / "right", efficient=True),
-        step("dump", to=tmp_path / "state"),
-    )
+    run, reader = written(size), read(other)
 
-    assert [rank[1] for rank in said] == [""] * other
-    assert said[0][0] != run.buckets
-    assert differences(run.truth, dumped(tmp_path / "state")) == []
+    assert reader.loads[size] == [""] * other
+    assert reader.buckets != run.buckets
+    assert differences(run.truth, dumped(reader.folder / f"of-{size}")) == []
 
 
-@pytest.mark.parametrize("off", [[], NEIGHBOURS[:1], NEIGHBOURS[1:], NEIGHBOURS], ids="-".join)
-def test_the_other_overlays_of_optimizers_may_be_on_or_off(tmp_path: Path, off: list[str]) -> None:
-    native = NEIGHBOURS[0] not in off  # a model of both kinds needs that one
-    said = launch(
-        tmp_path / "plan",
-        2,
-        step("overlays", off=[*off]),
-        step("build", seed=1, bucket=BUCKET, steps=2, native=native),
-        step("dump", to=tmp_path / "truth"),
-        step("save", to=tmp_path / "saved", efficient=True),
-        step("build", seed=2, bucket=BUCKET, steps=0, native=native),
-        step("load", source=tmp_path / "saved", efficient=True),
-        step("dump", to=tmp_path / "state"),
-    )
+SWITCHED_OFF = {"-".join(off): off for off in ((), NEIGHBOURS[:1], NEIGHBOURS[1:], NEIGHBOURS)}
 
-    assert len(said[0][1]) == (2 if native else 1)
+
+@pytest.fixture(scope="module")
+def beside_others(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """Return what two ranks say that switch the neighbours off in turn."""
+    folder = tmp_path_factory.mktemp("beside-others")
+    plans = {}
+    for name, off in SWITCHED_OFF.items():
+        native = NEIGHBOURS[0] not in off  # a model of both kinds needs that one
+        plans[name] = (
+            step("overlays", off=[*off]),
+            step("build", seed=1, bucket=BUCKET, steps=2, native=native),
+            step("dump", to=folder / f"{name}-truth"),
+            step("save", to=folder / f"{name}-saved", efficient=True),
+            step("build", seed=2, bucket=BUCKET, steps=0, native=native),
+            step("load", source=folder / f"{name}-saved", efficient=True),
+            step("dump", to=folder / f"{name}-state"),
+        )
+    said = launch(folder / "plan", 2, *chain.from_iterable(plans.values()))
+    parts = {name: [rank[7 * number : 7 * number + 7] for rank in said] for number, name in enumerate(plans)}
+    return SimpleNamespace(folder=folder, said=parts)
+
+
+@pytest.mark.parametrize("off", SWITCHED_OFF)
+def test_the_other_overlays_of_optimizers_may_be_on_or_off(beside_others: SimpleNamespace, off: str) -> None:
+    said, folder = beside_others.said[off], beside_others.folder
+
+    assert len(said[0][1]) == (1 if NEIGHBOURS[0] in off else 2)
     assert [rank[5] for rank in said] == ["", ""]
-    truth = dumped(tmp_path / "truth")
-    assert differences(truth, saved(tmp_path / "saved")) == []
-    assert differences(truth, dumped(tmp_path / "state")) == []
+    truth = dumped(folder / f"{off}-truth")
+    assert differences(truth, saved(folder / f"{off}-saved")) == []
+    assert differences(truth, dumped(folder / f"{off}-state")) == []
 
 
 @pytest.mark.parametrize("size", SIZES)
