@@ -56,6 +56,15 @@ def pytest_configure(config: pytest.Config) -> None:
         measure_no_child()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Save the coverage of a worker before it says that it is done: ten seconds later it is killed, however busy the host is."""
+    measured = coverage.Coverage.current()
+    if measured is not None and hasattr(session.config, "workerinput"):
+        measured.stop()
+        measured.save()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let the first room and the longest files begin."""
     items.sort(key=lambda item: distribution.turn(item.path))
