@@ -8,7 +8,6 @@ import dataclasses
 import importlib
 import json
 import os
-import subprocess
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -18,9 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import HANG_S, ROOT, SUPPORT
+from warm_python import MEGATRON, WarmProcess
 
 import megacpp_overlays
 from megacpp_overlays.feature_probes.mamba_packed_seq_idx import TARGET
@@ -38,17 +39,16 @@ ROUNDING = 2e-6
 # The kernels of mamba-ssm, interpreted, in processes of their own
 
 
-def start(lane: str, script: str, *words: str, release: Path | None = None, **variables: str) -> subprocess.Popen[str]:
-    python = ROOT / ".envs" / lane / "bin" / "python"
+def start(script: str, *words: str, release: Path | None = None, **variables: str) -> WarmProcess:
+    python = ROOT / ".envs/mamba3-newest/bin/python"
     assert python.exists(), f"there is no {python}: run `make setup`"
     path = os.pathsep.join(str(each) for each in (release, SUPPORT) if each is not None)
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", **variables}
-    command = [python, "-W", "ignore", SUPPORT / script, *words]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return warm_python.start(["-W", "ignore", SUPPORT / script, *words], env, after=MEGATRON, python=python)
 
 
-def answer(process: subprocess.Popen[str]) -> Any:
-    out, error = process.communicate(timeout=HANG_S)
+def answer(process: WarmProcess) -> Any:
+    out, error = process.communicate(HANG_S)
     assert process.returncode == 0, error[-4000:]
     return json.loads(out) if out else None
 
@@ -61,8 +61,8 @@ PACKINGS = ("ends of chunks", "within chunks", "padded", "tail", "one document")
 def facts() -> dict[str, Any]:
     """What a mixer of the newest release makes of packed rows, with the overlay and without it."""
     ways = {
-        "on": start("mamba3-newest", "packed_mixer_facts.py"),
-        "off": start("mamba3-newest", "packed_mixer_facts.py", "padded", "one document", **OFF),
+        "on": start("packed_mixer_facts.py"),
+        "off": start("packed_mixer_facts.py", "padded", "one document", **OFF),
     }
     return {way: answer(process) for way, process in ways.items()}
 
@@ -123,7 +123,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str
 def test_on_another_release_a_padded_row_is_right_too(
     release: str, decision: str, unpacked: Callable[[str], Path]
 ) -> None:
-    found = answer(start("mamba3-newest", "packed_mixer_facts.py", "padded", release=unpacked(release)))
+    found = answer(start("packed_mixer_facts.py", "padded", release=unpacked(release)))
 
     assert found["decision"] == decision, found["reason"]
     assert max(found["packings"]["padded"]["apart"].values()) < ROUNDING
@@ -133,10 +133,7 @@ def test_on_another_release_a_padded_row_is_right_too(
 def test_context_parallel_ranks_get_the_documents_of_the_gathered_row(
     variables: dict[str, str], tmp_path: Path
 ) -> None:
-    ranks = [
-        start("mamba3-newest", "packed_mixer_rank.py", str(rank), str(tmp_path / "meet"), **variables)
-        for rank in range(2)
-    ]
+    ranks = [start("packed_mixer_rank.py", str(rank), str(tmp_path / "meet"), **variables) for rank in range(2)]
     found, _ = [answer(each) for each in ranks]
 
     if variables:

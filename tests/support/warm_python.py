@@ -80,7 +80,12 @@ class WarmProcess:
 
 
 def start(
-    words: Sequence[str | Path], env: Mapping[str, str], *, after: tuple[str, ...] = TORCH, cwd: Path | None = None
+    words: Sequence[str | Path],
+    env: Mapping[str, str],
+    *,
+    after: tuple[str, ...] = TORCH,
+    cwd: Path | None = None,
+    python: str | Path = sys.executable,
 ) -> WarmProcess:
     """Start `python *words` in a copy of a process that has imported some modules; what it writes is kept.
 
@@ -89,19 +94,20 @@ def start(
         env: all its variables.
         after: the modules.
         cwd: the folder where it starts.
+        python: the interpreter, such as that of another lane.
     """
     out, error = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 - whoever waits for the process reads them
     with open(os.devnull, "rb") as nothing:
         streams = (nothing.fileno(), out.fileno(), error.fileno())
-        return WarmProcess(_ask(address(env, after), words, env, cwd, streams), out, error)
+        return WarmProcess(_ask(address(env, after, python), words, env, cwd, streams), out, error)
 
 
-def address(env: Mapping[str, str], after: tuple[str, ...] = TORCH) -> str:
+def address(env: Mapping[str, str], after: tuple[str, ...] = TORCH, python: str | Path = sys.executable) -> str:
     """Return the address of the process of which a process with these variables would be a copy.
 
     `warm_python.py ADDRESS WORDS...` starts one and ends as it does: for launchers that start commands.
     """
-    return _server(after, tuple((name, env[name]) for name in AT_IMPORT if name in env)).address
+    return _server(str(python), after, tuple((name, env[name]) for name in AT_IMPORT if name in env)).address
 
 
 def _ask(
@@ -133,7 +139,7 @@ def run(
 class _Server:
     """The process that is copied. It ends when this one does: the pipe that it holds is then closed."""
 
-    def __init__(self, modules: tuple[str, ...], variables: Mapping[str, str]) -> None:
+    def __init__(self, python: str, modules: tuple[str, ...], variables: Mapping[str, str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
         self.address = str(Path(self._folder.name) / "socket")
         end, self._alive = os.pipe()
@@ -143,7 +149,7 @@ class _Server:
             listener.listen(64)
             fds = (str(listener.fileno()), str(end))
             self._process = subprocess.Popen(
-                [sys.executable, SERVER, *fds, *modules],
+                [python, SERVER, *fds, *modules],
                 env={**env, **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -162,14 +168,14 @@ class _Server:
 _asking = threading.Lock()
 
 
-def _server(modules: tuple[str, ...], variables: tuple[tuple[str, str], ...]) -> _Server:
+def _server(python: str, modules: tuple[str, ...], variables: tuple[tuple[str, str], ...]) -> _Server:
     with _asking:  # tests ask from several threads
-        return _started(modules, variables)
+        return _started(python, modules, variables)
 
 
 @functools.cache
-def _started(modules: tuple[str, ...], variables: tuple[tuple[str, str], ...]) -> _Server:
-    return _Server(modules, dict(variables))
+def _started(python: str, modules: tuple[str, ...], variables: tuple[tuple[str, str], ...]) -> _Server:
+    return _Server(python, modules, dict(variables))
 
 
 def _stand_in(at: str, words: Sequence[str]) -> NoReturn:
