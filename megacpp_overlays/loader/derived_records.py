@@ -5,7 +5,7 @@ from __future__ import annotations
 from megacpp_overlays.errors import OverlayError
 from megacpp_overlays.frozen import replace
 from megacpp_overlays.model import Decision, Evidence, Finding, Record, Verdict
-from megacpp_overlays.source.trees import InstalledTree
+from megacpp_overlays.source.trees import SourceTree
 
 
 def conflict(record: Record, error: Exception) -> Record:
@@ -19,7 +19,7 @@ def conflict(record: Record, error: Exception) -> Record:
     return replace(record, decision=Decision.CONFLICT, reason=reason)
 
 
-def if_absent(record: Record, tree: InstalledTree) -> Record:
+def if_absent(record: Record, tree: SourceTree) -> Record:
     """Return the record of what waits for an import: ABSENT where the target is not here, and CONFLICT where it is unreadable."""
     from megacpp_overlays.source import distributions  # noqa: PLC0415 - 28 ms that arming need not spend
 

@@ -28,13 +28,15 @@ from megacpp_overlays.loader.log import Log
 from megacpp_overlays.loader.settings import Mode, Settings, plugin_names
 from megacpp_overlays.loader.turns import Turns
 from megacpp_overlays.model import Decision, Erratum, Gate, Overlay, Record
-from megacpp_overlays.source.trees import InstalledTree, Remembered, SourceTree
+from megacpp_overlays.source.trees import InstalledTree, ParsedOnce, Remembered, SourceTree
 from megacpp_overlays.version import VERSION
 
 if TYPE_CHECKING:
     from megacpp_overlays.loader.seams import Seam
     from megacpp_overlays.loader.traces import Traces
 
+_OURS = {"megacpp_overlays", "wrapt"}
+"""Packages of finders that find nothing on their own."""
 _UNDONE = "undone in this process"
 _INTERRUPTED = (
     "it was interrupted while it was put in or taken out, and may be in by halves; call megacpp_overlays.arm() or "
@@ -50,7 +52,7 @@ class Session:
         self.settings = settings
         self._log = Log(settings)
         self._hooks = Hooks(self)
-        self._tree = InstalledTree()
+        self._tree = ParsedOnce(InstalledTree())
         # By declaration, not by id: an overlay may have several parts, and each is decided on its own.
         self._records: dict[Erratum, Record] = {}
         self._traces: dict[Erratum, Traces] = {}
@@ -63,6 +65,7 @@ class Session:
         self._refused: set[Erratum] = set()
         self._expected: dict[Erratum, Record] = {}
         self._has_said_what_waits = False
+        self._gates_looked: tuple[object, ...] = ()
         self.when_changed: Callable[[], None] | None = None
         """Called after every decision, inside the hooks; it must not raise and must not settle anything."""
         names = [name for each in self._declared.listed for name in each.targets]
@@ -144,6 +147,8 @@ class Session:
             RegistryError: see `overlays`.
         """
         missing = [each for each in self.overlays if each not in self._records]
+        if missing:
+            self._gates_looked = self._where_gates_look()
         self._note(missing, tree or Remembered(self._tree))
         return bool(missing)
 
@@ -208,6 +213,7 @@ class Session:
 
         And those that look repaired: that may have been witnessed since.
         """
+        self._gates_looked = self._where_gates_look()
         tree = Remembered(self._tree)
         for gate in self._declared.gates:
             record = self._records.get(gate)
@@ -216,6 +222,14 @@ class Session:
                 if found.decision is not record.decision:
                     self._records[gate] = found
                     self._log.gates([found])
+
+    def _where_gates_look(self) -> tuple[object, ...]:
+        """Return what decides where a package is found; while it stays, only an audit asks for one that was not there."""
+        modules = {name for each in self._declared.listed if not each.installs for name in each.targets}
+        parents = {name.partition(".")[0] for name in modules}
+        loaded = frozenset((modules | parents) & sys.modules.keys())
+        finders = [each for each in sys.meta_path if type(each).__module__.partition(".")[0] not in _OURS]
+        return tuple(sys.path), tuple(map(id, finders)), loaded
 
     def loaded(self, name: str, module: ModuleType, *, late: bool) -> None:
         """Settle the overlays whose target is this module (called by the hooks).
@@ -229,7 +243,7 @@ class Session:
             ActivationError: `strict` is on and one of them ended in conflict.
         """
         try:
-            if not self._complete():
+            if not self._complete() and self._where_gates_look() != self._gates_looked:
                 self._settle_gates_that_saw_nothing()
         except Exception as error:  # nobody could say what this module needs, so somebody has to be told
             self._log.not_loaded(name, error)
@@ -424,6 +438,7 @@ class Session:
         self._settle_missed_imports()
         taken = [self._records[o] for o in self.overlays if o in self._records]
         records = tuple(derived_records.with_versions(self._review(record, deep=deep)) for record in taken)
+        self._tree.forget()
         return Audit(version=VERSION, mode=self.settings.mode.value, records=records)
 
     def audit_so_far(self) -> Audit:

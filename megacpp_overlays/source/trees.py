@@ -393,6 +393,40 @@ class Remembered:
         return cast("_Answer", self._answers[id(ask)][1])
 
 
+class ParsedOnce:
+    """A tree that reads a file whenever it is asked, and parses it anew only where its text is another one.
+
+    Several probes ask for one module, each when its own target is imported. A syntax tree is many times as large as its
+    text, so the last few are kept, and none behind an audit.
+    """
+
+    KEPT = 12
+
+    def __init__(self, tree: ShippingTree) -> None:
+        self._tree = tree
+        self._kept: dict[str, ModuleSource] = {}
+
+    def module(self, name: str) -> ModuleSource | None:
+        """Return the source of a module as it is now, parsed already where it was asked for before."""
+        found, kept = self._tree.module(name), self._kept.pop(name, None)
+        if found is None:
+            return None
+        if kept is None or (kept.path, kept.text) != (found.path, found.text):
+            kept = found
+        self._kept[name] = kept
+        for each in list(self._kept)[: -self.KEPT]:
+            self._kept.pop(each, None)  # another thread may have been here
+        return kept
+
+    def shipped(self, package: str, path: str) -> ShippedFile | None:
+        """Return a file as it is now."""
+        return self._tree.shipped(package, path)
+
+    def forget(self) -> None:
+        """Keep nothing of what was parsed."""
+        self._kept.clear()
+
+
 def answer(ask: Callable[[SourceTree], _Answer], tree: SourceTree) -> _Answer:
     """Return what a probe says of a tree; a tree that remembers asks each probe once, also for one that builds on it."""
     return tree.answer(ask) if isinstance(tree, Remembered) else ask(tree)

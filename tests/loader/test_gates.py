@@ -127,6 +127,39 @@ def test_it_is_asked_again_when_a_target_is_imported(
     assert capsys.readouterr().err.count("gated: double-trouble") == 1
 
 
+def test_what_is_not_there_is_looked_for_again_where_the_path_is_another_one_and_by_an_audit(
+    upstream: Upstream, session: SessionMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[SourceTree] = []
+
+    def probe(tree: SourceTree) -> Finding:
+        asked.append(tree)
+        return gate_of(upstream).probe(tree)
+
+    elsewhere = Target(distribution="nowhere", module="nowhere.at.all", symbol="double")
+    modules = ("first", "second", "third")
+    for name in modules:
+        upstream.write(BROKEN_TEXT, module=name)
+    overlays = [
+        upstream.overlay(id=name, target=Target(upstream.name, f"{upstream.name}.{name}", "double"), unsupported={})
+        for name in modules
+    ]
+    armed = session(gate_of(upstream, target=elsewhere, probe=probe), *overlays)
+    armed.arm()
+    assert len(asked) == 1
+
+    upstream.load("first")
+    upstream.load("second")
+    assert len(asked) == 1
+
+    monkeypatch.syspath_prepend(tmp_path / "more")
+    upstream.load("third")
+    assert len(asked) == 2
+
+    armed.audit()
+    assert len(asked) == 3
+
+
 def test_ranks_and_children_are_not_compared_by_it(upstream: Upstream, session: SessionMaker) -> None:
     """What it says may depend on the GPUs of a host, and it changes nothing."""
     found = []

@@ -18,7 +18,7 @@ from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes.definitions import plain_function
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
-from megacpp_overlays.source.trees import InstalledTree, ModuleSource, Remembered, parameters
+from megacpp_overlays.source.trees import InstalledTree, ModuleSource, ParsedOnce, Remembered, parameters
 
 
 def source(text: str) -> ModuleSource:
@@ -172,6 +172,34 @@ def test_a_remembered_tree_reads_each_module_once(upstream: Upstream) -> None:
 
     assert tree.module(upstream.module_name) is first
     assert tree.module("no_such_module") is None
+
+
+def test_a_text_is_parsed_once_and_a_file_is_read_each_time(upstream: Upstream) -> None:
+    tree = ParsedOnce(InstalledTree())
+    first = tree.module(upstream.module_name)
+    assert first is not None
+    assert tree.module(upstream.module_name) is first
+
+    upstream.write("changed = True\n")
+    second = tree.module(upstream.module_name)
+
+    assert second is not None
+    assert second.text == "changed = True\n"
+    assert tree.module(upstream.module_name) is second
+    assert tree.module("no_such_module") is None
+
+
+def test_of_what_was_parsed_the_last_few_are_kept_until_they_are_forgotten(upstream: Upstream) -> None:
+    names = [f"module_{number}" for number in range(ParsedOnce.KEPT + 1)]
+    for name in names:
+        upstream.write("x = 1\n", module=name)
+    tree = ParsedOnce(InstalledTree())
+    parsed = {name: tree.module(f"{upstream.name}.{name}") for name in names}
+
+    assert tree.module(f"{upstream.name}.{names[-1]}") is parsed[names[-1]]
+    assert tree.module(f"{upstream.name}.{names[0]}") is not parsed[names[0]]
+    tree.forget()
+    assert tree.module(f"{upstream.name}.{names[-1]}") is not parsed[names[-1]]
 
 
 def test_a_file_of_a_folder_that_cannot_be_read_is_an_error_and_not_absent(tmp_path: Path) -> None:
