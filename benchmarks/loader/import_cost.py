@@ -54,9 +54,9 @@ import importlib, json, sys, time
 import megacpp_overlays
 from megacpp_overlays.loader import aliases, probing, session
 
-target = sys.argv[1]
+targets = sys.argv[1:]
 spent = {"probe": 0.0, "sweep": 0.0, "settle": 0.0, "all hooks": 0.0}
-settling = []  # importing one target can import others, whose hooks are not part of this row
+settling = []  # importing one target can import others, whose hooks are not part of a row of its own
 
 def timed(function, keys):
     def call(*args, **kwargs):
@@ -69,11 +69,11 @@ def timed(function, keys):
     return call
 
 def of_target(key):
-    return lambda: [key] if settling[-1:] == [target] else []
+    return lambda: [key] if settling and settling[-1] in targets else []
 
 def loaded(self, name, module, **kwargs):
     settling.append(name)
-    keys = (["settle"] if name == target else []) + (["all hooks"] if len(settling) == 1 else [])
+    keys = (["settle"] if name in targets else []) + (["all hooks"] if len(settling) == 1 else [])
     try:
         return timed(original, lambda: keys)(self, name, module, **kwargs)
     finally:
@@ -87,11 +87,12 @@ start = time.perf_counter()
 import torch
 spent["torch"] = time.perf_counter() - start
 start = time.perf_counter()
-importlib.import_module(target)
-spent["import"] = time.perf_counter() - start - spent.pop("all hooks")
+for name in targets:
+    importlib.import_module(name)
+spent["import"] = time.perf_counter() - start - spent["all hooks"]
 spent["modules"] = len(sys.modules)
 spent["decisions"] = [f"{r.overlay.id}: {r.decision.value}" for r in megacpp_overlays.audit().records
-                      if r.overlay.target.module == target]
+                      if r.overlay.target.module in targets]
 print(json.dumps(spent))
 """
 
@@ -171,9 +172,9 @@ def starts(rounds: int, statements: Sequence[str]) -> dict[str, Cost]:
     return costs
 
 
-def settle_once(target: str) -> dict[str, Any]:
-    """Import one target in a fresh process with the overlays armed; return the seconds that each part took."""
-    command = [sys.executable, "-W", "ignore", "-c", SETTLE, target]
+def settle_once(*targets: str) -> dict[str, Any]:
+    """Import targets in a fresh process with the overlays armed; return the seconds that each part took."""
+    command = [sys.executable, "-W", "ignore", "-c", SETTLE, *targets]
     done = subprocess.run(command, env=environment(), cwd=NEUTRAL, capture_output=True, text=True, check=True)
     seconds: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return seconds
@@ -269,8 +270,25 @@ def targets_table(all_settled: list[Settled], rounds: int) -> str:
             "|---|---|---|---|---|---|---|---|---|---|",
             *rows,
             "",
-            f"Budget, all probes together: {budget(sum(s.probe for s in all_settled), PROBES_MS)}. "
-            f"All hooks together: {sum(s.settle for s in all_settled):.1f} ms.",
+        ]
+    )
+
+
+def launcher_text(targets: Sequence[str], rounds: int) -> str:
+    """Return what one process pays that imports all targets in turn, as a launcher of a large model does."""
+    settle_once(*targets)
+    runs = [settle_once(*targets) for _ in range(rounds)]
+    torch, imported, probes, hooks = (
+        statistics.median(run[key] for run in runs) * 1000 for key in ("torch", "import", "probe", "all hooks")
+    )
+    return "\n".join(
+        [
+            "## A launcher that imports all of them",
+            "",
+            f"One process, in turn; each module is parsed once for all probes. {rounds} rounds. Torch takes {torch:.0f} ms and the",
+            f"targets {imported:.0f} ms. All hooks together take {hooks:.1f} ms, {hooks / (torch + imported):.1%} of both.",
+            "",
+            f"Budget, all probes together: {budget(probes, PROBES_MS)}.",
         ]
     )
 
@@ -295,6 +313,8 @@ def main() -> None:
             all_settled.append(settled(target, chosen.target_rounds))
     if all_settled:
         parts.append(targets_table(all_settled, chosen.target_rounds))
+        print("== a launcher that imports all of them", file=sys.stderr, flush=True)
+        parts.append(launcher_text([each.target for each in all_settled], chosen.target_rounds))
     head = "\n".join(
         [
             "# Import cost",
