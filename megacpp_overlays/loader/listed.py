@@ -146,5 +146,11 @@ LISTED: tuple[Listed, ...] = (
         off_by_default=False,
         targets=("megatron.core.transformer.multi_token_prediction",),
     ),
+    Listed(
+        id="mla-rope-key-gradient",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.transformer.multi_latent_attention",),
+    ),
 )
 """Every declaration, by pack and id."""

@@ -1,0 +1,243 @@
+"""Sum the gradient of MLA's rotary keys over the heads of all tensor parallel ranks.
+
+In multi-latent attention the rotary part of a key, `k_pos_emb`, is the same for all heads. Each tensor parallel rank expands it over
+its own heads, and upstream gives back what those want of it. Where each rank has all of the down projection and sequence
+parallelism is off, its replicas then learn different things and drift apart; where it has some of its columns, whoever has
+those of the rotary part learns from its own heads alone. Activations get such gradients, too, and so do all layers below.
+
+Upstream's functions are called as they are. Behind a down projection that each rank has all of, the gradient of its rotary columns
+is summed over ranks. Columns are gathered, as upstream gathers them right after, and with sequence parallelism are cut into parts of
+the sequence, as upstream does with the latent ones: what then arrives is what a down projection of which each rank has
+all gives, and upstream sums that itself. Forwards everything has upstream's bits. One rank, a down projection of which
+each rank has all with sequence parallelism, and whatever needs no gradient go through untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from megacpp_overlays.feature_probes import mla_rope_key_gradient as feature
+from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
+
+
+def _behind(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    def _qkv_down_projection(self: Any, *args: Any, **kwargs: Any) -> Any:
+        q_compressed, kv_combined = original(self, *args, **kwargs)
+        return q_compressed, _of_all_heads(self, kv_combined, module)
+
+    return _qkv_down_projection
+
+
+def _within(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    def get_query_key_value_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def replace(_linear: Any, _given: Any, returned: Any) -> Any:
+            kv_combined, *bias = returned
+            return _of_all_heads(self, kv_combined, module), *bias
+
+        hook = self.linear_kv_down_proj.register_forward_hook(replace)  # nothing else of upstream stands between
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            hook.remove()
+
+    return get_query_key_value_tensors
+
+
+def _of_all_heads(attention: Any, kv_combined: Any, module: ModuleType) -> Any:
+    """Return what a down projection gave, with a gradient of its rotary columns that is the one of all heads.
+
+    Args:
+        attention: whose it is.
+        kv_combined: [s or s / ranks, b, latent and then rotary columns], or of each rank some columns of all that.
+        module: where upstream looks its mappings up.
+    """
+    import torch
+
+    group, config = _group(attention), attention.config
+    if group is None or group.size() == 1 or not torch.is_grad_enabled():
+        return kv_combined
+    if kv_combined.size(-1) != config.kv_lora_rank + config.qk_pos_emb_head_dim:
+        kv_combined = module.gather_from_tensor_model_parallel_region(kv_combined)
+        if config.sequence_parallel:
+            return module.scatter_to_sequence_parallel_region(kv_combined)
+    elif config.sequence_parallel:
+        return kv_combined
+    return _summed().apply(kv_combined, config.kv_lora_rank, group)
+
+
+def _group(attention: Any) -> Any:
+    """Return the tensor parallel group: up to 0.15.3 the one of the process, which is all that upstream knows."""
+    if (group := getattr(attention, "tp_group", None)) is not None:
+        return group
+    from megatron.core.parallel_state import get_tensor_model_parallel_group
+
+    return get_tensor_model_parallel_group(check_initialized=False)
+
+
+@functools.cache
+def _summed() -> Any:
+    """Return the function that hands values on, and sums the gradient of those from some column on over ranks.
+
+    Upstream's `copy_to_tensor_model_parallel_region` behind a split would not do: up to 0.18.2 it returns a gradient that is
+    not contiguous as it was.
+    """
+    import torch
+
+    class SumOfColumns(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, values: Any, first: int, group: Any) -> Any:
+            ctx.first, ctx.group = first, group
+            return values.view_as(values)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            whole = gradients[0].clone(memory_format=torch.contiguous_format)
+            part = whole[..., ctx.first :].contiguous()
+            if ctx.group.size() > 1:
+                torch.distributed.all_reduce(part, group=ctx.group)
+            whole[..., ctx.first :] = part
+            return whole, None, None
+
+    return SumOfColumns
+
+
+class _Group:
+    """Stands for a group of two ranks in a forward pass, and counts how often it is asked in a backward, where it has one."""
+
+    def __init__(self) -> None:
+        self.ranks, self.asked = 2, 0
+
+    def size(self) -> int:
+        self.asked += 1
+        return self.ranks
+
+    def rank(self) -> int:
+        return 0
+
+
+def observe(module: ModuleType) -> Observation:
+    """Run a real attention of one head without sequence parallelism to its keys on the CPU, and back from their rotary part.
+
+    The constructor needs process groups, so the instance is built without it. Nothing is sent: the gradient is
+    right where its sum over the group of ranks is asked for.
+    """
+    import torch
+
+    def linear(wide: int, narrow: int) -> Any:
+        class Linear(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.ones(narrow, wide, device="cpu"))
+
+            def forward(self, values: Any) -> Any:
+                return values @ self.weight.t(), None
+
+        return Linear()
+
+    group, groups = _Group(), SimpleNamespace(cp=_Group(), tp=None)
+    attention = object.__new__(module.MLASelfAttention)
+    torch.nn.Module.__init__(attention)
+    config = SimpleNamespace(
+        q_lora_rank=None,
+        kv_lora_rank=2,
+        qk_head_dim=2,
+        qk_pos_emb_head_dim=2,
+        v_head_dim=2,
+        rope_type="rope",
+        sequence_parallel=False,
+        context_parallel_size=1,
+        apply_rope_fusion=False,
+        rotary_interleaved=False,
+        multi_latent_attention=True,
+    )
+    for name, value in {
+        "config": config,
+        "tp_group": group,
+        "pg_collection": groups,
+        "model_comm_pgs": groups,
+        "num_attention_heads_per_partition": 1,
+        "q_head_dim": 4,
+        "recompute_up_proj": False,
+        "cache_mla_latents": False,
+        "rotary_pos_emb": _Positions(),
+        "linear_q_proj": linear(2, 4),
+        "linear_kv_down_proj": linear(2, 4),
+        "linear_kv_up_proj": linear(2, 4),
+        "q_layernorm": torch.nn.Identity(),
+        "kv_layernorm": torch.nn.Identity(),
+    }.items():
+        setattr(attention, name, value)
+    with torch.enable_grad(), _ranks_known(module):
+        _, key, *_ = attention.get_query_key_value_tensors(torch.ones(2, 1, 2, device="cpu"))
+        group.ranks, group.asked = 1, 0
+        key[..., config.qk_head_dim :].sum().backward()
+    weight = attention.linear_kv_down_proj.weight.grad
+    kept = weight.tolist() == [[0.0, 0.0]] * 2 + [[2.0, 2.0]] * 2
+    how = "asked for" if group.asked else "not asked for"
+    return Observation(
+        broken=not (group.asked and kept),
+        seen=f"the sum over ranks of the gradient of two rotary keys is {how}; that of their weights is {weight.tolist()}",
+    )
+
+
+class _Positions:
+    """Positions that turn nothing."""
+
+    def get_rotary_seq_len(self, _context: Any, _block: Any, values: Any, *_: Any) -> int:
+        return int(values.size(0))
+
+    def __call__(self, length: int, **_: Any) -> Any:
+        import torch
+
+        return torch.zeros(length, 1, 1, 2, device="cpu")
+
+
+class _ranks_known:  # noqa: N801 - a context, written as one
+    """Up to 0.15.3 upstream asks its state of the process how many ranks there are, and raises before that is known."""
+
+    def __init__(self, module: ModuleType) -> None:
+        state = getattr(module, "parallel_state", None)
+        self._state = None if state is None or state.model_parallel_is_initialized() else state
+
+    def __enter__(self) -> None:
+        if self._state is not None:
+            self._state.set_tensor_model_parallel_world_size(2)
+
+    def __exit__(self, *_: object) -> None:
+        if self._state is not None:
+            self._state.set_tensor_model_parallel_world_size(None)
+
+
+OVERLAY = Overlay(
+    id="mla-rope-key-gradient",
+    pack=25,
+    title="Sum the gradient of MLA's shared rotary keys over the heads of all tensor parallel ranks",
+    target=feature.TARGET,
+    probe=feature.probe,
+    replacements={
+        feature.WITHIN: (Replacement(symbol=feature.METHOD, make=_within),),
+        feature.BEHIND: (
+            Replacement(symbol=feature.DOWN, make=_behind),
+            Replacement(symbol=feature.FUSED_DOWN, make=_behind),
+        ),
+    },
+    unsupported={
+        feature.COLUMNS_ALONE: "MLA of megatron-core 0.12 and 0.13 takes whatever is not cut by columns for parts of the sequence: "
+        "take 0.14.0 or newer, or train with one tensor parallel rank"
+    },
+    witness=observe,
+    self_test=observe,
+    opt_in=False,
+    breaks="with tensor parallelism MLA's down projections learn rotary keys from some heads only, and replicas drift apart",
+    retire_when="get_query_key_value_tensors sums the gradient of k_pos_emb over tensor parallel ranks wherever it is not "
+    "gathered from parts of the sequence, down projections that are cut by columns included",
+    threads=(
+        Thread(repository="NVIDIA/Megatron-LM", number=6839, state="open, opened 2026-08-25, seen 2026-11-23"),
+        Thread(repository="NVIDIA/Megatron-LM", number=1699, state="open, opened 2025-07-21, seen 2026-11-23"),
+    ),
+    last_validated="2026-11-23, x86-64 without GPU, torch 2.11.0: megatron-core 0.14.0, 0.16.1, 0.17.1, 0.18.2 and 0.19.2 on two "
+    "and four gloo ranks; 0.12.0 to 0.19.2, main d98e8a64dd and dev d48bd6be0a read",
+)

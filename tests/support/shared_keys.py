@@ -1,0 +1,325 @@
+"""Run in a fresh interpreter: gradients of MLA on tensor parallel ranks, with the overlay and without it; JSON.
+
+    python tests/support/shared_keys.py FOLDER [way ...]
+
+The release is the one that is first on the path. Ranks are forked, and meet in the folder with gloo. Each way is a real
+`MLASelfAttention`, or `FusedMLASelfAttention`, with plain scaled products for its core, and is compared with the same
+attention on one rank, which every rank runs for itself. Then the ranks take a few steps, and replicas are compared.
+
+On the CPU, where Transformer Engine is not installed, Megatron binds none of its replicated linear layers. So the one that its
+specifications for ModelOpt take is bound here, from where Megatron takes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import importlib
+import json
+import multiprocessing
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import megacpp_overlays
+
+# isort: split
+import torch
+
+MODULE = "megatron.core.transformer.multi_latent_attention"
+ID = "mla-rope-key-gradient"
+HIDDEN, HEADS, QUERY_RANK, LATENT, PLAIN, ROTARY, VALUE = 16, 4, 8, 8, 6, 4, 6
+TOKENS, BATCH, STEPS, RATE = 8, 2, 5, 1e-3
+PATIENCE = datetime.timedelta(minutes=10)
+REPLICATED = "linear_q_down_proj", "linear_kv_down_proj", "linear_qkv_down_proj"
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How an attention is built: whether each rank has all of the down projections, or some columns of them."""
+
+    columns: bool = False
+    sequence: bool = False
+    fused: bool = False
+    query_rank: int | None = QUERY_RANK
+    packed: bool = False
+    yarn: bool = False
+
+
+WAYS = {
+    "replicated": Way(),
+    "replicated, queries of full rank": Way(query_rank=None),
+    "replicated, packed": Way(packed=True),
+    "replicated, yarn": Way(yarn=True),
+    "replicated, sequence parallel": Way(sequence=True),
+    "columns": Way(columns=True),
+    "columns, sequence parallel": Way(columns=True, sequence=True),
+    "fused, replicated": Way(fused=True),
+    "fused, columns": Way(fused=True, columns=True),
+    "fused, columns, sequence parallel": Way(fused=True, columns=True, sequence=True),
+}
+RIGHT = ("replicated, sequence parallel",)
+"""What upstream does right."""
+FOUR = ("replicated", "replicated, sequence parallel", "columns", "columns, sequence parallel")
+
+
+class Core(torch.nn.Module):
+    """Causal scaled products: queries and keys [s, b, heads, d], values [s, b, heads, v], packed ones without b."""
+
+    def __init__(self, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query: Any, key: Any, value: Any, _mask: Any = None, **_more: Any) -> Any:
+        packed = query.dim() == 3
+        query, key, value = (each.unsqueeze(1) if packed else each for each in (query, key, value))
+        scores = torch.einsum("sbhd,tbhd->bhst", query, key) * self.scale
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+        found = torch.einsum("bhst,tbhv->sbhv", scores.softmax(-1), value).flatten(2)
+        return found[:, 0] if packed else found
+
+
+def make(module: ModuleType, way: Way, ranks: int) -> Any:
+    """Build an attention on tensor parallel groups as they are; its weights are set later."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    down = ColumnParallelLinear if way.columns else module.Linear
+    config = MLATransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        q_lora_rank=way.query_rank,
+        kv_lora_rank=LATENT,
+        qk_head_dim=PLAIN,
+        qk_pos_emb_head_dim=ROTARY,
+        v_head_dim=VALUE,
+        rope_type="yarn" if way.yarn else "rope",
+        add_bias_linear=False,
+        tensor_model_parallel_size=ranks,
+        sequence_parallel=way.sequence and ranks > 1,
+        use_cpu_initialization=True,
+        apply_rope_fusion=False,
+        **({"transformer_impl": "local"} if hasattr(MLATransformerConfig, "transformer_impl") else {}),
+    )
+    downs = {"linear_qkv_down_proj": down} if way.fused else {"linear_q_down_proj": down, "linear_kv_down_proj": down}
+    submodules = module.MLASelfAttentionSubmodules(
+        linear_q_proj=ColumnParallelLinear,
+        linear_q_up_proj=ColumnParallelLinear,
+        linear_kv_up_proj=ColumnParallelLinear,
+        core_attention=ModuleSpec(module=Core),
+        linear_proj=RowParallelLinear,
+        q_layernorm=IdentityOp,
+        kv_layernorm=IdentityOp,
+        **downs,
+    )
+    cls = module.FusedMLASelfAttention if way.fused else module.MLASelfAttention
+    return cls(config, submodules, layer_number=1)
+
+
+def whole_weights(way: Way) -> dict[str, torch.Tensor]:
+    """Return weights of all ranks together, by the names of the attention that is not fused."""
+    sizes = {
+        "linear_kv_down_proj": (LATENT + ROTARY, HIDDEN),
+        "linear_kv_up_proj": (HEADS * (PLAIN + VALUE), LATENT),
+        "linear_proj": (HIDDEN, HEADS * VALUE),
+    }
+    if way.query_rank is None:
+        sizes["linear_q_proj"] = (HEADS * (PLAIN + ROTARY), HIDDEN)
+    else:
+        sizes |= {"linear_q_down_proj": (QUERY_RANK, HIDDEN), "linear_q_up_proj": (HEADS * (PLAIN + ROTARY), QUERY_RANK)}
+    generator = torch.Generator().manual_seed(25)
+    return {name: torch.randn(*sizes[name], generator=generator) * 0.4 for name in sorted(sizes)}
+
+
+def share(name: str, whole: torch.Tensor, way: Way, ranks: int, rank: int) -> torch.Tensor:
+    """Return what a rank has of a weight."""
+    if name in REPLICATED and not way.columns:
+        return whole
+    return whole.chunk(ranks, dim=1 if name == "linear_proj" else 0)[rank]
+
+
+def held(whole: dict[str, torch.Tensor], way: Way, ranks: int, rank: int) -> dict[str, torch.Tensor]:
+    """Return what a rank has, under the names of its own parameters."""
+    found = {name: share(name, each, way, ranks, rank) for name, each in whole.items()}
+    if way.fused:
+        found["linear_qkv_down_proj"] = torch.cat([found.pop(each) for each in REPLICATED[:2]])
+    return found
+
+
+def fill(attention: Any, weights: dict[str, torch.Tensor]) -> None:
+    parameters = {name.removesuffix(".weight"): each for name, each in attention.named_parameters()}
+    assert parameters.keys() == weights.keys(), (parameters.keys(), weights.keys())
+    with torch.no_grad():
+        for name, each in parameters.items():
+            each.copy_(weights[name])
+
+
+def step(attention: Any, way: Way, group: Any = None) -> dict[str, torch.Tensor]:
+    """Run an attention forwards and backwards, and return its output and gradients, those of parts of the sequence summed."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    generator = torch.Generator().manual_seed(26)
+    shape = (TOKENS, 1 if way.packed else BATCH, HIDDEN)
+    hidden, weights = (torch.randn(*shape, generator=generator) for _ in range(2))
+    apart = group is not None and way.sequence
+    if apart:
+        hidden, weights = (each.chunk(group.size())[group.rank()] for each in (hidden, weights))
+    hidden = hidden.clone().requires_grad_()
+    bounds = torch.tensor([0, TOKENS], dtype=torch.int32)
+    packed = {"qkv_format": "thd", "cu_seqlens_q": bounds, "cu_seqlens_kv": bounds}
+    packed |= {"max_seqlen_q": TOKENS, "max_seqlen_kv": TOKENS}
+    more = {"packed_seq_params": PackedSeqParams(**packed)} if way.packed else {}
+    attention.zero_grad()
+    output, _ = attention(hidden, None, **more)
+    (output * weights).sum().backward()
+    found = {"output": output.detach(), "hidden": hidden.grad}
+    for name, each in attention.named_parameters():
+        slope = each.grad
+        if apart and getattr(each, "sequence_parallel", False):  # as upstream's finalize_model_grads
+            torch.distributed.all_reduce(slope, group=group)
+        found[name.removesuffix(".weight")] = slope.clone()
+    if apart:
+        for name in ("output", "hidden"):
+            parts = [torch.empty_like(found[name]) for _ in range(group.size())]
+            torch.distributed.all_gather(parts, found[name].contiguous(), group=group)
+            found[name] = torch.cat(parts)
+    return found
+
+
+def compared(module: ModuleType, way: Way, ranks: int, true: dict[str, torch.Tensor], group: Any) -> dict[str, Any]:
+    """Compare the gradients of this rank with those on one rank, and its replicas with those of the others after some steps."""
+    attention = make(module, way, ranks)
+    rank = torch.distributed.get_rank()
+    fill(attention, held(whole_weights(way), way, ranks, rank))
+    found = step(attention, way, group)
+    ends = {name: true.pop(name) for name in ("output", "hidden")}
+    expected = {**ends, **held(true, way, ranks, rank)}
+    bits = hashlib.sha256(b"".join(each.contiguous().numpy().tobytes() for each in found.values())).hexdigest()[:16]
+    output = hashlib.sha256(found["output"].contiguous().numpy().tobytes()).hexdigest()[:16]
+    down = "linear_qkv_down_proj" if way.fused else "linear_kv_down_proj"
+    return {
+        "down apart": apart(found[down], expected[down]),
+        "others apart": max(apart(found[name], expected[name]) for name in expected.keys() - {down, "hidden"}),
+        "hidden apart": apart(found["hidden"], expected["hidden"]),
+        "bits": bits,
+        "output bits": output,
+        "replicas apart": 0.0 if way.columns else drift(attention, way, group, down),
+    }
+
+
+def drift(attention: Any, way: Way, group: Any, down: str) -> float:
+    """Return how far replicas of a down projection are from each other after some steps, of the largest weight."""
+    optimizer = torch.optim.SGD(attention.parameters(), lr=RATE)
+    for _ in range(STEPS):
+        for name, each in step(attention, way, group).items():
+            if name not in {"output", "hidden"}:
+                attention.get_parameter(f"{name}.weight").grad = each
+        optimizer.step()
+    mine = attention.get_parameter(f"{down}.weight").detach()
+    all_of_them = [torch.empty_like(mine) for _ in range(group.size())]
+    torch.distributed.all_gather(all_of_them, mine, group=group)
+    return max(apart(each, all_of_them[0]) for each in all_of_them)
+
+
+def apart(found: torch.Tensor, true: torch.Tensor) -> float:
+    """Return the largest difference, of the largest value."""
+    return float((found - true).abs().max() / true.abs().max())
+
+
+def alone(module: ModuleType, way: Way) -> dict[str, torch.Tensor]:
+    """Return what the attention that is not fused does on one rank."""
+    way = dataclasses.replace(way, fused=False, sequence=False)
+    attention = make(module, way, 1)
+    fill(attention, whole_weights(way))
+    return step(attention, way)
+
+
+@contextlib.contextmanager
+def ranks_of(ranks: int) -> Iterator[None]:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def on_rank(module: ModuleType, ranks: int, names: list[str], rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    meet = f"file://{folder}/meet-{ranks}"
+    torch.distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=ranks, timeout=PATIENCE)
+    with ranks_of(1):
+        true = {name: alone(module, WAYS[name]) for name in names}
+    from megatron.core import parallel_state
+
+    report: dict[str, Any] = {}
+    with ranks_of(ranks):
+        group = parallel_state.get_tensor_model_parallel_group()
+        for state in ("on", "off"):
+            report[state] = {
+                name: compared(module, WAYS[name], ranks, dict(true[name]), group) for name in names
+            }
+            megacpp_overlays.undo()
+    (folder / f"{ranks}-{rank}.json").write_text(json.dumps(report))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def on_ranks(module: ModuleType, ranks: int, names: list[str], folder: Path) -> list[Any]:
+    """Return what each forked rank found."""
+    context = multiprocessing.get_context("fork")
+    started = [context.Process(target=on_rank, args=(module, ranks, names, each, folder)) for each in range(ranks)]
+    for each in started:
+        each.start()
+    for each in started:
+        each.join()
+    return [json.loads((folder / f"{ranks}-{each}.json").read_text()) for each in range(ranks)]
+
+
+def prepare() -> ModuleType:
+    """Return the module, with Megatron's replicated linear layer bound in it, and rotary tables made on the CPU."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    module = importlib.import_module(MODULE)
+    module.Linear = importlib.import_module("megatron.core.post_training.modelopt.layers").Linear
+    if not isinstance(module.TELinear, type):
+        module.HAVE_TE = False  # 0.16.1 says that it has the class, and there is a mock
+    return module
+
+
+def names_for(module: ModuleType, names: tuple[str, ...]) -> list[str]:
+    """Return those ways that a release can go: its fused attention, and with which down projections."""
+    fused = getattr(module, "FusedMLASelfAttention", None)
+    code = fused and fused._qkv_down_projection
+    shares = code is not None and "get_pg_size" in getattr(code, "__wrapped__", code).__code__.co_names
+    return [
+        name for name in names if not WAYS[name].fused or (fused is not None and WAYS[name].columns == shares)
+    ]
+
+
+def main() -> None:
+    """Answer on standard output."""
+    folder, *ways = sys.argv[1:]
+    module = prepare()
+    record = next((each for each in megacpp_overlays.audit().records if each.overlay.id == ID), None)
+    report: dict[str, Any] = {
+        "decision": record and record.decision.value,
+        "reason": record and record.reason,
+        "2": on_ranks(module, 2, names_for(module, tuple(ways) or tuple(WAYS)), Path(folder)),
+        "4": on_ranks(module, 4, names_for(module, tuple(ways) or FOUR), Path(folder)),
+    }
+    sys.stdout.write(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
