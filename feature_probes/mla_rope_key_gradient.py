@@ -24,7 +24,7 @@ import ast
 from megacpp_overlays.feature_probes.definitions import plain_class, plain_function, words
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
 from megacpp_overlays.feature_probes.known_bodies import check_known, plain_subclass
-from megacpp_overlays.feature_probes.repairs import judged
+from megacpp_overlays.feature_probes.repairs import Repairs, judged
 from megacpp_overlays.model import Evidence, Finding, Target
 from megacpp_overlays.source.fingerprint import fingerprint
 from megacpp_overlays.source.trees import ModuleSource, SourceTree
@@ -32,9 +32,7 @@ from megacpp_overlays.source.trees import ModuleSource, SourceTree
 _BASE, _CLASS, _FUSED = "MultiLatentAttention", "MLASelfAttention", "FusedMLASelfAttention"
 METHOD = f"{_CLASS}.get_query_key_value_tensors"
 DOWN, FUSED_DOWN = f"{_CLASS}._qkv_down_projection", f"{_FUSED}._qkv_down_projection"
-TARGET = Target(
-    distribution="megatron-core", module="megatron.core.transformer.multi_latent_attention", symbol=METHOD
-)
+TARGET = Target(distribution="megatron-core", module="megatron.core.transformer.multi_latent_attention", symbol=METHOD)
 MAPPINGS = "megatron.core.tensor_parallel.mappings"
 FINALIZE = "megatron.core.distributed.finalize_model_grads"
 COLUMNS_ALONE = "local-heads-of-columns"
@@ -126,7 +124,9 @@ _PLACES = (
     *(f"{MAPPINGS}:{name}" for name in (_COPY, "_CopyToModelParallelRegion", *_MAPPINGS)),
     *(f"{FINALIZE}:{name}" for name in _SUMS),
 )
-"""Where a repair like the one that is proposed has to be read. No tree has one yet."""
+"""Where a repair like the one that is proposed has to be read."""
+_REPAIRED: Repairs = {}
+"""No tree has one yet."""
 
 
 def probe(tree: SourceTree) -> Finding:
@@ -142,7 +142,7 @@ def probe(tree: SourceTree) -> Finding:
         raise unknown(source, cls, f"{_CLASS} has no {METHOD.rpartition('.')[2]}")
     if _COPY in words(source.syntax):
         seen = at(source, method, f"{_COPY} is used, which sums gradients over ranks")
-        return judged(tree, {}, seen, places=_PLACES)
+        return judged(tree, _REPAIRED, seen, places=_PLACES)
     body = fingerprint(method)
     read_in = _COLUMNS_ALONE.get(body) or _WITHIN.get(body) or _BEHIND.get(body)
     if read_in is None:

@@ -140,17 +140,13 @@ def observe(module: ModuleType) -> Observation:
     group, groups = _Group(), SimpleNamespace(cp=_Group(), tp=None)
     attention = object.__new__(module.MLASelfAttention)
     torch.nn.Module.__init__(attention)
-    config = SimpleNamespace(
-        q_lora_rank=None,
+    config = _Config(
         kv_lora_rank=2,
         qk_head_dim=2,
         qk_pos_emb_head_dim=2,
         v_head_dim=2,
         rope_type="rope",
-        sequence_parallel=False,
         context_parallel_size=1,
-        apply_rope_fusion=False,
-        rotary_interleaved=False,
         multi_latent_attention=True,
     )
     for name, value in {
@@ -170,7 +166,7 @@ def observe(module: ModuleType) -> Observation:
         "kv_layernorm": torch.nn.Identity(),
     }.items():
         setattr(attention, name, value)
-    with torch.enable_grad(), _ranks_known(module):
+    with torch.enable_grad(), _RanksAreKnown(module):
         _, key, *_ = attention.get_query_key_value_tensors(torch.ones(2, 1, 2, device="cpu"))
         group.ranks, group.asked = 1, 0
         key[..., config.qk_head_dim :].sum().backward()
@@ -181,6 +177,13 @@ def observe(module: ModuleType) -> Observation:
         broken=not (group.asked and kept),
         seen=f"the sum over ranks of the gradient of two rotary keys is {how}; that of their weights is {weight.tolist()}",
     )
+
+
+class _Config(SimpleNamespace):
+    """Has None for whatever else upstream asks for; upstream's own would warn of what it is about to give up."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 class _Positions:
@@ -195,7 +198,7 @@ class _Positions:
         return torch.zeros(length, 1, 1, 2, device="cpu")
 
 
-class _ranks_known:  # noqa: N801 - a context, written as one
+class _RanksAreKnown:
     """Up to 0.15.3 upstream asks its state of the process how many ranks there are, and raises before that is known."""
 
     def __init__(self, module: ModuleType) -> None:

@@ -35,6 +35,7 @@ from megacpp_overlays.feature_probes import (
     mamba3_siso_pipelining,
     mamba_packed_seq_idx,
     megatron_cuda_on_import,
+    mla_rope_key_gradient,
     mtp_roll_padded_boundaries,
     packed_params,
     tilelang_bulk_copy_rank,
@@ -285,6 +286,29 @@ def rolling() -> str:
     helper = "def _boundaries(params, padded):\n    return params.cu_seqlens_q if padded is None else padded\n"
     before = "def _roll_tensor_packed_seq("
     return text.replace(taken, made).replace(before, f"{helper}\n\n{before}", 1)
+
+
+def summing() -> str:
+    """Let the attention of the newest release sum the gradient of its rotary keys wherever they are not gathered."""
+    text = released("megatron_core-0.19.2", mla_rope_key_gradient.TARGET.module)
+    imported = "    gather_from_sequence_parallel_region,\n"
+    text = text.replace(imported, f"    copy_to_tensor_model_parallel_region,\n{imported}", 1)
+    before = "        if packed_seq_params is not None:\n            # If sequence packing, TE expect"
+    made = (
+        "        if _is_cut(self, kv_combined) or not self.config.sequence_parallel:\n"
+        "            k_pos_emb = copy_to_tensor_model_parallel_region(k_pos_emb, group=self.tp_group)\n\n"
+    )
+    text = text.replace(before, made + before, 1)
+    kept = "        if kv_combined.size(-1) != self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim:\n"
+    text = text.replace(kept, f"        is_cut = _is_cut(self, kv_combined)\n{kept}", 1)
+    text = text.replace("if _is_cut(self, kv_combined) or not", "if is_cut or not", 1)
+    helper = (
+        "def _is_cut(attention, kv_combined):\n    config = attention.config\n"
+        "    return kv_combined.size(-1) != config.kv_lora_rank + config.qk_pos_emb_head_dim\n\n\n"
+    )
+    return text.replace(
+        "@dataclass\nclass MLASelfAttentionSubmodules", f"{helper}@dataclass\nclass MLASelfAttentionSubmodules", 1
+    )
 
 
 DISPATCHER = """
@@ -549,6 +573,31 @@ CASES = {
             "not handed on": ("    if packed_seq_params is not None:\n        return _roll", "    if packed_seq_params is not None and FLAG:\n        return _roll"),
             "decorated": ("def _roll_tensor_packed_seq(", "@of_old\ndef _roll_tensor_packed_seq("),
             "set from outside": appended("roll_tensor = of_old"),
+        },
+        tree=lambda: archive("megatron_core-0.19.2"),
+    ),
+    "rotary keys": Case(
+        mla_rope_key_gradient,
+        mla_rope_key_gradient.TARGET.module,
+        lambda: {
+            mla_rope_key_gradient.TARGET.module: summing(),
+            mla_rope_key_gradient.MAPPINGS: released("megatron_core-0.19.2", mla_rope_key_gradient.MAPPINGS),
+        },
+        {
+            "not for columns": ("        if is_cut or not self.config.sequence_parallel:\n", "        if not self.config.sequence_parallel:\n"),
+            "never cut": ("    return kv_combined.size(-1) != config", "    return kv_combined.size(-1) > config"),
+            "asked too late": ("        is_cut = _is_cut(self, kv_combined)\n", "        is_cut = False\n"),
+            "under a flag": ("        if is_cut or not", "        if FLAG and is_cut or not"),
+            "another group": ("(k_pos_emb, group=self.tp_group)\n\n        if packed", "(k_pos_emb, group=self.pg_collection.cp)\n\n        if packed"),
+            "copied and not used": ("            k_pos_emb = copy_to", "            copied = copy_to"),
+            "detached behind": ("        kv_compressed = apply_module(self.kv_layernorm)(kv_compressed)\n", "        kv_compressed = apply_module(self.kv_layernorm)(kv_compressed)\n        k_pos_emb = k_pos_emb.detach() + older(k_pos_emb)\n"),
+            "copy from elsewhere": ("    copy_to_tensor_model_parallel_region,\n", "    identity as copy_to_tensor_model_parallel_region,\n"),
+            "helper shadowed": ("class FusedMLASelfAttention(", "_is_cut = never\n\n\nclass FusedMLASelfAttention("),
+            "decorated": ("    def get_query_key_value_tensors(", "    @of_old\n    def get_query_key_value_tensors("),
+            "set from outside": appended("MLASelfAttention.get_query_key_value_tensors = of_old"),
+            "nothing is summed": (mla_rope_key_gradient.MAPPINGS, "return _reduce(grad_output, ctx.group), None", "return grad_output, None"),
+            "summed by no rank": (mla_rope_key_gradient.MAPPINGS, "    torch.distributed.all_reduce(input_", "    torch.distributed.broadcast(input_"),
+            "parts keep their own": (mla_rope_key_gradient.MAPPINGS, "    tensor_parallel_output_grad=True,\n    group=None,", "    tensor_parallel_output_grad=False,\n    group=None,"),
         },
         tree=lambda: archive("megatron_core-0.19.2"),
     ),
