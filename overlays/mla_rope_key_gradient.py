@@ -86,7 +86,7 @@ def _summed() -> Any:
     """
     import torch
 
-    class SumOfColumns(torch.autograd.Function):
+    class SumOfColumns(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
         def forward(ctx: Any, values: Any, first: int, group: Any) -> Any:
             ctx.first, ctx.group = first, group
@@ -127,15 +127,10 @@ def observe(module: ModuleType) -> Observation:
     import torch
 
     def linear(wide: int, narrow: int) -> Any:
-        class Linear(torch.nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.weight = torch.nn.Parameter(torch.ones(narrow, wide, device="cpu"))
-
-            def forward(self, values: Any) -> Any:
-                return values @ self.weight.t(), None
-
-        return Linear()
+        layer = torch.nn.Identity()  # a linear layer would draw from the random numbers of the process
+        layer.weight = torch.nn.Parameter(torch.ones(narrow, wide, dtype=torch.float32, device="cpu"))
+        layer.register_forward_hook(lambda layer, given, _: (given[0] @ layer.weight.t(), None))
+        return layer
 
     group, groups = _Group(), SimpleNamespace(cp=_Group(), tp=None)
     attention = object.__new__(module.MLASelfAttention)
@@ -167,7 +162,7 @@ def observe(module: ModuleType) -> Observation:
     }.items():
         setattr(attention, name, value)
     with torch.enable_grad(), _RanksAreKnown(module):
-        _, key, *_ = attention.get_query_key_value_tensors(torch.ones(2, 1, 2, device="cpu"))
+        _, key, *_ = attention.get_query_key_value_tensors(torch.ones(2, 1, 2, dtype=torch.float32, device="cpu"))
         group.ranks, group.asked = 1, 0
         key[..., config.qk_head_dim :].sum().backward()
     weight = attention.linear_kv_down_proj.weight.grad
@@ -195,7 +190,7 @@ class _Positions:
     def __call__(self, length: int, **_: Any) -> Any:
         import torch
 
-        return torch.zeros(length, 1, 1, 2, device="cpu")
+        return torch.zeros(length, 1, 1, 2, dtype=torch.float32, device="cpu")
 
 
 class _RanksAreKnown:

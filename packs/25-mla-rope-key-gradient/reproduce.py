@@ -15,7 +15,6 @@ import multiprocessing
 import tempfile
 import warnings
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from megacpp_overlays.repro import Behaviour, Case, TargetAbsent
@@ -66,7 +65,7 @@ def _on_ranks(ways: list[tuple[bool, bool]]) -> list[list[Any]]:
     return [list(each) for each in zip(*found, strict=True)]
 
 
-def _on_rank(module: ModuleType, ways: list[tuple[bool, bool]], rank: int, folder: str) -> None:
+def _on_rank(module: Any, ways: list[tuple[bool, bool]], rank: int, folder: str) -> None:
     import torch
     from megatron.core import parallel_state
 
@@ -124,7 +123,7 @@ def _gradients(attention: Any) -> dict[str, Any]:
     return {name.removesuffix(".weight"): each.grad.clone() for name, each in attention.named_parameters()}
 
 
-def _build(module: ModuleType, *, columns: bool, parts: bool, ranks: int) -> Any:
+def _build(module: Any, *, columns: bool, parts: bool, ranks: int) -> Any:
     """Return an attention that has its share of the same weights, whatever the number of ranks."""
     import torch
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -132,7 +131,7 @@ def _build(module: ModuleType, *, columns: bool, parts: bool, ranks: int) -> Any
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    class Core(torch.nn.Module):
+    class Core(torch.nn.Module):  # type: ignore[misc]
         def __init__(self, softmax_scale: float, **_: Any) -> None:
             super().__init__()
             self.scale = softmax_scale
@@ -183,7 +182,7 @@ def _build(module: ModuleType, *, columns: bool, parts: bool, ranks: int) -> Any
     return attention
 
 
-def _module() -> ModuleType:
+def _module() -> Any:
     """Return the module of the attention, its tables made on the CPU.
 
     Raises:
@@ -194,7 +193,7 @@ def _module() -> ModuleType:
     warnings.simplefilter("ignore")
     torch.cuda.current_device = lambda: torch.device("cpu")
     try:
-        module = importlib.import_module(MODULE)
+        module: Any = importlib.import_module(MODULE)
     except ModuleNotFoundError as error:
         if not MODULE.startswith(str(error.name)):
             raise

@@ -51,6 +51,7 @@ EXPECTED = {
     "mamba3-mimo-reduce-layout": (S, ("absent", "absent", "absent", "absent", "retired", "gated")),
     "mamba3-siso-pipelining": (S, ("absent", "absent", "absent", "absent", "gated", "gated")),
     "megatron-cuda-on-import": (M, ("absent",) * 6),
+    "mla-rope-key-gradient": (M, ("active",) * 6),
     "mtp-roll-padded-boundaries": (M, ("active",) * 6),
     "tilelang-bulk-copy-rank": (S, ("absent", "absent", "absent", "absent", "absent", "retired")),
     "tilelang-grouped-reduce": (T, ("retired", "absent", "absent", "absent", "retired", "retired")),
