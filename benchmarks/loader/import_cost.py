@@ -269,7 +269,6 @@ def targets_table(all_settled: list[Settled], rounds: int) -> str:
             "| settle/(target+torch) | modules loaded |",
             "|---|---|---|---|---|---|---|---|---|---|",
             *rows,
-            "",
         ]
     )
 

@@ -36,7 +36,7 @@ def only(session: Session) -> Record:
 
 @pytest.mark.parametrize("error", ["KeyboardInterrupt", "MemoryError"])
 def test_an_error_at_any_line_leaves_what_can_be_repeated_and_is_told(error: str) -> None:
-    """Half of the lines of the loader that each of seven scenarios executes, the first time that it does."""
+    """Every line of the loader that one of seven scenarios executes, and of those of several a third in each, the first time."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, SUPPORT)))}
     command = [sys.executable, "-W", "ignore", str(SUPPORT / "interrupted.py"), error]
 

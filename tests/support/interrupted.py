@@ -1,7 +1,8 @@
 """Interrupt the loader at every line, and say what is then not true.
 
-Run as a program with the name of an error, it raises that at every second line that a scenario executes, at the other half
-of them in the next scenario; with `--all` at each line, the first and the last time. A process of its own, because the loader walks over the heap, which is small here.
+Run as a program with the name of an error, it raises that at every line that a scenario executes and none before it did, and
+at every third of the others; with `--all` at each line in each scenario, the first and the last time. A process of its own,
+because the loader walks over the heap, which is small here.
 """
 
 from __future__ import annotations
@@ -177,14 +178,23 @@ SCENARIOS = {
 Scenario = Callable[["World"], tuple[Callable[[], Any], Decision]]
 
 
-def points(upstream: Upstream, scenario: Scenario, half: int | None) -> list[tuple[Place, int]]:
-    """Return the lines that a scenario executes, with the first and the last time that it does so; or half of the first."""
+def points(upstream: Upstream, scenario: Scenario, done: set[Place] | None) -> list[tuple[Place, int]]:
+    """Return the lines of a scenario at which to raise, and the how many-th time that it comes there.
+
+    Args:
+        upstream: what it is about.
+        scenario: what is done to it.
+        done: lines of earlier scenarios, of which one in three is enough, and to which these are added; None is every line
+            the first and the last time.
+    """
     world, injector = World(upstream), Injector()
     work, _ = scenario(world)
     _run(work, injector)
     world.close()
-    if half is not None:
-        return [(place, 1) for number, place in enumerate(injector.seen) if number % 2 == half]
+    if done is not None:
+        chosen = [place for number, place in enumerate(injector.seen) if place not in done or number % 3 == 0]
+        done.update(injector.seen)
+        return [(place, 1) for place in chosen]
     return [(place, turn) for place, count in injector.seen.items() for turn in {1, count}]
 
 
@@ -260,8 +270,9 @@ def main() -> None:
     gc.freeze()
     gc.get_freeze_count = lambda: 0
     aliases._modules = lambda: [each for name, each in sys.modules.items() if name.partition(".")[0] == NAME]
-    for number, name in enumerate(names, list(ERRORS).index(error)):
-        where = points(upstream, SCENARIOS[name], None if "--all" in words else number % 2)
+    done: set[Place] | None = None if "--all" in words else set()
+    for name in names:
+        where = points(upstream, SCENARIOS[name], done)
         sys.stdout.write(f"{name}: {error} at {len(where)} points\n")
         for problem in problems(upstream, SCENARIOS[name], ERRORS[error], where):
             sys.stdout.write(f"  {problem}\n")
