@@ -27,11 +27,15 @@ from megacpp_overlays.cli import (
     wave,
     witness,
 )
+from megacpp_overlays.cli.commands import Subparsers
 from megacpp_overlays.errors import OverlayError
+from megacpp_overlays.near_names import suggestion
 from megacpp_overlays.terminal_text import PlainStream
 from megacpp_overlays.version import VERSION
 
 CLEAN, CONFLICT, USAGE = 0, 1, 2
+NOBODY_READS = 141
+"""What a shell says of a command that SIGPIPE ended: whoever reads has seen enough, and nobody knows of a conflict."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,7 +58,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         *(repro, receipts, pack, wave),
     ):
         command.add_to(commands)
-    chosen = parser.parse_args(arguments)
+    chosen = _parse(parser, commands, sys.argv[1:] if arguments is None else arguments)
     try:
         outcome: bool | int = chosen.run(chosen)
         sys.stdout.flush()
@@ -64,7 +68,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except BrokenPipeError:
         # Whoever reads, such as `head`, has seen enough. Python flushes once more at its end, which must not raise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return CONFLICT
+        return NOBODY_READS
     except OSError as error:  # a file that was named cannot be read or written
         where = f"{error.filename}: " if error.filename is not None else ""
         print(f"megacpp-overlays: {where}{error.strerror or error}", file=sys.stderr)
@@ -72,3 +76,17 @@ def _run(arguments: Sequence[str] | None) -> int:
     if isinstance(outcome, bool):
         return CLEAN if outcome else CONFLICT
     return outcome
+
+
+def _parse(parser: argparse.ArgumentParser, commands: Subparsers, words: Sequence[str]) -> argparse.Namespace:
+    """Parse words, or end with wrong usage: of a command or an option that is misspelt it says which is near."""
+    known = list(commands.choices)
+    if words and not words[0].startswith("-") and words[0] not in known:
+        parser.error(f"there is no command {words[0]}; {suggestion(words[0], known)}")
+    chosen, unknown = parser.parse_known_args(words)
+    if unknown:
+        command = commands.choices[words[0]]
+        options = [each for each in command._option_string_actions if each.startswith("--")]  # noqa: SLF001 - no other name
+        near = f"; {suggestion(unknown[0], options)}" if unknown[0].startswith("-") else ""
+        command.error(f"{' '.join(unknown)}: nothing here takes it{near}")
+    return chosen

@@ -30,6 +30,7 @@ Exit codes are the same for all commands, except where the text of a command has
 | 0 | clean: nothing to do, nothing wrong |
 | 1 | a conflict, a failed check, or something to do |
 | 2 | wrong usage, or a setting that is not known |
+| 141 | whoever reads the output closed it |
 
 Every command arms the overlays of its environment first, as any import of the package does. Commands that need the
 extra `upkeep` say so when it is missing.

@@ -70,6 +70,26 @@ def test_wrong_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture
     assert "usage: megacpp-overlays" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["audti"], "there is no command audti; did you mean audit?"),
+        (["led"], "there is no command led; did you mean ledger?"),
+        (["audit", "--jsn"], "--jsn: nothing here takes it; did you mean --json?"),
+        (["repro", "9", "--kep", "x", "--quite"], "--quite: nothing here takes it"),
+        (["compare", "a", "b", "c"], "c: nothing here takes it\n"),
+    ],
+)
+def test_of_what_is_misspelt_the_nearest_one_is_named(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
+
+
 def test_ledger_prints_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "RETIREMENT.md"
 
@@ -101,7 +121,7 @@ def test_ledger_says_what_can_be_deleted_here(
 def test_an_error_of_ours_is_one_line_and_exit_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(_: object) -> bool:
+    def fail(*_: object) -> bool:
         raise sessions.RegistryError("double-fix is declared twice")
 
     monkeypatch.setattr("megacpp_overlays.cli.audit.run", fail)
@@ -136,11 +156,11 @@ def test_a_wrong_setting_in_a_launcher_raises_at_import() -> None:
 
 
 @pytest.mark.parametrize("command", ["ledger", "receipts --check"])  # more than Python keeps back, and less
-def test_a_reader_that_has_seen_enough_is_no_traceback(command: str) -> None:
-    line = f"{shlex.quote(sys.executable)} -W ignore -m megacpp_overlays {command} | true"
+def test_a_reader_that_has_seen_enough_is_no_traceback_and_no_conflict(command: str) -> None:
+    line = f'{shlex.quote(sys.executable)} -W ignore -m megacpp_overlays {command} | true; exit "${{PIPESTATUS[0]}}"'
 
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, cwd="/")
 
-    assert done.returncode == 0
+    assert done.returncode == 141
     assert "Traceback" not in done.stderr
     assert "BrokenPipeError" not in done.stderr

@@ -1,0 +1,98 @@
+"""What a job asks of the decisions in an audit before it may start, and which of it does not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.loader.audit import Audit
+from megacpp_overlays.model import Decision, Erratum, Record
+from megacpp_overlays.near_names import suggestion
+
+_DECISIONS = tuple(each.value for each in Decision)
+_CHANGES_NOTHING = {Decision.ABSENT, Decision.ARMED, Decision.DISABLED, Decision.RETIRED}
+"""What an overlay may be that nobody expected: upstream runs as it is, and nothing has to be done."""
+
+
+class Requirement(NamedTuple):
+    """The decisions of which one has to be taken about an overlay or a gate, in every part of it that counts."""
+
+    id: str
+    decisions: tuple[str, ...]
+
+
+class Unmet(NamedTuple):
+    """A decision that is not what was asked for."""
+
+    id: str
+    wanted: str
+    found: str
+    reason: str
+    """Why it is as it is, in the words of the audit; empty where there is no such decision."""
+
+    def __str__(self) -> str:
+        """Return it in one line."""
+        because = f": {self.reason}" if self.reason else ""
+        return f"{self.id} has to be {self.wanted} and is {self.found}{because}"
+
+
+def parse(text: str, overlays: Sequence[Erratum]) -> Requirement:
+    """Return the requirement of `ID=DECISION` or `ID=DECISION,DECISION`.
+
+    Raises:
+        UpkeepError: it has another form, or there is no such overlay or decision; the text has the nearest one.
+    """
+    name, sign, given = text.partition("=")
+    wanted = tuple(given.split(","))
+    if not sign or not given:
+        raise UpkeepError(f"{text}: ID=DECISION is wanted, such as {overlays[0].id}=active")
+    if name not in (known := {each.id for each in overlays}):
+        raise UpkeepError(f"{text}: there is no overlay {name}; {suggestion(name, sorted(known))}")
+    if unknown := [each for each in wanted if each not in _DECISIONS]:
+        raise UpkeepError(f"{text}: there is no decision {unknown[0]!r}; {suggestion(unknown[0], _DECISIONS)}")
+    return Requirement(name, wanted)
+
+
+def unmet(requirements: Sequence[Requirement], audit: Audit) -> tuple[Unmet, ...]:
+    """Return the requirements that an audit does not meet, in their order."""
+    return tuple(_unmet(requirements, audit))
+
+
+def _unmet(requirements: Sequence[Requirement], audit: Audit) -> Iterator[Unmet]:
+    for wanted in requirements:
+        for record in audit.decisions:
+            if record.overlay.id == wanted.id and record.decision.value not in wanted.decisions:
+                yield Unmet(wanted.id, " or ".join(wanted.decisions), record.decision.value, record.reason)
+
+
+def unexpected(kept: Mapping[str, Any], audit: Audit) -> tuple[Unmet, ...]:
+    """Return the overlays and gates about which something else was decided than in a kept audit.
+
+    One that the kept audit does not know may be new in this package: it is unexpected where it changes something, or wants
+    something done.
+
+    Args:
+        kept: `audit().as_dict()` of another run, as `audit_diff.read` returns it.
+        audit: this one.
+    """
+    return tuple(_unexpected(kept, audit))
+
+
+def _unexpected(kept: Mapping[str, Any], audit: Audit) -> Iterator[Unmet]:
+    expected: dict[str, set[str]] = {}
+    for each in kept["decisions"]:
+        expected.setdefault(each["id"], set()).add(each["decision"])
+    found: dict[str, list[Record]] = {}
+    for record in audit.decisions:
+        found.setdefault(record.overlay.id, []).append(record)
+    for name in dict.fromkeys([*expected, *found]):
+        wanted = " and ".join(sorted(expected.get(name, ())))
+        records = found.get(name, [])
+        decisions = {each.decision.value for each in records}
+        if name not in expected:
+            others = [each for each in records if each.decision not in _CHANGES_NOTHING]
+            yield from (Unmet(name, "in the kept audit", each.decision.value, each.reason) for each in others[:1])
+        elif decisions != expected[name]:
+            reason = next((each.reason for each in records if each.decision.value not in expected[name]), "")
+            yield Unmet(name, wanted, " and ".join(sorted(decisions)) or "not in this package", reason)

@@ -1,0 +1,199 @@
+"""`megacpp-overlays audit` before a job: what must hold, what held last time, and an environment that is not the launcher's."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_up import FIXED_TEXT, Upstream, gate_of
+
+from megacpp_overlays import cli
+from megacpp_overlays.loader import session as sessions
+from megacpp_overlays.loader.audit import SCHEMA
+from megacpp_overlays.loader.session import Session
+from megacpp_overlays.loader.settings import Mode
+from megacpp_overlays.model import Target
+
+SessionMaker = Callable[..., Session]
+UNKNOWN = "def double(x):\n    return 2 * x + 1\n"
+
+
+@pytest.fixture
+def arm(session: SessionMaker, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make a session the one of this process."""
+
+    def make(*declared: Any, **settings: Any) -> None:
+        made = session(*declared, **settings)
+        made.arm()
+        monkeypatch.setattr(sessions, "current", lambda: made)
+
+    return make
+
+
+@pytest.fixture
+def kept(upstream: Upstream, tmp_path: Path) -> Callable[..., Path]:
+    """Write an audit as it was kept once: decisions by id."""
+
+    def write(**decisions: str) -> Path:
+        rows = [
+            {"id": name.replace("_", "-"), "target": f"{upstream.module_name}.double", "decision": decision}
+            for name, decision in decisions.items()
+        ]
+        path = tmp_path / "kept.json"
+        path.write_text(json.dumps({"schema": SCHEMA, "decisions": rows}))
+        return path
+
+    return write
+
+
+# --require
+
+
+@pytest.mark.parametrize("asked", ["double-fix=active", "double-fix=retired,active"])
+def test_what_is_required_and_so_is_no_news(
+    upstream: Upstream, arm: Callable[..., None], asked: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arm(upstream.overlay())
+
+    assert cli.main(["audit", "--require", asked]) == 0
+    assert "has to be" not in capsys.readouterr().err
+
+
+def test_what_is_required_and_not_so_is_named_with_its_reason_behind_the_audit(
+    upstream: Upstream, arm: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    upstream.write(FIXED_TEXT)
+    arm(upstream.overlay(), gate_of(upstream))
+
+    asked = ("--require", "double-fix=active", "--require", "double-trouble=absent,retired")
+    assert cli.main(["audit", *asked]) == 4
+
+    said = capsys.readouterr()
+    assert "double-fix" in said.out
+    [line] = [each for each in said.err.splitlines() if each.startswith("megacpp-overlays: ")]
+    assert line.startswith("megacpp-overlays: double-fix has to be active and is retired: read: return x + x")
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("double-fxi=active", "there is no overlay double-fxi; did you mean double-fix?"),
+        ("double-fix=actve", "there is no decision 'actve'; did you mean active?"),
+        ("double-fix=active,", "there is no decision ''"),
+        ("double-fix", "ID=DECISION is wanted, such as double-fix=active"),
+        ("double-fix=", "ID=DECISION is wanted"),
+    ],
+)
+def test_what_cannot_be_required_is_wrong_usage_and_nothing_is_imported(
+    upstream: Upstream, arm: Callable[..., None], asked: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arm(upstream.overlay())
+
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["audit", "--require", asked])
+
+    assert caught.value.code == 2
+    assert f"--require {asked}: {says}" in capsys.readouterr().err
+    assert upstream.module_name not in sys.modules
+
+
+# --expect
+
+
+def test_an_audit_that_was_kept_is_what_the_next_one_may_be_held_against(
+    upstream: Upstream, arm: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arm(upstream.overlay(), gate_of(upstream))
+    assert cli.main(["audit", "--json"]) == 0
+    path = tmp_path / "lane.json"
+    path.write_text(capsys.readouterr().out)
+
+    assert cli.main(["audit", "--expect", str(path)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("decisions", "says"),
+    [
+        ({"double_fix": "retired"}, "double-fix has to be retired and is active: return x + x + 1"),
+        ({"double_fix": "active", "gone": "active"}, "gone has to be active and is not in this package"),
+        ({"other": "absent"}, "double-fix has to be in the kept audit and is active"),
+    ],
+    ids=["another decision", "an overlay that is gone", "a new one that changes something"],
+)
+def test_what_is_not_as_it_was_kept_is_named(
+    upstream: Upstream,
+    arm: Callable[..., None],
+    kept: Callable[..., Path],
+    decisions: dict[str, str],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arm(upstream.overlay())
+
+    assert cli.main(["audit", "--expect", str(kept(**decisions))]) == 4
+    assert f"megacpp-overlays: {says}" in capsys.readouterr().err
+
+
+def test_a_new_overlay_that_changes_nothing_is_not_unexpected(
+    upstream: Upstream, arm: Callable[..., None], kept: Callable[..., Path]
+) -> None:
+    upstream.write(FIXED_TEXT)
+    arm(upstream.overlay())
+
+    assert cli.main(["audit", "--expect", str(kept())]) == 0
+
+
+@pytest.mark.parametrize("text", [None, "{}", "not JSON"], ids=["no file", "no audit", "no JSON"])
+def test_a_file_that_is_no_audit_is_wrong_usage(
+    upstream: Upstream, arm: Callable[..., None], tmp_path: Path, text: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arm(upstream.overlay())
+    path = tmp_path / "kept.json"
+    if text is not None:
+        path.write_text(text)
+
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["audit", "--expect", str(path)])
+
+    assert caught.value.code == 2
+    assert f"--expect {path} " in capsys.readouterr().err
+
+
+def test_a_conflict_comes_before_what_was_asked_for(
+    upstream: Upstream, arm: Callable[..., None], kept: Callable[..., Path]
+) -> None:
+    upstream.write(UNKNOWN)
+    arm(upstream.overlay())
+
+    assert cli.main(["audit", "--require", "double-fix=active"]) == 1
+    assert cli.main(["audit", "--expect", str(kept(double_fix="conflict"))]) == 1
+
+
+# An environment that is not the launcher's
+
+
+@pytest.mark.parametrize("mode", [Mode.AUTO, Mode.STRICT])
+def test_where_nothing_is_that_overlays_are_about_an_audit_is_not_green(
+    upstream: Upstream, arm: Callable[..., None], mode: Mode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nowhere = Target(distribution="nowhere", module="nowhere.at.all", symbol="double")
+    arm(upstream.overlay(target=nowhere), mode=mode)
+
+    assert cli.main(["audit"]) == 3
+
+    said = capsys.readouterr()
+    assert "absent" in said.out
+    assert (
+        "none of the packages is here that overlays are about (nowhere); run the audit with the Python of" in said.err
+    )
+
+
+def test_a_package_without_its_target_is_here_all_the_same(upstream: Upstream, arm: Callable[..., None]) -> None:
+    gone = Target(distribution=upstream.name, module=f"{upstream.name}.gone.since", symbol="double")
+    arm(upstream.overlay(target=gone))
+
+    assert cli.main(["audit"]) == 0
