@@ -155,12 +155,6 @@ def _arm_at_import() -> None:
     except registry.HalfImportedPluginError as error:
         # The plugin imports this package: it is armed when the last line of the plugin has been executed.
         import_hooks.when_complete(error.module, _arm_at_import)
-    except SettingsError as error:
-        # The command line promises exit code 2 for wrong usage, but importing its package comes first.
-        if not _is_own_command(sys.orig_argv):
-            raise
-        _say(f"megacpp-overlays: {error}")
-        sys.exit(2)
 
 
 def _write_receipts(folder: str) -> None:
@@ -186,5 +180,6 @@ def _is_own_command(argv: list[str]) -> bool:
     return as_module or any(word.endswith("/megacpp-overlays") for word in argv[1:2])
 
 
-_arm_at_import()
+if not _is_own_command(sys.orig_argv):  # a command arms what it is about, and most are about none of this process
+    _arm_at_import()
 vars(sys).setdefault("_megacpp_overlays", sys.modules[__name__])  # what a second import of this package leads to

@@ -28,7 +28,7 @@ from megacpp_overlays.cli import (
     witness,
 )
 from megacpp_overlays.cli.commands import Subparsers
-from megacpp_overlays.errors import OverlayError
+from megacpp_overlays.errors import OverlayError, SettingsError
 from megacpp_overlays.near_names import suggestion
 from megacpp_overlays.terminal_text import PlainStream
 from megacpp_overlays.version import VERSION
@@ -64,7 +64,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         sys.stdout.flush()
     except OverlayError as error:
         print(f"megacpp-overlays: {error}", file=sys.stderr)
-        return CONFLICT
+        return USAGE if isinstance(error, SettingsError) else CONFLICT
     except BrokenPipeError:
         # Whoever reads, such as `head`, has seen enough. Python flushes once more at its end, which must not raise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -71,6 +71,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(f"--require {error}")
     except AuditFileError as error:
         parser.error(f"--expect {error}")
+    current.arm()
     if arguments.witness:
         attempts = witness.witness(current, WitnessOptions(packs=inventory.own_folder(), settings=current.settings))
         print(*map(witness.line, attempts), sep="\n", end="\n" if attempts else "", file=sys.stderr)

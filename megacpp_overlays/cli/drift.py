@@ -62,6 +62,8 @@ def run(arguments: argparse.Namespace) -> bool:
     from megacpp_overlays.repro import inventory  # noqa: PLC0415
     from megacpp_overlays.upkeep.drift import accounts, drift, drift_report, installations, substitutions  # noqa: PLC0415
 
+    if arguments.modules:
+        session.current().arm()  # what the launcher's plugin meets in a run
     substitutions.bring_in(arguments.modules)  # first: a launcher may change where packages are found
     overlays = session.current().overlays
     entries = accounts.read(arguments.packs or inventory.own_folder())

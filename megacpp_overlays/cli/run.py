@@ -56,7 +56,10 @@ def run(words: Sequence[str], parser: argparse.ArgumentParser) -> bool:
 
 
 def _become(words: Sequence[str]) -> NoReturn:
-    from megacpp_overlays.processes.children import child_environment  # noqa: PLC0415 - the other commands do not need it
+    from megacpp_overlays.loader import session  # noqa: PLC0415 - the other commands do not need them
+    from megacpp_overlays.processes.children import child_environment  # noqa: PLC0415
+
+    session.current().arm()  # it says what waits, and what is started next is its child and does not say it again
 
     sys.stdout.flush()
     sys.stderr.flush()

@@ -32,8 +32,8 @@ Exit codes are the same for all commands, except where the text of a command has
 | 2 | wrong usage, or a setting that is not known |
 | 141 | whoever reads the output closed it |
 
-Every command arms the overlays of its environment first, as any import of the package does. Commands that need the
-extra `upkeep` say so when it is missing.
+`audit`, `run` and `drift --import` arm the overlays of their process; the other commands replace nothing in it. Commands that
+need the extra `upkeep` say so when it is missing.
 """
 
 

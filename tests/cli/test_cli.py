@@ -148,6 +148,22 @@ def test_the_module_form_works_and_a_wrong_setting_is_wrong_usage() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "command", [["--help"], ["--version"], ["audit", "--help"], ["ledger"], ["receipts", "--check"]]
+)
+def test_a_command_that_is_not_about_its_own_process_arms_nothing_in_it(command: list[str]) -> None:
+    done = run("-W", "ignore", "-m", "megacpp_overlays", *command)
+
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", [["--help"], ["--version"]])
+def test_help_is_given_whatever_the_settings_are(command: list[str]) -> None:
+    done = run("-m", "megacpp_overlays", *command, MEGACPP_OVERLAYS="atuo")
+
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_wrong_setting_in_a_launcher_raises_at_import() -> None:
     wrong = run("-c", "import megacpp_overlays", MEGACPP_OVERLAY_LIGER="off")
 
