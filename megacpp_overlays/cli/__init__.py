@@ -19,6 +19,7 @@ from megacpp_overlays.cli import (
     pack,
     receipts,
     reference,
+    report,
     repro,
     retire,
     run,
@@ -53,7 +54,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     parser.add_argument("--version", action="version", version=f"megacpp_overlays {VERSION}")
     commands = parser.add_subparsers(metavar="command", required=True)
     for command in (
-        *(audit, witness, compare, run, checkpoint),
+        *(audit, witness, compare, run, checkpoint, report),
         *(ledger, reference, matrix, triage, drift, sweep, retire),
         *(repro, receipts, pack, wave),
     ):
