@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -32,6 +31,7 @@ from typing import Any
 from megacpp_overlays.feature_probes import float16_mixer_parameters as feature
 from megacpp_overlays.fp32_marks import MARK, keep_in_fp32
 from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Thread
+from megacpp_overlays.runtime.in_this_thread import Instead, answer
 from megacpp_overlays.source.trees import SourceTree
 
 
@@ -108,29 +108,13 @@ def _on_the_cpu(module: ModuleType) -> Iterator[None]:
     """Let a constructor of this module, in this thread, build on the CPU; CUDA is neither asked nor initialised."""
     names = vars(module)
     torch, tracker = names["torch"], names["get_cuda_rng_tracker"]
-    here = threading.get_ident()
-
-    def chosen(ours: Callable[[], Any], theirs: Callable[[], Any]) -> Callable[[], Any]:
-        return lambda: ours() if threading.get_ident() == here else theirs()
-
-    cuda = _Instead(torch.cuda, current_device=chosen(lambda: "cpu", torch.cuda.current_device))
-    names["torch"] = _Instead(torch, cuda=cuda)
-    names["get_cuda_rng_tracker"] = chosen(lambda: SimpleNamespace(fork=contextlib.nullcontext), tracker)
+    cuda = Instead(torch.cuda, current_device=answer(lambda: "cpu", torch.cuda.current_device))
+    names["torch"] = Instead(torch, cuda=cuda)
+    names["get_cuda_rng_tracker"] = answer(lambda: SimpleNamespace(fork=contextlib.nullcontext), tracker)
     try:
         yield
     finally:
         names["torch"], names["get_cuda_rng_tracker"] = torch, tracker
-
-
-class _Instead:
-    """A module with some of its names replaced, for whoever holds this object."""
-
-    def __init__(self, module: ModuleType, **replaced: Any) -> None:
-        self._module = module
-        vars(self).update(replaced)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
 
 
 def _part(mixer: feature.Mixer, probe: Callable[[SourceTree], Finding]) -> Overlay:
