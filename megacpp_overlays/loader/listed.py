@@ -152,5 +152,11 @@ LISTED: tuple[Listed, ...] = (
         off_by_default=False,
         targets=("megatron.core.transformer.multi_latent_attention",),
     ),
+    Listed(
+        id="tp-label-smoothing",
+        installs=True,
+        off_by_default=True,
+        targets=("megatron.core.tensor_parallel.cross_entropy",),
+    ),
 )
 """Every declaration, by pack and id."""

@@ -55,6 +55,7 @@ EXPECTED = {
     "mtp-roll-padded-boundaries": (M, ("active",) * 6),
     "tilelang-bulk-copy-rank": (S, ("absent", "absent", "absent", "absent", "absent", "retired")),
     "tilelang-grouped-reduce": (T, ("retired", "absent", "absent", "absent", "retired", "retired")),
+    "tp-label-smoothing": (M, ("disabled",) * 6),
     "tilelang-zero-extent-iterator": (T, ("gated", "absent", "absent", "absent", "gated", "retired")),
 }
 """Distribution and decision by overlay, the decisions in the order of the lanes."""
@@ -230,7 +231,7 @@ SCHEMA_1: dict[str, Any] = {
     "additionalProperties": False,
 }
 """Schema 1, for as long as `audit.SCHEMA` is 1: checkpoints and trackers hold audits of older versions."""
-SMALL = 24 * 1024
+SMALL = 28 * 1024
 """Bytes of JSON that a checkpoint's metadata and a tracker's config take without a thought."""
 
 

@@ -38,6 +38,7 @@ from megacpp_overlays.feature_probes import (
     tilelang_bulk_copy_rank,
     tilelang_grouped_reduce,
     tilelang_zero_extent_iterator,
+    tp_label_smoothing,
 )
 from megacpp_overlays.model import Verdict
 from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
@@ -278,6 +279,23 @@ CASES = {
             "another gather": ("    gather_from_tensor_model_parallel_region,\n", "    all_gather_last_dim_from_tensor_parallel_region as gather_from_tensor_model_parallel_region,\n"),
             "once gradients are there": (mla_rope_key_gradient.FINALIZE, "                    config.qk_layernorm and (\"q_layernorm\" in name or \"k_layernorm\" in name)\n", "                    config.qk_layernorm and (\"q_layernorm\" in name or \"k_layernorm\" in name)\n                    or \"kv_down_proj\" in name\n"),
             "refused": ("        qkv_linear_manager = off_interface(", "        assert self.config.sequence_parallel or self.config.tensor_model_parallel_size == 1\n        qkv_linear_manager = off_interface("),
+        },
+        tree=megatron,
+    ),
+    "smoothed labels": Otherwise(
+        tp_label_smoothing,
+        tp_label_smoothing.TARGET.module,
+        edits={
+            "by a helper": ("mean_log_probs = log_probs.mean(dim=-1)", "mean_log_probs = mean_over_ranks(log_probs, tp_group)"),
+            "gathered by the entry": ("    return _VocabParallelCrossEntropy.apply(", "    if label_smoothing > 0:\n        return smoothed(gathered(vocab_parallel_logits, tp_group), target, label_smoothing)\n    return _VocabParallelCrossEntropy.apply("),
+            "by another function": ("    return _VocabParallelCrossEntropy.apply(", "    return SmoothedCrossEntropy.apply("),
+            "from logits": ("            mean_log_probs = log_probs.mean(dim=-1)\n", "            mean_log_probs = mean_logits - torch.log(sum_exp_logits)\n"),
+            "refused": ("            assert 1.0 > label_smoothing > 0.0\n", "            assert 1.0 > label_smoothing > 0.0\n            assert world_size == 1\n"),
+            "not smoothed": ("        vocab_size = exp_logits.size(-1)\n", "        vocab_size = exp_logits.size(-1)\n        label_smoothing = label_smoothing if world_size == 1 else 0.0\n"),
+            "the count alone": ("        vocab_size = exp_logits.size(-1)\n", "        vocab_size = exp_logits.size(-1) * world_size\n"),
+            "the gradient alone": ("label_smoothing, vocab_size = ctx.label_smoothing, ctx.vocab_size", "label_smoothing, vocab_size = ctx.label_smoothing, whole_vocabulary(ctx)"),
+            "by what is normalised": ("        return exp_logits, loss\n\n    @staticmethod", "        return Smoothed(exp_logits), loss\n\n    @staticmethod"),
+            "from the outside": appended("_VocabParallelCrossEntropy.forward = staticmethod(smoothed(_VocabParallelCrossEntropy.forward))"),
         },
         tree=megatron,
     ),

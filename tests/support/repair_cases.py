@@ -42,6 +42,7 @@ from megacpp_overlays.feature_probes import (
     tilelang_grouped_reduce,
     tilelang_sums,
     tilelang_zero_extent_iterator,
+    tp_label_smoothing,
 )
 from megacpp_overlays.feature_probes.repairs import Repairs
 from megacpp_overlays.fp32_marks import MAMBA3, MAMBA3_ALWAYS, MAMBA3_MIMO
@@ -309,6 +310,19 @@ def summing() -> str:
     return text.replace(
         "@dataclass\nclass MLASelfAttentionSubmodules", f"{helper}@dataclass\nclass MLASelfAttentionSubmodules", 1
     )
+
+
+def smoothing() -> str:
+    """Let the newest release count the classes of all ranks, and sum their log-probabilities."""
+    text = released("megatron_core-0.19.2", tp_label_smoothing.TARGET.module)
+    summed = [
+        "mean_log_probs = log_probs.sum(dim=-1)",
+        "torch.distributed.all_reduce(mean_log_probs, group=tp_group)",
+        "mean_log_probs = mean_log_probs / vocab_size",
+    ]
+    mean = "            mean_log_probs = log_probs.mean(dim=-1)\n"
+    text = text.replace(mean, "".join(f"            {line}\n" for line in summed))
+    return text.replace("vocab_size = exp_logits.size(-1)\n", "vocab_size = exp_logits.size(-1) * world_size\n")
 
 
 DISPATCHER = """
@@ -598,6 +612,28 @@ CASES = {
             "nothing is summed": (mla_rope_key_gradient.MAPPINGS, "return _reduce(grad_output, ctx.group), None", "return grad_output, None"),
             "summed by no rank": (mla_rope_key_gradient.MAPPINGS, "    torch.distributed.all_reduce(input_", "    torch.distributed.broadcast(input_"),
             "parts keep their own": (mla_rope_key_gradient.MAPPINGS, "    tensor_parallel_output_grad=True,\n    group=None,", "    tensor_parallel_output_grad=False,\n    group=None,"),
+        },
+        tree=lambda: archive("megatron_core-0.19.2"),
+    ),
+    "smoothed labels": Case(
+        tp_label_smoothing,
+        tp_label_smoothing.TARGET.module,
+        lambda: {tp_label_smoothing.TARGET.module: smoothing()},
+        {
+            "own classes counted": ("exp_logits.size(-1) * world_size", "exp_logits.size(-1)"),
+            "own classes for the gradient": ("ctx.vocab_size = label_smoothing, vocab_size", "ctx.vocab_size = label_smoothing, exp_logits.size(-1)"),
+            "own classes in the backward pass": ("label_smoothing, vocab_size = ctx.label_smoothing, ctx.vocab_size", "label_smoothing, vocab_size = ctx.label_smoothing, softmax.size(-1)"),
+            "divided by the own classes": ("mean_log_probs = mean_log_probs / vocab_size", "mean_log_probs = mean_log_probs / exp_logits.size(-1)"),
+            "summed and not used": ("loss - smoothing * mean_log_probs", "loss - smoothing * log_probs.mean(dim=-1)"),
+            "in another group": ("all_reduce(mean_log_probs, group=tp_group)", "all_reduce(mean_log_probs)"),
+            "the greatest": ("all_reduce(mean_log_probs, group", "all_reduce(mean_log_probs, op=torch.distributed.ReduceOp.MAX, group"),
+            "under a flag": ("            torch.distributed.all_reduce(mean_log_probs", "            if FLAG:\n                torch.distributed.all_reduce(mean_log_probs"),
+            "of what was normalised by the rank": ("            sum_exp_logits, op=torch", "            sum_exp_logits.clone(), op=torch"),
+            "not normalised": ("        exp_logits.div_(sum_exp_logits.unsqueeze(dim=-1))\n", ""),
+            "decorated": ("class _VocabParallelCrossEntropy(", "@of_old\nclass _VocabParallelCrossEntropy("),
+            "another function applied": ("return _VocabParallelCrossEntropy.apply(", "return older.apply("),
+            "set from outside": appended("_VocabParallelCrossEntropy.backward = of_old"),
+            "ranges of another kind": ("megatron.core.tensor_parallel.utils", "index_f = rank * per_partition_vocab_size", "index_f = rank"),
         },
         tree=lambda: archive("megatron_core-0.19.2"),
     ),

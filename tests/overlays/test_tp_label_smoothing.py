@@ -1,0 +1,225 @@
+"""Real cross entropy with label smoothing on tensor parallel ranks with the overlay: it is what one rank computes.
+
+What is measured is in `smoothed_losses.py`, which runs in an interpreter of its own for each release, and forks ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import threading
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import warm_python
+from places import HANG_S, SUPPORT
+
+from megacpp_overlays.feature_probes.tp_label_smoothing import OWN_SHARE_OF_A_GROUP, TARGET
+from megacpp_overlays.loader import seams
+from megacpp_overlays.overlays.tp_label_smoothing import OVERLAY
+
+pytestmark = pytest.mark.upstream
+
+ALONE, SHARED = "1", ("2", "4")
+ONE_GROUP, ANY_GROUP = ("0.14.0", "0.18.2"), "0.19.2"
+ROUNDING = 2e-6
+HALF = 0.004
+"""Of a gradient below 1 in bfloat16."""
+
+
+def facts_of(folder: Path, *more: str, release: Path | None = None, **variables: str) -> Any:
+    path = os.pathsep.join(str(each) for each in (release, SUPPORT) if each is not None)
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
+    words = ["-W", "ignore", SUPPORT / "smoothed_losses.py", folder, *more]
+    done = warm_python.run(words, env, after=warm_python.MEGATRON, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def off(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the newest release does by itself."""
+    return facts_of(tmp_path_factory.mktemp("off"))
+
+
+@pytest.fixture(scope="module", params=[*ONE_GROUP, ANY_GROUP])
+def on(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]
+) -> tuple[str, Any]:
+    """A release, and what it does with the overlay."""
+    release = tmp_path_factory.mktemp(f"megatron-{request.param}")
+    zipfile.ZipFile(wheel("megatron-core", request.param)).extractall(release)
+    more = ["compiled"] if request.param == ANY_GROUP else []
+    return request.param, facts_of(tmp_path_factory.mktemp("on"), *more, release=release, **{OVERLAY.variable: "on"})
+
+
+def test_upstream_has_another_loss_on_each_rank_and_gradients_that_push_all_classes(off: Any) -> None:
+    assert off["decision"] == "disabled"
+    for ranks in SHARED:
+        every = [rank[ranks] for rank in off["ranks"]]
+        assert len({tuple(rank["losses"]["0.1"]) for rank in every}) == int(ranks)
+        assert max(rank["apart"]["0.1"][0] for rank in every) > 0.01
+        assert max(rank["apart"]["0.1"][1] for rank in every) > 0.001
+        assert sum(rank["sum"] for rank in every) < -0.1
+    assert max(max(rank[ALONE]["apart"]["0.1"]) for rank in off["ranks"]) < ROUNDING
+
+
+def test_losses_and_gradients_of_two_and_four_ranks_are_the_plain_ones(on: tuple[str, Any]) -> None:
+    _, found = on
+
+    assert found["decision"] == "active", found["reason"]
+    for rank in found["ranks"]:
+        for ranks in (ALONE, *SHARED):
+            for losses, slopes in rank[ranks]["apart"].values():
+                assert max(losses, slopes) < ROUNDING
+            assert rank[ranks]["bfloat16"][0] < ROUNDING
+            assert rank[ranks]["bfloat16"][1] < HALF
+
+
+def test_all_ranks_have_the_same_losses_and_gradients_that_add_up_to_nothing(on: tuple[str, Any]) -> None:
+    _, found = on
+
+    for ranks in SHARED:
+        every = [rank[ranks] for rank in found["ranks"]]
+        assert all(rank["losses"] == every[0]["losses"] for rank in every)
+        assert abs(sum(rank["sum"] for rank in every[: int(ranks)])) < ROUNDING
+
+
+def test_what_one_rank_computes_is_the_measure_where_a_class_is_of_no_rank_too(on: tuple[str, Any]) -> None:
+    _, found = on
+    losses, slopes = (torch.tensor(each) for each in found["ranks"][0][ALONE]["of no rank"])
+
+    for ranks in SHARED:
+        every = [rank[ranks]["of no rank"] for rank in found["ranks"][: int(ranks)]]
+        for each, _ in every:
+            torch.testing.assert_close(torch.tensor(each), losses, rtol=0, atol=ROUNDING)
+        together = torch.cat([torch.tensor(share) for _, share in every], dim=-1)
+        torch.testing.assert_close(together, slopes, rtol=0, atol=ROUNDING)
+
+
+def test_where_probabilities_round_to_zero_losses_are_as_infinite_as_on_one_rank(on: tuple[str, Any]) -> None:
+    _, found = on
+
+    expected = found["ranks"][0][ALONE]["far"]
+    assert "inf" in expected[0]
+    assert expected[1]
+    assert all(rank[ranks]["far"] == expected for rank in found["ranks"] for ranks in SHARED)
+
+
+def test_without_smoothing_and_on_one_rank_it_is_upstream_s_bit_for_bit(on: tuple[str, Any], off: Any) -> None:
+    _, found = on
+
+    for with_it, alone in zip(found["ranks"], off["ranks"], strict=True):
+        assert with_it[ALONE]["bits"] == alone[ALONE]["bits"]
+        for ranks in (ALONE, *SHARED):
+            assert with_it[ranks]["without smoothing"] == alone[ranks]["without smoothing"]
+            assert with_it[ranks]["refused"] == alone[ranks]["refused"] == "AssertionError"
+
+
+def test_a_group_that_the_caller_gives_is_the_one_that_is_asked(on: tuple[str, Any]) -> None:
+    release, found = on
+
+    for rank in found["ranks"]:
+        for ranks in (ALONE, *SHARED):
+            if release == ANY_GROUP:
+                assert rank[ranks]["given"] == rank[ranks]["bits"]
+                assert rank[ranks]["given, alone"] == rank[ALONE]["bits"]
+            else:
+                assert "given" not in rank[ranks]
+
+
+def test_compiled_it_is_one_graph_as_upstream_s_is(on: tuple[str, Any]) -> None:
+    release, found = on
+
+    compiled = [rank["compiled"] for rank in found["ranks"] if "compiled" in rank]
+    assert len(compiled) == (4 if release == ANY_GROUP else 0)
+    for each in compiled:
+        assert each["graphs"] == 1
+        assert max(each["apart"]) < ROUNDING
+
+
+# In this process
+
+
+@pytest.fixture
+def module() -> ModuleType:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
+        return importlib.import_module(TARGET.module)
+
+
+@contextlib.contextmanager
+def repaired(module: ModuleType) -> Iterator[None]:
+    (replacement,) = OVERLAY.replacements[OWN_SHARE_OF_A_GROUP]
+    owner, name = seams.resolve(module, replacement.symbol)
+    placed = seams.replace(owner, name, lambda f: replacement.make(f, module), overlay_id=OVERLAY.id)
+    try:
+        yield
+    finally:
+        placed.undo()
+
+
+def test_the_witness_sees_the_defect_and_the_self_test_its_absence_and_neither_leaves_a_trace(
+    module: ModuleType,
+) -> None:
+    before = dict(vars(module))
+
+    assert OVERLAY.witness is not None
+    assert OVERLAY.witness(module).broken
+    with repaired(module):
+        assert not OVERLAY.self_test(module).broken
+        with torch.inference_mode():
+            assert not OVERLAY.self_test(module).broken
+    assert OVERLAY.witness(module).broken
+    assert dict(vars(module)) == before
+
+
+def test_a_self_test_answers_its_own_thread_alone(module: ModuleType) -> None:
+    """Another thread that asks while it runs gets the real functions, which know no ranks here."""
+    entry = module.vocab_parallel_cross_entropy
+    said: list[str] = []
+
+    def elsewhere() -> None:
+        try:
+            entry(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), 0.1)
+        except (AssertionError, ValueError) as error:
+            said.append(type(error).__name__)
+
+    def and_meanwhile(*args: Any) -> Any:
+        other = threading.Thread(target=elsewhere)
+        other.start()
+        other.join()
+        return entry(*args)
+
+    module.vocab_parallel_cross_entropy = and_meanwhile
+    try:
+        with repaired(module):
+            assert not OVERLAY.self_test(module).broken
+    finally:
+        module.vocab_parallel_cross_entropy = entry
+    assert len(said) == 2
+
+
+def test_a_loss_that_smooths_too_much_or_in_one_pass_alone_fails_the_self_test(module: ModuleType) -> None:
+    function = vars(module)[TARGET.symbol.partition(".")[0]]
+    right = module.vocab_parallel_cross_entropy
+
+    with repaired(module):
+        forward = function.forward
+        for spoilt in (
+            lambda ctx, *args: forward(ctx, *args) * 1.01,
+            lambda ctx, *args: (forward(ctx, *args), setattr(ctx, "vocab_size", 2))[0],
+        ):
+            function.forward = staticmethod(spoilt)
+            assert OVERLAY.self_test(module).broken
+        function.forward = staticmethod(forward)
+        assert not OVERLAY.self_test(module).broken
+    assert module.vocab_parallel_cross_entropy is right
