@@ -86,8 +86,18 @@ def _parse(parser: argparse.ArgumentParser, commands: Subparsers, words: Sequenc
         parser.error(f"there is no command {words[0]}; {suggestion(words[0], known)}")
     chosen, unknown = parser.parse_known_args(words)
     if unknown:
-        command = commands.choices[words[0]]
+        command = _command(parser, words)
         options = [each for each in command._option_string_actions if each.startswith("--")]  # noqa: SLF001 - no other name
-        near = f"; {suggestion(unknown[0], options)}" if unknown[0].startswith("-") else ""
-        command.error(f"{' '.join(unknown)}: nothing here takes it{near}")
+        near = f"; {suggestion(unknown[0], options)}" if unknown[0].startswith("--") else ""
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
     return chosen
+
+
+def _command(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser of the command, or of the command of a command, that words name."""
+    for action in parser._actions:  # noqa: SLF001 - no other name
+        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - no other name
+            for number, word in enumerate(words):
+                if word in action.choices:
+                    return _command(action.choices[word], words[number + 1 :])
+    return parser

@@ -57,9 +57,13 @@ def run(words: Sequence[str], parser: argparse.ArgumentParser) -> bool:
 
 def _become(words: Sequence[str]) -> NoReturn:
     from megacpp_overlays.loader import session  # noqa: PLC0415 - the other commands do not need them
+    from megacpp_overlays.processes.child_reports import write_receipts  # noqa: PLC0415
     from megacpp_overlays.processes.children import child_environment  # noqa: PLC0415
 
-    session.current().arm()  # it says what waits, and what is started next is its child and does not say it again
+    current = session.current()
+    current.arm()  # it says what waits, and what is started next is its child and does not say it again
+    if folder := current.settings.receipts:  # which children do not make
+        write_receipts(current, folder, make=not current.settings.parent_is_armed)
 
     sys.stdout.flush()
     sys.stderr.flush()

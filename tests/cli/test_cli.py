@@ -75,9 +75,12 @@ def test_wrong_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture
     [
         (["audti"], "there is no command audti; did you mean audit?"),
         (["led"], "there is no command led; did you mean ledger?"),
-        (["audit", "--jsn"], "--jsn: nothing here takes it; did you mean --json?"),
-        (["repro", "9", "--kep", "x", "--quite"], "--quite: nothing here takes it"),
-        (["compare", "a", "b", "c"], "c: nothing here takes it\n"),
+        (["audit", "--jsn"], "audit: error: unrecognized arguments: --jsn; did you mean --json?"),
+        (
+            ["pack", "approve", "9", "--pakcs", "x"],
+            "approve: error: unrecognized arguments: --pakcs x; did you mean --packs?",
+        ),
+        (["compare", "a", "b", "c"], "compare: error: unrecognized arguments: c\n"),
     ],
 )
 def test_of_what_is_misspelt_the_nearest_one_is_named(
