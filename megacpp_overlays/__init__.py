@@ -14,7 +14,6 @@ Raises at import:
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import sys
@@ -150,29 +149,13 @@ def verify_ranks(group: Any = None, timeout: float | timedelta = 300.0) -> Audit
 def _arm_at_import() -> None:
     try:
         arm()
-        if folder := current().settings.receipts:
-            _write_receipts(folder)
+        if current().settings.receipts:
+            from megacpp_overlays.processes.child_reports import write_receipts_that_are_asked_for  # noqa: PLC0415
+
+            write_receipts_that_are_asked_for(current())
     except registry.HalfImportedPluginError as error:
         # The plugin imports this package: it is armed when the last line of the plugin has been executed.
         import_hooks.when_complete(error.module, _arm_at_import)
-
-
-def _write_receipts(folder: str) -> None:
-    from megacpp_overlays.processes.child_reports import write_receipts  # noqa: PLC0415
-
-    is_child = current().settings.parent_is_armed
-    try:
-        write_receipts(current(), folder, make=not is_child)
-    except SettingsError as error:
-        # A child did not ask for it and may run as somebody else: it works on, and whoever demands its receipt is told.
-        if not is_child:
-            raise
-        _say(f"[megacpp_overlays] {error}")
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(Exception):  # a stderr that is closed or broken
-        print(text, file=sys.stderr)
 
 
 def _is_own_command(argv: list[str]) -> bool:

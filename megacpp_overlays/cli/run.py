@@ -57,13 +57,12 @@ def run(words: Sequence[str], parser: argparse.ArgumentParser) -> bool:
 
 def _become(words: Sequence[str]) -> NoReturn:
     from megacpp_overlays.loader import session  # noqa: PLC0415 - the other commands do not need them
-    from megacpp_overlays.processes.child_reports import write_receipts  # noqa: PLC0415
+    from megacpp_overlays.processes.child_reports import write_receipts_that_are_asked_for  # noqa: PLC0415
     from megacpp_overlays.processes.children import child_environment  # noqa: PLC0415
 
     current = session.current()
     current.arm()  # it says what waits, and what is started next is its child and does not say it again
-    if folder := current.settings.receipts:  # which children do not make
-        write_receipts(current, folder, make=not current.settings.parent_is_armed)
+    write_receipts_that_are_asked_for(current)  # into a folder that children do not make
 
     sys.stdout.flush()
     sys.stderr.flush()

@@ -112,6 +112,25 @@ class _ReceiptWriter:
 _writer: _ReceiptWriter | None = None
 
 
+def write_receipts_that_are_asked_for(session: Session) -> None:
+    """Write receipts into the folder that the environment names, if it names one.
+
+    Raises:
+        SettingsError: see `write_receipts`; of a child it is said and no error.
+    """
+    settings = session.settings
+    if not settings.receipts:
+        return
+    try:
+        write_receipts(session, settings.receipts, make=not settings.parent_is_armed)
+    except SettingsError as error:
+        # A child did not ask for it and may run as somebody else: it works on, and whoever demands its receipt is told.
+        if not settings.parent_is_armed:
+            raise
+        with contextlib.suppress(Exception):  # a stderr that is closed or broken
+            sys.stderr.write(f"[megacpp_overlays] {error}\n")
+
+
 def write_receipts(session: Session, folder: str | Path, *, make: bool = True) -> None:
     """Write a receipt of this process into a folder now and after each decision; forked children do the same.
 
