@@ -231,7 +231,7 @@ SCHEMA_1: dict[str, Any] = {
     "additionalProperties": False,
 }
 """Schema 1, for as long as `audit.SCHEMA` is 1: checkpoints and trackers hold audits of older versions."""
-SMALL = 28 * 1024
+SMALL = 64 * 1024
 """Bytes of JSON that a checkpoint's metadata and a tracker's config take without a thought."""
 
 
