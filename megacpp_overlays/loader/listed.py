@@ -158,5 +158,11 @@ LISTED: tuple[Listed, ...] = (
         off_by_default=True,
         targets=("megatron.core.tensor_parallel.cross_entropy",),
     ),
+    Listed(
+        id="mtp-token-counts-local",
+        installs=True,
+        off_by_default=True,
+        targets=("megatron.core.transformer.multi_token_prediction",),
+    ),
 )
 """Every declaration, by pack and id."""

@@ -53,6 +53,7 @@ EXPECTED = {
     "megatron-cuda-on-import": (M, ("absent",) * 6),
     "mla-rope-key-gradient": (M, ("active",) * 6),
     "mtp-roll-padded-boundaries": (M, ("active",) * 6),
+    "mtp-token-counts-local": (M, ("disabled",) * 6),
     "tilelang-bulk-copy-rank": (S, ("absent", "absent", "absent", "absent", "absent", "retired")),
     "tilelang-grouped-reduce": (T, ("retired", "absent", "absent", "absent", "retired", "retired")),
     "tp-label-smoothing": (M, ("disabled",) * 6),

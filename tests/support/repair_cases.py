@@ -37,6 +37,7 @@ from megacpp_overlays.feature_probes import (
     megatron_cuda_on_import,
     mla_rope_key_gradient,
     mtp_roll_padded_boundaries,
+    mtp_token_counts_local,
     packed_params,
     tilelang_bulk_copy_rank,
     tilelang_grouped_reduce,
@@ -325,6 +326,20 @@ def smoothing() -> str:
     return text.replace("vocab_size = exp_logits.size(-1)\n", "vocab_size = exp_logits.size(-1) * world_size\n")
 
 
+def counting() -> str:
+    """Let the newest release sum the tokens of the main loss and of each further prediction over ranks."""
+    text = released("megatron_core-0.19.2", mtp_token_counts_local.TARGET.module)
+    start = "            num_tokens_safe = torch.clamp(num_tokens, min=1)\n"
+    summed = [
+        "counts = torch.stack([original_num_tokens, num_tokens]).float()",
+        "group = parallel_state.get_data_parallel_group(with_context_parallel=True)",
+        "torch.distributed.all_reduce(counts, group=group)",
+        "num_tokens_safe = torch.clamp(counts[1], min=1)",
+    ]
+    text = text.replace(start, "".join(f"            {line}\n" for line in summed))
+    return text.replace("(original_num_tokens / num_tokens_safe)", "(counts[0] / num_tokens_safe)")
+
+
 DISPATCHER = """
 import torch
 from transformer_engine.pytorch import QuantizedTensor
@@ -587,6 +602,28 @@ CASES = {
             "not handed on": ("    if packed_seq_params is not None:\n        return _roll", "    if packed_seq_params is not None and FLAG:\n        return _roll"),
             "decorated": ("def _roll_tensor_packed_seq(", "@of_old\ndef _roll_tensor_packed_seq("),
             "set from outside": appended("roll_tensor = of_old"),
+        },
+        tree=lambda: archive("megatron_core-0.19.2"),
+    ),
+    "tokens of predictions": Case(
+        mtp_token_counts_local,
+        mtp_token_counts_local.TARGET.module,
+        lambda: {mtp_token_counts_local.TARGET.module: counting()},
+        {
+            "own tokens of the main loss": ("(counts[0] / num_tokens_safe)", "(original_num_tokens / num_tokens_safe)"),
+            "own tokens of the prediction": ("torch.clamp(counts[1], min=1)", "torch.clamp(num_tokens, min=1)"),
+            "over context parallel ranks alone": ("all_reduce(counts, group=group)", "all_reduce(counts, group=cp_group)"),
+            "over replicas alone": ("get_data_parallel_group(with_context_parallel=True)\n            torch.dist", "get_data_parallel_group()\n            torch.dist"),
+            "the greatest": ("all_reduce(counts, group", "all_reduce(counts, op=torch.distributed.ReduceOp.MAX, group"),
+            "under a flag": ("            torch.distributed.all_reduce(counts", "            if FLAG:\n                torch.distributed.all_reduce(counts"),
+            "of a copy": ("all_reduce(counts, group", "all_reduce(counts.clone(), group"),
+            "and again on the rank": ("mtp_loss * (counts[0] / num_tokens_safe)", "mtp_loss * (counts[0] / num_tokens_safe / num_tokens)"),
+            "never asked for": ("        if config.calculate_per_token_loss:\n            # When", "        if config.calculate_per_token_loss and FLAG:\n            # When"),
+            "a prediction late": ("torch.stack([original_num_tokens, num_tokens])", "torch.stack([original_num_tokens, loss_mask.numel()])"),
+            "the mask not rolled": ("        rolled_tensor.select(dims, shifts).fill_(0)\n        return rolled_tensor, rolled_tensor.sum()", "        return rolled_tensor, rolled_tensor.sum()"),
+            "decorated": ("def process_mtp_loss(", "@of_old\ndef process_mtp_loss("),
+            "set from outside": appended("process_mtp_loss = of_old"),
+            "scaled on the way back": ("        return grad_output, scaled_mtp_loss_grad\n", "        return grad_output, scaled_mtp_loss_grad * own_share()\n"),
         },
         tree=lambda: archive("megatron_core-0.19.2"),
     ),
