@@ -14,6 +14,7 @@ Raises at import:
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import sys
@@ -81,6 +82,7 @@ def audit(*, deep: bool = False) -> Audit:
         ActivationError: MEGACPP_OVERLAYS=strict and an overlay ended in conflict.
     """
     audit = current().audit(deep=deep)
+    current().log.count(audit)
     audit.raise_if_strict()
     return audit
 
@@ -146,7 +148,17 @@ def verify_ranks(group: Any = None, timeout: float | timedelta = 300.0) -> Audit
     return ranks.verify(current(), group, timeout)
 
 
+def _count_at_exit() -> None:
+    if os.getpid() == _PID:  # a fork that ends as its parent does would count what its parent counts
+        current().count_at_exit()
+
+
+_PID = os.getpid()
+
+
 def _arm_at_import() -> None:
+    atexit.unregister(_count_at_exit)
+    atexit.register(_count_at_exit)
     try:
         arm()
         if current().settings.receipts:

@@ -174,7 +174,7 @@ _Kind = TypeVar("_Kind", bound="Erratum")
 class Erratum(Frozen):
     """The declaration of one upstream defect, and of what to do about it: an `Overlay` repairs, a `Gate` warns.
 
-    No field that each has something to say about has a default: none may be forgotten. When an erratum is over is no field: it is when its probe says FIXED.
+    No field that each has something to say about has a default, but for two that say the same once more in brief. When an erratum is over is no field: it is when its probe says FIXED.
 
     Raises:
         RegistryError: `retired` is given, a check of its own that an overlay had up to 0.1: delete it.
@@ -209,6 +209,11 @@ class Erratum(Frozen):
     threads: tuple[Thread, ...]
     last_validated: str
     """Date, host and versions of the last validation."""
+    brief: str = ""
+    """What it repairs, in the few words that its line in a log has room for: `gradients with reduction="none"`. Without it
+    the line has the beginning of the title."""
+    until: str = ""
+    """`retire_when` in as few words."""
 
     def __new__(cls: type[_Kind], **fields: object) -> _Kind:
         """Refuse a field of 0.1 by name: the error about an unknown argument would not say what to do."""
@@ -273,7 +278,7 @@ class Overlay(Erratum):
     """Whether it stays off until its variable says `on`, because it changes more than what is broken."""
     needs: tuple[str, ...] = ()
     """Ids of overlays without whose repair this one does harm. It goes in only where each of them is active, or upstream
-    is right or has no such thing, and comes out when that ends. The one field with a default: most need nothing."""
+    is right or has no such thing, and comes out when that ends. Most need nothing."""
 
     @property
     def off_by_default(self) -> bool:

@@ -148,6 +148,16 @@ LOG = Setting(
     meant=_yes_or_no("stderr", "logging"),
     ranks="Not compared: a rank may tell its decisions in its own way, and computes the same.",
 )
+LOG_LEVEL = Setting(
+    "MEGACPP_OVERLAYS_LOG_LEVEL",
+    "How much is told. `info` has a line for each overlay that is active, one that counts the decisions, and warnings; "
+    "`debug` has all that is known of every decision, and `warning` has nothing but what somebody should look at. JSON has "
+    "every decision from `info` on, and the logger `megacpp_overlays` gets everything, each line at its level.",
+    default="info",
+    values=("debug", "info", "warning"),
+    meant=lambda text: {"quiet": "warning", "error": "warning", "verbose": "debug"}.get(text, ""),
+    ranks="Not compared: a rank may tell its decisions in its own way, and computes the same.",
+)
 RECEIPTS = Setting(
     "MEGACPP_OVERLAYS_RECEIPTS",
     "The folder in which this process and its children leave what they decided, for a parent that demands it. "
@@ -176,6 +186,14 @@ CHILDREN = Setting(
     advice="; unset it, and start the launcher with `python -m megacpp_overlays run`, or call "
     "megacpp_overlays.reach_children() in it",
     ranks="Not compared: it says how a process was armed, and not what it runs.",
+)
+SAID = Setting(
+    "MEGACPP_OVERLAYS_SAID",
+    "Short hashes of the lines that this process and those above it have written, so that a child does not repeat them. "
+    "A process sets it for its children; nobody sets it by hand.",
+    form="hashes with commas between them",
+    fits=lambda _: True,
+    ranks="Not compared: it says what was told, and not what runs.",
 )
 LINEAR_CE_MEMORY_MIB = Setting(
     "MEGACPP_LINEAR_CE_MEMORY_MIB",
@@ -215,9 +233,11 @@ SETTINGS = (
     DISABLE,
     PLUGINS,
     LOG,
+    LOG_LEVEL,
     RECEIPTS,
     WITNESSES,
     CHILDREN,
+    SAID,
     LINEAR_CE_MEMORY_MIB,
     LINEAR_CE_LOGITS,
     LINEAR_CE_MASKED,

@@ -104,6 +104,8 @@ def _part(target: Target, probe: Callable[[SourceTree], Finding]) -> Overlay:
         self_test=_self_test(target.symbol),
         opt_in=False,
         breaks="capturing DSA's unfused attention or its indexer loss into a CUDA graph raises",
+        brief="DSA's mask scatter under CUDA graphs",
+        until="Megatron scatters without a readback",
         retire_when="every supported Megatron scatters without reading back, as main does since d1cab16a01",
         threads=(
             Thread(repository="NVIDIA/Megatron-LM", number=3674, state="closed 2026-06-17, superseded by 5243 to 5247"),

@@ -309,6 +309,8 @@ def _part(
         self_test=self_test,
         opt_in=False,
         breaks="capturing a DSA layer into a CUDA graph raises at a validation that waits for the device",
+        brief="DSA's validations under CUDA graphs",
+        until="Megatron validates DSA on the device",
         retire_when="no supported Megatron reads from the host to validate masks, positions or lengths of DSA",
         threads=(
             Thread(repository="NVIDIA/Megatron-LM", number=3674, state="closed 2026-06-17, superseded by 5243 to 5247"),

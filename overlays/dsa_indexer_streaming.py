@@ -222,6 +222,8 @@ OVERLAY = Overlay(
     self_test=_self_test,
     opt_in=False,
     breaks="the DSA indexer needs several float32 tensors of (queries, batch, heads, keys), in the backward most of all",
+    brief="the memory of DSA's index scores",
+    until="Megatron builds no such tensor",
     retire_when="no supported Megatron builds that tensor, neither for the scores nor for their gradients",
     threads=(
         Thread(repository="NVIDIA/Megatron-LM", number=4039, state="open when last seen, a fused loss for TP 1"),

@@ -96,6 +96,8 @@ OVERLAY = Overlay(
     self_test=observe,
     opt_in=False,
     breaks="the distributed optimizer fails to save or load, or mixes up, the state of fp32 parameters",
+    brief="optimizer state of mixed fp32 groups",
+    until="DistributedOptimizer keeps positions",
     retire_when="DistributedOptimizer records positions after it builds its groups and restores state without autograd",
     threads=(
         Thread(repository="NVIDIA/Megatron-LM", number=2777, state="open when last seen"),

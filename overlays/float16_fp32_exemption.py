@@ -186,6 +186,8 @@ OVERLAY = Overlay(
     opt_in=False,
     needs=("float16-optimizer-state-ids", "float16-distributed-order"),
     breaks="Mamba-3's fp32 parameters are rounded to half precision when the model is wrapped; its kernels want fp32",
+    brief="fp32 parameters that are rounded",
+    until="Float16Module honours their marks",
     retire_when="Float16Module honours keep_in_fp32 marks and mamba-ssm's Mamba3 sets them on its fp32 parameters",
     threads=(
         Thread(repository="NVIDIA/Megatron-LM", number=5929, state="merged to main 2026-08-10, unreleased"),

@@ -133,6 +133,8 @@ def _part(mixer: feature.Mixer, probe: Callable[[SourceTree], Finding]) -> Overl
         opt_in=True,
         needs=("float16-optimizer-state-ids", "float16-distributed-order"),
         breaks="A_log and D of a Mamba mixer, created in fp32 to keep them so, are rounded when the model is wrapped",
+        brief="A_log and D that are rounded",
+        until="mixers mark their fp32 parameters",
         retire_when="every Mamba mixer of Megatron that creates parameters in fp32 marks them with keep_in_fp32",
         threads=(
             Thread(

@@ -116,6 +116,8 @@ OVERLAY = Overlay(
     self_test=observe,
     opt_in=False,
     breaks="a checkpoint of a model with fp32 and half-precision parameters fails or mixes up their optimizer state",
+    brief="optimizer state under wrong ids",
+    until="ids follow the inner optimizer",
     retire_when="sharded_state_dict gives ids in the order of the inner optimizer's parameter groups",
     threads=(Thread(repository="NVIDIA/Megatron-LM", number=5929, state="merged to main 2026-08-10, unreleased"),),
     last_validated="2026-11-21, H200, torch 2.11.0+cu130, megatron-core 0.19.2: training and a checkpoint round trip; "

@@ -194,6 +194,8 @@ def _part(target: Target, probe: Callable[[SourceTree], Finding], shapes: tuple[
             "a query or key that a projection left quantized reaches SparseMLA as a null pointer (spring 2026), or is "
             "dequantized without a word (0.19)"
         ),
+        brief="quantized tensors that reach SparseMLA",
+        until="the dispatcher unwraps them itself",
         retire_when="the dispatcher asks for QuantizedTensor itself, or the TileLang backend is gone",
         threads=(
             Thread(repository="NVIDIA/Megatron-LM", number=5049, state="merged 2026-07-24, brought the silent form"),

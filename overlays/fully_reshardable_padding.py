@@ -217,6 +217,8 @@ OVERLAY = Overlay(
     self_test=observe,
     opt_in=False,
     breaks="a fully reshardable checkpoint holds the fp32 weights and moments of other parameters, or zeros, without a word",
+    brief="checkpoints with a neighbour's state",
+    until="saving subtracts the padding",
     retire_when="sharded_param_state_fully_reshardable subtracts the padding that get_parameter_state_dp_zero leaves out",
     threads=(
         Thread(repository="NVIDIA/Megatron-LM", number=5077, state="merged to main 2026-08-21, unreleased"),

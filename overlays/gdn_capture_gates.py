@@ -168,6 +168,8 @@ def _part(target: Target, probe: Callable[[SourceTree], Finding]) -> Overlay:
         self_test=_self_test(target.symbol),
         opt_in=False,
         breaks="capturing a gated delta net with packed sequences into a CUDA graph raises",
+        brief="packed delta nets under CUDA graphs",
+        until="Megatron reads no lengths from the host",
         retire_when="no supported Megatron reads packed lengths of the gated delta net from the host",
         threads=(
             Thread(repository="NVIDIA/Megatron-LM", number=2645, state="merged 2026-05-14, with the checks"),

@@ -177,6 +177,8 @@ OVERLAY = Overlay(
     self_test=_self_test,
     opt_in=False,
     breaks='cross_entropy_fusion_impl="linear" ends in "Unsupported architecture" at the first step on these GPUs',
+    brief="the fused loss on GPUs it has no branch for",
+    until="Megatron has branches for them",
     retire_when="Platform of every supported Megatron has branches for compute capability 8, 9 and 12",
     threads=(
         Thread(repository="NVIDIA/Megatron-LM", number=2256, state="merged to dev 2025-12-05, unreleased"),

@@ -268,6 +268,8 @@ OVERLAY = Overlay(
         'a hybrid model with cross_entropy_fusion_impl="linear" ends in UnboundLocalError at the first step, and with '
         "MTP in a TypeError"
     ),
+    brief="the fused loss of hybrid models",
+    until="HybridModel asks for it as GPTModel does",
     retire_when="HybridModel of every supported Megatron makes a LinearCrossEntropyModule and asks it for the loss",
     threads=(
         Thread(repository="NVIDIA/Megatron-LM", number=3226, state="merged to dev 2026-02-04, wired both models"),

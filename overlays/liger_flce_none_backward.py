@@ -348,6 +348,8 @@ OVERLAY = Overlay(
         'with reduction="none", the gradients of the input, weight and bias are all scaled by the first '
         "token's upstream gradient"
     ),
+    brief='gradients with reduction="none"',
+    until="liger-kernel is 0.8.2 or newer",
     retire_when="every supported liger-kernel is 0.8.2 or newer",
     threads=(
         Thread(repository="linkedin/Liger-Kernel", number=1298, state="merged 2026-07-30, in 0.8.2"),

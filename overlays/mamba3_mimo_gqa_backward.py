@@ -213,6 +213,8 @@ def _part(target: Target, probe: Callable[[SourceTree], Finding]) -> Overlay:
         self_test=_self_test(target.symbol),
         opt_in=False,
         breaks="the first backward pass of a Mamba-3 MIMO layer with 1 < ngroups < nheads raises",
+        brief="gradients with 1 < ngroups < nheads",
+        until="mamba-ssm sums them into groups",
         retire_when="every supported mamba-ssm sums gradients into any number of groups that divides the heads",
         threads=(Thread(repository="state-spaces/mamba", number=967, state="merged to main 2026-06-08, unreleased"),),
         last_validated="2026-11-21, H200, torch 2.11.0+cu130, triton 3.6.0, tilelang 0.1.8: mamba-ssm 2.3.2.post1, both variants; "

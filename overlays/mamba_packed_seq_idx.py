@@ -220,6 +220,8 @@ OVERLAY = Overlay(
     self_test=observe,
     opt_in=False,
     breaks="conv and SSM state run from one packed document into the next unless the caller gives total_tokens",
+    brief="state that leaks between packed documents",
+    until="MambaMixer derives seq_idx",
     retire_when="MambaMixer derives seq_idx from cu_seqlens, or PackedSeqParams does without total_tokens",
     threads=(
         Thread(repository="NVIDIA/Megatron-LM", number=3373, state="in 0.17.0: seq_idx from total_tokens"),

@@ -230,6 +230,8 @@ OVERLAY = Overlay(
     self_test=observe,
     opt_in=False,
     breaks="with tensor parallelism MLA's down projections learn rotary keys from some heads only, and replicas drift apart",
+    brief="gradients of MLA's rotary keys under TP",
+    until="Megatron sums them over heads",
     retire_when="get_query_key_value_tensors sums the gradient of k_pos_emb over tensor parallel ranks wherever it is not "
     "gathered from parts of the sequence, down projections that are cut by columns included",
     threads=(

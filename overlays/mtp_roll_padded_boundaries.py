@@ -88,6 +88,8 @@ OVERLAY = Overlay(
     self_test=observe,
     opt_in=False,
     breaks="multi-token prediction learns labels of neighbouring documents where documents of a packed row are padded",
+    brief="MTP labels of other documents",
+    until="roll_tensor takes padded boundaries",
     retire_when="roll_tensor takes the boundaries of a packed row from cu_seqlens_q_padded where it is given",
     threads=(
         Thread(repository="NVIDIA/Megatron-LM", number=6205, state="open, opened 2026-08-03, seen 2026-11-22"),

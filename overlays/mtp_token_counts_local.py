@@ -222,6 +222,8 @@ OVERLAY = Overlay(
     self_test=observe,
     opt_in=True,
     breaks="with calculate_per_token_loss multi-token predictions weigh the more the fewer tokens a rank has, or nothing at all",
+    brief="weights of MTP losses over ranks",
+    until="process_mtp_loss counts all tokens",
     retire_when="process_mtp_loss takes original_num_tokens and num_tokens from all ranks that gradients are summed over",
     threads=(
         Thread(

@@ -177,6 +177,8 @@ OVERLAY = Overlay(
     self_test=observe,
     opt_in=True,
     breaks="with label smoothing each tensor parallel rank has a loss of its own, and its gradients push classes too hard",
+    brief="label smoothing under TP",
+    until="Megatron smooths over all ranks",
     retire_when="vocab_parallel_cross_entropy smooths labels over the classes of all ranks",
     threads=(
         Thread(repository="NVIDIA/Megatron-LM", number=737, state="open, opened 2024-03-14, seen 2026-11-23"),

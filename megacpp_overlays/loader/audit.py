@@ -6,11 +6,15 @@ Imported with the package, so what only a report needs is imported by the functi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megacpp_overlays.errors import ActivationError
 from megacpp_overlays.frozen import Frozen, replace
 from megacpp_overlays.loader.settings import Mode
 from megacpp_overlays.model import Decision, Record
+
+if TYPE_CHECKING:
+    from megacpp_overlays.loader.rendering import AuditData
 
 SCHEMA = 1
 """Version of the JSON form. It changes when a key changes its meaning."""
@@ -20,7 +24,7 @@ _SAID_ONCE = frozenset({Decision.ABSENT, Decision.ARMED, Decision.DISABLED})
 
 
 class Audit(Frozen):
-    """A snapshot of every decision. Printing it prints the table."""
+    """A snapshot of every decision. Printing it tells what needs a person first."""
 
     version: str
     """Version of this package."""
@@ -69,7 +73,7 @@ class Audit(Frozen):
         ]
         return hashlib.sha256(json.dumps([self.version, self.mode, rows]).encode()).hexdigest()[:16]
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> AuditData:
         """Return plain data with stable keys, fit for a checkpoint or an experiment tracker."""
         from megacpp_overlays.loader.rendering import as_dict
 
@@ -89,11 +93,11 @@ class Audit(Frozen):
         return json.dumps(self.as_dict(), indent=2)
 
     def __str__(self) -> str:
-        """Return the table for a terminal."""
-        from megacpp_overlays.loader.rendering import table
+        """Return what a terminal shows: what needs a person first."""
+        from megacpp_overlays.loader import overview
 
-        head = f"megacpp_overlays {self.version}   mode {self.mode}   fingerprint {self.fingerprint}"
-        return "\n".join([head, "", *table(self.decisions)])
+        lines = overview.short(self.version, self.mode, self.fingerprint, self.decisions)
+        return "\n".join(line.text for line in lines)
 
     def raise_if_strict(self) -> None:
         """Raise for every conflict where the mode is `strict`.

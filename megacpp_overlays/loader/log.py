@@ -1,7 +1,8 @@
-"""Decision lines, written for an engineer who reads them at 3 a.m. among a thousand ranks.
+"""The log: what a process decided, for an engineer who reads it at 3 a.m. among a thousand ranks.
 
-Rank 0 prints every decision, other ranks print only conflicts; all of them keep everything for the audit. The
-default writes to stderr itself, because most launchers import us before they configure logging.
+Rank 0 has a line for each overlay that is active and one that counts, every rank its warnings, and nobody a line that an
+ancestor has written or that the process itself wrote last about the same overlay. Everything is kept for the audit, and
+`debug` tells it. The default writes to stderr itself, because most launchers import us before they configure logging.
 """
 
 from __future__ import annotations
@@ -10,30 +11,42 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from megacpp_overlays.errors import SettingsError
-from megacpp_overlays.loader.settings import LOG, LogForm, Settings
+from megacpp_overlays.loader.settings import LOG, SAID, LogForm, Mode, Settings
 from megacpp_overlays.model import Decision, Erratum, Record
+
+if TYPE_CHECKING:
+    from megacpp_overlays.loader.audit import Audit
 
 logger = logging.getLogger("megacpp_overlays")
 
 _LEVELS = {Decision.CONFLICT: logging.WARNING, Decision.GATED: logging.WARNING}
-_SAID_AT_ONCE = frozenset({Decision.GATED, Decision.CONFLICT, Decision.RETIRED})
 
 
 class Log:
-    """Writes one line per decision in the form that the settings ask for.
+    """Writes what was decided in the form, and from the level on, that the settings ask for.
+
+    Args:
+        settings: of this process.
+        environment: where processes that this one starts find what was said; None to leave them in the dark.
 
     Raises:
         SettingsError: the log path cannot be opened for appending.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, environment: MutableMapping[str, str] | None = None) -> None:
         self._settings = settings
+        self._environment = environment
+        self._least = logging.getLevelName(settings.log_level.value.upper())
         self._obsolete = settings.obsolete_variables
+        # What was said last about each overlay, and what this process and those above it have said, as short hashes.
+        self._last: dict[str, str] = {}
+        self._said = set(settings.said)
+        self._has_told = self._has_counted = self._is_silent = False
         # Absolute, because a launcher may change its folder later.
         self._path = None if settings.log_path is None else Path(settings.log_path).absolute()
         if self._path is not None:
@@ -42,23 +55,34 @@ class Log:
             except OSError as error:
                 raise SettingsError(f"{LOG}={settings.log_path} cannot be written: {error.strerror}") from error
 
+    def leave_it_to_the_caller(self) -> None:
+        """Write nothing to stderr from now on: whoever asks for this prints an audit of it all."""
+        self._is_silent = self._settings.log is LogForm.STDERR
+
     def armed(self, waiting: Sequence[str], off: Sequence[str]) -> None:
-        """Say once, at import, what waits and what is off, by ids; a child does not repeat its parent."""
+        """Say once, at import, what is off and, in detail, what waits, by ids; a child does not repeat its parent."""
         if self._settings.parent_is_armed:
             return
-        words = [f"mode {self._settings.mode.value}"]
-        words += [f"armed: {', '.join(waiting)}"] if waiting else []
-        words += [f"off: {', '.join(off)}"] if off else []
-        self._write("; ".join(words), {"event": "armed", "armed": list(waiting), "off": list(off)}, logging.INFO)
+        head = [f"mode {self._settings.mode.value}"]
+        waits = [f"armed: {', '.join(waiting)}"] if waiting else []
+        is_off = [f"off: {', '.join(off)}"] if off else []
+        data: dict[str, object] = {"event": "armed", "armed": list(waiting), "off": list(off)}
+        if self._is_json:
+            self._write("", data, logging.INFO)
+            return
+        if self._tells_details:
+            self._write("; ".join([*head, *waits, *is_off]), data, logging.DEBUG)
+        if (is_off or self._settings.mode is not Mode.AUTO) and not self._shows_details_alone(logging.INFO):
+            self._write("; ".join([*head, *is_off]), data, logging.INFO)
 
     def gates(self, records: Sequence[Record]) -> None:
-        """Say what gates found; nothing of those that found nothing."""
+        """Say what gates found."""
         if self._settings.parent_is_armed:
             return
         for record in records:
             # What is installed is the same on every rank, so one of them says it; a gate that was not understood may not be.
             alone = self._settings.rank != 0 and record.decision is not Decision.CONFLICT
-            if record.decision in _SAID_AT_ONCE and not alone:
+            if record.decision in {Decision.GATED, Decision.CONFLICT, Decision.RETIRED} and not alone:
                 self.decided(record)
 
     def obsolete_variables(self) -> None:
@@ -73,15 +97,73 @@ class Log:
 
     def not_loaded(self, module: str, error: Exception) -> None:
         """Say that nothing was done about a target, because the declarations could not be loaded."""
-        text = f"conflict: the overlays of {module} cannot be loaded, and none of them is in: {type(error).__name__}: {error}"
+        text = f"WARNING conflict: the overlays of {module} cannot be loaded, and none of them is in: {type(error).__name__}: {error}"
         self._write(text, {"event": "not loaded", "module": module, "error": repr(error)}, logging.WARNING)
 
     def decided(self, record: Record) -> None:
-        """Say what was decided about one overlay."""
-        from megacpp_overlays.loader.rendering import as_dict, line  # noqa: PLC0415 - at import there is nothing to say
+        """Say what was decided about one overlay, or about a part of it."""
+        from megacpp_overlays.loader import lines, rendering  # noqa: PLC0415 - at import there is nothing to say
 
         level = _LEVELS.get(record.decision, logging.INFO)
-        self._write(line(record), {"event": "decision", **as_dict(record)}, level)
+        if self._is_json:
+            self._write("", {"event": "decision", **rendering.as_dict(record)}, level)
+            return
+        if self._tells_details and level < logging.WARNING:
+            self._write(lines.detail(record), {}, logging.DEBUG)
+        if (
+            (text := lines.told(record))
+            and self._is_news(record.overlay.id, text)
+            and not self._shows_details_alone(level)
+        ):
+            self._write(text, {}, level)
+
+    def count(self, audit: Audit, *, at_exit: bool = False) -> None:
+        """Say once how many overlays there are of each decision. A child that said nothing else has no count of its own.
+
+        Args:
+            audit: what is so now.
+            at_exit: whether nobody asked for an audit as long as the process ran.
+        """
+        is_child = self._settings.parent_is_armed or bool(self._settings.said)
+        has_nothing_new = is_child and not self._has_told and (at_exit or bool(self._settings.said))
+        if self._has_counted or has_nothing_new or self._settings.mode is Mode.OFF:
+            return
+        self._has_counted = True
+        from megacpp_overlays.loader import lines  # noqa: PLC0415 - at import there is nothing to count
+
+        text = lines.summary(audit.version, audit.mode, audit.decisions, audit.fingerprint)
+        counts: dict[str, list[str]] = {}
+        for name, decision in lines.by_overlay(audit.decisions).items():
+            counts.setdefault(decision.value, []).append(name)
+        self._write(text, {"event": "count", "fingerprint": audit.fingerprint, **counts}, logging.INFO)
+
+    def _is_news(self, overlay_id: str, text: str) -> bool:
+        """Return whether neither this process nor one above it has said this; note that it has now."""
+        import zlib  # noqa: PLC0415 - at import there is nothing to say
+
+        short, first = f"{zlib.crc32(text.encode()):08x}", overlay_id not in self._last
+        if self._last.get(overlay_id) == text or (first and short in self._said):
+            self._last[overlay_id] = text
+            return False
+        self._last[overlay_id] = text
+        self._said.add(short)
+        self._has_told = True
+        if self._environment is not None:
+            self._environment[SAID] = ",".join(sorted(self._said))
+        return True
+
+    @property
+    def _is_json(self) -> bool:
+        is_rows = self._path is not None and self._path.suffix in {".json", ".jsonl"}
+        return is_rows or self._settings.log is LogForm.JSON
+
+    @property
+    def _tells_details(self) -> bool:
+        # A logger has levels of its own.
+        return self._least <= logging.DEBUG or self._settings.log is LogForm.LOGGING
+
+    def _shows_details_alone(self, level: int) -> bool:
+        return self._least <= logging.DEBUG and self._settings.log is not LogForm.LOGGING and level < logging.WARNING
 
     def dropped(self, overlay: Erratum, graphs: str) -> None:
         """Say that compiled graphs are gone, because a model that compiles again stands still for minutes."""
@@ -89,7 +171,9 @@ class Log:
         self._write(text, {"event": "dropped", "id": overlay.id, "graphs": graphs}, logging.INFO)
 
     def _write(self, text: str, data: dict[str, object], level: int) -> None:
-        if self._settings.rank != 0 and level < logging.WARNING:
+        is_for_others = self._settings.rank != 0 and level < logging.WARNING
+        is_too_little = level < self._least and self._settings.log is not LogForm.LOGGING
+        if is_for_others or is_too_little or self._is_silent:
             return
         try:
             text = _one_line(text)
@@ -104,11 +188,11 @@ class Log:
         if self._settings.log is LogForm.LOGGING:
             logger.log(level, "%s", text)
         elif self._path is not None:
-            row = self._json(data) if self._path.suffix in {".json", ".jsonl"} else f"[megacpp_overlays{rank}] {text}"
+            row = self._json(data) if self._is_json else f"[megacpp_overlays{rank}] {text}"
             with _opened(self._path) as file:
                 file.write(f"{row}\n")
         else:
-            _print(self._json(data) if self._settings.log is LogForm.JSON else f"[megacpp_overlays{rank}] {text}")
+            _print(self._json(data) if self._is_json else f"[megacpp_overlays{rank}] {text}")
 
     def _json(self, data: dict[str, object]) -> str:
         import json  # noqa: PLC0415 - the default form does not need it

@@ -1,8 +1,9 @@
-"""Records as text and as plain data: a line of a log, a row of the table of an audit, keys of its JSON."""
+"""What a decision means for a run, as text, and what is kept of it, as plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 from megacpp_overlays import terminal_text
 from megacpp_overlays.model import Decision, Record, Verdict
@@ -12,58 +13,39 @@ CAN_BE_SWITCHED_OFF = frozenset({Decision.ACTIVE, Decision.CONFLICT, Decision.GA
 CAN_BE_DELETED = CAN_BE_SWITCHED_OFF | {Decision.RETIRED}
 """Decisions whose reader may ask how long this goes on."""
 
-_COLUMNS = ("overlay", "pack", "decision", "verdict", "shape", "target")
-_WIDTH = 110
+
+class DecisionData(TypedDict):
+    """One decision as plain data; `audit.schema.json` says the same of its JSON."""
+
+    id: str
+    pack: int
+    decision: str
+    verdict: str
+    shape: str | None
+    distribution: str
+    version: str | None
+    target: str
+    reason: str
+    proof: str | None
+    repair: list[str]
+    looks_repaired: bool
+    evidence: list[str]
+    source_sha256: str | None
+    seams: list[str]
+    rebound: list[str]
+    retire_when: str
+    variable: str
 
 
-def table(records: Sequence[Record]) -> list[str]:
-    """Return records as the lines of a table, each row with notes below it."""
-    head, rule, *rows = aligned(_COLUMNS, [_row(record) for record in records])
-    lines = [head, rule]
-    for row, record in zip(rows, records, strict=True):
-        lines += [row, *_notes(record)]
-    return lines
+class AuditData(TypedDict):
+    """An audit as plain data, fit for a checkpoint or an experiment tracker."""
 
-
-def _row(record: Record) -> tuple[str, ...]:
-    overlay = record.overlay
-    target = f"{overlay.target.distribution} {record.version or ''}".strip()
-    pack = f"{overlay.pack:02}"
-    return overlay.id, pack, record.decision.value, record.verdict, record.shape, target
-
-
-def _notes(record: Record) -> list[str]:
-    import textwrap  # noqa: PLC0415 - a line of a log does not wrap
-
-    notes = [record.reason, consequence(record)]
-    if record.seams:
-        notes.append(f"replaced: {', '.join((*record.seams, *record.rebound))}")
-    if record.decision in CAN_BE_SWITCHED_OFF:
-        notes.append(f"off: {record.overlay.variable}=off")
-    if record.decision in CAN_BE_DELETED:
-        notes.append(f"delete when: {record.overlay.retire_when}")
-    return [
-        line
-        for note in notes
-        for line in textwrap.wrap(terminal_text.lines(note), _WIDTH, initial_indent="    ", subsequent_indent="      ")
-    ]
-
-
-def line(record: Record) -> str:
-    """Return a decision as one line that needs no other line to be understood."""
-    overlay = record.overlay
-    version = f" {record.version}" if record.version else ""
-    head = f"{record.decision.value}: {overlay.id} (pack {overlay.pack:02}) on {overlay.target.distribution}{version}"
-    parts = [head, record.reason]
-    if record.decision is Decision.ACTIVE:
-        parts += [f"shape {record.shape}", f"replaced {', '.join(record.seams)}"]
-        parts += [f"rebound {', '.join(record.rebound)}"] if record.rebound else []
-    parts += [consequence(record)] if consequence(record) else []
-    if record.decision in CAN_BE_DELETED:
-        parts.append(f"delete when {overlay.retire_when}")
-    if record.decision in CAN_BE_SWITCHED_OFF:
-        parts.append(f"off: {overlay.variable}=off")
-    return " | ".join(parts)
+    schema: int
+    package: str
+    version: str
+    mode: str
+    fingerprint: str
+    decisions: list[DecisionData]
 
 
 def consequence(record: Record) -> str:
@@ -87,7 +69,7 @@ def consequence(record: Record) -> str:
     return ""
 
 
-def as_dict(record: Record) -> dict[str, object]:
+def as_dict(record: Record) -> DecisionData:
     """Return a decision as plain data with stable keys."""
     overlay, finding = record.overlay, record.finding
     return {

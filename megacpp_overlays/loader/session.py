@@ -12,7 +12,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -47,10 +47,15 @@ _INTERRUPTED = (
 class Session:
     """Arms overlays, settles each when its target is complete, and answers for all of them."""
 
-    def __init__(self, declared: Declarations | Sequence[Erratum], settings: Settings) -> None:
+    def __init__(
+        self,
+        declared: Declarations | Sequence[Erratum],
+        settings: Settings,
+        environment: MutableMapping[str, str] | None = None,
+    ) -> None:
         self._declared = declared if isinstance(declared, Declarations) else Declarations(declared)
         self.settings = settings
-        self._log = Log(settings)
+        self.log = Log(settings, environment)
         self._hooks = Hooks(self)
         self._tree = ParsedOnce(InstalledTree())
         # By declaration, not by id: an overlay may have several parts, and each is decided on its own.
@@ -80,7 +85,7 @@ class Session:
             RegistryError: the declarations do not fit together.
         """
         declared = declarations.of(plugin_names(env))
-        return cls(declared, Settings.from_env(env, declared.ids))
+        return cls(declared, Settings.from_env(env, declared.ids), os.environ if env is os.environ else None)
 
     @property
     def overlays(self) -> tuple[Erratum, ...]:
@@ -110,7 +115,7 @@ class Session:
             self._complete(tree)
         else:
             self._note(self._gates_that_are_there(tree), tree)
-        self._log.obsolete_variables()
+        self.log.obsolete_variables()
         if self.settings.mode is Mode.OFF:
             return
         for erratum in [each for each in self._records if each in self._undone]:
@@ -132,7 +137,7 @@ class Session:
         self._has_said_what_waits = True
         off = [each for each in self._declared.listed if is_off(each, self.settings)]
         waiting = [each.id for each in self._declared.listed if each.installs and each not in off]
-        self._log.armed(waiting, [each.id for each in off if not each.off_by_default])
+        self.log.armed(waiting, [each.id for each in off if not each.off_by_default])
 
     def _gates_that_are_there(self, tree: SourceTree) -> list[Erratum]:
         """Return the gates that may have something to say; the others are asked with the first target, or by an audit."""
@@ -156,7 +161,7 @@ class Session:
         # setdefault: another thread may be arming too, and may have settled a target already.
         waiting = [self._first_record(each, tree) for each in errata if each not in self._records]
         fresh = [record for record in waiting if self._records.setdefault(record.overlay, record) is record]
-        self._log.gates([record for record in fresh if not record.overlay.installs])
+        self.log.gates([record for record in fresh if not record.overlay.installs])
 
     def _begin_again(self, erratum: Erratum, tree: SourceTree) -> None:
         """Let what was undone be settled anew."""
@@ -221,7 +226,7 @@ class Session:
                 found = self._first_record(gate, tree)
                 if found.decision is not record.decision:
                     self._records[gate] = found
-                    self._log.gates([found])
+                    self.log.gates([found])
 
     def _where_gates_look(self) -> tuple[object, ...]:
         """Return what decides where a package is found; while it stays, only an audit asks for one that was not there."""
@@ -246,7 +251,7 @@ class Session:
             if not self._complete() and self._where_gates_look() != self._gates_looked:
                 self._settle_gates_that_saw_nothing()
         except Exception as error:  # nobody could say what this module needs, so somebody has to be told
-            self._log.not_loaded(name, error)
+            self.log.not_loaded(name, error)
             if self.settings.mode is Mode.STRICT:
                 raise ActivationError(f"the overlays of {name} cannot be loaded: {error!r}") from error
             return
@@ -331,7 +336,7 @@ class Session:
             self._unfinished.setdefault(overlay, False)
             self._refused.add(overlay)
             try:
-                with dynamo.changing(dropped=functools.partial(self._log.dropped, overlay)):
+                with dynamo.changing(dropped=functools.partial(self.log.dropped, overlay)):
                     problems, kept = install.take_out(overlay, self._traces_of(overlay))
                 why = "; ".join([why, *problems])
             except SeamError as error:  # a compiled graph cannot be dropped now
@@ -357,7 +362,7 @@ class Session:
             from megacpp_overlays.loader import retired
 
             if (gone := retired.find(overlay_id)) is not None:
-                self._log.retired(f"{gone}: there is nothing to undo")
+                self.log.retired(f"{gone}: there is nothing to undo")
                 return
             known = ", ".join(dict.fromkeys(overlay.id for overlay in self.overlays))
             raise RegistryError(f"there is no overlay {overlay_id}; known: {known}")
@@ -387,7 +392,7 @@ class Session:
 
                 was_in = True
                 traces = self._traces_of(erratum)
-                with dynamo.changing(dropped=functools.partial(self._log.dropped, erratum)):
+                with dynamo.changing(dropped=functools.partial(self.log.dropped, erratum)):
                     self._unfinished.setdefault(erratum, False)
                     self._undone.add(erratum)
                     problems, kept = install.take_out(erratum, traces)
@@ -448,6 +453,14 @@ class Session:
         records = tuple(r if r.decision is Decision.ARMED else self._review(r) for r in taken)
         return Audit(version=VERSION, mode=self.settings.mode.value, records=records)
 
+    def count_at_exit(self) -> None:
+        """Say at the end of the process what became of the overlays, if a target was settled and no audit told it."""
+        if any(record.finding is not None and record.overlay.installs for record in self._records.values()):
+            with contextlib.suppress(Exception):  # whatever is left of the interpreter, an end must not fail
+                records = tuple(derived_records.with_versions(self._review(each)) for each in self._records.values())
+                audit = Audit(version=VERSION, mode=self.settings.mode.value, records=records)
+                self.log.count(audit, at_exit=True)
+
     def _settle_missed_imports(self) -> None:
         """Settle a target that was loaded past every hook, by a loader or a recipe of somebody's own."""
         for name in self._declared.targets:
@@ -486,7 +499,7 @@ class Session:
                 problems, kept = install.take_out(overlay, traces)
                 record = replace(record, decision=Decision.CONFLICT, reason="; ".join([why, *problems]), seams=kept)
             if record.decision is Decision.ACTIVE:
-                dropped = functools.partial(self._log.dropped, overlay)
+                dropped = functools.partial(self.log.dropped, overlay)
                 circumstances = install.Circumstances(late, bool(again), dropped, note)
                 installed = install.install(overlay, record.shape, module, tree, circumstances)
                 for seam in installed.seams:
@@ -513,7 +526,7 @@ class Session:
     def _keep(self, record: Record) -> Record:
         self._records[record.overlay] = record
         self._unfinished.pop(record.overlay, None)
-        self._log.decided(record)
+        self.log.decided(record)
         self._changed()
         return record
 

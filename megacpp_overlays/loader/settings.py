@@ -24,6 +24,7 @@ PLUGINS = variables.PLUGINS.name
 RECEIPTS = variables.RECEIPTS.name
 WITNESSES = variables.WITNESSES.name
 CHILDREN = variables.CHILDREN.name
+SAID = variables.SAID.name
 
 _RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _EVERYTHING = frozenset({"*", "all", "1", "true", "yes", "on"})
@@ -55,6 +56,14 @@ class LogForm(enum.Enum):
     FILE = "file"
 
 
+class LogLevel(enum.Enum):
+    """How much is told."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+
+
 class Settings(NamedTuple):
     """Everything the environment says, read once."""
 
@@ -64,6 +73,7 @@ class Settings(NamedTuple):
     """Overlays that were asked for by name."""
     log: LogForm = LogForm.STDERR
     log_path: str | None = None
+    log_level: LogLevel = LogLevel.INFO
     rank: int = 0
     receipts: str | None = None
     """Folder, as an absolute path."""
@@ -71,6 +81,8 @@ class Settings(NamedTuple):
     """Folder, as an absolute path; None for the one in the cache folder of the user."""
     parent_is_armed: bool = False
     """A process of this environment was armed, said so, and started this one or one above it."""
+    said: frozenset[str] = frozenset()
+    """Short hashes of the lines that processes above this one have written."""
     obsolete_variables: tuple[str, ...] = ()
     """Sentences about variables that name a retired overlay and can go."""
     of_kernels: Mapping[str, str] = variables.defaults_of_kernels()
@@ -119,10 +131,12 @@ class Settings(NamedTuple):
             enabled=frozenset(on),
             log=LogForm.FILE if is_path else LogForm(log),
             log_path=log if is_path else None,
+            log_level=LogLevel(variables.LOG_LEVEL.read(env)),
             rank=_rank(env),
             receipts=variables.RECEIPTS.read(env) or None,
             witnesses=variables.WITNESSES.read(env) or None,
             parent_is_armed=variables.CHILDREN.read(env) == this_environment(),
+            said=frozenset(_words(env, SAID)),
             obsolete_variables=tuple(obsolete_variables[name] for name in sorted(obsolete_variables)),
             of_kernels={setting.name: setting.read(env) for setting in variables.OF_KERNELS},
         )

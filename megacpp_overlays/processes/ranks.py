@@ -53,6 +53,7 @@ def verify(session: Session, group: Any = None, timeout: float | timedelta = TIM
         if not verdict.agreed:
             missing = tuple(rank for rank, _ in verdict.missing)
             raise RanksError(report(verdict), differences=verdict.differences, missing=missing)
+    session.log.count(audit)
     # A conflict under `strict` is raised when all ranks know of it.
     audit.raise_if_strict()
     return audit

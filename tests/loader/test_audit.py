@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from made_up import FIXED_TEXT, Upstream
 
+from megacpp_overlays.loader import explanation, overview, rendering
 from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.loader.session import Session
-from megacpp_overlays.model import Decision, Evidence, Finding, Verdict
+from megacpp_overlays.model import Body, Decision, Evidence, Finding, Overlay, Proof, Record, Thread, Verdict
+from megacpp_overlays.version import VERSION
 
 SessionMaker = Callable[..., Session]
 
@@ -25,27 +31,143 @@ def audit(upstream: Upstream, session: SessionMaker) -> Audit:
     return current.audit()
 
 
-def test_the_table_says_what_why_how_to_switch_it_off_and_when_it_goes(audit: Audit, upstream: Upstream) -> None:
-    table = str(audit)
+def test_what_is_active_is_said_with_what_it_does_and_when_it_goes(audit: Audit, upstream: Upstream) -> None:
+    assert str(audit).splitlines() == [
+        f"megacpp_overlays {VERSION}   mode auto   fingerprint {audit.fingerprint}",
+        "1 active, 0 retired, 0 conflict",
+        "",
+        "active",
+        *shown(f"  double-fix (pack 99), {upstream.name} {audit.records[0].version}"),
+        "      Doubles without adding one.",
+        "      delete when upstream doubles without adding one",
+    ]
 
-    head, row = table.splitlines()[2], table.splitlines()[4]
-    assert head.split() == ["overlay", "pack", "decision", "verdict", "shape", "target"]
-    assert row.split()[:5] == ["double-fix", "99", "active", "BROKEN", "off-by-one"]
+
+def shown(text: str) -> list[str]:
+    """Return a line as it is where it has no space to be broken at."""
+    return [text]
+
+
+def made_up(overlay: Overlay, decision: Decision, **changes: Any) -> Record:
+    broken = Finding(verdict=Verdict.BROKEN, shape="off-by-one", evidence=(Evidence(seen="x", file="a.py", line=3),))
+    read = {"verdict": Verdict.FIXED, "proof": Proof.READ, "repair": (Body("layers", "double"),), "shape": None}
+    finding = replace(broken, **read) if decision is Decision.RETIRED else broken
+    named = replace(overlay, id=f"{decision.value}-fix")
+    return Record(
+        overlay=named, decision=decision, reason=f"it is {decision.value}", finding=finding, version="1", **changes
+    )
+
+
+@pytest.fixture
+def mixed(upstream: Upstream) -> Audit:
+    """One overlay of each decision, in an order that is not that of their importance."""
+    records = tuple(made_up(upstream.overlay(), decision) for decision in (*Decision,))
+    return Audit(version="9", mode="auto", records=records)
+
+
+def test_what_needs_a_person_comes_first_and_what_needs_nobody_last(mixed: Audit) -> None:
+    lines = str(mixed).splitlines()
+
+    assert lines[1] == "1 active, 1 retired, 1 conflict, 1 gated, 1 armed, 1 absent, 1 off"
+    heads = [line for line in lines[2:] if line and not line.startswith(" ")]
+    assert heads == [
+        "needs attention",
+        "active",
+        "retired: upstream is right here, without it",
+        "armed   armed-fix",
+        "absent  absent-fix",
+        "off     disabled-fix",
+    ]
+    below = lines[lines.index("needs attention") + 1 :]
+    assert below[0].startswith("  conflict: conflict-fix (pack 99)")
+    assert "      it is conflict" in below
+    assert "      more: megacpp-overlays audit conflict-fix" in below
+    assert "      off: MEGACPP_OVERLAY_CONFLICT_FIX=off" in below
+
+
+def test_an_overlay_whose_parts_differ_is_shown_under_what_matters_most(upstream: Upstream) -> None:
+    records = [made_up(upstream.overlay(), decision) for decision in (Decision.ACTIVE, Decision.CONFLICT)]
+    parts = tuple(replace(each, overlay=upstream.overlay()) for each in records)
+
+    lines = str(Audit(version="9", mode="auto", records=parts)).splitlines()
+
+    assert lines[1] == "0 active, 0 retired, 1 conflict"
+    assert "active" not in lines
+    assert "      it is active in another module" in lines
+
+
+@given(
+    texts=st.lists(st.text(alphabet="ab .-_/\x1b\n", min_size=1, max_size=400), min_size=4, max_size=4),
+    decision=st.sampled_from(list(Decision)),
+    has_seams=st.booleans(),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_form_fits_80_columns_and_holds_nothing_that_moves_a_cursor(
+    upstream: Upstream, texts: list[str], decision: Decision, has_seams: bool
+) -> None:
+    reason, title, breaks, retire_when = texts
+    overlay = upstream.overlay(title=title, breaks=breaks, retire_when=retire_when)
+    seams = (f"{upstream.module_name}.{'x' * 90}",) if has_seams else ()
+    record = replace(made_up(overlay, decision), reason=reason, seams=seams)
+    given_ = ("9", "auto", "0" * 16, [record])
+
+    forms = [overview.short(*given_), overview.full(*given_), explanation.explained([record])]
+
+    for line in itertools.chain(*forms):
+        assert len(line.text) < 80
+        assert line.text.isprintable()
+        assert line.text == line.text.rstrip()
+
+
+def test_all_that_is_known_is_in_the_long_form(mixed: Audit, upstream: Upstream) -> None:
+    seams = (f"{upstream.module_name}.double",)
+    records = [replace(each, seams=seams if each.decision is Decision.ACTIVE else ()) for each in mixed.records]
+
+    lines = [line.text for line in overview.full("9", "auto", "0" * 16, records)]
+
+    said = " ".join(" ".join(lines).split())
     for text in (
-        f"replaced: {upstream.module_name}.double",
+        f"replaced in {upstream.module_name}: double",
+        "BROKEN, shape off-by-one",
         "without it: every double is one too large",
-        "off: MEGACPP_OVERLAY_DOUBLE_FIX=off",
+        "off: MEGACPP_OVERLAY_ACTIVE_FIX=off",
         "delete when: upstream doubles without adding one",
-        audit.fingerprint,
     ):
-        assert text in table
+        assert text in said
+    assert lines.index("conflict") < lines.index("active") < lines.index("armed")
 
 
-def test_the_table_is_aligned_and_has_no_trailing_spaces(audit: Audit) -> None:
-    lines = str(audit).splitlines()
+def test_one_overlay_is_explained_with_all_that_a_reader_asks_next(upstream: Upstream) -> None:
+    threads = (Thread("made/up", 7, "open"),)
+    overlay = upstream.overlay(threads=threads, needs=())
+    record = replace(made_up(overlay, Decision.ACTIVE, seams=(f"{upstream.module_name}.double",)), overlay=overlay)
 
-    assert lines[2].index("decision") == lines[4].index("active")
-    assert all(line == line.rstrip() for line in lines)
+    said = "\n".join(line.text for line in explanation.explained([record]))
+
+    for text in (
+        "double-fix (pack 99), overlay for ",
+        "does       Doubles without adding one.",
+        "defect     every double is one too large",
+        "BROKEN, shape",
+        "seen       x\n             a.py:3",
+        "replaced   double",
+        "switch     MEGACPP_OVERLAY_DOUBLE_FIX=off",
+        "deleted    when upstream doubles without adding one",
+        "threads    https://github.com/made/up/issues/7\n           (open)",
+        "reproduce  megacpp-overlays repro 99",
+    ):
+        assert text in said
+
+
+def test_the_schema_that_is_shipped_says_what_plain_data_has() -> None:
+    schema = json.loads(Path(rendering.__file__).with_name("audit.schema.json").read_text())
+    decision = schema["$defs"]["decision"]
+
+    assert list(schema["properties"]) == schema["required"] == list(rendering.AuditData.__annotations__)
+    assert list(decision["properties"]) == decision["required"] == list(rendering.DecisionData.__annotations__)
+    assert decision["properties"]["decision"]["enum"] == [each.value for each in Decision]
+    assert decision["properties"]["verdict"]["enum"] == [*(each.value for each in Verdict), "-"]
+    assert decision["properties"]["proof"]["enum"] == [*(each.value for each in Proof), None]
 
 
 def test_json_round_trips_with_stable_keys(audit: Audit) -> None:

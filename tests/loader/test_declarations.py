@@ -17,7 +17,7 @@ from megacpp_overlays.loader import declarations, registry
 from megacpp_overlays.loader.declarations import Declarations
 from megacpp_overlays.loader.listed import LISTED, Listed
 from megacpp_overlays.loader.session import Session
-from megacpp_overlays.loader.settings import Mode, Settings
+from megacpp_overlays.loader.settings import LogLevel, Mode, Settings
 from megacpp_overlays.model import Decision, Erratum
 
 LOADED = (
@@ -67,6 +67,7 @@ def test_what_is_switched_on_or_off_is_told_from_the_list(run_python: Callable[.
         MEGACPP_OVERLAY_FLOAT16_MIXER_PARAMETERS="on",
         MEGACPP_OVERLAY_MTP_TOKEN_COUNTS_LOCAL="on",
         MEGACPP_OVERLAY_TP_LABEL_SMOOTHING="on",
+        MEGACPP_OVERLAYS_LOG_LEVEL="debug",
     ).stderr.splitlines()[0]
 
     head, waiting, off = said.split("; ")
@@ -144,7 +145,7 @@ def test_a_target_that_was_imported_before_is_settled_when_the_session_is_armed(
 def test_what_waits_is_said_once_however_often_a_session_is_armed(
     listing: Listing, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    armed = listing.session()
+    armed = listing.session(log_level=LogLevel.DEBUG)
     armed.arm()
     armed.arm()
     armed.audit()
@@ -174,7 +175,7 @@ def test_declarations_that_cannot_be_loaded_leave_the_target_as_it_is_and_are_sa
     assert module.double(2) == 5
     said = capsys.readouterr().err.splitlines()[-1]
     assert said == (
-        f"[megacpp_overlays] conflict: the overlays of {listing.upstream.module_name} cannot be loaded, "
+        f"[megacpp_overlays] WARNING conflict: the overlays of {listing.upstream.module_name} cannot be loaded, "
         "and none of them is in: OSError: the disk is gone"
     )
     with pytest.raises(OSError, match="the disk is gone"):

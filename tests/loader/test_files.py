@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megacpp_overlays import cli
+from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.files import read, write, write_text
 from megacpp_overlays.upkeep.matrix import matrix_build, matrix_page
@@ -111,13 +112,13 @@ def test_the_ledger_keeps_its_history_on_a_full_disk(tmp_path: Path, capsys: pyt
     with only_4096_bytes():
         ended = cli.main(["ledger", "--write", str(ledger)])
 
-    assert ended == 1
+    assert ended == ExitCode.NOT_CHECKED
     assert ledger.read_text() == "## History\n\nWritten by hand.\n"
     assert capsys.readouterr().err == f"megacpp-overlays: {ledger}: File too large\n"
 
 
 def test_a_ledger_that_cannot_be_written_is_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["ledger", "--write", str(tmp_path / "nowhere" / "RETIREMENT.md")]) == 1
+    assert cli.main(["ledger", "--write", str(tmp_path / "nowhere" / "RETIREMENT.md")]) == ExitCode.NOT_CHECKED
     assert "No such file or directory" in capsys.readouterr().err
 
 

@@ -6,18 +6,27 @@ import io
 import json
 import logging
 import os
+import re
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis.strategies import text
+from launchers import environment, launch, write
 from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
 
 from megacpp_overlays.errors import SettingsError
+from megacpp_overlays.loader import lines, registry
 from megacpp_overlays.loader.session import Session
-from megacpp_overlays.loader.settings import LogForm
+from megacpp_overlays.loader.settings import SAID, LogForm, LogLevel, Settings
+from megacpp_overlays.model import Overlay
+from megacpp_overlays.version import VERSION
 
 SessionMaker = Callable[..., Session]
+OVERLAYS = list({each.id: each for each in registry.load() if isinstance(each, Overlay)}.values())
 UNKNOWN_TEXT = BROKEN_TEXT.replace("x + x + 1", "2 * x + 1")
 
 
@@ -26,14 +35,56 @@ def settle(session: SessionMaker, upstream: Upstream, **settings: object) -> Non
     upstream.load()
 
 
-def test_rank_0_prints_on_stderr_though_nobody_configured_logging(
+def test_an_active_overlay_has_one_line_that_says_what_it_repairs_and_until_when(
     upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settle(session, upstream)
+    session(upstream.overlay(brief="doubles", until="upstream doubles right")).arm()
+    upstream.load()
 
     out, err = capsys.readouterr()
     assert out == ""
-    armed, active = err.splitlines()
+    assert err.splitlines() == [
+        "[megacpp_overlays] active: double-fix (pack 99) repairs doubles; delete when upstream doubles right"
+    ]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda each: each.id)
+def test_every_line_of_an_active_overlay_fits_and_says_when_it_goes(overlay: Overlay) -> None:
+    line = lines.HEAD + lines.active(overlay)
+
+    assert len(line) <= lines.LONGEST
+    assert overlay.brief
+    assert overlay.until
+    assert line.endswith(f"repairs {overlay.brief}; delete when {overlay.until}")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(title=text(min_size=1, max_size=300), retire_when=text(min_size=1, max_size=300))
+def test_a_plugin_that_has_not_said_it_in_brief_has_a_line_that_fits(
+    upstream: Upstream, title: str, retire_when: str
+) -> None:
+    line = lines.active(upstream.overlay(title=title, retire_when=retire_when))
+
+    assert len(lines.HEAD + line) <= lines.LONGEST
+    assert "; delete when " in line
+
+
+def test_what_needs_nobody_has_no_line(
+    upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    upstream.write(FIXED_TEXT)
+
+    settle(session, upstream)
+
+    assert capsys.readouterr().err == ""
+
+
+def test_details_are_told_at_their_level(
+    upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settle(session, upstream, log_level=LogLevel.DEBUG)
+
+    armed, active = capsys.readouterr().err.splitlines()
     assert armed == "[megacpp_overlays] mode auto; armed: double-fix"
     for word in (
         "active: double-fix (pack 99)",
@@ -44,6 +95,131 @@ def test_rank_0_prints_on_stderr_though_nobody_configured_logging(
         "off: MEGACPP_OVERLAY_DOUBLE_FIX=off",
     ):
         assert word in active
+
+
+@pytest.mark.parametrize(("code", "words"), [(BROKEN_TEXT, []), (UNKNOWN_TEXT, ["WARNING conflict"])])
+def test_the_quiet_level_has_warnings_alone(
+    upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str], code: str, words: list[str]
+) -> None:
+    upstream.write(code)
+
+    settle(session, upstream, log_level=LogLevel.WARNING)
+
+    assert [each.partition(": ")[0].partition("] ")[2] for each in capsys.readouterr().err.splitlines()] == words
+
+
+def test_a_warning_cannot_be_taken_for_good_news_and_says_what_to_do(
+    upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    upstream.write(UNKNOWN_TEXT)
+
+    settle(session, upstream)
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"[megacpp_overlays] WARNING conflict: double-fix (pack 99) on {upstream.module_name}")
+    assert "nothing is installed; if upstream is still broken, every double is one too large" in line
+    assert "| what to do: megacpp-overlays audit double-fix | off: MEGACPP_OVERLAY_DOUBLE_FIX=off" in line
+
+
+# Children
+
+
+@pytest.fixture
+def process(upstream: Upstream) -> Iterator[Callable[[dict[str, str]], Session]]:
+    """Make the session of a process that was started with an environment, and that may start others."""
+    made: list[Session] = []
+
+    def start(environment: dict[str, str]) -> Session:
+        made.append(Session([upstream.overlay()], Settings.from_env(environment, ["double-fix"]), environment))
+        made[-1].arm()
+        return made[-1]
+
+    yield start
+    for each in made:
+        each._hooks.close()
+        each.undo()
+
+
+def test_a_child_does_not_repeat_a_line_and_tells_what_is_another(
+    upstream: Upstream, process: Callable[[dict[str, str]], Session], capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment: dict[str, str] = {}
+    parent = process(environment)
+    upstream.load()
+    parent._hooks.close()
+    parent.undo()
+    assert "active: double-fix" in capsys.readouterr().err
+    assert re.fullmatch("[0-9a-f]{8}", environment[SAID])
+
+    del sys.modules[upstream.module_name]
+    alike = process(environment)
+    upstream.load()
+    alike.log.count(alike.audit())
+    alike._hooks.close()
+    alike.undo()
+    assert capsys.readouterr().err == ""
+
+    del sys.modules[upstream.module_name]
+    upstream.write(UNKNOWN_TEXT)
+    other = process(environment)
+    upstream.load()
+    other.log.count(other.audit())
+    warning, count = capsys.readouterr().err.splitlines()
+    assert "WARNING conflict: double-fix" in warning
+    assert "0 active, 0 retired, 1 conflict" in count
+
+
+# The count
+
+
+def test_one_line_counts_the_decisions_and_names_what_needs_a_person(
+    upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    upstream.write(UNKNOWN_TEXT)
+    armed = session(upstream.overlay())
+    armed.arm()
+    upstream.load()
+    audit = armed.audit()
+    capsys.readouterr()
+
+    armed.log.count(audit)
+    armed.log.count(audit)
+
+    assert capsys.readouterr().err == (
+        f"[megacpp_overlays] {VERSION}: 0 active, 0 retired, 1 conflict (fingerprint {audit.fingerprint}); "
+        "look at double-fix: megacpp-overlays audit\n"
+    )
+
+
+LAUNCHER = """
+import os, sys
+import megacpp_overlays
+__import__(f"{os.environ['NAME']}.layers")
+if "audit" in sys.argv:
+    megacpp_overlays.audit()
+print("trains", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "order"), [(["audit"], ["active", "count", "trains"]), ([], ["active", "trains", "count"])]
+)
+def test_a_launcher_is_told_once_at_its_first_audit_or_at_its_end(
+    upstream: Upstream, words: list[str], order: list[str]
+) -> None:
+    done = launch(write(upstream, LAUNCHER), *words, env=environment(upstream))
+
+    assert done.returncode == 0, done.stderr
+    names = {"active: double-fix": "active", "1 active, 0 retired, 0 conflict": "count", "trains": "trains"}
+    told = [name for line in done.stderr.splitlines() for word, name in names.items() if word in line]
+    assert told == order
+    assert len(done.stderr.splitlines()) == 3
+
+
+def test_a_process_that_imports_no_target_says_nothing(upstream: Upstream) -> None:
+    done = launch(write(upstream, "import megacpp_overlays"), env=environment(upstream))
+
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(("text", "printed"), [(BROKEN_TEXT, False), (FIXED_TEXT, False), (UNKNOWN_TEXT, True)])
@@ -57,7 +233,7 @@ def test_other_ranks_print_only_conflicts(
     err = capsys.readouterr().err
     assert bool(err) is printed
     if printed:
-        assert err.startswith("[megacpp_overlays rank 3] conflict: double-fix")
+        assert err.startswith("[megacpp_overlays rank 3] WARNING conflict: double-fix")
         assert "nothing is installed; if upstream is still broken, every double is one too large" in err
 
 
@@ -69,7 +245,7 @@ def test_a_fix_that_is_off_is_called_harmful_only_where_upstream_is_broken(
 
     settle(session, upstream, disabled=frozenset({"double-fix"}))
 
-    assert ("nothing is installed, so every double is one too large" in capsys.readouterr().err) is harm
+    assert ("so every double is one too large" in capsys.readouterr().err) is harm
 
 
 def test_the_logging_form_goes_to_the_standard_logger_alone(
@@ -84,10 +260,20 @@ def test_the_logging_form_goes_to_the_standard_logger_alone(
     settle(session, upstream, log=LogForm.LOGGING)
 
     assert capsys.readouterr().err == ""
-    assert [(entry.name, entry.levelname) for entry in caplog.records] == [
-        ("megacpp_overlays", "INFO"),
-        ("megacpp_overlays", "WARNING"),
-    ]
+    assert [(entry.name, entry.levelname) for entry in caplog.records] == [("megacpp_overlays", "WARNING")]
+
+
+def test_a_logger_that_wants_details_gets_them_beside_the_short_line(
+    upstream: Upstream, session: SessionMaker, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="megacpp_overlays")
+
+    settle(session, upstream, log=LogForm.LOGGING)
+
+    assert [entry.levelname for entry in caplog.records] == ["DEBUG", "DEBUG", "INFO"]
+    assert caplog.messages[0] == "mode auto; armed: double-fix"
+    assert "replaced" in caplog.messages[1]
+    assert "replaced" not in caplog.messages[2]
 
 
 def test_the_json_form_is_one_object_a_line(
@@ -109,7 +295,7 @@ def test_a_path_is_appended_to_and_its_ending_chooses_the_form(
 
     settle(session, upstream, log=LogForm.FILE, log_path=str(path))
 
-    first, _, last = path.read_text().splitlines()
+    first, *_, last = path.read_text().splitlines()
     assert first == "kept"
     assert capsys.readouterr().err == ""
     if name.endswith(".jsonl"):

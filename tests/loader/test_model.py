@@ -73,7 +73,11 @@ def test_an_overlay_has_no_field_that_can_be_forgotten(upstream: Upstream) -> No
     """But for what most overlays need not say, and those of plugins from before it never said."""
     fields = dataclasses.fields(upstream.overlay())
 
-    assert [field.name for field in fields if field.default is not dataclasses.MISSING] == ["needs"]
+    assert [field.name for field in fields if field.default is not dataclasses.MISSING] == [
+        "brief",
+        "until",
+        "needs",
+    ]
 
 
 def test_the_variable_of_an_overlay_follows_from_its_id() -> None:

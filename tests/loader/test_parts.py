@@ -58,6 +58,17 @@ def test_each_part_is_decided_when_its_own_module_is_imported(upstream: Upstream
     assert upstream.load("layers").double(2) == upstream.load("moved").double(2) == 4
 
 
+def test_active_parts_are_one_line_of_the_log(
+    upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    upstream.write(BROKEN_TEXT, module="moved")
+    session(*parts(upstream)).arm()
+    upstream.load("moved")
+    upstream.load("layers")
+
+    assert capsys.readouterr().err.count("active: double-fix") == 1
+
+
 def test_a_part_that_is_absent_is_left_out_where_another_is_there(upstream: Upstream, session: SessionMaker) -> None:
     made = session(*parts(upstream))
     made.arm()

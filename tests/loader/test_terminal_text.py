@@ -12,6 +12,7 @@ from made_up import Upstream
 
 from megacpp_overlays import cli, terminal_text
 from megacpp_overlays.cli import matrix as matrix_command
+from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.model import Finding
@@ -49,7 +50,7 @@ def test_what_a_command_prints_does_nothing(
         raise UpkeepError(CLEARS)
 
     monkeypatch.setattr(matrix_command, "run", run)
-    assert cli.main(["matrix"]) == 1
+    assert cli.main(["matrix"]) == ExitCode.NOT_CHECKED
 
     out, err = capsys.readouterr()
     assert "\\x1b[2J" in out
@@ -75,8 +76,8 @@ def test_an_exception_of_several_lines_is_one_line_of_the_log(
     session(upstream.overlay(probe=raises)).arm()
     upstream.load()
 
-    _, conflict = capsys.readouterr().err.splitlines()  # after what is armed
-    assert conflict.startswith("[megacpp_overlays] conflict: double-fix")
+    (conflict,) = capsys.readouterr().err.splitlines()
+    assert conflict.startswith("[megacpp_overlays] WARNING conflict: double-fix")
     assert "\\n[megacpp_overlays] active: everything is fine\\x1b[2J" in conflict
 
 

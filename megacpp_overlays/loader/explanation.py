@@ -1,0 +1,77 @@
+"""One overlay explained: its defect, what was seen here, what was replaced, its switch, its threads, and when it goes."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from megacpp_overlays import terminal_text
+from megacpp_overlays.loader.overview import WIDTH, Line, seams
+from megacpp_overlays.loader.rendering import consequence
+from megacpp_overlays.model import Decision, Overlay, Record
+
+_KEY = 11
+
+
+def explained(records: Sequence[Record]) -> list[Line]:
+    """Return the lines that explain one overlay or gate, of which these are the records: one for each part."""
+    erratum = records[0].overlay
+    lines = [Line(f"{erratum.id} (pack {erratum.pack:02}), {erratum.kind} for {erratum.target.distribution}"), Line("")]
+    for key, text in (("does" if erratum.installs else "finds", erratum.title), ("defect", erratum.breaks)):
+        lines += _field(key, text)
+    for record in records:
+        lines += [Line(""), *_part(record)]
+    lines += [Line(""), *_field("switch", _switch(records[0]))]
+    if isinstance(erratum, Overlay) and erratum.needs:
+        lines += _field("needs", ", ".join(erratum.needs))
+    lines += _field("deleted", f"when {erratum.retire_when}")
+    for number, thread in enumerate(erratum.threads):
+        lines += _field("" if number else "threads", f"https://github.com/{thread.repository}/issues/{thread.number}")
+        lines += _field("", f"({thread.state})")
+    lines += _field("validated", erratum.last_validated)
+    return [*lines, *_field("reproduce", f"megacpp-overlays repro {erratum.pack:02}")]
+
+
+def _part(record: Record) -> Iterator[Line]:
+    target, found = record.overlay.target, record.finding
+    version = f" {record.version}" if record.version else ""
+    shape = f", shape {found.shape}" if found and found.shape else ""
+    seen = f": {record.verdict}{shape}" if found else ""
+    yield from _field("here", f"{record.decision.value} on {target.distribution}{version}{seen}", record.decision.value)
+    yield from _field("", target.module)
+    yield from _field("", f"  {target.symbol}")
+    if found is None or record.decision not in {Decision.ACTIVE, Decision.RETIRED}:
+        yield from _field("reason", record.reason)
+    for number, each in enumerate(found.evidence if found else ()):
+        yield from _field("" if number else "seen", each.seen)
+        if each.file:
+            yield from _field("", f"  {_place(each.file)}:{each.line}" if each.line else f"  {_place(each.file)}")
+    if record.proof:
+        yield from _field("proof", record.proof)
+    for number, seam in enumerate(seams(record)):
+        yield from _field("" if number else "replaced", seam)
+    if (effect := consequence(record)) and record.decision is not Decision.ACTIVE:
+        yield from _field("so", effect)
+
+
+def _place(file: str) -> str:
+    """Return a file below the folder that packages are installed in, and any other as it is."""
+    return file.rpartition("/site-packages/")[2]
+
+
+def _switch(record: Record) -> str:
+    variable = record.overlay.variable
+    if record.overlay.off_by_default:
+        return f"{variable}=on (it is off by default)"
+    return f"{variable}=off"
+
+
+def _field(key: str, text: str, about: str = "") -> list[Line]:
+    wrapped = textwrap.wrap(
+        terminal_text.one_line(text),
+        WIDTH,
+        initial_indent=f"{key:{_KEY}}",
+        subsequent_indent=" " * _KEY,
+        break_on_hyphens=False,
+    )
+    return [Line(line, about) for line in wrapped]

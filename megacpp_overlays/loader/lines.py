@@ -1,0 +1,119 @@
+"""Lines of a log: one for each overlay that is active, one for each warning, one that counts, and all details of a decision."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from megacpp_overlays.loader.rendering import CAN_BE_DELETED, CAN_BE_SWITCHED_OFF, consequence
+from megacpp_overlays.model import Decision, Erratum, Record, Verdict
+
+HEAD = "[megacpp_overlays] "
+"""What a line on a terminal or in a file begins with; on another rank than the first its number is in it."""
+LONGEST = 160
+"""Characters of the line of an active overlay, its head included: it stands on one line of a wide terminal."""
+
+_ALWAYS_COUNTED = (Decision.ACTIVE, Decision.RETIRED, Decision.CONFLICT)
+_COUNTED = (*_ALWAYS_COUNTED, Decision.GATED, Decision.ARMED, Decision.ABSENT, Decision.DISABLED)
+_WORDS = {Decision.DISABLED: "off"}
+FIRST = (
+    Decision.CONFLICT,
+    Decision.GATED,
+    Decision.ACTIVE,
+    Decision.ARMED,
+    Decision.DISABLED,
+    Decision.RETIRED,
+    Decision.ABSENT,
+)
+"""Which decision an overlay is counted under whose parts were decided differently."""
+
+
+def told(record: Record) -> str:
+    """Return what is said of a decision without being asked for details; empty where a count says enough."""
+    verdict = record.finding.verdict if record.finding else None
+    if record.decision is Decision.ACTIVE:
+        return active(record.overlay)
+    if is_warning(record):
+        return warning(record)
+    if record.decision is Decision.DISABLED and verdict is Verdict.BROKEN and not record.overlay.off_by_default:
+        return f"off: {_name(record.overlay)}, so {record.overlay.breaks}"
+    return ""
+
+
+def active(overlay: Erratum) -> str:
+    """Return the line of an active overlay, in at most `LONGEST` characters with its head: what it repairs, until when."""
+    head, middle = f"active: {_name(overlay)} repairs ", "; delete when "
+    left = LONGEST - len(HEAD) - len(head) - len(middle)
+    if overlay.brief and overlay.until:
+        return f"{head}{overlay.brief}{middle}{overlay.until}"
+    import textwrap  # noqa: PLC0415 - overlays of this package have said it in brief
+
+    until = textwrap.shorten(overlay.retire_when, max(left // 2, left - len(overlay.title)), placeholder=" ...")
+    title = textwrap.shorten(overlay.title, left - len(until) - 2, placeholder=" ...")
+    return f'{head}"{title}"{middle}{until}'
+
+
+def is_warning(record: Record) -> bool:
+    """Return whether somebody has to look at it."""
+    return record.decision in {Decision.CONFLICT, Decision.GATED}
+
+
+def warning(record: Record) -> str:
+    """Return the line of what needs a person: what is wrong, what that means for the run, and what to do."""
+    overlay = record.overlay
+    version = f" {record.version}" if record.version else ""
+    where = f"{overlay.target.module}, {overlay.target.distribution}{version}"
+    said = [f"WARNING {record.decision.value}: {_name(overlay)} on {where}: {record.reason}"]
+    said += [consequence(record)] if consequence(record) else []
+    if record.decision is Decision.CONFLICT:
+        said.append(f"what to do: megacpp-overlays audit {overlay.id}")
+    else:
+        said.append(f"delete when {overlay.retire_when}")
+    said.append(f"off: {overlay.variable}=off")
+    return " | ".join(said)
+
+
+def detail(record: Record) -> str:
+    """Return all that is known of a decision in one line, which needs no other line to be understood."""
+    overlay = record.overlay
+    version = f" {record.version}" if record.version else ""
+    parts = [f"{record.decision.value}: {_name(overlay)} on {overlay.target.distribution}{version}", record.reason]
+    if record.decision is Decision.ACTIVE:
+        parts += [f"shape {record.shape}", f"replaced {', '.join(record.seams)}"]
+        parts += [f"rebound {', '.join(record.rebound)}"] if record.rebound else []
+    parts += [consequence(record)] if consequence(record) else []
+    if record.decision in CAN_BE_DELETED:
+        parts.append(f"delete when {overlay.retire_when}")
+    if record.decision in CAN_BE_SWITCHED_OFF:
+        parts.append(f"off: {overlay.variable}=off")
+    return " | ".join(parts)
+
+
+def _name(overlay: Erratum) -> str:
+    return f"{overlay.id} (pack {overlay.pack:02})"
+
+
+def by_overlay(records: Sequence[Record]) -> dict[str, Decision]:
+    """Return one decision for each id: of parts that were decided differently the one that matters most."""
+    found: dict[str, Decision] = {}
+    for record in records:
+        other = found.get(record.overlay.id, record.decision)
+        found[record.overlay.id] = min(other, record.decision, key=FIRST.index)
+    return found
+
+
+def counted(records: Sequence[Record]) -> str:
+    """Return how many overlays there are of each decision: `6 active, 2 retired, 0 conflict, 11 absent`."""
+    counts = Counter(by_overlay(records).values())
+    shown = [decision for decision in _COUNTED if counts[decision] or decision in _ALWAYS_COUNTED]
+    return ", ".join(f"{counts[decision]} {_WORDS.get(decision, decision.value)}" for decision in shown)
+
+
+def summary(version: str, mode: str, records: Sequence[Record], fingerprint: str = "") -> str:
+    """Return the one line that counts, and names what needs a person."""
+    decided = by_overlay(records)
+    looked_at = [name for name, decision in decided.items() if decision in {Decision.CONFLICT, Decision.GATED}]
+    head = version if mode == "auto" else f"{version}, mode {mode}"
+    shown = f" (fingerprint {fingerprint})" if fingerprint else ""
+    needed = f"; look at {', '.join(looked_at)}: megacpp-overlays audit" if looked_at else ""
+    return f"{head}: {counted(records)}{shown}{needed}"

@@ -1,0 +1,142 @@
+"""An audit as text for people: what needs one first, then what is active, then what needs nobody. It fits 80 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from megacpp_overlays import terminal_text
+from megacpp_overlays.loader.lines import by_overlay, counted
+from megacpp_overlays.loader.rendering import CAN_BE_DELETED, CAN_BE_SWITCHED_OFF, consequence
+from megacpp_overlays.model import Decision, Record
+
+WIDTH = 79
+"""Columns of a line at most, but for a word that is longer: 80 make some terminals wrap."""
+
+_ATTENTION = (Decision.CONFLICT, Decision.GATED)
+_QUIET = {Decision.ARMED: "armed", Decision.ABSENT: "absent", Decision.DISABLED: "off"}
+
+
+class Line(NamedTuple):
+    """A line and what it is, for whoever has colours: empty, or the decision that it is about."""
+
+    text: str
+    about: str = ""
+
+
+def short(version: str, mode: str, fingerprint: str, records: Sequence[Record]) -> list[Line]:
+    """Return the lines of an audit: a few for what needs a person or is active, one for what needs nobody."""
+    return [*_head(version, mode, fingerprint, records), *_attention(records), *_active(records), *_quiet(records)]
+
+
+def full(version: str, mode: str, fingerprint: str, records: Sequence[Record]) -> list[Line]:
+    """Return the lines of an audit with all that is known of each decision, in the same order."""
+    lines = _head(version, mode, fingerprint, records)
+    for decision in (*_ATTENTION, Decision.ACTIVE, Decision.RETIRED, *_QUIET):
+        chosen = [record for record in records if record.decision is decision]
+        if chosen:
+            lines += [Line(""), _heading(_QUIET.get(decision, decision.value), decision)]
+        for record in chosen:
+            lines += [Line(f"  {_name(record)}"), *_plain(_notes(record))]
+    return lines
+
+
+def _head(version: str, mode: str, fingerprint: str, records: Sequence[Record]) -> list[Line]:
+    head = f"megacpp_overlays {version}   mode {mode}   fingerprint {fingerprint}"
+    return [Line(head), *_plain(_wrapped(counted(records), "", ""))]
+
+
+def _attention(records: Sequence[Record]) -> Iterable[Line]:
+    chosen = [record for decision in _ATTENTION for record in records if record.decision is decision]
+    if not chosen:
+        return
+    yield Line("")
+    yield _heading("needs attention", Decision.CONFLICT)
+    active = {record.overlay.id for record in records if record.decision is Decision.ACTIVE}
+    for record in chosen:
+        overlay = record.overlay
+        yield Line(f"  {record.decision.value}: {_name(record)}", record.decision.value)
+        notes = [record.reason, consequence(record)]
+        notes += ["it is active in another module"] if overlay.id in active else []
+        if record.decision is Decision.CONFLICT:
+            notes.append(f"more: megacpp-overlays audit {overlay.id}")
+        notes.append(f"off: {overlay.variable}=off")
+        yield from _plain(_indented(notes))
+
+
+def _active(records: Sequence[Record]) -> Iterable[Line]:
+    conflicts = {record.overlay.id for record in records if record.decision is Decision.CONFLICT}
+    chosen = {each.overlay.id: each for each in records if each.decision is Decision.ACTIVE}
+    chosen = {name: each for name, each in chosen.items() if name not in conflicts}
+    if not chosen:
+        return
+    yield Line("")
+    yield _heading("active", Decision.ACTIVE)
+    for record in chosen.values():
+        yield Line(f"  {_name(record)}")
+        yield from _plain(_indented([record.overlay.title, f"delete when {record.overlay.retire_when}"]))
+
+
+def _quiet(records: Sequence[Record]) -> Iterable[Line]:
+    decided = by_overlay(records)
+    retired = {each.overlay.id: each for each in records if each.decision is Decision.RETIRED}
+    retired = {name: each for name, each in retired.items() if decided[name] is Decision.RETIRED}
+    if retired:
+        yield Line("")
+        yield _heading("retired: upstream is right here, without it", Decision.RETIRED)
+        for record in retired.values():
+            how = f", {record.proof}" if record.proof else ""
+            yield from _plain(_wrapped(f"{_name(record)}{how}", "  ", "      "))
+    names = {decision: [name for name, each in decided.items() if each is decision] for decision in _QUIET}
+    if any(names.values()):
+        yield Line("")
+    for decision, word in _QUIET.items():
+        if names[decision]:
+            yield from _plain(_wrapped(", ".join(names[decision]), f"{word:8}", " " * 8))
+
+
+def _name(record: Record) -> str:
+    overlay = record.overlay
+    return f"{overlay.id} (pack {overlay.pack:02}), {overlay.target.distribution} {record.version or ''}".rstrip()
+
+
+def _notes(record: Record) -> list[str]:
+    """Return all that is known of a decision."""
+    overlay = record.overlay
+    shape = f", shape {record.shape}" if record.finding and record.finding.shape else ""
+    notes = [f"{record.verdict}{shape}" if record.finding else "", record.reason, consequence(record)]
+    if record.seams:
+        notes.append(f"replaced in {overlay.target.module}: {', '.join(seams(record))}")
+    if record.decision in CAN_BE_SWITCHED_OFF:
+        notes.append(f"off: {overlay.variable}=off")
+    if record.decision in CAN_BE_DELETED:
+        notes.append(f"delete when: {overlay.retire_when}")
+    return _indented(notes)
+
+
+def seams(record: Record) -> list[str]:
+    """Return what leads to a seam now: inside of the target by what it is called there, elsewhere by its full name."""
+    return [name.removeprefix(f"{record.overlay.target.module}.") for name in (*record.seams, *record.rebound)]
+
+
+def _heading(text: str, decision: Decision) -> Line:
+    return Line(text, decision.value)
+
+
+def _plain(texts: Iterable[str]) -> Iterable[Line]:
+    return [Line(text) for text in texts]
+
+
+def _indented(notes: Iterable[str]) -> list[str]:
+    return [line for note in notes if note for line in _wrapped(note, "      ", "        ")]
+
+
+def _wrapped(text: str, first: str, others: str) -> list[str]:
+    return textwrap.wrap(
+        terminal_text.one_line(text),
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=others,
+        break_on_hyphens=False,
+    )
