@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from megacpp_overlays.model import Evidence, Verdict
 from megacpp_overlays.upkeep.matrix import matrix_text
 from megacpp_overlays.upkeep.matrix.matrix import UPLOADED, Column, Flip, Row, Table, flips, is_left_alone, runs
+from megacpp_overlays.upkeep.pages import templates
 
 MEANINGS = {
     Verdict.BROKEN: "the code is there, and so is the defect",
@@ -23,15 +22,7 @@ MEANINGS = {
 
 def render(tables: Sequence[Table]) -> str:
     """Return the page for these tables."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template("matrix.html.j2").render(
+    return templates.named("matrix.html.j2", Path(__file__).parent).render(
         asked=", ".join(sorted({table.asked for table in tables})),
         meanings=[(verdict.value, text) for verdict, text in MEANINGS.items()],
         distributions=[_distribution(table) for table in tables],

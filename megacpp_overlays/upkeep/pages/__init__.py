@@ -1,0 +1,1 @@
+"""Static HTML pages: one file each, without a script and without a request."""

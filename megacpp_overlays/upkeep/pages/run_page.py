@@ -1,0 +1,146 @@
+"""The page of a run: what is active in it, why, in which releases the defect is, and what would retire it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megacpp_overlays.loader.lines import FIRST
+from megacpp_overlays.model import Decision, Erratum
+from megacpp_overlays.upkeep.audit_diff import Change
+from megacpp_overlays.upkeep.matrix import matrix_file, matrix_text
+from megacpp_overlays.upkeep.pages import templates
+
+HEADINGS = {
+    Decision.CONFLICT: "Not recognised, or not repaired",
+    Decision.GATED: "Cannot work together",
+    Decision.ACTIVE: "Repaired in this run",
+    Decision.RETIRED: "Right upstream, nothing installed",
+    Decision.ARMED: "Waiting for an import",
+    Decision.DISABLED: "Off",
+    Decision.ABSENT: "Not here",
+}
+"""What a reader sees above the overlays of each decision, in the order of the page."""
+_SHA256 = re.compile("[0-9a-f]{64}")
+_OPEN = frozenset({Decision.CONFLICT, Decision.GATED, Decision.ACTIVE})
+
+
+class RunOnPage(NamedTuple):
+    """What a page is about."""
+
+    audit: Mapping[str, Any]
+    """Plain data, as `audit().as_dict()` has it; of a receipt or an older version some keys may be missing."""
+    made: datetime
+    ranks: str | None = None
+    """What is known of the agreement of ranks, in a sentence."""
+    compared: tuple[str, Sequence[Change]] | None = None
+    """What the audit was compared with, and what changed since."""
+
+
+def render(run: RunOnPage, overlays: Sequence[Erratum], packs: Path) -> str:
+    """Return the page.
+
+    Args:
+        run: the run.
+        overlays: the declarations of this package, which tell what a kept audit leaves out.
+        packs: the inventory, whose kept matrix says in which releases a defect is.
+
+    Raises:
+        UpkeepError: the kept matrix cannot be read.
+    """
+    declared = {each.id: each for each in overlays}
+    histories = _histories(packs)
+    by_decision: dict[Decision, dict[str, list[Mapping[str, Any]]]] = {decision: {} for decision in HEADINGS}
+    for overlay_id, parts in _by_overlay(run.audit["decisions"]).items():
+        by_decision[_of(parts)][overlay_id] = parts
+    sections = [
+        {
+            "decision": decision.value,
+            "heading": heading,
+            "is_open": decision in _OPEN,
+            "overlays": [
+                _overlay(overlay_id, parts, declared.get(overlay_id), histories.get(overlay_id, ()))
+                for overlay_id, parts in by_decision[decision].items()
+            ],
+        }
+        for decision, heading in HEADINGS.items()
+        if by_decision[decision]
+    ]
+    return templates.named("run.html.j2", Path(__file__).parent).render(
+        audit=run.audit,
+        made=f"{run.made:%Y-%m-%d %H:%M} UTC",
+        ranks=run.ranks,
+        compared=(run.compared[0], _by_subject(run.compared[1])) if run.compared else None,
+        sections=sections,
+        counts=[(decision.value, len(each)) for decision, each in by_decision.items() if each],
+    )
+
+
+def _by_subject(changes: Sequence[Change]) -> list[tuple[str, list[Change]]]:
+    """Return changes by what they are of; a hash of 64 digits is as much as its beginning to a reader."""
+    found: dict[str, list[Change]] = {}
+    for each in changes:
+        found.setdefault(each.subject, []).append(each._replace(before=_short(each.before), after=_short(each.after)))
+    return list(found.items())
+
+
+def _short(text: str | None) -> str | None:
+    return f"{text[:12]}…" if text and _SHA256.fullmatch(text) else text
+
+
+def _by_overlay(decisions: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for each in decisions:
+        found.setdefault(each["id"], []).append(each)
+    return found
+
+
+def _of(parts: Sequence[Mapping[str, Any]]) -> Decision:
+    return min((Decision(part["decision"]) for part in parts), key=FIRST.index)
+
+
+def _histories(packs: Path) -> dict[str, list[tuple[str, str]]]:
+    """Return by overlay, for each distribution with a column about it, the verdicts through its releases."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for table in matrix_file.read(packs):
+        for column in table.columns:
+            told = matrix_text.history(table, column.overlay)
+            found.setdefault(column.overlay, []).append((table.distribution, told))
+    return found
+
+
+def _overlay(
+    overlay_id: str,
+    parts: Sequence[Mapping[str, Any]],
+    declared: Erratum | None,
+    histories: Sequence[tuple[str, str]],
+) -> dict[str, Any]:
+    first = parts[0]
+    return {
+        "id": overlay_id,
+        "pack": first.get("pack"),
+        "title": declared.title if declared else "",
+        "breaks": declared.breaks if declared else "",
+        "retire_when": first.get("retire_when", ""),
+        "variable": first.get("variable", ""),
+        "is_off_by_default": bool(declared and declared.off_by_default),
+        "versions": sorted({f"{part.get('distribution', '')} {part.get('version') or ''}".strip() for part in parts}),
+        "histories": histories,
+        "threads": declared.threads if declared else (),
+        "parts": [
+            {
+                "target": part["target"],
+                "decision": part["decision"],
+                "verdict": part.get("verdict", "-"),
+                "shape": part.get("shape"),
+                "proof": part.get("proof"),
+                "reason": part.get("reason", ""),
+                "evidence": part.get("evidence", []),
+                "seams": [*part.get("seams", []), *part.get("rebound", [])],
+            }
+            for part in parts
+        ],
+    }
