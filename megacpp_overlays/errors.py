@@ -12,6 +12,7 @@
     +-- LockError         a lock cannot be read, or an environment is not what its lock says
     +-- CheckpointError   a checkpoint was written broken, or cannot be read
     +-- UpkeepError       a command that looks after overlays cannot do what was asked
+        +-- MissingExtraError   a library that only this command needs is not installed
 
 None of them is an ImportError: Megatron-Core reads an ImportError as "this optional package is missing"
 and carries on without it, which would turn a failed overlay into silence.
@@ -87,6 +88,10 @@ class LockError(OverlayError, ValueError):
 
 class UpkeepError(OverlayError, RuntimeError):
     """Raised when a command of the lane cannot do what was asked; the text says what is missing and the way out."""
+
+
+class MissingExtraError(UpkeepError):
+    """Raised when a library that only one command needs is not installed; the text says how to install it."""
 
 
 class CheckpointError(OverlayError, RuntimeError):

@@ -36,6 +36,17 @@ class PlainStream:
         self._stream.write(lines(text).encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
+    def write_in_colour(self, text: str, colour: str) -> None:
+        """Write a text between the escape sequences of a colour, the only ones that get through.
+
+        Args:
+            text: escaped as any other.
+            colour: parameters of "select graphic rendition", such as `1;31`.
+        """
+        self._stream.write(f"\x1b[{colour}m")
+        self.write(text)
+        self._stream.write("\x1b[0m")
+
     def writelines(self, texts: Iterable[str]) -> None:
         """Write texts."""
         for text in texts:

@@ -6,13 +6,17 @@ import argparse
 import contextlib
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
+from types import ModuleType
 from typing import TextIO, cast
 
 from megacpp_overlays.cli import (
     audit,
     checkpoint,
+    codes,
     compare,
+    completion,
     drift,
     ledger,
     matrix,
@@ -28,19 +32,25 @@ from megacpp_overlays.cli import (
     wave,
     witness,
 )
+from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.cli.commands import Subparsers
-from megacpp_overlays.errors import OverlayError, SettingsError
+from megacpp_overlays.errors import OverlayError
 from megacpp_overlays.near_names import suggestion
 from megacpp_overlays.terminal_text import PlainStream
 from megacpp_overlays.version import VERSION
 
-CLEAN, CONFLICT, USAGE = 0, 1, 2
-NOBODY_READS = 141
-"""What a shell says of a command that SIGPIPE ended: whoever reads has seen enough, and nobody knows of a conflict."""
+FOR_A_RUN = (audit, run, compare, drift, repro, witness, checkpoint, report)
+FOR_THE_LANE = (ledger, reference, matrix, triage, sweep, retire, receipts, pack, wave, completion)
+
+_EXAMPLES = (
+    "audit                                   # what is repaired here, and why",
+    "run train.py --steps 10                 # a launcher that nobody edits",
+    "repro 9                                 # see a defect, and see it gone",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return 0 for clean, 1 for a conflict or a failed check, 2 for wrong usage, or its own code."""
+    """Run one command; return its exit code, see `codes`."""
     with contextlib.ExitStack() as stack:
         if sys.stdout is not None:
             stack.enter_context(contextlib.redirect_stdout(cast("TextIO", PlainStream(sys.stdout))))
@@ -50,33 +60,70 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="megacpp-overlays", description="Audit the overlays of this environment.")
-    parser.add_argument("--version", action="version", version=f"megacpp_overlays {VERSION}")
-    commands = parser.add_subparsers(metavar="command", required=True)
-    for command in (
-        *(audit, witness, compare, run, checkpoint, report),
-        *(ledger, reference, matrix, triage, drift, sweep, retire),
-        *(repro, receipts, pack, wave),
-    ):
-        command.add_to(commands)
+    parser, commands = parsers()
     chosen = _parse(parser, commands, sys.argv[1:] if arguments is None else arguments)
     try:
         outcome: bool | int = chosen.run(chosen)
         sys.stdout.flush()
     except OverlayError as error:
         print(f"megacpp-overlays: {error}", file=sys.stderr)
-        return USAGE if isinstance(error, SettingsError) else CONFLICT
+        return codes.of(error)
     except BrokenPipeError:
         # Whoever reads, such as `head`, has seen enough. Python flushes once more at its end, which must not raise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return NOBODY_READS
+        return ExitCode.NOBODY_READS
     except OSError as error:  # a file that was named cannot be read or written
         where = f"{error.filename}: " if error.filename is not None else ""
         print(f"megacpp-overlays: {where}{error.strerror or error}", file=sys.stderr)
-        return CONFLICT
+        return ExitCode.NOT_CHECKED
     if isinstance(outcome, bool):
-        return CLEAN if outcome else CONFLICT
+        return ExitCode.CLEAN if outcome else ExitCode.FOUND
     return outcome
+
+
+class _Grouped(argparse.RawDescriptionHelpFormatter):
+    """Help without argparse's own list of commands, which knows no groups."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        if not isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - it has no public name
+            super().add_argument(action)
+
+
+def parsers() -> tuple[argparse.ArgumentParser, Subparsers]:
+    """Return the parser of the command line, and the commands that it has."""
+    parser = argparse.ArgumentParser(
+        prog="megacpp-overlays",
+        description="Overlays over defects of training libraries: what is repaired in this environment, and why.",
+        formatter_class=_Grouped,
+    )
+    parser.add_argument("--version", action="version", version=f"megacpp_overlays {VERSION}")
+    commands = parser.add_subparsers(metavar="command", required=True)
+    for each in (*FOR_A_RUN, *FOR_THE_LANE):
+        each.add_to(commands)
+    parser.epilog = "\n".join(
+        [
+            "each command has its own --help",
+            "",
+            "for a run:",
+            *_listed(commands, FOR_A_RUN),
+            "",
+            "for keeping a lane:",
+            *_listed(commands, FOR_THE_LANE),
+            "",
+            "examples:",
+            *(f"  megacpp-overlays {each}" for each in _EXAMPLES),
+        ]
+    )
+    return parser, commands
+
+
+def _listed(commands: Subparsers, chosen: Sequence[ModuleType]) -> list[str]:
+    lines: list[str] = []
+    for each in chosen:
+        name = each.__name__.rpartition(".")[2]
+        text = " ".join((commands.choices[name].description or "").split())
+        lines += textwrap.wrap(text, 79, initial_indent=f"  {name:12}", subsequent_indent=" " * 14)
+    return lines
 
 
 def _parse(parser: argparse.ArgumentParser, commands: Subparsers, words: Sequence[str]) -> argparse.Namespace:

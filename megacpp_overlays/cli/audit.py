@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any, cast
 
-from megacpp_overlays.cli import witness
-from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays import files
+from megacpp_overlays.cli import colours, commands, witness
+from megacpp_overlays.cli.codes import ExitCode
+from megacpp_overlays.cli.commands import Subparsers, add, check_ids
 from megacpp_overlays.errors import AuditFileError, OverlayError, UpkeepError
-from megacpp_overlays.loader import session
+from megacpp_overlays.loader import explanation, overview, rendering, session
 from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.model import Decision, Erratum, Record
 from megacpp_overlays.repro import inventory
@@ -20,30 +24,36 @@ from megacpp_overlays.repro.witnessing import WitnessOptions
 from megacpp_overlays.source.trees import InstalledTree
 from megacpp_overlays.upkeep import audit_diff, requirements
 
-CLEAN, CONFLICT, NOTHING_HERE, NOT_AS_ASKED = 0, 1, 3, 4
+_TEXT = "Import every installed target in a fresh process and say what was decided, what needs a person first."
+_EXAMPLES = (
+    "audit",
+    "audit -v",
+    "audit liger-flce-none-backward",
+    "audit --require liger-flce-none-backward=active,retired",
+    "audit --html audit.html",
+    "audit --json > audits/lane.json      # once, and look at it",
+    "audit --expect audits/lane.json      # in every job of the lane",
+)
+_CODES = {
+    ExitCode.CLEAN: "clean, and as it was asked for",
+    ExitCode.FOUND: "a conflict",
+    ExitCode.USAGE: "wrong usage, or FILE holds no audit",
+    ExitCode.NOTHING_HERE: "no package is here that an overlay is about: this is not the environment of the launcher",
+    ExitCode.NOT_AS_ASKED: "a decision is not one that --require or --expect allows; each is named",
+    ExitCode.NOT_CHECKED: "a file cannot be written, or the overlays cannot be loaded",
+    ExitCode.MISSING_EXTRA: "--html, and the extra `upkeep` is not installed",
+}
 
-_EPILOG = """\
-examples:
-  megacpp-overlays audit --require liger-flce-none-backward=active,retired
-  megacpp-overlays audit --json > audits/lane.json      # once, and look at it
-  megacpp-overlays audit --expect audits/lane.json      # in every job of the lane
 
-exit codes:
-  0  clean, and as it was asked for
-  1  a conflict
-  2  wrong usage, or FILE holds no audit
-  3  no package is here that an overlay is about: this is not the environment of the launcher
-  4  a decision is not one that --require or --expect allows; each is named
-"""
-
-
-def add_to(commands: Subparsers) -> None:
+def add_to(subparsers: Subparsers) -> None:
     """Add the command to the parser."""
-    text = "Import every installed target in a fresh process and print all decisions."
-    parser = commands.add_parser(
-        "audit", help=text, description=text, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser = add(subparsers, "audit", _TEXT, examples=_EXAMPLES, codes=_CODES)
+    parser.add_argument("ids", metavar="ID", nargs="*", help="explain these overlays, and import no other target")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("-v", "--verbose", action="store_true", help="print all that is known of each decision")
+    how.add_argument("--json", action="store_true", help="print JSON, of the form that --schema prints")
+    how.add_argument("--schema", action="store_true", help="print the JSON schema of --json, and look at nothing")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser, too")
     parser.add_argument("--witness", action="store_true", help="first prove what looks repaired, as `witness` does")
     parser.add_argument(
         "--deep", action="store_true", help="walk over the heap, too, for what holds replaced functions"
@@ -63,7 +73,15 @@ def add_to(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Print the audit; return the exit code."""
+    if arguments.schema:
+        print(Path(rendering.__file__).with_name("audit.schema.json").read_text(), end="")
+        return ExitCode.CLEAN
     current = session.current()
+    check_ids(arguments.ids, current.overlays, parser)
+    if arguments.ids and (
+        arguments.json or arguments.verbose or arguments.html or arguments.require or arguments.expect
+    ):
+        parser.error("an ID stands alone: --json, --verbose, --html, --require and --expect are about all overlays")
     try:  # before anything is imported: a job that asks in vain need not wait
         required = [requirements.parse(each, current.overlays) for each in arguments.require]
         kept = audit_diff.read(arguments.expect) if arguments.expect else None
@@ -71,25 +89,52 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(f"--require {error}")
     except AuditFileError as error:
         parser.error(f"--expect {error}")
+    current.log.leave_it_to_the_caller()
     current.arm()
     if arguments.witness:
         attempts = witness.witness(current, WitnessOptions(packs=inventory.own_folder(), settings=current.settings))
         print(*map(witness.line, attempts), sep="\n", end="\n" if attempts else "", file=sys.stderr)
-    audit = pre_flight(current, deep=arguments.deep)
-    print(audit.to_json() if arguments.json else audit)
+    audit = pre_flight(current, deep=arguments.deep, ids=arguments.ids)
+    if arguments.ids:
+        return _explain(audit, arguments.ids)
+    if arguments.html:
+        _write_page(arguments.html, audit, current)
+    if arguments.json:
+        print(audit.to_json())
+    else:
+        how = overview.full if arguments.verbose else overview.short
+        colours.show(how(audit.version, audit.mode, audit.fingerprint, audit.decisions))
     unmet = requirements.unmet(required, audit)
     if kept is not None:
         unmet += requirements.unexpected(kept, audit)
     for each in unmet:
         print(f"megacpp-overlays: {each}", file=sys.stderr)
     if audit.conflicts:
-        return CONFLICT
+        return ExitCode.FOUND
     if unmet:
-        return NOT_AS_ASKED
+        return ExitCode.NOT_AS_ASKED
     if not any(_is_here(overlay) for overlay in current.overlays):
         print(f"megacpp-overlays: {_nothing_here(current.overlays)}", file=sys.stderr)
-        return NOTHING_HERE
-    return CLEAN
+        return ExitCode.NOTHING_HERE
+    return ExitCode.CLEAN
+
+
+def _write_page(path: Path, audit: Audit, current: session.Session) -> None:
+    with commands.extra():
+        from megacpp_overlays.upkeep.pages import run_page  # noqa: PLC0415
+    run = run_page.RunOnPage(audit=cast("Mapping[str, Any]", audit.as_dict()), made=datetime.now(timezone.utc))
+    files.write_text(path, run_page.render(run, current.overlays, inventory.own_folder()))
+
+
+def _explain(audit: Audit, ids: Sequence[str]) -> int:
+    """Print what there is to know of some overlays; return the exit code."""
+    shown = [record for record in audit.records if record.overlay.id in ids]
+    for number, overlay_id in enumerate(dict.fromkeys(ids)):
+        parts = [record for record in audit.decisions if record.overlay.id == overlay_id]
+        colours.show([*([overview.Line("")] if number else []), *explanation.explained(parts)])
+    if any(record.decision is Decision.CONFLICT for record in shown):
+        return ExitCode.FOUND
+    return ExitCode.CLEAN
 
 
 def _is_here(erratum: Erratum) -> bool:
@@ -110,20 +155,32 @@ def _nothing_here(overlays: Sequence[Erratum]) -> str:
     )
 
 
-def pre_flight(current: session.Session, *, deep: bool = False) -> Audit:
+def pre_flight(current: session.Session, *, deep: bool = False, ids: Sequence[str] = ()) -> Audit:
     """Import every target that is installed, and audit.
 
     A target that cannot be imported here cannot be vouched for, so it counts as a conflict.
+
+    Args:
+        current: the session of this process.
+        deep: see `megacpp_overlays.audit`.
+        ids: import the targets of these overlays alone; of none, those of all.
     """
     failures: dict[str, str] = {}
-    for record in current.audit().records:
-        if record.decision is Decision.ARMED and record.overlay.target.module not in failures:
-            try:
-                importlib.import_module(record.overlay.target.module)
-            except Exception as error:  # noqa: BLE001 - upstream code may fail in any way; the report says how
-                failures[record.overlay.target.module] = f"{type(error).__name__}: {error}"
+    for module in dict.fromkeys(_to_import(current.audit().records, ids)):
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # noqa: BLE001, PERF203 - upstream code may fail in any way; the report says how
+            failures[module] = f"{type(error).__name__}: {error}"
     audit = current.audit(deep=deep)
     return replace(audit, records=tuple(_with_failure(record, failures) for record in audit.records))
+
+
+def _to_import(records: Sequence[Record], ids: Sequence[str]) -> Iterator[str]:
+    for record in records:
+        waits = record.decision is Decision.ARMED
+        # Whoever asks about one that is off wants to know what is here all the same.
+        if (waits and not ids) or (record.overlay.id in ids and (waits or record.decision is Decision.DISABLED)):
+            yield record.overlay.target.module
 
 
 def _with_failure(record: Record, failures: dict[str, str]) -> Record:

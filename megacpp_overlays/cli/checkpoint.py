@@ -9,13 +9,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.cli.codes import ExitCode
+from megacpp_overlays.cli.commands import Subparsers, add
 from megacpp_overlays.errors import CheckpointError
 
 if TYPE_CHECKING:
     from megacpp_overlays.upkeep.checkpoint import masters
-
-RIGHT, BROKEN, UNREADABLE, UNKNOWN = 0, 1, 2, 3
 
 _TEXT = "Say whether a fully reshardable checkpoint of Megatron holds the optimizer state of each parameter under its own name."
 _MORE = """\
@@ -24,20 +23,20 @@ parameter are those of other parameters, or zeros, wherever its grad buffer has 
 The model's own weights in it are right. Each parameter's fp32 weights are compared with its weight in the same checkpoint,
 shard by shard, in blocks, without a model and without a GPU. No file is changed, and nothing that a file names is imported
 or called. It reads the fp32 weights, the weights, and the moments of parameters that end in zeros. Needs torch.
-
-exit codes:
-  0  the state of every parameter is its own, or the checkpoint has none in this format
-  1  it was written broken: load it without its optimizer state, or take another one
-  2  wrong usage, or the folder has no checkpoint that can be read
-  3  it cannot be told: fp32 weights differ without a mark of this defect (FP8 weights do), or there are no weights beside them
 """
+_EXAMPLES = ("checkpoint checkpoints/iter_0000100", "checkpoint --json checkpoints/iter_0000100")
+_CODES = {
+    ExitCode.CLEAN: "the state of every parameter is its own, or the checkpoint has none in this format",
+    ExitCode.FOUND: "it was written broken: load it without its optimizer state, or take another one",
+    ExitCode.NOT_CHECKED: "the folder has no checkpoint that can be read, or it cannot be told: fp32 weights differ without a "
+    "mark of this defect (FP8 weights do), or there are no weights beside them",
+    ExitCode.MISSING_EXTRA: "torch is not installed",
+}
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
-        "checkpoint", help=_TEXT, description=_TEXT, epilog=_MORE, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = add(commands, "checkpoint", _TEXT, more=_MORE, examples=_EXAMPLES, codes=_CODES)
     parser.add_argument("path", metavar="PATH", type=Path, help="the folder that has the file .metadata")
     parser.add_argument("--json", action="store_true", help="print JSON, every parameter in it, instead of lines")
     parser.set_defaults(run=run)
@@ -54,13 +53,13 @@ def run(arguments: argparse.Namespace) -> int:
         if error.name != "torch":
             raise
         print("megacpp-overlays: this command needs torch to read numbers: pip install torch", file=sys.stderr)
-        return UNREADABLE
+        return ExitCode.MISSING_EXTRA
     except CheckpointError as error:
         print(f"megacpp-overlays: {error}", file=sys.stderr)
-        return UNREADABLE
+        return ExitCode.NOT_CHECKED
     print(json.dumps(report.as_dict(), indent=2) if arguments.json else _lines(report))
-    codes = {masters.CheckpointVerdict.BROKEN: BROKEN, masters.CheckpointVerdict.UNKNOWN: UNKNOWN}
-    return codes.get(report.verdict, RIGHT)
+    codes = {masters.CheckpointVerdict.BROKEN: ExitCode.FOUND, masters.CheckpointVerdict.UNKNOWN: ExitCode.NOT_CHECKED}
+    return codes.get(report.verdict, ExitCode.CLEAN)
 
 
 def _lines(report: masters.Report) -> str:

@@ -1,20 +1,76 @@
-"""What the commands share: the type of a group of commands, options that several have, and what is not installed."""
+"""What the commands share: how one is added, options that several have, and what is not installed."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.cli.codes import MEANINGS, ExitCode
+from megacpp_overlays.errors import MissingExtraError
 from megacpp_overlays.model import Erratum
 from megacpp_overlays.near_names import suggestion
 from megacpp_overlays.repro import inventory
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001 - it has no public name
-EXTRA = ("bs4", "jinja2", "markdown_it", "pypi_simple", "requests", "tomli")
+EXTRA = ("bs4", "jinja2", "markdown_it", "pypi_simple", "requests", "shtab", "tomli")
+
+_WIDTH = 79
+
+
+def add(
+    commands: Subparsers,
+    name: str,
+    text: str,
+    *,
+    examples: Sequence[str],
+    codes: Mapping[ExitCode, str],
+    more: str = "",
+    usage: str | None = None,
+    prefix_chars: str = "-",
+    add_help: bool = True,
+) -> argparse.ArgumentParser:
+    """Add a command whose help ends with examples and with the exit codes that it can give.
+
+    Args:
+        commands: where to.
+        name: the word for it.
+        text: what it does, in a sentence.
+        examples: the words behind the program's name, such as `audit --json`.
+        codes: what it says by each code, for `CLEAN` and `FOUND` at least; that of wrong usage is every command's.
+        more: what else a reader has to know, as it is to be printed.
+        usage: see `argparse`.
+        prefix_chars: see `argparse`.
+        add_help: see `argparse`.
+    """
+    parser = commands.add_parser(
+        name,
+        help=text,
+        description=textwrap.fill(text, _WIDTH),
+        epilog=_epilog(examples, codes, more),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=usage,
+        prefix_chars=prefix_chars,
+        add_help=add_help,
+    )
+    parser.set_defaults(exit_codes=tuple(codes))
+    return parser
+
+
+def _epilog(examples: Sequence[str], codes: Mapping[ExitCode, str], more: str) -> str:
+    told: dict[ExitCode, str] = {ExitCode.USAGE: MEANINGS[ExitCode.USAGE], **codes}
+    shown = [line for code in sorted(told) for line in _entry(f"  {int(code)}  ", told[code])]
+    head = [f"{more.strip()}\n"] if more else []
+    return "\n".join(
+        [*head, "examples:", *(f"  megacpp-overlays {each}" for each in examples), "", "exit codes:", *shown]
+    )
+
+
+def _entry(head: str, text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
 
 
 @contextlib.contextmanager
@@ -22,14 +78,14 @@ def extra() -> Iterator[None]:
     """Say how to install what a command needs beyond the run-time dependencies; put around its imports.
 
     Raises:
-        UpkeepError: a library of the extra `upkeep` is not installed.
+        MissingExtraError: a library of the extra `upkeep` is not installed.
     """
     try:
         yield
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in EXTRA:
             raise
-        raise UpkeepError(f"this command needs {error.name}: pip install 'megacpp-overlays[upkeep]'") from error
+        raise MissingExtraError(f"this command needs {error.name}: pip install 'megacpp-overlays[upkeep]'") from error
 
 
 def packs_folder(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> Path:

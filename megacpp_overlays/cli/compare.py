@@ -5,29 +5,46 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
-from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays import files
+from megacpp_overlays.cli import commands
+from megacpp_overlays.cli.codes import ExitCode
+from megacpp_overlays.cli.commands import Subparsers, add
 from megacpp_overlays.errors import AuditFileError
+from megacpp_overlays.loader import session
 from megacpp_overlays.loader.rendering import aligned
+from megacpp_overlays.repro import inventory
 from megacpp_overlays.upkeep import audit_diff
-
-SAME, DIFFERENT, NO_AUDIT = 0, 1, 2
 
 _COLUMNS = ("what", "changed", "before", "after")
 _WIDEST = 60
+_TEXT = "Say what changed between two runs that kept audit().as_dict() as JSON."
+_EXAMPLES = (
+    "compare audits/yesterday.json audits/today.json",
+    "compare --html changes.html audits/yesterday.json audits/today.json",
+)
+_CODES = {
+    ExitCode.CLEAN: "nothing changed",
+    ExitCode.FOUND: "something changed",
+    ExitCode.USAGE: "wrong usage, or a file is no audit",
+    ExitCode.MISSING_EXTRA: "--html, and the extra `upkeep` is not installed",
+}
 
 
-def add_to(commands: Subparsers) -> None:
+def add_to(subparsers: Subparsers) -> None:
     """Add the command to the parser."""
-    text = "Say what changed between two runs that kept audit().as_dict() as JSON."
-    codes = "Exit code 0: nothing; 1: something; 2: a file is no audit."
-    parser = commands.add_parser("compare", help=text, description=f"{text} {codes}")
+    parser = add(subparsers, "compare", _TEXT, examples=_EXAMPLES, codes=_CODES)
     parser.add_argument(
         "before", type=Path, metavar="A.json", help="the earlier audit, or a report that has it as `audit`"
     )
     parser.add_argument("after", type=Path, metavar="B.json", help="the later one")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page for a browser, too: the later run and the changes"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.set_defaults(run=run)
 
@@ -38,8 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
         before, after = audit_diff.read(arguments.before), audit_diff.read(arguments.after)
     except AuditFileError as error:
         print(f"megacpp-overlays: {error}", file=sys.stderr)
-        return NO_AUDIT
+        return ExitCode.USAGE
     found = audit_diff.changes(before, after)
+    if arguments.html:
+        _write_page(arguments.html, arguments.before, after, found)
     hidden = not found and audit_diff.is_hidden(before, after)
     if arguments.json:
         print(json.dumps({"changes": [each._asdict() for each in found], "hidden": hidden}, indent=2))
@@ -49,7 +68,14 @@ def run(arguments: argparse.Namespace) -> int:
         )
     else:
         print(_table(found) if found else "Nothing has changed.")
-    return DIFFERENT if found or hidden else SAME
+    return ExitCode.FOUND if found or hidden else ExitCode.CLEAN
+
+
+def _write_page(path: Path, before: Path, after: Mapping[str, Any], found: Sequence[audit_diff.Change]) -> None:
+    with commands.extra():
+        from megacpp_overlays.upkeep.pages import run_page  # noqa: PLC0415
+    run = run_page.RunOnPage(audit=after, made=datetime.now(timezone.utc), compared=(before.name, found))
+    files.write_text(path, run_page.render(run, session.current().overlays, inventory.own_folder()))
 
 
 def _table(found: Sequence[audit_diff.Change]) -> str:

@@ -6,33 +6,32 @@ import argparse
 import json
 from pathlib import Path
 
-from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.cli.codes import ExitCode
+from megacpp_overlays.cli.commands import Subparsers, add
 from megacpp_overlays.loader import session
 
 _TEXT = (
     "Compare what is installed in this environment with what was published: files with the hashes in their RECORD, "
     "checkouts with their commit, functions of this process with the package that they belong to."
 )
-_CODES = """\
+_MORE = """\
 not looked at:
   bytecode in __pycache__, but for the kind that Python never compares with its source
   files beside package folders, and compiled files that a checkout ignores
   data and default arguments (__defaults__) of this process
   in this process, what stays within a package and the libraries that its modules import: one function of it in the
   place of another, one of its own decorators more, a deleted name, a library's function under an imported name
-
-exit codes:
-  0  everything is as published, or an entry of the inventory accounts for it
-  1  something differs and nothing accounts for it, or it cannot be checked
-  2  wrong usage
 """
+_EXAMPLES = ("drift", "drift --distribution megatron-core", "drift --import megatron.core.models.gpt")
+_CODES = {
+    ExitCode.CLEAN: "everything is as published, or an entry of the inventory accounts for it",
+    ExitCode.FOUND: "something differs and nothing accounts for it, or a file of it cannot be read",
+}
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
-        "drift", help=_TEXT, description=_TEXT, epilog=_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = add(commands, "drift", _TEXT, more=_MORE, examples=_EXAMPLES, codes=_CODES)
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--distribution",

@@ -7,16 +7,24 @@ import sys
 from pathlib import Path
 
 from megacpp_overlays import files
-from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.cli.codes import ExitCode
+from megacpp_overlays.cli.commands import Subparsers, add
 from megacpp_overlays.loader import session
 from megacpp_overlays.source.trees import InstalledTree
 from megacpp_overlays.upkeep.ledger import difference, due, render
 
+_TEXT = "Print RETIREMENT.md as the declarations have it, check or rewrite the file, or say what is due."
+_EXAMPLES = ("ledger --due", "ledger --check RETIREMENT.md", "ledger --write RETIREMENT.md")
+_CODES = {
+    ExitCode.CLEAN: "printed or written; with --check in step; with --due nothing can be deleted here",
+    ExitCode.FOUND: "with --check out of step; with --due something can be deleted here",
+    ExitCode.NOT_CHECKED: "FILE cannot be read or written",
+}
+
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    text = "Print RETIREMENT.md as the declarations have it, check or rewrite the file, or say what is due."
-    parser = commands.add_parser("ledger", help=text, description=text)
+    parser = add(commands, "ledger", _TEXT, examples=_EXAMPLES, codes=_CODES)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", metavar="FILE", type=Path, help="exit 1 when FILE is not in step")
     what.add_argument("--due", action="store_true", help="list what can be deleted here; exit 1 when there is any")

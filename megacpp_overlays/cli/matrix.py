@@ -8,28 +8,33 @@ import sys
 from pathlib import Path
 
 from megacpp_overlays.cli import commands
-from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.cli.codes import ExitCode
+from megacpp_overlays.cli.commands import Subparsers, add
 from megacpp_overlays.loader import registry, session
 from megacpp_overlays.upkeep.matrix import archives
 
 _TEXT = "Run every probe over every release of its target, read as it was published: nothing of them is imported."
-_CODES = f"""\
-exit codes:
-  0  every release was read; with --check, the kept matrix is what the probes say
-  1  a release could not be read, or the kept matrix is stale
-  2  wrong usage
-
+_MORE = f"""\
 The releases are those of the index that pip or uv would ask (UV_DEFAULT_INDEX, UV_INDEX_URL, PIP_INDEX_URL, else
 PyPI). They are kept in --cache, {archives.VARIABLE} or the cache folder of the user; after one run with a network,
 --offline gives the same table.
 """
+_EXAMPLES = (
+    "matrix liger-flce-none-backward",
+    "matrix megatron-core --tree Megatron-LM@main --evidence",
+    "matrix --check packs --offline",
+)
+_CODES = {
+    ExitCode.CLEAN: "every release was read; with --check, the kept matrix is what the probes say",
+    ExitCode.FOUND: "a release could not be read, or the kept matrix is stale",
+    ExitCode.NOT_CHECKED: "no release could be looked at: the index does not answer, or a folder is not there",
+    ExitCode.MISSING_EXTRA: "the extra `upkeep` is not installed",
+}
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
-        "matrix", help=_TEXT, description=_TEXT, epilog=_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = add(commands, "matrix", _TEXT, more=_MORE, examples=_EXAMPLES, codes=_CODES)
     parser.add_argument("target", metavar="TARGET", nargs="?", help="a distribution or an overlay (default: all)")
     parser.add_argument("--pre", action="store_true", help="read pre-releases and development builds, too")
     parser.add_argument(

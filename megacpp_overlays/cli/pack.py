@@ -11,7 +11,8 @@ from collections import Counter
 from pathlib import Path
 
 from megacpp_overlays.cli import commands as shared
-from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.cli.codes import ExitCode
+from megacpp_overlays.cli.commands import Subparsers, add
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.loader import session
 from megacpp_overlays.loader.rendering import aligned
@@ -20,15 +21,22 @@ from megacpp_overlays.upkeep.filing import approvals, filing, standing, wording
 from megacpp_overlays.upkeep.filing.checks import Check, CheckOutcome
 from megacpp_overlays.upkeep.filing.standing import Standing
 
+_TEXT = "List the packs, check one before it is sent, or approve it. Nothing is ever sent."
 _LIST = "List every pack: what it is, where it would be sent, and the next step."
 _CHECK = "Check a pack before it is sent: run its reproducer now, read its text, look for words that must not get out."
 _APPROVE = "Record that a person approved a pack, as it is now, to be sent. Nothing is sent."
+_EXAMPLES = ("pack list", "pack check 9", "pack approve 9")
+_CODES = {
+    ExitCode.CLEAN: "listed, every check holds, or approved",
+    ExitCode.FOUND: "a check does not hold",
+    ExitCode.NOT_CHECKED: "refused: the pack cannot be checked or approved as it is",
+    ExitCode.MISSING_EXTRA: "the extra `upkeep` is not installed",
+}
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    text = "List the packs, check one before it is sent, or approve it. Nothing is ever sent."
-    parser = commands.add_parser("pack", help=text, description=text)
+    parser = add(commands, "pack", _TEXT, examples=_EXAMPLES, codes=_CODES)
     what = parser.add_subparsers(metavar="what", required=True)
     every = what.add_parser("list", help=_LIST, description=_LIST)
     every.set_defaults(run=_list)

@@ -6,17 +6,25 @@ import argparse
 import sys
 from pathlib import Path
 
-from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.cli.codes import ExitCode
+from megacpp_overlays.cli.commands import Subparsers, add
 from megacpp_overlays.loader import session
 from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro import inventory, manifest, receipts
 
+_TEXT = "Check the packs and their receipts, take in receipts from another machine, or bring the manifest in step."
+_MORE = "--check shows that logs and manifest are consistent, not that a log is authentic: nothing is signed."
+_EXAMPLES = ("receipts --check", "receipts --adopt fetched/packs", "receipts --sync")
+_CODES = {
+    ExitCode.CLEAN: "every claim has a log that is as it was kept; with --adopt or --sync, it was done",
+    ExitCode.FOUND: "a claim has no kept log, a log was changed, or the manifest is not in step",
+    ExitCode.NOT_CHECKED: "a folder has no manifest, or one that cannot be read",
+}
+
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    text = "Check the packs and their receipts, take in receipts from another machine, or bring the manifest in step."
-    limits = "--check shows that logs and manifest are consistent, not that a log is authentic: nothing is signed."
-    parser = commands.add_parser("receipts", help=text, description=text, epilog=limits)
+    parser = add(commands, "receipts", _TEXT, more=_MORE, examples=_EXAMPLES, codes=_CODES)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--check", action="store_true", help="exit 1 when a claim has no kept log, or a log was changed")
     what.add_argument("--adopt", metavar="FOLDER", type=Path, help="take in what `repro --keep FOLDER` wrote elsewhere")

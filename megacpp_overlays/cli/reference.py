@@ -8,17 +8,26 @@ import sys
 from pathlib import Path
 
 from megacpp_overlays import files
-from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.cli import codes
+from megacpp_overlays.cli.codes import ExitCode
+from megacpp_overlays.cli.commands import Subparsers, add
 from megacpp_overlays.loader import session
 from megacpp_overlays.repro import inventory
 from megacpp_overlays.upkeep import reference_pages
 from megacpp_overlays.upkeep.settings_page import settings_page
 
+_TEXT = "Write or check the pages of docs/ that are generated: settings, commands and overlays."
+_EXAMPLES = ("reference --check docs", "reference --write docs")
+_CODES = {
+    ExitCode.CLEAN: "written, or in step",
+    ExitCode.FOUND: "a page is not in step",
+    ExitCode.NOT_CHECKED: "a page cannot be read or written",
+}
+
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    text = "Write or check the pages of docs/ that are generated: settings, commands and overlays."
-    parser = commands.add_parser("reference", help=text, description=text)
+    parser = add(commands, "reference", _TEXT, examples=_EXAMPLES, codes=_CODES)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--check", metavar="FOLDER", type=Path, help="exit 1 when a page in FOLDER is not in step")
     what.add_argument("--write", metavar="FOLDER", type=Path, help="bring the pages in FOLDER in step")
@@ -33,7 +42,7 @@ def run(commands: Subparsers, parser: argparse.ArgumentParser, arguments: argpar
     overlays = session.current().overlays
     pages = {
         "settings.md": settings_page(overlays, reference_pages.GENERATED),
-        "commands.md": reference_pages.commands_page(commands.choices),
+        "commands.md": reference_pages.commands_page(commands.choices, list(codes.MEANINGS.items())),
         "overlays.md": reference_pages.overlays_page(overlays, inventory.own_folder()),
     }
     if arguments.write is not None:

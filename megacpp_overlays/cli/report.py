@@ -7,25 +7,26 @@ import json
 from pathlib import Path
 
 from megacpp_overlays.cli.audit import pre_flight
-from megacpp_overlays.cli.commands import Subparsers, check_ids
+from megacpp_overlays.cli.codes import ExitCode
+from megacpp_overlays.cli.commands import Subparsers, add, check_ids
 from megacpp_overlays.loader import session
 
-_EPILOG = """\
+_MORE = """\
 It has the audit, versions, the evidence of the probe, and for every module that the probe read its hash and a fingerprint of
 each function. It has no code but the lines that the evidence quotes, no variables of the environment, and no folders of
 this host unless --paths asks for them. Read it before you send it.
-
-example:
-  megacpp-overlays report dsa-capture-gates --output report.json
 """
+_TEXT = "Write what a maintainer needs to know of one overlay in this environment, such as one in conflict, as JSON."
+_EXAMPLES = ("report dsa-capture-gates --output report.json",)
+_CODES = {
+    ExitCode.CLEAN: "it was written, whatever it says",
+    ExitCode.NOT_CHECKED: "FILE cannot be written",
+}
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    text = "Write what a maintainer needs to know of one overlay in this environment, such as one in conflict, as JSON."
-    parser = commands.add_parser(
-        "report", help=text, description=text, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = add(commands, "report", _TEXT, more=_MORE, examples=_EXAMPLES, codes=_CODES)
     parser.add_argument("id", metavar="ID", help="an overlay or a gate")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write it there, and not to standard output")
     parser.add_argument("--paths", action="store_true", help="leave the folders of this host in it")

@@ -9,7 +9,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacpp_overlays.cli.commands import Subparsers, packs_folder
+from megacpp_overlays.cli.codes import ExitCode
+from megacpp_overlays.cli.commands import Subparsers, add, packs_folder
 from megacpp_overlays.loader import session
 from megacpp_overlays.repro import ending, inventory, receipts, runner
 from megacpp_overlays.repro.case import Case, PackError
@@ -17,21 +18,18 @@ from megacpp_overlays.repro.manifest import ManifestError
 from megacpp_overlays.repro.transcript import Transcript
 
 _TEXT = "Run a pack's reproducer: each case in a fresh process without its overlay, then in one with every overlay."
-_CODES = """\
-exit codes:
-  0  something was earned (BUG_REPRODUCED and FIX_VALIDATED, or the pack's own word for that, or BUG_NOT_PRESENT) and
-     nothing failed; other cases may be BLOCKED
-  1  something failed: no fix, a crash, or a probe and a behaviour that disagree
-  2  wrong usage
-  3  nothing ran: every case is BLOCKED on this host
-"""
+_EXAMPLES = ("repro --list", "repro 9", "repro 22 --tree ../Megatron-LM", "repro 9 --keep packs")
+_CODES = {
+    ExitCode.CLEAN: "something was earned (BUG_REPRODUCED and FIX_VALIDATED, or the pack's own word for that, or "
+    "BUG_NOT_PRESENT) and nothing failed; other cases may be BLOCKED",
+    ExitCode.FOUND: "something failed: no fix, a crash, or a probe and a behaviour that disagree",
+    ExitCode.NOTHING_HERE: "nothing ran: every case is BLOCKED on this host",
+}
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
-        "repro", help=_TEXT, description=_TEXT, epilog=_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = add(commands, "repro", _TEXT, examples=_EXAMPLES, codes=_CODES)
     parser.add_argument("number", metavar="NN", type=int, nargs="?", help="number of the pack")
     parser.add_argument("--list", action="store_true", help="list the packs and their cases, and run nothing")
     parser.add_argument("--case", metavar="NAME", action="append", help="run only this case; can be repeated")

@@ -6,7 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.cli.codes import ExitCode
+from megacpp_overlays.cli.commands import Subparsers, add
 from megacpp_overlays.loader import retired, session
 from megacpp_overlays.repro import ending
 from megacpp_overlays.upkeep.retire import preparation, steps
@@ -17,22 +18,21 @@ _TEXT = (
     "Retire an overlay: prove that upstream is right without it, write its entry in the history, and print what to "
     "remove and to edit."
 )
-_CODES = """\
+_MORE = """\
 It runs in a git checkout of this package. It writes megacpp_overlays/loader/retired.json and keeps the receipt of the
 run that shows the bug gone; files are removed and edited by a person, with the commands and lines that it prints.
-
-exit codes:
-  0  the checklist holds: it was written, or with --dry-run it could be
-  1  refused; the checklist says why
-  2  wrong usage
 """
+_EXAMPLES = ("retire liger-flce-none-backward --lock locks/newest.txt --dry-run",)
+_CODES = {
+    ExitCode.CLEAN: "the checklist holds: it was written, or with --dry-run it could be",
+    ExitCode.FOUND: "refused; the checklist says why",
+    ExitCode.NOT_CHECKED: "a lock or an environment cannot be used, or this is no checkout of this package",
+}
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
-        "retire", help=_TEXT, description=_TEXT, epilog=_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = add(commands, "retire", _TEXT, more=_MORE, examples=_EXAMPLES, codes=_CODES)
     parser.add_argument("overlay", metavar="ID", help="the overlay")
     parser.add_argument(
         "--lock", metavar="LOCK", type=Path, required=True, help="the pinned lock for which all of it is shown"

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.cli.codes import ExitCode
+from megacpp_overlays.cli.commands import Subparsers, add
 
 _TEXT = "Run a launcher with this package armed before its first line, in every Python process that it starts, too."
 _USAGE = "megacpp-overlays run [options of Python] (LAUNCHER | -m MODULE | -c CODE) [its arguments]"
@@ -27,11 +28,25 @@ _ANSWERED = {"-V", "--version", "-?", "--help-env", "--help-xoptions", "--help-a
 
 Option = tuple[str, ...]
 """One option of Python, with its value if it takes one."""
+_EXAMPLES = ("run train.py --steps 10", "run -m torch.distributed.run --nproc-per-node 8 train.py")
+_CODES = {
+    ExitCode.CLEAN: "that of the launcher, which takes the place of this process; so is every other",
+    ExitCode.USAGE: "wrong usage: the launcher was not started",
+}
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser. What follows it is not for argparse, so no character marks an option there."""
-    parser = commands.add_parser("run", help=_TEXT, description=_TEXT, usage=_USAGE, add_help=False, prefix_chars="\0")
+    parser = add(
+        commands,
+        "run",
+        _TEXT,
+        examples=_EXAMPLES,
+        codes=_CODES,
+        usage=_USAGE,
+        add_help=False,
+        prefix_chars="\0",
+    )
     parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=lambda arguments: run(arguments.words, parser))
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacpp_overlays.cli import commands
-from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.cli.codes import ExitCode
+from megacpp_overlays.cli.commands import Subparsers, add
 from megacpp_overlays.loader import session
 from megacpp_overlays.repro import inventory
 
@@ -22,21 +23,38 @@ _TEXT = (
     "Look at every linked upstream issue and pull request, say what landed since the last look, and which overlay that "
     "puts up for retirement."
 )
-_END = (
-    "Without a network the saved answers of packs/threads.json are used. exit code: 0 nothing to do, 1 something landed, "
-    "is declared otherwise, or got no answer, 2 wrong usage. environment: GITHUB_TOKEN or GH_TOKEN (without one GitHub "
-    "takes 60 requests an hour), GITHUB_API_URL."
-)
+_MORE = """\
+Without a network the saved answers of packs/threads.json are used. What is merged and released does not change any more; of
+every other answer the report says how old it is.
+
+environment: GITHUB_TOKEN or GH_TOKEN (without one GitHub takes 60 requests an hour), GITHUB_API_URL.
+"""
+_EXAMPLES = ("sweep", "sweep --write", "sweep --offline --max-age 90", "sweep --since 2026-11-01")
+_CODES = {
+    ExitCode.CLEAN: "nothing to do",
+    ExitCode.FOUND: "something landed, is declared otherwise, or got no answer",
+    ExitCode.NOT_CHECKED: "nothing of that in the saved answers, but some of them are older than --max-age; or the token is "
+    "refused, or a file cannot be read",
+    ExitCode.MISSING_EXTRA: "the extra `upkeep` is not installed",
+}
+MAX_AGE_DAYS = 30
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser("sweep", help=_TEXT, description=_TEXT, epilog=_END)
+    parser = add(commands, "sweep", _TEXT, more=_MORE, examples=_EXAMPLES, codes=_CODES)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--offline", action="store_true", help="ask nobody, use the saved answers")
     keep = "keep the new answers in packs/threads.json; what is kept is not asked for again on the same day (UTC)"
     what.add_argument("--write", action="store_true", help=keep)
     parser.add_argument("--since", metavar="DATE", type=_day, help="tell what happened on or after this day (UTC)")
+    parser.add_argument(
+        "--max-age",
+        metavar="DAYS",
+        type=int,
+        default=MAX_AGE_DAYS,
+        help=f"of a saved answer that may have changed since (default {MAX_AGE_DAYS}); an older one is no answer",
+    )
     parser.add_argument("--json", action="store_true", help="print for machines")
     parser.add_argument("--packs", metavar="FOLDER", type=Path, help="where the packs are, if not in the package")
     parser.add_argument("--api", metavar="URL", help="address of the API, if it is not https://api.github.com")
@@ -51,8 +69,8 @@ def _day(text: str) -> date:
         raise argparse.ArgumentTypeError(f"{text!r} is no day such as 2026-07-30") from error
 
 
-def run(arguments: argparse.Namespace) -> bool:
-    """Do what was asked; return whether there is nothing to do."""
+def run(arguments: argparse.Namespace) -> int:
+    """Do what was asked; return the exit code."""
     with commands.extra():
         from megacpp_overlays.upkeep.sweep import github, sweep, sweep_report, threads, waiting  # noqa: PLC0415
     folder = arguments.packs or inventory.own_folder()
@@ -73,7 +91,15 @@ def run(arguments: argparse.Namespace) -> bool:
     print(json.dumps(sweep_report.data(swept), indent=2) if arguments.json else "\n".join(sweep_report.lines(swept)))
     if swept.online and not arguments.write and swept.answers(saved) != list(saved.values()):
         _say("nothing was kept; --write keeps these answers")
-    return swept.clean
+    old = swept.older_than(arguments.max_age)
+    if old:
+        _say(
+            f"{len(old)} answers are more than {arguments.max_age} days old (--max-age), {old[0]} the oldest of them: ask again "
+            "with a network, and keep what comes with --write"
+        )
+    if not swept.clean:
+        return ExitCode.FOUND
+    return ExitCode.NOT_CHECKED if old else ExitCode.CLEAN
 
 
 def _token() -> str | None:

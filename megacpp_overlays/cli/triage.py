@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacpp_overlays.cli.commands import Subparsers, check_ids, check_timeout, packs_folder
+from megacpp_overlays.cli.codes import ExitCode
+from megacpp_overlays.cli.commands import Subparsers, add, check_ids, check_timeout, packs_folder
 from megacpp_overlays.loader import session
 from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro import ending
@@ -20,19 +21,21 @@ _TEXT = "Say for each overlay what an upgrade from one lock to another does to i
 _MORE = """\
 The reproducers run in the environment of the lock `to`, which takes minutes; where this host cannot run a case, a kept
 receipt of the same versions counts.
-
-exit codes:
-  0  every overlay is kept, or has nothing to do on either side
-  1  a conflict, an overlay past its retirement, or a lock or environment that cannot be used
-  2  wrong usage
 """
+_EXAMPLES = (
+    "triage --from locks/summer-2026.txt --to locks/newest.txt --create",
+    "triage --from locks/summer-2026.txt --to locks/newest.txt --only liger-flce-none-backward --brief",
+)
+_CODES = {
+    ExitCode.CLEAN: "every overlay is kept, or has nothing to do on either side",
+    ExitCode.FOUND: "a conflict, or an overlay past its retirement",
+    ExitCode.NOT_CHECKED: "a lock or an environment cannot be used",
+}
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
-        "triage", help=_TEXT, description=_TEXT, epilog=_MORE, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = add(commands, "triage", _TEXT, more=_MORE, examples=_EXAMPLES, codes=_CODES)
     parser.add_argument("--from", dest="before", metavar="LOCK", type=Path, required=True, help="the lock in use")
     parser.add_argument("--to", dest="after", metavar="LOCK", type=Path, required=True, help="the lock to move to")
     parser.add_argument("--only", metavar="ID", action="append", help="triage only this overlay; can be repeated")

@@ -7,7 +7,8 @@ import datetime
 import json
 from pathlib import Path
 
-from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.cli.codes import ExitCode
+from megacpp_overlays.cli.commands import Subparsers, add
 from megacpp_overlays.loader import session
 from megacpp_overlays.loader.rendering import aligned
 from megacpp_overlays.repro import inventory
@@ -15,11 +16,17 @@ from megacpp_overlays.upkeep.filing import filing, standing, waves
 from megacpp_overlays.upkeep.filing.standing import Standing
 
 _TEXT = "Plan waves: two to four ready packs for one repository each, some days apart. Nothing is sent."
+_EXAMPLES = ("wave plan", "wave plan --start 2026-12-01 --pause 3")
+_CODES = {
+    ExitCode.CLEAN: "planned",
+    ExitCode.FOUND: "no pack is ready",
+    ExitCode.MISSING_EXTRA: "the extra `upkeep` is not installed",
+}
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser("wave", help=_TEXT, description=_TEXT)
+    parser = add(commands, "wave", _TEXT, examples=_EXAMPLES, codes=_CODES)
     what = parser.add_subparsers(metavar="what", required=True)
     plan = what.add_parser("plan", help=_TEXT, description=_TEXT)
     plan.add_argument("--start", metavar="DATE", type=datetime.date.fromisoformat, help="first wave (default today)")

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacpp_overlays.cli.commands import Subparsers, check_ids, check_timeout, packs_folder
+from megacpp_overlays.cli.codes import ExitCode
+from megacpp_overlays.cli.commands import Subparsers, add, check_ids, check_timeout, packs_folder
 from megacpp_overlays.loader import session
 from megacpp_overlays.loader.witnesses import folder_of
 from megacpp_overlays.repro import ending
@@ -21,19 +22,17 @@ Without an ID it does so for every overlay and gate that looks repaired and has 
 case that this host can run has to see no defect. What was proved is kept for this user and this environment, with the
 hashes of the probe, of the reproducer and of every module of the upstream that was read or loaded, and counts until one
 of them changes: the decision is then `retired`, and its reason begins with `witnessed`.
-
-exit codes:
-  0  everything that looks repaired was proved, or nothing looks repaired
-  1  something was not: a case shows the defect, failed, or cannot run on this host
-  2  wrong usage
 """
+_EXAMPLES = ("witness", "witness liger-flce-none-backward")
+_CODES = {
+    ExitCode.CLEAN: "everything that looks repaired was proved, or nothing looks repaired",
+    ExitCode.FOUND: "something was not: a case shows the defect, failed, or cannot run on this host",
+}
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
-        "witness", help=_TEXT, description=_TEXT, epilog=_MORE, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = add(commands, "witness", _TEXT, more=_MORE, examples=_EXAMPLES, codes=_CODES)
     parser.add_argument("ids", metavar="ID", nargs="*", help="an overlay or a gate")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.add_argument("--packs", metavar="FOLDER", type=Path, help="where the packs are, if not in the package")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launchers import environment, launch
 from made_up import FIXED_TEXT, Upstream, gate_of
 
 from megacpp_overlays import cli
+from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.loader import session as sessions
 from megacpp_overlays.loader.audit import SCHEMA
 from megacpp_overlays.loader.session import Session
@@ -197,3 +200,137 @@ def test_a_package_without_its_target_is_here_all_the_same(upstream: Upstream, a
     arm(upstream.overlay(target=gone))
 
     assert cli.main(["audit"]) == 0
+
+
+# One overlay
+
+
+def test_one_overlay_is_explained_and_no_other_target_imported(
+    upstream: Upstream, arm: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    upstream.write(UNKNOWN, module="other")
+    other = upstream.overlay(id="other-fix", target=Target(upstream.name, f"{upstream.name}.other", "double"))
+    arm(upstream.overlay(), other)
+
+    assert cli.main(["audit", "double-fix"]) == ExitCode.CLEAN
+
+    out = capsys.readouterr().out
+    assert out.startswith("double-fix (pack 99), overlay for ")
+    assert "here       active on " in out
+    assert "other-fix" not in out
+    assert f"{upstream.name}.other" not in sys.modules
+
+
+def test_one_that_is_off_is_looked_at_all_the_same(
+    upstream: Upstream, arm: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arm(upstream.overlay(opt_in=True))
+
+    assert cli.main(["audit", "double-fix"]) == ExitCode.CLEAN
+
+    out = capsys.readouterr().out
+    assert "disabled on " in out
+    assert "BROKEN, shape off-by-one" in " ".join(out.split())
+    assert "MEGACPP_OVERLAY_DOUBLE_FIX=on (it is off by default)" in out
+
+
+def test_one_in_conflict_is_a_conflict(upstream: Upstream, arm: Callable[..., None]) -> None:
+    upstream.write(UNKNOWN)
+    arm(upstream.overlay())
+
+    assert cli.main(["audit", "double-fix"]) == ExitCode.FOUND
+
+
+@pytest.mark.parametrize("option", ["--json", "-v", "--require=double-fix=active"])
+def test_an_id_stands_alone(
+    upstream: Upstream, arm: Callable[..., None], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arm(upstream.overlay())
+
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["audit", option, "double-fix"])
+
+    assert ended.value.code == ExitCode.USAGE
+    assert "an ID stands alone" in capsys.readouterr().err
+
+
+def test_a_misspelt_id_gets_the_nearest(
+    upstream: Upstream, arm: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arm(upstream.overlay())
+
+    with pytest.raises(SystemExit):
+        cli.main(["audit", "doubel-fix"])
+
+    assert "did you mean double-fix?" in capsys.readouterr().err
+
+
+# Forms
+
+
+def test_all_that_is_known_is_printed_where_it_is_asked_for(
+    upstream: Upstream, arm: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arm(upstream.overlay())
+
+    cli.main(["audit", "-v"])
+
+    assert "without it: every double is one too large" in capsys.readouterr().out
+
+
+def test_the_schema_is_printed_and_fits_what_json_prints(
+    upstream: Upstream, arm: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    arm(upstream.overlay())
+
+    assert cli.main(["audit", "--schema"]) == ExitCode.CLEAN
+    schema = json.loads(capsys.readouterr().out)
+    cli.main(["audit", "--json"])
+
+    jsonschema.validate(json.loads(capsys.readouterr().out), schema)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "variables", "coloured"),
+    [
+        (Terminal, {}, True),
+        (Terminal, {"NO_COLOR": "1"}, False),
+        (Terminal, {"TERM": "dumb"}, False),
+        (io.StringIO, {}, False),
+    ],
+    ids=["terminal", "no colour", "dumb", "file"],
+)
+def test_colours_are_for_a_terminal_that_wants_them(
+    upstream: Upstream,
+    arm: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    stream: type[io.StringIO],
+    variables: dict[str, str],
+    coloured: bool,
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    arm(upstream.overlay(title="clears\x1b[2J"))
+    out = stream()
+    monkeypatch.setattr(sys, "stdout", out)
+
+    cli.main(["audit"])
+
+    assert ("\x1b[1;32mactive\x1b[0m\n" in out.getvalue()) is coloured
+    assert "\x1b[2J" not in out.getvalue()
+
+
+def test_the_command_tells_it_once(upstream: Upstream) -> None:
+    """No line of the log beside the audit that says the same."""
+    done = launch("-m", "megacpp_overlays", "audit", "double-fix", env=environment(upstream))
+
+    assert "active on " in done.stdout
+    assert done.stderr == ""

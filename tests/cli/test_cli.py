@@ -14,6 +14,7 @@ from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
 from places import ROOT
 
 from megacpp_overlays import cli
+from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.loader import session as sessions
 from megacpp_overlays.loader.session import Session
 
@@ -121,7 +122,7 @@ def test_ledger_says_what_can_be_deleted_here(
     assert capsys.readouterr().out.strip() == says
 
 
-def test_an_error_of_ours_is_one_line_and_exit_1(
+def test_an_error_of_ours_is_one_line_and_has_its_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> bool:
@@ -129,7 +130,7 @@ def test_an_error_of_ours_is_one_line_and_exit_1(
 
     monkeypatch.setattr("megacpp_overlays.cli.audit.run", fail)
 
-    assert cli.main(["audit"]) == 1
+    assert cli.main(["audit"]) == ExitCode.NOT_CHECKED
     assert capsys.readouterr().err == "megacpp-overlays: double-fix is declared twice\n"
 
 

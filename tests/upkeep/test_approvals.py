@@ -18,6 +18,7 @@ from made_up_packs import Packs, searched, thread, today
 from places import HANG_S, ROOT
 
 from megacpp_overlays import cli
+from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.upkeep.filing import approvals
 from megacpp_overlays.upkeep.filing.approvals import Approval
@@ -123,7 +124,7 @@ def test_what_would_be_sent_and_where_is_shown_before_the_words_are_asked_for(pa
 def test_anything_else_records_nothing(packs: Packs, typed: tuple[str, ...]) -> None:
     code, screen = at_a_terminal(packs, *typed)
 
-    assert code == 1
+    assert code == ExitCode.NOT_CHECKED
     assert "nothing is recorded" in screen
     assert recorded(packs) == []
 
@@ -131,7 +132,7 @@ def test_anything_else_records_nothing(packs: Packs, typed: tuple[str, ...]) -> 
 def test_an_interrupt_records_nothing(packs: Packs) -> None:
     code, screen = at_a_terminal(packs, "post pack 99", INTERRUPT)
 
-    assert (code, recorded(packs)) == (1, [])
+    assert (code, recorded(packs)) == (ExitCode.NOT_CHECKED, [])
     assert "no answer: nothing is recorded" in screen
 
 
@@ -140,7 +141,7 @@ def test_without_a_terminal_it_is_refused_whatever_is_piped_in(packs: Packs) -> 
         [*COMMAND, str(packs.folder)], input="post pack 99\nA Person\n", capture_output=True, text=True, check=False
     )
 
-    assert done.returncode == 1
+    assert done.returncode == ExitCode.NOT_CHECKED
     assert "an approval needs a person at a terminal" in done.stderr
     assert recorded(packs) == []
 

@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from launched_reshardable import launch, step
 
 from megacpp_overlays import cli
+from megacpp_overlays.cli.codes import ExitCode
 
 STATE = "optimizer.state"
 ROWS, COLUMNS = 40, 50
@@ -128,7 +129,7 @@ def test_masters_that_differ_without_a_mark_cannot_be_told(tmp_path: Path, said:
 
     code, text = said(write(tmp_path, state))
 
-    assert code == 3
+    assert code == ExitCode.NOT_CHECKED
     assert "cannot be told: 1 of 1 parameters are not right" in text
     assert "rows: its fp32 weights are not its weights, and do not say why" in text
 
@@ -149,7 +150,7 @@ def test_masters_with_nothing_to_compare_them_with_cannot_be_told(
 
     code, text = said(write(tmp_path, state))
 
-    assert code == 3
+    assert code == ExitCode.NOT_CHECKED
     assert f"rows: cannot be compared: {why}" in text
 
 
@@ -195,7 +196,7 @@ class Touch:
 
 def fails(said: Said, folder: Path, *words: str) -> None:
     code, text = said(folder)
-    assert code == 2
+    assert code == ExitCode.NOT_CHECKED
     assert all(word in text for word in words), text
     assert "Traceback" not in text
 
@@ -445,5 +446,5 @@ def test_without_torch_it_says_what_it_needs(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(tmp_path / "none"), "MEGACPP_OVERLAYS_LOG": "logging"},
     )
 
-    assert done.returncode == 2
+    assert done.returncode == ExitCode.MISSING_EXTRA
     assert "this command needs torch" in done.stderr

@@ -19,6 +19,7 @@ from made_up import Upstream
 from places import HANG_S, ROOT
 
 from megacpp_overlays import cli
+from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.loader import session as sessions
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.upkeep.drift import installations
@@ -184,7 +185,7 @@ def test_a_launcher_that_replaces_nothing_is_clean_and_one_that_fails_is_an_erro
 
     assert quiet.returncode == 0
     assert "0 names lead to code of somebody else" in quiet.stdout
-    assert failing.returncode == 1
+    assert failing.returncode == ExitCode.NOT_CHECKED
     assert failing.stderr == f"megacpp-overlays: --import {upstream.name}.failing: OSError: no such device\n"
 
 
@@ -210,7 +211,7 @@ def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_bad_input_is_one_line_and_exit_1(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["drift", *words]) == 1
+    assert cli.main(["drift", *words]) == ExitCode.NOT_CHECKED
 
     assert says in capsys.readouterr().err
 

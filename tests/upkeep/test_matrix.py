@@ -20,6 +20,7 @@ from index_server import PACKAGE, Index, module, sdist, serving, wheel
 from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
 
 from megacpp_overlays import cli
+from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.loader import registry
 from megacpp_overlays.loader import session as sessions
@@ -158,7 +159,7 @@ def test_a_target_is_a_distribution_or_an_overlay(
 def test_an_unknown_target_is_an_error_with_the_nearest_name(run: Run) -> None:
     code, _, err = run("--offline", "double-fx")
 
-    assert code == 1
+    assert code == ExitCode.NOT_CHECKED
     assert f"double-fx: no overlay has this id, and none is about it; did you mean double-fix? known: {PACKAGE}" in err
 
 
@@ -254,7 +255,7 @@ def test_where_that_source_distribution_cannot_be_read_the_wheel_says_nothing(
 
     assert code == 1
     assert f"not read: {source}" in out
-    assert written == 1
+    assert written == ExitCode.NOT_CHECKED
     assert f"{PACKAGE} 1.0.0: {source}" in err
 
 
@@ -269,7 +270,7 @@ def test_a_release_that_only_has_files_of_other_kinds_is_a_hole_and_not_gone(
     assert code == 1
     assert ["0.5.0"] in [row[:1] for row in words(out)]
     assert "it has no wheel and no tar.gz with a SHA-256" in out
-    assert run("--write", tmp_path / "packs")[0] == 1
+    assert run("--write", tmp_path / "packs")[0] == ExitCode.NOT_CHECKED
 
 
 def test_without_upload_dates_the_date_is_when_it_was_built_and_says_so(index: Index, run: Run) -> None:
@@ -333,7 +334,7 @@ def test_without_an_answer_the_cache_is_used_and_that_is_said(index: Index, run:
 def test_offline_and_without_a_cache_there_is_a_way_out(run: Run) -> None:
     code, _, err = run("--offline")
 
-    assert code == 1
+    assert code == ExitCode.NOT_CHECKED
     assert f"{PACKAGE}: offline, and no answer of the index is in the cache" in err
 
 
@@ -461,7 +462,7 @@ def test_a_tree_that_is_none_is_an_error(run: Run, repository: Path, tmp_path: P
         "--tree", named.format(repository=repository, empty=tmp_path / "empty", other=tmp_path / "other")
     )
 
-    assert code == 1
+    assert code == ExitCode.NOT_CHECKED
     assert says in err
 
 
@@ -474,7 +475,7 @@ def test_a_tree_whose_package_is_a_link_out_of_it_is_an_error_with_the_way_out(
 
     code, _, err = run("--tree", tmp_path / "tree")
 
-    assert code == 1
+    assert code == ExitCode.NOT_CHECKED
     assert f"a link there leads out of the tree, to {repository}" in err
     assert "give the folder that it leads to" in err
 
@@ -517,7 +518,7 @@ def test_a_package_that_is_a_submodule_is_an_error_with_the_way_out(
 
     code, _, err = run("--tree", named.format(outer=outer))
 
-    assert code == 1
+    assert code == ExitCode.NOT_CHECKED
     assert f"{PACKAGE} is a submodule; give PATH of it" in err
 
 
@@ -530,7 +531,7 @@ def test_a_partial_clone_without_the_files_is_an_error_and_fetches_nothing(
 
     code, out, err = run("--tree", f"{tmp_path / 'partial'}@old")
 
-    assert (code, out) == (1, "")
+    assert (code, out) == (ExitCode.NOT_CHECKED, "")
     assert "git cannot give" in err
     assert "partial clone" in err
     assert "?" in git(tmp_path / "partial", "rev-list", "--objects", "--missing=print", "old"), "still not fetched"
@@ -596,7 +597,7 @@ def test_offline_and_without_a_remembered_answer_the_kept_releases_are_read_agai
     assert code == 0
     assert "the kept releases of" in err
     assert (kept / "matrix.json").read_bytes() == before
-    assert run("--offline", "--write", tmp_path / "elsewhere")[0] == 1
+    assert run("--offline", "--write", tmp_path / "elsewhere")[0] == ExitCode.NOT_CHECKED
 
 
 @pytest.mark.parametrize(
@@ -762,7 +763,7 @@ def test_a_matrix_with_a_hole_is_not_kept(index: Index, run: Run, tmp_path: Path
 
     code, _, err = run("--write", tmp_path / "packs")
 
-    assert code == 1
+    assert code == ExitCode.NOT_CHECKED
     assert f"not every release can be read\n  {PACKAGE} 0.10.1: " in err
     assert not (tmp_path / "packs").exists()
 
@@ -773,7 +774,7 @@ def test_a_check_without_the_archives_is_an_error_that_names_them(kept: Path, ru
 
     code, _, err = run("--offline", "--check", kept)
 
-    assert code == 1
+    assert code == ExitCode.NOT_CHECKED
     assert f"{PACKAGE}-0.10.0.tar.gz is not in the cache" in err
 
 
@@ -792,7 +793,7 @@ def test_a_kept_matrix_that_cannot_be_read_is_an_error(run: Run, tmp_path: Path,
 
     code, _, err = run("--offline", "--check", tmp_path)
 
-    assert code == 1
+    assert code == ExitCode.NOT_CHECKED
     assert says in err
 
 
@@ -924,5 +925,5 @@ def test_the_command_says_what_to_install_where_the_extra_is_missing(
 
     done = run_python(code, check=False, MEGACPP_OVERLAYS_LOG="logging")
 
-    assert done.returncode == 1
+    assert done.returncode == ExitCode.MISSING_EXTRA
     assert "pip install 'megacpp-overlays[upkeep]'" in done.stderr

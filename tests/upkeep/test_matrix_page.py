@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pages_in_browser import chromium
 from places import ROOT, WHEELS
-from playwright.sync_api import sync_playwright
 
 from megacpp_overlays.loader import registry
 from megacpp_overlays.model import Evidence, Verdict
@@ -188,15 +188,7 @@ def test_a_table_without_flips_and_with_other_dates_says_so() -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A headless Chromium: of this machine, or the one that `scripts/browser.sh --fetch` brings."""
-    done = subprocess.run([ROOT / "scripts" / "browser.sh"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    if not done.stdout:
-        pytest.skip("no chromium here: install one, or run scripts/browser.sh --fetch")
-    with sync_playwright() as started:
-        launched = started.chromium.launch(executable_path=done.stdout.strip(), args=["--no-sandbox"])
-        yield launched
-        launched.close()
+    yield from chromium()
 
 
 Open = Callable[..., Any]

@@ -20,6 +20,7 @@ from made_up_packs import REPRODUCER, Packs, lines_of, notes, searched, thread, 
 from places import HANG_S, ROOT, SUPPORT
 
 from megacpp_overlays import cli
+from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.upkeep.filing import approvals, formatters, preflight, rendering, rerun, wording
 from megacpp_overlays.upkeep.filing.checks import Check, CheckOutcome
@@ -127,9 +128,13 @@ def test_for_machines_every_check_has_its_outcome_and_the_code_says_whether_all_
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["check", "12345"], 1, "there is no pack 12345; known: 99-double"),
+        (["check", "12345"], ExitCode.NOT_CHECKED, "there is no pack 12345; known: 99-double"),
         (["check", "99", "--tree", "/nowhere/at/all"], 2, "--tree: there is no such folder"),
-        (["check", "99", "--private-words", "/nowhere/at/all"], 1, "the list of private words cannot be read"),
+        (
+            ["check", "99", "--private-words", "/nowhere/at/all"],
+            ExitCode.NOT_CHECKED,
+            "the list of private words cannot be read",
+        ),
         (["check"], 2, "the following arguments are required: NN"),
         ([], 2, "the following arguments are required: what"),
     ],

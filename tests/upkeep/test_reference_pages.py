@@ -44,7 +44,7 @@ def matrix(folder: Path, **verdicts: tuple[str, str | None]) -> Path:
 def test_a_command_is_shown_with_its_subcommands_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
 
-    page = reference_pages.commands_page(parsers())
+    page = reference_pages.commands_page(parsers(), [(0, "clean")])
 
     assert [line for line in page.splitlines() if line.startswith("## ")] == [
         "## pack",

@@ -18,6 +18,8 @@ import pytest
 from made_up_checkout import ID, UPSTREAM, VARIABLE, Checkout, copy_checkout, make
 from places import ROOT
 
+from megacpp_overlays.cli.codes import ExitCode
+
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
@@ -186,7 +188,7 @@ def test_its_reproducer_guards_every_lane(retired: Checkout) -> None:
 def test_a_second_retirement_says_when_the_first_was(retired: Checkout) -> None:
     done = retire(retired)
 
-    assert done.returncode == 1
+    assert done.returncode == ExitCode.NOT_CHECKED
     assert f"megacpp-overlays: {ID} was retired on " in done.stderr
 
 
@@ -436,8 +438,12 @@ def test_a_lock_without_environment_refuses_and_says_how_to_make_one(checkout: C
             2,
             "--since 2.1 is newer than 2.0, which locks/fixed.txt",
         ),
-        ([ID, "--lock", "locks/other.txt"], 1, "locks/other.txt: it does not pin made-target, so it shows nothing"),
-        ([ID, "--lock", "locks/none.txt"], 1, "locks/none.txt: cannot read this lock"),
+        (
+            [ID, "--lock", "locks/other.txt"],
+            ExitCode.NOT_CHECKED,
+            "locks/other.txt: it does not pin made-target, so it shows nothing",
+        ),
+        ([ID, "--lock", "locks/none.txt"], ExitCode.NOT_CHECKED, "locks/none.txt: cannot read this lock"),
         ([ID], 2, "the following arguments are required: --lock"),
     ],
 )
@@ -457,7 +463,7 @@ def test_a_package_that_is_in_no_checkout_has_nothing_to_retire_from(checkout: C
 
     done = retire(checkout)
 
-    assert done.returncode == 1
+    assert done.returncode == ExitCode.NOT_CHECKED
     assert "is no git checkout, so there is nothing to retire from" in done.stderr
 
 
@@ -475,7 +481,7 @@ def test_the_overlay_of_a_plugin_is_retired_by_its_publisher(checkout: Checkout)
 
     done = checkout.run("retire", ID, "--lock", "locks/fixed.txt", MEGACPP_OVERLAYS_PLUGINS="ours")
 
-    assert done.returncode == 1
+    assert done.returncode == ExitCode.NOT_CHECKED
     assert "there is no overlays/double_fix.py in this checkout: whoever publishes the plugin" in done.stderr
 
 

@@ -22,6 +22,7 @@ from places import ROOT
 from thread_answers import DAY, answer, answers, merged
 
 from megacpp_overlays import cli
+from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.loader import registry
 from megacpp_overlays.loader import session as sessions
 from megacpp_overlays.loader.session import Session
@@ -488,7 +489,7 @@ def test_a_token_that_is_not_taken_ends_the_sweep(
     monkeypatch.setenv("GH_TOKEN", "secret")
     scene.host.put("/repos/o/r/pulls/1", Reply({"message": "Bad credentials"}, 401))
 
-    assert scene.run() == 1
+    assert scene.run() == ExitCode.NOT_CHECKED
 
     err = capsys.readouterr().err
     assert "does not take the token" in err
@@ -511,7 +512,7 @@ def test_a_token_that_can_be_none_is_refused_without_showing_it(
 ) -> None:
     monkeypatch.setenv("GITHUB_TOKEN", token)
 
-    assert scene.run() == 1
+    assert scene.run() == ExitCode.NOT_CHECKED
 
     out, err = capsys.readouterr()
     assert err == (
@@ -524,7 +525,7 @@ def test_a_token_that_can_be_none_is_refused_without_showing_it(
 def test_without_a_network_the_saved_answers_are_used_with_their_age(
     scene: Scene, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert scene.run(api="http://127.0.0.1:1") == 0
+    assert scene.run("--max-age", "9999", api="http://127.0.0.1:1") == ExitCode.CLEAN
 
     said = capsys.readouterr()
     assert "127.0.0.1:1 cannot be reached" in said.err
@@ -559,11 +560,27 @@ def test_offline_asks_nobody_and_says_how_old_each_answer_is(scene: Scene, capsy
     known = answer(number=1, checked=date(2026, 8, 22), source="stored copy")
     threads.write(scene.packs, [known, answer(number=2, kind="issue", base=None)])
 
-    assert scene.run("--offline") == 0
+    assert scene.run("--offline", "--max-age", "9999") == ExitCode.CLEAN
 
     age = (datetime.now(timezone.utc).date() - known.checked).days
     assert f"2026-08-22, {age} days ago, stored copy" in capsys.readouterr().out
     assert scene.host.requests == []
+
+
+@pytest.mark.parametrize(("final", "code"), [(False, ExitCode.NOT_CHECKED), (True, ExitCode.CLEAN)])
+def test_saved_answers_that_are_too_old_are_no_answers_but_for_what_cannot_change(
+    scene: Scene, capsys: pytest.CaptureFixture[str], final: bool, code: ExitCode
+) -> None:
+    today = datetime.now(timezone.utc).date()
+    old = today - timedelta(days=31)
+    first = merged(released_in="v1", released=date(2026, 8, 18), number=1) if final else answer(number=1)
+    threads.write(scene.packs, [replace(first, checked=old), answer(number=2, kind="issue", base=None, checked=today)])
+
+    assert scene.run("--offline") == code
+    said = capsys.readouterr().err
+    assert ("1 answers are more than 30 days old (--max-age)" in said) is not final
+
+    assert scene.run("--offline", "--max-age", "31") == ExitCode.CLEAN
 
 
 def test_offline_a_thread_that_nobody_ever_looked_at_exits_1(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
@@ -617,7 +634,7 @@ def test_an_address_from_the_environment_is_used(scene: Scene, monkeypatch: pyte
 
 
 def test_a_wrong_address_is_an_error(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
-    assert scene.run(api="api.github.com") == 1
+    assert scene.run(api="api.github.com") == ExitCode.NOT_CHECKED
 
     assert "is no address of an API" in capsys.readouterr().err
 
@@ -660,7 +677,7 @@ def test_without_the_extra_it_says_what_to_install(run_python: Callable[..., sub
 
     done = run_python(code, ROOT, check=False)
 
-    assert done.returncode == 1
+    assert done.returncode == ExitCode.MISSING_EXTRA
     assert "needs requests: pip install 'megacpp-overlays[upkeep]'" in done.stderr
 
 

@@ -20,6 +20,7 @@ from made_up import BROKEN_TEXT, FIXED_TEXT, LOOKS_REPAIRED_TEXT, Upstream
 from places import ROOT
 
 from megacpp_overlays import cli
+from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.loader import session as sessions
 from megacpp_overlays.loader.session import Session
@@ -653,7 +654,7 @@ def test_two_locks_are_required() -> None:
 
 
 def test_locks_that_pin_the_same_are_no_upgrade(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("broken", "broken") == 1
+    assert run("broken", "broken") == ExitCode.NOT_CHECKED
 
     assert "pin the same versions: there is no upgrade to triage" in capsys.readouterr().err
 
@@ -665,14 +666,14 @@ def test_a_lock_that_cannot_be_read_is_named(
 
     code = cli.main(["triage", "--from", str(releases["broken"].lock.path), "--to", str(tmp_path / "broken.txt")])
 
-    assert code == 1
+    assert code == ExitCode.NOT_CHECKED
     assert "broken.txt:1: wrapt has no hash" in capsys.readouterr().err
 
 
 def test_an_environment_that_does_not_hold_its_lock_is_refused(
     run: Callable[..., int], releases: Mapping[str, Environment], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("broken", "fixed", "--to-python", str(releases["broken"].python)) == 1
+    assert run("broken", "fixed", "--to-python", str(releases["broken"].python)) == ExitCode.NOT_CHECKED
 
     said = capsys.readouterr().err
     assert "is not what this lock says: made-target is 1.0, not 2.0" in said

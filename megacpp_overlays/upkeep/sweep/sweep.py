@@ -123,6 +123,11 @@ class Sweep:
             each.landed or each.contradictions() or each.failure or each.now is None for each in self.threads
         )
 
+    def older_than(self, days: int) -> list[WatchedThread]:
+        """Return the threads of which nobody has asked for longer than this, the oldest first; what is final is never old."""
+        ages = [(each.now.checked, each.waiting) for each in self.threads if each.now and not each.now.final]
+        return [each for checked, each in sorted(ages, key=lambda pair: pair[0]) if (self.day - checked).days > days]
+
     def answers(self, saved: Mapping[Key, Answer]) -> list[Answer]:
         """Return what is to be saved: the new answers, and the old ones of all other threads."""
         return list({**saved, **{each.waiting.key: each.now for each in self.threads if each.now}}.values())

@@ -1,0 +1,42 @@
+"""The exit codes of all commands: one meaning each, so that a job can tell what to do without reading the output."""
+
+from __future__ import annotations
+
+import enum
+
+from megacpp_overlays.errors import ActivationError, MissingExtraError, OverlayError, SettingsError
+
+
+class ExitCode(enum.IntEnum):
+    """What a command says to whoever started it."""
+
+    CLEAN = 0
+    FOUND = 1
+    USAGE = 2
+    NOTHING_HERE = 3
+    NOT_AS_ASKED = 4
+    NOT_CHECKED = 5
+    MISSING_EXTRA = 6
+    NOBODY_READS = 141
+
+
+MEANINGS = {
+    ExitCode.CLEAN: "clean: nothing to do, nothing wrong",
+    ExitCode.FOUND: "a conflict, a failed check, or something to do",
+    ExitCode.USAGE: "wrong usage, or a setting that is not known",
+    ExitCode.NOTHING_HERE: "nothing is here that the command could be about, so nothing was looked at",
+    ExitCode.NOT_AS_ASKED: "a decision is not one that `--require` or `--expect` allows",
+    ExitCode.NOT_CHECKED: "it could not be checked or done: a file, an environment or a network does not answer, or an answer is too old",
+    ExitCode.MISSING_EXTRA: "a library is missing that only this command needs; the message says how to install it",
+    ExitCode.NOBODY_READS: "whoever reads the output closed it; a shell says so of a command that SIGPIPE ended",
+}
+"""The table of docs/commands.md."""
+
+
+def of(error: OverlayError) -> ExitCode:
+    """Return the code of a command that ended with an error."""
+    if isinstance(error, SettingsError):
+        return ExitCode.USAGE
+    if isinstance(error, MissingExtraError):
+        return ExitCode.MISSING_EXTRA
+    return ExitCode.FOUND if isinstance(error, ActivationError) else ExitCode.NOT_CHECKED

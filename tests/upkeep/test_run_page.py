@@ -1,0 +1,221 @@
+"""The page of a run: what a team lead reads of an audit, or of two, in any browser, without a request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pages_in_browser import chromium
+from places import ROOT
+
+from megacpp_overlays import cli
+from megacpp_overlays.cli.codes import ExitCode
+from megacpp_overlays.loader import registry
+from megacpp_overlays.loader.lines import FIRST
+from megacpp_overlays.loader.session import Session
+from megacpp_overlays.loader.settings import Settings
+from megacpp_overlays.model import Decision
+from megacpp_overlays.upkeep import audit_diff
+from megacpp_overlays.upkeep.pages import run_page
+
+PACKS = ROOT / "packs"
+MADE = datetime(2026, 11, 23, 12, 30, tzinfo=timezone.utc)
+NASTY = "<script>alert(1)</script>"
+OVERLAYS = registry.load()
+ONE_OF_EACH = dict(zip(Decision, dict.fromkeys(each.id for each in OVERLAYS if each.installs), strict=False))
+
+
+@pytest.fixture(scope="module")
+def audit() -> dict[str, Any]:
+    """An audit of the real overlays, in which each decision was taken of one of them."""
+    data = json.loads(Session(OVERLAYS, Settings()).audit().to_json())
+    for decision, overlay_id in ONE_OF_EACH.items():
+        for each in data["decisions"]:
+            if each["id"] == overlay_id:
+                each |= {"decision": decision.value, "reason": f"so it is {NASTY}", "evidence": [f"seen {NASTY}"]}
+                each |= {"seams": ["some.module.function"], "version": "1.2.3", "verdict": "BROKEN", "shape": "odd"}
+    return data
+
+
+@pytest.fixture(scope="module")
+def page(audit: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    changed = json.loads(json.dumps(audit))
+    changed["decisions"][0] |= {"version": "9.9", "source_sha256": "f" * 64}
+    run = run_page.RunOnPage(audit, MADE, "8 ranks agree", ("monday.json", audit_diff.changes(changed, audit)))
+    path = tmp_path_factory.mktemp("page") / "run.html"
+    path.write_text(run_page.render(run, OVERLAYS, PACKS))
+    return path
+
+
+class Reader(HTMLParser):
+    """What a page loads, where its links lead, and its headings in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.links: list[str] = []
+        self.ids: list[str] = []
+        self.levels: list[int] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.ids += [values["id"]] if values.get("id") else []
+        self.links += [str(values["href"])] if tag == "a" else []
+        self.loads += [str(values[name]) for name in ("src", "href") if name in values and tag != "a"]
+        self.levels += [int(tag[1])] if tag in {"h1", "h2", "h3"} else []
+
+
+def test_it_loads_nothing_and_every_link_leads_to_a_place_on_it_or_to_a_thread(page: Path) -> None:
+    read = Reader(page.read_text())
+
+    assert read.loads == ["data:,"]
+    inside = [link[1:] for link in read.links if link.startswith("#")]
+    assert set(inside) <= set(read.ids)
+    assert len(read.ids) == len(set(read.ids))
+    assert all(link.startswith("https://github.com/") for link in read.links if not link.startswith("#"))
+    assert read.levels[0] == 1
+    assert all(below - above <= 1 for above, below in zip(read.levels, read.levels[1:], strict=False))
+
+
+def test_what_upstream_wrote_is_text_and_never_markup(page: Path) -> None:
+    assert "<script" not in page.read_text()
+    assert "&lt;script&gt;" in page.read_text()
+
+
+def test_each_overlay_is_there_once_under_the_decision_that_matters_most(page: Path, audit: dict[str, Any]) -> None:
+    text = page.read_text()
+    sections = {each.partition('"')[0]: each for each in text.split('<section aria-labelledby="')[1:]}
+    decided: dict[str, list[Decision]] = {}
+    for each in audit["decisions"]:
+        decided.setdefault(each["id"], []).append(Decision(each["decision"]))
+
+    assert list(sections) == ["compared", "conflict", "gated", "active", "retired", "armed", "disabled", "absent"]
+    for overlay_id, decisions in decided.items():
+        holding = [name for name, each in sections.items() if name != "compared" and f">{overlay_id}<" in each]
+        assert holding == [min(decisions, key=FIRST.index).value]
+
+
+def test_an_active_overlay_says_why_since_when_and_what_would_retire_it(page: Path) -> None:
+    overlay = next(each for each in OVERLAYS if each.id == ONE_OF_EACH[Decision.ACTIVE])
+    article = page.read_text().partition(f'id="active-{overlay.id}"')[2].partition("</article>")[0]
+    text = " ".join(article.replace("&#39;", "'").replace("&#34;", '"').split())
+
+    for words in (
+        overlay.title,
+        overlay.breaks,
+        overlay.retire_when,
+        f"{overlay.variable}=off",
+        "some.module.function",
+    ):
+        assert words in text
+    assert f"Releases of {overlay.target.distribution}" in text
+    assert all(f"/{thread.repository}/issues/{thread.number}" in text for thread in overlay.threads)
+
+
+def test_what_changed_is_said_by_overlay_with_hashes_cut_short(page: Path, audit: dict[str, Any]) -> None:
+    part = page.read_text().partition('id="compared"')[2].partition("</section>")[0]
+
+    assert "Since monday.json" in part
+    assert f"<code>{audit['decisions'][0]['id']}</code>" in part
+    assert f"{'f' * 12}…" in part
+    assert "f" * 13 not in part
+
+
+def test_a_kept_audit_of_an_overlay_that_is_gone_has_a_page_too(audit: dict[str, Any]) -> None:
+    gone = {"id": "gone-fix", "target": "m.f", "decision": "active"}
+    text = run_page.render(run_page.RunOnPage({**audit, "decisions": [gone]}, MADE), OVERLAYS, PACKS)
+
+    assert ">gone-fix<" in text
+    assert "not compared by what made this page" in text
+
+
+def test_audit_and_compare_write_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], audit: dict[str, Any]) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(audit))
+    html = tmp_path / "page.html"
+
+    assert (
+        cli.main(["compare", "--html", str(html), *(str(tmp_path / f"{name}.json") for name in "ab")]) == ExitCode.CLEAN
+    )
+
+    assert "Nothing since a.json." in html.read_text()
+    assert capsys.readouterr().out == "Nothing has changed.\n"
+
+
+# --- in a browser ---
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    yield from chromium()
+
+
+@pytest.fixture
+def shown(browser: Any, page: Path) -> Iterator[Callable[..., Any]]:
+    """Open the page; nothing but the file itself may be asked for, and the console stays empty."""
+    contexts: list[Any] = []
+    asked: list[str] = []
+    said: list[str] = []
+
+    def load(width: int = 1280, scheme: str = "light") -> Any:
+        contexts.append(browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme))
+        tab = contexts[-1].new_page()
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.on("console", lambda message: said.append(message.text))
+        tab.goto(page.as_uri())
+        return tab
+
+    yield load
+    for context in contexts:
+        context.close()
+    assert {url.partition("#")[0] for url in asked} == {page.as_uri()}
+    assert said == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [320, 1280, 1920])
+def test_nothing_is_cut_at_any_width(shown: Callable[..., Any], width: int, scheme: str) -> None:
+    tab = shown(width, scheme)
+    tab.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+
+    wide = tab.evaluate("""() => [...document.querySelectorAll("body *")].filter(each =>
+        !each.closest(".skip") && each.getBoundingClientRect().right > innerWidth + 0.5).map(each => each.outerHTML.slice(0, 80))""")
+
+    assert wide == []
+    assert tab.evaluate("document.documentElement.scrollWidth") == width
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_an_accessibility_checker_finds_nothing(shown: Callable[..., Any], scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    tab = shown(1280, scheme)
+    tab.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+
+    found = axe.Axe().run(tab)
+
+    assert found.violations_count == 0, found.generate_report()
+
+
+def test_evidence_opens_with_the_keyboard(shown: Callable[..., Any]) -> None:
+    tab = shown()
+    details = tab.locator("article details").first
+    assert not details.locator("ul").first.is_visible()
+
+    details.locator("summary").focus()
+    tab.keyboard.press("Enter")
+
+    assert details.locator("ul").first.is_visible()
+
+
+def test_a_count_leads_to_its_overlays(shown: Callable[..., Any]) -> None:
+    tab = shown()
+
+    tab.locator(".counts a", has_text="active").click()
+
+    assert tab.locator(":target").inner_text() == run_page.HEADINGS[Decision.ACTIVE]
