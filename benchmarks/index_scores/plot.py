@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from typing import Any
-from xml.sax.saxutils import escape
+
+from drawing import bar, line, sheet, text
 
 WIDTH, LEFT, RIGHT = 960, 330, 150
 ROW, BAR, GAP, PANEL = 46, 15, 3, 66
-GREY, BLUE, TEXT, FAINT = "#9aa3ad", "#1f6feb", "#1b1f24", "#d8dde3"
 
 Bars = list[tuple[str, float | None, float | None]]
 """Label, before, after; None for what was not measured or did not fit."""
@@ -21,25 +21,29 @@ def svg(found: dict[str, Any]) -> str:
     panels = [("Time, ms", bars_of(found, "ms")), ("Peak memory of the call, MiB", bars_of(found, "mib"))]
     body, top = [], 74
     for title, bars in panels:
-        drawn = [bar for bar in bars if bar[1] or bar[2]]
+        drawn = sorted((each for each in bars if each[1] or each[2]), key=lambda each: -(each[1] or each[2] or 0))
         if drawn:
             body += panel(title, drawn, top)
             top += PANEL + ROW * len(drawn)
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}" width="{WIDTH}" height="{top}" '
-            f'font-family="system-ui, sans-serif" font-size="13" fill="{TEXT}">',
-            f'<rect width="{WIDTH}" height="{top}" fill="white"/>',
-            text(20, 28, "DSA index scores, before and after", size=18, weight=600),
-            text(20, 50, f"{source}. Log scale; shorter is better.", fill="#57606a"),
-            f'<rect x="{WIDTH - 210}" y="16" width="14" height="14" fill="{GREY}"/>',
-            text(WIDTH - 190, 28, "before"),
-            f'<rect x="{WIDTH - 120}" y="16" width="14" height="14" fill="{BLUE}"/>',
-            text(WIDTH - 100, 28, "after"),
-            *body,
-            "</svg>\n",
-        ]
-    )
+    head = [
+        text(20, 28, "DSA index scores, before and after", size=18, weight=600),
+        text(20, 50, f"{source}. Log scale; shorter is better.", kind="quiet"),
+        bar(WIDTH - 210, 16, 14, 14, "peer"),
+        text(WIDTH - 190, 28, "before"),
+        bar(WIDTH - 120, 16, 14, 14, "ours"),
+        text(WIDTH - 100, 28, "after"),
+    ]
+    return sheet(WIDTH, top, "DSA index scores: time and memory, before and after", described(panels), [*head, *body])
+
+
+def described(panels: list[tuple[str, Bars]]) -> str:
+    """Return what the plot shows, in sentences."""
+    sentences = ["Pairs of bars on a log scale, the longest first: upstream, and with the overlay."]
+    for title, bars in panels:
+        ratios = [before / after for _, before, after in bars if before and after]
+        if ratios:
+            sentences.append(f"{title}: {min(ratios):.1f} to {max(ratios):.1f} times less.")
+    return " ".join(sentences)
 
 
 def bars_of(found: dict[str, Any], kind: str) -> Bars:
@@ -102,30 +106,20 @@ def panel(title: str, bars: Bars, top: int) -> list[str]:
     lines = [text(20, top + 6, title, size=15, weight=600)]
     for power in range(low, low + span + 1):
         x = place(10.0**power)
-        lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top + 12}" y2="{bottom}" stroke="{FAINT}"/>')
-        lines.append(text(x, top + 6, f"{10.0**power:g}", anchor="middle", fill="#57606a"))
+        lines.append(line(x, top + 12, x, bottom, "faint"))
+        lines.append(text(x, top + 6, f"{10.0**power:g}", anchor="middle", kind="quiet"))
     for number, (label, before, after) in enumerate(bars):
         y = top + 22 + ROW * number
         lines.append(text(LEFT - 10, y + BAR + 5, label, anchor="end"))
-        for value, colour, above in ((before, GREY, y), (after, BLUE, y + BAR + GAP)):
+        for value, kind, above in ((before, "peer", y), (after, "ours", y + BAR + GAP)):
             if not value:
-                lines.append(text(LEFT + 6, above + BAR - 3, "not measured, or does not fit", fill="#57606a"))
+                lines.append(text(LEFT + 6, above + BAR - 3, "not measured, or does not fit", kind="quiet"))
                 continue
             end = place(value)
-            lines.append(
-                f'<rect x="{LEFT}" y="{above}" width="{end - LEFT:.1f}" height="{BAR}" rx="2" fill="{colour}"/>'
-            )
+            lines.append(bar(LEFT, above, end - LEFT, BAR, kind))
             ratio = ""
-            if colour == BLUE and before:
+            if kind == "ours" and before:
                 ratio = f"  ({before / value:.1f} x less)" if before >= value else f"  ({value / before:.1f} x more)"
             said = f"{value:.3g}" if value < 100 else f"{value:,.0f}".replace(",", " ")
             lines.append(text(end + 6, above + BAR - 3, said + ratio))
     return lines
-
-
-def text(
-    x: float, y: float, words: str, *, size: int = 13, weight: int = 400, anchor: str = "start", fill: str = TEXT
-) -> str:
-    """Return one line of text."""
-    style = f'font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" fill="{fill}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(words)}</text>'

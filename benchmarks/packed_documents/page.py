@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import statistics
 
+from drawing import sheet, text
 from report import Found, table
 
-WAYS = {"without": "#cf222e", "with": "#1f6feb", "told": "#1a7f37"}
+WAYS = {"without": "wrong", "with": "ours", "told": "other"}
+"""Each way and the kind of its lines."""
 WIDTH, HEIGHT, LEFT, TOP = 900, 420, 70, 80
 
 
@@ -125,29 +127,18 @@ def svg(found: Found) -> str:
 
     body: list[str] = []
     for run in runs:
-        for way, colour in WAYS.items():
+        for way, kind in WAYS.items():
             points = " ".join(place(look["step"], look["alone loss"]) for look in run[way]["looks"])
             dash = ' stroke-dasharray="2 5"' if way == "told" else ""
-            body.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.6"{dash}/>')
-    body += [_text(LEFT + 120 * number, 62, way, colour) for number, (way, colour) in enumerate(WAYS.items())]
+            body.append(f'<polyline points="{points}" fill="none" class="{kind}-line" stroke-width="1.6"{dash}/>')
+    body += [text(LEFT + 120 * number, 62, way, kind=f"{kind}-text") for number, (way, kind) in enumerate(WAYS.items())]
     for part in range(5):
         across, down = place(steps * part / 4, 0).split(",")[0], place(0, top * part / 4).split(",")[1]
-        body.append(_text(float(across) - 8, HEIGHT - 26, f"{steps * part / 4:.0f}"))
-        body.append(_text(24, float(down) + 4, f"{top * part / 4:.1f}"))
+        body.append(text(float(across) - 8, HEIGHT - 26, f"{steps * part / 4:.0f}"))
+        body.append(text(24, float(down) + 4, f"{top * part / 4:.1f}"))
     title = "Loss of the answers about documents alone, against steps of tuning on packed rows"
     where = f"{found['host'].get('gpu', 'no GPU')}, torch {found['versions']['torch']}, {found['date']}"
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-family="system-ui, sans-serif" font-size="13">',
-            f"<title>{title}</title>",
-            f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-            _text(20, 24, title),
-            _text(20, 43, f"{where}; a line for each seed", "#57606a"),
-            *body,
-            "</svg>\n",
-        ]
-    )
-
-
-def _text(across: float, down: float, words: str, colour: str = "#1b1f24") -> str:
-    return f'<text x="{across:.0f}" y="{down:.0f}" fill="{colour}">{words}</text>'
+    last = {way: statistics.fmean(run[way]["looks"][-1]["alone loss"] for run in runs) for way in WAYS}
+    shown = ", ".join(f"{way} {loss:.2f}" for way, loss in last.items())
+    head = [text(20, 24, title), text(20, 43, f"{where}; a line for each seed", kind="quiet")]
+    return sheet(WIDTH, HEIGHT, title, f"Lines over {steps} steps. Mean loss at the end: {shown}.", [*head, *body])

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from places import HANG_S
+from places import HANG_S, ROOT
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SHAPE = {"tokens": 8192, "hidden": 4096, "vocabulary": 131072}
@@ -187,12 +187,49 @@ def test_a_failure_that_is_about_something_else_is_not_called_a_refusal(found: d
     ).markdown(found)
 
 
-def test_the_plot_names_every_contestant_once_and_has_ours_on_top(found: dict[str, Any]) -> None:
-    drawing = imported("linear_cross_entropy.plot").svg(found)
-    words = ["".join(each.itertext()) for each in ElementTree.fromstring(drawing).iter() if each.tag.endswith("text")]
-    for name in ("ours", "ours, logits kept", "PyTorch", "torch.compile", "liger-kernel 0.8.1", "Mean Only, mean"):
-        assert len([each for each in words if each.startswith(f"{name}: ")]) == 1
-    assert drawing.rstrip().splitlines()[-2].startswith("<polygon")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_the_plot_has_a_bar_for_each_contestant_the_fastest_first_and_at_most_three_of_ours(
+    found: dict[str, Any],
+) -> None:
+    plot = imported("linear_cross_entropy.plot")
+
+    for each in found["none"]:
+        bars = plot.bars_of(found, each)
+        assert [one.ms for one in bars] == sorted(one.ms for one in bars)
+        assert {one.name for one in bars if one.kind == "ours"} <= set(plot.OURS)
+        assert len(plot.OURS) == 3
+        peers = {name for name, row in each["rows"].items() if row["kind"] in {"peer", "plain"} and row["warm"]}
+        assert peers <= {one.name for one in bars}
+    words = ["".join(each.itertext()) for each in ElementTree.fromstring(plot.svg(found)).iter(f"{SVG}text")]
+    for name in ("ours", "ours, logits kept", "PyTorch", "torch.compile", "liger-kernel 0.8.1", "Mean Only"):
+        assert name in words
+
+
+def test_the_kept_plot_is_that_of_the_kept_numbers_and_says_who_returns_nan() -> None:
+    results = ROOT / "benchmarks/results"
+    plot = imported("linear_cross_entropy.plot")
+    kept = json.loads((results / "linear_cross_entropy.json").read_text())
+
+    assert plot.svg(kept) == (results / "linear_cross_entropy.svg").read_text()
+    quack = [
+        one for each in kept["none"] for one in plot.bars_of(kept, each) if one.name == "quack-kernels, logits kept"
+    ]
+    assert [one.note for one in quack] == ["", "", "returns NaN"]
+
+
+@pytest.mark.parametrize("name", ["linear_cross_entropy", "index_scores", "packed_documents"])
+def test_a_plot_has_a_name_a_description_and_colours_for_dark_screens(name: str) -> None:
+    drawing = (ROOT / f"benchmarks/results/{name}.svg").read_text()
+    root = ElementTree.fromstring(drawing)
+
+    assert root.get("role") == "img"
+    named = {each.get("id"): each.text for each in root if each.tag in {f"{SVG}title", f"{SVG}desc"}}
+    assert root.get("aria-labelledby") == " ".join(named) == "title description"
+    assert all(named.values())
+    assert "prefers-color-scheme: dark" in drawing
+    assert 'fill="white"' not in drawing
 
 
 def test_a_way_is_known_by_its_signature() -> None:
