@@ -63,6 +63,11 @@ __all__ = [
 __version__ = VERSION
 
 
+def __dir__() -> list[str]:
+    """Return what this package offers, without what it is made of."""
+    return [*__all__, *(name for name in globals() if name.startswith("__") and name not in __all__)]
+
+
 def arm() -> None:
     """Arm every overlay; done at import. Call it again to reinstall what `undo` took out."""
     current().arm()

@@ -9,6 +9,7 @@ from pathlib import Path
 from megacpp_overlays import files
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.cli.commands import Subparsers, add
+from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.loader import session
 from megacpp_overlays.source.trees import InstalledTree
 from megacpp_overlays.upkeep.ledger import difference, due, render
@@ -36,6 +37,8 @@ def run(arguments: argparse.Namespace) -> bool:
     """Do what was asked; return whether the ledger is in step."""
     overlays = session.current().overlays
     if arguments.check is not None:
+        if not arguments.check.is_file():
+            raise UpkeepError(f"{arguments.check} is not there; `megacpp-overlays ledger --write FILE` makes one")
         found = difference(overlays, arguments.check)
         print(found or f"{arguments.check} is in step", file=sys.stderr if found else sys.stdout)
         return not found

@@ -47,3 +47,12 @@ m.arm()
 assert "armed" in {record.decision.value for record in m.audit().records}
 """
     run_python(code)
+
+
+def test_dir_shows_what_the_package_offers_and_not_what_it_is_made_of() -> None:
+    import megacpp_overlays
+
+    shown = [name for name in dir(megacpp_overlays) if not name.startswith("__")]
+
+    assert shown == sorted(name for name in megacpp_overlays.__all__ if name != "__version__")
+    assert all(hasattr(megacpp_overlays, name) for name in dir(megacpp_overlays))

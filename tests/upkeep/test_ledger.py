@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from made_up import Upstream
 from places import ROOT
 
+from megacpp_overlays import cli
+from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.loader import registry
 from megacpp_overlays.loader.retired import RetiredOverlay
 from megacpp_overlays.upkeep.ledger import difference, render
@@ -46,6 +48,12 @@ def test_an_edited_or_missing_ledger_is_out_of_step(
     path.write_text(edit(render([upstream.overlay()], None)))
 
     assert difference([upstream.overlay()], path)
+
+
+def test_a_ledger_that_is_not_there_is_no_diff_of_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ledger", "--check", str(tmp_path / "nope")]) == ExitCode.NOT_CHECKED
+
+    assert f"{tmp_path / 'nope'} is not there" in capsys.readouterr().err
 
 
 def test_history_is_kept(upstream: Upstream, tmp_path: Path) -> None:
