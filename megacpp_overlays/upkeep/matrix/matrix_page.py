@@ -1,15 +1,22 @@
-"""The kept matrix as one static HTML page: no script, no request, the same bytes for the same tables."""
+"""The kept matrix as one HTML page: it asks for nothing, and is the same bytes for the same tables.
+
+A reader picks the versions of a run and is told which overlays matter to it, by a few lines of script that show and hide what
+is there. Without script the page answers for the newest releases, and all the rest of it is plain.
+"""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megacpp_overlays.model import Evidence, Verdict
+from megacpp_overlays.loader import registry
+from megacpp_overlays.model import Evidence, Thread, Verdict
 from megacpp_overlays.upkeep.matrix import matrix_text
-from megacpp_overlays.upkeep.matrix.matrix import UPLOADED, Column, Flip, Row, Table, flips, is_left_alone, runs
+from megacpp_overlays.upkeep.matrix.matrix import UPLOADED, Column, Streak, Table, flips, is_left_alone, runs
 from megacpp_overlays.upkeep.pages import templates
 
 MEANINGS = {
@@ -33,7 +40,6 @@ def _distribution(table: Table) -> dict[str, Any]:
     every = [flip for column in table.columns for flip in flips(table, column.overlay)]
     order = {row.name: number for number, row in enumerate(table.rows)}
     anchors = {column.overlay: _anchors(table, column) for column in table.columns}
-    by_place = {(flip.overlay, flip.row.name): flip for flip in every}
     return {
         "name": table.distribution,
         "other_dates": any(row.dated != UPLOADED for row in table.rows),
@@ -45,7 +51,6 @@ def _distribution(table: Table) -> dict[str, Any]:
                 "file": row.source,
                 "sha256": row.sha256,
                 "yanked": row.yanked,
-                "cells": [_cell(row, column, anchors[column.overlay], by_place) for column in table.columns],
             }
             for row in reversed(table.rows)
         ],
@@ -63,6 +68,18 @@ def _distribution(table: Table) -> dict[str, Any]:
     }
 
 
+def _periods(table: Table, column: Column) -> list[dict[str, Any]]:
+    """Return what was so of neighbouring releases, newest first: a verdict, and whether what is broken is left alone."""
+    found = []
+    said = lambda row: (row.cells[column.overlay].verdict, is_left_alone(row.cells[column.overlay], column))  # noqa: E731
+    for (verdict, left_alone), group in itertools.groupby((row for row in table.rows if row.problem is None), key=said):
+        rows = list(group)
+        span = matrix_text.span(Streak(rows[0], rows[-1], rows[0].cells[column.overlay]))
+        names = [row.name for row in rows]
+        found.append({"verdict": verdict.value, "left_alone": left_alone, "span": span, "names": names})
+    return found[::-1]
+
+
 def _anchors(table: Table, column: Column) -> dict[str, str]:
     """Return by release the id of the place on the page where its evidence is."""
     found: dict[str, str] = {}
@@ -73,21 +90,17 @@ def _anchors(table: Table, column: Column) -> dict[str, str]:
     return found
 
 
-def _cell(row: Row, column: Column, anchors: dict[str, str], flips: dict[tuple[str, str], Flip]) -> dict[str, Any]:
-    cell = row.cells[column.overlay]
-    flip = flips.get((column.overlay, row.name))
-    return {
-        "verdict": cell.verdict.value,
-        "was": flip.before.value if flip else None,
-        "left_alone": is_left_alone(cell, column),
-        "anchor": anchors[row.name],
-    }
+@functools.cache
+def _threads() -> dict[str, tuple[Thread, ...]]:
+    return {each.id: each.threads for each in registry.load()}
 
 
 def _column(table: Table, column: Column, anchors: dict[str, str]) -> dict[str, Any]:
     counted = Counter(row.cells[column.overlay].verdict for row in table.rows)
     return {
         "overlay": column.overlay,
+        "periods": _periods(table, column),
+        "threads": _threads().get(column.overlay, ()),
         "pack": f"{column.pack:02}",
         "title": column.title,
         "breaks": column.breaks,
