@@ -164,5 +164,11 @@ LISTED: tuple[Listed, ...] = (
         off_by_default=True,
         targets=("megatron.core.transformer.multi_token_prediction",),
     ),
+    Listed(
+        id="cp-local-loss-mean",
+        installs=True,
+        off_by_default=True,
+        targets=("megatron.core.pipeline_parallel.schedules",),
+    ),
 )
 """Every declaration, by pack and id."""

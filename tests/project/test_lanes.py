@@ -35,6 +35,7 @@ L = "liger-kernel"
 S = "mamba-ssm"
 T = "tilelang"
 EXPECTED = {
+    "cp-local-loss-mean": (M, ("disabled",) * 6),
     "dsa-branchless-scatter": (M, ("absent", "absent", "retired", "retired", "retired", "retired")),
     "dsa-capture-gates": (M, ("absent", "absent", "active", "active", "active", "active")),
     "dsa-indexer-streaming": (M, ("active", "active", "active", "active", "active", "active")),

@@ -14,6 +14,7 @@ from repair_cases import OLD_COPY, OLD_REDUCE, REDUCE, UTILS, Case, Edit, append
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import (
+    cp_local_loss_mean,
     dsa_branchless_scatter,
     dsa_capture_gates,
     dsa_indexer_streaming,
@@ -297,6 +298,21 @@ CASES = {
             "another gather": ("    gather_from_tensor_model_parallel_region,\n", "    all_gather_last_dim_from_tensor_parallel_region as gather_from_tensor_model_parallel_region,\n"),
             "once gradients are there": (mla_rope_key_gradient.FINALIZE, "                    config.qk_layernorm and (\"q_layernorm\" in name or \"k_layernorm\" in name)\n", "                    config.qk_layernorm and (\"q_layernorm\" in name or \"k_layernorm\" in name)\n                    or \"kv_down_proj\" in name\n"),
             "refused": ("        qkv_linear_manager = off_interface(", "        assert self.config.sequence_parallel or self.config.tensor_model_parallel_size == 1\n        qkv_linear_manager = off_interface("),
+        },
+        tree=megatron,
+    ),
+    "context losses": Otherwise(
+        cp_local_loss_mean,
+        cp_local_loss_mean.TARGET.module,
+        edits={
+            "by a helper": ("output_tensor /= torch.clamp(num_tokens, min=1)", "output_tensor /= mean_over_ranks(torch.clamp(num_tokens, min=1))"),
+            "by the loss function": ("            outputs = loss_func(output_tensor)\n", "            outputs = counted_by_all(loss_func(output_tensor))\n"),
+            "by its caller": ("        output_tensor,\n        loss_func,\n        config,\n", "        output_tensor,\n        of_all_ranks(loss_func),\n        config,\n"),
+            "behind the division": ("    output_tensor, num_tokens = forward_step_calc_loss(", "    output_tensor, num_tokens = weighted("),
+            "refused": ("                    # Protect against division by zero", "                    assert cp_group_size == 1\n                    # Protect against division by zero"),
+            "summed, as if per token": ("                if not config.calculate_per_token_loss:\n", "                if not config.calculate_per_token_loss and cp_group_size == 1:\n"),
+            "weighted by DDP": (cp_local_loss_mean.DDP, "gradient_scaling_factor = 1.0 / data_parallel_world_size", "gradient_scaling_factor = self.weight / data_parallel_world_size"),
+            "from the outside": appended("forward_step_calc_loss = of_all_ranks(forward_step_calc_loss)"),
         },
         tree=megatron,
     ),

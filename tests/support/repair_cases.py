@@ -17,6 +17,7 @@ from probing import Texts, as_if_read, ask, places_of
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import (
+    cp_local_loss_mean,
     dsa_branchless_scatter,
     dsa_capture_gates,
     dsa_indexer_streaming,
@@ -340,6 +341,19 @@ def counting() -> str:
     return text.replace("(original_num_tokens / num_tokens_safe)", "(counts[0] / num_tokens_safe)")
 
 
+def dividing() -> str:
+    """Let the newest release divide by what all context parallel ranks count, and take back the mean that DDP makes."""
+    text = released("megatron_core-0.19.2", cp_local_loss_mean.TARGET.module)
+    divided = "                    output_tensor /= torch.clamp(num_tokens, min=1)\n"
+    summed = [
+        "counted = num_tokens.clone()",
+        "torch.distributed.all_reduce(counted, group=parallel_state.get_context_parallel_group())",
+        "output_tensor *= cp_group_size",
+        "output_tensor /= torch.clamp(counted, min=1)",
+    ]
+    return text.replace(divided, "".join(f"{' ' * 20}{line}\n" for line in summed))
+
+
 DISPATCHER = """
 import torch
 from transformer_engine.pytorch import QuantizedTensor
@@ -649,6 +663,26 @@ CASES = {
             "nothing is summed": (mla_rope_key_gradient.MAPPINGS, "return _reduce(grad_output, ctx.group), None", "return grad_output, None"),
             "summed by no rank": (mla_rope_key_gradient.MAPPINGS, "    torch.distributed.all_reduce(input_", "    torch.distributed.broadcast(input_"),
             "parts keep their own": (mla_rope_key_gradient.MAPPINGS, "    tensor_parallel_output_grad=True,\n    group=None,", "    tensor_parallel_output_grad=False,\n    group=None,"),
+        },
+        tree=lambda: archive("megatron_core-0.19.2"),
+    ),
+    "context losses": Case(
+        cp_local_loss_mean,
+        cp_local_loss_mean.TARGET.module,
+        lambda: {cp_local_loss_mean.TARGET.module: dividing()},
+        {
+            "divided by the own count": ("output_tensor /= torch.clamp(counted", "output_tensor /= torch.clamp(num_tokens"),
+            "summed over what is handed on": ("counted = num_tokens.clone()", "counted = num_tokens"),
+            "a mean of a mean": ("                    output_tensor *= cp_group_size\n                    output_tensor /= torch", "                    output_tensor /= torch"),
+            "in another group": ("group=parallel_state.get_context_parallel_group()", "group=parallel_state.get_data_parallel_group()"),
+            "the greatest": ("all_reduce(counted, group", "all_reduce(counted, op=torch.distributed.ReduceOp.MAX, group"),
+            "under a flag": ("                    torch.distributed.all_reduce(counted", "                    if FLAG:\n                        torch.distributed.all_reduce(counted"),
+            "on the first microbatch": ("                    torch.distributed.all_reduce(counted", "                    if not forward_data_store:\n                        torch.distributed.all_reduce(counted"),
+            "for losses per token": ("                if not config.calculate_per_token_loss:\n", "                if config.calculate_per_token_loss:\n"),
+            "not told how many ranks": ("        cp_group_size,\n        is_last_stage,\n    )", "        1,\n        is_last_stage,\n    )"),
+            "decorated": ("def forward_step_calc_loss(", "@of_old\ndef forward_step_calc_loss("),
+            "another function called": ("output_tensor, num_tokens = forward_step_calc_loss(", "output_tensor, num_tokens = of_old("),
+            "set from outside": appended("forward_step_calc_loss = of_old"),
         },
         tree=lambda: archive("megatron_core-0.19.2"),
     ),
