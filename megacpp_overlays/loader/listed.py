@@ -170,5 +170,11 @@ LISTED: tuple[Listed, ...] = (
         off_by_default=True,
         targets=("megatron.core.pipeline_parallel.schedules",),
     ),
+    Listed(
+        id="mamba2-int32-offsets",
+        installs=True,
+        off_by_default=False,
+        targets=("mamba_ssm.ops.triton.ssd_combined", "mamba_ssm.ops.triton.layernorm_gated"),
+    ),
 )
 """Every declaration, by pack and id."""

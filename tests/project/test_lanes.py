@@ -50,6 +50,7 @@ EXPECTED = {
     "hybrid-linear-ce": (M, ("absent",) * 6),
     "float16-mixer-parameters": (M, ("disabled",) * 6),
     "mamba-packed-seq-idx": (M, ("retired", "active", "active", "active", "active", "active")),
+    "mamba2-int32-offsets": (S, ("active", "absent", "absent", "absent", "active", "active")),
     "mamba3-mimo-gqa-backward": (S, ("absent", "absent", "absent", "absent", "active", "active")),
     "mamba3-mimo-reduce-layout": (S, ("absent", "absent", "absent", "absent", "retired", "gated")),
     "mamba3-siso-pipelining": (S, ("absent", "absent", "absent", "absent", "gated", "gated")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ from megacpp_overlays.feature_probes import (
     hopper_flce_dispatch,
     hybrid_linear_ce,
     liger_flce_none_backward,
+    mamba2_int32_offsets,
     mamba3_mimo_gqa_backward,
     mamba3_mimo_reduce_layout,
     mamba3_siso_pipelining,
@@ -354,6 +356,12 @@ def dividing() -> str:
     return text.replace(divided, "".join(f"{' ' * 20}{line}\n" for line in summed))
 
 
+def widening(*modules: str) -> dict[str, str | None]:
+    """Let all kernels of the newest release count their programs with 64 bits."""
+    texts = {name: released("mamba_ssm-2.3.2.post1", name) for name in modules}
+    return {name: re.sub(r"(tl\.program_id\((?:axis=)?\d\))", r"\1.to(tl.int64)", text) for name, text in texts.items()}
+
+
 DISPATCHER = """
 import torch
 from transformer_engine.pytorch import QuantizedTensor
@@ -451,6 +459,10 @@ COPY, OLD_COPY, UTILS = "src/cuda/op/copy.cc", "src/op/copy.cc", "src/layout/uti
 REDUCE, OLD_REDUCE = "src/backend/common/op/reduce.h", "src/op/reduce.cc"
 """C++ that TileLang ships: since 0.1.11 and up to 0.1.9; since 0.1.10 and up to 0.1.9."""
 _COVERED = "analyzer->CanProve(expected_lower_factor > mark->extent)"
+_SCANNED = tuple(
+    f"{mamba2_int32_offsets.SCAN.module[:-8]}{name}"
+    for name in ("combined", "chunk_state", "chunk_scan", "bmm", "state_passing")
+)
 _SISO = mamba3_siso_pipelining.TARGET.module
 _MASKING = dsa_branchless_scatter.MASKING.module
 _DSA_TEXTS: Callable[[], Mapping[str, str | None]] = lambda: {  # noqa: E731
@@ -769,6 +781,38 @@ CASES = {
             "swapped": ("streaming(q, weights, k)", "streaming(k, weights, q)"),
             "under a flag": ("    return streaming", "    if FLAG:\n        return dense(q, weights, k)\n    return streaming"),
         },
+    ),
+    "offsets of the scan": Case(
+        mamba2_int32_offsets,
+        mamba2_int32_offsets.SCAN.module,
+        lambda: widening(*_SCANNED),
+        {
+            "one kernel narrow": (_SCANNED[2], "pid_bc = tl.program_id(axis=1).to(tl.int64)", "pid_bc = tl.program_id(axis=1)"),
+            "one axis narrow": (_SCANNED[4], "pid_b = tl.program_id(axis=1).to(tl.int64)", "pid_b = tl.program_id(axis=1)"),
+            "narrowed again": (_SCANNED[1], "    pid_c = pid_bc // batch\n", "    pid_c = (pid_bc // batch).to(tl.int32)\n"),
+            "unsigned": (_SCANNED[3], "tl.program_id(axis=1).to(tl.int64)", "tl.program_id(axis=1).to(tl.uint32)"),
+            "under a flag": ("pid_bc = tl.program_id(axis=1).to(tl.int64)", "pid_bc = tl.program_id(axis=1).to(tl.int64) if WIDE else tl.program_id(axis=1)"),
+            "the product first": (_SCANNED[1], "pid_c * chunk_size * stride_dt_seqlen", "(pid_c * chunk_size * stride_dt_seqlen).to(tl.int32)"),
+            "launched with others": ("        _chunk_scan_chunk_state_bwd_dx_kernel[grid_dx](", "        narrow_kernel[grid_dx]("),
+            "another pass": appended("_mamba_chunk_scan_combined_fwd = of_old"),
+            "a kernel from elsewhere": ("from mamba_ssm.ops.triton.ssd_bmm import _bmm_chunk_fwd, _bmm_chunk_bwd", "from vendor.ssd_bmm import _bmm_chunk_fwd, _bmm_chunk_bwd"),
+        },
+        probe="probe_scan",
+    ),
+    "offsets of the norm": Case(
+        mamba2_int32_offsets,
+        mamba2_int32_offsets.NORM.module,
+        lambda: widening(mamba2_int32_offsets.NORM.module),
+        {
+            "rows narrow": ("row = tl.program_id(0).to(tl.int64)", "row = tl.program_id(0)"),
+            "blocks narrow": ("row_block_id = tl.program_id(0).to(tl.int64)", "row_block_id = tl.program_id(0)"),
+            "the product narrow": ("X += row * stride_x_row + group * N", "X += (row * stride_x_row).to(tl.int32) + group * N"),
+            "the start narrow": ("row_start = row_block_id * rows_per_program", "row_start = (row_block_id * rows_per_program).to(tl.int32)"),
+            "under a flag": ("row = tl.program_id(0).to(tl.int64)", "row = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)"),
+            "another kernel": ("        _layer_norm_bwd_kernel[grid](x, weight", "        narrow_kernel[grid](x, weight"),
+            "decorated": ("def _layer_norm_fwd(x, weight", "@of_old\ndef _layer_norm_fwd(x, weight"),
+        },
+        probe="probe_norm",
     ),
     "siso": Case(
         mamba3_siso_pipelining,

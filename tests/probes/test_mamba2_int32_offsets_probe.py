@@ -1,0 +1,94 @@
+"""How wide the offsets of Mamba-2's kernels are: every release, and edits of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from probing import Texts, ask
+from repair_cases import CASES, archive
+
+from megacpp_overlays.feature_probes.mamba2_int32_offsets import NARROW, NORM, SCAN, probe_norm, probe_scan
+from megacpp_overlays.model import Finding, Target, Verdict
+from megacpp_overlays.source.trees import SourceTree
+
+Probe = Callable[[SourceTree], Finding]
+
+MAMBA_1 = ("1.0.1", "1.1.4", "1.2.2")
+MAMBA_2 = ("2.0.1", "2.0.2", "2.0.3", "2.0.4", "2.1.0", "2.2.0", "2.2.1", "2.2.2", "2.2.3.post2", "2.2.4", "2.2.5")
+MAMBA_2 += ("2.2.6.post3", "2.3.0", "2.3.1", "2.3.2.post1")
+BOTH = [(probe_scan, SCAN), (probe_norm, NORM)]
+
+
+def edited(probe: Probe, module: str, change: Callable[[str], str]) -> Finding:
+    tree = archive("mamba_ssm-2.3.2.post1")
+    source = tree.module(module)
+    assert source is not None
+    text = change(source.text)
+    assert text != source.text
+    return ask(probe, Texts({module: text}, tree))
+
+
+@pytest.mark.parametrize("version", MAMBA_2)
+@pytest.mark.parametrize(("probe", "target"), BOTH)
+def test_releases_of_mamba_2_are_broken(version: str, probe: Probe, target: Target) -> None:
+    finding = probe(archive(f"mamba_ssm-{version}.tar"))
+
+    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, NARROW)
+    assert finding.evidence[0].line is not None
+    assert target.module.rpartition(".")[2] in str(finding.evidence[0].file)
+
+
+@pytest.mark.parametrize("version", MAMBA_1)
+@pytest.mark.parametrize(("probe", "target"), BOTH)
+def test_those_before_have_none(version: str, probe: Probe, target: Target) -> None:
+    assert ask(probe, archive(f"mamba_ssm-{version}.tar")).verdict is Verdict.ABSENT
+
+
+def test_a_release_that_imports_what_is_not_there_is_not_recognised() -> None:
+    assert ask(probe_scan, archive("mamba_ssm-2.0.0.tar")).verdict is Verdict.UNRECOGNISED
+
+
+def test_comments_do_not_count() -> None:
+    for probe, target in BOTH:
+        assert edited(probe, target.module, lambda text: f"{text}\n# the end\n").verdict is Verdict.BROKEN
+
+
+@pytest.mark.parametrize("module", [SCAN.module, *(f"{SCAN.module[:-8]}{name}" for name in ("bmm", "state_passing"))])
+def test_any_statement_of_any_module_that_differs_is_not_recognised(module: str) -> None:
+    finding = edited(probe_scan, module, lambda text: f"{text}\nfaster = True\n")
+
+    assert (finding.verdict, finding.looks_repaired) == (Verdict.UNRECOGNISED, False)
+    assert module in finding.summary()
+
+
+def test_so_is_one_that_is_missing_or_hands_the_pass_on() -> None:
+    tree = archive("mamba_ssm-2.3.2.post1")
+    missing = ask(probe_scan, Texts({f"{SCAN.module[:-8]}bmm": None}, tree))
+    elsewhere = edited(probe_norm, NORM.module, lambda text: text.replace(f"def {NORM.symbol}(", "def other("))
+
+    assert missing.verdict is Verdict.UNRECOGNISED
+    assert elsewhere.verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize(("probe", "target"), BOTH)
+def test_what_is_not_there_is_absent(probe: Probe, target: Target) -> None:
+    assert ask(probe, Texts({target.module: None})).verdict is Verdict.ABSENT
+    assert ask(probe, Texts({target.module: "class Other: pass"})).verdict is Verdict.ABSENT
+
+
+def test_one_kernel_that_widens_its_products_looks_like_the_repair() -> None:
+    step = f"{SCAN.module[:-8]}chunk_state"
+
+    finding = edited(
+        probe_scan, step, lambda text: text.replace("tl.program_id(axis=1)", "tl.program_id(axis=1).to(tl.int64)")
+    )
+
+    assert (finding.verdict, finding.looks_repaired) == (Verdict.UNRECOGNISED, True)
+
+
+@pytest.mark.parametrize("name", ["offsets of the scan", "offsets of the norm"])
+def test_so_does_all_of_it(name: str) -> None:
+    finding = CASES[name].ask(CASES[name].texts())
+
+    assert (finding.verdict, finding.looks_repaired) == (Verdict.UNRECOGNISED, True)
