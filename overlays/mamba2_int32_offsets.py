@@ -352,6 +352,8 @@ def _part(
         self_test=observe,
         opt_in=False,
         breaks="Mamba-2 is wrong without an error, or ends with an illegal access, where a tensor reaches over 2**31 elements",
+        brief="Mamba-2 tensors over 2**31 elements",
+        until="its kernels have offsets of 64 bits",
         retire_when="mamba-ssm's kernels compute offsets with 64 bits",
         threads=(
             Thread(repository="state-spaces/mamba", number=1015, state="open, opened 2026-08-12, seen 2026-11-23"),
