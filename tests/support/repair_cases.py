@@ -31,6 +31,7 @@ from megacpp_overlays.feature_probes import (
     gdn_capture_gates,
     hopper_flce_dispatch,
     hybrid_linear_ce,
+    hybrid_mtp_aux_loss,
     liger_flce_none_backward,
     mamba2_int32_offsets,
     mamba3_mimo_gqa_backward,
@@ -41,6 +42,7 @@ from megacpp_overlays.feature_probes import (
     mla_rope_key_gradient,
     mtp_roll_padded_boundaries,
     mtp_token_counts_local,
+    mtp_z_loss,
     packed_params,
     tilelang_bulk_copy_rank,
     tilelang_grouped_reduce,
@@ -362,6 +364,25 @@ def widening(*modules: str) -> dict[str, str | None]:
     return {name: re.sub(r"(tl\.program_id\((?:axis=)?\d\))", r"\1.to(tl.int64)", text) for name, text in texts.items()}
 
 
+def telling() -> str:
+    """Let the stack of the newest release tell its MoE layers whether they predict."""
+    text = released("megatron_core-0.19.2", hybrid_mtp_aux_loss.TARGET.module)
+    head, made, rest = text.partition("                        submodules.moe_layer,\n")
+    group = "                        pg_collection=pg_collection,\n"
+    return head + made + rest.replace(group, f"{group}                        is_mtp_layer=is_mtp_layer,\n", 1)
+
+
+def dividing_before() -> str:
+    """Let the router of the newest release divide the z-loss before it attaches it."""
+    text = released("megatron_core-0.19.2", mtp_z_loss.TARGET.module)
+    head, made, rest = text.partition(
+        "            z_loss = z_loss_func(logits, moe_z_loss_coeff, padding_mask=padding_mask)\n"
+    )
+    start = rest.index("            if (\n                self.is_mtp_layer")
+    end = rest.index("            num_layers = self.config.num_layers\n", start)
+    return head + made + rest[start:end] + rest[:start] + rest[end:]
+
+
 DISPATCHER = """
 import torch
 from transformer_engine.pytorch import QuantizedTensor
@@ -628,6 +649,40 @@ CASES = {
             "not handed on": ("    if packed_seq_params is not None:\n        return _roll", "    if packed_seq_params is not None and FLAG:\n        return _roll"),
             "decorated": ("def _roll_tensor_packed_seq(", "@of_old\ndef _roll_tensor_packed_seq("),
             "set from outside": appended("roll_tensor = of_old"),
+        },
+        tree=lambda: archive("megatron_core-0.19.2"),
+    ),
+    "told layers": Case(
+        hybrid_mtp_aux_loss,
+        hybrid_mtp_aux_loss.TARGET.module,
+        lambda: {hybrid_mtp_aux_loss.TARGET.module: telling()},
+        {
+            "told that they do not": ("submodules.moe_layer,\n                        config=self.config,\n                        layer_number=layer_number,\n                        pg_collection=pg_collection,\n                        is_mtp_layer=is_mtp_layer", "submodules.moe_layer,\n                        config=self.config,\n                        layer_number=layer_number,\n                        pg_collection=pg_collection,\n                        is_mtp_layer=False"),
+            "forgotten before": ("        # Build layers from the pre-selected segment\n", "        is_mtp_layer = False\n"),
+            "in another branch": ("                elif layer_type == LayerSymbols.MOE:\n", "                elif layer_type == LayerSymbols.MOE and FLAG:\n"),
+            "made again": ("            self.layers.append(layer)\n", "            self.layers.append(of_old(layer))\n"),
+            "dropped by the layer": ("megatron.core.transformer.transformer_layer", "            is_mtp_layer=self.is_mtp_layer,\n", "            is_mtp_layer=False,\n"),
+            "dropped by the experts": ("megatron.core.transformer.moe.moe_layer", "config=self.config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer\n", "config=self.config, pg_collection=pg_collection\n"),
+            "dropped by the router": (hybrid_mtp_aux_loss.ROUTER, "        self.is_mtp_layer = is_mtp_layer\n", "        self.is_mtp_layer = False\n"),
+            "not divided": (hybrid_mtp_aux_loss.ROUTER, "            aux_loss = aux_loss / self.config.mtp_num_layers\n", "            pass\n"),
+            "decorated": ("class HybridStack(", "@of_old\nclass HybridStack("),
+            "set from outside": appended("HybridStack.__init__ = of_old"),
+        },
+        tree=lambda: archive("megatron_core-0.19.2"),
+    ),
+    "divided z-loss": Case(
+        mtp_z_loss,
+        mtp_z_loss.TARGET.module,
+        lambda: {mtp_z_loss.TARGET.module: dividing_before()},
+        {
+            "not divided": ("                z_loss = z_loss / self.config.mtp_num_layers\n", "                divided = z_loss / self.config.mtp_num_layers\n"),
+            "for nobody": ("                z_loss = z_loss / self.config.mtp_num_layers\n", "                z_loss = z_loss / self.config.mtp_num_layers if FLAG else z_loss\n"),
+            "and multiplied": ("z_loss = z_loss / self.config.mtp_num_layers", "z_loss = z_loss / self.config.mtp_num_layers * self.config.mtp_num_layers"),
+            "by another number": ("z_loss = z_loss / self.config.mtp_num_layers", "z_loss = z_loss / min(1, self.config.mtp_num_layers)"),
+            "another loss attached": ("logits = MoEAuxLossAutoScaler.apply(logits, z_loss)\n", "logits = MoEAuxLossAutoScaler.apply(logits, z_loss_func(logits, moe_z_loss_coeff, padding_mask=padding_mask))\n"),
+            "with a coefficient for all": ("moe_z_loss_coeff = self.config.moe_z_loss_coeff / self", "moe_z_loss_coeff = self.config.mtp_num_layers * self.config.moe_z_loss_coeff / self"),
+            "decorated": ("    def apply_z_loss(", "    @of_old\n    def apply_z_loss("),
+            "set from outside": appended("TopKRouter.apply_z_loss = of_old"),
         },
         tree=lambda: archive("megatron_core-0.19.2"),
     ),

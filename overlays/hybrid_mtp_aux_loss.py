@@ -1,0 +1,111 @@
+"""Tell the MoE layers of Megatron's hybrid model that are for multi-token prediction that they are.
+
+With `mtp_use_repeated_layer` one layer stands for all predictions. Its router divides its balancing loss by their number if it knows
+that it predicts, and the hybrid model's stack tells attention layers and no MoE layers. So that loss counts once for each prediction,
+and with one layer for each prediction or with one for all it is logged for a layer of the decoder.
+
+The constructor runs as it is, and the flag is set on what it made. Upstream's logs have a place for each prediction, and a layer's
+number in the pattern may be greater; the last place is taken then, as on dev, where upstream's own repair on main ends in an
+IndexError. Stacks of the decoder are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from megacpp_overlays.feature_probes import hybrid_mtp_aux_loss as feature
+from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
+
+
+def _make(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it becomes a constructor
+        original(self, *args, **kwargs)
+        if self.is_mtp_layer:
+            for kind, layer in zip(self.layer_type_list, self.layers, strict=True):
+                if kind == module.LayerSymbols.MOE:
+                    _tell(layer, self.config.mtp_num_layers)
+
+    return __init__
+
+
+def _tell(layer: Any, predictions: int | None) -> None:
+    """Set the flag on all parts of a layer that have it, and give its routers a place in the logs."""
+    for part in layer.modules():
+        if getattr(part, "is_mtp_layer", None) is False:
+            part.is_mtp_layer = True
+        logs = hasattr(part, "attach_and_log_load_balancing_loss") and getattr(part, "layer_number", None) is not None
+        if logs and predictions is not None:
+            part.layer_number = min(part.layer_number, predictions)
+
+
+def witness(module: ModuleType) -> Observation:
+    """Let the real stack make two MoE layers for a prediction: are they told?"""
+    found = _made(module, predicts=True)
+    return Observation(
+        broken=[told for told, _ in found] != [True, True],
+        seen=f"whether MoE layers of a prediction are told that they are: {[told for told, _ in found]}",
+    )
+
+
+def self_test(module: ModuleType) -> Observation:
+    """Do so again, and for the decoder, and ask for their places in logs of one prediction, too."""
+    found = {predicts: _made(module, predicts=predicts) for predicts in (True, False)}
+    right = found == {True: [(True, 1), (True, 1)], False: [(False, 1), (False, 2)]}
+    return Observation(
+        broken=not right,
+        seen=f"what MoE layers are told, and their places: for one prediction {found[True]}, for the decoder {found[False]}",
+    )
+
+
+def _made(module: ModuleType, *, predicts: bool) -> list[tuple[bool, int]]:
+    """Let a stack make two layers of parts that note what they are told, and return that and their numbers."""
+    import torch
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    class Layer(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self, *, layer_number: int, is_mtp_layer: bool = False, **_: Any) -> None:
+            super().__init__()
+            self.layer_number, self.is_mtp_layer = layer_number, is_mtp_layer
+
+        def attach_and_log_load_balancing_loss(self) -> None:
+            """Stand for the router, which has such a method."""
+
+    moe = module.LayerSymbols.MOE
+    stack = module.HybridStack(
+        config=_Config(mtp_num_layers=1),
+        submodules=SimpleNamespace(moe_layer=ModuleSpec(module=Layer)),
+        layer_type_list=[moe, moe],
+        post_layer_norm=False,
+        pg_collection=SimpleNamespace(pp=None, tp=None),
+        is_mtp_layer=predicts,
+    )
+    return [(each.is_mtp_layer, each.layer_number) for each in stack.layers]
+
+
+class _Config(SimpleNamespace):
+    """Has None for whatever else upstream asks for."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+OVERLAY = Overlay(
+    id="hybrid-mtp-aux-loss",
+    pack=30,
+    title="tell MoE layers of the hybrid model that are for multi-token prediction that they are",
+    target=feature.TARGET,
+    probe=feature.probe,
+    replacements={feature.NOT_TOLD: (Replacement(symbol=feature.CONSTRUCTOR, make=_make),)},
+    unsupported={},
+    witness=witness,
+    self_test=self_test,
+    opt_in=False,
+    breaks="the balancing loss of a hybrid model's repeated prediction layer counts once for each prediction, and is logged for "
+    "a layer of the decoder",
+    retire_when="HybridStack tells the MoE layers that it makes whether they are for multi-token prediction",
+    threads=(Thread(repository="NVIDIA/Megatron-LM", number=6748, state="merged 2026-08-21, in no release"),),
+    last_validated="2026-11-23, x86-64 without GPU, torch 2.11.0: megatron-core 0.18.2 and 0.19.2; 0.18.0 to 0.19.2, main d98e8a64dd "
+    "and dev d48bd6be0a read",
+)

@@ -1,0 +1,152 @@
+"""Megatron's MoE losses of a multi-token prediction layer that is used twice: do they count once?
+
+A real router routes the same tokens twice, as the repeated layer of two predictions does, and nothing else is learnt from than its
+auxiliary loss. The gradient of its weights is to be the one of a single use. In `hybrid-cpu` a real `HybridStack` makes the layer,
+and the loss is the one that balances load; in `z-loss-cpu` the router is told that it predicts, and the loss is the z-loss.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megacpp_overlays.repro import Behaviour, Case, TargetAbsent
+
+STACK = "megatron.core.models.hybrid.hybrid_block"
+ROUTER = "megatron.core.transformer.moe.router"
+PREDICTIONS, LAYERS, TOKENS, HIDDEN = 2, 3, 6, 8
+ROUNDING = 1e-5
+
+
+def _hybrid() -> Behaviour:
+    return _in_a_process(_stacked, aux_loss=True)
+
+
+def _z_loss() -> Behaviour:
+    return _in_a_process(_told, aux_loss=False)
+
+
+def _in_a_process(make: Callable[..., Any], *, aux_loss: bool) -> Behaviour:
+    """Run in a fork, which may say where Megatron's tensors go."""
+    import torch  # noqa: F401 - once, before the fork
+
+    try:
+        for each in (STACK, ROUTER):
+            importlib.import_module(each)
+        from megatron.core.transformer.transformer_config import TransformerConfig
+    except ModuleNotFoundError as error:
+        raise TargetAbsent("there is no hybrid model") from error
+    if not hasattr(TransformerConfig, "mtp_use_repeated_layer"):
+        raise TargetAbsent("no layer of multi-token prediction is used more than once")
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        process = context.Process(target=_measured, args=(make, aux_loss, Path(folder)))
+        process.start()
+        process.join()
+        times, slot = Path(folder, "times").read_text().split()
+    words = f"used {PREDICTIONS} times, the gradient is {float(times):.4f} times that of one use"
+    logged = f", and is logged for layer {slot} of {LAYERS} and {PREDICTIONS} predictions"
+    return Behaviour(broken=abs(float(times) - 1) > ROUNDING or int(slot) <= LAYERS, seen=words + logged)
+
+
+def _measured(make: Callable[..., Any], aux_loss: bool, folder: Path) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    torch.cuda.current_device = lambda: "cpu"  # where Megatron puts what it makes
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.moe.moe_utils import get_moe_metrics_tracker
+
+    parallel_state.initialize_model_parallel()
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    repeated, once = (_gradient(make, groups, aux_loss, predictions) for predictions in (PREDICTIONS, 1))
+    (entry,) = get_moe_metrics_tracker()._metrics.values()  # noqa: SLF001 - of the use that came last
+    slot = int(entry.values.nonzero()[0]) + 1
+    (folder / "times").write_text(f"{float(repeated.norm() / once.norm())} {slot}")
+    torch.distributed.destroy_process_group()
+
+
+def _gradient(make: Callable[..., Any], groups: Any, aux_loss: bool, predictions: int) -> Any:
+    import torch
+    from megatron.core.transformer.moe.moe_utils import get_moe_metrics_tracker
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    get_moe_metrics_tracker()._metrics.clear()  # noqa: SLF001 - nothing of the other use
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=1,
+        num_moe_experts=4,
+        moe_router_topk=2,
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=0.5 if aux_loss else 0.0,
+        moe_z_loss_coeff=None if aux_loss else 0.5,
+        mtp_num_layers=predictions,
+        mtp_use_repeated_layer=True,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+    )
+    router = make(config, groups)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(router.weight.shape, generator=generator))
+    states = torch.randn(TOKENS, 1, HIDDEN, generator=generator)
+    for _ in range(predictions):
+        shares, _ = router(states)
+        (shares * 0.0).sum().backward()
+    return router.weight.grad
+
+
+def _stacked(config: Any, groups: Any) -> Any:
+    """Return the router of a layer that a hybrid stack made for predictions."""
+    import torch
+    from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    class Layer(torch.nn.Module):  # type: ignore[misc]
+        """What of a transformer layer is about the router."""
+
+        def __init__(
+            self, config: Any, layer_number: int, pg_collection: Any, *, is_mtp_layer: bool = False, **_: Any
+        ) -> None:
+            super().__init__()
+            self.router = _router(config, pg_collection, is_mtp_layer=is_mtp_layer)
+            self.router.set_layer_number(layer_number)
+
+    stack = importlib.import_module(STACK).HybridStack(
+        config=config,
+        submodules=SimpleNamespace(moe_layer=ModuleSpec(module=Layer)),
+        layer_type_list=[Symbols.MOE],
+        post_layer_norm=False,
+        pg_collection=groups,
+        is_mtp_layer=True,
+    )
+    return stack.layers[0].router
+
+
+def _told(config: Any, groups: Any) -> Any:
+    """Return a router that knows that it is for predictions."""
+    router = _router(config, groups, is_mtp_layer=True)
+    router.set_layer_number(1)
+    return router
+
+
+def _router(config: Any, groups: Any, *, is_mtp_layer: bool) -> Any:
+    return importlib.import_module(ROUTER).TopKRouter(config, groups, is_mtp_layer=is_mtp_layer)
+
+
+def _case(name: str, overlay: str, run: Callable[[], Behaviour], target: str) -> Case:
+    return Case(name=name, overlay=overlay, device="cpu", versions=("torch",), run=run, targets=(target,))
+
+
+CASES = (
+    _case("hybrid-cpu", "hybrid-mtp-aux-loss", _hybrid, STACK),
+    _case("z-loss-cpu", "mtp-z-loss", _z_loss, ROUTER),
+)

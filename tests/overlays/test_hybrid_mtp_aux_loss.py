@@ -1,0 +1,188 @@
+"""Real routers of multi-token prediction with the overlays: a layer that stands for several predictions has its losses once.
+
+Both overlays of the pack are tried here. What is measured is in `repeated_routers.py`, in a process of its own for each release.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import warm_python
+from places import HANG_S, SUPPORT
+from repeated_routers import IDS, LAYERS
+
+import megacpp_overlays
+from megacpp_overlays.loader import seams
+from megacpp_overlays.model import Replacement
+from megacpp_overlays.overlays import hybrid_mtp_aux_loss, mtp_z_loss
+
+pytestmark = pytest.mark.upstream
+
+WITHOUT_STACK, OLDER, NEWEST = "0.17.1", "0.18.2", "0.19.2"
+OVERLAYS = (hybrid_mtp_aux_loss.OVERLAY, mtp_z_loss.OVERLAY)
+ROUNDING = 1e-5
+
+
+@pytest.fixture(scope="module", params=[WITHOUT_STACK, OLDER, NEWEST])
+def measured(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]
+) -> tuple[str, Any]:
+    """A release, and what it does with the overlays and without them."""
+    version = request.param
+    release = tmp_path_factory.mktemp(f"megatron-{version}")
+    with zipfile.ZipFile(wheel("megatron-core", version)) as archive:
+        archive.extractall(release, [name for name in archive.namelist() if name.endswith(".py")])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(release), str(SUPPORT)]), "OMP_NUM_THREADS": "1"}
+    words = ["-W", "ignore", SUPPORT / "repeated_routers.py"]
+    done = warm_python.run(words, env, after=warm_python.MEGATRON, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return version, json.loads(done.stdout)
+
+
+def ways(found: Any) -> dict[str, Any]:
+    return {name: each for name, each in found.items() if name != "second place"}
+
+
+def close(one: list[float], other: list[float], *, times: float = 1.0) -> bool:
+    return torch.allclose(torch.tensor(one), times * torch.tensor(other), rtol=ROUNDING, atol=ROUNDING)
+
+
+def place(logged: list[float]) -> int:
+    (found,) = [number for number, each in enumerate(logged) if each]
+    return found
+
+
+def test_upstream_counts_them_once_for_each_prediction(measured: tuple[str, Any]) -> None:
+    version, found = measured
+
+    assert len(ways(found["off"])) == (2 if version == WITHOUT_STACK else 4)
+    for name, way in ways(found["off"]).items():
+        times = 1 if name == "told, balance" else 2
+        assert close(way["twice"]["gradient"], way["once"]["gradient"], times=times), name
+        assert place(way["once"]["logged"]) == (0 if name.startswith("stacked") else LAYERS), name
+
+
+def test_with_the_overlays_they_count_once_and_are_logged_for_the_prediction(measured: tuple[str, Any]) -> None:
+    version, found = measured
+
+    stack = "absent" if version == WITHOUT_STACK else "active"
+    assert found["decisions"] == dict(zip(IDS, (stack, "active"), strict=True))
+    for name, way in ways(found["on"]).items():
+        for several, once in (("twice", "once"), ("thrice, over tokens", "once, over tokens")):
+            assert close(way[several]["gradient"], way[once]["gradient"]), name
+            assert place(way[several]["logged"]) == LAYERS, name
+            assert sum(way[several]["logged"]) == pytest.approx(sum(way[once]["logged"])), name
+
+
+def test_what_is_right_already_is_upstream_s_bit_for_bit(measured: tuple[str, Any]) -> None:
+    _, found = measured
+
+    for name, way in ways(found["on"]).items():
+        alone = found["off"][name]
+        assert way["decoder"] == alone["decoder"]
+        assert way["a layer each"]["gradient"] == alone["a layer each"]["gradient"]
+        assert place(way["a layer each"]["logged"]) == LAYERS
+        if name.startswith("told"):
+            assert way["a layer each"] == alone["a layer each"]
+            assert close(way["twice"]["logged"], alone["twice"]["logged"])
+
+
+def test_a_layer_further_back_than_there_are_predictions_has_the_last_place_in_logs(measured: tuple[str, Any]) -> None:
+    version, found = measured
+
+    if version != WITHOUT_STACK:
+        logged = found["on"]["second place"]["logged"]
+        assert place(logged) == LAYERS
+        assert sum(logged) == pytest.approx(sum(found["off"]["second place"]["logged"]))
+
+
+# In this process
+
+
+@pytest.fixture(params=OVERLAYS, ids=[each.id for each in OVERLAYS])
+def overlay(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def upstream() -> Iterator[None]:
+    """Upstream as it is, without any overlay."""
+    for each in OVERLAYS:
+        imported(each)
+    megacpp_overlays.undo()
+    yield
+    megacpp_overlays.arm()
+
+
+def imported(overlay: Any) -> tuple[ModuleType, Replacement]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
+        module = importlib.import_module(overlay.target.module)
+    ((replacement,),) = overlay.replacements.values()
+    return module, replacement
+
+
+@pytest.mark.usefixtures("upstream")
+def test_the_witness_sees_the_defect_and_the_self_test_its_absence(overlay: Any) -> None:
+    module, replacement = imported(overlay)
+
+    owner, name = seams.resolve(module, replacement.symbol)
+    assert overlay.witness(module).broken
+    seam = seams.replace(owner, name, lambda f: replacement.make(f, module), overlay_id=overlay.id)
+    try:
+        assert not overlay.witness(module).broken
+        assert not overlay.self_test(module).broken
+        with torch.inference_mode():
+            assert not overlay.self_test(module).broken
+    finally:
+        seam.undo()
+    assert overlay.self_test(module).broken
+
+
+@pytest.mark.usefixtures("upstream")
+def test_a_stack_that_tells_the_decoder_too_fails_the_self_test() -> None:
+    module, replacement = imported(OVERLAYS[0])
+    owner, name = seams.resolve(module, replacement.symbol)
+
+    def tells_all(original: Any) -> Any:
+        def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            for each in self.layers:
+                each.is_mtp_layer = True
+
+        return constructor
+
+    seam = seams.replace(owner, name, tells_all, overlay_id="tells-all")
+    try:
+        assert OVERLAYS[0].self_test(module).broken
+    finally:
+        seam.undo()
+
+
+def test_a_layer_of_another_kind_and_one_without_a_number_of_predictions_are_left_alone() -> None:
+    _, replacement = imported(OVERLAYS[0])
+    made = {kind: torch.nn.Identity() for kind in "EM"}
+    for each in made.values():
+        each.is_mtp_layer, each.layer_number = False, 7
+        each.attach_and_log_load_balancing_loss = None
+
+    def upstream(self: Any) -> None:
+        self.layer_type_list, self.layers = list(made), list(made.values())
+        self.is_mtp_layer, self.config = True, SimpleNamespace(mtp_num_layers=None)
+
+    replacement.make(upstream, SimpleNamespace(LayerSymbols=SimpleNamespace(MOE="E")))(SimpleNamespace())
+
+    assert {kind: (each.is_mtp_layer, each.layer_number) for kind, each in made.items()} == {
+        "E": (True, 7),
+        "M": (False, 7),
+    }

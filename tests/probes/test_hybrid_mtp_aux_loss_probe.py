@@ -1,0 +1,148 @@
+"""Whether MoE layers of a prediction know it, and when their z-loss is divided: every release, main, dev, and edits of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from probing import Texts, ask
+from repair_cases import CASES, archive
+
+from megacpp_overlays.feature_probes import hybrid_mtp_aux_loss as told
+from megacpp_overlays.feature_probes import mtp_z_loss as divided
+from megacpp_overlays.model import Finding, Verdict
+from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+
+NEWER = ("0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2")
+STACK_ELSEWHERE = ("0.17.0", "0.17.1")
+NOT_REPEATED = ("0.1.0", "0.8.0", "0.12.0", "0.13.1", "0.14.0", "0.15.3", "0.16.0", "0.16.1")
+
+Wheel = Callable[[str, str], Path]
+
+
+def edited(feature: object, old: str, new: str, module: str = "") -> Finding:
+    target = feature.TARGET.module  # type: ignore[attr-defined]
+    tree = archive("megatron_core-0.19.2")
+    source = tree.module(module or target)
+    assert source is not None
+    assert old in source.text
+    return ask(feature.probe, Texts({module or target: source.text.replace(old, new, 1)}, tree))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("version", NOT_REPEATED)
+def test_releases_that_use_no_layer_twice_are_absent(version: str, wheel: Wheel) -> None:
+    tree = ArchiveTree(wheel("megatron-core", version))
+
+    assert told.probe(tree).verdict is Verdict.ABSENT
+    assert divided.probe(tree).verdict is Verdict.ABSENT
+
+
+@pytest.mark.parametrize("version", NEWER)
+def test_releases_with_a_hybrid_model_are_broken(version: str, wheel: Wheel) -> None:
+    finding = told.probe(ArchiveTree(wheel("megatron-core", version)))
+
+    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, told.NOT_TOLD)
+
+
+@pytest.mark.parametrize("version", STACK_ELSEWHERE)
+def test_a_stack_in_another_module_is_not_absent(version: str, wheel: Wheel) -> None:
+    assert ask(told.probe, ArchiveTree(wheel("megatron-core", version))).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize("version", [*STACK_ELSEWHERE, *NEWER])
+def test_releases_that_divide_the_z_loss_afterwards_are_broken(version: str, wheel: Wheel) -> None:
+    finding = divided.probe(ArchiveTree(wheel("megatron-core", version)))
+
+    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, divided.AFTERWARDS)
+
+
+def test_given_trees_are_recognised(upstream_trees: list[Path]) -> None:
+    for path in upstream_trees:
+        for probe in (told.probe, divided.probe):
+            assert ask(probe, DirectoryTree(path)).verdict is not Verdict.UNRECOGNISED, path
+
+
+def test_what_is_not_there_is_absent() -> None:
+    for feature in (told, divided):
+        assert ask(feature.probe, Texts({feature.TARGET.module: None})).verdict is Verdict.ABSENT
+        assert ask(feature.probe, Texts({feature.TARGET.module: "class Other: pass"})).verdict is Verdict.ABSENT
+
+
+@pytest.mark.parametrize(
+    ("feature", "text"),
+    [
+        (told, "class HybridStack:\n    pass\n"),
+        (told, "class HybridStack:\n    def __init__(self, config):\n        self.layers = made(config)\n"),
+        (divided, "class Router:\n    def z_loss(self, logits):\n        return logits\n"),
+        (divided, "class TopKRouter:\n    def z_loss(self, logits):\n        return logits\n"),
+        (
+            divided,
+            "class TopKRouter:\n    def apply_z_loss(self, logits):\n        return logits\n\n    def routing(self):\n"
+            "        return self.config.mtp_use_repeated_layer\n",
+        ),
+        (
+            divided,
+            "class TopKRouter:\n    def apply_z_loss(self, logits):\n        if self.config.mtp_use_repeated_layer:\n"
+            "            logits = logits / self.config.mtp_num_layers\n        return logits\n",
+        ),
+    ],
+    ids=[
+        "no constructor",
+        "made elsewhere",
+        "another class",
+        "another method",
+        "asked elsewhere",
+        "attached elsewhere",
+    ],
+)
+def test_what_goes_another_way_is_not_recognised(feature: object, text: str) -> None:
+    probe, module = feature.probe, feature.TARGET.module  # type: ignore[attr-defined]
+
+    assert ask(probe, Texts({module: text})).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("class HybridStack(", "@other\nclass HybridStack("),
+        ("class HybridStack(", "HybridStack.__init__ = other\n\n\nclass HybridStack("),
+        ("        is_mtp_layer: bool = False,\n", "        more=None,\n        is_mtp_layer: bool = False,\n"),
+        ("        self.is_mtp_layer = is_mtp_layer\n", "        self.is_mtp_layer = FLAG\n"),
+    ],
+    ids=["decorated", "set from outside", "a parameter more", "told otherwise"],
+)
+def test_the_stack_must_be_one_that_was_read(old: str, new: str) -> None:
+    assert edited(told, old, new).verdict is Verdict.UNRECOGNISED
+
+
+def test_so_must_what_divides_the_loss_of_a_router_that_is_told() -> None:
+    finding = edited(
+        told, "aux_loss = aux_loss / self.config.mtp_num_layers", "aux_loss = aux_loss / FLAG", told.ROUTER
+    )
+
+    assert finding.verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("    def apply_z_loss(self, logits, ", "    def apply_z_loss(self, logits, more=None, "),
+        ("    def apply_z_loss(", "    @other\n    def apply_z_loss("),
+        ("class TopKRouter(Router)", "class TopKRouter(Other)"),
+        ("class TopKRouter(", "TopKRouter.apply_z_loss = other\n\n\nclass TopKRouter("),
+        ("z_loss_func(logits, moe_z_loss_coeff,", "z_loss_func(logits, 1.0,"),
+    ],
+    ids=["a parameter more", "decorated", "another base", "set from outside", "another coefficient"],
+)
+def test_the_z_loss_must_be_one_that_was_read(old: str, new: str) -> None:
+    assert edited(divided, old, new).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize("name", ["told layers", "divided z-loss"])
+def test_what_looks_repaired_and_was_not_read_is_said_to_look_so(name: str) -> None:
+    case = CASES[name]
+
+    finding = case.ask(case.texts())
+
+    assert (finding.verdict, finding.looks_repaired) == (Verdict.UNRECOGNISED, True)
