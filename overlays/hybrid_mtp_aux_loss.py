@@ -105,6 +105,8 @@ OVERLAY = Overlay(
     breaks="the balancing loss of a hybrid model's repeated prediction layer counts once for each prediction, and is logged for "
     "a layer of the decoder",
     retire_when="HybridStack tells the MoE layers that it makes whether they are for multi-token prediction",
+    brief="MoE losses of hybrid MTP layers",
+    until="HybridStack tells MoE layers",
     threads=(Thread(repository="NVIDIA/Megatron-LM", number=6748, state="merged 2026-08-21, in no release"),),
     last_validated="2026-11-23, x86-64 without GPU, torch 2.11.0: megatron-core 0.18.2 and 0.19.2; 0.18.0 to 0.19.2, main d98e8a64dd "
     "and dev d48bd6be0a read",

@@ -83,6 +83,8 @@ OVERLAY = Overlay(
     opt_in=False,
     breaks="gradients of the z-loss of a prediction layer that is used several times count once for each use",
     retire_when="apply_z_loss divides by mtp_num_layers before it attaches the loss",
+    brief="z-losses of repeated MTP layers",
+    until="apply_z_loss divides before",
     threads=(
         Thread(
             repository="NVIDIA/Megatron-LM", number=6748, state="merged 2026-08-21: a comment says so, in no release"

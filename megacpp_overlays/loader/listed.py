@@ -176,5 +176,12 @@ LISTED: tuple[Listed, ...] = (
         off_by_default=False,
         targets=("mamba_ssm.ops.triton.ssd_combined", "mamba_ssm.ops.triton.layernorm_gated"),
     ),
+    Listed(
+        id="hybrid-mtp-aux-loss",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.models.hybrid.hybrid_block",),
+    ),
+    Listed(id="mtp-z-loss", installs=True, off_by_default=False, targets=("megatron.core.transformer.moe.router",)),
 )
 """Every declaration, by pack and id."""
