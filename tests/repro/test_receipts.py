@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from made_up import Upstream
 
 from megacpp_overlays import cli
+from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.loader import retired
 from megacpp_overlays.loader.retired import RetiredOverlay
 from megacpp_overlays.model import Overlay, Target, Thread
@@ -626,7 +627,7 @@ def test_the_command_checks_and_says_what_is_wrong(
     assert capsys.readouterr().out == "1 receipts hold; 1 of them are of the reproducers as they are now\n"
 
     next(folder.glob("99-double/receipts/*")).write_text("")
-    assert cli.main(["receipts", "--check", "--packs", str(folder)]) == 1
+    assert cli.main(["receipts", "--check", "--packs", str(folder)]) == ExitCode.NOT_CHECKED
     assert "the log was changed" in capsys.readouterr().err
 
 

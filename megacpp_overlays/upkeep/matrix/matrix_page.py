@@ -6,10 +6,9 @@ is there. Without script the page answers for the newest releases, and all the r
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +28,22 @@ MEANINGS = {
 
 def render(tables: Sequence[Table]) -> str:
     """Return the page for these tables."""
+    threads = {each.id: each.threads for each in registry.load()}
     return templates.named("matrix.html.j2", Path(__file__).parent).render(
         asked=", ".join(sorted({table.asked for table in tables})),
         meanings=[(verdict.value, text) for verdict, text in MEANINGS.items()],
-        distributions=[_distribution(table) for table in tables],
+        distributions=[_distribution(table, threads) for table in tables],
     )
 
 
-def _distribution(table: Table) -> dict[str, Any]:
+def _distribution(table: Table, threads: Mapping[str, Sequence[Thread]]) -> dict[str, Any]:
     every = [flip for column in table.columns for flip in flips(table, column.overlay)]
     order = {row.name: number for number, row in enumerate(table.rows)}
     anchors = {column.overlay: _anchors(table, column) for column in table.columns}
     return {
         "name": table.distribution,
         "other_dates": any(row.dated != UPLOADED for row in table.rows),
-        "columns": [_column(table, column, anchors[column.overlay]) for column in table.columns],
+        "columns": [_column(table, column, anchors[column.overlay], threads) for column in table.columns],
         "rows": [
             {
                 "name": row.name,
@@ -90,17 +90,14 @@ def _anchors(table: Table, column: Column) -> dict[str, str]:
     return found
 
 
-@functools.cache
-def _threads() -> dict[str, tuple[Thread, ...]]:
-    return {each.id: each.threads for each in registry.load()}
-
-
-def _column(table: Table, column: Column, anchors: dict[str, str]) -> dict[str, Any]:
+def _column(
+    table: Table, column: Column, anchors: dict[str, str], threads: Mapping[str, Sequence[Thread]]
+) -> dict[str, Any]:
     counted = Counter(row.cells[column.overlay].verdict for row in table.rows)
     return {
         "overlay": column.overlay,
         "periods": _periods(table, column),
-        "threads": _threads().get(column.overlay, ()),
+        "threads": threads.get(column.overlay, ()),
         "pack": f"{column.pack:02}",
         "title": column.title,
         "breaks": column.breaks,
