@@ -627,7 +627,7 @@ def test_the_command_checks_and_says_what_is_wrong(
     assert capsys.readouterr().out == "1 receipts hold; 1 of them are of the reproducers as they are now\n"
 
     next(folder.glob("99-double/receipts/*")).write_text("")
-    assert cli.main(["receipts", "--check", "--packs", str(folder)]) == ExitCode.NOT_CHECKED
+    assert cli.main(["receipts", "--check", "--packs", str(folder)]) == ExitCode.FOUND
     assert "the log was changed" in capsys.readouterr().err
 
 
@@ -643,7 +643,7 @@ def test_the_command_synchronises_and_adopts(
     shutil.rmtree(folder / "99-double" / "receipts")
     (folder / manifest.NAME).unlink()
 
-    assert cli.main(["receipts", "--adopt", str(tmp_path / "elsewhere"), "--packs", str(folder)]) == 1
+    assert cli.main(["receipts", "--adopt", str(tmp_path / "elsewhere"), "--packs", str(folder)]) == ExitCode.NOT_CHECKED
     assert "run receipts --sync first" in capsys.readouterr().err
     assert cli.main(["receipts", "--sync", "--packs", str(folder)]) == 0
     assert cli.main(["receipts", "--adopt", str(tmp_path / "elsewhere"), "--packs", str(folder)]) == 0
