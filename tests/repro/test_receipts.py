@@ -643,7 +643,9 @@ def test_the_command_synchronises_and_adopts(
     shutil.rmtree(folder / "99-double" / "receipts")
     (folder / manifest.NAME).unlink()
 
-    assert cli.main(["receipts", "--adopt", str(tmp_path / "elsewhere"), "--packs", str(folder)]) == ExitCode.NOT_CHECKED
+    assert (
+        cli.main(["receipts", "--adopt", str(tmp_path / "elsewhere"), "--packs", str(folder)]) == ExitCode.NOT_CHECKED
+    )
     assert "run receipts --sync first" in capsys.readouterr().err
     assert cli.main(["receipts", "--sync", "--packs", str(folder)]) == 0
     assert cli.main(["receipts", "--adopt", str(tmp_path / "elsewhere"), "--packs", str(folder)]) == 0
