@@ -64,7 +64,7 @@ def _made(module: ModuleType, *, predicts: bool) -> list[tuple[bool, int]]:
     import torch
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    class Layer(torch.nn.Module):  # type: ignore[misc]
+    class BuiltLayer(torch.nn.Module):  # type: ignore[misc]
         def __init__(self, *, layer_number: int, is_mtp_layer: bool = False, **_: Any) -> None:
             super().__init__()
             self.layer_number, self.is_mtp_layer = layer_number, is_mtp_layer
@@ -74,8 +74,8 @@ def _made(module: ModuleType, *, predicts: bool) -> list[tuple[bool, int]]:
 
     moe = module.LayerSymbols.MOE
     stack = module.HybridStack(
-        config=_Config(mtp_num_layers=1),
-        submodules=SimpleNamespace(moe_layer=ModuleSpec(module=Layer)),
+        config=_BlockConfig(mtp_num_layers=1),
+        submodules=SimpleNamespace(moe_layer=ModuleSpec(module=BuiltLayer)),
         layer_type_list=[moe, moe],
         post_layer_norm=False,
         pg_collection=SimpleNamespace(pp=None, tp=None),
@@ -84,7 +84,7 @@ def _made(module: ModuleType, *, predicts: bool) -> list[tuple[bool, int]]:
     return [(each.is_mtp_layer, each.layer_number) for each in stack.layers]
 
 
-class _Config(SimpleNamespace):
+class _BlockConfig(SimpleNamespace):
     """Has None for whatever else upstream asks for."""
 
     def __getattr__(self, name: str) -> None:

@@ -9,7 +9,7 @@ import pkgutil
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megacpp_overlays import feature_probes
@@ -276,6 +276,7 @@ def test_no_word_of_the_code_may_be_another(program: str, data: st.DataObject) -
         for name in ("id", "attr", "arg", "name", "value")
         if isinstance(getattr(node, name, None), str | int | float)
     ]
+    assume(places)
     node, name = data.draw(st.sampled_from(places))
     changed = copy.deepcopy(getattr(node, name))
     setattr(node, name, f"{changed}_x" if isinstance(changed, str) else changed + 1)
