@@ -7,11 +7,9 @@ import importlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, cast
 
-from megacpp_overlays import files
 from megacpp_overlays.cli import colours, commands, witness
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.cli.commands import Subparsers, add, check_ids
@@ -98,7 +96,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if arguments.ids:
         return _explain(audit, arguments.ids)
     if arguments.html:
-        _write_page(arguments.html, audit, current)
+        commands.write_page(arguments.html, cast("Mapping[str, Any]", audit.as_dict()))
     if arguments.json:
         print(audit.to_json())
     else:
@@ -117,13 +115,6 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         print(f"megacpp-overlays: {_nothing_here(current.overlays)}", file=sys.stderr)
         return ExitCode.NOTHING_HERE
     return ExitCode.CLEAN
-
-
-def _write_page(path: Path, audit: Audit, current: session.Session) -> None:
-    with commands.extra():
-        from megacpp_overlays.upkeep.pages import run_page  # noqa: PLC0415
-    run = run_page.RunOnPage(audit=cast("Mapping[str, Any]", audit.as_dict()), made=datetime.now(timezone.utc))
-    files.write_text(path, run_page.render(run, current.overlays, inventory.own_folder()))
 
 
 def _explain(audit: Audit, ids: Sequence[str]) -> int:

@@ -6,14 +6,18 @@ import argparse
 import contextlib
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from megacpp_overlays import files
 from megacpp_overlays.cli.codes import MEANINGS, ExitCode
 from megacpp_overlays.errors import MissingExtraError
+from megacpp_overlays.loader import session
 from megacpp_overlays.model import Erratum
 from megacpp_overlays.near_names import suggestion
 from megacpp_overlays.repro import inventory
+from megacpp_overlays.upkeep import audit_diff
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001 - it has no public name
 EXTRA = ("bs4", "jinja2", "markdown_it", "pypi_simple", "requests", "shtab", "tomli")
@@ -86,6 +90,25 @@ def extra() -> Iterator[None]:
         if (error.name or "").partition(".")[0] not in EXTRA:
             raise
         raise MissingExtraError(f"this command needs {error.name}: pip install 'megacpp-overlays[upkeep]'") from error
+
+
+def write_page(
+    path: Path, audit: Mapping[str, Any], compared: tuple[str, Sequence[audit_diff.Change]] | None = None
+) -> None:
+    """Write the page of a run.
+
+    Args:
+        path: where to.
+        audit: of the run, as plain data.
+        compared: what it was compared with, and what changed.
+
+    Raises:
+        MissingExtraError: the extra `upkeep` is not installed.
+    """
+    with extra():
+        from megacpp_overlays.upkeep.pages import run_page  # noqa: PLC0415
+    run = run_page.RunOnPage(audit=audit, made=datetime.now(timezone.utc), compared=compared)
+    files.write_text(path, run_page.render(run, session.current().overlays, inventory.own_folder()))
 
 
 def packs_folder(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> Path:

@@ -5,19 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from megacpp_overlays import files
 from megacpp_overlays.cli import commands
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.cli.commands import Subparsers, add
 from megacpp_overlays.errors import AuditFileError
-from megacpp_overlays.loader import session
 from megacpp_overlays.loader.rendering import aligned
-from megacpp_overlays.repro import inventory
 from megacpp_overlays.upkeep import audit_diff
 
 _COLUMNS = ("what", "changed", "before", "after")
@@ -58,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         return ExitCode.USAGE
     found = audit_diff.changes(before, after)
     if arguments.html:
-        _write_page(arguments.html, arguments.before, after, found)
+        commands.write_page(arguments.html, after, (arguments.before.name, found))
     hidden = not found and audit_diff.is_hidden(before, after)
     if arguments.json:
         print(json.dumps({"changes": [each._asdict() for each in found], "hidden": hidden}, indent=2))
@@ -69,13 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(_table(found) if found else "Nothing has changed.")
     return ExitCode.FOUND if found or hidden else ExitCode.CLEAN
-
-
-def _write_page(path: Path, before: Path, after: Mapping[str, Any], found: Sequence[audit_diff.Change]) -> None:
-    with commands.extra():
-        from megacpp_overlays.upkeep.pages import run_page  # noqa: PLC0415
-    run = run_page.RunOnPage(audit=after, made=datetime.now(timezone.utc), compared=(before.name, found))
-    files.write_text(path, run_page.render(run, session.current().overlays, inventory.own_folder()))
 
 
 def _table(found: Sequence[audit_diff.Change]) -> str:

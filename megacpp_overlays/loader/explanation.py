@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 
-from megacpp_overlays import terminal_text
-from megacpp_overlays.loader.overview import WIDTH, Line, seams
+from megacpp_overlays.loader.overview import Line, seams, wrapped
 from megacpp_overlays.loader.rendering import consequence
 from megacpp_overlays.model import Decision, Overlay, Record
 
@@ -67,11 +65,4 @@ def _switch(record: Record) -> str:
 
 
 def _field(key: str, text: str, about: str = "") -> list[Line]:
-    wrapped = textwrap.wrap(
-        terminal_text.one_line(text),
-        WIDTH,
-        initial_indent=f"{key:{_KEY}}",
-        subsequent_indent=" " * _KEY,
-        break_on_hyphens=False,
-    )
-    return [Line(line, about) for line in wrapped]
+    return [Line(line, about) for line in wrapped(text, f"{key:{_KEY}}", " " * _KEY)]

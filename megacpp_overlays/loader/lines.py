@@ -13,12 +13,13 @@ HEAD = "[megacpp_overlays] "
 LONGEST = 160
 """Characters of the line of an active overlay, its head included: it stands on one line of a wide terminal."""
 
+ATTENTION = (Decision.CONFLICT, Decision.GATED)
+"""Decisions that somebody has to look at, the worse first."""
 _ALWAYS_COUNTED = (Decision.ACTIVE, Decision.RETIRED, Decision.CONFLICT)
 _COUNTED = (*_ALWAYS_COUNTED, Decision.GATED, Decision.ARMED, Decision.ABSENT, Decision.DISABLED)
 _WORDS = {Decision.DISABLED: "off"}
 FIRST = (
-    Decision.CONFLICT,
-    Decision.GATED,
+    *ATTENTION,
     Decision.ACTIVE,
     Decision.ARMED,
     Decision.DISABLED,
@@ -55,14 +56,13 @@ def active(overlay: Erratum) -> str:
 
 def is_warning(record: Record) -> bool:
     """Return whether somebody has to look at it."""
-    return record.decision in {Decision.CONFLICT, Decision.GATED}
+    return record.decision in ATTENTION
 
 
 def warning(record: Record) -> str:
     """Return the line of what needs a person: what is wrong, what that means for the run, and what to do."""
     overlay = record.overlay
-    version = f" {record.version}" if record.version else ""
-    where = f"{overlay.target.module}, {overlay.target.distribution}{version}"
+    where = f"{overlay.target.module}, {_installed(record)}"
     said = [f"WARNING {record.decision.value}: {_name(overlay)} on {where}: {record.reason}"]
     said += [consequence(record)] if consequence(record) else []
     if record.decision is Decision.CONFLICT:
@@ -76,8 +76,7 @@ def warning(record: Record) -> str:
 def detail(record: Record) -> str:
     """Return all that is known of a decision in one line, which needs no other line to be understood."""
     overlay = record.overlay
-    version = f" {record.version}" if record.version else ""
-    parts = [f"{record.decision.value}: {_name(overlay)} on {overlay.target.distribution}{version}", record.reason]
+    parts = [f"{record.decision.value}: {_name(overlay)} on {_installed(record)}", record.reason]
     if record.decision is Decision.ACTIVE:
         parts += [f"shape {record.shape}", f"replaced {', '.join(record.seams)}"]
         parts += [f"rebound {', '.join(record.rebound)}"] if record.rebound else []
@@ -91,6 +90,10 @@ def detail(record: Record) -> str:
 
 def _name(overlay: Erratum) -> str:
     return f"{overlay.id} (pack {overlay.pack:02})"
+
+
+def _installed(record: Record) -> str:
+    return f"{record.overlay.target.distribution} {record.version or ''}".rstrip()
 
 
 def by_overlay(records: Sequence[Record]) -> dict[str, Decision]:
@@ -109,11 +112,10 @@ def counted(records: Sequence[Record]) -> str:
     return ", ".join(f"{counts[decision]} {_WORDS.get(decision, decision.value)}" for decision in shown)
 
 
-def summary(version: str, mode: str, records: Sequence[Record], fingerprint: str = "") -> str:
+def summary(version: str, mode: str, records: Sequence[Record], fingerprint: str) -> str:
     """Return the one line that counts, and names what needs a person."""
     decided = by_overlay(records)
-    looked_at = [name for name, decision in decided.items() if decision in {Decision.CONFLICT, Decision.GATED}]
+    looked_at = [name for name, decision in decided.items() if decision in ATTENTION]
     head = version if mode == "auto" else f"{version}, mode {mode}"
-    shown = f" (fingerprint {fingerprint})" if fingerprint else ""
     needed = f"; look at {', '.join(looked_at)}: megacpp-overlays audit" if looked_at else ""
-    return f"{head}: {counted(records)}{shown}{needed}"
+    return f"{head}: {counted(records)} (fingerprint {fingerprint}){needed}"

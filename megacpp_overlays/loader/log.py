@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("megacpp_overlays")
 
-_LEVELS = {Decision.CONFLICT: logging.WARNING, Decision.GATED: logging.WARNING}
-
 
 class Log:
     """Writes what was decided in the form, and from the level on, that the settings ask for.
@@ -104,7 +102,7 @@ class Log:
         """Say what was decided about one overlay, or about a part of it."""
         from megacpp_overlays.loader import lines, rendering  # noqa: PLC0415 - at import there is nothing to say
 
-        level = _LEVELS.get(record.decision, logging.INFO)
+        level = logging.WARNING if lines.is_warning(record) else logging.INFO
         if self._is_json:
             self._write("", {"event": "decision", **rendering.as_dict(record)}, level)
             return
@@ -117,6 +115,13 @@ class Log:
         ):
             self._write(text, {}, level)
 
+    def has_to_count(self, *, at_exit: bool) -> bool:
+        """Return whether `count` would write anything; an audit for it alone is not worth taking otherwise."""
+        is_child = self._settings.parent_is_armed or bool(self._settings.said)
+        has_nothing_new = is_child and not self._has_told and (at_exit or bool(self._settings.said))
+        is_kept_back = self._is_kept_back(logging.INFO) or self._settings.mode is Mode.OFF
+        return not (self._has_counted or has_nothing_new or is_kept_back)
+
     def count(self, audit: Audit, *, at_exit: bool = False) -> None:
         """Say once how many overlays there are of each decision. A child that said nothing else has no count of its own.
 
@@ -124,28 +129,26 @@ class Log:
             audit: what is so now.
             at_exit: whether nobody asked for an audit as long as the process ran.
         """
-        is_child = self._settings.parent_is_armed or bool(self._settings.said)
-        has_nothing_new = is_child and not self._has_told and (at_exit or bool(self._settings.said))
-        if self._has_counted or has_nothing_new or self._settings.mode is Mode.OFF:
+        if not self.has_to_count(at_exit=at_exit):
             return
         self._has_counted = True
         from megacpp_overlays.loader import lines  # noqa: PLC0415 - at import there is nothing to count
 
-        text = lines.summary(audit.version, audit.mode, audit.decisions, audit.fingerprint)
+        fingerprint = audit.fingerprint
+        text = lines.summary(audit.version, audit.mode, audit.decisions, fingerprint)
         counts: dict[str, list[str]] = {}
         for name, decision in lines.by_overlay(audit.decisions).items():
             counts.setdefault(decision.value, []).append(name)
-        self._write(text, {"event": "count", "fingerprint": audit.fingerprint, **counts}, logging.INFO)
+        self._write(text, {"event": "count", "fingerprint": fingerprint, **counts}, logging.INFO)
 
     def _is_news(self, overlay_id: str, text: str) -> bool:
         """Return whether neither this process nor one above it has said this; note that it has now."""
         import zlib  # noqa: PLC0415 - at import there is nothing to say
 
-        short, first = f"{zlib.crc32(text.encode()):08x}", overlay_id not in self._last
-        if self._last.get(overlay_id) == text or (first and short in self._said):
-            self._last[overlay_id] = text
+        short = f"{zlib.crc32(text.encode()):08x}"
+        last, self._last[overlay_id] = self._last.get(overlay_id), text
+        if last == text or (last is None and short in self._said):
             return False
-        self._last[overlay_id] = text
         self._said.add(short)
         self._has_told = True
         if self._environment is not None:
@@ -170,10 +173,13 @@ class Log:
         text = f"dropped {graphs} of torch.compile, for the sake of {overlay.id}; what is called again compiles again"
         self._write(text, {"event": "dropped", "id": overlay.id, "graphs": graphs}, logging.INFO)
 
-    def _write(self, text: str, data: dict[str, object], level: int) -> None:
+    def _is_kept_back(self, level: int) -> bool:
         is_for_others = self._settings.rank != 0 and level < logging.WARNING
         is_too_little = level < self._least and self._settings.log is not LogForm.LOGGING
-        if is_for_others or is_too_little or self._is_silent:
+        return is_for_others or is_too_little or self._is_silent
+
+    def _write(self, text: str, data: dict[str, object], level: int) -> None:
+        if self._is_kept_back(level):
             return
         try:
             text = _one_line(text)

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megacpp_overlays import terminal_text
-from megacpp_overlays.loader.lines import by_overlay, counted
+from megacpp_overlays.loader.lines import ATTENTION, by_overlay, counted
 from megacpp_overlays.loader.rendering import CAN_BE_DELETED, CAN_BE_SWITCHED_OFF, consequence
 from megacpp_overlays.model import Decision, Record
 
 WIDTH = 79
-"""Columns of a line at most, but for a word that is longer: 80 make some terminals wrap."""
+"""Columns of a line at most: 80 make some terminals wrap."""
 
-_ATTENTION = (Decision.CONFLICT, Decision.GATED)
 _QUIET = {Decision.ARMED: "armed", Decision.ABSENT: "absent", Decision.DISABLED: "off"}
 
 
@@ -33,7 +32,7 @@ def short(version: str, mode: str, fingerprint: str, records: Sequence[Record]) 
 def full(version: str, mode: str, fingerprint: str, records: Sequence[Record]) -> list[Line]:
     """Return the lines of an audit with all that is known of each decision, in the same order."""
     lines = _head(version, mode, fingerprint, records)
-    for decision in (*_ATTENTION, Decision.ACTIVE, Decision.RETIRED, *_QUIET):
+    for decision in (*ATTENTION, Decision.ACTIVE, Decision.RETIRED, *_QUIET):
         chosen = [record for record in records if record.decision is decision]
         if chosen:
             lines += [Line(""), _heading(_QUIET.get(decision, decision.value), decision)]
@@ -44,11 +43,11 @@ def full(version: str, mode: str, fingerprint: str, records: Sequence[Record]) -
 
 def _head(version: str, mode: str, fingerprint: str, records: Sequence[Record]) -> list[Line]:
     head = f"megacpp_overlays {version}   mode {mode}   fingerprint {fingerprint}"
-    return [Line(head), *_plain(_wrapped(counted(records), "", ""))]
+    return [Line(head), *_plain(wrapped(counted(records), "", ""))]
 
 
 def _attention(records: Sequence[Record]) -> Iterable[Line]:
-    chosen = [record for decision in _ATTENTION for record in records if record.decision is decision]
+    chosen = [record for decision in ATTENTION for record in records if record.decision is decision]
     if not chosen:
         return
     yield Line("")
@@ -87,13 +86,13 @@ def _quiet(records: Sequence[Record]) -> Iterable[Line]:
         yield _heading("retired: upstream is right here, without it", Decision.RETIRED)
         for record in retired.values():
             how = f", {record.proof}" if record.proof else ""
-            yield from _plain(_wrapped(f"{_name(record)}{how}", "  ", "      "))
+            yield from _plain(wrapped(f"{_name(record)}{how}", "  ", "      "))
     names = {decision: [name for name, each in decided.items() if each is decision] for decision in _QUIET}
     if any(names.values()):
         yield Line("")
     for decision, word in _QUIET.items():
         if names[decision]:
-            yield from _plain(_wrapped(", ".join(names[decision]), f"{word:8}", " " * 8))
+            yield from _plain(wrapped(", ".join(names[decision]), f"{word:8}", " " * 8))
 
 
 def _name(record: Record) -> str:
@@ -129,10 +128,11 @@ def _plain(texts: Iterable[str]) -> Iterable[Line]:
 
 
 def _indented(notes: Iterable[str]) -> list[str]:
-    return [line for note in notes if note for line in _wrapped(note, "      ", "        ")]
+    return [line for note in notes if note for line in wrapped(note, "      ", "        ")]
 
 
-def _wrapped(text: str, first: str, others: str) -> list[str]:
+def wrapped(text: str, first: str, others: str) -> list[str]:
+    """Return a text as lines that fit, behind what the first of them and the others begin with."""
     return textwrap.wrap(
         terminal_text.one_line(text),
         WIDTH,

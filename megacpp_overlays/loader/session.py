@@ -455,7 +455,8 @@ class Session:
 
     def count_at_exit(self) -> None:
         """Say at the end of the process what became of the overlays, if a target was settled and no audit told it."""
-        if any(record.finding is not None and record.overlay.installs for record in self._records.values()):
+        was_settled = any(each.finding is not None and each.overlay.installs for each in self._records.values())
+        if was_settled and self.log.has_to_count(at_exit=True):
             with contextlib.suppress(Exception):  # whatever is left of the interpreter, an end must not fail
                 records = tuple(derived_records.with_versions(self._review(each)) for each in self._records.values())
                 audit = Audit(version=VERSION, mode=self.settings.mode.value, records=records)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages_in_browser import chromium
+from pages_in_browser import check_accessible, check_nothing_is_cut, chromium, opener
 from places import ROOT, WHEELS
 
 from megacpp_overlays.loader import registry
@@ -196,25 +196,7 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Open]:
-    """Open the kept page; nothing but the file itself may be asked for, and the console stays empty."""
-    contexts: list[Any] = []
-    asked: list[str] = []
-    said: list[str] = []
-
-    def load(*, width: int = 1280, height: int = 900, scheme: str = "light", at: str = "") -> Any:
-        contexts.append(browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme))
-        page = contexts[-1].new_page()
-        page.on("request", lambda request: asked.append(request.url))
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.goto(PAGE.as_uri() + at)
-        return page
-
-    yield load
-    for context in contexts:
-        context.close()
-    assert {url.partition("#")[0] for url in asked} == {PAGE.as_uri()}
-    assert said == []
+    yield from opener(browser, PAGE)
 
 
 def picked(page: Any, **versions: str) -> set[str]:
@@ -290,13 +272,7 @@ def test_there_are_few_stops_on_the_way_through_it(open_page: Open) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_an_accessibility_checker_finds_nothing(open_page: Open, scheme: str) -> None:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
-    page = open_page(scheme=scheme)
-    page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
-
-    found = axe.Axe().run(page)
-
-    assert found.violations_count == 0, found.generate_report()
+    check_accessible(open_page(scheme=scheme))
 
 
 def test_evidence_opens_with_the_keyboard_and_with_a_click(open_page: Open) -> None:
@@ -331,15 +307,7 @@ def test_a_flip_leads_to_its_evidence_and_opens_it(open_page: Open) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 1280, 1920])
 def test_nothing_is_cut_at_any_width(open_page: Open, width: int, scheme: str) -> None:
-    page = open_page(width=width, height=780, scheme=scheme)
-    page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
-
-    wide = page.evaluate("""() => [...document.querySelectorAll("body *")].filter(each =>
-        !each.closest(".skip") && each.getBoundingClientRect().right > innerWidth + 0.5
-    ).map(each => each.outerHTML.slice(0, 80))""")
-
-    assert wide == []
-    assert page.evaluate("document.documentElement.scrollWidth") == width
+    check_nothing_is_cut(open_page(width=width, scheme=scheme), width)
 
 
 CONTRAST = """() => {

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages_in_browser import chromium
+from pages_in_browser import check_accessible, check_nothing_is_cut, chromium, opener
 from places import ROOT
 
 from megacpp_overlays import cli
@@ -158,48 +158,18 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def shown(browser: Any, page: Path) -> Iterator[Callable[..., Any]]:
-    """Open the page; nothing but the file itself may be asked for, and the console stays empty."""
-    contexts: list[Any] = []
-    asked: list[str] = []
-    said: list[str] = []
-
-    def load(width: int = 1280, scheme: str = "light") -> Any:
-        contexts.append(browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme))
-        tab = contexts[-1].new_page()
-        tab.on("request", lambda request: asked.append(request.url))
-        tab.on("console", lambda message: said.append(message.text))
-        tab.goto(page.as_uri())
-        return tab
-
-    yield load
-    for context in contexts:
-        context.close()
-    assert {url.partition("#")[0] for url in asked} == {page.as_uri()}
-    assert said == []
+    yield from opener(browser, page)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 1280, 1920])
 def test_nothing_is_cut_at_any_width(shown: Callable[..., Any], width: int, scheme: str) -> None:
-    tab = shown(width, scheme)
-    tab.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
-
-    wide = tab.evaluate("""() => [...document.querySelectorAll("body *")].filter(each =>
-        !each.closest(".skip") && each.getBoundingClientRect().right > innerWidth + 0.5).map(each => each.outerHTML.slice(0, 80))""")
-
-    assert wide == []
-    assert tab.evaluate("document.documentElement.scrollWidth") == width
+    check_nothing_is_cut(shown(width=width, scheme=scheme), width)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_an_accessibility_checker_finds_nothing(shown: Callable[..., Any], scheme: str) -> None:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
-    tab = shown(1280, scheme)
-    tab.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
-
-    found = axe.Axe().run(tab)
-
-    assert found.violations_count == 0, found.generate_report()
+    check_accessible(shown(scheme=scheme))
 
 
 def test_evidence_opens_with_the_keyboard(shown: Callable[..., Any]) -> None:

@@ -7,7 +7,6 @@ is there. Without script the page answers for the newest releases, and all the r
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,7 +92,6 @@ def _anchors(table: Table, column: Column) -> dict[str, str]:
 def _column(
     table: Table, column: Column, anchors: dict[str, str], threads: Mapping[str, Sequence[Thread]]
 ) -> dict[str, Any]:
-    counted = Counter(row.cells[column.overlay].verdict for row in table.rows)
     return {
         "overlay": column.overlay,
         "periods": _periods(table, column),
@@ -103,7 +101,6 @@ def _column(
         "breaks": column.breaks,
         "retire_when": column.retire_when,
         "history": matrix_text.history(table, column.overlay),
-        "counts": [(verdict.value, counted[verdict]) for verdict in Verdict if counted[verdict]],
         "targets": [str(target) for target in column.targets],
         "left_alone": list(column.left_alone.items()),
         "probes": [(name.rpartition(".")[2], digest) for name, digest in column.probes.items()],
