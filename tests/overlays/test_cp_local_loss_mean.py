@@ -6,24 +6,23 @@ What is measured is in `context_losses.py`, which runs in an interpreter of its 
 from __future__ import annotations
 
 import builtins
-import contextlib
 import importlib
 import json
 import os
 import threading
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import warm_python
+from placed_seams import placed
 from places import HANG_S, SUPPORT
 
 from megacpp_overlays.feature_probes.cp_local_loss_mean import OWN_COUNT, TARGET
-from megacpp_overlays.loader import seams
 from megacpp_overlays.overlays.cp_local_loss_mean import OVERLAY
 
 pytestmark = pytest.mark.upstream
@@ -160,17 +159,6 @@ def module() -> ModuleType:
         return importlib.import_module(TARGET.module)
 
 
-@contextlib.contextmanager
-def repaired(module: ModuleType) -> Iterator[None]:
-    (replacement,) = OVERLAY.replacements[OWN_COUNT]
-    owner, name = seams.resolve(module, replacement.symbol)
-    placed = seams.replace(owner, name, lambda f: replacement.make(f, module), overlay_id=OVERLAY.id)
-    try:
-        yield
-    finally:
-        placed.undo()
-
-
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence_and_neither_leaves_a_trace(
     module: ModuleType,
 ) -> None:
@@ -180,7 +168,7 @@ def test_the_witness_sees_the_defect_and_the_self_test_its_absence_and_neither_l
 
     assert OVERLAY.witness is not None
     assert OVERLAY.witness(module).broken
-    with repaired(module):
+    with placed(OVERLAY, OWN_COUNT, module):
         assert not OVERLAY.self_test(module).broken
         with torch.inference_mode():
             assert not OVERLAY.self_test(module).broken
@@ -211,7 +199,7 @@ def test_a_self_test_answers_its_own_thread_alone(module: ModuleType) -> None:
 
     module.forward_step_calc_loss = and_meanwhile
     try:
-        with repaired(module):
+        with placed(OVERLAY, OWN_COUNT, module):
             assert not OVERLAY.self_test(module).broken
     finally:
         module.forward_step_calc_loss = entry
@@ -231,7 +219,7 @@ def test_a_self_test_answers_its_own_thread_alone(module: ModuleType) -> None:
 )
 def test_what_spoils_one_of_its_numbers_fails_the_self_test(module: ModuleType, spoilt: Callable[..., Any]) -> None:
     upstream = module.forward_step_calc_loss
-    with repaired(module):
+    with placed(OVERLAY, OWN_COUNT, module):
         right = module.forward_step_calc_loss
         module.forward_step_calc_loss = lambda *args: spoilt(*right(*args))
         assert OVERLAY.self_test(module).broken
@@ -254,10 +242,10 @@ def called(module: ModuleType, *sizes: Any) -> tuple[float, int]:
 def test_without_process_groups_it_is_upstream_s(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.parallel_state, "is_pipeline_last_stage", lambda **_: True)
 
-    with repaired(module):
+    with placed(OVERLAY, OWN_COUNT, module):
         assert called(module) == called(module, 1, True) == (2.0, 3)
 
 
 def test_without_process_groups_a_caller_that_says_there_are_ranks_is_refused(module: ModuleType) -> None:
-    with repaired(module), pytest.raises(RuntimeError, match=OVERLAY.variable):
+    with placed(OVERLAY, OWN_COUNT, module), pytest.raises(RuntimeError, match=OVERLAY.variable):
         called(module, 2, True)

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import warm_python
+from placed_seams import placed
 from places import HANG_S, SUPPORT
 
 from megacpp_overlays.feature_probes.mtp_token_counts_local import LOCAL, LOSS, ROLL, TARGET
@@ -278,16 +279,6 @@ def module() -> ModuleType:
         return importlib.import_module(TARGET.module)
 
 
-@contextlib.contextmanager
-def repaired(module: ModuleType) -> Iterator[None]:
-    with contextlib.ExitStack() as placed:
-        for symbol, make in MAKE.items():
-            owner, name = seams.resolve(module, symbol)
-            seam = seams.replace(owner, name, lambda f, make=make: make(f, module), overlay_id=OVERLAY.id)
-            placed.callback(seam.undo)
-        yield
-
-
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence_and_neither_leaves_a_trace(
     module: ModuleType,
 ) -> None:
@@ -295,7 +286,7 @@ def test_the_witness_sees_the_defect_and_the_self_test_its_absence_and_neither_l
 
     assert OVERLAY.witness is not None
     assert OVERLAY.witness(module).broken
-    with repaired(module):
+    with placed(OVERLAY, LOCAL, module):
         assert not OVERLAY.self_test(module).broken
         with torch.inference_mode():
             assert not OVERLAY.self_test(module).broken
@@ -305,7 +296,7 @@ def test_the_witness_sees_the_defect_and_the_self_test_its_absence_and_neither_l
 
 def test_half_of_the_seams_and_a_loss_that_is_scaled_otherwise_fail_the_self_test(module: ModuleType) -> None:
     right = module.MTPLossAutoScaler
-    with repaired(module):
+    with placed(OVERLAY, LOCAL, module):
         module.MTPLossAutoScaler = SimpleNamespace(apply=lambda states, loss: right.apply(states, loss * 1.01))
         try:
             assert OVERLAY.self_test(module).broken

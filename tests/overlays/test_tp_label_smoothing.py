@@ -5,14 +5,13 @@ What is measured is in `smoothed_losses.py`, which runs in an interpreter of its
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
 import threading
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,10 +19,10 @@ from typing import Any
 import pytest
 import torch
 import warm_python
+from placed_seams import placed
 from places import HANG_S, SUPPORT
 
 from megacpp_overlays.feature_probes.tp_label_smoothing import OWN_SHARE_OF_A_GROUP, TARGET
-from megacpp_overlays.loader import seams
 from megacpp_overlays.overlays.tp_label_smoothing import OVERLAY
 
 pytestmark = pytest.mark.upstream
@@ -156,17 +155,6 @@ def module() -> ModuleType:
         return importlib.import_module(TARGET.module)
 
 
-@contextlib.contextmanager
-def repaired(module: ModuleType) -> Iterator[None]:
-    (replacement,) = OVERLAY.replacements[OWN_SHARE_OF_A_GROUP]
-    owner, name = seams.resolve(module, replacement.symbol)
-    placed = seams.replace(owner, name, lambda f: replacement.make(f, module), overlay_id=OVERLAY.id)
-    try:
-        yield
-    finally:
-        placed.undo()
-
-
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence_and_neither_leaves_a_trace(
     module: ModuleType,
 ) -> None:
@@ -174,7 +162,7 @@ def test_the_witness_sees_the_defect_and_the_self_test_its_absence_and_neither_l
 
     assert OVERLAY.witness is not None
     assert OVERLAY.witness(module).broken
-    with repaired(module):
+    with placed(OVERLAY, OWN_SHARE_OF_A_GROUP, module):
         assert not OVERLAY.self_test(module).broken
         with torch.inference_mode():
             assert not OVERLAY.self_test(module).broken
@@ -201,7 +189,7 @@ def test_a_self_test_answers_its_own_thread_alone(module: ModuleType) -> None:
 
     module.vocab_parallel_cross_entropy = and_meanwhile
     try:
-        with repaired(module):
+        with placed(OVERLAY, OWN_SHARE_OF_A_GROUP, module):
             assert not OVERLAY.self_test(module).broken
     finally:
         module.vocab_parallel_cross_entropy = entry
@@ -212,7 +200,7 @@ def test_a_loss_that_smooths_too_much_or_in_one_pass_alone_fails_the_self_test(m
     function = vars(module)[TARGET.symbol.partition(".")[0]]
     right = module.vocab_parallel_cross_entropy
 
-    with repaired(module):
+    with placed(OVERLAY, OWN_SHARE_OF_A_GROUP, module):
         forward = function.forward
         for spoilt in (
             lambda ctx, *args: forward(ctx, *args) * 1.01,

@@ -9,11 +9,9 @@ tokens of a microbatch that count, in float64 on whole sequences.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import importlib
 import json
-import multiprocessing
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +22,7 @@ import megacpp_overlays
 
 # isort: split
 import torch
+from forked_ranks import on_ranks
 
 MODULE = "megatron.core.pipeline_parallel.schedules"
 ID = "cp-local-loss-mean"
@@ -35,7 +34,6 @@ MASKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "one alone": lambda place: place == 23,
     "none": lambda place: place < 0,
 }
-PATIENCE = datetime.timedelta(minutes=10)
 
 
 def numbers(mask: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,30 +166,16 @@ def refused(module: ModuleType, ranks: int) -> str | None:
     return None
 
 
-def on_ranks(module: ModuleType, folder: Path) -> list[Any]:
-    """Return what each forked rank found."""
-    context = multiprocessing.get_context("fork")
-    started = [context.Process(target=_on_rank, args=(module, rank, folder)) for rank in range(RANKS)]
-    for each in started:
-        each.start()
-    for each in started:
-        each.join()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
-
-
-def _on_rank(module: ModuleType, rank: int, folder: Path) -> None:
+def _on_rank(module: ModuleType) -> dict[str, Any]:
+    """Return what a rank finds."""
     from megatron.core import parallel_state
 
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS, timeout=PATIENCE
-    )
     found: dict[str, Any] = {}
     for ranks in (1, 2, 4):
         parallel_state.initialize_model_parallel(context_parallel_size=ranks)
         found[str(ranks)] = facts(module, ranks)
         parallel_state.destroy_model_parallel()
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    torch.distributed.destroy_process_group()
+    return found
 
 
 def main() -> None:
@@ -199,7 +183,7 @@ def main() -> None:
     torch.set_num_threads(1)
     module = importlib.import_module(MODULE)
     record = next(each for each in megacpp_overlays.audit().records if each.overlay.id == ID)
-    ranks = on_ranks(module, Path(sys.argv[1]))
+    ranks = on_ranks(RANKS, Path(sys.argv[1]), lambda _: _on_rank(module))
     sys.stdout.write(json.dumps({"decision": record.decision.value, "reason": record.reason, "ranks": ranks}))
 
 

@@ -11,11 +11,9 @@ the mean over all tokens of each prediction, of rows that no rank shares.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import importlib
 import inspect
 import json
-import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +24,7 @@ import megacpp_overlays
 
 # isort: split
 import torch
+from forked_ranks import on_ranks
 from rolled_rows import HIDDEN, LAYERS, SCALE, VOCABULARY, Packing, bits, relative
 
 from megacpp_overlays.feature_probes.mtp_roll_padded_boundaries import UNPADDED
@@ -34,7 +33,6 @@ from megacpp_overlays.loader import seams
 from megacpp_overlays.overlays import mtp_roll_padded_boundaries, mtp_token_counts_local
 
 RANKS = 4
-PATIENCE = datetime.timedelta(minutes=10)
 COUNTS, ROLLS = mtp_token_counts_local.OVERLAY, mtp_roll_padded_boundaries.OVERLAY
 STATES = {
     "both": ((COUNTS, LOCAL), (ROLLS, UNPADDED)),
@@ -233,23 +231,10 @@ def facts(module: ModuleType, context: int) -> dict[str, Any]:
     return found
 
 
-def on_ranks(module: ModuleType, folder: Path) -> list[Any]:
-    """Return what each forked rank found."""
-    context = multiprocessing.get_context("fork")
-    started = [context.Process(target=_on_rank, args=(module, rank, folder)) for rank in range(RANKS)]
-    for each in started:
-        each.start()
-    for each in started:
-        each.join()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
-
-
-def _on_rank(module: ModuleType, rank: int, folder: Path) -> None:
+def _on_rank(module: ModuleType) -> dict[str, Any]:
+    """Return what a rank finds."""
     from megatron.core import parallel_state
 
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS, timeout=PATIENCE
-    )
     found: dict[str, Any] = {}
     for ranks in (1, 2) if "briefly" in sys.argv else (1, 2, RANKS):
         parallel_state.initialize_model_parallel(context_parallel_size=ranks)
@@ -260,8 +245,7 @@ def _on_rank(module: ModuleType, rank: int, folder: Path) -> None:
     for state in STATES:
         with repaired(module, state):
             found["alone"][state] = alone(module)
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    torch.distributed.destroy_process_group()
+    return found
 
 
 def alone(module: ModuleType) -> str:
@@ -281,7 +265,7 @@ def main() -> None:
     record = next(each for each in megacpp_overlays.audit().records if each.overlay.id == COUNTS.id)
     answer = {"decision": record.decision.value, "reason": record.reason}
     megacpp_overlays.undo()
-    sys.stdout.write(json.dumps({**answer, "ranks": on_ranks(module, Path(sys.argv[1]))}))
+    sys.stdout.write(json.dumps({**answer, "ranks": on_ranks(RANKS, Path(sys.argv[1]), lambda _: _on_rank(module))}))
 
 
 if __name__ == "__main__":

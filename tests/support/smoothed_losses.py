@@ -9,12 +9,10 @@ float64, with the probabilities that upstream's comment names.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import importlib
 import inspect
 import json
-import multiprocessing
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -24,13 +22,13 @@ import megacpp_overlays
 
 # isort: split
 import torch
+from forked_ranks import on_ranks
 
 MODULE = "megatron.core.tensor_parallel.cross_entropy"
 ID = "tp-label-smoothing"
 RANKS = 4
 TOKENS, BATCH, CLASSES = 5, 2, 24
 SMOOTHINGS = (0.1, 0.7)
-PATIENCE = datetime.timedelta(minutes=10)
 
 
 def numbers() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -135,23 +133,10 @@ def compiled(module: ModuleType) -> dict[str, Any]:
     return {"apart": off, "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
 
 
-def on_ranks(module: ModuleType, folder: Path) -> list[Any]:
-    """Return what each forked rank found."""
-    context = multiprocessing.get_context("fork")
-    started = [context.Process(target=_on_rank, args=(module, rank, folder)) for rank in range(RANKS)]
-    for each in started:
-        each.start()
-    for each in started:
-        each.join()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
-
-
-def _on_rank(module: ModuleType, rank: int, folder: Path) -> None:
+def _on_rank(module: ModuleType) -> dict[str, Any]:
+    """Return what a rank finds."""
     from megatron.core import parallel_state
 
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS, timeout=PATIENCE
-    )
     found: dict[str, Any] = {}
     for ranks in (1, 2, 4):
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
@@ -159,8 +144,7 @@ def _on_rank(module: ModuleType, rank: int, folder: Path) -> None:
         if ranks == 4 and "compiled" in sys.argv:
             found["compiled"] = compiled(module)
         parallel_state.destroy_model_parallel()
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    torch.distributed.destroy_process_group()
+    return found
 
 
 def main() -> None:
@@ -170,7 +154,7 @@ def main() -> None:
     record = next(each for each in megacpp_overlays.audit().records if each.overlay.id == ID)
     if "compiled" in sys.argv:
         importlib.import_module("torch._dynamo")  # once, before ranks are forked
-    ranks = on_ranks(module, Path(sys.argv[1]))
+    ranks = on_ranks(RANKS, Path(sys.argv[1]), lambda _: _on_rank(module))
     sys.stdout.write(json.dumps({"decision": record.decision.value, "reason": record.reason, "ranks": ranks}))
 
 

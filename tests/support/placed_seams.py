@@ -1,0 +1,21 @@
+"""The seams of an overlay in a module of this process, without the loader."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import ModuleType
+
+from megacpp_overlays.loader import seams
+from megacpp_overlays.model import Overlay
+
+
+@contextlib.contextmanager
+def placed(overlay: Overlay, shape: str, module: ModuleType) -> Iterator[None]:
+    """Put the seams of a shape in, and take them out again."""
+    with contextlib.ExitStack() as undone:
+        for each in overlay.replacements[shape]:
+            owner, name = seams.resolve(module, each.symbol)
+            seam = seams.replace(owner, name, lambda f, make=each.make: make(f, module), overlay_id=overlay.id)
+            undone.callback(seam.undo)
+        yield
