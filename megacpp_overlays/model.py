@@ -316,6 +316,8 @@ class Gate(Erratum):
 
     beside: tuple[str, ...]
     """Distributions of the combination, beside that of the target."""
+    decided_by: str | None = None
+    """The one of them whose release decides whether the combination works; None where that of the target does."""
 
     @property
     def companions(self) -> tuple[str, ...]:

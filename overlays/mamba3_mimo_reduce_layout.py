@@ -11,6 +11,7 @@ OVERLAY = Gate(
     title="a TileLang that refuses a sum of the Mamba-3 MIMO backward is installed",
     target=feature.TARGET,
     beside=("tilelang",),
+    decided_by="tilelang",
     probe=feature.probe,
     unsupported={
         feature.REFUSED: "install tilelang 0.1.8, which mamba-ssm 2.3.2.post1 pins together with apache-tvm-ffi<=0.1.9, or at most 0.1.12, past those pins; Mamba-3 SISO and the MIMO forward pass are not concerned",

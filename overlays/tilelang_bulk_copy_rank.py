@@ -11,6 +11,7 @@ OVERLAY = Gate(
     title="TMA lowering is on for Mamba-3 MIMO, with a TileLang whose bulk copy takes two axes",
     target=feature.TARGET,
     beside=("tilelang",),
+    decided_by="tilelang",
     probe=feature.probe,
     unsupported={
         feature.TWO_AXES_ONLY: "switch TMA lowering off again, as mamba-ssm publishes its kernels, or use tilelang 0.1.9 to 0.1.12, where it is harmless and gains nothing",

@@ -27,8 +27,10 @@ PYTHONS = ("3.12", "3.11", "3.10")
 PLATFORM = (
     "--only-binary=:all:",
     "--platform=manylinux_2_28_x86_64",
+    "--platform=manylinux_2_27_x86_64",
     "--platform=manylinux_2_24_x86_64",
     "--platform=manylinux2014_x86_64",
+    "--platform=manylinux1_x86_64",
     "--platform=any",
 )
 SOURCES = frozenset({"mamba-ssm"})

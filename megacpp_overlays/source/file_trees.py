@@ -121,6 +121,22 @@ class DirectoryTree(FileTree):
             raise SourceError(f"{self._shown(path)}: a link there leads out of the tree, to {leads_to}")
 
 
+class BesideTree(FileTree):
+    """Two trees as one, as packages of two distributions lie side by side where both are installed."""
+
+    def __init__(self, first: FileTree, second: FileTree) -> None:
+        """Lay one beside the other; what both have is the first one's. Neither is closed with it."""
+        self._trees = (first, second)
+
+    def read(self, path: str) -> bytes | None:
+        """Return a file of one of them, or None when neither has it."""
+        return next((raw for tree in self._trees if (raw := tree.read(path)) is not None), None)
+
+    def has_folder(self, path: str) -> bool:
+        """Return whether one of them has such a folder."""
+        return any(tree.has_folder(path) for tree in self._trees)
+
+
 class ArchiveTree(FileTree):
     """A wheel, read in place, or a source distribution, whose members cannot be had one by one.
 

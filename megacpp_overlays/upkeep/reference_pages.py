@@ -104,7 +104,7 @@ def overlays_page(overlays: Sequence[Erratum], packs: Path) -> str:
     lines += textwrap.wrap(_ABOUT_OVERLAYS, 120)
     lines += [
         "",
-        "| overlay or gate | pack | releases that it repairs | broken, left alone | right |",
+        "| overlay or gate | pack | releases that it repairs | broken, left alone or gated | right |",
         "|---|---|---|---|---|",
     ]
     for each, declared in parts.items():
@@ -118,9 +118,9 @@ def overlays_page(overlays: Sequence[Erratum], packs: Path) -> str:
 
 _ABOUT_OVERLAYS = (
     "An overlay repairs, a gate only warns. What the words mean is in [Concepts](concepts.md#glossary). The releases are "
-    "those of the kept matrix, in which every probe of an overlay read every release of its target; gates are about "
-    "combinations of packages and are not in it, and neither are trees between releases, such as main: the table of the "
-    "[README](../README.md#is-it-for-me) has both."
+    "those of the kept matrix, in which every probe read every release of its target; a gate about two packages read every "
+    "release of the one that decides beside the newest of the other. Trees between releases, such as main, are not in it: "
+    "the table of the [README](../README.md#is-it-for-me) has them."
 )
 
 

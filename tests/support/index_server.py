@@ -9,7 +9,7 @@ import json
 import tarfile
 import threading
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -17,6 +17,8 @@ from typing import Any
 JSON = "application/vnd.pypi.simple.v1+json"
 NAME = "made-up-upstream"
 PACKAGE = "made_up_upstream"
+OTHER = "made_up_other"
+"""A second distribution, whose files begin with its name; all the rest is of the first one."""
 
 
 def wheel(files: Mapping[str, str], when: tuple[int, int, int, int, int, int] = (2026, 3, 4, 5, 6, 8)) -> bytes:
@@ -82,21 +84,25 @@ class Index:
         if self.status != 200:
             return self.status, "text/plain", b""
         if path == f"/simple/{NAME}/":
-            return (200, JSON, self._json()) if self.speaks_json else (200, "text/html", self._html())
+            mine = [name for name in self.files if not name.startswith(OTHER)]
+            return (200, JSON, self._json(NAME, mine)) if self.speaks_json else (200, "text/html", self._html())
+        if path == f"/simple/{OTHER.replace('_', '-')}/":
+            return 200, JSON, self._json(OTHER, [name for name in self.files if name.startswith(OTHER)])
         if path == f"/pypi/{PACKAGE}/json" and self.has_project_json:
             return 200, "application/json", self._project()
         return 404, "text/plain", b""
 
-    def _json(self) -> bytes:
+    def _json(self, distribution: str, names: Iterable[str]) -> bytes:
         files: list[dict[str, Any]] = []
-        for name, content in self.files.items():
+        for name in names:
+            content = self.files[name]
             file: dict[str, Any] = {"filename": name, "url": f"{self.address}/files/{name}"}
             file["hashes"] = {"sha256": hashlib.sha256(content).hexdigest()}
             file["yanked"] = self.yanked.get(name, False)
             if name in self.uploaded:
                 file["upload-time"] = self.uploaded[name]
             files.append(file)
-        return json.dumps({"meta": {"api-version": "1.1"}, "name": NAME, "files": files}).encode()
+        return json.dumps({"meta": {"api-version": "1.1"}, "name": distribution, "files": files}).encode()
 
     def _html(self) -> bytes:
         lines = [

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from index_server import PACKAGE, Index, module, sdist, serving, wheel
-from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
+from index_server import OTHER, PACKAGE, Index, module, sdist, serving, wheel
+from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream, gate_of
 
 from megacpp_overlays import cli
 from megacpp_overlays.cli.codes import ExitCode
@@ -25,7 +25,7 @@ from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.loader import registry
 from megacpp_overlays.loader import session as sessions
 from megacpp_overlays.loader.session import Session
-from megacpp_overlays.model import Evidence, Finding, Overlay, Target, Verdict
+from megacpp_overlays.model import Evidence, Finding, Gate, Overlay, Proof, Target, Text, Verdict
 from megacpp_overlays.source.file_trees import DirectoryTree
 from megacpp_overlays.source.trees import SourceTree
 from megacpp_overlays.upkeep.matrix import matrix, matrix_file, matrix_page, matrix_text
@@ -161,6 +161,124 @@ def test_an_unknown_target_is_an_error_with_the_nearest_name(run: Run) -> None:
 
     assert code == ExitCode.NOT_CHECKED
     assert f"double-fx: no overlay has this id, and none is about it; did you mean double-fix? known: {PACKAGE}" in err
+
+
+# --- gates ---
+
+
+def answer_of(tree: SourceTree) -> Finding:
+    """BROKEN where `double` is as in the broken release and the other package does not work, FIXED where that works."""
+    source, other = tree.module(f"{PACKAGE}.layers"), tree.module(OTHER)
+    if source is None or other is None:
+        missing = PACKAGE if source is None else OTHER
+        return Finding(verdict=Verdict.ABSENT, shape=None, evidence=(Evidence(seen=f"there is no {missing}"),))
+    seen = (Evidence(seen=f"{other.text} beside {'x + 1' if 'x + x + 1' in source.text else 'x'}", file=other.path),)
+    if other.text == "WORKS = True":
+        return Finding(
+            verdict=Verdict.FIXED, shape=None, evidence=seen, repair=(Text(other.path, ""),), proof=Proof.READ
+        )
+    return Finding(verdict=Verdict.BROKEN, shape="no-work", evidence=seen)
+
+
+@pytest.fixture
+def combination(index: Index, made: Upstream, declared: Callable[..., None]) -> Gate:
+    """Publish two distributions; declare an overlay for one, and a gate about both that the other one decides."""
+    publish_history(index)
+    for version, text in (("0.1", "WORKS = True"), ("0.2", "WORKS = False"), ("0.3", "WORKS = True")):
+        content = wheel({f"{OTHER}/__init__.py": text})
+        index.publish(f"{OTHER}-{version}-py3-none-any.whl", content, f"2026-05-0{version[-1]}T00:00:00Z")
+    index.yanked[f"{OTHER}-0.3-py3-none-any.whl"] = ""
+    gate = gate_of(made, beside=(OTHER,), decided_by=OTHER, probe=answer_of)
+    declared(made.overlay(), gate)
+    return gate
+
+
+def test_a_gate_about_two_distributions_reads_every_release_of_the_one_that_decides(
+    combination: Gate, run: Run
+) -> None:
+    _, out, _ = run("--evidence")
+
+    rows = words(out)
+    assert ["0.1", "2026-05-01", "FIXED"] in rows
+    assert ["0.2", "2026-05-02", "BROKEN", "*"] in rows, "a gate leaves nothing alone"
+    assert ["0.3", "2026-05-03", "FIXED", "*", "yanked"] in rows
+    assert f"1  {combination.id}, a gate  98    beside {PACKAGE} 1.0.0: FIXED, BROKEN since 0.2" in out
+    assert "no-work: WORKS = False beside x (__init__.py)" in out, "the newest release, which adds nothing"
+    assert "double-fix" in out
+
+
+def test_a_gate_is_found_by_its_id_and_by_either_distribution(combination: Gate, run: Run) -> None:
+    assert combination.id in run(OTHER)[1]
+    assert "double-fix" not in run(OTHER)[1]
+    assert "double-fix" not in run(combination.id)[1]
+    assert combination.id in run(PACKAGE)[1]
+
+
+def test_a_newest_release_that_was_withdrawn_is_nothing_to_lay_others_beside(
+    combination: Gate, index: Index, run: Run
+) -> None:
+    index.yanked[f"{PACKAGE}-1.0.0-py3-none-any.whl"] = "broken"
+
+    assert f"beside {PACKAGE} 0.10.0:" in run(combination.id)[1]
+
+
+def test_what_releases_are_laid_beside_must_be_here(combination: Gate, index: Index, run: Run, tmp_path: Path) -> None:
+    run()
+    next((tmp_path / "cache" / "files").glob(f"{PACKAGE}-1.0.0*")).unlink()
+
+    code, _, err = run("--offline", combination.id)
+
+    assert code == ExitCode.NOT_CHECKED
+    assert f"{PACKAGE} 1.0.0, which releases of {OTHER} are laid beside, is not in the cache" in err
+
+
+def test_a_damaged_release_beside_others_spoils_all_of_them_and_is_named(
+    combination: Gate, index: Index, run: Run
+) -> None:
+    raw = wheel(module(FIXED_TEXT))
+    index.publish(f"{PACKAGE}-1.0.0-py3-none-any.whl", raw.replace(b"return x + x\n", b"return y + x\n", 1))
+
+    code, out, _ = run(combination.id)
+
+    assert code == ExitCode.FOUND
+    assert out.count(f"{PACKAGE}-1.0.0-py3-none-any.whl: cannot read {PACKAGE}/layers.py: BadZipFile") == 3
+
+
+def test_a_tree_is_laid_beside_the_same(combination: Gate, run: Run, tmp_path: Path) -> None:
+    (tmp_path / "checkout" / OTHER).mkdir(parents=True)
+    (tmp_path / "checkout" / OTHER / "__init__.py").write_text("WORKS = False")
+
+    _, out, _ = run(combination.id, "--tree", tmp_path / "checkout")
+
+    assert ["checkout", "no", "date", "BROKEN", OTHER] in [row[:5] for row in words(out)]
+
+
+def test_a_kept_combination_is_checked_against_the_same_release(
+    combination: Gate, index: Index, run: Run, tmp_path: Path
+) -> None:
+    assert run("--write", tmp_path / "kept")[0] == 0
+    assert run("--offline", "--check", tmp_path / "kept")[0] == 0
+    page = (tmp_path / "kept" / "matrix.html").read_text()
+    assert f"gate, beside {PACKAGE} 1.0.0" in page
+    assert "left alone</span></li>" not in page
+
+    index.publish(f"{PACKAGE}-2.0.0-py3-none-any.whl", wheel(module(BROKEN_TEXT)))
+
+    assert f"{PACKAGE} 2.0.0 (2026-01-02) came since" in run("--check", tmp_path / "kept")[1]
+    run("--write", tmp_path / "kept")
+    assert f"gate, beside {PACKAGE} 2.0.0" in (tmp_path / "kept" / "matrix.html").read_text()
+
+
+def test_a_kept_matrix_without_what_a_gate_needs_says_so(
+    combination: Gate, run: Run, made: Upstream, declared: Callable[..., None], tmp_path: Path
+) -> None:
+    declared(combination)
+    run("--write", tmp_path / "kept")
+
+    code, _, err = run("--offline", "--check", tmp_path / "kept")
+
+    assert code == ExitCode.NOT_CHECKED
+    assert f"{PACKAGE} is not in the kept matrix, and releases in it are laid beside one; use --write" in err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import platform
 import re
@@ -22,6 +23,7 @@ from megacpp_overlays.model import Evidence, Verdict
 from megacpp_overlays.upkeep.matrix import matrix, matrix_file, matrix_page
 from megacpp_overlays.upkeep.matrix.archives import Archives
 from megacpp_overlays.upkeep.matrix.matrix import Cell, PartFinding, Table
+from megacpp_overlays.upkeep.matrix.release_pages import page_of
 
 PACKS = ROOT / "packs"
 PAGE = PACKS / "matrix.html"
@@ -136,8 +138,8 @@ def test_each_overlay_has_a_row_with_what_was_so_of_which_releases() -> None:
 
     assert set(page.scopes) == {"col", "row"}
     for table, rows in zip(KEPT, shown, strict=True):
-        assert [cell.strip() for cell in rows[0]] == ["overlay", "by release"]
-        assert [cells[0].strip() for cells in rows[1:]] == list(columns_of(table))
+        assert [cell.strip() for cell in rows[0]] == ["overlay or gate", "by release"]
+        assert [cells[0].split()[0] for cells in rows[1:]] == list(columns_of(table))
         for name, cells in zip(columns_of(table), rows[1:], strict=True):
             said = re.findall(r"(BROKEN|FIXED|ABSENT|UNRECOGNISED) (\S+)(?: to (\S+))?", " ".join(cells[1].split()))
             names = [row.name for row in table.rows]
@@ -170,6 +172,24 @@ def test_what_upstream_wrote_is_text_and_never_markup() -> None:
     assert text.count("<script") == 1, "our own"
     assert "alert(1)</script" not in text
     assert text.count("&lt;script&gt;") == 2
+
+
+def test_a_release_leads_to_its_tag_and_one_without_a_known_tag_is_no_link() -> None:
+    linked = [each for each in read(PAGE.read_text()).links if "/releases/tag/" in each]
+
+    assert "https://github.com/NVIDIA/Megatron-LM/releases/tag/core_v0.19.0" in linked
+    assert "https://github.com/tile-ai/tilelang/releases/tag/v0.1.13" in linked
+    assert not [each for each in linked if each.endswith(("core_v0.19.2", "v0.1.15"))]
+    assert page_of("tilelang", "0.1") is None
+    assert page_of("nothing", "0.1.13") is None
+
+
+def test_gates_say_what_to_do_and_what_they_were_read_beside() -> None:
+    text = " ".join(re.sub("<[^>]+>", " ", PAGE.read_text()).split())
+
+    assert "mamba3-mimo-reduce-layout gate, beside mamba-ssm 2.3.2.post1" in text
+    for gate in (each for each in registry.load() if not each.installs):
+        assert all(html.unescape(text).count(advice) == 1 for advice in gate.unsupported.values())
 
 
 def test_a_table_without_flips_and_with_other_dates_says_so() -> None:
@@ -207,14 +227,16 @@ def picked(page: Any, **versions: str) -> set[str]:
 
 
 def expected(**versions: str) -> set[str]:
-    """Return the overlays whose probe says BROKEN of one of these versions."""
+    """Return the overlays and gates whose probe says BROKEN of one of these versions, beside what is picked."""
+    together = {f"{name.replace('_', '-')} {version}" for name, version in versions.items()}
     return {
-        name
+        column.overlay
         for table in KEPT
         for row in table.rows
-        if row.name == versions[table.distribution.replace("-", "_")]
-        for name in columns_of(table)
-        if row.cells[name].verdict is Verdict.BROKEN
+        if row.name == versions.get(table.distribution.replace("-", "_"), table.rows[-1].name)
+        for column in table.columns
+        if row.cells[column.overlay].verdict is Verdict.BROKEN
+        if column.beside is None or column.beside in together
     }
 
 
@@ -222,11 +244,12 @@ def expected(**versions: str) -> set[str]:
     "versions",
     [
         {table.distribution.replace("-", "_"): table.rows[-1].name for table in KEPT},
-        {"megatron_core": "0.18.2", "mamba_ssm": "2.3.0", "liger_kernel": "0.8.1"},
-        {"megatron_core": "0.16.1", "mamba_ssm": "", "liger_kernel": ""},
-        {"megatron_core": "", "mamba_ssm": "", "liger_kernel": ""},
+        {"megatron_core": "0.18.2", "mamba_ssm": "2.3.0", "tilelang": "0.1.15", "liger_kernel": "0.8.1"},
+        {"megatron_core": "", "mamba_ssm": "2.3.2.post1", "tilelang": "0.1.12", "liger_kernel": ""},
+        {"megatron_core": "0.16.1", "mamba_ssm": "", "tilelang": "", "liger_kernel": ""},
+        {"megatron_core": "", "mamba_ssm": "", "tilelang": "", "liger_kernel": ""},
     ],
-    ids=["newest", "summer", "one alone", "none"],
+    ids=["newest", "summer, of a combination one", "the right one of a combination", "one alone", "none"],
 )
 def test_whoever_picks_versions_is_told_what_matters(open_page: Open, versions: dict[str, str]) -> None:
     page = open_page()
@@ -235,6 +258,16 @@ def test_whoever_picks_versions_is_told_what_matters(open_page: Open, versions: 
 
     status = page.locator(".pick [role=status]").inner_text()
     assert status.startswith(f"{len(expected(**versions))} defects" if expected(**versions) else "None of the defects")
+
+
+def test_a_combination_matters_only_where_both_of_it_are_picked(open_page: Open) -> None:
+    page = open_page()
+    gate = "mamba3-mimo-reduce-layout"
+
+    assert gate in picked(page, mamba_ssm="2.3.2.post1", tilelang="0.1.15")
+    assert gate not in picked(page, mamba_ssm="2.3.2.post1", tilelang="0.1.12")
+    assert gate not in picked(page, mamba_ssm="2.3.1", tilelang="0.1.15")
+    assert gate not in picked(page, mamba_ssm="", tilelang="0.1.15")
 
 
 def test_versions_are_picked_with_the_keyboard(open_page: Open) -> None:
@@ -296,7 +329,7 @@ def test_a_flip_leads_to_its_evidence_and_opens_it(open_page: Open) -> None:
     flip = next(flip for name in columns_of(table) for flip in matrix.flips(table, name))
     row = page.locator("table.flips").first.locator("tbody tr", has_text=flip.row.name).filter(has_text=flip.overlay)
 
-    row.locator("a").first.click()
+    row.locator("a", has_text=flip.overlay).click()
 
     shown = page.locator(":target")
     assert shown.is_visible()

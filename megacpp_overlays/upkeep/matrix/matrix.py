@@ -14,16 +14,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from megacpp_overlays.errors import SourceError, UpkeepError
 from megacpp_overlays.loader.probing import examine
-from megacpp_overlays.model import Erratum, Evidence, Target, Verdict
+from megacpp_overlays.model import Erratum, Evidence, Overlay, Target, Verdict
 from megacpp_overlays.near_names import suggestion
 from megacpp_overlays.repro import judge
-from megacpp_overlays.source.file_trees import ArchiveTree, FileTree
+from megacpp_overlays.source.file_trees import ArchiveTree, BesideTree, FileTree
 from megacpp_overlays.source.trees import Remembered
 from megacpp_overlays.upkeep.matrix.archives import Archives
+from megacpp_overlays.upkeep.matrix.combinations import Partner, decisive, partner
 from megacpp_overlays.upkeep.matrix.releases import IndexAnswer, Release
 
 UPLOADED, BUILT, COMMITTED = "uploaded", "built", "committed"
@@ -81,16 +83,20 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One overlay."""
+    """One overlay or gate."""
 
     overlay: str
+    kind: str
+    """`overlay` or `gate`."""
+    beside: str | None
+    """What every release was laid beside, such as `mamba-ssm 2.3.2.post1`; None where releases were read alone."""
     pack: int
     title: str
     breaks: str
     retire_when: str
     targets: tuple[Target, ...]
     left_alone: Mapping[str, str]
-    """Broken shapes that the overlay does not repair, each with the reason."""
+    """Broken shapes that the overlay does not repair, each with the reason; those of a gate with what to do."""
     probes: Mapping[str, str]
     """SHA-256 of the source of each module that the probes are made of."""
 
@@ -126,38 +132,37 @@ class Streak(NamedTuple):
 
 
 def choose(overlays: Sequence[Erratum], target: str | None) -> dict[str, list[Erratum]]:
-    """Return the overlays to probe, in parts, by the distribution that they are about.
+    """Return the overlays and gates to probe, in parts, by the distribution whose release decides.
 
     Args:
-        overlays: every declared overlay.
-        target: a distribution or the id of an overlay; None for all.
+        overlays: all that are declared.
+        target: a distribution that one speaks of, or the id of one; None for all.
 
     Raises:
         UpkeepError: the target is neither; the text has the nearest names.
     """
-    # What one release alone does not decide has no place in a table of releases.
-    overlays = [part for part in overlays if part.installs]
-    names = list(dict.fromkeys(part.target.distribution for part in overlays))
-    ids = list(dict.fromkeys(part.id for part in overlays))
-    if target is not None and target not in {*names, *ids}:
-        raise UpkeepError(
-            f"{target}: no overlay has this id, and none is about it; {suggestion(target, [*names, *ids])}"
-        )
     chosen: dict[str, list[Erratum]] = {}
+    known: dict[str, None] = {}
     for part in overlays:
-        if target in {None, part.id, part.target.distribution}:
-            chosen.setdefault(part.target.distribution, []).append(part)
+        names = (part.target.distribution, *part.companions, part.id)
+        known |= dict.fromkeys(names)
+        if target is None or target in names:
+            chosen.setdefault(decisive(part), []).append(part)
+    if target is not None and not chosen:
+        raise UpkeepError(f"{target}: no overlay has this id, and none is about it; {suggestion(target, list(known))}")
     return chosen
 
 
-def columns(overlays: Sequence[Erratum]) -> tuple[Column, ...]:
-    """Return the columns for overlays in parts."""
+def columns(overlays: Sequence[Erratum], beside: Mapping[str, Partner] = MappingProxyType({})) -> tuple[Column, ...]:
+    """Return the columns for overlays in parts; see `table` for what they are beside."""
     parts: dict[str, list[Erratum]] = {}
     for overlay in overlays:
         parts.setdefault(overlay.id, []).append(overlay)
     return tuple(
         Column(
             overlay=of_it[0].id,
+            kind=of_it[0].kind,
+            beside=None if (name := partner(of_it[0])) is None else f"{name} {beside[name].version}",
             pack=of_it[0].pack,
             title=of_it[0].title,
             breaks=of_it[0].breaks,
@@ -170,18 +175,26 @@ def columns(overlays: Sequence[Erratum]) -> tuple[Column, ...]:
     )
 
 
-def probe(overlays: Sequence[Erratum], tree: FileTree) -> dict[str, Cell]:
+def probe(
+    overlays: Sequence[Erratum], tree: FileTree, beside: Mapping[str, Partner] = MappingProxyType({})
+) -> dict[str, Cell]:
     """Return what every probe finds in a tree, by overlay; a probe that raises has recognised nothing.
+
+    Args:
+        overlays: in parts.
+        tree: what is read.
+        beside: what the tree is laid beside for those with a `partner`.
 
     Raises:
         UpkeepError: the tree cannot be read.
     """
-    remembered = Remembered(tree)
+    names = dict.fromkeys(map(partner, overlays))
+    trees = {name: Remembered(tree if name is None else BesideTree(tree, beside[name].tree)) for name in names}
     found: dict[str, list[PartFinding]] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # old releases have escapes that newer Pythons warn about
         for overlay in overlays:
-            finding = examine(overlay, remembered, unless=(UpkeepError,))
+            finding = examine(overlay, trees[partner(overlay)], unless=(UpkeepError,))
             part = PartFinding(
                 module=overlay.target.module,
                 verdict=finding.verdict,
@@ -192,24 +205,35 @@ def probe(overlays: Sequence[Erratum], tree: FileTree) -> dict[str, Cell]:
     return {name: Cell(parts=tuple(parts)) for name, parts in found.items()}
 
 
-def _probe_whole(overlays: Sequence[Erratum], archive: ArchiveTree) -> dict[str, Cell]:
+def _probe_whole(overlays: Sequence[Erratum], archive: ArchiveTree, beside: Mapping[str, Partner]) -> dict[str, Cell]:
     """Return what every probe finds in an archive; see `probe`.
 
     Raises:
         UpkeepError: a file that a probe asked for is damaged; the probe may have taken that for a form of upstream's.
     """
-    found = probe(overlays, archive)
-    if archive.damage is not None:
-        raise UpkeepError(archive.damage)
+    found = probe(overlays, archive, beside)
+    for each in (archive, *(each.tree for each in beside.values())):
+        if each.damage is not None:
+            raise UpkeepError(each.damage)
     return found
 
 
 def packages(overlays: Sequence[Erratum]) -> tuple[str, ...]:
-    """Return the top-level packages that overlays are about."""
-    return tuple(dict.fromkeys(part.target.module.partition(".")[0] for part in overlays))
+    """Return the top-level packages of the distributions that decide about overlays."""
+    return tuple(
+        dict.fromkeys(
+            part.target.module.partition(".")[0] if partner(part) is None else decisive(part).replace("-", "_")
+            for part in overlays
+        )
+    )
 
 
-def release_row(release: Release, overlays: Sequence[Erratum], archives: Archives) -> Row:
+def release_row(
+    release: Release,
+    overlays: Sequence[Erratum],
+    archives: Archives,
+    beside: Mapping[str, Partner] = MappingProxyType({}),
+) -> Row:
     """Return the row of a release; one that cannot be read says why."""
     problem = "it has no wheel and no tar.gz with a SHA-256"
     row: Row | None = None
@@ -220,7 +244,7 @@ def release_row(release: Release, overlays: Sequence[Erratum], archives: Archive
                 break
             with ArchiveTree(path, prefix="") as tree:
                 has_source = any(tree.has_package(name) for name in packages(overlays))
-                row = _row(release, file.name, file.sha256, _probe_whole(overlays, tree), tree.newest)
+                row = _row(release, file.name, file.sha256, _probe_whole(overlays, tree, beside), tree.newest)
         except (SourceError, UpkeepError) as error:
             problem = str(error)
             break
@@ -242,9 +266,9 @@ def release_row(release: Release, overlays: Sequence[Erratum], archives: Archive
 
 
 def is_left_alone(cell: Cell, column: Column) -> bool:
-    """Return whether what is broken there is known, and not repaired by the overlay."""
+    """Return whether what is broken there is known, and not repaired by the overlay; a gate repairs nothing anyway."""
     broken = [part for part in cell.parts if part.verdict is Verdict.BROKEN]
-    return bool(broken) and all(part.shape in column.left_alone for part in broken)
+    return column.kind == Overlay.kind and bool(broken) and all(part.shape in column.left_alone for part in broken)
 
 
 def _row(release: Release, name: str, sha256: str, cells: Mapping[str, Cell], written: float | None) -> Row:
@@ -257,7 +281,13 @@ def _row(release: Release, name: str, sha256: str, cells: Mapping[str, Cell], wr
 
 
 def table(
-    overlays: Sequence[Erratum], answer: IndexAnswer, archives: Archives, *, pre: bool, tell: Callable[[str], None]
+    overlays: Sequence[Erratum],
+    answer: IndexAnswer,
+    archives: Archives,
+    *,
+    pre: bool,
+    tell: Callable[[str], None],
+    beside: Mapping[str, Partner] = MappingProxyType({}),
 ) -> Table:
     """Probe every release of one distribution.
 
@@ -267,11 +297,13 @@ def table(
         archives: where their files are.
         pre: read pre-releases and development builds, too.
         tell: gets a line for people now and then, since this takes a while.
+        beside: what every release is laid beside for the gates with a `partner`.
     """
     wanted = [each for each in answer.releases if pre or each.is_final]
     tell(f"{answer.distribution}: {len(wanted)} releases")
-    rows = tuple(release_row(each, overlays, archives) for each in wanted)
-    return Table(distribution=answer.distribution, asked=answer.asked, columns=columns(overlays), rows=rows)
+    rows = tuple(release_row(each, overlays, archives, beside) for each in wanted)
+    heads = columns(overlays, beside)
+    return Table(distribution=answer.distribution, asked=answer.asked, columns=heads, rows=rows)
 
 
 def flips(table: Table, overlay: str) -> tuple[Flip, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -9,10 +10,11 @@ from pathlib import Path
 
 from megacpp_overlays import files
 from megacpp_overlays.model import Erratum
-from megacpp_overlays.upkeep.matrix import matrix, matrix_file, matrix_page, matrix_trees
+from megacpp_overlays.upkeep.matrix import combinations, matrix, matrix_file, matrix_page, matrix_trees
 from megacpp_overlays.upkeep.matrix.archives import Archives
 from megacpp_overlays.upkeep.matrix.matrix import Table
 from megacpp_overlays.upkeep.matrix.package_index import IndexAnswers, NoNetworkError
+from megacpp_overlays.upkeep.matrix.releases import IndexAnswer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,19 +65,24 @@ def build(
     tables = []
     with ExitStack() as stack:
         opened = [matrix_trees.open_tree(text, known, stack) for text in trees]
-        answers = stack.enter_context(places.answers())
-        files = places.files(answers)
-        for name, parts in chosen.items():
+        index = stack.enter_context(places.answers())
+        files = places.files(index)
+
+        @functools.cache
+        def answer(name: str) -> IndexAnswer:
             try:
-                answer = answers.get(name)
+                return index.get(name)
             except NoNetworkError:
                 remembered = matrix_file.answers(matrix_file.read(kept)) if kept and _is_there(kept) else {}
                 if name not in remembered:
                     raise
-                answer = remembered[name]
-                places.tell(f"{name}: no index; the kept releases of {answer.asked} are read again")
-            table = matrix.table(parts, answer, files, pre=pre, tell=places.tell)
-            rows = [row for tree in opened if (row := matrix_trees.tree_row(tree, parts))]
+                places.tell(f"{name}: no index; the kept releases of {remembered[name].asked} are read again")
+                return remembered[name]
+
+        for name, parts in chosen.items():
+            beside = combinations.partners(parts, answer, files, stack)
+            table = matrix.table(parts, answer(name), files, pre=pre, tell=places.tell, beside=beside)
+            rows = [row for tree in opened if (row := matrix_trees.tree_row(tree, parts, beside))]
             tables.append(replace(table, trees=tuple(rows)))
     return tuple(tables)
 

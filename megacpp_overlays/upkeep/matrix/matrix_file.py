@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.model import Erratum, Evidence, Target, Verdict
-from megacpp_overlays.upkeep.matrix import matrix
+from megacpp_overlays.upkeep.matrix import combinations, matrix
 from megacpp_overlays.upkeep.matrix.archives import Archives
 from megacpp_overlays.upkeep.matrix.matrix import Cell, Column, PartFinding, Row, Table
 from megacpp_overlays.upkeep.matrix.releases import ArchiveFile, IndexAnswer, in_order, release
 
-SCHEMA = 1
+SCHEMA = 2
 NAME, PAGE = "matrix.json", "matrix.html"
 
 
@@ -88,13 +89,20 @@ def again(
     """
     known = answers(tables)
     chosen = matrix.choose(overlays, None)
-    made = tuple(
-        matrix.table(chosen[name], answer, archives, pre=True, tell=tell)
-        for name, answer in known.items()
-        if name in chosen
-    )
+    made = []
+    with ExitStack() as stack:
+        for name, answer in known.items():
+            if name in chosen:
+                beside = combinations.partners(chosen[name], lambda each: _known(known, each), archives, stack)
+                made.append(matrix.table(chosen[name], answer, archives, pre=True, tell=tell, beside=beside))
     complete(made)
-    return made
+    return tuple(made)
+
+
+def _known(answers: Mapping[str, IndexAnswer], name: str) -> IndexAnswer:
+    if name not in answers:
+        raise UpkeepError(f"{name} is not in the kept matrix, and releases in it are laid beside one; use --write")
+    return answers[name]
 
 
 def complete(tables: Sequence[Table]) -> None:

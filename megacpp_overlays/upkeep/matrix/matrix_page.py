@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_overlays.loader import registry
-from megacpp_overlays.model import Evidence, Thread, Verdict
+from megacpp_overlays.model import Erratum, Evidence, Gate, Verdict
 from megacpp_overlays.upkeep.matrix import matrix_text
 from megacpp_overlays.upkeep.matrix.matrix import UPLOADED, Column, Streak, Table, flips, is_left_alone, runs
+from megacpp_overlays.upkeep.matrix.release_pages import page_of
 from megacpp_overlays.upkeep.pages import templates
 
 MEANINGS = {
@@ -27,25 +28,26 @@ MEANINGS = {
 
 def render(tables: Sequence[Table]) -> str:
     """Return the page for these tables."""
-    threads = {each.id: each.threads for each in registry.load()}
+    declared = {each.id: each for each in registry.load()}
     return templates.named("matrix.html.j2", Path(__file__).parent).render(
         asked=", ".join(sorted({table.asked for table in tables})),
         meanings=[(verdict.value, text) for verdict, text in MEANINGS.items()],
-        distributions=[_distribution(table, threads) for table in tables],
+        distributions=[_distribution(table, declared) for table in tables],
     )
 
 
-def _distribution(table: Table, threads: Mapping[str, Sequence[Thread]]) -> dict[str, Any]:
+def _distribution(table: Table, declared: Mapping[str, Erratum]) -> dict[str, Any]:
     every = [flip for column in table.columns for flip in flips(table, column.overlay)]
     order = {row.name: number for number, row in enumerate(table.rows)}
     anchors = {column.overlay: _anchors(table, column) for column in table.columns}
     return {
         "name": table.distribution,
         "other_dates": any(row.dated != UPLOADED for row in table.rows),
-        "columns": [_column(table, column, anchors[column.overlay], threads) for column in table.columns],
+        "columns": [_column(table, column, anchors[column.overlay], declared) for column in table.columns],
         "rows": [
             {
                 "name": row.name,
+                "page": page_of(table.distribution, row.name),
                 "dated": matrix_text.dated(row),
                 "file": row.source,
                 "sha256": row.sha256,
@@ -59,6 +61,7 @@ def _distribution(table: Table, threads: Mapping[str, Sequence[Thread]]) -> dict
                 "before": flip.before.value,
                 "after": flip.after.value,
                 "release": flip.row.name,
+                "page": page_of(table.distribution, flip.row.name),
                 "date": matrix_text.dated(flip.row),
                 "anchor": anchors[flip.overlay][flip.row.name],
             }
@@ -89,13 +92,15 @@ def _anchors(table: Table, column: Column) -> dict[str, str]:
     return found
 
 
-def _column(
-    table: Table, column: Column, anchors: dict[str, str], threads: Mapping[str, Sequence[Thread]]
-) -> dict[str, Any]:
+def _column(table: Table, column: Column, anchors: dict[str, str], declared: Mapping[str, Erratum]) -> dict[str, Any]:
+    erratum = declared.get(column.overlay)
     return {
         "overlay": column.overlay,
+        "is_gate": column.kind == Gate.kind,
+        "beside": column.beside,
+        "speaks_of": () if erratum is None else erratum.companions,
         "periods": _periods(table, column),
-        "threads": threads.get(column.overlay, ()),
+        "threads": () if erratum is None else erratum.threads,
         "pack": f"{column.pack:02}",
         "title": column.title,
         "breaks": column.breaks,

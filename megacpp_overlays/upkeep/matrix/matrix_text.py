@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 
 from megacpp_overlays.loader.rendering import aligned
-from megacpp_overlays.model import Verdict
+from megacpp_overlays.model import Overlay, Verdict
 from megacpp_overlays.upkeep.matrix.matrix import (
     Cell,
     Column,
@@ -35,7 +35,12 @@ def render(table: Table, *, evidence: bool) -> str:
     """
     count = f"{len(table.rows)} releases, the index asked on {table.asked}"
     numbered = [[str(number), *_summary(table, column)] for number, column in enumerate(table.columns, start=1)]
-    lines = [f"{table.distribution}: {count}", "", *aligned(["", "overlay", "pack", "by release"], numbered), ""]
+    lines = [
+        f"{table.distribution}: {count}",
+        "",
+        *aligned(["", "overlay or gate", "pack", "by release"], numbered),
+        "",
+    ]
     head = ["release", "date", *(str(number) for number in range(1, len(table.columns) + 1)), ""]
     lines += aligned(head, list(_rows(table)))
     if evidence:
@@ -81,7 +86,9 @@ def _since(flip: Flip) -> str:
 
 
 def _summary(table: Table, column: Column) -> list[str]:
-    return [column.overlay, f"{column.pack:02}", history(table, column.overlay)]
+    name = column.overlay if column.kind == Overlay.kind else f"{column.overlay}, a {column.kind}"
+    beside = "" if column.beside is None else f"beside {column.beside}: "
+    return [name, f"{column.pack:02}", beside + history(table, column.overlay)]
 
 
 def _rows(table: Table) -> Iterator[list[str]]:

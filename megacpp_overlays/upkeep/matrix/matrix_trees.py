@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,6 +14,7 @@ from megacpp_overlays.repro import git
 from megacpp_overlays.repro import trees as named
 from megacpp_overlays.repro.case import PackError
 from megacpp_overlays.source.file_trees import DirectoryTree, FileTree
+from megacpp_overlays.upkeep.matrix.combinations import Partner
 from megacpp_overlays.upkeep.matrix.commit_tree import CommitTree
 from megacpp_overlays.upkeep.matrix.matrix import COMMITTED, Row, packages, probe
 
@@ -63,8 +64,14 @@ def _opened(text: str, path: Path, revision: str, known: Collection[str], stack:
     return tree
 
 
-def tree_row(tree: Tree, overlays: Sequence[Erratum]) -> Row | None:
-    """Return the row of a tree for the overlays of one distribution; None when the tree has nothing of it."""
+def tree_row(tree: Tree, overlays: Sequence[Erratum], beside: Mapping[str, Partner]) -> Row | None:
+    """Return the row of a tree for the overlays of one distribution; None when the tree has nothing of it.
+
+    Args:
+        tree: what is read.
+        overlays: those of one table.
+        beside: see `matrix.table`.
+    """
     if not any(tree.files.has_package(name) for name in packages(overlays)):
         return None
     return Row(
@@ -74,7 +81,7 @@ def tree_row(tree: Tree, overlays: Sequence[Erratum]) -> Row | None:
         source=tree.source,
         sha256=None,
         yanked=None,
-        cells=probe(overlays, tree.files),
+        cells=probe(overlays, tree.files, beside),
     )
 
 
