@@ -26,6 +26,7 @@ from megacpp_overlays.errors import (
     OverlayError,
     RanksError,
     RegistryError,
+    RequirementError,
     SeamError,
     SettingsError,
     SourceError,
@@ -47,6 +48,7 @@ __all__ = [
     "OverlayError",
     "RanksError",
     "RegistryError",
+    "RequirementError",
     "SeamError",
     "SettingsError",
     "SourceError",
@@ -170,6 +172,10 @@ def _arm_at_import() -> None:
             from megacpp_overlays.processes.child_reports import write_receipts_that_are_asked_for  # noqa: PLC0415
 
             write_receipts_that_are_asked_for(current())
+        if current().settings.waits_for_the_first_step:
+            from megacpp_overlays.processes import first_step  # noqa: PLC0415
+
+            first_step.watch(current())
     except registry.HalfImportedPluginError as error:
         # The plugin imports this package: it is armed when the last line of the plugin has been executed.
         import_hooks.when_complete(error.module, _arm_at_import)

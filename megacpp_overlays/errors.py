@@ -6,6 +6,7 @@
     +-- SourceError       the source of a module cannot be read, or a probe does not know what it says
     +-- SeamError         an attribute cannot be replaced or put back
     +-- ActivationError   `strict` is on and an overlay ended in conflict
+    +-- RequirementError  a decision is not one that a run asks for, or what it asks for cannot be read
     +-- RanksError        ranks do not run the same code, or one of them did not say so in time
     +-- AuditFileError    a file has no audit that can be compared
     +-- ChildrenError     a child process runs other code than its parent, or did not say so in time
@@ -58,6 +59,10 @@ class ActivationError(OverlayError, RuntimeError):
 
     The message names the overlay, its target, the evidence and the variable that switches it off.
     """
+
+
+class RequirementError(OverlayError, RuntimeError):
+    """Raised where a run requires decisions: one is not as it was asked for, or what was asked for cannot be read."""
 
 
 class RanksError(OverlayError, RuntimeError):

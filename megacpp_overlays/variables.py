@@ -177,6 +177,32 @@ WITNESSES = Setting(
     compared_in="decisions",
     ranks="Compared by what it decides: an overlay that is retired because it was witnessed, and one that is not, differ.",
 )
+AUDIT = Setting(
+    "MEGACPP_OVERLAYS_AUDIT",
+    "The file in which rank 0 leaves its audit as JSON before the first step of an optimizer, and when ranks were compared. "
+    "`megacpp-overlays run --audit FILE` sets it.",
+    form="an absolute path",
+    fits=os.path.isabs,
+    advice=", and ranks may start in any folder",
+    ranks="Not compared: one rank writes it, and computes the same.",
+)
+VERIFY_RANKS = Setting(
+    "MEGACPP_OVERLAYS_VERIFY_RANKS",
+    "Whether ranks are compared, as by `verify_ranks()`, at the end of every `init_process_group`, without a line in the "
+    "launcher. `megacpp-overlays run --verify-ranks` sets it.",
+    default="off",
+    values=("on", "off"),
+    meant=_yes_or_no("on", "off"),
+    ranks="Not compared: where it is off on some ranks, the others name them as missing.",
+)
+REQUIRE = Setting(
+    "MEGACPP_OVERLAYS_REQUIRE",
+    "Decisions without which no optimizer takes its first step: `ID=DECISION`, or `ID=DECISION,DECISION` where each will do. "
+    "`megacpp-overlays run --require` sets it.",
+    form="requirements with spaces between them",
+    fits=lambda _: True,
+    ranks="Not compared: a rank that requires nothing computes the same.",
+)
 CHILDREN = Setting(
     "MEGACPP_OVERLAYS_CHILDREN",
     "The environment whose Python processes arm at start-up. `reach_children` and `megacpp-overlays run` set it; nobody "
@@ -236,6 +262,9 @@ SETTINGS = (
     LOG_LEVEL,
     RECEIPTS,
     WITNESSES,
+    AUDIT,
+    VERIFY_RANKS,
+    REQUIRE,
     CHILDREN,
     SAID,
     LINEAR_CE_MEMORY_MIB,

@@ -13,14 +13,14 @@ from typing import Any, cast
 from megacpp_overlays.cli import colours, commands, witness
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.cli.commands import Subparsers, add, check_ids
-from megacpp_overlays.errors import AuditFileError, OverlayError, UpkeepError
-from megacpp_overlays.loader import explanation, overview, rendering, session
+from megacpp_overlays.errors import AuditFileError, OverlayError, RequirementError
+from megacpp_overlays.loader import explanation, overview, rendering, requirements, session
 from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.model import Decision, Erratum, Record
 from megacpp_overlays.repro import inventory
 from megacpp_overlays.repro.witnessing import WitnessOptions
 from megacpp_overlays.source.trees import InstalledTree
-from megacpp_overlays.upkeep import audit_diff, requirements
+from megacpp_overlays.upkeep import audit_diff
 
 _TEXT = "Import every installed target in a fresh process and say what was decided, what needs a person first."
 _EXAMPLES = (
@@ -29,6 +29,7 @@ _EXAMPLES = (
     "audit liger-flce-none-backward",
     "audit --require liger-flce-none-backward=active,retired",
     "audit --html audit.html",
+    "audit --html audit.html --of audit.json      # which `run --audit` left",
     "audit --json > audits/lane.json      # once, and look at it",
     "audit --expect audits/lane.json      # in every job of the lane",
 )
@@ -52,6 +53,12 @@ def add_to(subparsers: Subparsers) -> None:
     how.add_argument("--json", action="store_true", help="print JSON, of the form that --schema prints")
     how.add_argument("--schema", action="store_true", help="print the JSON schema of --json, and look at nothing")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser, too")
+    parser.add_argument(
+        "--of",
+        type=Path,
+        metavar="FILE",
+        help="with --html: the page of an audit that a run left, and look at nothing here",
+    )
     parser.add_argument("--witness", action="store_true", help="first prove what looks repaired, as `witness` does")
     parser.add_argument(
         "--deep", action="store_true", help="walk over the heap, too, for what holds replaced functions"
@@ -74,6 +81,8 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if arguments.schema:
         print(Path(rendering.__file__).with_name("audit.schema.json").read_text(), end="")
         return ExitCode.CLEAN
+    if arguments.of:
+        return _page_of(arguments, parser)
     current = session.current()
     check_ids(arguments.ids, current.overlays, parser)
     if arguments.ids and (
@@ -81,9 +90,10 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     ):
         parser.error("an ID stands alone: --json, --verbose, --html, --require and --expect are about all overlays")
     try:  # before anything is imported: a job that asks in vain need not wait
-        required = [requirements.parse(each, current.overlays) for each in arguments.require]
+        known = dict.fromkeys(each.id for each in current.overlays)
+        required = [requirements.parse(each, known) for each in arguments.require]
         kept = audit_diff.read(arguments.expect) if arguments.expect else None
-    except UpkeepError as error:
+    except RequirementError as error:
         parser.error(f"--require {error}")
     except AuditFileError as error:
         parser.error(f"--expect {error}")
@@ -115,6 +125,20 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         print(f"megacpp-overlays: {_nothing_here(current.overlays)}", file=sys.stderr)
         return ExitCode.NOTHING_HERE
     return ExitCode.CLEAN
+
+
+def _page_of(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Write the page of an audit that was kept; return the exit code."""
+    others = (arguments.ids, arguments.verbose, arguments.json, arguments.witness, arguments.deep, arguments.require)
+    if not arguments.html or arguments.expect or any(others):
+        parser.error("--of is about the page of a kept audit: it needs --html and goes with nothing else")
+    try:
+        kept = audit_diff.read(arguments.of)
+    except AuditFileError as error:
+        parser.error(f"--of {error}")
+    commands.write_page(arguments.html, kept)
+    conflict = any(each["decision"] == Decision.CONFLICT.value for each in kept["decisions"])
+    return ExitCode.FOUND if conflict else ExitCode.CLEAN
 
 
 def _explain(audit: Audit, ids: Sequence[str]) -> int:

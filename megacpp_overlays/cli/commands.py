@@ -107,7 +107,7 @@ def write_page(
     """
     with extra():
         from megacpp_overlays.upkeep.pages import run_page  # noqa: PLC0415
-    run = run_page.RunOnPage(audit=audit, made=datetime.now(timezone.utc), compared=compared)
+    run = run_page.RunOnPage(audit, datetime.now(timezone.utc), run_page.agreement(audit), compared)
     files.write_text(path, run_page.render(run, session.current().overlays, inventory.own_folder()))
 
 

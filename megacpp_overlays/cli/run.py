@@ -10,13 +10,27 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn
 
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.cli.commands import Subparsers, add
+from megacpp_overlays.errors import RequirementError
+from megacpp_overlays.loader import settings
 
 _TEXT = "Run a launcher with this package armed before its first line, in every Python process that it starts, too."
-_USAGE = "megacpp-overlays run [options of Python] (LAUNCHER | -m MODULE | -c CODE) [its arguments]"
+_USAGE = """megacpp-overlays run [--audit FILE] [--verify-ranks] [--require ID=DECISION]...
+                            [options of Python] (LAUNCHER | -m MODULE | -c CODE) [its arguments]"""
+_MORE = """\
+options, in front of those of Python; processes that the launcher starts do what they say, too:
+  --audit FILE     rank 0 leaves its audit in FILE as JSON before the first step of an optimizer, and when ranks were compared
+  --verify-ranks   compare the ranks, as megacpp_overlays.verify_ranks() does, at the end of init_process_group; ranks that do
+                   not run the same code, or do not arrive, end there with an error that names them
+  --require ID=DECISION
+                   end with an error before the first step of an optimizer unless this was decided, or one of several with
+                   commas between; may be repeated
+"""
 _REFUSED = {
     "-I": "ignores PYTHONPATH",
     "-E": "ignores PYTHONPATH",
@@ -26,12 +40,19 @@ _REFUSED = {
 _ANSWERED = {"-V", "--version", "-?", "--help-env", "--help-xoptions", "--help-all"}
 """Options that Python answers without a launcher."""
 
+_AUDIT, _VERIFY, _REQUIRE = "--audit", "--verify-ranks", "--require"
+_WITH_VALUE = MappingProxyType({_AUDIT: "FILE", _REQUIRE: "ID=DECISION"})
 Option = tuple[str, ...]
 """One option of Python, with its value if it takes one."""
-_EXAMPLES = ("run train.py --steps 10", "run -m torch.distributed.run --nproc-per-node 8 train.py")
+_EXAMPLES = (
+    "run train.py --steps 10",
+    "run -m torch.distributed.run --nproc-per-node 8 train.py",
+    "run --audit audit.json --verify-ranks -m torch.distributed.run --nproc-per-node 8 train.py",
+)
 _CODES = {
     ExitCode.CLEAN: "that of the launcher, which takes the place of this process; so is every other",
     ExitCode.USAGE: "wrong usage: the launcher was not started",
+    ExitCode.NOT_CHECKED: "the file of --audit cannot be written: the launcher was not started",
 }
 
 
@@ -43,6 +64,7 @@ def add_to(commands: Subparsers) -> None:
         _TEXT,
         examples=_EXAMPLES,
         codes=_CODES,
+        more=_MORE,
         usage=_USAGE,
         add_help=False,
         prefix_chars="\0",
@@ -52,7 +74,15 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(words: Sequence[str], parser: argparse.ArgumentParser) -> bool:
-    """Replace this process. Returns only where help is asked for; a wrong usage exits with 2."""
+    """Replace this process. Returns only where help is asked for; a wrong usage exits with 2.
+
+    Raises:
+        SettingsError: the environment says what is not known.
+    """
+    try:
+        asked, words = asked_of_us(words)
+    except RequirementError as error:
+        parser.error(str(error))
     options, program = split(words)
     if ("-h",) in options or ("--help",) in options:
         parser.print_help()
@@ -67,17 +97,47 @@ def run(words: Sequence[str], parser: argparse.ArgumentParser) -> bool:
         )
     if not sys.executable:
         parser.error("this Python does not know its own path: run the launcher with a Python that does")
+    os.environ.update(asked)
     return _become([word for option in (*before, *options) for word in option] + program)
+
+
+def asked_of_us(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return what the options in front of Python's ask for, as variables, and the other words.
+
+    Raises:
+        RequirementError: an option has no value, or one that cannot be read.
+    """
+    asked: dict[str, str] = {}
+    required: list[str] = []
+    rest = list(words)
+    while rest and (name := rest[0].partition("=")[0]) in {*_WITH_VALUE, _VERIFY}:
+        _, sign, value = rest.pop(0).partition("=")
+        if name == _VERIFY:
+            asked[settings.VERIFY_RANKS] = "on"
+            continue
+        if not sign and rest:
+            value = rest.pop(0)
+        if not value:
+            raise RequirementError(f"{name}: {_WITH_VALUE[name]} is missing")
+        if name == _AUDIT:
+            asked[settings.AUDIT] = str(Path(value).absolute())
+        else:
+            required.append(value)
+            asked[settings.REQUIRE] = " ".join(required)
+    return asked, rest
 
 
 def _become(words: Sequence[str]) -> NoReturn:
     from megacpp_overlays.loader import session  # noqa: PLC0415 - the other commands do not need them
+    from megacpp_overlays.processes import first_step  # noqa: PLC0415
     from megacpp_overlays.processes.child_reports import write_receipts_that_are_asked_for  # noqa: PLC0415
     from megacpp_overlays.processes.children import child_environment  # noqa: PLC0415
 
     current = session.current()
     current.arm()  # it says what waits, and what is started next is its child and does not say it again
     write_receipts_that_are_asked_for(current)  # into a folder that children do not make
+    if current.settings.audit:  # what was left by a run before this one must not be taken for its own
+        first_step.leave(Path(current.settings.audit), current.audit())
 
     sys.stdout.flush()
     sys.stderr.flush()

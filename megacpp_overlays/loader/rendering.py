@@ -48,6 +48,20 @@ class AuditData(TypedDict):
     decisions: list[DecisionData]
 
 
+class AgreementData(TypedDict):
+    """What is known of the agreement of the ranks of a run."""
+
+    size: int
+    agreed: bool
+    """False also where one did not arrive."""
+
+
+class LeftAuditData(AuditData, total=False):
+    """An audit that rank 0 left in a file."""
+
+    ranks: AgreementData
+
+
 def consequence(record: Record) -> str:
     """Return what the decision means for the run; empty where upstream is fixed, absent or not known yet."""
     breaks = record.overlay.breaks

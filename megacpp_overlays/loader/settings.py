@@ -11,11 +11,15 @@ import enum
 import os
 import sys
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 from megacpp_overlays import variables
-from megacpp_overlays.errors import SettingsError
+from megacpp_overlays.errors import RequirementError, SettingsError
 from megacpp_overlays.frozen import NamedTuple
 from megacpp_overlays.model import variable_for
+
+if TYPE_CHECKING:
+    from megacpp_overlays.loader.requirements import Requirement
 
 MODE = variables.MODE.name
 DISABLE = variables.DISABLE.name
@@ -23,6 +27,9 @@ LOG = variables.LOG.name
 PLUGINS = variables.PLUGINS.name
 RECEIPTS = variables.RECEIPTS.name
 WITNESSES = variables.WITNESSES.name
+AUDIT = variables.AUDIT.name
+VERIFY_RANKS = variables.VERIFY_RANKS.name
+REQUIRE = variables.REQUIRE.name
 CHILDREN = variables.CHILDREN.name
 SAID = variables.SAID.name
 
@@ -79,6 +86,12 @@ class Settings(NamedTuple):
     """Folder, as an absolute path."""
     witnesses: str | None = None
     """Folder, as an absolute path; None for the one in the cache folder of the user."""
+    audit: str | None = None
+    """File, as an absolute path."""
+    verify_ranks: bool = False
+    """Whether ranks are compared as soon as they can be."""
+    required: tuple[Requirement, ...] = ()
+    """Decisions without which no optimizer takes its first step."""
     parent_is_armed: bool = False
     """A process of this environment was armed, said so, and started this one or one above it."""
     said: frozenset[str] = frozenset()
@@ -93,6 +106,11 @@ class Settings(NamedTuple):
         if overlay_id in self.disabled:
             return Switch.OFF
         return Switch.ON if overlay_id in self.enabled else Switch.AUTO
+
+    @property
+    def waits_for_the_first_step(self) -> bool:
+        """Whether something is to be done before the first step of a run; see `processes.first_step`."""
+        return bool(self.audit or self.verify_ranks or self.required)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str], known_ids: Collection[str]) -> Settings:
@@ -135,6 +153,9 @@ class Settings(NamedTuple):
             rank=_rank(env),
             receipts=variables.RECEIPTS.read(env) or None,
             witnesses=variables.WITNESSES.read(env) or None,
+            audit=variables.AUDIT.read(env) or None,
+            verify_ranks=variables.VERIFY_RANKS.read(env) == "on",
+            required=_requirements(env, known_ids),
             parent_is_armed=variables.CHILDREN.read(env) == this_environment(),
             said=frozenset(_words(env, SAID)),
             obsolete_variables=tuple(obsolete_variables[name] for name in sorted(obsolete_variables)),
@@ -157,6 +178,18 @@ def plugin_names(env: Mapping[str, str]) -> tuple[str, ...]:
 
 def _words(env: Mapping[str, str], name: str) -> list[str]:
     return [word.strip() for word in env.get(name, "").split(",") if word.strip()]
+
+
+def _requirements(env: Mapping[str, str], known_ids: Collection[str]) -> tuple[Requirement, ...]:
+    texts = variables.REQUIRE.read(env).split()
+    if not texts:
+        return ()
+    from megacpp_overlays.loader import requirements  # noqa: PLC0415 - only where something is required
+
+    try:
+        return tuple(requirements.parse(text, known_ids) for text in texts)
+    except RequirementError as error:
+        raise SettingsError(f"{REQUIRE}: {error}") from error
 
 
 def _known_id(word: str, known_ids: Collection[str]) -> str:

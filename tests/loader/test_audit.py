@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -163,7 +163,9 @@ def test_the_schema_that_is_shipped_says_what_plain_data_has() -> None:
     schema = json.loads(Path(rendering.__file__).with_name("audit.schema.json").read_text())
     decision = schema["$defs"]["decision"]
 
-    assert list(schema["properties"]) == schema["required"] == list(rendering.AuditData.__annotations__)
+    assert schema["required"] == list(rendering.AuditData.__annotations__)
+    assert [*schema["required"], "ranks"] == list(schema["properties"]) == list(get_type_hints(rendering.LeftAuditData))
+    assert list(schema["properties"]["ranks"]["properties"]) == list(rendering.AgreementData.__annotations__)
     assert list(decision["properties"]) == decision["required"] == list(rendering.DecisionData.__annotations__)
     assert decision["properties"]["decision"]["enum"] == [each.value for each in Decision]
     assert decision["properties"]["verdict"]["enum"] == [*(each.value for each in Verdict), "-"]

@@ -40,6 +40,19 @@ class RunOnPage(NamedTuple):
     """What the audit was compared with, and what changed since."""
 
 
+def agreement(audit: Mapping[str, Any]) -> str | None:
+    """Return what an audit knows of the agreement of ranks, in a sentence; None where nothing compared them."""
+    ranks = audit.get("ranks")
+    if not isinstance(ranks, Mapping):
+        return None
+    size = ranks.get("size")
+    return (
+        f"all {size} run the same code"
+        if ranks.get("agreed")
+        else f"the {size} do not run the same code, or not all came"
+    )
+
+
 def render(run: RunOnPage, overlays: Sequence[Erratum], packs: Path) -> str:
     """Return the page.
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.errors import RequirementError
 from megacpp_overlays.loader.audit import Audit
-from megacpp_overlays.model import Decision, Erratum, Record
+from megacpp_overlays.model import Decision, Record
 from megacpp_overlays.near_names import suggestion
 
 _DECISIONS = tuple(each.value for each in Decision)
@@ -37,20 +37,24 @@ class Unmet(NamedTuple):
         return f"{self.id} has to be {self.wanted} and is {self.found}{because}"
 
 
-def parse(text: str, overlays: Sequence[Erratum]) -> Requirement:
+def parse(text: str, known: Collection[str]) -> Requirement:
     """Return the requirement of `ID=DECISION` or `ID=DECISION,DECISION`.
 
+    Args:
+        text: what was asked for.
+        known: ids of all overlays and gates.
+
     Raises:
-        UpkeepError: it has another form, or there is no such overlay or decision; the text has the nearest one.
+        RequirementError: it has another form, or there is no such overlay or decision; the text has the nearest one.
     """
     name, sign, given = text.partition("=")
     wanted = tuple(given.split(","))
     if not sign or not given:
-        raise UpkeepError(f"{text}: ID=DECISION is wanted, such as {overlays[0].id}=active")
-    if name not in (known := {each.id for each in overlays}):
-        raise UpkeepError(f"{text}: there is no overlay {name}; {suggestion(name, sorted(known))}")
+        raise RequirementError(f"{text}: ID=DECISION is wanted, such as {next(iter(known))}=active")
+    if name not in known:
+        raise RequirementError(f"{text}: there is no overlay {name}; {suggestion(name, sorted(known))}")
     if unknown := [each for each in wanted if each not in _DECISIONS]:
-        raise UpkeepError(f"{text}: there is no decision {unknown[0]!r}; {suggestion(unknown[0], _DECISIONS)}")
+        raise RequirementError(f"{text}: there is no decision {unknown[0]!r}; {suggestion(unknown[0], _DECISIONS)}")
     return Requirement(name, wanted)
 
 

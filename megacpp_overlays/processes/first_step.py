@@ -1,0 +1,170 @@
+"""What a run is asked to do before its first step, without a line in its launcher.
+
+    ranks are compared      at the end of every `init_process_group`, where all ranks meet anyway. Later, such as before a
+                            forward pass, a rank may wait for one that waits for it: a stage of a pipeline does
+    decisions are required  before the first step of any optimizer in a process: every target that the model needs has
+                            been imported then, and nothing has been learned yet
+    the audit is left       by rank 0, both times
+
+torch is asked for its own hook of optimizers, which is taken out before it does anything: a first step that is compiled has
+a graph break there, and cannot be compiled with `fullgraph=True`. torch has no hook for process groups, so
+`init_process_group` is called through a wrapper where ranks are to be compared, and only there.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from megacpp_overlays import files
+from megacpp_overlays.errors import RanksError, RequirementError
+from megacpp_overlays.loader import requirements
+from megacpp_overlays.loader.audit import Audit
+from megacpp_overlays.loader.import_hooks import Hooks
+from megacpp_overlays.loader.log import logger
+from megacpp_overlays.loader.session import Session
+from megacpp_overlays.processes import ranks
+
+if TYPE_CHECKING:
+    from megacpp_overlays.loader.rendering import AgreementData, AuditData, LeftAuditData
+
+GROUPS = "torch.distributed.distributed_c10d"
+OPTIMIZERS = "torch.optim.optimizer"
+_INIT = "init_process_group"
+
+
+class FirstStep:
+    """Does what the settings of a session ask for, in this process."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._hooks = Hooks(self)
+        self._agreement: AgreementData | None = None
+
+    def watch(self) -> None:
+        """Wait for torch. Watching twice is watching once."""
+        settings = self._session.settings
+        if settings.verify_ranks:
+            self._hooks.watch(GROUPS)
+        if settings.audit or settings.required:
+            self._hooks.watch(OPTIMIZERS)
+
+    def loaded(self, name: str, module: ModuleType, *, late: bool) -> None:
+        """Hook into torch (called by the hooks)."""
+        if name == OPTIMIZERS:
+            self._before_the_first_step(module)
+            return
+        self._after_every_init(module)
+        if late and module.is_initialized():
+            self._compare()
+
+    def failed(self, name: str, error: Exception) -> None:
+        """Say that a part of torch cannot be watched (called by the hooks)."""
+        what = "ranks are not compared" if name == GROUPS else "nothing is checked before the first step"
+        logger.warning("%s could not be watched, so %s: %s: %s", name, what, type(error).__name__, error)
+
+    def _after_every_init(self, module: ModuleType) -> None:
+        original = getattr(module, _INIT)
+        if getattr(original, "_megacpp_overlays_compares", False):
+            return
+
+        @functools.wraps(original)
+        def init_process_group(*args: Any, **kwargs: Any) -> Any:
+            answer = original(*args, **kwargs)
+            self._compare()
+            return answer
+
+        vars(init_process_group)["_megacpp_overlays_compares"] = True
+        for place in (module, sys.modules.get("torch.distributed")):
+            if place is not None and vars(place).get(_INIT) is original:
+                setattr(place, _INIT, init_process_group)
+
+    def _compare(self) -> None:
+        """Compare the ranks.
+
+        Raises:
+            RanksError: see `verify_ranks`.
+            ActivationError: see `verify_ranks`.
+        """
+        size = sys.modules["torch.distributed"].get_world_size()
+        try:
+            audit = ranks.verify(self._session)
+        except RanksError:
+            self._agreement = {"size": size, "agreed": False}
+            self._leave(self._session.audit())
+            raise
+        self._agreement = {"size": size, "agreed": True}
+        self._leave(audit)
+
+    def _before_the_first_step(self, module: ModuleType) -> None:
+        handle: Any = None
+
+        def first(*_: object) -> None:
+            handle.remove()
+            self._check()
+
+        handle = module.register_optimizer_step_pre_hook(_not_compiled(first))
+
+    def _check(self) -> None:
+        """Leave the audit, and see whether what is required was decided.
+
+        Raises:
+            RequirementError: it was not; the text names each decision.
+        """
+        audit = self._session.audit()
+        self._leave(audit)
+        if unmet := requirements.unmet(self._session.settings.required, audit):
+            raise RequirementError("; ".join(map(str, unmet)))
+
+    def _leave(self, audit: Audit) -> None:
+        """Write the audit, where this is rank 0 and a file is named; a run does not end because it cannot be written."""
+        path = self._session.settings.audit
+        if path is None or _rank(self._session.settings.rank) != 0:
+            return
+        try:
+            leave(Path(path), audit, self._agreement)
+        except OSError as error:
+            logger.warning("%s: the audit cannot be written: %s", path, error.strerror)
+
+
+def leave(path: Path, audit: Audit, agreement: AgreementData | None = None) -> None:
+    """Write an audit as JSON, with what is known of the agreement of ranks.
+
+    Raises:
+        OSError: it cannot be written; what was there is as it was.
+    """
+    told = audit.as_dict()
+    data: AuditData | LeftAuditData = told if agreement is None else {**told, "ranks": agreement}
+    files.write_text(path, json.dumps(data, indent=2) + "\n")
+
+
+def _rank(launched_as: int) -> int:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    return launched_as
+
+
+def _not_compiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that `torch.compile` calls and does not look into."""
+
+    @functools.wraps(hook)
+    def outside(*args: Any) -> None:
+        hook(*args)
+
+    vars(outside)["_torchdynamo_disable"] = True
+    return outside
+
+
+_of_this_process: dict[int, FirstStep] = {}
+
+
+def watch(session: Session) -> None:
+    """Do what the settings ask for before the first step, once for each process."""
+    _of_this_process.setdefault(os.getpid(), FirstStep(session)).watch()

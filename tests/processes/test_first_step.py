@@ -1,0 +1,287 @@
+"""What a run is asked to do before its first step: real torch, with launchers that know nothing of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launchers import environment, launch, write
+from made_up import Upstream
+
+from megacpp_overlays import cli
+from megacpp_overlays.cli.codes import ExitCode
+from megacpp_overlays.cli.run import asked_of_us
+from megacpp_overlays.errors import RequirementError, SettingsError
+from megacpp_overlays.loader.settings import Settings
+
+pytestmark = [pytest.mark.upstream, pytest.mark.unmeasured_children]
+
+RUN = ("-m", "megacpp_overlays", "run")
+TORCHRUN = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+TRAINS = """
+import importlib, os, sys
+import torch
+
+layers = importlib.import_module(os.environ["NAME"] + ".layers")
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(2):
+    model(torch.full((1, 2), layers.double(1.0))).sum().backward()
+    print("before step", step, flush=True)
+    optimizer.step()
+print("trained")
+"""
+RANKS = """
+import importlib, os, sys
+if os.environ["RANK"] == "1" and "differ" in sys.argv:
+    importlib.import_module(os.environ["NAME"] + ".layers")
+import torch
+import torch.distributed
+from torch.distributed import init_process_group
+if "by name" in sys.argv:
+    init_process_group("gloo")
+else:
+    torch.distributed.init_process_group("gloo")
+if "step" in sys.argv:
+    import json
+    audit = json.load(open(os.environ["MEGACPP_OVERLAYS_AUDIT"])) if os.environ["RANK"] == "0" else None
+    told = audit and next(each["decision"] for each in audit["decisions"] if each["id"] == "double-fix")
+    sys.stdout.write(f"{told or 'armed'} {audit is None or audit['ranks']['agreed']}\\nmet\\n")
+    sys.stdout.flush()
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters())
+if "step" in sys.argv:
+    importlib.import_module(os.environ["NAME"] + ".layers")
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+torch.distributed.destroy_process_group()
+"""
+COMPILED = """
+import torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+step = torch.compile(lambda: optimizer.step(), backend="eager")
+for _ in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    step()
+print("trained")
+"""
+
+
+@pytest.fixture
+def env(upstream: Upstream) -> dict[str, str]:
+    return environment(upstream)
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Callable[[], dict[str, Any]]:
+    return lambda: json.loads((tmp_path / "audit.json").read_text())
+
+
+def decision(audit: dict[str, Any], overlay_id: str = "double-fix") -> str:
+    return next(str(each["decision"]) for each in audit["decisions"] if each["id"] == overlay_id)
+
+
+# --- the audit ---
+
+
+def test_a_launcher_leaves_the_audit_of_what_it_imported_before_its_first_step(
+    upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
+) -> None:
+    (tmp_path / "audit.json").write_text("of yesterday")
+    stops = TRAINS.replace("    optimizer.step()", "    optimizer.step(); os._exit(7)")  # no handler of its end runs
+
+    done = launch(*RUN, "--audit", "audit.json", write(upstream, stops), env=env, cwd=tmp_path)
+
+    assert (done.returncode, done.stdout) == (7, "before step 0\n"), done.stderr
+    assert decision(left()) == "active"
+    assert "ranks" not in left()
+
+
+def test_a_launcher_that_ends_before_a_step_leaves_what_was_armed(
+    upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
+) -> None:
+    (tmp_path / "audit.json").write_text("of yesterday")
+
+    launch(*RUN, "--audit", tmp_path / "audit.json", write(upstream, "raise SystemExit(3)"), env=env)
+
+    assert decision(left()) == "armed"
+
+
+def test_a_compiled_step_leaves_it_too(
+    upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
+) -> None:
+    found = "importlib.import_module(os.environ['NAME'] + '.layers')\n"
+
+    done = launch(
+        *RUN, "--audit", tmp_path / "audit.json", write(upstream, f"import importlib, os\n{found}{COMPILED}"), env=env
+    )
+
+    assert done.stdout == "trained\n", done.stderr
+    assert decision(left()) == "active"
+
+
+def test_a_file_that_cannot_be_written_is_found_before_the_launcher_starts(
+    upstream: Upstream, env: dict[str, str], tmp_path: Path
+) -> None:
+    done = launch(*RUN, "--audit", tmp_path / "nowhere" / "audit.json", write(upstream, "print('ran')"), env=env)
+
+    assert (done.returncode, done.stdout) == (ExitCode.NOT_CHECKED, "")
+    assert f"{tmp_path}/nowhere/audit.json: No such file or directory" in done.stderr
+
+
+# --- what is required ---
+
+
+def test_no_optimizer_steps_without_what_is_required(upstream: Upstream, env: dict[str, str]) -> None:
+    done = launch(*RUN, "--require", "double-fix=retired,absent", write(upstream, TRAINS), env=env)
+
+    assert (done.returncode, done.stdout) == (1, "before step 0\n")
+    assert "RequirementError: double-fix has to be retired or absent and is active" in done.stderr
+
+
+def test_a_run_with_what_it_requires_goes_on_and_does_so_where_the_file_cannot_be_written_any_more(
+    upstream: Upstream, env: dict[str, str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    launcher = write(upstream, f"import shutil; shutil.rmtree({str(folder)!r})\n{TRAINS}")
+    asked = ("--audit", folder / "audit.json", "--require=double-fix=active", "--require", "mtp-z-loss=armed,absent")
+
+    done = launch(*RUN, *asked, launcher, env=env)
+
+    assert (done.returncode, done.stdout) == (0, "before step 0\nbefore step 1\ntrained\n"), done.stderr
+    assert f"{folder}/audit.json: the audit cannot be written: No such file or directory" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["--require"], 2, "--require: ID=DECISION is missing"),
+        (["--audit="], 2, "--audit: FILE is missing"),
+        (["--require", "double-fx=active"], 2, "there is no overlay double-fx; did you mean double-fix?"),
+        (["--require", "double-fix=on"], 2, "double-fix=on: there is no decision 'on'"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_the_launcher_starts(
+    upstream: Upstream, env: dict[str, str], words: list[str], code: int, says: str
+) -> None:
+    launcher = [] if words[-1] in {"--require", "--audit="} else [write(upstream, "print('ran')")]
+
+    done = launch(*RUN, *words, *launcher, env=env)
+
+    assert (done.returncode, done.stdout) == (code, "")
+    assert says in " ".join(done.stderr.split())
+
+
+def test_options_of_ours_are_in_front_of_those_of_python() -> None:
+    asked, rest = asked_of_us(["--verify-ranks", "--require", "a=active", "-u", "x.py", "--audit", "its own"])
+
+    assert asked == {"MEGACPP_OVERLAYS_VERIFY_RANKS": "on", "MEGACPP_OVERLAYS_REQUIRE": "a=active"}
+    assert rest == ["-u", "x.py", "--audit", "its own"]
+    with pytest.raises(RequirementError):
+        asked_of_us(["--audit"])
+
+
+def test_the_variables_say_the_same_and_are_checked_at_import() -> None:
+    env = {"MEGACPP_OVERLAYS_VERIFY_RANKS": "ON", "MEGACPP_OVERLAYS_REQUIRE": "x=active  y=absent,retired"}
+
+    found = Settings.from_env(env, {"x", "y"})
+
+    assert found.verify_ranks
+    assert [(each.id, each.decisions) for each in found.required] == [("x", ("active",)), ("y", ("absent", "retired"))]
+    with pytest.raises(SettingsError, match="MEGACPP_OVERLAYS_REQUIRE: z=active: there is no overlay z"):
+        Settings.from_env({"MEGACPP_OVERLAYS_REQUIRE": "z=active"}, {"x", "y"})
+    with pytest.raises(SettingsError, match=r"MEGACPP_OVERLAYS_AUDIT=audit\.json is not an absolute path"):
+        Settings.from_env({"MEGACPP_OVERLAYS_AUDIT": "audit.json"}, {"x"})
+
+
+# --- ranks ---
+
+
+def torchrun(upstream: Upstream, env: dict[str, str], tmp_path: Path, *words: str) -> Any:
+    options = ("--audit", tmp_path / "audit.json", "--verify-ranks")
+    return launch(*RUN, *options, *TORCHRUN, write(upstream, RANKS), *words, env=env)
+
+
+def test_ranks_are_compared_where_their_group_is_made_and_the_audit_of_the_first_step_keeps_that(
+    upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
+) -> None:
+    done = torchrun(upstream, env, tmp_path, "by name", "step")
+
+    assert (done.returncode, done.stdout) == (0, "armed True\nmet\n" * 2), done.stderr
+    assert left()["ranks"] == {"size": 2, "agreed": True}
+    assert decision(left()) == "active"
+
+
+def test_ranks_that_differ_end_there_and_the_page_of_the_run_says_so(
+    upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
+) -> None:
+    done = torchrun(upstream, env, tmp_path, "differ")
+
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("RanksError: 2 ranks do not run the same code: rank 0 against rank 1") == 2
+    assert left()["ranks"] == {"size": 2, "agreed": False}
+    page = tmp_path / "run.html"
+    assert cli.main(["audit", "--html", str(page), "--of", str(tmp_path / "audit.json")]) == 0
+    assert "the 2 do not run the same code, or not all came" in page.read_text()
+
+
+# --- the page of what was left ---
+
+
+def kept(tmp_path: Path, **more: object) -> Path:
+    part = {"id": "double-fix", "target": "a:b", "decision": more.pop("decision", "active"), "variable": "V", "pack": 9}
+    data = {"schema": 1, "version": "0.2.0", "mode": "auto", "fingerprint": "f" * 16, "decisions": [part], **more}
+    path = tmp_path / "audit.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"ranks": {"size": 8, "agreed": True}}, "all 8 run the same code"),
+        ({"ranks": {"size": 8, "agreed": False}}, "the 8 do not run the same code, or not all came"),
+        ({}, "not compared by what made this page"),
+        ({"ranks": "yes"}, "not compared by what made this page"),
+    ],
+)
+def test_the_page_says_what_is_known_of_the_ranks(tmp_path: Path, more: dict[str, object], says: str) -> None:
+    code = cli.main(["audit", "--html", str(tmp_path / "x.html"), "--of", str(kept(tmp_path, **more))])
+
+    assert code == ExitCode.CLEAN
+    assert re.search(rf"<dt>Ranks</dt><dd>{says}", (tmp_path / "x.html").read_text())
+
+
+def test_the_page_of_a_conflict_is_found(tmp_path: Path) -> None:
+    of = kept(tmp_path, decision="conflict")
+
+    assert cli.main(["audit", "--html", str(tmp_path / "x.html"), "--of", str(of)]) == ExitCode.FOUND
+
+
+@pytest.mark.parametrize("words", [[], ["--html", "x.html", "--json"], ["--html", "x.html", "double-fix"]])
+def test_the_page_of_a_file_goes_with_nothing_else(
+    tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["audit", *words, "--of", str(kept(tmp_path))])
+
+    assert ended.value.code == ExitCode.USAGE
+    assert "--of is about the page of a kept audit" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_audit_is_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.json").write_text("{}")
+
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["audit", "--html", str(tmp_path / "x.html"), "--of", str(tmp_path / "x.json")])
+
+    assert ended.value.code == ExitCode.USAGE
+    assert "x.json has no audit" in capsys.readouterr().err
