@@ -27,6 +27,7 @@ from megacpp_overlays.feature_probes import (
     float16_mixer_parameters,
     float16_optimizer_state_ids,
     fp8_quantized_unwrap,
+    fsdp_optimizer_under_update,
     fully_reshardable_padding,
     gdn_capture_gates,
     hopper_flce_dispatch,
@@ -383,6 +384,24 @@ def dividing_before() -> str:
     return head + made + rest[start:end] + rest[:start] + rest[end:]
 
 
+def uncounted() -> str:
+    """Let Megatron-FSDP of the newest release build state with a step that changes nothing."""
+    text = released("megatron_core-0.19.2", fsdp_optimizer_under_update.TARGET.module)
+    head, step, rest = text.partition("    optimizer.step()\n    optimizer.zero_grad()\n")
+    assert step
+    return f"{head}{NOTHING_CHANGED}    optimizer.zero_grad()\n{rest}"
+
+
+NOTHING_CHANGED = """    kept = [(group, group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    for group, _, _ in kept:
+        group.update(lr=0.0, weight_decay=0.0)
+    optimizer.step()
+    for group, rate, decay in kept:
+        group.update(lr=rate, weight_decay=decay)
+    for counted in (*optimizer.param_groups, *optimizer.state.values()):
+        if "step" in counted:
+            counted["step"] = counted["step"] * 0
+"""
 DISPATCHER = """
 import torch
 from transformer_engine.pytorch import QuantizedTensor
@@ -649,6 +668,26 @@ CASES = {
             "not handed on": ("    if packed_seq_params is not None:\n        return _roll", "    if packed_seq_params is not None and FLAG:\n        return _roll"),
             "decorated": ("def _roll_tensor_packed_seq(", "@of_old\ndef _roll_tensor_packed_seq("),
             "set from outside": appended("roll_tensor = of_old"),
+        },
+        tree=lambda: archive("megatron_core-0.19.2"),
+    ),
+    "uncounted steps": Case(
+        fsdp_optimizer_under_update,
+        fsdp_optimizer_under_update.TARGET.module,
+        lambda: {fsdp_optimizer_under_update.TARGET.module: uncounted()},
+        {
+            "with the rate": ("group.update(lr=0.0, weight_decay=0.0)", "group.update(weight_decay=0.0)"),
+            "with decay": ("group.update(lr=0.0, weight_decay=0.0)", "group.update(lr=0.0)"),
+            "for one group": ("    for group, _, _ in kept:\n", "    for group, _, _ in kept[:1]:\n"),
+            "put back before": ("        group.update(lr=0.0, weight_decay=0.0)\n", "        group.update(lr=0.0, weight_decay=0.0)\n        group.update(lr=kept[0][1], weight_decay=kept[0][2])\n"),
+            "counted in groups": ("(*optimizer.param_groups, *optimizer.state.values())", "optimizer.state.values()"),
+            "counted for parameters": ("(*optimizer.param_groups, *optimizer.state.values())", "optimizer.param_groups"),
+            "counted all the same": ('counted["step"] = counted["step"] * 0', 'counted["step"] = counted["step"] * 1'),
+            "and once more": ("    optimizer.zero_grad()\n\n    # Define a new", "    optimizer.step()\n    optimizer.zero_grad()\n\n    # Define a new"),
+            "with another gradient": ("param.grad = torch.zeros_like(param)", "param.grad = torch.ones_like(param)"),
+            "gradients from elsewhere": ("import torch\n", "from vendor import torch\n"),
+            "decorated": ("@experimental_api\ndef fully_shard_optimizer(", "@experimental_api\n@of_old\ndef fully_shard_optimizer("),
+            "set from outside": appended("fully_shard_optimizer = of_old"),
         },
         tree=lambda: archive("megatron_core-0.19.2"),
     ),

@@ -1,0 +1,173 @@
+"""Megatron-FSDP's optimizer: does it make the updates that the same optimizer makes of a model that is not sharded?
+
+Two ranks, which are forked and meet with gloo, train a real `MegatronFSDP` of two linear layers for three steps, and the same layers as
+they are with the sum of the ranks' gradients. Compared are all weights before the first step, what the first step changes, and
+how far weights are apart in the end, with Adam and AdamW of torch and where parameters are sharded or gradients alone.
+Megatron-FSDP asks for a GPU in several places, and gets the CPU: streams do nothing, and tensors are where they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import json
+import multiprocessing
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megacpp_overlays.repro import Behaviour, Case, TargetAbsent
+
+PACKAGE = "megatron.core.distributed.fsdp.src.megatron_fsdp"
+MODULE = f"{PACKAGE}.fully_shard"
+RANKS, STEPS, HIDDEN = 2, 3, 4
+RATE, DECAY = 0.01, 0.1
+OPTIMIZERS = ("Adam", "AdamW")
+SHARDED = ("optim_grads", "optim_grads_params")
+ROUNDING = 1e-5
+
+
+def _run() -> Behaviour:
+    import torch  # noqa: F401 - once, before the fork
+
+    try:
+        module = importlib.import_module(MODULE)
+    except ModuleNotFoundError as error:
+        raise TargetAbsent("there is no Megatron-FSDP") from error
+    if "model" in inspect.signature(module.fully_shard_optimizer).parameters:
+        raise TargetAbsent("optimizers are sharded with their model, and no state is built")
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        started = [context.Process(target=_rank, args=(module, rank, folder)) for rank in range(RANKS)]
+        for each in started:
+            each.start()
+        for each in started:
+            each.join()
+        found = json.loads(Path(folder, "found").read_text())
+    if None in found.values():
+        raise TargetAbsent("no state is built before the first step")
+    words = [
+        f"{name}: {moved:.1e} off before the first step, which is {times:.4f} of what it should be; {apart:.1e} off after {STEPS}"
+        for name, (moved, times, apart) in found.items()
+    ]
+    broken = any(max(moved, abs(times - 1), apart) > ROUNDING for moved, times, apart in found.values())
+    return Behaviour(broken=broken, seen=f"weights are, with {'; with '.join(words)}")
+
+
+def _rank(module: ModuleType, rank: int, folder: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
+    _answer_for_a_gpu()
+    found = {f"{name}, {sharded}": _train(module, name, sharded, rank) for name in OPTIMIZERS for sharded in SHARDED}
+    if rank == 0:
+        Path(folder, "found").write_text(json.dumps(found))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def _answer_for_a_gpu() -> None:
+    """Let Megatron-FSDP take the CPU for the GPU of this process, which is a fork."""
+    import torch
+
+    class Nothing:
+        """A stream or an event: all that is asked of it is done already."""
+
+        def __getattr__(self, _name: str) -> Any:
+            return lambda *_, **__: Nothing()
+
+    class OnTheCpu:
+        """Torch, with one device."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def device(self, *_: Any) -> Any:
+            return torch.device("cpu")
+
+    for name in ("Stream", "Event", "current_stream", "synchronize", "empty_cache"):
+        setattr(torch.cuda, name, lambda *_, **__: Nothing())
+    torch.cuda.stream = lambda _: contextlib.nullcontext()
+    torch.cuda.current_device = lambda: 0
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    vars(importlib.import_module(f"{PACKAGE}.megatron_fsdp"))["torch"] = OnTheCpu()
+
+
+def _train(module: ModuleType, name: str, sharded: str, rank: int) -> tuple[float, float, float] | None:
+    """Return how far weights are off before the first step, how much of its change that makes, and how far they are off at the end.
+
+    None where the optimizer has no state before that.
+    """
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.manual_seed(31)
+    plain, copied = (torch.nn.Sequential(*(torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(2))) for _ in range(2))
+    copied.load_state_dict(plain.state_dict())
+    model = module.fully_shard_model(
+        module=copied,
+        device_mesh=init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("dp", "tp")),
+        dp_shard_dim="dp",
+        tp_dim="tp",
+        fsdp_unit_modules=[torch.nn.Linear],
+        zero_dp_strategy=sharded,
+        device=torch.device("cpu"),
+        calculate_per_token_loss=True,  # sums over ranks: gloo has no means
+    )
+    make = getattr(torch.optim, name)
+    optimizers = [
+        module.fully_shard_optimizer(make(model.parameters(), lr=RATE, weight_decay=DECAY)),
+        make(plain.parameters(), lr=RATE, weight_decay=DECAY),
+    ]
+    if not optimizers[0].state:
+        return None
+    weights = [(_whole(model), _whole(plain))]
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(STEPS):
+        states = torch.randn(3, HIDDEN, generator=generator)
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(states).square().mean().backward()
+            if each is plain:
+                for weight in plain.parameters():
+                    torch.distributed.all_reduce(weight.grad)
+            optimizer.step()
+        weights.append((_whole(model), _whole(plain)))
+    (before, expected), (after, expected_after) = weights[:2]
+    times = (after - before).norm() / (expected_after - expected).norm()
+    apart = [float((one - other).abs().max()) for one, other in weights]
+    return apart[0], float(times), apart[-1]
+
+
+def _whole(model: Any) -> Any:
+    """Return all weights of a model in one row, as its optimizer has them."""
+    import torch
+
+    if hasattr(model, "_replace_param_with_distributed_if_needed"):
+        model._replace_param_with_distributed_if_needed()  # noqa: SLF001 - optimizers are given what it puts there
+    rows = [each.detach() for each in model.parameters()]
+    return torch.cat([_gathered(each.to_local()) if hasattr(each, "to_local") else each.flatten().clone() for each in rows])
+
+
+def _gathered(part: Any) -> Any:
+    """Return what ranks hold of a parameter in one row: they have whole rows of it, in order and not equally many."""
+    import torch
+
+    parts: list[Any] = [None] * RANKS
+    torch.distributed.all_gather_object(parts, part.flatten())
+    return torch.cat(parts)
+
+
+CASES = (
+    Case(
+        name="training-cpu",
+        overlay="fsdp-optimizer-under-update",
+        device="cpu",
+        versions=("torch",),
+        run=_run,
+        targets=(MODULE,),
+    ),
+)

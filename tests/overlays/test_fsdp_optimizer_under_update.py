@@ -1,0 +1,293 @@
+"""Megatron-FSDP's optimizers with the overlay: each makes the updates that it makes of a model that is not sharded.
+
+What a real `MegatronFSDP` trains is in `sharded_optimizers.py`, in a process of its own for each release. The real
+`fully_shard_optimizer` prepares every optimizer of torch in this process, for plain parameters.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import warm_python
+from placed_seams import placed
+from places import HANG_S, SUPPORT
+from sharded_optimizers import OPTIMIZERS, WAYS
+
+import megacpp_overlays
+from megacpp_overlays.feature_probes.fsdp_optimizer_under_update import COUNTED, TARGET
+from megacpp_overlays.overlays.fsdp_optimizer_under_update import OVERLAY
+
+pytestmark = pytest.mark.upstream
+
+OLDEST, NEWEST = "0.17.1", "0.19.2"
+FIRST_OF_ADAM = 1.344
+"""By how much the first update is too small, where a step of nothing was counted and nothing decayed: torch's usual betas."""
+
+
+@pytest.fixture(scope="module", params=[OLDEST, NEWEST])
+def measured(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]
+) -> Any:
+    """What a release does with the overlay and without it."""
+    release = tmp_path_factory.mktemp(f"megatron-{request.param}")
+    with zipfile.ZipFile(wheel("megatron-core", request.param)) as archive:
+        archive.extractall(release, [name for name in archive.namelist() if name.endswith(".py")])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(release), str(SUPPORT)]), "OMP_NUM_THREADS": "1"}
+    words = ["-W", "ignore", SUPPORT / "sharded_optimizers.py"]
+    done = warm_python.run(words, env, after=warm_python.MEGATRON, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def test_upstream_decays_weights_before_the_first_step_and_counts_that(measured: Any) -> None:
+    for name, found in measured["off"].items():
+        for way in WAYS:
+            assert found[way]["trained"][0] != found["plain"][0]
+            if name != "SGD":  # which counts nothing
+                assert [steps for _, steps in found[way]["state"][0]] == [1.0] * len(found[way]["state"][0])
+
+
+def test_with_the_overlay_every_weight_is_that_of_a_model_that_is_not_sharded(measured: Any) -> None:
+    assert measured["decision"] == "active"
+    assert set(measured["on"]) == set(OPTIMIZERS)
+    for name, found in measured["on"].items():
+        for way in WAYS:
+            assert found[way]["trained"] == found["plain"], (name, way)
+
+
+def test_a_checkpoint_finds_state_of_every_parameter_before_the_first_step(measured: Any) -> None:
+    for name, found in measured["on"].items():
+        for way in WAYS:
+            before, after = found[way]["state"]
+            assert len(before) == len(after) == 4
+            assert [names for names, _ in before] == [names for names, _ in after]
+            assert {steps for _, steps in before} == {0.0}
+            assert before == measured["off"][name][way]["state"][0] or name != "SGD"
+
+
+# In this process
+
+
+@pytest.fixture(scope="module")
+def module() -> Iterator[ModuleType]:
+    """The newest release, without any overlay."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
+        found = importlib.import_module(TARGET.module)
+    megacpp_overlays.undo()
+    yield found
+    megacpp_overlays.arm()
+
+
+@pytest.fixture
+def seam(module: ModuleType) -> Iterator[ModuleType]:
+    with placed(OVERLAY, COUNTED, module):
+        yield module
+
+
+def parameter() -> Any:
+    """Return a parameter of a model that gathers nothing."""
+    made = torch.nn.Parameter(torch.linspace(0.5, 2.0, 4))
+    nothing = {
+        name: lambda: None for name in ("finish_grad_sync", "install_optimized_model_weights", "zero_grad_buffer")
+    }
+    made._megatron_fsdp_model = SimpleNamespace(model_auto_sync=True, **nothing)  # type: ignore[attr-defined]
+    return made
+
+
+def updated(optimizer: Any, steps: int = 3) -> list[Any]:
+    """Return the values of the one parameter after each step."""
+    ((made,),) = [group["params"] for group in optimizer.param_groups]
+    found = []
+    for number in range(steps):
+        made.grad = torch.tensor([0.3, -0.2, 0.1, 0.7]) * (number + 1)
+        optimizer.step()
+        found.append(made.detach().clone())
+    return found
+
+
+def prepared(module: ModuleType, optimizer: Any) -> Any:
+    return module.fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=False)
+
+
+EVERY: dict[str, dict[str, Any]] = {
+    "Adadelta": {"weight_decay": 0.1},
+    "Adagrad": {"weight_decay": 0.1, "initial_accumulator_value": 0.5},
+    "Adam": {"weight_decay": 0.1, "amsgrad": True},
+    "AdamW": {"weight_decay": 0.1},
+    "Adamax": {"weight_decay": 0.1},
+    "ASGD": {"weight_decay": 0.1},
+    "NAdam": {"weight_decay": 0.1},
+    "RAdam": {"weight_decay": 0.1},
+    "RMSprop": {"weight_decay": 0.1, "centered": True, "momentum": 0.9},
+    "Rprop": {},
+    "SGD": {"weight_decay": 0.1, "momentum": 0.9, "nesterov": True},
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_optimizer_of_torch_updates_as_if_nobody_had_prepared_it(seam: ModuleType, name: str) -> None:
+    make = getattr(torch.optim, name)
+    plain, ours = (make([parameter()], lr=0.25, **EVERY[name]) for _ in range(2))
+
+    prepared(seam, ours)
+
+    assert ours.state
+    for one, other in zip(updated(ours), updated(plain), strict=True):
+        # Moments of an exponential average of zeros are zero; those of a maximum have an epsilon, as after a step of zeros.
+        assert torch.allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_upstream_makes_adam_s_first_update_too_small(module: ModuleType) -> None:
+    plain, theirs = (torch.optim.Adam([parameter()], lr=0.25) for _ in range(2))
+    before = parameter().detach()
+
+    prepared(module, theirs)
+
+    ratio = (updated(plain, 1)[0] - before) / (updated(theirs, 1)[0] - before)
+    assert torch.allclose(ratio, torch.tensor(FIRST_OF_ADAM), atol=1e-3)
+
+
+def test_settings_are_what_they_were_and_a_tensor_among_them_is_the_same_one(seam: ModuleType) -> None:
+    rate = torch.tensor(0.25)
+    optimizer = torch.optim.AdamW([parameter()], lr=rate, weight_decay=0.1, foreach=False)
+    before = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+
+    prepared(seam, optimizer)
+
+    after = optimizer.param_groups[0]
+    assert after["lr"] is rate
+    assert float(rate) == 0.25
+    assert {key: value for key, value in after.items() if key != "params"} == before
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts in its group, as fused Adam does, in numbers or tensors, and has a schedule of its own there."""
+
+    def __init__(self, params: Any, *, of_tensors: bool = False) -> None:
+        super().__init__(params, {"weight_decay": 0.1, "schedule": torch.zeros(())})
+        self.of_tensors = of_tensors
+
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            first = torch.zeros(()) if self.of_tensors else 0
+            group["step"] = group.get("step", first) + 1
+            group["schedule"] += 0.5
+            for each in group["params"]:
+                self.state[each]["step"] = self.state[each].get("step", first) + 1
+
+
+@pytest.mark.parametrize("of_tensors", [True, False])
+def test_counters_and_schedules_of_a_group_begin_with_the_first_step(seam: ModuleType, of_tensors: bool) -> None:
+    optimizer = Counting([parameter()], of_tensors=of_tensors)
+    schedule = optimizer.param_groups[0]["schedule"]
+
+    prepared(seam, optimizer)
+
+    group = optimizer.param_groups[0]
+    assert group["schedule"] is schedule
+    ((state,),) = [list(optimizer.state.values())]
+    assert [float(each) for each in (schedule, group["step"], state["step"])] == [0.0, 0.0, 0.0]
+    assert isinstance(state["step"], torch.Tensor if of_tensors else int)
+    optimizer.step()
+    assert [float(each) for each in (schedule, group["step"], state["step"])] == [0.5, 1.0, 1.0]
+
+
+def test_state_that_was_there_already_is_kept(seam: ModuleType) -> None:
+    """As of an optimizer that was loaded before."""
+    plain, ours = (torch.optim.AdamW([parameter()], lr=0.25, weight_decay=0.1) for _ in range(2))
+    for each in (plain, ours):
+        updated(each)
+
+    prepared(seam, ours)
+
+    assert [float(each["step"]) for each in ours.state.values()] == [3.0]
+    assert all(map(torch.equal, updated(ours), updated(plain)))
+
+
+@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step:UserWarning")  # upstream's own step is what torch means
+def test_a_scheduler_that_was_there_already_follows_the_optimizer(seam: ModuleType) -> None:
+    plain, ours = (torch.optim.AdamW([parameter()], lr=0.25, weight_decay=0.1) for _ in range(2))
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (plain, ours)]
+
+    prepared(seam, ours)
+
+    assert all(map(torch.equal, updated(ours), updated(plain)))
+    for each in schedules:
+        each.step()
+    assert ours.param_groups[0]["lr"] == plain.param_groups[0]["lr"] == 0.125
+    assert all(map(torch.equal, updated(ours), updated(plain)))
+
+
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_an_optimizer_that_upstream_refuses_keeps_its_own_step(seam: ModuleType, scheduled: bool) -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.25)
+    if scheduled:
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    before = vars(optimizer).get("step")
+
+    with pytest.raises(ValueError, match="MegatronFSDP"):
+        prepared(seam, optimizer)
+
+    assert vars(optimizer).get("step") is before
+    assert (before is None) is not scheduled
+
+
+def test_settings_are_put_back_where_the_step_raises(seam: ModuleType) -> None:
+    class Raising(Counting):
+        def step(self, closure: Any = None) -> None:
+            raise RuntimeError("no step")
+
+    optimizer = Raising([parameter()])
+
+    with pytest.raises(RuntimeError, match="no step"):
+        prepared(seam, optimizer)
+
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: ModuleType) -> None:
+    assert OVERLAY.witness is not None
+    assert OVERLAY.witness(module).broken
+    with placed(OVERLAY, COUNTED, module):
+        assert not OVERLAY.self_test(module).broken
+        with torch.inference_mode():
+            assert not OVERLAY.self_test(module).broken
+    assert OVERLAY.self_test(module).broken
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        lambda optimizer: optimizer.param_groups[0].update(lr=0.0),
+        lambda optimizer: optimizer.param_groups[0].update(step=1),
+        lambda optimizer: next(iter(optimizer.state.values()))["sum"].add_(1.0),
+        lambda optimizer: optimizer.state.clear(),
+        lambda optimizer: vars(optimizer).pop("step"),
+    ],
+    ids=["the rate", "the count of the group", "a moment", "the state", "the step"],
+)
+def test_what_spoils_a_part_of_it_fails_the_self_test(seam: ModuleType, spoilt: Callable[[Any], Any]) -> None:
+    right = seam.fully_shard_optimizer
+
+    def spoiling(optimizer: Any, **how: Any) -> Any:
+        right(optimizer, **how)
+        spoilt(optimizer)
+        return optimizer
+
+    seam.fully_shard_optimizer = spoiling
+    try:
+        assert OVERLAY.self_test(seam).broken
+    finally:
+        seam.fully_shard_optimizer = right

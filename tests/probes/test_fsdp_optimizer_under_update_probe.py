@@ -1,0 +1,112 @@
+"""Whether Megatron-FSDP takes a step with an optimizer that it prepares: every release, main, dev, and edits of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from probing import Texts, ask
+from repair_cases import CASES, archive
+
+from megacpp_overlays.feature_probes.fsdp_optimizer_under_update import COUNTED, FUNCTION, TARGET, probe
+from megacpp_overlays.model import Finding, Verdict
+from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+
+WITHOUT_FSDP = ("0.1.0", "0.8.0", "0.12.3", "0.13.0", "0.13.1")
+WITHOUT_STEP = ("0.14.0", "0.15.0", "0.15.1", "0.15.2", "0.15.3", "0.16.0", "0.16.1")
+STEPS = ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2")
+
+Wheel = Callable[[str, str], Path]
+
+
+def edited(old: str, new: str, release: str = "0.19.2") -> Finding:
+    source = archive(f"megatron_core-{release}").module(TARGET.module)
+    assert source is not None
+    assert old in source.text
+    return ask(probe, Texts({TARGET.module: source.text.replace(old, new, 1)}))
+
+
+@pytest.mark.parametrize("version", [*WITHOUT_FSDP, *WITHOUT_STEP])
+def test_releases_that_take_no_step_are_absent(version: str, wheel: Wheel) -> None:
+    finding = probe(ArchiveTree(wheel("megatron-core", version)))
+
+    assert finding.verdict is Verdict.ABSENT
+    assert ("no step is taken" in finding.summary()) is (version in WITHOUT_STEP)
+
+
+@pytest.mark.parametrize("version", STEPS)
+def test_releases_that_count_it_are_broken(version: str, wheel: Wheel) -> None:
+    finding = probe(ArchiveTree(wheel("megatron-core", version)))
+
+    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, COUNTED)
+
+
+def test_given_trees_are_recognised(upstream_trees: list[Path]) -> None:
+    for path in upstream_trees:
+        assert ask(probe, DirectoryTree(path)).verdict in {Verdict.BROKEN, Verdict.FIXED}, path
+
+
+def test_what_is_not_there_is_absent() -> None:
+    assert ask(probe, Texts({TARGET.module: None})).verdict is Verdict.ABSENT
+    assert ask(probe, Texts({TARGET.module: "class Other: pass"})).verdict is Verdict.ABSENT
+
+
+def test_what_comes_from_elsewhere_is_not_absent() -> None:
+    for text in (f"from vendor import {FUNCTION}\n", "from vendor import *\n"):
+        assert ask(probe, Texts({TARGET.module: text})).verdict is Verdict.UNRECOGNISED
+
+
+def test_what_takes_no_step_and_was_not_read_is_not_absent() -> None:
+    finding = edited("            model.zero_grad_buffer()\n", "            pass\n", release="0.14.0")
+
+    assert finding.verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (f"def {FUNCTION}(", f"@other\ndef {FUNCTION}("),
+        (
+            f"\n@experimental_api\ndef {FUNCTION}(",
+            f"\nif FLAG:\n    def {FUNCTION}(): ...\n\n\n@experimental_api\ndef {FUNCTION}(",
+        ),
+        (
+            "    optimizer: torch.optim.Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True\n",
+            "    preproc_state_dict_for_dcp_ckpt=True, optimizer=None\n",
+        ),
+        (
+            "    optimizer.step()\n    optimizer.zero_grad()\n",
+            "    optimizer.step()\n    optimizer.step()\n    optimizer.zero_grad()\n",
+        ),
+        (
+            "    optimizer.step()\n    optimizer.zero_grad()\n",
+            "    optimizer.step(zero_gradients)\n    optimizer.zero_grad()\n",
+        ),
+        ("    optimizer_step_base_func = type(optimizer).step\n", "    optimizer_step_base_func = optimizer.step\n"),
+        ("    func._experimental_api = True\n    return func\n", "    return once(func)\n"),
+        ("import torch\n", "from vendor import torch\n"),
+        ("from .utils import FSDPDistributedIndex, create", "from .other import FSDPDistributedIndex, create"),
+    ],
+    ids=[
+        "decorated",
+        "under a flag",
+        "parameters in another order",
+        "two steps",
+        "a step with an argument",
+        "the step of the instance",
+        "another decorator",
+        "another torch",
+        "a helper from elsewhere",
+    ],
+)
+def test_all_of_it_must_be_as_it_was_read(old: str, new: str) -> None:
+    assert edited(old, new).verdict is Verdict.UNRECOGNISED
+
+
+def test_what_puts_something_back_and_was_not_read_looks_repaired() -> None:
+    case = CASES["uncounted steps"]
+
+    finding = case.ask(case.texts())
+
+    assert (finding.verdict, finding.looks_repaired) == (Verdict.UNRECOGNISED, True)
