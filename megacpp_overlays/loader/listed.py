@@ -183,5 +183,11 @@ LISTED: tuple[Listed, ...] = (
         targets=("megatron.core.models.hybrid.hybrid_block",),
     ),
     Listed(id="mtp-z-loss", installs=True, off_by_default=False, targets=("megatron.core.transformer.moe.router",)),
+    Listed(
+        id="fsdp-optimizer-under-update",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard",),
+    ),
 )
 """Every declaration, by pack and id."""
