@@ -25,7 +25,7 @@ MINIMUM_COVERAGE := 95
 WORKERS ?= --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Lanes that tests run in beside .venv, and older and newer Pythons for the loader alone where the machine has them.
-TEST_LANES := .envs/spring-2026 .envs/summer-2026 .envs/newest .envs/mamba3-pinned .envs/mamba3-newest
+TEST_LANES := .envs/spring-2026 .envs/summer-2026 .envs/newest .envs/mamba3-pinned .envs/edge
 LOADER_PYTHONS := 3.10 3.11 3.13
 LOADERS := .envs/loader-oldest $(LOADER_PYTHONS:%=.envs/loader-%)
 
@@ -88,6 +88,10 @@ test: setup lint ## set up everything, then lint, type checks, contracts, docume
 	@$(BIN)/coverage combine --quiet
 	@rm -f .coverage.* # what is left is empty: the data file of a child that was killed
 	@$(BIN)/coverage report --fail-under=$(MINIMUM_COVERAGE)
+
+.PHONY: edge
+edge: setup ## all tests once more in the lane `edge`: the newest torch and Triton, with the newest of every target
+	@.envs/edge/bin/python -m pytest $(WORKERS) --durations 20
 
 MUTANTS ?= 30000
 SEED ?= 1
@@ -176,9 +180,9 @@ PACKAGE := pyproject.toml $(shell find megacpp_overlays overlays feature_probes 
 	@scripts/environment.sh .envs/spring-2026 $<
 	@scripts/sources.sh .envs/spring-2026 locks/spring-2026-source.txt && touch $@
 
-.envs/mamba3-%/.synced: locks/mamba3-%.txt locks/mamba3-source.txt | locks
-	@scripts/environment.sh .envs/mamba3-$* $<
-	@scripts/sources.sh .envs/mamba3-$* locks/mamba3-source.txt && touch $@
+.envs/mamba3-pinned/.synced .envs/edge/.synced: .envs/%/.synced: locks/%.txt locks/mamba3-source.txt | locks
+	@scripts/environment.sh .envs/$* $<
+	@scripts/sources.sh .envs/$* locks/mamba3-source.txt && touch $@
 
 # The loader alone, with the bare checkout on its path. A Python that is missing here is skipped, and so are its tests.
 .envs/loader-oldest/.ready: locks/loader-oldest.txt
@@ -192,7 +196,7 @@ $(LOADER_PYTHONS:%=.envs/loader-%/.ready): .envs/loader-%/.ready: locks/loader.t
 # --- locks: never changed by the commands above ----------------------------------------------------------------
 
 # In this order: `dev` and `bench` keep to what `current` pins.
-LANES := loader current newest summer-2026 spring-2026 mamba3-pinned mamba3-newest te dev bench loader-oldest uv
+LANES := loader current newest summer-2026 spring-2026 mamba3-pinned edge te dev bench loader-oldest uv
 
 .PHONY: lock
 lock: ## recompile the locks, keeping versions where they still fit; UPGRADE=1 takes the newest, LANES=name one of them

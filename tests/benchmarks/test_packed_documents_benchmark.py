@@ -14,7 +14,7 @@ from places import HANG_S, ROOT
 pytestmark = pytest.mark.upstream
 
 SCRIPT = ROOT / "benchmarks/packed_documents/run.py"
-PYTHON = ROOT / ".envs/mamba3-newest/bin/python"
+PYTHON = ROOT / ".envs/edge/bin/python"
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ ROUNDING = 1e-6
 
 @pytest.fixture(scope="module")
 def facts() -> Any:
-    python = ROOT / ".envs/mamba3-newest/bin/python"
+    python = ROOT / ".envs/edge/bin/python"
     assert python.exists(), f"there is no {python}: run `make setup`"
     env = {**os.environ, "PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
     process = warm_python.start(["-W", "ignore", SUPPORT / "long_offsets.py"], env, python=python)

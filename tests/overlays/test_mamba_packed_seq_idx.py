@@ -40,7 +40,7 @@ ROUNDING = 2e-6
 
 
 def start(script: str, *words: str, release: Path | None = None, **variables: str) -> WarmProcess:
-    python = ROOT / ".envs/mamba3-newest/bin/python"
+    python = ROOT / ".envs/edge/bin/python"
     assert python.exists(), f"there is no {python}: run `make setup`"
     path = os.pathsep.join(str(each) for each in (release, SUPPORT) if each is not None)
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", **variables}

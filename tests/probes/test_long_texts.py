@@ -15,7 +15,7 @@ from megacpp_overlays.model import Verdict
 from megacpp_overlays.source.trees import ModuleSource, ShippedFile
 
 PARTS = registry.load()
-LANES = ("mamba3-pinned", "mamba3-newest")
+LANES = ("mamba3-pinned", "edge")
 SIZE = re.compile(r"has [\d,]+ (characters|words and signs), more than the [\d,]+ that a probe reads")
 
 

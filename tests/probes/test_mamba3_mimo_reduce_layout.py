@@ -21,7 +21,7 @@ VARLEN = "mamba_ssm/ops/tilelang/mamba3/mamba3_mimo_bwd_varlen.py"
     ("lane", "verdict", "shape"),
     [
         ("mamba3-pinned", Verdict.FIXED, None),
-        ("mamba3-newest", Verdict.BROKEN, REFUSED),
+        ("edge", Verdict.BROKEN, REFUSED),
         ("spring-2026", Verdict.ABSENT, None),
         ("newest", Verdict.ABSENT, None),
     ],
@@ -35,9 +35,9 @@ def test_the_verdict_on_what_is_locked(lane: str, verdict: Verdict, shape: str |
 
 @pytest.mark.parametrize("path", [KERNELS, VARLEN])
 def test_a_file_that_was_read_needs_no_parsing_and_an_edited_one_gets_it(path: str) -> None:
-    tree = Edited(tree_of("mamba3-newest"), path, {"import tilelang\n": "import tilelang  # as it was\n"})
+    tree = Edited(tree_of("edge"), path, {"import tilelang\n": "import tilelang  # as it was\n"})
 
-    assert ask(probe, tree).summary() == ask(probe, tree_of("mamba3-newest")).summary()
+    assert ask(probe, tree).summary() == ask(probe, tree_of("edge")).summary()
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_file_that_was_read_needs_no_parsing_and_an_edited_one_gets_it(path: s
     ],
 )
 def test_a_kernel_or_a_check_that_nobody_tried_is_not_recognised(path: str, edit: dict[str, str] | None) -> None:
-    assert ask(probe, Edited(tree_of("mamba3-newest"), path, edit)).verdict is Verdict.UNRECOGNISED
+    assert ask(probe, Edited(tree_of("edge"), path, edit)).verdict is Verdict.UNRECOGNISED
 
 
 def test_a_tilelang_whose_sums_cannot_be_read_is_not_recognised() -> None:
@@ -63,4 +63,4 @@ def test_a_tilelang_whose_sums_cannot_be_read_is_not_recognised() -> None:
 
 def test_it_is_due_for_deletion_where_sums_are_lowered() -> None:
     assert ask(OVERLAY.probe, tree_of("mamba3-pinned")).verdict is Verdict.FIXED
-    assert ask(OVERLAY.probe, tree_of("mamba3-newest")).verdict is not Verdict.FIXED
+    assert ask(OVERLAY.probe, tree_of("edge")).verdict is not Verdict.FIXED

@@ -21,7 +21,7 @@ OFF = "tilelang.PassConfigKey.TL_DISABLE_TMA_LOWER: True"
     ("lane", "verdict"),
     [
         ("mamba3-pinned", Verdict.ABSENT),
-        ("mamba3-newest", Verdict.FIXED),
+        ("edge", Verdict.FIXED),
         ("spring-2026", Verdict.ABSENT),
         ("newest", Verdict.ABSENT),
     ],
@@ -54,7 +54,7 @@ def test_kernels_of_another_kind_are_not_recognised() -> None:
 def test_with_a_newer_tilelang_the_switch_does_no_harm() -> None:
     edit = {OFF: OFF.replace("True", "False")}
 
-    assert ask(probe, Edited(tree_of("mamba3-newest"), KERNELS, edit)).verdict is Verdict.FIXED
+    assert ask(probe, Edited(tree_of("edge"), KERNELS, edit)).verdict is Verdict.FIXED
 
 
 @pytest.mark.parametrize("edit", [None, {"InputDim() == 2": "InputDim() == kAxes"}])
@@ -83,5 +83,5 @@ def test_a_line_break_in_the_check_means_nothing() -> None:
 
 
 def test_it_is_due_for_deletion_with_a_newer_tilelang() -> None:
-    assert ask(OVERLAY.probe, tree_of("mamba3-newest")).verdict is Verdict.FIXED
+    assert ask(OVERLAY.probe, tree_of("edge")).verdict is Verdict.FIXED
     assert ask(OVERLAY.probe, tree_of("mamba3-pinned")).verdict is not Verdict.FIXED

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.upstream
     [
         ("spring-2026", Verdict.FIXED),
         ("mamba3-pinned", Verdict.FIXED),
-        ("mamba3-newest", Verdict.FIXED),
+        ("edge", Verdict.FIXED),
         ("newest", Verdict.ABSENT),
     ],
 )
@@ -47,13 +47,13 @@ def test_other_text_is_not_recognised(edit: dict[str, str] | None) -> None:
 
     assert ask(feature.probe, tree).verdict is Verdict.UNRECOGNISED
     assert ask(OVERLAY.probe, tree).verdict is not Verdict.FIXED
-    assert ask(OVERLAY.probe, tree_of("mamba3-newest")).verdict is Verdict.FIXED
+    assert ask(OVERLAY.probe, tree_of("edge")).verdict is Verdict.FIXED
 
 
 @pytest.mark.parametrize(
     ("lane", "file", "edit"),
     [
-        ("mamba3-newest", "src/backend/common/op/reduce.h", {"#include": "// edited\n#include"}),
+        ("edge", "src/backend/common/op/reduce.h", {"#include": "// edited\n#include"}),
         ("mamba3-pinned", "src/op/reduce.cc", {"#include": f"// {tilelang_sums.CHECK}\n#include"}),
     ],
     ids=["edited", "in a comment"],
@@ -68,7 +68,7 @@ def test_a_text_with_the_words_of_the_check_that_nobody_read_looks_repaired(
 
 def test_the_check_without_its_words_is_not_recognised() -> None:
     tree = Edited(
-        tree_of("mamba3-newest"), "tilelang/src/backend/common/op/reduce.h", {"ReduceOp cannot lower": "cannot lower"}
+        tree_of("edge"), "tilelang/src/backend/common/op/reduce.h", {"ReduceOp cannot lower": "cannot lower"}
     )
 
     assert ask(feature.probe, tree).verdict is Verdict.UNRECOGNISED

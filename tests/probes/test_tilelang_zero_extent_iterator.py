@@ -24,7 +24,7 @@ FILE = "tilelang/src/layout/utils.cc"
     [
         ("spring-2026", Verdict.BROKEN, EQUALITY_ONLY),
         ("mamba3-pinned", Verdict.BROKEN, EQUALITY_ONLY),
-        ("mamba3-newest", Verdict.FIXED, None),
+        ("edge", Verdict.FIXED, None),
         ("newest", Verdict.ABSENT, None),
     ],
 )
@@ -35,7 +35,7 @@ def test_the_verdict_on_what_is_locked(lane: str, verdict: Verdict, shape: str |
 
 
 def test_it_is_due_for_deletion_where_it_is_repaired_and_only_there() -> None:
-    assert ask(OVERLAY.probe, tree_of("mamba3-newest")).verdict is Verdict.FIXED
+    assert ask(OVERLAY.probe, tree_of("edge")).verdict is Verdict.FIXED
     assert ask(OVERLAY.probe, tree_of("mamba3-pinned")).verdict is not Verdict.FIXED
     assert ask(OVERLAY.probe, tree_of("newest")).verdict is not Verdict.FIXED
 
@@ -68,12 +68,12 @@ CONDITION = "analyzer->CanProve(expected_lower_factor > mark->extent)"
 @pytest.mark.parametrize(
     ("lane", "edit"),
     [
-        ("mamba3-newest", {CONDITION: f"false /* {CONDITION} */"}),
-        ("mamba3-newest", {CONDITION: f"{CONDITION} and false"}),
-        ("mamba3-newest", {CONDITION: f'Said("{CONDITION}")'}),
-        ("mamba3-newest", {CONDITION: f"\n#if 0\n{CONDITION}\n#else\nfalse\n#endif\n"}),
-        ("mamba3-newest", {"Array<IterSplitExpr> get_unused_iters(": "#if 0\nArray<IterSplitExpr> get_unused_iters("}),
-        ("mamba3-newest", {"#include": "#define CanProve(x) false\n#include"}),
+        ("edge", {CONDITION: f"false /* {CONDITION} */"}),
+        ("edge", {CONDITION: f"{CONDITION} and false"}),
+        ("edge", {CONDITION: f'Said("{CONDITION}")'}),
+        ("edge", {CONDITION: f"\n#if 0\n{CONDITION}\n#else\nfalse\n#endif\n"}),
+        ("edge", {"Array<IterSplitExpr> get_unused_iters(": "#if 0\nArray<IterSplitExpr> get_unused_iters("}),
+        ("edge", {"#include": "#define CanProve(x) false\n#include"}),
         ("mamba3-pinned", {"bool match_full_iter =": f'Said("{CONDITION}"); bool match_full_iter ='}),
         ("mamba3-pinned", {"bool match_full_iter =": f"\n#if 0\n{CONDITION};\n#endif\nbool match_full_iter ="}),
     ],
@@ -83,7 +83,7 @@ def test_a_repair_that_is_not_compiled_is_not_fixed(lane: str, edit: dict[str, s
 
 
 def test_a_text_with_the_repair_that_nobody_read_looks_repaired() -> None:
-    found = ask(probe, Edited(tree_of("mamba3-newest"), FILE, {"#include": "// as it was\n#include"}))
+    found = ask(probe, Edited(tree_of("edge"), FILE, {"#include": "// as it was\n#include"}))
 
     assert (found.verdict, found.looks_repaired) == (Verdict.UNRECOGNISED, True)
 
@@ -91,7 +91,7 @@ def test_a_text_with_the_repair_that_nobody_read_looks_repaired() -> None:
 def test_a_repair_that_lost_its_condition_is_no_repair() -> None:
     edit = {"analyzer->CanProve(expected_lower_factor > mark->extent)": "false"}
 
-    assert ask(probe, Edited(tree_of("mamba3-newest"), FILE, edit)).verdict is Verdict.UNRECOGNISED
+    assert ask(probe, Edited(tree_of("edge"), FILE, edit)).verdict is Verdict.UNRECOGNISED
 
 
 def test_a_condition_in_a_comment_is_no_repair() -> None:

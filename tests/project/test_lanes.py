@@ -25,7 +25,7 @@ LANES = {
     "current": Path(sys.executable),
     "newest": ROOT / ".envs/newest/bin/python",
     "mamba3-pinned": ROOT / ".envs/mamba3-pinned/bin/python",
-    "mamba3-newest": ROOT / ".envs/mamba3-newest/bin/python",
+    "edge": ROOT / ".envs/edge/bin/python",
 }
 STAND_IN = ROOT / "tests/empty_modules"
 """What mamba_ssm imports and a host without a CUDA toolkit cannot build; Mamba-3 does not call it."""
@@ -76,13 +76,13 @@ VERSIONS = {
     ("summer-2026", L): "0.8.1",
     ("current", L): "0.8.1",
     ("newest", L): "0.8.5",
-    **{(lane, M): "0.19.2" for lane in ("mamba3-pinned", "mamba3-newest")},
-    **{(lane, L): "0.8.5" for lane in ("mamba3-pinned", "mamba3-newest")},
-    **{(lane, S): "2.3.2.post1" for lane in ("mamba3-pinned", "mamba3-newest")},
+    **{(lane, M): "0.19.2" for lane in ("mamba3-pinned", "edge")},
+    **{(lane, L): "0.8.5" for lane in ("mamba3-pinned", "edge")},
+    **{(lane, S): "2.3.2.post1" for lane in ("mamba3-pinned", "edge")},
     ("spring-2026", S): "2.3.1",
     ("spring-2026", T): "0.1.8",
     ("mamba3-pinned", T): "0.1.8",
-    ("mamba3-newest", T): "0.1.15",
+    ("edge", T): "0.1.15",
 }
 
 
@@ -132,6 +132,20 @@ def test_the_decision_on_a_locked_environment(audits: dict[str, Preflight], lane
     version = VERSIONS.get((lane, distribution))
     assert (found["version"] or "").partition(" with ")[0] == (version or ""), found["reason"]
     assert code == 0, stderr
+
+
+def table() -> str:
+    """Return the decisions as a table in Markdown, overlays with the same ones in one row."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for overlay, (_, decisions) in EXPECTED.items():
+        alike.setdefault(decisions, []).append(f"`{overlay}`")
+    rows = sorted((", ".join(sorted(names)), *decisions) for decisions, names in alike.items())
+    head = ["overlay or gate", *(f"`{lane}`" for lane in LANES)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def test_the_documentation_has_the_same_decisions() -> None:
+    assert table() in (ROOT / "docs" / "evidence.md").read_text(), f"put this in place of its table:\n{table()}"
 
 
 @pytest.mark.parametrize("lane", LANES)

@@ -501,7 +501,7 @@ CASES = {
             "a warning": (f"tilelang:{REDUCE}", "  ICHECK(analyzer->CanProveEqual(projected_index, simplified_index))\n", "  if (!analyzer->CanProveEqual(projected_index, simplified_index))\n    LOG(WARNING)\n"),
             "proved": (f"tilelang:{REDUCE}", "  PrimExpr simplified_index = analyzer->Simplify(index_expr);\n", "  PrimExpr simplified_index = analyzer->Simplify(Projected(index_expr, reduce_var, steps));\n"),
         },
-        tree=lambda: tree_of("mamba3-newest"),
+        tree=lambda: tree_of("edge"),
     ),
     "offsets of a scan": Otherwise(
         mamba2_int32_offsets,

@@ -980,7 +980,7 @@ CASES = {
     "bulk copy": Case(
         tilelang_bulk_copy_rank,
         f"tilelang:{COPY}",
-        lambda: {tilelang_bulk_copy_rank.TARGET.module: switched_on("mamba3-newest")},
+        lambda: {tilelang_bulk_copy_rank.TARGET.module: switched_on("edge")},
         {
             "two axes again": ("  const TMABulkCopyPlan &plan = bulk_analysis.plan.value();\n", '  ICHECK(shared_tensor->shape.size() == 2) << "Cannot detect TMA layout.";\n  const TMABulkCopyPlan &plan = bulk_analysis.plan.value();\n'),
             "no way back": ("    return fallback_to_normal(bulk_analysis.reason);\n", "    LOG(FATAL) << bulk_analysis.reason;\n"),
@@ -990,7 +990,7 @@ CASES = {
             "defined away": ("Stmt Copy::LowerBulk(", "#define has_value() has_no_value()\nStmt Copy::LowerBulk("),
             "another plan": ("  TMADesc desc = plan.desc;\n", "  TMADesc desc = FlatDesc(plan.desc);\n"),
         },
-        tree=lambda: tree_of("mamba3-newest"),
+        tree=lambda: tree_of("edge"),
         is_made_up=False,
     ),
     "zero extent": Case(
@@ -1008,7 +1008,7 @@ CASES = {
             "the other way round": (_COVERED, f"!{_COVERED}"),
             "added by the caller": ("    results.insert(results.end(), complement_splits.rbegin(),", "    results.push_back(IterSplitExpr(mark, 1, 0, 1));\n    results.insert(results.end(), complement_splits.rbegin(),"),
         },
-        tree=lambda: tree_of("mamba3-newest"),
+        tree=lambda: tree_of("edge"),
         is_made_up=False,
     ),
     "grouped sums": Case(
@@ -1024,7 +1024,7 @@ CASES = {
             "counted twice": ("        remaining_thread_owned_factor /= factor;\n", ""),
             "under #if 0": ("  ICHECK(analyzer->CanProveEqual(projected_index", "#if 0\n#endif\n  ICHECK(analyzer->CanProveEqual(projected_index"),
         },
-        tree=lambda: tree_of("mamba3-newest"),
+        tree=lambda: tree_of("edge"),
         is_made_up=False,
     ),
     "sums of a layout": Case(
