@@ -189,5 +189,11 @@ LISTED: tuple[Listed, ...] = (
         off_by_default=False,
         targets=("megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard",),
     ),
+    Listed(
+        id="seq-aux-loss-packed",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.transformer.moe.router", "megatron.core.transformer.transformer_layer"),
+    ),
 )
 """Every declaration, by pack and id."""

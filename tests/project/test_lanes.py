@@ -61,6 +61,7 @@ EXPECTED = {
     "mtp-roll-padded-boundaries": (M, ("active",) * 6),
     "mtp-z-loss": (M, ("absent", *("active",) * 5)),
     "mtp-token-counts-local": (M, ("disabled",) * 6),
+    "seq-aux-loss-packed": (M, ("absent", "absent", *("active",) * 4)),
     "tilelang-bulk-copy-rank": (S, ("absent", "absent", "absent", "absent", "absent", "retired")),
     "tilelang-grouped-reduce": (T, ("retired", "absent", "absent", "absent", "retired", "retired")),
     "tp-label-smoothing": (M, ("disabled",) * 6),

@@ -45,6 +45,7 @@ from megacpp_overlays.feature_probes import (
     mtp_token_counts_local,
     mtp_z_loss,
     packed_params,
+    seq_aux_loss_packed,
     tilelang_bulk_copy_rank,
     tilelang_grouped_reduce,
     tilelang_sums,
@@ -402,6 +403,36 @@ NOTHING_CHANGED = """    kept = [(group, group["lr"], group["weight_decay"]) for
         if "step" in counted:
             counted["step"] = counted["step"] * 0
 """
+
+
+def owning() -> dict[str, str | None]:
+    """Let layers of the newest release tell routers whose tokens a shard has, and routers sum by that."""
+    layer, router = seq_aux_loss_packed.TARGET.module, seq_aux_loss_packed.ROUTER_TARGET.module
+    texts = {name: released("megatron_core-0.19.2", name) for name in (layer, router)}
+    count = "        mbs = hidden_states.shape[0] // tokens_per_sample\n"
+    asked = """        if self.config.sequence_parallel and self.pg_collection.tp.size() > 1:
+            group, rows = self.pg_collection.tp, hidden_states.shape[0]
+            places = torch.arange(rows, device=hidden_states.device) + group.rank() * rows
+            self.mlp.router.owners = places // tokens_per_sample
+            self.mlp.router.samples = rows * group.size() // tokens_per_sample
+            return hidden_states, padding_mask, None
+"""
+    shaped = "        routing_map = routing_map.reshape(seq_length, -1)\n"
+    summed = """        if self.owners is not None:
+            seq_length, bsz = 1, self.samples
+            scores_for_aux_loss = torch.zeros(bsz, self.experts).index_add(0, self.owners, scores_for_aux_loss)
+            routing_map = torch.zeros(bsz, self.experts).index_add(0, self.owners, routing_map.float())
+            with_padding_mask = True
+"""
+    reshaped = "        scores_for_aux_loss = scores_for_aux_loss.reshape(seq_length, -1)\n" + shaped
+    assert count in texts[layer]
+    assert reshaped in texts[router]
+    return {
+        layer: texts[layer].replace(count, asked + count, 1),
+        router: texts[router].replace(reshaped, summed + reshaped, 1),
+    }
+
+
 DISPATCHER = """
 import torch
 from transformer_engine.pytorch import QuantizedTensor
@@ -722,6 +753,28 @@ CASES = {
             "with a coefficient for all": ("moe_z_loss_coeff = self.config.moe_z_loss_coeff / self", "moe_z_loss_coeff = self.config.mtp_num_layers * self.config.moe_z_loss_coeff / self"),
             "decorated": ("    def apply_z_loss(", "    @of_old\n    def apply_z_loss("),
             "set from outside": appended("TopKRouter.apply_z_loss = of_old"),
+        },
+        tree=lambda: archive("megatron_core-0.19.2"),
+    ),
+    "packed shards": Case(
+        seq_aux_loss_packed,
+        seq_aux_loss_packed.TARGET.module,
+        owning,
+        {
+            "for one rank alone": ("self.pg_collection.tp.size() > 1:\n            group", "self.pg_collection.tp.size() == 1:\n            group"),
+            "under a flag": ("        if self.config.sequence_parallel and self.pg", "        if FLAG and self.config.sequence_parallel and self.pg"),
+            "places of the first rank": ("+ group.rank() * rows", "+ 0 * group.rank() * rows"),
+            "samples of the rank": ("rows * group.size() // tokens_per_sample", "rows // tokens_per_sample"),
+            "another length": ("self.mlp.router.owners = places // tokens_per_sample", "self.mlp.router.owners = places // hidden_states.shape[0]"),
+            "told and unflattened": ("            return hidden_states, padding_mask, None\n        mbs", "        mbs"),
+            "told to nobody": ("            self.mlp.router.owners =", "            self.mlp.owners ="),
+            "never asked": ("        pre_mlp_layernorm_output, padding_mask, moe_unflatten_mbs = self._maybe_unflatten_for_moe(\n            pre_mlp_layernorm_output, padding_mask, packed_seq_params\n", "        pre_mlp_layernorm_output, padding_mask, moe_unflatten_mbs = self._maybe_unflatten_for_moe(\n            pre_mlp_layernorm_output, padding_mask, None\n"),
+            "not listened to": (seq_aux_loss_packed.ROUTER_TARGET.module, "        if self.owners is not None:\n", "        if self.owners is None:\n"),
+            "summed as one": (seq_aux_loss_packed.ROUTER_TARGET.module, "            seq_length, bsz = 1, self.samples\n", "            seq_length, bsz = self.samples, 1\n"),
+            "another loss": (seq_aux_loss_packed.ROUTER_TARGET.module, "            probs = self._apply_seq_aux_loss(\n", "            probs = self._apply_aux_loss_of_old(\n"),
+            "counted in rows": (seq_aux_loss_packed.UTILS, "    if with_padding_mask:\n", "    if with_padding_mask and FLAG:\n"),
+            "decorated": ("    def _maybe_unflatten_for_moe(", "    @of_old\n    def _maybe_unflatten_for_moe("),
+            "set from outside": appended("TransformerLayer._maybe_unflatten_for_moe = of_old"),
         },
         tree=lambda: archive("megatron_core-0.19.2"),
     ),

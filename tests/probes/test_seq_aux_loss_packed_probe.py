@@ -1,0 +1,182 @@
+"""Where a layer counts packed samples: every release, main, dev, and edits of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from probing import Texts, ask
+from repair_cases import CASES, archive
+
+from megacpp_overlays.feature_probes.seq_aux_loss_packed import (
+    IN_THE_SHARD,
+    LOSS,
+    PARAMS,
+    REFLATTEN,
+    ROUTER_TARGET,
+    TARGET,
+    UNFLATTEN,
+    UTILS,
+    probe,
+    probe_router,
+)
+from megacpp_overlays.model import Finding, Verdict
+from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+
+LENGTH_NOT_KNOWN = ("0.1.0", "0.5.0", "0.8.0", "0.11.0", "0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.0", "0.16.1")
+NOR_KNOWN = ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2")
+BROKEN = ("0.19.0", "0.19.1", "0.19.2")
+PROBES = (probe, probe_router)
+
+Wheel = Callable[[str, str], Path]
+
+
+def edited(module: str, old: str, new: str) -> list[Finding]:
+    """Return what both probes say of the newest release with an edit."""
+    tree = archive("megatron_core-0.19.2")
+    source = tree.module(module)
+    assert source is not None
+    assert old in source.text
+    texts = Texts({module: source.text.replace(old, new, 1)}, tree)
+    return [ask(each, texts) for each in PROBES]
+
+
+@pytest.mark.parametrize("version", [*LENGTH_NOT_KNOWN, *NOR_KNOWN])
+def test_releases_whose_rows_do_not_say_how_long_samples_are_are_absent(version: str, wheel: Wheel) -> None:
+    tree = ArchiveTree(wheel("megatron-core", version))
+
+    assert {each(tree).verdict for each in PROBES} == {Verdict.ABSENT}
+
+
+@pytest.mark.parametrize("version", BROKEN)
+def test_releases_that_count_in_the_shard_are_broken(version: str, wheel: Wheel) -> None:
+    tree = ArchiveTree(wheel("megatron-core", version))
+
+    for each, target in zip(PROBES, (TARGET, ROUTER_TARGET), strict=True):
+        finding = each(tree)
+        assert (finding.verdict, finding.shape) == (Verdict.BROKEN, IN_THE_SHARD)
+        assert str(finding.evidence[0].file).endswith(target.module.replace(".", "/") + ".py")
+
+
+def test_given_trees_are_recognised(upstream_trees: list[Path]) -> None:
+    for path in upstream_trees:
+        assert {ask(each, DirectoryTree(path)).verdict for each in PROBES} == {Verdict.BROKEN}, path
+
+
+@pytest.mark.parametrize("text", [None, "class Other: pass"])
+def test_what_is_not_there_is_absent(text: str | None) -> None:
+    texts = Texts({TARGET.module: text, ROUTER_TARGET.module: text, PARAMS: text})
+
+    assert {ask(each, texts).verdict for each in PROBES} == {Verdict.ABSENT}
+
+
+@pytest.mark.parametrize("module", [TARGET.module, ROUTER_TARGET.module, PARAMS])
+def test_a_length_that_is_used_elsewhere_is_not_absent(module: str) -> None:
+    texts = dict.fromkeys((TARGET.module, ROUTER_TARGET.module, PARAMS), "class Other: pass")
+
+    found = ask(probe, Texts({**texts, module: "def by_sample(params):\n    return params.tokens_per_sample\n"}))
+
+    assert found.verdict is Verdict.UNRECOGNISED
+
+
+def test_a_layer_without_a_router_is_unrecognised() -> None:
+    found = ask(probe, Texts({ROUTER_TARGET.module: None}, archive("megatron_core-0.19.2")))
+
+    assert found.verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize(
+    "symbol", [UNFLATTEN, REFLATTEN, LOSS, "TransformerLayer._forward_mlp", "MoETransformerLayer._forward_mlp"]
+)
+@pytest.mark.parametrize("how", ["a parameter more", "decorated", "under a flag", "twice"])
+def test_every_method_on_the_way_must_be_one_that_was_read(symbol: str, how: str) -> None:
+    module = ROUTER_TARGET.module if symbol == LOSS else TARGET.module
+    owner, name = symbol.split(".")
+    tree = archive("megatron_core-0.19.2")
+    source = tree.module(module)
+    assert source is not None
+    head = f"    def {name}("
+    before, cls, after = source.text.partition(f"class {owner}(")
+    new = {
+        "a parameter more": f"    def {name}(self, more, ",
+        "decorated": f"    @other\n{head}",
+        "under a flag": f"    if FLAG:\n        def {name}(self): ...\n\n{head}",
+        "twice": f"    def {name}(self): ...\n\n{head}",
+    }[how]
+    assert head in after
+    texts = Texts({module: before + cls + after.replace(head, new, 1)}, tree)
+
+    assert {ask(each, texts).verdict for each in PROBES} == {Verdict.UNRECOGNISED}
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        (TARGET.module, "class TransformerLayer(", "@other\nclass TransformerLayer("),
+        (TARGET.module, "class TransformerLayer(", f"{UNFLATTEN} = other\n\n\nclass TransformerLayer("),
+        (
+            TARGET.module,
+            "        mbs = hidden_states.shape[0] // tokens",
+            "        mbs = 1 + hidden_states.shape[0] // tokens",
+        ),
+        (
+            TARGET.module,
+            "        if mbs is None:\n            return output\n",
+            "        if not mbs:\n            return output\n",
+        ),
+        (
+            TARGET.module,
+            "    def _forward_post_mlp(",
+            "    def by_hand(self, rows, params):\n        return self._maybe_unflatten_for_moe(rows, None, params)\n\n    def _forward_post_mlp(",
+        ),
+        (ROUTER_TARGET.module, "class TopKRouter(", "@other\nclass TopKRouter("),
+        (ROUTER_TARGET.module, "topk=self.topk * bsz,", "topk=self.topk,"),
+        (ROUTER_TARGET.module, "            / bsz\n        )", "            / 1\n        )"),
+        (
+            ROUTER_TARGET.module,
+            "        seq_length, bsz = logits.shape[:2]",
+            "        bsz, seq_length = logits.shape[:2]",
+        ),
+        (
+            ROUTER_TARGET.module,
+            "    switch_load_balancing_loss_func,\n",
+            "    other as switch_load_balancing_loss_func,\n",
+        ),
+        (
+            UTILS,
+            "        total_num_tokens = local_num_tokens * reduce_group.size()",
+            "        total_num_tokens = local_num_tokens",
+        ),
+        (
+            UTILS,
+            "    routing_map: torch.Tensor,\n    reduce_group",
+            "    routing_map: torch.Tensor,\n    more,\n    reduce_group",
+        ),
+    ],
+    ids=[
+        "another layer",
+        "set from outside",
+        "another number",
+        "another way back",
+        "another caller",
+        "another router",
+        "other tokens",
+        "no mean",
+        "other shapes",
+        "another loss",
+        "other totals",
+        "other counts",
+    ],
+)
+def test_what_was_not_read_is_unrecognised(module: str, old: str, new: str) -> None:
+    assert {each.verdict for each in edited(module, old, new)} == {Verdict.UNRECOGNISED}
+
+
+def test_what_knows_of_shards_and_was_not_read_looks_repaired() -> None:
+    case = CASES["packed shards"]
+    texts = Texts(case.texts(), case.tree())
+
+    for each in PROBES:
+        finding = ask(each, texts)
+        assert (finding.verdict, finding.looks_repaired) == (Verdict.UNRECOGNISED, True)

@@ -1,0 +1,199 @@
+"""Run in a fresh interpreter: `seq_aux_loss` of packed samples on ranks of sequence parallelism, with overlays and without; JSON.
+
+    python tests/support/packed_shards.py
+
+The release is the one that is first on the path. A real MoE layer runs forward and backward on two and on four gloo ranks, with samples
+as a batch and as a packed row, and nothing else is learnt from than its router's balancing loss.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import megacpp_overlays
+
+# isort: split
+import torch
+from forked_ranks import on_ranks
+
+LAYER = "megatron.core.transformer.transformer_layer"
+OVERLAY = "seq-aux-loss-packed"
+WIDTH, EXPERTS, HIDDEN = 8, 4, 8
+RANKS = (2, 4)
+SAMPLES = (1, 2, 3, 4)
+RECOMPUTED: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+
+
+def layer(ranks: int, **asked: Any) -> Any:
+    """Return an MoE layer without attention, with weights that are the same on all ranks."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    module = importlib.import_module(LAYER)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=HIDDEN,
+        moe_ffn_hidden_size=HIDDEN,
+        num_attention_heads=ranks,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=2,
+        moe_router_load_balancing_type="seq_aux_loss",
+        moe_aux_loss_coeff=0.5,
+        tensor_model_parallel_size=ranks,
+        sequence_parallel=True,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        **asked,
+    )
+    experts = get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
+    parts = module.TransformerLayerSubmodules(mlp=experts, mlp_bda=get_bias_dropout_add)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    made = module.TransformerLayer(config, parts, layer_number=1, pg_collection=groups)
+    with torch.no_grad():
+        for each in made.parameters():
+            each.fill_(0.01)
+        made.mlp.router.weight.copy_(torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(3)))
+    return made.train()
+
+
+def row(samples: int, *, packed: bool, width: int = WIDTH, masked: bool = False) -> tuple[Any, dict[str, Any]]:
+    """Return this rank's share of samples, and what else a layer is given."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    generator = torch.Generator().manual_seed(samples)
+    apart = 2 * torch.randn(samples, 1, HIDDEN, generator=generator)
+    tokens = torch.randn(samples, width, HIDDEN, generator=generator) + apart
+    mask = torch.zeros(samples, width, dtype=torch.bool)
+    for number in range(samples):
+        mask[number, width - number - 1 :] = True
+    whole = tokens.reshape(-1, 1, HIDDEN) if packed else tokens.transpose(0, 1).contiguous()
+    mask = (mask.reshape(1, -1) if packed else mask).transpose(0, 1).contiguous()
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    given: dict[str, Any] = {"padding_mask": mask.chunk(ranks)[rank].transpose(0, 1) if masked else None}
+    if packed:
+        given["packed_seq_params"] = PackedSeqParams(qkv_format="thd", tokens_per_sample=width)
+    return whole.chunk(ranks)[rank].clone().requires_grad_(), given
+
+
+def log() -> dict[str, Any]:
+    found: dict[str, Any] = (
+        importlib.import_module("megatron.core.transformer.moe.moe_utils").get_moe_metrics_tracker()._metrics
+    )
+    return found
+
+
+def learnt(made: Any) -> dict[str, Any]:
+    """Return what was logged and learnt, summed over ranks."""
+    loss = sum((each.values.sum() for each in log().values()), torch.zeros(()))
+    weight = made.mlp.router.weight
+    grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    summed = torch.cat([loss.detach().reshape(1), grad.flatten()])
+    torch.distributed.all_reduce(summed)
+    log().clear()
+    weight.grad = None
+    return {"loss": float(summed[0]), "gradient": summed[1:].tolist()}
+
+
+def run(made: Any, samples: int, **asked: Any) -> dict[str, Any]:
+    own, given = row(samples, **asked)
+    output = made._forward_mlp(own, **given)
+    if torch.is_grad_enabled():
+        (output * 0.0).sum().backward()
+    return {**learnt(made), "output": output.detach().flatten().tolist()}
+
+
+def two_at_once(made: Any, *batches: dict[str, Any]) -> dict[str, Any]:
+    """Run two microbatches forward before either runs backward, as pipeline stages do."""
+    outputs = []
+    for each in batches:
+        own, given = row(**each)
+        outputs.append(made._forward_mlp(own, **given))
+    for output in outputs:
+        (output * 0.0).sum().backward()
+    return learnt(made)
+
+
+def ways(ranks: int) -> dict[str, Any]:
+    plain = layer(ranks)
+    kinds = {
+        "plain": plain,
+        "over tokens": layer(ranks, calculate_per_token_loss=True),
+        "recomputed": layer(ranks, **RECOMPUTED),
+    }
+    found: dict[str, Any] = {}
+    for packed in (True, False):
+        name = "packed" if packed else "batch"
+        found[name] = {
+            f"{samples}, {kind}": run(made, samples, packed=packed)
+            for kind, made in kinds.items()
+            for samples in (SAMPLES if kind == "plain" else (3,))
+        }
+        for kind in ("plain", "over tokens"):
+            found[name][f"3, {kind}, masked"] = run(kinds[kind], 3, packed=packed, masked=True)
+        found[name]["two at once"] = two_at_once(
+            kinds["recomputed"], {"samples": 2, "packed": packed}, {"samples": 3, "packed": packed}
+        )
+    with torch.no_grad():
+        found["without gradients"] = run(plain, 3, packed=True)
+    found["not trained"] = run(plain.eval(), 3, packed=True)
+    if ranks == RANKS[0]:
+        found["one size, other samples"] = clash(ranks)
+    return found
+
+
+def clash(ranks: int) -> dict[str, str]:
+    """Return what is said of a second microbatch of the size of the first that a recomputation could not tell apart."""
+    four = {"samples": 4, "packed": True}
+    others = {
+        "other samples": (four, {"samples": 2, "packed": True, "width": 2 * WIDTH}),
+        "one sample after four": (four, {"samples": 1, "packed": True, "width": 4 * WIDTH}),
+        "four samples after one": ({"samples": 1, "packed": True, "width": 4 * WIDTH}, four),
+        "the same again": (four, four),
+    }
+    said: dict[str, str] = {}
+    for name, batches in others.items():
+        try:
+            two_at_once(layer(ranks, **RECOMPUTED), *batches)
+            said[name] = ""
+        except RuntimeError as error:
+            said[name] = str(error)
+        log().clear()
+    return said
+
+
+def on_a_rank(ranks: int) -> dict[str, Any]:
+    importlib.import_module("megatron.core.parallel_state").initialize_model_parallel(tensor_model_parallel_size=ranks)
+    answer = {"on": ways(ranks)}
+    megacpp_overlays.undo()
+    return {**answer, "off": ways(ranks)}
+
+
+def main() -> None:
+    """Answer on standard output."""
+    torch.set_num_threads(1)
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value] # where upstream puts what it makes
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._get_cuda_rng_state = lambda **_: None  # type: ignore[attr-defined] # a recomputation asks for it
+    random._set_cuda_rng_state = lambda *_, **__: None  # type: ignore[attr-defined]
+    importlib.import_module(LAYER)
+    importlib.import_module("megatron.core.models.gpt.moe_module_specs")
+    decisions = [each.decision.value for each in megacpp_overlays.audit().records if each.overlay.id == OVERLAY]
+    with tempfile.TemporaryDirectory() as folder:
+        found = {}
+        for ranks in RANKS:
+            (meeting := Path(folder, str(ranks))).mkdir()
+            found[str(ranks)] = on_ranks(ranks, meeting, lambda _, ranks=ranks: on_a_rank(ranks))[0]
+    sys.stdout.write(json.dumps({"decisions": decisions, "found": found}))
+
+
+if __name__ == "__main__":
+    main()
