@@ -67,9 +67,7 @@ def test_a_text_with_the_words_of_the_check_that_nobody_read_looks_repaired(
 
 
 def test_the_check_without_its_words_is_not_recognised() -> None:
-    tree = Edited(
-        tree_of("edge"), "tilelang/src/backend/common/op/reduce.h", {"ReduceOp cannot lower": "cannot lower"}
-    )
+    tree = Edited(tree_of("edge"), "tilelang/src/backend/common/op/reduce.h", {"ReduceOp cannot lower": "cannot lower"})
 
     assert ask(feature.probe, tree).verdict is Verdict.UNRECOGNISED
 
