@@ -53,6 +53,8 @@ class _Change(NamedTuple):
     owner: ast.expr | None
     """None where the name stands as text, and of what it is an attribute is not clear."""
     scope: _Scope
+    start: str = ""
+    """What the name begins with, where the rest of it is known to the running code alone."""
 
 
 class Bindings:
@@ -84,7 +86,7 @@ class Bindings:
         if owner and name != _EVERY_LOOKUP:  # which may hand out another attribute than the one in the text
             found += self._names[owner, _EVERY_LOOKUP]
         found += [each.node for each in self._attributes[name] if self._concerns(each, owner)]
-        found += [each.node for each in self._unnamed if self._may_concern(each, owner)]
+        found += [each.node for each in self._unnamed if name.startswith(each.start) and self._may_concern(each, owner)]
         found += [each.node for inner in _INNARDS for each in self._attributes[inner] if _means(each.owner, symbol)]
         return _in_order(found if owner else [*found, *self._whole_module])
 
@@ -273,7 +275,7 @@ class Bindings:
         if isinstance(key, ast.Constant) and isinstance(key.value, str):
             self._change(key.value, node, owner, scope)
         else:
-            self._unnamed.append(_Change(node, owner, scope))
+            self._unnamed.append(_Change(node, owner, scope, _start(key)))
             if isinstance(owner, ast.Name):
                 self._owners[owner.id].append(node)
         return [each for each in (*node.args, *node.keywords) if each is not key]
@@ -345,6 +347,12 @@ class Bindings:
     if sys.version_info >= (3, 12):
         _VISITORS[ast.TypeAlias] = _visit_type
         _VISITORS |= dict.fromkeys((ast.TypeVar, ast.ParamSpec, ast.TypeVarTuple), _visit_type_parameter)
+
+
+def _start(key: ast.expr | None) -> str:
+    """Return the text that a formatted name begins with, whatever is formatted; empty for any other name."""
+    first = key.values[0] if isinstance(key, ast.JoinedStr) and key.values else None
+    return first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else ""
 
 
 def _receiver(change: _Change) -> str | None:

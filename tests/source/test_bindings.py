@@ -149,6 +149,8 @@ def first():\n    Layer.forward = other\nfirst()
 def first(cls):\n    cls.forward = other\nfirst(Layer)
 def first():\n    setattr(Layer, "forward", other)\nfirst()
 for name in ("for" + "ward",): setattr(Layer, name, other)
+for name in ("ward",): setattr(Layer, f"for{name}", other)
+for name in ("for",): setattr(Layer, f"{name}ward", other)
 def first(name):\n    setattr(Layer, name, other)\nfirst("for" + "ward")
 type.__setattr__(Layer, "forward", other)
 del Layer.forward
@@ -181,6 +183,7 @@ match 1:\n    case forward: pass
 @classmethod\ndef __init_subclass__(cls): cls.forward = other
 def __init__(self): self.forward = other
 def __init__(self, name): setattr(self, name, other)
+def __init__(self, name): setattr(self, f"for{name}", other)
 def __init__(self): vars(self)["for" + "ward"] = other
 def __init__(self): type(self).forward = other
 def __init__(self): self.__class__.forward = other
@@ -207,6 +210,8 @@ from sys import path as first
 __all__ = ["read", "Layer"]
 __all__ += ["read"]
 __all__.append("read")
+for name in ("ward", 1): setattr(Layer, f"weight{name}", other)
+def first(module, name): setattr(module, f"weight{name}", other)
 getattr(sys, "read", None)
 hasattr(Layer, "forward")
 first = "read" in globals()
