@@ -33,6 +33,7 @@ from megacpp_overlays.feature_probes import (
     hopper_flce_dispatch,
     hybrid_linear_ce,
     hybrid_mtp_aux_loss,
+    latent_moe_fc2_init,
     liger_flce_none_backward,
     mamba2_int32_offsets,
     mamba3_mimo_gqa_backward,
@@ -54,7 +55,7 @@ from megacpp_overlays.feature_probes import (
 )
 from megacpp_overlays.feature_probes.repairs import Repairs
 from megacpp_overlays.fp32_marks import MAMBA3, MAMBA3_ALWAYS, MAMBA3_MIMO
-from megacpp_overlays.model import Finding, Verdict
+from megacpp_overlays.model import Finding, Target, Verdict
 from megacpp_overlays.source.file_trees import ArchiveTree
 from megacpp_overlays.source.trees import SourceTree
 
@@ -383,6 +384,41 @@ def dividing_before() -> str:
     start = rest.index("            if (\n                self.is_mtp_layer")
     end = rest.index("            num_layers = self.config.num_layers\n", start)
     return head + made + rest[start:end] + rest[:start] + rest[end:]
+
+
+def chosen(target: Target, is_latent: str) -> dict[str, str | None]:
+    """Let a constructor of experts of the newest release choose how their second projection begins."""
+    text = released("megatron_core-0.19.2", target.module)
+    old = "init_method=not_none(self.config.output_layer_init_method)"
+    assert text.count(old) == 1
+    new = f"init_method=self.config.init_method if {is_latent} else self.config.output_layer_init_method"
+    return {target.module: text.replace(old, new)}
+
+
+def chosen_edits(is_latent: str, name: str) -> dict[str, Edit]:
+    """Return edits of such a constructor that leave the second projection as it was."""
+    choice = f"self.config.init_method if {is_latent} else self.config.output_layer_init_method"
+    return {
+        "the other way round": (
+            choice,
+            f"self.config.output_layer_init_method if {is_latent} else self.config.init_method",
+        ),
+        "for nobody": (
+            choice,
+            f"self.config.init_method if {is_latent} and FLAG else self.config.output_layer_init_method",
+        ),
+        "the same": (choice, "self.config.output_layer_init_method or self.config.init_method"),
+        "forgotten before": (
+            "        self.linear_fc2 = submodules.linear_fc2(\n",
+            "        self.config = of_old(self.config)\n        self.linear_fc2 = submodules.linear_fc2(\n",
+        ),
+        "made of another": (
+            "        self.linear_fc2 = submodules.linear_fc2(\n",
+            "        submodules = of_old(submodules)\n        self.linear_fc2 = submodules.linear_fc2(\n",
+        ),
+        "decorated": (f"class {name}(", f"@of_old\nclass {name}("),
+        "set from outside": appended(f"{name}.__init__ = of_old"),
+    }
 
 
 def uncounted() -> str:
@@ -720,6 +756,25 @@ CASES = {
             "decorated": ("@experimental_api\ndef fully_shard_optimizer(", "@experimental_api\n@of_old\ndef fully_shard_optimizer("),
             "set from outside": appended("fully_shard_optimizer = of_old"),
         },
+        tree=lambda: archive("megatron_core-0.19.2"),
+    ),
+    "inner projections of single experts": Case(
+        latent_moe_fc2_init,
+        latent_moe_fc2_init.SINGLE.module,
+        lambda: chosen(latent_moe_fc2_init.SINGLE, "use_latent_size"),
+        {
+            **chosen_edits("use_latent_size", "MLP"),
+            "never latent": ("use_latent_size = (self.config.moe_latent_size is not None) and is_expert", "use_latent_size = False"),
+        },
+        probe="probe_single",
+        tree=lambda: archive("megatron_core-0.19.2"),
+    ),
+    "inner projections of grouped experts": Case(
+        latent_moe_fc2_init,
+        latent_moe_fc2_init.GROUPED.module,
+        lambda: chosen(latent_moe_fc2_init.GROUPED, "self.config.moe_latent_size"),
+        chosen_edits("self.config.moe_latent_size", "TEGroupedMLP"),
+        probe="probe_grouped",
         tree=lambda: archive("megatron_core-0.19.2"),
     ),
     "told layers": Case(

@@ -1,0 +1,121 @@
+"""How experts of a latent MoE begin: every release, main, dev, and edits of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from probing import Texts, ask
+from repair_cases import CASES, archive
+
+from megacpp_overlays.feature_probes.latent_moe_fc2_init import (
+    GROUPED,
+    SCALED,
+    SCALED_BY_SPECIFICATION,
+    SINGLE,
+    probe_grouped,
+    probe_single,
+)
+from megacpp_overlays.model import Finding, Target, Verdict
+from megacpp_overlays.overlays.latent_moe_fc2_init import PARTS
+from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.trees import SourceTree
+
+NOT_LATENT = ("0.1.0", "0.5.0", "0.8.0", "0.13.1", "0.15.0", "0.15.3")
+BY_SPECIFICATION = ("0.16.0", "0.16.1")
+BY_BUILDERS = ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2")
+BOTH = pytest.mark.parametrize(
+    ("target", "probe"), [(SINGLE, probe_single), (GROUPED, probe_grouped)], ids=["single", "grouped"]
+)
+
+Probe = Callable[[SourceTree], Finding]
+Wheel = Callable[[str, str], Path]
+
+
+@BOTH
+@pytest.mark.parametrize("version", NOT_LATENT)
+def test_releases_without_a_latent_are_absent(version: str, target: Target, probe: Probe, wheel: Wheel) -> None:
+    assert probe(ArchiveTree(wheel("megatron-core", version))).verdict is Verdict.ABSENT
+
+
+@BOTH
+@pytest.mark.parametrize("version", [*BY_SPECIFICATION, *BY_BUILDERS])
+def test_releases_with_one_are_broken(version: str, target: Target, probe: Probe, wheel: Wheel) -> None:
+    finding = probe(ArchiveTree(wheel("megatron-core", version)))
+
+    shape = SCALED if version in BY_BUILDERS else SCALED_BY_SPECIFICATION
+    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, shape)
+
+
+def test_what_no_argument_reaches_is_not_repaired_and_says_what_to_do() -> None:
+    for part in PARTS:
+        assert "0.17.0 or newer" in part.unsupported[SCALED_BY_SPECIFICATION]
+
+
+@BOTH
+def test_given_trees_are_recognised(target: Target, probe: Probe, upstream_trees: list[Path]) -> None:
+    for path in upstream_trees:
+        assert ask(probe, DirectoryTree(path)).verdict is Verdict.BROKEN, path
+
+
+@BOTH
+def test_what_is_not_there_is_absent(target: Target, probe: Probe) -> None:
+    assert ask(probe, Texts({target.module: None})).verdict is Verdict.ABSENT
+    assert ask(probe, Texts({target.module: "class Other: pass"})).verdict is Verdict.ABSENT
+
+
+@BOTH
+def test_what_comes_from_elsewhere_is_not_absent(target: Target, probe: Probe) -> None:
+    name = target.symbol.partition(".")[0]
+    for text in (f"from vendor import {name}\n", "from vendor import *\n"):
+        assert ask(probe, Texts({target.module: text})).verdict is Verdict.UNRECOGNISED
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            "        self.linear_fc2 = submodules.linear_fc2(\n",
+            "        self.linear_fc2 = built(submodules.linear_fc2,\n",
+        ),
+        (
+            "        self.linear_fc2 = submodules.linear_fc2(\n",
+            "        submodules = other(submodules)\n        self.linear_fc2 = submodules.linear_fc2(\n",
+        ),
+        ("init_method=not_none(self.config.output_layer_init_method)", "init_method=not_none(method)"),
+        ("        super().__init__(config=config)\n", "        super().__init__(config=other(config))\n"),
+        ("apply_module, not_none", "apply_module, other as not_none"),
+        (
+            "config: TransformerConfig,\n        submodules: ",
+            "more: int,\n        config: TransformerConfig,\n        submodules: ",
+        ),
+    ],
+    ids=[
+        "built by another",
+        "another builder",
+        "another method",
+        "another config",
+        "another helper",
+        "a parameter more",
+    ],
+)
+def test_the_constructor_must_be_as_it_was_read(target: Target, probe: Probe, old: str, new: str) -> None:
+    source = archive("megatron_core-0.19.2").module(target.module)
+    assert source is not None
+    head, start, rest = source.text.partition(f"class {target.symbol.partition('.')[0]}(")
+    parts = [head, start, rest.replace(old, new, 1)] if old in rest else [head.replace(old, new, 1), start, rest]
+    text = "".join(parts)
+    assert text != source.text
+
+    assert ask(probe, Texts({target.module: text})).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize("kind", ["single", "grouped"])
+def test_what_chooses_and_was_not_read_looks_repaired(kind: str) -> None:
+    case = CASES[f"inner projections of {kind} experts"]
+
+    finding = case.ask(case.texts())
+
+    assert (finding.verdict, finding.looks_repaired) == (Verdict.UNRECOGNISED, True)
