@@ -195,5 +195,11 @@ LISTED: tuple[Listed, ...] = (
         off_by_default=False,
         targets=("megatron.core.transformer.moe.router", "megatron.core.transformer.transformer_layer"),
     ),
+    Listed(
+        id="latent-moe-fc2-init",
+        installs=True,
+        off_by_default=True,
+        targets=("megatron.core.transformer.mlp", "megatron.core.transformer.moe.experts"),
+    ),
 )
 """Every declaration, by pack and id."""

@@ -42,6 +42,7 @@ EXPECTED = {
     "gdn-capture-gates": (M, ("absent", "active", "active", "active", "active", "active")),
     "fp8-quantized-unwrap": (M, ("absent", "absent", "active", "active", "active", "active")),
     "hybrid-mtp-aux-loss": (M, ("absent", *("active",) * 5)),
+    "latent-moe-fc2-init": (M, ("disabled",) * 6),
     "liger-flce-none-backward": (L, ("active", "active", "active", "retired", "retired", "retired")),
     "hopper-flce-dispatch": (M, ("absent", "absent", "absent", "absent", "absent", "absent")),
     "float16-distributed-order": (M, ("active", "active", "active", "active", "active", "active")),
