@@ -22,6 +22,7 @@ from megacpp_overlays.feature_probes import (
     dsa_branchless_scatter,
     dsa_capture_gates,
     dsa_indexer_streaming,
+    expert_bias_padding_mask,
     float16_distributed_order,
     float16_fp32_exemption,
     float16_mixer_parameters,
@@ -46,6 +47,7 @@ from megacpp_overlays.feature_probes import (
     mtp_token_counts_local,
     mtp_z_loss,
     packed_params,
+    pipeline_padding_mask,
     seq_aux_loss_packed,
     tilelang_bulk_copy_rank,
     tilelang_grouped_reduce,
@@ -469,6 +471,29 @@ def owning() -> dict[str, str | None]:
     }
 
 
+def masking_tokens() -> str:
+    """Let the router of the newest release lay the mask of tokens over tokens."""
+    text = released("megatron_core-0.19.2", expert_bias_padding_mask.TARGET.module)
+    old = "routing_map = routing_map & (~padding_mask)\n"
+    assert old in text
+    return text.replace(old, "routing_map = routing_map & (~padding_mask).unsqueeze(-1)\n", 1)
+
+
+def cutting() -> str:
+    """Let the model of the newest release cut padding masks on every stage, in its own group."""
+    text = released("megatron_core-0.19.2", pipeline_padding_mask.TARGET.module)
+    start = text.index("            if padding_mask is not None and self.config.sequence_parallel:\n")
+    end = text.index("        else:\n            # intermediate stage of pipeline\n", start)
+    behind = text.index("        # Rotary positional embeddings (embedding is None", end)
+    cut = """        if padding_mask is not None and self.config.sequence_parallel:
+            turned = padding_mask.transpose(0, 1).contiguous()
+            turned = tensor_parallel.scatter_to_sequence_parallel_region(turned, group=self.pg_collection.tp)
+            padding_mask = turned.transpose(0, 1).contiguous()
+
+"""
+    return text[:start] + text[end:behind] + cut + text[behind:]
+
+
 DISPATCHER = """
 import torch
 from transformer_engine.pytorch import QuantizedTensor
@@ -830,6 +855,44 @@ CASES = {
             "counted in rows": (seq_aux_loss_packed.UTILS, "    if with_padding_mask:\n", "    if with_padding_mask and FLAG:\n"),
             "decorated": ("    def _maybe_unflatten_for_moe(", "    @of_old\n    def _maybe_unflatten_for_moe("),
             "set from outside": appended("TransformerLayer._maybe_unflatten_for_moe = of_old"),
+        },
+        tree=lambda: archive("megatron_core-0.19.2"),
+    ),
+    "masked counts": Case(
+        expert_bias_padding_mask,
+        expert_bias_padding_mask.TARGET.module,
+        lambda: {expert_bias_padding_mask.TARGET.module: masking_tokens()},
+        {
+            "over experts": ("(~padding_mask).unsqueeze(-1)", "(~padding_mask).unsqueeze(0)"),
+            "padding alone": ("(~padding_mask).unsqueeze(-1)", "padding_mask.unsqueeze(-1)"),
+            "not kept": ("                    routing_map = routing_map & (~padding_mask)", "                    masked = routing_map & (~padding_mask)"),
+            "or": ("routing_map & (~padding_mask)", "routing_map | (~padding_mask)"),
+            "under a flag": ("                if padding_mask is not None:\n                    routing_map = ", "                if padding_mask is not None and FLAG:\n                    routing_map = "),
+            "counted before": ("                if padding_mask is not None:\n                    routing_map = ", "                self.local_tokens_per_expert += routing_map.sum(dim=0)\n                if padding_mask is not None:\n                    routing_map = "),
+            "not told": ("self._apply_expert_bias(routing_map, padding_mask=padding_mask)", "self._apply_expert_bias(routing_map)"),
+            "told in another order": ("            padding_mask = padding_mask.reshape(-1)\n", "            padding_mask = padding_mask.transpose(0, 1).reshape(-1)\n"),
+            "decorated": ("    @jit_fuser\n    def _apply_expert_bias(", "    @of_old\n    def _apply_expert_bias("),
+            "set from outside": appended("TopKRouter._apply_expert_bias = of_old"),
+        },
+        tree=lambda: archive("megatron_core-0.19.2"),
+        is_made_up=False,
+    ),
+    "masks of stages": Case(
+        pipeline_padding_mask,
+        pipeline_padding_mask.TARGET.module,
+        lambda: {pipeline_padding_mask.TARGET.module: cutting()},
+        {
+            "in the default group": ("(turned, group=self.pg_collection.tp)", "(turned)"),
+            "in another group": ("(turned, group=self.pg_collection.tp)", "(turned, group=self.pg_collection.cp)"),
+            "under a flag": ("        if padding_mask is not None and self.config.sequence_parallel:\n            turned", "        if padding_mask is not None and FLAG:\n            turned"),
+            "on the first stage": ("        if padding_mask is not None and self.config.sequence_parallel:\n            turned", "        if padding_mask is not None and self.pre_process:\n            turned"),
+            "along rows": ("            turned = padding_mask.transpose(0, 1).contiguous()\n", "            turned = padding_mask.contiguous()\n"),
+            "not kept": ("            padding_mask = turned.transpose", "            cut = turned.transpose"),
+            "whole again": ("            sequence_len_offset,\n            padding_mask,\n        )\n        if rotary", "            sequence_len_offset,\n            whole(padding_mask),\n        )\n        if rotary"),
+            "forgotten by forward": ("            sequence_len_offset,\n            padding_mask,\n        ) = preproc_output[:6]", "            sequence_len_offset,\n            _,\n        ) = preproc_output[:6]"),
+            "never given": ("            padding_mask=padding_mask,\n        )\n\n        (", "            padding_mask=None,\n        )\n\n        ("),
+            "decorated": ("    def _preprocess(", "    @of_old\n    def _preprocess("),
+            "set from outside": appended("GPTModel._preprocess = of_old"),
         },
         tree=lambda: archive("megatron_core-0.19.2"),
     ),

@@ -1,0 +1,148 @@
+"""Whose axis a router lays a padding mask over, and on which stages a model cuts it: every release, main, dev, and edits of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from probing import Texts, ask
+from repair_cases import CASES, archive
+
+from megacpp_overlays.feature_probes import expert_bias_padding_mask as counts
+from megacpp_overlays.feature_probes import pipeline_padding_mask as stages
+from megacpp_overlays.model import Finding, Verdict
+from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+
+WITHOUT_MASKS = ("0.1.0", "0.5.0", "0.8.0", "0.11.0", "0.12.3", "0.13.1", "0.14.0", "0.15.0", "0.15.3")
+BROKEN = ("0.16.0", "0.16.1", "0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2")
+FEATURES = (counts, stages)
+MODEL, ROUTER = stages.TARGET.module, counts.TARGET.module
+
+Wheel = Callable[[str, str], Path]
+
+
+def edited(feature: ModuleType, old: str, new: str) -> Finding:
+    tree = archive("megatron_core-0.19.2")
+    source = tree.module(feature.TARGET.module)
+    assert source is not None
+    assert old in source.text
+    return ask(feature.probe, Texts({feature.TARGET.module: source.text.replace(old, new, 1)}, tree))
+
+
+@pytest.mark.parametrize("version", WITHOUT_MASKS)
+def test_releases_that_take_no_padding_mask_are_absent(version: str, wheel: Wheel) -> None:
+    tree = ArchiveTree(wheel("megatron-core", version))
+
+    assert {each.probe(tree).verdict for each in FEATURES} == {Verdict.ABSENT}
+
+
+@pytest.mark.parametrize("version", BROKEN)
+def test_releases_that_take_one_are_broken(version: str, wheel: Wheel) -> None:
+    tree = ArchiveTree(wheel("megatron-core", version))
+
+    assert [(each.probe(tree).verdict, each.probe(tree).shape) for each in FEATURES] == [
+        (Verdict.BROKEN, counts.OVER_EXPERTS),
+        (Verdict.BROKEN, stages.FIRST_STAGE),
+    ]
+
+
+def test_given_trees_are_recognised(upstream_trees: list[Path]) -> None:
+    for path in upstream_trees:
+        tree = DirectoryTree(path)
+        assert ask(counts.probe, tree).verdict in {Verdict.FIXED, Verdict.BROKEN}, path
+        finding = ask(stages.probe, tree)
+        assert finding.verdict is Verdict.BROKEN, path
+        assert finding.shape in {stages.FIRST_STAGE, stages.DEFAULT_GROUP}
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=["counts", "stages"])
+@pytest.mark.parametrize("text", [None, "class Other: pass", "class TopKRouter: pass\n\n\nclass GPTModel: pass"])
+def test_what_is_not_there_is_absent(feature: ModuleType, text: str | None) -> None:
+    assert ask(feature.probe, Texts({feature.TARGET.module: text})).verdict is Verdict.ABSENT
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=["counts", "stages"])
+def test_a_mask_that_goes_elsewhere_is_not_absent(feature: ModuleType) -> None:
+    text = "class {}:\n    def forward(self, padding_mask):\n        return padding_mask\n"
+
+    for name in ("TopKRouter", "GPTModel"):
+        found = ask(feature.probe, Texts({feature.TARGET.module: text.format(name)}))
+        is_its_own = name == feature.TARGET.symbol.partition(".")[0]
+        assert found.verdict is (Verdict.UNRECOGNISED if is_its_own or feature is counts else Verdict.ABSENT)
+
+
+@pytest.mark.parametrize(
+    ("feature", "old", "new"),
+    [
+        (counts, "    @jit_fuser\n    def _apply_expert_bias(", "    def _apply_expert_bias("),
+        (
+            counts,
+            "    def _apply_expert_bias(",
+            "    def _apply_expert_bias(self, *given): ...\n\n    def _apply_expert_bias(",
+        ),
+        (counts, "class TopKRouter(", "@other\nclass TopKRouter("),
+        (counts, "class TopKRouter(", f"{counts.COUNT} = other\n\n\nclass TopKRouter("),
+        (counts, "if self.enable_expert_bias and torch.is_grad_enabled():", "if self.enable_expert_bias:"),
+        (
+            counts,
+            "self.local_tokens_per_expert += routing_map.sum(dim=0)",
+            "self.local_tokens_per_expert = routing_map.sum(dim=0)",
+        ),
+        (
+            counts,
+            "            padding_mask = padding_mask.reshape(-1)\n",
+            "            padding_mask = ~padding_mask.reshape(-1)\n",
+        ),
+        (counts, "from megatron.core.jit import jit_fuser\n", "from vendor import jit_fuser\n"),
+        (stages, "    def _preprocess(", "    @other\n    def _preprocess("),
+        (stages, "    def _preprocess(", "    def _preprocess(self): ...\n\n    def _preprocess("),
+        (stages, "class GPTModel(", "@other\nclass GPTModel("),
+        (stages, "class GPTModel(", f"{stages.PREPROCESS} = other\n\n\nclass GPTModel("),
+        (
+            stages,
+            "        elif self.pre_process:\n            if padding_mask",
+            "        elif self.pre_process or FLAG:\n            if padding_mask",
+        ),
+        (
+            stages,
+            "            sequence_len_offset,\n            padding_mask,\n        )\n",
+            "            padding_mask,\n            sequence_len_offset,\n        )\n",
+        ),
+        (stages, ") = preproc_output[:6]", ") = other(preproc_output)[:6]"),
+    ],
+    ids=[
+        "not compiled",
+        "two counts",
+        "another router",
+        "counts set from outside",
+        "in evaluation",
+        "the last alone",
+        "the other way round",
+        "compiled otherwise",
+        "another preparation",
+        "two preparations",
+        "another model",
+        "a preparation set from outside",
+        "on other stages",
+        "in another order",
+        "unpacked otherwise",
+    ],
+)
+def test_what_was_not_read_is_unrecognised(feature: ModuleType, old: str, new: str) -> None:
+    assert edited(feature, old, new).verdict is Verdict.UNRECOGNISED
+
+
+def test_upstream_s_own_repair_of_counts_is_known_in_a_release_too() -> None:
+    case = CASES["masked counts"]
+
+    assert case.ask(case.texts()).verdict is Verdict.FIXED
+
+
+def test_a_cut_outside_of_the_branch_that_embeds_looks_repaired() -> None:
+    case = CASES["masks of stages"]
+
+    finding = case.ask(case.texts())
+
+    assert (finding.verdict, finding.looks_repaired) == (Verdict.UNRECOGNISED, True)
