@@ -201,5 +201,14 @@ LISTED: tuple[Listed, ...] = (
         off_by_default=True,
         targets=("megatron.core.transformer.mlp", "megatron.core.transformer.moe.experts"),
     ),
+    Listed(
+        id="expert-bias-padding-mask",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.transformer.moe.router",),
+    ),
+    Listed(
+        id="pipeline-padding-mask", installs=True, off_by_default=False, targets=("megatron.core.models.gpt.gpt_model",)
+    ),
 )
 """Every declaration, by pack and id."""
