@@ -387,6 +387,9 @@ def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.unmeasured
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # torch 2.15 says it of its own
 @pytest.mark.parametrize("layout", ["contiguous", "batch first"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_pytorch_s_own_checks_of_an_operator_pass(layout: str, dtype: torch.dtype) -> None:

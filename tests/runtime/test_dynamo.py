@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import warm_python
 from made_up import BROKEN_TEXT, Upstream
+from packaging.version import Version
 from places import HANG_S, ROOT, SUPPORT
 from traced_seams import TEXT, measured, overlay_at
 from trees import STAND_INS
@@ -44,10 +46,14 @@ class Place:
     stale: bool
 
 
+OLDER_THAN_2_15 = Version(torch.__version__) < Version("2.15")
+"""Whether it is a torch that does not notice a replaced class method, and that traces a wrapped module whole."""
+LIGER_IS_BROKEN = Version(version("liger-kernel")) < Version("0.8.2")
+
 PLACES = {
     "function": Place("scaled", lambda m: lambda x: m.scaled(x), stale=False),
     "static method": Place("Block.static", lambda m: lambda x: m.Block.static(x), stale=False),
-    "class method": Place("Block.of_class", lambda m: lambda x: m.Block.of_class(x), stale=True),
+    "class method": Place("Block.of_class", lambda m: lambda x: m.Block.of_class(x), stale=OLDER_THAN_2_15),
     "method": Place("Block.method", lambda m: _calling(m.Block().method), stale=True),
     "inherited method": Place("Block.method", lambda m: _calling(m.Heir().method), stale=True),
     "forward of a module": Place("Module.forward", lambda m: _calling(m.Module()), stale=True),
@@ -540,7 +546,7 @@ STEPS = {
     "sparse_mla": Counted("fp8-quantized-unwrap", breaks=0),
     "sparse_mla_that_cannot_be_traced": Counted("fp8-quantized-unwrap", breaks=1),
     "token_losses": Counted("liger-flce-none-backward", breaks=4),
-    "wrapped_module": Counted("float16-fp32-exemption", breaks=0),
+    "wrapped_module": Counted("float16-fp32-exemption", breaks=0 if OLDER_THAN_2_15 else 4),
     "scatter": Counted("dsa-branchless-scatter", breaks=1, stand_in="dsa-june"),
 }
 """Not here: `hopper-flce-dispatch`, whose upstream raises on any device that it could be traced for without a GPU; the
@@ -571,7 +577,8 @@ def counts() -> dict[str, dict[str, Any]]:
 @pytest.mark.upstream
 def test_each_of_these_overlays_was_off_in_the_one_and_active_in_the_other(counts: dict[str, dict[str, Any]]) -> None:
     assert not counts["off"]["active"]
-    assert {about.overlay for about in STEPS.values()} <= counts["auto"]["active"]
+    upstream_is_right = set() if LIGER_IS_BROKEN else {"liger-flce-none-backward"}
+    assert {about.overlay for about in STEPS.values()} - upstream_is_right <= counts["auto"]["active"]
 
 
 @pytest.mark.upstream
@@ -587,6 +594,7 @@ def test_a_step_breaks_and_compiles_as_often_with_the_overlay_as_without(
 
 
 @pytest.mark.upstream
+@pytest.mark.skipif(not LIGER_IS_BROKEN, reason="upstream is right in this environment")
 def test_token_losses_break_once_with_the_overlay_and_at_every_read_from_the_host_without(
     counts: dict[str, dict[str, Any]],
 ) -> None:

@@ -276,7 +276,8 @@ def key_side(
     peak = tl.zeros((SQUARES_DOWN,), dtype=tl.float32)
     for step in tl.static_range(COLUMNS // SQUARE):
         at = tl.program_id(0) * (COLUMNS // SQUARE) + step
-        here = (square < down) & (at < across)
+        # One condition, as the interpreter of Triton 3.9 makes a number of one that is not about a block.
+        here = square < tl.where(at < across, down, 0)
         peak = tl.maximum(peak, tl.load(peaks + (batch * down + square) * across + at, mask=here, other=0.0))
     begin = tl.min(tl.where(peak > 0, square, down), axis=0)
     end = tl.max(tl.where(peak > 0, square + 1, 0), axis=0)

@@ -244,11 +244,13 @@ def _gradient(  # type: ignore[no-untyped-def]
     if HAS_SPREAD:
         spread_factor = tl.load(of_spread + row)
         dead = dead & (spread_factor == 0.0)
+    # What a token without a gradient says is not even read. A limit and no second condition, as the interpreter of Triton 3.9
+    # makes a number of one that is not about a block.
+    read = tl.where(dead, 0, classes)
     for each in range(BLOCKS):
         column = (tl.program_id(1) + each) * BLOCK + tl.arange(0, BLOCK)
         inside = column < classes
-        # What a token without a gradient says is not even read.
-        values = tl.load(logits + column, mask=inside & (dead == 0), other=0.0).to(tl.float32)
+        values = tl.load(logits + column, mask=column < read, other=0.0).to(tl.float32)
         if HAS_BIAS:
             values += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
         if HAS_SOFTCAP:
