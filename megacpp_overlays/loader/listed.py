@@ -210,5 +210,11 @@ LISTED: tuple[Listed, ...] = (
     Listed(
         id="pipeline-padding-mask", installs=True, off_by_default=False, targets=("megatron.core.models.gpt.gpt_model",)
     ),
+    Listed(
+        id="mla-rope-head-blocks",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.fusions.fused_mla_yarn_rope_apply",),
+    ),
 )
 """Every declaration, by pack and id."""

@@ -59,6 +59,7 @@ EXPECTED = {
     "mamba3-mimo-reduce-layout": (S, ("absent", "absent", "absent", "absent", "retired", "gated")),
     "mamba3-siso-pipelining": (S, ("absent", "absent", "absent", "absent", "gated", "gated")),
     "megatron-cuda-on-import": (M, ("absent",) * 6),
+    "mla-rope-head-blocks": (M, ("active",) * 6),
     "mla-rope-key-gradient": (M, ("active",) * 6),
     "mtp-roll-padded-boundaries": (M, ("active",) * 6),
     "mtp-z-loss": (M, ("absent", *("active",) * 5)),

@@ -38,6 +38,7 @@ from megacpp_overlays.feature_probes import (
     mamba3_siso_pipelining,
     mamba_packed_seq_idx,
     megatron_cuda_on_import,
+    mla_rope_head_blocks,
     mla_rope_key_gradient,
     mtp_roll_padded_boundaries,
     mtp_token_counts_local,
@@ -384,6 +385,20 @@ CASES = {
         },
         said={
             "by the MoE layer": (Verdict.BROKEN, "what cuts a mask that is too long, as dev's does, leaves alone what is cut"),
+        },
+        tree=megatron,
+    ),
+    "blocks of heads": Otherwise(
+        mla_rope_head_blocks,
+        mla_rope_head_blocks.MODULE,
+        edits={
+            "by the configurations": ('        triton.Config({"BLOCK_H": 2}),\n', ""),
+            "pruned by the heads": ('    key=["emb_dim", "head_num"],\n', '    key=["emb_dim", "head_num"],\n    prune_configs_by={"early_config_prune": dividing},\n'),
+            "by the grid": ("triton.cdiv(nheads, META[\"BLOCK_H\"])", "whole_blocks(nheads, META[\"BLOCK_H\"])"),
+            "into another tensor": ("            q,\n            cos,\n            sin,\n            qk_head_dim,\n            emb_dim,\n            nheads,", "            copied(q),\n            cos,\n            sin,\n            qk_head_dim,\n            emb_dim,\n            nheads,"),
+            "with a barrier": ("    x_left = x_1 * cos_left - x_2 * sin_left\n", "    tl.debug_barrier()\n    x_left = x_1 * cos_left - x_2 * sin_left\n"),
+            "without the kernels": ("def fused_apply_mla_rope_for_q(\n", "def of_old(\n"),
+            "from the outside": appended("ApplyMLARotaryEmbQ.forward = in_plain_pytorch"),
         },
         tree=megatron,
     ),

@@ -42,6 +42,7 @@ from megacpp_overlays.feature_probes import (
     mamba3_siso_pipelining,
     mamba_packed_seq_idx,
     megatron_cuda_on_import,
+    mla_rope_head_blocks,
     mla_rope_key_gradient,
     mtp_roll_padded_boundaries,
     mtp_token_counts_local,
@@ -367,6 +368,20 @@ def widening(*modules: str) -> dict[str, str | None]:
     """Let all kernels of the newest release count their programs with 64 bits."""
     texts = {name: released("mamba_ssm-2.3.2.post1", name) for name in modules}
     return {name: re.sub(r"(tl\.program_id\((?:axis=)?\d\))", r"\1.to(tl.int64)", text) for name, text in texts.items()}
+
+
+def ending() -> str:
+    """Return the rotary kernels of 0.19.2 with masks that know their block, and one warp where they write in place."""
+    text = released("megatron_core-0.19.2", mla_rope_head_blocks.MODULE)
+    for name, stride in (("x", "stride_x"), ("kv", "stride_kv"), ("dkv", "stride_dkv")):
+        mask = f"mask = {name}_off < head_num * {stride}_nheads"
+        assert mask in text
+        text = text.replace(mask, f"mask = {name}_off < (head_num - pid_head * BLOCK_H) * {stride}_nheads")
+    inside = "mask = x_off < head_num * stride_dk_nheads"
+    assert inside in text
+    text = text.replace(inside, "mask = x_off < (head_num - i * BLOCK_H) * stride_dk_nheads")
+    head, key, rest = text.partition('    key=["emb_dim", "k_dim"')
+    return re.sub(r"triton.Config\((\{[^}]*\})\)", r"triton.Config(\1, num_warps=1)", head) + key + rest
 
 
 def telling() -> str:
@@ -1046,6 +1061,24 @@ CASES = {
             "swapped": ("streaming(q, weights, k)", "streaming(k, weights, q)"),
             "under a flag": ("    return streaming", "    if FLAG:\n        return dense(q, weights, k)\n    return streaming"),
         },
+    ),
+    "blocks of heads": Case(
+        mla_rope_head_blocks,
+        mla_rope_head_blocks.MODULE,
+        lambda: {mla_rope_head_blocks.MODULE: ending()},
+        {
+            "one mask as before": ("mask = kv_off < (head_num - pid_head * BLOCK_H)", "mask = kv_off < (head_num)"),
+            "the sum as before": ("mask = x_off < (head_num - i * BLOCK_H)", "mask = x_off < (head_num)"),
+            "one block further": ("mask = dkv_off < (head_num - pid_head * BLOCK_H)", "mask = dkv_off < (head_num - (pid_head - 1) * BLOCK_H)"),
+            "another token's mask": ("mask = x_off < (head_num - pid_head * BLOCK_H)", "mask = x_off < (head_num - pid_m * BLOCK_H)"),
+            "not in the mask of the store": ("    tl.store(Q + x_left_off, x_left, mask=mask)", "    tl.store(Q + x_left_off, x_left)"),
+            "several warps in place": ('triton.Config({"BLOCK_H": 2}, num_warps=1)', 'triton.Config({"BLOCK_H": 2}, num_warps=4)'),
+            "under a flag": ("    mask = kv_off < (head_num - pid_head * BLOCK_H)", "    mask = kv_off < (head_num - (pid_head if KNOWN else 0) * BLOCK_H)"),
+            "another kernel launched": ("        rotary_bwd_q_kernel[grid](", "        of_old[grid]("),
+            "decorated": ("class ApplyMLARotaryEmbQ(", "@of_old\nclass ApplyMLARotaryEmbQ("),
+            "set from outside": appended("rotary_fwd_q_kernel = of_old"),
+        },
+        tree=lambda: archive("megatron_core-0.19.2"),
     ),
     "offsets of the scan": Case(
         mamba2_int32_offsets,
