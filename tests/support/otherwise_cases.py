@@ -45,6 +45,7 @@ from megacpp_overlays.feature_probes import (
     mtp_z_loss,
     packed_params,
     pipeline_padding_mask,
+    quant_recipe_stale_weights,
     seq_aux_loss_packed,
     tilelang_bulk_copy_rank,
     tilelang_grouped_reduce,
@@ -314,6 +315,19 @@ CASES = {
         },
         probe="probe_grouped",
         tree=megatron,
+    ),
+    "told of recipes": Otherwise(
+        quant_recipe_stale_weights,
+        quant_recipe_stale_weights.TARGET.module,
+        edits={
+            "always": ("            self.config.fp8 is not None\n", "            self.config is not None\n"),
+            "by a property": ("            self.config.fp8 is not None\n", "            self.is_quantized\n"),
+            "by the layers": ("                m.is_first_microbatch = True\n", "                m.begin_step()\n"),
+            "by a base": ("class MegatronModule(torch.nn.Module)", "class MegatronModule(ToldOfSteps)"),
+            "by a decorator": ("    def set_is_first_microbatch(", "    @of_recipes_too\n    def set_is_first_microbatch("),
+            "from the outside": appended("MegatronModule.set_is_first_microbatch = of_recipes_too(MegatronModule.set_is_first_microbatch)"),
+        },
+        tree=lambda: archive("megatron_core-0.18.2"),
     ),
     "told layers": Otherwise(
         hybrid_mtp_aux_loss,

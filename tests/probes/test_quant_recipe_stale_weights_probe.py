@@ -1,0 +1,86 @@
+"""Whether layers that a recipe quantizes are told that a step begins: every release, main, dev, and edits of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from probing import Texts, ask
+from repair_cases import archive
+
+from megacpp_overlays.feature_probes.quant_recipe_stale_weights import ENGINE, NOT_TOLD, TARGET, probe
+from megacpp_overlays.model import Finding, Verdict
+from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+
+WITHOUT_RECIPES = ("0.1.0", "0.8.0", "0.13.0", "0.13.1", "0.14.0", "0.15.0", "0.15.3")
+NOT_TOLD_IN = ("0.16.0", "0.16.1", "0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2")
+TOLD_IN = ("0.19.0", "0.19.1", "0.19.2")
+
+Wheel = Callable[[str, str], Path]
+
+
+def edited(release: str, old: str, new: str) -> Finding:
+    tree = archive(f"megatron_core-{release}")
+    source = tree.module(TARGET.module)
+    assert source is not None
+    assert old in source.text
+    return ask(probe, Texts({TARGET.module: source.text.replace(old, new, 1)}, tree))
+
+
+@pytest.mark.parametrize("version", WITHOUT_RECIPES)
+def test_releases_without_recipes_are_absent(version: str, wheel: Wheel) -> None:
+    assert probe(ArchiveTree(wheel("megatron-core", version))).verdict is Verdict.ABSENT
+
+
+@pytest.mark.parametrize("version", NOT_TOLD_IN)
+def test_releases_that_do_not_tell_are_broken(version: str, wheel: Wheel) -> None:
+    finding = probe(ArchiveTree(wheel("megatron-core", version)))
+
+    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, NOT_TOLD)
+
+
+@pytest.mark.parametrize("version", TOLD_IN)
+def test_releases_that_tell_are_fixed(version: str, wheel: Wheel) -> None:
+    assert probe(ArchiveTree(wheel("megatron-core", version))).verdict is Verdict.FIXED
+
+
+def test_given_trees_are_fixed(upstream_trees: list[Path]) -> None:
+    for path in upstream_trees:
+        assert ask(probe, DirectoryTree(path)).verdict is Verdict.FIXED, path
+
+
+def test_what_is_not_there_is_absent() -> None:
+    reads = {ENGINE: "class TEQuantizationParams: pass"}
+
+    assert ask(probe, Texts({TARGET.module: None})).verdict is Verdict.ABSENT
+    assert ask(probe, Texts({TARGET.module: "class Other: pass", **reads})).verdict is Verdict.ABSENT
+    assert ask(probe, Texts({TARGET.module: "class MegatronModule: pass", **reads})).verdict is Verdict.ABSENT
+    assert ask(probe, Texts({TARGET.module: "class MegatronModule: pass", ENGINE: None})).verdict is Verdict.ABSENT
+
+
+def test_what_comes_from_elsewhere_is_not_absent() -> None:
+    reads = {ENGINE: "class TEQuantizationParams: pass"}
+
+    text = "from vendor import MegatronModule\n"
+    assert ask(probe, Texts({TARGET.module: text, **reads})).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize("release", ["0.18.2", "0.19.2"])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("    def set_is_first_microbatch(self):", "    @other\n    def set_is_first_microbatch(self):"),
+        ("    def set_is_first_microbatch(self):", "    def set_is_first_microbatch(self, more=None):"),
+        ("class MegatronModule(", "@other\nclass MegatronModule("),
+        ("            self.config.fp8 is not None\n", "            self.config.fp8 is None\n"),
+        ("                m.is_first_microbatch = True\n", "                m.is_first_microbatch = FLAG\n"),
+        (
+            "                self.modules_with_is_first_microbatch = []\n",
+            "                self.modules_with_is_first_microbatch = other()\n",
+        ),
+    ],
+    ids=["decorated", "a parameter more", "a decorated class", "another condition", "another flag", "other layers"],
+)
+def test_the_method_must_be_as_it_was_read(release: str, old: str, new: str) -> None:
+    assert edited(release, old, new).verdict is Verdict.UNRECOGNISED
