@@ -216,5 +216,11 @@ LISTED: tuple[Listed, ...] = (
         off_by_default=False,
         targets=("megatron.core.fusions.fused_mla_yarn_rope_apply",),
     ),
+    Listed(
+        id="quant-recipe-stale-weights",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.transformer.module",),
+    ),
 )
 """Every declaration, by pack and id."""

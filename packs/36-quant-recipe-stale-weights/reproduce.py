@@ -56,7 +56,7 @@ def _run() -> Behaviour:
     found: list[float] = []
     for _ in range(STEPS):
         for number in range(MICROBATCHES):
-            step = (_forward, None, model, MICROBATCHES, None, [], config, 1)
+            step: Any = (_forward, None, model, MICROBATCHES, None, [], config, 1)
             output, _ = schedules.forward_step(*step, is_first_microbatch=number == 0, is_last_stage=False)
             found.append(float(output[0] if isinstance(output, list) else output))
         with torch.no_grad():
