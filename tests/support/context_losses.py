@@ -3,7 +3,7 @@
     python tests/support/context_losses.py FOLDER
 
 The release is the one that is first on the path; MEGACPP_OVERLAY_CP_LOCAL_LOSS_MEAN=on switches the overlay on. Four ranks are
-forked, meet in the folder with gloo, and are given out by Megatron itself. What is true is the mean of the losses of all
+forked, meet in the folder as `forked_ranks` says, and are given out by Megatron itself. What is true is the mean of the losses of all
 tokens of a microbatch that count, in float64 on whole sequences.
 """
 
@@ -22,11 +22,11 @@ import megacpp_overlays
 
 # isort: split
 import torch
-from forked_ranks import on_ranks
+from forked_ranks import DEVICE, at_most, on_ranks
 
 MODULE = "megatron.core.pipeline_parallel.schedules"
 ID = "cp-local-loss-mean"
-RANKS = 4
+RANKS = at_most(4)
 SEQUENCES, TOKENS, MICROBATCHES = 2, 24, 3
 MASKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "all": lambda place: place >= 0,
@@ -41,7 +41,7 @@ def numbers(mask: str) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(27)
     losses = torch.rand(SEQUENCES, TOKENS, generator=generator)
     counts = MASKS[mask](torch.arange(TOKENS)).expand(SEQUENCES, -1).float()
-    return losses, counts
+    return losses.to(DEVICE), counts.to(DEVICE)
 
 
 def own(whole: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -55,7 +55,7 @@ def own(whole: torch.Tensor, ranks: int) -> torch.Tensor:
 
 def bits(*results: torch.Tensor) -> str:
     """Return a hash of tensors."""
-    return hashlib.sha256(b"".join(each.contiguous().numpy().tobytes() for each in results)).hexdigest()[:16]
+    return hashlib.sha256(b"".join(each.contiguous().cpu().numpy().tobytes() for each in results)).hexdigest()[:16]
 
 
 class Step:
@@ -142,7 +142,8 @@ def facts(module: ModuleType, ranks: int) -> dict[str, Any]:
         "two": Step(module, ranks, "last third", two=True).bits(),
         "no loss": bits(Step(module, ranks, "last third", no_loss=True).reports[0]),
     }
-    if ranks == 2:  # a group whose two ranks hold the same parts: the mean of their counts is what each counts
+    # A group whose two ranks hold the same parts: the mean of their counts is what each counts.
+    if (ranks, RANKS) == (2, 4):
         pairs = [torch.distributed.new_group(each) for each in ([0, 2], [1, 3])]
         inner, wrapped = torch.nn.Identity(), torch.nn.Identity()
         inner.pg_collection = SimpleNamespace(cp=pairs[torch.distributed.get_rank() % 2])
@@ -171,7 +172,7 @@ def _on_rank(module: ModuleType) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     found: dict[str, Any] = {}
-    for ranks in (1, 2, 4):
+    for ranks in (each for each in (1, 2, 4) if each <= RANKS):
         parallel_state.initialize_model_parallel(context_parallel_size=ranks)
         found[str(ranks)] = facts(module, ranks)
         parallel_state.destroy_model_parallel()

@@ -3,7 +3,7 @@
     python tests/support/counted_tokens.py FOLDER [briefly]
 
 The release is the one that is first on the path; MEGACPP_OVERLAY_MTP_TOKEN_COUNTS_LOCAL=on must switch the overlay on. Ranks are
-forked, and meet in the folder with gloo. Each measures with that overlay and the one of padded rows, with either, and with
+forked, and meet in the folder as `forked_ranks` says. Each measures with that overlay and the one of padded rows, with either, and with
 neither. Gradients and tokens are summed over ranks, and divided by each other, as `finalize_model_grads` does. What is true is
 the mean over all tokens of each prediction, of rows that no rank shares.
 """
@@ -24,7 +24,7 @@ import megacpp_overlays
 
 # isort: split
 import torch
-from forked_ranks import on_ranks
+from forked_ranks import DEVICE, ON_CPU, at_most, on_ranks
 from rolled_rows import HIDDEN, LAYERS, SCALE, VOCABULARY, Packing, bits, relative
 
 from megacpp_overlays.feature_probes.mtp_roll_padded_boundaries import UNPADDED
@@ -32,7 +32,7 @@ from megacpp_overlays.feature_probes.mtp_token_counts_local import LOCAL, TARGET
 from megacpp_overlays.loader import seams
 from megacpp_overlays.overlays import mtp_roll_padded_boundaries, mtp_token_counts_local
 
-RANKS = 4
+RANKS = at_most(4)
 COUNTS, ROLLS = mtp_token_counts_local.OVERLAY, mtp_roll_padded_boundaries.OVERLAY
 STATES = {
     "both": ((COUNTS, LOCAL), (ROLLS, UNPADDED)),
@@ -51,9 +51,9 @@ class Share:
     def __init__(self, packing: Packing, kept: Callable[[torch.Tensor], torch.Tensor], replica: int) -> None:
         numbers = torch.Generator().manual_seed(7 + replica)
         self.packing = packing
-        self.labels = torch.randint(VOCABULARY, (1, packing.tokens), generator=numbers)
+        self.labels = torch.randint(VOCABULARY, (1, packing.tokens), generator=numbers).to(DEVICE)
         self.mask = kept(packing.trained()) if replica else packing.trained()
-        self.hidden = torch.randn(1 + LAYERS, packing.tokens, 1, HIDDEN, generator=numbers)
+        self.hidden = torch.randn(1 + LAYERS, packing.tokens, 1, HIDDEN, generator=numbers).to(DEVICE)
 
     def predictions(
         self, weight: torch.Tensor, shifted: int, rolled: Callable[[torch.Tensor], torch.Tensor]
@@ -70,12 +70,12 @@ class Share:
 
 
 def every_other(mask: torch.Tensor) -> torch.Tensor:
-    return mask * (torch.arange(mask.size(-1)) % 2)
+    return mask * (torch.arange(mask.size(-1), device=DEVICE) % 2)
 
 
 def three(mask: torch.Tensor) -> torch.Tensor:
     """Keep tokens of the second chunk alone: where two ranks share a row of 16, the first has a target and no token of the main loss."""
-    place = torch.arange(mask.size(-1))
+    place = torch.arange(mask.size(-1), device=DEVICE)
     return mask * ((place >= 4) & (place < 7))
 
 
@@ -102,8 +102,10 @@ def measure(module: ModuleType, way: str, **asked: Any) -> dict[str, Any]:
     packing = ROW if kind == "row" else DOCUMENTS[kind]
     shares = [Share(packing, kept, replica) for replica in range(RANKS // group.size())]
     own = shares[parallel_state.get_data_parallel_rank()]
-    mine = packing.share(group.size(), group.rank()) if group.size() > 1 else torch.arange(packing.tokens)
-    weight = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(5))
+    mine = (
+        packing.share(group.size(), group.rank()) if group.size() > 1 else torch.arange(packing.tokens, device=DEVICE)
+    )
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     ids = way.endswith("ids")
     mask = own.mask[:, mine]
     found, states = weight.clone().requires_grad_(), own.hidden[:, mine].flatten(0, 1).requires_grad_()
@@ -136,7 +138,7 @@ def truth(
 ) -> torch.Tensor:
     """Return the gradient of the mean over all tokens of each prediction."""
     leaf = weight.clone().requires_grad_()
-    losses = torch.zeros(())
+    losses = torch.zeros((), device=DEVICE)
     every = [each.predictions(leaf, shifted, rolled) for each in shares]
     for layer in zip(*every, strict=True):
         losses = losses + SCALE / LAYERS * sum(loss for loss, _ in layer) / sum(tokens for _, tokens in layer)
@@ -162,7 +164,7 @@ def run(
     from megatron.core import parallel_state
 
     labels = share.labels[:, mine]
-    module.MTPLossAutoScaler.set_loss_scale(torch.ones(()))
+    module.MTPLossAutoScaler.set_loss_scale(torch.ones((), device=DEVICE))
     return module.process_mtp_loss(
         hidden_states=states,
         labels=None if ids else labels,
@@ -221,7 +223,7 @@ def facts(module: ModuleType, context: int) -> dict[str, Any]:
             for way in WAYS:
                 if (way.endswith("ids") and not takes_ids) or (way == "row, few" and context == 1):
                     continue
-                if not way.startswith("row") and context == RANKS:
+                if not way.startswith("row") and context == 4:
                     continue  # documents are too short for eight chunks
                 tracker.clear()
                 found[state][way] = measure(module, way)
@@ -236,7 +238,7 @@ def _on_rank(module: ModuleType) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     found: dict[str, Any] = {}
-    for ranks in (1, 2) if "briefly" in sys.argv else (1, 2, RANKS):
+    for ranks in (1, 2) if "briefly" in sys.argv else sorted({1, 2, RANKS}):
         parallel_state.initialize_model_parallel(context_parallel_size=ranks)
         found[str(ranks)] = facts(module, ranks)
         parallel_state.destroy_model_parallel()
@@ -251,16 +253,17 @@ def _on_rank(module: ModuleType) -> dict[str, Any]:
 def alone(module: ModuleType) -> str:
     """Return the bits of a row that one rank has for itself."""
     share = Share(ROW, every_other, 1)
-    weight = torch.ones(VOCABULARY, HIDDEN, requires_grad=True)
+    weight = torch.ones(VOCABULARY, HIDDEN, device=DEVICE, requires_grad=True)
     states = share.hidden.flatten(0, 1).requires_grad_()
-    run(module, weight, states, share, torch.arange(ROW.tokens)).sum().backward()
+    run(module, weight, states, share, torch.arange(ROW.tokens, device=DEVICE)).sum().backward()
     return bits(weight.grad, states.grad)  # type: ignore[arg-type]
 
 
 def main() -> None:
     """Answer on standard output."""
     torch.set_num_threads(1)
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value] # where upstream puts what it receives
+    if ON_CPU:
+        torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value] # where upstream puts what it receives
     module = importlib.import_module(TARGET.module)
     record = next(each for each in megacpp_overlays.audit().records if each.overlay.id == COUNTS.id)
     answer = {"decision": record.decision.value, "reason": record.reason}

@@ -1,15 +1,30 @@
-"""Ranks of gloo as forked copies of a process that has imported what they need, each with what it found."""
+"""Ranks as forked copies of a process that has imported what they need, each with what it found.
+
+They meet with gloo and have their tensors on the CPU. With RANKS_ON=cuda they meet with NCCL, and each has a device: then the process
+that is copied must not have touched one. Where there are fewer devices than ranks, ranks share them, and NCCL is told that they
+are on several hosts, for it refuses two ranks of one host on one device.
+"""
 
 from __future__ import annotations
 
 import datetime
 import json
 import multiprocessing
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PATIENCE = datetime.timedelta(minutes=10)
+DEVICE = os.environ.get("RANKS_ON", "cpu")
+ON_CPU = DEVICE == "cpu"
+PATIENCE = datetime.timedelta(minutes=10 if ON_CPU else 2)
+
+
+def at_most(ranks: int) -> int:
+    """Return so many ranks, or one for each device if these are fewer."""
+    import torch
+
+    return ranks if ON_CPU else min(ranks, torch.cuda.device_count())  # it asks NVML, and touches no device
 
 
 def on_ranks(count: int, folder: Path, find: Callable[[int], Any]) -> list[Any]:
@@ -24,12 +39,22 @@ def on_ranks(count: int, folder: Path, find: Callable[[int], Any]) -> list[Any]:
     def rank(number: int) -> None:
         import torch
 
+        if not ON_CPU:
+            devices = torch.cuda.device_count()
+            torch.cuda.set_device(number % devices)
+            if devices < count:
+                os.environ |= {"NCCL_HOSTID": f"rank{number}", "NCCL_SOCKET_IFNAME": "lo"}
         torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{folder}/meet", rank=number, world_size=count, timeout=PATIENCE
+            "gloo" if ON_CPU else "nccl",
+            init_method=f"file://{folder}/meet",
+            rank=number,
+            world_size=count,
+            timeout=PATIENCE,
         )
         (folder / f"{number}.json").write_text(json.dumps(find(number)))
         torch.distributed.destroy_process_group()
 
+    folder.mkdir(exist_ok=True)
     context = multiprocessing.get_context("fork")
     started = [context.Process(target=rank, args=(number,)) for number in range(count)]
     for each in started:

@@ -20,6 +20,7 @@ import megacpp_overlays
 
 # isort: split
 import torch
+from forked_ranks import DEVICE, ON_CPU
 
 STACK = "megatron.core.models.hybrid.hybrid_block"
 ROUTER = "megatron.core.transformer.moe.router"
@@ -94,9 +95,10 @@ def run(
     generator = torch.Generator().manual_seed(4)
     made = routers(config, places, predicts=predicts, stacked=stacked)
     weight = torch.randn(made[0].weight.shape, generator=generator)
-    states = torch.randn(TOKENS, 1, HIDDEN, generator=generator)
+    states = torch.randn(TOKENS, 1, HIDDEN, generator=generator).to(DEVICE)
     try:
         for router in made:
+            router.to(DEVICE)
             with torch.no_grad():
                 router.weight.copy_(weight)
             for _ in range(predictions if repeated else 1):
@@ -143,10 +145,13 @@ def facts() -> dict[str, Any]:
 def main() -> None:
     """Answer on standard output."""
     torch.set_num_threads(1)
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value] # where upstream puts what it makes
+    if ON_CPU:
+        torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value] # where upstream puts what it makes
     modules()
     with tempfile.TemporaryDirectory() as folder:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
+        torch.distributed.init_process_group(
+            "gloo" if ON_CPU else "nccl", init_method=f"file://{folder}/meet", rank=0, world_size=1
+        )
         importlib.import_module("megatron.core.parallel_state").initialize_model_parallel()
     records = {each.overlay.id: each for each in megacpp_overlays.audit().records}
     answer: dict[str, Any] = {"decisions": {name: records[name].decision.value for name in IDS}, "on": facts()}

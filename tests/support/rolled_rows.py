@@ -1,21 +1,20 @@
 """Run in a fresh interpreter: what multi-token prediction makes of packed rows, on one rank and on several; JSON.
 
-    python tests/support/rolled_rows.py FOLDER
+    python tests/support/rolled_rows.py FOLDER [WAY...]
 
 The release is the one that is first on the path; MEGACPP_OVERLAY_MTP_ROLL_PADDED_BOUNDARIES=off leaves it as it is. Ranks are
-forked, and meet in the folder with gloo. Each holds of every document one chunk from the start and one from the end, as
+forked, and meet in the folder as `forked_ranks` says. Each holds of every document one chunk from the start and one from the end, as
 Transformer Engine gives them out. What is true is written down here: a document is rolled by itself, padding and all.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
+import functools
 import hashlib
 import importlib
 import itertools
 import json
-import multiprocessing
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -25,11 +24,11 @@ import megacpp_overlays
 
 # isort: split
 import torch
+from forked_ranks import DEVICE, on_ranks
 
 MODULE = "megatron.core.transformer.multi_token_prediction"
 ID = "mtp-roll-padded-boundaries"
 LAYERS, HIDDEN, VOCABULARY, SCALE = 2, 5, 40, 0.3
-PATIENCE = datetime.timedelta(minutes=10)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Packing:
         from megatron.core.packed_seq_params import PackedSeqParams
 
         bounds, padded = (
-            None if each is None else torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32)
+            None if each is None else torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32, device=DEVICE)
             for each in (self.lengths, self.padded or (self.lengths if self.told else None))
         )
         return PackedSeqParams(
@@ -73,7 +72,7 @@ class Packing:
             chunk = (place.stop - place.start) // (2 * ranks)
             for number in (rank, 2 * ranks - 1 - rank):
                 found += range(place.start + number * chunk, place.start + (number + 1) * chunk)
-        return torch.tensor(found)
+        return torch.tensor(found, device=DEVICE)
 
     def rolled(self, row: torch.Tensor) -> torch.Tensor:
         """Return each document shifted by one, with a zero at its end; what lies behind them as it is."""
@@ -84,7 +83,7 @@ class Packing:
 
     def trained(self) -> torch.Tensor:
         """Return 1 where a label is one of the document's own tokens, else 0, [1, tokens]."""
-        mask = torch.zeros(1, self.tokens)
+        mask = torch.zeros(1, self.tokens, device=DEVICE)
         for place, length in zip(self.places, self.lengths, strict=True):
             mask[:, place.start : place.start + length - 1] = 1
         return mask
@@ -105,7 +104,7 @@ SHARED = ("padded", "first alone padded", "not padded", "one document", "short")
 
 def numbered(packing: Packing) -> torch.Tensor:
     """Return a row of which no two labels are the same, [1, tokens]."""
-    return torch.arange(1, packing.tokens + 1)[None]
+    return torch.arange(1, packing.tokens + 1, device=DEVICE)[None]
 
 
 def roll(module: ModuleType, packing: Packing) -> dict[str, Any]:
@@ -115,7 +114,7 @@ def roll(module: ModuleType, packing: Packing) -> dict[str, Any]:
     labels, total = module.roll_tensor(row, packed_seq_params=params)
     rolled, count = module.roll_tensor(mask, packed_seq_params=params)
     numbers = torch.Generator().manual_seed(4)
-    leaf, weights = (torch.randn(3, 2, packing.tokens, generator=numbers) for _ in range(2))
+    leaf, weights = (torch.randn(3, 2, packing.tokens, generator=numbers).to(DEVICE) for _ in range(2))
     slopes = []
     for way in (lambda each: module.roll_tensor(each, packed_seq_params=params)[0], packing.rolled):
         own = leaf.clone().requires_grad_()
@@ -139,12 +138,12 @@ def loss(module: ModuleType, packing: Packing, mine: torch.Tensor, group: Any = 
     if not hasattr(module, "process_mtp_loss"):
         return None
     generator = torch.Generator().manual_seed(5)
-    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator)
-    hidden = torch.randn(1 + LAYERS, packing.tokens, 1, HIDDEN, generator=generator)
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).to(DEVICE)
+    hidden = torch.randn(1 + LAYERS, packing.tokens, 1, HIDDEN, generator=generator).to(DEVICE)
     labels, mask = numbered(packing), packing.trained()
     found = weight.clone().requires_grad_()
     leaf = hidden[:, mine].flatten(0, 1).requires_grad_()
-    module.MTPLossAutoScaler.set_loss_scale(torch.ones(()))
+    module.MTPLossAutoScaler.set_loss_scale(torch.ones((), device=DEVICE))
     config = SimpleNamespace(
         mtp_num_layers=LAYERS, mtp_loss_scaling_factor=SCALE, calculate_per_token_loss=False, mtp_detach_heads=False
     )
@@ -187,7 +186,7 @@ def relative(found: torch.Tensor, true: torch.Tensor) -> float:
 
 def bits(*results: torch.Tensor) -> str:
     """Return a hash of tensors."""
-    return hashlib.sha256(b"".join(each.contiguous().numpy().tobytes() for each in results)).hexdigest()[:16]
+    return hashlib.sha256(b"".join(each.contiguous().cpu().numpy().tobytes() for each in results)).hexdigest()[:16]
 
 
 def share(module: ModuleType, packing: Packing, group: Any) -> dict[str, Any]:
@@ -229,7 +228,7 @@ def two_lanes(module: ModuleType, rank: int) -> dict[str, Any]:
     lane = rank // 2
     names = (("padded", "one document"), ("one document", "padded", "not padded", "first alone padded"))[lane]
     found = shares(module, names, groups[lane])
-    together = torch.ones(())
+    together = torch.ones((), device=DEVICE)
     torch.distributed.all_reduce(together)
     return {"rows": found, "together": int(together)}
 
@@ -237,38 +236,15 @@ def two_lanes(module: ModuleType, rank: int) -> dict[str, Any]:
 WAYS = {"two ranks": (2, two_ranks), "two lanes": (4, two_lanes)}
 
 
-def on_ranks(module: ModuleType, way: str, folder: Path) -> list[Any]:
-    """Return what each forked rank found."""
-    ranks, _ = WAYS[way]
-    context = multiprocessing.get_context("fork")
-    answers = [folder / f"{way}-{rank}.json" for rank in range(ranks)]
-    started = [context.Process(target=_on_rank, args=(module, way, rank, folder)) for rank in range(ranks)]
-    for each in started:
-        each.start()
-    for each in started:
-        each.join()
-    return [json.loads(each.read_text()) for each in answers]
-
-
-def _on_rank(module: ModuleType, way: str, rank: int, folder: Path) -> None:
-    ranks, run = WAYS[way]
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meet-{way.replace(' ', '-')}",
-        rank=rank,
-        world_size=ranks,
-        timeout=PATIENCE,
-    )
-    (folder / f"{way}-{rank}.json").write_text(json.dumps(run(module, rank)))
-    torch.distributed.destroy_process_group()
-
-
 def main() -> None:
     """Answer on standard output."""
     torch.set_num_threads(1)
     module = importlib.import_module(MODULE)
     record = next(each for each in megacpp_overlays.audit().records if each.overlay.id == ID)
-    report: dict[str, Any] = {way: on_ranks(module, way, Path(sys.argv[1])) for way in WAYS}
+    report: dict[str, Any] = {}
+    for way in sys.argv[2:] or WAYS:
+        ranks, run = WAYS[way]
+        report[way] = on_ranks(ranks, Path(sys.argv[1], way), functools.partial(run, module))
     report |= {
         "decision": record.decision.value,
         "reason": record.reason,

@@ -2,7 +2,7 @@
 
     python tests/support/shared_keys.py FOLDER RANKS...
 
-The release is the one that is first on the path. Ranks are forked, and meet in the folder with gloo. Each way is a real
+The release is the one that is first on the path. Ranks are forked, and meet in the folder as `forked_ranks` says. Each way is a real
 `MLASelfAttention`, or `FusedMLASelfAttention`, with plain scaled products for its core, and is compared with the same
 attention on one rank, which every rank runs for itself. Then the ranks take a few steps, and replicas are compared.
 
@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import hashlib
 import importlib
 import json
-import multiprocessing
 import sys
 import warnings
 from collections.abc import Iterator
@@ -30,12 +28,13 @@ import megacpp_overlays
 
 # isort: split
 import torch
+from forked_ranks import DEVICE, ON_CPU
+from forked_ranks import on_ranks as forked
 
 MODULE = "megatron.core.transformer.multi_latent_attention"
 ID = "mla-rope-key-gradient"
 HIDDEN, HEADS, QUERY_RANK, LATENT, PLAIN, ROTARY, VALUE = 16, 4, 8, 8, 6, 4, 6
 TOKENS, BATCH, STEPS, RATE = 8, 2, 3, 1e-3
-PATIENCE = datetime.timedelta(minutes=10)
 REPLICATED = "linear_q_down_proj", "linear_kv_down_proj", "linear_qkv_down_proj"
 
 
@@ -82,7 +81,7 @@ class Core(torch.nn.Module):
         packed = query.dim() == 3
         query, key, value = (each.unsqueeze(1) if packed else each for each in (query, key, value))
         scores = torch.einsum("sbhd,tbhd->bhst", query, key) * self.scale
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+        scores = scores.masked_fill(torch.ones_like(scores[0, 0]).triu(1).bool(), -torch.inf)
         found = torch.einsum("bhst,tbhv->sbhv", scores.softmax(-1), value).flatten(2)
         return found[:, 0] if packed else found
 
@@ -124,7 +123,7 @@ def make(module: ModuleType, way: Way, ranks: int) -> Any:
         **downs,
     )
     cls = module.FusedMLASelfAttention if way.fused else module.MLASelfAttention
-    return cls(config, submodules, layer_number=1)
+    return cls(config, submodules, layer_number=1).to(DEVICE)
 
 
 def whole_weights(way: Way) -> dict[str, torch.Tensor]:
@@ -174,12 +173,12 @@ def step(attention: Any, way: Way, group: Any = None) -> dict[str, torch.Tensor]
 
     generator = torch.Generator().manual_seed(26)
     shape = (TOKENS, 1 if way.packed else BATCH, HIDDEN)
-    hidden, weights = (torch.randn(*shape, generator=generator) for _ in range(2))
+    hidden, weights = (torch.randn(*shape, generator=generator).to(DEVICE) for _ in range(2))
     apart = group is not None and way.sequence
     if apart:
         hidden, weights = (each.chunk(group.size())[group.rank()] for each in (hidden, weights))
     hidden = hidden.clone().requires_grad_()
-    bounds = torch.tensor([0, TOKENS], dtype=torch.int32)
+    bounds = torch.tensor([0, TOKENS], dtype=torch.int32, device=DEVICE)
     packed = {"qkv_format": "thd", "cu_seqlens_q": bounds, "cu_seqlens_kv": bounds}
     packed |= {"max_seqlen_q": TOKENS, "max_seqlen_kv": TOKENS}
     more = {"packed_seq_params": PackedSeqParams(**packed)} if way.packed else {}
@@ -241,7 +240,7 @@ def apart(found: torch.Tensor, true: torch.Tensor) -> float:
 
 def bits(*results: torch.Tensor) -> str:
     """Return a hash of tensors."""
-    return hashlib.sha256(b"".join(each.contiguous().numpy().tobytes() for each in results)).hexdigest()[:16]
+    return hashlib.sha256(b"".join(each.contiguous().cpu().numpy().tobytes() for each in results)).hexdigest()[:16]
 
 
 def alone(module: ModuleType, way: Way) -> dict[str, torch.Tensor]:
@@ -263,33 +262,23 @@ def ranks_of(ranks: int) -> Iterator[None]:
         parallel_state.destroy_model_parallel()
 
 
-def on_rank(module: ModuleType, ranks: int, names: list[str], rank: int, folder: Path) -> None:
-    """Measure on one of several ranks, and write what was found into the folder."""
+def on_rank(module: ModuleType, ranks: int, names: list[str]) -> dict[str, Any]:
+    """Return what one of several ranks measures."""
     from megatron.core import parallel_state
 
     torch.set_num_threads(1)
-    meet = f"file://{folder}/meet"
-    torch.distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=ranks, timeout=PATIENCE)
     with ranks_of(1):
         true = {name: alone(module, WAYS[name]) for name in names}
     with ranks_of(ranks):
         group = parallel_state.get_tensor_model_parallel_group()
-        report = {name: compared(module, WAYS[name], ranks, true[name], group) for name in names}
-    (folder / f"{rank}.json").write_text(json.dumps(report | {ALONE: bits(*true[names[0]].values())}))
+        report: dict[str, Any] = {name: compared(module, WAYS[name], ranks, true[name], group) for name in names}
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    return report | {ALONE: bits(*true[names[0]].values())}
 
 
 def on_ranks(module: ModuleType, ranks: int, names: list[str], folder: Path) -> list[Any]:
     """Return what each forked rank found."""
-    folder.mkdir()
-    context = multiprocessing.get_context("fork")
-    started = [context.Process(target=on_rank, args=(module, ranks, names, each, folder)) for each in range(ranks)]
-    for each in started:
-        each.start()
-    for each in started:
-        each.join()
-    return [json.loads((folder / f"{each}.json").read_text()) for each in range(ranks)]
+    return forked(ranks, folder, lambda _: on_rank(module, ranks, names))
 
 
 def prepare() -> ModuleType:
@@ -297,7 +286,8 @@ def prepare() -> ModuleType:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     importlib.import_module("torch._dynamo")  # each rank would import it for its optimizer
-    torch.cuda.current_device = lambda: torch.device("cpu")
+    if ON_CPU:
+        torch.cuda.current_device = lambda: torch.device("cpu")
     module = importlib.import_module(MODULE)
     module.Linear = importlib.import_module("megatron.core.post_training.modelopt.layers").Linear
     if not isinstance(module.TELinear, type):

@@ -3,7 +3,7 @@
     python tests/support/smoothed_losses.py FOLDER
 
 The release is the one that is first on the path; MEGACPP_OVERLAY_TP_LABEL_SMOOTHING=on switches the overlay on. Four ranks are
-forked, meet in the folder with gloo, and are given out by Megatron itself. What is true is plain cross entropy of PyTorch in
+forked, meet in the folder as `forked_ranks` says, and are given out by Megatron itself. What is true is plain cross entropy of PyTorch in
 float64, with the probabilities that upstream's comment names.
 """
 
@@ -22,11 +22,11 @@ import megacpp_overlays
 
 # isort: split
 import torch
-from forked_ranks import on_ranks
+from forked_ranks import DEVICE, at_most, on_ranks
 
 MODULE = "megatron.core.tensor_parallel.cross_entropy"
 ID = "tp-label-smoothing"
-RANKS = 4
+RANKS = at_most(4)
 TOKENS, BATCH, CLASSES = 5, 2, 24
 SMOOTHINGS = (0.1, 0.7)
 
@@ -36,7 +36,8 @@ def numbers() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(26)
     logits = 2 * torch.randn(TOKENS, BATCH, CLASSES, generator=generator)
     truth = torch.randint(CLASSES, (TOKENS, BATCH), generator=generator)
-    return logits, truth, torch.rand(TOKENS, BATCH, generator=generator)
+    weights = torch.rand(TOKENS, BATCH, generator=generator)
+    return logits.to(DEVICE), truth.to(DEVICE), weights.to(DEVICE)
 
 
 def plain(logits: torch.Tensor, truth: torch.Tensor, weights: torch.Tensor, smoothing: float) -> list[torch.Tensor]:
@@ -77,7 +78,7 @@ def apart(found: list[torch.Tensor], true: list[torch.Tensor]) -> list[float]:
 
 def bits(*results: torch.Tensor) -> str:
     """Return a hash of tensors."""
-    return hashlib.sha256(b"".join(each.contiguous().numpy().tobytes() for each in results)).hexdigest()[:16]
+    return hashlib.sha256(b"".join(each.contiguous().cpu().numpy().tobytes() for each in results)).hexdigest()[:16]
 
 
 def facts(module: ModuleType) -> dict[str, Any]:
@@ -138,10 +139,10 @@ def _on_rank(module: ModuleType) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     found: dict[str, Any] = {}
-    for ranks in (1, 2, 4):
+    for ranks in (each for each in (1, 2, 4) if each <= RANKS):
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
         found[str(ranks)] = facts(module)
-        if ranks == 4 and "compiled" in sys.argv:
+        if ranks == RANKS and "compiled" in sys.argv:
             found["compiled"] = compiled(module)
         parallel_state.destroy_model_parallel()
     return found
