@@ -4,6 +4,9 @@ mamba-ssm's Triton kernels are interpreted on a CPU, in which their integers hav
 counts is tokens times width. A model has thousands of each; here tokens are few and rows of the buffer are 2**26 numbers
 apart, so that the first offset over 2**31 comes with the 33rd token. The buffer is an area of addresses of which hardly any
 page is ever touched. Before it lies as much again: there an offset lands that has wrapped, and reads zeros.
+
+On a GPU a row has the tokens and the width that a model has, its inputs are views of its projection, as in mamba-ssm's own
+module, and what is true is what its two halves give, the second of which starts with the state in which the first one ended.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ import importlib.metadata
 import importlib.util
 import math
 import mmap
+import os
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megacpp_overlays.repro import Behaviour, Blocked, Case, TargetAbsent
 
@@ -27,6 +31,25 @@ BEFORE = 2**31
 """Numbers before the buffer: an offset of 32 bits that has wrapped is not further away."""
 APART = 2**26
 TOLERANCE = 1e-5
+TOLERANCE_BF16 = 0.03
+
+
+class Long(NamedTuple):
+    """A row of a model."""
+
+    tokens: int = 131072
+    heads: int = 128
+    width: int = 64
+    groups: int = 8
+    state: int = 128
+    chunk: int = 128
+    before: int = BEFORE
+    device: str = "cuda"
+
+    @property
+    def parts(self) -> list[int]:
+        """How wide gate, x, B, C and dt are, one behind the other in the projection."""
+        return [self.heads * self.width] * 2 + [self.groups * self.state] * 2 + [self.heads]
 
 
 def _row() -> Behaviour:
@@ -82,10 +105,85 @@ def _normalise(module: ModuleType, x: Any, gate: Any, weights: Any) -> dict[str,
     import torch
 
     leaves = [each.detach().requires_grad_() for each in (x, gate)]
-    output = module.rmsnorm_fn(leaves[0], torch.ones(WIDTH), None, z=leaves[1], norm_before_gate=False)
+    ones = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device)
+    output = module.rmsnorm_fn(leaves[0], ones, None, z=leaves[1], norm_before_gate=False)
     (output * weights).sum().backward()
     names = ("outputs", "gradients of rows", "of the gate")
     return dict(zip(names, (output.detach(), *(each.grad for each in leaves)), strict=True))
+
+
+def _long_row(row: Long = Long()) -> Behaviour:  # noqa: B008 # an immutable tuple
+    """Scan one row whose inputs are views of its projection, and the same in two halves."""
+    import torch
+
+    module = _module(SCAN)
+    torch.manual_seed(16)
+    *wide, dt = _projection(row)
+    leaves = [*(each.unflatten(-1, shape) for each, shape in zip(wide, _shapes(row), strict=True)), dt]
+    decay = -torch.rand(row.heads, device=row.device) - 0.5
+    weights = torch.randn(leaves[0].shape, dtype=torch.bfloat16, device=row.device)
+    true = _in_parts(module, row, leaves, decay, weights, parts=2)
+    found = _in_parts(module, row, leaves, decay, weights, parts=1)
+    worst = {name: _far(found[name], true[name]) for name in true}
+    return Behaviour(
+        broken=not max(worst.values()) < TOLERANCE_BF16,
+        seen=f"a row of {row.tokens} tokens in a projection of {sum(row.parts)}, bfloat16: "
+        f"relative differences from its two halves: {_words(worst)}",
+    )
+
+
+def _shapes(row: Long) -> list[tuple[int, int]]:
+    return [(row.heads, row.width)] * 2 + [(row.groups, row.state)] * 2
+
+
+def _projection(row: Long) -> list[Any]:
+    """Return the parts of a projection, [1, tokens, width of the part], and zeros where wrapped offsets lead."""
+    import torch
+
+    memory = torch.zeros(row.before + row.tokens * sum(row.parts), dtype=torch.bfloat16, device=row.device)
+    whole = memory[row.before :].view(1, row.tokens, -1)
+    for rows in whole.chunk(8, dim=1):
+        rows.normal_()
+    return list(whole.split(row.parts, dim=-1))
+
+
+def _in_parts(
+    module: ModuleType, row: Long, tensors: list[Any], decay: Any, weights: Any, *, parts: int
+) -> dict[str, Any]:
+    import torch
+
+    leaves = [each.detach().requires_grad_() for each in tensors]
+    state, outputs = None, []
+    for gate, x, keys, queries, dt in zip(*(each.chunk(parts, dim=1) for each in leaves), strict=True):
+        output, state = module.mamba_chunk_scan_combined(
+            x, dt, decay, keys, queries, row.chunk, z=gate, dt_softplus=True, initial_states=state, return_final_states=True
+        )
+        outputs.append(output)
+    torch.autograd.backward(outputs, list(weights.chunk(parts, dim=1)))
+    names = ("gradients of the gate", "of x", "of B", "of C", "of dt")
+    gradients = dict(zip(names, (each.grad for each in leaves), strict=True))
+    return {"outputs": torch.cat([each.detach() for each in outputs], dim=1), **gradients}
+
+
+def _long_norm(row: Long = Long()) -> Behaviour:  # noqa: B008 # an immutable tuple
+    """Normalise the rows of one long row whose gate is a view of its projection, and the same in two halves."""
+    import torch
+
+    module = _module(NORM)
+    torch.manual_seed(16)
+    gate = _projection(row)[0][0]
+    x, weights = (torch.randn_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
+    halves = [
+        _normalise(module, *each) for each in zip(*(every.chunk(2) for every in (x, gate, weights)), strict=True)
+    ]
+    true = {name: torch.cat([each[name] for each in halves]) for name in halves[0]}
+    found = _normalise(module, x, gate, weights)
+    worst = {name: _far(found[name], true[name]) for name in true}
+    return Behaviour(
+        broken=not max(worst.values()) < TOLERANCE_BF16,
+        seen=f"{row.tokens} rows whose gates are {gate.stride(0)} numbers apart, bfloat16: "
+        f"relative differences from their two halves: {_words(worst)}",
+    )
 
 
 def _apart(tensors: list[Any], stride: int) -> list[Any]:
@@ -144,8 +242,9 @@ def _module(name: str) -> ModuleType:
         if error.name != name:
             raise
         raise TargetAbsent(f"there is no {name}") from error
-    for loaded in [each for each in sys.modules if each.startswith("mamba_ssm.ops.triton")]:
-        _take_one_configuration(sys.modules[loaded])
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        for loaded in [each for each in sys.modules if each.startswith("mamba_ssm.ops.triton")]:
+            _take_one_configuration(sys.modules[loaded])
     return module
 
 
@@ -177,16 +276,21 @@ def _as_on_a_gpu() -> Iterator[None]:
             setattr(torch.cuda, name, value)
 
 
-def _case(name: str, run: Any, target: str) -> Case:
+def _case(name: str, run: Any, target: str, device: str = "cpu") -> Case:
     return Case(
         name=name,
         overlay="mamba2-int32-offsets",
-        device="cpu",
+        device=device,
         versions=("torch", "mamba-ssm", "triton"),
         run=run,
         targets=(target,),
-        environment={"TRITON_INTERPRET": "1"},
+        environment={"TRITON_INTERPRET": "1"} if device == "cpu" else {},
     )
 
 
-CASES = (_case("row-cpu", _row, SCAN), _case("norm-cpu", _norm, NORM))
+CASES = (
+    _case("row-cpu", _row, SCAN),
+    _case("norm-cpu", _norm, NORM),
+    _case("row-gpu", _long_row, SCAN, "cuda"),
+    _case("norm-gpu", _long_norm, NORM, "cuda"),
+)
