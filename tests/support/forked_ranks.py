@@ -17,7 +17,7 @@ from typing import Any
 
 DEVICE = os.environ.get("RANKS_ON", "cpu")
 ON_CPU = DEVICE == "cpu"
-PATIENCE = datetime.timedelta(minutes=10 if ON_CPU else 2)
+PATIENCE = datetime.timedelta(minutes=10 if ON_CPU else 1)
 
 
 def at_most(ranks: int) -> int:
