@@ -48,21 +48,27 @@ class FirstStep:
         self._agreement: AgreementData | None = None
 
     def watch(self) -> None:
-        """Wait for torch. Watching twice is watching once."""
+        """Wait for torch, and compare the ranks at once where their group is there. Watching twice is watching once.
+
+        Raises:
+            RanksError: see `verify_ranks`.
+            ActivationError: see `verify_ranks`.
+        """
         settings = self._session.settings
-        if settings.verify_ranks:
-            self._hooks.watch(GROUPS)
         if settings.audit or settings.required:
             self._hooks.watch(OPTIMIZERS)
+        if settings.verify_ranks:
+            self._hooks.watch(GROUPS)
+            distributed = sys.modules.get("torch.distributed")
+            if distributed is not None and distributed.is_available() and distributed.is_initialized():
+                self._compare()  # not in a hook, which lets no such error out of an import
 
     def loaded(self, name: str, module: ModuleType, *, late: bool) -> None:
         """Hook into torch (called by the hooks)."""
         if name == OPTIMIZERS:
             self._before_the_first_step(module)
-            return
-        self._after_every_init(module)
-        if late and module.is_initialized():
-            self._compare()
+        else:
+            self._after_every_init(module)
 
     def failed(self, name: str, error: Exception) -> None:
         """Say that a part of torch cannot be watched (called by the hooks)."""

@@ -15,8 +15,10 @@ from made_up import Upstream
 from megacpp_overlays import cli
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.cli.run import asked_of_us
-from megacpp_overlays.errors import RequirementError, SettingsError
+from megacpp_overlays.errors import RanksError, RequirementError, SettingsError
+from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import Settings
+from megacpp_overlays.processes import first_step
 
 pytestmark = [pytest.mark.upstream, pytest.mark.unmeasured_children]
 
@@ -231,6 +233,27 @@ def test_ranks_that_differ_end_there_and_the_page_of_the_run_says_so(
     page = tmp_path / "run.html"
     assert cli.main(["audit", "--html", str(page), "--of", str(tmp_path / "audit.json")]) == 0
     assert "the 2 do not run the same code, or not all came" in page.read_text()
+
+
+def test_a_package_that_comes_after_the_group_compares_at_once_and_lets_the_error_out(
+    monkeypatch: pytest.MonkeyPatch, session: Callable[..., Session]
+) -> None:
+    torch = pytest.importorskip("torch")
+
+    def differ(_: Session) -> Any:
+        raise RanksError("2 ranks do not run the same code")
+
+    monkeypatch.setattr(first_step.ranks, "verify", differ)
+    for place in (torch.distributed, torch.distributed.distributed_c10d):
+        monkeypatch.setattr(place, "init_process_group", place.init_process_group)  # as it was, afterwards
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    step = first_step.FirstStep(session(verify_ranks=True))
+
+    with pytest.raises(RanksError):
+        step.watch()
+
+    step._hooks.close()
 
 
 # --- the page of what was left ---
