@@ -64,9 +64,9 @@ def _probe(tree: SourceTree, target: Target) -> Finding:
         return absent(f"there is no {target.module}")
     seen = "experts of a latent MoE begin with the method for output layers"
     constructor = source.function(target.symbol)
+    body = meaning(tree, f"{target.module}:{target.symbol}")  # what cannot be read may be anything, and is not absent
     if constructor is None or _LATENT not in source.text:
         return absent("experts read and write hidden states alone", source)
-    body = meaning(tree, f"{target.module}:{target.symbol}")
     for shape, known in ((SCALED, _KNOWN), (SCALED_BY_SPECIFICATION, _SPECIFIED)):
         if (read_in := known.get(body)) is not None:
             return broken(shape, at(source, constructor, f"{seen}, as in {read_in}"))

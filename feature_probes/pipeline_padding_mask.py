@@ -57,6 +57,7 @@ def probe(tree: SourceTree) -> Finding:
     if plain_class(source, MODEL) is None:
         return absent(f"defines no {MODEL}", source)
     method, forward = plain_function(source, PREPROCESS), plain_function(source, FORWARD)
+    meant = [meaning(tree, where) for where in _PLACES]  # what cannot be read may be anything, and is not absent
     if method is None or forward is None or _MASK not in words(method):
         if _MASK in source.text:
             raise unknown(source, method, f"{PREPROCESS} takes no {_MASK}, and the module knows one")
@@ -64,7 +65,6 @@ def probe(tree: SourceTree) -> Finding:
     bodies = f"{fingerprint(method)} {fingerprint(forward)}"
     if bodies in _KNOWN:
         shape, read_in = _KNOWN[bodies]
-        meant = [meaning(tree, where) for where in _PLACES]
         if any(each.startswith("(") for each in meant):
             raise unknown(source, method, f"{PREPROCESS} or {FORWARD} does not stand alone: {', '.join(meant)}")
         return broken(shape, at(source, method, f"a padding mask is cut where tokens are embedded, as in {read_in}"))

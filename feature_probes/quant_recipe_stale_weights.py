@@ -42,13 +42,13 @@ def probe(tree: SourceTree) -> Finding:
     source, engine = tree.module(TARGET.module), tree.module(ENGINE)
     if source is None:
         return absent(f"there is no module {TARGET.module}")
-    if engine is None or _READS_RECIPES not in engine.text:
-        return absent("no recipe says what Transformer Engine quantizes", engine)
     if plain_class(source, CLASS) is None:
         return absent(f"defines no {CLASS}", source)
     if (method := plain_function(source, METHOD)) is None:
         return absent(f"defines no {METHOD}", source)
-    body = meaning(tree, _PLACES[0])
+    body = meaning(tree, _PLACES[0])  # also of what is absent: a definition that cannot be read may be anything
+    if engine is None or _READS_RECIPES not in engine.text:
+        return absent("no recipe says what Transformer Engine quantizes", engine)
     if (read_in := _KNOWN.get(body)) is not None:
         seen = f"{METHOD} does nothing where only a recipe quantizes, as in {read_in}"
         return broken(NOT_TOLD, at(source, method, seen))
