@@ -175,7 +175,7 @@ def _arm_at_import() -> None:
         if current().settings.waits_for_the_first_step:
             from megacpp_overlays.processes import first_step  # noqa: PLC0415
 
-            first_step.watch(current())
+            first_step.FirstStep(current()).watch()
     except registry.HalfImportedPluginError as error:
         # The plugin imports this package: it is armed when the last line of the plugin has been executed.
         import_hooks.when_complete(error.module, _arm_at_import)

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -59,8 +57,7 @@ class FirstStep:
             self._hooks.watch(OPTIMIZERS)
         if settings.verify_ranks:
             self._hooks.watch(GROUPS)
-            distributed = sys.modules.get("torch.distributed")
-            if distributed is not None and distributed.is_available() and distributed.is_initialized():
+            if ranks.initialized() is not None:
                 self._compare()  # not in a hook, which lets no such error out of an import
 
     def loaded(self, name: str, module: ModuleType, *, late: bool) -> None:
@@ -115,7 +112,8 @@ class FirstStep:
             handle.remove()
             self._check()
 
-        handle = module.register_optimizer_step_pre_hook(_not_compiled(first))
+        vars(first)["_torchdynamo_disable"] = True  # torch.compile calls it, and does not look into it
+        handle = module.register_optimizer_step_pre_hook(first)
 
     def _check(self) -> None:
         """Leave the audit, and see whether what is required was decided.
@@ -131,7 +129,10 @@ class FirstStep:
     def _leave(self, audit: Audit) -> None:
         """Write the audit, where this is rank 0 and a file is named; a run does not end because it cannot be written."""
         path = self._session.settings.audit
-        if path is None or _rank(self._session.settings.rank) != 0:
+        if path is None:
+            return
+        distributed = ranks.initialized()
+        if (self._session.settings.rank if distributed is None else distributed.get_rank()) != 0:
             return
         try:
             leave(Path(path), audit, self._agreement)
@@ -148,29 +149,3 @@ def leave(path: Path, audit: Audit, agreement: AgreementData | None = None) -> N
     told = audit.as_dict()
     data: AuditData | LeftAuditData = told if agreement is None else {**told, "ranks": agreement}
     files.write_text(path, json.dumps(data, indent=2) + "\n")
-
-
-def _rank(launched_as: int) -> int:
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank())
-    return launched_as
-
-
-def _not_compiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook that `torch.compile` calls and does not look into."""
-
-    @functools.wraps(hook)
-    def outside(*args: Any) -> None:
-        hook(*args)
-
-    vars(outside)["_torchdynamo_disable"] = True
-    return outside
-
-
-_of_this_process: dict[int, FirstStep] = {}
-
-
-def watch(session: Session) -> None:
-    """Do what the settings ask for before the first step, once for each process."""
-    _of_this_process.setdefault(os.getpid(), FirstStep(session)).watch()

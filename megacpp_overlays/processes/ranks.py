@@ -59,10 +59,16 @@ def verify(session: Session, group: Any = None, timeout: float | timedelta = TIM
     return audit
 
 
+def initialized() -> Any:
+    """Return torch.distributed where it has a process group, or None; it is not imported."""
+    distributed = sys.modules.get("torch.distributed")
+    is_ready = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return distributed if is_ready else None
+
+
 def _meeting(group: Any) -> _Meeting | None:
     """Return where the ranks of a group meet, or None when there is nobody to meet."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+    if (distributed := initialized()) is None:
         _refuse_if_launched(group)
         return None
     if group is None:
