@@ -3,8 +3,9 @@
 A program of such a kernel rotates BLOCK_H heads of one token, and the tuner tries 1 to 128. Two defects come with that:
 
     the last block      its mask compares an offset in the block with all heads, whichever block it is. Where BLOCK_H is
-                        smaller than the heads and does not divide them, the first heads of the next token are rotated twice, or added up, and numbers behind
-                        the tensor are written: also while the tuner tries what it does not take
+                        smaller than the heads and does not divide them, the first heads of the next token are rotated
+                        twice, or added up, and numbers behind the tensor are written: also while the tuner tries what it
+                        does not take
                         (https://github.com/NVIDIA/Megatron-LM/issues/7103)
     in place            queries are loaded in one order and stored in another, and nothing makes the warps of a program wait
                         for each other (https://github.com/NVIDIA/Megatron-LM/issues/4640)

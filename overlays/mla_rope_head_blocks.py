@@ -77,7 +77,7 @@ class _Narrowed:
     def _prune(self, configs: Sequence[Any], named: Any, **more: Any) -> list[Any]:
         right = allowed(configs, {**named, **more}["head_num"], in_place=self._launch.in_place)
         before = self._upstreams[0]
-        return right if before is None else [each for each in before(right, named, **more) if each in right]
+        return right if before is None else list(before(right, named, **more))
 
 
 def _make(launch: Launch) -> Callable[[Callable[..., Any], ModuleType], Callable[..., Any]]:
