@@ -15,6 +15,7 @@ from typing import Any
 import coverage
 import distribution
 import pytest
+import released_megatron
 import warm_python
 from hypothesis import HealthCheck, settings
 from made_up import BROKEN_TEXT, Upstream
@@ -151,6 +152,17 @@ def wheel() -> Callable[[str, str], Path]:
         return found[0]
 
     return find
+
+
+@pytest.fixture(scope="session")
+def megatron_says(tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]) -> Callable[..., Any]:
+    """Return what a script says of a release: `megatron_says("0.19.2", SUPPORT / "facts.py")`; see `released_megatron`."""
+
+    def ask(version: str, script: Path, *words: str | Path, **variables: str) -> Any:
+        folder = tmp_path_factory.mktemp(f"megatron-{version}")
+        return released_megatron.said(wheel("megatron-core", version), folder, script, *words, **variables)
+
+    return ask
 
 
 @pytest.fixture

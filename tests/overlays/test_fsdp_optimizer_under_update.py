@@ -7,20 +7,15 @@ What a real `MegatronFSDP` trains is in `sharded_optimizers.py`, in a process of
 from __future__ import annotations
 
 import importlib
-import json
-import os
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import warm_python
 from placed_seams import placed
-from places import HANG_S, SUPPORT
+from places import SUPPORT
 from sharded_optimizers import OPTIMIZERS, WAYS
 
 import megacpp_overlays
@@ -35,18 +30,9 @@ FIRST_OF_ADAM = 1.344
 
 
 @pytest.fixture(scope="module", params=[OLDEST, NEWEST])
-def measured(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]
-) -> Any:
+def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
     """What a release does with the overlay and without it."""
-    release = tmp_path_factory.mktemp(f"megatron-{request.param}")
-    with zipfile.ZipFile(wheel("megatron-core", request.param)) as archive:
-        archive.extractall(release, [name for name in archive.namelist() if name.endswith(".py")])
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(release), str(SUPPORT)]), "OMP_NUM_THREADS": "1"}
-    words = ["-W", "ignore", SUPPORT / "sharded_optimizers.py"]
-    done = warm_python.run(words, env, after=warm_python.MEGATRON, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    return megatron_says(request.param, SUPPORT / "sharded_optimizers.py")
 
 
 def test_upstream_decays_weights_before_the_first_step_and_counts_that(measured: Any) -> None:

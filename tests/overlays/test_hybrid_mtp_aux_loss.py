@@ -6,19 +6,14 @@ Both overlays of the pack are tried here. What is measured is in `repeated_route
 from __future__ import annotations
 
 import importlib
-import json
-import os
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import warm_python
-from places import HANG_S, SUPPORT
+from places import SUPPORT
 from repeated_routers import IDS, LAYERS
 
 import megacpp_overlays
@@ -34,19 +29,9 @@ ROUNDING = 1e-5
 
 
 @pytest.fixture(scope="module", params=[WITHOUT_STACK, OLDER, NEWEST])
-def measured(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]
-) -> tuple[str, Any]:
+def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> tuple[str, Any]:
     """A release, and what it does with the overlays and without them."""
-    version = request.param
-    release = tmp_path_factory.mktemp(f"megatron-{version}")
-    with zipfile.ZipFile(wheel("megatron-core", version)) as archive:
-        archive.extractall(release, [name for name in archive.namelist() if name.endswith(".py")])
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(release), str(SUPPORT)]), "OMP_NUM_THREADS": "1"}
-    words = ["-W", "ignore", SUPPORT / "repeated_routers.py"]
-    done = warm_python.run(words, env, after=warm_python.MEGATRON, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return version, json.loads(done.stdout)
+    return request.param, megatron_says(request.param, SUPPORT / "repeated_routers.py")
 
 
 def ways(found: Any) -> dict[str, Any]:

@@ -6,22 +6,17 @@ What is measured is in `latent_experts.py`, in a process of its own for each rel
 from __future__ import annotations
 
 import importlib
-import json
 import math
-import os
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import warm_python
 from latent_experts import LATENT, LAYERS
 from placed_seams import placed
-from places import HANG_S, SUPPORT
+from places import SUPPORT
 
 import megacpp_overlays
 from megacpp_overlays.feature_probes.latent_moe_fc2_init import SCALED
@@ -36,19 +31,9 @@ ROOT = math.sqrt(2 * LAYERS)
 
 
 @pytest.fixture(scope="module", params=[OLDEST, OLDER, NEWEST])
-def measured(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]
-) -> Any:
+def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
     """How experts of a release begin, with the overlay and without it."""
-    release = tmp_path_factory.mktemp(f"megatron-{request.param}")
-    with zipfile.ZipFile(wheel("megatron-core", request.param)) as archive:
-        archive.extractall(release, [name for name in archive.namelist() if name.endswith(".py")])
-    path = os.pathsep.join([str(release), str(SUPPORT)])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", PARTS[0].variable: "on"}
-    words = ["-W", "ignore", SUPPORT / "latent_experts.py"]
-    done = warm_python.run(words, env, after=warm_python.MEGATRON, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    return megatron_says(request.param, SUPPORT / "latent_experts.py", **{PARTS[0].variable: "on"})
 
 
 def test_it_is_off_unless_it_is_asked_for() -> None:

@@ -7,21 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
-import os
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import warm_python
-from places import HANG_S, SUPPORT
+from places import SUPPORT
 from shared_keys import ALONE, FOUR, RIGHT
-from warm_python import MEGATRON
 
 import megacpp_overlays
 from megacpp_overlays.feature_probes.mla_rope_key_gradient import TARGET
@@ -38,19 +32,11 @@ ROUNDING = 1e-5
 
 @pytest.fixture(scope="module", params=RANKS)
 def measured(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
 ) -> tuple[str, Any]:
     """A release, and what it does with the overlay and without it."""
-    version = request.param
-    release = tmp_path_factory.mktemp(f"megatron-{version}")
-    with zipfile.ZipFile(wheel("megatron-core", version)) as archive:
-        archive.extractall(release, [name for name in archive.namelist() if name.endswith(".py")])
-    folder = tmp_path_factory.mktemp("ranks")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(release), str(SUPPORT)]), "OMP_NUM_THREADS": "1"}
-    command = ["-W", "ignore", SUPPORT / "shared_keys.py", folder, *RANKS[version]]
-    done = warm_python.run(command, env, after=MEGATRON, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return version, json.loads(done.stdout)
+    version, folder = request.param, tmp_path_factory.mktemp("ranks")
+    return version, megatron_says(version, SUPPORT / "shared_keys.py", folder, *RANKS[version])
 
 
 def each_way(found: Any) -> Iterator[tuple[str, list[Any]]]:

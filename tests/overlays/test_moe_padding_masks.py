@@ -6,21 +6,16 @@ Both overlays of the pack are tried here. What is measured is in `masked_stages.
 from __future__ import annotations
 
 import importlib
-import json
-import os
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import warm_python
 from masked_stages import HIDDEN, IDS, RANKS, ROWS, TOKENS, mask
 from placed_seams import placed
-from places import HANG_S, SUPPORT
+from places import SUPPORT
 
 import megacpp_overlays
 from megacpp_overlays.loader import seams
@@ -34,18 +29,9 @@ CUT = ("first", "states given", "later", "later, cut before", "own group")
 
 
 @pytest.fixture(scope="module", params=RELEASES)
-def measured(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]
-) -> Any:
+def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
     """What a release does with the overlays and without them."""
-    release = tmp_path_factory.mktemp(f"megatron-{request.param}")
-    with zipfile.ZipFile(wheel("megatron-core", request.param)) as archive:
-        archive.extractall(release, [name for name in archive.namelist() if name.endswith(".py")])
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(release), str(SUPPORT)]), "OMP_NUM_THREADS": "1"}
-    words = ["-W", "ignore", SUPPORT / "masked_stages.py"]
-    done = warm_python.run(words, env, after=warm_python.MEGATRON, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr[-4000:]
-    answer = json.loads(done.stdout)
+    answer = megatron_says(request.param, SUPPORT / "masked_stages.py")
     assert answer["decisions"] == dict.fromkeys(IDS, "active")
     assert len(answer["ranks"]) == RANKS
     return answer

@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
-import os
 import threading
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import warm_python
 from placed_seams import placed
-from places import HANG_S, SUPPORT
+from places import SUPPORT
 
 from megacpp_overlays.feature_probes.mtp_token_counts_local import LOCAL, LOSS, ROLL, TARGET
 from megacpp_overlays.loader import seams
@@ -40,24 +35,12 @@ MAKE = {each.symbol: each.make for each in OVERLAY.replacements[LOCAL]}
 
 @pytest.fixture(scope="module", params=[*OLDER, NEWEST])
 def measured(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
 ) -> tuple[str, Any]:
     """A release, and what it does with and without the overlay, by context parallel ranks and then by rank."""
-    version = request.param
-    release = tmp_path_factory.mktemp(f"megatron-{version}")
-    with zipfile.ZipFile(wheel("megatron-core", version)) as archive:
-        archive.extractall(release, [name for name in archive.namelist() if name.endswith(".py")])
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(release), str(SUPPORT)]),
-        "OMP_NUM_THREADS": "1",
-        OVERLAY.variable: "on",
-    }
-    words = ["-W", "ignore", SUPPORT / "counted_tokens.py", tmp_path_factory.mktemp("ranks")]
+    version, folder = request.param, tmp_path_factory.mktemp("ranks")
     more = [] if version == NEWEST else ["briefly"]
-    done = warm_python.run([*words, *more], env, after=warm_python.MEGATRON, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return version, json.loads(done.stdout)
+    return version, megatron_says(version, SUPPORT / "counted_tokens.py", folder, *more, **{OVERLAY.variable: "on"})
 
 
 def each_way(found: Any, state: str) -> Iterator[tuple[str, str, list[Any]]]:

@@ -5,17 +5,11 @@ The newest release tells them itself. Its method without recipes is what 0.16.0 
 
 from __future__ import annotations
 
-import json
-import os
-import zipfile
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import warm_python
-from places import HANG_S
 
 from megacpp_overlays.overlays.quant_recipe_stale_weights import OVERLAY, observe
 
@@ -56,18 +50,12 @@ TOLD, UNTOLD = [[[True, True]] * 2, False], [[[False, False]] * 2, False]
 
 @pytest.fixture(scope="module", params=[*BROKEN, FIXED])
 def measured(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
 ) -> tuple[str, Any]:
     """A release, and what its layers are told with the overlay and without it."""
-    release = tmp_path_factory.mktemp(f"megatron-{request.param}")
-    with zipfile.ZipFile(wheel("megatron-core", request.param)) as archive:
-        archive.extractall(release, [name for name in archive.namelist() if name.endswith(".py")])
-    script = release / "steps.py"
+    script = tmp_path_factory.mktemp("script") / "steps.py"
     script.write_text(STEPS)
-    env = {**os.environ, "PYTHONPATH": str(release), "OMP_NUM_THREADS": "1"}
-    done = warm_python.run(["-W", "ignore", script], env, after=warm_python.MEGATRON, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return request.param, json.loads(done.stdout)
+    return request.param, megatron_says(request.param, script)
 
 
 def test_every_layer_is_told_where_anything_quantizes_and_none_elsewhere(measured: tuple[str, Any]) -> None:

@@ -7,22 +7,17 @@ from __future__ import annotations
 
 import copy
 import importlib
-import json
-import os
 import pickle
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import warm_python
 from packed_shards import RANKS, WIDTH
 from placed_seams import placed
-from places import HANG_S, SUPPORT
+from places import SUPPORT
 
 import megacpp_overlays
 from megacpp_overlays.feature_probes.seq_aux_loss_packed import IN_THE_SHARD
@@ -36,19 +31,9 @@ ROUNDING = 1e-5
 
 
 @pytest.fixture(scope="module", params=[OLDER, NEWEST])
-def measured(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]
-) -> Any:
+def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
     """What a release does with the overlay and without it, by ranks."""
-    version = request.param
-    release = tmp_path_factory.mktemp(f"megatron-{version}")
-    with zipfile.ZipFile(wheel("megatron-core", version)) as archive:
-        archive.extractall(release, [name for name in archive.namelist() if name.endswith(".py")])
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(release), str(SUPPORT)]), "OMP_NUM_THREADS": "1"}
-    words = ["-W", "ignore", SUPPORT / "packed_shards.py"]
-    done = warm_python.run(words, env, after=warm_python.MEGATRON, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr[-4000:]
-    answer = json.loads(done.stdout)
+    answer = megatron_says(request.param, SUPPORT / "packed_shards.py")
     assert answer["decisions"] == ["active", "active"]
     assert set(answer["found"]) == {str(each) for each in RANKS}
     return answer["found"]
