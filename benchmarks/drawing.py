@@ -61,3 +61,10 @@ def bar(x: float, y: float, width: float, height: float, kind: str) -> str:
 def line(x1: float, y1: float, x2: float, y2: float, kind: str, width: float = 1) -> str:
     """Return a line."""
     return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke-width="{width:g}"/>'
+
+
+def curve(points: Iterable[tuple[float, float]], kind: str, width: float = 1.6, *, dash: str = "") -> str:
+    """Return a line through points; `dash` is as in SVG."""
+    places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    broken = f' stroke-dasharray="{dash}"' if dash else ""
+    return f'<polyline points="{places}" fill="none" class="{kind}" stroke-width="{width:g}"{broken}/>'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from drawing import sheet, text
+from drawing import curve, sheet, text
 from report import Found, table
 
 WAYS = {"without": "wrong", "with": "ours", "told": "other"}
@@ -121,21 +121,20 @@ def svg(found: Found) -> str:
     top = max(look["alone loss"] for run in runs for way in WAYS for look in run[way]["looks"])
     steps = max(found["steps"], 1)
 
-    def place(step: float, loss: float) -> str:
+    def place(step: float, loss: float) -> tuple[float, float]:
         across = LEFT + (WIDTH - LEFT - 20) * step / steps
-        return f"{across:.1f},{TOP + (HEIGHT - TOP - 50) * (1 - loss / top):.1f}"
+        return across, TOP + (HEIGHT - TOP - 50) * (1 - loss / top)
 
     body: list[str] = []
     for run in runs:
         for way, kind in WAYS.items():
-            points = " ".join(place(look["step"], look["alone loss"]) for look in run[way]["looks"])
-            dash = ' stroke-dasharray="2 5"' if way == "told" else ""
-            body.append(f'<polyline points="{points}" fill="none" class="{kind}-line" stroke-width="1.6"{dash}/>')
+            points = [place(look["step"], look["alone loss"]) for look in run[way]["looks"]]
+            body.append(curve(points, f"{kind}-line", dash="2 5" if way == "told" else ""))
     body += [text(LEFT + 120 * number, 62, way, kind=f"{kind}-text") for number, (way, kind) in enumerate(WAYS.items())]
     for part in range(5):
-        across, down = place(steps * part / 4, 0).split(",")[0], place(0, top * part / 4).split(",")[1]
-        body.append(text(float(across) - 8, HEIGHT - 26, f"{steps * part / 4:.0f}"))
-        body.append(text(24, float(down) + 4, f"{top * part / 4:.1f}"))
+        across, down = round(place(steps * part / 4, 0)[0], 1), round(place(0, top * part / 4)[1], 1)
+        body.append(text(across - 8, HEIGHT - 26, f"{steps * part / 4:.0f}"))
+        body.append(text(24, down + 4, f"{top * part / 4:.1f}"))
     title = "Loss of the answers about documents alone, against steps of tuning on packed rows"
     where = f"{found['host'].get('gpu', 'no GPU')}, torch {found['versions']['torch']}, {found['date']}"
     last = {way: statistics.fmean(run[way]["looks"][-1]["alone loss"] for run in runs) for way in WAYS}
