@@ -1,7 +1,8 @@
 """Keep a folder of upstream wheels in step with a hashed list of them.
 
-    wheels.py fetch LIST FOLDER     download what is missing or damaged, each file checked against its hash
-    wheels.py record LIST FOLDER    write the list anew from the wheels in the folder
+    wheels.py fetch LIST FOLDER               download what is missing or damaged, each file checked against its hash
+    wheels.py fetch --sources LIST FOLDER     the same for a list of source archives
+    wheels.py record LIST FOLDER              write the list anew from the wheels in the folder
 
 The offline probe tests read many releases of one package, which no requirements file can name together, so each
 line of the list becomes one `pip download`. To add a release: `pip download --no-deps --dest FOLDER name==version`
@@ -77,14 +78,15 @@ def read(path: Path) -> list[Wheel]:
     return wheels
 
 
-def fetch(wheels: list[Wheel], folder: Path, workers: int) -> int:
-    """Download what is missing; return the number of wheels that could not be had."""
+def fetch(wheels: list[Wheel], folder: Path, workers: int, *, sources: bool = False) -> int:
+    """Download what is missing, source archives or wheels; return how many could not be had."""
     folder.mkdir(parents=True, exist_ok=True)
     missing = [wheel for wheel in wheels if not wheel.lies_in(folder)]
-    print(f"== {folder}: {len(wheels) - len(missing)} of {len(wheels)} upstream wheels are there", flush=True)
+    kind = "source archives" if sources else "upstream wheels"
+    print(f"== {folder}: {len(wheels) - len(missing)} of {len(wheels)} {kind} are there", flush=True)
     failed = 0
     with ThreadPoolExecutor(workers) as pool:
-        jobs = {pool.submit(download, wheel, folder): wheel for wheel in missing}
+        jobs = {pool.submit(download_source if sources else download, wheel, folder): wheel for wheel in missing}
         for number, job in enumerate(as_completed(jobs), start=1):
             wheel, problem = jobs[job], job.result()
             failed += bool(problem)
@@ -148,13 +150,14 @@ def main() -> int:
     parser.add_argument("command", choices=["fetch", "record"])
     parser.add_argument("list", type=Path)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--sources", action="store_true", help="fetch: the list is of source archives")
     parser.add_argument("--workers", type=int, default=4, help="downloads at the same time")
     chosen = parser.parse_args()
     if chosen.command == "record":
         lines = "".join(f"{wheel}\n" for wheel in record(chosen.folder))
         chosen.list.write_text(f"# Upstream wheels for the offline probe tests; written by scripts/wheels.py.\n{lines}")
         return 0
-    return 1 if fetch(read(chosen.list), chosen.folder, chosen.workers) else 0
+    return 1 if fetch(read(chosen.list), chosen.folder, chosen.workers, sources=chosen.sources) else 0
 
 
 if __name__ == "__main__":
