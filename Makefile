@@ -1,4 +1,5 @@
-# Two commands matter: `make demo` and `make test`. Both set up what they need and are quick when it is there.
+# Two commands matter: `make demo` and `make test`. Both set up what they need and are quick when it is there; so does
+# `make proof-cpu`, which shows what overlays do to launchers and tests of others.
 #
 # Every environment is made from one hashed lock and nothing else. The project joins it as an editable install
 # without dependencies: the lock still decides every third-party file, the package is importable from any folder and
@@ -25,7 +26,7 @@ MINIMUM_COVERAGE := 95
 WORKERS ?= --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Lanes that tests run in beside .venv, and older and newer Pythons for the loader alone where the machine has them.
-TEST_LANES := .envs/spring-2026 .envs/summer-2026 .envs/newest .envs/mamba3-pinned .envs/edge
+TEST_LANES := .envs/spring-2026 .envs/summer-2026 .envs/newest .envs/mamba3-pinned .envs/edge .envs/proof
 LOADER_PYTHONS := 3.10 3.11 3.13
 LOADERS := .envs/loader-oldest $(LOADER_PYTHONS:%=.envs/loader-%)
 
@@ -57,6 +58,11 @@ demo-ranks: .envs/$(LANE)/.ready ## the demo on two ranks: once alike, which tra
 .PHONY: demo-upgrade
 demo-upgrade: setup ## take a clone of this checkout through an upgrade, up to the commits that retire what upstream absorbed
 	@examples/upgrade.sh summer-2026 newest dsa-branchless-scatter liger-flce-none-backward
+
+.PHONY: proof-cpu
+proof-cpu: .envs/proof/.ready archives ## claim by claim, in minutes: a Trainer of transformers and Liger's own tests, stock and with overlays; writes proof/results/cpu.md
+	@.envs/proof/bin/python -W ignore proof/run.py --json proof/results/cpu.json --write proof/results/cpu.md \
+	    --plot proof/results/cpu.svg
 
 .PHONY: lint
 lint: .venv/.ready
@@ -128,11 +134,15 @@ te: .envs/te/.ready ## build Transformer Engine into .envs/te (about 20 minutes)
 # --- setting up ------------------------------------------------------------------------------------------------
 
 .PHONY: setup
-setup: .venv/.ready $(TEST_LANES:%=%/.ready) $(LOADERS:%=%/.ready) wheels browser ## all environments and wheels that `make test` needs
+setup: .venv/.ready $(TEST_LANES:%=%/.ready) $(LOADERS:%=%/.ready) wheels archives browser ## all environments and wheels that `make test` needs
 
 .PHONY: wheels
 wheels: .venv/.ready ## fetch the upstream releases that the offline probe tests read
 	@$(BIN)/python scripts/wheels.py fetch locks/wheels.txt .cache/wheels
+
+.PHONY: archives
+archives: .venv/.ready ## fetch the source archives whose tests and launchers `make proof-cpu` runs
+	@$(BIN)/python scripts/wheels.py fetch --sources locks/proof-source.txt .cache/proof
 
 .PHONY: browser
 browser: ## find a Chromium for the tests of packs/matrix.html, or fetch one where npm is; without one they are skipped, unless MEGACPP_REQUIRE_BROWSER is set
@@ -195,8 +205,8 @@ $(LOADER_PYTHONS:%=.envs/loader-%/.ready): .envs/loader-%/.ready: locks/loader.t
 
 # --- locks: never changed by the commands above ----------------------------------------------------------------
 
-# In this order: `dev` and `bench` keep to what `current` pins.
-LANES := loader current newest summer-2026 spring-2026 mamba3-pinned edge te dev bench loader-oldest uv
+# In this order: `dev`, `bench` and `proof` keep to what `current` pins.
+LANES := loader current newest summer-2026 spring-2026 mamba3-pinned edge te dev bench proof loader-oldest uv
 
 .PHONY: lock
 lock: ## recompile the locks, keeping versions where they still fit; UPGRADE=1 takes the newest, LANES=name one of them

@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 pages=.cache/site/pages
 
 rm -rf .cache/site && mkdir -p "$pages"
-for each in docs benchmarks packs *.md LICENSE; do
+for each in docs benchmarks packs proof *.md LICENSE; do
     ln -s "$PWD/$each" "$pages/$each"
 done
 # Not --quiet: it also silences the count of warnings, by which --strict fails.

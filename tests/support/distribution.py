@@ -22,6 +22,7 @@ LONGEST = (
     "test_index_scores.py",
     "test_liger_flce_none_backward.py",
     "test_portable_entry.py",
+    "test_proof_cpu.py",
     "test_triage.py",
 )
 """Files that take minutes. They are next, or one worker would end long after the others."""

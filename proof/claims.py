@@ -1,0 +1,66 @@
+"""What a proof is made of: claims, what is said of each, and the subjects that they are about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+Found = dict[str, Any]
+"""What was measured of a subject, as it is kept in JSON."""
+Say = Callable[[str], None]
+
+
+class Outcome(Enum):
+    """What is said of a claim."""
+
+    HOLDS = "HOLDS"
+    FAILS = "FAILS"
+    UPSTREAM = "UPSTREAM"
+    """Something fails, and fails in the same way without overlays."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """An outcome, and the figure that it rests on."""
+
+    outcome: Outcome
+    figure: str
+
+    @classmethod
+    def of(cls, figure: str, *, holds: bool) -> Verdict:
+        """Return HOLDS or FAILS."""
+        return cls(Outcome.HOLDS if holds else Outcome.FAILS, figure)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One sentence, and the function that judges it from what was measured. Judging starts nothing and writes nothing."""
+
+    id: str
+    says: str
+    judge: Callable[[Found], Verdict]
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """What a measurement may use."""
+
+    folder: Path
+    """For its files; empty at first."""
+    archives: Path
+    """Source archives of upstreams, fetched with their hashes checked."""
+    quick: bool
+    """Whether to do only as much as shows that all of it works."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Claims that rest on the same measurement."""
+
+    id: str
+    title: str
+    measure: Callable[[Workplace, Say], Found]
+    claims: tuple[Claim, ...]

@@ -1,0 +1,96 @@
+"""The page of a proof, made of its receipts. Standard library only."""
+
+from __future__ import annotations
+
+from claims import Found
+from liger_tests_claims import repaired
+from report import source, table
+from trainer_launches import Data, Launch, Way
+
+MEANING = {
+    "HOLDS": "it is so",
+    "FAILS": "it is not so",
+    "UPSTREAM": "something fails, and fails in the same way without overlays",
+}
+
+
+def markdown(found: Found) -> str:
+    """Return the page."""
+    claims, measured = found["claims"], found["measured"]
+    counts = ", ".join(f"{sum(each['outcome'] == word for each in claims)} {word}" for word in MEANING)
+    lines = [
+        "# Proof on a CPU",
+        "",
+        f"Written by `make proof-cpu`, which does all of this again. {counts}.",
+        "",
+        *source(found),
+        *(f"- SHA-256 of `{name}`: `{digest}`" for name, digest in found["inputs"].items()),
+        *(["- Quick: fewer steps and fewer of upstream's tests"] if found["quick"] else []),
+        "",
+        *table(
+            ["claim", "outcome", "figure"],
+            [[_cell(each[key]) for key in ("says", "outcome", "figure")] for each in claims],
+        ),
+        "",
+        " ".join(f"{word}: {meaning}." for word, meaning in MEANING.items()),
+    ]
+    sections = {"trainer": _trainer, "liger-tests": _liger_tests}
+    for name, section in sections.items():
+        if name in measured:
+            lines += ["", *section(measured[name])]
+    if found["problems"]:
+        lines += ["", "## Problems", "", *(f"```\n{text}\n```" for text in found["problems"])]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _trainer(found: Found) -> list[str]:
+    return [
+        "## The Trainer of transformers",
+        "",
+        "![Loss and grad_norm against steps](cpu.svg)",
+        "",
+        "`proof/launchers/hf_trainer.py` is a script as a user could have written it: a Llama from `LlamaConfig`, the Trainer's own",
+        "loop, and the weighted mean of a loss for each token, which comes from Liger's fused linear cross entropy with",
+        "`reduction=\"none\"`. It is launched as it is (stock), with PyTorch's linear layer and cross entropy in the place of Liger's,",
+        f"and by `megacpp_overlays run`; nothing in it is edited. {found['steps']} steps, fp32, one thread, Triton's interpreter.",
+        *(line for data in Data for line in _losses(found, data)),
+        "",
+        "In the second table the loss of stock falls, too: a wrong gradient need not show in a curve. Its grad_norm shows it.",
+    ]
+
+
+def _losses(found: Found, data: Data) -> list[str]:
+    ways = [way for way in Way if Launch(data, way).name in found["runs"]]
+    runs = {way: found["runs"][Launch(data, way).name] for way in ways}
+    last = found["steps"] - 1
+    places = sorted({round(last * part / 6) for part in range(7)})
+    words = {Data.PROMPTS: "The first tokens of a row do not count", Data.WEIGHTS: "Every token counts, some more"}
+    rows = [
+        [str(place + 1), *(f"{runs[way][what][place]:.6g}" for what in ("losses", "norms") for way in ways)]
+        for place in places
+    ]
+    heads = [f"{name}, {way.value}" for name in ("loss", "grad_norm") for way in ways]
+    return ["", f"{words[data]}:", "", *table(["step", *heads], rows)]
+
+
+def _liger_tests(found: Found) -> list[str]:
+    rows = [
+        [way, *(str(len(found[way][kind])) for kind in ("passed", "failed", "skipped"))] for way in ("without", "with")
+    ]
+    return [
+        "## Liger's own tests",
+        "",
+        f"`{found['file']}` of the source archive of liger-kernel 0.8.5, as it is,",
+        f"against liger-kernel {found['with']['version']}; cases chosen by `-k '{found['chosen']}'`, because those of 1024 tokens",
+        "over 4096 classes take minutes in Triton's interpreter. The interpreter has no `tanh`, so no case with a softcap runs.",
+        "",
+        *table(["overlays", "passed", "failed", "skipped"], rows),
+        "",
+        "Repaired by overlays:",
+        "",
+        *(f"- `{name.partition('::')[2]}`" for name in repaired(found)),
+    ]

@@ -1,0 +1,58 @@
+"""Processes of a proof: a Python with an environment of its own, and what to say when it ends badly."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ON_CPU = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+"""On the CPU whatever the host has, with one thread, so that the same sums have the same bits."""
+LIMIT_S = 1800.0
+"""Only ends what would never end."""
+RUN = ("-m", "megacpp_overlays", "run")
+LINES = 15
+
+
+class ProofError(Exception):
+    """Raised where something cannot be measured; the text names the way out."""
+
+
+def start(
+    words: Sequence[str | Path],
+    env: Mapping[str, str],
+    *,
+    path: Sequence[Path] = (),
+    cwd: Path,
+    codes: tuple[int, ...] = (0,),
+) -> None:
+    """Run Python and wait for it.
+
+    Args:
+        words: of its command line.
+        env: variables beside those of this process; no switch of this package is inherited.
+        path: folders that come first on its path.
+        cwd: where it runs.
+        codes: with which it may end.
+
+    Raises:
+        ProofError: it ended otherwise; the end of what it wrote is in the text.
+    """
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MEGACPP_", "PYTHON"))}
+    clean |= {"PYTHONPATH": os.pathsep.join(map(str, path))} if path else {}
+    command = [sys.executable, "-W", "ignore", *words]
+    try:
+        done = subprocess.run(
+            command, env={**clean, **env}, cwd=cwd, capture_output=True, text=True, check=False, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ProofError(f"{_shown(words)} did not end in {LIMIT_S:.0f} s") from error
+    if done.returncode not in codes:
+        end = "\n".join((done.stdout + done.stderr).rstrip().splitlines()[-LINES:])
+        raise ProofError(f"{_shown(words)} ended with {done.returncode}:\n{end}")
+
+
+def _shown(words: Sequence[str | Path]) -> str:
+    return " ".join(word.name if isinstance(word, Path) else word for word in words)

@@ -1,0 +1,121 @@
+"""Prove claim by claim, on a CPU, what overlays do to launchers and tests of others; `make proof-cpu` runs it.
+
+    .envs/proof/bin/python proof/run.py --json FILE --write FILE.md --plot FILE.svg
+    .envs/proof/bin/python proof/run.py --page FILE.json --write FILE.md --plot FILE.svg     make the page again
+
+Each claim HOLDS or FAILS, or is UPSTREAM: something fails in the same way without overlays. The exit code is 1 when a claim
+fails, 2 on wrong usage.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # pages are drawn as those of the benchmarks are
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import argparse
+import hashlib
+import importlib.metadata
+import json
+import platform
+import time
+from datetime import datetime, timezone
+
+import liger_tests_claims
+import liger_tests_runs
+import page
+import plot
+import report
+import trainer_claims
+import trainer_launches
+from claims import Found, Subject
+from runner import exit_code, prove, summary
+
+ROOT = Path(__file__).resolve().parents[1]
+SUBJECTS = (
+    Subject(
+        "trainer",
+        "the Trainer of transformers, with Liger's loss of each token",
+        trainer_launches.measure,
+        trainer_claims.CLAIMS,
+    ),
+    Subject("liger-tests", "Liger's own tests of this loss", liger_tests_runs.measure, liger_tests_claims.CLAIMS),
+)
+NEEDED = ("torch", "triton", "numpy", "transformers", "accelerate", "liger-kernel", "pytest", "megacpp-overlays")
+INPUTS = ("locks/proof.txt", "locks/proof-source.txt", "proof/launchers/hf_trainer.py")
+"""What decides everything that is measured; their hashes are on the page."""
+ARCHIVES = ROOT / ".cache/proof"
+
+
+def main() -> int:
+    """Prove what is asked for, write what is asked for, and return the exit code."""
+    chosen = parse_arguments()
+    if chosen.page:
+        found = json.loads(chosen.page.read_text())
+    else:
+        found = measured(chosen.only, chosen.archives, quick=chosen.quick)
+        print(f"\n{summary(found['claims'])}\n{found['seconds']:.0f} s", flush=True)
+    report.keep(found, chosen.json)
+    for path, make in ((chosen.write, page.markdown), (chosen.plot, plot.svg)):
+        if path:
+            path.write_text(make(found))
+    return exit_code(found["claims"])
+
+
+def measured(only: list[str] | None, archives: Path, *, quick: bool) -> Found:
+    """Return what was proved, with the host, versions and inputs that it was proved with."""
+    began = time.monotonic()
+    head: Found = {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "host": {"machine": platform.machine(), "python": platform.python_version()},
+        "versions": {name: importlib.metadata.version(name) for name in NEEDED},
+        "inputs": {name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest() for name in INPUTS},
+        "quick": quick,
+    }
+    subjects = [subject for subject in SUBJECTS if not only or subject.id in only]
+    found = prove(subjects, archives, lambda text: print(text, flush=True), quick=quick)
+    return {**head, **found, "seconds": time.monotonic() - began}
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line, and refuse what would only fail later."""
+    parser = argparse.ArgumentParser(description="Prove claim by claim what overlays do, on a CPU.")
+    parser.add_argument("--page", type=Path, help="make page and plot of these receipts; measure nothing")
+    parser.add_argument("--json", type=Path, help="keep the receipts in this file")
+    parser.add_argument("--write", type=Path, help="keep the page in this file")
+    parser.add_argument("--plot", type=Path, help="keep the plot in this file, as SVG")
+    parser.add_argument(
+        "--only", action="append", choices=[subject.id for subject in SUBJECTS], help="one subject; may be repeated"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer steps and fewer of upstream's tests")
+    parser.add_argument("--archives", type=Path, default=ARCHIVES, help="folder of the source archives of upstreams")
+    chosen = parser.parse_args()
+    for path in filter(None, (chosen.json, chosen.write, chosen.plot)):
+        if not path.resolve().parent.is_dir():
+            parser.error(
+                f"there is no folder {path.resolve().parent} to write {path.name} into: make it, or name another"
+            )
+    if chosen.page:
+        if not chosen.page.is_file():
+            parser.error(f"there are no receipts {chosen.page}: `make proof-cpu` leaves proof/results/cpu.json")
+    elif missing := [name for name in NEEDED if not is_installed(name)]:
+        parser.error(
+            f"{sys.executable} has no {', '.join(missing)}: `make proof-cpu` sets up .envs/proof, "
+            "whose interpreter has everything"
+        )
+    return chosen
+
+
+def is_installed(name: str) -> bool:
+    """Whether this interpreter has a distribution."""
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

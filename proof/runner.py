@@ -1,0 +1,56 @@
+"""Measure subjects, judge their claims, say what happens meanwhile."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from claims import Claim, Found, Outcome, Say, Subject, Verdict, Workplace
+from processes import ProofError
+
+
+def prove(subjects: Sequence[Subject], archives: Path, say: Say, *, quick: bool) -> Found:
+    """Return what was measured, what is said of each claim, and the problems there were."""
+    measured: Found = {}
+    judged: list[Found] = []
+    problems: list[str] = []
+    for subject in subjects:
+        say(f"== {subject.title}: {len(subject.claims)} claims")
+        with tempfile.TemporaryDirectory(prefix="proof-") as folder:
+            try:
+                measured[subject.id] = subject.measure(Workplace(Path(folder), archives, quick), say)
+            except ProofError as error:
+                problems.append(str(error))
+                say(f"error: {error}")
+        for claim in subject.claims:
+            verdict = judge(claim, measured.get(subject.id))
+            judged.append(
+                {"id": claim.id, "says": claim.says, "outcome": verdict.outcome.value, "figure": verdict.figure}
+            )
+    return {"measured": measured, "claims": judged, "problems": problems}
+
+
+def judge(claim: Claim, found: Found | None) -> Verdict:
+    """Return what is said of a claim; what was not measured fails."""
+    if found is None:
+        return Verdict(Outcome.FAILS, "not measured: see the error")
+    return claim.judge(found)
+
+
+def summary(claims: Sequence[Found]) -> str:
+    """Return the claims as a table for a terminal, and how many came out in each way."""
+    width = max(len(claim["id"]) for claim in claims)
+    lines = []
+    for claim in claims:
+        lines += [
+            f"{claim['outcome']:8}  {claim['id']:{width}}  {claim['says']}",
+            f"{'':{10 + width}}  {claim['figure']}",
+        ]
+    counts = ", ".join(f"{sum(claim['outcome'] == each.value for claim in claims)} {each.value}" for each in Outcome)
+    return "\n".join([*lines, "", counts])
+
+
+def exit_code(claims: Sequence[Found]) -> int:
+    """Return 1 where a claim fails, or where there is none."""
+    return int(not claims or any(claim["outcome"] == Outcome.FAILS.value for claim in claims))

@@ -1,0 +1,115 @@
+"""What is claimed of the Trainer of transformers with Liger's loss of each token, and how each claim is judged."""
+
+from __future__ import annotations
+
+import math
+
+from claims import Claim, Found, Verdict
+from trainer_launches import OVERLAY, Data, Launch, Way
+
+ROUNDING = 1e-4
+"""Relative, over all steps: fp32 kernels that add in another order differ by less, the defect by a thousand times more."""
+WRONG = 0.1
+"""Relative: above it nobody speaks of rounding."""
+
+
+def run(found: Found, data: Data, way: Way) -> Found:
+    """Return one run of what was measured."""
+    kept: Found = found["runs"][Launch(data, way).name]
+    return kept
+
+
+def worst(found: Found, data: Data, way: Way, what: str) -> float:
+    """Return the largest relative difference from PyTorch over all steps, of `losses` or of `norms`."""
+    pairs = zip(run(found, data, way)[what], run(found, data, Way.TORCH)[what], strict=True)
+    errors = [abs(ours - true) / abs(true) for ours, true in pairs]
+    return max(math.inf if math.isnan(error) else error for error in errors)
+
+
+def _ends(kept: Found) -> str:
+    return f"{kept['losses'][0]:.2f} to {kept['losses'][-1]:.2f}"
+
+
+def learns_nothing(found: Found) -> Verdict:
+    """Judge that stock gradients are zero where the first token does not count, and that PyTorch's are not."""
+    stock, true = (run(found, Data.PROMPTS, way) for way in (Way.STOCK, Way.TORCH))
+    zero = sum(norm == 0 for norm in stock["norms"])
+    steps = len(stock["norms"])
+    figure = f"grad_norm is 0 in {zero} of {steps} steps; loss {_ends(stock)}, with PyTorch {_ends(true)}"
+    return Verdict.of(figure, holds=zero == steps and min(true["norms"]) > 0 and true["losses"][-1] < true["losses"][0])
+
+
+def learns_something_else(found: Found) -> Verdict:
+    """Judge that stock gradients are wrong where every token counts: the loss of the first step is right, its gradient not."""
+    stock, true = (run(found, Data.WEIGHTS, way) for way in (Way.STOCK, Way.TORCH))
+    first = abs(stock["losses"][0] - true["losses"][0]) / true["losses"][0]
+    off = worst(found, Data.WEIGHTS, Way.STOCK, "norms")
+    norms = f"grad_norm of step 1 is {stock['norms'][0]:.3f}, with PyTorch {true['norms'][0]:.3f}"
+    figure = f"{norms}, from losses that differ by {first:.1e}; worst of all steps {off:.0%}"
+    return Verdict.of(figure, holds=first < ROUNDING and off > WRONG)
+
+
+def equals_torch(data: Data, way: Way) -> Claim:
+    """Return the claim that a way trains as PyTorch does."""
+
+    def judge(found: Found) -> Verdict:
+        losses, norms = (worst(found, data, way, what) for what in ("losses", "norms"))
+        same = sum(
+            ours == true
+            for ours, true in zip(run(found, data, way)["losses"], run(found, data, Way.TORCH)["losses"], strict=True)
+        )
+        figure = f"worst relative difference: loss {losses:.1e}, grad_norm {norms:.1e}; "
+        figure += f"{same} of {found['steps']} losses have the same bits; loss {_ends(run(found, data, way))}"
+        return Verdict.of(figure, holds=max(losses, norms) < ROUNDING)
+
+    words = {Data.PROMPTS: "the first tokens do not count", Data.WEIGHTS: "every token counts, some more"}
+    where = "by `megacpp_overlays run`" if way is Way.OVERLAY else "by `megacpp_overlays run` on Liger 0.8.5"
+    return Claim(
+        f"trainer-{data.value}-{way.name.lower()}",
+        f"where {words[data]}, the same launcher, started {where}, trains as with PyTorch's loss",
+        judge,
+    )
+
+
+def decided(found: Found) -> Verdict:
+    """Judge the decisions: active on the broken release, retired on the repaired one, nothing where it was switched off."""
+    expected = {
+        (Data.PROMPTS, Way.OVERLAY): "active",
+        (Data.WEIGHTS, Way.OVERLAY): "active",
+        (Data.WEIGHTS, Way.OFF): "disabled",
+        (Data.PROMPTS, Way.NEWER): "retired",
+    }
+    seen = {key: run(found, *key) for key in expected}
+    figure = ", ".join(
+        dict.fromkeys(
+            f"{kept['decision']} on {kept['version']}" + (" when switched off" * (key[1] is Way.OFF))
+            for key, kept in seen.items()
+        )
+    )
+    return Verdict.of(figure, holds={key: kept["decision"] for key, kept in seen.items()} == expected)
+
+
+def off_is_stock(found: Found) -> Verdict:
+    """Judge that a run with the overlay switched off has every digit of a run without this package."""
+    stock, off = (run(found, Data.WEIGHTS, way) for way in (Way.STOCK, Way.OFF))
+    same = [stock[what][step] == off[what][step] for what in ("losses", "norms") for step in range(len(stock[what]))]
+    return Verdict.of(f"{sum(same)} of {len(same)} losses and grad_norms have the same bits", holds=all(same))
+
+
+CLAIMS = (
+    Claim(
+        "trainer-prompts-stock",
+        "where the first tokens do not count, a Trainer with stock Liger 0.8.1 learns nothing",
+        learns_nothing,
+    ),
+    equals_torch(Data.PROMPTS, Way.OVERLAY),
+    Claim(
+        "trainer-weights-stock",
+        "where every token counts, some more, stock Liger 0.8.1 trains with wrong gradients",
+        learns_something_else,
+    ),
+    equals_torch(Data.WEIGHTS, Way.OVERLAY),
+    Claim("trainer-decisions", f"`{OVERLAY}` is active on 0.8.1 and retired on 0.8.5", decided),
+    equals_torch(Data.PROMPTS, Way.NEWER),
+    Claim("trainer-weights-off", "switched off by its variable, it leaves what stock does", off_is_stock),
+)

@@ -1,0 +1,95 @@
+"""The Trainer of transformers, launched in several ways: what is launched, and the losses that it logs."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from archives import LIGER, unpack
+from claims import Found, Say, Workplace
+from processes import ON_CPU, RUN, start
+
+LAUNCHER = Path(__file__).resolve().parent / "launchers" / "hf_trainer.py"
+OVERLAY = "liger-flce-none-backward"
+SWITCH = "MEGACPP_OVERLAY_LIGER_FLCE_NONE_BACKWARD"
+STEPS, QUICK_STEPS = 30, 8
+
+
+class Data(Enum):
+    """What the launcher trains on."""
+
+    PROMPTS = "prompts"
+    """The first tokens do not count, as in tuning on answers."""
+    WEIGHTS = "weights"
+    """Every token counts, some more."""
+
+
+class Way(Enum):
+    """How a launch comes to its loss."""
+
+    TORCH = "PyTorch"
+    STOCK = "stock"
+    OVERLAY = "overlay"
+    OFF = "overlay off"
+    NEWER = "overlay, Liger 0.8.5"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One run of the launcher."""
+
+    data: Data
+    way: Way
+
+    @property
+    def name(self) -> str:
+        """The key of the run in what is kept."""
+        return f"{self.data.value}, {self.way.value}"
+
+
+LAUNCHES = (
+    *(Launch(data, way) for data in Data for way in (Way.TORCH, Way.STOCK, Way.OVERLAY)),
+    Launch(Data.WEIGHTS, Way.OFF),
+    Launch(Data.PROMPTS, Way.NEWER),
+)
+
+
+def measure(place: Workplace, say: Say) -> Found:
+    """Return the losses and gradient norms of every launch, and what was decided in it."""
+    steps = QUICK_STEPS if place.quick else STEPS
+    newer = unpack(place.archives, LIGER, "src", place.folder)
+    runs = {}
+    for number, launch in enumerate(LAUNCHES, start=1):
+        began = time.monotonic()
+        runs[launch.name] = run = launched(launch, steps, newer, place.folder)
+        took = time.monotonic() - began
+        end = f"loss {run['losses'][0]:.3f} to {run['losses'][-1]:.3f}"
+        say(f"[{number}/{len(LAUNCHES)}] Trainer: {launch.name}: {end}, {took:.0f} s")
+    return {"steps": steps, "runs": runs}
+
+
+def launched(launch: Launch, steps: int, newer: Path, folder: Path) -> Found:
+    """Run the launcher once and return what it logged."""
+    log, audit = folder / f"{launch.name}.json", folder / f"{launch.name}.audit.json"
+    words = [LAUNCHER, "--log", log, "--steps", str(steps), "--data", launch.data.value]
+    words += ["--loss", "torch" if launch.way is Way.TORCH else "liger"]
+    has_overlays = launch.way in {Way.OVERLAY, Way.OFF, Way.NEWER}
+    start(
+        [*RUN, "--audit", audit, *words] if has_overlays else words,
+        ON_CPU | ({SWITCH: "off"} if launch.way is Way.OFF else {}),
+        path=[newer] if launch.way is Way.NEWER else [],
+        cwd=folder,
+    )
+    logged = [each for each in json.loads(log.read_text()) if "loss" in each]
+    found: Found = {
+        "losses": [each["loss"] for each in logged],
+        "norms": [each["grad_norm"] for each in logged],
+    }
+    if has_overlays:
+        decisions = json.loads(audit.read_text())["decisions"]
+        (record,) = [each for each in decisions if each["id"] == OVERLAY]
+        found |= {"decision": record["decision"], "version": record["version"], "reason": record["reason"]}
+    return found

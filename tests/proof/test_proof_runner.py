@@ -1,0 +1,178 @@
+"""The runner of proofs: its exit code, what it says, and what it says where something cannot be measured."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import HANG_S, ROOT
+
+SCRIPT = ROOT / "proof/run.py"
+PYTHON = ROOT / ".envs/proof/bin/python"
+
+
+def prove(*words: str | Path, python: Path | str = PYTHON) -> subprocess.CompletedProcess[str]:
+    assert Path(python).exists(), f"there is no {python}: run `make setup`"
+    command = [python, "-W", "ignore", SCRIPT, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S)
+
+
+def subject(*outcomes: str, problem: str = "") -> Any:
+    """Return a subject whose claims come out like this, or that cannot be measured."""
+    from claims import Claim, Outcome, Subject, Verdict
+    from processes import ProofError
+
+    def measure(_place: Any, _say: Any) -> dict[str, Any]:
+        if problem:
+            raise ProofError(problem)
+        return {}
+
+    def claim(number: int, outcome: str) -> Any:
+        return Claim(f"claim-{number}", f"sentence {number}", lambda _: Verdict(Outcome[outcome], f"figure {number}"))
+
+    return Subject("made", "made up", measure, tuple(claim(*each) for each in enumerate(outcomes)))
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code"),
+    [
+        (["HOLDS"], 0),
+        (["HOLDS", "UPSTREAM"], 0),
+        (["UPSTREAM", "FAILS", "HOLDS"], 1),
+        ([], 1),
+    ],
+)
+def test_the_exit_code_says_whether_a_claim_fails(tmp_path: Path, outcomes: list[str], code: int) -> None:
+    from runner import exit_code
+    from runner import prove as prove_subjects
+
+    found = prove_subjects([subject(*outcomes)], tmp_path, lambda _: None, quick=True)
+
+    assert exit_code(found["claims"]) == code
+
+
+def test_the_table_has_each_claim_with_its_outcome_and_its_figure(tmp_path: Path) -> None:
+    from runner import prove as prove_subjects
+    from runner import summary
+
+    found = prove_subjects([subject("HOLDS", "FAILS")], tmp_path, lambda _: None, quick=True)
+    lines = summary(found["claims"]).splitlines()
+
+    assert [line.split() for line in lines[:4]] == [
+        ["HOLDS", "claim-0", "sentence", "0"],
+        ["figure", "0"],
+        ["FAILS", "claim-1", "sentence", "1"],
+        ["figure", "1"],
+    ]
+    assert lines[-1] == "1 HOLDS, 1 FAILS, 0 UPSTREAM"
+
+
+def test_what_cannot_be_measured_fails_aloud_and_others_are_measured_all_the_same(tmp_path: Path) -> None:
+    from runner import exit_code
+    from runner import prove as prove_subjects
+
+    said: list[str] = []
+
+    found = prove_subjects([subject("HOLDS", problem="fetch it"), subject("HOLDS")], tmp_path, said.append, quick=True)
+
+    assert [claim["outcome"] for claim in found["claims"]] == ["FAILS", "HOLDS"]
+    assert found["problems"] == ["fetch it"]
+    assert "error: fetch it" in said
+    assert exit_code(found["claims"]) == 1
+
+
+def test_a_process_that_ends_badly_is_named_with_the_end_of_what_it_wrote(tmp_path: Path) -> None:
+    from processes import ProofError, start
+
+    script = tmp_path / "launcher.py"
+    script.write_text("print('step 1'); raise SystemExit('no more memory')")
+
+    with pytest.raises(ProofError) as caught:
+        start([script], {}, cwd=tmp_path)
+
+    assert str(caught.value) == "launcher.py ended with 1:\nstep 1\nno more memory"
+
+
+def test_a_process_inherits_no_switch_of_this_package_and_no_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from processes import start
+
+    for name in ("MEGACPP_OVERLAYS", "MEGACPP_OVERLAYS_LOG", "PYTHONPATH", "PYTHONWARNINGS"):
+        monkeypatch.setenv(name, "off")
+    script = tmp_path / "launcher.py"
+    script.write_text("import os, json; json.dump(dict(os.environ), open('environment.json', 'w'))")
+
+    start([script], {"GIVEN": "1"}, path=[tmp_path], cwd=tmp_path)
+
+    found = json.loads((tmp_path / "environment.json").read_text())
+    assert [name for name in found if name.startswith(("MEGACPP_", "PYTHON"))] == ["PYTHONPATH"]
+    assert (found["PYTHONPATH"], found["GIVEN"]) == (str(tmp_path), "1")
+
+
+def test_an_archive_that_is_not_there_fails_the_claims_and_names_the_command_that_fetches_it(tmp_path: Path) -> None:
+    done = prove("--quick", "--only", "liger-tests", "--archives", tmp_path, "--json", tmp_path / "found.json")
+
+    assert done.returncode == 1
+    assert f"there is no {tmp_path}/liger_kernel-0.8.5.tar.gz: `make proof-cpu` fetches it" in done.stdout
+    assert "0 HOLDS, 3 FAILS, 0 UPSTREAM" in done.stdout
+    assert len(json.loads((tmp_path / "found.json").read_text())["problems"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["--write", "/nowhere/page.md"],
+            "there is no folder /nowhere to write page.md into: make it, or name another",
+        ),
+        (["--page", "/nowhere.json"], "there are no receipts /nowhere.json: `make proof-cpu` leaves"),
+        (["--only", "trainers"], "invalid choice: 'trainers' (choose from"),
+    ],
+)
+def test_wrong_usage_ends_at_once_and_names_the_way_out(words: list[str], says: str) -> None:
+    done = prove(*words)
+
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+def test_an_interpreter_without_a_trainer_is_told_which_has_one() -> None:
+    done = prove(python=sys.executable)
+
+    assert done.returncode == 2
+    assert "accelerate: `make proof-cpu` sets up .envs/proof" in done.stderr
+
+
+def test_page_and_plot_that_are_kept_are_those_of_the_receipts(tmp_path: Path) -> None:
+    results = ROOT / "proof/results"
+
+    done = prove("--page", results / "cpu.json", "--write", tmp_path / "cpu.md", "--plot", tmp_path / "cpu.svg")
+
+    assert done.returncode == 0
+    for name in ("cpu.md", "cpu.svg"):
+        assert (tmp_path / name).read_text() == (results / name).read_text()
+
+
+def test_the_readme_quotes_what_the_page_says(kept: dict[str, Any]) -> None:
+    readme = (ROOT / "README.md").read_text().partition("## Proof\n")[2].partition("\n## ")[0]
+    figures = {claim["id"]: claim["figure"] for claim in kept["claims"]}
+    text = " ".join(readme.split())
+
+    zero = figures["trainer-prompts-stock"].partition("; ")[0]
+    worst = figures["trainer-prompts-overlay"].partition(", ")[0].removeprefix("worst relative difference: loss ")
+    assert zero.replace("grad_norm", "`grad_norm`") in text
+    assert f"no loss is further from PyTorch's than {worst} of it" in text
+
+
+def test_the_receipts_are_of_the_inputs_that_are_here_and_of_a_whole_run(kept: dict[str, Any]) -> None:
+    here = {name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest() for name in kept["inputs"]}
+
+    assert kept["inputs"] == here, "run `make proof-cpu`, and look at what it says"
+    assert not kept["quick"]
+    assert kept["problems"] == []
