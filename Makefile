@@ -115,8 +115,9 @@ docs: .venv/.ready ## build the documentation as a static site in .cache/site/ht
 	@scripts/site.sh $(BIN)/properdocs
 
 .PHONY: bench
-bench: .envs/bench/.ready ## measure what importing costs and write benchmarks/results/import_cost.md
+bench: .envs/bench/.ready ## measure what importing and counting calls cost; write import_cost.md and call_cost.md of benchmarks/results
 	@.envs/bench/bin/python benchmarks/loader/import_cost.py --write
+	@.envs/bench/bin/python benchmarks/loader/call_cost.py --write
 
 GPU_PAGE = --json benchmarks/results/$(1).json --write benchmarks/results/$(1).md
 .PHONY: bench-gpu

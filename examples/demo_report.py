@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from side_by_side import Measurement
+
+    from megacpp_overlays.loader.audit import Audit
 
 EXEMPTION, LOSS = "float16-fp32-exemption", "liger-flce-none-backward"
 """The overlays that the demo is about."""
@@ -74,6 +77,20 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return [f"  {line}".rstrip() for line in lines]
+
+
+def used(audit: Audit) -> str:
+    """Return how often the seams of each active overlay were called, so that one that nothing uses is seen."""
+    counts: dict[str, int] = {}
+    for record in audit.records:
+        for _, count in record.calls:
+            counts[record.overlay.id] = counts.get(record.overlay.id, 0) + count
+    called = [f"{name} {count}" for name, count in counts.items() if count]
+    unused = [name for name, count in counts.items() if not count]
+    lines = [f"Calls of active overlays: {', '.join(called) or 'none'}"]
+    lines += [f"Active, and this model does not use them: {', '.join(unused)}"] if unused else []
+    wrap = textwrap.TextWrapper(79, subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join(line for each in lines for line in wrap.wrap(each))
 
 
 def judge(decisions: Mapping[str, str], on: Measurement, losses: Sequence[float]) -> list[Claim]:

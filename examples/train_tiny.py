@@ -60,7 +60,7 @@ def main() -> int:
         losses = train(args.seed, args.steps, device, say)
         claims = demo_report.judge(decisions, on, losses)
         elapsed = time.monotonic() - started
-        say("\n".join(["", *map(str, claims), "", f"{elapsed:.0f} s"]))
+        say("\n".join(["", demo_report.used(megacpp_overlays.audit()), "", *map(str, claims), "", f"{elapsed:.0f} s"]))
         if args.json and is_first:
             run = {"device": device.type, "world_size": dist.get_world_size(), "elapsed_s": elapsed}
             measured = {"audit": audit.as_dict(), "off": asdict(off), "on": asdict(on), "losses": losses}

@@ -349,6 +349,8 @@ class Record(Frozen):
     """Qualified names that lead to a seam now."""
     rebound: tuple[str, ...] = ()
     """Stale aliases that were found by identity and now lead to the seam too."""
+    calls: tuple[tuple[str, int], ...] = ()
+    """Seams, and how often each was called in this process so far; what does not count its calls is left out."""
     around: tuple[str, ...] = ()
     """What of somebody else's stands in the place of a seam, around it or beside it, by names that all processes share."""
 

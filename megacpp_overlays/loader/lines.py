@@ -112,10 +112,21 @@ def counted(records: Sequence[Record]) -> str:
     return ", ".join(f"{counts[decision]} {_WORDS.get(decision, decision.value)}" for decision in shown)
 
 
-def summary(version: str, mode: str, records: Sequence[Record], fingerprint: str) -> str:
-    """Return the one line that counts, and names what needs a person."""
+def calls(records: Sequence[Record]) -> dict[str, int]:
+    """Return how often the seams of each active overlay were called; empty where none was, as before a run."""
+    found: Counter[str] = Counter()
+    for record in records:
+        if record.decision is Decision.ACTIVE and record.calls:
+            found[record.overlay.id] += sum(count for _, count in record.calls)
+    return dict(found) if any(found.values()) else {}
+
+
+def summary(version: str, mode: str, records: Sequence[Record], fingerprint: str, *, at_exit: bool = False) -> str:
+    """Return the one line that counts, and names what needs a person; at the end of a run also what it never used."""
     decided = by_overlay(records)
     looked_at = [name for name, decision in decided.items() if decision in ATTENTION]
     head = version if mode == "auto" else f"{version}, mode {mode}"
     needed = f"; look at {', '.join(looked_at)}: megacpp-overlays audit" if looked_at else ""
-    return f"{head}: {counted(records)} (fingerprint {fingerprint}){needed}"
+    unused = [name for name, count in calls(records).items() if not count] if at_exit else []
+    never = f"; active and never called: {', '.join(unused)}" if unused else ""
+    return f"{head}: {counted(records)} (fingerprint {fingerprint}){needed}{never}"

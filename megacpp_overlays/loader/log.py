@@ -135,7 +135,7 @@ class Log:
         from megacpp_overlays.loader import lines  # noqa: PLC0415 - at import there is nothing to count
 
         fingerprint = audit.fingerprint
-        text = lines.summary(audit.version, audit.mode, audit.decisions, fingerprint)
+        text = lines.summary(audit.version, audit.mode, audit.decisions, fingerprint, at_exit=at_exit)
         counts: dict[str, list[str]] = {}
         for name, decision in lines.by_overlay(audit.decisions).items():
             counts.setdefault(decision.value, []).append(name)

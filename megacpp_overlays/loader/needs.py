@@ -61,8 +61,11 @@ def misbehaves(record: Record, module: ModuleType) -> str:
     ask = overlay.self_test if record.decision is Decision.ACTIVE else overlay.witness
     if ask is None:
         return ""
+    from megacpp_overlays.runtime import calls  # noqa: PLC0415 - only where something is needed
+
     try:
-        seen = ask(module)
+        with calls.not_counted():
+            seen = ask(module)
     except Exception as error:  # noqa: BLE001 - what cannot be asked is not known to be right
         return f"it needs {overlay.id}, which cannot be asked: {type(error).__name__}: {error}"
     what = f"it needs {overlay.id}, which is {record.decision.value} here and does not help: {seen.seen}"

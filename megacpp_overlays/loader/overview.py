@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megacpp_overlays import terminal_text
-from megacpp_overlays.loader.lines import ATTENTION, by_overlay, counted
+from megacpp_overlays.loader.lines import ATTENTION, by_overlay, calls, counted
 from megacpp_overlays.loader.rendering import CAN_BE_DELETED, CAN_BE_SWITCHED_OFF, consequence
 from megacpp_overlays.model import Decision, Record
 
@@ -72,9 +72,11 @@ def _active(records: Sequence[Record]) -> Iterable[Line]:
         return
     yield Line("")
     yield _heading("active", Decision.ACTIVE)
-    for record in chosen.values():
+    counts = calls(records)
+    for name, record in chosen.items():
         yield Line(f"  {_name(record)}")
-        yield from _plain(_indented([record.overlay.title, f"delete when {record.overlay.retire_when}"]))
+        called = f"; {_called(counts[name])}" if name in counts else ""
+        yield from _plain(_indented([record.overlay.title + called, f"delete when {record.overlay.retire_when}"]))
 
 
 def _quiet(records: Sequence[Record]) -> Iterable[Line]:
@@ -100,6 +102,10 @@ def _name(record: Record) -> str:
     return f"{overlay.id} (pack {overlay.pack:02}), {overlay.target.distribution} {record.version or ''}".rstrip()
 
 
+def _called(count: int) -> str:
+    return {0: "not called so far", 1: "called once"}.get(count, f"called {count:,} times")
+
+
 def _notes(record: Record) -> list[str]:
     """Return all that is known of a decision."""
     overlay = record.overlay
@@ -107,6 +113,8 @@ def _notes(record: Record) -> list[str]:
     notes = [f"{record.verdict}{shape}" if record.finding else "", record.reason, consequence(record)]
     if record.seams:
         notes.append(f"replaced in {overlay.target.module}: {', '.join(seams(record))}")
+    for name, count in record.calls if calls([record]) else ():
+        notes.append(f"{name.removeprefix(f'{overlay.target.module}.')} {_called(count)}")
     if record.decision in CAN_BE_SWITCHED_OFF:
         notes.append(f"off: {overlay.variable}=off")
     if record.decision in CAN_BE_DELETED:

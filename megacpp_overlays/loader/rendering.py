@@ -33,6 +33,7 @@ class DecisionData(TypedDict):
     source_sha256: str | None
     seams: list[str]
     rebound: list[str]
+    calls: dict[str, int]
     retire_when: str
     variable: str
 
@@ -103,6 +104,7 @@ def as_dict(record: Record) -> DecisionData:
         "source_sha256": record.source_sha256,
         "seams": list(record.seams),
         "rebound": list(record.rebound),
+        "calls": dict(record.calls),
         "retire_when": overlay.retire_when,
         "variable": overlay.variable,
     }

@@ -44,9 +44,14 @@ def review(record: Record, overlay: Overlay, traces: Traces | None, *, deep: boo
     others = (*sight.others, *stale, *held)
     if lost := [*sight.lost, *stale, *held]:
         return replace(record, decision=Decision.CONFLICT, reason="; ".join(lost), around=others)
+    record = replace(record, calls=_calls(sight))
     if sight.around:
         return replace(record, reason="; ".join([record.reason, *sight.around]), around=others)
     return record
+
+
+def _calls(sight: Sight) -> tuple[tuple[str, int], ...]:
+    return tuple((str(seam), count) for seam in sight.seams if (count := seam.calls) is not None)
 
 
 def _unless_replaced_since(record: Record, overlay: Overlay) -> Record:

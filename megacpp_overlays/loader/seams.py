@@ -14,6 +14,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from megacpp_overlays.errors import SeamError
+from megacpp_overlays.runtime import calls
 from megacpp_overlays.runtime.seam_marks import ATTRIBUTE, Mark, mark_behind, mark_of, plain_function, wrapped
 
 Owner = ModuleType | type
@@ -47,6 +48,11 @@ class Seam:
     def original_function(self) -> Any:
         """The function that callers reached before."""
         return plain_function(self.original)
+
+    @property
+    def calls(self) -> int | None:
+        """How often callers reached it in this process; None where a copy of this package that does not count put it in."""
+        return getattr(getattr(mark_of(self.function), "calls", None), "count", None)
 
     @property
     def in_place(self) -> bool:
@@ -161,13 +167,15 @@ def replace(
         raise SeamError(f"{owner_name(owner)}.{name} is no function: {describe(raw)}")
     # Undone and put in again, it is the same function: somebody may hold it.
     kept = _kept.get((overlay_id, id(function)))
-    made = kept if kept is not None and kept.__wrapped__ is function else None
-    if made is None:
-        made = make(function)
-        if not _is_new(made, function):
-            raise SeamError(f"the replacement of {owner_name(owner)}.{name} is no new function but {describe(made)}")
+    if kept is not None and kept.__wrapped__ is function:
+        made, count = kept, getattr(kept, ATTRIBUTE).calls
+    else:
+        new = make(function)
+        if not _is_new(new, function):
+            raise SeamError(f"the replacement of {owner_name(owner)}.{name} is no new function but {describe(new)}")
+        made, count = calls.counting(new)
     functools.update_wrapper(made, function)
-    setattr(made, ATTRIBUTE, Mark(overlay_id, raw, inherited, made, module))
+    setattr(made, ATTRIBUTE, Mark(overlay_id, raw, inherited, made, module, count))
     _kept[overlay_id, id(function)] = made
     replacement = _like(raw, made)
     seam = Seam(owner, name, raw, replacement, inherited)

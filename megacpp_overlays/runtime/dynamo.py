@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -35,6 +36,8 @@ from typing import Any, TypeVar
 from megacpp_overlays.errors import SeamError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+_only_inlined: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 _HERE = (
     "torch.compile is tracing on this thread, and the graph it makes could not be dropped: import the target, arm and "
@@ -99,6 +102,7 @@ def only_inlined(function: Function) -> Function:
     For a seam that passes calls on to an original that breaks the graph, as reads from the host do: the seam would be
     one more frame to break in. Not for a seam that computes, since it would compute uncompiled after a break.
     """
+    _only_inlined.add(function)
     runner: Any = sys.modules.get("torch._C._dynamo.eval_frame")
     if hasattr(runner, "skip_code"):  # torch 2.4 and 2.5
         runner.skip_code(function.__code__)
@@ -106,6 +110,11 @@ def only_inlined(function: Function) -> Function:
         action = runner._FrameAction  # noqa: SLF001
         runner.set_code_exec_strategy(function.__code__, runner._FrameExecStrategy(action.SKIP, action.DEFAULT))  # noqa: SLF001
     return function
+
+
+def alike(function: Function, other: Callable[..., Any]) -> Function:
+    """Return a function that Dynamo is to treat as it treats another one."""
+    return only_inlined(function) if other in _only_inlined else function
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,6 +24,8 @@ class Mark:
     """The function that carries this mark. `functools.wraps` copies marks; a copy does not count."""
     module: str = ""
     """Target module of the overlay: an overlay with several parts has one id. Empty where an older copy made it."""
+    calls: Any = None
+    """How often it was called, see `calls.Calls`. None where an older copy made it, which has no such field either."""
 
 
 def plain_function(raw: Any) -> Any:

@@ -194,6 +194,7 @@ def test_json_round_trips_with_stable_keys(audit: Audit) -> None:
         "source_sha256",
         "seams",
         "rebound",
+        "calls",
         "retire_when",
         "variable",
     ]

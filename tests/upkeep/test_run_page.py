@@ -189,3 +189,35 @@ def test_a_count_leads_to_its_overlays(shown: Callable[..., Any]) -> None:
     tab.locator(".counts a", has_text="active").click()
 
     assert tab.locator(":target").inner_text() == run_page.HEADINGS[Decision.ACTIVE]
+
+
+# --- what was used ---
+
+
+@pytest.mark.parametrize(
+    ("calls", "says"),
+    [
+        ({"some.module.function": 1200}, "</code>, called 1,200 times"),
+        ({"some.module.function": 0}, "</code>, never called"),
+        ({}, "</code></li>"),
+    ],
+)
+def test_the_page_of_a_run_says_how_often_a_seam_was_called(
+    audit: dict[str, Any], calls: dict[str, int], says: str
+) -> None:
+    data = json.loads(json.dumps(audit))
+    active = next(each for each in data["decisions"] if each["decision"] == "active")
+    others = [each for each in data["decisions"] if each["decision"] == "conflict"]
+    active["calls"], others[0]["calls"] = calls, {"some.module.function": 7}
+
+    text = run_page.render(run_page.RunOnPage(data, MADE, "", None), OVERLAYS, PACKS)
+
+    assert f"replaced <code>some.module.function{says}" in text[text.index(active["id"]) :]
+
+
+def test_the_page_of_an_audit_before_any_run_says_nothing_of_calls(audit: dict[str, Any]) -> None:
+    data = json.loads(json.dumps(audit))
+    for each in data["decisions"]:
+        each["calls"] = dict.fromkeys(each["seams"], 0)
+
+    assert "called" not in run_page.render(run_page.RunOnPage(data, MADE, "", None), OVERLAYS, PACKS)

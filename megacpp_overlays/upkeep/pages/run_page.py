@@ -84,6 +84,7 @@ def render(run: RunOnPage, overlays: Sequence[Erratum], packs: Path) -> str:
     ]
     return templates.named("run.html.j2", Path(__file__).parent).render(
         audit=run.audit,
+        counts_calls=any(count for each in run.audit["decisions"] for count in each.get("calls", {}).values()),
         made=f"{run.made:%Y-%m-%d %H:%M} UTC",
         ranks=run.ranks,
         compared=(run.compared[0], _by_subject(run.compared[1])) if run.compared else None,
@@ -153,6 +154,7 @@ def _overlay(
                 "reason": part.get("reason", ""),
                 "evidence": part.get("evidence", []),
                 "seams": [*part.get("seams", []), *part.get("rebound", [])],
+                "calls": part.get("calls", {}),
             }
             for part in parts
         ],

@@ -1,0 +1,84 @@
+"""Count the calls of a seam, so that an audit can say whether what is active was ever used.
+
+A count is an addition to a number of this process: no lock, no tensor, nothing that waits. Calls of several threads at the
+same instant may count as one.
+
+What a compiled graph contains is called while it is traced, and not when it runs: Dynamo runs the counting itself, as it
+does with what `torch.compiler.assume_constant_result` is given, and puts nothing of it into the graph. So a graph counts
+once for each time that it is traced. A CUDA graph counts when it is captured, and not when it is replayed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+from megacpp_overlays.runtime import dynamo
+
+_CONSTANT = "_dynamo_marked_constant"
+"""Attribute by which Dynamo runs a function while it traces its caller. Written here because torch may not be there."""
+
+
+class Calls:
+    """How often one seam was called in this process."""
+
+    __slots__ = ("__weakref__", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+        _all.add(self)
+
+
+_all: weakref.WeakSet[Calls] = weakref.WeakSet()
+
+
+def counting(function: FunctionType) -> tuple[FunctionType, Calls]:
+    """Return a function that counts and calls this one, and the count.
+
+    It bears the names and the place of the function: what a traceback, a profiler, and a comparison of ranks look for is
+    the seam. Its code is its own, for Dynamo keeps graphs and limits by code.
+    """
+    calls = Calls()
+
+    def note() -> None:
+        calls.count += 1
+
+    # fmt: off
+    def count(*args: Any, **kwargs: Any) -> Any: note(); return function(*args, **kwargs)  # noqa: E702 - one line, as it has one place
+    # fmt: on
+
+    vars(note)[_CONSTANT] = True
+    code = _in_place_of(count.__code__, function.__code__)
+    counted = FunctionType(code, function.__globals__, function.__name__, None, count.__closure__)
+    return dynamo.alike(counted, function), calls
+
+
+def _in_place_of(code: CodeType, other: CodeType) -> CodeType:
+    place: dict[str, Any] = {"co_filename": other.co_filename, "co_firstlineno": other.co_firstlineno}
+    names = {each: getattr(other, each) for each in ("co_name", "co_qualname") if hasattr(other, each)}
+    return code.replace(**place, **names)
+
+
+@contextlib.contextmanager
+def not_counted() -> Iterator[None]:
+    """Let what is called inside of the block not count: self-tests and witnesses use nothing."""
+    before = [(each, each.count) for each in list(_all)]
+    try:
+        yield
+    finally:
+        for each, count in before:
+            each.count = count
+
+
+def _forget() -> None:
+    """Begin at nothing: a forked child has called nothing yet."""
+    for each in list(_all):
+        each.count = 0
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
