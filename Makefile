@@ -106,7 +106,8 @@ adversary: setup ## mutate what probes read, MUTANTS=30000 times, and fail if on
 	@PYTHONPATH=tests/support $(BIN)/python -W ignore -m adversary --mutants $(MUTANTS) --seed $(SEED)
 
 .PHONY: matrix
-matrix: wheels ## probe every release of every target; write packs/matrix.json, packs/matrix.html and the pages of docs/ that quote it
+matrix: wheels ## probe every release of every target; write packs/matrix.json, packs/matrix.html, the pages of docs/ that quote it, and known findings
+	@$(BIN)/python scripts/known_findings.py
 	@$(BIN)/python -m megacpp_overlays matrix --archives .cache/wheels --write packs
 	@$(BIN)/python -m megacpp_overlays reference --write docs
 

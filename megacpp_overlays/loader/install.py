@@ -15,7 +15,7 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from megacpp_overlays.errors import OverlayError, SeamError
-from megacpp_overlays.loader import aliases, ownership, reached, seams
+from megacpp_overlays.loader import aliases, known, ownership, reached, seams
 from megacpp_overlays.loader.seams import Note, Seam
 from megacpp_overlays.loader.traces import Traces
 from megacpp_overlays.model import Observation, Overlay, Replacement
@@ -80,14 +80,19 @@ def install(
         raise RefusedError(f"{overlay.target.module} is loaded but has no source")
     if sys.modules.get(overlay.target.module) is not module:
         raise RefusedError(f"{overlay.target.module} put something else in its place in sys.modules")
+    written = known.places(overlay, tree)
     for replacement in replacements:
-        if (owner := ownership.foreign_owner(module, replacement.symbol, source)) is not None:
+        symbol = replacement.symbol
+        if (owner := ownership.foreign_owner(module, symbol, source, written.get(symbol))) is not None:
             raise RefusedError(owner)
     places = [seams.resolve(module, replacement.symbol) for replacement in replacements]
     ours = [seam_marks.mark_behind(seams.raw_attribute(*place)[0]) is not None for place in places]
     if not any(ours) and not (seen := _witness(overlay, module)).broken:
         raise RefusedError(f"the probe says BROKEN but the loaded code does not behave so: {seen.seen}")
     deep = late or any(aliases.is_held_elsewhere(*place) for place in places)
+    # References are counted of what its own place holds; nobody can take one before this import is over.
+    is_known_elsewhere = deep or any(ours) or any(seams.raw_attribute(*place)[1] for place in places)
+    loaded = set(sys.modules)
     placed: list[Seam] = []
     rebound: list[Seam] = []
 
@@ -101,7 +106,8 @@ def install(
                 _place(overlay, replacement, module, keep)
             # What is adopted was verified by whoever put it in, and is theirs to undo.
             fresh = [seam for seam in placed if not seam.adopted]
-            aliases.rebind(placed, rebound, deep=deep, note=note)
+            if is_known_elsewhere or sys.modules.keys() != loaded:  # the seams may have imported what takes an original
+                aliases.rebind(placed, rebound, deep=deep, note=note)
             if deep:
                 _refuse_holders(fresh)
             if late and not again:

@@ -1,0 +1,151 @@
+"""Findings that are written down, by the texts that they are about, so that a launcher need not have those read again.
+
+A probe is a function of the texts that it asks for. What every probe of this package finds in the releases of its lanes is
+kept in `known.json`, under a hash of all texts that it asked for, and of the names of those that were not there. Where the
+same texts are installed that is the finding, and nothing is parsed. One character more, and the probe is asked; so it is where
+anything that probes are made of is not what it was when the findings were written (`scripts/known_findings.py`).
+
+Only verdicts without a doubt are kept: what is UNRECOGNISED is looked at each time.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megacpp_overlays.errors import OverlayError
+from megacpp_overlays.loader.ownership import Place, place_of
+from megacpp_overlays.model import Body, Erratum, Evidence, Finding, Proof, Verdict
+from megacpp_overlays.source.trees import ModuleSource, SourceTree
+
+FILE = Path(__file__).with_name("known.json")
+_PROBES = "megacpp_overlays.feature_probes."
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+class Known(NamedTuple):
+    """What is kept."""
+
+    probes: str
+    """Hash over the code that the findings were made with."""
+    pythons: tuple[str, ...]
+    """Versions of Python that find the same: parsers differ."""
+    parts: dict[str, list[dict[str, Any]]]
+    """By part: which modules were asked for, and the number of the finding by the hash of what was there."""
+    findings: list[dict[str, Any]]
+
+
+def finding(erratum: Erratum, tree: SourceTree) -> Finding | None:
+    """Return what the probe of a part finds, where it is written down; None where it has to be asked."""
+    data = _look_up(erratum, tree)
+    return _read(data, tree) if data is not None else None
+
+
+def places(erratum: Erratum, tree: SourceTree) -> dict[str, Place]:
+    """Return where the functions that a part replaces are written, as far as that is written down."""
+    data = _look_up(erratum, tree)
+    return {symbol: Place(*each) for symbol, each in data["places"].items()} if data is not None else {}
+
+
+def _look_up(erratum: Erratum, tree: SourceTree) -> dict[str, Any] | None:
+    if not erratum.probe.__module__.startswith(_PROBES) or (kept := _kept()) is None:
+        return None
+    for each in kept.parts.get(name_of(erratum), ()):
+        try:
+            sources = [tree.module(name) for name in each["asked"]]
+        except OverlayError:
+            continue  # the probe will say what cannot be read
+        number = each["found"].get(digest(each["asked"], sources))
+        if number is not None:
+            data: dict[str, Any] = kept.findings[number]
+            return data
+    return None
+
+
+def name_of(erratum: Erratum) -> str:
+    """Return the name under which findings of a part are kept."""
+    return f"{erratum.id} {erratum.target.module}"
+
+
+def digest(asked: Iterable[str], sources: Iterable[ModuleSource | None]) -> str:
+    """Return 32 hexadecimal digits for the texts of modules. A package and a module of one text differ: imports do."""
+    rows = [
+        f"{name} {Path(source.path).name} {source.sha256}" if source else f"{name} -"
+        for name, source in zip(asked, sources, strict=True)
+    ]
+    return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:32]
+
+
+def as_data(erratum: Erratum, found: Finding, sources: Sequence[ModuleSource]) -> dict[str, Any] | None:
+    """Return a finding as plain data without the folder that it was made in; None for one that is not kept."""
+    names = {source.path: source.name for source in sources}
+    files = {each.file for each in found.evidence if each.file is not None}
+    says_a_path = any(path in each.seen for each in found.evidence for path in names)
+    has_other = any(not isinstance(each, Body) for each in found.repair)
+    if found.verdict is Verdict.UNRECOGNISED or files - names.keys() or says_a_path or has_other:
+        return None
+    return {
+        "verdict": found.verdict.value,
+        "shape": found.shape,
+        "evidence": [[each.seen, names[each.file] if each.file else None, each.line] for each in found.evidence],
+        "repair": [[each.module, each.symbol] for each in found.repair if isinstance(each, Body)],
+        "proof": found.proof.value if found.proof else None,
+        "places": _places(erratum, found, sources),
+    }
+
+
+def _places(erratum: Erratum, found: Finding, sources: Sequence[ModuleSource]) -> dict[str, Place]:
+    source = next((each for each in sources if each.name == erratum.target.module), None)
+    symbols = [each.symbol for each in erratum.repairs.get(found.shape or "", ())] if source is not None else []
+    written = {symbol: place_of(source, symbol) for symbol in symbols if source is not None}
+    return {symbol: place for symbol, place in written.items() if place is not None}
+
+
+def _read(data: dict[str, Any], tree: SourceTree) -> Finding:
+    evidence = []
+    for seen, name, line in data["evidence"]:
+        source = tree.module(name) if name is not None else None
+        evidence.append(Evidence(seen, source.path if source else None, line))
+    return Finding(
+        verdict=Verdict(data["verdict"]),
+        shape=data["shape"],
+        evidence=tuple(evidence),
+        repair=tuple(Body(*each) for each in data["repair"]),
+        proof=Proof(data["proof"]) if data["proof"] else None,
+    )
+
+
+@functools.cache
+def _kept() -> Known | None:
+    """Return what is kept, or None where it was not made by this code."""
+    try:
+        known = Known(**json.loads(FILE.read_text(encoding="utf-8")))
+        is_ours = known.pythons and this_python() in known.pythons and known.probes == code()
+    except (OSError, ValueError, TypeError):  # a package without it, or with half of it, asks its probes
+        return None
+    return known if is_ours else None
+
+
+def this_python() -> str:
+    """Return the version of Python as far as its parser goes."""
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def code() -> str:
+    """Return the hash of all code that probes are made of.
+
+    Raises:
+        OSError: it is not here as text.
+    """
+    folders = (_PACKAGE / "feature_probes", _PACKAGE / "source")
+    files = [*(path for folder in folders for path in sorted(folder.glob("*.py"))), _PACKAGE / "model.py"]
+    found = hashlib.sha256()
+    for path in files:
+        found.update(f"{path.parent.name}/{path.name}\n".encode())
+        found.update(path.read_bytes())
+    return found.hexdigest()

@@ -1,0 +1,139 @@
+"""Write down what every probe finds in the releases of the lanes: megacpp_overlays/loader/known.json.
+
+known_findings.py           write it, from the releases in .cache/wheels
+known_findings.py --check   exit 1 if it is not what the probes find, naming what differs
+
+Of each distribution that an overlay is about: the oldest release that a lane pins, and every later one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel_filename
+from packaging.version import Version
+
+from megacpp_overlays.loader import known, registry
+from megacpp_overlays.loader.probing import examine
+from megacpp_overlays.model import Overlay
+from megacpp_overlays.source.file_trees import ArchiveTree
+from megacpp_overlays.source.trees import ModuleSource, Remembered, ShippedFile, SourceTree, shipped
+
+ROOT = Path(__file__).resolve().parents[1]
+LANES = ("spring-2026", "summer-2026", "current", "newest", "mamba3-pinned", "edge")
+_PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)", re.MULTILINE)
+# What is found does not depend on the version: tests hold the findings against each of these.
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+
+
+class Asked:
+    """A tree that notes which modules it was asked for."""
+
+    def __init__(self, tree: SourceTree) -> None:
+        self._tree = tree
+        self.modules: dict[str, ModuleSource | None] = {}
+        self.ships = False
+
+    def module(self, name: str) -> ModuleSource | None:
+        """Return the source of a module."""
+        self.modules[name] = self._tree.module(name)
+        return self.modules[name]
+
+    def shipped(self, package: str, path: str) -> ShippedFile | None:
+        """Return a file that is no module: what depends on it is not kept."""
+        self.ships = True
+        return shipped(self._tree, package, path)
+
+
+def main() -> int:
+    """Write the findings, or check them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if they are out of step")
+    parser.add_argument("--archives", type=Path, default=ROOT / ".cache/wheels", metavar="FOLDER")
+    given = parser.parse_args()
+    found = json.dumps(collected(given.archives), indent=1, sort_keys=True) + "\n"
+    if not given.check:
+        known.FILE.write_text(found, encoding="utf-8")
+        return 0
+    is_same = known.FILE.read_text(encoding="utf-8") == found
+    print("as the probes find it" if is_same else f"{known.FILE.name} is out of step: run scripts/known_findings.py")
+    return int(not is_same)
+
+
+def collected(archives: Path) -> dict[str, Any]:
+    """Return what is to be kept."""
+    overlays = [each for each in registry.load() if isinstance(each, Overlay)]
+    parts: dict[str, dict[tuple[str, ...], dict[str, int]]] = {known.name_of(each): {} for each in overlays}
+    findings: list[dict[str, Any]] = []
+    for distribution in sorted({each.target.distribution for each in overlays}):
+        chosen = [each for each in overlays if each.target.distribution == distribution]
+        for path in releases(distribution, archives):
+            with ArchiveTree(path) as archive, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of escapes in old releases
+                tree = Remembered(archive)
+                for overlay in chosen:
+                    _keep(overlay, Asked(tree), parts[known.name_of(overlay)], findings)
+    rows = {
+        name: [
+            {"asked": list(asked), "found": dict(sorted(found.items()))} for asked, found in sorted(by_asked.items())
+        ]
+        for name, by_asked in parts.items()
+    }
+    return {"pythons": PYTHONS, "probes": known.code(), "parts": rows, "findings": findings}
+
+
+def _keep(
+    overlay: Overlay, tree: Asked, kept: dict[tuple[str, ...], dict[str, int]], findings: list[dict[str, Any]]
+) -> None:
+    found = examine(overlay, tree)
+    data = known.as_data(overlay, found, [each for each in tree.modules.values() if each is not None])
+    if data is None or tree.ships:
+        return
+    if data not in findings:
+        findings.append(data)
+    names = tuple(sorted(tree.modules))
+    kept.setdefault(names, {})[known.digest(names, [tree.modules[name] for name in names])] = findings.index(data)
+
+
+def releases(distribution: str, archives: Path) -> Iterator[Path]:
+    """Yield the releases from the oldest one that a lane pins, in order."""
+    oldest = min(_pinned(distribution))
+    found = {
+        _version(path): path for path in sorted(archives.iterdir()) if _name(path) == canonicalize_name(distribution)
+    }
+    if not found:
+        raise SystemExit(f"{archives} has no release of {distribution}: make wheels")
+    yield from (path for version, path in sorted(found.items()) if version >= oldest and not version.is_prerelease)
+
+
+def _pinned(distribution: str) -> Iterator[Version]:
+    for lane in LANES:
+        for lock in (ROOT / "locks").glob(f"{lane}*.txt"):
+            for name, version in _PIN.findall(lock.read_text(encoding="utf-8")):
+                if canonicalize_name(name) == canonicalize_name(distribution):
+                    yield Version(version)
+
+
+def _name(path: Path) -> str:
+    return _parsed(path)[0]
+
+
+def _version(path: Path) -> Version:
+    return _parsed(path)[1]
+
+
+def _parsed(path: Path) -> tuple[str, Version]:
+    parse = parse_wheel_filename if path.suffix == ".whl" else parse_sdist_filename
+    name, version = parse(path.name)[:2]
+    return name, version
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""Findings that are written down: the same as the probe's, for the same texts, and for no others."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import HANG_S, ROOT
+
+from megacpp_overlays.errors import SourceError
+from megacpp_overlays.frozen import replace
+from megacpp_overlays.loader import known, ownership, probing, registry
+from megacpp_overlays.loader.settings import Settings
+from megacpp_overlays.model import Evidence, Finding, Overlay, Verdict
+from megacpp_overlays.source.trees import InstalledTree, ModuleSource, Remembered, SourceTree
+
+OVERLAYS = [each for each in registry.load() if isinstance(each, Overlay)]
+INSTALLED = Remembered(InstalledTree())
+HERE = [each for each in OVERLAYS if known.finding(each, INSTALLED) is not None]
+"""Parts of which something is known about the releases that are installed here."""
+
+pytestmark = pytest.mark.upstream
+
+
+def name(overlay: Overlay) -> str:
+    return known.name_of(overlay)
+
+
+@pytest.fixture(autouse=True)
+def read_anew() -> Iterator[None]:
+    known._kept.cache_clear()
+    yield
+    known._kept.cache_clear()
+
+
+class Altered:
+    """The installed packages, with something of one module changed."""
+
+    def __init__(self, module: str, text: str | None) -> None:
+        self._module = module
+        self._text = text
+
+    def module(self, name: str) -> ModuleSource | None:
+        found = INSTALLED.module(name)
+        if name != self._module or found is None:
+            return found
+        if self._text is None:
+            raise SourceError(f"{found.path} cannot be read")
+        return ModuleSource(name, found.path, found.text + self._text)
+
+
+def asked_of(overlay: Overlay, tree: SourceTree) -> list[str]:
+    """Return the modules that decide what a part finds."""
+    asked: list[str] = []
+
+    class Noting:
+        def module(self, name: str) -> ModuleSource | None:
+            asked.append(name)
+            return tree.module(name)
+
+    overlay.probe(Noting())
+    return list(dict.fromkeys(asked))
+
+
+def test_most_parts_are_known_of_what_is_installed_here() -> None:
+    assert len(HERE) > len(OVERLAYS) * 3 // 4
+
+
+@pytest.mark.parametrize("overlay", HERE, ids=name)
+def test_a_known_finding_is_what_the_probe_finds_here_and_says_where(overlay: Overlay) -> None:
+    assert known.finding(overlay, INSTALLED) == overlay.probe(INSTALLED)
+
+
+@pytest.mark.parametrize("overlay", HERE, ids=name)
+def test_one_character_more_in_any_text_that_the_probe_asks_for_and_it_is_asked(overlay: Overlay) -> None:
+    asked = asked_of(overlay, INSTALLED)
+    there = [each for each in asked if INSTALLED.module(each) is not None]
+
+    for module in there:
+        assert known.finding(overlay, Altered(module, "#")) is None
+        assert known.finding(overlay, Altered(module, None)) is None  # nor of what cannot be read
+
+
+@pytest.mark.parametrize("overlay", HERE, ids=name)
+def test_functions_are_written_where_it_says(overlay: Overlay) -> None:
+    source = INSTALLED.module(overlay.target.module)
+    places = known.places(overlay, INSTALLED)
+    found = known.finding(overlay, INSTALLED)
+    assert found is not None
+
+    assert all(source and place == ownership.place_of(source, symbol) for symbol, place in places.items())
+    if found.verdict is Verdict.BROKEN and overlay.answers(found.shape):
+        assert places.keys() == {each.symbol for each in overlay.replacements[found.shape or ""]}
+
+
+def test_the_loader_takes_it_and_asks_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    overlay = next(each for each in HERE if each.id == "float16-fp32-exemption")
+    expected = overlay.probe(INSTALLED)
+    module = pytest.importorskip(overlay.target.module)
+
+    def refuse(*_: Any, **__: Any) -> Finding:
+        raise AssertionError("a probe was asked")
+
+    monkeypatch.setattr(probing, "examine", refuse)
+
+    assert probing.assess_overlay(overlay, module, Settings(), INSTALLED).finding == expected
+
+
+# --- what is not believed ---
+
+
+def kept() -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(known.FILE.read_text())
+    return data
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({**kept(), "probes": "0" * 64}),
+        json.dumps({**kept(), "pythons": ["2.7"]}),
+        json.dumps({**kept(), "more": 1}),
+        json.dumps([]),
+        "{",
+        None,
+    ],
+    ids=["of other probes", "of another Python", "of another form", "a list", "half of it", "not there"],
+)
+def test_findings_that_are_not_of_this_code_are_not_used(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known, "FILE", tmp_path / "known.json")
+    if text is not None:
+        (tmp_path / "known.json").write_text(text)
+
+    assert [each.id for each in HERE if known.finding(each, INSTALLED)] == []
+    assert known.places(HERE[0], INSTALLED) == {}
+
+
+def test_a_package_without_its_text_asks_its_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "_PACKAGE", tmp_path)
+
+    assert known.finding(HERE[0], INSTALLED) is None
+
+
+def test_an_overlay_of_the_same_name_with_a_probe_of_its_own_is_asked() -> None:
+    theirs = replace(HERE[0], probe=lambda _: Finding(verdict=Verdict.ABSENT, shape=None, evidence=(Evidence("none"),)))
+
+    assert known.finding(theirs, INSTALLED) is None
+
+
+def test_a_doubt_is_never_written_down() -> None:
+    doubt = Finding(verdict=Verdict.UNRECOGNISED, shape=None, evidence=(Evidence("odd"),))
+    with_a_path = Finding(verdict=Verdict.ABSENT, shape=None, evidence=(Evidence("nothing in /some/a.py"),))
+    elsewhere = Finding(verdict=Verdict.ABSENT, shape=None, evidence=(Evidence("none", "/other/b.py", 3),))
+    source = ModuleSource("a", "/some/a.py", "")
+
+    assert [known.as_data(HERE[0], each, [source]) for each in (doubt, with_a_path, elsewhere)] == [None, None, None]
+    assert {each["verdict"] for each in kept()["findings"]} == {"BROKEN", "FIXED", "ABSENT"}
+
+
+def test_a_package_and_a_module_of_one_text_are_not_the_same() -> None:
+    texts = [ModuleSource("a", path, "from .b import c") for path in ("/x/a.py", "/x/a/__init__.py")]
+
+    assert len({known.digest(["a"], [each]) for each in (*texts, None)}) == 3
+
+
+# --- in step ---
+
+
+@pytest.mark.parametrize("environment", ["loader-3.10", "loader-3.11", "loader-3.13", None])
+def test_the_kept_findings_are_what_the_probes_find_on(environment: str | None) -> None:
+    python = ROOT / ".envs" / environment / "bin" / "python" if environment else Path(sys.executable)
+    if not python.exists():
+        pytest.skip(f"there is no environment {environment}: `make setup` makes it where the machine has that Python")
+
+    done = subprocess.run(
+        [python, "-W", "ignore", "scripts/known_findings.py", "--check"],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
+
+    assert (done.returncode, done.stdout) == (0, "as the probes find it\n"), done.stderr
