@@ -28,7 +28,7 @@ _PROBES = "megacpp_overlays.feature_probes."
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-class Known(NamedTuple):
+class KnownFindings(NamedTuple):
     """What is kept."""
 
     probes: str
@@ -121,10 +121,10 @@ def _read(data: dict[str, Any], tree: SourceTree) -> Finding:
 
 
 @functools.cache
-def _kept() -> Known | None:
+def _kept() -> KnownFindings | None:
     """Return what is kept, or None where it was not made by this code."""
     try:
-        known = Known(**json.loads(FILE.read_text(encoding="utf-8")))
+        known = KnownFindings(**json.loads(FILE.read_text(encoding="utf-8")))
         is_ours = known.pythons and this_python() in known.pythons and known.probes == code()
     except (OSError, ValueError, TypeError):  # a package without it, or with half of it, asks its probes
         return None

@@ -54,6 +54,7 @@ def counting(function: FunctionType) -> tuple[FunctionType, Calls]:
     vars(note)[_CONSTANT] = True
     code = _in_place_of(count.__code__, function.__code__)
     counted = FunctionType(code, function.__globals__, function.__name__, None, count.__closure__)
+    vars(counted).update(vars(function))  # what its maker wrote on it is asked of what callers reach
     return dynamo.alike(counted, function), calls
 
 

@@ -78,6 +78,19 @@ def test_a_seam_keeps_the_name_the_signature_and_the_place_of_what_it_stands_for
     assert files == [__file__, __file__, __file__, module.__file__]  # this test, the seam twice, upstream
 
 
+def test_what_its_maker_wrote_on_a_seam_is_there_for_callers(upstream: Upstream, session: SessionMaker) -> None:
+    def marked(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+        seam = less_one(original, module)
+        vars(seam)["cache_clear"] = lambda: "cleared"
+        return seam
+
+    replacements = {"off-by-one": (Replacement(symbol="double", make=marked),)}
+    current = session(upstream.overlay(replacements=replacements))
+    current.arm()
+
+    assert upstream.load().double.cache_clear() == "cleared"
+
+
 def test_what_was_taken_out_and_put_in_again_goes_on_counting(upstream: Upstream, session: SessionMaker) -> None:
     current = session(upstream.overlay())
     current.arm()
