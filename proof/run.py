@@ -20,6 +20,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+import resource
 import time
 from datetime import datetime, timezone
 
@@ -56,7 +57,8 @@ def main() -> int:
         found = json.loads(chosen.page.read_text())
     else:
         found = measured(chosen.only, chosen.archives, quick=chosen.quick)
-        print(f"\n{summary(found['claims'])}\n{found['seconds']:.0f} s", flush=True)
+        took = f"{found['seconds']:.0f} s, of which its processes computed for {found['cpu_seconds']:.0f} s"
+        print(f"\n{summary(found['claims'])}\n{took}", flush=True)
     report.keep(found, chosen.json)
     for path, make in ((chosen.write, page.markdown), (chosen.plot, plot.svg)):
         if path:
@@ -76,7 +78,9 @@ def measured(only: list[str] | None, archives: Path, *, quick: bool) -> Found:
     }
     subjects = [subject for subject in SUBJECTS if not only or subject.id in only]
     found = prove(subjects, archives, lambda text: print(text, flush=True), quick=quick)
-    return {**head, **found, "seconds": time.monotonic() - began}
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = {"seconds": time.monotonic() - began, "cpu_seconds": children.ru_utime + children.ru_stime}
+    return {**head, **found, **spent}
 
 
 def parse_arguments() -> argparse.Namespace:

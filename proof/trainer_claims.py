@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from claims import Claim, Found, Verdict
 from trainer_launches import OVERLAY, Data, Launch, Way
@@ -89,11 +90,16 @@ def decided(found: Found) -> Verdict:
     return Verdict.of(figure, holds={key: kept["decision"] for key, kept in seen.items()} == expected)
 
 
-def off_is_stock(found: Found) -> Verdict:
-    """Judge that a run with the overlay switched off has every digit of a run without this package."""
-    stock, off = (run(found, Data.WEIGHTS, way) for way in (Way.STOCK, Way.OFF))
-    same = [stock[what][step] == off[what][step] for what in ("losses", "norms") for step in range(len(stock[what]))]
-    return Verdict.of(f"{sum(same)} of {len(same)} losses and grad_norms have the same bits", holds=all(same))
+def same_bits(data: Data, way: Way, other: Way) -> Callable[[Found], Verdict]:
+    """Return the judge of a claim that two ways train with the same bits."""
+
+    def judge(found: Found) -> Verdict:
+        these, those = (run(found, data, each) for each in (way, other))
+        pairs = [pair for what in ("losses", "norms") for pair in zip(these[what], those[what], strict=True)]
+        same = sum(this == that for this, that in pairs)
+        return Verdict.of(f"{same} of {len(pairs)} losses and grad_norms have the same bits", holds=same == len(pairs))
+
+    return judge
 
 
 CLAIMS = (
@@ -104,6 +110,11 @@ CLAIMS = (
     ),
     equals_torch(Data.PROMPTS, Way.OVERLAY),
     Claim(
+        "trainer-prompts-import",
+        "one import in front of that launcher does what `megacpp_overlays run` does",
+        same_bits(Data.PROMPTS, Way.IMPORT, Way.OVERLAY),
+    ),
+    Claim(
         "trainer-weights-stock",
         "where every token counts, some more, stock Liger 0.8.1 trains with wrong gradients",
         learns_something_else,
@@ -111,5 +122,9 @@ CLAIMS = (
     equals_torch(Data.WEIGHTS, Way.OVERLAY),
     Claim("trainer-decisions", f"`{OVERLAY}` is active on 0.8.1 and retired on 0.8.5", decided),
     equals_torch(Data.PROMPTS, Way.NEWER),
-    Claim("trainer-weights-off", "switched off by its variable, it leaves what stock does", off_is_stock),
+    Claim(
+        "trainer-weights-off",
+        "switched off by its variable, it leaves what stock does",
+        same_bits(Data.WEIGHTS, Way.OFF, Way.STOCK),
+    ),
 )

@@ -15,6 +15,9 @@ from processes import ON_CPU, RUN, start
 LAUNCHER = Path(__file__).resolve().parent / "launchers" / "hf_trainer.py"
 OVERLAY = "liger-flce-none-backward"
 SWITCH = "MEGACPP_OVERLAY_LIGER_FLCE_NONE_BACKWARD"
+ONE_IMPORT = (
+    "import megacpp_overlays, runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
 STEPS, QUICK_STEPS = 30, 8
 
 
@@ -33,6 +36,9 @@ class Way(Enum):
     TORCH = "PyTorch"
     STOCK = "stock"
     OVERLAY = "overlay"
+    """By `megacpp_overlays run`."""
+    IMPORT = "one import"
+    """By hand: this package is imported in front of the script."""
     OFF = "overlay off"
     NEWER = "overlay, Liger 0.8.5"
 
@@ -52,6 +58,7 @@ class Launch:
 
 LAUNCHES = (
     *(Launch(data, way) for data in Data for way in (Way.TORCH, Way.STOCK, Way.OVERLAY)),
+    Launch(Data.PROMPTS, Way.IMPORT),
     Launch(Data.WEIGHTS, Way.OFF),
     Launch(Data.PROMPTS, Way.NEWER),
 )
@@ -74,11 +81,15 @@ def measure(place: Workplace, say: Say) -> Found:
 def launched(launch: Launch, steps: int, newer: Path, folder: Path) -> Found:
     """Run the launcher once and return what it logged."""
     log, audit = folder / f"{launch.name}.json", folder / f"{launch.name}.audit.json"
-    words = [LAUNCHER, "--log", log, "--steps", str(steps), "--data", launch.data.value]
+    words: list[str | Path] = [LAUNCHER, "--log", log, "--steps", str(steps), "--data", launch.data.value]
     words += ["--loss", "torch" if launch.way is Way.TORCH else "liger"]
-    has_overlays = launch.way in {Way.OVERLAY, Way.OFF, Way.NEWER}
+    has_audit = launch.way in {Way.OVERLAY, Way.OFF, Way.NEWER}
+    if has_audit:
+        words = [*RUN, "--audit", audit, *words]
+    elif launch.way is Way.IMPORT:
+        words = ["-c", ONE_IMPORT, *words]
     start(
-        [*RUN, "--audit", audit, *words] if has_overlays else words,
+        words,
         ON_CPU | ({SWITCH: "off"} if launch.way is Way.OFF else {}),
         path=[newer] if launch.way is Way.NEWER else [],
         cwd=folder,
@@ -88,7 +99,7 @@ def launched(launch: Launch, steps: int, newer: Path, folder: Path) -> Found:
         "losses": [each["loss"] for each in logged],
         "norms": [each["grad_norm"] for each in logged],
     }
-    if has_overlays:
+    if has_audit:
         decisions = json.loads(audit.read_text())["decisions"]
         (record,) = [each for each in decisions if each["id"] == OVERLAY]
         found |= {"decision": record["decision"], "version": record["version"], "reason": record["reason"]}

@@ -94,7 +94,7 @@ def main() -> None:
         hidden_size=args.hidden,
         intermediate_size=args.hidden * 2,
         num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 16,
+        num_attention_heads=args.heads,
         max_position_embeddings=args.tokens,
         pad_token_id=None,
     )
@@ -133,6 +133,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=16, help="of a row")
     parser.add_argument("--vocabulary", type=int, default=64)
     parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=1)

@@ -88,15 +88,22 @@ def skip_a_regression_test(kept: Kept) -> None:
 
 BROKEN = {
     "stock learns after all": (learns, {"trainer-prompts-stock"}),
+    "the import does less than run": (
+        scale("prompts, one import", "norms", 3, 1 + 1e-9),
+        {"trainer-prompts-import"},
+    ),
     "PyTorch learns nothing either": (
         scale("prompts, PyTorch", "losses", -1, 100.0),
         {"trainer-prompts-stock", "trainer-prompts-overlay", "trainer-prompts-newer"},
     ),
     "stock gradients are right": (right_gradients, {"trainer-weights-stock", "trainer-weights-off"}),
-    "a loss is off": (scale("prompts, overlay", "losses", 5, 1.001), {"trainer-prompts-overlay"}),
+    "a loss is off": (
+        scale("prompts, overlay", "losses", 5, 1.001),
+        {"trainer-prompts-overlay", "trainer-prompts-import"},
+    ),
     "a gradient is off": (scale("weights, overlay", "norms", 5, 0.999), {"trainer-weights-overlay"}),
     "a gradient is no number": (scale("weights, overlay", "norms", 5, math.nan), {"trainer-weights-overlay"}),
-    "the last gradient is no number": (scale("prompts, overlay", "norms", -1, math.nan), {"trainer-prompts-overlay"}),
+    "the last gradient is no number": (scale("weights, overlay", "norms", -1, math.nan), {"trainer-weights-overlay"}),
     "the repaired release is off": (
         scale("prompts, overlay, Liger 0.8.5", "norms", 0, 2.0),
         {"trainer-prompts-newer"},
