@@ -69,6 +69,7 @@ EXPECTED = {
     "quant-recipe-stale-weights": (M, ("active", "active", *("retired",) * 4)),
     "tilelang-bulk-copy-rank": (S, ("absent", "absent", "absent", "absent", "absent", "retired")),
     "tilelang-grouped-reduce": (T, ("retired", "absent", "absent", "absent", "retired", "retired")),
+    "tp-attention-sinks": (M, ("active",) * 6),
     "tp-label-smoothing": (M, ("disabled",) * 6),
     "tilelang-zero-extent-iterator": (T, ("gated", "absent", "absent", "absent", "gated", "retired")),
 }

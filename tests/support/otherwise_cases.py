@@ -50,6 +50,7 @@ from megacpp_overlays.feature_probes import (
     tilelang_bulk_copy_rank,
     tilelang_grouped_reduce,
     tilelang_zero_extent_iterator,
+    tp_attention_sinks,
     tp_label_smoothing,
 )
 from megacpp_overlays.model import Verdict
@@ -80,6 +81,7 @@ def replaced_all(old: str, new: str) -> Callable[[str], str]:
     return lambda text: text.replace(old, new)
 
 
+_SINKS = "                self.softmax_offset = config.init_method(self.softmax_offset)\n"
 _BRANCHES = """        if (picked < 0).any():
             real = picked >= 0
             if torch.any(real):
@@ -328,6 +330,19 @@ CASES = {
             "from the outside": appended("MegatronModule.set_is_first_microbatch = of_recipes_too(MegatronModule.set_is_first_microbatch)"),
         },
         tree=lambda: archive("megatron_core-0.18.2"),
+    ),
+    "attention sinks": Otherwise(
+        tp_attention_sinks,
+        tp_attention_sinks.CORE,
+        edits={
+            "by an attribute": (_SINKS, _SINKS + '                setattr(self.softmax_offset, "tensor_model_parallel", True)\n'),
+            "by a helper": (_SINKS, _SINKS + "                mark_as_share(self.softmax_offset)\n"),
+            "by what makes them": ('            self.register_parameter(\n                "softmax_offset"', '            self.register_share(\n                "softmax_offset"'),
+            "by the attention": (tp_attention_sinks.TARGET.module, "        self.checkpoint_core_attention = (\n", "        mark_as_share(self.core_attention)\n        self.checkpoint_core_attention = (\n"),
+            "by a base": (tp_attention_sinks.TARGET.module, "class Attention(MegatronModule, ABC)", "class Attention(MarksSinks, ABC)"),
+            "from the outside": (tp_attention_sinks.TARGET.module, "class CrossAttention(Attention)", "SelfAttention.__init__ = marking(SelfAttention.__init__)\n\n\nclass CrossAttention(Attention)"),
+        },
+        tree=megatron,
     ),
     "told layers": Otherwise(
         hybrid_mtp_aux_loss,

@@ -55,6 +55,7 @@ from megacpp_overlays.feature_probes import (
     tilelang_grouped_reduce,
     tilelang_sums,
     tilelang_zero_extent_iterator,
+    tp_attention_sinks,
     tp_label_smoothing,
 )
 from megacpp_overlays.feature_probes.repairs import Repairs
@@ -131,6 +132,27 @@ def _parts(edit: Edit) -> tuple[Any, ...]:
 def appended(code: str) -> Callable[[str], str]:
     """Return an edit that adds code at the end."""
     return lambda text: f"{text}\n\n{code}\n"
+
+
+MARKED_SINKS = "            tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)\n"
+MARKED_ENGINE = """        if isinstance(getattr(self, "softmax_offset", None), torch.nn.Parameter):
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+"""
+
+
+def marked_sinks() -> dict[str, str | None]:
+    """Return modules that mark sinks where they are made, as a pull request has it."""
+    core, engine = (
+        released("megatron_core-0.19.2", name) for name in (tp_attention_sinks.CORE, tp_attention_sinks.ENGINE)
+    )
+    drawn = "                self.softmax_offset = config.init_method(self.softmax_offset)\n"
+    start = engine.index("class TEDotProductAttention(")
+    end = engine.index("    def forward(", start)
+    assert drawn in core
+    return {
+        tp_attention_sinks.CORE: core.replace(drawn, drawn + MARKED_SINKS),
+        tp_attention_sinks.ENGINE: engine[:end].rstrip() + "\n" + MARKED_ENGINE + "\n" + engine[end:],
+    }
 
 
 @functools.cache
@@ -834,6 +856,22 @@ CASES = {
         },
         tree=lambda: archive("megatron_core-0.19.2"),
         is_made_up=False,
+    ),
+    "attention sinks": Case(
+        tp_attention_sinks,
+        tp_attention_sinks.CORE,
+        marked_sinks,
+        {
+            "forgotten by a core": (MARKED_SINKS, "            pass\n"),
+            "of a copy": ("set_tensor_model_parallel_attributes(self.softmax_offset,", "set_tensor_model_parallel_attributes(self.softmax_offset.clone(),"),
+            "as no share": ("(self.softmax_offset, True, 0, 1)", "(self.softmax_offset, False, 0, 1)"),
+            "where nothing is drawn": (MARKED_SINKS, f"            if not config.perform_initialization:\n    {MARKED_SINKS}"),
+            "and made anew": (MARKED_SINKS, MARKED_SINKS + "            self.softmax_offset = torch.nn.Parameter(self.softmax_offset.detach())\n"),
+            "of another module": ("from megatron.core import parallel_state, tensor_parallel\n", "from megatron.core import parallel_state\nfrom vendor import tensor_parallel\n"),
+            "forgotten by Transformer Engine's": (tp_attention_sinks.ENGINE, MARKED_ENGINE, ""),
+            "set from outside": appended("DotProductAttention.__init__ = of_old"),
+        },
+        tree=lambda: archive("megatron_core-0.19.2"),
     ),
     "told layers": Case(
         hybrid_mtp_aux_loss,

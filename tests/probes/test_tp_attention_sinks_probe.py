@@ -1,0 +1,105 @@
+"""Whether attention sinks are marked as shares: every release, main, dev, and edits of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from probing import Texts, ask
+from repair_cases import CASES, archive
+
+from megacpp_overlays.feature_probes.tp_attention_sinks import CORE, NOT_MARKED, TARGET, probe
+from megacpp_overlays.model import Finding, Verdict
+from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+
+WITHOUT_SINKS = ("0.1.0", "0.5.0", "0.8.0", "0.12.3", "0.13.1", "0.14.0")
+NOT_MARKED_IN = (
+    *("0.15.0", "0.15.1", "0.15.2", "0.15.3", "0.16.0", "0.16.1", "0.17.0", "0.17.1"),
+    *("0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
+)
+
+Wheel = Callable[[str, str], Path]
+
+
+def edited(module: str, old: str, new: str) -> Finding:
+    tree = archive("megatron_core-0.19.2")
+    source = tree.module(module)
+    assert source is not None
+    assert old in source.text
+    return ask(probe, Texts({module: source.text.replace(old, new, 1)}, tree))
+
+
+@pytest.mark.parametrize("version", WITHOUT_SINKS)
+def test_releases_without_sinks_are_absent(version: str, wheel: Wheel) -> None:
+    assert probe(ArchiveTree(wheel("megatron-core", version))).verdict is Verdict.ABSENT
+
+
+@pytest.mark.parametrize("version", NOT_MARKED_IN)
+def test_releases_with_sinks_are_broken(version: str, wheel: Wheel) -> None:
+    finding = probe(ArchiveTree(wheel("megatron-core", version)))
+
+    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, NOT_MARKED)
+
+
+def test_given_trees_are_broken(upstream_trees: list[Path]) -> None:
+    for path in upstream_trees:
+        assert ask(probe, DirectoryTree(path)).verdict is Verdict.BROKEN, path
+
+
+def test_what_is_not_there_is_absent() -> None:
+    kind = "class {}Attention:\n    def __init__(self): pass\n"
+    attention = kind.format("Self") + kind.format("Cross")
+    assert ask(probe, Texts({TARGET.module: None, CORE: None})).verdict is Verdict.ABSENT
+    assert ask(probe, Texts({TARGET.module: "class Other: pass", CORE: None})).verdict is Verdict.ABSENT
+    assert ask(probe, Texts({TARGET.module: attention, CORE: None})).verdict is Verdict.ABSENT
+    assert ask(probe, Texts({TARGET.module: attention, CORE: "class Other: pass"})).verdict is Verdict.ABSENT
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from vendor import SelfAttention\n",
+        "from vendor import *\n",
+        "class SelfAttention: pass\nclass CrossAttention: pass\n",
+    ],
+)
+def test_what_comes_from_elsewhere_is_not_absent(text: str) -> None:
+    assert ask(probe, Texts({TARGET.module: text, CORE: "softmax_offset = None"})).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        (TARGET.module, "        self.core_attention = submodules", "        self.core_attention = other(submodules)"),
+        (TARGET.module, "        self.core_attention = submodules", "        self.core = submodules"),
+        (TARGET.module, "class SelfAttention(", "@other\nclass SelfAttention("),
+        (TARGET.module, '            attention_type="cross"', '            attention_type=other("cross")'),
+        (TARGET.module, "class Attention(MegatronModule", "@other\nclass Attention(MegatronModule"),
+        (TARGET.module, "class Attention(MegatronModule", "class Attention(Other"),
+        (CORE, "        self.tp_group = self.pg_collection.tp\n", "        self.tp_group = other(pg_collection)\n"),
+        (CORE, '"softmax_offset"', '"sinks"'),
+        (CORE, "class DotProductAttention(MegatronModule", "class DotProductAttention(Other"),
+    ],
+    ids=[
+        "another core",
+        "no core",
+        "a decorated kind",
+        "another kind",
+        "a decorated class",
+        "a base",
+        "another group",
+        "other sinks",
+        "a base of cores",
+    ],
+)
+def test_constructors_must_be_as_they_were_read(module: str, old: str, new: str) -> None:
+    assert edited(module, old, new).verdict is Verdict.UNRECOGNISED
+
+
+def test_what_marks_and_was_not_read_looks_repaired() -> None:
+    case = CASES["attention sinks"]
+
+    finding = case.ask(case.texts())
+
+    assert (finding.verdict, finding.looks_repaired) == (Verdict.UNRECOGNISED, True)

@@ -1,0 +1,40 @@
+"""Run in a fresh interpreter: what the cases of a pack see, with every overlay and with none; JSON.
+
+    python tests/support/reproduced.py PACK
+
+The release is the one that is first on the path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import megacpp_overlays
+
+PACKS = Path(__file__).parents[2] / "packs"
+
+
+def main() -> None:
+    """Answer on standard output."""
+    (path,) = PACKS.glob(f"{sys.argv[1]}*/reproduce.py")
+    spec = importlib.util.spec_from_file_location("reproduce", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    report: dict[str, Any] = {"on": {case.name: dataclasses.asdict(case.run()) for case in module.CASES}}
+    ids = {case.overlay for case in module.CASES}
+    records = [each for each in megacpp_overlays.audit().records if each.overlay.id in ids]
+    report["decisions"] = [[each.overlay.id, each.decision.value, each.reason] for each in records]
+    megacpp_overlays.undo()
+    report["off"] = {case.name: dataclasses.asdict(case.run()) for case in module.CASES}
+    sys.stdout.write(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
