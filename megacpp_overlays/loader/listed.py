@@ -222,5 +222,8 @@ LISTED: tuple[Listed, ...] = (
         off_by_default=False,
         targets=("megatron.core.transformer.module",),
     ),
+    Listed(
+        id="tp-attention-sinks", installs=True, off_by_default=False, targets=("megatron.core.transformer.attention",)
+    ),
 )
 """Every declaration, by pack and id."""
