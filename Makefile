@@ -26,7 +26,7 @@ MINIMUM_COVERAGE := 95
 WORKERS ?= --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Lanes that tests run in beside .venv, and older and newer Pythons for the loader alone where the machine has them.
-TEST_LANES := .envs/spring-2026 .envs/summer-2026 .envs/newest .envs/mamba3-pinned .envs/edge .envs/proof
+TEST_LANES := .envs/spring-2026 .envs/summer-2026 .envs/newest .envs/mamba3-pinned .envs/edge .envs/proof .envs/engines
 LOADER_PYTHONS := 3.10 3.11 3.13
 LOADERS := .envs/loader-oldest $(LOADER_PYTHONS:%=.envs/loader-%)
 
@@ -207,8 +207,8 @@ $(LOADER_PYTHONS:%=.envs/loader-%/.ready): .envs/loader-%/.ready: locks/loader.t
 
 # --- locks: never changed by the commands above ----------------------------------------------------------------
 
-# In this order: `dev`, `bench` and `proof` keep to what `current` pins.
-LANES := loader current newest summer-2026 spring-2026 mamba3-pinned edge te dev bench proof loader-oldest uv
+# In this order: `dev`, `bench`, `engines` and `proof` keep to what `current` pins.
+LANES := loader current newest summer-2026 spring-2026 mamba3-pinned edge te dev bench engines proof loader-oldest uv
 
 .PHONY: lock
 lock: ## recompile the locks, keeping versions where they still fit; UPGRADE=1 takes the newest, LANES=name one of them

@@ -16,13 +16,6 @@ from megacpp_overlays.processes import children
 
 pytestmark = pytest.mark.unmeasured_children
 
-SAYS = (
-    "import subprocess, sys\n"
-    "print('armed' if 'megacpp_overlays' in sys.modules else 'not armed', flush=True)\n"
-    "if len(sys.argv) < 2: subprocess.run([sys.executable, __file__, 'child'])\n"
-)
-BENCH = ROOT / ".envs" / "bench" / "bin"
-
 
 def test_a_start_up_hook_that_calls_no_other_arms_by_the_entry_point_that_it_offers(
     tmp_path: Path, run_python: Callable[..., CompletedProcess[str]]
@@ -40,24 +33,6 @@ def test_a_start_up_hook_that_calls_no_other_arms_by_the_entry_point_that_it_off
     assert run_python(code, **env).stdout == "True\n"
     elsewhere = {**env, children.CHILDREN: "another environment"}
     assert run_python(code, **elsewhere).stdout == "False\n"
-
-
-@pytest.mark.parametrize("outside", [True, False], ids=["outside", "inside"])
-@pytest.mark.parametrize("tool", ["opentelemetry-instrument", "ddtrace-run"])
-def test_a_launcher_and_its_child_are_armed_under(tool: str, outside: bool, tmp_path: Path) -> None:
-    if not (BENCH / tool).exists():
-        pytest.skip("the environment of the import benchmark has it: make .envs/bench/.ready")
-    launcher = tmp_path / "launcher.py"
-    launcher.write_text(SAYS)
-    python, ours = str(BENCH / "python"), ["-m", "megacpp_overlays", "run"]
-    words = [str(BENCH / tool), python, *ours] if outside else [python, *ours, str(BENCH / tool), python]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "MEGACPP_OVERLAYS_LOG": "logging"}
-
-    done = subprocess.run(
-        [*words, str(launcher)], env=env, capture_output=True, text=True, timeout=HANG_S, check=False, cwd=tmp_path
-    )
-
-    assert done.stdout.split("\n") == ["armed", "armed", ""], done.stderr
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="-P is new in Python 3.11")
