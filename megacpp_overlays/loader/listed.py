@@ -225,5 +225,11 @@ LISTED: tuple[Listed, ...] = (
     Listed(
         id="tp-attention-sinks", installs=True, off_by_default=False, targets=("megatron.core.transformer.attention",)
     ),
+    Listed(
+        id="residual-norm-recompute-alias",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.tensor_parallel.random",),
+    ),
 )
 """Every declaration, by pack and id."""

@@ -66,6 +66,7 @@ EXPECTED = {
     "mtp-token-counts-local": (M, ("disabled",) * 6),
     "pipeline-padding-mask": (M, ("active",) * 6),
     "seq-aux-loss-packed": (M, ("absent", "absent", *("active",) * 4)),
+    "residual-norm-recompute-alias": (M, ("absent", *("active",) * 5)),
     "quant-recipe-stale-weights": (M, ("active", "active", *("retired",) * 4)),
     "tilelang-bulk-copy-rank": (S, ("absent", "absent", "absent", "absent", "absent", "retired")),
     "tilelang-grouped-reduce": (T, ("retired", "absent", "absent", "absent", "retired", "retired")),

@@ -46,6 +46,7 @@ from megacpp_overlays.feature_probes import (
     packed_params,
     pipeline_padding_mask,
     quant_recipe_stale_weights,
+    residual_norm_recompute_alias,
     seq_aux_loss_packed,
     tilelang_bulk_copy_rank,
     tilelang_grouped_reduce,
@@ -316,6 +317,20 @@ CASES = {
             "from the outside": appended("TEGroupedMLP.__init__ = beginning(TEGroupedMLP.__init__)"),
         },
         probe="probe_grouped",
+        tree=megatron,
+    ),
+    "kept inputs": Otherwise(
+        residual_norm_recompute_alias,
+        residual_norm_recompute_alias.TARGET.module,
+        edits={
+            "copied inputs": ("            outputs = run_function(*args)\n        ctx.save_for_backward", "            outputs = run_function(*(each.clone() for each in args))\n        ctx.save_for_backward"),
+            "copies saved": ("        ctx.save_for_backward(*detach_variable(args))\n", "        ctx.save_for_backward(*(each.clone() for each in detach_variable(args)))\n"),
+            "the first alone": ("        for output in self.outputs:\n            output.untyped_storage().resize_(0)", "        for output in self.outputs[:1]:\n            output.untyped_storage().resize_(0)"),
+            "told which": ("    def checkpoint(self, run_function: Callable[[Unpack[_Ts]], _R], *args: Unpack[_Ts])", "    def checkpoint(self, run_function: Callable[[Unpack[_Ts]], _R], *args: Unpack[_Ts], kept=())"),
+            "by a base": ("class CheckpointWithoutOutput(object)", "class CheckpointWithoutOutput(KeepingInputs)"),
+            "by a decorator": ("    def checkpoint(self, run_function", "    @keeping_inputs\n    def checkpoint(self, run_function"),
+            "from the outside": appended("CheckpointWithoutOutput.checkpoint = keeping_inputs(CheckpointWithoutOutput.checkpoint)"),
+        },
         tree=megatron,
     ),
     "told of recipes": Otherwise(

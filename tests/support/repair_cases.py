@@ -50,6 +50,7 @@ from megacpp_overlays.feature_probes import (
     packed_params,
     pipeline_padding_mask,
     quant_recipe_stale_weights,
+    residual_norm_recompute_alias,
     seq_aux_loss_packed,
     tilelang_bulk_copy_rank,
     tilelang_grouped_reduce,
@@ -424,6 +425,39 @@ def dividing_before() -> str:
     start = rest.index("            if (\n                self.is_mtp_layer")
     end = rest.index("            num_layers = self.config.num_layers\n", start)
     return head + made + rest[start:end] + rest[:start] + rest[end:]
+
+
+def keeping_inputs() -> dict[str, str | None]:
+    """Let the checkpoint of the newest release keep what is in the storage of an input, and its layers ask for that."""
+    feature = residual_norm_recompute_alias
+    text = released("megatron_core-0.19.2", feature.TARGET.module)
+    for old, new in (
+        (
+            "    def __init__(self, fp8=False):\n",
+            "    def __init__(self, fp8=False, retain_input_tensors=False):\n        self.retained = retain_input_tensors\n",
+        ),
+        (
+            "        outputs = CheckpointWithoutOutputFunction.apply(run_function",
+            "        self.inputs = {each.untyped_storage().data_ptr() for each in args if self.retained}\n        outputs = CheckpointWithoutOutputFunction.apply(run_function",
+        ),
+        (
+            "            share_storage(output, recomputation_output)\n\n        self.ctx",
+            "            if output.untyped_storage().data_ptr() not in self.inputs:\n                share_storage(output, recomputation_output)\n\n        self.ctx",
+        ),
+        (
+            "            output.untyped_storage().resize_(0)\n",
+            "            if output.untyped_storage().data_ptr() not in self.inputs:\n                output.untyped_storage().resize_(0)\n",
+        ),
+    ):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    made = "tensor_parallel.CheckpointWithoutOutput()"
+    found: dict[str, str | None] = {feature.TARGET.module: text}
+    for module in (feature.LAYER, feature.CALLABLES):
+        layers = released("megatron_core-0.19.2", module)
+        assert made in layers
+        found[module] = layers.replace(made, f"{made[:-1]}retain_input_tensors=True)")
+    return found  # fmt: skip
 
 
 def chosen(target: Target, is_latent: str) -> dict[str, str | None]:
@@ -838,6 +872,23 @@ CASES = {
         lambda: chosen(latent_moe_fc2_init.GROUPED, "self.config.moe_latent_size"),
         chosen_edits("self.config.moe_latent_size", "TEGroupedMLP"),
         probe="probe_grouped",
+        tree=lambda: archive("megatron_core-0.19.2"),
+    ),
+    "kept inputs": Case(
+        residual_norm_recompute_alias,
+        residual_norm_recompute_alias.TARGET.module,
+        keeping_inputs,
+        {
+            "never kept": ("self.retained = retain_input_tensors", "self.retained = False"),
+            "outputs for inputs": ("for each in args if self.retained", "for each in args[:0] if self.retained"),
+            "kept and restored": ("            if output.untyped_storage().data_ptr() not in self.inputs:\n                share_storage(", "            if True:\n                share_storage("),
+            "the others kept": ("not in self.inputs:\n                output.untyped_storage().resize_", "in self.inputs:\n                output.untyped_storage().resize_"),
+            "freed after all": ("        self.outputs = outputs\n", "        self.outputs = outputs\n        self.inputs = ()\n"),
+            "layers that do not ask": (residual_norm_recompute_alias.LAYER, "retain_input_tensors=True", "retain_input_tensors=False"),
+            "a schedule that does not ask": (residual_norm_recompute_alias.CALLABLES, "retain_input_tensors=True", "retain_input_tensors=False"),
+            "decorated": ("class CheckpointWithoutOutput(object)", "@of_old\nclass CheckpointWithoutOutput(object)"),
+            "set from outside": appended("CheckpointWithoutOutput.checkpoint = of_old"),
+        },
         tree=lambda: archive("megatron_core-0.19.2"),
     ),
     "told of recipes": Case(

@@ -1,0 +1,137 @@
+"""Keep the residual of a norm that is recomputed and returns its input.
+
+`CheckpointWithoutOutput` frees what a function returned once the next one has used it, and computes it again in the backward pass. The
+fused residual norm returns its input beside what it computes, in the same storage. Freeing it takes the residual from the layer and the
+input from the recomputation, and the process reads memory that is gone; putting it back would let a storage own itself.
+
+Upstream's checkpoint runs as it is. In its list of what is to be freed and restored an empty tensor then takes the place of each output
+that shares its storage with an input, so that the others keep theirs. Nothing more is kept in memory: inputs are saved anyway.
+
+Source: https://github.com/NVIDIA/Megatron-LM/pull/4497
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from megacpp_overlays.feature_probes import residual_norm_recompute_alias as feature
+from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
+from megacpp_overlays.runtime.in_this_thread import answer
+
+_GRAPHS = "megatron.core.transformer.cuda_graphs"
+_RNG = "_get_all_rng_states"
+
+
+def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
+    import torch
+
+    def checkpoint(self: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        before = self.outputs
+        returned = original(self, run_function, *args)
+        if self.outputs is not before and self.outputs is not None and getattr(self, "output_slot", None) is None:
+            inputs = {_storage(each) for each in args if isinstance(each, torch.Tensor)}
+            self.outputs = tuple(
+                torch.empty(0, dtype=each.dtype, device=each.device)
+                if isinstance(each, torch.Tensor) and _storage(each) in inputs
+                else each
+                for each in self.outputs
+            )
+        return returned
+
+    return checkpoint
+
+
+def _storage(tensor: Any) -> int:
+    """Return which storage a tensor is in. Its address would be zero for every one that was freed."""
+    storage: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - torch has no public name for it
+    return storage
+
+
+_ASKED = {
+    "fp8": False,
+    "ckpt_manager": None,
+    "output_slot": None,
+    "retain_input_tensors": True,
+    "ctx": None,
+    "outputs": None,
+}
+"""What a checkpoint is made with, on every tree, for a norm that returns its input."""
+
+
+def observe(module: ModuleType) -> Observation:
+    """Checkpoint a function that doubles its input and returns it, too, and discard what it returned, on the CPU."""
+    import torch
+
+    cls = getattr(module, feature.CLASS)
+    checkpoint = cls.__new__(cls)  # its constructor may import what needs this module
+    vars(checkpoint).update(_ASKED)
+    with torch.inference_mode(False), _no_graphs(), _no_rng(module):
+        states = torch.ones(2, dtype=torch.float32, device="cpu")
+        doubled, residual = checkpoint.checkpoint(lambda given: (given * 2, given), states)
+        checkpoint.discard_output_and_register_recompute(torch.zeros((), dtype=torch.float32, device="cpu"))
+        left = [each.untyped_storage().nbytes() for each in (doubled, residual)]
+    return Observation(
+        broken=left != [0, states.nbytes],
+        seen=f"bytes of what was computed and of the input, once discarded: {left[0]} and {left[1]}",
+    )
+
+
+@contextmanager
+def _no_graphs() -> Iterator[None]:
+    """Answer for the module of CUDA graphs, which the method imports, until that is there: its own import needs the target's."""
+    theirs = sys.modules.get(_GRAPHS)
+    if hasattr(theirs, "is_graph_warmup"):
+        yield
+        return
+    sys.modules[_GRAPHS] = _NoGraphs(_GRAPHS)
+    try:
+        yield
+    finally:
+        del sys.modules[_GRAPHS]
+        if theirs is not None:
+            sys.modules[_GRAPHS] = theirs
+
+
+class _NoGraphs(ModuleType):
+    """A module that knows of no graph."""
+
+    @staticmethod
+    def is_graph_warmup() -> bool:
+        return False
+
+
+@contextmanager
+def _no_rng(module: Any) -> Iterator[None]:
+    """Save no state of random numbers in this thread: reading CUDA's would initialise it."""
+    theirs = getattr(module, _RNG)
+    setattr(module, _RNG, answer(lambda: None, theirs))
+    try:
+        yield
+    finally:
+        setattr(module, _RNG, theirs)
+
+
+OVERLAY = Overlay(
+    id="residual-norm-recompute-alias",
+    pack=38,
+    title="keep the residual of a norm that is recomputed and returns its input",
+    target=feature.TARGET,
+    probe=feature.probe,
+    replacements={feature.FREED: (Replacement(symbol=feature.METHOD, make=_make),)},
+    unsupported={},
+    witness=observe,
+    self_test=observe,
+    opt_in=False,
+    breaks="with fused_residual_rmsnorm and recomputed layer norms the residual is freed before it is added: the process reads memory that is "
+    "gone, and dies",
+    retire_when="CheckpointWithoutOutput keeps outputs that share their storage with an input",
+    brief="residuals of recomputed fused norms",
+    until="outputs that alias an input are kept",
+    threads=(Thread(repository="NVIDIA/Megatron-LM", number=4497, state="merged 2026-08-19, in no release"),),
+    last_validated="2026-11-23, x86-64 without GPU, torch 2.11.0: megatron-core 0.17.1, 0.18.2 and 0.19.2, and dev d48bd6be0a; 0.12.0 to 0.19.2 "
+    "and main d98e8a64dd read",
+)

@@ -1,0 +1,78 @@
+"""Whether an output that is the input is freed: every release, main, dev, and edits of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from probing import Texts, ask
+from repair_cases import archive
+
+from megacpp_overlays.feature_probes.residual_norm_recompute_alias import ENGINE, FREED, TARGET, probe
+from megacpp_overlays.model import Finding, Verdict
+from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+
+WITHOUT = ("0.1.0", "0.8.0", "0.11.0", "0.12.0", "0.13.1", "0.14.0", "0.15.3", "0.16.0", "0.16.1")
+FREED_IN = ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2")
+HAS_THE_NORM = {ENGINE: "class TEFusedResidualRMSNorm: pass"}
+
+Wheel = Callable[[str, str], Path]
+
+
+def edited(old: str, new: str, release: str = "0.19.2") -> Finding:
+    tree = archive(f"megatron_core-{release}")
+    source = tree.module(TARGET.module)
+    assert source is not None
+    assert old in source.text
+    return ask(probe, Texts({TARGET.module: source.text.replace(old, new, 1)}, tree))
+
+
+@pytest.mark.parametrize("version", WITHOUT)
+def test_releases_in_which_no_norm_returns_its_input_are_absent(version: str, wheel: Wheel) -> None:
+    assert probe(ArchiveTree(wheel("megatron-core", version))).verdict is Verdict.ABSENT
+
+
+@pytest.mark.parametrize("version", FREED_IN)
+def test_releases_that_free_every_output_are_broken(version: str, wheel: Wheel) -> None:
+    finding = probe(ArchiveTree(wheel("megatron-core", version)))
+
+    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, FREED)
+
+
+def test_given_trees_are_recognised(upstream_trees: list[Path]) -> None:
+    for path in upstream_trees:
+        assert ask(probe, DirectoryTree(path)).verdict is not Verdict.UNRECOGNISED, path
+
+
+def test_what_is_not_there_is_absent() -> None:
+    assert ask(probe, Texts({TARGET.module: None, **HAS_THE_NORM})).verdict is Verdict.ABSENT
+    assert ask(probe, Texts({TARGET.module: "class Other: pass", **HAS_THE_NORM})).verdict is Verdict.ABSENT
+
+
+def test_what_is_handed_on_or_cannot_be_read_is_not_absent() -> None:
+    from_elsewhere = "from vendor import CheckpointWithoutOutput\n"
+    inherited = "class CheckpointWithoutOutput(Other): pass\n"
+
+    assert ask(probe, Texts({TARGET.module: from_elsewhere, **HAS_THE_NORM})).verdict is Verdict.UNRECOGNISED
+    assert ask(probe, Texts({TARGET.module: inherited, **HAS_THE_NORM})).verdict is Verdict.UNRECOGNISED
+    assert ask(probe, Texts({TARGET.module: inherited, ENGINE: None})).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("        self.outputs = outputs\n", "        self.outputs = [outputs]\n"),
+        ("zip(self.outputs, outputs):\n", "zip(reversed(self.outputs), outputs):\n"),
+        ("            output.untyped_storage().resize_(0)\n", "            self.released.append(output)\n"),
+        (
+            "            outputs = run_function(*args)\n        ctx.",
+            "            outputs = run_function(args)\n        ctx.",
+        ),
+        ("def _get_share_storage():\n", "@other\ndef _get_share_storage():\n"),
+        ("class CheckpointWithoutOutput(object):", "class CheckpointWithoutOutput(Other):"),
+    ],
+    ids=["a list in it", "another order", "freed later", "other arguments", "another way to restore", "a base"],
+)
+def test_what_frees_and_restores_must_be_as_it_was_read(old: str, new: str) -> None:
+    assert edited(old, new).verdict is Verdict.UNRECOGNISED
