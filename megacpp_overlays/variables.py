@@ -179,8 +179,8 @@ WITNESSES = Setting(
 )
 AUDIT = Setting(
     "MEGACPP_OVERLAYS_AUDIT",
-    "The file in which rank 0 leaves its audit as JSON before the first step of an optimizer, and when ranks were compared. "
-    "`megacpp-overlays run --audit FILE` sets it.",
+    "The file in which rank 0 leaves its audit as JSON before the first step of an optimizer, when ranks were compared, and "
+    "at the end with how often each seam was called. `megacpp-overlays run --audit FILE` sets it.",
     form="an absolute path",
     fits=os.path.isabs,
     advice=", and ranks may start in any folder",

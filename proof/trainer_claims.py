@@ -90,6 +90,14 @@ def decided(found: Found) -> Verdict:
     return Verdict.of(figure, holds={key: kept["decision"] for key, kept in seen.items()} == expected)
 
 
+def used(found: Found) -> Verdict:
+    """Judge that what is active was reached in every step: an overlay that nothing calls proves nothing."""
+    steps, kept = found["steps"], run(found, Data.PROMPTS, Way.OVERLAY)
+    others = [run(found, data, way)["calls"] for data, way in ((Data.WEIGHTS, Way.OFF), (Data.PROMPTS, Way.NEWER))]
+    figure = f"its seams were called {kept['calls']} times in {steps} steps, forward and backward; {sum(others)} times where it is off or retired"
+    return Verdict.of(figure, holds=kept["calls"] >= 2 * steps and not any(others))
+
+
 def same_bits(data: Data, way: Way, other: Way) -> Callable[[Found], Verdict]:
     """Return the judge of a claim that two ways train with the same bits."""
 
@@ -121,6 +129,7 @@ CLAIMS = (
     ),
     equals_torch(Data.WEIGHTS, Way.OVERLAY),
     Claim("trainer-decisions", f"`{OVERLAY}` is active on 0.8.1 and retired on 0.8.5", decided),
+    Claim("trainer-used", f"`{OVERLAY}` is used, and not only active", used),
     equals_torch(Data.PROMPTS, Way.NEWER),
     Claim(
         "trainer-weights-off",

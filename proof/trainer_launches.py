@@ -103,4 +103,5 @@ def launched(launch: Launch, steps: int, newer: Path, folder: Path) -> Found:
         decisions = json.loads(audit.read_text())["decisions"]
         (record,) = [each for each in decisions if each["id"] == OVERLAY]
         found |= {"decision": record["decision"], "version": record["version"], "reason": record["reason"]}
+        found["calls"] = sum(record["calls"].values())
     return found

@@ -24,7 +24,8 @@ _USAGE = """megacpp-overlays run [--audit FILE] [--verify-ranks] [--require ID=D
                             [options of Python] (LAUNCHER | -m MODULE | -c CODE) [its arguments]"""
 _MORE = """\
 options, in front of those of Python; processes that the launcher starts do what they say, too:
-  --audit FILE     rank 0 leaves its audit in FILE as JSON before the first step of an optimizer, and when ranks were compared
+  --audit FILE     rank 0 leaves its audit in FILE as JSON before the first step of an optimizer, when ranks were compared,
+                   and at the end with how often each seam was called
   --verify-ranks   compare the ranks, as megacpp_overlays.verify_ranks() does, at the end of init_process_group; ranks that do
                    not run the same code, or do not arrive, end there with an error that names them
   --require ID=DECISION

@@ -458,9 +458,13 @@ class Session:
         was_settled = any(each.finding is not None and each.overlay.installs for each in self._records.values())
         if was_settled and self.log.has_to_count(at_exit=True):
             with contextlib.suppress(Exception):  # whatever is left of the interpreter, an end must not fail
-                records = tuple(derived_records.with_versions(self._review(each)) for each in self._records.values())
-                audit = Audit(version=VERSION, mode=self.settings.mode.value, records=records)
-                self.log.count(audit, at_exit=True)
+                self.log.count(self.audit_at_exit(), at_exit=True)
+
+    def audit_at_exit(self) -> Audit:
+        """Return what became of the overlays; nothing is settled that no hook heard of."""
+        taken = [self._records[o] for o in self.overlays if o in self._records]
+        records = tuple(derived_records.with_versions(self._review(record)) for record in taken)
+        return Audit(version=VERSION, mode=self.settings.mode.value, records=records)
 
     def _settle_missed_imports(self) -> None:
         """Settle a target that was loaded past every hook, by a loader or a recipe of somebody's own."""

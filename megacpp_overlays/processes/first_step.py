@@ -4,7 +4,7 @@
                             forward pass, a rank may wait for one that waits for it: a stage of a pipeline does
     decisions are required  before the first step of any optimizer in a process: every target that the model needs has
                             been imported then, and nothing has been learned yet
-    the audit is left       by rank 0, both times
+    the audit is left       by rank 0, both times, and once more when the process ends, with how often each seam was called
 
 torch is asked for its own hook of optimizers, which is taken out before it does anything: a first step that is compiled has
 a graph break there, and cannot be compiled with `fullgraph=True`. torch has no hook for process groups, so
@@ -13,8 +13,11 @@ a graph break there, and cannot be compiled with `fullgraph=True`. torch has no 
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -44,6 +47,8 @@ class FirstStep:
         self._session = session
         self._hooks = Hooks(self)
         self._agreement: AgreementData | None = None
+        self._left_in: int | None = None
+        """The process that left an audit, and will once more."""
 
     def watch(self) -> None:
         """Wait for torch, and compare the ranks at once where their group is there. Watching twice is watching once.
@@ -138,6 +143,16 @@ class FirstStep:
             leave(Path(path), audit, self._agreement)
         except OSError as error:
             logger.warning("%s: the audit cannot be written: %s", path, error.strerror)
+            return
+        if self._left_in != os.getpid():
+            self._left_in = os.getpid()
+            atexit.register(self._leave_at_exit, Path(path), os.getpid())
+
+    def _leave_at_exit(self, path: Path, pid: int) -> None:
+        """Leave what became of it; nothing is settled now, and a forked child that ends leaves nothing."""
+        if pid == os.getpid():
+            with contextlib.suppress(Exception):  # whatever is left of the interpreter, an end must not fail
+                leave(path, self._session.audit_at_exit(), self._agreement)
 
 
 def leave(path: Path, audit: Audit, agreement: AgreementData | None = None) -> None:

@@ -105,6 +105,21 @@ def test_a_launcher_leaves_the_audit_of_what_it_imported_before_its_first_step(
     assert "ranks" not in left()
 
 
+def test_what_is_left_at_the_end_tells_how_often_each_seam_was_called(
+    upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
+) -> None:
+    forks = (
+        TRAINS + "\nimport os\nif os.fork() == 0: sys.exit(0)\nos.wait()\nlayers.double(1.0)\n"
+    )  # the child leaves nothing
+
+    done = launch(*RUN, "--audit", tmp_path / "audit.json", write(upstream, forks), env=env)
+
+    assert done.returncode == 0, done.stderr
+    (part,) = [each for each in left()["decisions"] if each["id"] == "double-fix"]
+    assert part["calls"] == {f"{upstream.name}.layers.double": 3}
+    assert part["version"] is not None
+
+
 def test_a_launcher_that_ends_before_a_step_leaves_what_was_armed(
     upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
 ) -> None:

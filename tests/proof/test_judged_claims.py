@@ -44,6 +44,10 @@ def decide(launch: str, decision: str) -> Callable[[Kept], None]:
     return lambda kept: trained(kept, launch).update(decision=decision)
 
 
+def call(launch: str, times: int) -> Callable[[Kept], None]:
+    return lambda kept: trained(kept, launch).update(calls=times)
+
+
 def learns(kept: Kept) -> None:
     trained(kept, "prompts, stock")["norms"][7] = 1e-30
 
@@ -108,6 +112,8 @@ BROKEN = {
         scale("prompts, overlay, Liger 0.8.5", "norms", 0, 2.0),
         {"trainer-prompts-newer"},
     ),
+    "a step goes past the seam": (call("prompts, overlay", 59), {"trainer-used"}),
+    "what is off is called": (call("weights, overlay off", 1), {"trainer-used"}),
     "a conflict": (decide("prompts, overlay", "conflict"), {"trainer-decisions"}),
     "active where nothing is broken": (decide("prompts, overlay, Liger 0.8.5", "active"), {"trainer-decisions"}),
     "active where it was switched off": (decide("weights, overlay off", "active"), {"trainer-decisions"}),
