@@ -40,6 +40,7 @@ EXPECTED = {
     "dsa-capture-gates": (M, ("absent", "absent", "active", "active", "active", "active")),
     "dsa-indexer-streaming": (M, ("active", "active", "active", "active", "active", "active")),
     "expert-bias-padding-mask": (M, ("active",) * 6),
+    "gathered-logits-loss": (M, ("active",) * 6),
     "gdn-capture-gates": (M, ("absent", "active", "active", "active", "active", "active")),
     "fp8-quantized-unwrap": (M, ("absent", "absent", "active", "active", "active", "active")),
     "hybrid-mtp-aux-loss": (M, ("absent", *("active",) * 5)),

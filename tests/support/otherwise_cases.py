@@ -26,6 +26,7 @@ from megacpp_overlays.feature_probes import (
     fp8_quantized_unwrap,
     fsdp_optimizer_under_update,
     fully_reshardable_padding,
+    gathered_logits_loss,
     gdn_capture_gates,
     hopper_flce_dispatch,
     hybrid_linear_ce,
@@ -82,6 +83,7 @@ def replaced_all(old: str, new: str) -> Callable[[str], str]:
     return lambda text: text.replace(old, new)
 
 
+_LABELS_FIRST = "        labels = labels.transpose(0, 1).contiguous()\n"
 _SINKS = "                self.softmax_offset = config.init_method(self.softmax_offset)\n"
 _BRANCHES = """        if (picked < 0).any():
             real = picked >= 0
@@ -356,6 +358,19 @@ CASES = {
             "by the attention": (tp_attention_sinks.TARGET.module, "        self.checkpoint_core_attention = (\n", "        mark_as_share(self.core_attention)\n        self.checkpoint_core_attention = (\n"),
             "by a base": (tp_attention_sinks.TARGET.module, "class Attention(MegatronModule, ABC)", "class Attention(MarksSinks, ABC)"),
             "from the outside": (tp_attention_sinks.TARGET.module, "class CrossAttention(Attention)", "SelfAttention.__init__ = marking(SelfAttention.__init__)\n\n\nclass CrossAttention(Attention)"),
+        },
+        tree=megatron,
+    ),
+    "shares of gathered logits": Otherwise(
+        gathered_logits_loss,
+        gathered_logits_loss.TARGET.module,
+        edits={
+            "by a helper": (_LABELS_FIRST, "        logits = share_of(self, logits)\n" + _LABELS_FIRST),
+            "refused": (_LABELS_FIRST, "        assert not self.gathers\n" + _LABELS_FIRST),
+            "by another cross entropy": ("loss = tensor_parallel.vocab_parallel_cross_entropy(", "loss = cross_entropy_of_any("),
+            "by a base": ("class LanguageModule(MegatronModule)", "class LanguageModule(TakesShares)"),
+            "by a decorator": ("    def compute_language_model_loss(", "    @of_shares\n    def compute_language_model_loss("),
+            "from the outside": appended("LanguageModule.compute_language_model_loss = of_shares(LanguageModule.compute_language_model_loss)"),
         },
         tree=megatron,
     ),

@@ -30,6 +30,7 @@ from megacpp_overlays.feature_probes import (
     fp8_quantized_unwrap,
     fsdp_optimizer_under_update,
     fully_reshardable_padding,
+    gathered_logits_loss,
     gdn_capture_gates,
     hopper_flce_dispatch,
     hybrid_linear_ce,
@@ -133,6 +134,20 @@ def _parts(edit: Edit) -> tuple[Any, ...]:
 def appended(code: str) -> Callable[[str], str]:
     """Return an edit that adds code at the end."""
     return lambda text: f"{text}\n\n{code}\n"
+
+
+SHARED_LOGITS = """        if logits.size(-1) == self.vocab_size:
+            logits = tensor_parallel.scatter_to_tensor_model_parallel_region(logits, self.pg_collection.tp)
+"""
+
+
+def shared_logits() -> dict[str, str | None]:
+    """Return a module that takes its share of gathered logits; made up, there is no pull request."""
+    target = gathered_logits_loss.TARGET.module
+    text = released("megatron_core-0.19.2", target)
+    first = "        # [b s] => [s b]\n        labels = labels.transpose(0, 1).contiguous()\n"
+    assert first in text
+    return {target: text.replace(first, SHARED_LOGITS + first, 1)}
 
 
 MARKED_SINKS = "            tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)\n"
@@ -921,6 +936,22 @@ CASES = {
             "of another module": ("from megatron.core import parallel_state, tensor_parallel\n", "from megatron.core import parallel_state\nfrom vendor import tensor_parallel\n"),
             "forgotten by Transformer Engine's": (tp_attention_sinks.ENGINE, MARKED_ENGINE, ""),
             "set from outside": appended("DotProductAttention.__init__ = of_old"),
+        },
+        tree=lambda: archive("megatron_core-0.19.2"),
+    ),
+    "shares of gathered logits": Case(
+        gathered_logits_loss,
+        gathered_logits_loss.TARGET.module,
+        shared_logits,
+        {
+            "where they are shares": ("if logits.size(-1) == self.vocab_size:", "if logits.size(-1) != self.vocab_size:"),
+            "never": ("if logits.size(-1) == self.vocab_size:", "if False and logits.size(-1) == self.vocab_size:"),
+            "discarded": ("            logits = tensor_parallel.scatter_to", "            tensor_parallel.scatter_to"),
+            "of another group": ("region(logits, self.pg_collection.tp)", "region(logits, self.pg_collection.cp)"),
+            "of another dimension": ("scatter_to_tensor_model_parallel_region(logits", "scatter_to_sequence_parallel_region(logits"),
+            "of labels": ("            logits = tensor_parallel.scatter_to_tensor_model_parallel_region(logits,", "            labels = tensor_parallel.scatter_to_tensor_model_parallel_region(labels,"),
+            "decorated": ("    def compute_language_model_loss(", "    @of_old\n    def compute_language_model_loss("),
+            "set from outside": appended("LanguageModule.compute_language_model_loss = of_old"),
         },
         tree=lambda: archive("megatron_core-0.19.2"),
     ),

@@ -16,7 +16,18 @@ from typing import Any
 
 import megacpp_overlays
 
+# isort: split
+from megacpp_overlays.repro import Case, TargetAbsent
+
 PACKS = Path(__file__).parents[2] / "packs"
+
+
+def seen(case: Case) -> dict[str, Any]:
+    """Return what a case sees, or what it lacks."""
+    try:
+        return dataclasses.asdict(case.run())
+    except TargetAbsent as error:
+        return {"absent": str(error)}
 
 
 def main() -> None:
@@ -27,12 +38,12 @@ def main() -> None:
     assert spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    report: dict[str, Any] = {"on": {case.name: dataclasses.asdict(case.run()) for case in module.CASES}}
+    report: dict[str, Any] = {"on": {case.name: seen(case) for case in module.CASES}}
     ids = {case.overlay for case in module.CASES}
     records = [each for each in megacpp_overlays.audit().records if each.overlay.id in ids]
     report["decisions"] = [[each.overlay.id, each.decision.value, each.reason] for each in records]
     megacpp_overlays.undo()
-    report["off"] = {case.name: dataclasses.asdict(case.run()) for case in module.CASES}
+    report["off"] = {case.name: seen(case) for case in module.CASES}
     sys.stdout.write(json.dumps(report))
 
 

@@ -1,0 +1,114 @@
+"""Whether gathered logits are taken for a share of the vocabulary: every release, main, dev, and edits of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from probing import Texts, ask
+from repair_cases import CASES, archive
+
+from megacpp_overlays.feature_probes.gathered_logits_loss import MAPPINGS, TAKEN_FOR_A_SHARE, TARGET, probe
+from megacpp_overlays.model import Finding, Verdict
+from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+
+WITHOUT = ("0.1.0", "0.2.0", "0.3.0")
+NOT_READ = ("0.4.0", "0.8.0", "0.11.0", "0.12.3", "0.13.0", "0.13.1")
+TAKEN_FOR_A_SHARE_IN = (
+    *("0.14.0", "0.15.0", "0.15.1", "0.15.2", "0.15.3", "0.16.0", "0.16.1", "0.17.0", "0.17.1"),
+    *("0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
+)
+
+Wheel = Callable[[str, str], Path]
+
+
+def edited(module: str, old: str, new: str) -> Finding:
+    tree = archive("megatron_core-0.19.2")
+    source = tree.module(module)
+    assert source is not None
+    assert old in source.text
+    return ask(probe, Texts({module: source.text.replace(old, new, 1)}, tree))
+
+
+@pytest.mark.parametrize("version", WITHOUT)
+def test_releases_without_language_modules_are_absent(version: str, wheel: Wheel) -> None:
+    assert probe(ArchiveTree(wheel("megatron-core", version))).verdict is Verdict.ABSENT
+
+
+@pytest.mark.parametrize("version", NOT_READ)
+def test_releases_that_nobody_read_are_not_recognised(version: str, wheel: Wheel) -> None:
+    assert ask(probe, ArchiveTree(wheel("megatron-core", version))).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize("version", TAKEN_FOR_A_SHARE_IN)
+def test_releases_since_are_broken(version: str, wheel: Wheel) -> None:
+    finding = probe(ArchiveTree(wheel("megatron-core", version)))
+
+    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, TAKEN_FOR_A_SHARE)
+
+
+def test_given_trees_are_broken(upstream_trees: list[Path]) -> None:
+    for path in upstream_trees:
+        assert ask(probe, DirectoryTree(path)).verdict is Verdict.BROKEN, path
+
+
+def test_what_is_not_there_is_absent() -> None:
+    assert ask(probe, Texts({TARGET.module: None})).verdict is Verdict.ABSENT
+    assert ask(probe, Texts({TARGET.module: "class Other: pass"})).verdict is Verdict.ABSENT
+
+
+@pytest.mark.parametrize(
+    "text", ["from vendor import LanguageModule\n", "from vendor import *\n", "class LanguageModule: pass\n"]
+)
+def test_what_comes_from_elsewhere_is_not_absent(text: str) -> None:
+    assert ask(probe, Texts({TARGET.module: text})).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        (TARGET.module, "    def compute_language_model_loss(", "    @other\n    def compute_language_model_loss("),
+        (
+            TARGET.module,
+            'labels: Tensor, logits: Tensor) -> Tensor:\n        """Computes',
+            'labels: Tensor, logits: Tensor, more=None) -> Tensor:\n        """Computes',
+        ),
+        (TARGET.module, "class LanguageModule(", "@other\nclass LanguageModule("),
+        (
+            TARGET.module,
+            "        labels = labels.transpose(0, 1).contiguous()\n",
+            "        labels, logits = other(labels, logits)\n",
+        ),
+        (
+            TARGET.module,
+            "loss = fused_vocab_parallel_cross_entropy(logits,",
+            "loss = fused_vocab_parallel_cross_entropy(other(logits),",
+        ),
+        (
+            MAPPINGS,
+            "    output = input_list[rank].contiguous()\n\n    return output\n\n\ndef _split_along_first_dim",
+            "    output = input_list[-rank].contiguous()\n\n    return output\n\n\ndef _split_along_first_dim",
+        ),
+        (MAPPINGS, "class _ScatterToModelParallelRegion(", "@other\nclass _ScatterToModelParallelRegion("),
+    ],
+    ids=[
+        "decorated",
+        "a parameter more",
+        "a decorated class",
+        "other logits",
+        "others when fused",
+        "another share",
+        "another region",
+    ],
+)
+def test_all_that_the_seam_relies_on_must_be_as_it_was_read(module: str, old: str, new: str) -> None:
+    assert edited(module, old, new).verdict is Verdict.UNRECOGNISED
+
+
+def test_what_asks_for_shares_and_was_not_read_looks_repaired() -> None:
+    case = CASES["shares of gathered logits"]
+
+    finding = case.ask(case.texts())
+
+    assert (finding.verdict, finding.looks_repaired) == (Verdict.UNRECOGNISED, True)
