@@ -231,5 +231,11 @@ LISTED: tuple[Listed, ...] = (
         off_by_default=False,
         targets=("megatron.core.tensor_parallel.random",),
     ),
+    Listed(
+        id="gathered-logits-loss",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.models.common.language_module.language_module",),
+    ),
 )
 """Every declaration, by pack and id."""
