@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -101,7 +102,7 @@ def test_functions_are_written_where_it_says(overlay: Overlay) -> None:
 def test_the_loader_takes_it_and_asks_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     overlay = next(each for each in HERE if each.id == "float16-fp32-exemption")
     expected = overlay.probe(INSTALLED)
-    module = pytest.importorskip(overlay.target.module)
+    module = ModuleType(overlay.target.module)  # an import of the real one would arm this process
 
     def refuse(*_: Any, **__: Any) -> Finding:
         raise AssertionError("a probe was asked")
