@@ -237,5 +237,11 @@ LISTED: tuple[Listed, ...] = (
         off_by_default=False,
         targets=("megatron.core.models.common.language_module.language_module",),
     ),
+    Listed(
+        id="graph-hidden-recompute-grads",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.transformer.transformer_layer",),
+    ),
 )
 """Every declaration, by pack and id."""

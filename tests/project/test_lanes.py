@@ -43,6 +43,7 @@ EXPECTED = {
     "gathered-logits-loss": (M, ("active",) * 6),
     "gdn-capture-gates": (M, ("absent", "active", "active", "active", "active", "active")),
     "fp8-quantized-unwrap": (M, ("absent", "absent", "active", "active", "active", "active")),
+    "graph-hidden-recompute-grads": (M, ("active",) * 6),
     "hybrid-mtp-aux-loss": (M, ("absent", *("active",) * 5)),
     "latent-moe-fc2-init": (M, ("disabled",) * 6),
     "liger-flce-none-backward": (L, ("active", "active", "active", "retired", "retired", "retired")),

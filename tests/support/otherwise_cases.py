@@ -28,6 +28,7 @@ from megacpp_overlays.feature_probes import (
     fully_reshardable_padding,
     gathered_logits_loss,
     gdn_capture_gates,
+    graph_hidden_recompute_grads,
     hopper_flce_dispatch,
     hybrid_linear_ce,
     hybrid_mtp_aux_loss,
@@ -319,6 +320,20 @@ CASES = {
             "from the outside": appended("TEGroupedMLP.__init__ = beginning(TEGroupedMLP.__init__)"),
         },
         probe="probe_grouped",
+        tree=megatron,
+    ),
+    "hidden gradients": Otherwise(
+        graph_hidden_recompute_grads,
+        graph_hidden_recompute_grads.TARGET.module,
+        edits={
+            "given all": (graph_hidden_recompute_grads.GRAPHS, "self.get_connected_params(fwd_graph_outputs)", "tuple(self.base_module.parameters())"),
+            "a walk into hooks": (graph_hidden_recompute_grads.GRAPHS, "    def get_connected_params(self, outputs):\n", "    def get_connected_params(self, outputs):\n        outputs = with_hidden(outputs)\n"),
+            "not in a graph": (graph_hidden_recompute_grads.RANDOM, "        if is_graph_warmup():\n            return run_function(*args)\n", "        if is_graph_warmup() or torch.cuda.is_current_stream_capturing():\n            return run_function(*args)\n"),
+            "refused": (graph_hidden_recompute_grads.CONFIG, "        if self.recompute_modules is None:\n", "        refuse_hidden(self)\n        if self.recompute_modules is None:\n"),
+            "not in this layer": ("            if \"layernorm\" in self.config.recompute_modules:\n", "            if \"layernorm\" in self.config.recompute_modules and self.config.cuda_graph_impl != \"local\":\n"),
+            "by a decorator": ("class TransformerLayer(", "@finding_all\nclass TransformerLayer("),
+            "from the outside": appended("TransformerLayer.__init__ = finding_all(TransformerLayer.__init__)"),
+        },
         tree=megatron,
     ),
     "kept inputs": Otherwise(

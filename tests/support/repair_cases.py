@@ -32,6 +32,7 @@ from megacpp_overlays.feature_probes import (
     fully_reshardable_padding,
     gathered_logits_loss,
     gdn_capture_gates,
+    graph_hidden_recompute_grads,
     hopper_flce_dispatch,
     hybrid_linear_ce,
     hybrid_mtp_aux_loss,
@@ -475,6 +476,26 @@ def keeping_inputs() -> dict[str, str | None]:
     return found  # fmt: skip
 
 
+def found_in_warm_up() -> dict[str, str | None]:
+    """Let graphs of the newest release look for parameters in what a warm-up without recompute returned."""
+    feature = graph_hidden_recompute_grads
+    text = released("megatron_core-0.19.2", feature.GRAPHS)
+    for old, new in (
+        (
+            "            for _ in range(self.num_warmup_steps):\n",
+            "            needs_recompute_param_discovery = self.grad_enabled\n            for _ in range(max(self.num_warmup_steps, needs_recompute_param_discovery)):\n",
+        ),
+        ("self.get_connected_params(fwd_graph_outputs)", "self.get_connected_params(warmup_outputs)"),
+        (
+            "                    param.main_grad.add_(wgrad)\n",
+            "                    param.main_grad.add_(wgrad)\n                elif param.grad is not None:\n                    param.main_grad.add_(param.grad)\n",
+        ),
+    ):
+        assert old in text, old
+        text = text.replace(old, new, 1)
+    return {feature.GRAPHS: text}  # fmt: skip
+
+
 def chosen(target: Target, is_latent: str) -> dict[str, str | None]:
     """Let a constructor of experts of the newest release choose how their second projection begins."""
     text = released("megatron_core-0.19.2", target.module)
@@ -887,6 +908,22 @@ CASES = {
         lambda: chosen(latent_moe_fc2_init.GROUPED, "self.config.moe_latent_size"),
         chosen_edits("self.config.moe_latent_size", "TEGroupedMLP"),
         probe="probe_grouped",
+        tree=lambda: archive("megatron_core-0.19.2"),
+    ),
+    "found in a warm-up": Case(
+        graph_hidden_recompute_grads,
+        graph_hidden_recompute_grads.GRAPHS,
+        found_in_warm_up,
+        {
+            "found in the capture": ("self.get_connected_params(warmup_outputs)", "self.get_connected_params(fwd_graph_outputs)"),
+            "without a warm-up": ("needs_recompute_param_discovery = self.grad_enabled", "needs_recompute_param_discovery = 0"),
+            "not added": ("                elif param.grad is not None:\n", "                elif param.grad is None:\n"),
+            "a shorter walk": ("stack.extend(f for f, _ in fn.next_functions if f)", "stack.extend(f for f, _ in fn.next_functions[:1] if f)"),
+            "no parameters": ("return tuple(p for p in self.base_module.parameters() if id(p) in p_ids)", "return tuple(p for p in self.base_module.parameters() if p in p_ids)"),
+            "recomputed in warm-ups": (graph_hidden_recompute_grads.RANDOM, "        if is_graph_warmup():\n            return run_function(*args)\n", "        if not is_graph_warmup():\n            return run_function(*args)\n"),
+            "gradients in the forward pass": (graph_hidden_recompute_grads.RANDOM, "        with torch.no_grad(), fwd_ctx:\n            outputs = run_function(*args)\n        ctx.save", "        with torch.enable_grad(), fwd_ctx:\n            outputs = run_function(*args)\n        ctx.save"),
+            "set from outside": appended("_CudaGraphRunner.get_connected_params = of_old"),
+        },
         tree=lambda: archive("megatron_core-0.19.2"),
     ),
     "kept inputs": Case(
