@@ -243,5 +243,11 @@ LISTED: tuple[Listed, ...] = (
         off_by_default=False,
         targets=("megatron.core.transformer.transformer_layer",),
     ),
+    Listed(
+        id="masked-aux-loss-tokens",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.transformer.moe.moe_utils",),
+    ),
 )
 """Every declaration, by pack and id."""

@@ -60,6 +60,7 @@ EXPECTED = {
     "mamba3-mimo-gqa-backward": (S, ("absent", "absent", "absent", "absent", "active", "active")),
     "mamba3-mimo-reduce-layout": (S, ("absent", "absent", "absent", "absent", "retired", "gated")),
     "mamba3-siso-pipelining": (S, ("absent", "absent", "absent", "absent", "gated", "gated")),
+    "masked-aux-loss-tokens": (M, ("absent", "absent", *("active",) * 4)),
     "megatron-cuda-on-import": (M, ("absent",) * 6),
     "mla-rope-head-blocks": (M, ("active",) * 6),
     "mla-rope-key-gradient": (M, ("active",) * 6),

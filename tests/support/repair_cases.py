@@ -43,6 +43,7 @@ from megacpp_overlays.feature_probes import (
     mamba3_mimo_reduce_layout,
     mamba3_siso_pipelining,
     mamba_packed_seq_idx,
+    masked_aux_loss_tokens,
     megatron_cuda_on_import,
     mla_rope_head_blocks,
     mla_rope_key_gradient,
@@ -496,6 +497,25 @@ def found_in_warm_up() -> dict[str, str | None]:
     return {feature.GRAPHS: text}  # fmt: skip
 
 
+def counting_shares() -> str:
+    """Let the router of the newest release take the tokens of a rank for its share of all; made up, a pull request counts before the sum."""
+    text = released("megatron_core-0.19.2", masked_aux_loss_tokens.TARGET.module)
+    for old, new in (
+        (
+            "    global_tokens_per_expert = reduce_from_tensor_model_parallel_region(\n        local_tokens_per_expert, reduce",
+            "    local_num_tokens = routing_map.shape[0]\n"
+            "    global_tokens_per_expert = reduce_from_tensor_model_parallel_region(\n        local_tokens_per_expert, reduce",
+        ),
+        (
+            "        local_num_tokens = local_tokens_per_expert.sum() / topk\n        total_num_tokens = global_tokens_per_expert.sum() / topk\n",
+            "        total_num_tokens = global_tokens_per_expert.sum() / topk\n        local_num_tokens = total_num_tokens / reduce_group.size()\n",
+        ),
+    ):
+        assert old in text, old
+        text = text.replace(old, new, 1)
+    return text
+
+
 def chosen(target: Target, is_latent: str) -> dict[str, str | None]:
     """Let a constructor of experts of the newest release choose how their second projection begins."""
     text = released("megatron_core-0.19.2", target.module)
@@ -908,6 +928,24 @@ CASES = {
         lambda: chosen(latent_moe_fc2_init.GROUPED, "self.config.moe_latent_size"),
         chosen_edits("self.config.moe_latent_size", "TEGroupedMLP"),
         probe="probe_grouped",
+        tree=lambda: archive("megatron_core-0.19.2"),
+    ),
+    "shares of tokens": Case(
+        masked_aux_loss_tokens,
+        masked_aux_loss_tokens.TARGET.module,
+        lambda: {masked_aux_loss_tokens.TARGET.module: counting_shares()},
+        {
+            "of all ranks": ("total_num_tokens / reduce_group.size()", "total_num_tokens"),
+            "by other ranks": ("total_num_tokens / reduce_group.size()", "total_num_tokens / torch.distributed.get_world_size()"),
+            "not kept": ("        local_num_tokens = total_num_tokens / reduce_group.size()\n", "        share = total_num_tokens / reduce_group.size()\n"),
+            "counted again": ("        local_num_tokens = total_num_tokens / reduce_group.size()\n", "        local_num_tokens = global_tokens_per_expert.sum() / topk\n"),
+            "from the sums": ("        local_num_tokens = total_num_tokens / reduce_group.size()\n", "        local_num_tokens = local_tokens_per_expert.sum() / topk\n"),
+            "without a mask alone": ("    if with_padding_mask:\n", "    if not with_padding_mask:\n"),
+            "multiplied twice": (masked_aux_loss_tokens.ROUTER, "aux_loss * num_local_tokens * self.tp_cp_group.size()", "aux_loss * num_local_tokens * self.tp_cp_group.size() ** 2"),
+            "not given": (masked_aux_loss_tokens.ROUTER, "            valid_token_count=local_num_tokens,\n", "            valid_token_count=total_num_tokens,\n"),
+            "decorated": ("def get_tokens_per_expert_and_token_count(", "@of_old\ndef get_tokens_per_expert_and_token_count("),
+            "set from outside": appended("get_tokens_per_expert_and_token_count = of_old"),
+        },
         tree=lambda: archive("megatron_core-0.19.2"),
     ),
     "found in a warm-up": Case(

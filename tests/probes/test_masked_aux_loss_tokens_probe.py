@@ -1,0 +1,127 @@
+"""Whether tokens of all ranks are taken for those of one: every release, and edits of the newest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from probing import Texts, ask
+from repair_cases import CASES, archive
+
+from megacpp_overlays.feature_probes.masked_aux_loss_tokens import COUNTED_TWICE, FUNCTION, ROUTER, TARGET, probe
+from megacpp_overlays.model import Finding, Verdict
+from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+
+WITHOUT = (
+    *("0.1.0", "0.2.0", "0.3.0", "0.4.0", "0.5.0", "0.6.0", "0.7.0", "0.8.0", "0.9.0", "0.10.0", "0.11.0"),
+    *("0.12.0", "0.12.1", "0.12.2", "0.12.3", "0.13.0", "0.13.1", "0.14.0", "0.15.0", "0.15.1", "0.15.2", "0.15.3"),
+)
+COUNTED_ONCE = ("0.16.0", "0.16.1", "0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2")
+COUNTED_TWICE_IN = ("0.19.0", "0.19.1", "0.19.2")
+MAPPINGS = "megatron.core.tensor_parallel.mappings"
+
+Wheel = Callable[[str, str], Path]
+
+
+def edited(module: str, old: str, new: str, *, release: str = "0.19.2") -> Finding:
+    tree = archive(f"megatron_core-{release}")
+    source = tree.module(module)
+    assert source is not None
+    assert old in source.text
+    return ask(probe, Texts({module: source.text.replace(old, new, 1)}, tree))
+
+
+@pytest.mark.parametrize("version", WITHOUT)
+def test_releases_that_count_nothing_under_a_mask_are_absent(version: str, wheel: Wheel) -> None:
+    assert probe(ArchiveTree(wheel("megatron-core", version))).verdict is Verdict.ABSENT
+
+
+@pytest.mark.parametrize("version", COUNTED_ONCE)
+def test_releases_that_multiply_by_a_count_alone_are_absent(version: str, wheel: Wheel) -> None:
+    finding = probe(ArchiveTree(wheel("megatron-core", version)))
+
+    assert finding.verdict is Verdict.ABSENT
+    assert "by a count alone" in finding.summary()
+
+
+@pytest.mark.parametrize("version", COUNTED_TWICE_IN)
+def test_releases_that_multiply_by_ranks_as_well_are_broken(version: str, wheel: Wheel) -> None:
+    finding = probe(ArchiveTree(wheel("megatron-core", version)))
+
+    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, COUNTED_TWICE)
+
+
+def test_given_trees_are_broken_or_not_recognised(upstream_trees: list[Path]) -> None:
+    for path in upstream_trees:
+        expected = {Verdict.BROKEN, Verdict.UNRECOGNISED}
+        assert ask(probe, DirectoryTree(path)).verdict in expected, path
+
+
+def test_what_is_not_there_is_absent() -> None:
+    assert ask(probe, Texts({TARGET.module: None})).verdict is Verdict.ABSENT
+    assert ask(probe, Texts({TARGET.module: "def other(): pass"})).verdict is Verdict.ABSENT
+
+
+@pytest.mark.parametrize(
+    "text", [f"from vendor import {FUNCTION}\n", "from vendor import *\n", f"{FUNCTION} = vendor.counted\n"]
+)
+def test_what_comes_from_elsewhere_is_not_absent(text: str) -> None:
+    assert ask(probe, Texts({TARGET.module: text})).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize("module", [ROUTER, MAPPINGS])
+def test_without_what_asks_and_what_sums_nothing_is_recognised(module: str) -> None:
+    assert ask(probe, Texts({module: None}, archive("megatron_core-0.19.2"))).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        (TARGET.module, f"def {FUNCTION}(", f"@other\ndef {FUNCTION}("),
+        (TARGET.module, "    with_padding_mask: bool = False,\n) -> torch", "    *more,\n) -> torch"),
+        (TARGET.module, "    local_tokens_per_expert = routing_map.sum(dim=0)\n", "    local_tokens_per_expert = other(routing_map)\n"),
+        (TARGET.module, "= global_tokens_per_expert.sum() / topk", "= global_tokens_per_expert.sum() // topk"),
+        (ROUTER, "aux_loss * num_local_tokens * self.tp_cp_group.size()", "aux_loss * num_local_tokens * self.tp_group.size()"),
+        (ROUTER, "                reduce_group=self.tp_cp_group,\n", "                reduce_group=self.tp_group,\n"),
+        (ROUTER, "            valid_token_count=local_num_tokens * bsz,\n", "            valid_token_count=local_num_tokens,\n"),
+        (ROUTER, "                reduce_group=self.tp_dp_cp_group,\n", "                reduce_group=self.tp_cp_group,\n"),
+        (ROUTER, "class TopKRouter(", "@other\nclass TopKRouter("),
+        (MAPPINGS, "    torch.distributed.all_reduce(input_, group=group)\n", "    input_ = other(input_, group)\n"),
+        (MAPPINGS, "        return _reduce(input_, group)\n", "        return _reduce(input_.clone(), group)\n"),
+        (MAPPINGS, "def reduce_from_tensor_model_parallel_region(", "@other\ndef reduce_from_tensor_model_parallel_region("),
+    ],
+    ids=[
+        "decorated",
+        "other parameters",
+        "other counts",
+        "whole numbers",
+        "other ranks",
+        "another group",
+        "another batch",
+        "another group of all",
+        "a decorated router",
+        "another sum",
+        "a sum of a copy",
+        "a decorated sum",
+    ],
+)  # fmt: skip
+def test_all_that_the_seam_relies_on_must_be_as_it_was_read(module: str, old: str, new: str) -> None:
+    assert edited(module, old, new).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize("release", COUNTED_ONCE)
+def test_what_multiplies_by_a_count_alone_must_be_as_it_was_read(release: str) -> None:
+    for module, old, new in (
+        (TARGET.module, "routing_map.sum(dim=0)\n", "other(routing_map)\n"),
+        (ROUTER, "    def attach_and_log_", "    @other\n    def attach_and_log_"),
+    ):
+        assert edited(module, old, new, release=release).verdict is Verdict.UNRECOGNISED
+
+
+def test_what_counts_before_it_sums_looks_repaired() -> None:
+    case = CASES["shares of tokens"]
+
+    finding = case.ask(case.texts())
+
+    assert (finding.verdict, finding.looks_repaired) == (Verdict.UNRECOGNISED, True)
