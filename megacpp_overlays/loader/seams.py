@@ -169,6 +169,7 @@ def replace(
     kept = _kept.get((overlay_id, id(function)))
     if kept is not None and kept.__wrapped__ is function:
         made, count = kept, getattr(kept, ATTRIBUTE).calls
+        count.count = 0
     else:
         new = make(function)
         if not _is_new(new, function):

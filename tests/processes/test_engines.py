@@ -183,7 +183,10 @@ import torch.distributed
 import liger_kernel.ops.fused_linear_cross_entropy as target
 
 attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], int(os.environ["RANK"])
-torch.distributed.init_process_group("gloo")  # where ranks are compared
+# A store for each start: in the one of torchrun ranks now and then find the addresses of those that have ended.
+torch.distributed.init_process_group(
+    "gloo", init_method=f"file://{os.path.abspath(__file__)}.{attempt}", rank=rank, world_size=2
+)  # where ranks are compared
 weight = torch.nn.Parameter(torch.ones(2))
 optimizer = torch.optim.SGD([weight], lr=0.1)
 weight.sum().backward()
