@@ -12,7 +12,7 @@ from types import ModuleType
 
 from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader.decide import decide
-from megacpp_overlays.loader.probing import examine_installed
+from megacpp_overlays.loader.probing import known_or_examined
 from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Decision, Overlay, Record, Verdict
 from megacpp_overlays.source.trees import SourceTree
@@ -38,7 +38,7 @@ def is_known(record: Record) -> bool:
 
 def expected(record: Record, settings: Settings, tree: SourceTree) -> Record:
     """Return what an overlay that nobody settled would be, as far as its source tells."""
-    assumed = decide(record.overlay, settings, examine_installed(record.overlay, tree, settings))
+    assumed = decide(record.overlay, settings, known_or_examined(record.overlay, tree, settings))
     if record.decision is Decision.DISABLED:  # switched off, or undone
         return replace(record, finding=assumed.finding)
     return assumed

@@ -64,14 +64,23 @@ def examine_installed(
     return witnesses.proved(erratum, finding, tree, settings)
 
 
+def known_or_examined(erratum: Erratum, tree: SourceTree, settings: Settings) -> Finding:
+    """Return the finding that is written down of these very texts; where there is none, ask the probe.
+
+    Raises:
+        MemoryError: it says nothing of the source.
+    """
+    from megacpp_overlays.loader import known  # noqa: PLC0415 - gates are decided without it, when there is no time
+
+    found = known.finding(erratum, tree)
+    return examine_installed(erratum, tree, settings, unless=(MemoryError,)) if found is None else found
+
+
 def assess_overlay(overlay: Overlay, module: ModuleType, settings: Settings, tree: SourceTree) -> Record:
     """Probe a loaded target and decide. `active` in the result is an order; `install` makes it true."""
-    from megacpp_overlays.loader import known  # noqa: PLC0415 - gates are decided without it, when there is no time
     from megacpp_overlays.source import distributions  # noqa: PLC0415 - 28 ms that arming need not spend
 
-    finding = known.finding(overlay, tree)
-    if finding is None:
-        finding = examine_installed(overlay, tree, settings, unless=(MemoryError,))  # which says nothing of the source
+    finding = known_or_examined(overlay, tree, settings)
     return replace(
         held_against_the_process(decide(overlay, settings, finding), tree, module),
         version=distributions.describe(overlay.target.distribution, getattr(module, "__file__", None)),
