@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from side_by_side import Measurement
 
-    from megacpp_overlays.loader.audit import Audit
-
 EXEMPTION, LOSS = "float16-fp32-exemption", "liger-flce-none-backward"
 """The overlays that the demo is about."""
 
@@ -79,12 +77,8 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"  {line}".rstrip() for line in lines]
 
 
-def used(audit: Audit) -> str:
-    """Return how often the seams of each active overlay were called, so that one that nothing uses is seen."""
-    counts: dict[str, int] = {}
-    for record in audit.records:
-        for _, count in record.calls:
-            counts[record.overlay.id] = counts.get(record.overlay.id, 0) + count
+def used(counts: Mapping[str, int]) -> str:
+    """Say how often the seams of each active overlay were called, so that one that nothing uses is seen."""
     called = [f"{name} {count}" for name, count in counts.items() if count]
     unused = [name for name, count in counts.items() if not count]
     lines = [f"Calls of active overlays: {', '.join(called) or 'none'}"]

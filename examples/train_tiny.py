@@ -28,6 +28,8 @@ import demo_report
 import torch
 import torch.distributed as dist
 
+from megacpp_overlays.loader import lines
+
 if TYPE_CHECKING:
     from side_by_side import Measurement
 
@@ -60,7 +62,8 @@ def main() -> int:
         losses = train(args.seed, args.steps, device, say)
         claims = demo_report.judge(decisions, on, losses)
         elapsed = time.monotonic() - started
-        say("\n".join(["", demo_report.used(megacpp_overlays.audit()), "", *map(str, claims), "", f"{elapsed:.0f} s"]))
+        used = demo_report.used(lines.calls(megacpp_overlays.audit().records))
+        say("\n".join(["", used, "", *map(str, claims), "", f"{elapsed:.0f} s"]))
         if args.json and is_first:
             run = {"device": device.type, "world_size": dist.get_world_size(), "elapsed_s": elapsed}
             measured = {"audit": audit.as_dict(), "off": asdict(off), "on": asdict(on), "losses": losses}

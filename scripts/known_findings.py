@@ -22,34 +22,16 @@ from packaging.version import Version
 
 from megacpp_overlays.loader import known, registry
 from megacpp_overlays.loader.probing import examine
+from megacpp_overlays.loader.witnesses import UNREADABLE, Recorded
 from megacpp_overlays.model import Overlay
 from megacpp_overlays.source.file_trees import ArchiveTree
-from megacpp_overlays.source.trees import ModuleSource, Remembered, ShippedFile, SourceTree, shipped
+from megacpp_overlays.source.trees import Remembered, SourceTree
 
 ROOT = Path(__file__).resolve().parents[1]
 LANES = ("spring-2026", "summer-2026", "current", "newest", "mamba3-pinned", "edge")
 _PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)", re.MULTILINE)
 # What is found does not depend on the version: tests hold the findings against each of these.
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-
-
-class Asked:
-    """A tree that notes which modules it was asked for."""
-
-    def __init__(self, tree: SourceTree) -> None:
-        self._tree = tree
-        self.modules: dict[str, ModuleSource | None] = {}
-        self.ships = False
-
-    def module(self, name: str) -> ModuleSource | None:
-        """Return the source of a module."""
-        self.modules[name] = self._tree.module(name)
-        return self.modules[name]
-
-    def shipped(self, package: str, path: str) -> ShippedFile | None:
-        """Return a file that is no module: what depends on it is not kept."""
-        self.ships = True
-        return shipped(self._tree, package, path)
 
 
 def main() -> int:
@@ -79,7 +61,7 @@ def collected(archives: Path) -> dict[str, Any]:
                 warnings.simplefilter("ignore")  # of escapes in old releases
                 tree = Remembered(archive)
                 for overlay in chosen:
-                    _keep(overlay, Asked(tree), parts[known.name_of(overlay)], findings)
+                    _keep(overlay, tree, parts[known.name_of(overlay)], findings)
     rows = {
         name: [
             {"asked": list(asked), "found": dict(sorted(found.items()))} for asked, found in sorted(by_asked.items())
@@ -90,16 +72,20 @@ def collected(archives: Path) -> dict[str, Any]:
 
 
 def _keep(
-    overlay: Overlay, tree: Asked, kept: dict[tuple[str, ...], dict[str, int]], findings: list[dict[str, Any]]
+    overlay: Overlay, tree: SourceTree, kept: dict[tuple[str, ...], dict[str, int]], findings: list[dict[str, Any]]
 ) -> None:
-    found = examine(overlay, tree)
-    data = known.as_data(overlay, found, [each for each in tree.modules.values() if each is not None])
-    if data is None or tree.ships:
+    asked = Recorded(tree)
+    found = examine(overlay, asked)
+    if UNREADABLE in asked.sources.values() or any(":" in name for name in asked.sources):
+        return  # a file that is no module, or cannot be read: what depends on it is not kept
+    names = tuple(sorted(asked.sources))
+    sources = [tree.module(name) for name in names]
+    data = known.as_data(overlay, found, [each for each in sources if each is not None])
+    if data is None:
         return
     if data not in findings:
         findings.append(data)
-    names = tuple(sorted(tree.modules))
-    kept.setdefault(names, {})[known.digest(names, [tree.modules[name] for name in names])] = findings.index(data)
+    kept.setdefault(names, {})[known.digest(names, sources)] = findings.index(data)
 
 
 def releases(distribution: str, archives: Path) -> Iterator[Path]:

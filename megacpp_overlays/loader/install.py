@@ -18,7 +18,7 @@ from megacpp_overlays.errors import OverlayError, SeamError
 from megacpp_overlays.loader import aliases, known, ownership, reached, seams
 from megacpp_overlays.loader.seams import Note, Seam
 from megacpp_overlays.loader.traces import Traces
-from megacpp_overlays.model import Observation, Overlay, Replacement
+from megacpp_overlays.model import Overlay, Replacement
 from megacpp_overlays.runtime import calls, dynamo, seam_marks
 from megacpp_overlays.source.trees import SourceTree
 
@@ -87,8 +87,8 @@ def install(
             raise RefusedError(owner)
     places = [seams.resolve(module, replacement.symbol) for replacement in replacements]
     ours = [seam_marks.mark_behind(seams.raw_attribute(*place)[0]) is not None for place in places]
-    if not any(ours) and not (seen := _witness(overlay, module)).broken:
-        raise RefusedError(f"the probe says BROKEN but the loaded code does not behave so: {seen.seen}")
+    if not any(ours):
+        _ask_witness(overlay, module)
     deep = late or any(aliases.is_held_elsewhere(*place) for place in places)
     # References are counted of what its own place holds; nobody can take one before this import is over.
     is_known_elsewhere = deep or any(ours) or any(seams.raw_attribute(*place)[1] for place in places)
@@ -119,11 +119,13 @@ def install(
     return PlacedSeams(tuple(placed), tuple(rebound))
 
 
-def _witness(overlay: Overlay, module: ModuleType) -> Observation:
+def _ask_witness(overlay: Overlay, module: ModuleType) -> None:
     if overlay.witness is None:
-        return Observation(broken=True, seen="nobody looked")
+        return
     with calls.not_counted():
-        return overlay.witness(module)
+        seen = overlay.witness(module)
+    if not seen.broken:
+        raise RefusedError(f"the probe says BROKEN but the loaded code does not behave so: {seen.seen}")
 
 
 def _self_test(overlay: Overlay, module: ModuleType) -> None:

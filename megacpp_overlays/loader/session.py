@@ -441,16 +441,21 @@ class Session:
         if not self._complete():
             self._settle_gates_that_saw_nothing()
         self._settle_missed_imports()
-        taken = [self._records[o] for o in self.overlays if o in self._records]
-        records = tuple(derived_records.with_versions(self._review(record, deep=deep)) for record in taken)
+        found = self.audit_as_it_stands(deep=deep)
         self._tree.forget()
-        return Audit(version=VERSION, mode=self.settings.mode.value, records=records)
+        return found
+
+    def audit_as_it_stands(self, *, deep: bool = False) -> Audit:
+        """Return what became of the overlays; nothing is settled that no hook heard of, as when the process ends."""
+        return self._audit_of(lambda record: derived_records.with_versions(self._review(record, deep=deep)))
 
     def audit_so_far(self) -> Audit:
         """Return the decisions as they were taken; looks for nothing and settles nothing, so a hook may ask."""
         self._complete()
-        taken = [self._records[o] for o in self.overlays if o in self._records]
-        records = tuple(r if r.decision is Decision.ARMED else self._review(r) for r in taken)
+        return self._audit_of(lambda record: record if record.decision is Decision.ARMED else self._review(record))
+
+    def _audit_of(self, told: Callable[[Record], Record]) -> Audit:
+        records = tuple(told(self._records[each]) for each in self.overlays if each in self._records)
         return Audit(version=VERSION, mode=self.settings.mode.value, records=records)
 
     def count_at_exit(self) -> None:
@@ -458,13 +463,7 @@ class Session:
         was_settled = any(each.finding is not None and each.overlay.installs for each in self._records.values())
         if was_settled and self.log.has_to_count(at_exit=True):
             with contextlib.suppress(Exception):  # whatever is left of the interpreter, an end must not fail
-                self.log.count(self.audit_at_exit(), at_exit=True)
-
-    def audit_at_exit(self) -> Audit:
-        """Return what became of the overlays; nothing is settled that no hook heard of."""
-        taken = [self._records[o] for o in self.overlays if o in self._records]
-        records = tuple(derived_records.with_versions(self._review(record)) for record in taken)
-        return Audit(version=VERSION, mode=self.settings.mode.value, records=records)
+                self.log.count(self.audit_as_it_stands(), at_exit=True)
 
     def _settle_missed_imports(self) -> None:
         """Settle a target that was loaded past every hook, by a loader or a recipe of somebody's own."""

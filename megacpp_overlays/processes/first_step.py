@@ -152,7 +152,7 @@ class FirstStep:
         """Leave what became of it; nothing is settled now, and a forked child that ends leaves nothing."""
         if pid == os.getpid():
             with contextlib.suppress(Exception):  # whatever is left of the interpreter, an end must not fail
-                leave(path, self._session.audit_at_exit(), self._agreement)
+                leave(path, self._session.audit_as_it_stands(), self._agreement)
 
 
 def leave(path: Path, audit: Audit, agreement: AgreementData | None = None) -> None:

@@ -17,8 +17,9 @@ from megacpp_overlays.errors import SourceError
 from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader import known, ownership, probing, registry
 from megacpp_overlays.loader.settings import Settings
+from megacpp_overlays.loader.witnesses import Recorded
 from megacpp_overlays.model import Evidence, Finding, Overlay, Verdict
-from megacpp_overlays.source.trees import InstalledTree, ModuleSource, Remembered, SourceTree
+from megacpp_overlays.source.trees import InstalledTree, ModuleSource, Remembered
 
 OVERLAYS = [each for each in registry.load() if isinstance(each, Overlay)]
 INSTALLED = Remembered(InstalledTree())
@@ -55,17 +56,11 @@ class Altered:
         return ModuleSource(name, found.path, found.text + self._text)
 
 
-def asked_of(overlay: Overlay, tree: SourceTree) -> list[str]:
+def asked_of(overlay: Overlay) -> list[str]:
     """Return the modules that decide what a part finds."""
-    asked: list[str] = []
-
-    class Noting:
-        def module(self, name: str) -> ModuleSource | None:
-            asked.append(name)
-            return tree.module(name)
-
-    overlay.probe(Noting())
-    return list(dict.fromkeys(asked))
+    asked = Recorded(INSTALLED)
+    overlay.probe(asked)
+    return [*asked.sources]
 
 
 def test_most_parts_are_known_of_what_is_installed_here() -> None:
@@ -79,7 +74,7 @@ def test_a_known_finding_is_what_the_probe_finds_here_and_says_where(overlay: Ov
 
 @pytest.mark.parametrize("overlay", HERE, ids=name)
 def test_one_character_more_in_any_text_that_the_probe_asks_for_and_it_is_asked(overlay: Overlay) -> None:
-    asked = asked_of(overlay, INSTALLED)
+    asked = asked_of(overlay)
     there = [each for each in asked if INSTALLED.module(each) is not None]
 
     for module in there:

@@ -8,7 +8,6 @@ The release is the one that is first on the path.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import megacpp_overlays
 
 # isort: split
-from megacpp_overlays.repro import Case, TargetAbsent
+from megacpp_overlays.repro import Case, TargetAbsent, inventory
 
 PACKS = Path(__file__).parents[2] / "packs"
 
@@ -33,17 +32,13 @@ def seen(case: Case) -> dict[str, Any]:
 def main() -> None:
     """Answer on standard output."""
     (path,) = PACKS.glob(f"{sys.argv[1]}*/reproduce.py")
-    spec = importlib.util.spec_from_file_location("reproduce", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    report: dict[str, Any] = {"on": {case.name: seen(case) for case in module.CASES}}
-    ids = {case.overlay for case in module.CASES}
+    cases = inventory.load_cases(path)
+    report: dict[str, Any] = {"on": {case.name: seen(case) for case in cases}}
+    ids = {case.overlay for case in cases}
     records = [each for each in megacpp_overlays.audit().records if each.overlay.id in ids]
     report["decisions"] = [[each.overlay.id, each.decision.value, each.reason] for each in records]
     megacpp_overlays.undo()
-    report["off"] = {case.name: seen(case) for case in module.CASES}
+    report["off"] = {case.name: seen(case) for case in cases}
     sys.stdout.write(json.dumps(report))
 
 
