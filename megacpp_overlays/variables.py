@@ -243,9 +243,9 @@ LINEAR_CE_LOGITS = Setting(
 )
 LINEAR_CE_MASKED = Setting(
     "MEGACPP_LINEAR_CE_MASKED",
-    "What becomes of tokens without a gradient in the backward pass of the fused linear cross entropy. `compute` treats them "
-    "like all others, `skip` leaves them out (on Hopper, in half precision), and `auto` skips them if at most three quarters "
-    "of the tokens of the first backward pass have a gradient.",
+    "What becomes of tokens without a gradient in the backward pass of the fused linear cross entropy, and of those without a "
+    "label in its forward pass. `compute` treats them like all others, `skip` leaves them out (on Hopper, in half precision), "
+    "and `auto` skips them if at most three quarters of the tokens of the first backward pass have a gradient, or a label.",
     default="auto",
     values=("auto", "compute", "skip"),
     meant=_yes_or_no("skip", "compute"),

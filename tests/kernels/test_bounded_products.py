@@ -45,16 +45,34 @@ def test_selected_rows_come_first_in_their_order_and_go_back(wanted: list[bool],
     rows = torch.randn(len(wanted), 3)
 
     selection = select(mask)
-    first = selection.first(rows)
+    first = selection.first(torch.where(mask.unsqueeze(1), rows, torch.nan))
     in_place = rows.clone()
     selection.bring_first(in_place)
-    first[sum(wanted) :] = 0
+    zeros = first[sum(wanted) :].clone()
+    first[sum(wanted) :] = torch.nan
     back = selection.put_back(first, dtype)
 
     assert int(selection.count) == sum(wanted)
+    assert torch.equal(selection.order[selection.place], torch.arange(len(wanted)))
+    assert not zeros.any()
     assert torch.equal(first[: sum(wanted)], rows[mask])
     assert torch.equal(in_place[: sum(wanted)], rows[mask])
     assert torch.equal(back, torch.where(mask.unsqueeze(1), rows, 0).to(dtype))
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(["neither", "one", "both"]), max_size=20))
+def test_tokens_of_a_selection_come_first_among_those_of_a_wider_one(each: list[str]) -> None:
+    wide, narrow = (
+        torch.tensor([word in words for word in each], dtype=torch.bool) for words in (("one", "both"), ("both",))
+    )
+    rows = torch.randn(len(each), 3)
+    wider, narrower = select(wide), select(narrow)
+    come_first = wider.first(rows)
+
+    narrower.among(wider).bring_first(come_first)
+
+    assert torch.equal(come_first[: int(narrow.sum())], rows[narrow])
 
 
 @settings(deadline=None)
@@ -79,6 +97,16 @@ def test_rows_after_the_count_do_not_count(rows: int, count: int, dtype: torch.d
     torch.testing.assert_close(out[:count].double(), some @ right.double() + add, **close)
     torch.testing.assert_close(over.double(), some.t() @ across[:count].double() + add, **close)
     assert (out[count:] == 1).all()
+
+
+@pytest.mark.parametrize("count", [None, 0, 2, 4])
+def test_rows_that_count_are_added_up(count: int | None) -> None:
+    matrix = torch.randn(4, 3)
+    out = torch.empty(3, dtype=torch.float64)
+
+    Products(None if count is None else torch.tensor([count], dtype=torch.int32)).sum_rows(matrix, out=out)
+
+    torch.testing.assert_close(out, matrix[:count].sum(dim=0).double())
 
 
 def test_without_a_count_all_rows_do() -> None:
@@ -150,7 +178,12 @@ def test_triton_agrees_with_float64_on_every_count(facts: Any) -> None:
 
 def test_triton_brings_rows_first_and_back_in_their_own_memory(facts: Any) -> None:
     assert len(facts["moves"]) == 12
-    assert {name: found for name, found in facts["moves"].items() if found != [True, True, True]} == {}
+    assert {name: found for name, found in facts["moves"].items() if found != [True] * 8} == {}
+
+
+def test_triton_adds_up_the_rows_that_count(facts: Any) -> None:
+    assert len(facts["sums"]) == 6
+    assert {count: error for count, error in facts["sums"].items() if not error < ROUNDING} == {}
 
 
 @pytest.fixture(scope="module")
@@ -164,9 +197,10 @@ def programs() -> Any:
 
 
 def test_every_product_compiles_for_hopper_to_its_own_instructions_and_keeps_all_in_registers(programs: Any) -> None:
-    found = [each for each in programs if each["kernel"] not in {"_bring_first", "_put_back"}]
+    found = [each for each in programs if each["kernel"] in {"_of_rows", "_over_rows"}]
+    others = {"_bring_first", "_put_back", "_select", "_first", "_put_back_apart", "_sum_of_rows"}
 
-    assert {each["kernel"] for each in programs} == {"_of_rows", "_over_rows", "_bring_first", "_put_back"}
+    assert {each["kernel"] for each in programs} == {"_of_rows", "_over_rows", *others}
     assert len(found) == 20
     assert [each for each in found if not (each["wgmma"] and each["bulk copies"])] == []
     assert [each for each in programs if each["stack"]] == []

@@ -527,7 +527,7 @@ def test_of_several_blocks_the_last_one_stays_and_the_others_are_computed_twice(
 
 
 @pytest.mark.parametrize("logits", ["recompute", "keep"])
-def test_tokens_without_a_gradient_are_left_out_of_the_products(logits: str) -> None:
+def test_tokens_without_a_label_are_left_out_of_the_products_and_then_those_without_a_gradient(logits: str) -> None:
     inputs = draw(9, 4, 7)
     inputs.arriving[:3] = 0.0
     left = int((inputs.alive[3:]).sum())
@@ -536,11 +536,12 @@ def test_tokens_without_a_gradient_are_left_out_of_the_products(logits: str) -> 
     shapes = products(lambda: found(inputs, memory=Memory(logits=logits, block_classes=blocks, masked="skip")))
 
     last, others = [(4, 4), (left, 4)], [(left, 3), (3, 4), (left, 4)]
-    assert left == 5
+    labelled = int(inputs.alive.sum())
+    assert (labelled, left) == (7, 5)
     if blocks:
-        assert shapes == [(9, 3), (9, 4), *last, *others]
+        assert shapes == [(labelled, 3), (labelled, 4), *last, *others]
     else:
-        assert shapes == [(9, 7), (7, 4), (left, 4)]
+        assert shapes == [(labelled, 7), (7, 4), (left, 4)]
 
 
 def test_an_evaluation_cuts_its_blocks_without_room_for_selected_tokens() -> None:

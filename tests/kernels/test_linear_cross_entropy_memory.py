@@ -129,13 +129,14 @@ SIZES = {
 
 @settings(deadline=None)
 @given(**SIZES, taken=st.integers(0, 2**33))
-def test_a_block_stays_within_what_is_left_but_gets_a_quarter_and_256_classes(
+def test_a_block_stays_within_what_is_left_or_gets_a_quarter_where_that_is_next_to_nothing(
     tokens: int, element: int, classes: int, extra_mib: int, taken: int
 ) -> None:
     step = Memory(extra_mib).classes_with(tokens * element, taken, classes)
 
     budget = extra_mib * MIB
-    allowed = max(budget - taken, budget / 4)
+    left = budget - taken
+    allowed = left if left >= budget / 16 else budget / 4
     if Memory(extra_mib).fits(tokens * element, classes):
         assert step == classes  # nothing is added up then, so nothing else is taken
     else:
@@ -175,7 +176,7 @@ def test_the_default_at_the_size_of_a_model() -> None:
     assert 8192 * 2 * backward <= 192 * MIB
 
 
-@pytest.mark.parametrize("sizes", [(8192, 4096, 131072), (12288, 4096, 151552)], ids=str)
+@pytest.mark.parametrize("sizes", [(8192, 4096, 131072), (12288, 4096, 151552), (8192, 7168, 129280)], ids=str)
 @pytest.mark.parametrize("masked", list(Masked))
 def test_a_block_has_room_beside_the_sum_and_a_copy_of_selected_tokens(
     masked: Masked, sizes: tuple[int, int, int]
@@ -321,7 +322,7 @@ def alive(count: int, tokens: int = 1000) -> torch.Tensor:
 def test_a_way_that_is_named_is_gone_whatever_the_masks_are(masked: str, skips: bool, count: int) -> None:
     memory = Memory(masked=masked)
 
-    assert memory.skips(alive(count)) is skips
+    assert memory.skips(alive(count), alive(count)) is skips
     assert memory.may_skip is skips
     assert memory.settled.skips is None
 
@@ -334,33 +335,55 @@ def test_masks_of_the_first_backward_pass_decide_for_all_later_ones(
     assert memory.may_skip
 
     with caplog.at_level("INFO", logger="megacpp_overlays"):
-        first = memory.skips(alive(count))
-        later = [memory.skips(alive(each)) for each in (1, 1000)]
+        first = memory.skips(alive(count), alive(count))
+        later = [memory.skips(alive(each), alive(each)) for each in (1, 1000)]
 
     assert first is skips
     assert later == [skips, skips]
     assert memory.may_skip is skips
     what = "skipped" if skips else "computed"
     assert [each.getMessage() for each in caplog.records] == [
-        f"linear cross entropy: {count} of 1000 tokens of the first backward pass have a gradient; "
-        f"the others are {what}"
+        f"linear cross entropy: {count} of 1000 tokens of the first backward pass have a gradient; the others are {what}, "
+        f"and {count} have a label; forward passes {'skip' if skips else 'compute'} the others"
     ]
+
+
+@pytest.mark.parametrize(("labels", "skips"), [(500, True), (750, True), (751, False), (1000, False)])
+def test_labels_decide_about_forward_passes_at_the_same_look(labels: int, skips: bool) -> None:
+    memory = Memory()
+    assert not memory.skips_labels
+    assert not memory.has_looked
+
+    memory.skips(alive(500), alive(labels))
+    memory.skips(alive(500), alive(1000 - labels))
+
+    assert memory.has_looked
+    assert memory.skips_labels is skips
+
+
+@pytest.mark.parametrize(("masked", "skips"), [("compute", False), ("skip", True)])
+def test_a_way_that_is_named_is_that_of_forward_passes_without_a_look(masked: str, skips: bool) -> None:
+    memory = Memory(masked=masked)
+
+    assert memory.has_looked
+    assert memory.skips_labels is skips
 
 
 @pytest.mark.parametrize(("count", "tokens"), [(0, 0), (0, 1000), (255, 255), (1, 1)])
 def test_a_pass_without_a_gradient_or_with_few_tokens_says_nothing_about_the_next_one(count: int, tokens: int) -> None:
     memory = Memory()
 
-    assert not memory.skips(alive(count, tokens))
+    assert not memory.skips(alive(count, tokens), alive(count, tokens))
     assert memory.settled.skips is None
-    assert memory.skips(alive(500))
+    assert memory.skips(alive(500), alive(500))
 
 
 def test_tokens_without_values_cannot_be_counted() -> None:
     memory = Memory()
 
     with FakeTensorMode():
-        assert not memory.skips(torch.ones(1000, dtype=torch.bool))
+        tokens = torch.ones(1000, dtype=torch.bool)
+        assert not memory.skips(tokens, tokens)
 
     assert memory.settled.skips is None
 
@@ -368,17 +391,17 @@ def test_tokens_without_values_cannot_be_counted() -> None:
 def test_threads_of_several_devices_settle_one_thing_once(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, both = Memory(), threading.Barrier(2, timeout=HANG_S)
     counted: list[int] = []
-    is_sparse = linear_cross_entropy_memory._is_sparse
+    settle = Memory._settle
 
-    def count(tokens: torch.Tensor) -> bool | None:
+    def count(self: Memory, tokens: torch.Tensor, labelled: torch.Tensor) -> None:
         counted.append(int(tokens.sum()))
-        return is_sparse(tokens)
+        settle(self, tokens, labelled)
 
     def run(tokens: torch.Tensor) -> bool:
         both.wait()
-        return memory.skips(tokens)
+        return memory.skips(tokens, tokens)
 
-    monkeypatch.setattr(linear_cross_entropy_memory, "_is_sparse", count)
+    monkeypatch.setattr(Memory, "_settle", count)
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(run, [alive(500), alive(1000)]))
 
@@ -391,7 +414,7 @@ def test_copies_of_a_choice_share_what_it_found_and_others_do_not() -> None:
     memory = Memory()
     copy = replace(memory, block_classes=5)
 
-    memory.skips(alive(1000))
+    memory.skips(alive(1000), alive(1000))
 
     assert copy.settled.skips is False
     assert Memory().settled.skips is None

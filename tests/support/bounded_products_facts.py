@@ -10,7 +10,7 @@ import torch
 
 from megacpp_overlays.kernels.masked_products import products_triton as products
 from megacpp_overlays.kernels.masked_products import token_selection_triton as rows
-from megacpp_overlays.kernels.masked_products.token_selection import select
+from megacpp_overlays.kernels.masked_products.token_selection import WHOLE, select
 
 ROWS, DEPTH, COLUMNS = 300, 72, 200
 """Several tiles of rows and of columns, none of them full; more than one step of depth."""
@@ -67,12 +67,27 @@ def moves(count: int, columns: int) -> list[bool]:
     beside, matrix = wide[:, columns:].clone(), wide[:, :columns]
     expected = matrix[wanted]
     selection = select(wanted)
+    places = [torch.equal(*pair) for pair in zip(rows.select(wanted), selection, strict=True)]
+    spoiled = torch.where(wanted.unsqueeze(1), matrix, torch.nan)
+    first = rows.first(spoiled, selection.order, selection.count, WHOLE)
+    apart = torch.equal(first[:count], expected) and not first[count : max(1, -(-count // WHOLE)) * WHOLE].any()
     rows.bring_first(matrix, selection.order, selection.count)
     came = torch.equal(matrix[:count], expected)
-    matrix[count:] = 0
+    matrix[count:] = torch.nan
+    back = rows.put_back_apart(matrix, selection.place, selection.count, torch.float16)
     rows.put_back(matrix, selection.order, selection.count)
     went = torch.equal(matrix[wanted], expected) and not matrix[~wanted].any()
-    return [came, went, torch.equal(wide[:, columns:], beside)]
+    return [*places, apart, came, went, torch.equal(back, matrix.half()), torch.equal(wide[:, columns:], beside)]
+
+
+def sums(count: int) -> float:
+    """Return how far the sum of the first rows is from that in float64."""
+    generator = torch.Generator().manual_seed(count)
+    matrix = torch.randn(ROWS, COLUMNS + 8, generator=generator)[:, :COLUMNS]
+    matrix[count:] = torch.nan
+    out = torch.full((COLUMNS,), OLD)
+    products.sum_of_rows(matrix, torch.tensor([count], dtype=torch.int32), out)
+    return far(out, matrix[:count].double().sum(dim=0))
 
 
 def main() -> None:
@@ -82,6 +97,7 @@ def main() -> None:
             f"{count}{' wide' * wide}{' add' * add}": compute(count, wide, add)
             for count, wide, add in product(COUNTS, (False, True), (False, True))
         },
+        "sums": {str(count): sums(count) for count in COUNTS},
         "moves": {f"{count}, {columns}": moves(count, columns) for count in COUNTS for columns in (COLUMNS, 128)},
     }
     sys.stdout.write(json.dumps(found))

@@ -64,7 +64,12 @@ def main() -> None:
         products.product_over_rows(matrix, matrix, count, out, False)
         products.product_over_rows(matrix, matrix, count, out, True)
         rows.bring_first(out, torch.zeros(256, dtype=torch.int64), count)
-        rows.put_back(out, torch.zeros(256, dtype=torch.int64), count)
+        order = torch.zeros(256, dtype=torch.int64)
+        rows.put_back(out, order, count)
+        rows.first(matrix, order, count, 256)
+        rows.put_back_apart(out, order, count, dtype)
+        products.sum_of_rows(matrix, count, torch.zeros(256))
+    rows.select(torch.zeros(2000, dtype=torch.bool))
     sys.stdout.write(json.dumps({"programs": found}))
 
 

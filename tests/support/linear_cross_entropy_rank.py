@@ -29,6 +29,10 @@ def inputs_of(case: Case) -> Inputs:
         inputs.hidden, inputs.target = inputs.hidden.reshape(*shape, HIDDEN), inputs.target.view(shape)
         if inputs.reduction == "none":
             inputs.arriving = inputs.arriving.reshape(shape)
+    if case.labelled is not None:
+        ignored = case.options["ignore_index"]
+        inputs.target[inputs.target == ignored] = 0
+        inputs.target[torch.randperm(TOKENS, generator=torch.Generator().manual_seed(1))[case.labelled :]] = ignored
     if case.skip and inputs.reduction == "none":
         inputs.arriving = inputs.arriving.clone()
         inputs.arriving[::3] = 0.0

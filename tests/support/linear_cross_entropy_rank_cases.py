@@ -28,6 +28,8 @@ class Case:
     keep: bool = False
     skip: bool = False
     """Tokens without a gradient are left out; every third one has none where a loss is kept for each."""
+    labelled: int | None = None
+    """So many tokens alone have a label; None ignores those that the draw ignores."""
     main_grad: bool = False
     frozen: tuple[str, ...] = ()
     first_shard_only: bool = False
@@ -65,6 +67,11 @@ CASES = {
     "frozen weight": Case(frozen=("weight",), sequence_parallel=True),
     "frozen hidden states": Case(frozen=("hidden",), sequence_parallel=True),
     "one shard has all labels, one no class": Case(options={"bias": True}, first_shard_only=True),
+    **{
+        f"{count} labelled{way}": Case(options=EVERY, skip=True, labelled=count, **more)
+        for count in (0, 1, 5, 12)
+        for way, more in {"": {}, ", sequence parallel, keep": {"sequence_parallel": True, "keep": True}}.items()
+    },
     "float32": Case(dtype="float32", options=EVERY),
     "bfloat16": Case(dtype="bfloat16", options={"bias": True}),
     "bfloat16, skip": Case(dtype="bfloat16", skip=True),

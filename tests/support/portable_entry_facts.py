@@ -23,7 +23,6 @@ from portable_entry_grid import BACKWARD_SPLIT, FORWARD_SPLIT, arrival, truth
 from megacpp_overlays.kernels.linear_cross_entropy import entry
 from megacpp_overlays.kernels.linear_cross_entropy import memory as linear_cross_entropy_memory
 from megacpp_overlays.kernels.linear_cross_entropy import products as linear_cross_entropy_products
-from megacpp_overlays.kernels.linear_cross_entropy import shard as linear_cross_entropy_shard
 from megacpp_overlays.kernels.masked_products import products as bounded_products
 
 # isort: split
@@ -107,7 +106,6 @@ def step(passes: int = 1, logits: str = "keep", packs: bool = False) -> tuple[li
     counted = mock.Mock(wraps=linear_cross_entropy_products.product)
     with (
         mock.patch.object(upstream, "_get_platform", return_value=core),
-        mock.patch.object(linear_cross_entropy_shard, "product", counted),
         mock.patch.object(bounded_products, "product", counted),
         mock.patch.dict(os.environ, {FORWARD_SPLIT: "3", BACKWARD_SPLIT: "3"}),
         mock.patch.object(linear_cross_entropy_memory, "_chosen", linear_cross_entropy_memory.Memory(logits=logits)),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megacpp_overlays.kernels.masked_products.token_selection import select
 from megacpp_overlays.kernels.vocabulary_softmax import in_torch as vocabulary_softmax_torch
 from megacpp_overlays.kernels.vocabulary_softmax.numbers import Coefficients, Statistics
 
@@ -28,6 +29,8 @@ class Case:
     class_weight: bool = False
     softcap: float | None = None
     spread: bool = False
+    selected: tuple[int, ...] | None = None
+    """Tokens whose rows a block has, one after the other; after them it holds anything."""
     labels: str = "int64"
     first_class: int = 0
 
@@ -63,6 +66,13 @@ CASES = {
     "narrowed, a wide row and the rest of it": Case(tokens=2, widths=(33000, 8193), out="float16", softcap=2.0),
     "a row wider than a program": Case(tokens=2, widths=(40001,), logits="bfloat16", out="bfloat16"),
     "rows apart": Case(padding=17, widths=(300, 299), bias=True),
+    "selected tokens": Case(selected=(0, 3, 4), bias=True, spread=True, class_weight=True, softcap=2.0),
+    "selected tokens, narrowed": Case(selected=(1, 4), widths=(300, 299), out="bfloat16"),
+    "selected tokens, several blocks of a program": Case(
+        tokens=9, selected=(0, 1, 5, 6, 7, 8), widths=(3000, 2100), logits="bfloat16", out="bfloat16"
+    ),
+    "every token selected": Case(selected=(0, 1, 2, 3, 4), spread=True),
+    "no token selected": Case(selected=(), widths=(300, 299), spread=True),
     "one token": Case(tokens=1),
     "no token": Case(tokens=0, bias=True, spread=True),
     **{f"{dtype} labels": Case(labels=dtype, widths=(70, 50)) for dtype in ("int32", "int16", "uint8")},
@@ -100,6 +110,8 @@ def draw(case: Case, seed: int = 1) -> Block:
     factors = [values(case.tokens) for _ in range(3)]
     for each in factors:
         each[2:3] = 0.0
+        if case.selected is not None:
+            each[[token for token in range(case.tokens) if token not in case.selected]] = 0.0
     return Block(
         logits=(3 * values(case.tokens, case.classes)).to(getattr(torch, case.logits)),
         labels=labels.to(getattr(torch, case.labels)),
@@ -117,6 +129,11 @@ def run(case: Case, block: Block, passes: Any) -> dict[str, torch.Tensor]:
     tokens = block.logits.shape[0]
     running = Statistics(*torch.full((4 if case.spread else 3, tokens), math.nan, dtype=wide).unbind())
     memory = torch.full((tokens, max(case.widths) + case.padding), math.nan, dtype=block.logits.dtype)
+    wanted = torch.ones(tokens, dtype=torch.bool)
+    if case.selected is not None:
+        wanted = torch.isin(torch.arange(tokens), torch.tensor(case.selected, dtype=torch.int64))
+    selection = None if case.selected is None else select(wanted)
+    rows = wanted.nonzero().squeeze(1)
     starts = [sum(case.widths[:index]) for index in range(len(case.widths))]
     parts = [slice(start, start + width) for start, width in zip(starts, case.widths, strict=True)]
 
@@ -126,22 +143,24 @@ def run(case: Case, block: Block, passes: Any) -> dict[str, torch.Tensor]:
 
     for part in parts:
         logits = memory[:, : part.stop - part.start]
-        logits.copy_(block.logits[:, part])
+        logits[: len(rows)] = block.logits[rows, part]
         first = part.start + case.first_class
-        passes.add_statistics(logits, block.labels, first, running, part.start == 0, *of_classes(part))
+        passes.add_statistics(logits, block.labels, first, running, part.start == 0, *of_classes(part), selection)
     coefficients = Coefficients(running.lse, block.of_probability, block.of_label, block.of_spread)
-    gradients = []
+    gradients, after = [], []
     dtype = wide if wide == torch.float64 else getattr(torch, case.out)
     for part in parts:
         width = part.stop - part.start
         logits = memory[:, :width]
-        logits.copy_(block.logits[:, part])
+        logits[: len(rows)] = block.logits[rows, part]
         out = memory.view(dtype)[:, :width] if case.in_place else torch.empty((tokens, width + 3), dtype=dtype)[:, 3:]
         first = part.start + case.first_class
-        passes.logits_gradient(logits, block.labels, first, coefficients, *of_classes(part), out)
-        gradients.append(out.clone())
+        passes.logits_gradient(logits, block.labels, first, coefficients, *of_classes(part), out, selection)
+        gradients.append(torch.zeros_like(out).index_copy_(0, rows, out[: len(rows)]))
+        after.append(out[len(rows) :].clone())
     named = {name: each for name, each in running._asdict().items() if each is not None}
-    return {**named, "lse": running.lse, "gradient": torch.cat(gradients, dim=1)}
+    whole = {"gradient": torch.cat(gradients, dim=1), "rows after": torch.cat(after, dim=1)}
+    return {**named, "lse": running.lse, **whole}
 
 
 def truth(case: Case, block: Block) -> dict[str, torch.Tensor]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
+from itertools import product
+from unittest import mock
 
 import torch
+from linear_cross_entropy_cases import IGNORED, errors, found
 from linear_cross_entropy_cases import draw as draw_loss
-from linear_cross_entropy_cases import errors, found
 from linear_cross_entropy_cases import truth as truth_of_loss
 from vocabulary_softmax_cases import CASES, EXTRAS, TOKENS, Block, Case, draw, run, spoil, truth
 
@@ -30,6 +33,12 @@ def compare(case: Case, block: Block) -> dict[str, float]:
         size = float(each[finite].norm()) or 1.0
         far[name] = float((seen[name].double() - each)[finite].norm()) / size
     return far
+
+
+def few_programs(name: str) -> dict[str, float]:
+    """Return what `compare` finds where a program has several rows to go through."""
+    with mock.patch.object(vocabulary_softmax_triton, "_PROGRAMS", 2):
+        return compare(CASES[name], draw(CASES[name]))
 
 
 def numbers_of_tokens(tokens: int) -> dict[str, float]:
@@ -70,9 +79,11 @@ def whole() -> dict[str, dict[str, float]]:
     far = {}
     for name, options in {"plain": {}, "every option": EVERY}.items():
         for way, memory in {"blocks": Memory(block_classes=130), "keep": Memory(logits="keep")}.items():
-            for reduction in ("none", "mean"):
+            for reduction, masked in product(("none", "mean"), ("compute", "skip")):
                 inputs = draw_loss(12, 20, 401, dtype=torch.float32, reduction=reduction, **options)
-                far[f"{name}, {way}, {reduction}"] = errors(found(inputs, memory=memory), truth_of_loss(inputs))
+                inputs.target[3:9] = IGNORED
+                seen = found(inputs, memory=replace(memory, masked=masked))
+                far[f"{name}, {way}, {reduction}, {masked}"] = errors(seen, truth_of_loss(inputs))
     return far
 
 
@@ -80,6 +91,7 @@ def main() -> None:
     """Answer everything."""
     report = {
         "cases": {name: compare(case, draw(case)) for name, case in CASES.items()},
+        "few programs": {name: few_programs(name) for name, case in CASES.items() if case.selected is not None},
         "extras": {name: compare(*spoil(name)) for name in EXTRAS},
         "tokens": {str(tokens): numbers_of_tokens(tokens) for tokens in TOKENS},
         "whole": whole(),

@@ -18,6 +18,17 @@ CASES = [
     Case(tokens=2, widths=(33024,), logits="bfloat16", out="bfloat16"),
     Case(tokens=2, widths=(4097,), logits="float16", out="float16", labels="int32"),
     Case(tokens=2, widths=(9001,), out="bfloat16"),
+    Case(tokens=2, widths=(256, 33024), logits="bfloat16", out="bfloat16", selected=(1,)),
+    Case(
+        tokens=2,
+        widths=(4096, 1007),
+        out="bfloat16",
+        selected=(1,),
+        bias=True,
+        class_weight=True,
+        spread=True,
+        softcap=2.0,
+    ),
     *(
         Case(
             tokens=2, widths=(4096, 1007), logits=dtype, out=out, bias=True, class_weight=True, spread=True, softcap=2.0

@@ -15,7 +15,7 @@ The contract is that of `megatron.core.fusions.linear_cross_entropy.blackwell.en
 - With sequence parallelism the hidden states are one rank's share of the first dimension; they are gathered along it,
   and the gathered ones go to the backward pass.
 - Seven values leave the forward pass: the loss, the highest logit and the sum of exponentials of every token over
-  the whole vocabulary (float32), the number of tokens that are not ignored (int64, no dimensions), rank and size of
+  the whole vocabulary (float32; upstream's callers hand both to the backward pass and read neither), the number of tokens that are not ignored (int64, no dimensions), rank and size of
   the group (0 and 1 without one), and the hidden states of all tokens.
 - The backward pass gets the gradient of the loss: per token for "none", else without dimensions. It adds up the
   gradient of the hidden states in float32, sums it over the group in float32, keeps this rank's share of the
@@ -25,7 +25,9 @@ Where this entry is wider than that one: float32 (whose products follow torch's 
 any integer dtype, and a gradient of any strides. Where it differs: the highest logit is never raised to 0, which keeps
 sums of exponentials from vanishing; the mean over no token gives gradients of 0, as PyTorch's does, not NaN; a label
 outside the vocabulary leaves the log of the sum as the loss (upstream: the same in a group, undefined without one);
-logits of ignored tokens may overflow, while their hidden states are finite. All ranks of a group must run the same
+logits of ignored tokens may overflow, while their hidden states are finite. Where `memory` says that ignored tokens are
+skipped, they have the highest logit 0 and, as their sum of exponentials, the number of ranks, and their hidden states may be
+anything. All ranks of a group must run the same
 entry, so a group may not mix GPU generations.
 
 `LCE_FWD_VOCAB_SPLIT_SIZE` and `LCE_BWD_VOCAB_SPLIT_SIZE` set the classes that one block of logits has, as they do

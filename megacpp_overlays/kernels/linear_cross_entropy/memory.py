@@ -1,7 +1,7 @@
 """How much memory the fused linear cross entropy may take, and what it does with it.
 
 Three variables, `LINEAR_CE_*` in `megacpp_overlays.variables`: extra memory of a backward pass, what becomes of the logits
-between the passes, and what becomes of tokens without a gradient. They are read and checked when the package is imported,
+between the passes, and what becomes of tokens without a label or a gradient. They are read and checked when the package is imported,
 so that every step of a run computes in the same way, and ranks compare them.
 
 `recompute` forms the logits a second time in the backward pass; all but the last block, which stays from the forward
@@ -12,17 +12,24 @@ on a CUDA device that is not being captured, there is room for them twice; what 
 The gradient of the hidden states in float32 counts, and so does a copy of a block's weight where autocast wants another
 dtype. Under sequence parallelism the gathered hidden states, and their float32 gradient, come on top.
 
-`skip` leaves tokens without a gradient, which are those that a mask or `ignore_index` takes out, out of the products of a
-backward pass: half of the tokens, half of the work. It is for half precision on compute capability 9, and for the CPU;
-elsewhere all tokens are computed, as `compute` says. Where no token is masked skipping costs up to 13% on an H200, so
-`auto` skips only if at most three quarters of the tokens have a gradient. It counts them in the first backward pass of
-256 tokens or more that is not being captured, the one place here that waits for the device, and what it finds holds for
-every later call. Until then blocks are cut for either way, so the last bits of a first step may not be those of the same
-step later. Name the way where that matters, where a first batch, or the one that warms up a graph, is no typical one, and
-where ranks of different data must not choose differently.
+`skip` leaves tokens out of the products: in a forward pass those whose label is `ignore_index`, in a backward pass those
+without a gradient, which are the same ones and those that a mask takes out. It is for half precision on compute
+capability 9, and for the CPU; elsewhere all tokens are computed, as `compute` says. Where no token is masked skipping in
+a backward pass costs up to 13% on an H200, so `auto` skips only if at most three quarters of the tokens have a gradient,
+and in forward passes only if at most three quarters have a label. It counts both in the first backward pass of 256 tokens
+or more that is not being captured, the one place here that waits for the device, and what it finds holds for every later
+call. So the first forward pass computes all tokens, and so does a process that never has a backward pass. Until then
+blocks are cut for either way, so the last bits of a first step may not be those of the same step later. Name the way where
+that matters, where a first batch, or the one that warms up a graph, is no typical one, and where ranks of different data
+must not choose differently.
 
-Hidden states have to be finite, as they have for `compute`: one that is not may or may not spread. Under autocast
-skipping takes a copy of them on top.
+Hidden states of skipped tokens are not read, so they need not be finite. For `compute` they have to be: one that is not
+may or may not spread.
+
+Skipping copies the hidden states of the tokens that are not skipped, into room for all of them, which is counted as a part
+of the memory beside several blocks. Where there is one block, or all logits are kept, the copy of a backward pass makes
+room for the result before that is made; that of a forward pass is there when no gradient is yet. Under autocast a rounded copy
+of all hidden states comes on top.
 
 What stays from a forward pass stays until its backward pass. Several losses that wait for one backward pass, such as
 those of heads that predict further tokens, each hold a block.
@@ -48,6 +55,8 @@ _SPARSE = 0.75
 """The largest share of tokens with a gradient at which `auto` skips the others."""
 _TELLING = 256
 """Tokens of a pass whose masks `auto` looks at, at least."""
+_LEAST_SHARE, _SHARE_BEYOND = 16, 4
+"""Of the memory, one part of so many is enough for a block; where even that is not left, a block gets the other one."""
 _NARROWEST = 256
 """Classes of a block, however many tokens there are: narrower products leave the device idle."""
 _FIRST_CLASS_OF_A_ROW = 64
@@ -63,7 +72,7 @@ class Logits(str, enum.Enum):
 
 
 class Masked(str, enum.Enum):
-    """What becomes of tokens without a gradient in a backward pass."""
+    """What becomes of tokens without a label in a forward pass, and without a gradient in a backward pass."""
 
     AUTO = "auto"
     COMPUTE = "compute"
@@ -78,7 +87,9 @@ class Settled:
     """What `auto` came to."""
 
     skips: bool | None = None
-    """Whether tokens without a gradient are skipped; None before the first backward pass."""
+    """Whether backward passes skip tokens without a gradient; None before the first of them."""
+    skips_labels: bool = False
+    """Whether forward passes skip tokens whose label is `ignore_index`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +98,8 @@ class Memory:
 
     Attributes:
         extra_mib: MiB above inputs, losses and gradients that recomputing may take. The gradient of the hidden states
-            in float32 is part of it. Where that alone nearly fills it, a block of logits still gets a quarter.
+            in float32 is part of it. Where that leaves less than a sixteenth, a block of logits gets a quarter all the
+            same: narrower ones would add up that gradient too often.
         logits: a `Logits` or its name.
         block_classes: classes that share one block of logits, whatever it takes; 0 leaves that to `extra_mib`.
         masked: a `Masked` or its name.
@@ -145,19 +157,47 @@ class Memory:
         """Whether a backward pass may skip tokens."""
         return self.masked is Masked.SKIP or (self.masked is Masked.AUTO and self.settled.skips is not False)
 
-    def skips(self, alive: torch.Tensor) -> bool:
+    @property
+    def skips_labels(self) -> bool:
+        """Whether a forward pass skips tokens whose label is `ignore_index`."""
+        return self.masked is Masked.SKIP or (self.masked is Masked.AUTO and self.settled.skips_labels)
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether nothing is left to be looked at."""
+        return self.masked is not Masked.AUTO or self.settled.skips is not None
+
+    def skips(self, alive: torch.Tensor, labelled: torch.Tensor) -> bool:
         """Return whether a backward pass skips tokens without a gradient.
 
         Args:
             alive: (tokens,), bool: which have one. `auto` counts them once.
+            labelled: (tokens,), bool: whose label is not `ignore_index`; all that are alive. Counted with them.
         """
         if self.masked is not Masked.AUTO:
             return self.masked is Masked.SKIP
         if self.settled.skips is None and _can_be_counted(alive):
             with _settling:  # each device has a thread of its own for backward passes
                 if self.settled.skips is None:
-                    self.settled.skips = _is_sparse(alive)
+                    self._settle(alive, labelled)
         return bool(self.settled.skips)
+
+    def _settle(self, alive: torch.Tensor, labelled: torch.Tensor) -> None:
+        count, labels = torch.stack([alive, labelled]).sum(dim=1).tolist()
+        if not count:
+            return
+        tokens = alive.numel()
+        self.settled.skips_labels = labels <= _SPARSE * tokens
+        self.settled.skips = count <= _SPARSE * tokens
+        logger.info(
+            "linear cross entropy: %d of %d tokens of the first backward pass have a gradient; the others are %s, "
+            "and %d have a label; forward passes %s the others",
+            count,
+            tokens,
+            "skipped" if self.settled.skips else "computed",
+            labels,
+            "skip" if self.settled.skips_labels else "compute",
+        )
 
     def classes_with(self, bytes_of_a_class: int, taken: int, classes: int, *, taken_by_one: int = 0) -> int:
         """Return how many classes share one block of logits.
@@ -173,7 +213,9 @@ class Memory:
         if self.fits(bytes_of_a_class, classes, taken_by_one):
             return max(classes, 1)
         budget = self.extra_mib * _MIB
-        room = max(budget - taken, budget // 4)
+        room = budget - taken
+        if room * _LEAST_SHARE < budget:
+            room = budget // _SHARE_BEYOND
         widest = max(_NARROWEST, room // max(bytes_of_a_class, 1) // _NARROWEST * _NARROWEST)
         blocks = max(1, -(-classes // widest))
         return max(1, min(widest, -(-classes // blocks // _NARROWEST) * _NARROWEST))
@@ -241,18 +283,3 @@ def _can_be_counted(alive: torch.Tensor) -> bool:
     if type(alive) is not torch.Tensor or alive.numel() < _TELLING:
         return False
     return not (alive.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def _is_sparse(alive: torch.Tensor) -> bool | None:
-    """Return whether so few tokens have a gradient that skipping the others pays; None if not one has."""
-    count, tokens = int(alive.sum()), alive.numel()
-    if not count:
-        return None
-    sparse: bool = count <= _SPARSE * tokens
-    logger.info(
-        "linear cross entropy: %d of %d tokens of the first backward pass have a gradient; the others are %s",
-        count,
-        tokens,
-        "skipped" if sparse else "computed",
-    )
-    return sparse

@@ -1,9 +1,10 @@
 """The two passes of a linear cross entropy over all shards of a vocabulary: what the ranks tell one another.
 
 Rank r of a tensor-parallel group of R holds classes r * n to (r + 1) * n. Every rank has the labels of all tokens, and
-comes to the same losses. Between the ranks go, in the forward pass, two or three numbers a token; in the backward
-pass the gradient of the hidden states, in float32, beside the last product of the weight gradient. With sequence
-parallelism a rank holds one share of the tokens: hidden states are gathered first, and their gradient is scattered.
+comes to the same losses; so all ranks skip the same tokens, without a word about them. Between the ranks go, in the
+forward pass, two or three numbers a token; in the backward pass the gradient of the hidden states, in float32, beside the
+last product of the weight gradient. With sequence parallelism a rank holds one share of the tokens: hidden states are
+gathered first, and their gradient is scattered.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ class Forward:
     z_losses: torch.Tensor | None
     """(tokens,): the part of the losses that is the z-loss; None where there is none."""
     statistics: Statistics
-    """Over the whole vocabulary."""
+    """Over the whole vocabulary. A token that was skipped has the highest logit 0, and as its sum of exponentials the
+    number of ranks."""
     kept: Kept | None
     """Logits of this shard: all of them, or the last block; None where nobody will come back for them."""
 
@@ -162,10 +164,16 @@ def forward_pass(
         comes_back: whether there will be a backward pass.
     """
     shard = layer.shard(terms, group, hidden.dtype)
+    selection = None
+    if memory.skips_labels and available(hidden.dtype, hidden, shard.weight):
+        selection = select(labels != terms.ignore_index)
     if not comes_back:
-        memory = replace(memory, masked=Masked.COMPUTE)  # blocks need no room for a copy that nobody makes
+        # Nothing is added up, and in half precision a copy of selected tokens takes what a sum takes beside its result.
+        memory = replace(memory, masked=Masked.COMPUTE)
     keep = _kept_dtype(hidden, shard, memory) if comes_back else None
-    found, block = shard_statistics(hidden, labels, shard, memory, spread=terms.smoothing > 0, keep=keep)
+    found, block = shard_statistics(
+        hidden, labels, shard, memory, spread=terms.smoothing > 0, keep=keep, selection=selection
+    )
     kept = block if comes_back else None
     del block
     if group.ranks > 1:
@@ -218,44 +226,50 @@ def backward_pass(
     """
     shard = layer.shard(terms, group, hidden.dtype)
     coefficients = _coefficients(gradient, labels, statistics, layer, terms, group)
-    selection = _selection(hidden, shard, coefficients, memory, wanted)
+    selection = _selection(hidden, labels, shard, coefficients, terms, memory, wanted)
+    if kept is not None:
+        kept.bring_first(selection)
     # What several ranks add up stays in float32 until it is whole.
     here = replace(wanted, hidden_dtype=statistics.maximum.dtype) if group.ranks > 1 else wanted
-    if selection is None:
-        reduction = _Reduction(group)
-        found = shard_gradients(
-            hidden, labels, shard, coefficients, memory, here, kept=kept, when_hidden_is_done=reduction.hook
-        )
-    else:
-        if kept is not None:
-            kept.bring_first(selection)
-        coefficients = Coefficients(*(None if each is None else selection.first(each) for each in coefficients))
-        reduction = _Reduction(group, functools.partial(selection.put_back, dtype=here.hidden_dtype))
-        found = shard_gradients(
-            selection.first(hidden),
-            selection.first(labels),
-            shard,
-            coefficients,
-            memory,
-            here,
-            kept=kept,
-            count=selection.count,
-            when_hidden_is_done=reduction.hook,
-        )
+    put_back: Callable[[torch.Tensor], torch.Tensor] | None = None
+    if selection is not None:
+        # What waits for other ranks needs its place while a block is there still; a result needs it afterwards.
+        put_back = functools.partial(selection.put_back, dtype=here.hidden_dtype, in_place=group.ranks > 1)
+        hidden = selection.first(hidden)
+    reduction = _Reduction(group, put_back)
+    found = shard_gradients(
+        hidden,
+        labels,
+        shard,
+        coefficients,
+        memory,
+        here,
+        kept=kept,
+        selection=selection,
+        when_hidden_is_done=reduction.hook,
+    )
+    del hidden
     if found.of_hidden is None:
         return found
     return found._replace(of_hidden=reduction.result(found.of_hidden).to(wanted.hidden_dtype))
 
 
 def _selection(
-    hidden: torch.Tensor, shard: Shard, coefficients: Coefficients, memory: Memory, wanted: Wanted
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    shard: Shard,
+    coefficients: Coefficients,
+    terms: Terms,
+    memory: Memory,
+    wanted: Wanted,
 ) -> Selection | None:
     """Return the tokens that have a gradient; None where all are computed."""
     results = [] if wanted.main_grad is None else [wanted.main_grad]
     if not memory.may_skip or not available(hidden.dtype, hidden, shard.weight, *results):
         return None
     alive = coefficients.alive
-    return select(alive) if memory.skips(alive) else None
+    labelled = alive if memory.has_looked else labels != terms.ignore_index
+    return select(alive) if memory.skips(alive, labelled) else None
 
 
 def _kept_dtype(hidden: torch.Tensor, shard: Shard, memory: Memory) -> torch.dtype | None:

@@ -5,6 +5,9 @@ summed in float32 and rounded once, and only the gradient of the hidden states i
 by the product itself. A block's gradient takes the place of its logits. Or the logits are kept from the forward
 pass, all of them, and there is one block.
 
+Where tokens are selected, a block has their rows alone, one after the other, and its products end after them. How many
+they are only the device knows, so the memory of a block is that of all tokens.
+
 cuBLAS through torch and the passes of `vocabulary_softmax`; no host synchronisation.
 """
 
@@ -17,7 +20,6 @@ from typing import NamedTuple
 import torch
 
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory, padded
-from megacpp_overlays.kernels.linear_cross_entropy.products import product
 from megacpp_overlays.kernels.masked_products.products import Products, available
 from megacpp_overlays.kernels.masked_products.token_selection import Selection
 from megacpp_overlays.kernels.vocabulary_softmax.numbers import Coefficients, Statistics
@@ -80,7 +82,7 @@ class ShardGradients(NamedTuple):
 
     of_hidden: torch.Tensor | None
     """(tokens, hidden size), in the dtype asked for or, added up from several blocks, in the one of the sum; with a
-    count, zero after so many."""
+    selection, of the selected tokens, one after the other, and anything after them."""
     of_weight: torch.Tensor | None
     """Shape and dtype of the weight."""
     of_bias: torch.Tensor | None
@@ -95,11 +97,19 @@ class Kept:
     """(tokens, classes from `first` to the last, and padding); None once they were taken."""
     first: int
     """Row of the shard's weight that the first column belongs to."""
+    selection: Selection | None = None
+    """The tokens that its rows belong to; None where every token has its own."""
 
-    def bring_first(self, selection: Selection) -> None:
-        """Bring the rows of selected tokens first."""
-        if self.block is not None:
-            selection.bring_first(self.block)
+    def bring_first(self, selection: Selection | None) -> None:
+        """Bring the rows of these tokens first, which have theirs here; or of all, for which the block may have to go."""
+        if self.block is None:
+            return
+        if selection is not None:
+            moved = selection if self.selection is None else selection.among(self.selection)
+            moved.bring_first(self.block)
+        elif self.selection is not None:
+            self.block = None  # it lacks rows, which happens where a result is not one that products can end in
+        self.selection = selection
 
     def take(self) -> torch.Tensor | None:
         """Return the block, which nothing else refers to from now on: it is overwritten, and has to go in time."""
@@ -115,6 +125,7 @@ def shard_statistics(
     *,
     spread: bool = False,
     keep: torch.dtype | None = None,
+    selection: Selection | None = None,
 ) -> tuple[Statistics, Kept]:
     """Return what the loss needs to know of this shard's logits, and the last block of them, which is in memory anyway.
 
@@ -125,20 +136,25 @@ def shard_statistics(
         memory: what a block may take.
         spread: whether label smoothing asks for the sum of all logits.
         keep: dtype in which all logits are one block. None cuts them as the backward pass does.
+        selection: the tokens whose logits are computed; see `vocabulary_softmax.passes` for what the others get.
     """
     tokens = hidden.shape[0]
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     running = room_for_statistics(tokens, hidden.device, wide, spread=spread)
     dtype = keep or shard.logits_dtype
     step = shard.classes if keep else _step(hidden, shard, memory)
+    products = Products(None if selection is None else selection.count)
+    if selection is not None:
+        hidden = selection.first(hidden)
     block = torch.empty((tokens, padded(step)), dtype=dtype, device=hidden.device)
     rows = slice(0)
     for rows in _blocks(shard.classes, step):
         weight, options = shard.part(rows)
         logits = block[:, : weight.shape[0]]
-        product(hidden, weight.to(hidden.dtype).t(), out=logits)
-        add_statistics(logits, labels, shard.first_class + rows.start, running, first=rows.start == 0, **options)
-    return running, Kept(block, rows.start)
+        products.of_rows(hidden, weight.to(hidden.dtype).t(), out=logits)
+        first_class, first = shard.first_class + rows.start, rows.start == 0
+        add_statistics(logits, labels, first_class, running, first=first, selection=selection, **options)
+    return running, Kept(block, rows.start, selection)
 
 
 def shard_gradients(
@@ -150,7 +166,7 @@ def shard_gradients(
     wanted: Wanted,
     *,
     kept: Kept | None = None,
-    count: torch.Tensor | None = None,
+    selection: Selection | None = None,
     when_hidden_is_done: Callable[[torch.Tensor], None] | None = None,
 ) -> ShardGradients:
     """Return this shard's share of the gradient for `hidden`, and the gradients for weight and bias.
@@ -159,14 +175,16 @@ def shard_gradients(
     float16 small ones vanish there unless the loss is scaled, as they do in PyTorch's own.
 
     Args:
-        hidden: (tokens, hidden size), contiguous.
+        hidden: (tokens, hidden size), contiguous; with a selection, what `Selection.first` returns, which may be
+            overwritten.
         labels: (tokens,), integer, contiguous; over the whole vocabulary.
         shard: the output layer.
         coefficients: what the passes over all shards came to.
         memory: what the gradient of the hidden states and a block may take together.
         wanted: which gradients.
-        kept: logits of the forward pass, which are overwritten. The others are computed again; without it, all are.
-        count: (1,), int32: only so many tokens have a gradient, the first ones. `hidden` may be overwritten then.
+        kept: logits of the forward pass, which are overwritten; of the same selection. The others are computed again;
+            without it, all are.
+        selection: the tokens that have a gradient; None computes all.
         when_hidden_is_done: called with the gradient of the hidden states as soon as it is complete, before the
             last product, so that communication can run beside that.
     """
@@ -176,9 +194,9 @@ def shard_gradients(
     if block is not None:
         step = max(1, min(step, shard.classes - first_kept))  # its memory is that of all blocks
     todo = [slice(first_kept, shard.classes)] * (first_kept < shard.classes) + _blocks(first_kept, step)
-    products = Products(count)
+    products = Products(None if selection is None else selection.count)
     # In half precision a copy of the hidden states that nobody needs any more has room for their gradient.
-    overwrite = count is not None and when_hidden_is_done is None and wanted.hidden_dtype == hidden.dtype
+    overwrite = selection is not None and when_hidden_is_done is None and wanted.hidden_dtype == hidden.dtype
     sums = _Sums(hidden, shard, wanted, products, one_block=len(todo) == 1, overwrite=overwrite)
     for rows in todo:
         weight, options = shard.part(rows)
@@ -189,7 +207,8 @@ def shard_gradients(
             block = block.view(shard.logits_dtype)
             products.of_rows(hidden, weight.t(), out=block[:, : weight.shape[0]])
         logits, gradient = block[:, : weight.shape[0]], block.view(hidden.dtype)[:, : weight.shape[0]]
-        logits_gradient(logits, labels, shard.first_class + rows.start, coefficients, gradient, **options)
+        first_class = shard.first_class + rows.start
+        logits_gradient(logits, labels, first_class, coefficients, gradient, selection=selection, **options)
         sums.add_bias(rows, gradient)
         if when_hidden_is_done is None:
             sums.add_weight(rows, gradient)
@@ -224,7 +243,7 @@ class _Sums:
 
     def add_bias(self, rows: slice, gradient: torch.Tensor) -> None:
         if self.of_bias is not None:
-            self.of_bias[rows] = gradient.sum(dim=0, dtype=_wider(gradient.dtype))
+            self._products.sum_rows(gradient, out=self.of_bias[rows])
 
     def add_weight(self, rows: slice, gradient: torch.Tensor) -> None:
         if self._wanted.main_grad is not None:
@@ -242,9 +261,8 @@ class _Sums:
 
     def _room(self) -> torch.Tensor:
         if self._overwrite:
-            return self._hidden.zero_()
-        make = torch.empty if self._products.count is None else torch.zeros
-        room: torch.Tensor = make(self._hidden.shape, dtype=self._dtype, device=self._hidden.device)
+            return self._hidden
+        room: torch.Tensor = torch.empty(self._hidden.shape, dtype=self._dtype, device=self._hidden.device)
         return room
 
 

@@ -53,9 +53,10 @@ class Products:
         """Write the rows of `left @ right` that count, or add them to what is there.
 
         Args:
-            left: (m, k), rows of unit stride. To add, its rows up to the next multiple of 128 are zero.
+            left: (m, k), rows of unit stride.
             right: (k, n), same dtype, rows or columns of unit stride.
-            out: (m, n), floating, rows of unit stride. Rows up to the next multiple of 128 may be written, too.
+            out: (m, n), floating, rows of unit stride. Rows up to the next multiple of `token_selection.WHOLE` may be
+                written, too.
             add: in the dtype of `out`.
         """
         write = add_product if add else product
@@ -72,8 +73,9 @@ class Products:
         """Write `left.t() @ right` over the rows that count, or add it to what is there.
 
         Args:
-            left: (k, m), rows of unit stride; zero up to the next multiple of 64, which is 64 where no row counts.
-            right: (k, n), same dtype, rows of unit stride; finite.
+            left: (k, m), rows of unit stride; zero as far as `token_selection.WHOLE` says, where rows of `right`
+                are finite.
+            right: (k, n), same dtype, rows of unit stride.
             out: (m, n), floating, rows of unit stride.
             add: in the dtype of `out`.
         """
@@ -86,3 +88,18 @@ class Products:
         else:
             rows = int(self.count)
             write(left[:rows].t(), right[:rows], out=out)
+
+    def sum_rows(self, matrix: torch.Tensor, *, out: torch.Tensor) -> None:
+        """Write the sum of the rows that count.
+
+        Args:
+            matrix: (m, n), floating, rows of unit stride.
+            out: (n,), of unit stride.
+        """
+        if self.count is not None and in_triton is not None and matrix.is_cuda:
+            with on_device_of(matrix):
+                in_triton.sum_of_rows(matrix, self.count, out)
+            return
+        wide = torch.float64 if matrix.dtype == torch.float64 else torch.float32
+        rows = matrix if self.count is None else matrix[: int(self.count)]
+        out.copy_(rows.sum(dim=0, dtype=wide))

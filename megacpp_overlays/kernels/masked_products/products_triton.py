@@ -19,6 +19,8 @@ _GROUP = 16
 
 With 132 programs and tiles of 128 rows and 256 columns, 16 of them read least: about as many rows as columns.
 """
+_SUMMED_ROWS, _SUMMED_COLUMNS = 64, 64
+"""What a program adds up at a time; its lanes meet once, at the end."""
 _ALIGNMENT = 16
 """Bytes, of a descriptor's start and of its rows."""
 
@@ -53,7 +55,7 @@ def fits(dtype: torch.dtype, *matrices: torch.Tensor) -> bool:
 
 
 def product_of_rows(left: torch.Tensor, right: torch.Tensor, count: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-    """See `bounded_products.Products.of_rows`."""
+    """See `products.Products.of_rows`."""
     rows, depth = left.shape
     columns = right.shape[1]
     if rows == 0 or columns == 0:
@@ -74,7 +76,7 @@ def product_of_rows(left: torch.Tensor, right: torch.Tensor, count: torch.Tensor
 def product_over_rows(
     left: torch.Tensor, right: torch.Tensor, count: torch.Tensor, out: torch.Tensor, add: bool
 ) -> None:
-    """See `bounded_products.Products.over_rows`."""
+    """See `products.Products.over_rows`."""
     height, width = out.shape
     if height == 0 or width == 0 or left.shape[0] == 0:
         if not add:
@@ -90,6 +92,17 @@ def product_over_rows(
         ADD=add, GROUP=_GROUP, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
         num_stages=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
+
+
+def sum_of_rows(matrix: torch.Tensor, count: torch.Tensor, out: torch.Tensor) -> None:
+    """See `products.Products.sum_rows`."""
+    rows, columns = matrix.shape
+    if rows == 0 or columns == 0:
+        out.zero_()
+        return
+    _sum_of_rows[(triton.cdiv(columns, _SUMMED_COLUMNS),)](
+        matrix, matrix.stride(0), count, out, columns, ROWS=_SUMMED_ROWS, COLUMNS=_SUMMED_COLUMNS, num_warps=8
+    )
 
 
 def _tile(device: torch.device, add: bool) -> Tile:
@@ -194,3 +207,20 @@ def _over_rows(  # type: ignore[no-untyped-def]
             b = right.load([step * DEPTH, column])
             total = tl.dot(a.T, b, total)
         _write(out, row, column, total, ADD, ROWS, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["columns"])  # type: ignore[untyped-decorator]
+def _sum_of_rows(  # type: ignore[no-untyped-def]
+    matrix, stride, count, out, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    counted = tl.load(count)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, counted, ROWS):
+        row = start + tl.arange(0, ROWS)
+        total += tl.load(
+            matrix + row.to(tl.int64)[:, None] * stride + column[None, :],
+            mask=(row < counted)[:, None] & (column < columns)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+    tl.store(out + column, tl.sum(total, axis=0).to(out.dtype.element_ty), mask=column < columns)

@@ -1,7 +1,8 @@
 """Some tokens out of many, where only the device knows how many: they come first, and products end after them.
 
-A training mask, a prompt or the padding of a packed batch leaves tokens without a gradient, often half of them. To ask
-how many there are would wait for the device, and could not be captured in a graph, so shapes stay those of all tokens.
+A training mask, a prompt or the padding of a packed batch leaves tokens without a label or a gradient, often half of
+them. To ask how many there are would wait for the device, and could not be captured in a graph, so shapes stay those of
+all tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ try:
 except ImportError:  # no Triton here
     in_triton = None
 
+WHOLE = 256
+"""Rows after the selected ones are zero up to the next multiple of this, or to this where none is selected.
+
+No tile of a product over the first rows reaches beyond, and such a product takes one step at least.
+"""
 _PARTS = 4
 """In which rows are rounded when they go back: a rounded copy of all of them at once would be the largest of all."""
 
@@ -28,12 +34,26 @@ class Selection(NamedTuple):
 
     order: torch.Tensor
     """(tokens,), int64: the selected tokens in their order, then the others in theirs."""
+    place: torch.Tensor
+    """(tokens,), int64: where a token is in that order."""
     count: torch.Tensor
     """(1,), int32: how many are selected."""
 
     def first(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the rows, (tokens, ...), that has those of the selected tokens first."""
-        return rows.index_select(0, self.order)
+        """Return the rows of the selected tokens, in a tensor that has room for all.
+
+        Zeros follow as far as `WHOLE` says; rows after those hold anything.
+
+        Args:
+            rows: (tokens, n), rows of unit stride. Rows of other tokens are not read.
+        """
+        if rows.is_cuda and in_triton is not None:
+            with on_device_of(rows):
+                taken: torch.Tensor = in_triton.first(rows, self.order, self.count, WHOLE)
+                return taken
+        first, count = torch.zeros_like(rows), int(self.count)
+        first[:count] = rows[self.order[:count]]
+        return first
 
     def bring_first(self, rows: torch.Tensor) -> None:
         """Do the same in place; rows after those of the selected tokens hold anything then.
@@ -47,26 +67,40 @@ class Selection(NamedTuple):
         else:
             rows[: int(self.count)] = rows[self.order[: int(self.count)]]
 
-    def put_back(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return rows where they came from; in the same memory, if a device has Triton and the dtype stays.
+    def among(self, others: Selection) -> Selection:
+        """Return where these tokens are among selected ones, all of which come first: for `bring_first` alone.
 
         Args:
-            rows: (tokens, n), rows of unit stride, those of the selected tokens first, zeros after them.
-            dtype: of the result.
+            others: a selection of the same tokens that has all of these.
         """
-        if rows.dtype == dtype and rows.is_cuda and in_triton is not None:
+        order = others.place.index_select(0, self.order)
+        return self._replace(order=order)
+
+    def put_back(self, rows: torch.Tensor, dtype: torch.dtype, *, in_place: bool = False) -> torch.Tensor:
+        """Return rows where they came from, and zeros where none came from.
+
+        Args:
+            rows: (tokens, n), rows of unit stride, those of the selected tokens first; what follows is not read.
+            dtype: of the result.
+            in_place: whether the result may have the memory of `rows`, where a device has Triton and the dtype stays.
+        """
+        if rows.is_cuda and in_triton is not None:
             with on_device_of(rows):
-                in_triton.put_back(rows, self.order, self.count)
-            return rows
-        back = torch.empty(rows.shape, dtype=dtype, device=rows.device)
-        if back.dtype == rows.dtype:
-            return back.index_copy_(0, self.order, rows)
-        for order, part in zip(self.order.chunk(_PARTS), rows.chunk(_PARTS), strict=True):
+                if in_place and rows.dtype == dtype:
+                    in_triton.put_back(rows, self.order, self.count)
+                    return rows
+                back: torch.Tensor = in_triton.put_back_apart(rows, self.place, self.count, dtype)
+                return back
+        back, count = torch.zeros(rows.shape, dtype=dtype, device=rows.device), int(self.count)
+        for order, part in zip(self.order[:count].chunk(_PARTS), rows[:count].chunk(_PARTS), strict=True):
             back.index_copy_(0, order, part.to(dtype))
         return back
 
 
 def select(wanted: torch.Tensor) -> Selection:
-    """Return the tokens where `wanted`, (tokens,), is true."""
+    """Return the tokens where `wanted`, (tokens,), bool, is true."""
+    if wanted.is_cuda and in_triton is not None:
+        with on_device_of(wanted):
+            return Selection(*in_triton.select(wanted.contiguous()))
     order = torch.argsort(wanted.logical_not().to(torch.uint8), stable=True)
-    return Selection(order, wanted.sum(dtype=torch.int32).view(1))
+    return Selection(order, torch.argsort(order), wanted.sum(dtype=torch.int32).view(1))

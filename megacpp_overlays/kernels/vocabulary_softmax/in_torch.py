@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megacpp_overlays.kernels.vocabulary_softmax.numbers import Coefficients, Statistics
+from megacpp_overlays.kernels.masked_products.token_selection import WHOLE, Selection
+from megacpp_overlays.kernels.vocabulary_softmax.numbers import OF_OTHERS, Coefficients, Statistics
 
 
 def add_statistics(
@@ -16,8 +17,20 @@ def add_statistics(
     bias: torch.Tensor | None,
     class_weight: torch.Tensor | None,
     softcap: float | None,
+    selection: Selection | None = None,
 ) -> None:
     """See `vocabulary_softmax.add_statistics`."""
+    if selection is not None:
+        chosen = selection.order[: int(selection.count)]
+        part = Statistics(*(None if each is None else each[chosen] for each in statistics))
+        rows = logits[: len(chosen)]
+        add_statistics(rows, labels[chosen], first_class, part, first, bias, class_weight, softcap)
+        for each, found, other in zip(statistics, part, OF_OTHERS, strict=True):
+            if each is not None and found is not None:
+                if first:
+                    each.fill_(other)
+                each[chosen] = found
+        return
     maximum, accumulate, label_logit, spread_logits = statistics
     if first:
         # Finite, so that no difference of two maxima is undefined.
@@ -44,8 +57,15 @@ def logits_gradient(
     class_weight: torch.Tensor | None,
     softcap: float | None,
     out: torch.Tensor,
+    selection: Selection | None = None,
 ) -> None:
     """See `vocabulary_softmax.logits_gradient`."""
+    if selection is not None:
+        chosen = selection.order[: int(selection.count)]
+        own, rows = Coefficients(*(None if each is None else each[chosen] for each in coefficients)), len(chosen)
+        logits_gradient(logits[:rows], labels[chosen], first_class, own, bias, class_weight, softcap, out[:rows])
+        out[rows : max(1, -(-rows // WHOLE)) * WHOLE].zero_()
+        return
     lse, of_probability, of_label = (each.unsqueeze(1) for each in coefficients[:3])
     values = _values(logits, bias, softcap, lse.dtype)
     gradient = of_probability * torch.exp(values - lse)

@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from megacpp_overlays.kernels.vocabulary_softmax.numbers import Coefficients, Statistics
+from megacpp_overlays.kernels.masked_products.token_selection import WHOLE, Selection
+from megacpp_overlays.kernels.vocabulary_softmax.numbers import OF_OTHERS, Coefficients, Statistics
 
 # Widths, in classes, that were fastest on an H200 with bfloat16 logits.
 _READ = 2048
@@ -18,6 +19,8 @@ _WRITE_WIDE_ROWS = 8192
 _WIDE_ROW = 1 << 15
 _TOKENS = 512
 """Tokens of one program where there is one number for each."""
+_PROGRAMS = 4096
+"""At most, over rows of which only the device knows how many there are: one that finds nothing to do takes its time, too."""
 
 
 def add_statistics(
@@ -29,6 +32,7 @@ def add_statistics(
     bias: torch.Tensor | None,
     class_weight: torch.Tensor | None,
     softcap: float | None,
+    selection: Selection | None = None,
 ) -> None:
     """See `vocabulary_softmax.add_statistics`."""
     tokens, classes = logits.shape
@@ -36,7 +40,12 @@ def add_statistics(
         return
     maximum, accumulate, label_logit, spread_logits = statistics
     block = min(_READ, _power_of_two(classes))
-    _statistics[(tokens,)](
+    if selection is not None and first:
+        for each, other in zip(statistics, OF_OTHERS, strict=True):
+            if each is not None:
+                each.fill_(other)
+    programs = tokens if selection is None else min(tokens, _PROGRAMS)
+    _statistics[(programs,)](
         logits,
         logits.stride(0),
         labels,
@@ -46,9 +55,13 @@ def add_statistics(
         spread_logits,
         bias,
         class_weight,
+        selection and selection.order,
+        selection and selection.count,
+        programs,
         first_class,
         classes,
         softcap or 0.0,
+        HAS_SELECTION=selection is not None,
         HAS_SPREAD=spread_logits is not None,
         HAS_BIAS=bias is not None,
         HAS_CLASS_WEIGHT=class_weight is not None,
@@ -69,6 +82,7 @@ def logits_gradient(
     class_weight: torch.Tensor | None,
     softcap: float | None,
     out: torch.Tensor,
+    selection: Selection | None = None,
 ) -> None:
     """See `vocabulary_softmax.logits_gradient`."""
     tokens, classes = logits.shape
@@ -79,7 +93,9 @@ def logits_gradient(
     narrows = out.element_size() != logits.element_size()
     block = min(_WRITE_WIDE_ROWS if narrows or classes > _WIDE_ROW else _WRITE, _power_of_two(classes))
     blocks = triton.cdiv(classes, block)
-    _gradient[(tokens, 1 if narrows else blocks)](
+    across = 1 if narrows else blocks
+    programs = tokens if selection is None else min(tokens, max(1, _PROGRAMS // across))
+    _gradient[(programs, across)](
         logits,
         logits.stride(0),
         labels,
@@ -91,9 +107,15 @@ def logits_gradient(
         class_weight,
         out,
         out.stride(0),
+        selection and selection.order,
+        selection and selection.count,
+        programs,
+        tokens,
         first_class,
         classes,
         softcap or 0.0,
+        HAS_SELECTION=selection is not None,
+        WHOLE=WHOLE,
         HAS_SPREAD=of_spread is not None,
         HAS_BIAS=bias is not None,
         HAS_CLASS_WEIGHT=class_weight is not None,
@@ -143,10 +165,52 @@ def _capped(values, softcap):  # type: ignore[no-untyped-def]
 
 
 # `first_class` differs from block to block; compiling anew for a round number would cost more than it gains.
-@triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["programs", "first_class"])  # type: ignore[untyped-decorator]
 def _statistics(  # type: ignore[no-untyped-def]
     logits,
     stride,
+    labels,
+    maximum,
+    accumulate,
+    label_logit,
+    spread_logits,
+    bias,
+    class_weight,
+    order,
+    count,
+    programs,
+    first_class,
+    classes,
+    softcap,
+    HAS_SELECTION: tl.constexpr,
+    HAS_SPREAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    FIRST: tl.constexpr,
+    LOWEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    if HAS_SELECTION:
+        for row in range(tl.program_id(0), tl.load(count), programs):
+            _statistics_of_row(
+                logits + tl.cast(row, tl.int64) * stride, tl.load(order + row), labels, maximum, accumulate, label_logit,
+                spread_logits, bias, class_weight, first_class, classes, softcap,
+                HAS_SPREAD, HAS_BIAS, HAS_CLASS_WEIGHT, HAS_SOFTCAP, FIRST, LOWEST, BLOCK,
+            )  # fmt: skip
+    else:
+        row = tl.program_id(0).to(tl.int64)  # a block may have more than 2**31 elements
+        _statistics_of_row(
+            logits + row * stride, row, labels, maximum, accumulate, label_logit,
+            spread_logits, bias, class_weight, first_class, classes, softcap,
+            HAS_SPREAD, HAS_BIAS, HAS_CLASS_WEIGHT, HAS_SOFTCAP, FIRST, LOWEST, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _statistics_of_row(  # type: ignore[no-untyped-def]
+    logits,
+    row,
     labels,
     maximum,
     accumulate,
@@ -165,8 +229,6 @@ def _statistics(  # type: ignore[no-untyped-def]
     LOWEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)  # a block may have more than 2**31 elements
-    logits += row * stride
     # Every lane has running numbers of its own, which meet once, after the last class: a reduction over the program
     # for each part of the row costs as much as reading it.
     highest = tl.full((BLOCK,), LOWEST, tl.float32)
@@ -209,7 +271,7 @@ def _statistics(  # type: ignore[no-untyped-def]
     tl.store(label_logit + row, own, mask=here | FIRST)
 
 
-@triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["programs", "tokens", "first_class"])  # type: ignore[untyped-decorator]
 def _gradient(  # type: ignore[no-untyped-def]
     logits,
     logits_stride,
@@ -222,6 +284,54 @@ def _gradient(  # type: ignore[no-untyped-def]
     class_weight,
     out,
     out_stride,
+    order,
+    count,
+    programs,
+    tokens,
+    first_class,
+    classes,
+    softcap,
+    HAS_SELECTION: tl.constexpr,
+    WHOLE: tl.constexpr,
+    HAS_SPREAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    if HAS_SELECTION:
+        # Tokens that are not selected have coefficients of 0, and so their rows become zeros.
+        end = tl.minimum(tl.maximum(tl.cdiv(tl.load(count), WHOLE), 1) * WHOLE, tokens)
+        for row in range(tl.program_id(0), end, programs):
+            _gradient_of_row(
+                logits + tl.cast(row, tl.int64) * logits_stride, tl.load(order + row), labels, lse, of_probability,
+                of_label, of_spread, bias, class_weight, out + tl.cast(row, tl.int64) * out_stride,
+                first_class, classes, softcap,
+                HAS_SPREAD, HAS_BIAS, HAS_CLASS_WEIGHT, HAS_SOFTCAP, BLOCKS, BLOCK,
+            )  # fmt: skip
+    else:
+        row = tl.program_id(0).to(tl.int64)
+        _gradient_of_row(
+            logits + row * logits_stride, row, labels, lse, of_probability,
+            of_label, of_spread, bias, class_weight, out + row * out_stride,
+            first_class, classes, softcap,
+            HAS_SPREAD, HAS_BIAS, HAS_CLASS_WEIGHT, HAS_SOFTCAP, BLOCKS, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gradient_of_row(  # type: ignore[no-untyped-def]
+    logits,
+    row,
+    labels,
+    lse,
+    of_probability,
+    of_label,
+    of_spread,
+    bias,
+    class_weight,
+    out,
     first_class,
     classes,
     softcap,
@@ -232,9 +342,6 @@ def _gradient(  # type: ignore[no-untyped-def]
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    logits += row * logits_stride
-    out += row * out_stride
     own = tl.load(labels + row).to(tl.int64) - first_class
     sum_of_row = tl.load(lse + row)
     probability_factor = tl.load(of_probability + row)

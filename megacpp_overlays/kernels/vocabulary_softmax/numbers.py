@@ -25,6 +25,10 @@ class Statistics(NamedTuple):
         return self.maximum + self.accumulate.log()
 
 
+OF_OTHERS = (0.0, 1.0, 0.0, 0.0)
+"""Statistics of tokens that are not selected: finite, and so is all that follows from them."""
+
+
 class Coefficients(NamedTuple):
     """What turns the logits of a token into their gradient, (tokens,) each, in the dtype of the arithmetic."""
 

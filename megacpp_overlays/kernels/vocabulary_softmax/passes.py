@@ -4,6 +4,9 @@ A block is (tokens, classes) of a vocabulary that is cut into blocks. The first 
 numbers for each token; after the last block they determine the loss and every probability. The second pass takes what
 follows from these numbers and turns a block into its gradient.
 
+Where tokens are selected a block has rows of those alone, one after the other; all that is (tokens,) has a number for
+every token in its own place all the same.
+
 Triton on CUDA devices, and on CPU tensors in the Triton interpreter; plain PyTorch everywhere else.
 """
 
@@ -15,6 +18,7 @@ from types import ModuleType
 import torch
 
 from megacpp_overlays.kernels.devices import on_device_of
+from megacpp_overlays.kernels.masked_products.token_selection import Selection
 from megacpp_overlays.kernels.vocabulary_softmax import in_torch
 from megacpp_overlays.kernels.vocabulary_softmax.numbers import Coefficients, Statistics
 
@@ -49,6 +53,7 @@ def add_statistics(
     bias: torch.Tensor | None = None,
     class_weight: torch.Tensor | None = None,
     softcap: float | None = None,
+    selection: Selection | None = None,
 ) -> None:
     """Add a block of logits to the running numbers, in place. A shard has one block or more.
 
@@ -61,9 +66,13 @@ def add_statistics(
         bias: (classes,), contiguous; added to the logits.
         class_weight: (classes,), contiguous; only the spread logits are weighted.
         softcap: bound of the logits, applied after the bias.
+        selection: the tokens that the first rows of the block belong to; later rows are not read. The first block
+            gives the other tokens the highest logit 0, a sum of exponentials of 1, and 0 else.
     """
     with on_device_of(logits):
-        _passes(logits).add_statistics(logits, labels, first_class, statistics, first, bias, class_weight, softcap)
+        _passes(logits).add_statistics(
+            logits, labels, first_class, statistics, first, bias, class_weight, softcap, selection
+        )
 
 
 def logits_gradient(
@@ -76,6 +85,7 @@ def logits_gradient(
     bias: torch.Tensor | None = None,
     class_weight: torch.Tensor | None = None,
     softcap: float | None = None,
+    selection: Selection | None = None,
 ) -> None:
     """Write the gradient of a block.
 
@@ -92,9 +102,13 @@ def logits_gradient(
         bias: as in `add_statistics`, as are the next two.
         class_weight: (classes,).
         softcap: bound of the logits.
+        selection: the tokens that the first rows of the block belong to; others have coefficients of 0. Rows after
+            them get zeros as far as `token_selection.WHOLE` says, and later ones stay as they are.
     """
     with on_device_of(logits):
-        _passes(logits).logits_gradient(logits, labels, first_class, coefficients, bias, class_weight, softcap, out)
+        _passes(logits).logits_gradient(
+            logits, labels, first_class, coefficients, bias, class_weight, softcap, out, selection
+        )
 
 
 def plain_losses(statistics: Statistics, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
