@@ -18,7 +18,11 @@ EAGER, COMPILED = "PyTorch", "torch.compile"
 ROUNDED = "float64, rounded to bfloat16"
 LIGER, EXACT = "liger-kernel 0.8.5", "cut-cross-entropy, exact"
 
+LABELLED_ALONE = ", labelled tokens selected beforehand"
+"""After the name of a way that gets nothing but labelled tokens; who selects them waits for the device."""
+
 OF_FLOOR, EXTRA_MIB, OF_NONE, TIMES_AS_RIGHT = 1.08, 256, 1.03, 3
+OF_LABELLED, OF_COMPUTED = 1.12, 1.03
 OF_PRODUCTS = (
     (OURS, "none", FOUR),
     (ENTRY, "none, float32 logits as Megatron has them", FOUR),
@@ -47,9 +51,26 @@ def goals(found: Found) -> Iterator[Goal]:
     for each in found.get("mean", ()):
         where = f"{size(each['shape'])}, mean"
         yield from at_most(where, f"<= {OF_NONE} x none on the same data", each["rows"], OURS, UNMASKED, OF_NONE)
+    for each in found.get("labelled", ()):
+        yield from of_labelled(each)
     for each in found.get("accuracy", ()):
         for labels, rows in each["none"].items():
             yield from as_right(f"{size(each['shape'])}, {labels} labels", rows)
+
+
+def of_labelled(each: Found) -> Iterator[Goal]:
+    """Yield the rows on a batch some of whose tokens have a label: time beside the products over those, and memory."""
+    rows = each["rows"]
+    where = f"{size(each['shape'])}, {each['labelled']} tokens labelled"
+    for name, floor in ((SKIPPED, FOUR), (KEPT_SKIPPED, THREE)):
+        if each["labelled"] < each["shape"]["tokens"]:
+            asked = f"<= {OF_LABELLED} x the {floor} over them"
+            yield from at_most(f"{where}, {name}", asked, rows, name, floor, OF_LABELLED)
+    if each["labelled"] == each["shape"]["tokens"]:
+        for name, other in ((SKIPPED, COMPUTED), (KEPT_SKIPPED, KEPT_COMPUTED)):
+            yield from at_most(f"{where}, {name}", f"<= {OF_COMPUTED} x {other}", rows, name, other, OF_COMPUTED)
+    if SKIPPED in rows:
+        yield from memory(f"{where}, {SKIPPED}", rows[SKIPPED])
 
 
 def refuses(row: Found) -> bool:

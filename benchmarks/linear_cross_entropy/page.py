@@ -25,6 +25,10 @@ ACCURACY = {
     "dW, from PyTorch's": ("weight from plain", "norm"),
 }
 """Columns of the tables of errors: what of, and how measured."""
+LABELLED = (
+    "Where some tokens alone have a label, the floors are products over these. Peers get these alone, too, selected",
+    "before the call, which waits for the device; ours gets all tokens, and leaves the others out by itself.",
+)
 OPTIONS = ("ignore_index", "bias", "softcap", "label smoothing", "vocabulary parallel")
 
 
@@ -44,6 +48,7 @@ def markdown(found: Found) -> str:
         "and can be quicker than its floor; what it takes where it computes all is a row of its own, and so is, in the",
         "tables of the mean, what skipping takes where there is nothing to skip. Where all logits fit into the memory of a",
         "block, as at 4096 x 2048 x 32000, keeping them is the same code as recomputing: what differs there is noise.",
+        *(LABELLED if found.get("labelled") else ()),
         "",
         "![Time against extra memory](linear_cross_entropy.svg)",
         "",
@@ -58,6 +63,10 @@ def markdown(found: Found) -> str:
         parts += times(each, f"A loss for each token, {size(each['shape'])}", errors_of(found, each["shape"], "none"))
     for each in found.get("mean", ()):
         parts += times(each, f"The mean, {size(each['shape'])}", errors_of(found, each["shape"], "mean"))
+    for each in found.get("labelled", ()):
+        title = f"{each['labelled']} of {each['shape']['tokens']} tokens labelled, the mean, {size(each['shape'])}"
+        parts += times(each, title, {name: row.get("errors", {}) for name, row in each["rows"].items()})
+        parts += ["The products are over the labelled tokens alone."]
     for each in found.get("accuracy", ()):
         parts += accuracy(each)
     return "\n".join([*parts, *absent(found), *remarks(found)]) + "\n"

@@ -1,6 +1,7 @@
 """Linear cross entropy on one GPU: our kernel, its peers and the matrix products that nobody can avoid, in one run.
 
     python benchmarks/linear_cross_entropy/run.py [--peers-at FOLDER] [--json FILE] [--write FILE.md] [--plot FILE.svg]
+    python benchmarks/linear_cross_entropy/run.py --sections labelled --shape 8192x4096x131072    ignored tokens alone
     python benchmarks/linear_cross_entropy/run.py --device cpu --quick          every line of it, at sizes that say nothing
 
 Contestants take turns, so all of them see the same clocks; times are medians of forward and backward. Extra memory is
@@ -29,13 +30,13 @@ import timing
 import triton
 from linear_cross_entropy import page
 from linear_cross_entropy.peers import PEERS, load
-from linear_cross_entropy.sections import Bench, accuracy, mean, none
+from linear_cross_entropy.sections import Bench, accuracy, labelled, mean, none
 from linear_cross_entropy.work import Shape
 
 SHAPES = ("8192x4096x131072", "4096x2048x32000", "12288x4096x151552")
 MORE_SHAPES = ("4096x4096x128256",)
 QUICK_SHAPES = ("8x128x96", "12x128x64")
-SECTIONS = {each.__name__: each for each in (accuracy, none, mean)}
+SECTIONS = {each.__name__: each for each in (accuracy, none, mean, labelled)}
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -65,7 +66,8 @@ def main() -> None:
             print(f"== {passed:.0f} s: {name}, {shape}", file=sys.stderr, flush=True)
             try:
                 measured = SECTIONS[name](bench, shape)
-                found.setdefault(name, []).append({"shape": asdict(shape)} | measured)
+                tables = measured if isinstance(measured, list) else [measured]
+                found.setdefault(name, []).extend({"shape": asdict(shape)} | each for each in tables)
             except Exception:  # noqa: BLE001 - a fault of one section must not cost the others their turn on the GPU
                 found["problems"].append(f"{name}, {shape}: {traceback.format_exc()}")
             timing_clear(found, chosen.device)
@@ -105,7 +107,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=10, help="turns of each contestant")
     parser.add_argument("--burst", type=float, default=150, help="milliseconds that a turn lasts at least")
     parser.add_argument("--limit", type=float, default=9, help="seconds after which a race begins no further round")
-    parser.add_argument("--budget", type=float, default=300, help="seconds after which no further section is begun")
+    parser.add_argument("--budget", type=float, default=400, help="seconds after which no further section is begun")
     parser.add_argument("--quick", action="store_true", help="tiny sizes and few turns")
     chosen = parser.parse_args()
     if chosen.quick:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,9 +12,23 @@ import torch
 from linear_cross_entropy.goals import EAGER, OURS, ROUNDED, UNMASKED
 from linear_cross_entropy.peers import reason
 from linear_cross_entropy.truth import errors, from_plain, rounded, truth_of
-from linear_cross_entropy.work import Data, Shape, Way, compiled, floors, make_data, unmasked
+from linear_cross_entropy.work import (
+    Data,
+    Shape,
+    Way,
+    compiled,
+    floors,
+    labelled_alone,
+    make_data,
+    selecting,
+    skipping,
+    unmasked,
+    with_labels,
+)
 
 LABELS = ("uniform", "zipf")
+SHARES = (0.5, 0.25, 0.1, 1.0)
+"""Of tokens with a label."""
 WRONG = 0.05
 """An error of a gradient, norm over norm, that no rounding explains."""
 LARGER_THAN_L2 = 256 << 20
@@ -107,14 +122,60 @@ def mean(bench: Bench, shape: Shape) -> dict[str, Any]:
     return raced(bench, shape, "mean", data)
 
 
+def labelled(bench: Bench, shape: Shape) -> list[dict[str, Any]]:
+    """Time and memory of the mean where some tokens have a label, and where all have one; peers get those alone."""
+    whole = make_data(shape, "uniform", bench.device)
+    bench = replace(bench, burst_ms=bench.burst_ms / 2, limit_s=bench.limit_s / 2)  # there are four races
+    return [labelled_share(bench, shape, whole, share) for share in SHARES]
+
+
+def labelled_share(bench: Bench, shape: Shape, whole: Data, share: float) -> dict[str, Any]:
+    """Return the race at one share of labelled tokens, with the errors of everybody in it."""
+    print(f"   {share:.0%} labelled", file=sys.stderr, flush=True)
+    data = with_labels(whole, share)
+    alone = labelled_alone(data)
+    failed = bench.failed.setdefault(shape, set())
+    ways = {each.name: each for each in skipping()}
+    for way in {each.name: each for reduction in ("none", "mean") for each in bench.ways_at(shape, reduction)}.values():
+        if way.kind != "ours" and (way.name, way.reduction) not in failed:
+            one = selecting(way)
+            ways[one.name] = one
+    true, plain, rows = truth_of(data, "mean"), Plain(), {}
+    for name, way in list(ways.items()):
+        rows[name] = accuracy_of(bench, shape, way, data, true, plain)
+        if "failed" in rows[name]:
+            bench.notes.append(f"{name} at {shape}, {share:.0%} labelled: {rows[name]['failed']}")
+            del ways[name]
+        timing.clear(bench.device)
+    del true, plain
+    products = floors(alone, "mean")
+    found = race_of(bench, shape, products, {name: way.stages(data) for name, way in ways.items()}, ways, data)
+    for name, row in found["rows"].items():
+        row["errors"] = rows.get(name, {}).get("errors", {})
+    return {"labelled": alone.target.numel(), **found}
+
+
 def raced(bench: Bench, shape: Shape, reduction: str, data: Data) -> dict[str, Any]:
     """Race the floors and all ways of a reduction, with a warm and a cold cache, and look at their memory."""
     failed = bench.failed.get(shape, set())
     ways = {way.name: way for way in bench.ways_at(shape, reduction) if (way.name, reduction) not in failed}
     if reduction == "mean":
         ways[UNMASKED] = unmasked()
-    products = floors(data, reduction)
-    contestants = products | {name: way.stages(data) for name, way in ways.items()}
+    return race_of(
+        bench, shape, floors(data, reduction), {name: way.stages(data) for name, way in ways.items()}, ways, data
+    )
+
+
+def race_of(
+    bench: Bench,
+    shape: Shape,
+    products: dict[str, timing.Stages],
+    stages: dict[str, timing.Stages],
+    ways: dict[str, Way],
+    data: Data,
+) -> dict[str, Any]:
+    """Race floors and ways, with a warm and a cold cache, and look at the memory of the ways."""
+    contestants = products | stages
     scratch = torch.empty(1 if bench.device == "cpu" else LARGER_THAN_L2, dtype=torch.int8, device=bench.device)
     rows: dict[str, dict[str, Any]] = {
         name: {"kind": ways[name].kind if name in ways else "floor"} for name in contestants
@@ -129,7 +190,7 @@ def raced(bench: Bench, shape: Shape, reduction: str, data: Data) -> dict[str, A
         )  # fmt: skip
         clocks = clocks or clocks_under(bench, contestants[OURS], times[OURS]["ms"])
         if (more := retried(bench.device) - retries) and all(times.values()):
-            bench.notes.append(f"{more} retries of the allocator while {shape} raced, {reduction}, {cache} cache")
+            bench.notes.append(f"{more} retries of the allocator while {shape} raced, {cache} cache")
         for name, taken in times.items():
             rows[name][cache] = taken
     del scratch

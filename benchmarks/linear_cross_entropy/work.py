@@ -6,7 +6,7 @@ import inspect
 import re
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import timing
@@ -20,6 +20,7 @@ from linear_cross_entropy.goals import (
     KEPT,
     KEPT_COMPUTED,
     KEPT_SKIPPED,
+    LABELLED_ALONE,
     OURS,
     SKIPPED,
     THREE,
@@ -209,6 +210,48 @@ def compiled() -> list[Way]:
     torch.compiler.reset()
     loss = torch.compile(plain_loss, dynamic=False)
     return [Way(COMPILED, "plain", "none", loss, options(functional.linear, functional.cross_entropy))]
+
+
+# --- batches some of whose tokens have a label -----------------------------------------------------------------
+
+
+def with_labels(data: Data, share: float) -> Data:
+    """Return the data where a share of the tokens, anywhere, has a label; the others are ignored."""
+    tokens = data.target.numel()
+    generator = torch.Generator().manual_seed(1)
+    ignored = torch.randperm(tokens, generator=generator)[round(share * tokens) :].to(data.target.device)
+    target = data.target.clone()
+    target[ignored] = IGNORED
+    return replace(data, target=target, incoming=torch.full_like(data.incoming, 1 / max(1, round(share * tokens))))
+
+
+def labelled_alone(data: Data) -> Data:
+    """Return the labelled tokens, for products that need no more."""
+    kept = data.target != IGNORED
+    x = data.x.detach()[kept].requires_grad_()
+    return Data(x, data.weight, data.target[kept], data.incoming[kept])
+
+
+def selecting(way: Way) -> Way:
+    """Return a way that hands the labelled tokens alone to another one, and takes the mean of what it gives."""
+
+    def loss(x: Any, weight: Any, target: Any) -> Any:
+        kept = (target != IGNORED).nonzero().squeeze(1)  # waits for the device
+        found = way.loss(x.index_select(0, kept), weight, target.index_select(0, kept))
+        return found.float().mean() if way.reduction == "none" else found
+
+    return Way(way.name + LABELLED_ALONE, way.kind, "mean", loss, way.options)
+
+
+def skipping() -> list[Way]:
+    """Return the kernel of this package told to skip and told to compute, and as it comes, for batches with ignored tokens."""
+    from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
+
+    ways = []
+    for logits, names in (("recompute", (OURS, SKIPPED, COMPUTED)), ("keep", (KEPT, KEPT_SKIPPED, KEPT_COMPUTED))):
+        for name, masked in zip(names, ("auto", "skip", "compute"), strict=True):
+            ways.append(way(name, "mean", Memory(logits=logits, masked=masked)))
+    return ways
 
 
 # --- what a way can do, by its signature -----------------------------------------------------------------------

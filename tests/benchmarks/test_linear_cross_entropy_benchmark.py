@@ -76,6 +76,20 @@ def found() -> dict[str, Any]:
         "ours, none without a mask": row("ours", 53.4, 250.0),
         "Mean Only": row("peer", 41.0, 2112.0),
     }
+    half = {
+        "three products": row("floor", 20.0),
+        "four products": row("floor", 25.0),
+        "ours, told to skip": row("ours", 27.5, 250.0),
+        "ours, logits kept, told to skip": row("ours", 22.0, 2048.0),
+        "Mean Only, labelled tokens selected beforehand": row("peer", 30.0, 2112.0),
+    }
+    nothing_masked = {
+        **products,
+        "ours, told to skip": row("ours", 54.0, 250.0),
+        "ours, masked tokens computed": row("ours", 53.0, 250.0),
+        "ours, logits kept, told to skip": row("ours", 43.0, 2048.0),
+        "ours, logits kept, masked tokens computed": row("ours", 42.0, 2048.0),
+    }
     return {
         "date": "2026-11-21",
         "host": {"machine": "x86_64", "python": "3.12.3"},
@@ -87,6 +101,10 @@ def found() -> dict[str, Any]:
         "accuracy": [accuracy],
         "none": [{"shape": SHAPE, "rows": none, "outputs_mib": 1088.0, "clocks": None}],
         "mean": [{"shape": SHAPE, "rows": mean, "outputs_mib": 1088.0, "clocks": None}],
+        "labelled": [
+            {"shape": SHAPE, "labelled": count, "rows": rows, "outputs_mib": 1088.0, "clocks": None}
+            for count, rows in ((4096, half), (8192, nothing_masked))
+        ],
     }
 
 
@@ -101,7 +119,7 @@ def verdicts(found: dict[str, Any]) -> dict[str, str]:
 def test_everything_that_was_asked_has_a_verdict(found: dict[str, Any]) -> None:
     said = verdicts(found)
     assert set(said.values()) == {"reached"}
-    assert len(said) == 18
+    assert len(said) == 23
 
 
 @pytest.mark.parametrize(
@@ -123,6 +141,51 @@ def test_a_number_beyond_its_limit_is_missed(
     changed = found[section][0]["rows"][name]
     (changed["cold"] if field == "ms" else changed)[field] = value  # the cold cache counts as much as the warm one
     assert [asked for asked, said in verdicts(found).items() if said == "**missed**"] == missed
+
+
+@pytest.mark.parametrize(
+    ("table", "name", "ms", "missed"),
+    [
+        (0, "ours, told to skip", 28.1, "told to skip: <= 1.12 x the four products over them"),
+        (0, "ours, logits kept, told to skip", 22.5, "told to skip: <= 1.12 x the three products over them"),
+        (1, "ours, told to skip", 54.6, "told to skip: <= 1.03 x ours, masked tokens computed"),
+        (
+            1,
+            "ours, logits kept, told to skip",
+            43.3,
+            "told to skip: <= 1.03 x ours, logits kept, masked tokens computed",
+        ),
+    ],
+)
+def test_skipping_is_held_to_the_products_over_labelled_tokens_and_to_computing_where_all_have_a_label(
+    table: int, name: str, ms: float, missed: str, found: dict[str, Any]
+) -> None:
+    found["labelled"][table]["rows"][name]["warm"]["ms"] = ms
+    assert [asked for asked, said in verdicts(found).items() if said == "**missed**"] == [missed]
+
+
+def test_a_race_over_labelled_tokens_has_a_table_of_its_own(found: dict[str, Any]) -> None:
+    page = imported("linear_cross_entropy.page").markdown(found)
+
+    assert "## 4096 of 8192 tokens labelled, the mean, 8192 x 4096 x 131072" in page
+    assert "| Mean Only, labelled tokens selected beforehand | 30.0 |" in page
+
+
+def test_a_peer_that_gets_labelled_tokens_alone_has_the_loss_and_the_gradients_of_all() -> None:
+    import torch
+
+    work, truth = imported("linear_cross_entropy.work"), imported("linear_cross_entropy.truth")
+    data = work.with_labels(work.make_data(work.Shape(12, 8, 20), "uniform", "cpu"), 0.25)
+    (plain,) = work.plain()
+
+    forward, backward = work.selecting(plain).stages(data)
+    losses = forward()
+    found = truth.errors(losses, backward(losses), truth.truth_of(data, "mean"))
+
+    assert int((data.target != work.IGNORED).sum()) == 3
+    assert work.labelled_alone(data).x.shape == (3, 8)
+    assert torch.isfinite(losses)
+    assert max(part["norm"] for part in found.values()) < 0.02
 
 
 def test_the_logits_kept_have_to_be_as_right_as_the_rest(found: dict[str, Any]) -> None:
@@ -315,5 +378,9 @@ def test_every_line_of_it_runs_on_a_cpu_at_tiny_sizes(tmp_path: Path) -> None:
     assert re.search(r"^\| \*\*ours\*\* \| right \|", done.stdout, re.MULTILINE)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["none"][0]["rows"]["ours"]["warm"]["ms"] > 0
+    assert [each["labelled"] for each in found["labelled"]] == [4, 2, 1, 8]
+    for each in found["labelled"]:
+        assert {name for name, row in each["rows"].items() if not row["warm"]} == set()
+        assert "PyTorch, labelled tokens selected beforehand" in each["rows"]
     assert "there is no" in found["absent"]["verl"]
     ElementTree.fromstring((tmp_path / "plot.svg").read_text())
