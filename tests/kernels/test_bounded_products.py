@@ -78,9 +78,11 @@ def test_tokens_of_a_selection_come_first_among_those_of_a_wider_one(each: list[
 @settings(deadline=None)
 @given(
     rows=st.integers(0, 7), count=st.integers(0, 7), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    wide=st.booleans(), add=st.booleans(),
+    wide=st.booleans(), add=st.booleans(), chosen=st.booleans(),
 )  # fmt: skip
-def test_rows_after_the_count_do_not_count(rows: int, count: int, dtype: torch.dtype, wide: bool, add: bool) -> None:
+def test_rows_after_the_count_do_not_count(
+    rows: int, count: int, dtype: torch.dtype, wide: bool, add: bool, chosen: bool
+) -> None:
     count = min(count, rows)
     left, right, across = (torch.randn(*shape).to(dtype) for shape in ((rows, 3), (3, 5), (rows, 4)))
     left[count:] = float("nan")
@@ -88,8 +90,9 @@ def test_rows_after_the_count_do_not_count(rows: int, count: int, dtype: torch.d
     over = torch.ones(3, 4, dtype=out.dtype)
     products = Products(torch.tensor([count], dtype=torch.int32))
 
-    products.of_rows(left, right, out=out, add=add)
-    products.over_rows(left, across, out=over, add=add)
+    order = torch.randperm(rows) if chosen else None
+    products.of_rows(left if order is None else left[order.argsort()], right, out=out, add=add, order=order)
+    products.over_rows(left, across if order is None else across[order.argsort()], out=over, add=add, order=order)
 
     some = left[:count].double()
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
@@ -181,6 +184,13 @@ def test_triton_brings_rows_first_and_back_in_their_own_memory(facts: Any) -> No
     assert {name: found for name, found in facts["moves"].items() if found != [True] * 8} == {}
 
 
+def test_triton_takes_rows_from_anywhere(facts: Any) -> None:
+    found = facts["chosen"]
+
+    assert len(found) == 12
+    assert {name: each for name, each in found.items() if not max(each.values()) < ROUNDING} == {}
+
+
 def test_triton_adds_up_the_rows_that_count(facts: Any) -> None:
     assert len(facts["sums"]) == 6
     assert {count: error for count, error in facts["sums"].items() if not error < ROUNDING} == {}
@@ -197,11 +207,13 @@ def programs() -> Any:
 
 
 def test_every_product_compiles_for_hopper_to_its_own_instructions_and_keeps_all_in_registers(programs: Any) -> None:
-    found = [each for each in programs if each["kernel"] in {"_of_rows", "_over_rows"}]
+    found = [each for each in programs if each["kernel"].endswith("_rows") and each["kernel"] != "_sum_of_rows"]
     others = {"_bring_first", "_put_back", "_select", "_first", "_put_back_apart", "_sum_of_rows"}
 
-    assert {each["kernel"] for each in programs} == {"_of_rows", "_over_rows", *others}
-    assert len(found) == 20
+    assert {each["kernel"] for each in programs} == {
+        "_of_rows", "_over_rows", "_of_chosen_rows", "_over_chosen_rows", *others
+    }  # fmt: skip
+    assert len(found) == 32
     assert [each for each in found if not (each["wgmma"] and each["bulk copies"])] == []
     assert [each for each in programs if each["stack"]] == []
     triton = pytest.importorskip("megacpp_overlays.kernels.masked_products.products_triton")

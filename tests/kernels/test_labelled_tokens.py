@@ -21,11 +21,12 @@ from megacpp_overlays.kernels.linear_cross_entropy import memory as linear_cross
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
 from megacpp_overlays.kernels.linear_cross_entropy.parallel import Group, Layer, Terms, backward_pass, forward_pass
 from megacpp_overlays.kernels.linear_cross_entropy.shard import Wanted
-from megacpp_overlays.kernels.masked_products.products import Products
+from megacpp_overlays.kernels.masked_products.token_selection import Selection
 
 BLOCKS = Memory(block_classes=4, masked="skip")
 KEPT = Memory(logits="keep", masked="skip")
 WAYS = {"blocks": BLOCKS, "one block": Memory(masked="skip"), "keep": KEPT}
+FEW_CLASSES = Memory(extra_mib=1, masked="skip")
 TOKENS = 40
 COUNTS = st.one_of(st.sampled_from([0, 1, TOKENS]), st.integers(0, TOKENS))
 
@@ -118,6 +119,28 @@ def test_losses_have_the_bits_of_the_same_tokens_alone(dtype: torch.dtype, count
     assert torch.equal(seen["weight"], expected["weight"])
     assert not seen["loss"][~kept].any()
     assert not seen["hidden"][~kept].any()
+
+
+@pytest.mark.parametrize("count", [0, 1, 170, 400])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_hidden_states_without_room_for_a_copy_are_taken_from_where_they_are(
+    count: int, reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here there is no room for anything: the gradient alone takes more than the memory."""
+    inputs = draw(400, 700, 900, dtype=torch.float32, reduction=reduction, bias=True)
+    labelled(inputs, count)
+    inputs.hidden = inputs.hidden.clone()
+    inputs.hidden[~inputs.alive] = float("nan")
+    copied: list[int] = []
+    first = Selection.first
+    monkeypatch.setattr(Selection, "first", lambda self, rows: copied.append(1) or first(self, rows))
+
+    seen = found(inputs, memory=FEW_CLASSES)
+
+    expected = replace(inputs, hidden=torch.where(inputs.alive.unsqueeze(1), inputs.hidden.detach(), 0.0))
+    for name, each in truth(expected).items():
+        torch.testing.assert_close(seen[name].double(), each, rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert not copied
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), 1e308])
@@ -234,16 +257,6 @@ def test_what_has_no_products_that_end_after_some_rows_is_computed(monkeypatch: 
     shapes = products(lambda: found(inputs, memory=BLOCKS))
 
     assert {rows for rows, columns in shapes if columns in (3, 4)} == {TOKENS}
-
-
-def test_a_count_is_read_by_products_of_the_cpu_alone() -> None:
-    """A device is never asked: all that reads the number is the path that the CPU takes."""
-    count = torch.tensor([2], dtype=torch.int32)
-    out = torch.full((4, 3), 7.0)
-
-    Products(count).of_rows(torch.ones(4, 2), torch.ones(2, 3), out=out)
-
-    assert out.tolist() == [[2.0] * 3] * 2 + [[7.0] * 3] * 2
 
 
 # One look

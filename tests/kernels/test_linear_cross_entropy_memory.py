@@ -176,21 +176,34 @@ def test_the_default_at_the_size_of_a_model() -> None:
     assert 8192 * 2 * backward <= 192 * MIB
 
 
-@pytest.mark.parametrize("sizes", [(8192, 4096, 131072), (12288, 4096, 151552), (8192, 7168, 129280)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "copied"),
+    [
+        ((8192, 4096, 131072), True),
+        ((12288, 4096, 151552), True),
+        ((8192, 7168, 129280), True),
+        ((8192, 7680, 128256), False),
+        ((8192, 8192, 128256), False),
+        ((16384, 4096, 131072), False),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("masked", list(Masked))
 def test_a_block_has_room_beside_the_sum_and_a_copy_of_selected_tokens(
-    masked: Masked, sizes: tuple[int, int, int]
+    masked: Masked, sizes: tuple[int, int, int], copied: bool
 ) -> None:
+    """Where the copy leaves no room, products take rows from where they are."""
     tokens, size, classes = sizes
     hidden, weight = (torch.empty(rows, size, dtype=torch.bfloat16) for rows in (tokens, classes))
     shard = Shard(weight=weight, logits_dtype=torch.bfloat16)
 
     step = linear_cross_entropy_shard._step(hidden, shard, Memory(masked=masked))
 
-    copy = 0 if masked is Masked.COMPUTE else hidden.nbytes
+    copy = 0 if masked is Masked.COMPUTE or not copied else hidden.nbytes
     beside = tokens * size * 4 + copy - hidden.nbytes  # the result comes when all of this is gone
     assert beside + tokens * step * 2 <= 256 * MIB
     assert step >= 256
+    assert linear_cross_entropy_shard._copies(hidden, shard, Memory(masked=masked)) is copied
 
 
 @pytest.mark.parametrize("masked", list(Masked))
@@ -207,6 +220,14 @@ def test_a_rank_of_a_group_stays_within_its_memory_with_one_block_and_with_sever
     beside = hidden.numel() * 4 + copy - hidden.nbytes
     assert beside + 8192 * padded(step) * 2 <= 256 * MIB
     assert linear_cross_entropy_shard.is_one_block(hidden, shard, memory) == (step == weight.shape[0])
+
+
+def test_a_block_whose_classes_are_given_has_a_copy_beside_it_whatever_that_takes() -> None:
+    hidden, weight = (torch.empty(rows, 8192, dtype=torch.bfloat16, device="meta") for rows in (65536, 131072))
+    shard = Shard(weight=weight, logits_dtype=torch.bfloat16)
+
+    assert linear_cross_entropy_shard._copies(hidden, shard, Memory(block_classes=4096))
+    assert not linear_cross_entropy_shard._copies(hidden, shard, Memory())
 
 
 def test_a_block_takes_no_room_for_selected_tokens_where_none_are_selected() -> None:

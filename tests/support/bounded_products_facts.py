@@ -58,6 +58,25 @@ def compute(count: int, wide: bool, add: bool) -> dict[str, float]:
     }
 
 
+def chosen(count: int, depth: int) -> dict[str, float]:
+    """Return the errors of products that take some rows from anywhere, while others are not numbers."""
+    generator = torch.Generator().manual_seed(count)
+    order = torch.randperm(ROWS, generator=generator)
+    hidden, weight = (torch.randn(rows, depth, generator=generator).half() for rows in (ROWS, COLUMNS))
+    gradient = torch.randn(ROWS, COLUMNS, generator=generator).half()
+    gradient[count:] = 0
+    hidden[order[count:]] = torch.nan
+    number = torch.tensor([count], dtype=torch.int32)
+    some = hidden[order[:count]].double()
+    logits, of_weight = torch.full((ROWS, COLUMNS), OLD), torch.full((COLUMNS, depth), OLD)
+    products.product_of_rows(hidden, weight.t(), number, logits, False, order)
+    products.product_over_rows(gradient, hidden, number, of_weight, True, order)
+    return {
+        "logits": far(logits[:count], some @ weight.double().t()),
+        "of weight": far(of_weight, gradient[:count].double().t() @ some + OLD),
+    }
+
+
 def moves(count: int, columns: int) -> list[bool]:
     """Return whether the rows of some selected tokens come first, and whether they go back."""
     generator = torch.Generator().manual_seed(count)
@@ -97,6 +116,7 @@ def main() -> None:
             f"{count}{' wide' * wide}{' add' * add}": compute(count, wide, add)
             for count, wide, add in product(COUNTS, (False, True), (False, True))
         },
+        "chosen": {f"{count}, {depth}": chosen(count, depth) for count in COUNTS for depth in (DEPTH, 256)},
         "sums": {str(count): sums(count) for count in COUNTS},
         "moves": {f"{count}, {columns}": moves(count, columns) for count in COUNTS for columns in (COLUMNS, 128)},
     }

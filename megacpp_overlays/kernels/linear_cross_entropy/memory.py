@@ -1,8 +1,8 @@
 """How much memory the fused linear cross entropy may take, and what it does with it.
 
 Three variables, `LINEAR_CE_*` in `megacpp_overlays.variables`: extra memory of a backward pass, what becomes of the logits
-between the passes, and what becomes of tokens without a label or a gradient. They are read and checked when the package is imported,
-so that every step of a run computes in the same way, and ranks compare them.
+between the passes, and what becomes of tokens without a label or a gradient. They are read and checked when the package
+is imported, so that every step of a run computes in the same way, and ranks compare them.
 
 `recompute` forms the logits a second time in the backward pass; all but the last block, which stays from the forward
 pass, within that memory. `keep` holds all of them, in the dtype of the hidden states: three products instead of four,
@@ -27,9 +27,14 @@ Hidden states of skipped tokens are not read, so they need not be finite. For `c
 may or may not spread.
 
 Skipping copies the hidden states of the tokens that are not skipped, into room for all of them, which is counted as a part
-of the memory beside several blocks. Where there is one block, or all logits are kept, the copy of a backward pass makes
-room for the result before that is made; that of a forward pass is there when no gradient is yet. Under autocast a rounded copy
-of all hidden states comes on top.
+of the memory beside several blocks. Where that leaves less than a sixteenth for a block, products take the rows from where
+they are; how fast that is was not measured. Where there is one block, or all logits are kept, the gradient takes the place
+of the copy in a backward pass, and goes to its own place when the logits are gone; the copy of a forward pass is there
+when no gradient is yet. Under autocast a rounded copy of all hidden states comes on top.
+
+The memory cannot be kept where the gradient of the hidden states in float32 takes more by itself, 4 bytes for each number of
+them: 256 MiB are 8192 tokens of size 8192. Half of that is beside the blocks, and all of it is there when the result is
+made of it.
 
 What stays from a forward pass stays until its backward pass. Several losses that wait for one backward pass, such as
 those of heads that predict further tokens, each hold a block.
@@ -57,6 +62,8 @@ _TELLING = 256
 """Tokens of a pass whose masks `auto` looks at, at least."""
 _LEAST_SHARE, _SHARE_BEYOND = 16, 4
 """Of the memory, one part of so many is enough for a block; where even that is not left, a block gets the other one."""
+_COPY_SHARE = 16
+"""Selected hidden states are copied if one part of so many is left for a block beside them."""
 _NARROWEST = 256
 """Classes of a block, however many tokens there are: narrower products leave the device idle."""
 _FIRST_CLASS_OF_A_ROW = 64
@@ -131,6 +138,11 @@ class Memory:
             taken: bytes that something else takes beside one block of all classes.
         """
         return not self.block_classes and padded(classes) * bytes_of_a_class + taken <= self.extra_mib * _MIB
+
+    def leaves_room(self, taken: int) -> bool:
+        """Return whether enough is left for a block of logits beside so many bytes."""
+        budget = self.extra_mib * _MIB
+        return bool(self.block_classes) or (budget - taken) * _COPY_SHARE >= budget
 
     def keeps(self, tokens: int, classes: int, element: int, device: torch.device) -> bool:
         """Return whether a forward pass keeps its logits.

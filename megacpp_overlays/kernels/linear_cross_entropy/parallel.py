@@ -235,7 +235,6 @@ def backward_pass(
     if selection is not None:
         # What waits for other ranks needs its place while a block is there still; a result needs it afterwards.
         put_back = functools.partial(selection.put_back, dtype=here.hidden_dtype, in_place=group.ranks > 1)
-        hidden = selection.first(hidden)
     reduction = _Reduction(group, put_back)
     found = shard_gradients(
         hidden,
@@ -248,7 +247,6 @@ def backward_pass(
         selection=selection,
         when_hidden_is_done=reduction.hook,
     )
-    del hidden
     if found.of_hidden is None:
         return found
     return found._replace(of_hidden=reduction.result(found.of_hidden).to(wanted.hidden_dtype))

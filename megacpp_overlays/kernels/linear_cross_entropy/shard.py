@@ -144,14 +144,15 @@ def shard_statistics(
     dtype = keep or shard.logits_dtype
     step = shard.classes if keep else _step(hidden, shard, memory)
     products = Products(None if selection is None else selection.count)
+    order = None
     if selection is not None:
-        hidden = selection.first(hidden)
+        hidden, order = _chosen(hidden, selection, shard, memory)
     block = torch.empty((tokens, padded(step)), dtype=dtype, device=hidden.device)
     rows = slice(0)
     for rows in _blocks(shard.classes, step):
         weight, options = shard.part(rows)
         logits = block[:, : weight.shape[0]]
-        products.of_rows(hidden, weight.to(hidden.dtype).t(), out=logits)
+        products.of_rows(hidden, weight.to(hidden.dtype).t(), out=logits, order=order)
         first_class, first = shard.first_class + rows.start, rows.start == 0
         add_statistics(logits, labels, first_class, running, first=first, selection=selection, **options)
     return running, Kept(block, rows.start, selection)
@@ -175,8 +176,7 @@ def shard_gradients(
     float16 small ones vanish there unless the loss is scaled, as they do in PyTorch's own.
 
     Args:
-        hidden: (tokens, hidden size), contiguous; with a selection, what `Selection.first` returns, which may be
-            overwritten.
+        hidden: (tokens, hidden size), contiguous.
         labels: (tokens,), integer, contiguous; over the whole vocabulary.
         shard: the output layer.
         coefficients: what the passes over all shards came to.
@@ -195,9 +195,14 @@ def shard_gradients(
         step = max(1, min(step, shard.classes - first_kept))  # its memory is that of all blocks
     todo = [slice(first_kept, shard.classes)] * (first_kept < shard.classes) + _blocks(first_kept, step)
     products = Products(None if selection is None else selection.count)
+    order = None
+    copied = False
+    if selection is not None:
+        hidden, order = _chosen(hidden, selection, shard, memory)
+        copied = order is None
     # In half precision a copy of the hidden states that nobody needs any more has room for their gradient.
-    overwrite = selection is not None and when_hidden_is_done is None and wanted.hidden_dtype == hidden.dtype
-    sums = _Sums(hidden, shard, wanted, products, one_block=len(todo) == 1, overwrite=overwrite)
+    overwrite = copied and when_hidden_is_done is None and wanted.hidden_dtype == hidden.dtype
+    sums = _Sums(hidden, shard, wanted, products, order=order, one_block=len(todo) == 1, overwrite=overwrite)
     for rows in todo:
         weight, options = shard.part(rows)
         weight = weight.to(hidden.dtype)
@@ -205,7 +210,7 @@ def shard_gradients(
             block = torch.empty((hidden.shape[0], padded(step)), dtype=shard.logits_dtype, device=hidden.device)
         if rows.start < first_kept:
             block = block.view(shard.logits_dtype)
-            products.of_rows(hidden, weight.t(), out=block[:, : weight.shape[0]])
+            products.of_rows(hidden, weight.t(), out=block[:, : weight.shape[0]], order=order)
         logits, gradient = block[:, : weight.shape[0]], block.view(hidden.dtype)[:, : weight.shape[0]]
         first_class = shard.first_class + rows.start
         logits_gradient(logits, labels, first_class, coefficients, gradient, selection=selection, **options)
@@ -231,13 +236,14 @@ class _Sums:
         wanted: Wanted,
         products: Products,
         *,
+        order: torch.Tensor | None,
         one_block: bool,
         overwrite: bool,
     ) -> None:
         self.of_hidden: torch.Tensor | None = None
         self.of_weight = torch.empty_like(shard.weight) if wanted.weight and wanted.main_grad is None else None
         self.of_bias = torch.empty_like(shard.bias) if wanted.bias and shard.bias is not None else None
-        self._hidden, self._wanted, self._products = hidden, wanted, products
+        self._hidden, self._wanted, self._products, self._order = hidden, wanted, products, order
         self._dtype = wanted.hidden_dtype if one_block else _wider(hidden.dtype)
         self._overwrite = one_block and overwrite
 
@@ -247,9 +253,10 @@ class _Sums:
 
     def add_weight(self, rows: slice, gradient: torch.Tensor) -> None:
         if self._wanted.main_grad is not None:
-            self._products.over_rows(gradient, self._hidden, out=self._wanted.main_grad[rows], add=True)
+            out = self._wanted.main_grad[rows]
+            self._products.over_rows(gradient, self._hidden, out=out, add=True, order=self._order)
         elif self.of_weight is not None:
-            self._products.over_rows(gradient, self._hidden, out=self.of_weight[rows])
+            self._products.over_rows(gradient, self._hidden, out=self.of_weight[rows], order=self._order)
 
     def add_hidden(self, gradient: torch.Tensor, weight: torch.Tensor) -> None:
         if not self._wanted.hidden:
@@ -286,10 +293,33 @@ def _beside(hidden: torch.Tensor, shard: Shard, memory: Memory) -> int:
 
     The finished gradient is only made after the last block is gone, and its memory counts as a result.
     """
-    beside = hidden.numel() * max(4 - hidden.element_size(), 0)
+    beside = _of_sums(hidden)
     if memory.may_skip and available(hidden.dtype, hidden, shard.weight):
-        beside += hidden.nbytes + _NUMBERS_OF_A_SELECTED_TOKEN * hidden.shape[0]
+        beside += _NUMBERS_OF_A_SELECTED_TOKEN * hidden.shape[0]
+        beside += hidden.nbytes if _copies(hidden, shard, memory) else 0
     return int(beside)
+
+
+def _of_sums(hidden: torch.Tensor) -> int:
+    return int(hidden.numel() * max(4 - hidden.element_size(), 0))
+
+
+def _copies(hidden: torch.Tensor, shard: Shard, memory: Memory) -> bool:
+    """Return whether hidden states of selected tokens are copied, which makes their products simpler."""
+    beside = _of_sums(hidden) + hidden.nbytes + _NUMBERS_OF_A_SELECTED_TOKEN * hidden.shape[0]
+    taken_by_one = 0 if shard.is_whole else beside
+    if memory.fits(shard.bytes_of_a_class(hidden), shard.classes, taken_by_one):
+        return True
+    return memory.leaves_room(beside)
+
+
+def _chosen(
+    hidden: torch.Tensor, selection: Selection, shard: Shard, memory: Memory
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return hidden states, and the order in which products take their rows; None if the selected ones come first."""
+    if _copies(hidden, shard, memory):
+        return selection.first(hidden), None
+    return hidden, selection.order
 
 
 def _beside_one_block(hidden: torch.Tensor, shard: Shard, memory: Memory) -> int:

@@ -49,7 +49,15 @@ class Products:
     count: torch.Tensor | None = None
     """(1,), int32; None where all rows count."""
 
-    def of_rows(self, left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor, add: bool = False) -> None:
+    def of_rows(
+        self,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        *,
+        out: torch.Tensor,
+        add: bool = False,
+        order: torch.Tensor | None = None,
+    ) -> None:
         """Write the rows of `left @ right` that count, or add them to what is there.
 
         Args:
@@ -58,18 +66,27 @@ class Products:
             out: (m, n), floating, rows of unit stride. Rows up to the next multiple of `token_selection.WHOLE` may be
                 written, too.
             add: in the dtype of `out`.
+            order: (m,), int64: the rows of `left` to take, where they do not come first. Not to add.
         """
         write = add_product if add else product
         if self.count is None:
             write(left, right, out=out)
         elif in_triton is not None and left.is_cuda:
             with on_device_of(left):
-                in_triton.product_of_rows(left, right, self.count, out, add)
+                in_triton.product_of_rows(left, right, self.count, out, add, order)
         else:
             rows = int(self.count)
-            write(left[:rows], right, out=out[:rows])
+            write(left[:rows] if order is None else left[order[:rows]], right, out=out[:rows])
 
-    def over_rows(self, left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor, add: bool = False) -> None:
+    def over_rows(
+        self,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        *,
+        out: torch.Tensor,
+        add: bool = False,
+        order: torch.Tensor | None = None,
+    ) -> None:
         """Write `left.t() @ right` over the rows that count, or add it to what is there.
 
         Args:
@@ -78,16 +95,17 @@ class Products:
             right: (k, n), same dtype, rows of unit stride.
             out: (m, n), floating, rows of unit stride.
             add: in the dtype of `out`.
+            order: (k,), int64: the rows of `right` to take, where they do not come first; others are not read then.
         """
         write = add_product if add else product
         if self.count is None:
             write(left.t(), right, out=out)
         elif in_triton is not None and left.is_cuda:
             with on_device_of(left):
-                in_triton.product_over_rows(left, right, self.count, out, add)
+                in_triton.product_over_rows(left, right, self.count, out, add, order)
         else:
             rows = int(self.count)
-            write(left[:rows].t(), right[:rows], out=out)
+            write(left[:rows].t(), right[:rows] if order is None else right[order[:rows]], out=out)
 
     def sum_rows(self, matrix: torch.Tensor, *, out: torch.Tensor) -> None:
         """Write the sum of the rows that count.

@@ -39,6 +39,8 @@ _LARGE = Tile(128, 256, 64, 4, 8)
 _SMALL = Tile(128, 128, 32, 3, 8)
 _STAGES_OF_A_SUM = 3
 """At most, where a tile is added to what is there, which needs room, too."""
+_STAGES_OF_CHOSEN = 3
+"""At most, where rows are chosen: they are read by threads, ahead of the bulk copies beside them."""
 _SHARED_BY_LARGE = 229_408
 """Bytes, compiled for compute capability 9.0 with triton 3.6.0, without a spilled register."""
 
@@ -54,7 +56,14 @@ def fits(dtype: torch.dtype, *matrices: torch.Tensor) -> bool:
     )
 
 
-def product_of_rows(left: torch.Tensor, right: torch.Tensor, count: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+def product_of_rows(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    count: torch.Tensor,
+    out: torch.Tensor,
+    add: bool,
+    order: torch.Tensor | None = None,
+) -> None:
     """See `products.Products.of_rows`."""
     rows, depth = left.shape
     columns = right.shape[1]
@@ -63,6 +72,17 @@ def product_of_rows(left: torch.Tensor, right: torch.Tensor, count: torch.Tensor
     tile = _tile(left.device, add)
     transposed = right.stride(0) == 1
     programs = _programs(rows, columns, tile, left.device)
+    if order is not None:
+        _of_chosen_rows[(programs,)](
+            left, left.stride(0), order,
+            _descriptor(right.t(), tile.columns, tile.depth) if transposed else _descriptor(right, tile.depth, tile.columns),
+            _descriptor(out, tile.rows, tile.columns // 4),
+            count, columns, depth, programs,
+            TRANSPOSED=transposed, WHOLE=depth % tile.depth == 0, GROUP=_GROUP,
+            ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
+            num_stages=min(tile.stages, _STAGES_OF_CHOSEN), num_warps=tile.warps,
+        )  # fmt: skip
+        return
     _of_rows[(programs,)](
         _descriptor(left, tile.rows, tile.depth),
         _descriptor(right.t(), tile.columns, tile.depth) if transposed else _descriptor(right, tile.depth, tile.columns),
@@ -74,7 +94,12 @@ def product_of_rows(left: torch.Tensor, right: torch.Tensor, count: torch.Tensor
 
 
 def product_over_rows(
-    left: torch.Tensor, right: torch.Tensor, count: torch.Tensor, out: torch.Tensor, add: bool
+    left: torch.Tensor,
+    right: torch.Tensor,
+    count: torch.Tensor,
+    out: torch.Tensor,
+    add: bool,
+    order: torch.Tensor | None = None,
 ) -> None:
     """See `products.Products.over_rows`."""
     height, width = out.shape
@@ -84,6 +109,17 @@ def product_over_rows(
         return
     tile = _tile(left.device, add)
     programs = _programs(height, width, tile, left.device)
+    if order is not None:
+        _over_chosen_rows[(programs,)](
+            _descriptor(left, tile.depth, tile.rows),
+            right, right.stride(0), order,
+            _descriptor(out, tile.rows, tile.columns // 4),
+            count, height, width, programs,
+            ADD=add, WHOLE=width % tile.columns == 0, GROUP=_GROUP,
+            ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
+            num_stages=min(tile.stages, _STAGES_OF_CHOSEN), num_warps=tile.warps,
+        )  # fmt: skip
+        return
     _over_rows[(programs,)](
         _descriptor(left, tile.depth, tile.rows),
         _descriptor(right, tile.depth, tile.columns),
@@ -205,6 +241,65 @@ def _over_rows(  # type: ignore[no-untyped-def]
         for step in range(steps):
             a = left.load([step * DEPTH, row])
             b = right.load([step * DEPTH, column])
+            total = tl.dot(a.T, b, total)
+        _write(out, row, column, total, ADD, ROWS, COLUMNS)
+
+
+# Rows that are chosen have no descriptor on Hopper. `depth` and `width` are those of all calls of a model, and what divides
+# them says how much a thread may read at once.
+@triton.jit(do_not_specialize=["columns", "programs"])  # type: ignore[untyped-decorator]
+def _of_chosen_rows(  # type: ignore[no-untyped-def]
+    left, stride, order, right, out, count, columns, depth, programs,
+    TRANSPOSED: tl.constexpr, WHOLE: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    counted = tl.load(count).to(tl.int32)
+    tiles_of_rows, tiles_of_columns = tl.cdiv(counted, ROWS), tl.cdiv(columns, COLUMNS)
+    steps = tl.maximum(tl.cdiv(depth, DEPTH), 1)
+    tl.assume(steps > 0)
+    for tile in tl.range(tl.program_id(0), tiles_of_rows * tiles_of_columns, programs):
+        tile_row, tile_column = _place(tile, tiles_of_rows, tiles_of_columns, GROUP)
+        row, column = tile_row * ROWS, tile_column * COLUMNS
+        at = row + tl.arange(0, ROWS)
+        source = tl.load(order + at, mask=at < counted, other=0)  # what row 0 gives after the last one is not read
+        start = left + source[:, None] * stride + tl.arange(0, DEPTH)[None, :]
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for step in range(steps):
+            if WHOLE:
+                a = tl.load(start + step * DEPTH)
+            else:
+                a = tl.load(start + step * DEPTH, mask=(step * DEPTH + tl.arange(0, DEPTH) < depth)[None, :], other=0.0)
+            if TRANSPOSED:  # noqa: SIM108 - Triton compiles one branch of this, and both of an expression
+                b = right.load([column, step * DEPTH]).T
+            else:
+                b = right.load([step * DEPTH, column])
+            total = tl.dot(a, b, total)
+        _write(out, row, column, total, False, ROWS, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["height", "programs"])  # type: ignore[untyped-decorator]
+def _over_chosen_rows(  # type: ignore[no-untyped-def]
+    left, right, stride, order, out, count, height, width, programs,
+    ADD: tl.constexpr, WHOLE: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    counted = tl.load(count).to(tl.int32)
+    steps = tl.maximum(tl.cdiv(counted, DEPTH), 1)
+    tl.assume(steps > 0)
+    tiles_of_rows, tiles_of_columns = tl.cdiv(height, ROWS), tl.cdiv(width, COLUMNS)
+    for tile in tl.range(tl.program_id(0), tiles_of_rows * tiles_of_columns, programs):
+        tile_row, tile_column = _place(tile, tiles_of_rows, tiles_of_columns, GROUP)
+        row, column = tile_row * ROWS, tile_column * COLUMNS
+        across = column + tl.arange(0, COLUMNS)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for step in range(steps):
+            at = step * DEPTH + tl.arange(0, DEPTH)
+            source = tl.load(order + at, mask=at < counted, other=0)
+            here = (at < counted)[:, None]
+            if not WHOLE:
+                here = here & (across < width)[None, :]
+            a = left.load([step * DEPTH, row])
+            b = tl.load(right + source[:, None] * stride + across[None, :], mask=here, other=0.0)
             total = tl.dot(a.T, b, total)
         _write(out, row, column, total, ADD, ROWS, COLUMNS)
 
