@@ -135,5 +135,5 @@ OVERLAY = Overlay(
     until="graphs find parameters of recompute",
     threads=(Thread(repository="NVIDIA/Megatron-LM", number=6373, state="merged 2026-08-14, in no release"),),
     last_validated="2026-11-23, x86-64 without GPU, torch 2.11.0: megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2; 0.9.0 to 0.19.2 and main "
-    "d98e8a64dd read",
+    "d98e8a64dd read. H200: graphs of 0.19.2",
 )

@@ -109,5 +109,5 @@ OVERLAY = Overlay(
     until="HybridStack tells MoE layers",
     threads=(Thread(repository="NVIDIA/Megatron-LM", number=6748, state="merged 2026-08-21, in no release"),),
     last_validated="2026-11-23, x86-64 without GPU, torch 2.11.0: megatron-core 0.18.2 and 0.19.2; 0.18.0 to 0.19.2, main d98e8a64dd "
-    "and dev d48bd6be0a read",
+    "and dev d48bd6be0a read. H200: 0.19.2",
 )

@@ -362,7 +362,7 @@ def _part(
             Thread(repository="state-spaces/mamba", number=686, state="open, opened 2025-02-05, seen 2026-11-23"),
         ),
         last_validated="2026-11-23, x86-64 without GPU, torch 2.11.0, triton 3.6.0 interpreted: mamba-ssm 2.2.6.post3 and 2.3.2.post1, main e9594ce; "
-        "2.0.1 to 2.3.2.post1 read",
+        "2.0.1 to 2.3.2.post1 read. H200: 2.3.2.post1, 131072 tokens against two halves",
     )
 
 

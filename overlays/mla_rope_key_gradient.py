@@ -21,6 +21,7 @@ from typing import Any
 
 from megacpp_overlays.feature_probes import mla_rope_key_gradient as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
+from megacpp_overlays.runtime.gradients import gradients
 
 
 def _behind(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
@@ -164,8 +165,7 @@ def observe(module: ModuleType) -> Observation:
     with torch.enable_grad(), _RanksAreKnown(module):
         _, key, *_ = attention.get_query_key_value_tensors(torch.ones(2, 1, 2, dtype=torch.float32, device="cpu"))
         group.ranks, group.asked = 1, 0
-        key[..., config.qk_head_dim :].sum().backward()
-    weight = attention.linear_kv_down_proj.weight.grad
+        (weight,) = gradients(key[..., config.qk_head_dim :].sum(), attention.linear_kv_down_proj.weight)
     kept = weight.tolist() == [[0.0, 0.0]] * 2 + [[2.0, 2.0]] * 2
     how = "asked for" if group.asked else "not asked for"
     return Observation(
@@ -239,5 +239,5 @@ OVERLAY = Overlay(
         Thread(repository="NVIDIA/Megatron-LM", number=1699, state="open, opened 2025-07-21, seen 2026-11-23"),
     ),
     last_validated="2026-11-23, x86-64 without GPU, torch 2.11.0: megatron-core 0.14.0, 0.16.1, 0.17.1, 0.18.2 and 0.19.2 on two "
-    "and four gloo ranks; 0.12.0 to 0.19.2, main d98e8a64dd and dev d48bd6be0a read",
+    "and four gloo ranks; 0.12.0 to 0.19.2, main d98e8a64dd and dev d48bd6be0a read. H200, two NCCL ranks: 0.19.2",
 )

@@ -102,5 +102,5 @@ OVERLAY = Overlay(
         ),
     ),
     last_validated="2026-11-22, x86-64 without GPU, torch 2.11.0: megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2 on one rank, two and two "
-    "times two gloo ranks; 0.16.0 to 0.19.2, main d98e8a64dd, dev d48bd6be0a and pull request 6746 read",
+    "times two gloo ranks; 0.16.0 to 0.19.2, main d98e8a64dd, dev d48bd6be0a and pull request 6746 read. H200, two NCCL ranks: 0.19.2",
 )

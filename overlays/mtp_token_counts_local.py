@@ -234,5 +234,5 @@ OVERLAY = Overlay(
         Thread(repository="NVIDIA/Megatron-LM", number=3159, state="merged 2026-02-17, counts on the rank alone"),
     ),
     last_validated="2026-11-23, x86-64 without GPU, torch 2.11.0: megatron-core 0.17.1, 0.18.2 and 0.19.2 and main d98e8a64dd on two "
-    "and four gloo ranks; 0.12.0 to 0.19.2 and dev d48bd6be0a read",
+    "and four gloo ranks; 0.12.0 to 0.19.2 and dev d48bd6be0a read. H200, two NCCL ranks: 0.19.2",
 )

@@ -92,5 +92,5 @@ OVERLAY = Overlay(
         Thread(repository="NVIDIA/Megatron-LM", number=5087, state="merged: dev divides before, in no release"),
     ),
     last_validated="2026-11-23, x86-64 without GPU, torch 2.11.0: megatron-core 0.17.1, 0.18.2 and 0.19.2 and main d98e8a64dd; 0.17.0 to "
-    "0.19.2 and dev d48bd6be0a read",
+    "0.19.2 and dev d48bd6be0a read. H200: 0.19.2",
 )

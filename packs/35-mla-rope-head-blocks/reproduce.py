@@ -2,7 +2,7 @@
 
 Upstream's public function rotates queries of three and of twenty heads, forward and backward, and is compared with PyTorch. Which
 block is the fastest is a matter of the GPU, so a stand-in for the clock says that of 2 and 16 heads; the kernels are real, in Triton's
-interpreter. On a GPU the clock is real, too.
+interpreter. On a GPU the clock is real, too, and so are the widths of a head.
 
 Queries lie in front of a spare token, for what is written behind them.
 """
@@ -10,7 +10,7 @@ Queries lie in front of a spare token, for what is written behind them.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 from megacpp_overlays.repro import Behaviour, Case, TargetAbsent
 
@@ -20,19 +20,32 @@ KERNELS = (
     ("_mla_rope_fwd_inplace_kernel", "_mla_rope_bwd_inplace_kernel"),
 )
 HEADS = (3, 20)
-PLAIN, ROTATED = 8, 8
-ROUNDING = 0.02
+
+
+class Queries(NamedTuple):
+    """What is rotated: tokens of a sequence, channels of a head that stay and that are rotated, device and dtype."""
+
+    tokens: int
+    plain: int
+    rotated: int
+    device: str
+    dtype: str
+    rounding: float
+
+
+SMALL = Queries(6, 8, 8, "cpu", "float32", 0.02)
+REAL = Queries(4096, 128, 64, "cuda", "bfloat16", 0.1)
 
 
 def _interpreted() -> Behaviour:
     module = _module()
     for tuner in _tuners(module):
         _Clock(tuner)
-    return _behaviour(module, "cpu", tokens=6)
+    return _behaviour(module, SMALL)
 
 
 def _on_a_gpu() -> Behaviour:
-    return _behaviour(_module(), "cuda", tokens=4096)
+    return _behaviour(_module(), REAL)
 
 
 def _module() -> Any:
@@ -68,47 +81,48 @@ class _Clock:
         return found
 
 
-def _behaviour(module: Any, device: str, tokens: int) -> Behaviour:
-    found = {heads: _wrong(module, device, tokens, heads) for heads in HEADS}
+def _behaviour(module: Any, queries: Queries) -> Behaviour:
+    found = {heads: _wrong(module, queries, heads) for heads in HEADS}
     words = [
-        f"{heads} heads: {forward} of {tokens * heads * ROTATED} numbers wrong, and {backward} of the gradient"
+        f"{heads} heads: {forward} of {queries.tokens * heads * queries.rotated} numbers wrong, and {backward} of the gradient"
         for heads, (forward, backward) in found.items()
     ]
     return Behaviour(broken=any(sum(each) for each in found.values()), seen="; ".join(words))
 
 
-def _wrong(module: Any, device: str, tokens: int, heads: int) -> tuple[int, int]:
+def _wrong(module: Any, queries: Queries, heads: int) -> tuple[int, int]:
     """Return how many numbers are wrong after the forward and after the backward pass."""
     import torch
 
     generator = torch.Generator().manual_seed(heads)
+    tokens, channels = queries.tokens, queries.plain + queries.rotated
 
     def made(*shape: int) -> Any:
-        return torch.randn(*shape, generator=generator).to(device)
+        return torch.randn(*shape, generator=generator).to(queries.device)
 
-    angle = made(tokens, ROTATED // 2).repeat(1, 2)
-    cos, sin = (each.contiguous().view(tokens, 1, 1, ROTATED) for each in (angle.cos(), angle.sin()))
-    given, above = (made(tokens + 1, 1, heads, PLAIN + ROTATED)[:tokens] for _ in range(2))
-    leaf = given.clone().requires_grad_()
-    _rotated(leaf, cos, sin).backward(above)
-    right, gradient = _rotated(given, cos, sin), leaf.grad.clone()
+    angle = made(tokens, queries.rotated // 2).repeat(1, 2)
+    cos, sin = (each.contiguous().view(tokens, 1, 1, queries.rotated) for each in (angle.cos(), angle.sin()))
+    given, above = (made(tokens + 1, 1, heads, channels).to(getattr(torch, queries.dtype))[:tokens] for _ in range(2))
+    leaf = given.float().requires_grad_()
+    right = _rotated(leaf, cos, sin, queries.plain)
+    right.backward(above.float())
 
-    queries = given.requires_grad_()
-    rotated = module.fused_apply_mla_rope_for_q(_InFront.apply(queries), cos, sin, PLAIN, ROTATED)
-    forward = int(((rotated - right).abs() > ROUNDING).sum())
+    leaves = given.requires_grad_()
+    rotated = module.fused_apply_mla_rope_for_q(_InFront.apply(leaves), cos, sin, queries.plain, queries.rotated)
+    forward = int(((rotated - right).abs() > queries.rounding).sum())
     rotated.backward(_in_front(above))
-    return forward, int(((queries.grad - gradient).abs() > ROUNDING).sum())
+    return forward, int(((leaves.grad - leaf.grad).abs() > queries.rounding).sum())
 
 
-def _rotated(queries: Any, cos: Any, sin: Any) -> Any:
+def _rotated(queries: Any, cos: Any, sin: Any, plain: int) -> Any:
     """Return what the function is to compute, in plain PyTorch."""
     import torch
 
-    left, right = queries[..., PLAIN::2], queries[..., PLAIN + 1 :: 2]
-    half = ROTATED // 2
+    left, right = queries[..., plain::2], queries[..., plain + 1 :: 2]
+    half = cos.shape[-1] // 2
     return torch.cat(
         [
-            queries[..., :PLAIN],
+            queries[..., :plain],
             left * cos[..., :half] - right * sin[..., :half],
             right * cos[..., half:] + left * sin[..., half:],
         ],

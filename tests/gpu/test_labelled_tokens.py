@@ -309,7 +309,7 @@ def test_a_step_takes_no_more_memory_than_it_may(sizes: tuple[int, int, int], sh
         del loss, slopes
 
     print(sizes, share, taken)
-    # At the end the gradient of the hidden states is there twice, in float32 and as the result.
-    assert taken["step"] <= max(256, tokens * hidden * 4 / MIB + 2)
+    # The gradient of the hidden states in float32, the narrowest block of logits, and a few numbers of each token: there is no less.
+    assert taken["step"] <= max(256, tokens * (hidden + 256 + 32) * 4 / MIB)
     # A forward pass has no gradients yet whose memory a copy of the hidden states could count on.
     assert taken["forward"] <= 256 + 4 + tokens * hidden * 2 / MIB

@@ -14,7 +14,7 @@ import pytest
 import warm_python
 from places import HANG_S, ROOT
 
-from megacpp_overlays.loader import rendering
+from megacpp_overlays.loader import registry, rendering
 from megacpp_overlays.loader.lines import LONGEST
 
 pytestmark = pytest.mark.upstream
@@ -117,6 +117,7 @@ def audit(lane: str, **variables: str) -> Preflight:
     words = ["-W", "ignore", "-m", "megacpp_overlays", "audit", "--json"]
     log = Path(tempfile.mkstemp(suffix=".log")[1])
     env = {**os.environ, "PYTHONPATH": str(STAND_IN), "MEGACPP_OVERLAYS_LOG": str(log), **variables}
+    env.pop("MEGACPP_OVERLAYS_SAID", None)  # of this worker, which may have armed
     if python == Path(sys.executable):
         done = warm_python.run(words, env, cwd=Path("/"), after=warm_python.MEGATRON, timeout=HANG_S)
     else:
@@ -212,17 +213,24 @@ def test_off_is_off() -> None:
     assert {item["decision"] for item in decisions.values()} == {"disabled"}
 
 
-def test_importing_the_targets_does_not_initialise_cuda_and_every_seam_pickles_by_reference() -> None:
+def test_importing_the_targets_starts_neither_cuda_nor_autograds_engine_and_every_seam_pickles_by_reference() -> None:
+    """The engine counts the GPUs and starts a thread for each, and CUDA refuses what is forked after that."""
     code = """
 import megacpp_overlays, contextlib, importlib, operator, pickle, sys
+import torch
+started = []
+for module in (torch.autograd, torch.autograd.graph):
+    module._engine_run_backward = lambda *_, _run=module._engine_run_backward, **__: (started.append(1), _run(*_, **__))[1]
+torch.ones(1, requires_grad=True).sum().backward()
+assert started == [1], "this torch starts its engine somewhere else"
 for overlay in megacpp_overlays.loader.session.current().overlays:
     with contextlib.suppress(ModuleNotFoundError):  # a part for another tree
         importlib.import_module(overlay.target.module)
-import torch
 audit = megacpp_overlays.audit()
-decisions = {r.decision.value for r in audit.records if not r.overlay.off_by_default}
+decisions = {r.decision.value for r in audit.records}
 assert decisions == {"active", "retired", "absent"}, str(audit)
 assert not torch.cuda.is_initialized()
+assert started == [1], "a self-test or a witness started it"
 
 seams = [seam for record in audit.records for seam in record.seams]
 assert len(seams) > 8, seams
@@ -231,7 +239,10 @@ for seam in seams:
     reached = operator.attrgetter(seam.removeprefix(f"{module}."))(sys.modules[module])
     assert pickle.loads(pickle.dumps(reached)) is reached, seam
 """
-    done = warm_python.run(["-W", "ignore", "-c", code], os.environ, after=warm_python.MEGATRON, timeout=HANG_S)
+    on = {each.variable: "on" for each in registry.load() if each.off_by_default}
+    done = warm_python.run(
+        ["-W", "ignore", "-c", code], {**os.environ, **on}, after=warm_python.MEGATRON, timeout=HANG_S
+    )
 
     assert done.returncode == 0, done.stderr
 

@@ -21,10 +21,10 @@ PATIENCE = datetime.timedelta(minutes=10 if ON_CPU else 1)
 
 
 def at_most(ranks: int) -> int:
-    """Return so many ranks, or one for each device if these are fewer."""
+    """Return so many ranks, or one for each device if these are fewer, and two at least, which share one if they have to."""
     import torch
 
-    return ranks if ON_CPU else min(ranks, torch.cuda.device_count())  # it asks NVML, and touches no device
+    return ranks if ON_CPU else min(ranks, max(2, torch.cuda.device_count()))  # it asks NVML, and touches no device
 
 
 def on_ranks(count: int, folder: Path, find: Callable[[int], Any]) -> list[Any]:

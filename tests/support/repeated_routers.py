@@ -148,15 +148,17 @@ def main() -> None:
     if ON_CPU:
         torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value] # where upstream puts what it makes
     modules()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:  # NCCL's groups meet in it when they are used first
         torch.distributed.init_process_group(
             "gloo" if ON_CPU else "nccl", init_method=f"file://{folder}/meet", rank=0, world_size=1
         )
         importlib.import_module("megatron.core.parallel_state").initialize_model_parallel()
-    records = {each.overlay.id: each for each in megacpp_overlays.audit().records}
-    answer: dict[str, Any] = {"decisions": {name: records[name].decision.value for name in IDS}, "on": facts()}
-    megacpp_overlays.undo()
-    sys.stdout.write(json.dumps({**answer, "off": facts()}))
+        records = {each.overlay.id: each for each in megacpp_overlays.audit().records}
+        answer: dict[str, Any] = {"decisions": {name: records[name].decision.value for name in IDS}, "on": facts()}
+        megacpp_overlays.undo()
+        answer["off"] = facts()
+        torch.distributed.destroy_process_group()
+    sys.stdout.write(json.dumps(answer))
 
 
 if __name__ == "__main__":

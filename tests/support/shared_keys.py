@@ -93,6 +93,12 @@ def make(module: ModuleType, way: Way, ranks: int) -> Any:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+    class Up(ColumnParallelLinear):  # type: ignore[misc]
+        """Takes a whole copy of its input: without a norm that is a view, which NCCL refuses to gather."""
+
+        def forward(self, given: torch.Tensor, *args: Any, **more: Any) -> Any:
+            return super().forward(given.contiguous(), *args, **more)
+
     down = ColumnParallelLinear if way.columns else module.Linear
     config = MLATransformerConfig(
         num_layers=1,
@@ -114,8 +120,8 @@ def make(module: ModuleType, way: Way, ranks: int) -> Any:
     downs = {"linear_qkv_down_proj": down} if way.fused else {"linear_q_down_proj": down, "linear_kv_down_proj": down}
     submodules = module.MLASelfAttentionSubmodules(
         linear_q_proj=ColumnParallelLinear,
-        linear_q_up_proj=ColumnParallelLinear,
-        linear_kv_up_proj=ColumnParallelLinear,
+        linear_q_up_proj=Up,
+        linear_kv_up_proj=Up,
         core_attention=ModuleSpec(module=Core),
         linear_proj=RowParallelLinear,
         q_layernorm=IdentityOp,
