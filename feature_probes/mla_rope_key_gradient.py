@@ -64,12 +64,13 @@ _BEHIND = {
     "7015994913605612": "dev of 2026-08-19",
 }
 """Fingerprints of `get_query_key_value_tensors`, by where the down projections are called, with the first tree that has each."""
+METHODS = {**_COLUMNS_ALONE, **_WITHIN, **_BEHIND}
 
-_DOWN = {
+DOWN_PROJECTIONS = {
     DOWN: {"c674f23a3a2e496c"},
     FUSED_DOWN: {"b6a8a000f5356913", "25b629c052171060"},  # until 0.18.2; it knows of columns since 2026-06-25
 }
-_CONSTRUCTORS = {
+CONSTRUCTORS = {
     f"{_CLASS}.__init__": {
         *("96c9685c7e94ddea", "fe6e0a638047d878", "4ca47baecdca0e0b", "a9092692b31b063f", "a4881ca3056ed1f4"),
         *("a4b117c5288ad74f", "5fd9f375d7223e86", "c466add5ce9ee74c", "da9eaeda74dee305", "bf4e1903858ce34a"),
@@ -119,7 +120,7 @@ _PLACES = (
     f"{TARGET.module}:{METHOD}",
     f"{TARGET.module}:{DOWN}",
     f"{TARGET.module}:{FUSED_DOWN}",
-    *(f"{TARGET.module}:{symbol}" for symbol in (*_CONSTRUCTORS, *_FORWARD)),
+    *(f"{TARGET.module}:{symbol}" for symbol in (*CONSTRUCTORS, *_FORWARD)),
     *(f"{TARGET.module}:{name}" for name in (_COPY, *_GATHERS)),
     *(f"{MAPPINGS}:{name}" for name in (_COPY, "_CopyToModelParallelRegion", *_MAPPINGS)),
     *(f"{FINALIZE}:{name}" for name in _SUMS),
@@ -144,7 +145,7 @@ def probe(tree: SourceTree) -> Finding:
         seen = at(source, method, f"{_COPY} is used, which sums gradients over ranks")
         return judged(tree, _REPAIRED, seen, places=_PLACES)
     body = fingerprint(method)
-    read_in = _COLUMNS_ALONE.get(body) or _WITHIN.get(body) or _BEHIND.get(body)
+    read_in = METHODS.get(body)
     if read_in is None:
         raise unknown(source, method, f"{METHOD} has an unknown body {body}")
     if body not in _COLUMNS_ALONE:
@@ -174,8 +175,8 @@ def _check_around(tree: SourceTree, source: ModuleSource, is_behind: bool) -> No
                 raise unknown(source, own[0], f"{_FUSED} has a {name.rpartition('.')[2]} of its own")
     if own := source.bindings.of(f"{_CLASS}.forward"):
         raise unknown(source, own[0], f"{_CLASS} has a forward of its own")
-    for symbol, bodies in (*_DOWN.items(), *_CONSTRUCTORS.items(), *_FORWARD.items()):
-        if is_behind or (symbol not in _DOWN and not symbol.startswith(_FUSED)):
+    for symbol, bodies in (*DOWN_PROJECTIONS.items(), *CONSTRUCTORS.items(), *_FORWARD.items()):
+        if is_behind or (symbol not in DOWN_PROJECTIONS and not symbol.startswith(_FUSED)):
             check_known(source, symbol, bodies)
     if not is_behind and (own := source.bindings.of(DOWN)):
         raise unknown(source, own[0], f"{METHOD} does not call {DOWN}")

@@ -249,5 +249,11 @@ LISTED: tuple[Listed, ...] = (
         off_by_default=False,
         targets=("megatron.core.transformer.moe.moe_utils",),
     ),
+    Listed(
+        id="tp-norm-gradients",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.distributed.finalize_model_grads",),
+    ),
 )
 """Every declaration, by pack and id."""

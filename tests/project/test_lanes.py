@@ -75,6 +75,7 @@ EXPECTED = {
     "tilelang-grouped-reduce": (T, ("retired", "absent", "absent", "absent", "retired", "retired")),
     "tp-attention-sinks": (M, ("active",) * 6),
     "tp-label-smoothing": (M, ("disabled",) * 6),
+    "tp-norm-gradients": (M, ("active",) * 6),
     "tilelang-zero-extent-iterator": (T, ("gated", "absent", "absent", "absent", "gated", "retired")),
 }
 """Distribution and decision by overlay, the decisions in the order of the lanes."""

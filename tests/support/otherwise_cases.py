@@ -56,6 +56,7 @@ from megacpp_overlays.feature_probes import (
     tilelang_zero_extent_iterator,
     tp_attention_sinks,
     tp_label_smoothing,
+    tp_norm_gradients,
 )
 from megacpp_overlays.model import Verdict
 from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
@@ -390,6 +391,23 @@ CASES = {
             "by the attention": (tp_attention_sinks.TARGET.module, "        self.checkpoint_core_attention = (\n", "        mark_as_share(self.core_attention)\n        self.checkpoint_core_attention = (\n"),
             "by a base": (tp_attention_sinks.TARGET.module, "class Attention(MegatronModule, ABC)", "class Attention(MarksSinks, ABC)"),
             "from the outside": (tp_attention_sinks.TARGET.module, "class CrossAttention(Attention)", "SelfAttention.__init__ = marking(SelfAttention.__init__)\n\n\nclass CrossAttention(Attention)"),
+        },
+        tree=megatron,
+    ),
+    "gradients of norms": Otherwise(
+        tp_norm_gradients,
+        tp_norm_gradients.TARGET.module,
+        edits={
+            "not with latent attention": ("config.qk_layernorm and (", "config.qk_layernorm and not config.multi_latent_attention and ("),
+            "by more names": ('or "k_layernorm" in name', 'or "k_layernorm" in name or "out_norm" in name'),
+            "by what is asked of each": ('config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)', "is_of_own_heads(param)"),
+            "divided afterwards": ("    _allreduce_non_tensor_model_parallel_grads(model, config, tp_group)\n", "    _allreduce_non_tensor_model_parallel_grads(whole_ones_divided(model), config, tp_group)\n    _allreduce_non_tensor_model_parallel_grads(own_ones(model), config, tp_group)\n"),
+            "averaged as the attention says": (tp_norm_gradients.ATTENTION, "        self.kv_layernorm = ", "        average(self.q_layernorm)\n        self.kv_layernorm = "),
+            "as the net says": (f"{tp_norm_gradients.NET}.common", "        self.reset_parameters()\n", "        sum_over_ranks(self.out_norm)\n        self.reset_parameters()\n"),
+            "in the backward of the net": (f"{tp_norm_gradients.NET}.common", "        y = self.out_norm(x)\n", "        y = summing(self.out_norm)(x)\n"),
+            "by a base of the net": (f"{tp_norm_gradients.NET}.common", "class _GDNBase(MegatronModule)", "class _GDNBase(SumsNorms)"),
+            "by a decorator": ("def _allreduce_non_tensor_model_parallel_grads(", "@of_parts\ndef _allreduce_non_tensor_model_parallel_grads("),
+            "from the outside": appended("_allreduce_non_tensor_model_parallel_grads = of_parts(_allreduce_non_tensor_model_parallel_grads)"),
         },
         tree=megatron,
     ),

@@ -61,6 +61,7 @@ from megacpp_overlays.feature_probes import (
     tilelang_zero_extent_iterator,
     tp_attention_sinks,
     tp_label_smoothing,
+    tp_norm_gradients,
 )
 from megacpp_overlays.feature_probes.repairs import Repairs
 from megacpp_overlays.fp32_marks import MAMBA3, MAMBA3_ALWAYS, MAMBA3_MIMO
@@ -170,6 +171,34 @@ def marked_sinks() -> dict[str, str | None]:
     return {
         tp_attention_sinks.CORE: core.replace(drawn, drawn + MARKED_SINKS),
         tp_attention_sinks.ENGINE: engine[:end].rstrip() + "\n" + MARKED_ENGINE + "\n" + engine[end:],
+    }
+
+
+MARKED_OUTPUTS = "        for each in self.out_norm.parameters():\n            each.gradient_is_of_own_heads = True\n"
+MARKED_HEADS = (
+    "        for norm in (self.q_layernorm, self.k_layernorm):\n"
+    "            for each in norm.parameters() if norm is not None else ():\n"
+    "                each.gradient_is_of_own_heads = True\n"
+)
+OWN_HEADS = 'getattr(param, "gradient_is_of_own_heads", False)'
+
+
+def marked_norms() -> dict[str, str | None]:
+    """Let the newest release sum gradients of norms that their layers mark; made up, for nothing is proposed."""
+    feature = tp_norm_gradients
+    attention, net = "megatron.core.transformer.attention", f"{feature.NET}.common"
+    named = '(\n                    config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)\n                )'
+    kept = "        self.recompute_norm_out = False\n"
+    finalizer, common, text = (
+        released("megatron_core-0.19.2", each) for each in (feature.TARGET.module, net, attention)
+    )
+    end = text.index("    def run_realtime_tests(", text.index("class SelfAttention("))
+    assert named in finalizer
+    assert kept in common
+    return {
+        feature.TARGET.module: finalizer.replace(named, OWN_HEADS),
+        net: common.replace(kept, MARKED_OUTPUTS + kept),
+        attention: text[:end].rstrip() + "\n" + MARKED_HEADS + "\n" + text[end:],
     }
 
 
@@ -1011,6 +1040,26 @@ CASES = {
             "of another module": ("from megatron.core import parallel_state, tensor_parallel\n", "from megatron.core import parallel_state\nfrom vendor import tensor_parallel\n"),
             "forgotten by Transformer Engine's": (tp_attention_sinks.ENGINE, MARKED_ENGINE, ""),
             "set from outside": appended("DotProductAttention.__init__ = of_old"),
+        },
+        tree=lambda: archive("megatron_core-0.19.2"),
+    ),
+    "marked norms": Case(
+        tp_norm_gradients,
+        tp_norm_gradients.TARGET.module,
+        marked_norms,
+        {
+            "what is not marked": (OWN_HEADS, f"not {OWN_HEADS}"),
+            "by another mark": (OWN_HEADS, 'getattr(param, "gradient_is_of_heads", False)'),
+            "with sequence parallelism alone": (OWN_HEADS, f"(config.sequence_parallel and {OWN_HEADS})"),
+            "averaged": ("ReduceOp.SUM, torch", "ReduceOp.AVG, torch"),
+            "not called": ("    _allreduce_non_tensor_model_parallel_grads(model, config, tp_group)\n", "    other(model, config, tp_group)\n"),
+            "forgotten by a net": (f"{tp_norm_gradients.NET}.common", MARKED_OUTPUTS, ""),
+            "of none of a net": (f"{tp_norm_gradients.NET}.common", MARKED_OUTPUTS, MARKED_OUTPUTS.replace("True", "False")),
+            "before a net makes another": (f"{tp_norm_gradients.NET}.common", MARKED_OUTPUTS, MARKED_OUTPUTS + "        self.out_norm = self.out_norm.clone()\n"),
+            "forgotten by an attention": ("megatron.core.transformer.attention", MARKED_HEADS, ""),
+            "of latent queries, too": (tp_norm_gradients.ATTENTION, "        self.kv_layernorm = ", "        self.q_layernorm.weight.gradient_is_of_own_heads = True\n        self.kv_layernorm = "),
+            "decorated": ("def _allreduce_non_tensor_model_parallel_grads(", "@of_old\ndef _allreduce_non_tensor_model_parallel_grads("),
+            "set from outside": appended("_allreduce_non_tensor_model_parallel_grads = of_old"),
         },
         tree=lambda: archive("megatron_core-0.19.2"),
     ),

@@ -1,0 +1,193 @@
+"""Sum gradients of norms over tensor parallel ranks where each rank has a part of them, and nowhere else.
+
+Norms are replicas. Without sequence parallelism a rank has all of a norm's gradient, unless only its own heads are behind
+the norm. Upstream tells one from the other by name: `q_layernorm` and `k_layernorm` are summed.
+
+Multi-latent attention has a `q_layernorm` of the latent queries, which are the same on each rank, and whose gradient the up projection has summed. Summed again, it is as
+many times too large as there are ranks. The `out_norm` of a gated delta net norms heads, and is not summed: each
+rank learns from its own, and replicas drift apart.
+
+Upstream's function runs as it is. It is shown the same parameters, with names by which it chooses what is to be summed: whose they are is
+told by the classes of the modules that hold them, and by the methods that use them. With sequence parallelism latent queries are parts of the sequence, and
+all is as upstream has it. What upstream averages, or sums for a mark, it does for that and not for a name.
+
+Source: https://github.com/NVIDIA/Megatron-LM/issues/7452
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from megacpp_overlays.feature_probes import tp_norm_gradients as feature
+from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
+from megacpp_overlays.runtime.in_this_thread import Instead, answer
+
+_SUMMED, _NOT_SUMMED = feature.NAMES[0], ""
+"""Names by which upstream chooses."""
+
+
+def _make(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    def _allreduce_non_tensor_model_parallel_grads(model: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        return original([_Named(chunk, config, module) for chunk in model], _ByName(config), *args, **kwargs)
+
+    return _allreduce_non_tensor_model_parallel_grads
+
+
+def _make_old(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    def _allreduce_layernorm_grads(model: Any, config: Any) -> Any:
+        return original([_Named(chunk, config, module) for chunk in model], config)
+
+    return _allreduce_layernorm_grads
+
+
+class _Named:
+    """A chunk of a model whose parameters are called what upstream is to take them for."""
+
+    def __init__(self, chunk: Any, config: Any, module: ModuleType) -> None:
+        self._chunk, self._config, self._module = chunk, config, module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._chunk, name)
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Yield names and parameters as the chunk does, each name one that is summed, or one that is not."""
+        asked: Callable[[Any, str], Any] = self._module.get_attr_wrapped_model
+        whole, parts = _gradients(asked(self._chunk, "modules")())
+        for name, parameter in asked(self._chunk, "named_parameters")():
+            is_named = self._config.qk_layernorm and any(each in name for each in feature.NAMES)
+            is_summed = id(parameter) in parts or (is_named and id(parameter) not in whole)
+            yield (_SUMMED if is_summed else _NOT_SUMMED), parameter
+
+
+class _ByName:
+    """A configuration by which names count, which is all that upstream asks `qk_layernorm` for since 0.13.0."""
+
+    qk_layernorm = True
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def _gradients(modules: Any) -> tuple[set[int], set[int]]:
+    """Return the ids of norms' parameters of which each rank has the whole gradient, and of those of which it has a part."""
+    whole, parts = set[int](), set[int]()
+    for each in modules:
+        if _is(each, {feature.ATTENTION: feature.ATTENTION_CLASS}, feature.QUERIES):
+            if not each.config.sequence_parallel:
+                whole |= _parameters(each, feature.QUERY_NORM)
+        elif _is(each, feature.NETS, feature.GATED_NORM) and each.tp_size > 1:
+            parts |= _parameters(each, feature.OUTPUT_NORM)
+    return whole, parts
+
+
+def _is(each: Any, classes: dict[str, str], method: str) -> bool:
+    """Return whether a module is of a class, by the modules that define it, and has its method and none of its own.
+
+    By name, for the class may not be imported yet.
+    """
+    kind = type(each)
+    return any(
+        classes.get(cls.__module__) == cls.__qualname__
+        and getattr(kind, method, None) is getattr(cls, method, cls)  # no method, no class that was read
+        for cls in kind.__mro__
+    )
+
+
+def _parameters(holder: Any, name: str) -> set[int]:
+    norm = getattr(holder, name, None)
+    return set() if norm is None else {id(each) for each in norm.parameters()}
+
+
+class _AboutToSum(Exception):  # noqa: N818 - it is no error
+    """What upstream does next is to put together what it sums."""
+
+
+def observe(module: ModuleType) -> Observation:
+    """Ask what two ranks would sum of the gradients of norms: of latent queries, of queries of heads, and of outputs of a delta net.
+
+    Nothing is sent, and upstream's classes are not asked for, which may not be imported yet: layers have their names.
+    """
+    is_old = not hasattr(module, feature.FUNCTION)
+    layers = {
+        "latent queries": (feature.ATTENTION, feature.ATTENTION_CLASS, feature.QUERIES, feature.QUERY_NORM),
+        "queries of heads": ("any", "SelfAttention", feature.QUERIES, feature.QUERY_NORM),
+        "outputs": (feature.NET, feature.NETS[feature.NET], feature.GATED_NORM, feature.OUTPUT_NORM),
+    }
+    right = {"latent queries": False, "queries of heads": True, "outputs": True}
+    if is_old:
+        del right["outputs"]  # there are no such layers
+    found = {name: _is_summed(module, _layer(*layers[name]), is_old) for name in right}
+    seen = ", ".join(f"those of {name} are {'' if is_summed else 'not '}summed" for name, is_summed in found.items())
+    return Observation(broken=found != right, seen=f"of gradients of norms, {seen}")
+
+
+def _layer(found_in: str, name: str, method: str, norm: str) -> Any:
+    """Return a layer of a class that is called like that, with a norm that has a gradient."""
+    import torch
+
+    kind = type(name, (torch.nn.Module,), {"__module__": found_in, method: lambda _: None})
+    made, held = kind(), torch.nn.Module()
+    weight = torch.nn.Parameter(torch.ones(1, device="cpu"))
+    weight.grad = torch.ones(1, device="cpu")
+    held.register_parameter("weight", weight)
+    made.add_module(norm, held)
+    made.tp_size, made.ddp_config = 2, SimpleNamespace(use_megatron_fsdp=False, use_custom_fsdp=False)
+    made.config = SimpleNamespace(sequence_parallel=False, qk_layernorm=norm == feature.QUERY_NORM)
+    return made
+
+
+def _is_summed(module: Any, layer: Any, is_old: bool) -> bool:
+    """Return whether upstream is about to sum the gradient of a layer's norm over two tensor parallel ranks."""
+
+    def about_to_sum(*_: Any) -> Any:
+        raise _AboutToSum
+
+    group = SimpleNamespace(size=lambda: 2)
+    ours: dict[str, Any] = {"_flatten_dense_tensors": answer(about_to_sum, vars(module)["_flatten_dense_tensors"])}
+    state = module.parallel_state
+    ranks = state.get_tensor_model_parallel_world_size
+    ours["parallel_state"] = Instead(state, get_tensor_model_parallel_world_size=answer(lambda: 2, ranks))
+    if (asked := getattr(module, _GROUP, None)) is not None:
+        ours[_GROUP] = answer(lambda *_: group, asked)
+    theirs = {name: getattr(module, name) for name in ours}
+    vars(module).update(ours)
+    try:
+        getattr(module, feature.OLD_FUNCTION if is_old else feature.FUNCTION)([layer], layer.config)
+    except _AboutToSum:
+        return True
+    finally:
+        vars(module).update(theirs)
+    return False
+
+
+_GROUP = "get_tensor_model_parallel_group_if_none"
+"""What upstream asks for ranks since 0.14.0."""
+_SEAMS = {feature.BY_NAME: (feature.FUNCTION, _make), feature.OLD_BY_NAME: (feature.OLD_FUNCTION, _make_old)}
+
+OVERLAY = Overlay(
+    id="tp-norm-gradients",
+    pack=42,
+    title="sum gradients of norms over tensor parallel ranks where each has a part of them",
+    target=feature.TARGET,
+    probe=feature.probe,
+    replacements={shape: (Replacement(symbol=symbol, make=make),) for shape, (symbol, make) in _SEAMS.items()},
+    unsupported={},
+    witness=observe,
+    self_test=observe,
+    opt_in=False,
+    breaks="without sequence parallelism MLA's q_layernorm has a gradient as many times too large as there are tensor parallel ranks, and "
+    "replicas of a gated delta net's out_norm drift apart",
+    retire_when="_allreduce_non_tensor_model_parallel_grads sums gradients of out_norm, and those of q_layernorm of norms of heads alone",
+    brief="gradients of norms under TP",
+    until="Megatron sums parts of gradients",
+    threads=(
+        Thread(repository="NVIDIA/Megatron-LM", number=7452, state="open, opened 2026-09-17: finding 11, of out_norm"),
+    ),
+    last_validated="2026-11-23, x86-64 without GPU, torch 2.11.0: megatron-core 0.12.3, 0.13.1, 0.14.0, 0.15.3, 0.16.1, 0.17.1, 0.18.2 and 0.19.2, main "
+    "d98e8a64dd and dev d48bd6be0a on two gloo ranks, 0.19.2 on four; 0.12.0 to 0.19.2 read",
+)

@@ -1,0 +1,149 @@
+"""Whether gradients of norms are summed by name: every release, and edits of the newest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from probing import Texts, ask
+from repair_cases import CASES, archive
+
+from megacpp_overlays.feature_probes.tp_norm_gradients import (
+    ATTENTION,
+    BY_NAME,
+    FUNCTION,
+    NET,
+    OLD_BY_NAME,
+    OLD_FUNCTION,
+    TARGET,
+    probe,
+)
+from megacpp_overlays.model import Finding, Verdict
+from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+
+WITHOUT = ("0.1.0", "0.2.0", "0.3.0", "0.4.0", "0.5.0", "0.6.0", "0.7.0", "0.8.0", "0.9.0")
+NOT_READ = ("0.10.0", "0.11.0")
+SHAPES = {
+    **dict.fromkeys(("0.12.0", "0.12.1", "0.12.2", "0.12.3"), OLD_BY_NAME),
+    **dict.fromkeys(("0.13.0", "0.13.1", "0.14.0", "0.15.0", "0.15.1", "0.15.2", "0.15.3"), BY_NAME),
+    **dict.fromkeys(("0.16.0", "0.16.1", "0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2"), BY_NAME),
+    **dict.fromkeys(("0.19.0", "0.19.1", "0.19.2"), BY_NAME),
+}
+WITH_NETS = tuple(version for version in SHAPES if version >= "0.16")
+COMMON = f"{NET}.common"
+
+Wheel = Callable[[str, str], Path]
+
+
+def edited(module: str, old: str, new: str, *, release: str = "0.19.2") -> Finding:
+    tree = archive(f"megatron_core-{release}")
+    source = tree.module(module)
+    assert source is not None
+    assert old in source.text
+    return ask(probe, Texts({module: source.text.replace(old, new, 1)}, tree))
+
+
+@pytest.mark.parametrize("version", WITHOUT)
+def test_releases_without_such_layers_are_absent(version: str, wheel: Wheel) -> None:
+    assert probe(ArchiveTree(wheel("megatron-core", version))).verdict is Verdict.ABSENT
+
+
+@pytest.mark.parametrize("version", NOT_READ)
+def test_releases_that_nobody_read_are_not_recognised(version: str, wheel: Wheel) -> None:
+    assert ask(probe, ArchiveTree(wheel("megatron-core", version))).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize("version", SHAPES)
+def test_every_release_since_is_broken(version: str, wheel: Wheel) -> None:
+    finding = probe(ArchiveTree(wheel("megatron-core", version)))
+
+    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, SHAPES[version])
+    assert ("output norms" in finding.summary()) == (version in WITH_NETS)
+
+
+def test_given_trees_are_recognised(upstream_trees: list[Path]) -> None:
+    for path in upstream_trees:
+        assert ask(probe, DirectoryTree(path)).verdict is not Verdict.UNRECOGNISED, path
+
+
+def test_what_is_not_there_is_absent() -> None:
+    assert ask(probe, Texts({TARGET.module: None})).verdict is Verdict.ABSENT
+    assert ask(probe, Texts({TARGET.module: "def other(): pass"})).verdict is Verdict.ABSENT
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def other(): pass\n",
+        f"from vendor import {FUNCTION}\n",
+        "from vendor import *\n",
+        f"{FUNCTION} = vendor.summed\n",
+    ],
+)
+def test_a_finalizer_that_sums_elsewhere_is_not_recognised(text: str) -> None:
+    assert ask(probe, Texts({TARGET.module: text}, archive("megatron_core-0.19.2"))).verdict is Verdict.UNRECOGNISED
+
+
+def test_a_delta_net_without_latent_attention_is_not_recognised() -> None:
+    assert ask(probe, Texts({ATTENTION: None}, archive("megatron_core-0.19.2"))).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        (TARGET.module, f"def {FUNCTION}(", f"@other\ndef {FUNCTION}("),
+        (TARGET.module, f"    {FUNCTION}(model, config, tp_group)\n", "    other(model, config, tp_group)\n"),
+        (TARGET.module, f"    {FUNCTION}(model, config, tp_group)\n", f"    {FUNCTION}(model, config, tp_group)\n" * 2),
+        (TARGET.module, "ReduceOp.SUM, torch", "ReduceOp.AVG, torch"),
+        (TARGET.module, f"\n{OLD_FUNCTION} = ", f"\n{FUNCTION} = other\n{OLD_FUNCTION} = "),
+        (ATTENTION, "            self.q_layernorm = ", "            self.marked_layernorm = self.q_layernorm = "),
+        (ATTENTION, "q_compressed = apply_module(self.q_layernorm)", "q_compressed = apply_module(self.q_layernorms)"),
+        (ATTENTION, "class MLASelfAttention(", "@other\nclass MLASelfAttention("),
+        (ATTENTION, "    def backward_dw(self)", "    def get_query_key_value_tensors(self): ...\n\n    def backward_dw(self)"),
+        (COMMON, "        self.out_norm = ", "        self.marked_norm = self.out_norm = "),
+        (COMMON, "        y = self.out_norm(x)", "        y = self.out_norm(summed(x))"),
+        (COMMON, "class _GDNBase(MegatronModule)", "class _GDNBase(Marked, MegatronModule)"),
+        (COMMON, "    def reset_parameters(self):\n", "    def reset_parameters(self):\n        mark(self.out_norm)\n"),
+        (f"{NET}.gdn", "    def forward(\n", "    def mark(self):\n        mark(self.out_norm)\n\n    def forward(\n"),
+    ],
+    ids=[
+        "decorated",
+        "not called",
+        "called twice",
+        "averaged",
+        "another one",
+        "marked queries",
+        "other norms",
+        "a decorated attention",
+        "other queries",
+        "marked outputs",
+        "summed outputs",
+        "another base",
+        "marked afterwards",
+        "marked by a net",
+    ],
+)  # fmt: skip
+def test_all_that_the_seam_relies_on_must_be_as_it_was_read(module: str, old: str, new: str) -> None:
+    assert edited(module, old, new).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize("release", ["0.16.1", "0.18.2"])
+def test_an_older_net_must_be_as_it_was_read_too(release: str) -> None:
+    for old, new in (
+        ("        self.out_norm = ", "        self.marked_norm = self.out_norm = "),
+        ("        y = self.out_norm(x)", "        y = self.out_norm(summed(x))"),
+    ):
+        assert edited(NET, old, new, release=release).verdict is Verdict.UNRECOGNISED
+
+
+def test_an_older_finalizer_must_be_as_it_was_read_too() -> None:
+    assert edited(TARGET.module, "or 'k_layernorm' in name", "", release="0.12.3").verdict is Verdict.UNRECOGNISED
+
+
+def test_what_sums_by_marks_looks_repaired() -> None:
+    case = CASES["marked norms"]
+
+    finding = case.ask(case.texts())
+
+    assert (finding.verdict, finding.looks_repaired) == (Verdict.UNRECOGNISED, True)
