@@ -66,8 +66,9 @@ def main() -> None:
             print(f"== {passed:.0f} s: {name}, {shape}", file=sys.stderr, flush=True)
             try:
                 measured = SECTIONS[name](bench, shape)
-                tables = measured if isinstance(measured, list) else [measured]
-                found.setdefault(name, []).extend({"shape": asdict(shape)} | each for each in tables)
+                for table in [measured] if isinstance(measured, dict) else measured:
+                    found.setdefault(name, []).append({"shape": asdict(shape)} | table)
+                    report.keep(found, chosen.json)
             except Exception:  # noqa: BLE001 - a fault of one section must not cost the others their turn on the GPU
                 found["problems"].append(f"{name}, {shape}: {traceback.format_exc()}")
             timing_clear(found, chosen.device)

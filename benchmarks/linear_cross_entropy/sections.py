@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -122,11 +123,12 @@ def mean(bench: Bench, shape: Shape) -> dict[str, Any]:
     return raced(bench, shape, "mean", data)
 
 
-def labelled(bench: Bench, shape: Shape) -> list[dict[str, Any]]:
-    """Time and memory of the mean where some tokens have a label, and where all have one; peers get those alone."""
+def labelled(bench: Bench, shape: Shape) -> Iterator[dict[str, Any]]:
+    """Yield time and memory of the mean where some tokens have a label, and where all have one; peers get those alone."""
     whole = make_data(shape, "uniform", bench.device)
     bench = replace(bench, burst_ms=bench.burst_ms / 2, limit_s=bench.limit_s / 2)  # there are four races
-    return [labelled_share(bench, shape, whole, share) for share in SHARES]
+    for share in SHARES:
+        yield labelled_share(bench, shape, whole, share)
 
 
 def labelled_share(bench: Bench, shape: Shape, whole: Data, share: float) -> dict[str, Any]:

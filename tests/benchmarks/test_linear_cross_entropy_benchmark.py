@@ -10,6 +10,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 import zipfile
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
@@ -354,6 +355,27 @@ def test_wheels_are_unpacked_where_the_benchmark_looks_for_them_those_in_pieces_
     assert (peers / "cut-cross-entropy/site-packages/cut_cross_entropy/__init__.py").exists()
     assert "cut-cross-entropy: cut_cross_entropy-25.1.1" in said
     assert "quack: no wheel" in said
+
+
+def test_a_race_that_is_over_is_kept_whatever_becomes_of_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    run = imported("linear_cross_entropy.run")
+
+    def races(_bench: Any, _shape: Any) -> Iterator[dict[str, Any]]:
+        yield {"labelled": 4}
+        raise KeyboardInterrupt
+
+    kept = tmp_path / "found.json"
+    monkeypatch.setattr(run, "SECTIONS", {**run.SECTIONS, "labelled": races})
+    words = ["run.py", "--quick", "--device", "cpu", "--shape", "8x32x48", "--sections", "labelled", "--peers", "torch"]
+    monkeypatch.setattr(sys, "argv", [*words, "--json", str(kept)])
+
+    with pytest.raises(KeyboardInterrupt):
+        run.main()
+
+    assert [each["labelled"] for each in json.loads(kept.read_text())["labelled"]] == [4]
 
 
 @pytest.mark.upstream
