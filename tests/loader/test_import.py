@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
+from importlib.util import find_spec
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -21,7 +22,9 @@ def test_kernels_and_the_command_line_wait_until_they_are_needed(run_python: Run
 
     loaded = set(done.stdout.split())
     assert not {name for name in loaded if name.startswith(("megacpp_overlays.kernels.", "megacpp_overlays.cli"))}
-    assert "importlib_metadata" not in loaded
+    assert "importlib_metadata" not in loaded or find_spec(
+        "mamba_ssm"
+    )  # where a gate speaks, it says of which versions
 
 
 def test_importing_twice_and_reloading_keep_one_session(run_python: RunPython) -> None:
@@ -42,7 +45,7 @@ def test_the_public_functions_speak_for_the_session_of_this_process(run_python: 
 import megacpp_overlays as m
 assert m.audit().conflicts == ()
 m.undo()
-assert {record.decision.value for record in m.audit().records} <= {"disabled", "absent"}
+assert not {record.decision.value for record in m.audit().records} & {"active", "armed", "conflict"}
 m.arm()
 assert "armed" in {record.decision.value for record in m.audit().records}
 """

@@ -38,7 +38,10 @@ def test_import_loads_the_standard_library_and_wrapt_only(run_python: Callable[.
         "print(json.dumps(sorted({name.partition('.')[0] for name in set(sys.modules) - before})))"
     )
     loaded = set(json.loads(run_python(code).stdout))
-    assert loaded - sys.stdlib_module_names == {"megacpp_overlays", "wrapt"}
+    versions = (
+        {"importlib_metadata", "lazy_importer", "zipp"} if importlib.util.find_spec("mamba_ssm") else set()
+    )  # where a gate speaks, of these
+    assert loaded - sys.stdlib_module_names - versions == {"megacpp_overlays", "wrapt"}
 
 
 def test_import_makes_no_class_by_compiling_code_for_it(run_python: Callable[..., CompletedProcess[str]]) -> None:

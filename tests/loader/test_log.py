@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,12 @@ print("trains", file=sys.stderr)
 """
 
 
+WITHOUT_GATES = pytest.mark.skipif(
+    find_spec("mamba_ssm") is not None, reason="a gate speaks where mamba-ssm is installed"
+)
+
+
+@WITHOUT_GATES
 @pytest.mark.parametrize(
     ("words", "order"), [(["audit"], ["active", "count", "trains"]), ([], ["active", "trains", "count"])]
 )
@@ -216,6 +223,7 @@ def test_a_launcher_is_told_once_at_its_first_audit_or_at_its_end(
     assert len(done.stderr.splitlines()) == 3
 
 
+@WITHOUT_GATES
 def test_a_process_that_imports_no_target_says_nothing(upstream: Upstream) -> None:
     done = launch(write(upstream, "import megacpp_overlays"), env=environment(upstream))
 
