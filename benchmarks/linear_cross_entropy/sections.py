@@ -150,8 +150,7 @@ def labelled_share(bench: Bench, shape: Shape, whole: Data, share: float) -> dic
             del ways[name]
         timing.clear(bench.device)
     del true, plain
-    products = floors(alone, "mean")
-    found = race_of(bench, shape, products, {name: way.stages(data) for name, way in ways.items()}, ways, data)
+    found = race_of(bench, shape, floors(alone, "mean"), ways, data)
     for name, row in found["rows"].items():
         row["errors"] = rows.get(name, {}).get("errors", {})
     return {"labelled": alone.target.numel(), **found}
@@ -163,21 +162,18 @@ def raced(bench: Bench, shape: Shape, reduction: str, data: Data) -> dict[str, A
     ways = {way.name: way for way in bench.ways_at(shape, reduction) if (way.name, reduction) not in failed}
     if reduction == "mean":
         ways[UNMASKED] = unmasked()
-    return race_of(
-        bench, shape, floors(data, reduction), {name: way.stages(data) for name, way in ways.items()}, ways, data
-    )
+    return race_of(bench, shape, floors(data, reduction), ways, data)
 
 
 def race_of(
     bench: Bench,
     shape: Shape,
     products: dict[str, timing.Stages],
-    stages: dict[str, timing.Stages],
     ways: dict[str, Way],
     data: Data,
 ) -> dict[str, Any]:
     """Race floors and ways, with a warm and a cold cache, and look at the memory of the ways."""
-    contestants = products | stages
+    contestants = products | {name: way.stages(data) for name, way in ways.items()}
     scratch = torch.empty(1 if bench.device == "cpu" else LARGER_THAN_L2, dtype=torch.int8, device=bench.device)
     rows: dict[str, dict[str, Any]] = {
         name: {"kind": ways[name].kind if name in ways else "floor"} for name in contestants

@@ -5,16 +5,15 @@ On the CPU, in plain PyTorch; what Triton and the GPU make of it is in test_voca
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from computed_products import products
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_cross_entropy_cases import IGNORED, Inputs, call, draw, found, leaves_of, truth
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacpp_overlays.kernels.linear_cross_entropy import entry
 from megacpp_overlays.kernels.linear_cross_entropy import memory as linear_cross_entropy_memory
@@ -49,26 +48,6 @@ def close(seen: dict[str, torch.Tensor], true: dict[str, torch.Tensor]) -> None:
     assert seen.keys() == true.keys()
     for name, each in true.items():
         torch.testing.assert_close(seen[name].double(), each.double(), rtol=1e-9, atol=1e-9, equal_nan=True)
-
-
-class Rows(TorchDispatchMode):
-    """Lists the sizes of every product that is computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if "mm" in str(function):
-            self.shapes.append(tuple(result.shape))
-        return result
-
-
-def products(step: Callable[[], object]) -> list[tuple[int, ...]]:
-    with Rows() as counted:
-        step()
-    return counted.shapes
 
 
 # What it computes

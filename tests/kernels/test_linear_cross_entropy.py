@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from computed_products import products
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_cross_entropy_cases import ARRIVES, IGNORED, Inputs, arrival, call, draw, found, leaves_of, truth
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacpp_overlays.kernels.linear_cross_entropy import linear_cross_entropy, reference
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
@@ -485,26 +485,6 @@ def test_a_frozen_weight_adds_nothing_to_main_grad() -> None:
 
 
 # The products
-
-
-class Products(TorchDispatchMode):
-    """Lists the shapes of every product that is computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if "mm" in str(function):
-            self.shapes.append(tuple(result.shape))
-        return result
-
-
-def products(step: Callable[[], object]) -> list[tuple[int, ...]]:
-    with Products() as counted:
-        step()
-    return counted.shapes
 
 
 @pytest.mark.parametrize("memory", [Memory(), Memory(block_classes=9), Memory(logits="keep")])

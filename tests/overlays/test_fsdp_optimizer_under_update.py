@@ -6,19 +6,16 @@ What a real `MegatronFSDP` trains is in `sharded_optimizers.py`, in a process of
 
 from __future__ import annotations
 
-import importlib
-import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from placed_seams import placed
+from placed_seams import placed, without_overlays
 from places import SUPPORT
 from sharded_optimizers import OPTIMIZERS, WAYS
 
-import megacpp_overlays
 from megacpp_overlays.feature_probes.fsdp_optimizer_under_update import COUNTED, TARGET
 from megacpp_overlays.overlays.fsdp_optimizer_under_update import OVERLAY
 
@@ -67,12 +64,8 @@ def test_a_checkpoint_finds_state_of_every_parameter_before_the_first_step(measu
 @pytest.fixture(scope="module")
 def module() -> Iterator[ModuleType]:
     """The newest release, without any overlay."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
-        found = importlib.import_module(TARGET.module)
-    megacpp_overlays.undo()
-    yield found
-    megacpp_overlays.arm()
+    with without_overlays(TARGET.module) as found:
+        yield found
 
 
 @pytest.fixture

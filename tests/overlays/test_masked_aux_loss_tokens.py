@@ -5,8 +5,6 @@ What is measured is in `masked_balances.py`, in a process of its own for each re
 
 from __future__ import annotations
 
-import importlib
-import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 from masked_balances import IDS, KINDS, MASKS
-from placed_seams import placed
+from placed_seams import placed, without_overlays
 from places import SUPPORT
 
-import megacpp_overlays
 from megacpp_overlays.feature_probes.masked_aux_loss_tokens import COUNTED_TWICE, TARGET
 from megacpp_overlays.overlays.masked_aux_loss_tokens import OVERLAY, observe
 
@@ -115,12 +112,8 @@ def test_all_else_is_upstream_s_bit_for_bit(measured: Any) -> None:
 @pytest.fixture(scope="module")
 def module() -> Iterator[ModuleType]:
     """The newest release, without any overlay."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
-        found = importlib.import_module(TARGET.module)
-    megacpp_overlays.undo()
-    yield found
-    megacpp_overlays.arm()
+    with without_overlays(TARGET.module) as found:
+        yield found
 
 
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: ModuleType) -> None:

@@ -5,18 +5,15 @@ What is measured is in `reproduce.py` of pack 37, which runs in a process of its
 
 from __future__ import annotations
 
-import importlib
-import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from placed_seams import placed
+from placed_seams import placed, without_overlays
 from places import SUPPORT
 
-import megacpp_overlays
 from megacpp_overlays.feature_probes.tp_attention_sinks import NOT_MARKED, TARGET
 from megacpp_overlays.overlays.tp_attention_sinks import OVERLAY, observe
 
@@ -48,12 +45,8 @@ def test_norms_and_clipped_gradients_are_those_of_one_rank(measured: Any) -> Non
 @pytest.fixture(scope="module")
 def module() -> Iterator[ModuleType]:
     """The newest release, without any overlay."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
-        found = importlib.import_module(TARGET.module)
-    megacpp_overlays.undo()
-    yield found
-    megacpp_overlays.arm()
+    with without_overlays(TARGET.module) as found:
+        yield found
 
 
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: ModuleType) -> None:

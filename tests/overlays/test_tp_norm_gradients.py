@@ -6,17 +6,15 @@ What is measured is in `summed_norms.py`, which runs in a process of its own for
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from placed_seams import placed
+from placed_seams import placed, without_overlays
 from places import SUPPORT
 
-import megacpp_overlays
 from megacpp_overlays.feature_probes.tp_norm_gradients import ATTENTION, BY_NAME, FUNCTION, TARGET
 from megacpp_overlays.overlays.tp_norm_gradients import OVERLAY, observe
 
@@ -115,12 +113,8 @@ def test_all_else_is_upstream_s_bit_for_bit_and_so_is_what_upstream_does_right(m
 @pytest.fixture(scope="module")
 def module() -> Iterator[ModuleType]:
     """The newest release, without any overlay."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
-        found = importlib.import_module(TARGET.module)
-    megacpp_overlays.undo()
-    yield found
-    megacpp_overlays.arm()
+    with without_overlays(TARGET.module) as found:
+        yield found
 
 
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: ModuleType) -> None:

@@ -1,11 +1,14 @@
-"""The seams of an overlay in a module of this process, without the loader."""
+"""The seams of an overlay in a module of this process, without the loader, and the module without any."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import warnings
 from collections.abc import Iterator
 from types import ModuleType
 
+import megacpp_overlays
 from megacpp_overlays.loader import seams
 from megacpp_overlays.model import Overlay
 
@@ -19,3 +22,16 @@ def placed(overlay: Overlay, shape: str, module: ModuleType) -> Iterator[None]:
             seam = seams.replace(owner, name, lambda f, make=each.make: make(f, module), overlay_id=overlay.id)
             undone.callback(seam.undo)
         yield
+
+
+@contextlib.contextmanager
+def without_overlays(name: str) -> Iterator[ModuleType]:
+    """Import a module of upstream, and take the overlays of this process out until the end."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
+        found = importlib.import_module(name)
+    megacpp_overlays.undo()
+    try:
+        yield found
+    finally:
+        megacpp_overlays.arm()

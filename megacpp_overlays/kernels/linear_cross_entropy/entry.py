@@ -15,8 +15,9 @@ The contract is that of `megatron.core.fusions.linear_cross_entropy.blackwell.en
 - With sequence parallelism the hidden states are one rank's share of the first dimension; they are gathered along it,
   and the gathered ones go to the backward pass.
 - Seven values leave the forward pass: the loss, the highest logit and the sum of exponentials of every token over
-  the whole vocabulary (float32; upstream's callers hand both to the backward pass and read neither), the number of tokens that are not ignored (int64, no dimensions), rank and size of
-  the group (0 and 1 without one), and the hidden states of all tokens.
+  the whole vocabulary (float32; upstream's callers hand both to the backward pass and read neither), the number of
+  tokens that are not ignored (int64, no dimensions), rank and size of the group (0 and 1 without one), and the hidden
+  states of all tokens.
 - The backward pass gets the gradient of the loss: per token for "none", else without dimensions. It adds up the
   gradient of the hidden states in float32, sums it over the group in float32, keeps this rank's share of the
   sequence, and only then rounds it to the dtype of the hidden states. The weight gradient has the weight's dtype.

@@ -6,8 +6,9 @@ block of classes at a time; or on those of the forward pass, where there is room
 `memory` for that choice, and `reference` for the definition of the loss.
 
 CUDA devices compute with cuBLAS and Triton, all others in plain PyTorch. After one look at labels and masks in the first
-backward pass (see `memory`, which also says when tokens that do not count are left out) there is no host synchronisation, so a step can be captured in a CUDA
-graph, and no atomic addition either, so a step that is repeated gives the same bits.
+backward pass (see `memory`, which also says when tokens that do not count are left out) there is no host
+synchronisation, so a step can be captured in a CUDA graph, and no atomic addition either, so a step that is repeated
+gives the same bits.
 """
 
 from __future__ import annotations
