@@ -44,7 +44,7 @@ def side_by_side(
     *words: str | Path, env: dict[str, str], stdin: str = "", cwd: Path | None = None, options: Sequence[str] = ()
 ) -> tuple[Ended, Ended]:
     """Run a plain Python and ours with the same arguments; return how each ended."""
-    env = {**env, "MEGACPP_OVERLAYS_LOG": "logging"}  # what we say is the one difference that is meant
+    env = {**env, "MEGACPP_OVERLAYS_LOG": os.devnull}  # what we say is the one difference that is meant
     plain = ended(*options, *words, env=env, stdin=stdin, cwd=cwd)
     return plain, ended(*options, *MODULE, *words, env=env, stdin=stdin, cwd=cwd)
 
