@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,9 @@ from places import HANG_S, ROOT
 pytestmark = pytest.mark.upstream
 
 EXEMPTION, LOSS = "float16-fp32-exemption", "liger-flce-none-backward"
-LANES = {"spring-2026": ROOT / ".envs/spring-2026/bin/python", "newest": ROOT / ".envs/newest/bin/python"}
+CURRENT = ROOT / ".venv/bin/python"
+"""The demo's own environment, whatever lane runs the tests: its releases need both overlays."""
+LANES = {lane: ROOT / ".envs" / lane / "bin/python" for lane in ("spring-2026", "newest", "edge")}
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,7 @@ class Run:
         return [claim["outcome"] for claim in self.report["claims"]]
 
 
-def run_demo(
-    folder: Path, *launcher: str, python: Path | str = sys.executable, steps: int = 8, **variables: str
-) -> Run:
+def run_demo(folder: Path, *launcher: str, python: Path = CURRENT, steps: int = 8, **variables: str) -> Run:
     path = folder / "report.json"
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MEGACPP_OVERLAY")}
     done = subprocess.run(
@@ -139,7 +138,7 @@ def test_an_odd_rank_stops_the_demo_before_step_1_and_one_table_says_why(tmp_pat
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MEGACPP_OVERLAY")}
 
     done = subprocess.run(
-        [sys.executable, *launcher, ROOT / "examples/odd_rank.py", "--device", "cpu"],
+        [CURRENT, *launcher, ROOT / "examples/odd_rank.py", "--device", "cpu"],
         env=clean,
         capture_output=True,
         text=True,
@@ -155,7 +154,9 @@ def test_an_odd_rank_stops_the_demo_before_step_1_and_one_table_says_why(tmp_pat
     assert "Exempt parameters" not in table
 
 
-@pytest.mark.parametrize(("lane", "loss_decision"), [("spring-2026", "active"), ("newest", "retired")])
+@pytest.mark.parametrize(
+    ("lane", "loss_decision"), [("spring-2026", "active"), ("newest", "retired"), ("edge", "retired")]
+)
 def test_another_lane_shows_what_its_releases_need(tmp_path: Path, lane: str, loss_decision: str) -> None:
     assert LANES[lane].exists(), f"there is no {LANES[lane]}: run `make setup`"
 

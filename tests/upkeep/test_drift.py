@@ -20,6 +20,7 @@ from places import HANG_S, ROOT
 
 from megacpp_overlays import cli
 from megacpp_overlays.cli.codes import ExitCode
+from megacpp_overlays.loader import registry
 from megacpp_overlays.loader import session as sessions
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.upkeep.drift import installations
@@ -177,7 +178,9 @@ def test_what_a_launcher_replaces_is_named_beside_what_overlays_do(drift: Drift,
 def test_a_launcher_that_replaces_nothing_is_clean_and_one_that_fails_is_an_error(
     drift: Drift, upstream: Upstream
 ) -> None:
-    env = launchers.environment(upstream)
+    # A gate of what is installed here would speak beside the command.
+    gates = {each.variable: "off" for each in registry.load() if not each.installs}
+    env = launchers.environment(upstream, **gates)
     upstream.write("raise OSError('no such device')\n", module="failing")
 
     quiet = drift("--import", upstream.module_name, env=env)

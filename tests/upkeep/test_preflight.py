@@ -535,12 +535,19 @@ def checkout(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.fixture
+def ruff(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The formatter of this project, in lanes that have none."""
+    monkeypatch.setenv("PATH", str(ROOT / ".venv/bin"), prepend=os.pathsep)
+
+
 def diff(tmp_path: Path, new: str) -> Path:
     path = tmp_path / "0001.diff"
     path.write_text(DIFF.format(new=new))
     return path
 
 
+@pytest.mark.usefixtures("ruff")
 @pytest.mark.parametrize(
     ("new", "outcome", "says"),
     [
@@ -570,6 +577,7 @@ def test_files_that_the_target_does_not_format_are_left_alone(tmp_path: Path, ch
     assert (found.outcome, found.reason) == (NOT_APPLICABLE, "the target formats none of pkg/layers.py")
 
 
+@pytest.mark.usefixtures("ruff")
 @pytest.mark.parametrize(
     ("repository", "formatter", "outcome", "says"),
     [

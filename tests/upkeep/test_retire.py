@@ -515,6 +515,7 @@ def test_liger_flce_none_backward_can_be_retired_with_the_newest_release(tmp_pat
     audit = clone.python("-m", "megacpp_overlays", "audit", "--json", interpreter=str(newest))
     assert "liger-flce-none-backward" not in audit.stdout
     clone.commit()
-    here = clone.python("-m", "megacpp_overlays", "repro", "9", "--case", "interpreter")  # liger-kernel 0.8.1
-    assert here.returncode == 1
-    assert "FAILED: the bug is back, or this release never had the repair" in here.stdout
+    current = str(ROOT / ".venv/bin/python")  # liger-kernel 0.8.1
+    broken = clone.python("-m", "megacpp_overlays", "repro", "9", "--case", "interpreter", interpreter=current)
+    assert broken.returncode == 1
+    assert "FAILED: the bug is back, or this release never had the repair" in broken.stdout
