@@ -39,7 +39,7 @@ def on_ranks(count: int, folder: Path, find: Callable[[int], Any]) -> list[Any]:
     def rank(number: int) -> None:
         import torch
 
-        torch.set_num_threads(torch.get_num_threads())  # a copy makes its pool of threads anew, and two threads at once fail
+        torch.set_num_threads(torch.get_num_threads())  # a copy makes its pool anew, which fails on two threads at once
         if not ON_CPU:
             devices = torch.cuda.device_count()
             torch.cuda.set_device(number % devices)
