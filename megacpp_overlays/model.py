@@ -318,6 +318,14 @@ class Gate(Erratum):
     """Distributions of the combination, beside that of the target."""
     decided_by: str | None = None
     """The one of them whose release decides whether the combination works; None where that of the target does."""
+    elsewhere: Callable[[], str | None] | None = None
+    """Says why this host is not concerned, such as that it has other GPUs, and None where it is. Asked only where the
+    combination is installed; a matrix and a mutant are the same on every host. None where every host is concerned."""
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """Every function that the declaration brings."""
+        return (self.probe, *([self.elsewhere] if self.elsewhere else []))
 
     @property
     def companions(self) -> tuple[str, ...]:

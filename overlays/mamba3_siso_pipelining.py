@@ -7,26 +7,8 @@ the gate says for which devices it matters.
 from __future__ import annotations
 
 from megacpp_overlays.feature_probes import mamba3_siso_pipelining as feature
-from megacpp_overlays.model import Evidence, Finding, Gate, Thread, Verdict
+from megacpp_overlays.model import Gate, Thread
 from megacpp_overlays.runtime import gpus
-from megacpp_overlays.source.trees import SourceTree
-
-_CONCERNED = frozenset({10, 12})
-"""Major compute capabilities of the devices with the defect."""
-
-
-def probe(tree: SourceTree) -> Finding:
-    """Return what upstream has, and ABSENT where every GPU of this host is another."""
-    found = feature.probe(tree)
-    if found.verdict is not Verdict.BROKEN:
-        return found
-    there = gpus.capabilities()
-    if there is None or any(major in _CONCERNED for major, _ in there):
-        return found
-    names = ", ".join(f"{major}.{minor}" for major, minor in sorted(there))
-    seen = Evidence(seen=f"every GPU of this host has compute capability {names}")
-    return Finding(verdict=Verdict.ABSENT, shape=None, evidence=(*found.evidence, seen))
-
 
 OVERLAY = Gate(
     id="mamba3-siso-pipelining",
@@ -34,7 +16,8 @@ OVERLAY = Gate(
     title="the tuner of the Mamba-3 SISO forward kernel may choose what is wrong on Blackwell",
     target=feature.TARGET,
     beside=("triton",),
-    probe=probe,
+    probe=feature.probe,
+    elsewhere=gpus.elsewhere(frozenset({10, 12})),
     unsupported={
         feature.ANY_STAGES: "on compute capability 10 and 12, build mamba-ssm from main (#997, in no release), or leave one stage in "
         "the configurations of mamba3_siso_fwd_kernel before its first call: kernel.configs = [c for c in kernel.configs if "

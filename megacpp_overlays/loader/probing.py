@@ -18,6 +18,9 @@ from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Body, Decision, Erratum, Evidence, Finding, Gate, Overlay, Record, Verdict
 from megacpp_overlays.source.trees import SourceTree, answer, readable
 
+_SPOKEN_OF = frozenset({Verdict.BROKEN, Verdict.UNRECOGNISED})
+"""What a gate is about where its host is concerned, and what is nothing to a host that is not."""
+
 
 def examine(erratum: Erratum, tree: SourceTree, *, unless: tuple[type[Exception], ...] = ()) -> Finding:
     """Run the probe of an overlay or a gate. A probe that fails has not recognised what it saw.
@@ -50,6 +53,8 @@ def examine_installed(
 ) -> Finding:
     """Run a probe over what is installed, and let a kept witness prove what only looks repaired.
 
+    What a gate says is ABSENT where this host is not concerned.
+
     Args:
         erratum: the declaration.
         tree: an `InstalledTree`.
@@ -57,11 +62,21 @@ def examine_installed(
         unless: errors that leave; see `examine`.
     """
     finding = examine(erratum, tree, unless=unless)
+    if isinstance(erratum, Gate) and finding.verdict in _SPOKEN_OF and (why := _elsewhere(erratum)):
+        return Finding(verdict=Verdict.ABSENT, shape=None, evidence=(*finding.evidence, Evidence(seen=why)))
     if not finding.looks_repaired:
         return finding
     from megacpp_overlays.loader import witnesses  # noqa: PLC0415 - a launch without such a repair pays nothing
 
     return witnesses.proved(erratum, finding, tree, settings)
+
+
+def _elsewhere(gate: Gate) -> str | None:
+    """Return why this host is not concerned; None where it is, and where that question fails."""
+    try:
+        return gate.elsewhere() if gate.elsewhere else None
+    except Exception:  # noqa: BLE001 - what cannot be asked is no reason to keep silent
+        return None
 
 
 def known_or_examined(erratum: Erratum, tree: SourceTree, settings: Settings) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,6 +33,23 @@ def capabilities() -> frozenset[Capability] | None:
         return None
     finally:
         nvml.nvmlShutdown()
+
+
+def elsewhere(majors: frozenset[int]) -> Callable[[], str | None]:
+    """Return what tells a gate why no GPU of this host has one of some major compute capabilities.
+
+    It returns None where one has, and where that cannot be known, as on a login node: the gate then says for which devices
+    it matters.
+    """
+
+    def why() -> str | None:
+        there = capabilities()
+        if there is None or any(major in majors for major, _ in there):
+            return None
+        names = ", ".join(f"{major}.{minor}" for major, minor in sorted(there))
+        return f"every GPU of this host has compute capability {names}"
+
+    return why
 
 
 def _ask(nvml: ctypes.CDLL) -> frozenset[Capability] | None:

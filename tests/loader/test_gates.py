@@ -15,7 +15,7 @@ from megacpp_overlays.errors import ActivationError, RegistryError
 from megacpp_overlays.loader import probing, registry
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import Mode, Settings
-from megacpp_overlays.model import Decision, Finding, Target
+from megacpp_overlays.model import Decision, Finding, Target, Verdict
 from megacpp_overlays.processes import statement
 from megacpp_overlays.source.trees import InstalledTree, SourceTree, shipped
 from megacpp_overlays.upkeep.ledger import render
@@ -292,6 +292,50 @@ def test_a_gate_is_settled_without_a_session_as_well(upstream: Upstream) -> None
     note(upstream, "does not work")
 
     record = probing.assess_gate(gate_of(upstream), Settings(), InstalledTree())
+
+    assert record.decision is Decision.GATED
+
+
+ELSEWHERE = "every GPU of this host has compute capability 8.0"
+
+
+@pytest.mark.parametrize("notes", ["does not work", "does nothing", "in another way"])
+def test_a_gate_is_silent_where_the_host_is_not_concerned_and_its_probe_says_what_is_installed(
+    upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str], notes: str
+) -> None:
+    note(upstream, notes)
+    gate = gate_of(upstream, elsewhere=lambda: ELSEWHERE)
+
+    armed = session(gate)
+    armed.arm()
+
+    (record,) = armed.audit().records
+    assert record.decision is Decision.ABSENT
+    assert record.reason.startswith(f"{notes} (notes.txt:1)")
+    assert record.reason.endswith(ELSEWHERE)
+    assert "double-trouble" not in capsys.readouterr().err
+    assert probing.examine(gate, InstalledTree()).verdict in {Verdict.BROKEN, Verdict.UNRECOGNISED}
+
+
+def test_what_works_is_retired_wherever_it_is(upstream: Upstream) -> None:
+    note(upstream, "works")
+
+    record = probing.assess_gate(gate_of(upstream, elsewhere=lambda: ELSEWHERE), Settings(), InstalledTree())
+
+    assert record.decision is Decision.RETIRED
+
+
+def fails() -> str | None:
+    raise OSError("the driver does not answer")
+
+
+@pytest.mark.parametrize("elsewhere", [fails, lambda: None])
+def test_a_host_that_is_concerned_or_cannot_be_asked_is_told(
+    upstream: Upstream, elsewhere: Callable[[], str | None]
+) -> None:
+    note(upstream, "does not work")
+
+    record = probing.assess_gate(gate_of(upstream, elsewhere=elsewhere), Settings(), InstalledTree())
 
     assert record.decision is Decision.GATED
 

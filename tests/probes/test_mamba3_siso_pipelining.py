@@ -10,6 +10,8 @@ from probing import ask
 from repair_cases import PRUNED
 
 from megacpp_overlays.feature_probes.mamba3_siso_pipelining import ANY_STAGES, probe
+from megacpp_overlays.loader import probing
+from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Verdict
 from megacpp_overlays.overlays.mamba3_siso_pipelining import OVERLAY
 from megacpp_overlays.runtime import gpus
@@ -68,10 +70,19 @@ def test_it_matters_where_there_is_a_blackwell_or_where_that_cannot_be_known(
 ) -> None:
     monkeypatch.setattr(gpus, "capabilities", lambda: there)
 
-    found = ask(OVERLAY.probe, tree_of("mamba3-pinned"))
+    found = probing.examine_installed(OVERLAY, tree_of("mamba3-pinned"), Settings())
 
     assert found.verdict is verdict
     assert ("every GPU of this host" in found.summary()) == (verdict is Verdict.ABSENT)
+
+
+@pytest.mark.parametrize("there", [frozenset({(9, 0)}), frozenset({(10, 0)}), None])
+def test_what_releases_are_said_to_have_is_the_same_on_every_host(
+    monkeypatch: pytest.MonkeyPatch, there: frozenset[tuple[int, int]] | None
+) -> None:
+    monkeypatch.setattr(gpus, "capabilities", lambda: there)
+
+    assert probing.examine(OVERLAY, tree_of("mamba3-pinned")).shape == ANY_STAGES
 
 
 def test_asking_for_gpus_answers_or_says_that_it_cannot(run_python: Callable[..., object]) -> None:
