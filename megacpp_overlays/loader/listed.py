@@ -255,5 +255,11 @@ LISTED: tuple[Listed, ...] = (
         off_by_default=False,
         targets=("megatron.core.distributed.finalize_model_grads",),
     ),
+    Listed(
+        id="triton-register-operands",
+        installs=False,
+        off_by_default=False,
+        targets=("triton.backends.nvidia.compiler",),
+    ),
 )
 """Every declaration, by pack and id."""

@@ -35,16 +35,22 @@ def capabilities() -> frozenset[Capability] | None:
         nvml.nvmlShutdown()
 
 
-def elsewhere(majors: frozenset[int]) -> Callable[[], str | None]:
+def elsewhere(majors: frozenset[int], *, known_alone: bool = False) -> Callable[[], str | None]:
     """Return what tells a gate why no GPU of this host has one of some major compute capabilities.
 
-    It returns None where one has, and where that cannot be known, as on a login node: the gate then says for which devices
-    it matters.
+    It returns None where one has. Where that cannot be known, as on a login node, it returns None too, and the gate then says
+    for which devices it matters.
+
+    Args:
+        majors: of the devices with the defect.
+        known_alone: whether a host whose GPUs cannot be asked is not concerned.
     """
 
     def why() -> str | None:
         there = capabilities()
-        if there is None or any(major in majors for major, _ in there):
+        if there is None:
+            return "no GPU of this host can be asked" if known_alone else None
+        if any(major in majors for major, _ in there):
             return None
         names = ", ".join(f"{major}.{minor}" for major, minor in sorted(there))
         return f"every GPU of this host has compute capability {names}"

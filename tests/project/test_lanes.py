@@ -34,6 +34,7 @@ M = "megatron-core"
 L = "liger-kernel"
 S = "mamba-ssm"
 T = "tilelang"
+TRITON = "triton"
 EXPECTED = {
     "cp-local-loss-mean": (M, ("disabled",) * 6),
     "dsa-branchless-scatter": (M, ("absent", "absent", "retired", "retired", "retired", "retired")),
@@ -76,6 +77,7 @@ EXPECTED = {
     "tp-attention-sinks": (M, ("active",) * 6),
     "tp-label-smoothing": (M, ("disabled",) * 6),
     "tp-norm-gradients": (M, ("active",) * 6),
+    "triton-register-operands": (TRITON, (*("absent",) * 5, "retired")),
     "tilelang-zero-extent-iterator": (T, ("gated", "absent", "absent", "absent", "gated", "retired")),
 }
 """Distribution and decision by overlay, the decisions in the order of the lanes."""
@@ -95,6 +97,8 @@ VERSIONS = {
     ("spring-2026", T): "0.1.8",
     ("mamba3-pinned", T): "0.1.8",
     ("edge", T): "0.1.15",
+    **{(lane, TRITON): "3.6.0" for lane in ("spring-2026", "summer-2026", "current", "newest", "mamba3-pinned")},
+    ("edge", TRITON): "3.9.0",
 }
 
 

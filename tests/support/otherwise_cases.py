@@ -57,6 +57,7 @@ from megacpp_overlays.feature_probes import (
     tp_attention_sinks,
     tp_label_smoothing,
     tp_norm_gradients,
+    triton_register_operands,
 )
 from megacpp_overlays.model import Verdict
 from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
@@ -779,6 +780,18 @@ CASES = {
         },
         patched={"_WRONG": {"0.1.8"}, "_REFUSING": set[str]()},
         tree=lambda: tree_of("mamba3-pinned"),
+    ),
+    "register operands": Otherwise(
+        triton_register_operands,
+        triton_register_operands.TARGET.module,
+        edits={
+            "not pipelined": ("add_pipeline(pm, opt.num_stages, dump_enabled)", "add_pipeline(pm, 1 if capability // 10 == 9 else opt.num_stages, dump_enabled)"),
+            "through shared memory": ("add_optimize_dot_operands(pm, capability >= 80)", "add_optimize_dot_operands(pm, capability // 10 == 8)"),
+            "four warps": ('add_convert_to_ttgpuir(pm, f"cuda:{capability}", opt.num_warps,', 'add_convert_to_ttgpuir(pm, f"cuda:{capability}", min(opt.num_warps, 4),'),
+            "waits in PTX": ("            print(ret)\n        return ret", "            print(ret)\n        return wait_for_all_products(ret)"),
+            "another compiler": ("from triton._C.libtriton import", "from our_triton.libtriton import"),
+        },
+        tree=lambda: tree_of("newest"),
     ),
     "extents": Otherwise(
         tilelang_zero_extent_iterator,

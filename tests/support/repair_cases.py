@@ -62,6 +62,7 @@ from megacpp_overlays.feature_probes import (
     tp_attention_sinks,
     tp_label_smoothing,
     tp_norm_gradients,
+    triton_register_operands,
 )
 from megacpp_overlays.feature_probes.repairs import Repairs
 from megacpp_overlays.fp32_marks import MAMBA3, MAMBA3_ALWAYS, MAMBA3_MIMO
@@ -1489,6 +1490,22 @@ CASES = {
             "not projected": ("        FloorMod(FloorDiv(reduce_var, lower), extent) * lower;", "        0;"),
             "counted twice": ("        remaining_thread_owned_factor /= factor;\n", ""),
             "under #if 0": ("  ICHECK(analyzer->CanProveEqual(projected_index", "#if 0\n#endif\n  ICHECK(analyzer->CanProveEqual(projected_index"),
+        },
+        tree=lambda: tree_of("edge"),
+        is_made_up=False,
+    ),
+    "register operands": Case(
+        triton_register_operands,
+        triton_register_operands.TARGET.module,
+        dict,
+        {
+            "without waits": ("            print(ret)\n        return ret", "            print(ret)\n        return without_waits(ret)"),
+            "an older compiler": ("from triton._C.libtriton import", "from triton._C.older.libtriton import"),
+            "the older assembler": ("    return knobs.nvidia.ptxas_blackwell", "    return knobs.nvidia.ptxas"),
+            "registers of the assembler": ("reg_alloc = ['--regAllocOptLevel=2']", "reg_alloc = []"),
+            "pipelined again": ("            passes.ttgpuir.add_schedule_loops(pm)\n            passes.ttgpuir.add_pipeline(pm, opt.num_stages, dump_enabled)", "            passes.ttgpuir.add_schedule_loops(pm)\n            passes.ttgpuir.add_pipeline(pm, opt.num_stages, dump_enabled)\n            ours.passes.without_waits(pm)"),
+            "assembled elsewhere": appended("CUDABackend.make_cubin = make_cubin_of_3_6"),
+            "a method on top": ("class CUDABackend(BaseBackend):", "class CUDABackend(OlderBackend):"),
         },
         tree=lambda: tree_of("edge"),
         is_made_up=False,

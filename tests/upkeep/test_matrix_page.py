@@ -244,10 +244,16 @@ def expected(**versions: str) -> set[str]:
     "versions",
     [
         {table.distribution.replace("-", "_"): table.rows[-1].name for table in KEPT},
-        {"megatron_core": "0.18.2", "mamba_ssm": "2.3.0", "tilelang": "0.1.15", "liger_kernel": "0.8.1"},
+        {
+            "megatron_core": "0.18.2",
+            "mamba_ssm": "2.3.0",
+            "tilelang": "0.1.15",
+            "liger_kernel": "0.8.1",
+            "triton": "3.6.0",
+        },
         {"megatron_core": "", "mamba_ssm": "2.3.2.post1", "tilelang": "0.1.12", "liger_kernel": ""},
-        {"megatron_core": "0.16.1", "mamba_ssm": "", "tilelang": "", "liger_kernel": ""},
-        {"megatron_core": "", "mamba_ssm": "", "tilelang": "", "liger_kernel": ""},
+        {"megatron_core": "0.16.1", "mamba_ssm": "", "tilelang": "", "liger_kernel": "", "triton": "3.5.1"},
+        {"megatron_core": "", "mamba_ssm": "", "tilelang": "", "liger_kernel": "", "triton": ""},
     ],
     ids=["newest", "summer, of a combination one", "the right one of a combination", "one alone", "none"],
 )

@@ -28,7 +28,7 @@ from megacpp_overlays.upkeep.matrix import archives as archives_module
 from megacpp_overlays.upkeep.matrix.archives import Archives
 from megacpp_overlays.upkeep.matrix.commit_tree import CommitTree
 from megacpp_overlays.upkeep.matrix.package_index import IndexAnswers, NoNetworkError, PackageIndex, configured
-from megacpp_overlays.upkeep.matrix.releases import ArchiveFile, from_data, release, to_data
+from megacpp_overlays.upkeep.matrix.releases import ArchiveFile, from_data, is_read, release, to_data
 
 PURE = f"{PACKAGE}-1.0-py3-none-any.whl"
 BUILT = "made_up_upstream-1.0-cp{0}-cp{0}-manylinux_2_28_{1}.whl"
@@ -86,6 +86,16 @@ def test_wheels_come_before_source(names: list[str], first: str) -> None:
 def test_a_name_that_leads_to_another_folder_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="no name of a file"):
         file(name)
+
+
+def test_of_a_distribution_of_large_archives_old_releases_are_not_read() -> None:
+    assert [is_read("triton", version) for version in ("2.0.0", "3.3.0", "3.3.1", "3.10.0")] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert is_read("megatron-core", "0.1.0")
 
 
 # --- what an index says ---

@@ -19,6 +19,16 @@ _MINOR = 12
 to be the same choice on every machine."""
 
 
+_OLDEST = {"triton": Version("3.3.1")}
+"""Of distributions whose archives are large, the oldest release that is read. No lane and no supported torch has an older one,
+and all of them are 3 GB."""
+
+
+def is_read(distribution: str, version: str) -> bool:
+    """Return whether a release has a row: all have, but for old ones of distributions whose archives are large."""
+    return distribution not in _OLDEST or Version(version) >= _OLDEST[distribution]
+
+
 def is_plain(name: str) -> bool:
     """Return whether a name that an index gave leads to no other folder."""
     return bool(name) and not name.startswith(".") and not set(name) & set("/\\\0")
