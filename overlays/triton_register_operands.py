@@ -20,7 +20,7 @@ OVERLAY = Gate(
     elsewhere=gpus.elsewhere(frozenset({9}), known_alone=True),
     unsupported={
         feature.WRITTEN_AGAIN: "for kernels of your own whose tl.dot takes a left operand that was cast, scaled or masked in a pipelined "
-        "loop, use 4 warps or num_stages=1, or Triton 3.7.0 or newer; kernels of mamba-ssm 2.3.2.post1 (Mamba-2, Mamba-3 SISO) "
+        "loop, use 4 warps, or Triton 3.7.0 or newer; kernels of mamba-ssm 2.3.2.post1 (Mamba-2, Mamba-3 SISO) "
         "were right in every configuration of their tuners",
     },
     breaks="with 8 warps up to half of such a product's numbers are wrong, in every launch, without an error",
