@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from megacpp_overlays.feature_probes.findings import absent, broken, fixed, unknown
 from megacpp_overlays.model import Evidence, Finding, Target, Text
-from megacpp_overlays.source.trees import SourceTree
+from megacpp_overlays.source.trees import SourceTree, check_length
 
 TARGET = Target(distribution="triton", module="triton.backends.nvidia.compiler", symbol="CUDABackend")
 WRITTEN_AGAIN = "written-again"
@@ -39,4 +39,5 @@ def probe(tree: SourceTree) -> Finding:
     if digest in _RIGHT:
         seen = Evidence(seen=f"the compiler of {_RIGHT[digest]}, whose products were right", file=source.path)
         return fixed(seen, repair=[Text(source.path, digest)])
+    check_length(source.path, source.text)
     raise unknown(source, None, f"it belongs to a compiler that nobody measured: {digest}")

@@ -10,7 +10,7 @@ import functools
 import inspect
 import os
 import sys
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, WrapperDescriptorType
 from typing import Any
 
 from megacpp_overlays.loader import seams
@@ -94,11 +94,18 @@ def maker(value: Any) -> str:
         return str(value.__globals__.get("__name__"))
     if (wrapper := _of_wrapt(value)) is not None:
         return maker(unwrapped(wrapper))
-    if type(value) is BuiltinFunctionType:
+    if type(value) is BuiltinFunctionType or _is_of_nanobind(value):
         return str(value.__module__ or "builtins")  # a method of a built-in type says None
     if issubclass(type(value), type):
         return str(_MODULE_OF_TYPE.__get__(value))
     return str(type(value).__module__)
+
+
+def _is_of_nanobind(value: Any) -> bool:
+    """Return whether it is a function that an extension made with nanobind, as Triton's since 3.9.0 are, is called in C."""
+    kind = type(value)
+    called = inspect.getattr_static(kind, "__call__", None)
+    return (kind.__module__, kind.__qualname__) == ("nanobind", "nb_func") and type(called) is WrapperDescriptorType
 
 
 def describe(raw: Any) -> str:
