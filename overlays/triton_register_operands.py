@@ -1,6 +1,6 @@
 """Say that kernels of one's own may be wrong on Hopper with this Triton, without an error.
 
-It speaks only where a GPU of compute capability 9 is known to be there: Triton 3.6.0 came with torch 2.10 and 2.11, and hosts
+It speaks only where a GPU of compute capability 9 is known to be there: Triton 3.6.0 comes with torch 2.11, and hosts
 without such a GPU have nothing to do.
 """
 

@@ -38,12 +38,12 @@ def capabilities() -> frozenset[Capability] | None:
 def elsewhere(majors: frozenset[int], *, known_alone: bool = False) -> Callable[[], str | None]:
     """Return what tells a gate why no GPU of this host has one of some major compute capabilities.
 
-    It returns None where one has. Where that cannot be known, as on a login node, it returns None too, and the gate then says
-    for which devices it matters.
+    It returns None where one has.
 
     Args:
         majors: of the devices with the defect.
-        known_alone: whether a host whose GPUs cannot be asked is not concerned.
+        known_alone: whether a host whose GPUs cannot be asked, such as a login node, is not concerned. Otherwise it is, and
+            the gate has to say for which devices it matters.
     """
 
     def why() -> str | None:

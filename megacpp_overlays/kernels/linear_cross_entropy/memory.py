@@ -30,7 +30,8 @@ Skipping copies the hidden states of the tokens that are not skipped, into room 
 of the memory beside several blocks. Where that leaves less than a sixteenth for a block, products take the rows from where
 they are, which on an H200 takes 1.1 to 1.5 times as long as cuBLAS for logits and 2.0 to 2.7 times for the gradient of
 weights. Where there is one block, or all logits are kept, the gradient takes the place of the copy in a backward pass, and
-goes to its own place when the logits are gone; the copy of a forward pass is there when no gradient is yet. Under autocast a rounded copy of all hidden states comes on top.
+goes to its own place when the logits are gone; the copy of a forward pass is there when no gradient is yet. Under autocast
+a rounded copy of all hidden states comes on top.
 
 The memory cannot be kept where the gradient of the hidden states in float32 takes more by itself, 4 bytes for each number of
 them: 256 MiB are 8192 tokens of size 8192. Half of that is beside the blocks, and all of it is there when the result is

@@ -102,10 +102,11 @@ def maker(value: Any) -> str:
 
 
 def _is_of_nanobind(value: Any) -> bool:
-    """Return whether it is a function that an extension made with nanobind, as Triton's since 3.9.0 are, is called in C."""
+    """Return whether it is a function of an extension made with nanobind, as Triton 3.9.0 is, and no class of that name."""
     kind = type(value)
-    called = inspect.getattr_static(kind, "__call__", None)
-    return (kind.__module__, kind.__qualname__) == ("nanobind", "nb_func") and type(called) is WrapperDescriptorType
+    if (kind.__module__, kind.__qualname__) != ("nanobind", "nb_func"):
+        return False
+    return type(inspect.getattr_static(kind, "__call__", None)) is WrapperDescriptorType
 
 
 def describe(raw: Any) -> str:

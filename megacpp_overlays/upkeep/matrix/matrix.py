@@ -26,7 +26,7 @@ from megacpp_overlays.source.file_trees import ArchiveTree, BesideTree, FileTree
 from megacpp_overlays.source.trees import Remembered
 from megacpp_overlays.upkeep.matrix.archives import Archives
 from megacpp_overlays.upkeep.matrix.combinations import Partner, decisive, partner
-from megacpp_overlays.upkeep.matrix.releases import IndexAnswer, Release, is_read
+from megacpp_overlays.upkeep.matrix.releases import IndexAnswer, Release
 
 UPLOADED, BUILT, COMMITTED = "uploaded", "built", "committed"
 """What the date of a row is the date of."""
@@ -299,12 +299,11 @@ def table(
         tell: gets a line for people now and then, since this takes a while.
         beside: what every release is laid beside for the gates with a `partner`.
     """
-    name = answer.distribution
-    wanted = [each for each in answer.releases if (pre or each.is_final) and is_read(name, each.version)]
-    tell(f"{name}: {len(wanted)} releases")
+    wanted = [each for each in answer.read if pre or each.is_final]
+    tell(f"{answer.distribution}: {len(wanted)} releases")
     rows = tuple(release_row(each, overlays, archives, beside) for each in wanted)
     heads = columns(overlays, beside)
-    return Table(distribution=name, asked=answer.asked, columns=heads, rows=rows)
+    return Table(distribution=answer.distribution, asked=answer.asked, columns=heads, rows=rows)
 
 
 def flips(table: Table, overlay: str) -> tuple[Flip, ...]:

@@ -17,7 +17,7 @@ from megacpp_overlays.model import Erratum, Evidence, Target, Verdict
 from megacpp_overlays.upkeep.matrix import combinations, matrix
 from megacpp_overlays.upkeep.matrix.archives import Archives
 from megacpp_overlays.upkeep.matrix.matrix import Cell, Column, PartFinding, Row, Table
-from megacpp_overlays.upkeep.matrix.releases import ArchiveFile, IndexAnswer, in_order, is_read, release
+from megacpp_overlays.upkeep.matrix.releases import ArchiveFile, IndexAnswer, in_order, release
 
 SCHEMA = 2
 NAME, PAGE = "matrix.json", "matrix.html"
@@ -133,8 +133,7 @@ def differences(kept: Sequence[Table], now: Sequence[Table], overlays: Sequence[
 def newer(table: Table, answer: IndexAnswer) -> list[str]:
     """Return in what a kept table is not what an index says: its final releases, their dates, files and yanks."""
     name, kept = table.distribution, {row.name: row for row in table.rows}
-    read = [each for each in answer.releases if each.is_final and is_read(name, each.version)]
-    final = {each.version: each for each in read}
+    final = {each.version: each for each in answer.read if each.is_final}
     found = [f"{name} {version} ({each.date}) came since" for version, each in final.items() if version not in kept]
     found += [f"{name} {version}: the index no longer has it" for version in kept if version not in final]
     for row, each in ((row, final[version]) for version, row in kept.items() if version in final):

@@ -20,8 +20,8 @@ to be the same choice on every machine."""
 
 
 _OLDEST = {"triton": Version("3.3.1")}
-"""Of distributions whose archives are large, the oldest release that is read. No lane and no supported torch has an older one,
-and all of them are 3 GB."""
+"""Of distributions whose archives are large, the oldest release that is read: of triton the last one before the defect of
+pack 43."""
 
 
 def is_read(distribution: str, version: str) -> bool:
@@ -83,6 +83,11 @@ class IndexAnswer:
     """The date in UTC."""
     releases: tuple[Release, ...]
     """By version."""
+
+    @property
+    def read(self) -> tuple[Release, ...]:
+        """Those that have a row; see `is_read`."""
+        return tuple(each for each in self.releases if is_read(self.distribution, each.version))
 
 
 def release(version: str, files: Iterable[ArchiveFile], yanked: str | None) -> Release:
