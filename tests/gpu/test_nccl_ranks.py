@@ -146,3 +146,19 @@ def test_losses_of_a_repeated_prediction_layer_count_once(facts: Facts) -> None:
                 once, twice = (torch.tensor(way[each]["gradient"]) for each in ("once", "twice"))
                 expected = once * (1 if name == "told, balance" else times)
                 torch.testing.assert_close(twice, expected, rtol=ROUNDING, atol=ROUNDING, msg=f"{state}, {name}")
+
+
+def test_norms_get_the_gradient_of_one_rank(facts: Facts) -> None:
+    found = facts("summed_norms.py", "tp-norm-gradients", "auto", "2")
+
+    assert found["decision"] == "active"
+    for rank in found["on"]["2"]:
+        for name, way in rank.items():
+            norms = {weight: each for weight, each in way.items() if weight.endswith(".weight")}
+            assert norms, name
+            assert max(each["apart"] for each in norms.values()) < ROUNDING, name
+            assert way["drift"] == 0.0, name
+    for rank in found["off"]["2"]:
+        assert rank["latent queries"]["q_layernorm.weight"]["times"] == pytest.approx(2, rel=ROUNDING)
+        assert rank["outputs"]["out_norm.weight"]["apart"] > 0.1
+        assert rank["outputs"]["drift"] > 0

@@ -2,10 +2,10 @@
 
     python tests/support/summed_norms.py FOLDER RANKS...
 
-The release is the one that is first on the path. Ranks are forked, and meet in the folder as `forked_ranks` says. Each way is a real
-`MLASelfAttention` or `FusedMLASelfAttention`, a real `SelfAttention` with norms of its heads, or a real `GatedDeltaNet`, and is compared with the same layer on one
-rank, which every rank runs for itself. Its gradients are finalized by the real `finalize_model_grads`, where a few ways have them
-as data parallelism does, in `main_grad`.
+The release is the one that is first on the path. Ranks are forked, meet in the folder and have their tensors as
+`forked_ranks` says. Each way is a real `MLASelfAttention` or `FusedMLASelfAttention`, a real `SelfAttention` with norms of
+its heads, or a real `GatedDeltaNet`, and is compared with the same layer on one rank, which every rank runs for itself. Its
+gradients are finalized by the real `finalize_model_grads`, where a few ways have them as data parallelism does, in `main_grad`.
 
 Sharing of rotary keys is another defect, whose overlay stays on: without it gradients of down projections would differ for that.
 """
@@ -26,6 +26,7 @@ import megacpp_overlays
 
 # isort: split
 import torch
+from forked_ranks import DEVICE, ON_CPU
 from forked_ranks import on_ranks as forked
 from shared_keys import Core, apart, bits, ranks_of
 
@@ -207,7 +208,7 @@ def built(way: Way, ranks: int) -> Any:
             each.copy_(torch.cat([part.chunk(shares, axis)[rank] for part in parts]))
             if way.averaged and name.startswith("q_layernorm"):
                 each.average_gradients_across_tp_domain = True
-    return layer
+    return layer.to(DEVICE)
 
 
 def fused(name: str, size: int) -> list[int]:
@@ -223,7 +224,7 @@ def fused(name: str, size: int) -> list[int]:
 def step(layer: Any, way: Way, ranks: int) -> dict[str, torch.Tensor]:
     """Run a layer forwards and backwards, finalize its gradients, and return them."""
     generator = torch.Generator().manual_seed(43)
-    given = [torch.randn(TOKENS, BATCH, HIDDEN, generator=generator) for _ in range(2)]
+    given = [torch.randn(TOKENS, BATCH, HIDDEN, generator=generator).to(DEVICE) for _ in range(2)]
     if way.sequence and ranks > 1:
         given = [each.chunk(ranks)[torch.distributed.get_rank()] for each in given]
     hidden, weights = given
@@ -276,7 +277,7 @@ def on_rank(ranks: int, names: list[str]) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()  # of GPUs alone
-    with averages_on_gloo():
+    with averages_on_gloo() if ON_CPU else contextlib.nullcontext():
         with ranks_of(1):
             true = {name: step(built(WAYS[name], 1), WAYS[name], 1) for name in names}
         with ranks_of(ranks):
@@ -340,7 +341,8 @@ def prepare() -> Any:
     """Return the module of the attention, with Megatron's replicated linear layer bound in it where it takes one."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    torch.cuda.current_device = lambda: torch.device("cpu")
+    if ON_CPU:
+        torch.cuda.current_device = lambda: torch.device("cpu")
     importlib.import_module("torch._dynamo")  # each rank would import it for its optimizer
     importlib.import_module(FINALIZER)
     module = importlib.import_module(ATTENTION)
