@@ -122,13 +122,15 @@ bench: .envs/bench/.ready ## measure what importing and counting calls cost; wri
 
 GPU_PAGE = --json benchmarks/results/$(1).json --write benchmarks/results/$(1).md
 .PHONY: bench-gpu
-bench-gpu: .venv/.ready .envs/newest/.ready ## on NVIDIA GPUs: race the linear cross entropy with its peers, alone, across ranks and in a whole step
+bench-gpu: .venv/.ready .envs/newest/.ready .envs/proof/.ready ## on NVIDIA GPUs: race the linear cross entropy with its peers, alone, across ranks and in whole steps of Megatron and of the Trainer
 	@$(BIN)/python scripts/wheels.py fetch locks/peers.txt .cache/peers/wheels
 	@$(BIN)/python benchmarks/linear_cross_entropy/unpack.py .cache/peers .cache/peers/wheels
 	@.envs/newest/bin/python -W ignore benchmarks/linear_cross_entropy/run.py $(call GPU_PAGE,linear_cross_entropy) \
 	    --peers-at .cache/peers --plot benchmarks/results/linear_cross_entropy.svg
 	@.envs/newest/bin/python -W ignore benchmarks/linear_cross_entropy_step/run.py $(call GPU_PAGE,linear_cross_entropy_step)
 	@.envs/newest/bin/python -W ignore benchmarks/linear_cross_entropy_ranks/run.py $(call GPU_PAGE,linear_cross_entropy_ranks)
+	@PYTHONPATH=$(CURDIR)/.cache/peers/liger-0.8.5/site-packages .envs/proof/bin/python -W ignore benchmarks/trainer_step/run.py \
+	    $(call GPU_PAGE,trainer_step) --plot benchmarks/results/trainer_step.svg
 
 .PHONY: te
 te: .envs/te/.ready ## build Transformer Engine into .envs/te (about 20 minutes), which `make test` then tests against too

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from megacpp_overlays.feature_probes import liger_flce_none_backward as feature
 from megacpp_overlays.frozen import NamedTuple
+from megacpp_overlays.kernels.linear_cross_entropy import liger
 from megacpp_overlays.model import Observation, Overlay, Replacement, Target, Thread
 from megacpp_overlays.runtime import dynamo
 
@@ -41,17 +42,6 @@ if TYPE_CHECKING:
 
 _STATE = "megacpp_per_token"
 """Attribute of the autograd context that marks a forward pass as ours."""
-_TENSORS = ("_input", "weight", "target", "bias", "ce_weight")
-_METRICS = ("return_token_accuracy", "return_predicted_tokens")
-"""Outputs that only upstream's forward pass gives."""
-_TERMS = {
-    "ignore_index": "ignore_index",
-    "lse_square_scale": "lse_square_scale",
-    "label_smoothing": "label_smoothing",
-    "softcap": "softcap",
-    "use_token_scaling": "token_scaling",
-}
-"""Terms of the loss by upstream's name. A release that lacks one computes as with the kernel's default."""
 
 
 class _State(NamedTuple):
@@ -76,14 +66,13 @@ def _forward(
     """
 
     def make(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-        names, defaults = _signature(original)
+        names, defaults = liger.parameters(original, behind=1)  # ctx
         outputs = 1 + sum(name.startswith("return_") for name in names)
         compute = dynamo.untraced(_compute)
 
         def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-            given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-            fits = len(args) + len(kwargs) == len({*names[: len(args)], *kwargs}) and given.keys() == set(names)
-            if not fits or given["reduction"] != "none":
+            given = liger.named(names, defaults, args, kwargs)
+            if given is None or given["reduction"] != "none":
                 return original(ctx, *args, **kwargs)  # which says what does not fit
             if _is_usual(given):
                 losses, z_losses = compute(ctx, names, given)
@@ -103,44 +92,13 @@ def _forward(
     return make
 
 
-def _signature(original: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Return the parameter names after `ctx`, and the defaults."""
-    after_ctx = list(inspect.signature(original).parameters.values())[1:]
-    defaults = {p.name: p.default for p in after_ctx if p.default is not inspect.Parameter.empty}
-    return tuple(p.name for p in after_ctx), defaults
-
-
 def _is_usual(given: Mapping[str, Any]) -> bool:
-    """Return whether upstream is known to take these arguments, and our forward pass gives all that they ask for.
+    """Return whether our forward pass gives all that these arguments ask for.
 
     Raises:
         ValueError: there are fewer targets than tokens. Upstream reads past their end.
     """
-    import torch
-
-    x, weight, target, bias, ce_weight = (given[name] for name in _TENSORS)
-    given_tensors = [x, weight, target, *(each for each in (bias, ce_weight) if each is not None)]
-    if not all(isinstance(each, torch.Tensor) for each in given_tensors):
-        return False
-    if x.dim() > 0 and target.numel() < x.shape[0]:
-        raise ValueError(f"{x.shape[0]} tokens have only {target.numel()} targets")
-    gathers = ce_weight is not None or given.get("use_token_scaling", False)
-    casts = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight.dtype)
-    return (
-        isinstance(given["return_z_loss"], bool)
-        and all(given.get(name, False) is False for name in _METRICS)
-        and x.dim() == weight.dim() == 2
-        and x.shape[1] == weight.shape[1]
-        and x.is_floating_point()
-        and (x.dtype == weight.dtype or casts)
-        and x.numel() > 0
-        and weight.numel() > 0
-        and target.shape == x.shape[:1]
-        and (target.dtype == torch.int64 or (target.dtype == torch.int32 and not gathers))
-        and all(each is None or each.shape == weight.shape[:1] for each in (bias, ce_weight))
-        and (ce_weight is None or ce_weight.is_floating_point())
-        and all(each.device == x.device for each in given_tensors)
-    )
+    return liger.is_usual(given) and all(given.get(name, False) is False for name in liger.METRICS)
 
 
 def _compute(
@@ -159,31 +117,20 @@ def _compute(
     """
     import torch
 
-    from megacpp_overlays.kernels.linear_cross_entropy.function import product_dtype
     from megacpp_overlays.kernels.linear_cross_entropy.memory import process_wide
-    from megacpp_overlays.kernels.linear_cross_entropy.parallel import Group, Layer, Terms, as_labels, forward_pass
+    from megacpp_overlays.kernels.linear_cross_entropy.parallel import Group, forward_pass
 
     memory = memory or process_wide()
     # Without grad mode the node still says what would need a gradient, but has nowhere to send one.
     comes_back = any(ctx.needs_input_grad) and bool(getattr(ctx, "next_functions", True))
-    x, weight, target, bias, ce_weight = (given[name] for name in _TENSORS)
-    terms = Terms(**{ours: given[theirs] for theirs, ours in _TERMS.items() if theirs in given})
-    rows = x.to(product_dtype(x, weight)).contiguous()
-    labels = as_labels(target.reshape(-1)[: len(rows)])  # upstream does not look at more of them either
-    layer = Layer(weight=weight, bias=_of_each_class(bias, weight), class_weight=ce_weight)
+    call = liger.understood(given)
+    x, layer = given["_input"], call.layer
     with torch.autocast(x.device.type, enabled=False):
-        found = forward_pass(rows, labels, layer, terms, Group(), memory, comes_back=comes_back)
-    ctx.save_for_backward(rows, weight, bias, labels, ce_weight, *found.statistics)
-    setattr(ctx, _STATE, _State(names, terms, memory, x.dtype, found.kept))
-    if not given.get("return_z_loss", False):
-        return found.losses.float(), None
-    z_losses = torch.zeros_like(found.losses) if found.z_losses is None else found.z_losses
-    return found.losses.float(), z_losses.to(x.dtype)
-
-
-def _of_each_class(bias: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor | None:
-    """Return the bias as upstream's addition spreads it."""
-    return None if bias is None else bias.expand(1, len(weight))[0]
+        found = forward_pass(call.rows, call.labels, layer, call.terms, Group(), memory, comes_back=comes_back)
+    ctx.save_for_backward(call.rows, layer.weight, given["bias"], call.labels, layer.class_weight, *found.statistics)
+    setattr(ctx, _STATE, _State(names, call.terms, memory, x.dtype, found.kept))
+    z_losses = liger.z_losses(found, given)
+    return found.losses.float(), None if z_losses is None else z_losses.to(x.dtype)
 
 
 def _make_backward(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
@@ -201,7 +148,7 @@ def _make_backward(original: Callable[..., Any], module: ModuleType) -> Callable
         places = [state.names.index(name) for name in ("_input", "weight", "bias")]
         # Autograd lists only the arguments that were passed; the bias may have been left out.
         needs = [place < len(ctx.needs_input_grad) and ctx.needs_input_grad[place] for place in places]
-        layer = Layer(weight=weight, bias=_of_each_class(bias, weight), class_weight=ce_weight)
+        layer = Layer(weight=weight, bias=liger.of_each_class(bias, weight), class_weight=ce_weight)
         with torch.autocast(rows.device.type, enabled=False):
             of_input, of_weight, of_bias = backward_pass(
                 grad_output,
@@ -274,7 +221,7 @@ def _self_test(module: ModuleType) -> Observation:
         return torch.tensor(values, dtype=torch.float64, device="cpu")
 
     function = getattr(module, feature.FUNCTION)
-    names, defaults = _signature(function.forward)
+    names, defaults = liger.parameters(function.forward, behind=1)
     given = {
         **defaults,
         "_input": numbers([[1.0], [2.0], [1.0], [0.0]]),

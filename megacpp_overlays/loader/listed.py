@@ -261,5 +261,11 @@ LISTED: tuple[Listed, ...] = (
         off_by_default=False,
         targets=("triton.backends.nvidia.compiler",),
     ),
+    Listed(
+        id="liger-flce-labelled",
+        installs=True,
+        off_by_default=True,
+        targets=("liger_kernel.ops.fused_linear_cross_entropy",),
+    ),
 )
 """Every declaration, by pack and id."""

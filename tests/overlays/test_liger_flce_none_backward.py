@@ -8,24 +8,20 @@ from __future__ import annotations
 import functools
 import json
 import sys
-import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import warm_python
 from liger_cases import CASES
-from places import ROOT, SUPPORT
+from liger_releases import Releases
 
 from megacpp_overlays.feature_probes import liger_flce_none_backward as feature
 from megacpp_overlays.model import Observation
 from megacpp_overlays.overlays.liger_flce_none_backward import OVERLAY
 from megacpp_overlays.source.file_trees import ArchiveTree
-
-GRID = SUPPORT.joinpath("liger_grid.py")
 
 Report = Callable[..., dict[str, Any]]
 
@@ -49,10 +45,8 @@ MEASURED = "0.8.1"
 WRONG = ("0.5.3", "0.8.1")
 """Releases that are also run without the overlay."""
 
-SMALL_BLOCKS = {"block_classes": 4}
-BLOCKS = {"block_classes": 128}
 KEPT = {"logits": "keep"}
-"""Choices of memory: logits computed again, in several blocks, or kept."""
+"""A choice of memory: logits that are kept, and not computed again, in several blocks."""
 
 FLOAT32 = 1e-5
 HALF = 3e-2
@@ -60,69 +54,15 @@ UPSTREAM_TANH = 2e-2
 """Largest relative error. In half precision the logits themselves are rounded; one scale for all is wrong by 0.5."""
 
 
-class Releases:
-    """Runs `liger_grid.py` once for each release and setting that a test asks for."""
-
-    def __init__(self, wheel: Callable[[str, str], Path], folder: Path) -> None:
-        self._wheel = wheel
-        self._folder = folder
-        self._reports: dict[object, dict[str, Any]] = {}
-
-    def report(
-        self,
-        run_python: Callable[..., Any],
-        version: str,
-        cases: Iterable[str],
-        *,
-        device: str = "cpu",
-        scale: int = 1,
-        memory: dict[str, Any] | None = None,
-        **variables: str,
-    ) -> dict[str, Any]:
-        """Return what the cases came to. The key of a run is its arguments, so each run happens once."""
-        chosen = list(cases)
-        memory = memory or (SMALL_BLOCKS if device == "cpu" else BLOCKS)
-        key = (version, *chosen, device, scale, *memory.items(), *sorted(variables.items()))
-        if key not in self._reports:
-            done = self.python(
-                run_python,
-                version,
-                f"import runpy; runpy.run_path({str(GRID)!r}, run_name='__main__')",
-                measured=version == MEASURED and len(chosen) > len(FEW_CASES),
-                LIGER_GRID=json.dumps({"device": device, "scale": scale, "cases": chosen, "memory": memory}),
-                TRITON_INTERPRET="1" if device == "cpu" else "0",
-                **variables,
-            )
-            self._reports[key] = json.loads(done.stdout)
-        return self._reports[key]
-
-    def python(
-        self, run_python: Callable[..., Any], version: str, code: str, *, measured: bool = False, **variables: str
-    ) -> Any:
-        """Run code in a fresh interpreter with a release on its path."""
-        return run_python(
-            code,
-            self._unpacked(version),
-            ROOT,
-            GRID.parent,
-            CUBLAS_WORKSPACE_CONFIG=":4096:8",  # deterministic products
-            measured=measured,
-            after=warm_python.TRITON,
-            **variables,
-        )
-
-    def _unpacked(self, version: str) -> Path:
-        folder = self._folder / version
-        if not folder.exists():
-            with zipfile.ZipFile(self._wheel("liger-kernel", version)) as archive:
-                archive.extractall(folder)
-        return folder
-
-
 @pytest.fixture(scope="module")
 def releases(wheel: Callable[[str, str], Path], tmp_path_factory: pytest.TempPathFactory) -> Releases:
     pytest.importorskip("triton")
-    return Releases(wheel, tmp_path_factory.mktemp("liger"))
+    return Releases(
+        wheel,
+        tmp_path_factory.mktemp("liger"),
+        "liger_grid.py",
+        lambda version, cases: version == MEASURED and len(cases) > len(FEW_CASES),
+    )
 
 
 @pytest.fixture

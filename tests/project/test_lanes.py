@@ -47,6 +47,7 @@ EXPECTED = {
     "graph-hidden-recompute-grads": (M, ("active",) * 6),
     "hybrid-mtp-aux-loss": (M, ("absent", *("active",) * 5)),
     "latent-moe-fc2-init": (M, ("disabled",) * 6),
+    "liger-flce-labelled": (L, ("disabled",) * 6),
     "liger-flce-none-backward": (L, ("active", "active", "active", "retired", "retired", "retired")),
     "hopper-flce-dispatch": (M, ("absent", "absent", "absent", "absent", "absent", "absent")),
     "float16-distributed-order": (M, ("active", "active", "active", "active", "active", "active")),

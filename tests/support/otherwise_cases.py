@@ -33,6 +33,7 @@ from megacpp_overlays.feature_probes import (
     hybrid_linear_ce,
     hybrid_mtp_aux_loss,
     latent_moe_fc2_init,
+    liger_flce_labelled,
     liger_flce_none_backward,
     mamba2_int32_offsets,
     mamba3_mimo_gqa_backward,
@@ -680,6 +681,19 @@ CASES = {
         },
         said={"refused": (Verdict.BROKEN, "its shape has no seam: the decision is a conflict that says what to do")},
         tree=lambda: archive("liger_kernel-0.8.1"),
+    ),
+    "labelled tokens": Otherwise(
+        liger_flce_labelled,
+        liger_flce_labelled.TARGET.module,
+        edits={
+            "selected": ("    BT, H = _input.shape\n", "    _input = _input[target != ignore_index]\n    BT, H = _input.shape\n"),
+            "by a helper": ("    BT, H = _input.shape\n", "    _input, target = labelled(_input, target, ignore_index)\n    BT, H = _input.shape\n"),
+            "chunks without labels left out": ("        target_chunk = target[start_idx:end_idx]  # chunk_size,\n", "        target_chunk = target[start_idx:end_idx]  # chunk_size,\n        if not target_mask[start_idx:end_idx].any():\n            continue\n"),
+            "by the caller": ("        needs_grad = _input.requires_grad", "        _input, target = of_labels(_input, target)\n        needs_grad = _input.requires_grad"),
+            "a product of some rows": ("torch.mm(_input_chunk, weight.t(), out=logits_chunk)", "mm_of_rows(_input_chunk, weight, target_mask, out=logits_chunk)"),
+            "another function": appended("fused_linear_cross_entropy_forward = of_labelled_tokens"),
+        },
+        tree=lambda: archive("liger_kernel-0.8.5"),
     ),
     "groups": Otherwise(
         mamba3_mimo_gqa_backward,

@@ -37,6 +37,7 @@ from megacpp_overlays.feature_probes import (
     hybrid_linear_ce,
     hybrid_mtp_aux_loss,
     latent_moe_fc2_init,
+    liger_flce_labelled,
     liger_flce_none_backward,
     mamba2_int32_offsets,
     mamba3_mimo_gqa_backward,
@@ -393,6 +394,15 @@ def summing() -> str:
     return text.replace(
         "@dataclass\nclass MLASelfAttentionSubmodules", f"{helper}@dataclass\nclass MLASelfAttentionSubmodules", 1
     )
+
+
+def selecting() -> str:
+    """Return the text of a fused linear cross entropy that leaves out what has no label."""
+    text = released("liger_kernel-0.8.5", liger_flce_labelled.TARGET.module)
+    start = "    BT, H = _input.shape\n"
+    assert text.count(start) == 1
+    lines = "    labelled = (target != ignore_index).nonzero().flatten()\n    _input = _input[labelled]\n    target = target[labelled]\n"
+    return text.replace(start, lines + start)
 
 
 def smoothing() -> str:
@@ -1443,6 +1453,23 @@ CASES = {
         },
         tree=lambda: archive("liger_kernel-0.8.5"),
         is_made_up=False,
+    ),
+    "labelled tokens": Case(
+        liger_flce_labelled,
+        liger_flce_labelled.TARGET.module,
+        lambda: {liger_flce_labelled.TARGET.module: selecting()},
+        {
+            "all of them again": ("_input = _input[labelled]", "_input = _input[:]"),
+            "other ones": ("target != ignore_index).nonzero()", "target == ignore_index).nonzero()"),
+            "labels of others": ("target = target[labelled]", "target = target[: len(labelled)]"),
+            "under a flag": ("    _input = _input[labelled]\n", "    if FLAG:\n        _input = _input[labelled]\n"),
+            "and then all": ("    target = target[labelled]\n", "    target = target[labelled]\n    _input = whole\n"),
+            "gradients of the part": ("    return loss, z_loss,", "    grad_input = grad_input[: len(labelled)]\n    return loss, z_loss,"),
+            "decorated": ("def fused_linear_cross_entropy_forward(", "@of_old\ndef fused_linear_cross_entropy_forward("),
+            "set from outside": appended("fused_linear_cross_entropy_forward = of_old"),
+            "another kernel": (liger_flce_none_backward.KERNEL_MODULE, "    if y == ignore_index:\n", "    if y == ignore_index and FLAG:\n"),
+        },
+        tree=lambda: archive("liger_kernel-0.8.5"),
     ),
     "bulk copy": Case(
         tilelang_bulk_copy_rank,

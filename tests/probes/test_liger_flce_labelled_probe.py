@@ -1,0 +1,37 @@
+"""The probe of pack 46: what it says about every release, and that the seam goes only where the contract was read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from probing import ask
+
+from megacpp_overlays.feature_probes.liger_flce_labelled import EVERY_TOKEN, OLDER
+from megacpp_overlays.model import Verdict
+from megacpp_overlays.overlays.liger_flce_labelled import OVERLAY
+from megacpp_overlays.source.file_trees import ArchiveTree
+
+Wheel = Callable[[str, str], Path]
+
+RELEASES = {
+    **dict.fromkeys(
+        ("0.1.0", "0.2.1", "0.3.0", "0.5.2", "0.5.3", "0.5.8", "0.6.2", "0.6.3", "0.7.0", "0.8.0", "0.8.1"), OLDER
+    ),
+    **dict.fromkeys(("0.8.2", "0.8.3", "0.8.4", "0.8.5"), EVERY_TOKEN),
+}
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("version", RELEASES)
+def test_releases_compute_every_token(wheel: Wheel, version: str) -> None:
+    found = ask(OVERLAY.probe, ArchiveTree(wheel("liger-kernel", version)))
+
+    assert (found.verdict, found.shape) == (Verdict.BROKEN, RELEASES[version]), found.summary()
+    assert "every token goes through the products" in found.summary()
+
+
+@pytest.mark.upstream
+def test_a_release_that_was_read_is_named(wheel: Wheel) -> None:
+    assert "as in 0.8.3" in OVERLAY.probe(ArchiveTree(wheel("liger-kernel", "0.8.3"))).summary()

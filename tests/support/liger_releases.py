@@ -1,0 +1,83 @@
+"""Releases of liger-kernel, each in processes of its own: what `liger_grid.py` and its like say of one."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import warm_python
+from places import ROOT, SUPPORT
+
+SMALL_BLOCKS = {"block_classes": 4}
+BLOCKS = {"block_classes": 128}
+"""Choices of memory: logits computed again, in several blocks."""
+
+
+class Releases:
+    """Runs a grid once for each release and setting that a test asks for."""
+
+    def __init__(
+        self,
+        wheel: Callable[[str, str], Path],
+        folder: Path,
+        grid: str,
+        is_measured: Callable[[str, Sequence[str]], bool] = lambda version, cases: False,
+    ) -> None:
+        self._wheel = wheel
+        self._folder = folder
+        self._grid = SUPPORT / grid
+        self._is_measured = is_measured
+        self._reports: dict[object, dict[str, Any]] = {}
+
+    def report(
+        self,
+        run_python: Callable[..., Any],
+        version: str,
+        cases: Iterable[str],
+        *,
+        device: str = "cpu",
+        scale: int = 1,
+        memory: dict[str, Any] | None = None,
+        **variables: str,
+    ) -> dict[str, Any]:
+        """Return what the cases came to. The key of a run is its arguments, so each run happens once."""
+        chosen = list(cases)
+        memory = memory or (SMALL_BLOCKS if device == "cpu" else BLOCKS)
+        key = (version, *chosen, device, scale, *memory.items(), *sorted(variables.items()))
+        if key not in self._reports:
+            done = self.python(
+                run_python,
+                version,
+                f"import runpy; runpy.run_path({str(self._grid)!r}, run_name='__main__')",
+                measured=self._is_measured(version, chosen),
+                LIGER_GRID=json.dumps({"device": device, "scale": scale, "cases": chosen, "memory": memory}),
+                TRITON_INTERPRET="1" if device == "cpu" else "0",
+                **variables,
+            )
+            self._reports[key] = json.loads(done.stdout)
+        return self._reports[key]
+
+    def python(
+        self, run_python: Callable[..., Any], version: str, code: str, *, measured: bool = False, **variables: str
+    ) -> Any:
+        """Run code in a fresh interpreter with a release on its path."""
+        return run_python(
+            code,
+            self._unpacked(version),
+            ROOT,
+            SUPPORT,
+            CUBLAS_WORKSPACE_CONFIG=":4096:8",  # deterministic products
+            measured=measured,
+            after=warm_python.TRITON,
+            **variables,
+        )
+
+    def _unpacked(self, version: str) -> Path:
+        folder = self._folder / version
+        if not folder.exists():
+            with zipfile.ZipFile(self._wheel("liger-kernel", version)) as archive:
+                archive.extractall(folder)
+        return folder
