@@ -1,9 +1,10 @@
-"""Packs 4, 7 and 14 make claims about upstream. What their reproducers change in a source, and how they answer."""
+"""Packs 4, 7, 14 and 45 make claims about upstream. What their reproducers change in a source, and how they answer."""
 
 from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -34,7 +35,7 @@ def reproducer(number: int) -> ModuleType:
     return sys.modules[cases[0].run.__module__]
 
 
-SISO, MIMO, SPARSE = reproducer(4), reproducer(7), reproducer(14)
+SISO, MIMO, SPARSE, STAGES = (reproducer(number) for number in (4, 7, 14, 45))
 
 
 def installed(module: str) -> str:
@@ -48,7 +49,7 @@ def installed(module: str) -> str:
 # What every claim is
 
 
-@pytest.mark.parametrize("pack", [4, 7, 14])
+@pytest.mark.parametrize("pack", [4, 7, 14, 45])
 def test_a_held_pack_declares_claims_and_its_targets_are_those_of_its_pack_file(pack: int) -> None:
     found = inventory.find(inventory.own_folder(), pack)
     cases = inventory.load_cases(found.reproducer)
@@ -234,6 +235,108 @@ def test_pack_14_the_kernel_of_the_newest_release_can_be_changed_in_both_ways(wh
 
     assert SPARSE.in_float32(text).count("T.alloc_shared([block_H, BS], accum_dtype)") == len(SPARSE.STORED)
     assert SPARSE.in_two_parts(text).count("T.gemm(") == text.count("T.gemm(") + SPARSE.PRODUCTS
+
+
+# Pack 45: pipeline stages
+
+REFUSED_BY = "_get_dp_tp_mesh raises EinopsError"
+RELEASES_WITH_ADAPTER = (
+    *("0.14.0", "0.15.0", "0.15.1", "0.15.2", "0.15.3", "0.16.0", "0.16.1", "0.17.0", "0.17.1"),
+    *("0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
+)
+ADAPTER = "megatron/core/distributed/fsdp/mcore_fsdp_adapter.py"
+AXES = {
+    "_get_dp_tp_mesh": {"(dp_cp tp) -> dp_cp tp", "(dp_cp ep tp) -> ep dp_cp tp"},
+    "_get_hsdp_tp_mesh": {
+        "(outer_fsdp_dp fsdp tp) -> outer_fsdp_dp fsdp tp",
+        "(outer_fsdp_dp fsdp ep tp) -> ep outer_fsdp_dp fsdp tp",
+    },
+}
+"""How each function divides all ranks: data, tensors and experts, and no stages."""
+
+
+@pytest.mark.parametrize(
+    ("change", "broken"),
+    [
+        ({}, False),
+        ({"2 stages": "_get_hsdp_tp_mesh raises AssertionError"}, False),
+        ({"2 stages": "taken"}, True),
+        ({"4 stages": "forward raises RuntimeError"}, True),
+        ({STAGES.WHOLE: REFUSED_BY}, True),
+    ],
+)
+def test_stages_are_refused_where_meshes_refuse_every_one_and_the_whole_model_is_taken(
+    change: dict[str, str], broken: bool
+) -> None:
+    found = dict.fromkeys(STAGES.REFUSED, REFUSED_BY) | {STAGES.WHOLE: "taken"} | change
+
+    assert STAGES._judge_refusals(found, "").broken is broken
+
+
+def behind(**change: Any) -> dict[str, Any]:
+    found = {"names": [0, 1], "of": 8, "saved": 4, "one to two": [1, 2], "two to two": [1, 2, 3, 4]}
+    return {**found, "two to one": "Missing key in a checkpoint", **change}
+
+
+def test_what_is_behind_the_refusal_is_what_both_ranks_show() -> None:
+    assert STAGES._holds(behind(), behind())
+    assert STAGES._holds(behind(**{"two to two": [1, 2]}), behind(**{"two to two": [1, 2]}))  # all of the first stage
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"names": [2, 3]},
+        {"one to two": [3, 4]},
+        {"saved": 8},
+        {"two to one": "loaded"},
+    ],
+)
+def test_what_is_right_behind_the_refusal_is_not_what_is_claimed(change: dict[str, Any]) -> None:
+    assert not STAGES._holds(behind(), behind(**change)) or not STAGES._holds(behind(**change), behind())
+
+
+def test_stages_that_load_what_they_saved_are_not_what_is_claimed() -> None:
+    assert not STAGES._holds(behind(**{"two to two": [1, 2]}), behind(**{"two to two": [3, 4]}))
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("version", RELEASES_WITH_ADAPTER)
+def test_pack_45_every_release_makes_meshes_of_all_ranks_and_leaves_stages_out(version: str, wheel: Wheel) -> None:
+    text = zipfile.ZipFile(wheel("megatron-core", version)).read(ADAPTER).decode()
+    functions = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+
+    for name, axes in AXES.items():
+        body = ast.unparse(functions[name])
+        divided = [
+            node for node in ast.walk(functions[name]) if isinstance(node, ast.Call) and "arange" in ast.unparse(node)
+        ]
+        patterns = {
+            each.args[1].value for each in divided if len(each.args) == 2 and isinstance(each.args[1], ast.Constant)
+        }
+        assert "world_size = dist.get_world_size()" in body
+        assert len(patterns) == 1
+        assert patterns <= axes
+        assert re.search(r"assert _check_mesh_ranks_and_group_ranks_are_consistent\(mesh_\w+, \w+_group_ranks\)", body)
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("version", ["0.12.0", "0.13.1"])
+def test_pack_45_releases_before_have_no_adapter(version: str, wheel: Wheel) -> None:
+    assert ADAPTER not in zipfile.ZipFile(wheel("megatron-core", version)).namelist()
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("case", ["refused-cpu", "behind-cpu"])
+def test_pack_45_holds_on_ranks(case: str) -> None:
+    python = ROOT / ".envs/mamba3-pinned/bin/python"  # it has einops
+    assert python.exists(), f"there is no {python}: run `make setup`"
+    command = [python, "-W", "ignore", "-m", "megacpp_overlays", "repro", "45", "--case", case]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"(case {case})" in done.stdout.split("\nCLAIM_HOLDS: ")[1]
 
 
 # With the compilers
