@@ -261,5 +261,20 @@ LISTED: tuple[Listed, ...] = (
         off_by_default=False,
         targets=("triton.backends.nvidia.compiler",),
     ),
+    Listed(
+        id="explicit-tp-groups",
+        installs=True,
+        off_by_default=False,
+        targets=(
+            "megatron.core.utils",
+            "megatron.core.transformer.attention",
+            "megatron.core.transformer.multi_latent_attention",
+            "megatron.core.models.multimodal.llava_model",
+            "megatron.core.transformer.multi_token_prediction",
+            "megatron.core.recompute",
+            "megatron.core.transformer.transformer_block",
+            "megatron.core.tensor_parallel.random",
+        ),
+    ),
 )
 """Every declaration, by pack and id."""
