@@ -25,6 +25,8 @@ from megacpp_overlays.source.trees import SourceTree
 
 CLASSES = ("SelfAttention", "CrossAttention")
 CONSTRUCTORS = tuple(f"{name}.__init__" for name in CLASSES)
+BASE = "Attention.__init__"
+"""The constructor of both classes' base, which makes the core."""
 TARGET = Target(distribution="megatron-core", module="megatron.core.transformer.attention", symbol=CONSTRUCTORS[0])
 CORE = "megatron.core.transformer.dot_product_attention"
 CORE_CONSTRUCTOR = "DotProductAttention.__init__"
@@ -36,7 +38,7 @@ SINKS = "softmax_offset"
 _MARK = re.compile(r"\b(tensor_model_parallel|set_tensor_model_parallel_attributes)\b")
 _PLACES = (
     f"{CORE}:{CORE_CONSTRUCTOR}",
-    *(f"{TARGET.module}:{constructor}" for constructor in ("Attention.__init__", *CONSTRUCTORS)),
+    *(f"{TARGET.module}:{constructor}" for constructor in (BASE, *CONSTRUCTORS)),
     f"{ENGINE}:{ENGINE_CLASS}.__init__",
 )
 """Where a repair like the one that is proposed has to be read."""

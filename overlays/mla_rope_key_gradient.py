@@ -70,12 +70,12 @@ def _of_all_heads(attention: Any, kv_combined: Any, module: ModuleType) -> Any:
 
 
 def _group(attention: Any) -> Any:
-    """Return the tensor parallel group: up to 0.15.3 the one of the process, which is all that upstream knows."""
+    """Return the tensor parallel group: up to 0.15.3 the one that upstream's helpers take, which is all that it knows."""
     if (group := getattr(attention, "tp_group", None)) is not None:
         return group
-    from megatron.core.parallel_state import get_tensor_model_parallel_group
+    from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
-    return get_tensor_model_parallel_group(check_initialized=False)
+    return get_tensor_model_parallel_group_if_none(None, check_initialized=False)
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 Norms count a parameter that is not marked on the first rank only. So the norm by which gradients are clipped, and counts of zeros, lack the sinks of
 all other ranks.
 
-The constructors of self-attention and cross-attention run as they are. If the core that they made has sinks that are a parameter and that nobody marked, they get
+The constructor that self-attention and cross-attention have from their base runs as it is. If the core that it made has sinks that are a parameter and that nobody marked, they get
 the three attributes that a column of a linear layer has. They are set before an optimizer copies them. Checkpoints know of the shares already.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/7530
@@ -112,7 +112,7 @@ OVERLAY = Overlay(
     title="mark learnable attention sinks as shares of tensor parallel ranks",
     target=feature.TARGET,
     probe=feature.probe,
-    replacements={feature.NOT_MARKED: tuple(Replacement(symbol=each, make=_make) for each in feature.CONSTRUCTORS)},
+    replacements={feature.NOT_MARKED: (Replacement(symbol=feature.BASE, make=_make),)},
     unsupported={},
     witness=observe,
     self_test=observe,

@@ -262,6 +262,21 @@ LISTED: tuple[Listed, ...] = (
         targets=("triton.backends.nvidia.compiler",),
     ),
     Listed(
+        id="explicit-tp-groups",
+        installs=True,
+        off_by_default=False,
+        targets=(
+            "megatron.core.utils",
+            "megatron.core.transformer.attention",
+            "megatron.core.transformer.multi_latent_attention",
+            "megatron.core.models.multimodal.llava_model",
+            "megatron.core.transformer.multi_token_prediction",
+            "megatron.core.recompute",
+            "megatron.core.transformer.transformer_block",
+            "megatron.core.tensor_parallel.random",
+        ),
+    ),
+    Listed(
         id="liger-flce-labelled",
         installs=True,
         off_by_default=True,

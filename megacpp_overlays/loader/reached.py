@@ -141,7 +141,7 @@ def _overridden(owner: Owner, name: str, where: str, target: str) -> Sight:
         if each.__module__ == target or mark_behind(raw) is not None:
             continue
         override = f"{owner_name(each)}.{name}"
-        if not _calls_up(raw, name, owner):
+        if not _calls_up(raw, name, owner, each):
             reason = f"{override} overrides {where} and does not lead to it: {describe(raw)}"
             sight = _joined(sight, Sight(lost=(reason,), others=(f"{where}: {override}",)))
         elif each.__module__.partition(".")[0] != target.partition(".")[0]:  # upstream's own subclasses are no news
@@ -160,13 +160,18 @@ def _subclasses(owner: type) -> Iterator[type]:
     yield from sorted(found.values(), key=owner_name)
 
 
-def _calls_up(raw: Any, name: str, owner: type) -> bool:
-    """Return whether an override names what it overrides, as `super().name` and `Base.name` do."""
+def _calls_up(raw: Any, name: str, owner: type, cls: type) -> bool:
+    """Return whether an override names what it overrides, as `super().name` and `Base.name` do.
+
+    A class between it and the owner may be named as well, whose own override is asked like any other.
+    """
     function = plain_function(raw)
     if type(function) is not FunctionType:
         return False
     names = set(_names_in(function.__code__))
-    return name in names and bool(names & {"super", "__class__", *(base.__name__ for base in owner.__mro__[:-1])})
+    between = [base for base in cls.__mro__[1:] if issubclass(base, owner)]
+    bases = {base.__name__ for base in (*owner.__mro__[:-1], *between)}
+    return name in names and bool(names & {"super", "__class__", *bases})
 
 
 def _names_in(code: CodeType) -> Iterator[str]:

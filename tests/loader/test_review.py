@@ -324,6 +324,23 @@ def test_a_subclass_that_overrides_a_seam_without_using_it_is_named(
     del Other
 
 
+def test_an_override_may_call_up_through_a_class_between_that_does(on_class: tuple[Session, ModuleType]) -> None:
+    current, module = on_class
+
+    class Between(module.Layer):  # type: ignore[name-defined, misc]
+        def forward(self, x: int) -> int:
+            return int(super().forward(x))
+
+    class Last(Between):
+        def forward(self, x: int) -> int:
+            return Between.forward(self, x)
+
+    assert only(current).decision is Decision.ACTIVE
+    Between.forward = lambda self, x: x  # type: ignore[method-assign, assignment, misc] # which then is asked itself
+    assert "Between.forward overrides" in only(current).reason
+    del Last
+
+
 def test_a_subclass_in_the_place_of_the_class_is_looked_at(on_class: tuple[Session, ModuleType]) -> None:
     current, module = on_class
     module.Layer = type("Layer", (module.Layer,), {})

@@ -40,6 +40,7 @@ EXPECTED = {
     "dsa-branchless-scatter": (M, ("absent", "absent", "retired", "retired", "retired", "retired")),
     "dsa-capture-gates": (M, ("absent", "absent", "active", "active", "active", "active")),
     "dsa-indexer-streaming": (M, ("active", "active", "active", "active", "active", "active")),
+    "explicit-tp-groups": (M, ("active",) * 6),
     "expert-bias-padding-mask": (M, ("active",) * 6),
     "gathered-logits-loss": (M, ("active",) * 6),
     "gdn-capture-gates": (M, ("absent", "active", "active", "active", "active", "active")),

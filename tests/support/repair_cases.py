@@ -23,6 +23,7 @@ from megacpp_overlays.feature_probes import (
     dsa_capture_gates,
     dsa_indexer_streaming,
     expert_bias_padding_mask,
+    explicit_tp_groups,
     float16_distributed_order,
     float16_fp32_exemption,
     float16_mixer_parameters,
@@ -202,6 +203,31 @@ def marked_norms() -> dict[str, str | None]:
         net: common.replace(kept, MARKED_OUTPUTS + kept),
         attention: text[:end].rstrip() + "\n" + MARKED_HEADS + "\n" + text[end:],
     }
+
+
+OF_THE_ATTENTION = "            tp_group=pg_collection.tp if pg_collection else None,\n"
+OF_THE_MODEL = "                combined_embeddings, group=self.pg_collection.tp\n"
+
+
+def told_projections() -> dict[str, str | None]:
+    """Let a cross attention of the newest release hand its group on; made up, for nothing is proposed."""
+    name = explicit_tp_groups.CROSS.target.module
+    text = released("megatron_core-0.19.2", name)
+    for each in ("q", "kv"):
+        last = f'            name=(name + ".linear_{each}") if name is not None else None,\n'
+        assert last in text
+        text = text.replace(last, OF_THE_ATTENTION + last)
+    return {name: text}
+
+
+def told_embeddings() -> dict[str, str | None]:
+    """Let LLaVA of the newest release hand its group on; made up, for nothing is proposed."""
+    name = explicit_tp_groups.LLAVA.target.module
+    text = released("megatron_core-0.19.2", name)
+    call = "scatter_to_sequence_parallel_region(\n"
+    alone = f"{call}                combined_embeddings\n"
+    assert alone in text
+    return {name: text.replace(alone, call + OF_THE_MODEL)}
 
 
 @functools.cache
@@ -1072,6 +1098,37 @@ CASES = {
             "decorated": ("def _allreduce_non_tensor_model_parallel_grads(", "@of_old\ndef _allreduce_non_tensor_model_parallel_grads("),
             "set from outside": appended("_allreduce_non_tensor_model_parallel_grads = of_old"),
         },
+        tree=lambda: archive("megatron_core-0.19.2"),
+    ),
+    "groups of cross attention": Case(
+        explicit_tp_groups,
+        explicit_tp_groups.CROSS.target.module,
+        told_projections,
+        {
+            "of experts": (OF_THE_ATTENTION, OF_THE_ATTENTION.replace(".tp ", ".expt_tp ")),
+            "of another dimension": (OF_THE_ATTENTION, OF_THE_ATTENTION.replace(".tp ", ".cp ")),
+            "the default one": (OF_THE_ATTENTION, "            tp_group=None,\n"),
+            "set back": ("        self.linear_q = submodules.linear_q(\n", "        pg_collection = default_groups()\n        self.linear_q = submodules.linear_q(\n"),
+            "built again": ("    def get_query_key_value_tensors(\n        self,\n        hidden_states: Tensor,\n        key_value_states: Optional[Tensor],\n        output_gate: bool = False,\n        split_qkv: bool = True,\n    ) -> Tuple[Tensor, Tensor, Tensor]:\n        \"\"\"\n        Derives `query` tensor from", "    def __init__(self, *given): built_again(self, *given)\n\n    def get_query_key_value_tensors(\n        self,\n        hidden_states: Tensor,\n        key_value_states: Optional[Tensor],\n        output_gate: bool = False,\n        split_qkv: bool = True,\n    ) -> Tuple[Tensor, Tensor, Tensor]:\n        \"\"\"\n        Derives `query` tensor from"),
+            "decorated": ("class CrossAttention(Attention)", "@of_old\nclass CrossAttention(Attention)"),
+            "set from outside": appended("CrossAttention.__init__ = of_old"),
+        },
+        probe="probe_cross",
+        tree=lambda: archive("megatron_core-0.19.2"),
+    ),
+    "groups of embeddings": Case(
+        explicit_tp_groups,
+        explicit_tp_groups.LLAVA.target.module,
+        told_embeddings,
+        {
+            "of another dimension": (OF_THE_MODEL, OF_THE_MODEL.replace(".tp", ".cp")),
+            "the default one": (OF_THE_MODEL, OF_THE_MODEL.replace("self.pg_collection.tp", "None")),
+            "not on the first stage": ("        if self.sequence_parallel_lm and self.pre_process:\n            combined", "        if self.sequence_parallel_lm and not self.pre_process:\n            combined"),
+            "cut once more": ("        return combined_embeddings, new_labels, new_loss_mask, packed_seq_params\n\n    def _apply", "        combined_embeddings = cut(combined_embeddings)\n        return combined_embeddings, new_labels, new_loss_mask, packed_seq_params\n\n    def _apply"),
+            "by a helper that knows better": ("megatron.core.tensor_parallel.mappings", "    return _ScatterToSequenceParallelRegion.apply(input_, group)", "    return _ScatterToSequenceParallelRegion.apply(input_, default())"),
+            "set from outside": appended("LLaVAModel._process_embedding_token_parallel = of_old"),
+        },
+        probe="probe_llava",
         tree=lambda: archive("megatron_core-0.19.2"),
     ),
     "shares of gathered logits": Case(

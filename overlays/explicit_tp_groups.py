@@ -1,0 +1,326 @@
+"""Let modules of Megatron that were given tensor parallel groups hand on work in these, and not in the default ones.
+
+Upstream's helpers take the default group of the process where they are given none. A cross attention builds its projections so, a
+multi-latent attention gathers latents, LLaVA cuts embeddings, and blocks and prediction layers share out what they save to
+recompute themselves. Where a model has other groups than the process, ranks that have nothing to do with each other exchange values.
+
+For as long as one of these runs, its thread has a note of the group that it was given, and a helper that is given none takes the
+noted one. Upstream's functions run as they are. What is saved keeps its group until it is gathered, and what a recomputed function does itself has no note.
+With the default groups all is as upstream has it.
+
+The note is a thread's own and is put back as it was, so calls may be nested; `torch.compile` can read and set it.
+
+Source: https://github.com/NVIDIA/Megatron-LM/issues/7452
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from megacpp_overlays.feature_probes import explicit_tp_groups as feature
+from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Target, Thread
+from megacpp_overlays.runtime.in_this_thread import answer
+from megacpp_overlays.source.trees import SourceTree
+
+_here = threading.local()
+"""Has the group that a helper takes which is given none, where there is one."""
+_KEPT = "_explicit_tp_group"
+"""Attribute by which what is saved has its group."""
+
+
+def _noted(group: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function with a note of a group, or of none."""
+    before = getattr(_here, "group", None)
+    _here.group = group
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _here.group = before
+
+
+def _given(holder: Any) -> Any:
+    """Return the tensor parallel group that something was given, under whatever name a release has for it."""
+    for name in ("pg_collection", "model_comm_pgs"):
+        if (groups := getattr(holder, name, None)) is not None:
+            return getattr(groups, "tp", None)
+    return getattr(holder, "tp_group", None)
+
+
+def _helper(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
+    def get_tensor_model_parallel_group_if_none(tp_group: Any, is_expert: bool = False, **kwargs: Any) -> Any:
+        if tp_group is None and not is_expert and (noted := getattr(_here, "group", None)) is not None:
+            return noted
+        return original(tp_group, is_expert, **kwargs)
+
+    return get_tensor_model_parallel_group_if_none
+
+
+def _running(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _noted(_given(self), original, self, *args, **kwargs)
+
+    return run
+
+
+def _constructing(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N807 - it is upstream's
+        given = SimpleNamespace(**signature.bind(*args, **kwargs).arguments)
+        _noted(_given(given), original, *args, **kwargs)
+
+    return __init__
+
+
+def _saving(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
+    def checkpointed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = self.config
+        if not config.distribute_saved_activations or config.fp8 or getattr(config, "fp4", None):
+            return original(self, *args, **kwargs)  # nothing is shared out, or by Transformer Engine
+        return _noted(_given(self), original, self, *args, **kwargs)
+
+    return checkpointed
+
+
+def _cutting(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
+    def forward(ctx: Any, run_function: Any, distribute_saved_activations: bool, *args: Any) -> Any:
+        group = getattr(_here, "group", None) if distribute_saved_activations else None
+        if group is None:
+            return original(ctx, run_function, distribute_saved_activations, *args)
+        setattr(ctx, _KEPT, group)
+
+        def run(*given: Any) -> Any:
+            return _noted(None, run_function, *given)
+
+        return original(ctx, run, distribute_saved_activations, *args)
+
+    return forward
+
+
+def _gathering(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _noted(getattr(ctx, _KEPT, None), original, ctx, *gradients)
+
+    return backward
+
+
+class _Asked(Exception):  # noqa: N818 - it is no error
+    """What was asked is known."""
+
+
+class _Asking:
+    """Has groups, and a config that shares out; anything else of it ends the call, with the note that there is just then.
+
+    What a helper makes of a note it is asked by itself: parts go in one by one, in any order.
+    """
+
+    def __init__(self, found: list[Any], **known: Any) -> None:
+        vars(self).update(known, _found=found)
+
+    def __getattr__(self, name: str) -> Any:
+        self._found.append(getattr(_here, "group", None))
+        raise _Asked
+
+
+def _observation(found: list[Any], group: Any, what: str) -> Observation:
+    is_right = bool(found) and all(each is group for each in found)
+    return Observation(
+        broken=not is_right,
+        seen=f"{'the given' if is_right else 'no'} tensor parallel group is known in {what}",
+    )
+
+
+def _observe_helper(module: ModuleType) -> Observation:
+    """Ask the helper for a group, with a note of one."""
+    group = object()
+    found = _noted(group, module.get_tensor_model_parallel_group_if_none, None, check_initialized=False)
+    return _observation([found], group, "a call with a note")
+
+
+def _observe(call: Callable[[ModuleType, Any], Any], what: str) -> Callable[[ModuleType], Observation]:
+    """Return what calls something that has a group of its own, and asks which one is known in there.
+
+    Args:
+        call: gets the target module, and something that has groups and asks.
+        what: is called, in words.
+    """
+
+    def observe(module: ModuleType) -> Observation:
+        group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+        groups, found = SimpleNamespace(tp=group, cp=group), list[Any]()
+        config = _Asking(found, distribute_saved_activations=True, fp8=None, fp4=None)
+        with contextlib.suppress(_Asked):
+            call(module, _Asking(found, pg_collection=groups, model_comm_pgs=groups, tp_group=group, config=config))
+        return _observation(found, group, what)
+
+    return observe
+
+
+def _call(function: Callable[..., Any], *given: Any) -> None:
+    """Call a function with None for whatever else it has to be given."""
+    needed = [each for each in inspect.signature(function).parameters.values() if each.default is each.empty]
+    missing = [each for each in needed[len(given) :] if each.kind is each.POSITIONAL_OR_KEYWORD]
+    function(*given, *[None] * len(missing))
+
+
+def _cross(module: ModuleType, asking: Any) -> None:
+    constructor = module.CrossAttention.__init__
+    groups = {"pg_collection", "model_comm_pgs"} & {*inspect.signature(constructor).parameters}
+    constructor(object.__new__(module.CrossAttention), asking, asking, 1, **dict.fromkeys(groups, asking.pg_collection))
+
+
+def _latent(module: ModuleType, asking: Any) -> None:
+    _call(module.MultiLatentAttention.forward, asking)
+
+
+def _llava(module: ModuleType, asking: Any) -> None:
+    _call(module.LLaVAModel._process_embedding_token_parallel, asking)  # noqa: SLF001 - it is what is replaced
+
+
+def _prediction(module: ModuleType, asking: Any) -> None:
+    _call(module.MultiTokenPredictionLayer._checkpointed_forward, asking)  # noqa: SLF001 - it is what is replaced
+
+
+def _layers(module: ModuleType, asking: Any) -> None:
+    _call(module.checkpointed_forward, asking)
+
+
+def _old_layers(module: ModuleType, asking: Any) -> None:
+    _call(module.TransformerBlock._checkpointed_forward, asking)  # noqa: SLF001 - it is what is replaced
+
+
+def _checkpoint(module: ModuleType, asking: Any) -> None:
+    """Save something with a note, and gather it without."""
+    context = _Kept(asking)
+    with _given_up(module, asking):
+        with contextlib.suppress(_Asked):
+            _noted(asking.tp_group, module.CheckpointFunction.forward, context, None, True)
+        module.CheckpointFunction.backward(context)
+
+
+class _Kept:
+    """Keeps a group, and asks at anything else that upstream wants to keep."""
+
+    def __init__(self, asking: Any) -> None:
+        vars(self)["_asking"] = asking
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != _KEPT:
+            self._asking.anything  # noqa: B018 - it asks, and raises
+        vars(self)[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        return self._asking.anything
+
+
+@contextlib.contextmanager
+def _given_up(module: ModuleType, asking: Any) -> Iterator[None]:
+    """Let upstream ask where it sets, since 0.16.0, that it recomputes, so that it does not; and find what a module half imported lacks."""
+    ours: dict[tuple[Any, str], Any] = {}
+    if (theirs := getattr(module, _SETS, None)) is not None:
+        ours[module, _SETS] = answer(lambda: asking.anything, theirs)
+    graphs = sys.modules.get("megatron.core.transformer.cuda_graphs")
+    if graphs is not None and not hasattr(graphs, _CAPTURES):
+        ours[graphs, _CAPTURES] = lambda: False
+    before = {place: getattr(*place, None) for place in ours}
+    for place, value in ours.items():
+        setattr(*place, value)
+    try:
+        yield
+    finally:
+        for place, value in before.items():
+            delattr(*place) if value is None else setattr(*place, value)
+
+
+_SETS, _CAPTURES = "_set_checkpointing", "is_graph_capturing"
+
+
+def _part(
+    target: Target,
+    probe: Callable[[SourceTree], Finding],
+    seams: Mapping[str, Mapping[str, Callable[..., Any]]],
+    observe: Callable[[ModuleType], Observation],
+) -> Overlay:
+    return Overlay(
+        id="explicit-tp-groups",
+        pack=44,
+        title="hand work on in the tensor parallel groups that a module was given",
+        target=target,
+        probe=probe,
+        replacements={
+            shape: tuple(Replacement(symbol=symbol, make=make) for symbol, make in made.items())
+            for shape, made in seams.items()
+        },
+        unsupported={},
+        witness=observe,
+        self_test=observe,
+        opt_in=False,
+        breaks="with tensor parallel groups other than the default ones cross attention, multi-latent attention and LLaVA exchange values with ranks "
+        "of other groups, and so do layers that share out what they save to recompute",
+        retire_when="cross attention, multi-latent attention, LLaVA, and what shares out saved activations pass their own tensor parallel group",
+        brief="work in explicit TP groups",
+        until="Megatron hands groups on",
+        threads=(
+            Thread(repository="NVIDIA/Megatron-LM", number=7452, state="open, opened 2026-09-17: findings 4, 6 and 7"),
+        ),
+        last_validated="2026-11-24, x86-64 without GPU, torch 2.11.0: megatron-core 0.13.1, 0.14.0, 0.15.3, 0.16.1, 0.17.1, 0.18.2 and 0.19.2 and main "
+        "d98e8a64dd on four gloo ranks; 0.13.0 to 0.19.2 read",
+    )
+
+
+_LATENT = {feature.FORWARD: _running}
+"""Where latents are gathered `mla-rope-key-gradient` has a seam of its own."""
+PARTS = (
+    _part(feature.DEFAULT, feature.probe, {feature.UNTOLD: {feature.HELPER: _helper}}, _observe_helper),
+    _part(
+        feature.CROSS.target,
+        feature.probe_cross,
+        {feature.PROJECTIONS: {feature.CROSS.target.symbol: _constructing}},
+        _observe(_cross, "the constructor of a cross attention"),
+    ),
+    _part(
+        feature.LATENT.target,
+        feature.probe_latent,
+        {
+            feature.ATTENTION: {"MLASelfAttention.__init__": _constructing, **_LATENT},
+            feature.LATENTS: _LATENT,
+        },
+        _observe(_latent, "a multi-latent attention"),
+    ),
+    _part(
+        feature.LLAVA.target,
+        feature.probe_llava,
+        {feature.EMBEDDINGS: {feature.LLAVA.target.symbol: _running}},
+        _observe(_llava, "what shares out embeddings"),
+    ),
+    _part(
+        feature.PREDICTION.target,
+        feature.probe_prediction,
+        {feature.SAVED: {feature.PREDICTION.target.symbol: _saving}},
+        _observe(_prediction, "a prediction layer that saves what it is given"),
+    ),
+    _part(
+        feature.LAYERS.target,
+        feature.probe_layers,
+        {feature.STACK: {feature.LAYERS.target.symbol: _saving}},
+        _observe(_layers, "a block that saves what it is given"),
+    ),
+    _part(
+        feature.OLD_LAYERS.target,
+        feature.probe_old_layers,
+        {feature.STACK: {feature.OLD_LAYERS.target.symbol: _saving}},
+        _observe(_old_layers, "a block that saves what it is given"),
+    ),
+    _part(
+        feature.CHECKPOINT.target,
+        feature.probe_checkpoint,
+        {feature.PIECES: {"CheckpointFunction.forward": _cutting, "CheckpointFunction.backward": _gathering}},
+        _observe(_checkpoint, "what gathers saved pieces"),
+    ),
+)
