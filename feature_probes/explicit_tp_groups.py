@@ -213,6 +213,7 @@ def probe(tree: SourceTree) -> Finding:
     function = plain_function(source, HELPER) if source else None
     if source is None or function is None:
         return absent(f"there is no {HELPER}", source)
+    fingerprint(function)  # what cannot be read may be anything
     if not any(_may_hand_on(tree, each) for each in CALLERS):
         return absent("nothing hands work on without its group", source)
     check_known(source, HELPER, _ASKED)
@@ -258,9 +259,6 @@ def _found(tree: SourceTree, caller: Caller) -> Finding:
     target, source = caller.target, tree.module(caller.target.module)
     if source is None:
         return absent(f"there is no {target.module}")
-    helper = tree.module(DEFAULT.module)
-    if helper is None or plain_function(helper, HELPER) is None:
-        return absent("nothing takes groups", source)
     owner, _, method = target.symbol.rpartition(".")
     is_class = not owner and target.symbol[0].isupper()
     cls = plain_class(source, owner) if owner else None
@@ -269,9 +267,12 @@ def _found(tree: SourceTree, caller: Caller) -> Finding:
         node = (plain_class if is_class else plain_function)(source, target.symbol)
     if node is None:
         return absent(f"there is no {target.symbol}", source)
+    body = fingerprint(node)  # before anything is absent: what cannot be read may be anything
+    helper = tree.module(DEFAULT.module)
+    if helper is None or plain_function(helper, HELPER) is None:
+        return absent("nothing takes groups", source)
     if cls is not None and not _GIVEN & words(cls):
         return absent(f"{owner} takes no groups", source)
-    body = fingerprint(node)
     if body not in caller.bodies:
         if any(_is_told(each) for each in calls(node) if called(each) in caller.works):
             return judged(
