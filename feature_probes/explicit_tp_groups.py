@@ -26,12 +26,12 @@ from collections.abc import Mapping
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes.definitions import called, calls, plain_class, plain_function, words
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
-from megacpp_overlays.feature_probes.known_bodies import check_known
+from megacpp_overlays.feature_probes.known_bodies import check_imported, check_known
 from megacpp_overlays.feature_probes.mla_rope_key_gradient import CONSTRUCTORS, DOWN_PROJECTIONS
 from megacpp_overlays.feature_probes.repairs import Repairs, judged
 from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source.fingerprint import fingerprint
-from megacpp_overlays.source.trees import ModuleSource, SourceTree
+from megacpp_overlays.source.trees import SourceTree
 
 FORWARD = "MultiLatentAttention.forward"
 HELPER = "get_tensor_model_parallel_group_if_none"
@@ -294,7 +294,7 @@ def _found(tree: SourceTree, caller: Caller) -> Finding:
     if caller.helpers is not None:
         _check_helpers(tree, caller.helpers)
         if caller.is_importing:
-            _check_imports(source, caller.helpers)
+            check_imported(source, _HELPERS[caller.helpers], caller.helpers, f".{caller.helpers.rpartition('.')[2]}")
     return broken(shape, at(source, node, f"{caller.seen}, as in {read_in}"))
 
 
@@ -329,22 +329,3 @@ def _check_helpers(tree: SourceTree, module: str) -> None:
             raise SourceError(f"there is no {name}")
         for symbol, known in _HELPERS.get(name, {HELPER: _ASKED}).items():
             check_known(source, symbol, known)
-
-
-def _check_imports(source: ModuleSource, module: str) -> None:
-    """Check that helpers come from where they were read.
-
-    Raises:
-        SourceError: they may be something else.
-    """
-    brought = {
-        id(alias): alias.name
-        for each in source.syntax.body
-        if isinstance(each, ast.ImportFrom)
-        and (each.module == module or (each.level and module.endswith(f".{each.module}")))
-        for alias in each.names
-    }
-    for name in _HELPERS[module]:
-        bound = source.bindings.of(name)
-        if [brought.get(id(each)) for each in bound] != [name] or source.bindings.changes(name):
-            raise unknown(source, bound[0] if bound else None, f"{name} is not the one of {module}")

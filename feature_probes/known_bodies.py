@@ -83,3 +83,26 @@ def check_known(source: ModuleSource, symbol: str, bodies: Collection[str]) -> N
         for change in source.bindings.of(f"{symbol}.{name}"):
             if id(change) not in inside:
                 raise unknown(source, change, f"{symbol}.{name} may be replaced outside its definition")
+
+
+def check_imported(source: ModuleSource, names: Collection[str], *spellings: str) -> None:
+    """Check that names of a module are imported, once, and nothing else.
+
+    Args:
+        source: the module.
+        names: imported under their own names.
+        spellings: from where, as the import has it: `package.helpers`, or `.helpers`.
+
+    Raises:
+        SourceError: one may be something else.
+    """
+    brought = {
+        id(alias): alias.name
+        for each in source.syntax.body
+        if isinstance(each, ast.ImportFrom) and "." * each.level + (each.module or "") in spellings
+        for alias in each.names
+    }
+    for name in names:
+        bound = source.bindings.of(name)
+        if [brought.get(id(each)) for each in bound] != [name] or source.bindings.changes(name):
+            raise unknown(source, bound[0] if bound else None, f"{name} is not the one of {spellings[0]}")

@@ -19,11 +19,9 @@ Source: https://github.com/NVIDIA/Megatron-LM/issues/1699, https://github.com/NV
 
 from __future__ import annotations
 
-import ast
-
 from megacpp_overlays.feature_probes.definitions import plain_class, plain_function, words
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
-from megacpp_overlays.feature_probes.known_bodies import check_known, plain_subclass
+from megacpp_overlays.feature_probes.known_bodies import check_imported, check_known, plain_subclass
 from megacpp_overlays.feature_probes.repairs import Repairs, judged
 from megacpp_overlays.model import Evidence, Finding, Target
 from megacpp_overlays.source.fingerprint import fingerprint
@@ -180,28 +178,10 @@ def _check_around(tree: SourceTree, source: ModuleSource, is_behind: bool) -> No
             check_known(source, symbol, bodies)
     if not is_behind and (own := source.bindings.of(DOWN)):
         raise unknown(source, own[0], f"{METHOD} does not call {DOWN}")
-    _check_imports(source)
+    check_imported(source, _GATHERS, MAPPINGS)
     for module, known in ((MAPPINGS, _MAPPINGS), (FINALIZE, _SUMS)):
         other = tree.module(module)
         if other is None:
             raise unknown(source, None, f"there is no module {module}")
         for name, bodies in known.items():
             check_known(other, name, bodies)
-
-
-def _check_imports(source: ModuleSource) -> None:
-    """Check that what gathers comes from the mappings.
-
-    Raises:
-        SourceError: it may be something else.
-    """
-    brought = {
-        id(alias): alias.name
-        for each in source.syntax.body
-        if isinstance(each, ast.ImportFrom) and each.module == MAPPINGS
-        for alias in each.names
-    }
-    for name in _GATHERS:
-        bound = source.bindings.of(name)
-        if [brought.get(id(each)) for each in bound] != [name] or source.bindings.changes(name):
-            raise unknown(source, bound[0] if bound else None, f"{name} is not the one of {MAPPINGS}")
