@@ -63,6 +63,7 @@ def _compute(given: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return upstream's outputs: loss, z-loss, token accuracy, predicted tokens, gradients of input, weight and bias."""
     import torch
 
+    from megacpp_overlays.kernels.linear_cross_entropy.function import mean_divisor
     from megacpp_overlays.kernels.linear_cross_entropy.memory import process_wide
     from megacpp_overlays.kernels.linear_cross_entropy.parallel import Group, backward_pass, forward_pass
 
@@ -71,7 +72,10 @@ def _compute(given: Mapping[str, Any]) -> tuple[Any, ...]:
         found = forward_pass(
             call.rows, call.labels, call.layer, call.terms, Group(), memory, comes_back=wanted is not None
         )
-        divisor = _divisor(call) if given["reduction"] == "mean" else None
+        divisor = None
+        if given["reduction"] == "mean":  # 0 where no token counts
+            divisor = mean_divisor(call.labels, call.layer, call.terms, found.losses.dtype)
+            divisor = torch.where((call.labels != call.terms.ignore_index).any(), divisor, 1)
         gradients: tuple[Any, ...] = (None, None, None)
         if wanted is not None:
             arrives = given["token_grad_output"]
@@ -92,8 +96,6 @@ def _compute(given: Mapping[str, Any]) -> tuple[Any, ...]:
     of_input, of_weight, of_bias = gradients
     if of_input is None:
         of_input = torch.zeros_like(given["_input"])  # as upstream, which multiplies it
-    if of_bias is not None:
-        of_bias = of_bias.expand(1, -1).sum_to_size(given["bias"].shape)
     accuracy = _accuracy(call, found, given["reduction"]) if given["return_token_accuracy"] else None
     loss = _reduced(found.losses, given["reduction"], divisor).float()
     z_loss = liger.z_losses(found, given)
@@ -115,20 +117,6 @@ def _wanted(given: Mapping[str, Any]) -> Wanted | None:
         bias=told is not False and bias is not None and (bias.requires_grad or told is True),
     )
     return found if found.hidden or found.weight or found.bias else None
-
-
-def _divisor(call: liger.Call) -> torch.Tensor:
-    """Return what a mean divides by; 1 where no token counts, whose mean is 0."""
-    import torch
-
-    from megacpp_overlays.kernels.linear_cross_entropy.parallel import own_class_weight
-
-    count = (call.labels != call.terms.ignore_index).sum()
-    class_weight = call.layer.class_weight
-    if class_weight is None:
-        return count.clamp(min=1)
-    of_tokens = own_class_weight(call.labels, class_weight, call.terms.ignore_index)
-    return torch.where(count > 0, of_tokens.sum(dtype=torch.promote_types(class_weight.dtype, torch.float32)), 1)
 
 
 def _reduced(losses: torch.Tensor, reduction: str, divisor: torch.Tensor | None) -> torch.Tensor:

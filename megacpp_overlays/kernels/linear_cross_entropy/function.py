@@ -113,7 +113,7 @@ class _LinearCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
         with torch.autocast(hidden.device.type, enabled=False):
             rows = gather(hidden.detach(), group).reshape(-1, hidden.shape[-1]).to(dtype).contiguous()
             found = forward_pass(rows, labels, layer, terms, group, memory, comes_back=comes_back)
-            divisor = _divisor(labels, layer, terms, found.losses.dtype) if reduction == "mean" else None
+            divisor = mean_divisor(labels, layer, terms, found.losses.dtype) if reduction == "mean" else None
         ctx.save_for_backward(rows, weight, bias, labels, class_weight, divisor, *found.statistics)
         ctx.options, ctx.hidden = options, (hidden.shape, hidden.dtype)
         ctx.kept = found.kept
@@ -162,7 +162,8 @@ def product_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     return hidden.dtype
 
 
-def _divisor(labels: torch.Tensor, layer: Layer, terms: Terms, dtype: torch.dtype) -> torch.Tensor:
+def mean_divisor(labels: torch.Tensor, layer: Layer, terms: Terms, dtype: torch.dtype) -> torch.Tensor:
+    """Return what a mean divides by: the number of tokens that are not ignored, or the sum of their class weights."""
     if layer.class_weight is None:
         return (labels != terms.ignore_index).sum()
     return own_class_weight(labels, layer.class_weight, terms.ignore_index).sum(dtype=dtype)
