@@ -17,15 +17,18 @@ Stages = Sequence[Callable[..., Any]]
 """A contestant: the first stage takes nothing, each other one the result of the stage before it."""
 
 
-def about(device: str) -> dict[str, Any]:
-    """Return date, host and the version of torch, for the JSON of a run on this device."""
+def about(device: str, *names: str) -> dict[str, Any]:
+    """Return date, host and the versions of torch and of named distributions, for the JSON of a run on this device."""
     import torch
+
+    from megacpp_overlays.source import distributions
 
     host = {"machine": platform.machine(), "python": platform.python_version()}
     if device != "cpu":
         driver, limit = ask_driver("driver_version", "power.limit")
         host |= {"gpu": torch.cuda.get_device_name(), "driver": driver, "power_limit": limit}
-    return {"date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "host": host, "versions": {"torch": torch.__version__}}
+    versions = {"torch": torch.__version__, **{name: distributions.version(name) or "?" for name in names}}
+    return {"date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "host": host, "versions": versions}
 
 
 def ask_driver(*fields: str) -> list[str]:

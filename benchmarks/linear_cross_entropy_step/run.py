@@ -40,8 +40,6 @@ from linear_cross_entropy_step import page
 from linear_cross_entropy_step.work import WAYS, Batch, Size, Training, build
 from tiny_training import process_group
 
-from megacpp_overlays.source import distributions
-
 SIZE = Size(layers=8, hidden=4096, heads=32, sequence=4096, batch=2, vocabulary=131072)
 QUICK_SIZE = Size(layers=2, hidden=32, heads=2, sequence=24, batch=2, vocabulary=96)
 NOT_OURS_MIB = 3072
@@ -173,9 +171,7 @@ def arguments() -> argparse.Namespace:
 
 def about(chosen: argparse.Namespace) -> dict[str, Any]:
     """Return date, host, versions and sizes."""
-    found = timing.about(chosen.device)
-    names = ("triton", "megatron-core", "liger-kernel")
-    found["versions"] |= {name: distributions.version(name) or "?" for name in names}
+    found = timing.about(chosen.device, "triton", "megatron-core", "liger-kernel")
     return {**found, "size": asdict(chosen.size), "problems": []}
 
 

@@ -33,8 +33,6 @@ import report
 import timing
 from trainer_step import page
 
-from megacpp_overlays.source import distributions
-
 LAUNCHER = Path(__file__).with_name("launcher.py")
 SWITCH = "MEGACPP_OVERLAY_LIGER_FLCE_LABELLED"
 LOGITS = "MEGACPP_LINEAR_CE_LOGITS"
@@ -54,6 +52,8 @@ CURVES = {**SIZE, "layers": 4, "steps": 30}
 CURVE_SHARE, CURVE_WORDS = 0.25, ("--master", "--rate", "1e-4")
 """Losses are compared where training is tame: a shallow model with parameters in float32, under autocast."""
 LONGEST_S = 1800
+NAMES = ("triton", "liger-kernel", "transformers", "accelerate")
+"""Distributions whose versions count."""
 
 
 def launched(
@@ -106,7 +106,7 @@ def main() -> None:
     chosen = parser.parse_args()
     size = QUICK if chosen.quick else SIZE
     start = time.monotonic()
-    found: dict[str, Any] = {"size": size, "ways": {}, "problems": [], **about(chosen.device)}
+    found: dict[str, Any] = {"size": size, "ways": {}, "problems": [], **timing.about(chosen.device, *NAMES)}
     on_cpu = chosen.device == "cpu"
     jobs: list[tuple[str, tuple[float, ...], bool]] = [
         (way, shares, False) for way in chosen.ways for shares in (QUICK_SHARES if chosen.quick else SHARES)
@@ -135,14 +135,6 @@ def main() -> None:
     report.publish(found, chosen, page.markdown, page.svg)
     if found["problems"]:
         sys.exit(1)
-
-
-def about(device: str) -> dict[str, Any]:
-    """Return date, host and versions."""
-    found: dict[str, Any] = timing.about(device)
-    names = ("triton", "liger-kernel", "transformers", "accelerate")
-    found["versions"] |= {name: distributions.version(name) or "?" for name in names}
-    return found
 
 
 if __name__ == "__main__":

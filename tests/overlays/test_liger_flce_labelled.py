@@ -48,8 +48,12 @@ DECLINED = {
 @pytest.fixture(scope="module")
 def releases(wheel: Callable[[str, str], Path], tmp_path_factory: pytest.TempPathFactory) -> Releases:
     pytest.importorskip("triton")
-    is_measured = lambda version, cases: version == MEASURED and len(cases) > len(FEW)  # noqa: E731
-    return Releases(wheel, tmp_path_factory.mktemp("liger"), "liger_labelled_grid.py", is_measured)
+    return Releases(
+        wheel,
+        tmp_path_factory.mktemp("liger"),
+        "liger_labelled_grid.py",
+        lambda version, cases: version == MEASURED and len(cases) > len(FEW),
+    )
 
 
 @pytest.fixture
