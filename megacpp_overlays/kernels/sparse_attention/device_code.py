@@ -1,0 +1,390 @@
+"""The device code of attention over chosen keys: see `in_triton`, which launches it.
+
+`q` is (queries, batch, heads, dim), `k` (keys, batch, dim), `indices` and `bias` (batch, queries, slots), the gradient of
+the output and the output (queries, batch, heads, value). A row is a query of a batch element, query * batch + element;
+`counts` has the number of slots of each row up to its last choice. Outputs are contiguous. `x_row`, `x_batch` and `x_head`
+are strides in elements; every index that meets a stride has 64 bits.
+
+Channels are cut in two parts, powers of two, because tensor cores take no other: FIRST, which is never cut short, and
+REST, which may be (0 for none). Values lie in FIRST, or in both (WIDE).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+"""Whether functions run in Triton's interpreter, on CPU tensors."""
+
+LOG2_E = 1.4426950408889634
+_LOG2_E = tl.constexpr(LOG2_E)
+_LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _dot(left, right, sum):
+    # The interpreter multiplies the bit patterns of bfloat16; as float32 the products are as exact.
+    if INTERPRETED:
+        return tl.dot(left.to(tl.float32), right.to(tl.float32), sum, input_precision="ieee")
+    return tl.dot(left, right, sum)
+
+
+@triton.jit
+def _product(left, right):
+    if INTERPRETED:
+        return tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
+    return tl.dot(left, right)
+
+
+@triton.jit
+def count_slots(indices, counts, queries, batch, keys, slots, i_batch, i_row, SLOTS: tl.constexpr):
+    """Write for each row how many of its slots there are up to the last choice."""
+    row = tl.program_id(0)
+    at = indices + (row % batch).to(tl.int64) * i_batch + (row // batch).to(tl.int64) * i_row
+    last = tl.zeros((SLOTS,), dtype=tl.int32)
+    for start in range(0, slots, SLOTS):
+        slot = start + tl.arange(0, SLOTS)
+        index = tl.load(at + slot, mask=slot < slots, other=-1)
+        last = tl.maximum(last, tl.where((index >= 0) & (index < keys), slot + 1, 0))
+    tl.store(counts + row, tl.max(last, axis=0))
+
+
+@triton.jit
+def _scores(
+    q_first, q_rest, k_first, k_rest, chosen, bias, slot, slots, factor, REST: tl.constexpr, BIAS: tl.constexpr
+):
+    """Return the scores of a tile (heads, slots) as powers of two, -inf where there is no choice."""
+    score = _product(q_first, tl.trans(k_first))
+    if REST > 0:
+        score = _dot(q_rest, tl.trans(k_rest), score)
+    score = score * factor
+    if BIAS:
+        score += tl.load(bias + slot, mask=slot < slots, other=0.0).to(tl.float32)[None, :] * _LOG2_E
+    return tl.where(chosen[None, :], score, float("-inf"))
+
+
+@triton.jit
+def attend_rows(
+    q,
+    k,
+    indices,
+    counts,
+    bias,
+    sink,
+    out,
+    lse,
+    batch,
+    heads,
+    keys,
+    slots,
+    dim,
+    value,
+    factor,
+    q_row,
+    q_batch,
+    q_head,
+    k_row,
+    k_batch,
+    i_batch,
+    i_row,
+    b_batch,
+    b_row,
+    FIRST: tl.constexpr,
+    REST: tl.constexpr,
+    WIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    SINK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Write the output and the log-sum-exp of some heads of a row; `factor` is the scale times log2(e)."""
+    blocks = tl.cdiv(heads, HEADS)
+    row = tl.program_id(0) // blocks
+    head = (tl.program_id(0) % blocks) * HEADS + tl.arange(0, HEADS)
+    query, element = (row // batch).to(tl.int64), (row % batch).to(tl.int64)
+    first = tl.arange(0, FIRST)
+    q_at = q + query * q_row + element * q_batch + head.to(tl.int64)[:, None] * q_head
+    k += element * k_batch
+    indices += element * i_batch + query * i_row
+    if BIAS:
+        bias += element * b_batch + query * b_row
+    q_first = tl.load(q_at + first[None, :], mask=head[:, None] < heads, other=0.0)
+    sum_first = tl.zeros((HEADS, FIRST), dtype=tl.float32)
+    if REST > 0:
+        rest = FIRST + tl.arange(0, REST)
+        q_rest = tl.load(q_at + rest[None, :], mask=(head[:, None] < heads) & (rest[None, :] < dim), other=0.0)
+    else:
+        q_rest = q_first
+    if WIDE:
+        sum_rest = tl.zeros((HEADS, REST), dtype=tl.float32)
+    if SINK:
+        largest = tl.load(sink + head, mask=head < heads, other=0.0).to(tl.float32) * _LOG2_E
+        total = tl.full((HEADS,), 1.0, dtype=tl.float32)
+    else:
+        largest = tl.full((HEADS,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((HEADS,), dtype=tl.float32)
+    for start in tl.range(0, tl.load(counts + row), SLOTS, num_stages=STAGES):
+        slot = start + tl.arange(0, SLOTS)
+        index = tl.load(indices + slot, mask=slot < slots, other=-1)
+        chosen = (index >= 0) & (index < keys)
+        k_at = k + tl.where(chosen, index, 0).to(tl.int64)[:, None] * k_row
+        k_first = tl.load(k_at + first[None, :], mask=chosen[:, None], other=0.0)
+        if REST > 0:
+            k_rest = tl.load(k_at + rest[None, :], mask=chosen[:, None] & (rest[None, :] < dim), other=0.0)
+        else:
+            k_rest = k_first
+        score = _scores(q_first, q_rest, k_first, k_rest, chosen, bias, slot, slots, factor, REST, BIAS)
+        above = tl.maximum(largest, tl.max(score, axis=1))
+        base = tl.where(above == float("-inf"), 0.0, above)
+        weight = tl.exp2(score - base[:, None])
+        shrunk = tl.exp2(largest - base)
+        total = total * shrunk + tl.sum(weight, axis=1)
+        largest = above
+        weight = weight.to(k_first.dtype)
+        sum_first = _dot(weight, k_first, sum_first * shrunk[:, None])
+        if WIDE:
+            sum_rest = _dot(weight, k_rest, sum_rest * shrunk[:, None])
+    share = (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+    place = (query * batch + element) * heads + head
+    inside = head[:, None] < heads
+    out_at = out + place[:, None] * value
+    tl.store(
+        out_at + first[None, :], (sum_first * share).to(out.dtype.element_ty), mask=inside & (first[None, :] < value)
+    )
+    if WIDE:
+        tl.store(
+            out_at + rest[None, :], (sum_rest * share).to(out.dtype.element_ty), mask=inside & (rest[None, :] < value)
+        )
+    tl.store(lse + place, (largest + tl.log2(total)) * _LN_2, mask=head < heads)
+
+
+@triton.jit
+def mean_gradients(
+    out, grad, of_lse, mean, heads, value, batch, g_row, g_batch, g_head, HEADS: tl.constexpr, VALUE: tl.constexpr
+):
+    """Write the sum over channels of output times its gradient, less the gradient of the log-sum-exp."""
+    blocks = tl.cdiv(heads, HEADS)
+    row = tl.program_id(0) // blocks
+    head = (tl.program_id(0) % blocks) * HEADS + tl.arange(0, HEADS)
+    query, element = (row // batch).to(tl.int64), (row % batch).to(tl.int64)
+    place = (query * batch + element) * heads + head
+    inside = head < heads
+    sum = tl.zeros((HEADS,), dtype=tl.float32)
+    grad_at = grad + query * g_row + element * g_batch + head.to(tl.int64)[:, None] * g_head
+    for start in range(0, value, VALUE):
+        channel = (start + tl.arange(0, VALUE))[None, :]
+        both = inside[:, None] & (channel < value)
+        left = tl.load(out + place[:, None] * value + channel, mask=both, other=0.0).to(tl.float32)
+        sum += tl.sum(left * tl.load(grad_at + channel, mask=both, other=0.0).to(tl.float32), axis=1)
+    tl.store(mean + place, sum - tl.load(of_lse + place, mask=inside, other=0.0), mask=inside)
+
+
+@triton.jit
+def query_side(
+    q,
+    k,
+    indices,
+    counts,
+    bias,
+    grad,
+    lse,
+    mean,
+    of_q,
+    weights,
+    of_scores,
+    row_start,
+    batch,
+    heads,
+    keys,
+    slots,
+    dim,
+    value,
+    scale,
+    q_row,
+    q_batch,
+    q_head,
+    k_row,
+    k_batch,
+    i_batch,
+    i_row,
+    b_batch,
+    b_row,
+    g_row,
+    g_batch,
+    g_head,
+    FIRST: tl.constexpr,
+    REST: tl.constexpr,
+    WIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Write the gradient of some heads' query in a row; weights and gradients of scores as (rows, slots, heads)."""
+    blocks = tl.cdiv(heads, HEADS)
+    local = tl.program_id(0) // blocks
+    row = row_start + local
+    head = (tl.program_id(0) % blocks) * HEADS + tl.arange(0, HEADS)
+    query, element = (row // batch).to(tl.int64), (row % batch).to(tl.int64)
+    inside = head < heads
+    first = tl.arange(0, FIRST)
+    head_at = head.to(tl.int64)[:, None]
+    q_at = q + query * q_row + element * q_batch + head_at * q_head
+    grad_at = grad + query * g_row + element * g_batch + head_at * g_head
+    k += element * k_batch
+    indices += element * i_batch + query * i_row
+    if BIAS:
+        bias += element * b_batch + query * b_row
+    q_first = tl.load(q_at + first[None, :], mask=inside[:, None], other=0.0)
+    grad_first = tl.load(grad_at + first[None, :], mask=inside[:, None] & (first[None, :] < value), other=0.0)
+    sum_first = tl.zeros((HEADS, FIRST), dtype=tl.float32)
+    if REST > 0:
+        rest = FIRST + tl.arange(0, REST)
+        q_rest = tl.load(q_at + rest[None, :], mask=inside[:, None] & (rest[None, :] < dim), other=0.0)
+        sum_rest = tl.zeros((HEADS, REST), dtype=tl.float32)
+    else:
+        q_rest = q_first
+    if WIDE:
+        grad_rest = tl.load(grad_at + rest[None, :], mask=inside[:, None] & (rest[None, :] < value), other=0.0)
+    place = (query * batch + element) * heads + head
+    base = tl.load(lse + place, mask=inside, other=0.0) * _LOG2_E
+    base = tl.where(base == float("-inf"), 0.0, base)[:, None]
+    middle = tl.load(mean + place, mask=inside, other=0.0)[:, None]
+    factor = scale * _LOG2_E
+    for start in tl.range(0, tl.load(counts + row), SLOTS, num_stages=STAGES):
+        slot = start + tl.arange(0, SLOTS)
+        index = tl.load(indices + slot, mask=slot < slots, other=-1)
+        chosen = (index >= 0) & (index < keys)
+        k_at = k + tl.where(chosen, index, 0).to(tl.int64)[:, None] * k_row
+        k_first = tl.load(k_at + first[None, :], mask=chosen[:, None], other=0.0)
+        if REST > 0:
+            k_rest = tl.load(k_at + rest[None, :], mask=chosen[:, None] & (rest[None, :] < dim), other=0.0)
+        else:
+            k_rest = k_first
+        score = _scores(q_first, q_rest, k_first, k_rest, chosen, bias, slot, slots, factor, REST, BIAS)
+        weight = tl.exp2(score - base)
+        of_weight = _product(grad_first, tl.trans(k_first))
+        if WIDE:
+            of_weight = _dot(grad_rest, tl.trans(k_rest), of_weight)
+        of_score = (weight * (of_weight - middle)).to(k_first.dtype)
+        kept_at = (local.to(tl.int64) * slots + slot)[None, :] * heads + head[:, None]
+        kept = inside[:, None] & (slot < slots)[None, :]
+        tl.store(weights + kept_at, weight.to(k_first.dtype), mask=kept)
+        tl.store(of_scores + kept_at, of_score, mask=kept)
+        sum_first = _dot(of_score, k_first, sum_first)
+        if REST > 0:
+            sum_rest = _dot(of_score, k_rest, sum_rest)
+    of_q_at = of_q + place[:, None] * dim
+    tl.store(of_q_at + first[None, :], (sum_first * scale).to(of_q.dtype.element_ty), mask=inside[:, None])
+    if REST > 0:
+        tl.store(
+            of_q_at + rest[None, :],
+            (sum_rest * scale).to(of_q.dtype.element_ty),
+            mask=inside[:, None] & (rest[None, :] < dim),
+        )
+
+
+@triton.jit
+def slot_side(
+    q,
+    grad,
+    weights,
+    of_scores,
+    counts,
+    indices,
+    of_slots,
+    row_start,
+    batch,
+    heads,
+    keys,
+    slots,
+    dim,
+    value,
+    scale,
+    channel_start,
+    w_start,
+    q_row,
+    q_batch,
+    q_head,
+    g_row,
+    g_batch,
+    g_head,
+    i_batch,
+    i_row,
+    SLOTS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    HEADS: tl.constexpr,
+    VALUES: tl.constexpr,
+    ATOMIC: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Write the gradient of each chosen key, of one row alone, float32: (rows, slots, dim), or add it to the keys'.
+
+    `w_start` is the first row of `weights`.
+    """
+    local = tl.program_id(0).to(tl.int64)
+    row = row_start + tl.program_id(0)
+    slot = tl.program_id(2) * SLOTS + tl.arange(0, SLOTS)
+    count = tl.load(counts + row)
+    if tl.program_id(2) * SLOTS < count:
+        query, element = (row // batch).to(tl.int64), (row % batch).to(tl.int64)
+        channel = channel_start + tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+        sum = tl.zeros((SLOTS, CHANNELS), dtype=tl.float32)
+        kept_at = ((row - w_start).to(tl.int64) * slots + slot)[:, None] * heads
+        q_at = q + query * q_row + element * q_batch + channel[None, :]
+        grad_at = grad + query * g_row + element * g_batch + channel[None, :]
+        there = (slot < count)[:, None]
+        for start in tl.range(0, heads, HEADS, num_stages=STAGES):
+            head = start + tl.arange(0, HEADS)
+            inside = head < heads
+            left = tl.load(of_scores + kept_at + head[None, :], mask=there & inside[None, :], other=0.0)
+            right = tl.load(
+                q_at + head.to(tl.int64)[:, None] * q_head,
+                mask=inside[:, None] & (channel[None, :] < dim),
+                other=0.0,
+            )
+            sum = _dot(left, right, sum)
+        sum *= scale
+        if VALUES:
+            for start in tl.range(0, heads, HEADS, num_stages=STAGES):
+                head = start + tl.arange(0, HEADS)
+                inside = head < heads
+                left = tl.load(weights + kept_at + head[None, :], mask=there & inside[None, :], other=0.0)
+                right = tl.load(
+                    grad_at + head.to(tl.int64)[:, None] * g_head,
+                    mask=inside[:, None] & (channel[None, :] < value),
+                    other=0.0,
+                )
+                sum = _dot(left, right, sum)
+        stored = there & (channel[None, :] < dim)
+        if ATOMIC:
+            index = tl.load(indices + element * i_batch + query * i_row + slot, mask=slot < count, other=-1)
+            chosen = ((index >= 0) & (index < keys))[:, None]
+            at = of_slots + (tl.where(index >= 0, index, 0).to(tl.int64) * batch + element)[:, None] * dim
+            tl.atomic_add(at + channel[None, :], sum, mask=stored & chosen, sem="relaxed")
+        else:
+            tl.store(of_slots + (local * slots + slot)[:, None] * dim + channel[None, :], sum, mask=stored)
+
+
+@triton.jit
+def sum_slots(of_slots, order, ends, of_k, dim, FIRST_TIME: tl.constexpr, SLOTS: tl.constexpr, CHANNELS: tl.constexpr):
+    """Add up the gradients of all slots that hold a key, in their order; `ends` has where the slots of each key end."""
+    key = tl.program_id(0)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    begin, end = tl.load(ends + key), tl.load(ends + key + 1)
+    sum = tl.zeros((SLOTS, CHANNELS), dtype=tl.float32)
+    for start in range(begin, end, SLOTS):
+        place = start + tl.arange(0, SLOTS)
+        slot = tl.load(order + place, mask=place < end, other=0).to(tl.int64)
+        sum += tl.load(
+            of_slots + slot[:, None] * dim + channel[None, :],
+            mask=(place < end)[:, None] & (channel < dim)[None, :],
+            other=0.0,
+        )
+    at = of_k + key.to(tl.int64) * dim + channel
+    result = tl.sum(sum, axis=0)
+    if not FIRST_TIME:
+        result += tl.load(at, mask=channel < dim, other=0.0)
+    tl.store(at, result, mask=channel < dim)

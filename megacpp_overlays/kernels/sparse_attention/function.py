@@ -1,0 +1,194 @@
+"""Attention over chosen keys as two custom operators, so that autograd, CUDA graphs and torch.compile treat each as one step.
+
+Which way they compute is settled by dtypes, channels and device, once for each combination: tensor cores for bfloat16 and
+float16 on NVIDIA's Hopper, plain PyTorch in blocks for everything else. Memory beside inputs and results has a bound that
+does not grow with queries times keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megacpp_overlays.kernels.sparse_attention import in_torch
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    indices: torch.Tensor,
+    scale: float,
+    value_channels: int,
+    sink: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weighted mean of the values that each query chose, and the log-sum-exp of its scores.
+
+    Differentiable once in query, key and sink, through both results. A key that is chosen twice counts twice.
+
+    Args:
+        query: (queries, batch, heads, dim), floating, any strides.
+        key: (keys, batch, 1, dim), floating; the heads share it, and its first `value_channels` are the value.
+        indices: (batch, queries, slots), int32 or int64: a key of the same batch element, or no choice where it is below 0
+            or no key. With packed sequences they count from the beginning of the row, as everywhere in Megatron.
+        scale: what products of query and key are multiplied with before the softmax.
+        value_channels: from 1 to dim.
+        sink: (heads,), a score of each head that takes part in the softmax and has no value.
+        bias: (batch, queries, slots), added to the scaled products of a slot; has no gradient.
+
+    Returns:
+        (queries, batch, heads, value_channels) in the dtype of query, 0 where nothing was chosen and there is no sink, and
+        (queries, batch, heads), float32, -inf there; both contiguous.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not belong together.
+    """
+    _check(query, key, indices, value_channels, sink, bias)
+    output, lse = _attend(query, key, indices, scale, value_channels, sink, bias)
+    return output, lse
+
+
+def check_choices(indices: torch.Tensor, keys: int) -> None:
+    """Raise unless each index is -1 or a key, and no query chose a key twice; waits for the device, so it is for debugging.
+
+    Raises:
+        ValueError: it names the first batch element and query where it is not so, and the index.
+    """
+    outside = (indices < -1) | (indices >= keys)
+    ordered = indices.sort(dim=-1).values
+    twice = torch.zeros_like(outside)
+    twice[..., 1:] = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    for found, values, what in (
+        (outside, indices, f"is neither -1 nor one of {keys} keys"),
+        (twice, ordered, "is chosen twice"),
+    ):
+        if found.any():
+            element, query, slot = found.nonzero()[0].tolist()
+            raise ValueError(
+                f"batch element {element}, query {query}: index {int(values[element, query, slot])} {what}"
+            )
+
+
+def _check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    indices: torch.Tensor,
+    value_channels: int,
+    sink: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> None:
+    if (query.ndim, key.ndim) != (4, 4) or key.shape[1:] != (query.size(1), 1, query.size(3)):
+        raise ValueError(
+            "query and key must be (queries, batch, heads, dim) and (keys, batch, 1, dim), not "
+            f"{tuple(query.shape)} and {tuple(key.shape)}"
+        )
+    if indices.ndim != 3 or indices.shape[:2] != (query.size(1), query.size(0)):
+        raise ValueError(
+            f"indices must be (batch, queries, slots) = {(query.size(1), query.size(0), '...')}, not {tuple(indices.shape)}"
+        )
+    if indices.dtype not in {torch.int32, torch.int64}:
+        raise ValueError(f"indices must be int32 or int64, not {indices.dtype}")
+    if not 1 <= value_channels <= query.size(3):
+        raise ValueError(f"value_channels must be from 1 to dim = {query.size(3)}, not {value_channels}")
+    if sink is not None and sink.shape != query.shape[2:3]:
+        raise ValueError(f"sink must be (heads,) = {(query.size(2),)}, not {tuple(sink.shape)}")
+    if bias is not None and bias.shape != indices.shape:
+        raise ValueError(f"bias must be of the shape of indices, {tuple(indices.shape)}, not {tuple(bias.shape)}")
+    tensors = [each for each in (query, key, indices, sink, bias) if each is not None]
+    if len(devices := {str(each.device) for each in tensors}) > 1:
+        raise ValueError(f"all tensors must be on one device, not on {' and '.join(sorted(devices))}")
+
+
+@torch.library.custom_op("megacpp_overlays::sparse_attention", mutates_args=())  # type: ignore[untyped-decorator]
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    indices: torch.Tensor,
+    scale: float,
+    value_channels: int,
+    sink: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    output, lse = implementation(query.dtype, key.dtype, query.size(3), query.device).forward(
+        query, key, indices, scale, value_channels, sink, bias
+    )
+    return output, lse
+
+
+@torch.library.custom_op("megacpp_overlays::sparse_attention_gradients", mutates_args=())  # type: ignore[untyped-decorator]
+def _gradients(
+    grad: torch.Tensor,
+    of_lse: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    indices: torch.Tensor,
+    scale: float,
+    bias: torch.Tensor | None,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    of_query, of_key, mean = implementation(query.dtype, key.dtype, query.size(3), query.device).backward(
+        grad, of_lse, query, key, indices, scale, bias, output, lse
+    )
+    return of_query, of_key, mean
+
+
+@_attend.register_fake  # type: ignore[untyped-decorator]
+def _(
+    query: torch.Tensor,
+    _key: torch.Tensor,
+    _indices: torch.Tensor,
+    _scale: float,
+    value_channels: int,
+    _sink: torch.Tensor | None,
+    _bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return query.new_empty((*query.shape[:3], value_channels)), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+@_gradients.register_fake  # type: ignore[untyped-decorator]
+def _(
+    _grad: torch.Tensor,
+    _of_lse: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    _indices: torch.Tensor,
+    _scale: float,
+    _bias: torch.Tensor | None,
+    _output: torch.Tensor,
+    lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), lse.new_empty(lse.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    query, key, indices, ctx.scale, _, sink, bias = inputs
+    ctx.save_for_backward(query, key, indices, sink, bias, *output)
+
+
+def _backward(ctx: Any, grad: torch.Tensor, of_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    query, key, indices, sink, bias, output, lse = ctx.saved_tensors
+    of_query, of_key, mean = _gradients(grad, of_lse, query, key, indices, ctx.scale, bias, output, lse)
+    of_sink = None if sink is None else (mean * torch.exp(sink.float() - lse)).sum(dim=(0, 1)).neg().to(sink.dtype)
+    return of_query, of_key, None, None, None, of_sink, None
+
+
+_attend.register_autograd(_backward, setup_context=_save)
+
+
+@functools.cache
+def implementation(query_dtype: torch.dtype, key_dtype: torch.dtype, dim: int, device: torch.device) -> ModuleType:
+    """Return the module that computes: tensor cores where they take these inputs, else blocks in PyTorch."""
+    if query_dtype == key_dtype and query_dtype in {torch.bfloat16, torch.float16}:
+        # Asked for only here: the module needs a Triton that not every torch brings.
+        try:
+            tensor_cores = importlib.import_module("megacpp_overlays.kernels.sparse_attention.in_triton")
+        except ImportError:
+            return in_torch
+        if tensor_cores.takes(query_dtype, dim, device):
+            return tensor_cores
+    return in_torch

@@ -1,0 +1,122 @@
+"""Attention over chosen keys in plain PyTorch, some rows at a time: for the CPU, float32 and odd dtypes.
+
+Float32 arithmetic, float64 for float64 inputs. Beside the results it holds the gradient of the keys and a few blocks of at
+most 4 Mi elements, 32 Mi on a GPU: the chosen keys of some rows, (rows, slots, dim), or those of one row if that is more.
+Blocks are added in one order, so a rerun gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+_BLOCK_ELEMENTS, _BLOCK_ELEMENTS_ON_A_GPU = 1 << 22, 1 << 25
+
+
+def forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    indices: torch.Tensor,
+    scale: float,
+    value: int,
+    sink: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output, (queries, batch, heads, value), and the log-sum-exp, (queries, batch, heads): see `function.attend`."""
+    queries, batch, heads, _ = query.shape
+    out = query.new_empty((queries, batch, heads, value))
+    lse = torch.empty((queries, batch, heads), dtype=torch.float32, device=query.device)
+    with _no_autocast(query):
+        for element, rows in _blocks(query, indices):
+            keys, scores = _scores(query, key, indices, scale, bias, element, rows)
+            if sink is not None:
+                scores = torch.cat([scores, sink.to(scores.dtype).expand(scores.size(0), -1)[..., None]], dim=-1)
+            total = torch.logsumexp(scores, dim=-1)
+            shares = torch.exp(scores - _finite(total)[..., None])[..., : indices.size(2)]
+            out[rows, element] = torch.bmm(shares, keys[..., :value]).to(out.dtype)
+            lse[rows, element] = total.to(lse.dtype)
+    return out, lse
+
+
+def backward(
+    grad: torch.Tensor,
+    of_lse: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    indices: torch.Tensor,
+    scale: float,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of query and key, and (queries, batch, heads): output times gradient, less that of the lse."""
+    of_q = torch.empty_like(query, memory_format=torch.contiguous_format)
+    of_k = torch.zeros(key.shape, dtype=_wide(key.dtype), device=key.device)
+    with _no_autocast(query):
+        mean = (out.to(_wide(out.dtype)) * grad.to(_wide(grad.dtype))).sum(dim=-1) - of_lse
+        for element, rows in _blocks(query, indices):
+            keys, scores = _scores(query, key, indices, scale, bias, element, rows)
+            shares = torch.exp(scores - _finite(lse[rows, element])[..., None].to(scores.dtype))
+            above = grad[rows, element].to(keys.dtype)
+            of_scores = torch.bmm(above, keys[..., : grad.size(3)].mT).sub_(mean[rows, element][..., None])
+            of_scores = of_scores.mul_(shares).mul_(scale)
+            of_q[rows, element] = torch.bmm(of_scores, keys).to(of_q.dtype)
+            of_slots = torch.bmm(of_scores.mT, query[rows, element].to(keys.dtype))
+            of_slots[..., : grad.size(3)] += torch.bmm(shares.mT, above)
+            chosen, places = _choices(key, indices, element, rows)
+            # Not index_add_, whose sums have no order on a GPU.
+            of_k[:, element, 0].index_put_((places,), of_slots.masked_fill_(~chosen[..., None], 0.0), accumulate=True)
+    return of_q, of_k.to(key.dtype), mean
+
+
+def _choices(key: torch.Tensor, indices: torch.Tensor, element: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which slots of some rows hold a key, and which, 0 where none."""
+    chosen = (indices[element, rows] >= 0) & (indices[element, rows] < key.size(0))
+    return chosen, torch.where(chosen, indices[element, rows], 0).long()
+
+
+def _scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    indices: torch.Tensor,
+    scale: float,
+    bias: torch.Tensor | None,
+    element: int,
+    rows: slice,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the chosen keys, (rows, slots, dim), and their scores, (rows, heads, slots), -inf where nothing was chosen."""
+    chosen, places = _choices(key, indices, element, rows)
+    keys = (
+        key[:, element, 0][places].to(_wide(key.dtype)).masked_fill_(~chosen[..., None], 0.0) if key.size(0) else None
+    )
+    if keys is None:
+        keys = key.new_zeros((*places.shape, key.size(3)), dtype=_wide(key.dtype))
+    scores = torch.bmm(query[rows, element].to(keys.dtype), keys.mT).mul_(scale)
+    if bias is not None:
+        scores += bias[element, rows, None].to(scores.dtype)
+    return keys, scores.masked_fill_(~chosen[:, None], float("-inf"))
+
+
+def _finite(lse: torch.Tensor) -> torch.Tensor:
+    """Return 0 for the log-sum-exp of nothing, so that its shares are 0."""
+    return lse.masked_fill(lse == float("-inf"), 0.0)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _no_autocast(query: torch.Tensor) -> torch.autocast:
+    """Keep autocast, under which an operator may run, from turning the products into its own dtype."""
+    return torch.autocast(query.device.type, enabled=False)
+
+
+def _blocks(query: torch.Tensor, indices: torch.Tensor) -> Iterator[tuple[int, slice]]:
+    """Yield batch elements and their queries in blocks."""
+    queries, batch, heads, dim = query.shape
+    elements = _BLOCK_ELEMENTS if query.device.type == "cpu" else _BLOCK_ELEMENTS_ON_A_GPU
+    step = max(1, elements // max(1, indices.size(2) * max(dim, heads)))
+    for element in range(batch):
+        for first in range(0, queries, step):
+            yield element, slice(first, min(first + step, queries))

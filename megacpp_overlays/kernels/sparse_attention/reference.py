@@ -1,0 +1,57 @@
+"""Attention over chosen keys in plain PyTorch: the truth that everything else is measured against.
+
+Everything is built whole, in the dtype of the inputs (use float64 for truth): the chosen keys, (batch, queries, slots, dim),
+and the scores, (batch, queries, heads, slots). Differentiable by autograd.
+
+Source: section 2.1 of https://github.com/deepseek-ai/DeepSeek-V3.2-Exp/blob/main/DeepSeek_V3_2.pdf; attention sinks as in
+https://cdn.openai.com/pdf/419b6906-9da6-406c-a19d-1bb078ac7637/oai_gpt-oss_model_card.pdf, a score that takes part in the
+softmax and has no value.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    indices: torch.Tensor,
+    scale: float,
+    value_channels: int,
+    sink: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weighted mean of the chosen values, and the log-sum-exp of the scores.
+
+    Args:
+        query: (queries, batch, heads, dim), floating.
+        key: (keys, batch, 1, dim); the first `value_channels` of a key are its value.
+        indices: (batch, queries, slots), integers; what is below 0, or no key, is no choice.
+        scale: what products are multiplied with before the softmax.
+        value_channels: from 1 to dim.
+        sink: (heads,), a score of each head beside those of the keys.
+        bias: (batch, queries, slots), added to the scaled products of a slot.
+
+    Returns:
+        (queries, batch, heads, value_channels), 0 where nothing was chosen, and (queries, batch, heads), -inf there.
+    """
+    chosen = (indices >= 0) & (indices < key.size(0))
+    rows = torch.where(chosen, indices, 0).long()
+    batches = torch.arange(key.size(1), device=key.device)[:, None, None]
+    keys = key[:, :, 0].transpose(0, 1)[batches, rows].masked_fill(~chosen[..., None], 0.0)
+    scores = torch.einsum("sbhd,bstd->bsht", query, keys) * scale
+    if bias is not None:
+        scores = scores + bias[:, :, None].to(scores.dtype)
+    scores = scores.masked_fill(~chosen[:, :, None], float("-inf"))
+    if sink is not None:
+        scores = torch.cat([scores, sink.to(scores.dtype).expand(*scores.shape[:2], -1)[..., None]], dim=-1)
+    largest = (
+        scores.detach().amax(dim=-1, keepdim=True) if scores.size(-1) else scores.new_zeros((*scores.shape[:3], 1))
+    )
+    largest = largest.masked_fill(largest == float("-inf"), 0.0)
+    weights = torch.exp(scores - largest)
+    total = weights.sum(dim=-1, keepdim=True)
+    shares = weights / total.masked_fill(total == 0, 1.0)
+    output = torch.einsum("bsht,bstd->sbhd", shares[..., : indices.size(-1)], keys[..., :value_channels])
+    return output, (largest + total.log()).squeeze(-1).transpose(0, 1)
