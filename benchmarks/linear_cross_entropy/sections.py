@@ -199,6 +199,7 @@ def race_of(
     for name, way in ways.items():
         losses = 4 * (shape.tokens if way.reduction == "none" else 1) / 2**20
         peak = timing.extra_mib(contestants[name], bench.device) if rows[name]["warm"] else None
+        rows[name]["host_ms"] = timing.host_ms(contestants[name], bench.device) if rows[name]["warm"] else None
         rows[name]["extra_mib"] = None if peak is None else max(0.0, peak - outputs - losses)
     return {"rows": rows, "outputs_mib": outputs, "clocks": clocks}
 
