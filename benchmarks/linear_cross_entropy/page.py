@@ -42,8 +42,7 @@ def markdown(found: Found) -> str:
         "Written by `benchmarks/linear_cross_entropy/run.py`, in one run. bfloat16, forward and backward; medians of",
         "contestants that take turns. Sizes are tokens x hidden size x vocabulary. `none` is a loss for each token, with",
         "random weights in the backward pass, half of them zero. Extra memory is the peak above what was held before,",
-        "less the results (losses and the two gradients). Host ms is how long Python hands work over, to a device that has",
-        "nothing else to do. The floors are bare cuBLAS products on the same matrices:",
+        "less the results (losses and the two gradients). The floors are bare cuBLAS products on the same matrices:",
         "logits, gradient of the hidden states, gradient of the weight; four where the logits are computed twice.",
         "They compute all tokens. Ours skips those without a gradient in the backward pass if a quarter of them has none,",
         "and can be quicker than its floor; what it takes where it computes all is a row of its own, and so is, in the",
@@ -135,11 +134,12 @@ def cell(text: str) -> str:
 def times(each: Found, title: str, errors: Found) -> list[str]:
     """Return the table of one race."""
     rows = each["rows"]
+    has_host = any("host_ms" in row for row in rows.values())
 
     def cells(name: str, row: Found) -> tuple[str, ...]:
         warm, cold = row["warm"], row["cold"] or {}
         if not warm:
-            return bold(name), NO_FIT, *"-" * 9
+            return bold(name), NO_FIT, *"-" * (8 + has_host)
         wrong = errors.get(name, {})
         return (
             bold(name),
@@ -148,7 +148,7 @@ def times(each: Found, title: str, errors: Found) -> list[str]:
             ms(warm["stages"][0]),
             number(ratio(rows, name, THREE, "warm"), ".2f"),
             number(ratio(rows, name, FOUR, "warm"), ".2f"),
-            ms(row.get("host_ms")),
+            *([ms(row.get("host_ms"))] if has_host else []),
             number(row.get("extra_mib"), ".0f"),
             number(wrong.get("loss", {}).get("norm"), ".1e"),
             number(wrong.get("x", {}).get("norm"), ".1e"),
@@ -156,7 +156,7 @@ def times(each: Found, title: str, errors: Found) -> list[str]:
         )
 
     head = (
-        "", "ms", "ms, cold L2", "forward ms", "of three products", "of four", "host ms", "extra MiB", "error, loss", "error, dX",
+        "", "ms", "ms, cold L2", "forward ms", "of three products", "of four", *(["host ms"] if has_host else []), "extra MiB", "error, loss", "error, dX",
         "error, dW",
     )  # fmt: skip
     order = sorted(rows, key=lambda name: (rows[name]["warm"] or {"ms": float("inf")})["ms"])
@@ -164,6 +164,11 @@ def times(each: Found, title: str, errors: Found) -> list[str]:
     return [
         *lines,
         "",
+        *(
+            ["Host ms is how long the host hands work over to a device that has nothing else to do."]
+            if has_host
+            else []
+        ),
         f"The gradients take {each['outputs_mib']:.0f} MiB. Errors are against float64, norm over norm.",
     ]
 
