@@ -20,7 +20,10 @@ from linear_cross_entropy_cases import IGNORED, Inputs, call, draw, found, leave
 from places import HANG_S, ROOT, SUPPORT
 
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
+from megacpp_overlays.kernels.linear_cross_entropy.shard import Shard, Wanted, shard_gradients, shard_statistics
 from megacpp_overlays.kernels.masked_products.panels import WHOLE, WIDTH, Panels
+from megacpp_overlays.kernels.masked_products.token_selection import select
+from megacpp_overlays.kernels.vocabulary_softmax.numbers import Coefficients
 
 SIZES = TOKENS, _, CLASSES = 520, 6, 4 * WIDTH + 72
 WAYS = {
@@ -131,6 +134,31 @@ def test_a_block_of_all_tokens_stays_before_panels_of_some() -> None:
         close(found(inputs, memory=memory), truth(inputs))
     assert memory.settled.skips
     assert not memory.settled.skips_labels
+
+
+@pytest.mark.parametrize("count", [0, 100, 520])
+def test_other_ranks_get_the_whole_gradient_of_hidden_states_before_the_last_product(count: int) -> None:
+    from computed_products import Products
+
+    inputs = labelled(count)
+    shard, memory = Shard(weight=inputs.weight, logits_dtype=torch.float64), WAYS["two"]
+    selection = select(inputs.alive)
+    running, kept = shard_statistics(inputs.hidden, inputs.target, shard, memory, selection=selection)
+    scale = torch.where(inputs.alive, inputs.arriving, 0.0).double()
+    heard = []
+
+    with Products() as counted:
+        gradients = shard_gradients(
+            inputs.hidden, inputs.target, shard, Coefficients(running.lse, scale, scale), memory, Wanted(),
+            kept=kept, selection=selection, when_hidden_is_done=lambda found: heard.append((found.clone(), len(counted.shapes))),
+        )  # fmt: skip
+
+    [(found_, before)] = heard
+    true = truth(inputs)
+    assert before < len(counted.shapes)
+    torch.testing.assert_close(found_[:count].double(), true["hidden"][inputs.alive].double())
+    assert gradients.of_weight is not None
+    torch.testing.assert_close(gradients.of_weight.double(), true["weight"].double())
 
 
 def test_what_stays_of_few_tokens_is_not_computed_again() -> None:
