@@ -127,8 +127,10 @@ bench-gpu: .venv/.ready .envs/newest/.ready .envs/proof/.ready ## on NVIDIA GPUs
 	@$(BIN)/python benchmarks/linear_cross_entropy/unpack.py .cache/peers .cache/peers/wheels
 	@.envs/newest/bin/python -W ignore benchmarks/linear_cross_entropy/run.py $(call GPU_PAGE,linear_cross_entropy) \
 	    --peers-at .cache/peers --plot benchmarks/results/linear_cross_entropy.svg
-	@.envs/newest/bin/python -W ignore benchmarks/linear_cross_entropy_step/run.py $(call GPU_PAGE,linear_cross_entropy_step)
-	@.envs/newest/bin/python -W ignore benchmarks/linear_cross_entropy_ranks/run.py $(call GPU_PAGE,linear_cross_entropy_ranks)
+	@.envs/newest/bin/python -W ignore benchmarks/linear_cross_entropy_step/run.py $(call GPU_PAGE,linear_cross_entropy_step) \
+	    --plot benchmarks/results/linear_cross_entropy_step.svg
+	@.envs/newest/bin/python -W ignore benchmarks/linear_cross_entropy_ranks/run.py $(call GPU_PAGE,linear_cross_entropy_ranks) \
+	    --plot benchmarks/results/linear_cross_entropy_ranks.svg
 	@PYTHONPATH=$(CURDIR)/.cache/peers/liger-0.8.5/site-packages .envs/proof/bin/python -W ignore benchmarks/trainer_step/run.py \
 	    $(call GPU_PAGE,trainer_step) --plot benchmarks/results/trainer_step.svg
 

@@ -10,12 +10,12 @@ from xml.sax.saxutils import escape
 
 _STYLE = """\
 .paper { fill: #ffffff } .text { fill: #1b1f24 } .quiet { fill: #57606a } .faint { stroke: #d8dde3 } .axis { stroke: #8b949e }
-.ours { fill: #1f6feb } .peer { fill: #8b949e } .wrong { fill: #cf222e } .floor { stroke: #1a7f37 } .floor-text { fill: #1a7f37 }
+.ours { fill: #1f6feb } .peer { fill: #8b949e } .wrong { fill: #cf222e } .faint-bar { fill: #c3cad2 } .floor { stroke: #1a7f37 } .floor-text { fill: #1a7f37 }
 .ours-line { stroke: #1f6feb } .wrong-line { stroke: #cf222e } .other-line { stroke: #1a7f37 }
 .ours-text { fill: #1f6feb } .wrong-text { fill: #cf222e } .other-text { fill: #1a7f37 }
 @media (prefers-color-scheme: dark) {
   .paper { fill: #14171a } .text { fill: #e6e8ea } .quiet { fill: #a3abb4 } .faint { stroke: #2f353b } .axis { stroke: #6e7681 }
-  .ours { fill: #539bf5 } .peer { fill: #768390 } .wrong { fill: #ff7b72 } .floor { stroke: #57ab5a } .floor-text { fill: #7ee787 }
+  .ours { fill: #539bf5 } .peer { fill: #768390 } .wrong { fill: #ff7b72 } .faint-bar { fill: #454c54 } .floor { stroke: #57ab5a } .floor-text { fill: #7ee787 }
   .ours-line { stroke: #539bf5 } .wrong-line { stroke: #ff7b72 } .other-line { stroke: #57ab5a }
   .ours-text { fill: #539bf5 } .wrong-text { fill: #ff7b72 } .other-text { fill: #7ee787 }
 }"""

@@ -166,6 +166,23 @@ def _medians(samples: list[list[float]]) -> dict[str, Any]:
     }
 
 
+def host_ms(stages: Stages, device: str) -> float:
+    """Return the milliseconds after which the host has handed all stages over to a device with nothing else to do.
+
+    Where they are more than the stages take on the device, it is the host that is measured there.
+    """
+    taken = []
+    for _ in range(3):
+        settle(device)
+        start = time.perf_counter()
+        result: tuple[Any, ...] = ()
+        for stage in stages:
+            result = (stage(*result),)
+        taken.append((time.perf_counter() - start) * 1000)
+    settle(device)
+    return median(taken)
+
+
 def extra_mib(stages: Stages, device: str) -> float | None:
     """Return the peak of device memory above what was held before, in MiB; None on a CPU, or where it does not fit."""
     import torch

@@ -6,6 +6,9 @@ answered, with the portable entry of `kernels.linear_cross_entropy.entry`; any o
 that of an AMD GPU, whose capability is also called 9. The device is asked at the first call, never at import, and
 once, as upstream does.
 
+Where nothing was measured, on capability 8 and 12 and with another Triton than 3.6, the log says so in one sentence, and the
+entry is the plain one: cuBLAS over all tokens, between two passes that Triton's interpreter agrees with.
+
 Upstream's singleton is left as a refusal leaves it, and its cached getter keeps no refusal: there is nothing to reset,
 neither when an earlier call failed nor when the overlay is undone. `_get_platform.cache_clear()` makes the next call
 ask again.
@@ -65,6 +68,7 @@ def _getter_that_answers(refused: frozenset[int]) -> Callable[[Callable[..., Any
             logger.info(
                 "%s: compute capability %s is served by %s", module.__name__, major, platform.forward_func.__module__
             )
+            _say_what_was_not_measured()
             return platform
 
         def cache_clear() -> None:
@@ -79,6 +83,18 @@ def _getter_that_answers(refused: frozenset[int]) -> Callable[[Callable[..., Any
         return _get_platform
 
     return make
+
+
+def _say_what_was_not_measured() -> None:
+    """Say so, once; to decline would leave a refusal. The entry's products are cuBLAS's there, over all tokens."""
+    import torch
+
+    from megacpp_overlays.kernels.measured import declines
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    declines(
+        device, _ID, "the portable entry computes every token, with cuBLAS; compare its losses before you rely on it"
+    )
 
 
 def _major_capability() -> int | None:

@@ -7,7 +7,7 @@ product for each class, summed in float32, whatever `accum_dtype` says. The host
 
 Upstream's own code serves
 
-- GPUs of another compute capability than 9, for which nothing was measured; the log says so once.
+- GPUs of another compute capability than 9, and another Triton than 3.6, for which nothing was measured; the log says so once.
 - predicted tokens, which want the first of equal logits, and the token accuracy under a softcap.
 - a mean with class weights and a z-loss, which upstream divides by two numbers.
 - a backend that is named by the caller (`ce_impl`, `ce_mode`), and arguments that upstream may refuse.
@@ -19,7 +19,6 @@ hidden states want no gradient and the output layer does, it gets one; upstream 
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -38,10 +37,7 @@ if TYPE_CHECKING:
     from megacpp_overlays.kernels.linear_cross_entropy.parallel import Forward
     from megacpp_overlays.kernels.linear_cross_entropy.shard import Wanted
 
-logger = logging.getLogger("megacpp_overlays")
-
 _ID = "liger-flce-labelled"
-_HOPPER = 9
 _BACKENDS = ("ce_impl", "ce_mode")
 _REDUCTIONS = ("none", "sum", "mean")
 
@@ -149,27 +145,11 @@ def _is_served(given: Mapping[str, Any]) -> bool:
     )
 
 
-_declined: set[str] = set()
-"""Devices that the log has named."""
-
-
 def _is_measured(device: torch.device) -> bool:
     """Return whether the kernel was measured on devices like this one, or computes in plain PyTorch, as on the CPU."""
-    import torch
+    from megacpp_overlays.kernels.measured import declines
 
-    if device.type != "cuda":
-        return bool(device.type == "cpu")
-    if torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == _HOPPER:
-        return True
-    name = torch.cuda.get_device_name(device)
-    if name not in _declined:
-        _declined.add(name)
-        logger.warning(
-            "%s: %s keeps liger-kernel's own fused linear cross entropy: ours was measured on compute capability 9 alone",
-            _ID,
-            name,
-        )
-    return False
+    return not declines(device, _ID, "liger-kernel's own fused linear cross entropy serves it")
 
 
 def _witness(module: ModuleType) -> Observation:

@@ -10,7 +10,8 @@ from report import Found
 OURS, KEPT, UNMASKED = "ours", "ours, logits kept", "ours, none without a mask"
 COMPUTED, KEPT_COMPUTED = f"{OURS}, masked tokens computed", f"{KEPT}, masked tokens computed"
 SKIPPED, KEPT_SKIPPED = f"{OURS}, told to skip", f"{KEPT}, told to skip"
-SETTINGS = frozenset((COMPUTED, KEPT_COMPUTED, SKIPPED, KEPT_SKIPPED))
+APART = f"{SKIPPED}, one block of classes at a time"
+SETTINGS = frozenset((COMPUTED, KEPT_COMPUTED, SKIPPED, KEPT_SKIPPED, APART))
 """Ours with another setting, which changes nothing about what it can do."""
 ENTRY = "ours, as Megatron calls it"
 THREE, FOUR = "three products", "four products"

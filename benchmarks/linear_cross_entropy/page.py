@@ -134,11 +134,12 @@ def cell(text: str) -> str:
 def times(each: Found, title: str, errors: Found) -> list[str]:
     """Return the table of one race."""
     rows = each["rows"]
+    has_host = any("host_ms" in row for row in rows.values())
 
     def cells(name: str, row: Found) -> tuple[str, ...]:
         warm, cold = row["warm"], row["cold"] or {}
         if not warm:
-            return bold(name), NO_FIT, *"-" * 8
+            return bold(name), NO_FIT, *"-" * (8 + has_host)
         wrong = errors.get(name, {})
         return (
             bold(name),
@@ -147,6 +148,7 @@ def times(each: Found, title: str, errors: Found) -> list[str]:
             ms(warm["stages"][0]),
             number(ratio(rows, name, THREE, "warm"), ".2f"),
             number(ratio(rows, name, FOUR, "warm"), ".2f"),
+            *([ms(row.get("host_ms"))] if has_host else []),
             number(row.get("extra_mib"), ".0f"),
             number(wrong.get("loss", {}).get("norm"), ".1e"),
             number(wrong.get("x", {}).get("norm"), ".1e"),
@@ -154,7 +156,7 @@ def times(each: Found, title: str, errors: Found) -> list[str]:
         )
 
     head = (
-        "", "ms", "ms, cold L2", "forward ms", "of three products", "of four", "extra MiB", "error, loss", "error, dX",
+        "", "ms", "ms, cold L2", "forward ms", "of three products", "of four", *(["host ms"] if has_host else []), "extra MiB", "error, loss", "error, dX",
         "error, dW",
     )  # fmt: skip
     order = sorted(rows, key=lambda name: (rows[name]["warm"] or {"ms": float("inf")})["ms"])
@@ -162,6 +164,11 @@ def times(each: Found, title: str, errors: Found) -> list[str]:
     return [
         *lines,
         "",
+        *(
+            ["Host ms is how long the host hands work over to a device that has nothing else to do."]
+            if has_host
+            else []
+        ),
         f"The gradients take {each['outputs_mib']:.0f} MiB. Errors are against float64, norm over norm.",
     ]
 

@@ -20,7 +20,6 @@ if __name__ == "__main__":  # parts are named from the folder of all benchmarks
 
 import argparse
 import os
-import time
 import traceback
 from dataclasses import asdict
 from typing import Any
@@ -32,6 +31,7 @@ from linear_cross_entropy import page
 from linear_cross_entropy.peers import PEERS, load
 from linear_cross_entropy.sections import Bench, accuracy, labelled, mean, none
 from linear_cross_entropy.work import Shape
+from progress import Progress
 
 SHAPES = ("8192x4096x131072", "4096x2048x32000", "12288x4096x151552")
 MORE_SHAPES = ("4096x4096x128256",)
@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def main() -> None:
     """Measure, print the page, and keep what is asked for."""
     chosen = arguments()
-    started = time.perf_counter()
+    progress = Progress()
     ways, absent, versions = load(chosen.peers, chosen.peers_at.resolve(), chosen.device)
     found = {**timing.about(chosen.device), "absent": absent, "notes": [], "problems": []}
     found["versions"] |= {"triton": triton.__version__} | versions
@@ -57,23 +57,21 @@ def main() -> None:
         compiles="compile" in chosen.peers,
         notes=found["notes"],
     )
-    for shape in chosen.shape:
-        for name in chosen.sections:
-            passed = time.perf_counter() - started
-            if passed > chosen.budget:
-                found["notes"].append(f"{name} at {shape} was left out: {passed:.0f} s had passed")
-                continue
-            print(f"== {passed:.0f} s: {name}, {shape}", file=sys.stderr, flush=True)
-            try:
-                measured = SECTIONS[name](bench, shape)
-                for table in [measured] if isinstance(measured, dict) else measured:
-                    found.setdefault(name, []).append({"shape": asdict(shape)} | table)
-                    report.keep(found, chosen.json)
-            except Exception:  # noqa: BLE001 - a fault of one section must not cost the others their turn on the GPU
-                found["problems"].append(f"{name}, {shape}: {traceback.format_exc()}")
-            timing_clear(found, chosen.device)
-            found["seconds"] = round(time.perf_counter() - started, 1)
-            report.keep(found, chosen.json)
+    steps = [(f"{name}, {shape}", (name, shape)) for shape in chosen.shape for name in chosen.sections]
+    for name, shape in progress.each(steps):
+        if progress.seconds > chosen.budget:
+            found["notes"].append(f"{name} at {shape} was left out: {progress.seconds:.0f} s had passed")
+            continue
+        try:
+            measured = SECTIONS[name](bench, shape)
+            for table in [measured] if isinstance(measured, dict) else measured:
+                found.setdefault(name, []).append({"shape": asdict(shape)} | table)
+                report.keep(found, chosen.json)
+        except Exception:  # noqa: BLE001 - a fault of one section must not cost the others their turn on the GPU
+            found["problems"].append(f"{name}, {shape}: {traceback.format_exc()}")
+        timing_clear(found, chosen.device)
+        found["seconds"] = round(progress.seconds, 1)
+        report.keep(found, chosen.json)
     report.publish(found, chosen, page.markdown, page.svg)
     sys.stdout.flush()
     if found["problems"]:

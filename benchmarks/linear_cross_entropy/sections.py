@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +25,7 @@ from linear_cross_entropy.work import (
     unmasked,
     with_labels,
 )
+from progress import say
 
 LABELS = ("uniform", "zipf")
 SHARES = (0.5, 0.25, 0.1, 1.0)
@@ -93,6 +93,7 @@ def accuracy_of(bench: Bench, shape: Shape, way: Way, data: Data, true: Any, pla
     key = (way.name, way.reduction)
     if key in bench.failed[shape]:
         return {"failed": "as before"}
+    say(f"      {way.name}, {way.reduction}")
     try:
         forward, backward = way.stages(data)
         losses = forward()
@@ -133,7 +134,7 @@ def labelled(bench: Bench, shape: Shape) -> Iterator[dict[str, Any]]:
 
 def labelled_share(bench: Bench, shape: Shape, whole: Data, share: float) -> dict[str, Any]:
     """Return the race at one share of labelled tokens, with the errors of everybody in it."""
-    print(f"   {share:.0%} labelled", file=sys.stderr, flush=True)
+    say(f"   {share:.0%} labelled, {SHARES.index(share) + 1} of {len(SHARES)}")
     data = with_labels(whole, share)
     alone = labelled_alone(data)
     failed = bench.failed.setdefault(shape, set())
@@ -181,6 +182,7 @@ def race_of(
     burst_ms = 1.0 if bench.quick else bench.burst_ms
     clocks: dict[str, str] | None = None
     for cache, before_each in (("warm", None), ("cold", scratch.zero_)):
+        say(f"      {len(contestants)} ways take turns, {cache} cache")
         retries = retried(bench.device)
         times = timing.race(
             contestants, bench.device, rounds=bench.rounds, burst_ms=burst_ms, before_each=before_each,
@@ -199,6 +201,7 @@ def race_of(
     for name, way in ways.items():
         losses = 4 * (shape.tokens if way.reduction == "none" else 1) / 2**20
         peak = timing.extra_mib(contestants[name], bench.device) if rows[name]["warm"] else None
+        rows[name]["host_ms"] = timing.host_ms(contestants[name], bench.device) if rows[name]["warm"] else None
         rows[name]["extra_mib"] = None if peak is None else max(0.0, peak - outputs - losses)
     return {"rows": rows, "outputs_mib": outputs, "clocks": clocks}
 

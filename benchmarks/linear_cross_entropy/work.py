@@ -12,6 +12,7 @@ from typing import Any
 import timing
 import torch
 from linear_cross_entropy.goals import (
+    APART,
     COMPILED,
     COMPUTED,
     EAGER,
@@ -251,7 +252,7 @@ def skipping() -> list[Way]:
     for logits, names in (("recompute", (OURS, SKIPPED, COMPUTED)), ("keep", (KEPT, KEPT_SKIPPED, KEPT_COMPUTED))):
         for name, masked in zip(names, ("auto", "skip", "compute"), strict=True):
             ways.append(way(name, "mean", Memory(logits=logits, masked=masked)))
-    return ways
+    return [*ways, way(APART, "mean", Memory(masked="skip", panels=1))]
 
 
 # --- what a way can do, by its signature -----------------------------------------------------------------------

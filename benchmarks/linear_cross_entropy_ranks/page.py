@@ -1,6 +1,6 @@
-"""The page of what linear_cross_entropy_ranks.py measured. Standard library only, so that any host can make it again.
+"""The page and the plot of what linear_cross_entropy_ranks.py measured. Standard library only, so that any host can make it again.
 
-python benchmarks/linear_cross_entropy_ranks/page.py FILE.json [--write FILE.md]
+python benchmarks/linear_cross_entropy_ranks/page.py FILE.json [--write FILE.md] [--plot FILE.svg]
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ if __name__ == "__main__":  # parts are named from the folder of all benchmarks
 
 from collections.abc import Iterator
 
+from linear_cross_entropy_ranks.plot import svg
+from linear_cross_entropy_ranks.times import floor
 from report import Found, main, ms, table, whole
 
 
@@ -33,6 +35,8 @@ def section(found: Found) -> list[str]:
         "shard that the way cannot avoid, four with recomputed logits and three with kept ones, measured in the same",
         "race on all ranks at once; they compute all tokens, so what skips the masked ones can be quicker. `one shard by",
         "itself` is the work of a rank without any collective. Memory is the peak above inputs, losses and gradients.",
+        "",
+        "![Milliseconds of each way beside the products of a shard](linear_cross_entropy_ranks.svg)",
     ]
     for size, each in found["sizes"].items():
         lines += ["", f"## TP={size}"]
@@ -90,20 +94,6 @@ def time_rows(size: int, rows: list[Found]) -> Iterator[tuple[str, ...]]:
         yield name, *map(ms, row["stages"]), ms(row["ms"]), ms(least), f"{row['ms'] / least:.3f} x", gain, extra
 
 
-def floor(name: str, by_name: dict[str, Found]) -> float:
-    """Return the time of the products that a way cannot avoid."""
-    of = name.partition(",")[0]
-    size = next(each for each in by_name if each.startswith("products, ") and (each.endswith("=1") == (of == "TP=1")))
-    products = by_name[size]["stages"]
-    again = products[0] if logits_of(name) == "recompute" else 0.0
-    return float(sum(products) + again)
-
-
-def logits_of(name: str) -> str:
-    """Return whether a way recomputes or keeps the logits."""
-    return name.split(", ")[1]
-
-
 def method_of(name: str) -> str:
     """Return how a rank of a way does its part."""
     return name.partition(", ")[2].removesuffix(SEQUENCE)
@@ -147,4 +137,4 @@ def small(value: float) -> str:
 
 
 if __name__ == "__main__":
-    main("Page of the benchmark of vocabulary-parallel linear cross entropy.", markdown)
+    main("Page and plot of the benchmark of vocabulary-parallel linear cross entropy.", markdown, svg)

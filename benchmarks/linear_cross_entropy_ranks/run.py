@@ -1,6 +1,6 @@
 """Linear cross entropy whose vocabulary is split over the GPUs of one host: is it right, and how far is it from ideal.
 
-    python benchmarks/linear_cross_entropy_ranks/run.py [--json FILE] [--write FILE.md]
+    python benchmarks/linear_cross_entropy_ranks/run.py [--json FILE] [--write FILE.md] [--plot FILE.svg]
     python benchmarks/linear_cross_entropy_ranks/run.py --device cpu --quick        every line of it, with gloo, at tiny sizes
 
 Each size of the group is a launch of its own under torchrun. Ranks hold their shard of the result against the work of
@@ -18,6 +18,7 @@ if __name__ == "__main__":  # parts are named from the folder of all benchmarks
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -35,9 +36,14 @@ from linear_cross_entropy.work import Shape
 from linear_cross_entropy_ranks import page
 from linear_cross_entropy_ranks.sections import collectives, correctness, graphs, options, times
 from linear_cross_entropy_ranks.work import Place, Problem
+from progress import Progress, say
 
 SHAPE, QUICK_SHAPE = "8192x4096x131072", "40x24x96"
 SECTIONS = ("correctness", "options", "times", "collectives", "graphs")
+SAID = "== "
+"""Begins the lines of rank 0 that are for people."""
+OFTEN_S = 1.0
+"""How often they are passed on."""
 QUIET = {"MEGACPP_OVERLAYS_LOG": "logging", "PYTHONWARNINGS": "ignore"}
 # NVLink multicast would speed up some all-reduces, but it takes hold of the fabric that all GPUs of a host share, and a
 # process that dies with it can leave GPUs of others out of service. The numbers of the page are without it.
@@ -51,16 +57,15 @@ def main() -> None:
         one_rank(chosen)
         return
     found = about(chosen)
-    started = time.perf_counter()
-    for size in chosen.sizes:
-        print(f"== {time.perf_counter() - started:.0f} s: TP={size}", file=sys.stderr, flush=True)
+    progress = Progress()
+    for size in progress.each((f"TP={each}", each) for each in chosen.sizes):
         if reason := cannot(size, chosen):
             found["skipped"].append({"size": size, "reason": reason})
         else:
             launch(size, chosen, found)
-        found["seconds"] = round(time.perf_counter() - started, 1)
+        found["seconds"] = round(progress.seconds, 1)
         report.keep(found, chosen.json)
-    report.publish(found, chosen, page.markdown)
+    report.publish(found, chosen, page.markdown, page.svg)
     if found["problems"]:
         sys.exit("\n".join(found["problems"]))
 
@@ -68,8 +73,9 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description="Vocabulary-parallel linear cross entropy on the GPUs of one host.")
-    parser.add_argument("--json", type=Path, help="keep every number in this file, size by size")
+    parser.add_argument("--json", type=Path, help="keep every number in this file, section by section")
     parser.add_argument("--write", type=Path, help="keep the page in this file")
+    parser.add_argument("--plot", type=Path, help="keep the plot in this file, as SVG")
     parser.add_argument("--sizes", type=int, nargs="+", default=[2, 4], help="ranks of the tensor-parallel group")
     parser.add_argument("--shape", help="TOKENSxHIDDENxVOCABULARY of the whole problem")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
@@ -124,22 +130,32 @@ def launch(size: int, chosen: argparse.Namespace, found: dict[str, Any]) -> None
         environment = {"OMP_NUM_THREADS": "1", **os.environ, **QUIET, **NO_MULTICAST}
         with said.open("w") as output:
             running = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-            ended = wait(running, chosen.limit)
-        text = said.read_text()
-        print(
-            "".join(line for line in text.splitlines(keepends=True) if line.startswith("== ")), file=sys.stderr, end=""
-        )
+
+            def follow(shown: int) -> int:
+                """Pass on what rank 0 said since, and keep what it found; return how much it has said."""
+                lines = [each for each in said.read_text().splitlines() if each.startswith(SAID)]
+                for each in lines[shown:]:
+                    say(f"   {each.removeprefix(SAID)}")
+                if len(lines) > shown and kept.exists():
+                    found["sizes"][str(size)] = json.loads(kept.read_text())
+                    report.keep(found, chosen.json)
+                return len(lines)
+
+            ended = wait(running, chosen.limit, follow)
         if ended:
-            found["problems"].append(f"TP={size}: {ended}\n{text[-6000:]}")
+            found["problems"].append(f"TP={size}: {ended}\n{said.read_text()[-6000:]}")
         if kept.exists():
             found["sizes"][str(size)] = json.loads(kept.read_text())
 
 
-def wait(running: subprocess.Popen[bytes], limit_s: float) -> str | None:
-    """Wait for the agent; return what went wrong. It ends its ranks when it is asked to end."""
-    try:
-        code = running.wait(limit_s)
-    except subprocess.TimeoutExpired:
+def wait(running: subprocess.Popen[bytes], limit_s: float, follow: Callable[[int], int]) -> str | None:
+    """Wait for the agent and follow what it says; return what went wrong. It ends its ranks when it is asked to end."""
+    deadline, shown, code = time.perf_counter() + limit_s, 0, None
+    while code is None and time.perf_counter() < deadline:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = running.wait(OFTEN_S)
+        shown = follow(shown)
+    if code is None:
         running.terminate()
         try:
             running.wait(40)
@@ -170,12 +186,18 @@ def one_rank(chosen: argparse.Namespace) -> None:
     }
     found: dict[str, Any] = {}
     started = time.perf_counter()
-    for name in chosen.sections:
+    for number, name in enumerate(chosen.sections, start=1):
+        if place.rank == 0:
+            seconds = time.perf_counter() - started
+            print(f"{SAID}[{number}/{len(chosen.sections)}] {name} ({seconds:.0f} s so far)", flush=True)
         found[name] = sections[name]()
         timing.clear(chosen.device)
         if place.rank == 0:
-            print(f"== {time.perf_counter() - started:.0f} s: TP={place.size}, {name} done", flush=True)
-            chosen.rank.write_text(json.dumps(found))
+            whole = chosen.rank.with_suffix(".part")
+            whole.write_text(json.dumps(found))
+            whole.replace(chosen.rank)  # the parent may be reading
+    if place.rank == 0:
+        print(f"{SAID}done ({time.perf_counter() - started:.0f} s)", flush=True)
     dist.destroy_process_group()
 
 

@@ -1,6 +1,6 @@
-"""The page of what linear_cross_entropy_step.py measured. Standard library only, so that any host can make it again.
+"""The page and the plot of what linear_cross_entropy_step.py measured. Standard library only, so that any host can make it again.
 
-python benchmarks/linear_cross_entropy_step/page.py FILE.json [--write FILE.md]
+python benchmarks/linear_cross_entropy_step/page.py FILE.json [--write FILE.md] [--plot FILE.svg]
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ if __name__ == "__main__":  # parts are named from the folder of all benchmarks
 
 from collections.abc import Iterator
 
+from linear_cross_entropy_step.plot import svg
 from report import NO_FIT, Found, main, ms, table, whole
 
 
@@ -32,6 +33,8 @@ def section(found: Found) -> Iterator[str]:
         "masked, bfloat16, torch's fused AdamW on bfloat16 parameters. All ways share one model and take turns; times are",
         "medians in milliseconds. No overlay is active: Megatron and Liger are as they are. `output layer and loss` is the",
         "time of forward and backward of these two alone.",
+        "",
+        "![Milliseconds of a step of each way](linear_cross_entropy_step.svg)",
     ]
     if "times" in found:
         yield from ["", *table(STEP, step_rows(found))]
@@ -108,4 +111,4 @@ def agreement_rows(found: Found) -> Iterator[tuple[str, ...]]:
 
 
 if __name__ == "__main__":
-    main("Page of the benchmark of a whole training step.", markdown)
+    main("Page and plot of the benchmark of a whole training step.", markdown, svg)

@@ -1,6 +1,6 @@
 """A whole training step of a Megatron model with four ways to have its loss: what the loss is worth where it is used.
 
-    python benchmarks/linear_cross_entropy_step/run.py [--json FILE] [--write FILE.md]
+    python benchmarks/linear_cross_entropy_step/run.py [--json FILE] [--write FILE.md] [--plot FILE.svg]
     TRITON_INTERPRET=1 python benchmarks/linear_cross_entropy_step/run.py --device cpu --quick
 
 The demo's model of examples/, scaled to the GPU: a GPTModel of megatron-core with the local spec inside Float16Module,
@@ -38,6 +38,7 @@ import timing
 import torch
 from linear_cross_entropy_step import page
 from linear_cross_entropy_step.work import WAYS, Batch, Size, Training, build
+from progress import Progress
 from tiny_training import process_group
 
 SIZE = Size(layers=8, hidden=4096, heads=32, sequence=4096, batch=2, vocabulary=131072)
@@ -125,21 +126,20 @@ def main() -> None:
     chosen = arguments()
     device = torch.device(chosen.device, *([0] if chosen.device == "cuda" else []))
     found = about(chosen)
-    started = time.perf_counter()
+    progress = Progress()
     with process_group(device):
         bench = Bench(chosen, device)
         found["parameters"] = sum(each.numel() for each in bench.training.model.parameters())
-        for name in chosen.sections:
-            print(f"== {time.perf_counter() - started:.0f} s: {name}", file=sys.stderr, flush=True)
+        for name in progress.each((each, each) for each in chosen.sections):
             try:
                 found[name] = SECTIONS[name](bench)
             except Exception:  # noqa: BLE001 - a fault of one section must not cost the others their turn on the GPU
                 found["problems"].append(f"{name}: {traceback.format_exc()}")
-            found["seconds"] = round(time.perf_counter() - started, 1)
+            found["seconds"] = round(progress.seconds, 1)
             report.keep(found, chosen.json)
             bench.training.optimizer.zero_grad()
             timing.clear(chosen.device)
-    report.publish(found, chosen, page.markdown)
+    report.publish(found, chosen, page.markdown, page.svg)
     if found["problems"]:
         sys.exit("\n".join(found["problems"]))
 
@@ -149,6 +149,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A whole training step with four ways to have its loss.")
     parser.add_argument("--json", type=Path, help="keep every number in this file, section by section")
     parser.add_argument("--write", type=Path, help="keep the page in this file")
+    parser.add_argument("--plot", type=Path, help="keep the plot in this file, as SVG")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -31,6 +31,7 @@ os.environ.setdefault("MEGACPP_OVERLAYS_LOG", "logging")
 # isort: split
 import report
 import timing
+from progress import say
 from trainer_step import page
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
@@ -115,13 +116,15 @@ def main() -> None:
         jobs += [(way, (CURVE_SHARE,), True) for way in chosen.ways]
     for number, (way, shares, is_curve) in enumerate(jobs, start=1):
         began = time.monotonic()
+        what = "curve of losses" if is_curve else f"steps with {', '.join(f'{each:.0%}' for each in shares)} labelled"
+        say(f"[{number}/{len(jobs)}] {way}: {what} ({began - start:.0f} s so far)")
         try:
             rows = launched(
                 way, shares, CURVES if is_curve else size, *(CURVE_WORDS if is_curve else ()), on_cpu=on_cpu
             )
         except (RuntimeError, OSError, ValueError, subprocess.TimeoutExpired):
             found["problems"].append(traceback.format_exc())
-            print(f"[{number}/{len(jobs)}] {way}: failed", file=sys.stderr, flush=True)
+            say("   failed")
             continue
         if is_curve:
             found.setdefault("curves", {})[way] = rows[0]["losses"]
@@ -129,7 +132,7 @@ def main() -> None:
         else:
             found["ways"].setdefault(way, {}).update({f"{row['share']:g}": row for row in rows})
             said = ", ".join(f"{row['share']:.0%}: {row['step']:.1f} ms, its loss {row['alone']:.1f}" for row in rows)
-        print(f"[{number}/{len(jobs)}] {way}: {said} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
+        say(f"   {said} ({time.monotonic() - began:.0f} s)")
         found["seconds"] = time.monotonic() - start
         report.keep(found, chosen.json)
     report.publish(found, chosen, page.markdown, page.svg)

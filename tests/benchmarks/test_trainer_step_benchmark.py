@@ -52,7 +52,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
         timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "[2/2] Liger, overlay: 25%:" in done.stderr
+    assert "[2/2] Liger, overlay: steps with 25% labelled" in done.stderr
     return folder
 
 

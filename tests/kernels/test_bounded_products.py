@@ -191,6 +191,13 @@ def test_triton_takes_rows_from_anywhere(facts: Any) -> None:
     assert {name: each for name, each in found.items() if not max(each.values()) < ROUNDING} == {}
 
 
+def test_triton_computes_every_panel_of_every_group(facts: Any) -> None:
+    found = facts["panels"]
+
+    assert len(found) == 24
+    assert {name: each for name, each in found.items() if not max(each.values()) < ROUNDING} == {}
+
+
 def test_triton_adds_up_the_rows_that_count(facts: Any) -> None:
     assert len(facts["sums"]) == 6
     assert {count: error for count, error in facts["sums"].items() if not error < ROUNDING} == {}
@@ -213,7 +220,7 @@ def test_every_product_compiles_for_hopper_to_its_own_instructions_and_keeps_all
     assert {each["kernel"] for each in programs} == {
         "_of_rows", "_over_rows", "_of_chosen_rows", "_over_chosen_rows", *others
     }  # fmt: skip
-    assert len(found) == 32
+    assert len(found) == 40
     assert [each for each in found if not (each["wgmma"] and each["bulk copies"])] == []
     assert [each for each in programs if each["stack"]] == []
     triton = pytest.importorskip("megacpp_overlays.kernels.masked_products.products_triton")

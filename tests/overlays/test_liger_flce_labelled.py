@@ -21,6 +21,7 @@ from placed_seams import placed
 
 from megacpp_overlays.feature_probes.liger_flce_labelled import EVERY_TOKEN, OLDER, TARGET
 from megacpp_overlays.feature_probes.liger_flce_none_backward import CORE_FORWARD
+from megacpp_overlays.kernels import measured
 from megacpp_overlays.overlays import liger_flce_labelled
 from megacpp_overlays.overlays.liger_flce_labelled import OVERLAY
 
@@ -220,19 +221,17 @@ def test_a_function_that_others_export_is_not_ours_to_replace(
 def test_devices_that_nobody_measured_keep_upstream_s_own_and_the_log_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(liger_flce_labelled, "_declined", set())
+    monkeypatch.setattr(measured, "_said", set())
+    monkeypatch.setattr(measured, "_triton", lambda: "3.6.0")
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GB200")
     is_measured, device = liger_flce_labelled._is_measured, torch.device("cuda:0")
-    for capability, expected in (((9, 0), True), ((10, 0), False), ((10, 0), False), ((8, 0), False)):
+    for capability, expected in (((9, 0), True), ((10, 0), False), ((10, 0), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
         assert is_measured(device) is expected
-    assert [each.getMessage().count("NVIDIA GB200 keeps liger-kernel's own") for each in caplog.records] == [1]
-    assert is_measured(torch.device("cpu"))
-    assert not is_measured(torch.device("meta"))
-    monkeypatch.setattr(torch.version, "hip", "6.3")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
-    assert not is_measured(device)
+    assert [each.getMessage() for each in caplog.records] == [
+        "liger-flce-labelled: nothing was measured on compute capability 10.0, but on 9; "
+        "liger-kernel's own fused linear cross entropy serves it"
+    ]
 
 
 # On a GPU

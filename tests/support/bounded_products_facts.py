@@ -10,7 +10,8 @@ import torch
 
 from megacpp_overlays.kernels.masked_products import products_triton as products
 from megacpp_overlays.kernels.masked_products import token_selection_triton as rows
-from megacpp_overlays.kernels.masked_products.token_selection import WHOLE, select
+from megacpp_overlays.kernels.masked_products.panels import WHOLE, Panels
+from megacpp_overlays.kernels.masked_products.token_selection import select
 
 ROWS, DEPTH, COLUMNS = 300, 72, 200
 """Several tiles of rows and of columns, none of them full; more than one step of depth."""
@@ -99,6 +100,63 @@ def moves(count: int, columns: int) -> list[bool]:
     return [*places, apart, came, went, torch.equal(back, matrix.half()), torch.equal(wide[:, columns:], beside)]
 
 
+PANEL_ROWS, PANEL_WIDTH, PANEL_CLASSES = 520, 256, 256 * 4 + 72
+"""Five panels, the last of them narrower; four of them fit into the memory where one tile of rows counts."""
+
+
+def in_panels(count: int, laid: int, most: int, by_order: bool) -> dict[str, float]:
+    """Return the errors of all products over panels, group after group, with `laid` rows for each panel."""
+    generator = torch.Generator().manual_seed(count)
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).half()
+
+    number = torch.tensor([count], dtype=torch.int32)
+    panels = Panels.cut(PANEL_CLASSES, PANEL_WIDTH, PANEL_ROWS, torch.tensor([laid], dtype=torch.int32), most)
+    assert panels is not None
+    order = torch.randperm(PANEL_ROWS, generator=generator) if by_order else None
+    hidden, weight = values(PANEL_ROWS, DEPTH), values(PANEL_CLASSES, DEPTH)
+    if order is None:
+        hidden[-(-count // 64) * 64 :] = torch.nan
+        hidden[count:] = hidden[count:].nan_to_num(0.0)
+    else:
+        hidden[order[count:]] = torch.nan
+    some = (hidden if order is None else hidden[order])[:count].double()
+    turned = values(count, PANEL_CLASSES)
+    block = torch.full((PANEL_ROWS, PANEL_WIDTH), OLD, dtype=torch.float16)
+    logits = torch.full((count, PANEL_CLASSES), torch.nan)
+    of_hidden, of_weight = torch.full((PANEL_ROWS, DEPTH), OLD), torch.full((PANEL_CLASSES, DEPTH), OLD)
+    total = torch.full((PANEL_CLASSES,), OLD)
+    multiply = products.products_of_rows(hidden, weight.t(), number, block, False, order, panels)
+    across = [
+        products.products_of_rows(block, weight, number, of_hidden, add, None, panels, deep=True)
+        for add in (False, True)
+    ]
+    over = products.products_over_rows(block, hidden, number, of_weight, True, order, panels)
+    add_up = products.sums_of_rows(block, number, total, panels)
+    seen = []
+    for group in range(panels.number):
+        multiply(group)
+        for place, classes in panels.parts(group):
+            width = classes.stop - classes.start
+            logits[:, classes] = block[place, :width][:count].float()
+            block[place, :width] = 0
+            block[place, :width][:count] = turned[:, classes]
+            seen += range(classes.start, classes.stop)
+        across[group > 0](group)
+        over(group)
+        add_up(group)
+    end = -(-max(count, 1) // 128) * 128
+    return {
+        "logits": far(logits, some @ weight.double().t()),
+        "of hidden": far(of_hidden[:count], turned.double() @ weight.double()),
+        "of weight": far(of_weight, turned.double().t() @ some + OLD),
+        "sums": far(total, turned.double().sum(dim=0)),
+        "classes once": float(sorted(seen) != list(range(PANEL_CLASSES))),
+        "rows after the last tile": float((of_hidden[end:] != OLD).sum()),
+    }
+
+
 def sums(count: int) -> float:
     """Return how far the sum of the first rows is from that in float64."""
     generator = torch.Generator().manual_seed(count)
@@ -117,6 +175,12 @@ def main() -> None:
             for count, wide, add in product(COUNTS, (False, True), (False, True))
         },
         "chosen": {f"{count}, {depth}": chosen(count, depth) for count in COUNTS for depth in (DEPTH, 256)},
+        "panels": {
+            f"{count} of {laid}, {most or 'all'}{' by order' * by_order}": in_panels(count, laid, most, by_order)
+            for count, laid in ((0, 0), (1, 1), (100, 128), (129, 129), (200, 300), (520, 520))
+            for most in (0, 2)
+            for by_order in (False, True)
+        },
         "sums": {str(count): sums(count) for count in COUNTS},
         "moves": {f"{count}, {columns}": moves(count, columns) for count in COUNTS for columns in (COLUMNS, 128)},
     }

@@ -45,6 +45,7 @@ def main() -> None:
 
     from megacpp_overlays.kernels.masked_products import products_triton as products
     from megacpp_overlays.kernels.masked_products import token_selection_triton as rows
+    from megacpp_overlays.kernels.masked_products.panels import Panels
 
     found: list[dict[str, Any]] = []
     run = JITFunction.run
@@ -56,11 +57,16 @@ def main() -> None:
     driver.set_active(Device(90))
     products._largest = lambda _: products._LARGE
     count = torch.ones(1, dtype=torch.int32)
+    panels = Panels.cut(512, 256, 256, count)
+    wide_weight = torch.zeros(512, 256, dtype=torch.bfloat16)
     for dtype, wide in product((torch.bfloat16, torch.float16), (False, True)):
         matrix, out = torch.zeros(256, 256, dtype=dtype), torch.zeros(256, 256, dtype=torch.float32 if wide else dtype)
         products.product_of_rows(matrix, matrix.t(), count, out, False)
         products.product_of_rows(matrix, matrix, count, out, False)
         products.product_of_rows(matrix, matrix, count, out, True)
+        weight = wide_weight.to(dtype)
+        products.products_of_rows(matrix, weight, count, out, False, None, panels, deep=True)(1)
+        products.products_of_rows(matrix, weight, count, out, True, None, panels, deep=True)(1)
         products.product_over_rows(matrix, matrix, count, out, False)
         products.product_over_rows(matrix, matrix, count, out, True)
         rows.bring_first(out, torch.zeros(256, dtype=torch.int64), count)

@@ -14,7 +14,7 @@ dtype. Under sequence parallelism the gathered hidden states, and their float32 
 
 `skip` leaves tokens out of the products: in a forward pass those whose label is `ignore_index`, in a backward pass those
 without a gradient, which are the same ones and those that a mask takes out. It is for half precision on compute
-capability 9, and for the CPU; elsewhere all tokens are computed, as `compute` says. Where no token is masked skipping in
+capability 9 with Triton 3.6, and for the CPU; elsewhere all tokens are computed, as `compute` says. Where no token is masked skipping in
 a backward pass costs up to 13% on an H200, so `auto` skips only if at most three quarters of the tokens have a gradient,
 and in forward passes only if at most three quarters have a label. It counts both in the first backward pass of 256 tokens
 or more that is not being captured, the one place here that waits for the device, and what it finds holds for every later
@@ -29,7 +29,14 @@ may or may not spread.
 Skipping copies the hidden states of the tokens that are not skipped, into room for all of them, which is counted as a part
 of the memory beside several blocks. Where that leaves less than a sixteenth for a block, products take the rows from where
 they are, which on an H200 takes 1.1 to 1.5 times as long as cuBLAS for logits and 2.0 to 2.7 times for the gradient of
-weights. Where there is one block, or all logits are kept, the gradient takes the place of the copy in a backward pass, and
+weights.
+
+Where at most half of the tokens are not skipped, a block of logits, which has room for all, holds those of several blocks,
+as many as find room, so products are larger and more of the logits stay from the forward pass. The device chooses how many
+(`masked_products.panels`), and launches for blocks that are not needed find nothing to do. Blocks of a multiple of 256
+classes can do that, where the weight has the dtype of the hidden states.
+
+Where there is one block, or all logits are kept, the gradient takes the place of the copy in a backward pass, and
 goes to its own place when the logits are gone; the copy of a forward pass is there when no gradient is yet. Under autocast
 a rounded copy of all hidden states comes on top.
 
@@ -111,6 +118,7 @@ class Memory:
         logits: a `Logits` or its name.
         block_classes: classes that share one block of logits, whatever it takes; 0 leaves that to `extra_mib`.
         masked: a `Masked` or its name.
+        panels: blocks that may share the memory of one where few tokens are not skipped; 0 means as many as have room.
         settled: what `auto` found of the masks, for this choice and all that `dataclasses.replace` makes of it.
 
     Raises:
@@ -121,12 +129,15 @@ class Memory:
     logits: Logits | str = Logits.RECOMPUTE
     block_classes: int = 0
     masked: Masked | str = Masked.AUTO
+    panels: int = 0
     settled: Settled = field(default_factory=Settled, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check them."""
         if self.extra_mib < 1:
             raise ValueError(f"extra_mib is {self.extra_mib}; it is a number of MiB, 1 or more")
+        if self.panels < 0:
+            raise ValueError(f"panels is {self.panels}; it is a number of blocks, or 0")
         object.__setattr__(self, "logits", _one_of(Logits, self.logits, "logits"))
         object.__setattr__(self, "masked", _one_of(Masked, self.masked, "masked"))
 

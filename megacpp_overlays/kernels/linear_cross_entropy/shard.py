@@ -6,7 +6,8 @@ by the product itself. A block's gradient takes the place of its logits. Or the 
 pass, all of them, and there is one block.
 
 Where tokens are selected, a block has their rows alone, one after the other, and its products end after them. How many
-they are only the device knows, so the memory of a block is that of all tokens.
+they are only the device knows, so the memory of a block is that of all tokens; where few are selected it holds several
+blocks at a time, as `masked_products.panels` says.
 
 cuBLAS through torch and the passes of `vocabulary_softmax`; no host synchronisation.
 """
@@ -20,10 +21,17 @@ from typing import NamedTuple
 import torch
 
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory, padded
-from megacpp_overlays.kernels.masked_products.products import Products, available
+from megacpp_overlays.kernels.masked_products.panels import Panels
+from megacpp_overlays.kernels.masked_products.products import PanelProducts, Products, available
 from megacpp_overlays.kernels.masked_products.token_selection import Selection
 from megacpp_overlays.kernels.vocabulary_softmax.numbers import Coefficients, Statistics
-from megacpp_overlays.kernels.vocabulary_softmax.passes import add_statistics, logits_gradient, room_for_statistics
+from megacpp_overlays.kernels.vocabulary_softmax.passes import (
+    add_panel_statistics,
+    add_statistics,
+    logits_gradient,
+    panel_gradients,
+    room_for_statistics,
+)
 
 _NUMBERS_OF_A_SELECTED_TOKEN = 64
 """Bytes beside its hidden states: its place, its label, and what turns its logits into their gradient."""
@@ -99,6 +107,8 @@ class Kept:
     """Row of the shard's weight that the first column belongs to."""
     selection: Selection | None = None
     """The tokens that its rows belong to; None where every token has its own."""
+    panels: Panels | None = None
+    """Where the block holds the first group of these, instead of the classes from `first` on."""
 
     def bring_first(self, selection: Selection | None) -> None:
         """Bring the rows of these tokens first, which have theirs here; or of all, for which the block may have to go."""
@@ -106,7 +116,7 @@ class Kept:
             return
         if selection is not None:
             moved = selection if self.selection is None else selection.among(self.selection)
-            moved.bring_first(self.block)
+            moved.bring_first(self.block, self.panels)
         elif self.selection is not None:
             self.block = None  # it lacks rows, which happens where a result is not one that products can end in
         self.selection = selection
@@ -148,6 +158,10 @@ def shard_statistics(
     if selection is not None:
         hidden, order = _chosen(hidden, selection, shard, memory)
     block = torch.empty((tokens, padded(step)), dtype=dtype, device=hidden.device)
+    panels = None if keep else _panels(hidden, shard, memory, step, shard.classes, selection)
+    if panels is not None and selection is not None:
+        _panel_statistics(hidden, order, labels, shard, block, running, selection, panels)
+        return running, Kept(block, 0, selection, panels)
     rows = slice(0)
     for rows in _blocks(shard.classes, step):
         weight, options = shard.part(rows)
@@ -189,11 +203,18 @@ def shard_gradients(
             last product, so that communication can run beside that.
     """
     step = _step(hidden, shard, memory)
-    block = kept.take() if kept else None
-    first_kept = kept.first if kept and block is not None else shard.classes
-    if block is not None:
-        step = max(1, min(step, shard.classes - first_kept))  # its memory is that of all blocks
-    todo = [slice(first_kept, shard.classes)] * (first_kept < shard.classes) + _blocks(first_kept, step)
+    block, panels = kept.take() if kept else None, None
+    has_group = False
+    first_kept = shard.classes
+    if kept and block is not None:
+        if kept.panels is not None:
+            panels, has_group = kept.panels, True
+        else:
+            first_kept = kept.first
+            step = max(1, min(step, shard.classes - first_kept))  # its memory is that of all blocks
+    panels = panels or _panels(hidden, shard, memory, step, first_kept, selection)
+    todo = [slice(first_kept, shard.classes)] * (first_kept < shard.classes)
+    todo += _blocks(first_kept, step) if panels is None else []
     products = Products(None if selection is None else selection.count)
     order = None
     copied = False
@@ -202,7 +223,9 @@ def shard_gradients(
         copied = order is None
     # In half precision a copy of the hidden states that nobody needs any more has room for their gradient.
     overwrite = copied and when_hidden_is_done is None and wanted.hidden_dtype == hidden.dtype
-    sums = _Sums(hidden, shard, wanted, products, order=order, one_block=len(todo) == 1, overwrite=overwrite)
+    sums = _Sums(
+        hidden, shard, wanted, products, order=order, one_block=len(todo) == 1 and panels is None, overwrite=overwrite
+    )
     for rows in todo:
         weight, options = shard.part(rows)
         weight = weight.to(hidden.dtype)
@@ -220,10 +243,109 @@ def shard_gradients(
             sums.add_hidden(gradient, weight)
         else:
             sums.add_hidden(gradient, weight)
-            if rows is todo[-1] and sums.of_hidden is not None:
+            if rows is todo[-1] and panels is None and sums.of_hidden is not None:
                 when_hidden_is_done(sums.of_hidden)
             sums.add_weight(rows, gradient)
+    if panels is not None and selection is not None:
+        if block is None:
+            block = torch.empty((hidden.shape[0], padded(step)), dtype=shard.logits_dtype, device=hidden.device)
+        _add_panel_gradients(
+            hidden, order, labels, shard, coefficients, block.view(shard.logits_dtype), sums, selection, panels,
+            has_group=has_group, when_hidden_is_done=when_hidden_is_done,
+        )  # fmt: skip
     return ShardGradients(sums.of_hidden, sums.of_weight, sums.of_bias)
+
+
+def _panels(
+    hidden: torch.Tensor, shard: Shard, memory: Memory, step: int, classes: int, selection: Selection | None
+) -> Panels | None:
+    """Return how the first classes of a shard share the memory of a block; None where blocks come one by one.
+
+    That is where all tokens are computed, and where a product wants a rounded copy of a block's weight.
+    """
+    if selection is None or shard.weight.dtype != hidden.dtype:
+        return None
+    return Panels.cut(classes, step, hidden.shape[0], selection.count, memory.panels)
+
+
+def _panel_statistics(
+    hidden: torch.Tensor,
+    order: torch.Tensor | None,
+    labels: torch.Tensor,
+    shard: Shard,
+    block: torch.Tensor,
+    running: Statistics,
+    selection: Selection,
+    panels: Panels,
+) -> None:
+    """Add all panels to the running numbers; the first group of them stays in the block."""
+    weight, options = shard.part(slice(0, panels.classes))
+    logits = block[:, : panels.width]
+    multiply = PanelProducts(selection.count, panels).of_rows(hidden, weight.t(), out=logits, order=order)
+    add = add_panel_statistics(
+        logits, labels, shard.first_class, running, selection=selection, panels=panels, **options
+    )
+    for group in reversed(range(panels.number)):
+        multiply(group)
+        add(group)
+
+
+def _add_panel_gradients(
+    hidden: torch.Tensor,
+    order: torch.Tensor | None,
+    labels: torch.Tensor,
+    shard: Shard,
+    coefficients: Coefficients,
+    block: torch.Tensor,
+    sums: _Sums,
+    selection: Selection,
+    panels: Panels,
+    *,
+    has_group: bool,
+    when_hidden_is_done: Callable[[torch.Tensor], None] | None,
+) -> None:
+    """Add the gradients of all panels to the sums.
+
+    Args:
+        hidden: as in `shard_gradients`, as is all that is not named here.
+        order: in which products take the rows of `hidden`; None if the selected ones come first.
+        labels: (tokens,).
+        shard: whose first classes the panels are.
+        coefficients: of all tokens.
+        block: (tokens, classes of a panel).
+        sums: what was found of other classes, if anything.
+        selection: the tokens that have a gradient.
+        panels: the classes.
+        has_group: whether the block has the logits of the first group.
+        when_hidden_is_done: called before the last product.
+    """
+    products = PanelProducts(selection.count, panels)
+    weight, options = shard.part(slice(0, panels.classes))
+    logits, gradient = block[:, : panels.width], block.view(hidden.dtype)[:, : panels.width]
+    multiply = products.of_rows(hidden, weight.t(), out=logits, order=order)
+    turn = panel_gradients(
+        logits, labels, shard.first_class, coefficients, gradient, selection=selection, panels=panels, **options
+    )
+    add = sums.of_panels(products, gradient, weight)
+    # Groups that are empty come between the first one and the others, so that the last one has work.
+    groups = [0, *range(panels.number - 1, 0, -1)]
+    for group in groups:
+        if group or not has_group:
+            multiply(group)
+        turn(group)
+        add.bias(group)
+        add.hidden(group)
+        if group == groups[-1] and when_hidden_is_done is not None and sums.of_hidden is not None:
+            when_hidden_is_done(sums.of_hidden)
+        add.weight(group)
+
+
+class _PanelSums(NamedTuple):
+    """What adds the gradients of one group of panels to the sums."""
+
+    bias: Callable[[int], None]
+    weight: Callable[[int], None]
+    hidden: Callable[[int], None]
 
 
 class _Sums:
@@ -266,11 +388,32 @@ class _Sums:
             self.of_hidden = self._room()
         self._products.of_rows(gradient, weight, out=self.of_hidden, add=add)
 
+    def of_panels(self, products: PanelProducts, gradient: torch.Tensor, weight: torch.Tensor) -> _PanelSums:
+        """Return what adds one group of panels, of the shard's first classes; the first group comes first."""
+        classes, found = slice(0, products.panels.classes), _PanelSums(_nothing, _nothing, _nothing)
+        if self.of_bias is not None:
+            found = found._replace(bias=products.sum_rows(gradient, out=self.of_bias[classes]))
+        adds = self._wanted.main_grad is not None
+        out = self._wanted.main_grad if adds else self.of_weight
+        if out is not None:
+            of_weight = products.over_rows(gradient, self._hidden, out=out[classes], add=adds, order=self._order)
+            found = found._replace(weight=of_weight)
+        if self._wanted.hidden:
+            begun = self.of_hidden is not None
+            room = self.of_hidden = self._room() if self.of_hidden is None else self.of_hidden
+            first, later = (products.across(gradient, weight, out=room, add=add) for add in (begun, True))
+            found = found._replace(hidden=lambda group: later(group) if group else first(group))
+        return found
+
     def _room(self) -> torch.Tensor:
         if self._overwrite:
             return self._hidden
         room: torch.Tensor = torch.empty(self._hidden.shape, dtype=self._dtype, device=self._hidden.device)
         return room
+
+
+def _nothing(_group: int) -> None:
+    """Add what is not wanted."""
 
 
 def is_one_block(hidden: torch.Tensor, shard: Shard, memory: Memory) -> bool:

@@ -1,12 +1,13 @@
 """Products of matrices that have a row for each token, where only the first rows may count.
 
-How many those are only the device knows. On CUDA devices of compute capability 9, in half precision, Triton computes
+How many those are only the device knows. On CUDA devices of compute capability 9, in half precision, Triton 3.6 computes
 such products without asking it, so nothing waits and a graph can be captured; on the CPU the number is simply read.
 Everything else has only products over all rows: ask `available` first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -14,6 +15,8 @@ import torch
 
 from megacpp_overlays.kernels.devices import on_device_of
 from megacpp_overlays.kernels.linear_cross_entropy.products import add_product, product
+from megacpp_overlays.kernels.masked_products.panels import Panels
+from megacpp_overlays.kernels.measured import declines
 
 in_triton: ModuleType | None
 try:
@@ -21,8 +24,6 @@ try:
 except ImportError:  # no Triton here, or one without tensor descriptors
     in_triton = None
 
-_CAPABILITY = 9
-"""The major one. Older devices have no bulk copies of tensors, newer ones were not at hand."""
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -38,8 +39,9 @@ def available(dtype: torch.dtype, *matrices: torch.Tensor) -> bool:
         return True
     if device.type != "cuda" or in_triton is None or dtype not in _DTYPES:
         return False
-    major, _ = torch.cuda.get_device_capability(device)
-    return bool(major == _CAPABILITY) and bool(in_triton.fits(dtype, *matrices))
+    if declines(device, "linear cross entropy", "no token is skipped here, all are computed"):
+        return False
+    return bool(in_triton.fits(dtype, *matrices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Products:
         Args:
             left: (m, k), rows of unit stride.
             right: (k, n), same dtype, rows or columns of unit stride.
-            out: (m, n), floating, rows of unit stride. Rows up to the next multiple of `token_selection.WHOLE` may be
+            out: (m, n), floating, rows of unit stride. Rows up to the next multiple of `panels.WHOLE` may be
                 written, too.
             add: in the dtype of `out`.
             order: (m,), int64: the rows of `left` to take, where they do not come first. Not to add.
@@ -90,7 +92,7 @@ class Products:
         """Write `left.t() @ right` over the rows that count, or add it to what is there.
 
         Args:
-            left: (k, m), rows of unit stride; zero as far as `token_selection.WHOLE` says, where rows of `right`
+            left: (k, m), rows of unit stride; zero as far as `panels.WHOLE` says, where rows of `right`
                 are finite.
             right: (k, n), same dtype, rows of unit stride.
             out: (m, n), floating, rows of unit stride.
@@ -121,3 +123,110 @@ class Products:
         wide = torch.float64 if matrix.dtype == torch.float64 else torch.float32
         rows = matrix if self.count is None else matrix[: int(self.count)]
         out.copy_(rows.sum(dim=0, dtype=wide))
+
+
+@dataclass(frozen=True, slots=True)
+class PanelProducts:
+    """Products over the first rows of panels, each made ready for all groups of them; a call computes one group."""
+
+    count: torch.Tensor
+    """(1,), int32: rows that count."""
+    panels: Panels
+
+    def of_rows(
+        self, left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor, order: torch.Tensor | None = None
+    ) -> Callable[[int], None]:
+        """Return what writes the rows of `left @ right` that count, panel below panel.
+
+        Args:
+            left: (m, k), rows of unit stride.
+            right: (k, classes of all panels), same dtype, rows or columns of unit stride.
+            out: (m, classes of a panel), floating, rows of unit stride. All that is between the panels may be written.
+            order: (m,), int64: the rows of `left` to take, where they do not come first.
+        """
+        if in_triton is not None and left.is_cuda:
+            launch = in_triton.products_of_rows(left, right, self.count, out, False, order, self.panels)
+            return _on_device_of(left, launch)
+
+        def write(group: int) -> None:
+            for rows, classes in self.panels.parts(group):
+                wide = out[rows, : classes.stop - classes.start]
+                Products(self.count).of_rows(left, right[:, classes], out=wide, order=order)
+
+        return write
+
+    def across(
+        self, left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor, add: bool = False
+    ) -> Callable[[int], None]:
+        """Return what writes the sum over panels of their rows that count times their part of `right`, or adds it.
+
+        Args:
+            left: (m, classes of a panel), panel below panel. In the last one that is narrower, zero up to the next
+                multiple of 64.
+            right: (classes of all panels, n), same dtype, rows of unit stride.
+            out: (m, n), floating, rows of unit stride. Rows up to the next multiple of `panels.WHOLE` may be written, too.
+            add: in the dtype of `out`.
+        """
+        if in_triton is not None and left.is_cuda:
+            launch = in_triton.products_of_rows(left, right, self.count, out, add, None, self.panels, deep=True)
+            return _on_device_of(left, launch)
+
+        def write(group: int) -> None:
+            for number, (rows, classes) in enumerate(self.panels.parts(group)):
+                wide = left[rows, : classes.stop - classes.start]
+                Products(self.count).of_rows(wide, right[classes], out=out, add=add or number > 0)
+
+        return write
+
+    def over_rows(
+        self,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        *,
+        out: torch.Tensor,
+        add: bool = False,
+        order: torch.Tensor | None = None,
+    ) -> Callable[[int], None]:
+        """Return what writes, for each panel, `panel.t() @ right` over the rows that count, or adds it.
+
+        Args:
+            left: (k, classes of a panel), panel below panel, each zero as far as `panels.WHOLE` says.
+            right: (k, n), same dtype, rows of unit stride.
+            out: (classes of all panels, n), floating, rows of unit stride.
+            add: in the dtype of `out`.
+            order: (k,), int64: the rows of `right` to take, where they do not come first.
+        """
+        if in_triton is not None and left.is_cuda:
+            launch = in_triton.products_over_rows(left, right, self.count, out, add, order, self.panels)
+            return _on_device_of(left, launch)
+
+        def write(group: int) -> None:
+            for rows, classes in self.panels.parts(group):
+                wide = left[rows, : classes.stop - classes.start]
+                Products(self.count).over_rows(wide, right, out=out[classes], add=add, order=order)
+
+        return write
+
+    def sum_rows(self, matrix: torch.Tensor, *, out: torch.Tensor) -> Callable[[int], None]:
+        """Return what writes, for each panel, the sum of its rows that count.
+
+        Args:
+            matrix: (m, classes of a panel), panel below panel.
+            out: (classes of all panels,), of unit stride.
+        """
+        if in_triton is not None and matrix.is_cuda:
+            return _on_device_of(matrix, in_triton.sums_of_rows(matrix, self.count, out, self.panels))
+
+        def write(group: int) -> None:
+            for rows, classes in self.panels.parts(group):
+                Products(self.count).sum_rows(matrix[rows, : classes.stop - classes.start], out=out[classes])
+
+        return write
+
+
+def _on_device_of(tensor: torch.Tensor, launch: Callable[[int], None]) -> Callable[[int], None]:
+    def there(group: int) -> None:
+        with on_device_of(tensor):
+            launch(group)
+
+    return there

@@ -14,6 +14,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from megacpp_overlays.kernels.masked_products.launches import Launches
+from megacpp_overlays.kernels.masked_products.panels import WHOLE, Panels
+from megacpp_overlays.kernels.masked_products.panels_triton import group_of
+
 _GROUP = 16
 """Tiles of rows in a strip, whose programs run at one time and share what they read in the L2 cache.
 
@@ -23,6 +27,7 @@ _SUMMED_ROWS, _SUMMED_COLUMNS = 64, 64
 """What a program adds up at a time; its lanes meet once, at the end."""
 _ALIGNMENT = 16
 """Bytes, of a descriptor's start and of its rows."""
+_WHOLE = tl.constexpr(WHOLE)
 
 
 class Tile(NamedTuple):
@@ -65,32 +70,55 @@ def product_of_rows(
     order: torch.Tensor | None = None,
 ) -> None:
     """See `products.Products.of_rows`."""
+    if left.shape[0] and right.shape[1]:
+        products_of_rows(left, right, count, out, add, order)(0)
+
+
+def products_of_rows(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    count: torch.Tensor,
+    out: torch.Tensor,
+    add: bool,
+    order: torch.Tensor | None = None,
+    panels: Panels | None = None,
+    *,
+    deep: bool = False,
+) -> Launches:
+    """Return what computes such a product: for each group of panels if there are any, else once, as group 0.
+
+    Args:
+        left: see `products.Products.of_rows`, as are those that follow; `right` is that of all panels.
+        right: (k, n), not empty.
+        count: (1,), int32.
+        out: (m, n).
+        add: in the dtype of `out`.
+        order: (m,), int64.
+        panels: of `right`.
+        deep: whether panels are on the left, one below the other, and their products are added up; else in the result.
+    """
     rows, depth = left.shape
+    if panels is not None and deep:
+        depth = panels.classes
     columns = right.shape[1]
-    if rows == 0 or columns == 0:
-        return
     tile = _tile(left.device, add)
     transposed = right.stride(0) == 1
-    programs = _programs(rows, columns, tile, left.device)
+    grid = (_programs(rows, columns, tile, left.device), 1)
+    arguments = {
+        "right": _descriptor(right.t(), tile.columns, tile.depth)
+        if transposed
+        else _descriptor(right, tile.depth, tile.columns),
+        "out": _descriptor(out, tile.rows, tile.columns // 4),
+        "count": count, "columns": columns, "depth": depth, "programs": grid[0],
+        **_cut(panels, count, rows, depth if deep else columns),
+        "TRANSPOSED": transposed, "GROUP": _GROUP, "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth,
+    }  # fmt: skip
     if order is not None:
-        _of_chosen_rows[(programs,)](
-            left, left.stride(0), order,
-            _descriptor(right.t(), tile.columns, tile.depth) if transposed else _descriptor(right, tile.depth, tile.columns),
-            _descriptor(out, tile.rows, tile.columns // 4),
-            count, columns, depth, programs,
-            TRANSPOSED=transposed, WHOLE=depth % tile.depth == 0, GROUP=_GROUP,
-            ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
-            num_stages=min(tile.stages, _STAGES_OF_CHOSEN), num_warps=tile.warps,
-        )  # fmt: skip
-        return
-    _of_rows[(programs,)](
-        _descriptor(left, tile.rows, tile.depth),
-        _descriptor(right.t(), tile.columns, tile.depth) if transposed else _descriptor(right, tile.depth, tile.columns),
-        _descriptor(out, tile.rows, tile.columns // 4),
-        count, columns, depth, programs,
-        TRANSPOSED=transposed, ADD=add, GROUP=_GROUP, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
-        num_stages=tile.stages, num_warps=tile.warps,
-    )  # fmt: skip
+        arguments |= {"left": left, "stride": left.stride(0), "order": order, "WHOLE": depth % tile.depth == 0}
+        stages = min(tile.stages, _STAGES_OF_CHOSEN)
+        return Launches(_of_chosen_rows, grid, "group", arguments, num_stages=stages, num_warps=tile.warps)
+    arguments |= {"left": _descriptor(left, tile.rows, tile.depth), "ADD": add, "DEEP": deep}
+    return Launches(_of_rows, grid, "group", arguments, num_stages=tile.stages, num_warps=tile.warps)
 
 
 def product_over_rows(
@@ -102,43 +130,84 @@ def product_over_rows(
     order: torch.Tensor | None = None,
 ) -> None:
     """See `products.Products.over_rows`."""
+    if left.shape[0] and out.numel():
+        products_over_rows(left, right, count, out, add, order)(0)
+    elif not add:
+        out.zero_()
+
+
+def products_over_rows(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    count: torch.Tensor,
+    out: torch.Tensor,
+    add: bool,
+    order: torch.Tensor | None = None,
+    panels: Panels | None = None,
+) -> Launches:
+    """Return what computes such a product: for each group of panels if there are any, else once, as group 0.
+
+    Args:
+        left: see `products.Products.over_rows`, as are those that follow.
+        right: (k, n), not empty.
+        count: (1,), int32.
+        out: (m, n), that of all panels.
+        add: in the dtype of `out`.
+        order: (k,), int64.
+        panels: on the left, one below the other; in the result, one after the other.
+    """
     height, width = out.shape
-    if height == 0 or width == 0 or left.shape[0] == 0:
-        if not add:
-            out.zero_()
-        return
     tile = _tile(left.device, add)
-    programs = _programs(height, width, tile, left.device)
+    grid = (_programs(height, width, tile, left.device), 1)
+    arguments = {
+        "left": _descriptor(left, tile.depth, tile.rows), "out": _descriptor(out, tile.rows, tile.columns // 4),
+        "count": count, "height": height, "across": width, "programs": grid[0],
+        **_cut(panels, count, left.shape[0], height),
+        "ADD": add, "GROUP": _GROUP, "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth,
+    }  # fmt: skip
     if order is not None:
-        _over_chosen_rows[(programs,)](
-            _descriptor(left, tile.depth, tile.rows),
-            right, right.stride(0), order,
-            _descriptor(out, tile.rows, tile.columns // 4),
-            count, height, width, programs,
-            ADD=add, WHOLE=width % tile.columns == 0, GROUP=_GROUP,
-            ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
-            num_stages=min(tile.stages, _STAGES_OF_CHOSEN), num_warps=tile.warps,
-        )  # fmt: skip
-        return
-    _over_rows[(programs,)](
-        _descriptor(left, tile.depth, tile.rows),
-        _descriptor(right, tile.depth, tile.columns),
-        _descriptor(out, tile.rows, tile.columns // 4),
-        count, height, width, programs,
-        ADD=add, GROUP=_GROUP, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
-        num_stages=tile.stages, num_warps=tile.warps,
-    )  # fmt: skip
+        arguments |= {"right": right, "stride": right.stride(0), "order": order, "WHOLE": width % tile.columns == 0}
+        stages = min(tile.stages, _STAGES_OF_CHOSEN)
+        return Launches(_over_chosen_rows, grid, "group", arguments, num_stages=stages, num_warps=tile.warps)
+    arguments["right"] = _descriptor(right, tile.depth, tile.columns)
+    return Launches(_over_rows, grid, "group", arguments, num_stages=tile.stages, num_warps=tile.warps)
 
 
 def sum_of_rows(matrix: torch.Tensor, count: torch.Tensor, out: torch.Tensor) -> None:
     """See `products.Products.sum_rows`."""
-    rows, columns = matrix.shape
-    if rows == 0 or columns == 0:
+    if matrix.numel():
+        sums_of_rows(matrix, count, out)(0)
+    else:
         out.zero_()
-        return
-    _sum_of_rows[(triton.cdiv(columns, _SUMMED_COLUMNS),)](
-        matrix, matrix.stride(0), count, out, columns, ROWS=_SUMMED_ROWS, COLUMNS=_SUMMED_COLUMNS, num_warps=8
-    )
+
+
+def sums_of_rows(
+    matrix: torch.Tensor, count: torch.Tensor, out: torch.Tensor, panels: Panels | None = None
+) -> Launches:
+    """Return what computes such a sum: for each group of panels if there are any, else once, as group 0.
+
+    Args:
+        matrix: see `products.Products.sum_rows`; panels are one below the other.
+        count: (1,), int32.
+        out: (n,), that of all panels.
+        panels: of the matrix.
+    """
+    columns = out.shape[0]
+    arguments = {
+        "matrix": matrix, "stride": matrix.stride(0), "count": count, "out": out, "columns": columns,
+        **_cut(panels, count, matrix.shape[0], columns),
+        "ROWS": _SUMMED_ROWS, "COLUMNS": _SUMMED_COLUMNS,
+    }  # fmt: skip
+    return Launches(_sum_of_rows, (triton.cdiv(columns, _SUMMED_COLUMNS), 1), "group", arguments, num_warps=8)
+
+
+def _cut(panels: Panels | None, count: torch.Tensor, rows: int, classes: int) -> dict[str, torch.Tensor | int]:
+    """Return what programs are told of panels; without them everything is one."""
+    if panels is None:
+        return {"laid": count, "rows": rows, "width": classes, "panels": 1, "most": 1}
+    return {
+        "laid": panels.laid, "rows": rows, "width": panels.width, "panels": panels.number, "most": panels.most
+    }  # fmt: skip
 
 
 def _tile(device: torch.device, add: bool) -> Tile:
@@ -202,13 +271,22 @@ def _write_part(out, row, column, part, ADD: tl.constexpr):  # type: ignore[no-u
 
 
 # Counts of columns differ from block to block; compiling anew for a round number would cost more than it gains.
-@triton.jit(do_not_specialize=["columns", "depth", "programs"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["columns", "depth", "programs", "rows", "width", "panels", "most", "group"])  # type: ignore[untyped-decorator]
 def _of_rows(  # type: ignore[no-untyped-def]
-    left, right, out, count, columns, depth, programs,
-    TRANSPOSED: tl.constexpr, ADD: tl.constexpr,
+    left, right, out, count, columns, depth, programs, laid, rows, width, panels, most, group,
+    TRANSPOSED: tl.constexpr, ADD: tl.constexpr, DEEP: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    tiles_of_rows, tiles_of_columns = tl.cdiv(tl.load(count).to(tl.int32), ROWS), tl.cdiv(columns, COLUMNS)
+    first, here, height = group_of(laid, rows, panels, most, group, _WHOLE)
+    start = first * width
+    if DEEP:
+        depth = tl.maximum(tl.minimum(depth - start, here * width), 0)
+        tiles_of_columns = tl.where(here > 0, tl.cdiv(columns, COLUMNS), 0)
+        per_panel = tl.cdiv(width, DEPTH)
+    else:
+        tiles_of_columns = tl.cdiv(tl.maximum(tl.minimum(columns - start, here * width), 0), COLUMNS)
+        per_panel = tl.cdiv(width, COLUMNS)
+    tiles_of_rows = tl.cdiv(tl.load(count).to(tl.int32), ROWS)
     steps = tl.maximum(tl.cdiv(depth, DEPTH), 1)
     tl.assume(steps > 0)
     for tile in tl.range(tl.program_id(0), tiles_of_rows * tiles_of_columns, programs, flatten=True):
@@ -216,106 +294,136 @@ def _of_rows(  # type: ignore[no-untyped-def]
         row, column = tile_row * ROWS, tile_column * COLUMNS
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for step in range(steps):
-            a = left.load([row, step * DEPTH])
-            if TRANSPOSED:  # noqa: SIM108 - Triton compiles one branch of this, and both of an expression
-                b = right.load([column, step * DEPTH]).T
+            if DEEP:
+                panel = step // per_panel
+                a = left.load([panel * height + row, (step - panel * per_panel) * DEPTH])
+                if TRANSPOSED:
+                    b = right.load([column, start + step * DEPTH]).T
+                else:
+                    b = right.load([start + step * DEPTH, column])
             else:
-                b = right.load([step * DEPTH, column])
+                a = left.load([row, step * DEPTH])
+                if TRANSPOSED:
+                    b = right.load([start + column, step * DEPTH]).T
+                else:
+                    b = right.load([step * DEPTH, start + column])
             total = tl.dot(a, b, total)
-        _write(out, row, column, total, ADD, ROWS, COLUMNS)
+        if DEEP:
+            _write(out, row, column, total, ADD, ROWS, COLUMNS)
+        else:
+            panel = tile_column // per_panel
+            _write(out, panel * height + row, (tile_column - panel * per_panel) * COLUMNS, total, ADD, ROWS, COLUMNS)
 
 
-@triton.jit(do_not_specialize=["height", "width", "programs"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["height", "across", "programs", "rows", "width", "panels", "most", "group"])  # type: ignore[untyped-decorator]
 def _over_rows(  # type: ignore[no-untyped-def]
-    left, right, out, count, height, width, programs,
+    left, right, out, count, height, across, programs, laid, rows, width, panels, most, group,
     ADD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
+    first, here, apart = group_of(laid, rows, panels, most, group, _WHOLE)
+    start, per_panel = first * width, tl.cdiv(width, ROWS)
     # One step at least, of zeros, and said so: the two loops become one where the inner one is never empty.
     steps = tl.maximum(tl.cdiv(tl.load(count).to(tl.int32), DEPTH), 1)
     tl.assume(steps > 0)
-    tiles_of_rows, tiles_of_columns = tl.cdiv(height, ROWS), tl.cdiv(width, COLUMNS)
+    tiles_of_rows = tl.cdiv(tl.maximum(tl.minimum(height - start, here * width), 0), ROWS)
+    tiles_of_columns = tl.cdiv(across, COLUMNS)
     for tile in tl.range(tl.program_id(0), tiles_of_rows * tiles_of_columns, programs, flatten=True):
         tile_row, tile_column = _place(tile, tiles_of_rows, tiles_of_columns, GROUP)
-        row, column = tile_row * ROWS, tile_column * COLUMNS
+        panel = tile_row // per_panel
+        top, row, column = panel * apart, (tile_row - panel * per_panel) * ROWS, tile_column * COLUMNS
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for step in range(steps):
-            a = left.load([step * DEPTH, row])
+            a = left.load([top + step * DEPTH, row])
             b = right.load([step * DEPTH, column])
             total = tl.dot(a.T, b, total)
-        _write(out, row, column, total, ADD, ROWS, COLUMNS)
+        _write(out, start + tile_row * ROWS, column, total, ADD, ROWS, COLUMNS)
 
 
-# Rows that are chosen have no descriptor on Hopper. `depth` and `width` are those of all calls of a model, and what divides
+# Rows that are chosen have no descriptor on Hopper. `depth` and `across` are those of all calls of a model, and what divides
 # them says how much a thread may read at once.
-@triton.jit(do_not_specialize=["columns", "programs"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["columns", "programs", "rows", "width", "panels", "most", "group"])  # type: ignore[untyped-decorator]
 def _of_chosen_rows(  # type: ignore[no-untyped-def]
-    left, stride, order, right, out, count, columns, depth, programs,
+    left, stride, order, right, out, count, columns, depth, programs, laid, rows, width, panels, most, group,
     TRANSPOSED: tl.constexpr, WHOLE: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
+    first, here, height = group_of(laid, rows, panels, most, group, _WHOLE)
+    start, per_panel = first * width, tl.cdiv(width, COLUMNS)
     counted = tl.load(count).to(tl.int32)
-    tiles_of_rows, tiles_of_columns = tl.cdiv(counted, ROWS), tl.cdiv(columns, COLUMNS)
+    tiles_of_rows = tl.cdiv(counted, ROWS)
+    tiles_of_columns = tl.cdiv(tl.maximum(tl.minimum(columns - start, here * width), 0), COLUMNS)
     steps = tl.maximum(tl.cdiv(depth, DEPTH), 1)
     tl.assume(steps > 0)
     for tile in tl.range(tl.program_id(0), tiles_of_rows * tiles_of_columns, programs):
         tile_row, tile_column = _place(tile, tiles_of_rows, tiles_of_columns, GROUP)
-        row, column = tile_row * ROWS, tile_column * COLUMNS
+        row, column = tile_row * ROWS, start + tile_column * COLUMNS
         at = row + tl.arange(0, ROWS)
         source = tl.load(order + at, mask=at < counted, other=0)  # what row 0 gives after the last one is not read
-        start = left + source[:, None] * stride + tl.arange(0, DEPTH)[None, :]
+        begin = left + source[:, None] * stride + tl.arange(0, DEPTH)[None, :]
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for step in range(steps):
             if WHOLE:
-                a = tl.load(start + step * DEPTH)
+                a = tl.load(begin + step * DEPTH)
             else:
-                a = tl.load(start + step * DEPTH, mask=(step * DEPTH + tl.arange(0, DEPTH) < depth)[None, :], other=0.0)
+                a = tl.load(begin + step * DEPTH, mask=(step * DEPTH + tl.arange(0, DEPTH) < depth)[None, :], other=0.0)
             if TRANSPOSED:  # noqa: SIM108 - Triton compiles one branch of this, and both of an expression
                 b = right.load([column, step * DEPTH]).T
             else:
                 b = right.load([step * DEPTH, column])
             total = tl.dot(a, b, total)
-        _write(out, row, column, total, False, ROWS, COLUMNS)
+        panel = tile_column // per_panel
+        _write(out, panel * height + row, (tile_column - panel * per_panel) * COLUMNS, total, False, ROWS, COLUMNS)
 
 
-@triton.jit(do_not_specialize=["height", "programs"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["height", "programs", "rows", "width", "panels", "most", "group"])  # type: ignore[untyped-decorator]
 def _over_chosen_rows(  # type: ignore[no-untyped-def]
-    left, right, stride, order, out, count, height, width, programs,
+    left, right, stride, order, out, count, height, across, programs, laid, rows, width, panels, most, group,
     ADD: tl.constexpr, WHOLE: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
+    first, here, apart = group_of(laid, rows, panels, most, group, _WHOLE)
+    start, per_panel = first * width, tl.cdiv(width, ROWS)
     counted = tl.load(count).to(tl.int32)
     steps = tl.maximum(tl.cdiv(counted, DEPTH), 1)
     tl.assume(steps > 0)
-    tiles_of_rows, tiles_of_columns = tl.cdiv(height, ROWS), tl.cdiv(width, COLUMNS)
+    tiles_of_rows = tl.cdiv(tl.maximum(tl.minimum(height - start, here * width), 0), ROWS)
+    tiles_of_columns = tl.cdiv(across, COLUMNS)
     for tile in tl.range(tl.program_id(0), tiles_of_rows * tiles_of_columns, programs):
         tile_row, tile_column = _place(tile, tiles_of_rows, tiles_of_columns, GROUP)
-        row, column = tile_row * ROWS, tile_column * COLUMNS
-        across = column + tl.arange(0, COLUMNS)
+        panel = tile_row // per_panel
+        top, row, column = panel * apart, (tile_row - panel * per_panel) * ROWS, tile_column * COLUMNS
+        beside = column + tl.arange(0, COLUMNS)
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for step in range(steps):
             at = step * DEPTH + tl.arange(0, DEPTH)
             source = tl.load(order + at, mask=at < counted, other=0)
-            here = (at < counted)[:, None]
+            inside = (at < counted)[:, None]
             if not WHOLE:
-                here = here & (across < width)[None, :]
-            a = left.load([step * DEPTH, row])
-            b = tl.load(right + source[:, None] * stride + across[None, :], mask=here, other=0.0)
+                inside = inside & (beside < across)[None, :]
+            a = left.load([top + step * DEPTH, row])
+            b = tl.load(right + source[:, None] * stride + beside[None, :], mask=inside, other=0.0)
             total = tl.dot(a.T, b, total)
-        _write(out, row, column, total, ADD, ROWS, COLUMNS)
+        _write(out, start + tile_row * ROWS, column, total, ADD, ROWS, COLUMNS)
 
 
-@triton.jit(do_not_specialize=["columns"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["columns", "rows", "width", "panels", "most", "group"])  # type: ignore[untyped-decorator]
 def _sum_of_rows(  # type: ignore[no-untyped-def]
-    matrix, stride, count, out, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    counted = tl.load(count)
+    matrix, stride, count, out, columns, laid, rows, width, panels, most, group,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    first, here, height = group_of(laid, rows, panels, most, group, _WHOLE)
+    end = tl.minimum(columns - first * width, here * width)
+    begin = tl.program_id(0) * COLUMNS
+    panel = begin // width
+    column = begin + tl.arange(0, COLUMNS)
+    beside = column - panel * width
+    counted = tl.where(begin < end, tl.load(count).to(tl.int32), 0)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, counted, ROWS):
-        row = start + tl.arange(0, ROWS)
+    for at in range(0, counted, ROWS):
+        row = at + tl.arange(0, ROWS)
         total += tl.load(
-            matrix + row.to(tl.int64)[:, None] * stride + column[None, :],
-            mask=(row < counted)[:, None] & (column < columns)[None, :],
+            matrix + (panel * height + row).to(tl.int64)[:, None] * stride + beside[None, :],
+            mask=(row < counted)[:, None] & (column < end)[None, :],
             other=0.0,
         ).to(tl.float32)
-    tl.store(out + column, tl.sum(total, axis=0).to(out.dtype.element_ty), mask=column < columns)
+    tl.store(out + first * width + column, tl.sum(total, axis=0).to(out.dtype.element_ty), mask=column < end)

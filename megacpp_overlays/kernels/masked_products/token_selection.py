@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from megacpp_overlays.kernels.devices import on_device_of
+from megacpp_overlays.kernels.masked_products.panels import WHOLE, Panels
 
 in_triton: ModuleType | None
 try:
@@ -20,11 +21,6 @@ try:
 except ImportError:  # no Triton here
     in_triton = None
 
-WHOLE = 256
-"""Rows after the selected ones are zero up to the next multiple of this, or to this where none is selected.
-
-No tile of a product over the first rows reaches beyond, and such a product takes one step at least.
-"""
 _PARTS = 4
 """In which rows are rounded when they go back: a rounded copy of all of them at once would be the largest of all."""
 
@@ -42,7 +38,7 @@ class Selection(NamedTuple):
     def first(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of the selected tokens, in a tensor that has room for all.
 
-        Zeros follow as far as `WHOLE` says; rows after those hold anything.
+        Zeros follow as far as `panels.WHOLE` says; rows after those hold anything.
 
         Args:
             rows: (tokens, n), rows of unit stride. Rows of other tokens are not read.
@@ -55,17 +51,20 @@ class Selection(NamedTuple):
         first[:count] = rows[self.order[:count]]
         return first
 
-    def bring_first(self, rows: torch.Tensor) -> None:
+    def bring_first(self, rows: torch.Tensor, panels: Panels | None = None) -> None:
         """Do the same in place; rows after those of the selected tokens hold anything then.
 
         Args:
             rows: (tokens, n), rows of unit stride.
+            panels: whose first group these rows hold; in each of them, then.
         """
         if rows.is_cuda and in_triton is not None:
             with on_device_of(rows):
-                in_triton.bring_first(rows, self.order, self.count)
-        else:
-            rows[: int(self.count)] = rows[self.order[: int(self.count)]]
+                in_triton.bring_first(rows, self.order, self.count, panels)
+            return
+        first = self.order[: int(self.count)]
+        for part in [rows] if panels is None else [rows[each] for each, _ in panels.parts(0)]:
+            part[: len(first)] = part[first]
 
     def among(self, others: Selection) -> Selection:
         """Return where these tokens are among selected ones, all of which come first: for `bring_first` alone.

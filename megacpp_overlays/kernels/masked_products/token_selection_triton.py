@@ -8,6 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from megacpp_overlays.kernels.masked_products.panels import WHOLE, Panels
+from megacpp_overlays.kernels.masked_products.panels_triton import group_of
+
+_WHOLE = tl.constexpr(WHOLE)
 _ROWS, _COLUMNS = 128, 64
 """What a program moves at a time; blocks of logits have rows of whole multiples of so many columns."""
 _ROWS_APART, _COLUMNS_APART = 8, 512
@@ -67,15 +71,17 @@ def _copy(
         )  # fmt: skip
 
 
-def bring_first(rows: torch.Tensor, order: torch.Tensor, count: torch.Tensor) -> None:
+def bring_first(rows: torch.Tensor, order: torch.Tensor, count: torch.Tensor, panels: Panels | None = None) -> None:
     """Copy row `order[i]` to row i for every i below `count`, in place.
 
     Args:
         rows: (tokens, n), rows of unit stride.
         order: (tokens,), int64, ascending up to `count`.
         count: (1,), int32.
+        panels: whose first group the rows hold; in each of them, then.
     """
-    _move(_bring_first, rows, order, count)
+    laid, number, most = (count, 1, 1) if panels is None else (panels.laid, panels.number, panels.most)
+    _move(_bring_first, rows, order, count, laid, number, most, panels_at_most=most)
 
 
 def put_back(rows: torch.Tensor, order: torch.Tensor, count: torch.Tensor) -> None:
@@ -89,11 +95,13 @@ def put_back(rows: torch.Tensor, order: torch.Tensor, count: torch.Tensor) -> No
     _move(_put_back, rows, order, count)
 
 
-def _move(kernel: Any, rows: torch.Tensor, order: torch.Tensor, count: torch.Tensor) -> None:
+def _move(
+    kernel: Any, rows: torch.Tensor, order: torch.Tensor, count: torch.Tensor, *more: Any, panels_at_most: int = 1
+) -> None:
     if rows.numel():
         tokens, columns = rows.shape
-        kernel[(triton.cdiv(columns, _COLUMNS),)](
-            rows, rows.stride(0), order, count, tokens, columns,
+        kernel[(triton.cdiv(columns, _COLUMNS), panels_at_most)](
+            rows, rows.stride(0), order, count, tokens, columns, *more,
             ROWS=_ROWS, COLUMNS=_COLUMNS, WHOLE=columns % _COLUMNS == 0, num_warps=8,
         )  # fmt: skip
 
@@ -152,14 +160,18 @@ def _put_back_apart(  # type: ignore[no-untyped-def]
     tl.store(to, values.to(out.dtype.element_ty), mask=(token < tokens)[:, None] & inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "columns"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tokens", "columns", "panels", "most"])  # type: ignore[untyped-decorator]
 def _bring_first(  # type: ignore[no-untyped-def]
-    rows, stride, order, count, tokens, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr
-):
+    rows, stride, order, count, tokens, columns, laid, panels, most,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     # A row never moves down, so what a step overwrites was read by it or before it, and what is read later lies below:
     # a program owns some columns and goes through the rows from the first to the last.
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    selected = tl.load(count)
+    _, here, height = group_of(laid, tokens, panels, most, 0, _WHOLE)
+    panel = tl.program_id(1)
+    rows += (panel * height).to(tl.int64) * stride
+    selected = tl.where(panel < here, tl.load(count), 0)
     for start in range(0, selected, ROWS):
         place = start + tl.arange(0, ROWS)
         # A mask of columns would keep a thread from moving 16 bytes at once.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from megacpp_overlays.kernels.masked_products.token_selection import WHOLE, Selection
+from megacpp_overlays.kernels.masked_products.panels import WHOLE, Panels
+from megacpp_overlays.kernels.masked_products.token_selection import Selection
 from megacpp_overlays.kernels.vocabulary_softmax.numbers import OF_OTHERS, Coefficients, Statistics
 
 
@@ -82,6 +85,63 @@ def logits_gradient(
     if softcap is not None:
         gradient.mul_(1 - (values / softcap).square())
     out.copy_(gradient.masked_fill_(dead, 0))
+
+
+def add_panel_statistics(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    first_class: int,
+    statistics: Statistics,
+    bias: torch.Tensor | None,
+    class_weight: torch.Tensor | None,
+    softcap: float | None,
+    selection: Selection,
+    panels: Panels,
+) -> Callable[[int], None]:
+    """See `vocabulary_softmax.add_panel_statistics`."""
+
+    def add(group: int) -> None:
+        first = panels.begins(group)
+        for rows, classes in panels.parts(group):
+            part = logits[rows, : classes.stop - classes.start]
+            add_statistics(
+                part, labels, first_class + classes.start, statistics, first, *_of(classes, bias, class_weight), softcap,
+                selection,
+            )  # fmt: skip
+            first = False
+
+    return add
+
+
+def panel_gradients(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    first_class: int,
+    coefficients: Coefficients,
+    bias: torch.Tensor | None,
+    class_weight: torch.Tensor | None,
+    softcap: float | None,
+    out: torch.Tensor,
+    selection: Selection,
+    panels: Panels,
+) -> Callable[[int], None]:
+    """See `vocabulary_softmax.panel_gradients`."""
+
+    def write(group: int) -> None:
+        for rows, classes in panels.parts(group):
+            width = classes.stop - classes.start
+            logits_gradient(
+                logits[rows, :width], labels, first_class + classes.start, coefficients,
+                *_of(classes, bias, class_weight), softcap, out[rows, :width], selection,
+            )  # fmt: skip
+
+    return write
+
+
+def _of(
+    classes: slice, bias: torch.Tensor | None, class_weight: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return None if bias is None else bias[classes], None if class_weight is None else class_weight[classes]
 
 
 def plain_losses(statistics: Statistics, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:

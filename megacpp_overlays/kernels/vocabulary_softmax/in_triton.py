@@ -9,7 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from megacpp_overlays.kernels.masked_products.token_selection import WHOLE, Selection
+from megacpp_overlays.kernels.masked_products.launches import Launches
+from megacpp_overlays.kernels.masked_products.panels import WHOLE, Panels
+from megacpp_overlays.kernels.masked_products.panels_triton import group_of
+from megacpp_overlays.kernels.masked_products.token_selection import Selection
 from megacpp_overlays.kernels.vocabulary_softmax.numbers import OF_OTHERS, Coefficients, Statistics
 
 # Widths, in classes, that were fastest on an H200 with bfloat16 logits.
@@ -35,42 +38,66 @@ def add_statistics(
     selection: Selection | None = None,
 ) -> None:
     """See `vocabulary_softmax.add_statistics`."""
-    tokens, classes = logits.shape
-    if tokens == 0:
+    if logits.shape[0] == 0:
         return
-    maximum, accumulate, label_logit, spread_logits = statistics
-    block = min(_READ, _power_of_two(classes))
     if selection is not None and first:
-        for each, other in zip(statistics, OF_OTHERS, strict=True):
-            if each is not None:
-                each.fill_(other)
-    programs = tokens if selection is None else min(tokens, _PROGRAMS)
-    _statistics[(programs,)](
-        logits,
-        logits.stride(0),
-        labels,
-        maximum,
-        accumulate,
-        label_logit,
-        spread_logits,
-        bias,
-        class_weight,
-        selection and selection.order,
-        selection and selection.count,
-        programs,
-        first_class,
-        classes,
-        softcap or 0.0,
-        HAS_SELECTION=selection is not None,
-        HAS_SPREAD=spread_logits is not None,
-        HAS_BIAS=bias is not None,
-        HAS_CLASS_WEIGHT=class_weight is not None,
-        HAS_SOFTCAP=softcap is not None,
-        FIRST=first,
-        LOWEST=torch.finfo(torch.float32).min,
-        BLOCK=block,
-        num_warps=max(1, min(8, block // 256)),
+        _fill(statistics)
+    _statistics_launches(
+        logits, labels, first_class, statistics, first, bias, class_weight, softcap, selection, logits.shape[1]
+    )(0)
+
+
+def add_panel_statistics(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    first_class: int,
+    statistics: Statistics,
+    bias: torch.Tensor | None,
+    class_weight: torch.Tensor | None,
+    softcap: float | None,
+    selection: Selection,
+    panels: Panels,
+) -> Launches:
+    """See `vocabulary_softmax.add_panel_statistics`."""
+    _fill(statistics)
+    return _statistics_launches(
+        logits, labels, first_class, statistics, False, bias, class_weight, softcap, selection, panels.classes, panels
     )
+
+
+def _fill(statistics: Statistics) -> None:
+    for each, other in zip(statistics, OF_OTHERS, strict=True):
+        if each is not None:
+            each.fill_(other)
+
+
+def _statistics_launches(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    first_class: int,
+    statistics: Statistics,
+    first: bool,
+    bias: torch.Tensor | None,
+    class_weight: torch.Tensor | None,
+    softcap: float | None,
+    selection: Selection | None,
+    classes: int,
+    panels: Panels | None = None,
+) -> Launches:
+    tokens, width = logits.shape
+    block = min(_READ, _power_of_two(width))
+    programs = tokens if selection is None else min(tokens, _PROGRAMS)
+    arguments = {
+        "logits": logits, "stride": logits.stride(0), "labels": labels,
+        **statistics._asdict(), "bias": bias, "class_weight": class_weight,
+        **_chosen(selection), **_cut(panels, classes),
+        "programs": programs, "tokens": tokens, "first_class": first_class, "classes": classes, "softcap": softcap or 0.0,
+        "HAS_SELECTION": selection is not None, "HAS_PANELS": panels is not None, "WHOLE": WHOLE,
+        "EVEN": classes % 16 == 0, "HAS_SPREAD": statistics.spread_logits is not None, "HAS_BIAS": bias is not None,
+        "HAS_CLASS_WEIGHT": class_weight is not None, "HAS_SOFTCAP": softcap is not None,
+        "FIRST": first, "LOWEST": torch.finfo(torch.float32).min, "BLOCK": block,
+    }  # fmt: skip
+    return Launches(_statistics, (programs, 1), "group", arguments, num_warps=max(1, min(8, block // 256)))
 
 
 def logits_gradient(
@@ -85,45 +112,74 @@ def logits_gradient(
     selection: Selection | None = None,
 ) -> None:
     """See `vocabulary_softmax.logits_gradient`."""
-    tokens, classes = logits.shape
-    if tokens == 0:
-        return
-    lse, of_probability, of_label, of_spread = coefficients
+    if logits.shape[0]:
+        _gradient_launches(
+            logits, labels, first_class, coefficients, bias, class_weight, softcap, out, selection, logits.shape[1]
+        )(0)
+
+
+def panel_gradients(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    first_class: int,
+    coefficients: Coefficients,
+    bias: torch.Tensor | None,
+    class_weight: torch.Tensor | None,
+    softcap: float | None,
+    out: torch.Tensor,
+    selection: Selection,
+    panels: Panels,
+) -> Launches:
+    """See `vocabulary_softmax.panel_gradients`."""
+    return _gradient_launches(
+        logits, labels, first_class, coefficients, bias, class_weight, softcap, out, selection, panels.classes, panels
+    )
+
+
+def _gradient_launches(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    first_class: int,
+    coefficients: Coefficients,
+    bias: torch.Tensor | None,
+    class_weight: torch.Tensor | None,
+    softcap: float | None,
+    out: torch.Tensor,
+    selection: Selection | None,
+    classes: int,
+    panels: Panels | None = None,
+) -> Launches:
+    tokens, width = logits.shape
     # A narrower element lands where another thread still has to read, so there a row belongs to one program.
     narrows = out.element_size() != logits.element_size()
-    block = min(_WRITE_WIDE_ROWS if narrows or classes > _WIDE_ROW else _WRITE, _power_of_two(classes))
-    blocks = triton.cdiv(classes, block)
+    block = min(_WRITE_WIDE_ROWS if narrows or width > _WIDE_ROW else _WRITE, _power_of_two(width))
+    blocks = triton.cdiv(width, block)
     across = 1 if narrows else blocks
     programs = tokens if selection is None else min(tokens, max(1, _PROGRAMS // across))
-    _gradient[(programs, across)](
-        logits,
-        logits.stride(0),
-        labels,
-        lse,
-        of_probability,
-        of_label,
-        of_spread,
-        bias,
-        class_weight,
-        out,
-        out.stride(0),
-        selection and selection.order,
-        selection and selection.count,
-        programs,
-        tokens,
-        first_class,
-        classes,
-        softcap or 0.0,
-        HAS_SELECTION=selection is not None,
-        WHOLE=WHOLE,
-        HAS_SPREAD=of_spread is not None,
-        HAS_BIAS=bias is not None,
-        HAS_CLASS_WEIGHT=class_weight is not None,
-        HAS_SOFTCAP=softcap is not None,
-        BLOCKS=blocks if narrows else 1,
-        BLOCK=block,
-        num_warps=max(1, min(16 if narrows else 8, block // 256)),
-    )
+    arguments = {
+        "logits": logits, "logits_stride": logits.stride(0), "labels": labels,
+        **coefficients._asdict(), "bias": bias, "class_weight": class_weight, "out": out, "out_stride": out.stride(0),
+        **_chosen(selection), **_cut(panels, classes),
+        "programs": programs, "tokens": tokens, "first_class": first_class, "classes": classes, "softcap": softcap or 0.0,
+        "HAS_SELECTION": selection is not None, "HAS_PANELS": panels is not None, "WHOLE": WHOLE,
+        "EVEN": classes % 16 == 0, "HAS_SPREAD": coefficients.of_spread is not None, "HAS_BIAS": bias is not None,
+        "HAS_CLASS_WEIGHT": class_weight is not None, "HAS_SOFTCAP": softcap is not None,
+        "BLOCKS": blocks if narrows else 1, "BLOCK": block,
+    }  # fmt: skip
+    warps = max(1, min(16 if narrows else 8, block // 256))
+    return Launches(_gradient, (programs, across), "group", arguments, num_warps=warps)
+
+
+def _chosen(selection: Selection | None) -> dict[str, torch.Tensor | None]:
+    if selection is None:
+        return {"order": None, "count": None}
+    return {"order": selection.order, "count": selection.count}
+
+
+def _cut(panels: Panels | None, classes: int) -> dict[str, torch.Tensor | int | None]:
+    if panels is None:
+        return {"laid": None, "width": classes, "panels": 1, "most": 1}
+    return {"laid": panels.laid, "width": panels.width, "panels": panels.number, "most": panels.most}
 
 
 def plain_losses(statistics: Statistics, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
@@ -165,7 +221,7 @@ def _capped(values, softcap):  # type: ignore[no-untyped-def]
 
 
 # `first_class` differs from block to block; compiling anew for a round number would cost more than it gains.
-@triton.jit(do_not_specialize=["programs", "first_class"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["programs", "tokens", "first_class", "panels", "most", "group"])  # type: ignore[untyped-decorator]
 def _statistics(  # type: ignore[no-untyped-def]
     logits,
     stride,
@@ -178,11 +234,20 @@ def _statistics(  # type: ignore[no-untyped-def]
     class_weight,
     order,
     count,
+    laid,
+    width,
+    panels,
+    most,
     programs,
+    tokens,
     first_class,
     classes,
     softcap,
+    group,
     HAS_SELECTION: tl.constexpr,
+    HAS_PANELS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    EVEN: tl.constexpr,
     HAS_SPREAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
@@ -191,19 +256,30 @@ def _statistics(  # type: ignore[no-untyped-def]
     LOWEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    if HAS_SELECTION:
+    if HAS_PANELS:
+        first, here, height = group_of(laid, tokens, panels, most, group, WHOLE)
+        start = first * width
+        fresh = tl.where(first + here == panels, 1 << 30, 0)
+        for row in range(tl.program_id(0), tl.where(here > 0, tl.load(count), 0), programs):
+            _statistics_of_row(
+                logits + tl.cast(row, tl.int64) * stride, tl.load(order + row), labels, maximum, accumulate, label_logit,
+                spread_logits, bias, class_weight, first_class + start, start, tl.minimum(classes - start, here * width),
+                width, height.to(tl.int64) * stride, softcap, fresh,
+                EVEN, HAS_SPREAD, HAS_BIAS, HAS_CLASS_WEIGHT, HAS_SOFTCAP, LOWEST, BLOCK,
+            )  # fmt: skip
+    elif HAS_SELECTION:
         for row in range(tl.program_id(0), tl.load(count), programs):
             _statistics_of_row(
                 logits + tl.cast(row, tl.int64) * stride, tl.load(order + row), labels, maximum, accumulate, label_logit,
-                spread_logits, bias, class_weight, first_class, classes, softcap,
-                HAS_SPREAD, HAS_BIAS, HAS_CLASS_WEIGHT, HAS_SOFTCAP, FIRST, LOWEST, BLOCK,
+                spread_logits, bias, class_weight, first_class, 0, classes, classes, 0, softcap, FIRST << 30,
+                EVEN, HAS_SPREAD, HAS_BIAS, HAS_CLASS_WEIGHT, HAS_SOFTCAP, LOWEST, BLOCK,
             )  # fmt: skip
     else:
         row = tl.program_id(0).to(tl.int64)  # a block may have more than 2**31 elements
         _statistics_of_row(
             logits + row * stride, row, labels, maximum, accumulate, label_logit,
-            spread_logits, bias, class_weight, first_class, classes, softcap,
-            HAS_SPREAD, HAS_BIAS, HAS_CLASS_WEIGHT, HAS_SOFTCAP, FIRST, LOWEST, BLOCK,
+            spread_logits, bias, class_weight, first_class, 0, classes, classes, 0, softcap, FIRST << 30,
+            EVEN, HAS_SPREAD, HAS_BIAS, HAS_CLASS_WEIGHT, HAS_SOFTCAP, LOWEST, BLOCK,
         )  # fmt: skip
 
 
@@ -219,59 +295,68 @@ def _statistics_of_row(  # type: ignore[no-untyped-def]
     bias,
     class_weight,
     first_class,
+    offset,
     classes,
+    width,
+    apart,
     softcap,
+    fresh,
+    EVEN: tl.constexpr,
     HAS_SPREAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    FIRST: tl.constexpr,
     LOWEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     # Every lane has running numbers of its own, which meet once, after the last class: a reduction over the program
-    # for each part of the row costs as much as reading it.
+    # for each part of the row costs as much as reading it. A row has a part in each panel. Tokens before `fresh` have
+    # no numbers yet.
     highest = tl.full((BLOCK,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     spread = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, classes, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        inside = column < classes
-        values = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
-        if HAS_BIAS:
-            values += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-        if HAS_SOFTCAP:
-            values = tl.where(inside, _capped(values, softcap), float("-inf"))
-        # One exponential a value: of the sum's two terms, the one with the higher logit is multiplied by 1.
-        ratio = tl.exp(-tl.abs(values - highest))
-        total = tl.where(values > highest, total * ratio + 1.0, total + ratio)
-        highest = tl.maximum(highest, values)
-        if HAS_SPREAD:
-            if HAS_CLASS_WEIGHT:
-                values *= tl.load(class_weight + column, mask=inside, other=0.0).to(tl.float32)
-            spread += tl.where(inside, values, 0.0)
-    before, total_before, spread_before = LOWEST, 0.0, 0.0
-    if not FIRST:
-        before, total_before = tl.load(maximum + row), tl.load(accumulate + row)
-        if HAS_SPREAD:
-            spread_before = tl.load(spread_logits + row)
+    for panel in range(tl.cdiv(classes, width)):
+        part, begin = logits + panel * apart, panel * width
+        columns = tl.minimum(classes - begin, width)
+        if EVEN:
+            columns = tl.multiple_of(columns, 16)
+        for start in range(0, columns, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < columns
+            values = tl.load(part + column, mask=inside, other=float("-inf")).to(tl.float32)
+            if HAS_BIAS:
+                values += tl.load(bias + offset + begin + column, mask=inside, other=0.0).to(tl.float32)
+            if HAS_SOFTCAP:
+                values = tl.where(inside, _capped(values, softcap), float("-inf"))
+            # One exponential a value: of the sum's two terms, the one with the higher logit is multiplied by 1.
+            ratio = tl.exp(-tl.abs(values - highest))
+            total = tl.where(values > highest, total * ratio + 1.0, total + ratio)
+            highest = tl.maximum(highest, values)
+            if HAS_SPREAD:
+                if HAS_CLASS_WEIGHT:
+                    values *= tl.load(class_weight + offset + begin + column, mask=inside, other=0.0).to(tl.float32)
+                spread += tl.where(inside, values, 0.0)
+    before = tl.load(maximum + row, mask=row >= fresh, other=LOWEST)
+    total_before = tl.load(accumulate + row, mask=row >= fresh, other=0.0)
     above = tl.maximum(before, tl.max(highest, axis=0))
     total_here = tl.sum(total * tl.exp(highest - above), axis=0)
     tl.store(accumulate + row, total_before * tl.exp(before - above) + total_here)
     tl.store(maximum + row, above)
     if HAS_SPREAD:
+        spread_before = tl.load(spread_logits + row, mask=row >= fresh, other=0.0)
         tl.store(spread_logits + row, spread_before + tl.sum(spread, axis=0))
     column = tl.load(labels + row).to(tl.int64) - first_class
     here = (column >= 0) & (column < classes)
-    own = tl.load(logits + column, mask=here, other=0.0).to(tl.float32)
+    panel = column // width
+    own = tl.load(logits + panel * apart + (column - panel * width), mask=here, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        own += tl.load(bias + column, mask=here, other=0.0).to(tl.float32)
+        own += tl.load(bias + offset + column, mask=here, other=0.0).to(tl.float32)
     if HAS_SOFTCAP:
         own = _capped(own, softcap)
-    tl.store(label_logit + row, own, mask=here | FIRST)
+    tl.store(label_logit + row, own, mask=here | (row < fresh))
 
 
-@triton.jit(do_not_specialize=["programs", "tokens", "first_class"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["programs", "tokens", "first_class", "panels", "most", "group"])  # type: ignore[untyped-decorator]
 def _gradient(  # type: ignore[no-untyped-def]
     logits,
     logits_stride,
@@ -286,13 +371,20 @@ def _gradient(  # type: ignore[no-untyped-def]
     out_stride,
     order,
     count,
+    laid,
+    width,
+    panels,
+    most,
     programs,
     tokens,
     first_class,
     classes,
     softcap,
+    group,
     HAS_SELECTION: tl.constexpr,
+    HAS_PANELS: tl.constexpr,
     WHOLE: tl.constexpr,
+    EVEN: tl.constexpr,
     HAS_SPREAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
@@ -300,14 +392,32 @@ def _gradient(  # type: ignore[no-untyped-def]
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    if HAS_SELECTION:
-        # Tokens that are not selected have coefficients of 0, and so their rows become zeros.
+    # Tokens that are not selected have coefficients of 0, and so their rows become zeros.
+    if HAS_PANELS:
+        first, here, height = group_of(laid, tokens, panels, most, group, WHOLE)
+        end = tl.minimum(tl.maximum(tl.cdiv(tl.load(count), WHOLE), 1) * WHOLE, tokens)
+        for each in range(tl.program_id(0), here * end, programs):
+            panel = each // end
+            row = each - panel * end
+            at = (panel * height + row).to(tl.int64)
+            start = (first + panel) * width
+            columns = tl.minimum(classes - start, width)
+            stored = tl.minimum(tl.cdiv(columns, WHOLE) * WHOLE, width)  # products go on in zeros
+            if EVEN:
+                columns = tl.multiple_of(columns, 16)
+            stored = tl.multiple_of(stored, 16)
+            _gradient_of_row(
+                logits + at * logits_stride, tl.load(order + row), labels, lse, of_probability, of_label, of_spread, bias,
+                class_weight, out + at * out_stride, first_class + start, start, columns, stored, softcap,
+                HAS_SPREAD, HAS_BIAS, HAS_CLASS_WEIGHT, HAS_SOFTCAP, BLOCKS, BLOCK,
+            )  # fmt: skip
+    elif HAS_SELECTION:
         end = tl.minimum(tl.maximum(tl.cdiv(tl.load(count), WHOLE), 1) * WHOLE, tokens)
         for row in range(tl.program_id(0), end, programs):
             _gradient_of_row(
                 logits + tl.cast(row, tl.int64) * logits_stride, tl.load(order + row), labels, lse, of_probability,
                 of_label, of_spread, bias, class_weight, out + tl.cast(row, tl.int64) * out_stride,
-                first_class, classes, softcap,
+                first_class, 0, classes, classes, softcap,
                 HAS_SPREAD, HAS_BIAS, HAS_CLASS_WEIGHT, HAS_SOFTCAP, BLOCKS, BLOCK,
             )  # fmt: skip
     else:
@@ -315,7 +425,7 @@ def _gradient(  # type: ignore[no-untyped-def]
         _gradient_of_row(
             logits + row * logits_stride, row, labels, lse, of_probability,
             of_label, of_spread, bias, class_weight, out + row * out_stride,
-            first_class, classes, softcap,
+            first_class, 0, classes, classes, softcap,
             HAS_SPREAD, HAS_BIAS, HAS_CLASS_WEIGHT, HAS_SOFTCAP, BLOCKS, BLOCK,
         )  # fmt: skip
 
@@ -333,7 +443,9 @@ def _gradient_of_row(  # type: ignore[no-untyped-def]
     class_weight,
     out,
     first_class,
+    offset,
     classes,
+    stored,
     softcap,
     HAS_SPREAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -359,13 +471,15 @@ def _gradient_of_row(  # type: ignore[no-untyped-def]
         inside = column < classes
         values = tl.load(logits + column, mask=column < read, other=0.0).to(tl.float32)
         if HAS_BIAS:
-            values += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+            values += tl.load(bias + offset + column, mask=inside, other=0.0).to(tl.float32)
         if HAS_SOFTCAP:
             values = _capped(values, softcap)
         gradient = probability_factor * tl.exp(values - sum_of_row)
         if HAS_SPREAD:
             if HAS_CLASS_WEIGHT:
-                gradient -= spread_factor * tl.load(class_weight + column, mask=inside, other=0.0).to(tl.float32)
+                gradient -= spread_factor * tl.load(class_weight + offset + column, mask=inside, other=0.0).to(
+                    tl.float32
+                )
             else:
                 gradient -= spread_factor
         gradient -= tl.where(column == own, label_factor, 0.0)
@@ -373,9 +487,10 @@ def _gradient_of_row(  # type: ignore[no-untyped-def]
             ratio = values / softcap
             gradient *= 1.0 - ratio * ratio
         gradient = tl.where(dead, 0.0, gradient)
+        gradient = tl.where(inside, gradient, 0.0)
         if BLOCKS > 1 or out.dtype.element_ty.primitive_bitwidth != logits.dtype.element_ty.primitive_bitwidth:
             tl.debug_barrier()  # every thread has read this part of the row
-        tl.store(out + column, gradient.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + column, gradient.to(out.dtype.element_ty), mask=column < stored)
 
 
 @triton.jit(do_not_specialize=["ignore_index"])  # type: ignore[untyped-decorator]

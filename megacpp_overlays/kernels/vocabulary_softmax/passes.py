@@ -13,11 +13,13 @@ Triton on CUDA devices, and on CPU tensors in the Triton interpreter; plain PyTo
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
 
 from megacpp_overlays.kernels.devices import on_device_of
+from megacpp_overlays.kernels.masked_products.panels import Panels
 from megacpp_overlays.kernels.masked_products.token_selection import Selection
 from megacpp_overlays.kernels.vocabulary_softmax import in_torch
 from megacpp_overlays.kernels.vocabulary_softmax.numbers import Coefficients, Statistics
@@ -103,12 +105,86 @@ def logits_gradient(
         class_weight: (classes,).
         softcap: bound of the logits.
         selection: the tokens that the first rows of the block belong to; others have coefficients of 0. Rows after
-            them get zeros as far as `token_selection.WHOLE` says, and later ones stay as they are.
+            them get zeros as far as `panels.WHOLE` says, and later ones stay as they are.
     """
     with on_device_of(logits):
         _passes(logits).logits_gradient(
             logits, labels, first_class, coefficients, bias, class_weight, softcap, out, selection
         )
+
+
+def add_panel_statistics(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    first_class: int,
+    statistics: Statistics,
+    *,
+    selection: Selection,
+    panels: Panels,
+    bias: torch.Tensor | None = None,
+    class_weight: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> Callable[[int], None]:
+    """Return what adds one group of panels to the running numbers: the last group first.
+
+    Args:
+        logits: (tokens, classes of a panel), floating, rows of unit stride; panel below panel.
+        labels: (tokens,), integer, contiguous.
+        first_class: the number that a label has for the first column of the first panel.
+        statistics: as in `add_statistics`.
+        selection: the tokens that the first rows of each panel belong to.
+        panels: where they are.
+        bias: (classes of all panels,), contiguous.
+        class_weight: (classes of all panels,), contiguous.
+        softcap: bound of the logits, applied after the bias.
+    """
+    add: Callable[[int], None] = _passes(logits).add_panel_statistics(
+        logits, labels, first_class, statistics, bias, class_weight, softcap, selection, panels
+    )
+    return _there(logits, add)
+
+
+def panel_gradients(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    first_class: int,
+    coefficients: Coefficients,
+    out: torch.Tensor,
+    *,
+    selection: Selection,
+    panels: Panels,
+    bias: torch.Tensor | None = None,
+    class_weight: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> Callable[[int], None]:
+    """Return what writes the gradients of one group of panels.
+
+    Args:
+        logits: as in `add_panel_statistics`, as is all else.
+        labels: (tokens,).
+        first_class: of the first panel.
+        coefficients: as in `logits_gradient`.
+        out: (tokens, classes of a panel); as in `logits_gradient`. Rows after the selected ones get zeros in each panel
+            as far as `panels.WHOLE` says, and in Triton so do columns after the classes of the last one, up to the next
+            multiple of `panels.WHOLE`.
+        selection: the tokens that the first rows of each panel belong to.
+        panels: where they are.
+        bias: (classes of all panels,).
+        class_weight: (classes of all panels,).
+        softcap: bound of the logits.
+    """
+    write: Callable[[int], None] = _passes(logits).panel_gradients(
+        logits, labels, first_class, coefficients, bias, class_weight, softcap, out, selection, panels
+    )
+    return _there(logits, write)
+
+
+def _there(logits: torch.Tensor, launch: Callable[[int], None]) -> Callable[[int], None]:
+    def run(group: int) -> None:
+        with on_device_of(logits):
+            launch(group)
+
+    return run
 
 
 def plain_losses(statistics: Statistics, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:

@@ -1,0 +1,102 @@
+"""Plots that are made of kept numbers: what a reader and a screen reader find there."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from places import ROOT
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Import as the programs do, and leave no module of theirs behind."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def kept(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "benchmarks/results" / f"{name}.json").read_text())
+    return found
+
+
+def parts(drawn: str) -> tuple[ElementTree.Element, list[str], list[float]]:
+    """Return the root, all words and the widths of all bars but the paper."""
+    root = ElementTree.fromstring(drawn)
+    words = [each.text or "" for each in root.iter(f"{SVG}text")]
+    return root, words, [float(each.attrib["width"]) for each in root.iter(f"{SVG}rect")][1:]
+
+
+def is_named(root: ElementTree.Element) -> bool:
+    named = root.find(f"{SVG}title"), root.find(f"{SVG}desc")
+    return root.attrib["role"] == "img" and all(each is not None and each.text for each in named)
+
+
+def test_a_step_has_a_bar_for_each_stage_as_wide_as_it_takes() -> None:
+    from linear_cross_entropy_step.plot import svg
+
+    found = kept("linear_cross_entropy_step")
+    root, words, bars = parts(svg(found))
+
+    ways = {name: row for name, row in found["times"].items() if not name.endswith(", alone")}
+    assert is_named(root)
+    assert set(ways) <= set(words)
+    stages = [stage for row in ways.values() for stage in row["stages"]]
+    shown = bars[3:]  # after the legend
+    assert len(shown) == len(stages)
+    ratios = [width / stage for width, stage in zip(shown, stages, strict=True)]
+    assert max(ratios) < 1.02 * min(ratios)
+
+
+def test_a_way_that_did_not_fit_has_no_bar_and_a_run_that_was_cut_has_a_sheet() -> None:
+    from linear_cross_entropy_step.plot import svg
+
+    found = kept("linear_cross_entropy_step")
+    found["times"]["Megatron, unfused"] = None
+    assert "Megatron, unfused" not in parts(svg(found))[1]
+    del found["times"]
+    root, words, _ = parts(svg(found))
+    assert is_named(root)
+    assert any("No step was timed" in each for each in words)
+
+
+def test_ranks_have_a_panel_for_each_group_and_a_line_where_their_products_are() -> None:
+    from linear_cross_entropy_ranks.plot import svg
+
+    found = kept("linear_cross_entropy_ranks")
+    root, words, bars = parts(svg(found))
+
+    rows = [
+        row for size, each in found["sizes"].items() for row in each["times"] if row["name"].startswith(f"TP={size},")
+    ]
+    assert is_named(root)
+    assert [f"{size} ranks" for size in found["sizes"]] == [each for each in words if each.endswith(" ranks")]
+    ratios = [width / row["ms"] for width, row in zip(bars[2:], rows, strict=True)]
+    assert max(ratios) < 1.02 * min(ratios)
+    assert len(list(root.iter(f"{SVG}line"))) == len(rows) + 1
+
+
+def test_ranks_without_times_have_a_sheet() -> None:
+    from linear_cross_entropy_ranks.plot import svg
+
+    found = kept("linear_cross_entropy_ranks")
+    found["sizes"] = {"2": {"correctness": []}}
+
+    assert is_named(parts(svg(found))[0])
+
+
+def test_progress_says_what_begins_which_of_how_many_and_since_when(capfd: pytest.CaptureFixture[str]) -> None:
+    from progress import Progress
+
+    seen = [(step, capfd.readouterr().err) for step in Progress().each([("one", 1), ("two", 2)])]
+
+    assert seen == [(1, "[1/2] one (0 s so far)\n"), (2, "[2/2] two (0 s so far)\n")]
