@@ -222,7 +222,7 @@ def query_side(
     BIAS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write the gradient of some heads' query in a row; weights and gradients of scores as (rows, slots, heads)."""
+    """Write the gradient of some heads' query in a row; weights and gradients of scores as (rows, heads, slots)."""
     blocks = tl.cdiv(heads, HEADS)
     local = tl.program_id(0) // blocks
     row = row_start + local
@@ -269,7 +269,7 @@ def query_side(
         if WIDE:
             of_weight = _dot(grad_rest, tl.trans(k_rest), of_weight)
         of_score = (weight * (of_weight - middle)).to(k_first.dtype)
-        kept_at = (local.to(tl.int64) * slots + slot)[None, :] * heads + head[:, None]
+        kept_at = (local.to(tl.int64) * heads + head)[:, None] * slots + slot[None, :]
         kept = inside[:, None] & (slot < slots)[None, :]
         tl.store(weights + kept_at, weight.to(k_first.dtype), mask=kept)
         tl.store(of_scores + kept_at, of_score, mask=kept)
@@ -287,102 +287,184 @@ def query_side(
 
 
 @triton.jit
-def slot_side(
-    q,
-    grad,
-    weights,
-    of_scores,
-    counts,
+def add_keys(
+    k,
     indices,
-    of_slots,
+    counts,
+    of_scores,
+    of_q,
     row_start,
     batch,
     heads,
     keys,
     slots,
     dim,
+    scale,
+    k_row,
+    k_batch,
+    i_batch,
+    i_row,
+    FIRST: tl.constexpr,
+    REST: tl.constexpr,
+    HEADS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Write the gradient of some heads' query in a row: keys times kept gradients of scores, (rows, heads, slots)."""
+    blocks = tl.cdiv(heads, HEADS)
+    local = tl.program_id(0) // blocks
+    row = row_start + local
+    head = (tl.program_id(0) % blocks) * HEADS + tl.arange(0, HEADS)
+    query, element = (row // batch).to(tl.int64), (row % batch).to(tl.int64)
+    inside = (head < heads)[:, None]
+    first = tl.arange(0, FIRST)
+    k += element * k_batch
+    indices += element * i_batch + query * i_row
+    kept_at = of_scores + (local.to(tl.int64) * heads + head)[:, None] * slots
+    sum_first = tl.zeros((HEADS, FIRST), dtype=tl.float32)
+    if REST > 0:
+        rest = FIRST + tl.arange(0, REST)
+        sum_rest = tl.zeros((HEADS, REST), dtype=tl.float32)
+    for start in tl.range(0, tl.load(counts + row), SLOTS, num_stages=STAGES):
+        slot = start + tl.arange(0, SLOTS)
+        index = tl.load(indices + slot, mask=slot < slots, other=-1)
+        chosen = (index >= 0) & (index < keys)
+        k_at = k + tl.where(chosen, index, 0).to(tl.int64)[:, None] * k_row
+        of_score = tl.load(kept_at + slot[None, :], mask=inside & (slot < slots)[None, :], other=0.0)
+        k_first = tl.load(k_at + first[None, :], mask=chosen[:, None], other=0.0)
+        sum_first = _dot(of_score, k_first, sum_first)
+        if REST > 0:
+            k_rest = tl.load(k_at + rest[None, :], mask=chosen[:, None] & (rest[None, :] < dim), other=0.0)
+            sum_rest = _dot(of_score, k_rest, sum_rest)
+    of_q_at = of_q + ((query * batch + element) * heads + head)[:, None] * dim
+    tl.store(of_q_at + first[None, :], (sum_first * scale).to(of_q.dtype.element_ty), mask=inside)
+    if REST > 0:
+        within = inside & (rest[None, :] < dim)
+        tl.store(of_q_at + rest[None, :], (sum_rest * scale).to(of_q.dtype.element_ty), mask=within)
+
+
+@triton.jit
+def _exponent(peak):
+    """Return the biased exponent of the power of two that brings a peak just below 2**14; of 1 if it is not finite."""
+    biased = (peak.to(tl.int32, bitcast=True) >> 23) & 255
+    return tl.where(biased == 255, 127, tl.minimum(267 - biased, 253))
+
+
+@triton.jit
+def _power(exponent):
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def slot_side(
+    q,
+    grad,
+    weights,
+    of_scores,
+    counts,
+    of_slots,
+    units,
+    row_start,
+    kept_start,
+    batch,
+    heads,
+    slots,
+    dim,
     value,
     scale,
     channel_start,
-    w_start,
+    unit_start,
+    unit_tiles,
+    tiles,
     q_row,
     q_batch,
     q_head,
     g_row,
     g_batch,
     g_head,
-    i_batch,
-    i_row,
     SLOTS: tl.constexpr,
     CHANNELS: tl.constexpr,
     HEADS: tl.constexpr,
     VALUES: tl.constexpr,
-    ATOMIC: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write the gradient of each chosen key, of one row alone, float32: (rows, slots, dim), or add it to the keys'.
+    """Write what some slots of a row add to the gradient of their keys, in some channels, as float16 times a unit each.
 
-    `w_start` is the first row of `weights`.
+    `of_slots` is (rows, slots, dim) and `units` (rows, slots, tiles of channels). `weights` and `of_scores` begin with row
+    `kept_start`. Programs side by side read the same row.
     """
-    local = tl.program_id(0).to(tl.int64)
-    row = row_start + tl.program_id(0)
-    slot = tl.program_id(2) * SLOTS + tl.arange(0, SLOTS)
+    across = tl.program_id(0) % tiles
+    down = (tl.program_id(0) // tiles) % tl.cdiv(slots, SLOTS)
+    local = tl.program_id(0) // tiles // tl.cdiv(slots, SLOTS)
+    row = row_start + local
     count = tl.load(counts + row)
-    if tl.program_id(2) * SLOTS < count:
+    if down * SLOTS < count:
         query, element = (row // batch).to(tl.int64), (row % batch).to(tl.int64)
-        channel = channel_start + tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+        slot = down * SLOTS + tl.arange(0, SLOTS)
+        channel = channel_start + across * CHANNELS + tl.arange(0, CHANNELS)
         sum = tl.zeros((SLOTS, CHANNELS), dtype=tl.float32)
-        kept_at = ((row - w_start).to(tl.int64) * slots + slot)[:, None] * heads
+        kept_at = (row - kept_start).to(tl.int64) * heads * slots + slot[None, :]
         q_at = q + query * q_row + element * q_batch + channel[None, :]
         grad_at = grad + query * g_row + element * g_batch + channel[None, :]
-        there = (slot < count)[:, None]
+        there = slot < count
         for start in tl.range(0, heads, HEADS, num_stages=STAGES):
             head = start + tl.arange(0, HEADS)
-            inside = head < heads
-            left = tl.load(of_scores + kept_at + head[None, :], mask=there & inside[None, :], other=0.0)
+            inside = (head < heads)[:, None]
+            left = tl.load(of_scores + kept_at + head[:, None] * slots, mask=inside & there[None, :], other=0.0)
             right = tl.load(
-                q_at + head.to(tl.int64)[:, None] * q_head,
-                mask=inside[:, None] & (channel[None, :] < dim),
-                other=0.0,
+                q_at + head.to(tl.int64)[:, None] * q_head, mask=inside & (channel < dim)[None, :], other=0.0
             )
-            sum = _dot(left, right, sum)
+            sum = _dot(tl.trans(left), right, sum)
         sum *= scale
         if VALUES:
             for start in tl.range(0, heads, HEADS, num_stages=STAGES):
                 head = start + tl.arange(0, HEADS)
-                inside = head < heads
-                left = tl.load(weights + kept_at + head[None, :], mask=there & inside[None, :], other=0.0)
+                inside = (head < heads)[:, None]
+                left = tl.load(weights + kept_at + head[:, None] * slots, mask=inside & there[None, :], other=0.0)
                 right = tl.load(
-                    grad_at + head.to(tl.int64)[:, None] * g_head,
-                    mask=inside[:, None] & (channel[None, :] < value),
-                    other=0.0,
+                    grad_at + head.to(tl.int64)[:, None] * g_head, mask=inside & (channel < value)[None, :], other=0.0
                 )
-                sum = _dot(left, right, sum)
-        stored = there & (channel[None, :] < dim)
-        if ATOMIC:
-            index = tl.load(indices + element * i_batch + query * i_row + slot, mask=slot < count, other=-1)
-            chosen = ((index >= 0) & (index < keys))[:, None]
-            at = of_slots + (tl.where(index >= 0, index, 0).to(tl.int64) * batch + element)[:, None] * dim
-            tl.atomic_add(at + channel[None, :], sum, mask=stored & chosen, sem="relaxed")
-        else:
-            tl.store(of_slots + (local * slots + slot)[:, None] * dim + channel[None, :], sum, mask=stored)
+                sum = _dot(tl.trans(left), right, sum)
+        exponent = _exponent(tl.max(tl.abs(sum), axis=1))
+        place = local.to(tl.int64) * slots + slot
+        tl.store(units + place * unit_tiles + unit_start + across, _power(254 - exponent), mask=there)
+        tl.store(
+            of_slots + place[:, None] * dim + channel[None, :],
+            (sum * _power(exponent)[:, None]).to(tl.float16),
+            mask=there[:, None] & (channel < dim)[None, :],
+        )
 
 
 @triton.jit
-def sum_slots(of_slots, order, ends, of_k, dim, FIRST_TIME: tl.constexpr, SLOTS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Add up the gradients of all slots that hold a key, in their order; `ends` has where the slots of each key end."""
+def sum_slots(
+    of_slots,
+    units,
+    order,
+    ends,
+    of_k,
+    dim,
+    channel_start,
+    unit_start,
+    unit_tiles,
+    FIRST_TIME: tl.constexpr,
+    SLOTS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Add up what all slots that hold a key add to its gradient, in their order; `ends` has where the slots of each key end."""
     key = tl.program_id(0)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    channel = channel_start + tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     begin, end = tl.load(ends + key), tl.load(ends + key + 1)
     sum = tl.zeros((SLOTS, CHANNELS), dtype=tl.float32)
     for start in range(begin, end, SLOTS):
         place = start + tl.arange(0, SLOTS)
         slot = tl.load(order + place, mask=place < end, other=0).to(tl.int64)
-        sum += tl.load(
+        unit = tl.load(units + slot * unit_tiles + unit_start + tl.program_id(1), mask=place < end, other=0.0)
+        part = tl.load(
             of_slots + slot[:, None] * dim + channel[None, :],
             mask=(place < end)[:, None] & (channel < dim)[None, :],
             other=0.0,
         )
+        sum += part.to(tl.float32) * unit[:, None]
     at = of_k + key.to(tl.int64) * dim + channel
     result = tl.sum(sum, axis=0)
     if not FIRST_TIME:

@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+from collections.abc import Callable
+from types import ModuleType
 
 import torch
 import triton
@@ -43,7 +46,13 @@ class Tile:
 
 FORWARD = Tile(slots=64, warps=8, stages=2)
 QUERY_SIDE = Tile(slots=32, warps=8, stages=2)
-SLOT_SIDE = Tile(slots=128, warps=8, stages=3)
+ADD_KEYS = Tile(slots=64, warps=8, stages=2)
+SLOT_SIDE = Tile(slots=64, warps=4, stages=2)
+_WIDE_CHANNELS = 256
+_SHARED = 227 * 1024 - 512
+"""Bytes of shared memory that a program on Hopper may fill, less what barriers take."""
+_SPECIALISED_HEADS = 64
+_LONGEST_RING = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,13 +93,25 @@ def forward(
     if lse.numel() == 0:
         return out, lse
     parts, block = _parts(dim, value), _head_block(heads)
+    sizes = (batch, heads, key.size(0), indices.size(2), dim, value, scale * device_code.LOG2_E)
+    strides = (*query.stride()[:3], *key.stride()[:2], *indices.stride()[:2])
+    ring = _ring(parts, heads, query.device) if bias is None else None
     with on_device_of(query):
         counts = _counts(query, key, indices)
+        if ring is not None:
+            _specialised().attend_rows[(queries * batch * triton.cdiv(heads, 64),)](
+                *(query, key, indices, counts, lse if sink is None else sink, out, lse, *sizes, *strides),
+                FIRST=parts.first,
+                REST=parts.rest,
+                SLOTS=ring.slots,
+                RING=ring.tiles,
+                SINK=sink is not None,
+                num_warps=4,
+            )
+            return out, lse
         device_code.attend_rows[(queries * batch * triton.cdiv(heads, block),)](
             *(query, key, indices, counts, indices if bias is None else bias, lse if sink is None else sink, out, lse),
-            *(batch, heads, key.size(0), indices.size(2), dim, value, scale * device_code.LOG2_E),
-            *(*query.stride()[:3], *key.stride()[:2], *indices.stride()[:2]),
-            *(indices if bias is None else bias).stride()[:2],
+            *(*sizes, *strides, *(indices if bias is None else bias).stride()[:2]),
             FIRST=parts.first,
             REST=parts.rest,
             WIDE=parts.wide,
@@ -126,12 +147,14 @@ def backward(
     rows = queries * batch
     if 0 in {rows * heads, keys, slots}:
         return of_q.zero_(), of_k.view(key.shape).to(key.dtype), mean
-    parts, block = _parts(dim, value), _head_block(heads)
-    blocks = triton.cdiv(heads, block)
-    slot_rows = max(1, min(rows, _SLOT_BYTES // (slots * dim * 4)))
+    slot_rows = max(1, min(rows, _SLOT_BYTES // (slots * dim * 2)))
     kept_rows = min(rows, slot_rows * max(1, _KEPT_BYTES // (slots * heads * 4 * slot_rows)))
-    kept = torch.empty((2, kept_rows, slots, heads), dtype=query.dtype, device=query.device)
-    of_slots = torch.empty((slot_rows, slots, dim), dtype=torch.float32, device=query.device)
+    weights, of_scores = (
+        torch.empty((kept_rows, heads, slots), dtype=query.dtype, device=query.device) for _ in range(2)
+    )
+    tiles = _channel_tiles(dim)
+    of_slots = torch.empty((slot_rows, slots, dim), dtype=torch.float16, device=query.device)
+    units = torch.empty((slot_rows, slots, sum(each.tiles for each in tiles)), dtype=torch.float32, device=query.device)
     with on_device_of(query):
         counts = _counts(query, key, indices)
         device_code.mean_gradients[(rows * triton.cdiv(heads, 16),)](
@@ -140,68 +163,163 @@ def backward(
         places = _places(indices, keys)
         for start in range(0, rows, kept_rows):
             some = min(kept_rows, rows - start)
-            device_code.query_side[(some * blocks,)](
-                *(query, key, indices, counts, indices if bias is None else bias, grad, lse, mean, of_q, *kept),
-                *(start, batch, heads, keys, slots, dim, value, scale),
-                *(*query.stride()[:3], *key.stride()[:2], *indices.stride()[:2]),
-                *(*(indices if bias is None else bias).stride()[:2], *grad.stride()[:3]),
-                FIRST=parts.first,
-                REST=parts.rest,
-                WIDE=parts.wide,
-                HEADS=block,
-                SLOTS=QUERY_SIDE.slots,
-                BIAS=bias is not None,
-                STAGES=QUERY_SIDE.stages,
-                num_warps=QUERY_SIDE.warps,
+            _query_side(
+                query, key, indices, counts, scale, bias, grad, lse, mean, of_q, weights, of_scores, start, some
             )
             for first in range(start, start + some, slot_rows):
                 fewer = min(slot_rows, start + some - first)
-                _slot_side(query, grad, kept, counts, indices, of_slots, first, fewer, start, keys, scale, atomic=False)
                 order, ends = _order(places[first : first + fewer], keys * batch)
-                device_code.sum_slots[(keys * batch, triton.cdiv(dim, 256))](
-                    *(of_slots, order, ends, of_k, dim), FIRST_TIME=first == 0, SLOTS=16, CHANNELS=256
-                )
+                for tile in tiles:
+                    device_code.slot_side[(fewer * triton.cdiv(slots, SLOT_SIDE.slots) * tile.tiles,)](
+                        *(query, grad, weights, of_scores, counts, of_slots, units, first, start),
+                        *(batch, heads, slots, dim, value, scale, tile.start, tile.before, units.size(2), tile.tiles),
+                        *(*query.stride()[:3], *grad.stride()[:3]),
+                        SLOTS=SLOT_SIDE.slots,
+                        CHANNELS=tile.width,
+                        HEADS=_head_block(heads),
+                        VALUES=tile.start < value,
+                        STAGES=SLOT_SIDE.stages,
+                        num_warps=SLOT_SIDE.warps,
+                    )
+                    device_code.sum_slots[(keys * batch, tile.tiles)](
+                        *(of_slots, units, order, ends, of_k, dim, tile.start, tile.before, units.size(2)),
+                        FIRST_TIME=first == 0,
+                        SLOTS=16,
+                        CHANNELS=tile.width,
+                    )
     return of_q, of_k.view(key.shape).to(key.dtype), mean
 
 
-def _slot_side(
+def _query_side(
     query: torch.Tensor,
-    grad: torch.Tensor,
-    kept: torch.Tensor,
-    counts: torch.Tensor,
+    key: torch.Tensor,
     indices: torch.Tensor,
-    of_slots: torch.Tensor,
-    first: int,
-    rows: int,
-    kept_from: int,
-    keys: int,
+    counts: torch.Tensor,
     scale: float,
-    atomic: bool,
+    bias: torch.Tensor | None,
+    grad: torch.Tensor,
+    lse: torch.Tensor,
+    mean: torch.Tensor,
+    of_q: torch.Tensor,
+    weights: torch.Tensor,
+    of_scores: torch.Tensor,
+    start: int,
+    rows: int,
 ) -> None:
+    """Write the gradient of the query of some rows; keep weights and gradients of scores of these rows."""
     _, batch, heads, dim = query.shape
-    slots, value = indices.size(2), grad.size(3)
-    for start, width, tiles in _channel_tiles(dim):
-        device_code.slot_side[(rows, tiles, triton.cdiv(slots, SLOT_SIDE.slots))](
-            *(query, grad, kept[0], kept[1], counts, indices, of_slots),
-            *(first, batch, heads, keys, slots, dim, value, scale, start, kept_from),
-            *(*query.stride()[:3], *grad.stride()[:3], *indices.stride()[:2]),
-            SLOTS=SLOT_SIDE.slots,
-            CHANNELS=width,
-            HEADS=max(16, min(64, triton.next_power_of_2(heads))),
-            VALUES=start < value,
-            ATOMIC=atomic,
-            STAGES=SLOT_SIDE.stages,
-            num_warps=SLOT_SIDE.warps,
+    value = grad.size(3)
+    parts, block = _parts(dim, value), _head_block(heads)
+    sizes = (start, batch, heads, key.size(0), indices.size(2), dim, value, scale)
+    strides = (*query.stride()[:3], *key.stride()[:2], *indices.stride()[:2])
+    ring = _score_ring(parts, heads, query.device) if bias is None else None
+    if ring is not None:
+        _specialised().score_side[(rows * triton.cdiv(heads, 64),)](
+            *(
+                query,
+                key,
+                indices,
+                counts,
+                grad,
+                lse,
+                mean,
+                weights,
+                of_scores,
+                *sizes[:-1],
+                scale * device_code.LOG2_E,
+            ),
+            *(*strides, *grad.stride()[:3]),
+            FIRST=parts.first,
+            REST=parts.rest,
+            SLOTS=ring.slots,
+            RING=ring.tiles,
+            num_warps=4,
         )
+        device_code.add_keys[(rows * triton.cdiv(heads, block),)](
+            *(key, indices, counts, of_scores, of_q, start, batch, heads, key.size(0), indices.size(2), dim, scale),
+            *(*key.stride()[:2], *indices.stride()[:2]),
+            FIRST=parts.first,
+            REST=parts.rest,
+            HEADS=block,
+            SLOTS=ADD_KEYS.slots,
+            STAGES=ADD_KEYS.stages,
+            num_warps=ADD_KEYS.warps,
+        )
+        return
+    device_code.query_side[(rows * triton.cdiv(heads, block),)](
+        *(query, key, indices, counts, indices if bias is None else bias, grad, lse, mean, of_q, weights, of_scores),
+        *(*sizes, *strides, *(indices if bias is None else bias).stride()[:2], *grad.stride()[:3]),
+        FIRST=parts.first,
+        REST=parts.rest,
+        WIDE=parts.wide,
+        HEADS=block,
+        SLOTS=QUERY_SIDE.slots,
+        BIAS=bias is not None,
+        STAGES=QUERY_SIDE.stages,
+        num_warps=QUERY_SIDE.warps,
+    )
 
 
-def _channel_tiles(dim: int) -> list[tuple[int, int, int]]:
-    """Return where channels start, how wide their tiles are, and how many there are: wide ones, and one for the rest."""
-    wide = 256 if dim >= 256 else triton.next_power_of_2(dim + 1) // 2
-    whole = dim // wide
-    rest = dim - whole * wide
-    last = [(whole * wide, max(16, triton.next_power_of_2(rest)), 1)] if rest else []
-    return [(0, wide, whole), *last]
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChannelTiles:
+    """Tiles of channels of one width, side by side; `before` is how many tiles there are before them."""
+
+    start: int
+    width: int
+    tiles: int
+    before: int
+
+
+def _channel_tiles(dim: int) -> list[ChannelTiles]:
+    """Return wide tiles of channels, and one for the rest."""
+    wide = min(_WIDE_CHANNELS, _floor(dim))
+    whole, rest = divmod(dim, wide)
+    last = [ChannelTiles(whole * wide, max(16, int(triton.next_power_of_2(rest))), 1, whole)] if rest else []
+    return [ChannelTiles(0, wide, whole, 0), *last]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ring:
+    """How many keys a tile of the ring in shared memory holds, and how many tiles there are."""
+
+    slots: int
+    tiles: int
+
+
+@functools.cache
+def _ring(parts: Parts, heads: int, device: torch.device) -> Ring | None:
+    """Return the ring of the forward pass whose warps share out the work, None where they do not."""
+    if not _shares_work(parts, heads, device):
+        return None
+    return _largest_ring(parts, lambda slots: 2 * _SPECIALISED_HEADS * (parts.first + 2 * slots) + 512)
+
+
+@functools.cache
+def _score_ring(parts: Parts, heads: int, device: torch.device) -> Ring | None:
+    """Return the ring of the backward pass whose warps share out the work, None where they do not."""
+    if not _shares_work(parts, heads, device):
+        return None
+    return _largest_ring(parts, lambda slots: 4 * _SPECIALISED_HEADS * 2 * slots)
+
+
+def _largest_ring(parts: Parts, beside: Callable[[int], int]) -> Ring | None:
+    """Return the widest ring of two tiles or more that fits beside what else a program holds for so many slots, in bytes."""
+    channels = parts.first + max(16, parts.rest)
+    for slots in (64, 32):
+        if (tiles := (_SHARED - beside(slots)) // (2 * slots * channels)) >= 2:
+            return Ring(slots, min(tiles, _LONGEST_RING))
+    return None
+
+
+def _shares_work(parts: Parts, heads: int, device: torch.device) -> bool:
+    """Return whether the kernels in `specialised_code` take these parts: they are of Triton 3.6, whose Gluon is an experiment."""
+    known = Version(triton.__version__).release[:2] == (3, 6)
+    return device.type == "cuda" and known and heads > 32 and parts.first >= 128 and not parts.wide
+
+
+def _specialised() -> ModuleType:
+    """Return the module of the kernels in Gluon: imported here alone, because it may change with any Triton."""
+    return importlib.import_module("megacpp_overlays.kernels.sparse_attention.specialised_code")
 
 
 def _counts(query: torch.Tensor, key: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
