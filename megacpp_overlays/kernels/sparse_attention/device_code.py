@@ -386,12 +386,14 @@ def slot_side(
     CHANNELS: tl.constexpr,
     HEADS: tl.constexpr,
     VALUES: tl.constexpr,
+    BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Write what some slots of a row add to the gradient of their keys, in some channels, as float16 times a unit each.
 
     `of_slots` is (rows, slots, dim) and `units` (rows, slots, tiles of channels). `weights` and `of_scores` begin with row
-    `kept_start`. Programs side by side read the same row.
+    `kept_start`. Programs side by side read the same row. BLOCKS: tensors come as descriptors of matrices whose rows are
+    (row, head) or (row, slot), and tiles of heads and slots are whole; slots behind the count get numbers that nobody reads.
     """
     across = tl.program_id(0) % tiles
     down = (tl.program_id(0) // tiles) % tl.cdiv(slots, SLOTS)
@@ -399,40 +401,49 @@ def slot_side(
     row = row_start + local
     count = tl.load(counts + row)
     if down * SLOTS < count:
-        query, element = (row // batch).to(tl.int64), (row % batch).to(tl.int64)
         slot = down * SLOTS + tl.arange(0, SLOTS)
-        channel = channel_start + across * CHANNELS + tl.arange(0, CHANNELS)
+        first = channel_start + across * CHANNELS
         sum = tl.zeros((SLOTS, CHANNELS), dtype=tl.float32)
-        kept_at = (row - kept_start).to(tl.int64) * heads * slots + slot[None, :]
-        q_at = q + query * q_row + element * q_batch + channel[None, :]
-        grad_at = grad + query * g_row + element * g_batch + channel[None, :]
-        there = slot < count
-        for start in tl.range(0, heads, HEADS, num_stages=STAGES):
-            head = start + tl.arange(0, HEADS)
-            inside = (head < heads)[:, None]
-            left = tl.load(of_scores + kept_at + head[:, None] * slots, mask=inside & there[None, :], other=0.0)
-            right = tl.load(
-                q_at + head.to(tl.int64)[:, None] * q_head, mask=inside & (channel < dim)[None, :], other=0.0
-            )
-            sum = _dot(tl.trans(left), right, sum)
-        sum *= scale
-        if VALUES:
+        if BLOCKS:
             for start in tl.range(0, heads, HEADS, num_stages=STAGES):
-                head = start + tl.arange(0, HEADS)
-                inside = (head < heads)[:, None]
-                left = tl.load(weights + kept_at + head[:, None] * slots, mask=inside & there[None, :], other=0.0)
-                right = tl.load(
-                    grad_at + head.to(tl.int64)[:, None] * g_head, mask=inside & (channel < value)[None, :], other=0.0
-                )
-                sum = _dot(tl.trans(left), right, sum)
+                left = of_scores.load([(row - kept_start) * heads + start, down * SLOTS])
+                sum = _dot(tl.trans(left), q.load([row * heads + start, first]), sum)
+            sum *= scale
+            if VALUES:
+                for start in tl.range(0, heads, HEADS, num_stages=STAGES):
+                    left = weights.load([(row - kept_start) * heads + start, down * SLOTS])
+                    sum = _dot(tl.trans(left), grad.load([row * heads + start, first]), sum)
+        else:
+            query, element = (row // batch).to(tl.int64), (row % batch).to(tl.int64)
+            channel = first + tl.arange(0, CHANNELS)
+            kept_at = (row - kept_start).to(tl.int64) * heads * slots + slot[None, :]
+            q_at = q + query * q_row + element * q_batch + channel[None, :]
+            grad_at = grad + query * g_row + element * g_batch + channel[None, :]
+            there = (slot < count)[None, :]
+            for start in tl.range(0, heads, HEADS, num_stages=STAGES):
+                head = start + tl.arange(0, HEADS)[:, None]
+                left = tl.load(of_scores + kept_at + head * slots, mask=(head < heads) & there, other=0.0)
+                inside = (head < heads) & (channel < dim)[None, :]
+                sum = _dot(tl.trans(left), tl.load(q_at + head.to(tl.int64) * q_head, mask=inside, other=0.0), sum)
+            sum *= scale
+            if VALUES:
+                for start in tl.range(0, heads, HEADS, num_stages=STAGES):
+                    head = start + tl.arange(0, HEADS)[:, None]
+                    left = tl.load(weights + kept_at + head * slots, mask=(head < heads) & there, other=0.0)
+                    inside = (head < heads) & (channel < value)[None, :]
+                    sum = _dot(
+                        tl.trans(left), tl.load(grad_at + head.to(tl.int64) * g_head, mask=inside, other=0.0), sum
+                    )
         exponent = _exponent(tl.max(tl.abs(sum), axis=1))
+        part = (sum * _power(exponent)[:, None]).to(tl.float16)
         place = local.to(tl.int64) * slots + slot
-        tl.store(units + place * unit_tiles + unit_start + across, _power(254 - exponent), mask=there)
-        tl.store(
-            of_slots + place[:, None] * dim + channel[None, :],
-            (sum * _power(exponent)[:, None]).to(tl.float16),
-            mask=there[:, None] & (channel < dim)[None, :],
-        )
+        tl.store(units + place * unit_tiles + unit_start + across, _power(254 - exponent), mask=slot < count)
+        if BLOCKS:
+            of_slots.store([local * slots + down * SLOTS, first], part)
+        else:
+            channel = first + tl.arange(0, CHANNELS)
+            inside = (slot < count)[:, None] & (channel < dim)[None, :]
+            tl.store(of_slots + place[:, None] * dim + channel[None, :], part, mask=inside)
 
 
 @triton.jit

@@ -16,10 +16,12 @@ import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 import triton
 from packaging.version import Version
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 if Version(triton.__version__) < Version("3.6"):
     raise ImportError(f"triton {triton.__version__} is older than 3.6, the oldest that was tried")
@@ -48,7 +50,8 @@ FORWARD = Tile(slots=64, warps=8, stages=2)
 QUERY_SIDE = Tile(slots=32, warps=8, stages=2)
 ADD_KEYS = Tile(slots=64, warps=8, stages=2)
 SLOT_SIDE = Tile(slots=64, warps=4, stages=2)
-_WIDE_CHANNELS = 256
+SLOT_BLOCKS = Tile(slots=128, warps=4, stages=3)
+_WIDE_CHANNELS = 128
 _SHARED = 227 * 1024 - 512
 """Bytes of shared memory that a program on Hopper may fill, less what barriers take."""
 _SPECIALISED_HEADS = 64
@@ -170,16 +173,8 @@ def backward(
                 fewer = min(slot_rows, start + some - first)
                 order, ends = _order(places[first : first + fewer], keys * batch)
                 for tile in tiles:
-                    device_code.slot_side[(fewer * triton.cdiv(slots, SLOT_SIDE.slots) * tile.tiles,)](
-                        *(query, grad, weights, of_scores, counts, of_slots, units, first, start),
-                        *(batch, heads, slots, dim, value, scale, tile.start, tile.before, units.size(2), tile.tiles),
-                        *(*query.stride()[:3], *grad.stride()[:3]),
-                        SLOTS=SLOT_SIDE.slots,
-                        CHANNELS=tile.width,
-                        HEADS=_head_block(heads),
-                        VALUES=tile.start < value,
-                        STAGES=SLOT_SIDE.stages,
-                        num_warps=SLOT_SIDE.warps,
+                    _slot_side(
+                        query, grad, weights, of_scores, counts, of_slots, units, scale, first, fewer, start, tile
                     )
                     device_code.sum_slots[(keys * batch, tile.tiles)](
                         *(of_slots, units, order, ends, of_k, dim, tile.start, tile.before, units.size(2)),
@@ -188,6 +183,53 @@ def backward(
                         CHANNELS=tile.width,
                     )
     return of_q, of_k.view(key.shape).to(key.dtype), mean
+
+
+def _slot_side(
+    query: torch.Tensor,
+    grad: torch.Tensor,
+    weights: torch.Tensor,
+    of_scores: torch.Tensor,
+    counts: torch.Tensor,
+    of_slots: torch.Tensor,
+    units: torch.Tensor,
+    scale: float,
+    start: int,
+    rows: int,
+    kept_start: int,
+    tile: ChannelTiles,
+) -> None:
+    """Write what the slots of some rows add to the gradients of their keys."""
+    _, batch, heads, dim = query.shape
+    slots, value = of_slots.size(1), grad.size(3)
+    blocks = _come_in_blocks(query, grad, slots)
+    way = SLOT_BLOCKS if blocks else SLOT_SIDE
+    described: list[Any] = [query, grad, weights, of_scores, of_slots]
+    if blocks:
+        described = [
+            *(TensorDescriptor.from_tensor(each.view(-1, each.size(3)), [64, tile.width]) for each in (query, grad)),
+            *(TensorDescriptor.from_tensor(each.view(-1, slots), [64, way.slots]) for each in (weights, of_scores)),
+            TensorDescriptor.from_tensor(of_slots.view(-1, dim), [way.slots, tile.width]),
+        ]
+    device_code.slot_side[(rows * triton.cdiv(slots, way.slots) * tile.tiles,)](
+        *(*described[:4], counts, described[4], units, start, kept_start),
+        *(batch, heads, slots, dim, value, scale, tile.start, tile.before, units.size(2), tile.tiles),
+        *(*query.stride()[:3], *grad.stride()[:3]),
+        SLOTS=way.slots,
+        CHANNELS=tile.width,
+        HEADS=_head_block(heads),
+        VALUES=tile.start < value,
+        BLOCKS=blocks,
+        STAGES=way.stages,
+        num_warps=way.warps,
+    )
+
+
+def _come_in_blocks(query: torch.Tensor, grad: torch.Tensor, slots: int) -> bool:
+    """Return whether tiles of heads and slots are whole, so that the copy engine can bring and store them."""
+    whole = query.size(2) % 64 == 0 and slots % SLOT_BLOCKS.slots == 0
+    aligned = all(each.size(3) % 8 == 0 and each.data_ptr() % 16 == 0 for each in (query, grad))
+    return query.is_cuda and whole and aligned and query.is_contiguous() and grad.is_contiguous()
 
 
 def _query_side(
