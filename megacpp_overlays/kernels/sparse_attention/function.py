@@ -86,6 +86,8 @@ def _check(
             "query and key must be (queries, batch, heads, dim) and (keys, batch, 1, dim), not "
             f"{tuple(query.shape)} and {tuple(key.shape)}"
         )
+    if key.size(0) == 0:
+        raise ValueError("key must have at least one key; a query that chooses none has only indices of -1")
     if indices.ndim != 3 or indices.shape[:2] != (query.size(1), query.size(0)):
         raise ValueError(
             f"indices must be (batch, queries, slots) = {(query.size(1), query.size(0), '...')}, not {tuple(indices.shape)}"

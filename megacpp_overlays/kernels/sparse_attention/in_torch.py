@@ -87,11 +87,7 @@ def _scores(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the chosen keys, (rows, slots, dim), and their scores, (rows, heads, slots), -inf where nothing was chosen."""
     chosen, places = _choices(key, indices, element, rows)
-    keys = (
-        key[:, element, 0][places].to(_wide(key.dtype)).masked_fill_(~chosen[..., None], 0.0) if key.size(0) else None
-    )
-    if keys is None:
-        keys = key.new_zeros((*places.shape, key.size(3)), dtype=_wide(key.dtype))
+    keys = key[:, element, 0][places].to(_wide(key.dtype)).masked_fill_(~chosen[..., None], 0.0)
     scores = torch.bmm(query[rows, element].to(keys.dtype), keys.mT).mul_(scale)
     if bias is not None:
         scores += bias[element, rows, None].to(scores.dtype)

@@ -35,6 +35,7 @@ _KEPT_BYTES = 1 << 30
 """What weights and gradients of scores of some rows may take."""
 _SLOT_BYTES = 1 << 30
 """What gradients of the slots of some rows may take."""
+_KEYS_OF_16_BITS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +149,7 @@ def backward(
     of_k = torch.zeros((keys * batch, dim), dtype=torch.float32, device=query.device)
     mean = torch.empty((queries, batch, heads), dtype=torch.float32, device=query.device)
     rows = queries * batch
-    if 0 in {rows * heads, keys, slots}:
+    if 0 in {rows * heads, slots}:
         return of_q.zero_(), of_k.view(key.shape).to(key.dtype), mean
     slot_rows = max(1, min(rows, _SLOT_BYTES // (slots * dim * 2)))
     kept_rows = min(rows, slot_rows * max(1, _KEPT_BYTES // (slots * heads * 4 * slot_rows)))
@@ -229,7 +230,7 @@ def _come_in_blocks(query: torch.Tensor, grad: torch.Tensor, slots: int) -> bool
     """Return whether tiles of heads and slots are whole, so that the copy engine can bring and store them."""
     whole = query.size(2) % 64 == 0 and slots % SLOT_BLOCKS.slots == 0
     aligned = all(each.size(3) % 8 == 0 and each.data_ptr() % 16 == 0 for each in (query, grad))
-    return query.is_cuda and whole and aligned and query.is_contiguous() and grad.is_contiguous()
+    return whole and aligned and query.is_contiguous() and grad.is_contiguous()
 
 
 def _query_side(
@@ -379,7 +380,7 @@ def _places(indices: torch.Tensor, keys: int) -> torch.Tensor:
     elements = torch.arange(batch, device=indices.device)[:, None, None]
     chosen = (indices >= 0) & (indices < keys)
     places = torch.where(chosen, indices * batch + elements, keys * batch)
-    if keys * batch < 1 << 16:  # a sort of half as many bits
+    if keys * batch < _KEYS_OF_16_BITS:  # a sort of half as many bits
         places = (places - (1 << 15)).to(torch.int16)
     return places.transpose(0, 1).reshape(-1, indices.size(2))
 

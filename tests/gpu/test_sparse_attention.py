@@ -1,0 +1,97 @@
+"""Attention over chosen keys on Hopper: kernels of both kinds, the same bits again, CUDA graphs, bounded memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sparse_attention_cases import GRID, Entry, errors, inputs, results
+
+from megacpp_overlays.kernels.sparse_attention import function, reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore"),  # Triton and inductor warn as they like
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="the kernels are for Hopper"
+    ),
+]
+
+LARGE = {
+    "576 of 512": Entry(6, 2, 128, 576, 3000, 2048, 512, dtype=torch.bfloat16),
+    "576 of 512, odd heads and slots": Entry(9, 1, 100, 576, 700, 333, 512, sink=True, dtype=torch.bfloat16),
+    "320 of 256": Entry(16, 1, 64, 320, 300, 256, 256, dtype=torch.bfloat16),
+    "192 of 128": Entry(8, 2, 64, 192, 300, 128, 128, sink=True, indices=torch.int32, dtype=torch.bfloat16),
+    "128 of 128": Entry(8, 1, 128, 128, 100, 72, 128, dtype=torch.bfloat16),
+    "640 of 512": Entry(8, 1, 64, 640, 256, 128, 512, dtype=torch.bfloat16),
+    "576 of 576": Entry(4, 1, 64, 576, 256, 128, 576, dtype=torch.bfloat16),
+    "208 of 208": Entry(8, 1, 64, 208, 256, 128, 208, dtype=torch.bfloat16),
+    "float16": Entry(8, 1, 128, 576, 256, 128, 512),
+    "a bias": Entry(8, 1, 128, 576, 256, 128, 512, bias=True, dtype=torch.bfloat16),
+    "16 heads": Entry(8, 1, 16, 576, 256, 128, 512, dtype=torch.bfloat16),
+    "long lists of a key": Entry(700, 1, 64, 192, 40, 40, 128, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", [*GRID, *LARGE])
+def test_errors_are_at_most_those_of_torch_in_the_same_dtype(name: str) -> None:
+    made = inputs((GRID | LARGE)[name], device="cuda")
+
+    found = results(function.attend, made, None)
+
+    true = results(reference.attend, made, torch.float64)
+    plain = errors(results(reference.attend, made, None), true)
+    for what, error in errors(found, true).items():
+        assert error <= max(1.1 * plain[what], 1e-5), what
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_rerun_gives_the_same_bits(name: str) -> None:
+    made = inputs(LARGE[name], device="cuda")
+
+    once, again = (results(function.attend, made, None) for _ in range(2))
+
+    for what, each in once.items():
+        assert torch.equal(each, again[what]), what
+
+
+def test_a_step_is_captured_and_replayed_with_other_choices() -> None:
+    made = inputs(LARGE["320 of 256"], device="cuda")
+    given = made["given"] | {name: made["given"][name].requires_grad_() for name in ("query", "key")}
+
+    def step() -> tuple[torch.Tensor, ...]:
+        output, lse = function.attend(**given)
+        return output, lse, *torch.autograd.grad(output, (given["query"], given["key"]), made["above"])
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+
+    given["indices"].copy_(given["indices"].roll(7, dims=1))
+    graph.replay()
+
+    for one, other in zip(captured, step(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_memory_does_not_grow_with_queries_times_keys() -> None:
+    entry = Entry(2048, 1, 128, 576, 8192, 1024, 512, dtype=torch.bfloat16)
+    generator = torch.Generator("cuda").manual_seed(0)
+    query, key = (
+        torch.randn(shape, generator=generator, device="cuda").to(torch.bfloat16).requires_grad_()
+        for shape in ((2048, 1, 128, 576), (8192, 1, 1, 576))
+    )
+    indices = torch.rand(1, 2048, 8192, generator=generator, device="cuda").topk(1024).indices
+    above = torch.ones(2048, 1, 128, 512, dtype=torch.bfloat16, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+
+    output, _ = function.attend(query, key, indices, entry.dim**-0.5, entry.value)
+    output.backward(above)
+
+    gradients = (query.grad.nbytes + output.nbytes) * 2
+    assert torch.cuda.max_memory_allocated() - before < gradients + (5 << 29)  # 8 GiB are one tensor of scores
