@@ -106,7 +106,7 @@ def contestants(shape: Shape) -> dict[str, Attend]:
     if unfused is not None:
 
         def none(each: Problem) -> torch.Tensor:
-            rows = torch.zeros(shape.queries, dtype=torch.int64, device=each.query.device)
+            rows = torch.zeros(each.shape.queries, dtype=torch.int64, device=each.query.device)
             bounds = {"varlen_starts": rows, "varlen_ends": rows + shape.keys}
             result: torch.Tensor = unfused(each.query, each.key, each.indices, each.scale, shape.value, **bounds)
             return result
