@@ -27,6 +27,8 @@ LARGE = {
     "208 of 208": Entry(8, 1, 64, 208, 256, 128, 208, dtype=torch.bfloat16),
     "float16": Entry(8, 1, 128, 576, 256, 128, 512),
     "a bias": Entry(8, 1, 128, 576, 256, 128, 512, bias=True, dtype=torch.bfloat16),
+    "a bias, 640 of 512": Entry(4, 1, 128, 640, 256, 128, 512, bias=True, dtype=torch.bfloat16),
+    "640 of 640": Entry(4, 1, 64, 640, 256, 128, 640, dtype=torch.bfloat16),
     "16 heads": Entry(8, 1, 16, 576, 256, 128, 512, dtype=torch.bfloat16),
     "long lists of a key": Entry(700, 1, 64, 192, 40, 40, 128, dtype=torch.bfloat16),
 }

@@ -1,12 +1,12 @@
 """Attention over chosen keys on tensor cores: bfloat16 or float16 in, float32 sums and softmax.
 
 Forward: a program has a row (a query of a batch element) and some heads, gathers keys by tiles of slots, and keeps a running
-softmax. Backward: the same programs compute weights and gradients of scores again, add up the gradient of the query, and
-keep both, rounded to the dtype of the inputs, for a part of the rows. Then each slot gets the gradient of its key, float32,
-from all heads at once, and the slots that hold a key are added up in their order, which a sort finds. So a rerun gives the
-same bits. Both buffers have a bound, whatever the number of queries.
+softmax. Backward: programs compute weights and gradients of scores again and keep both, rounded to the dtype of the inputs,
+for a part of the rows; the gradient of the query is added up from them. Then each slot gets the gradient of its key from
+all heads at once, as float16 numbers times a power of two of its own, and the slots that hold a key are added up in their
+order, which a sort finds. So a rerun gives the same bits. All buffers have a bound, whatever the number of queries.
 
-NVIDIA devices of capability 9 with Triton 3.6 or newer, and CPU tensors in the Triton interpreter.
+Where they were measured (see `measured`), and for CPU tensors in the Triton interpreter.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 if Version(triton.__version__) < Version("3.6"):
     raise ImportError(f"triton {triton.__version__} is older than 3.6, the oldest that was tried")
 
+from megacpp_overlays.kernels import measured
 from megacpp_overlays.kernels.devices import on_device_of
 from megacpp_overlays.kernels.sparse_attention import device_code
 
@@ -75,9 +76,7 @@ def takes(dtype: torch.dtype, dim: int, device: torch.device) -> bool:
         return False
     if device.type == "cpu":
         return bool(device_code.INTERPRETED)
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return bool(torch.cuda.get_device_capability(device)[0] == 9)
+    return not measured.declines(device, "sparse attention", "plain PyTorch computes it in blocks")
 
 
 def forward(
@@ -120,7 +119,7 @@ def forward(
             REST=parts.rest,
             WIDE=parts.wide,
             HEADS=block,
-            SLOTS=FORWARD.slots,
+            SLOTS=_slots(FORWARD, block, parts, 1),
             BIAS=bias is not None,
             SINK=sink is not None,
             STAGES=FORWARD.stages,
@@ -296,7 +295,7 @@ def _query_side(
         REST=parts.rest,
         WIDE=parts.wide,
         HEADS=block,
-        SLOTS=QUERY_SIDE.slots,
+        SLOTS=_slots(QUERY_SIDE, block, parts, 2),
         BIAS=bias is not None,
         STAGES=QUERY_SIDE.stages,
         num_warps=QUERY_SIDE.warps,
@@ -355,13 +354,20 @@ def _largest_ring(parts: Parts, beside: Callable[[int], int]) -> Ring | None:
 
 
 def _shares_work(parts: Parts, heads: int, device: torch.device) -> bool:
-    """Return whether the kernels in `specialised_code` take these parts: they are of Triton 3.6, whose Gluon is an experiment."""
-    known = Version(triton.__version__).release[:2] == (3, 6)
-    return device.type == "cuda" and known and heads > 32 and parts.first >= 128 and not parts.wide
+    """Return whether the kernels in `specialised_code` take these parts."""
+    return device.type == "cuda" and heads > 32 and parts.first >= 128 and not parts.wide
+
+
+def _slots(tile: Tile, block: int, parts: Parts, lefts: int) -> int:
+    """Return how many slots of a tile fit into shared memory, ahead of time too, beside so many left operands of all channels."""
+    channels, slots = parts.first + parts.rest, tile.slots
+    while slots > 16 and 2 * (channels * (lefts * block + tile.stages * slots) + 2 * block * slots) > _SHARED:
+        slots //= 2
+    return slots
 
 
 def _specialised() -> ModuleType:
-    """Return the module of the kernels in Gluon: imported here alone, because it may change with any Triton."""
+    """Return the module of the kernels in Gluon: imported here alone, because Gluon is an experiment of Triton's."""
     return importlib.import_module("megacpp_overlays.kernels.sparse_attention.specialised_code")
 
 
