@@ -4,8 +4,10 @@ Every release with DSA builds them, main of 2026-08-22 and dev of 2026-08-21 too
 autograd. Since 0.17 a function computes the scores, and the loss has a backward of its own that builds eleven tensors of
 that size against three in the forward; since 0.19 the relu is an option.
 
-The seam on the backward lets upstream's code work out the gradient of the scores and takes over where heads come in, so
-it relies on the order inside. A body that was not read is UNRECOGNISED. No repair has been seen yet: whether code builds
+Loss and backward build the main attention's scores, (batch, attention heads, queries, keys), as well. Where the bodies of
+both, and of what they call, are known, the shape says so and both are replaced whole. Where only scores and backward are
+known, the seam on the backward lets upstream's code work out the gradient of the scores and takes over where heads come
+in, so it relies on the order inside. A body of these two that was not read is UNRECOGNISED. No repair has been seen yet: whether code builds
 such a tensor does not show in its names, and FIXED takes the fingerprints of a repair that was read.
 """
 
@@ -31,6 +33,16 @@ TARGET = Target(distribution="megatron-core", module=f"{_VARIANT}.dsa", symbol=S
 FOUR_AXIS_METHOD = "four-axis-method"
 FOUR_AXIS = "four-axis-functions"
 FOUR_AXIS_OPTIONAL_RELU = "four-axis-functions-optional-relu"
+LOSS = "compute_dsa_indexer_loss"
+SOFTENED_LOSS = "four-axis-functions-softened-loss"
+EXACT_LOSS = "four-axis-functions-exact-loss"
+EXACT_LOSS_EXTERNAL_MASS = "four-axis-functions-exact-loss-external-mass"
+WITHOUT_LOSS = {
+    SOFTENED_LOSS: FOUR_AXIS,
+    EXACT_LOSS: FOUR_AXIS_OPTIONAL_RELU,
+    EXACT_LOSS_EXTERNAL_MASS: FOUR_AXIS_OPTIONAL_RELU,
+}
+"""The shape of scores and backward alone, by that with the loss."""
 
 _Bodies = tuple[str, str | None]
 """Fingerprints of the scores and of the backward of the loss, None where it has none."""
@@ -43,6 +55,40 @@ _BROKEN: Mapping[_Bodies, tuple[str, str]] = {
     ("c12f370018a641b6", "76949155f39584c0"): (FOUR_AXIS_OPTIONAL_RELU, "0.19.0, 0.19.2 and main"),
     ("c12f370018a641b6", "6f76b6c3f70bd668"): (FOUR_AXIS_OPTIONAL_RELU, "dev"),
 }
+_LOSSES: Mapping[tuple[str, str], str] = {
+    ("6aa4c82a95b0ddad", "251ac827e9537b38"): SOFTENED_LOSS,
+    ("76949155f39584c0", "9b31db30c61841d5"): EXACT_LOSS,
+    ("6f76b6c3f70bd668", "ea90d5dedcff70f5"): EXACT_LOSS_EXTERNAL_MASS,
+}
+"""Shapes by the fingerprints of backward and loss."""
+_MASKING, _LAYOUT, _DIVERGENCES = (f"{_VARIANT}.{name}" for name in ("dsa_masking", "dsa_layout", "dsa_indexer_loss"))
+_EXACT_HELPERS = {
+    (_MASKING, "normalize_varlen_bounds"): "c773ba8d82528598",
+    (_MASKING, "prepare_additive_mask"): "75adce0d54cde93b",
+    (_MASKING, "_build_default_causal_mask"): "ffbefe26ba412ecb",
+    (_MASKING, "apply_starts_ends_mask_to_scores"): "836a9655337fe983",
+    (_MASKING, "build_valid_mask_from_starts_ends"): "142bd17c8e746862",
+    (_MASKING, "scatter_topk_into_index_mask"): "ad733f7b78721b12",
+    (_MASKING, "masked_softmax"): "2d2b619b3f7e981c",
+    (_MASKING, "masked_log_softmax"): "a5273551d480e79d",
+    (_MASKING, "normalize_query_valid_rows"): "595191400015f701",
+    (_LAYOUT, "ensure_sbhd"): "3beb9fe5273e5bb5",
+    (_DIVERGENCES, "normalize_indexer_target"): "af1911153b03e2e2",
+    (_DIVERGENCES, "indexer_loss_from_target"): "9ffcf065b3c1f073",
+    (_DIVERGENCES, "indexer_kl_per_row"): "55ecef4d57cbde62",
+    (_DIVERGENCES, "_indexer_kl_terms"): "46ad1b6414903db3",
+    (_DIVERGENCES, "reduce_indexer_kl_sum"): "bcd38923be0dc256",
+}
+_HELPERS: Mapping[str, Mapping[tuple[str, str], str]] = {
+    SOFTENED_LOSS: {},
+    EXACT_LOSS: _EXACT_HELPERS,
+    EXACT_LOSS_EXTERNAL_MASS: {
+        **_EXACT_HELPERS,
+        (TARGET.module, "_compute_indexer_teacher_probabilities"): "94b3bf31614ef85f",
+        (TARGET.module, "_normalize_indexer_teacher_target"): "ebc659e6ea69d30c",
+    },
+}
+"""Fingerprints of what loss and backward call, by module and name."""
 _REPAIRED: Repairs = {}
 """No repair was read yet."""
 
@@ -87,7 +133,29 @@ def probe(tree: SourceTree) -> Finding:
         if function is not None
         for call in _products(function)
     ]
-    return broken(shape, *seen, Evidence(seen=f"as in {where}"), *_backends(tree), *_compressed(tree))
+    with_loss, said = _with_loss(tree, source, bodies[1])
+    return broken(
+        with_loss or shape, *seen, Evidence(seen=f"as in {where}"), *said, *_backends(tree), *_compressed(tree)
+    )
+
+
+def _with_loss(tree: SourceTree, source: ModuleSource, backward: str | None) -> tuple[str | None, list[Evidence]]:
+    """Return the shape whose loss is replaced, too, None where one of the bodies was not read, and what was seen."""
+    loss = plain_function(source, LOSS)
+    if loss is None or backward is None or backward not in {known for known, _ in _LOSSES}:
+        return None, []
+    shape = _LOSSES.get((backward, fingerprint(loss)))
+    if shape is None:
+        return None, [at(source, loss, f"{LOSS} has an unknown body, {fingerprint(loss)}: {_LEFT}")]
+    for (name, function), known in _HELPERS[shape].items():
+        module = tree.module(name)
+        found = None if module is None else plain_function(module, function)
+        if found is None or fingerprint(found) != known:
+            return None, [at(source, loss, f"{name}.{function}, which it calls, is not known: {_LEFT}")]
+    return shape, [at(source, loss, f"{LOSS} builds [batch, attention heads, queries, keys] in float32")]
+
+
+_LEFT = "the main attention's scores, (batch, attention heads, queries, keys), stay as they are"
 
 
 def _without_scores(source: ModuleSource, backward: FunctionNode | None) -> Finding:

@@ -1,17 +1,22 @@
 """Compute DSA's index scores and their gradients without a tensor of all queries, heads and keys.
 
-The scores are replaced whole: float32, new, and kept by nobody, because the loss adds its masks in place. The backward
-of the fused indexer loss is upstream's own up to the gradient of the scores, bit for bit, masks and collectives
-included; only where it takes the gradients of queries, weights and keys from it (see `score_gradient`), ours do. Where
-there is no such backward, as in 0.16, autograd reaches ours through the scores.
+The scores are replaced whole: float32, new, and kept by nobody, because the loss adds its masks in place. So are, where
+the bodies of both are known, the fused indexer loss and its backward, which build the main attention's scores, (batch,
+attention heads, queries, keys), for nothing but their softmax summed over heads: `attention_target` computes that sum.
+What is left, in blocks of queries, is (batch, queries, keys); normalisation, divergence and reduction are upstream's own
+functions where it has them (see `indexer_loss`), and the sum over tensor-parallel ranks is where upstream has it.
+
+Where only the backward's body is known, it is upstream's own up to the gradient of the scores, bit for bit; only where it
+takes the gradients of queries, weights and keys from it (see `score_gradient`), ours do. Where there is no such backward,
+as in 0.16, autograd reaches ours through the scores.
 
 On NVIDIA devices bfloat16 queries and keys are multiplied on tensor cores; everything else takes blocks in PyTorch. Sums
 over heads run in another order than upstream's, so scores differ by float32 rounding, and a top-k may choose otherwise
 between keys that are that close.
 
-Not covered: the main attention's scores, (batch, heads, queries, keys), which the loss builds as well; the backends of
-`dsa_kernel_backend`, which bring their own indexer; and on dev the copy of the scores that compressed sparse attention
-has for context parallelism.
+Not covered: the loss where autograd is to go through it, as in 0.16; the backends of `dsa_kernel_backend`, which bring
+their own indexer; and on dev the loss with a denominator from elsewhere and the copy of the scores that compressed sparse
+attention has for context parallelism.
 """
 
 from __future__ import annotations
@@ -73,7 +78,260 @@ def _make_backward(original: Callable[..., Any], _module: ModuleType) -> Callabl
     return backward
 
 
+def _recorded(*tensors: Any) -> bool:
+    """Return whether autograd is to go through what is computed of these, which upstream's code lets it."""
+    import torch
+
+    return torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+
+
+def _make_softened_loss(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
+    from megacpp_overlays.kernels.attention_target import indexer_loss
+
+    def loss(
+        index_scores: Any,
+        topk_indices: Any,
+        query: Any,
+        key: Any,
+        softmax_scale: float,
+        loss_coeff: float,
+        sparse_loss: bool,
+        pg_collection: Any,
+    ) -> Any:
+        if _recorded(index_scores, query, key):
+            return original(
+                index_scores, topk_indices, query, key, softmax_scale, loss_coeff, sparse_loss, pg_collection
+            )
+        support = topk_indices if sparse_loss else None
+        target = indexer_loss.Target(query, key, softmax_scale, pg_collection.tp, topk_indices=support)
+        return indexer_loss.softened_loss(index_scores, target, loss_coeff)
+
+    return loss
+
+
+def _make_softened_backward(_original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    from megacpp_overlays.kernels.attention_target import indexer_loss
+    from megacpp_overlays.kernels.index_scores import function as index_scores
+
+    def backward(
+        q: Any,
+        weights: Any,
+        k: Any,
+        query: Any,
+        key: Any,
+        topk_indices: Any,
+        softmax_scale: float,
+        loss_coeff: float,
+        sparse_loss: bool,
+        grad_loss: Any,
+        pg_collection: Any,
+    ) -> tuple[Any, Any, Any]:
+        support = topk_indices if sparse_loss else None
+        target = indexer_loss.Target(query, key, softmax_scale, pg_collection.tp, topk_indices=support)
+        scores = vars(module)[feature.SCORES](q, weights, k)
+        of_a_row = grad_loss * loss_coeff / (query.size(0) * query.size(1))
+        grad = indexer_loss.softened_gradient(scores, target, of_a_row)
+        del target
+        return index_scores.gradients(grad, q, weights, k)
+
+    return backward
+
+
+def _make_exact_loss(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    from megacpp_overlays.kernels.attention_target import indexer_loss
+
+    def loss(
+        index_scores: Any,
+        topk_indices: Any,
+        query: Any,
+        key: Any,
+        softmax_scale: float,
+        loss_coeff: float,
+        sparse_loss: bool,
+        pg_collection: Any,
+        mask: Any = None,
+        varlen_starts: Any = None,
+        varlen_ends: Any = None,
+        key_positions: Any = None,
+        query_valid_rows: Any = None,
+        calculate_per_token_loss: bool = False,
+    ) -> Any:
+        valid = (mask, varlen_starts, varlen_ends, key_positions)
+        if _recorded(index_scores, query, key):
+            return original(
+                *(index_scores, topk_indices, query, key, softmax_scale, loss_coeff, sparse_loss, pg_collection),
+                *(*valid, query_valid_rows, calculate_per_token_loss),
+            )
+        target, rows = _exact_target(
+            module,
+            query,
+            key,
+            softmax_scale,
+            pg_collection,
+            topk_indices if sparse_loss else None,
+            valid,
+            query_valid_rows,
+        )
+        return indexer_loss.exact_loss(
+            index_scores,
+            target,
+            loss_coeff,
+            rows,
+            calculate_per_token_loss,
+            module.dsa_masking,
+            module.dsa_indexer_loss,
+        )
+
+    return loss
+
+
+def _make_exact_backward(_original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    from megacpp_overlays.kernels.attention_target import indexer_loss
+    from megacpp_overlays.kernels.index_scores import function as index_scores
+
+    def backward(
+        q: Any,
+        weights: Any,
+        k: Any,
+        query: Any,
+        key: Any,
+        topk_indices: Any,
+        softmax_scale: float,
+        loss_coeff: float,
+        sparse_loss: bool,
+        mask: Any,
+        grad_loss: Any,
+        pg_collection: Any,
+        varlen_starts: Any = None,
+        varlen_ends: Any = None,
+        key_positions: Any = None,
+        query_valid_rows: Any = None,
+        calculate_per_token_loss: bool = False,
+        use_relu: bool = True,
+    ) -> tuple[Any, Any, Any]:
+        valid = (mask, varlen_starts, varlen_ends, key_positions)
+        target, rows = _exact_target(
+            module,
+            query,
+            key,
+            softmax_scale,
+            pg_collection,
+            topk_indices if sparse_loss else None,
+            valid,
+            query_valid_rows,
+        )
+        of_a_row = grad_loss * loss_coeff
+        if not calculate_per_token_loss:
+            of_a_row = of_a_row / (
+                max(1, target.sums.size(0) * target.sums.size(1)) if rows is None else rows.sum().float().clamp_min(1.0)
+            )
+        scores = vars(module)[feature.SCORES](q, weights, k, use_relu=use_relu)
+        grad = indexer_loss.exact_gradient(scores, target, of_a_row, rows, module.dsa_masking, module.dsa_indexer_loss)
+        del target
+        return index_scores.gradients(grad, q, weights, k, use_relu=use_relu)
+
+    return backward
+
+
+def _exact_target(
+    module: ModuleType,
+    query: Any,
+    key: Any,
+    scale: float,
+    pg_collection: Any,
+    support: Any,
+    valid: tuple[Any, Any, Any, Any],
+    query_valid_rows: Any,
+) -> tuple[Any, Any]:
+    """Return the target, and which queries count, (batch, queries) or None; upstream's own checks come first."""
+    from megacpp_overlays.kernels.attention_target.indexer_loss import Target
+
+    query, key = (module.dsa_layout.ensure_sbhd(*each)[0] for each in ((query, "query"), (key, "key")))
+    queries, batch, keys, device = query.size(0), query.size(1), key.size(0), query.device
+    rows = module.dsa_masking.normalize_query_valid_rows(query_valid_rows, b=batch, sq=queries, device=device)
+    mask, *bounds = valid
+    starts, ends, positions = module.dsa_masking.normalize_varlen_bounds(
+        mask=mask, varlen_starts=bounds[0], varlen_ends=bounds[1], key_positions=bounds[2], sk=keys, device=device
+    )
+    if mask is not None:
+        module.dsa_masking.prepare_additive_mask(mask, sq=queries, sk=keys, b=batch, device=device)
+    # Positions that upstream made, 0 to keys, need no look at each key.
+    positions = None if bounds[2] is None else positions
+    return (
+        Target(
+            query, key, scale, pg_collection.tp,
+            mask=mask, starts=starts, ends=ends, key_positions=positions, topk_indices=support,
+        ),
+        rows,
+    )  # fmt: skip
+
+
+def _make_exact_loss_external_mass(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    ours = _make_exact_loss(original, module)
+
+    def loss(
+        index_scores: Any,
+        topk_indices: Any,
+        query: Any,
+        key: Any,
+        softmax_scale: float,
+        loss_coeff: float,
+        sparse_loss: bool,
+        pg_collection: Any,
+        mask: Any = None,
+        varlen_starts: Any = None,
+        varlen_ends: Any = None,
+        key_positions: Any = None,
+        query_valid_rows: Any = None,
+        calculate_per_token_loss: bool = False,
+        non_compressed_lse: Any = None,
+    ) -> Any:
+        given = (
+            *(index_scores, topk_indices, query, key, softmax_scale, loss_coeff, sparse_loss, pg_collection, mask),
+            *(varlen_starts, varlen_ends, key_positions, query_valid_rows, calculate_per_token_loss),
+        )
+        return ours(*given) if non_compressed_lse is None else original(*given, non_compressed_lse)
+
+    return loss
+
+
+def _make_exact_backward_external_mass(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    ours, traced = _make_exact_backward(original, module), _make_backward(original, module)
+
+    def backward(
+        q: Any,
+        weights: Any,
+        k: Any,
+        query: Any,
+        key: Any,
+        topk_indices: Any,
+        softmax_scale: float,
+        loss_coeff: float,
+        sparse_loss: bool,
+        mask: Any,
+        grad_loss: Any,
+        pg_collection: Any,
+        varlen_starts: Any = None,
+        varlen_ends: Any = None,
+        key_positions: Any = None,
+        query_valid_rows: Any = None,
+        calculate_per_token_loss: bool = False,
+        use_relu: bool = True,
+        non_compressed_lse: Any = None,
+    ) -> Any:
+        given = (
+            *(q, weights, k, query, key, topk_indices, softmax_scale, loss_coeff, sparse_loss, mask, grad_loss),
+            *(pg_collection, varlen_starts, varlen_ends, key_positions, query_valid_rows),
+            *(calculate_per_token_loss, use_relu),
+        )
+        return ours(*given) if non_compressed_lse is None else traced(*given, non_compressed_lse)
+
+    return backward
+
+
 _QUERIES, _BATCH, _HEADS, _KEYS, _DIM = 8, 2, 4, 6, 3
+_MAIN_HEADS = 3
+"""Of the attention: fewer, so that its own four axes are no sign where they are left to upstream."""
 _BOUND = _QUERIES * _BATCH * _HEADS * _KEYS
 _TOLERANCE = 1e-3
 """Relative, in the Euclidean norm: far above float32 rounding and below that of any narrower type."""
@@ -113,7 +371,8 @@ def _cases(module: ModuleType, inputs: list[Any], large: list[str]) -> Iterator[
     compute = getattr(module, feature.SCORES) if method is None else functools.partial(method, None)
     wide = [each.double() for each in inputs]
     loss, mask, target, factor = _loss()
-    if backward is not None and "mask" in inspect.signature(backward).parameters:
+    takes_mask = backward is not None and "mask" in inspect.signature(backward).parameters
+    if takes_mask:
         loss["mask"] = mask
     options = [{"use_relu": True}, {"use_relu": False}] if "use_relu" in inspect.signature(compute).parameters else [{}]
     for option in options:
@@ -126,16 +385,23 @@ def _cases(module: ModuleType, inputs: list[Any], large: list[str]) -> Iterator[
             with _watch(large):
                 manual = backward(*inputs, **loss, **option)
             yield f"{feature.BACKWARD}{option or ''}", manual, reference.gradients(above, *wide, **option)
+    if (divergence := getattr(module, feature.LOSS, None)) is not None and backward is not None:
+        given = {name: value for name, value in loss.items() if name != "grad_loss"}
+        with _watch(large):
+            value = divergence((expected + mask).float(), **given)
+        terms = target * (target.clamp_min(1e-30).log() - torch.log_softmax(expected + mask, dim=-1))
+        mean = torch.where(mask == 0, terms, 0.0).sum() * loss["loss_coeff"] / (_BATCH * _QUERIES)
+        yield feature.LOSS, [value], [mean]
 
 
 def _loss() -> tuple[dict[str, Any], Any, Any, float]:
-    """Return a causal indexer loss of one attention head as the backward takes it; its mask, target and weight by hand.
+    """Return a causal indexer loss as the backward takes it; its mask, target and weight by hand.
 
     Its gradient of the index scores is (softmax(scores + mask) - target) * weight.
     """
     import torch
 
-    query, key = _wave(_QUERIES, _BATCH, 1, 2), _wave(_KEYS, _BATCH, 1, 2)
+    query, key = _wave(_QUERIES, _BATCH, _MAIN_HEADS, 2), _wave(_KEYS, _BATCH, _MAIN_HEADS, 2)
     rows, columns = (torch.arange(size, device="cpu") for size in (_QUERIES, _KEYS))
     mask = torch.zeros((_QUERIES, _KEYS), dtype=torch.float32, device="cpu")
     mask.masked_fill_(columns > rows[:, None], float("-inf"))
@@ -150,8 +416,9 @@ def _loss() -> tuple[dict[str, Any], Any, Any, float]:
         "grad_loss": torch.tensor(above, dtype=torch.float32, device="cpu"),
         "pg_collection": SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)),
     }
-    attention = torch.einsum("sbnd,tbnd->bst", query.double(), key.double()) * scale
-    return loss, mask, torch.softmax(attention + mask, dim=-1), above * coefficient / (_BATCH * _QUERIES)
+    attention = torch.einsum("sbnd,tbnd->bnst", query.double(), key.double()) * scale
+    target = torch.softmax(attention + mask, dim=-1).mean(dim=1)
+    return loss, mask, target, above * coefficient / (_BATCH * _QUERIES)
 
 
 def _wave(*shape: int) -> Any:
@@ -202,6 +469,8 @@ def _said(large: list[str]) -> str:
 
 
 _BACKWARD = Replacement(symbol=feature.BACKWARD, make=_make_backward)
+_SCORES = Replacement(symbol=feature.SCORES, make=_make_scores)
+_SCORES_WITH_OPTIONAL_RELU = Replacement(symbol=feature.SCORES, make=_make_scores_with_optional_relu)
 
 OVERLAY = Overlay(
     id=_ID,
@@ -211,10 +480,22 @@ OVERLAY = Overlay(
     probe=feature.probe,
     replacements={
         feature.FOUR_AXIS_METHOD: (Replacement(symbol=feature.METHOD, make=_make_method),),
-        feature.FOUR_AXIS: (Replacement(symbol=feature.SCORES, make=_make_scores), _BACKWARD),
-        feature.FOUR_AXIS_OPTIONAL_RELU: (
-            Replacement(symbol=feature.SCORES, make=_make_scores_with_optional_relu),
-            _BACKWARD,
+        feature.FOUR_AXIS: (_SCORES, _BACKWARD),
+        feature.FOUR_AXIS_OPTIONAL_RELU: (_SCORES_WITH_OPTIONAL_RELU, _BACKWARD),
+        feature.SOFTENED_LOSS: (
+            _SCORES,
+            Replacement(symbol=feature.LOSS, make=_make_softened_loss),
+            Replacement(symbol=feature.BACKWARD, make=_make_softened_backward),
+        ),
+        feature.EXACT_LOSS: (
+            _SCORES_WITH_OPTIONAL_RELU,
+            Replacement(symbol=feature.LOSS, make=_make_exact_loss),
+            Replacement(symbol=feature.BACKWARD, make=_make_exact_backward),
+        ),
+        feature.EXACT_LOSS_EXTERNAL_MASS: (
+            _SCORES_WITH_OPTIONAL_RELU,
+            Replacement(symbol=feature.LOSS, make=_make_exact_loss_external_mass),
+            Replacement(symbol=feature.BACKWARD, make=_make_exact_backward_external_mass),
         ),
     },
     unsupported={},

@@ -26,12 +26,14 @@ from dsa_indexer import (
     supported,
     trained,
 )
+from dsa_source import install
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import SUPPORT
 from warm_python import MEGATRON
 
 from megacpp_overlays.feature_probes import dsa_indexer_streaming as feature
+from megacpp_overlays.kernels.attention_target import blocks, indexer_loss
 from megacpp_overlays.kernels.index_scores import function as index_scores
 from megacpp_overlays.kernels.index_scores import reference as index_scores_reference
 from megacpp_overlays.model import Verdict
@@ -47,7 +49,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run what asks for a tree on releases and on every given tree; `with_loss` is for those with a backward."""
     if "indexer_tree" in metafunc.fixturenames:
         marks = metafunc.definition.iter_markers("usefixtures")
-        versions = VERSIONS[1:] if any("with_loss" in mark.args for mark in marks) else VERSIONS
+        with_loss = {"with_loss", "with_known_loss"}
+        versions = VERSIONS[1:] if any(with_loss & set(mark.args) for mark in marks) else VERSIONS
         given: list[Path] = [path.resolve() for path in metafunc.config.getoption("--upstream-tree")]
         ids = [*versions, *(f"upstream-{path.name}" for path in given)]
         metafunc.parametrize("indexer_tree", [*versions, *given], ids=ids, indirect=True)
@@ -93,6 +96,12 @@ def newest(wheel: Wheel) -> SourceTree:
 def with_loss(indexer_tree: SourceTree) -> None:
     if shape_of(indexer_tree) == feature.FOUR_AXIS_METHOD:
         pytest.skip("the loss of this tree has no backward of its own")
+
+
+@pytest.fixture
+def with_known_loss(with_loss: None, indexer_tree: SourceTree) -> None:
+    if shape_of(indexer_tree) not in feature.WITHOUT_LOSS:
+        pytest.skip("the loss of this tree is left to upstream")
 
 
 def options(module: ModuleType) -> list[dict[str, bool]]:
@@ -162,10 +171,10 @@ def test_the_witness_does_not_take_other_maths_for_upstreams(newest: SourceTree,
     assert "it does not compute what the replacement computes" in seen.seen
 
 
-def test_the_self_test_notices_wrong_scores_and_wrong_gradients(
-    patched: ModuleType, monkeypatch: pytest.MonkeyPatch
+def test_the_self_test_notices_wrong_scores_wrong_gradients_and_a_wrong_loss(
+    indexer_tree: SourceTree, patched: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scores, gradients = index_scores.scores, index_scores.gradients
+    scores, gradients, per_row = index_scores.scores, index_scores.gradients, indexer_loss.per_row
     with monkeypatch.context() as patch:
         patch.setattr(index_scores, "scores", lambda *args, **kwargs: 1.01 * scores(*args, **kwargs))
         assert "away from the definition" in OVERLAY.self_test(patched).seen
@@ -175,6 +184,9 @@ def test_the_self_test_notices_wrong_scores_and_wrong_gradients(
     with monkeypatch.context() as patch:
         patch.setattr(index_scores, "scores", index_scores_reference.scores)
         assert OVERLAY.self_test(patched).broken
+    with monkeypatch.context() as patch:
+        patch.setattr(indexer_loss, "per_row", lambda *args: 1.01 * per_row(*args))
+        assert OVERLAY.self_test(patched).broken is (shape_of(indexer_tree) in feature.WITHOUT_LOSS)
     assert not OVERLAY.self_test(patched).broken
 
 
@@ -192,18 +204,20 @@ def test_it_works_in_whatever_state_the_importing_thread_is(patched: ModuleType)
     assert not torch.cuda.is_initialized()
 
 
-def test_names_and_defaults_are_upstreams(upstream: ModuleType, patched: ModuleType) -> None:
+def test_names_and_defaults_are_upstreams(indexer_tree: SourceTree, upstream: ModuleType, patched: ModuleType) -> None:
     import inspect
 
-    for name in (feature.SCORES, feature.BACKWARD):
-        if hasattr(upstream, name):
-            seam, original = getattr(patched, name), getattr(upstream, name)
-            assert inspect.signature(seam) == inspect.signature(original)
-            own = inspect.signature(inspect.getclosurevars(seam).nonlocals["function"]).parameters  # below what counts
-            assert [*own][:3] == ["q", "weights", "k"]
-            if name == feature.SCORES:
-                theirs = inspect.signature(original).parameters
-                assert {n: p.default for n, p in own.items()} == {n: p.default for n, p in theirs.items()}
+    replaced = [each.symbol for each in OVERLAY.replacements[shape_of(indexer_tree)] if "." not in each.symbol]
+    for name in replaced:
+        seam, original = getattr(patched, name), getattr(upstream, name)
+        assert inspect.signature(seam) == inspect.signature(original)
+        own = inspect.signature(inspect.getclosurevars(seam).nonlocals["function"]).parameters  # below what counts
+        theirs = inspect.signature(original).parameters
+        if "args" in own:  # upstream's own backward takes them
+            assert [*own] == ["q", "weights", "k", "args", "kwargs"]
+        else:
+            assert {n: p.default for n, p in own.items()} == {n: p.default for n, p in theirs.items()}
+            assert [*own] == [*theirs]
 
 
 # Scores
@@ -376,6 +390,31 @@ def test_a_rerun_gives_the_same_bits(patched: ModuleType) -> None:
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
+def without_loss(tree: SourceTree, module: ModuleType) -> Any:
+    """Put in the seams that do where the body of the loss is not known; return what takes them out."""
+    return install(OVERLAY, feature.WITHOUT_LOSS[shape_of(tree)], module)
+
+
+@pytest.mark.parametrize("version", ["0.17.0", "0.19.2"])
+def test_a_loss_that_is_not_known_is_left_to_upstream_and_trains_alike(version: str, wheel: Wheel) -> None:
+    tree, (upstream, _) = ArchiveTree(wheel("megatron-core", version)), PAIRS[version]
+    module = indexer_of(tree)
+    loss_of_upstream = module.compute_dsa_indexer_loss
+    undo = without_loss(tree, module)
+    for loss in LOSSES.values():
+        if supported(upstream, **loss) == loss:
+            for option in options(upstream):
+                inputs = inputs_of(7, 9)
+                assert_alike(
+                    trained(module, inputs, **loss, **option)[1],
+                    trained(upstream, inputs, **loss, **option)[1],
+                    tolerance=1e-5,
+                )
+    assert module.compute_dsa_indexer_loss is loss_of_upstream
+    assert not OVERLAY.self_test(module).broken
+    undo()
+
+
 def test_a_backward_that_does_something_else_is_an_error_with_a_way_out(newest: SourceTree) -> None:
     module = indexer_of(newest)
 
@@ -383,7 +422,7 @@ def test_a_backward_that_does_something_else_is_an_error_with_a_way_out(newest: 
         return q.abs(), weights, k
 
     setattr(module, feature.BACKWARD, bwd_fused_indexer_loss_naive)
-    installed(newest, module)
+    without_loss(newest, module)
 
     with pytest.raises(
         AttributeError, match=r"for abs: .*MEGACPP_OVERLAY_DSA_INDEXER_STREAMING=off leaves it to upstream"
@@ -394,11 +433,130 @@ def test_a_backward_that_does_something_else_is_an_error_with_a_way_out(newest: 
 def test_a_score_function_that_is_put_over_ours_cannot_go_unnoticed(newest: SourceTree) -> None:
     module = indexer_of(newest)
     original = module._compute_index_scores
-    installed(newest, module)
+    without_loss(newest, module)
     module._compute_index_scores = original
 
     with pytest.raises((AttributeError, RuntimeError), match="MEGACPP_OVERLAY_DSA_INDEXER_STREAMING=off"):
         trained(module, inputs_of(4, 6))
+
+
+def test_a_score_function_that_is_put_over_ours_is_what_loss_and_backward_see(newest: SourceTree) -> None:
+    module, (upstream, _) = indexer_of(newest), PAIRS["0.19.2"]
+    installed(newest, module)
+    calls = []
+    original = upstream._compute_index_scores
+    module._compute_index_scores = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
+
+    inputs = inputs_of(4, 6)
+    found, expected = (trained(each, inputs)[1] for each in (module, upstream))
+
+    assert len(calls) == 2
+    assert_alike(found, expected, tolerance=1e-5)
+
+
+# The main attention's scores
+
+
+@pytest.mark.usefixtures("with_known_loss")
+@pytest.mark.parametrize("sparse", [False, True])
+def test_neither_direction_holds_the_heads_of_the_main_attention(
+    upstream: ModuleType, patched: ModuleType, sparse: bool
+) -> None:
+    query, key = numbers(8, 2, 32, 2, seed=7), numbers(6, 2, 32, 2, seed=8)
+    four_axes = 8 * 2 * 32 * 6
+    seen = []
+    for module in (upstream, patched):
+        with Largest() as watch:
+            trained(module, inputs_of(8, 6, heads=1, dim=2), query=query, key=key, sparse_loss=sparse)
+        seen.append(watch.elements)
+
+    assert seen[0] >= four_axes
+    assert seen[1] < four_axes / 2
+
+
+@pytest.mark.usefixtures("with_known_loss")
+def test_where_autograd_goes_through_the_loss_it_is_upstreams(upstream: ModuleType, patched: ModuleType) -> None:
+    more = {"mask": causal(6, 6)} if "mask" in signature(upstream.compute_dsa_indexer_loss) else {}
+    results = []
+    for module in (upstream, patched):
+        scores = (numbers(2, 6, 6) + causal(6, 6)).requires_grad_()
+        query, key = (numbers(6, 2, 3, 5, seed=seed).requires_grad_() for seed in (7, 8))
+        indices = scores.topk(3, dim=-1)[1]
+        loss = module.compute_dsa_indexer_loss(scores.clone(), indices, query, key, 0.4, 0.1, False, ALONE, **more)
+        results.append([loss, *torch.autograd.grad(loss, [scores, query, key])])
+
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.usefixtures("with_known_loss")
+def test_the_loss_leaves_the_scores_and_the_mask_of_its_caller_alone(patched: ModuleType) -> None:
+    mask = causal(6, 6)
+    more = {"mask": mask} if "mask" in signature(patched.compute_dsa_indexer_loss) else {}
+    scores = numbers(2, 6, 6) + mask
+    before = scores.clone()
+    query, key = numbers(6, 2, 3, 5, seed=7), numbers(6, 2, 3, 5, seed=8)
+
+    patched.compute_dsa_indexer_loss(scores, scores.topk(3, dim=-1)[1], query, key, 0.4, 0.1, True, ALONE, **more)
+
+    assert torch.equal(scores, before)
+    assert torch.equal(mask, causal(6, 6))
+
+
+@pytest.mark.usefixtures("with_known_loss")
+@pytest.mark.parametrize("elements", [1, 2 * 9, 2 * 9 * 3])
+def test_blocks_of_queries_change_nothing(
+    upstream: ModuleType, patched: ModuleType, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS", elements)
+    for loss in LOSSES.values():
+        if supported(upstream, **loss) == loss:
+            inputs = inputs_of(7, 9)
+            (loss_of_theirs, theirs), (ours_loss, ours) = (
+                trained(each, inputs, **loss) for each in (upstream, patched)
+            )
+            assert_alike([ours_loss], [loss_of_theirs])
+            assert_alike(ours, theirs, tolerance=1e-5)
+
+
+def test_a_packed_query_without_a_batch_axis_is_taken() -> None:
+    upstream, patched = PAIRS["0.19.2"]
+    inputs = inputs_of(7, 9, batch=1)
+    loss = {**LOSSES["packed"], "query": numbers(7, 3, 5, seed=7), "key": numbers(9, 3, 5, seed=8)}
+    (of_theirs, theirs), (of_ours, ours) = (trained(each, inputs, **loss) for each in (upstream, patched))
+
+    assert_alike([of_ours], [of_theirs])
+    assert_alike(ours, theirs, tolerance=1e-5)
+
+
+def test_a_mask_with_finite_numbers_counts_as_it_does_upstream() -> None:
+    upstream, patched = PAIRS["0.19.2"]
+    mask = (causal(7, 9) + numbers(7, 9, seed=3)).masked_fill(numbers(7, 9, seed=4) > 1.5, float("-inf"))
+    for sparse in (False, True):
+        inputs = inputs_of(7, 9)
+        (of_theirs, theirs), (of_ours, ours) = (
+            trained(each, inputs, mask=mask, sparse_loss=sparse) for each in (upstream, patched)
+        )
+        assert_alike([of_ours], [of_theirs])
+        assert_alike(ours, theirs, tolerance=1e-5)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"mask": causal(7, 9).double()},
+        {"mask": causal(6, 9)},
+        {"mask": causal(7, 9), "varlen_starts": torch.zeros(7, dtype=torch.int64)},
+        {"query_valid_rows": torch.ones(6, dtype=torch.bool)},
+    ],
+    ids=["another dtype", "another size", "mask and bounds", "rows of another number"],
+)
+def test_what_upstream_refuses_is_refused(wrong: dict[str, Any]) -> None:
+    scores, query, key = numbers(2, 7, 9), numbers(7, 2, 3, 5), numbers(9, 2, 3, 5)
+    for module in PAIRS["0.19.2"]:
+        with pytest.raises((AssertionError, ValueError, RuntimeError)):
+            module.compute_dsa_indexer_loss(
+                scores.clone(), scores.topk(3)[1], query, key, 0.4, 0.1, False, ALONE, **wrong
+            )
 
 
 # Compiled
@@ -511,7 +669,7 @@ def test_the_installed_megatron_trains_alike_with_the_overlay_and_without(run_py
     )
     found = json.loads(done.stdout.splitlines()[-1])
 
-    assert (found["decision"], found["again"], found["seams"]) == ("active", "active", 2)
+    assert (found["decision"], found["again"], found["seams"]) == ("active", "active", 3)
     assert found["unchanged"]
     assert not found["cuda"]
     assert "dsa_kernel_backend" in found["reason"]

@@ -90,7 +90,10 @@ def test_a_tree_without_an_indexer_has_nothing_to_repair(stand_in: Path) -> None
 
 
 def test_every_broken_shape_has_seams() -> None:
-    assert {shape for shape, _ in feature._BROKEN.values()} == set(OVERLAY.replacements)
+    alone = {shape for shape, _ in feature._BROKEN.values()}
+    assert alone | set(feature._LOSSES.values()) == set(OVERLAY.replacements)
+    assert set(feature.WITHOUT_LOSS) == set(feature._LOSSES.values()) == set(feature._HELPERS)
+    assert set(feature.WITHOUT_LOSS.values()) <= alone
 
 
 # What has to stay as it was
@@ -155,7 +158,7 @@ def test_names_must_mean_one_plain_definition(newest: ArchiveTree, old: str, new
 def test_comments_and_docstrings_may_change(newest: ArchiveTree) -> None:
     finding = replaced(newest, "Naive implementation of backward pass for indexer loss.", "Slow.")
 
-    assert finding.shape == feature.FOUR_AXIS_OPTIONAL_RELU
+    assert finding.shape == feature.EXACT_LOSS
 
 
 @pytest.mark.parametrize(
@@ -204,6 +207,72 @@ def test_a_listed_body_is_refused_if_the_seam_would_misread_it(
 
     assert finding.verdict is Verdict.UNRECOGNISED
     assert says in finding.summary()
+
+
+# The loss, which is replaced only where all of it was read
+
+
+@pytest.mark.parametrize(
+    ("version", "shape"),
+    [("0.17.0", feature.SOFTENED_LOSS), ("0.18.2", feature.SOFTENED_LOSS), ("0.19.0", feature.EXACT_LOSS)],
+)
+def test_a_release_whose_loss_was_read_has_it_replaced(version: str, shape: str, wheel: Wheel) -> None:
+    finding = examine(OVERLAY, ArchiveTree(wheel("megatron-core", version)))
+
+    assert finding.shape == shape
+    assert f"{feature.LOSS} builds [batch, attention heads, queries, keys]" in finding.summary()
+
+
+@pytest.mark.parametrize("version", ["0.17.0", "0.19.2"])
+def test_a_loss_that_was_not_read_is_left_to_upstream(version: str, wheel: Wheel) -> None:
+    tree = ArchiveTree(wheel("megatron-core", version))
+    text = text_of(tree, DSA)
+    shape = examine(OVERLAY, tree).shape
+    assert shape is not None
+    loss = ast.get_source_segment(
+        text, next(n for n in ast.parse(text).body if getattr(n, "name", None) == feature.LOSS)
+    )
+    assert loss is not None
+    edits = 0
+    for what, changed in statement_edits(loss, feature.LOSS):
+        finding = examine(OVERLAY, EditedTree(tree, DSA, text.replace(loss, changed)))
+        assert finding.shape == feature.WITHOUT_LOSS[shape], what
+        assert "the main attention's scores, (batch, attention heads, queries, keys), stay" in finding.summary()
+        edits += 1
+    assert edits >= 20
+
+
+@pytest.mark.parametrize("place", feature._EXACT_HELPERS, ids=".".join)
+def test_what_the_loss_calls_must_have_been_read(newest: ArchiveTree, place: tuple[str, str]) -> None:
+    module, function = place
+    text = text_of(newest, module)
+    assert text.count(f"def {function}(") == 1
+
+    finding = examine(OVERLAY, EditedTree(newest, module, text.replace(f"def {function}(", f"def {function}_before(")))
+
+    assert finding.shape == feature.FOUR_AXIS_OPTIONAL_RELU
+    assert f"{module}.{function}, which it calls, is not known" in finding.summary()
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("dsa_masking", "probs.sum(dim=dim, keepdim=True).clamp_min(eps)", "probs.sum(dim=dim, keepdim=True)"),
+        ("dsa_masking", "valid_mask = torch.isfinite(score_mask)\n", "valid_mask = score_mask == 0\n"),
+        ("dsa_indexer_loss", "kl_terms.sum(dim=-1)", "kl_terms.mean(dim=-1)"),
+        ("dsa_layout", "return tensor.unsqueeze(1), True", "return tensor.unsqueeze(0), True"),
+    ],
+)
+def test_another_body_of_what_the_loss_calls_leaves_it_to_upstream(
+    newest: ArchiveTree, name: str, old: str, new: str
+) -> None:
+    module = DSA.replace(".dsa", f".{name}")
+    text = text_of(newest, module)
+    assert old in text
+
+    finding = examine(OVERLAY, EditedTree(newest, module, text.replace(old, new)))
+
+    assert finding.shape == feature.FOUR_AXIS_OPTIONAL_RELU
 
 
 # Gone, moved, repaired

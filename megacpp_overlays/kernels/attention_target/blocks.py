@@ -1,0 +1,15 @@
+"""Blocks of queries, so that what is (batch, rows, keys) stays small beside (batch, queries, keys)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+_BLOCK_ELEMENTS, _BLOCK_ELEMENTS_ON_A_GPU = 1 << 22, 1 << 24
+"""Elements of one block: large enough to keep a device busy, small beside any matrix worth streaming."""
+
+
+def row_blocks(queries: int, elements_of_a_row: int, device: str) -> Iterator[slice]:
+    """Yield slices of queries, in order, each of so many rows that a block has no more elements than it may."""
+    elements = _BLOCK_ELEMENTS if device == "cpu" else _BLOCK_ELEMENTS_ON_A_GPU
+    step = max(1, elements // max(1, elements_of_a_row))
+    return (slice(first, min(first + step, queries)) for first in range(0, queries, step))
