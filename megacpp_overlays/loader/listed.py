@@ -45,6 +45,12 @@ LISTED: tuple[Listed, ...] = (
         targets=("megatron.core.ssm.gated_delta_net", "megatron.core.ssm.gated_delta_net.common"),
     ),
     Listed(
+        id="sparse-mla-dimensions",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.transformer.experimental_attention_variant.ops.tilelang_dsa",),
+    ),
+    Listed(
         id="fp8-quantized-unwrap",
         installs=True,
         off_by_default=False,
@@ -281,6 +287,12 @@ LISTED: tuple[Listed, ...] = (
         installs=True,
         off_by_default=True,
         targets=("liger_kernel.ops.fused_linear_cross_entropy",),
+    ),
+    Listed(
+        id="dsa-sparse-attention",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.transformer.experimental_attention_variant.dsa",),
     ),
 )
 """Every declaration, by pack and id."""

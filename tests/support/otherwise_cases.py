@@ -18,6 +18,7 @@ from megacpp_overlays.feature_probes import (
     dsa_branchless_scatter,
     dsa_capture_gates,
     dsa_indexer_streaming,
+    dsa_sparse_attention,
     expert_bias_padding_mask,
     explicit_tp_groups,
     float16_distributed_order,
@@ -53,6 +54,7 @@ from megacpp_overlays.feature_probes import (
     quant_recipe_stale_weights,
     residual_norm_recompute_alias,
     seq_aux_loss_packed,
+    sparse_mla_dimensions,
     tilelang_bulk_copy_rank,
     tilelang_grouped_reduce,
     tilelang_zero_extent_iterator,
@@ -102,6 +104,8 @@ _BRANCHES = """        if (picked < 0).any():
             index_mask[:, first:end].scatter_(-1, picked, 0.0)
 """
 _EINSUM = "    index_scores = torch.einsum('sbhd,tbd->sbht', q.float(), k.float())\n"
+_ALL_KEYS = "    attention_scores = torch.matmul(q.float(), k.float()) * softmax_scale\n"
+_MASKING = dsa_sparse_attention.MASKING
 _POSITION = "group_index, group_order = self.model_param_group_index_map[model_param]"
 _INSTALLED = "*shard_fp32_params_this_group,\n                    *shard_fp32_from_float16_params_this_group,\n"
 _GROUPS_OF_0_19 = "        self.model_param_group_index_map, self.opt_group_ranges = (\n"
@@ -198,6 +202,32 @@ CASES = {
             "gradients in chunks": ("    # Compute forward values needed for backward\n", "    return gradients_in_chunks(q, weights, k, grad_index_scores, use_relu)\n"),
             "gradients of another function": appended("def bwd_fused_indexer_loss_naive(*args, **options):\n    return backward_in_chunks(*args, **options)"),
             "in half precision": (_EINSUM, "    index_scores = torch.einsum('sbhd,tbd->sbht', q, k)\n"),
+        },
+        tree=megatron,
+    ),
+    "absorbed attention": Otherwise(
+        dsa_sparse_attention,
+        dsa_sparse_attention.TARGET.module,
+        edits={
+            "gathered keys": (_ALL_KEYS, f"    if GATHER:\n        return over_gathered(query, key, topk_indices, softmax_scale, v_channels)\n{_ALL_KEYS}"),
+            "in blocks of queries": appended("_unfused_absorbed_dsa_fn = in_blocks(_unfused_absorbed_dsa_fn)"),
+            "head by head": (_ALL_KEYS, "    attention_scores = torch.stack([torch.matmul(q[:, head].float(), k[:, 0].float()) for head in range(np)], dim=1) * softmax_scale\n"),
+            "in half precision": (_ALL_KEYS, "    attention_scores = torch.matmul(q, k) * softmax_scale\n"),
+            "recomputed": ("def _unfused_absorbed_dsa_fn(", "@recomputed\ndef _unfused_absorbed_dsa_fn("),
+            "masks of another kind": (_MASKING, "        index_mask[:, s0:s1].scatter_reduce_(-1, safe_idx, src, reduce=\"amax\", include_self=True)\n", "        index_mask[:, s0:s1] = nearest(safe_idx, src)\n"),
+        },
+        tree=megatron,
+    ),
+    "one kernel": Otherwise(
+        sparse_mla_dimensions,
+        sparse_mla_dimensions.TARGET.module,
+        edits={
+            "padded channels": ("    if query.size(-1) != 576 or v_channels != 512:\n", "    query, key = padded(query), padded(key)\n    if query.size(-1) != 576:\n"),
+            "another kernel first": ("    if query.size(-1) != 576 or v_channels != 512:\n", "    if query.size(-1) != 576 and OTHER is not None:\n        return OTHER.apply(query, key, topk_indices, softmax_scale, v_channels)\n    if query.size(-1) != 576 or v_channels != 512:\n"),
+            "padded indices": ("    if topk_indices.size(-1) % 64 != 0:\n        return None\n", "    topk_indices = padded(topk_indices, 64)\n"),
+            "handled by the caller": ("    return fused_sparse_mla_absorbed(query, key, topk_indices, softmax_scale, v_channels)\n", "    return fused_sparse_mla_absorbed(query, key, topk_indices, softmax_scale, v_channels) or of_any_size(query, key, topk_indices, softmax_scale, v_channels)\n"),
+            "wrapped": appended("fused_sparse_mla_absorbed = of_any_size(fused_sparse_mla_absorbed)"),
+            "any heads": ("    if kv_group <= 0 or heads % kv_group != 0:\n        return False\n", "    if heads % 16 == 0:\n        return True\n"),
         },
         tree=megatron,
     ),

@@ -1,0 +1,90 @@
+"""Whether absorbed attention builds scores of all keys: every release, and edits of the newest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from dsa_source import statement_edits
+from probing import Texts, ask
+from repair_cases import archive
+from trees import STAND_INS
+
+from megacpp_overlays.feature_probes.dsa_sparse_attention import ALL_KEYS, FUNCTION, MASKING, TARGET, probe
+from megacpp_overlays.model import Verdict
+from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+
+WITHOUT = ("0.14.0", "0.15.3", "0.16.0", "0.16.1", "0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2")
+WITH = ("0.19.0", "0.19.1", "0.19.2")
+Wheel = Callable[[str, str], Path]
+
+
+def newest(module: str) -> str:
+    source = archive("megatron_core-0.19.2").module(module)
+    assert source is not None
+    return source.text
+
+
+@pytest.mark.parametrize("version", WITHOUT)
+def test_releases_without_absorbed_attention_are_absent(version: str, wheel: Wheel) -> None:
+    assert probe(ArchiveTree(wheel("megatron-core", version))).verdict is Verdict.ABSENT
+
+
+@pytest.mark.parametrize("version", WITH)
+def test_releases_that_build_all_scores_are_broken(version: str, wheel: Wheel) -> None:
+    finding = probe(ArchiveTree(wheel("megatron-core", version)))
+
+    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, ALL_KEYS)
+    assert "builds [batch, heads, queries, keys] in float32 (dsa.py:111)" in finding.summary()
+
+
+def test_given_trees_are_broken_absent_or_not_recognised(upstream_trees: list[Path]) -> None:
+    for path in upstream_trees:
+        expected = {Verdict.BROKEN, Verdict.ABSENT, Verdict.UNRECOGNISED}
+        assert ask(probe, DirectoryTree(path)).verdict in expected, path
+
+
+@pytest.mark.parametrize("name", ["dsa-june", "dsa-spring"])
+def test_earlier_forms_are_not_recognised(name: str) -> None:
+    assert ask(probe, DirectoryTree(STAND_INS[name])).verdict is Verdict.UNRECOGNISED
+
+
+def test_what_is_not_there_is_absent() -> None:
+    assert ask(probe, Texts({TARGET.module: None})).verdict is Verdict.ABSENT
+    assert ask(probe, Texts({TARGET.module: "def unfused_dsa_fn(): pass"})).verdict is Verdict.ABSENT
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"from vendor import {FUNCTION}\n",
+        "from vendor import *\n",
+        f"{FUNCTION} = vendor.dense\n",
+        "def absorbed(): ...\n",
+    ],
+)
+def test_what_comes_from_elsewhere_or_was_renamed_is_not_absent(text: str) -> None:
+    assert ask(probe, Texts({TARGET.module: text})).verdict is Verdict.UNRECOGNISED
+
+
+def test_without_its_masks_nothing_is_recognised() -> None:
+    assert ask(probe, Texts({MASKING: None}, archive("megatron_core-0.19.2"))).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.unmeasured
+@pytest.mark.parametrize(
+    ("module", "symbol"),
+    [
+        (TARGET.module, FUNCTION),
+        (MASKING, "build_valid_mask_from_starts_ends"),
+        (MASKING, "normalize_varlen_bounds"),
+        (MASKING, "masked_softmax"),
+    ],
+)
+def test_no_statement_of_what_was_read_may_change(module: str, symbol: str) -> None:
+    tree, edits = archive("megatron_core-0.19.2"), 0
+    for what, text in statement_edits(newest(module), symbol):
+        assert ask(probe, Texts({module: text}, tree)).verdict is Verdict.UNRECOGNISED, what
+        edits += 1
+    assert edits >= 10

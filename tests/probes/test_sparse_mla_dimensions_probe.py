@@ -1,0 +1,73 @@
+"""Whether the TileLang backend declines all dimensions but one: every release, and edits of the newest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from dsa_source import statement_edits
+from probing import Texts, ask
+from repair_cases import archive
+from trees import STAND_INS
+
+from megacpp_overlays.feature_probes.sparse_mla_dimensions import DISPATCHER, FUNCTION, ONE_KERNEL, TARGET, probe
+from megacpp_overlays.model import Verdict
+from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+
+WITHOUT = ("0.15.3", "0.16.1", "0.17.1", "0.18.0", "0.18.1", "0.18.2")
+WITH = ("0.19.0", "0.19.1", "0.19.2")
+Wheel = Callable[[str, str], Path]
+
+
+@pytest.mark.parametrize("version", WITHOUT)
+def test_releases_without_the_backend_are_absent(version: str, wheel: Wheel) -> None:
+    assert probe(ArchiveTree(wheel("megatron-core", version))).verdict is Verdict.ABSENT
+
+
+@pytest.mark.parametrize("version", WITH)
+def test_releases_with_one_kernel_are_broken(version: str, wheel: Wheel) -> None:
+    finding = probe(ArchiveTree(wheel("megatron-core", version)))
+
+    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, ONE_KERNEL)
+    assert "declines other channels than 576 and 512 (tilelang_dsa.py:786)" in finding.summary()
+
+
+def test_given_trees_are_broken_absent_or_not_recognised(upstream_trees: list[Path]) -> None:
+    for path in upstream_trees:
+        expected = {Verdict.BROKEN, Verdict.ABSENT, Verdict.UNRECOGNISED}
+        assert ask(probe, DirectoryTree(path)).verdict in expected, path
+
+
+def test_an_earlier_form_is_not_recognised() -> None:
+    assert ask(probe, DirectoryTree(STAND_INS["sparse_mla_summer"])).verdict is Verdict.UNRECOGNISED
+
+
+def test_what_is_not_there_is_absent() -> None:
+    assert ask(probe, Texts({TARGET.module: None})).verdict is Verdict.ABSENT
+    assert ask(probe, Texts({TARGET.module: "def run_fused_qk_topk(): pass"})).verdict is Verdict.ABSENT
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"from vendor import {FUNCTION}, {DISPATCHER}\n",
+        "from vendor import *\n",
+        f"def {DISPATCHER}(): ...\n",
+        "def sparse_mla(): ...\n",
+    ],
+)
+def test_what_comes_from_elsewhere_or_was_renamed_is_not_absent(text: str) -> None:
+    assert ask(probe, Texts({TARGET.module: text})).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.unmeasured
+@pytest.mark.parametrize("symbol", [FUNCTION, DISPATCHER, "_is_supported_sparse_mla_head_count", "_all_bfloat16"])
+def test_no_statement_of_what_was_read_may_change(symbol: str) -> None:
+    tree, edits = archive("megatron_core-0.19.2"), 0
+    source = tree.module(TARGET.module)
+    assert source is not None
+    for what, text in statement_edits(source.text, symbol):
+        assert ask(probe, Texts({TARGET.module: text}, tree)).verdict is Verdict.UNRECOGNISED, what
+        edits += 1
+    assert edits
