@@ -96,6 +96,8 @@ def share(
     A score may be off by `dim` roundings of the magnitudes of its terms, in either of two computations of it; a sum of
     exponentials by one rounding for each key; the sum over heads by one for each.
     """
+    if not found.numel():
+        return 0.0
     true = truth(query, key, scale, valid)
     size = torch.einsum("sbhd,tbhd->bhst", query.double().abs(), key.double().abs().expand(-1, -1, query.size(2), -1))
     of_scores = scale * float(size.max()) if size.numel() else 0.0
@@ -104,6 +106,4 @@ def share(
         of_scores += float(finite.abs().max())
     relative = UNIT * (2 * (query.size(3) + 8) * of_scores + key.size(0) + query.size(2) + 16)
     error = (found.double() - true).abs()
-    if not found.numel():
-        return 0.0
     return float(torch.where(error > 0, error / (relative * true), 0.0).max())
