@@ -80,11 +80,10 @@ def bars_of(found: dict[str, Any], kind: str) -> Bars:
 
 
 def indexer_half(one: dict[str, Any]) -> tuple[float | None, float | None]:
-    """Return the milliseconds that are not upstream's loss half, before and after."""
-    loss = one["rows"]["loss half"]["ms"]
-    sides = (one["rows"].get(side, {}).get("ms") for side in ("before", "after"))
-    before, after = (side - loss if side and loss else None for side in sides)
-    return before, after
+    """Return the milliseconds of the gradients of q, weights and k: before, what is not the loss half; after, the kernels."""
+    loss, before = one["rows"]["loss half"]["ms"], one["rows"].get("before", {}).get("ms")
+    after: float | None = one["rows"].get("kernel half", {}).get("ms")
+    return before - loss if before and loss else None, after
 
 
 def size(each: dict[str, Any], batch: int | None = None) -> str:

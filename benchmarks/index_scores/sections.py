@@ -24,6 +24,7 @@ from index_scores.work import (
     ways,
 )
 
+from megacpp_overlays.kernels.attention_target import function as attention_target
 from megacpp_overlays.kernels.index_scores import function as index_scores
 from megacpp_overlays.runtime.score_gradient import BackwardTrace
 
@@ -145,12 +146,17 @@ def manual_at(bench: Bench, shape: Shape, heads: int) -> dict[str, Any]:
     half = copy_of(bench.before)
     half._compute_index_scores = lambda *_, **__: known  # noqa: SLF001 - the scores are the other half's work
 
+    of_target = [values[name] for name in ("query", "key", "softmax_scale")]
+
     def loss_half() -> Any:
         trace = BackwardTrace(q, weights, k, "the loss half cannot be measured")
         return trace.gradient(half.bwd_fused_indexer_loss_naive(*trace.proxies(), *rest))
 
     contestants: Contestants = {
         "loss half": (loss_half,),
+        "target": (
+            lambda: attention_target.target(*of_target, mask=values["mask"], topk_indices=values["topk_indices"]),
+        ),
         "before": (lambda: bench.before.bwd_fused_indexer_loss_naive(q, weights, k, *rest),),
         "after": (lambda: bench.after.bwd_fused_indexer_loss_naive(q, weights, k, *rest),),
         "kernel half": (

@@ -2,7 +2,7 @@
 
     python indexer_steps.py DEVICE SIZES FILE
 
-SIZES is QUERIES,BATCH,HEADS,DIM; there are as many keys as queries, and two attention heads of 64.
+SIZES is QUERIES,BATCH,HEADS,DIM; there are as many keys as queries, and sixteen attention heads of 64.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def inputs_of(queries: int, batch: int, heads: int, dim: int, device: str) -> li
         (queries, batch, heads, dim),
         (queries, batch, heads),
         (queries, batch, dim),
-        (queries, batch, 2, 64),
-        (queries, batch, 2, 64),
+        (queries, batch, 16, 64),
+        (queries, batch, 16, 64),
     )
     scales = (dim**-0.5, heads**-0.5, 1.0, 1.0, 1.0)
     made = [torch.randn(shape, generator=generator) * by for shape, by in zip(shapes, scales, strict=True)]

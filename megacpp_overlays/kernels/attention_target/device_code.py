@@ -2,7 +2,8 @@
 
 `query` and `key` are (queries, batch, heads, dim) and (keys, batch, heads, dim), the bounds (1 or batch, queries), a mask
 and what is allowed (1 or batch, queries, keys); `x_row`, `x_batch` and `x_head` are strides in elements, 0 where one
-serves all. The last axis has unit stride. Every index that meets a stride has 64 bits.
+serves all. The last axis has unit stride. Every index that meets a stride has 64 bits. `mask_matters` is one number, 0 if
+the bounds say all that the mask does.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ def row_sums(
     starts,
     ends,
     mask,
+    mask_matters,
     allowed,
     peaks,
     inverses,
@@ -128,6 +130,8 @@ def row_sums(
     start, end, begin, finish = _bounds(starts, ends, batch * bound_batch + inside, keys)
     q_tile = query + batch * q_batch + head * q_head + inside[:, None] * q_row
     k_head_start = key + batch * k_batch + head * k_head
+    if MASKED:
+        matters = tl.load(mask_matters)
     peak = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     for first in range(begin // COLUMNS * COLUMNS, finish, COLUMNS):
@@ -136,10 +140,11 @@ def row_sums(
         k_tile = k_head_start + column[None, :] * k_row
         score = _products(q_tile, k_tile, dim, CHUNK, CHUNKS, FULL, UNROLLED, ROWS, COLUMNS) * scale
         valid = (columns[None, :] >= start[:, None]) & (columns[None, :] < end[:, None])
-        if MASKED:
-            bias = tl.load(mask + batch * mask_batch + inside[:, None] * mask_row + column[None, :])
-            valid = valid & (tl.abs(bias) < float("inf"))
-            score += bias
+        if MASKED:  # noqa: SIM102 - the one is settled when it is compiled
+            if matters != 0:
+                bias = tl.load(mask + batch * mask_batch + inside[:, None] * mask_row + column[None, :])
+                valid = valid & (tl.abs(bias) < float("inf"))
+                score += bias
         if CHOSEN:
             valid = valid & tl.load(allowed + batch * allowed_batch + inside[:, None] * allowed_row + column[None, :])
         score = tl.where(valid, score, float("-inf"))
@@ -161,6 +166,7 @@ def sum_tiles(
     starts,
     ends,
     mask,
+    mask_matters,
     allowed,
     peaks,
     inverses,
@@ -206,17 +212,21 @@ def sum_tiles(
     row = batch * heads * queries + inside
     valid = (columns[None, :] >= start[:, None]) & (columns[None, :] < end[:, None])
     if MASKED:
-        bias = tl.load(mask + batch * mask_batch + inside[:, None] * mask_row + column[None, :])
-        valid = valid & (tl.abs(bias) < float("inf"))
+        matters = tl.load(mask_matters)
+        mask_tile = mask + batch * mask_batch + inside[:, None] * mask_row + column[None, :]
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for _ in range(tl.where(live, heads, 0)):
         score = _products(q_tile, k_tile, dim, CHUNK, CHUNKS, FULL, UNROLLED, ROWS, COLUMNS) * scale
-        if MASKED:
-            score += bias
+        if MASKED:  # noqa: SIM102 - again for each head: kept, the tile would take registers
+            if matters != 0:
+                score += tl.load(mask_tile)
         total += _exp(score - tl.load(peaks + row)[:, None]) * tl.load(inverses + row)[:, None]
         q_tile += q_head
         k_tile += k_head
         row += queries
+    if MASKED:  # noqa: SIM102
+        if matters != 0:
+            valid = valid & (tl.abs(tl.load(mask_tile)) < float("inf"))
     if CHOSEN:  # only now: it takes registers
         valid = valid & tl.load(allowed + batch * allowed_batch + inside[:, None] * allowed_row + column[None, :])
     place = out + (batch * queries + inside[:, None]) * keys + column[None, :]

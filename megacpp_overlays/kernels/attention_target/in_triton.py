@@ -55,17 +55,18 @@ def target(query: torch.Tensor, key: torch.Tensor, scale: float, valid: Validity
     peaks, inverses = (torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device) for _ in range(2))
     starts, ends = (each.contiguous() for each in (valid.starts, valid.ends))
     mask, allowed = (None if each is None else _rows(each) for each in (valid.mask, valid.allowed))
-    tensors = (query, key, starts, ends, mask, allowed, peaks, inverses)
+    tensors = (query, key, starts, ends, mask, valid.mask_matters, allowed, peaks, inverses)
     numbers = (
         *(queries, keys, heads, dim, scale, *query.stride()[:3]),
         *(*key.stride()[:2], key.stride(2) if key.size(2) > 1 else 0),
         *(_batch_stride(starts), *_strides(mask), *_strides(allowed)),
     )
     sizes: dict[str, Any] = {"MASKED": mask is not None, "CHOSEN": allowed is not None, **_chunks(dim)}
+    large = _has_room(query.device)
     with torch.cuda.device_of(query):
-        tile = _tile(dim, narrow=False, large=_has_room(query.device))
+        tile = _tile(dim, narrow=False, large=large)
         device_code.row_sums[triton.cdiv(queries, tile["ROWS"]) * heads, batch](*tensors, *numbers, **sizes, **tile)
-        tile = _tile(dim, narrow=mask is not None, large=_has_room(query.device))
+        tile = _tile(dim, narrow=mask is not None, large=large)
         tiles = triton.cdiv(queries, tile["ROWS"]) * triton.cdiv(keys, tile["COLUMNS"])
         device_code.sum_tiles[tiles, batch](*tensors, result, *numbers, **sizes, **tile)
     return result

@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+_ALIGNMENT = 16
+"""Bytes that are loaded at once: rows begin where a load may."""
+
 
 class Validity(NamedTuple):
     """A key is valid for a query if it lies within the bounds and whatever else is there allows it."""
@@ -21,6 +24,8 @@ class Validity(NamedTuple):
     """The one behind the last."""
     mask: torch.Tensor | None = None
     """(1 or batch, queries, keys), float32, is added to scores; what is not finite is not valid."""
+    mask_matters: torch.Tensor | None = None
+    """(), int32: 0 where the mask adds nothing within the bounds and hides nothing there, so that they say it all."""
     allowed: torch.Tensor | None = None
     """(1 or batch, queries, keys), bool."""
 
@@ -54,8 +59,12 @@ def validity(
     if mask is not None:
         if mask.ndim not in (2, 3) or mask.shape[-2:] != (queries, keys) or starts is not None:
             raise ValueError(f"mask must be ([batch,] queries, keys), without bounds, not {tuple(mask.shape)}")
-        mask = mask.float().view(-1, queries, keys)
-        found = Validity(keys, *_bounds(mask.isfinite()), mask=mask)
+        mask = mask.float() if mask.ndim == 3 else mask.float().unsqueeze(0)
+        finite = mask.isfinite()
+        starts, ends = _bounds(finite)
+        hides = (finite.sum(dim=-1, dtype=torch.int32) != ends - starts).any()
+        matters = hides | (finite & (mask != 0)).any()
+        found = Validity(keys, starts, ends, mask=mask, mask_matters=matters.to(torch.int32))
     elif starts is None or ends is None or (starts.shape, ends.shape) != ((queries,), (queries,)):
         raise ValueError("a mask is needed, or starts and ends of shape (queries,)")
     elif key_positions is None:
@@ -90,9 +99,10 @@ def _bounds(valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _support(topk_indices: torch.Tensor, keys: int) -> torch.Tensor:
     """Return which keys were chosen: (batch, queries, keys), bool. A negative index chooses none.
 
-    Those go to a column of their own, so that no two writes to one place differ.
+    Those go to a column behind the keys, so that no two writes to one place differ.
     """
     batch, queries, _ = topk_indices.shape
-    chosen = torch.zeros((batch, queries, keys + 1), dtype=torch.bool, device=topk_indices.device)
+    aligned = (keys // _ALIGNMENT + 1) * _ALIGNMENT
+    chosen = torch.zeros((batch, queries, aligned), dtype=torch.bool, device=topk_indices.device)
     places = topk_indices.to(torch.int64)
     return chosen.scatter_(-1, torch.where(places < 0, keys, places), True)[..., :keys]
