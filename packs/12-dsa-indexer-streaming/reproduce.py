@@ -1,7 +1,6 @@
 """DSA index scores and the loss that trains them: is a tensor of (queries, batch, heads, keys) ever there?
 
-The scores are (batch, queries, keys). Their heads are the indexer's; a step has those of the main attention, too, whose
-probabilities the loss needs summed over heads. On the CPU every operator is watched, also those inside custom ones, and new
+The scores are (batch, queries, keys). On the CPU every operator is watched, also those inside custom ones, and new
 tensors with as many elements as all four axes have are counted. On the GPU the peak of memory is compared with the
 bytes of such a tensor in float32. Scores and gradients are compared with float64, so that memory saved by computing
 something else shows as a failure.
@@ -130,16 +129,16 @@ def _inputs(sizes: Sizes, device: str) -> list[Any]:
     return [each.bfloat16().requires_grad_() for each in made]
 
 
-def _attention(sizes: Sizes, device: str, heads: int = 1) -> tuple[Any, Any, Any]:
-    """Return query and key of attention heads, (positions, batch, heads, 64), and a causal mask of zeros and -inf.
+def _attention(sizes: Sizes, device: str) -> tuple[Any, Any, Any]:
+    """Return query and key of one attention head, (positions, batch, 1, 64), and a causal mask of zeros and -inf.
 
-    With one head the attention's own (batch, heads, queries, keys) is no larger than the scores.
+    One head, so that the attention's own (batch, heads, queries, keys) is no larger than the scores.
     """
     import torch
 
     generator = torch.Generator(device).manual_seed(13)
     query, key = (
-        torch.randn(length, sizes.batch, heads, 64, generator=generator, device=device).bfloat16()
+        torch.randn(length, sizes.batch, 1, 64, generator=generator, device=device).bfloat16()
         for length in (sizes.queries, sizes.keys)
     )
     mask = torch.full((sizes.queries, sizes.keys), -math.inf, device=device).triu(1)
@@ -180,12 +179,9 @@ def _true_loss(scores: Any, query: Any, key: Any, mask: Any) -> tuple[Any, Any]:
     """Return the loss in float64 and its gradient at the scores: the mean divergence of a row from the attention's."""
     import torch
 
-    mask, heads = mask.double(), query.size(2)
-    target = torch.zeros_like(scores)
-    for head in range(heads):
-        attention = torch.einsum("sbd,tbd->bst", query[:, :, head].double(), key[:, :, head].double()) * _SCALE
-        target += torch.softmax(attention + mask, -1) / heads
-    predicted = torch.log_softmax(scores + mask, -1)
+    mask = mask.double()
+    attention = torch.einsum("sbnd,tbnd->bst", query.double(), key.double()) * _SCALE
+    target, predicted = torch.softmax(attention + mask, -1), torch.log_softmax(scores + mask, -1)
     rows = scores.size(0) * scores.size(1)
     seen = mask == 0
     divergence = torch.where(seen, target * (target.log() - predicted), 0.0)
@@ -275,24 +271,9 @@ def _scores_cpu() -> Behaviour:
 
 
 def _loss_cpu() -> Behaviour:
-    return _counted_loss(Sizes(512, 512, 2, 8, 64), main_heads=1)
-
-
-def _step_cpu() -> Behaviour:
-    """Watch a step with as many heads of the main attention as the indexer has."""
-    _need_own_backward()
-    return _counted_loss(Sizes(512, 512, 2, 8, 64), main_heads=8)
-
-
-def _need_own_backward() -> None:
-    """Decline a loss that autograd goes through: that one keeps its tensors, with the overlay as well."""
-    if not hasattr(_dsa(), "bwd_fused_indexer_loss_naive"):
-        raise Blocked("the indexer loss has no backward of its own, so autograd keeps what it builds")
-
-
-def _counted_loss(sizes: Sizes, main_heads: int) -> Behaviour:
+    sizes = Sizes(512, 512, 2, 8, 64)
     loss, ways = _loss_of(_dsa())
-    inputs, (query, key, mask) = _inputs(sizes, "cpu"), _attention(sizes, "cpu", main_heads)
+    inputs, (query, key, mask) = _inputs(sizes, "cpu"), _attention(sizes, "cpu")
 
     def measure(asked: dict[str, bool]) -> tuple[Count, Count]:
         found, forward = _watched(lambda: loss(*inputs, query, key, mask, 128, **asked), sizes.four_axes)
@@ -370,20 +351,11 @@ def _scores_gpu() -> Behaviour:
 
 
 def _loss_gpu() -> Behaviour:
-    """Run a step of an indexer: scores, the best 2048 keys, the loss, and gradients."""
-    return _measured_loss(Sizes(4096, 4096, 2, 32, 128), main_heads=1)
-
-
-def _step_gpu() -> Behaviour:
-    """Run such a step with as many heads of the main attention as the indexer has."""
-    _need_own_backward()
-    return _measured_loss(Sizes(4096, 4096, 2, 16, 128), main_heads=16)
-
-
-def _measured_loss(sizes: Sizes, main_heads: int) -> Behaviour:
+    """Run a whole step of an indexer: scores, the best 2048 keys, the loss, and gradients."""
+    sizes = Sizes(4096, 4096, 2, 32, 128)
     _need(sizes, 8)
     loss, _ = _loss_of(_dsa())
-    inputs, (query, key, mask) = _inputs(sizes, "cuda"), _attention(sizes, "cuda", main_heads)
+    inputs, (query, key, mask) = _inputs(sizes, "cuda"), _attention(sizes, "cuda")
 
     def work() -> Any:
         found = loss(*inputs, query, key, mask, 2048)
@@ -392,7 +364,7 @@ def _measured_loss(sizes: Sizes, main_heads: int) -> Behaviour:
 
     found, peak, milliseconds = _peak_and_time(work, inputs)
     errors = _check_loss(found, inputs, query, key, mask, True)
-    seen = f"a step of {sizes}, {main_heads} main: {_in_words(sizes, peak, milliseconds, errors)}"
+    seen = f"a step of {sizes}: {_in_words(sizes, peak, milliseconds, errors)}"
     return Behaviour(broken=peak >= 4 * sizes.four_axes, seen=seen)
 
 
@@ -456,8 +428,6 @@ def _case(name: str, device: str, run: Callable[[], Behaviour]) -> Case:
 CASES = (
     _case("scores-cpu", "cpu", _scores_cpu),
     _case("indexer-loss-cpu", "cpu", _loss_cpu),
-    _case("step-cpu", "cpu", _step_cpu),
     _case("scores-gpu", "cuda", _scores_gpu),
     _case("indexer-loss-gpu", "cuda", _loss_gpu),
-    _case("step-gpu", "cuda", _step_gpu),
 )
