@@ -103,7 +103,7 @@ def _make_softened_loss(original: Callable[..., Any], _module: ModuleType) -> Ca
                 index_scores, topk_indices, query, key, softmax_scale, loss_coeff, sparse_loss, pg_collection
             )
         support = topk_indices if sparse_loss else None
-        target = indexer_loss.Target(query, key, softmax_scale, pg_collection.tp, topk_indices=support)
+        target = indexer_loss.IndexerTarget(query, key, softmax_scale, pg_collection.tp, topk_indices=support)
         return indexer_loss.softened_loss(index_scores, target, loss_coeff)
 
     return loss
@@ -127,7 +127,7 @@ def _make_softened_backward(_original: Callable[..., Any], module: ModuleType) -
         pg_collection: Any,
     ) -> tuple[Any, Any, Any]:
         support = topk_indices if sparse_loss else None
-        target = indexer_loss.Target(query, key, softmax_scale, pg_collection.tp, topk_indices=support)
+        target = indexer_loss.IndexerTarget(query, key, softmax_scale, pg_collection.tp, topk_indices=support)
         scores = vars(module)[feature.SCORES](q, weights, k)
         of_a_row = grad_loss * loss_coeff / (query.size(0) * query.size(1))
         grad = indexer_loss.softened_gradient(scores, target, of_a_row)
@@ -244,7 +244,7 @@ def _exact_target(
     query_valid_rows: Any,
 ) -> tuple[Any, Any]:
     """Return the target, and which queries count, (batch, queries) or None; upstream's own checks come first."""
-    from megacpp_overlays.kernels.attention_target.indexer_loss import Target
+    from megacpp_overlays.kernels.attention_target.indexer_loss import IndexerTarget
 
     query, key = (module.dsa_layout.ensure_sbhd(*each)[0] for each in ((query, "query"), (key, "key")))
     queries, batch, keys, device = query.size(0), query.size(1), key.size(0), query.device
@@ -258,7 +258,7 @@ def _exact_target(
     # Positions that upstream made, 0 to keys, need no look at each key.
     positions = None if bounds[2] is None else positions
     return (
-        Target(
+        IndexerTarget(
             query, key, scale, pg_collection.tp,
             mask=mask, starts=starts, ends=ends, key_positions=positions, topk_indices=support,
         ),

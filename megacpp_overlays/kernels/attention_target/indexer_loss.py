@@ -25,7 +25,7 @@ _EPSILON = 1e-10
 """What 0.17 and 0.18 add to probabilities."""
 
 
-class Target:
+class IndexerTarget:
     """The target before it is normalised, added up over the heads of all ranks, and which keys it looks at."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Target:
         return row_blocks(queries, batch * keys, self.sums.device.type)
 
 
-def per_row(target: Target, divergence: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+def per_row(target: IndexerTarget, divergence: Callable[[slice], torch.Tensor]) -> torch.Tensor:
     """Return the divergence of each row, (batch, queries), from that of the rows of a block, (batch, rows)."""
     parts = [divergence(rows) for rows in target.blocks()]
     return torch.cat(parts, dim=1) if parts else target.sums.new_zeros(target.sums.shape[:2])
@@ -69,7 +69,7 @@ def per_row(target: Target, divergence: Callable[[slice], torch.Tensor]) -> torc
 # 0.17 and 0.18
 
 
-def softened_loss(index_scores: torch.Tensor, target: Target, coefficient: float) -> torch.Tensor:
+def softened_loss(index_scores: torch.Tensor, target: IndexerTarget, coefficient: float) -> torch.Tensor:
     """Return the loss up to 0.18, of scores that are masked but for a support of the target."""
 
     def divergence(rows: slice) -> torch.Tensor:
@@ -81,7 +81,7 @@ def softened_loss(index_scores: torch.Tensor, target: Target, coefficient: float
     return per_row(target, divergence).mean() * coefficient
 
 
-def softened_gradient(index_scores: torch.Tensor, target: Target, grad: torch.Tensor) -> torch.Tensor:
+def softened_gradient(index_scores: torch.Tensor, target: IndexerTarget, grad: torch.Tensor) -> torch.Tensor:
     """Write the gradient of that loss over the scores, which are not masked, and return it.
 
     Args:
@@ -100,7 +100,7 @@ def softened_gradient(index_scores: torch.Tensor, target: Target, grad: torch.Te
     return index_scores
 
 
-def _supported(scores: torch.Tensor, target: Target, rows: slice) -> torch.Tensor:
+def _supported(scores: torch.Tensor, target: IndexerTarget, rows: slice) -> torch.Tensor:
     if target.valid.allowed is None:
         return scores
     return scores.masked_fill(~target.valid.allowed[:, rows], float("-inf"))
@@ -115,7 +115,7 @@ def _shares(sums: torch.Tensor) -> torch.Tensor:
 
 def exact_loss(
     index_scores: torch.Tensor,
-    target: Target,
+    target: IndexerTarget,
     coefficient: float,
     valid_queries: torch.Tensor | None,
     per_token: bool,
@@ -155,7 +155,7 @@ def exact_loss(
 
 def exact_gradient(
     index_scores: torch.Tensor,
-    target: Target,
+    target: IndexerTarget,
     grad: torch.Tensor,
     valid_queries: torch.Tensor | None,
     masking: ModuleType,
@@ -185,7 +185,7 @@ def exact_gradient(
     return index_scores
 
 
-def _biased(index_scores: torch.Tensor, target: Target, rows: slice) -> torch.Tensor:
+def _biased(index_scores: torch.Tensor, target: IndexerTarget, rows: slice) -> torch.Tensor:
     """Return the scores of some queries, with what a mask adds to them."""
     mask = target.valid.mask_of_rows(rows)
     return index_scores[:, rows] if mask is None else index_scores[:, rows] + mask
