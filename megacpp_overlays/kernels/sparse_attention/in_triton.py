@@ -40,7 +40,7 @@ _KEYS_OF_16_BITS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
+class SlotTile:
     """How a kernel is launched: slots at a time, warps, and how many tiles are loaded ahead."""
 
     slots: int
@@ -48,11 +48,11 @@ class Tile:
     stages: int
 
 
-FORWARD = Tile(slots=64, warps=8, stages=2)
-QUERY_SIDE = Tile(slots=32, warps=8, stages=2)
-ADD_KEYS = Tile(slots=64, warps=8, stages=2)
-SLOT_SIDE = Tile(slots=64, warps=4, stages=2)
-SLOT_BLOCKS = Tile(slots=128, warps=4, stages=3)
+FORWARD = SlotTile(slots=64, warps=8, stages=2)
+QUERY_SIDE = SlotTile(slots=32, warps=8, stages=2)
+ADD_KEYS = SlotTile(slots=64, warps=8, stages=2)
+SLOT_SIDE = SlotTile(slots=64, warps=4, stages=2)
+SLOT_BLOCKS = SlotTile(slots=128, warps=4, stages=3)
 _WIDE_CHANNELS = 128
 _SHARED = 227 * 1024 - 512
 """Bytes of shared memory that a program on Hopper may fill, less what barriers take."""
@@ -358,7 +358,7 @@ def _shares_work(parts: Parts, heads: int, device: torch.device) -> bool:
     return device.type == "cuda" and heads > 32 and parts.first >= 128 and not parts.wide
 
 
-def _slots(tile: Tile, block: int, parts: Parts, lefts: int) -> int:
+def _slots(tile: SlotTile, block: int, parts: Parts, lefts: int) -> int:
     """Return how many slots of a tile fit into shared memory, ahead of time too, beside so many left operands of all channels."""
     channels, slots = parts.first + parts.rest, tile.slots
     while slots > 16 and 2 * (channels * (lefts * block + tile.stages * slots) + 2 * block * slots) > _SHARED:
