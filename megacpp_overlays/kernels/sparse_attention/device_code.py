@@ -38,7 +38,7 @@ def _product(left, right):
 
 
 @triton.jit
-def count_slots(indices, counts, queries, batch, keys, slots, i_batch, i_row, SLOTS: tl.constexpr):
+def count_slots(indices, counts, batch, keys, slots, i_batch, i_row, SLOTS: tl.constexpr):
     """Write for each row how many of its slots there are up to the last choice."""
     row = tl.program_id(0)
     at = indices + (row % batch).to(tl.int64) * i_batch + (row // batch).to(tl.int64) * i_row

@@ -102,7 +102,7 @@ def forward(
     with on_device_of(query):
         counts = _counts(query, key, indices)
         if ring is not None:
-            _specialised().attend_rows[(queries * batch * triton.cdiv(heads, 64),)](
+            _specialised().attend_rows[(queries * batch * triton.cdiv(heads, _SPECIALISED_HEADS),)](
                 *(query, key, indices, counts, lse if sink is None else sink, out, lse, *sizes, *strides),
                 FIRST=parts.first,
                 REST=parts.rest,
@@ -256,7 +256,7 @@ def _query_side(
     strides = (*query.stride()[:3], *key.stride()[:2], *indices.stride()[:2])
     ring = _score_ring(parts, heads, query.device) if bias is None else None
     if ring is not None:
-        _specialised().score_side[(rows * triton.cdiv(heads, 64),)](
+        _specialised().score_side[(rows * triton.cdiv(heads, _SPECIALISED_HEADS),)](
             *(
                 query,
                 key,
@@ -375,7 +375,7 @@ def _counts(query: torch.Tensor, key: torch.Tensor, indices: torch.Tensor) -> to
     queries, batch = query.shape[:2]
     counts = torch.empty((queries * batch,), dtype=torch.int32, device=query.device)
     device_code.count_slots[(queries * batch,)](
-        *(indices, counts, queries, batch, key.size(0), indices.size(2), *indices.stride()[:2]), SLOTS=1024
+        *(indices, counts, batch, key.size(0), indices.size(2), *indices.stride()[:2]), SLOTS=1024
     )
     return counts
 
