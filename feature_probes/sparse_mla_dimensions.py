@@ -49,7 +49,8 @@ def probe(tree: SourceTree) -> Finding:
         return absent(f"there is no module {TARGET.module}")
     function, dispatcher = plain_function(source, FUNCTION), plain_function(source, DISPATCHER)
     if function is None or dispatcher is None:
-        if named := sorted(word for word in words(source.syntax) if "sparse_mla" in word.lower()):
+        of_it = (word for word in words(source.syntax) if word == FUNCTION or "sparse_mla" in word.lower())
+        if named := sorted(of_it):
             raise unknown(source, None, f"there is {named[0]}, but not both {FUNCTION} and {DISPATCHER}")
         return absent(f"defines neither {FUNCTION} nor {DISPATCHER}", source)
     found = " ".join(meaning(tree, place) for place in _PLACES)
