@@ -17,6 +17,9 @@ from typing import Any
 
 import megacpp_overlays
 
+sys.modules["tilelang"] = None  # type: ignore[assignment]
+"""Where it is installed its kernels would be compiled, for a GPU; asked here is what becomes of what it declines."""
+
 # isort: split
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
