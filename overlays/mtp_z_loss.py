@@ -55,7 +55,7 @@ def observe(module: ModuleType) -> Observation:
             )
             attached = getattr(module, feature.ROUTER).apply_z_loss(router, logits)
             (loss,) = attached.grad_fn.saved_tensors
-            found[predicts] = float(loss)
+            found[predicts] = float(loss.detach())
     expected = {True: 2.0 / _PREDICTIONS, False: 2.0}
     return Observation(
         broken=any(abs(found[each] - expected[each]) > _ENOUGH for each in found),

@@ -42,6 +42,8 @@ class Claim:
     id: str
     says: str
     judge: Callable[[Found], Verdict]
+    asked: Callable[[Found], bool] = lambda _: True
+    """Whether it can be judged from what was measured: not everything is, on every host."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Workplace:
     """Source archives of upstreams, fetched with their hashes checked."""
     quick: bool
     """Whether to do only as much as shows that all of it works."""
+    checkout: Path | None = None
+    """Megatron-LM as the user has it, for what the registry does not ship."""
 
 
 @dataclass(frozen=True)

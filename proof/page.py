@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from claims import Found
 from liger_tests_claims import repaired
+from megatron_page import section as megatron
 from report import source, table
 from trainer_launches import Data, Launch, Way
 
@@ -12,16 +13,22 @@ MEANING = {
     "FAILS": "it is not so",
     "UPSTREAM": "something fails, and fails in the same way without overlays",
 }
+TITLES = {
+    False: ("Proof on a CPU", "make proof-cpu"),
+    True: ("Proof with Megatron-LM's own launcher", "make proof MEGATRON_LM=CHECKOUT"),
+}
+"""Title and command, by whether it is the proof that needs a checkout."""
 
 
 def markdown(found: Found) -> str:
     """Return the page."""
     claims, measured = found["claims"], found["measured"]
     counts = ", ".join(f"{sum(each['outcome'] == word for each in claims)} {word}" for word in MEANING)
+    title, command = TITLES["megatron" in measured]
     lines = [
-        "# Proof on a CPU",
+        f"# {title}",
         "",
-        f"Written by `make proof-cpu`, which does all of this again. {counts}.",
+        f"Written by `{command}`, which does all of this again. {counts}.",
         "",
         *source(found),
         f"- Its processes computed for {found['cpu_seconds']:.0f} s of that",
@@ -35,7 +42,7 @@ def markdown(found: Found) -> str:
         "",
         " ".join(f"{word}: {meaning}." for word, meaning in MEANING.items()),
     ]
-    sections = {"trainer": _trainer, "liger-tests": _liger_tests}
+    sections = {"trainer": _trainer, "liger-tests": _liger_tests, "megatron": megatron}
     for name, section in sections.items():
         if name in measured:
             lines += ["", *section(measured[name])]

@@ -14,6 +14,7 @@ LIMIT_S = 1800.0
 """Only ends what would never end."""
 RUN = ("-m", "megacpp_overlays", "run")
 LINES = 15
+TORCHRUN_REPORTS = "torch/distributed/elastic/multiprocessing/api.py"
 
 
 class ProofError(Exception):
@@ -27,8 +28,8 @@ def start(
     path: Sequence[Path] = (),
     cwd: Path,
     codes: tuple[int, ...] = (0,),
-) -> None:
-    """Run Python and wait for it.
+) -> str:
+    """Run Python, wait for it, and return what it wrote to its standard output.
 
     Args:
         words: of its command line.
@@ -50,9 +51,21 @@ def start(
     except subprocess.TimeoutExpired as error:
         raise ProofError(f"{_shown(words)} did not end in {LIMIT_S:.0f} s") from error
     if done.returncode not in codes:
-        end = "\n".join((done.stdout + done.stderr).rstrip().splitlines()[-LINES:])
+        end = _tail(done.stdout + done.stderr)
         raise ProofError(f"{_shown(words)} ended with {done.returncode}:\n{end}")
+    return done.stdout
 
 
 def _shown(words: Sequence[str | Path]) -> str:
-    return " ".join(word.name if isinstance(word, Path) else word for word in words)
+    """Return a command line up to its script, whose own words may be a hundred."""
+    scripts = [place for place, word in enumerate(words) if isinstance(word, Path) and word.suffix == ".py"]
+    end = scripts[-1] + 1 if scripts else len(words)
+    shown = " ".join(word.name if isinstance(word, Path) else word for word in words[:end])
+    return f"{shown} ..." if end < len(words) else shown
+
+
+def _tail(text: str) -> str:
+    """Return the last lines of what a process wrote, without torchrun's own traceback, which says nothing of the cause."""
+    lines = text.rstrip().splitlines()
+    reported = [place for place, line in enumerate(lines) if TORCHRUN_REPORTS in line]
+    return "\n".join(lines[: reported[0] if reported else None][-LINES:])

@@ -2,6 +2,7 @@
 
     .envs/proof/bin/python proof/run.py --json FILE --write FILE.md --plot FILE.svg
     .envs/proof/bin/python proof/run.py --page FILE.json --write FILE.md --plot FILE.svg     make the page again
+    .envs/proof/bin/python proof/run.py --megatron-lm CHECKOUT --json FILE --write FILE.md   Megatron-LM's launcher instead
 
 Each claim HOLDS or FAILS, or is UPSTREAM: something fails in the same way without overlays. The exit code is 1 when a claim
 fails, 2 on wrong usage.
@@ -26,6 +27,8 @@ from datetime import datetime, timezone
 
 import liger_tests_claims
 import liger_tests_runs
+import megatron_claims
+import megatron_launches
 import page
 import plot
 import report
@@ -44,9 +47,17 @@ SUBJECTS = (
     ),
     Subject("liger-tests", "Liger's own tests of this loss", liger_tests_runs.measure, liger_tests_claims.CLAIMS),
 )
+MEGATRON = Subject(
+    "megatron",
+    "Megatron-LM's own launcher, DeepSeek sparse attention and experts",
+    megatron_launches.measure,
+    megatron_claims.CLAIMS,
+)
 NEEDED = ("torch", "triton", "numpy", "transformers", "accelerate", "liger-kernel", "pytest", "megacpp-overlays")
+MEGATRON_NEEDED = ("torch", "triton", "numpy", "psutil", "megacpp-overlays")
 INPUTS = ("locks/proof.txt", "locks/proof-source.txt", "proof/launchers/hf_trainer.py")
 """What decides everything that is measured; their hashes are on the page."""
+MEGATRON_INPUTS = ("locks/proof.txt", "proof/launchers/local_stack.py", "proof/on_cpu/sitecustomize.py")
 ARCHIVES = ROOT / ".cache/proof"
 
 
@@ -56,7 +67,7 @@ def main() -> int:
     if chosen.page:
         found = json.loads(chosen.page.read_text())
     else:
-        found = measured(chosen.only, chosen.archives, quick=chosen.quick)
+        found = measured(chosen)
         took = f"{found['seconds']:.0f} s, of which its processes computed for {found['cpu_seconds']:.0f} s"
         print(f"\n{summary(found['claims'])}\n{took}", flush=True)
     report.keep(found, chosen.json)
@@ -66,21 +77,32 @@ def main() -> int:
     return exit_code(found["claims"])
 
 
-def measured(only: list[str] | None, archives: Path, *, quick: bool) -> Found:
+def measured(chosen: argparse.Namespace) -> Found:
     """Return what was proved, with the host, versions and inputs that it was proved with."""
     began = time.monotonic()
+    checkout: Path | None = chosen.megatron_lm
     head: Found = {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "host": {"machine": platform.machine(), "python": platform.python_version()},
-        "versions": {name: importlib.metadata.version(name) for name in NEEDED},
-        "inputs": {name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest() for name in INPUTS},
-        "quick": quick,
+        "versions": {name: importlib.metadata.version(name) for name in needed(checkout)},
+        "inputs": {
+            name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest()
+            for name in (MEGATRON_INPUTS if checkout else INPUTS)
+        },
+        "quick": chosen.quick,
     }
-    subjects = [subject for subject in SUBJECTS if not only or subject.id in only]
-    found = prove(subjects, archives, lambda text: print(text, flush=True), quick=quick)
+    subjects = [MEGATRON] if checkout else [each for each in SUBJECTS if not chosen.only or each.id in chosen.only]
+    found = prove(
+        subjects, chosen.archives, lambda text: print(text, flush=True), quick=chosen.quick, checkout=checkout
+    )
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = {"seconds": time.monotonic() - began, "cpu_seconds": children.ru_utime + children.ru_stime}
     return {**head, **found, **spent}
+
+
+def needed(checkout: Path | None) -> tuple[str, ...]:
+    """Return the distributions without which nothing can be measured."""
+    return MEGATRON_NEEDED if checkout else NEEDED
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -93,9 +115,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only", action="append", choices=[subject.id for subject in SUBJECTS], help="one subject; may be repeated"
     )
+    parser.add_argument(
+        "--megatron-lm",
+        type=Path,
+        metavar="CHECKOUT",
+        help="prove the claims about Megatron-LM's launcher instead, with this checkout; nothing is written into it",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer steps and fewer of upstream's tests")
     parser.add_argument("--archives", type=Path, default=ARCHIVES, help="folder of the source archives of upstreams")
     chosen = parser.parse_args()
+    if chosen.megatron_lm and chosen.only:
+        parser.error("--megatron-lm has claims of its own: leave out --only")
     for path in filter(None, (chosen.json, chosen.write, chosen.plot)):
         if not path.resolve().parent.is_dir():
             parser.error(
@@ -104,7 +134,7 @@ def parse_arguments() -> argparse.Namespace:
     if chosen.page:
         if not chosen.page.is_file():
             parser.error(f"there are no receipts {chosen.page}: `make proof-cpu` leaves proof/results/cpu.json")
-    elif missing := [name for name in NEEDED if not is_installed(name)]:
+    elif missing := [name for name in needed(chosen.megatron_lm) if not is_installed(name)]:
         parser.error(
             f"{sys.executable} has no {', '.join(missing)}: `make proof-cpu` sets up .envs/proof, "
             "whose interpreter has everything"

@@ -10,7 +10,7 @@ from claims import Claim, Found, Outcome, Say, Subject, Verdict, Workplace
 from processes import ProofError
 
 
-def prove(subjects: Sequence[Subject], archives: Path, say: Say, *, quick: bool) -> Found:
+def prove(subjects: Sequence[Subject], archives: Path, say: Say, *, quick: bool, checkout: Path | None = None) -> Found:
     """Return what was measured, what is said of each claim, and the problems there were."""
     measured: Found = {}
     judged: list[Found] = []
@@ -19,12 +19,16 @@ def prove(subjects: Sequence[Subject], archives: Path, say: Say, *, quick: bool)
         say(f"== {subject.title}: {len(subject.claims)} claims")
         with tempfile.TemporaryDirectory(prefix="proof-") as folder:
             try:
-                measured[subject.id] = subject.measure(Workplace(Path(folder), archives, quick), say)
+                measured[subject.id] = subject.measure(Workplace(Path(folder), archives, quick, checkout), say)
             except ProofError as error:
                 problems.append(str(error))
                 say(f"error: {error}")
+        found = measured.get(subject.id)
         for claim in subject.claims:
-            verdict = judge(claim, measured.get(subject.id))
+            if found is not None and not claim.asked(found):
+                say(f"left out: {claim.says}")
+                continue
+            verdict = judge(claim, found)
             judged.append(
                 {"id": claim.id, "says": claim.says, "outcome": verdict.outcome.value, "figure": verdict.figure}
             )

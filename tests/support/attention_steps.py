@@ -17,9 +17,6 @@ from typing import Any
 
 import megacpp_overlays
 
-sys.modules["tilelang"] = None  # type: ignore[assignment]
-"""Where it is installed its kernels would be compiled, for a GPU; asked here is what becomes of what it declines."""
-
 # isort: split
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -161,6 +158,8 @@ def train(kind: str, backend: str = "none", dtype: torch.dtype = torch.float32, 
 
 def main() -> None:
     """Print what all ways gave."""
+    # Where it is installed its kernels would be compiled, for a GPU; asked here is what becomes of what it declines.
+    sys.modules["tilelang"] = None  # type: ignore[assignment]
     from megatron.core import parallel_state
 
     torch.set_num_threads(1)

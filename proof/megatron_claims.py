@@ -1,0 +1,183 @@
+"""What is claimed of Megatron-LM's own launcher under overlays, and how each claim is judged."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+
+from claims import Claim, Found, Outcome, Verdict
+from megatron_launches import RESHARDED, Launch, Layout, Way
+
+ROUNDING = 1e-3
+"""Relative, of a loss: weights and activations are bfloat16, which has 2**-8, and a loss is a mean of many of them."""
+EXPECTED = ("dsa-sparse-attention", "dsa-indexer-streaming")
+"""What a model of this kind has to reach in every step, forward and backward."""
+NOISE = 2.0
+"""How many times as far as two stock runs a run may be from a stock one, where they differ."""
+
+
+def run(found: Found, launch: Launch) -> Found:
+    """Return one launch of what was measured."""
+    kept: Found = found["runs"][launch.name]
+    return kept
+
+
+def apart(these: Sequence[float], those: Sequence[float]) -> float:
+    """Return the largest relative difference of two series; infinite where one is no number."""
+    errors = [abs(this - that) / abs(that) for this, that in zip(these, those, strict=True)]
+    return max(math.inf if math.isnan(error) else error for error in errors)
+
+
+def trains(found: Found) -> Verdict:
+    """Judge that the loss falls with overlays, and that no step is skipped or without a number."""
+    kept = run(found, Launch(Way.OVERLAYS))
+    lost = sum(kept["skipped"]) + sum(kept["nans"])
+    figure = f"loss {kept['losses'][0]:.3f} to {kept['losses'][-1]:.3f} in {len(kept['losses'])} steps; {lost:.0f} skipped or without a number"
+    return Verdict.of(figure, holds=not lost and kept["losses"][-1] < kept["losses"][0])
+
+
+def as_stock(layout: Layout) -> Claim:
+    """Return the claim that overlays change losses by no more than rounding."""
+
+    def judge(found: Found) -> Verdict:
+        stock, ours = (run(found, Launch(way, layout)) for way in (Way.STOCK, Way.OVERLAYS))
+        noise = apart(run(found, Launch(Way.AGAIN))["losses"], run(found, Launch(Way.STOCK))["losses"])
+        losses, norms = (apart(ours[what], stock[what]) for what in ("losses", "norms"))
+        figure = f"worst relative difference from stock: loss {losses:.1e}, grad norm {norms:.1e}; two stock runs differ by {noise:.1e}"
+        agreed = bool(ours["ranks"] and ours["ranks"]["agreed"])
+        if layout is not Layout.ONE:
+            figure += f"; {ours['ranks']['size'] if ours['ranks'] else 'no'} ranks were compared, and {'agree' if agreed else 'do not agree'}"
+        return Verdict.of(figure, holds=losses <= max(ROUNDING, NOISE * noise) and agreed)
+
+    words = {
+        Layout.ONE: "with overlays its losses are stock's but for rounding",
+        Layout.DATA: "over two data-parallel ranks with Megatron's distributed optimizer, too, and both ranks decide alike",
+        Layout.TENSOR: "over two tensor-parallel ranks with sequence parallelism, too, and both ranks decide alike",
+    }
+
+    return Claim(
+        f"megatron-losses-{layout.name.lower()}", words[layout], judge, over_ranks(Launch(Way.OVERLAYS, layout))
+    )
+
+
+def off(found: Found) -> Verdict:
+    """Judge that `run` with everything off leaves each bit as it was, where two stock runs have the same bits."""
+    stock, again, ours = (run(found, Launch(way)) for way in (Way.STOCK, Way.AGAIN, Way.OFF))
+    noise, difference = (apart(each["losses"], stock["losses"]) for each in (again, ours))
+    figure = f"worst relative difference from stock {difference:.1e}, between two stock runs {noise:.1e}"
+    return Verdict.of(figure, holds=difference <= NOISE * noise)
+
+
+def used(found: Found) -> Verdict:
+    """Judge that what this model needs is reached in every step, and that nothing is in conflict."""
+    kept = run(found, Launch(Way.OVERLAYS))
+    calls = kept["calls"]
+    reached = sum(decision == "active" for decision in kept["decisions"].values())
+    conflicts = sorted(name for name, decision in kept["decisions"].items() if decision == "conflict")
+    named = ", ".join(f"{name} {calls[name]} times" for name in sorted(calls, key=lambda name: -calls[name]))
+    figure = f"{reached} active, in conflict: {', '.join(conflicts) or 'none'}; called in {len(kept['losses'])} steps: {named or 'none'}"
+    enough = all(calls.get(name, 0) >= 2 * len(kept["losses"]) for name in EXPECTED)
+    return Verdict.of(figure, holds=enough and not conflicts)
+
+
+def first(found: Found, way: Way, source: Way) -> tuple[float, float]:
+    """Return the first loss after a resume, and that of the same step of the run that left the checkpoint."""
+    resumed, whole = run(found, Launch(way, resumes=Launch(source))), run(found, Launch(source))
+    place = whole["iterations"].index(resumed["iterations"][0])
+    return resumed["losses"][0], whole["losses"][place]
+
+
+def goes_on(found: Found) -> Verdict:
+    """Judge that a resumed run begins with the loss of the run that went on, as it does without overlays."""
+    ours, stock = (first(found, way, way) for way in (Way.OVERLAYS, Way.STOCK))
+    rest = {}
+    for way in (Way.STOCK, Way.OVERLAYS):
+        resumed, whole = run(found, Launch(way, resumes=Launch(way))), run(found, Launch(way))
+        rest[way] = apart(resumed["losses"][1:], whole["losses"][-len(resumed["losses"]) + 1 :])
+    figure = f"step {found['saved'] + 1}: {ours[0]:.6f}, of the run that went on {ours[1]:.6f}; "
+    figure += f"later steps differ by {rest[Way.OVERLAYS]:.1e}, of stock by {rest[Way.STOCK]:.1e}"
+    if ours[0] == ours[1]:
+        return Verdict(Outcome.HOLDS, figure)
+    return Verdict(Outcome.FAILS if stock[0] == stock[1] else Outcome.UPSTREAM, figure)
+
+
+def exchanged(way: Way, source: Way) -> Callable[[Found], Verdict]:
+    """Return the judge of a claim that one way goes on from a checkpoint of the other."""
+
+    def judge(found: Found) -> Verdict:
+        resumed, whole = first(found, way, source)
+        difference = abs(resumed - whole) / whole
+        figure = f"step {found['saved'] + 1}: {resumed:.6f}, of the run that went on {whole:.6f}"
+        return Verdict.of(figure, holds=difference <= ROUNDING)
+
+    return judge
+
+
+def reshards(found: Found) -> Verdict:
+    """Judge that a checkpoint of two data-parallel ranks is gone on from by one, or that stock fails in the same way."""
+    stock, ours = (run(found, each) for each in RESHARDED)
+    if "error" in ours:
+        outcome = Outcome.UPSTREAM if stock.get("error") == ours["error"] else Outcome.FAILS
+        return Verdict(outcome, f"{ours['error']}; stock: {stock.get('error', 'goes on')}")
+    whole = run(found, Launch(Way.OVERLAYS, Layout.DATA))
+    expected = whole["losses"][whole["iterations"].index(ours["iterations"][0])]
+    figure = f"step {found['saved'] + 1}: {ours['losses'][0]:.6f}, of the run that went on {expected:.6f}"
+    return Verdict.of(figure, holds=abs(ours["losses"][0] - expected) / expected <= ROUNDING)
+
+
+def over_ranks(launch: Launch) -> Callable[[Found], bool]:
+    """Return whether a host has the devices of a launch."""
+    return lambda found: launch.name in found["runs"]
+
+
+def faster(found: Found) -> Verdict:
+    """Judge the median step, the first fifth of the steps left out."""
+    times = {}
+    for way in (Way.STOCK, Way.OVERLAYS):
+        kept = run(found, Launch(way))["ms"]
+        times[way] = statistics.median(kept[len(kept) // 5 :])
+    stock, ours = times[Way.STOCK], times[Way.OVERLAYS]
+    return Verdict.of(
+        f"{ours:.0f} ms a step, stock {stock:.0f} ms: {stock / ours:.2f} times as fast", holds=ours < stock
+    )
+
+
+def smaller(found: Found) -> Verdict:
+    """Judge the largest memory that Megatron reports of its first steps and of its checkpoints."""
+    stock, ours = (run(found, Launch(way))["peak_mib"] for way in (Way.STOCK, Way.OVERLAYS))
+    return Verdict.of(f"{ours / 1024:.1f} GiB, stock {stock / 1024:.1f} GiB", holds=0 < ours < stock)
+
+
+def on_a_gpu(found: Found) -> bool:
+    """Whether times and memory are those of a GPU."""
+    return bool(found["host"] == "gpu")
+
+
+CLAIMS = (
+    Claim("megatron-trains", "Megatron-LM's pretrain_hybrid.py, not edited, trains by `megacpp_overlays run`", trains),
+    as_stock(Layout.ONE),
+    Claim("megatron-used", "overlays are used, and not only active; none is in conflict", used),
+    Claim("megatron-off", "with MEGACPP_OVERLAYS=off it does what stock does", off),
+    Claim("megatron-resumes", "a run with overlays goes on from its checkpoint as a stock run does", goes_on),
+    Claim(
+        "megatron-stock-resumes",
+        "stock goes on from a checkpoint that was saved with overlays",
+        exchanged(Way.STOCK, Way.OVERLAYS),
+    ),
+    Claim(
+        "megatron-overlays-resume",
+        "with overlays a run goes on from a checkpoint of stock",
+        exchanged(Way.OVERLAYS, Way.STOCK),
+    ),
+    as_stock(Layout.DATA),
+    as_stock(Layout.TENSOR),
+    Claim(
+        "megatron-reshards",
+        "with overlays one rank goes on from a checkpoint of two data-parallel ranks and Megatron's distributed optimizer",
+        reshards,
+        over_ranks(RESHARDED[-1]),
+    ),
+    Claim("megatron-time", "a step is faster with overlays", faster, asked=on_a_gpu),
+    Claim("megatron-memory", "it needs less memory with overlays", smaller, asked=on_a_gpu),
+)

@@ -1,0 +1,341 @@
+"""The proof with Megatron-LM's own launcher: how its claims are judged, what it reads of a log, and what it asks of a checkout."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import HANG_S, ROOT, SUPPORT
+
+Kept = dict[str, Any]
+PYTHON = ROOT / ".envs/proof/bin/python"
+STOCK, OVERLAYS, AGAIN, OFF = (f"{way}, one rank" for way in ("stock", "overlays", "stock once more", "overlays off"))
+DATA, TENSOR = (f"overlays, two {kind}-parallel ranks" for kind in ("data", "tensor"))
+RESHARDED = f"{OVERLAYS}, from a checkpoint of {DATA}"
+
+
+@pytest.fixture
+def receipts() -> Kept:
+    found: Kept = json.loads((ROOT / "proof/results/megatron-cpu.json").read_text())
+    return found
+
+
+def outcomes(receipts: Kept) -> dict[str, str]:
+    """Judge every claim anew that could be judged then."""
+    from megatron_claims import CLAIMS
+
+    found = receipts["measured"]["megatron"]
+    return {claim.id: claim.judge(found).outcome.value for claim in CLAIMS if claim.asked(found)}
+
+
+def launch(receipts: Kept, name: str) -> Kept:
+    found: Kept = receipts["measured"]["megatron"]["runs"][name]
+    return found
+
+
+def scale(name: str, what: str, step: int, factor: float) -> Callable[[Kept], None]:
+    def change(receipts: Kept) -> None:
+        launch(receipts, name)[what][step] *= factor
+
+    return change
+
+
+def set_in(name: str, **values: Any) -> Callable[[Kept], None]:
+    return lambda receipts: launch(receipts, name).update(values)
+
+
+def skip_a_step(receipts: Kept) -> None:
+    launch(receipts, OVERLAYS)["skipped"][4] = 1.0
+
+
+def learn_nothing(receipts: Kept) -> None:
+    losses = launch(receipts, OVERLAYS)["losses"]
+    losses[-1] = losses[0]
+
+
+def call_less(receipts: Kept) -> None:
+    launch(receipts, OVERLAYS)["calls"]["dsa-sparse-attention"] -= 1
+
+
+def quarrel(receipts: Kept) -> None:
+    launch(receipts, OVERLAYS)["decisions"]["seq-aux-loss-packed"] = "conflict"
+
+
+def from_checkpoint(way: str, source: str) -> str:
+    return f"{way}, one rank, from a checkpoint of {source}, one rank"
+
+
+def on_a_gpu(ms: float, mib: float) -> Callable[[Kept], None]:
+    def change(receipts: Kept) -> None:
+        receipts["measured"]["megatron"]["host"] = "gpu"
+        for name, times, most in ((STOCK, 100.0, 2048.0), (OVERLAYS, ms, mib)):
+            kept = launch(receipts, name)
+            kept.update(ms=[900.0, *[times] * (len(kept["ms"]) - 1)], peak_mib=most)
+
+    return change
+
+
+BROKEN = {
+    "a step is skipped": (skip_a_step, {"megatron-trains"}),
+    "nothing is learnt": (learn_nothing, {"megatron-trains", "megatron-losses-one"}),
+    "a loss is off": (scale(OVERLAYS, "losses", 3, 1.002), {"megatron-losses-one"}),
+    "a loss is no number": (scale(OVERLAYS, "losses", 3, math.nan), {"megatron-losses-one"}),
+    "a loss of two replicas is off": (scale(DATA, "losses", 3, 1.002), {"megatron-losses-data"}),
+    "a loss of two shards is off": (scale(TENSOR, "losses", 3, 1.002), {"megatron-losses-tensor"}),
+    "ranks decide otherwise": (set_in(DATA, ranks={"size": 2, "agreed": False}), {"megatron-losses-data"}),
+    "ranks were not compared": (set_in(TENSOR, ranks=None), {"megatron-losses-tensor"}),
+    "a step goes past a seam": (call_less, {"megatron-used"}),
+    "a conflict": (quarrel, {"megatron-used"}),
+    "off is not off": (scale(OFF, "losses", -1, 1 + 1e-12), {"megatron-off"}),
+    "a resumed run begins elsewhere": (
+        scale(from_checkpoint("overlays", "overlays"), "losses", 0, 1 + 1e-9),
+        {"megatron-resumes"},
+    ),
+    "stock cannot go on": (
+        scale(from_checkpoint("stock", "overlays"), "losses", 0, 1.01),
+        {"megatron-stock-resumes"},
+    ),
+    "overlays cannot go on": (
+        scale(from_checkpoint("overlays", "stock"), "losses", 0, 1.01),
+        {"megatron-overlays-resume"},
+    ),
+    "one rank fails in another way": (set_in(RESHARDED, error="KeyError: 'step'"), {"megatron-reshards"}),
+    "slower on a GPU": (on_a_gpu(101.0, 1024.0), {"megatron-time"}),
+    "larger on a GPU": (on_a_gpu(50.0, 2049.0), {"megatron-memory"}),
+    "no memory was logged": (on_a_gpu(50.0, 0.0), {"megatron-memory"}),
+}
+
+
+def test_every_claim_that_is_kept_holds_or_is_upstreams_own(receipts: Kept) -> None:
+    assert outcomes(receipts) == {claim["id"]: claim["outcome"] for claim in receipts["claims"]}
+    assert {claim for claim, outcome in outcomes(receipts).items() if outcome != "HOLDS"} == {"megatron-reshards"}
+    assert receipts["problems"] == []
+
+
+@pytest.mark.parametrize(("change", "wrong"), BROKEN.values(), ids=BROKEN)
+def test_a_claim_fails_where_what_it_rests_on_is_otherwise(
+    receipts: Kept, change: Callable[[Kept], None], wrong: set[str]
+) -> None:
+    change(receipts)
+
+    assert {claim for claim, outcome in outcomes(receipts).items() if outcome == "FAILS"} == wrong
+
+
+def test_each_claim_is_made_to_fail_above() -> None:
+    from megatron_claims import CLAIMS
+
+    assert set().union(*(wrong for _, wrong in BROKEN.values())) == {claim.id for claim in CLAIMS}
+
+
+def test_noise_of_two_stock_runs_is_allowed_twice(receipts: Kept) -> None:
+    scale(AGAIN, "losses", 3, 1.002)(receipts)
+    scale(OVERLAYS, "losses", 3, 1.003)(receipts)
+
+    assert outcomes(receipts)["megatron-losses-one"] == "HOLDS"
+
+
+def test_where_stock_begins_elsewhere_too_it_is_upstreams_own(receipts: Kept) -> None:
+    for way in ("stock", "overlays"):
+        scale(from_checkpoint(way, way), "losses", 0, 1 + 1e-9)(receipts)
+
+    assert outcomes(receipts)["megatron-resumes"] == "UPSTREAM"
+
+
+@pytest.mark.parametrize(("factor", "outcome"), [(1.0, "HOLDS"), (1.01, "FAILS")])
+def test_one_rank_that_goes_on_from_two_is_judged_by_its_first_loss(
+    receipts: Kept, factor: float, outcome: str
+) -> None:
+    whole = launch(receipts, DATA)
+    begin = whole["iterations"].index(receipts["measured"]["megatron"]["saved"] + 1)
+    goes_on = {"iterations": whole["iterations"][begin:], "losses": [whole["losses"][begin] * factor]}
+    receipts["measured"]["megatron"]["runs"][RESHARDED] = goes_on
+
+    assert outcomes(receipts)["megatron-reshards"] == outcome
+
+
+def test_a_step_is_read_from_the_line_that_megatron_logs() -> None:
+    from megatron_launches import peak_mib, steps
+
+    line = (
+        " [2026-11-24 13:20:31.282443] iteration        5/      20 | consumed samples:           20 |"
+        " elapsed time per iteration (ms): 82.7 | learning rate: 1.000000E-03 | lm loss: 5.173357E+00 |"
+        " grad norm: 0.938 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+    )
+    log = f"> building\n{line}\n[Rank 0] (after 5 iterations) memory (MB) | allocated: 1.00 | max allocated: 2.50 | x\n"
+
+    (found,) = steps(log)
+
+    assert (found["iteration"], found["lm loss"], found["grad norm"]) == (5, 5.173357, 0.938)
+    assert found["elapsed time per iteration (ms)"] == 82.7
+    assert peak_mib(log) == 2.5
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("[rank0]: RuntimeError: no more memory\nthe end", "RuntimeError: no more memory"),
+        (
+            'a\n[rank0]:   File "/x/distrib_optimizer.py", line 839, in state_dict\n[rank0]:     assert len(steps) == 1\n'
+            "[rank0]:            ^^^^^^\n[rank0]: AssertionError",
+            "AssertionError at distrib_optimizer.py:839: assert len(steps) == 1",
+        ),
+        ("killed\nby a signal", "by a signal"),
+    ],
+)
+def test_the_cause_of_an_end_is_the_last_exception(text: str, cause: str) -> None:
+    from megatron_launches import _cause
+
+    assert _cause(text) == cause
+
+
+# --- a checkout ---
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Return a folder that looks like a checkout, with a module that compiles."""
+    given = tmp_path / "given"
+    for name in ("pretrain_hybrid.py", "hybrid_builders.py", "model_provider.py", "megatron/training/__init__.py"):
+        (given / name).parent.mkdir(parents=True, exist_ok=True)
+        (given / name).write_text("")
+    info = given / "megatron/core/package_info.py"
+    (given / "megatron/core/datasets").mkdir(parents=True)
+    info.write_text("MAJOR = 0\nMINOR = 19\nPATCH = 0\nPRE_RELEASE = 'rc1'\nVERSION = (MAJOR, MINOR)\n")
+    (given / "megatron/core/datasets/helpers.cpp").write_text(
+        "#include <pybind11/pybind11.h>\nPYBIND11_MODULE(helpers_cpp, module) {}\n"
+    )
+    return given
+
+
+def test_a_checkout_is_copied_and_nothing_is_written_into_it(checkout: Path, tmp_path: Path) -> None:
+    from megatron_checkout import copied
+
+    before = sorted(path for path in checkout.rglob("*"))
+    copy = tmp_path / "copy"
+    copy.mkdir()
+
+    found = copied(checkout, copy)
+
+    assert sorted(path for path in checkout.rglob("*")) == before
+    assert found.version == "0.19.0rc1"
+    assert found.commit.startswith("no commit; SHA-256 of its Python files ")
+    assert [path.name for path in copy.glob("megatron/core/datasets/helpers_cpp*.so")]
+
+
+def test_the_hash_of_what_git_does_not_know_is_of_every_file(checkout: Path, tmp_path: Path) -> None:
+    from megatron_checkout import copied
+
+    seen = []
+    for number, text in enumerate(("", "changed = True\n")):
+        (checkout / "megatron/training/__init__.py").write_text(text)
+        (copy := tmp_path / str(number)).mkdir()
+        seen.append(copied(checkout, copy).commit)
+
+    assert seen[0] != seen[1]
+
+
+def test_a_checkout_that_git_knows_is_named_by_its_commit(checkout: Path, tmp_path: Path) -> None:
+    from megatron_checkout import copied
+
+    def git(*words: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        done = subprocess.run(["git", "-C", checkout, *identity, *words], check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "first")
+    (copy := tmp_path / "copy").mkdir()
+
+    assert copied(checkout, copy).commit == git("rev-parse", "HEAD")
+
+    (checkout / "pretrain_hybrid.py").write_text("edited = True\n")
+    (later := tmp_path / "later").mkdir()
+
+    assert copied(checkout, later).commit == f"{git('rev-parse', 'HEAD')}-dirty"
+
+
+def test_a_folder_that_is_no_checkout_ends_with_the_way_out(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [PYTHON, "-W", "ignore", ROOT / "proof/run.py", "--quick", "--megatron-lm", tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_S,
+    )
+
+    assert done.returncode == 1
+    assert f"{tmp_path} has no pretrain_hybrid.py, hybrid_builders.py" in done.stdout
+    assert "give a checkout of https://github.com/NVIDIA/Megatron-LM" in done.stdout
+
+
+def test_page_that_is_kept_is_that_of_the_receipts(tmp_path: Path) -> None:
+    results = ROOT / "proof/results"
+
+    done = subprocess.run(
+        [PYTHON, ROOT / "proof/run.py", "--page", results / "megatron-cpu.json", "--write", tmp_path / "page.md"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_S,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "page.md").read_text() == (results / "megatron-cpu.md").read_text()
+
+
+def test_the_readme_says_how_many_overlays_were_active(receipts: Kept) -> None:
+    active = sum(decision == "active" for decision in launch(receipts, OVERLAYS)["decisions"].values())
+
+    assert f"with {active} active overlays are stock's but for rounding" in (ROOT / "README.md").read_text()
+
+
+# --- what the launcher is given ---
+
+
+@pytest.mark.upstream
+def test_the_stack_that_the_launcher_is_given_trains_on_the_released_megatron() -> None:
+    variables = {
+        "CUDA_VISIBLE_DEVICES": "",
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TRITON_INTERPRET": "0",
+    }
+    path = os.pathsep.join(map(str, (ROOT / "proof/on_cpu", ROOT / "proof/launchers")))
+
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", SUPPORT / "local_stack_steps.py"],
+        env={**os.environ, **variables, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_S,
+    )
+
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["losses"] == sorted(found["losses"], reverse=True)
+    assert found["without a gradient"] == []
+
+
+@pytest.mark.upstream
+@pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="MEGATRON_LM names no checkout of Megatron-LM")
+def test_the_launcher_of_a_given_checkout_bears_every_claim(tmp_path: Path) -> None:
+    words = ["--quick", "--megatron-lm", os.environ["MEGATRON_LM"], "--json", tmp_path / "found.json"]
+
+    done = subprocess.run(
+        [PYTHON, "-W", "ignore", ROOT / "proof/run.py", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_S,
+    )
+
+    assert done.returncode == 0, done.stdout
