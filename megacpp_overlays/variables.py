@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from megacpp_overlays.errors import SettingsError
 from megacpp_overlays.frozen import NamedTuple
 
-PREFIXES = ("MEGACPP_OVERLAY", "MEGACPP_LINEAR_CE")
+PREFIXES = ("MEGACPP_OVERLAY", "MEGACPP_LINEAR_CE", "MEGACPP_SPARSE_ATTENTION")
 """What names of variables begin with that belong to this package. An unknown one of them is an error."""
 
 _YES = frozenset({"1", "true", "yes", "on", "enable", "enabled"})
@@ -252,6 +252,17 @@ LINEAR_CE_MASKED = Setting(
     compared_in="settings",
     ranks="Compared: it decides over which tokens sums are formed.",
 )
+SPARSE_ATTENTION_CHOICES = Setting(
+    "MEGACPP_SPARSE_ATTENTION_CHOICES",
+    "What attention over chosen keys makes of indices that are neither -1 nor a key, or that a query chose twice. `trust` does "
+    "not look: the former count as no choice, the latter twice. `check` ends the first call that has one in an error with its "
+    "place; it waits for the device in each call, so it is for debugging.",
+    default="trust",
+    values=("trust", "check"),
+    meant=_yes_or_no("check", "trust"),
+    compared_in="settings",
+    ranks="Compared: a rank that checks waits for its device in each call, and others wait for it.",
+)
 
 SETTINGS = (
     MODE,
@@ -270,6 +281,7 @@ SETTINGS = (
     LINEAR_CE_MEMORY_MIB,
     LINEAR_CE_LOGITS,
     LINEAR_CE_MASKED,
+    SPARSE_ATTENTION_CHOICES,
 )
 """Every setting; `SWITCH` stands for one variable of each overlay and gate."""
 

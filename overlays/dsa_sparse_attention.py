@@ -83,9 +83,13 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
 
 def _read(query: Any, key: Any, topk_indices: Any) -> tuple[Any, Any, Any]:
     """Return the indices on the device of the query, whether each is a key, and int64 ones that all are."""
+    from megacpp_overlays.kernels.sparse_attention import function as sparse_attention
     from megacpp_overlays.runtime import multi_query
+    from megacpp_overlays.variables import SPARSE_ATTENTION_CHOICES, chosen
 
     indices = multi_query.to_take(topk_indices, query.device)
+    if chosen(SPARSE_ATTENTION_CHOICES) == "check":  # before masks: what is hidden later is not forgiven
+        sparse_attention.check_choices(indices, key.size(0))
     return indices, (indices >= 0) & (indices < key.size(0)), indices.clamp(0, key.size(0) - 1).long()
 
 

@@ -17,6 +17,7 @@ from places import HANG_S, ROOT, SUPPORT
 from sparse_attention_cases import GRID, Entry, errors, inputs, results
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megacpp_overlays import variables
 from megacpp_overlays.kernels.sparse_attention import function, in_torch, reference
 
 SIZES = st.builds(
@@ -226,3 +227,14 @@ def test_choices_are_checked_for_debugging() -> None:
         function.check_choices(torch.tensor([[[2, 0, -1], [3, -1, -1]]]), 3)
     with pytest.raises(ValueError, match="batch element 0, query 0: index 2 is chosen twice"):
         function.check_choices(torch.tensor([[[2, 0, 2], [1, -1, -1]]]), 3)
+
+
+def test_a_call_checks_its_choices_where_the_setting_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = inputs(Entry(3, 2, 2, 8, 6, 1, 5, dtype=torch.float32))["given"]
+    made["indices"] = torch.tensor([[[0], [-1], [5]], [[1], [2], [77]]])
+
+    function.attend(**made)
+
+    monkeypatch.setitem(variables._of_this_process, variables.SPARSE_ATTENTION_CHOICES.name, "check")
+    with pytest.raises(ValueError, match="batch element 1, query 2: index 77 is neither -1 nor one of 6 keys"):
+        function.attend(**made)

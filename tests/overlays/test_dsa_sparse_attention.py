@@ -36,6 +36,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import SUPPORT
 
+from megacpp_overlays import variables
 from megacpp_overlays.feature_probes import dsa_sparse_attention as feature
 from megacpp_overlays.kernels.sparse_attention import function as sparse_attention
 from megacpp_overlays.overlays.dsa_sparse_attention import OVERLAY
@@ -211,6 +212,20 @@ def test_an_index_that_is_no_key_is_no_choice_and_an_error_upstream(upstream: Mo
     with pytest.raises(RuntimeError, match="out of bounds"):
         called(upstream, inputs(), beyond)
     assert torch.equal(called(patched, inputs(), beyond)[0], called(patched, inputs(), chosen)[0])
+
+
+def test_a_choice_of_no_key_is_an_error_where_choices_are_checked(
+    patched: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(variables._of_this_process, variables.SPARSE_ATTENTION_CHOICES.name, "check")
+    chosen = choices()
+    called(patched, inputs(torch.float32), chosen)
+    chosen[1, 2, 0] = KEYS
+
+    with pytest.raises(
+        ValueError, match=f"batch element 1, query 2: index {KEYS} is neither -1 nor one of {KEYS} keys"
+    ):
+        called(patched, inputs(torch.float32), chosen)
 
 
 def test_what_is_no_number_stays_in_the_key_that_nobody_chose(upstream: ModuleType, patched: ModuleType) -> None:

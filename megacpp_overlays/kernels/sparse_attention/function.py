@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megacpp_overlays.kernels.sparse_attention import in_torch
+from megacpp_overlays.variables import SPARSE_ATTENTION_CHOICES, chosen
 
 
 def attend(
@@ -45,9 +46,12 @@ def attend(
         (queries, batch, heads), float32, -inf there; both contiguous.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not belong together.
+        ValueError: shapes, dtypes or devices do not belong together, or MEGACPP_SPARSE_ATTENTION_CHOICES asks for a check and
+            a choice does not stand it, see `check_choices`.
     """
     _check(query, key, indices, value_channels, sink, bias)
+    if chosen(SPARSE_ATTENTION_CHOICES) == "check":
+        check_choices(indices, key.size(0))
     output, lse = _attend(query, key, indices, scale, value_channels, sink, bias)
     return output, lse
 
