@@ -18,6 +18,7 @@ from processes import ProofError
 
 LAUNCHER = "pretrain_hybrid.py"
 NEEDED = (LAUNCHER, "hybrid_builders.py", "model_provider.py", "megatron/core/package_info.py", "megatron/training")
+TESTS = "tests/unit_tests/transformer/experimental_attention_variant"
 HELPERS = "megatron/core/datasets/helpers"
 WAY_OUT = "give a checkout of https://github.com/NVIDIA/Megatron-LM, such as one of the tag core_v0.19.0"
 
@@ -45,6 +46,10 @@ def copied(given: Path, folder: Path) -> Checkout:
     for path in given.glob("*.py"):
         shutil.copy(path, folder)
     shutil.copytree(given / "megatron", folder / "megatron", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    if (given / TESTS).is_dir():
+        shutil.copytree(
+            given / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__", "functional_tests")
+        )
     _compile(folder / HELPERS)
     launcher = (given / LAUNCHER).read_bytes()
     return Checkout(folder, _version(given), _commit(given), hashlib.sha256(launcher).hexdigest())

@@ -1,4 +1,4 @@
-"""The section of a proof's page about Megatron-LM's own launcher."""
+"""The sections of a proof's page about Megatron-LM's own launcher and tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WHERE = {
 }
 
 
-def section(found: Found) -> list[str]:
+def launches(found: Found) -> list[str]:
     """Return the lines of the section."""
     checkout = found["checkout"]
     return [
@@ -59,3 +59,18 @@ def _decisions(found: Found) -> list[str]:
         calls = f" ({run['calls'][name]} calls)" if name in run["calls"] else ""
         by_decision.setdefault(decision, []).append(name + calls)
     return [f"- {decision}: {', '.join(names)}" for decision, names in sorted(by_decision.items())]
+
+
+def tests(found: Found) -> list[str]:
+    """Return the lines of the section about its tests."""
+    rows = [
+        [way, *(str(len(found[way][kind])) for kind in ("passed", "failed", "skipped"))] for way in ("without", "with")
+    ]
+    return [
+        "## Megatron-LM's own tests of sparse attention",
+        "",
+        f"`{found['folder']}` of the same checkout, as it is; without Transformer Engine, TileLang and a second rank many of them end",
+        "before they begin, with overlays and without.",
+        "",
+        *table(["overlays", "passed", "failed", "skipped"], rows),
+    ]

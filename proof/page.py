@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import megatron_page
 from claims import Found
-from liger_tests_claims import repaired
-from megatron_page import section as megatron
+from kept_tests import repaired
 from report import source, table
 from trainer_launches import Data, Launch, Way
 
@@ -42,7 +42,12 @@ def markdown(found: Found) -> str:
         "",
         " ".join(f"{word}: {meaning}." for word, meaning in MEANING.items()),
     ]
-    sections = {"trainer": _trainer, "liger-tests": _liger_tests, "megatron": megatron}
+    sections = {
+        "trainer": _trainer,
+        "liger-tests": _liger_tests,
+        "megatron": megatron_page.launches,
+        "megatron-tests": megatron_page.tests,
+    }
     for name, section in sections.items():
         if name in measured:
             lines += ["", *section(measured[name])]

@@ -29,6 +29,7 @@ import liger_tests_claims
 import liger_tests_runs
 import megatron_claims
 import megatron_launches
+import megatron_tests
 import page
 import plot
 import report
@@ -47,14 +48,19 @@ SUBJECTS = (
     ),
     Subject("liger-tests", "Liger's own tests of this loss", liger_tests_runs.measure, liger_tests_claims.CLAIMS),
 )
-MEGATRON = Subject(
-    "megatron",
-    "Megatron-LM's own launcher, DeepSeek sparse attention and experts",
-    megatron_launches.measure,
-    megatron_claims.CLAIMS,
+OF_A_CHECKOUT = (
+    Subject(
+        "megatron",
+        "Megatron-LM's own launcher, DeepSeek sparse attention and experts",
+        megatron_launches.measure,
+        megatron_claims.CLAIMS,
+    ),
+    Subject(
+        "megatron-tests", "Megatron-LM's own tests of sparse attention", megatron_tests.measure, megatron_tests.CLAIMS
+    ),
 )
 NEEDED = ("torch", "triton", "numpy", "transformers", "accelerate", "liger-kernel", "pytest", "megacpp-overlays")
-MEGATRON_NEEDED = ("torch", "triton", "numpy", "psutil", "megacpp-overlays")
+MEGATRON_NEEDED = ("torch", "triton", "numpy", "psutil", "pytest", "megacpp-overlays")
 INPUTS = ("locks/proof.txt", "locks/proof-source.txt", "proof/launchers/hf_trainer.py")
 """What decides everything that is measured; their hashes are on the page."""
 MEGATRON_INPUTS = ("locks/proof.txt", "proof/launchers/local_stack.py", "proof/on_cpu/sitecustomize.py")
@@ -91,7 +97,8 @@ def measured(chosen: argparse.Namespace) -> Found:
         },
         "quick": chosen.quick,
     }
-    subjects = [MEGATRON] if checkout else [each for each in SUBJECTS if not chosen.only or each.id in chosen.only]
+    offered = OF_A_CHECKOUT if checkout else SUBJECTS
+    subjects = [each for each in offered if not chosen.only or each.id in chosen.only]
     found = prove(
         subjects, chosen.archives, lambda text: print(text, flush=True), quick=chosen.quick, checkout=checkout
     )
@@ -113,7 +120,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--write", type=Path, help="keep the page in this file")
     parser.add_argument("--plot", type=Path, help="keep the plot in this file, as SVG")
     parser.add_argument(
-        "--only", action="append", choices=[subject.id for subject in SUBJECTS], help="one subject; may be repeated"
+        "--only",
+        action="append",
+        choices=[subject.id for subject in (*SUBJECTS, *OF_A_CHECKOUT)],
+        help="one subject; may be repeated",
     )
     parser.add_argument(
         "--megatron-lm",
@@ -124,8 +134,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer steps and fewer of upstream's tests")
     parser.add_argument("--archives", type=Path, default=ARCHIVES, help="folder of the source archives of upstreams")
     chosen = parser.parse_args()
-    if chosen.megatron_lm and chosen.only:
-        parser.error("--megatron-lm has claims of its own: leave out --only")
+    offered = [subject.id for subject in (OF_A_CHECKOUT if chosen.megatron_lm else SUBJECTS)]
+    if unknown := [each for each in chosen.only or () if each not in offered]:
+        with_it = "with" if chosen.megatron_lm else "without"
+        parser.error(f"--only {unknown[0]}: {with_it} --megatron-lm there are {', '.join(offered)}")
     for path in filter(None, (chosen.json, chosen.write, chosen.plot)):
         if not path.resolve().parent.is_dir():
             parser.error(

@@ -8,6 +8,7 @@ not in it: what computes is PyTorch, and what this project puts in place.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -127,6 +128,17 @@ def answer(torch: ModuleType) -> None:
     torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor
     torch.nn.Module.cuda = lambda module, *_, **__: module
     torch.Tensor.type = named_as_on_a_device(torch.Tensor.type)
+    torch.distributed.init_process_group = over_gloo(torch.distributed.init_process_group)
+
+
+def over_gloo(make: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that makes process groups of gloo where NCCL, or nothing, is asked for."""
+
+    @functools.wraps(make)
+    def init_process_group(backend: str | None = None, *given: Any, **named: Any) -> None:
+        make("gloo" if backend in {None, "nccl"} else backend, *given, **named)
+
+    return init_process_group
 
 
 def on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,10 +29,10 @@ def receipts() -> Kept:
 
 def outcomes(receipts: Kept) -> dict[str, str]:
     """Judge every claim anew that could be judged then."""
-    from megatron_claims import CLAIMS
+    import run
 
-    found = receipts["measured"]["megatron"]
-    return {claim.id: claim.judge(found).outcome.value for claim in CLAIMS if claim.asked(found)}
+    pairs = [(claim, receipts["measured"][subject.id]) for subject in run.OF_A_CHECKOUT for claim in subject.claims]
+    return {claim.id: claim.judge(found).outcome.value for claim, found in pairs if claim.asked(found)}
 
 
 def launch(receipts: Kept, name: str) -> Kept:
@@ -82,6 +82,26 @@ def on_a_gpu(ms: float, mib: float) -> Callable[[Kept], None]:
     return change
 
 
+def lose_a_test(receipts: Kept) -> None:
+    without, with_overlays = (receipts["measured"]["megatron-tests"][way] for way in ("without", "with"))
+    name = with_overlays["passed"].pop()
+    without["failed"][name] = with_overlays["failed"][name] = "RuntimeError: the same"
+    without["passed"] = [*with_overlays["passed"], name]
+
+
+def fail_in_another_way(receipts: Kept) -> None:
+    failed = receipts["measured"]["megatron-tests"]["with"]["failed"]
+    failed[next(iter(failed))] = "RuntimeError: another"
+
+
+def call_nothing(receipts: Kept) -> None:
+    del receipts["measured"]["megatron-tests"]["with"]["calls"]["dsa-sparse-attention"]
+
+
+def quarrel_in_tests(receipts: Kept) -> None:
+    receipts["measured"]["megatron-tests"]["with"]["conflicts"] = ["dsa-capture-gates"]
+
+
 BROKEN = {
     "a step is skipped": (skip_a_step, {"megatron-trains"}),
     "nothing is learnt": (learn_nothing, {"megatron-trains", "megatron-losses-one"}),
@@ -109,13 +129,18 @@ BROKEN = {
     "one rank fails in another way": (set_in(RESHARDED, error="KeyError: 'step'"), {"megatron-reshards"}),
     "slower on a GPU": (on_a_gpu(101.0, 1024.0), {"megatron-time"}),
     "larger on a GPU": (on_a_gpu(50.0, 2049.0), {"megatron-memory"}),
+    "a test is lost": (lose_a_test, {"megatron-tests-kept"}),
+    "a test fails in another way": (fail_in_another_way, {"megatron-tests-rest"}),
+    "tests go past a seam": (call_nothing, {"megatron-tests-used"}),
+    "a conflict in tests": (quarrel_in_tests, {"megatron-tests-used"}),
     "no memory was logged": (on_a_gpu(50.0, 0.0), {"megatron-memory"}),
 }
 
 
 def test_every_claim_that_is_kept_holds_or_is_upstreams_own(receipts: Kept) -> None:
     assert outcomes(receipts) == {claim["id"]: claim["outcome"] for claim in receipts["claims"]}
-    assert {claim for claim, outcome in outcomes(receipts).items() if outcome != "HOLDS"} == {"megatron-reshards"}
+    others = {claim for claim, outcome in outcomes(receipts).items() if outcome != "HOLDS"}
+    assert others == {"megatron-reshards", "megatron-tests-rest"}
     assert receipts["problems"] == []
 
 
@@ -129,9 +154,10 @@ def test_a_claim_fails_where_what_it_rests_on_is_otherwise(
 
 
 def test_each_claim_is_made_to_fail_above() -> None:
-    from megatron_claims import CLAIMS
+    import run
 
-    assert set().union(*(wrong for _, wrong in BROKEN.values())) == {claim.id for claim in CLAIMS}
+    claims = {claim.id for subject in run.OF_A_CHECKOUT for claim in subject.claims}
+    assert set().union(*(wrong for _, wrong in BROKEN.values())) == claims
 
 
 def test_noise_of_two_stock_runs_is_allowed_twice(receipts: Kept) -> None:
@@ -274,6 +300,19 @@ def test_a_folder_that_is_no_checkout_ends_with_the_way_out(tmp_path: Path) -> N
     assert done.returncode == 1
     assert f"{tmp_path} has no pretrain_hybrid.py, hybrid_builders.py" in done.stdout
     assert "give a checkout of https://github.com/NVIDIA/Megatron-LM" in done.stdout
+
+
+def test_a_subject_that_needs_a_checkout_is_not_offered_without_one() -> None:
+    done = subprocess.run(
+        [PYTHON, ROOT / "proof/run.py", "--only", "megatron-tests"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_S,
+    )
+
+    assert done.returncode == 2
+    assert "--only megatron-tests: without --megatron-lm there are trainer, liger-tests" in done.stderr
 
 
 def test_page_that_is_kept_is_that_of_the_receipts(tmp_path: Path) -> None:

@@ -1,0 +1,74 @@
+"""Megatron-LM's own tests of sparse attention, without overlays and with: how they are run, and what is claimed of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+
+from claims import Claim, Found, Say, Verdict, Workplace
+from kept_tests import none_lost, rest_is_upstreams
+from megatron_checkout import TESTS, WAY_OUT, copied
+from megatron_launches import HERE
+from megatron_sizes import sizes
+from processes import RUN, ProofError, start
+
+WAYS = ("without", "with")
+USED = ("dsa-sparse-attention", "dsa-indexer-streaming")
+"""What these tests call."""
+RENDEZVOUS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29641", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+
+
+def measure(place: Workplace, say: Say) -> Found:
+    """Return how each test ended, and what of the overlays was called."""
+    if place.checkout is None:
+        raise ProofError(f"no checkout of Megatron-LM was given: {WAY_OUT}")
+    (copy := place.folder / "checkout").mkdir()
+    folder = copied(place.checkout, copy).folder
+    if not (folder / TESTS).is_dir():
+        raise ProofError(f"{place.checkout} has no {TESTS}: {WAY_OUT}")
+    if importlib.util.find_spec("requests") is None:
+        (folder / "requests.py").write_text("")  # their conftest fetches data with it, which these tests do without
+    (folder / "pytest.ini").write_text(
+        "[pytest]\n"
+    )  # neither their settings nor those of a checkout around this folder
+    chosen = sizes(quick=place.quick)
+    found: Found = {"folder": TESTS}
+    for number, way in enumerate(WAYS, start=1):
+        began = time.monotonic()
+        kept = place.folder / f"{way}.json"
+        words = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "outcomes", TESTS]
+        start(
+            words if way == "without" else [*RUN, *words],
+            {**chosen.env, **RENDEZVOUS, "PROOF_OUTCOMES": str(kept)},
+            path=[*chosen.path, HERE / "launchers", folder],
+            cwd=folder,
+            codes=(0, 1),
+        )
+        ended = json.loads(kept.read_text())
+        audit = ended.pop("audit", [])
+        ended["calls"] = {each["id"]: calls for each in audit if (calls := sum(each["calls"].values()))}
+        ended["conflicts"] = [each["id"] for each in audit if each["decision"] == "conflict"]
+        found[way] = ended
+        counts = f"{len(ended['passed'])} passed, {len(ended['failed'])} failed"
+        say(f"[{number}/{len(WAYS)}] Megatron's tests {way} overlays: {counts}, {time.monotonic() - began:.0f} s")
+    return found
+
+
+def used(found: Found) -> Verdict:
+    """Judge that these tests reach what is to be tried, and that nothing is in conflict."""
+    calls, conflicts = found["with"]["calls"], found["with"]["conflicts"]
+    named = ", ".join(f"{name} {count} times" for name, count in sorted(calls.items(), key=lambda each: -each[1]))
+    figure = f"called: {named or 'none'}; in conflict: {', '.join(conflicts) or 'none'}"
+    return Verdict.of(figure, holds=all(calls.get(name, 0) for name in USED) and not conflicts)
+
+
+CLAIMS = (
+    Claim(
+        "megatron-tests-kept",
+        "of Megatron-LM's own tests of sparse attention, what passes without overlays passes with them",
+        none_lost,
+    ),
+    Claim("megatron-tests-used", "they call what overlays replace", used),
+    Claim("megatron-tests-rest", "what fails with overlays is upstream's own failure on this host", rest_is_upstreams),
+)
