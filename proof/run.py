@@ -33,6 +33,7 @@ import megatron_tests
 import page
 import plot
 import report
+import timing
 import trainer_claims
 import trainer_launches
 from claims import Found, Subject
@@ -89,7 +90,7 @@ def measured(chosen: argparse.Namespace) -> Found:
     checkout: Path | None = chosen.megatron_lm
     head: Found = {
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "host": {"machine": platform.machine(), "python": platform.python_version()},
+        "host": host(on_gpus=checkout is not None),
         "versions": {name: importlib.metadata.version(name) for name in needed(checkout)},
         "inputs": {
             name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest()
@@ -105,6 +106,17 @@ def measured(chosen: argparse.Namespace) -> Found:
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = {"seconds": time.monotonic() - began, "cpu_seconds": children.ru_utime + children.ru_stime}
     return {**head, **found, **spent}
+
+
+def host(*, on_gpus: bool) -> Found:
+    """Return what is measured on; the GPU only where it is asked to compute."""
+    if on_gpus:
+        import torch
+
+        if torch.cuda.is_available():
+            found: Found = timing.about("cuda")["host"]
+            return found
+    return {"machine": platform.machine(), "python": platform.python_version()}
 
 
 def needed(checkout: Path | None) -> tuple[str, ...]:
