@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from claims import Found, Outcome, Verdict
+from report import table
 
 
 def repaired(found: Found) -> list[str]:
@@ -36,3 +37,10 @@ def rest_is_upstreams(found: Found) -> Verdict:
 
 MOST = 4
 """Errors that are quoted, the most frequent first."""
+
+
+def outcomes(found: Found) -> list[str]:
+    """Return the lines of a table of how many tests ended how."""
+    kinds = ("passed", "failed", "skipped")
+    rows = [[way, *(str(len(found[way][kind])) for kind in kinds)] for way in ("without", "with")]
+    return table(["overlays", *kinds], rows)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from claims import Claim, Found, Outcome, Verdict
-from megatron_launches import RESHARDED, Launch, Layout, Way
+from megatron_launches import BOTH, RESHARDED, Launch, Layout, Way
 
 ROUNDING = 1e-3
 """Relative, of a loss: weights and activations are bfloat16, which has 2**-8, and a loss is a mean of many of them."""
@@ -41,7 +41,7 @@ def as_stock(layout: Layout) -> Claim:
     """Return the claim that overlays change losses by no more than rounding."""
 
     def judge(found: Found) -> Verdict:
-        stock, ours = (run(found, Launch(way, layout)) for way in (Way.STOCK, Way.OVERLAYS))
+        stock, ours = (run(found, Launch(way, layout)) for way in BOTH)
         noise = apart(run(found, Launch(Way.AGAIN))["losses"], run(found, Launch(Way.STOCK))["losses"])
         losses, norms = (apart(ours[what], stock[what]) for what in ("losses", "norms"))
         figure = f"worst relative difference from stock: loss {losses:.1e}, grad norm {norms:.1e}; two stock runs differ by {noise:.1e}"
@@ -81,18 +81,24 @@ def used(found: Found) -> Verdict:
     return Verdict.of(figure, holds=enough and not conflicts)
 
 
-def first(found: Found, way: Way, source: Way) -> tuple[float, float]:
+def first(found: Found, way: Way, source: Launch) -> tuple[float, float]:
     """Return the first loss after a resume, and that of the same step of the run that left the checkpoint."""
-    resumed, whole = run(found, Launch(way, resumes=Launch(source))), run(found, Launch(source))
-    place = whole["iterations"].index(resumed["iterations"][0])
-    return resumed["losses"][0], whole["losses"][place]
+    resumed, whole = run(found, Launch(way, resumes=source)), run(found, source)
+    return resumed["losses"][0], whole["losses"][whole["iterations"].index(resumed["iterations"][0])]
+
+
+def begins_alike(found: Found, way: Way, source: Launch) -> Verdict:
+    """Judge that the first loss after a resume is that of the run that left the checkpoint, but for rounding."""
+    resumed, whole = first(found, way, source)
+    figure = f"step {found['saved'] + 1}: {resumed:.6f}, of the run that went on {whole:.6f}"
+    return Verdict.of(figure, holds=abs(resumed - whole) / whole <= ROUNDING)
 
 
 def goes_on(found: Found) -> Verdict:
     """Judge that a resumed run begins with the loss of the run that went on, as it does without overlays."""
-    ours, stock = (first(found, way, way) for way in (Way.OVERLAYS, Way.STOCK))
+    ours, stock = (first(found, way, Launch(way)) for way in (Way.OVERLAYS, Way.STOCK))
     rest = {}
-    for way in (Way.STOCK, Way.OVERLAYS):
+    for way in BOTH:
         resumed, whole = run(found, Launch(way, resumes=Launch(way))), run(found, Launch(way))
         rest[way] = apart(resumed["losses"][1:], whole["losses"][-len(resumed["losses"]) + 1 :])
     figure = f"step {found['saved'] + 1}: {ours[0]:.6f}, of the run that went on {ours[1]:.6f}; "
@@ -104,14 +110,7 @@ def goes_on(found: Found) -> Verdict:
 
 def exchanged(way: Way, source: Way) -> Callable[[Found], Verdict]:
     """Return the judge of a claim that one way goes on from a checkpoint of the other."""
-
-    def judge(found: Found) -> Verdict:
-        resumed, whole = first(found, way, source)
-        difference = abs(resumed - whole) / whole
-        figure = f"step {found['saved'] + 1}: {resumed:.6f}, of the run that went on {whole:.6f}"
-        return Verdict.of(figure, holds=difference <= ROUNDING)
-
-    return judge
+    return lambda found: begins_alike(found, way, Launch(source))
 
 
 def reshards(found: Found) -> Verdict:
@@ -120,10 +119,7 @@ def reshards(found: Found) -> Verdict:
     if "error" in ours:
         outcome = Outcome.UPSTREAM if stock.get("error") == ours["error"] else Outcome.FAILS
         return Verdict(outcome, f"{ours['error']}; stock: {stock.get('error', 'goes on')}")
-    whole = run(found, Launch(Way.OVERLAYS, Layout.DATA))
-    expected = whole["losses"][whole["iterations"].index(ours["iterations"][0])]
-    figure = f"step {found['saved'] + 1}: {ours['losses'][0]:.6f}, of the run that went on {expected:.6f}"
-    return Verdict.of(figure, holds=abs(ours["losses"][0] - expected) / expected <= ROUNDING)
+    return begins_alike(found, Way.OVERLAYS, Launch(Way.OVERLAYS, Layout.DATA))
 
 
 def over_ranks(launch: Launch) -> Callable[[Found], bool]:
@@ -134,7 +130,7 @@ def over_ranks(launch: Launch) -> Callable[[Found], bool]:
 def faster(found: Found) -> Verdict:
     """Judge the median step, the first fifth of the steps left out."""
     times = {}
-    for way in (Way.STOCK, Way.OVERLAYS):
+    for way in BOTH:
         kept = run(found, Launch(way))["ms"]
         times[way] = statistics.median(kept[len(kept) // 5 :])
     stock, ours = times[Way.STOCK], times[Way.OVERLAYS]
@@ -145,7 +141,7 @@ def faster(found: Found) -> Verdict:
 
 def smaller(found: Found) -> Verdict:
     """Judge the largest memory that Megatron reports of its first steps and of its checkpoints."""
-    stock, ours = (run(found, Launch(way))["peak_mib"] for way in (Way.STOCK, Way.OVERLAYS))
+    stock, ours = (run(found, Launch(way))["peak_mib"] for way in BOTH)
     return Verdict.of(f"{ours / 1024:.1f} GiB, stock {stock / 1024:.1f} GiB", holds=0 < ours < stock)
 
 

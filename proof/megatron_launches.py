@@ -14,8 +14,8 @@ from claims import Found, Say, Workplace
 from megatron_checkout import LAUNCHER, WAY_OUT, Checkout, copied
 from megatron_sizes import Sizes, sizes
 from processes import RUN, ProofError, start
+from upstream_tests import LAUNCHERS, calls
 
-HERE = Path(__file__).resolve().parent
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
@@ -131,7 +131,7 @@ def launched(launch: Launch, checkout: Checkout, chosen: Sizes, folder: Path) ->
     words: list[str | Path] = [*RUN, "--audit", audit, "--verify-ranks"] if ours else []
     words += [*TORCHRUN, str(RANKS[launch.layout]), checkout.folder / LAUNCHER, *arguments(launch, chosen, folder)]
     env = {**chosen.env, **({"MEGACPP_OVERLAYS": "off"} if launch.way is Way.OFF else {})}
-    path = [*chosen.path, HERE / "launchers", checkout.folder]
+    path = [*chosen.path, LAUNCHERS, checkout.folder]
     text = start(words, env, path=path, cwd=checkout.folder)
     logged = steps(text)
     if not logged:
@@ -193,6 +193,6 @@ def decided(audit: Found) -> Found:
     decisions: Sequence[Found] = audit["decisions"]
     return {
         "decisions": {each["id"]: each["decision"] for each in decisions},
-        "calls": {each["id"]: calls for each in decisions if (calls := sum(each["calls"].values()))},
+        "calls": calls(decisions),
         "ranks": audit.get("ranks"),
     }

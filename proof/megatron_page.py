@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from claims import Found
+from kept_tests import outcomes
 from megatron_checkout import LAUNCHER
 from megatron_launches import BOTH, Launch, Layout, Way
 from report import table
@@ -63,14 +64,11 @@ def _decisions(found: Found) -> list[str]:
 
 def tests(found: Found) -> list[str]:
     """Return the lines of the section about its tests."""
-    rows = [
-        [way, *(str(len(found[way][kind])) for kind in ("passed", "failed", "skipped"))] for way in ("without", "with")
-    ]
     return [
         "## Megatron-LM's own tests of sparse attention",
         "",
         f"`{found['folder']}` of the same checkout, as it is; without Transformer Engine, TileLang and a second rank many of them end",
         "before they begin, with overlays and without.",
         "",
-        *table(["overlays", "passed", "failed", "skipped"], rows),
+        *outcomes(found),
     ]

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import time
 
 from claims import Claim, Found, Say, Verdict, Workplace
 from kept_tests import none_lost, rest_is_upstreams
 from megatron_checkout import TESTS, WAY_OUT, copied
-from megatron_launches import HERE
 from megatron_sizes import sizes
-from processes import RUN, ProofError, start
+from processes import ProofError
+from upstream_tests import both_ways
 
-WAYS = ("without", "with")
 USED = ("dsa-sparse-attention", "dsa-indexer-streaming")
 """What these tests call."""
 RENDEZVOUS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29641", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -29,30 +26,9 @@ def measure(place: Workplace, say: Say) -> Found:
         raise ProofError(f"{place.checkout} has no {TESTS}: {WAY_OUT}")
     if importlib.util.find_spec("requests") is None:
         (folder / "requests.py").write_text("")  # their conftest fetches data with it, which these tests do without
-    (folder / "pytest.ini").write_text(
-        "[pytest]\n"
-    )  # neither their settings nor those of a checkout around this folder
     chosen = sizes(quick=place.quick)
-    found: Found = {"folder": TESTS}
-    for number, way in enumerate(WAYS, start=1):
-        began = time.monotonic()
-        kept = place.folder / f"{way}.json"
-        words = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "outcomes", TESTS]
-        start(
-            words if way == "without" else [*RUN, *words],
-            {**chosen.env, **RENDEZVOUS, "PROOF_OUTCOMES": str(kept)},
-            path=[*chosen.path, HERE / "launchers", folder],
-            cwd=folder,
-            codes=(0, 1),
-        )
-        ended = json.loads(kept.read_text())
-        audit = ended.pop("audit", [])
-        ended["calls"] = {each["id"]: calls for each in audit if (calls := sum(each["calls"].values()))}
-        ended["conflicts"] = [each["id"] for each in audit if each["decision"] == "conflict"]
-        found[way] = ended
-        counts = f"{len(ended['passed'])} passed, {len(ended['failed'])} failed"
-        say(f"[{number}/{len(WAYS)}] Megatron's tests {way} overlays: {counts}, {time.monotonic() - began:.0f} s")
-    return found
+    env, path = {**chosen.env, **RENDEZVOUS}, [*chosen.path, folder]
+    return {"folder": TESTS, **both_ways("Megatron's", [TESTS], env, path, folder, say)}
 
 
 def used(found: Found) -> Verdict:

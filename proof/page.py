@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import megatron_page
 from claims import Found
-from kept_tests import repaired
+from kept_tests import outcomes, repaired
 from report import source, table
 from trainer_launches import Data, Launch, Way
 
@@ -91,9 +91,6 @@ def _losses(found: Found, data: Data) -> list[str]:
 
 
 def _liger_tests(found: Found) -> list[str]:
-    rows = [
-        [way, *(str(len(found[way][kind])) for kind in ("passed", "failed", "skipped"))] for way in ("without", "with")
-    ]
     return [
         "## Liger's own tests",
         "",
@@ -101,7 +98,7 @@ def _liger_tests(found: Found) -> list[str]:
         f"against liger-kernel {found['with']['version']}; cases chosen by `-k '{found['chosen']}'`, because those of 1024 tokens",
         "over 4096 classes take minutes in Triton's interpreter. The interpreter has no `tanh`, so no case with a softcap runs.",
         "",
-        *table(["overlays", "passed", "failed", "skipped"], rows),
+        *outcomes(found),
         "",
         "Repaired by overlays:",
         "",
