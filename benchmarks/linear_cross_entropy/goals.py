@@ -63,12 +63,14 @@ def of_labelled(each: Found) -> Iterator[Goal]:
     """Yield the rows on a batch some of whose tokens have a label: time beside the products over those, and memory."""
     rows = each["rows"]
     where = f"{size(each['shape'])}, {each['labelled']} tokens labelled"
-    for name, floor in ((SKIPPED, FOUR), (KEPT_SKIPPED, THREE)):
+    for name, floor in ((SKIPPED, FOUR), (KEPT_SKIPPED, FOUR), (KEPT_SKIPPED, THREE)):
         if each["labelled"] < each["shape"]["tokens"]:
             asked = f"<= {OF_LABELLED} x the {floor} over them"
             yield from at_most(f"{where}, {name}", asked, rows, name, floor, OF_LABELLED)
     if each["labelled"] == each["shape"]["tokens"]:
-        for name, other in ((SKIPPED, COMPUTED), (KEPT_SKIPPED, KEPT_COMPUTED)):
+        for name, other in (
+            (OURS, COMPUTED), (KEPT, KEPT_COMPUTED), (SKIPPED, COMPUTED), (KEPT_SKIPPED, KEPT_COMPUTED),
+        ):  # fmt: skip
             yield from at_most(f"{where}, {name}", f"<= {OF_COMPUTED} x {other}", rows, name, other, OF_COMPUTED)
     if SKIPPED in rows:
         yield from memory(f"{where}, {SKIPPED}", rows[SKIPPED])

@@ -293,10 +293,14 @@ def _of_rows(  # type: ignore[no-untyped-def]
         tile_row, tile_column = _place(tile, tiles_of_rows, tiles_of_columns, GROUP)
         row, column = tile_row * ROWS, tile_column * COLUMNS
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        top, inside = row, 0
         for step in range(steps):
             if DEEP:
-                panel = step // per_panel
-                a = left.load([panel * height + row, (step - panel * per_panel) * DEPTH])
+                a = left.load([top, inside * DEPTH])
+                # Counted, not divided: this loop is the product itself.
+                inside += 1
+                top = tl.where(inside == per_panel, top + height, top)
+                inside = tl.where(inside == per_panel, 0, inside)
                 if TRANSPOSED:
                     b = right.load([column, start + step * DEPTH]).T
                 else:
