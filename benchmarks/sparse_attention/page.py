@@ -18,8 +18,9 @@ def markdown(found: dict[str, Any]) -> str:
         "Written by `benchmarks/sparse_attention/run.py`, in one run. bfloat16, one batch element; every query chooses its keys at",
         "random. Medians of contestants that take turns; memory is the peak above what was held before the call, results",
         "included. TFLOP/s count two products forward and five backward. `Megatron, none` is what the default backend runs,",
-        "`Megatron, tilelang` its other one, which takes 576/512 alone. Bare products are cuBLAS on dense tensors of the same",
-        "sizes; the gather copies every chosen key once. Errors are of 32 queries against float64, norm over norm.",
+        "`Megatron, tilelang` its other one, which takes 576/512 alone. FP8 keys, where they were run, have a scale each. Bare",
+        "products are cuBLAS on dense tensors of the same sizes; the gather copies every chosen key once. Errors are of 32 queries",
+        "against float64, norm over norm.",
     ]
     for each in found["shapes"]:
         lines += ["", f"## {each['name']}", ""]

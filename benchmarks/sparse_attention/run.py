@@ -63,7 +63,7 @@ def measure(shape: Shape, chosen: argparse.Namespace) -> dict[str, Any]:
         one = times[name]
         if one is not None:
             one["mib"] = timing.extra_mib(racing[name], chosen.device)
-            one["errors"] = work.errors(attend, each, min(32, shape.queries))
+            one["errors"] = work.errors(name, attend, each, min(32, shape.queries))
     return {
         "name": str(shape),
         "forward_flops": shape.forward_flops,
