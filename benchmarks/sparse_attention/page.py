@@ -1,4 +1,7 @@
-"""The page of attention over chosen keys."""
+"""The page of attention over chosen keys, and its plot. Standard library only, so that any host can make them again.
+
+python benchmarks/sparse_attention/page.py FILE.json [--write FILE.md] [--plot FILE.svg]
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ if __name__ == "__main__":  # parts are named from the folder of all benchmarks
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import report
+from sparse_attention.plot import svg
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -18,8 +22,11 @@ def markdown(found: dict[str, Any]) -> str:
         "Written by `benchmarks/sparse_attention/run.py`, in one run. bfloat16, one batch element; every query chooses its keys at",
         "random. Medians of contestants that take turns; memory is the peak above what was held before the call, results",
         "included. TFLOP/s count two products forward and five backward. `Megatron, none` is what the default backend runs,",
-        "`Megatron, tilelang` its other one, which takes 576/512 alone. Bare products are cuBLAS on dense tensors of the same",
-        "sizes; the gather copies every chosen key once. Errors are of 32 queries against float64, norm over norm.",
+        "`Megatron, tilelang` its other one, which takes 576/512 alone. FP8 keys, where they were run, have a scale each. Bare",
+        "products are cuBLAS on dense tensors of the same sizes; the gather copies every chosen key once. Errors are of 32 queries",
+        "against float64, norm over norm.",
+        "",
+        "![TFLOP/s of both passes, for each shape](sparse_attention.svg)",
     ]
     for each in found["shapes"]:
         lines += ["", f"## {each['name']}", ""]
@@ -47,4 +54,4 @@ def row(name: str, one: dict[str, Any] | None, each: dict[str, Any]) -> list[str
 
 
 if __name__ == "__main__":
-    report.main("Make the page of a kept run.", markdown)
+    report.main("Make page and plot of a kept run.", markdown, svg)

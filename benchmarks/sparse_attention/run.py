@@ -1,10 +1,10 @@
 """Attention over chosen keys, forward and backward: the kernels beside Megatron's backends and bare products, on one GPU.
 
-    python benchmarks/sparse_attention/run.py [--json FILE] [--write FILE.md]
+    python benchmarks/sparse_attention/run.py [--json FILE] [--write FILE.md] [--plot FILE.svg]
     python benchmarks/sparse_attention/run.py --device cpu --quick          every line of it, at sizes that say nothing
 
 Megatron is the installed one as it is. What is not installed is not in the tables; what does not fit into the GPU's memory
-is said. page.py makes the page of the JSON again, on any host.
+is said. page.py makes page and plot of the JSON again, on any host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import progress
 import report
 import timing
 import torch
-from sparse_attention import page, work
+from sparse_attention import page, plot, work
 from sparse_attention.work import Shape
 
 SHAPES = ("4096x4096x128x576x512", "4096x32768x128x576x512", "4096x4096x64x576x512", "4096x4096x16x576x512",
@@ -47,7 +47,7 @@ def main() -> None:
         timing.clear(chosen.device)
         found["seconds"] = round(watch.seconds, 1)
         report.keep(found, chosen.json)
-    report.publish(found, chosen, page.markdown)
+    report.publish(found, chosen, page.markdown, plot.svg)
     if found["problems"]:
         sys.exit("\n".join(found["problems"]))
 
@@ -63,7 +63,7 @@ def measure(shape: Shape, chosen: argparse.Namespace) -> dict[str, Any]:
         one = times[name]
         if one is not None:
             one["mib"] = timing.extra_mib(racing[name], chosen.device)
-            one["errors"] = work.errors(attend, each, min(32, shape.queries))
+            one["errors"] = work.errors(name, attend, each, min(32, shape.queries))
     return {
         "name": str(shape),
         "forward_flops": shape.forward_flops,
@@ -77,6 +77,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Attention over chosen keys, on a GPU.")
     parser.add_argument("--json", type=Path, help="keep every number in this file, shape by shape")
     parser.add_argument("--write", type=Path, help="keep the page in this file")
+    parser.add_argument("--plot", type=Path, help="keep the plot in this file, as SVG")
     parser.add_argument("--shape", type=Shape.parse, nargs="+", help="QUERIESxKEYSxHEADSxDIMxVALUE, or with xSLOTS")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant")

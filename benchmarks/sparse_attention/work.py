@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ import timing
 import torch
 
 from megacpp_overlays.kernels.sparse_attention import function, reference
+from megacpp_overlays.kernels.sparse_attention.quantized_keys import QuantizedKeys
 
+FP8 = "ours, FP8 keys"
 MEGATRON = "megatron.core.transformer.experimental_attention_variant"
 
 
@@ -55,6 +58,8 @@ class Problem:
     key: torch.Tensor
     indices: torch.Tensor
     above: torch.Tensor
+    quantized: QuantizedKeys
+    """The keys as FP8 numbers with a scale each, whose gradient goes to `key`."""
 
     @property
     def scale(self) -> float:
@@ -76,9 +81,11 @@ def problem(shape: Shape, device: str) -> Problem:
             torch.rand((1, rows.size(1), shape.keys), generator=generator, device=device).topk(shape.slots).indices
         )
     query, key = normal(shape.queries, 1, shape.heads, shape.dim), normal(shape.keys, 1, 1, shape.dim)
-    return Problem(
-        shape, query.requires_grad_(), key.requires_grad_(), indices, normal(shape.queries, 1, shape.heads, shape.value)
-    )
+    above = normal(shape.queries, 1, shape.heads, shape.value)
+    key_scale = key.float().abs().amax(dim=3) / torch.finfo(torch.float8_e4m3fn).max
+    data = (key / key_scale[..., None]).to(torch.float8_e4m3fn)
+    quantized = QuantizedKeys(data, key_scale[..., 0], key.requires_grad_())
+    return Problem(shape, query.requires_grad_(), key, indices, above, quantized)
 
 
 Attend = Callable[[Problem], torch.Tensor]
@@ -87,6 +94,11 @@ Attend = Callable[[Problem], torch.Tensor]
 def ours(each: Problem) -> torch.Tensor:
     """Return the output of the kernels."""
     return function.attend(each.query, each.key, each.indices, each.scale, each.shape.value)[0]
+
+
+def ours_of_quantized(each: Problem) -> torch.Tensor:
+    """Return the output of the kernels for keys that are stored as FP8 numbers."""
+    return function.attend(each.query, each.quantized, each.indices, each.scale, each.shape.value)[0]
 
 
 def megatron(name: str, symbol: str) -> Callable[..., Any] | None:
@@ -99,7 +111,7 @@ def megatron(name: str, symbol: str) -> Callable[..., Any] | None:
 
 def contestants(shape: Shape) -> dict[str, Attend]:
     """Return who takes a shape, by name."""
-    found: dict[str, Attend] = {"ours": ours}
+    found: dict[str, Attend] = {"ours": ours, FP8: ours_of_quantized}
     unfused = megatron("dsa", "_unfused_absorbed_dsa_fn")
     dispatch = megatron("ops.tilelang_dsa", "fused_sparse_mla_absorbed")
     compiled = megatron("ops.sparse_mla", "SparseMLA")
@@ -161,21 +173,23 @@ def floors(each: Problem) -> dict[str, timing.Stages]:
     return {"bare products": (forward, backward), "a gather of the keys": (gather,)}
 
 
-def errors(attend: Attend, each: Problem, queries: int = 32) -> dict[str, float]:
-    """Return how far output and gradients of some queries are from float64, as norms of differences over norms."""
-    some = Problem(
-        each.shape,
-        each.query.detach()[:queries].requires_grad_(),
-        each.key,
-        each.indices[:, :queries].contiguous(),
-        each.above[:queries],
+def errors(name: str, attend: Attend, each: Problem, queries: int = 32) -> dict[str, float]:
+    """Return how far output and gradients of some queries are from float64, as norms of differences over norms.
+
+    The truth of quantized keys is that of the numbers that they stand for.
+    """
+    some = dataclasses.replace(
+        each,
+        shape=dataclasses.replace(each.shape, queries=queries),
+        query=each.query.detach()[:queries].requires_grad_(),
+        indices=each.indices[:, :queries].contiguous(),
+        above=each.above[:queries],
     )
-    shape = Shape(queries, each.shape.keys, each.shape.heads, each.shape.dim, each.shape.value, each.shape.slots)
-    some = Problem(shape, some.query, some.key, some.indices, some.above)
     output = attend(some)
     found = (output, *torch.autograd.grad(output, (some.query, some.key), some.above))
-    wide = [tensor.detach().double().requires_grad_() for tensor in (some.query, some.key)]
-    true, _ = reference.attend(*wide, some.indices, some.scale, shape.value)
+    key = some.quantized.opened(torch.float64) if name == FP8 else some.key.double()
+    wide = [tensor.detach().double().requires_grad_() for tensor in (some.query, key)]
+    true, _ = reference.attend(*wide, some.indices, some.scale, some.shape.value)
     truth = (true, *torch.autograd.grad(true, wide, some.above.double()))
     return {
         name: float((one.double() - other).norm() / other.norm())

@@ -94,6 +94,38 @@ def test_ranks_without_times_have_a_sheet() -> None:
     assert is_named(parts(svg(found))[0])
 
 
+def test_chosen_keys_have_a_bar_for_each_who_takes_a_shape_as_long_as_it_is_fast() -> None:
+    from sparse_attention.plot import svg
+
+    found = kept("sparse_attention")
+    root, words, bars = parts(svg(found))
+
+    assert is_named(root)
+    assert {shape["name"] for shape in found["shapes"]} <= set(words)
+    both = {"ours", "Megatron, none", "bare products"}
+    raced = [
+        (shape["forward_flops"] + shape["backward_flops"]) / row["ms"]
+        for shape in found["shapes"]
+        for row in shape["contestants"].values()
+        if row and len(row["stages"]) == 2
+    ]
+    ratios = [width / rate for width, rate in zip(bars, raced, strict=True)]
+    assert max(ratios) < 1.03 * min(ratios)
+    assert {name for shape in found["shapes"] for name in shape["contestants"]} & both == both & set(words)
+    missing = [row for shape in found["shapes"] for row in shape["contestants"].values() if row is None]
+    assert words.count("does not fit") == len(missing)
+
+
+def test_chosen_keys_without_a_shape_have_a_sheet() -> None:
+    from sparse_attention.plot import svg
+
+    root, words, bars = parts(svg(kept("sparse_attention") | {"shapes": []}))
+
+    assert is_named(root)
+    assert bars == []
+    assert any("No shape was timed" in each for each in words)
+
+
 def test_progress_says_what_begins_which_of_how_many_and_since_when(capfd: pytest.CaptureFixture[str]) -> None:
     from progress import Progress
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sparse_attention_cases import GRID, Entry, errors, inputs, results
+from sparse_attention_cases import GRID, Entry, as_opened, errors, inputs, results
 
 from megacpp_overlays.kernels.sparse_attention import function, reference
+from megacpp_overlays.kernels.sparse_attention.quantized_keys import QuantizedKeys
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,6 +31,21 @@ LARGE = {
     "a bias, 640 of 512": Entry(4, 1, 128, 640, 256, 128, 512, bias=True, dtype=torch.bfloat16),
     "640 of 640": Entry(4, 1, 64, 640, 256, 128, 640, dtype=torch.bfloat16),
     "16 heads": Entry(8, 1, 16, 576, 256, 128, 512, dtype=torch.bfloat16),
+    "a scale for all, 576 of 512": Entry(9, 1, 128, 576, 700, 333, 512, dtype=torch.bfloat16, scales="all"),
+    "a scale for each key, 576 of 512": Entry(
+        6, 2, 100, 576, 700, 256, 512, sink=True, dtype=torch.bfloat16, scales="key"
+    ),
+    "scales of blocks, 576 of 512": Entry(6, 2, 128, 576, 700, 256, 512, dtype=torch.bfloat16, scales="blocks"),
+    "scales of blocks, 16 heads": Entry(6, 2, 16, 576, 700, 256, 512, sink=True, dtype=torch.bfloat16, scales="blocks"),
+    "a scale for each key, 32 heads": Entry(8, 1, 32, 576, 300, 128, 512, dtype=torch.bfloat16, scales="key"),
+    "scales of blocks and a bias": Entry(
+        8, 1, 128, 576, 256, 128, 512, bias=True, dtype=torch.bfloat16, scales="blocks"
+    ),
+    "scales of blocks, 640 of 640": Entry(4, 1, 64, 640, 256, 128, 640, dtype=torch.bfloat16, scales="blocks"),
+    "a scale for each key, 512 of 512 and a bias": Entry(
+        4, 1, 64, 512, 256, 128, 512, bias=True, dtype=torch.bfloat16, scales="key"
+    ),
+    "scales of blocks, float16, strided": Entry(8, 1, 16, 192, 256, 128, 128, strided=True, scales="blocks"),
     "long lists of a key": Entry(700, 1, 64, 192, 40, 40, 128, dtype=torch.bfloat16),
 }
 
@@ -44,6 +60,43 @@ def test_errors_are_at_most_those_of_torch_in_the_same_dtype(name: str) -> None:
     plain = errors(results(reference.attend, made, None), true)
     for what, error in errors(found, true).items():
         assert error <= max(1.1 * plain[what], 1e-5), what
+
+
+@pytest.mark.parametrize("name", [name for name, entry in LARGE.items() if entry.scales])
+def test_quantized_keys_are_the_numbers_that_they_stand_for(name: str) -> None:
+    made = inputs(LARGE[name], device="cuda")
+
+    found = results(function.attend, made, None)
+
+    # Tiles may be of another size, so sums may be in another order.
+    for what, error in errors(found, as_opened(made)).items():
+        assert error <= (1e-5 if what == "lse" else 4e-3), what
+
+
+def test_each_bit_pattern_is_read_as_torch_reads_it() -> None:
+    bits = torch.arange(256, dtype=torch.uint8, device="cuda")
+    bits = bits[bits & 127 != 127].view(-1, 1, 1, 1).expand(-1, 1, 1, 16).contiguous()
+    query = torch.ones(254, 1, 16, 16, dtype=torch.bfloat16, device="cuda")
+    each_its_own = torch.arange(254, device="cuda").view(1, 254, 1)
+
+    output, _ = function.attend(query, QuantizedKeys(bits, torch.tensor(0.25, device="cuda")), each_its_own, 0.0, 16)
+
+    assert torch.equal(output[:, 0, 0], bits[:, 0, 0].view(torch.float8_e4m3fn).bfloat16() / 4)
+
+
+def test_quantized_keys_of_few_heads_are_not_opened() -> None:
+    keys, dim = 1 << 17, 576
+    data = torch.ones(keys, 1, 1, dim, device="cuda").to(torch.float8_e4m3fn)
+    query = torch.randn(64, 1, 16, dim, device="cuda").bfloat16()
+    indices = torch.randint(keys, (1, 64, 256), device="cuda")
+    given = (query, QuantizedKeys(data, torch.ones(keys, 1, 5, device="cuda")), indices, 0.04, 512)
+    function.attend(*given)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+
+    function.attend(*given)
+
+    assert torch.cuda.max_memory_allocated() - before < data.numel()  # as bfloat16 they are twice that
 
 
 @pytest.mark.parametrize("name", LARGE)

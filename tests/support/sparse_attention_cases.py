@@ -7,6 +7,7 @@ On `cpu`, with TRITON_INTERPRET=1, the kernels run in Triton's interpreter, whic
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megacpp_overlays.kernels.sparse_attention import function, reference
+from megacpp_overlays.kernels.sparse_attention.quantized_keys import BLOCK, QuantizedKeys
 
 
 class Entry(NamedTuple):
@@ -33,6 +35,8 @@ class Entry(NamedTuple):
     strided: bool = False
     parts: bool = False
     """Whether buffers are so small that rows come in several parts, and few keys already want more than 16 bits."""
+    scales: str = ""
+    """Whether keys are FP8 numbers, and what has a scale: `all`, each `key`, or `blocks` of channels."""
 
 
 GRID = {
@@ -47,6 +51,14 @@ GRID = {
     "strided inputs": Entry(3, 2, 4, 48, 30, 20, 32, strided=True, bias=True),
     "rows in several parts": Entry(7, 2, 4, 48, 30, 20, 32, parts=True),
     "bfloat16": Entry(4, 1, 16, 80, 40, 33, 64, sink=True, dtype=torch.bfloat16),
+    "a scale for all keys": Entry(3, 2, 4, 80, 20, 15, 64, sink=True, scales="all"),
+    "a scale for each key": Entry(4, 2, 3, 48, 11, 17, 40, bias=True, scales="key"),
+    "a scale for each key, one part of channels": Entry(3, 1, 4, 32, 5, 70, 32, indices=torch.int32, scales="key"),
+    "scales of blocks": Entry(2, 2, 4, 320, 12, 7, 256, scales="blocks"),
+    "scales of blocks that parts cut": Entry(2, 1, 3, 140, 12, 7, 16, scales="blocks"),
+    "scales of one block": Entry(3, 1, 3, 96, 12, 7, 96, scales="blocks"),
+    "scales of blocks, values in both parts": Entry(2, 1, 3, 300, 9, 7, 290, strided=True, scales="blocks"),
+    "scales, bfloat16": Entry(4, 1, 16, 160, 20, 33, 128, scales="blocks", dtype=torch.bfloat16),
 }
 
 
@@ -62,9 +74,10 @@ def inputs(entry: Entry, seed: int = 0, device: str = "cpu") -> dict[str, Any]:
     rows = [torch.randperm(candidates, generator=generator)[: entry.slots] for _ in range(entry.batch * entry.queries)]
     indices = torch.stack(rows).view(entry.batch, entry.queries, entry.slots)
     indices[:, 0] = -1
+    key = normal(entry.keys, entry.batch, 1, entry.dim)
     made: dict[str, Any] = {
         "query": normal(entry.queries, entry.batch, entry.heads, entry.dim),
-        "key": normal(entry.keys, entry.batch, 1, entry.dim),
+        "key": quantized(key, entry) if entry.scales else key,
         "indices": indices.to(entry.indices).to(device),
         "scale": entry.dim**-0.5,
         "value_channels": entry.value,
@@ -76,12 +89,38 @@ def inputs(entry: Entry, seed: int = 0, device: str = "cpu") -> dict[str, Any]:
     return {"given": made, "above": above, "above_lse": above_lse}
 
 
+def quantized(key: torch.Tensor, entry: Entry) -> QuantizedKeys:
+    """Return keys as FP8 numbers of up to 448, most of them normal; scales of blocks lie as Transformer Engine has them."""
+    wide = key.float()
+    if entry.scales == "all":
+        scale = (wide.abs().amax() / 448).reshape(1)
+        over = scale
+    elif entry.scales == "key":
+        over = wide.abs().amax(dim=3, keepdim=True) / 448
+        scale = over[:, :, 0, 0]
+    else:
+        parts = [part.abs().amax(dim=(2, 3)) / 448 for part in wide.split(BLOCK, dim=3)]
+        scale = torch.stack(parts).movedim(0, 2)
+        over = scale.repeat_interleave(BLOCK, dim=2)[:, :, None, : entry.dim]
+    data = (wide / over).to(torch.float8_e4m3fn)
+    if entry.strided:
+        data = data.view(torch.uint8).repeat_interleave(2, dim=3)[..., ::2]
+    return QuantizedKeys(data, scale)
+
+
 def results(attend: Any, made: dict[str, Any], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """Return both results and all gradients, computed from the inputs as they are or as another dtype."""
     given = dict(made["given"])
     learned = {}
     for name in ("query", "key", "sink"):
-        if given[name] is not None:
+        if isinstance(given[name], QuantizedKeys):
+            keys = given[name]
+            learns = given["query"].dtype  # the dtype that was asked for: queries come first
+            learned[name] = (
+                torch.zeros((), dtype=learns, device=keys.data.device).expand(keys.data.shape).requires_grad_()
+            )
+            given[name] = dataclasses.replace(keys, gradient_for=learned[name])
+        elif given[name] is not None:
             leaf = given[name].detach().to(dtype or given[name].dtype)
             learned[name] = given[name] = leaf.requires_grad_()
     output, lse = attend(**given)
@@ -91,6 +130,15 @@ def results(attend: Any, made: dict[str, Any], dtype: torch.dtype | None) -> dic
     gradients = torch.autograd.grad(above, list(learned.values()))
     found = {"output": output.detach(), "lse": lse.detach().masked_fill(~finite, 0.0), "finite": finite}
     return found | {f"of {name}": each for name, each in zip(learned, gradients, strict=True)}
+
+
+def as_opened(made: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return results for the keys that quantized ones stand for, in the dtype of queries; nothing where keys are plain."""
+    given = made["given"]
+    if not isinstance(given["key"], QuantizedKeys):
+        return {}
+    plain = given | {"key": given["key"].opened(given["query"].dtype)}
+    return results(function.attend, made | {"given": plain}, None)
 
 
 def errors(found: dict[str, torch.Tensor], true: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -112,6 +160,7 @@ def main(device: str) -> None:
         true = results(reference.attend, made, torch.float64)
         facts = {
             "errors": errors(found, true),
+            "as opened": all(torch.equal(each, found[what]) for what, each in as_opened(made).items()),
             "again": all(torch.equal(each, again[what]) for what, each in found.items()),
             "module": module.__name__.rpartition(".")[2],
         }

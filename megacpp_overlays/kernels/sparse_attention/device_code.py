@@ -5,6 +5,9 @@ the output and the output (queries, batch, heads, value). A row is a query of a 
 `counts` has the number of slots of each row up to its last choice. Outputs are contiguous. `x_row`, `x_batch` and `x_head`
 are strides in elements; every index that meets a stride has 64 bits.
 
+Keys are in the dtype of queries (SCALES is 0), or FP8 numbers with so many float32 scales a key: `key_scales` is (keys, batch,
+blocks), a scale for each block of 128 channels, or one for all.
+
 Channels are cut in two parts, powers of two, because tensor cores take no other: FIRST, which is never cut short, and
 REST, which may be (0 for none). Values lie in FIRST, or in both (WIDE).
 """
@@ -51,6 +54,35 @@ def count_slots(indices, counts, batch, keys, slots, i_batch, i_row, SLOTS: tl.c
 
 
 @triton.jit
+def _keys(
+    at,
+    inside,
+    like,
+    key_scales,
+    taken,
+    chosen,
+    channel,
+    s_row,
+    s_block,
+    START: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    SCALES: tl.constexpr,
+):
+    """Return a tile of keys (slots, channels) in the dtype of a pointer `like`, scaled; channels begin with START."""
+    tile = tl.load(at, mask=inside, other=0.0)
+    if SCALES > 0:
+        FIRST_BLOCK: tl.constexpr = START // 128 if SCALES > 1 else 0
+        scale_at = key_scales + taken * s_row
+        scale = tl.load(scale_at + FIRST_BLOCK * s_block, mask=chosen, other=0.0)[:, None]
+        for block in tl.static_range(FIRST_BLOCK + 1, (START + CHANNELS + 127) // 128):
+            if block < SCALES:
+                next = tl.load(scale_at + block * s_block, mask=chosen, other=0.0)[:, None]
+                scale = tl.where((channel >= block * 128)[None, :], next, scale)
+        tile = (tile.to(tl.float32) * scale).to(like.dtype.element_ty)
+    return tile
+
+
+@triton.jit
 def _scores(
     q_first, q_rest, k_first, k_rest, chosen, bias, slot, slots, factor, REST: tl.constexpr, BIAS: tl.constexpr
 ):
@@ -70,6 +102,7 @@ def attend_rows(
     k,
     indices,
     counts,
+    key_scales,
     bias,
     sink,
     out,
@@ -88,6 +121,9 @@ def attend_rows(
     k_batch,
     i_batch,
     i_row,
+    s_row,
+    s_batch,
+    s_block,
     b_batch,
     b_row,
     FIRST: tl.constexpr,
@@ -95,6 +131,7 @@ def attend_rows(
     WIDE: tl.constexpr,
     HEADS: tl.constexpr,
     SLOTS: tl.constexpr,
+    SCALES: tl.constexpr,
     BIAS: tl.constexpr,
     SINK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -108,6 +145,8 @@ def attend_rows(
     q_at = q + query * q_row + element * q_batch + head.to(tl.int64)[:, None] * q_head
     k += element * k_batch
     indices += element * i_batch + query * i_row
+    if SCALES > 0:
+        key_scales += element * s_batch
     if BIAS:
         bias += element * b_batch + query * b_row
     q_first = tl.load(q_at + first[None, :], mask=head[:, None] < heads, other=0.0)
@@ -129,10 +168,38 @@ def attend_rows(
         slot = start + tl.arange(0, SLOTS)
         index = tl.load(indices + slot, mask=slot < slots, other=-1)
         chosen = (index >= 0) & (index < keys)
-        k_at = k + tl.where(chosen, index, 0).to(tl.int64)[:, None] * k_row
-        k_first = tl.load(k_at + first[None, :], mask=chosen[:, None], other=0.0)
+        taken = tl.where(chosen, index, 0).to(tl.int64)
+        k_at = k + taken[:, None] * k_row
+        k_first = _keys(
+            k_at + first[None, :],
+            chosen[:, None],
+            q,
+            key_scales,
+            taken,
+            chosen,
+            first,
+            s_row,
+            s_block,
+            0,
+            FIRST,
+            SCALES,
+        )
         if REST > 0:
-            k_rest = tl.load(k_at + rest[None, :], mask=chosen[:, None] & (rest[None, :] < dim), other=0.0)
+            inside_rest = chosen[:, None] & (rest[None, :] < dim)
+            k_rest = _keys(
+                k_at + rest[None, :],
+                inside_rest,
+                q,
+                key_scales,
+                taken,
+                chosen,
+                rest,
+                s_row,
+                s_block,
+                FIRST,
+                REST,
+                SCALES,
+            )
         else:
             k_rest = k_first
         score = _scores(q_first, q_rest, k_first, k_rest, chosen, bias, slot, slots, factor, REST, BIAS)
@@ -187,6 +254,7 @@ def query_side(
     k,
     indices,
     counts,
+    key_scales,
     bias,
     grad,
     lse,
@@ -209,6 +277,9 @@ def query_side(
     k_batch,
     i_batch,
     i_row,
+    s_row,
+    s_batch,
+    s_block,
     b_batch,
     b_row,
     g_row,
@@ -219,6 +290,7 @@ def query_side(
     WIDE: tl.constexpr,
     HEADS: tl.constexpr,
     SLOTS: tl.constexpr,
+    SCALES: tl.constexpr,
     BIAS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -235,6 +307,8 @@ def query_side(
     grad_at = grad + query * g_row + element * g_batch + head_at * g_head
     k += element * k_batch
     indices += element * i_batch + query * i_row
+    if SCALES > 0:
+        key_scales += element * s_batch
     if BIAS:
         bias += element * b_batch + query * b_row
     q_first = tl.load(q_at + first[None, :], mask=inside[:, None], other=0.0)
@@ -257,10 +331,38 @@ def query_side(
         slot = start + tl.arange(0, SLOTS)
         index = tl.load(indices + slot, mask=slot < slots, other=-1)
         chosen = (index >= 0) & (index < keys)
-        k_at = k + tl.where(chosen, index, 0).to(tl.int64)[:, None] * k_row
-        k_first = tl.load(k_at + first[None, :], mask=chosen[:, None], other=0.0)
+        taken = tl.where(chosen, index, 0).to(tl.int64)
+        k_at = k + taken[:, None] * k_row
+        k_first = _keys(
+            k_at + first[None, :],
+            chosen[:, None],
+            q,
+            key_scales,
+            taken,
+            chosen,
+            first,
+            s_row,
+            s_block,
+            0,
+            FIRST,
+            SCALES,
+        )
         if REST > 0:
-            k_rest = tl.load(k_at + rest[None, :], mask=chosen[:, None] & (rest[None, :] < dim), other=0.0)
+            inside_rest = chosen[:, None] & (rest[None, :] < dim)
+            k_rest = _keys(
+                k_at + rest[None, :],
+                inside_rest,
+                q,
+                key_scales,
+                taken,
+                chosen,
+                rest,
+                s_row,
+                s_block,
+                FIRST,
+                REST,
+                SCALES,
+            )
         else:
             k_rest = k_first
         score = _scores(q_first, q_rest, k_first, k_rest, chosen, bias, slot, slots, factor, REST, BIAS)

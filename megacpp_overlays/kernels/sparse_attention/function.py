@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from megacpp_overlays.kernels.sparse_attention import in_torch
+from megacpp_overlays.kernels.sparse_attention.quantized_keys import QuantizedKeys
 from megacpp_overlays.variables import SPARSE_ATTENTION_CHOICES, chosen
 
 
 def attend(
     query: torch.Tensor,
-    key: torch.Tensor,
+    key: torch.Tensor | QuantizedKeys,
     indices: torch.Tensor,
     scale: float,
     value_channels: int,
@@ -29,11 +30,13 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weighted mean of the values that each query chose, and the log-sum-exp of its scores.
 
-    Differentiable once in query, key and sink, through both results. A key that is chosen twice counts twice.
+    Differentiable once in query, key and sink, through both results. A key that is chosen twice counts twice. FP8 numbers
+    have no gradient: that of `QuantizedKeys` goes to the tensor that they name, in its dtype, or is not kept.
 
     Args:
         query: (queries, batch, heads, dim), floating, any strides.
-        key: (keys, batch, 1, dim), floating; the heads share it, and its first `value_channels` are the value.
+        key: (keys, batch, 1, dim), floating; the heads share it, and its first `value_channels` are the value. Or
+            `QuantizedKeys` of these sizes, whose bytes are read where keys are, and scaled in float32 on the way.
         indices: (batch, queries, slots), int32 or int64: a key of the same batch element, or no choice where it is below 0
             or no key. With packed sequences they count from the beginning of the row, as everywhere in Megatron.
         scale: what products of query and key are multiplied with before the softmax.
@@ -46,13 +49,19 @@ def attend(
         (queries, batch, heads), float32, -inf there; both contiguous.
 
     Raises:
+        TypeError: the dtype of a part of `QuantizedKeys` is none that is read.
         ValueError: shapes, dtypes or devices do not belong together, or MEGACPP_SPARSE_ATTENTION_CHOICES asks for a check and
             a choice does not stand it, see `check_choices`.
     """
-    _check(query, key, indices, value_channels, sink, bias)
+    scales = learner = None
+    if isinstance(key, QuantizedKeys):
+        key.check(query.dtype)
+        # As bits: what looks at an operator's inputs, such as a compiler, need not know FP8.
+        key, scales, learner = key.data.detach().view(torch.uint8), key.scales().detach(), key.gradient_for
+    _check(query, key, indices, value_channels, {"sink": sink, "bias": bias, "scale": scales, "gradient_for": learner})
     if chosen(SPARSE_ATTENTION_CHOICES) == "check":
         check_choices(indices, key.size(0))
-    output, lse = _attend(query, key, indices, scale, value_channels, sink, bias)
+    output, lse = _attend(query, key, indices, scale, value_channels, sink, bias, scales, learner)
     return output, lse
 
 
@@ -82,9 +91,9 @@ def _check(
     key: torch.Tensor,
     indices: torch.Tensor,
     value_channels: int,
-    sink: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    others: dict[str, torch.Tensor | None],
 ) -> None:
+    sink, bias = others["sink"], others["bias"]
     if (query.ndim, key.ndim) != (4, 4) or key.shape[1:] != (query.size(1), 1, query.size(3)):
         raise ValueError(
             "query and key must be (queries, batch, heads, dim) and (keys, batch, 1, dim), not "
@@ -104,7 +113,7 @@ def _check(
         raise ValueError(f"sink must be (heads,) = {(query.size(2),)}, not {tuple(sink.shape)}")
     if bias is not None and bias.shape != indices.shape:
         raise ValueError(f"bias must be of the shape of indices, {tuple(indices.shape)}, not {tuple(bias.shape)}")
-    tensors = [each for each in (query, key, indices, sink, bias) if each is not None]
+    tensors = [each for each in (query, key, indices, *others.values()) if each is not None]
     if len(devices := {str(each.device) for each in tensors}) > 1:
         raise ValueError(f"all tensors must be on one device, not on {' and '.join(sorted(devices))}")
 
@@ -118,11 +127,18 @@ def _attend(
     value_channels: int,
     sink: torch.Tensor | None,
     bias: torch.Tensor | None,
+    key_scales: torch.Tensor | None = None,
+    _learner: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    output, lse = implementation(query.dtype, key.dtype, query.size(3), query.device).forward(
-        query, key, indices, scale, value_channels, sink, bias
+    output, lse = implementation(query.dtype, _read_as(query, key, key_scales), query.size(3), query.device).forward(
+        query, key, indices, scale, value_channels, sink, bias, key_scales
     )
     return output, lse
+
+
+def _read_as(query: torch.Tensor, key: torch.Tensor, key_scales: torch.Tensor | None) -> torch.dtype:
+    """Return the dtype in which keys take part: quantized ones, which are bits and scales, in that of the query."""
+    return key.dtype if key_scales is None else query.dtype
 
 
 @torch.library.custom_op("megacpp_overlays::sparse_attention_gradients", mutates_args=())  # type: ignore[untyped-decorator]
@@ -136,10 +152,10 @@ def _gradients(
     bias: torch.Tensor | None,
     output: torch.Tensor,
     lse: torch.Tensor,
+    key_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    of_query, of_key, mean = implementation(query.dtype, key.dtype, query.size(3), query.device).backward(
-        grad, of_lse, query, key, indices, scale, bias, output, lse
-    )
+    way = implementation(query.dtype, _read_as(query, key, key_scales), query.size(3), query.device)
+    of_query, of_key, mean = way.backward(grad, of_lse, query, key, indices, scale, bias, output, lse, key_scales)
     return of_query, of_key, mean
 
 
@@ -152,6 +168,8 @@ def _(
     value_channels: int,
     _sink: torch.Tensor | None,
     _bias: torch.Tensor | None,
+    _key_scales: torch.Tensor | None = None,
+    _learner: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return query.new_empty((*query.shape[:3], value_channels)), query.new_empty(query.shape[:3], dtype=torch.float32)
 
@@ -167,20 +185,24 @@ def _(
     _bias: torch.Tensor | None,
     _output: torch.Tensor,
     lse: torch.Tensor,
+    key_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), lse.new_empty(lse.shape)
+    of_key = key.new_empty(key.shape, dtype=_read_as(query, key, key_scales))
+    return query.new_empty(query.shape), of_key, lse.new_empty(lse.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, indices, ctx.scale, _, sink, bias = inputs
-    ctx.save_for_backward(query, key, indices, sink, bias, *output)
+    query, key, indices, ctx.scale, _, sink, bias, key_scales, learner = inputs
+    ctx.learns = None if learner is None else learner.dtype
+    ctx.save_for_backward(query, key, indices, sink, bias, key_scales, *output)
 
 
 def _backward(ctx: Any, grad: torch.Tensor, of_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    query, key, indices, sink, bias, output, lse = ctx.saved_tensors
-    of_query, of_key, mean = _gradients(grad, of_lse, query, key, indices, ctx.scale, bias, output, lse)
+    query, key, indices, sink, bias, key_scales, output, lse = ctx.saved_tensors
+    of_query, of_key, mean = _gradients(grad, of_lse, query, key, indices, ctx.scale, bias, output, lse, key_scales)
     of_sink = None if sink is None else (mean * torch.exp(sink.float() - lse)).sum(dim=(0, 1)).neg().to(sink.dtype)
-    return of_query, of_key, None, None, None, of_sink, None
+    of_learner = None if ctx.learns is None else of_key.to(ctx.learns)
+    return of_query, None if key_scales is not None else of_key, None, None, None, of_sink, None, None, of_learner
 
 
 _attend.register_autograd(_backward, setup_context=_save)

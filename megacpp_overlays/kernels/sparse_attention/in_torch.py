@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
+from megacpp_overlays.kernels.sparse_attention import quantized_keys
+
 _BLOCK_ELEMENTS, _BLOCK_ELEMENTS_ON_A_GPU = 1 << 22, 1 << 25
 
 
@@ -22,14 +24,18 @@ def forward(
     value: int,
     sink: torch.Tensor | None,
     bias: torch.Tensor | None,
+    key_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output, (queries, batch, heads, value), and the log-sum-exp, (queries, batch, heads): see `function.attend`."""
+    """Return the output, (queries, batch, heads, value), and the log-sum-exp, (queries, batch, heads): see `function.attend`.
+
+    With `key_scales`, (keys, batch, blocks), key holds the bits of FP8 numbers.
+    """
     queries, batch, heads, _ = query.shape
     out = query.new_empty((queries, batch, heads, value))
     lse = torch.empty((queries, batch, heads), dtype=torch.float32, device=query.device)
     with _no_autocast(query):
         for element, rows in _blocks(query, indices):
-            keys, scores = _scores(query, key, indices, scale, bias, element, rows)
+            keys, scores = _scores(query, key, indices, scale, bias, element, rows, key_scales)
             if sink is not None:
                 scores = torch.cat([scores, sink.to(scores.dtype).expand(scores.size(0), -1)[..., None]], dim=-1)
             total = torch.logsumexp(scores, dim=-1)
@@ -49,14 +55,19 @@ def backward(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    key_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query and key, and (queries, batch, heads): output times gradient, less that of the lse."""
+    """Return the gradients of query and key, and (queries, batch, heads): output times gradient, less that of the lse.
+
+    That of quantized keys is of the numbers that they stand for, in the dtype of query.
+    """
     of_q = torch.empty_like(query, memory_format=torch.contiguous_format)
-    of_k = torch.zeros(key.shape, dtype=_wide(key.dtype), device=key.device)
+    learns = key.dtype if key_scales is None else query.dtype
+    of_k = torch.zeros(key.shape, dtype=_wide(learns), device=key.device)
     with _no_autocast(query):
         mean = (out.to(_wide(out.dtype)) * grad.to(_wide(grad.dtype))).sum(dim=-1) - of_lse
         for element, rows in _blocks(query, indices):
-            keys, scores = _scores(query, key, indices, scale, bias, element, rows)
+            keys, scores = _scores(query, key, indices, scale, bias, element, rows, key_scales)
             shares = torch.exp(scores - _finite(lse[rows, element])[..., None].to(scores.dtype))
             above = grad[rows, element].to(keys.dtype)
             of_scores = torch.bmm(above, keys[..., : grad.size(3)].mT).sub_(mean[rows, element][..., None])
@@ -67,7 +78,7 @@ def backward(
             chosen, places = _choices(key, indices, element, rows)
             # Not index_add_, whose sums have no order on a GPU.
             of_k[:, element, 0].index_put_((places,), of_slots.masked_fill_(~chosen[..., None], 0.0), accumulate=True)
-    return of_q, of_k.to(key.dtype), mean
+    return of_q, of_k.to(learns), mean
 
 
 def _choices(key: torch.Tensor, indices: torch.Tensor, element: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,10 +95,16 @@ def _scores(
     bias: torch.Tensor | None,
     element: int,
     rows: slice,
+    key_scales: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the chosen keys, (rows, slots, dim), and their scores, (rows, heads, slots), -inf where nothing was chosen."""
     chosen, places = _choices(key, indices, element, rows)
-    keys = key[:, element, 0][places].to(_wide(key.dtype)).masked_fill_(~chosen[..., None], 0.0)
+    keys = key[:, element, 0][places]
+    if key_scales is None:
+        keys = keys.to(_wide(key.dtype))
+    else:
+        keys = quantized_keys.opened(keys, key_scales[:, element][places], _wide(query.dtype))
+    keys = keys.masked_fill_(~chosen[..., None], 0.0)
     scores = torch.bmm(query[rows, element].to(keys.dtype), keys.mT).mul_(scale)
     if bias is not None:
         scores += bias[element, rows, None].to(scores.dtype)

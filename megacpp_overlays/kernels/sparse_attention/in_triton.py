@@ -28,7 +28,7 @@ if Version(triton.__version__) < Version("3.6"):
 
 from megacpp_overlays.kernels import measured
 from megacpp_overlays.kernels.devices import on_device_of
-from megacpp_overlays.kernels.sparse_attention import device_code
+from megacpp_overlays.kernels.sparse_attention import device_code, quantized_keys
 
 _LARGEST_DIM = 640
 _SMALLEST_DIM = 16
@@ -61,6 +61,18 @@ _LONGEST_RING = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class KeyScales:
+    """Scales of keys as kernels take them."""
+
+    held: torch.Tensor
+    """Float32 scales; any tensor where there are none."""
+    strides: tuple[int, int, int]
+    """From a key, a batch element and a block of channels to the next one."""
+    blocks: int
+    """How many scales a key has; 0 where its numbers are taken as they are."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
     """Two powers of two that hold `dim` channels: `rest` is 0 where `first` does."""
 
@@ -87,8 +99,12 @@ def forward(
     value: int,
     sink: torch.Tensor | None,
     bias: torch.Tensor | None,
+    key_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output, (queries, batch, heads, value), and the log-sum-exp, (queries, batch, heads): see `function.attend`."""
+    """Return the output, (queries, batch, heads, value), and the log-sum-exp, (queries, batch, heads): see `function.attend`.
+
+    With `key_scales`, (keys, batch, blocks), key holds the bits of FP8 numbers.
+    """
     query, key, indices, bias = _rows(query), _rows(key), _rows(indices), None if bias is None else _rows(bias)
     queries, batch, heads, dim = query.shape
     out = torch.empty((queries, batch, heads, value), dtype=query.dtype, device=query.device)
@@ -97,9 +113,10 @@ def forward(
         return out, lse
     parts, block = _parts(dim, value), _head_block(heads)
     sizes = (batch, heads, key.size(0), indices.size(2), dim, value, scale * device_code.LOG2_E)
-    strides = (*query.stride()[:3], *key.stride()[:2], *indices.stride()[:2])
     ring = _ring(parts, heads, query.device) if bias is None else None
     with on_device_of(query):
+        key, scales = _as_read(query, key, key_scales, ring)
+        strides = (*query.stride()[:3], *key.stride()[:2], *indices.stride()[:2])
         counts = _counts(query, key, indices)
         if ring is not None:
             _specialised().attend_rows[(queries * batch * triton.cdiv(heads, _SPECIALISED_HEADS),)](
@@ -113,13 +130,15 @@ def forward(
             )
             return out, lse
         device_code.attend_rows[(queries * batch * triton.cdiv(heads, block),)](
-            *(query, key, indices, counts, indices if bias is None else bias, lse if sink is None else sink, out, lse),
-            *(*sizes, *strides, *(indices if bias is None else bias).stride()[:2]),
+            *(query, key, indices, counts, scales.held, indices if bias is None else bias),
+            *(lse if sink is None else sink, out, lse, *sizes),
+            *(*strides, *scales.strides, *(indices if bias is None else bias).stride()[:2]),
             FIRST=parts.first,
             REST=parts.rest,
             WIDE=parts.wide,
             HEADS=block,
-            SLOTS=_slots(FORWARD, block, parts, 1),
+            SLOTS=_slots(FORWARD, block, parts, 1, scales),
+            SCALES=scales.blocks,
             BIAS=bias is not None,
             SINK=sink is not None,
             STAGES=FORWARD.stages,
@@ -138,8 +157,12 @@ def backward(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    key_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query and key, and (queries, batch, heads): output times gradient, less that of the lse."""
+    """Return the gradients of query and key, and (queries, batch, heads): output times gradient, less that of the lse.
+
+    That of quantized keys is of the numbers that they stand for, in the dtype of query.
+    """
     query, key, indices, bias = _rows(query), _rows(key), _rows(indices), None if bias is None else _rows(bias)
     grad, of_lse = _rows(grad), of_lse.contiguous()
     queries, batch, heads, dim = query.shape
@@ -149,7 +172,7 @@ def backward(
     mean = torch.empty((queries, batch, heads), dtype=torch.float32, device=query.device)
     rows = queries * batch
     if 0 in {rows * heads, slots}:
-        return of_q.zero_(), of_k.view(key.shape).to(key.dtype), mean
+        return of_q.zero_(), of_k.view(key.shape).to(query.dtype), mean
     slot_rows = max(1, min(rows, _SLOT_BYTES // (slots * dim * 2)))
     kept_rows = min(rows, slot_rows * max(1, _KEPT_BYTES // (slots * heads * 4 * slot_rows)))
     weights, of_scores = (
@@ -158,7 +181,9 @@ def backward(
     tiles = _channel_tiles(dim)
     of_slots = torch.empty((slot_rows, slots, dim), dtype=torch.float16, device=query.device)
     units = torch.empty((slot_rows, slots, sum(each.tiles for each in tiles)), dtype=torch.float32, device=query.device)
+    ring = _score_ring(_parts(dim, value), heads, query.device) if bias is None else None
     with on_device_of(query):
+        key, scales = _as_read(query, key, key_scales, ring)
         counts = _counts(query, key, indices)
         device_code.mean_gradients[(rows * triton.cdiv(heads, 16),)](
             *(out, grad, of_lse, mean, heads, value, batch, *grad.stride()[:3]), HEADS=16, VALUE=64
@@ -167,7 +192,8 @@ def backward(
         for start in range(0, rows, kept_rows):
             some = min(kept_rows, rows - start)
             _query_side(
-                query, key, indices, counts, scale, bias, grad, lse, mean, of_q, weights, of_scores, start, some
+                *(query, key, scales, ring, indices, counts, scale, bias, grad, lse, mean),
+                *(of_q, weights, of_scores, start, some),
             )
             for first in range(start, start + some, slot_rows):
                 fewer = min(slot_rows, start + some - first)
@@ -182,7 +208,23 @@ def backward(
                         SLOTS=16,
                         CHANNELS=tile.width,
                     )
-    return of_q, of_k.view(key.shape).to(key.dtype), mean
+    return of_q, of_k.view(key.shape).to(query.dtype), mean
+
+
+def _as_read(
+    query: torch.Tensor, key: torch.Tensor, key_scales: torch.Tensor | None, ring: Ring | None
+) -> tuple[torch.Tensor, KeyScales]:
+    """Return keys and scales as the kernels of a pass read them.
+
+    Quantized keys are read as they are where programs do not share out the work. Where they do, the copy engine puts keys into
+    shared memory and the matrix unit takes them from there, with nobody between who could scale them: then they are opened once,
+    (keys, batch, 1, dim) in the dtype of query, for this pass.
+    """
+    if key_scales is None:
+        return key, KeyScales(query, (0, 0, 0), 0)
+    if ring is not None:
+        return quantized_keys.opened(key, key_scales.unsqueeze(2), query.dtype), KeyScales(query, (0, 0, 0), 0)
+    return quantized_keys.as_float8(key), KeyScales(key_scales, key_scales.stride(), key_scales.size(2))
 
 
 def _slot_side(
@@ -235,6 +277,8 @@ def _come_in_blocks(query: torch.Tensor, grad: torch.Tensor, slots: int) -> bool
 def _query_side(
     query: torch.Tensor,
     key: torch.Tensor,
+    scales: KeyScales,
+    ring: Ring | None,
     indices: torch.Tensor,
     counts: torch.Tensor,
     scale: float,
@@ -254,7 +298,6 @@ def _query_side(
     parts, block = _parts(dim, value), _head_block(heads)
     sizes = (start, batch, heads, key.size(0), indices.size(2), dim, value, scale)
     strides = (*query.stride()[:3], *key.stride()[:2], *indices.stride()[:2])
-    ring = _score_ring(parts, heads, query.device) if bias is None else None
     if ring is not None:
         _specialised().score_side[(rows * triton.cdiv(heads, _SPECIALISED_HEADS),)](
             *(
@@ -289,13 +332,15 @@ def _query_side(
         )
         return
     device_code.query_side[(rows * triton.cdiv(heads, block),)](
-        *(query, key, indices, counts, indices if bias is None else bias, grad, lse, mean, of_q, weights, of_scores),
-        *(*sizes, *strides, *(indices if bias is None else bias).stride()[:2], *grad.stride()[:3]),
+        *(query, key, indices, counts, scales.held, indices if bias is None else bias, grad, lse, mean),
+        *(of_q, weights, of_scores, *sizes, *strides, *scales.strides),
+        *(*(indices if bias is None else bias).stride()[:2], *grad.stride()[:3]),
         FIRST=parts.first,
         REST=parts.rest,
         WIDE=parts.wide,
         HEADS=block,
-        SLOTS=_slots(QUERY_SIDE, block, parts, 2),
+        SLOTS=_slots(QUERY_SIDE, block, parts, 2, scales),
+        SCALES=scales.blocks,
         BIAS=bias is not None,
         STAGES=QUERY_SIDE.stages,
         num_warps=QUERY_SIDE.warps,
@@ -358,10 +403,12 @@ def _shares_work(parts: Parts, heads: int, device: torch.device) -> bool:
     return device.type == "cuda" and heads > 32 and parts.first >= 128 and not parts.wide
 
 
-def _slots(tile: SlotTile, block: int, parts: Parts, lefts: int) -> int:
+def _slots(tile: SlotTile, block: int, parts: Parts, lefts: int, scales: KeyScales) -> int:
     """Return how many slots of a tile fit into shared memory, ahead of time too, beside so many left operands of all channels."""
     channels, slots = parts.first + parts.rest, tile.slots
-    while slots > 16 and 2 * (channels * (lefts * block + tile.stages * slots) + 2 * block * slots) > _SHARED:
+    # FP8 numbers that come ahead take half as much, but once scaled there are up to two more tiles of them.
+    ahead = tile.stages + (1 if scales.blocks else 0)
+    while slots > 16 and 2 * (channels * (lefts * block + ahead * slots) + 2 * block * slots) > _SHARED:
         slots //= 2
     return slots
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from megacpp_overlays.kernels.sparse_attention import function
+from megacpp_overlays.kernels.sparse_attention.quantized_keys import QuantizedKeys
 
 
 def attend(
     query: torch.Tensor,
-    key: torch.Tensor,
+    key: torch.Tensor | QuantizedKeys,
     indices: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
@@ -25,7 +26,8 @@ def attend(
 
     Args:
         query: (queries, heads, dim), the documents one behind another.
-        key: (keys, 1, dim), likewise.
+        key: (keys, 1, dim), likewise. Or `QuantizedKeys` of these sizes, without the axis of the batch in scales, too: (keys,)
+            or (keys, ceil(dim / 128)).
         indices: (queries, slots), int32 or int64, counted from the first key of the query's document; no choice where it is
             below 0, or no key of that document.
         cu_seqlens_q: (documents + 1,), int32 or int64: where the queries of each document begin, and where the last one ends.
@@ -39,17 +41,20 @@ def attend(
         (queries, heads, value_channels) in the dtype of query, and (queries, heads), float32.
 
     Raises:
+        TypeError: see `function.attend`.
         ValueError: shapes, dtypes or devices do not belong together.
     """
-    if query.ndim != 3 or key.ndim != 3 or indices.ndim != 2:
+    keys = key.data if isinstance(key, QuantizedKeys) else key
+    if query.ndim != 3 or keys.ndim != 3 or indices.ndim != 2:
         raise ValueError(
             "packed query, key and indices must be (queries, heads, dim), (keys, 1, dim) and (queries, slots), not "
-            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(indices.shape)}"
+            f"{tuple(query.shape)}, {tuple(keys.shape)} and {tuple(indices.shape)}"
         )
     in_row = choices_in_row(indices, cu_seqlens_q, cu_seqlens_k)
     rows = None if bias is None else bias.unsqueeze(0)
+    of_a_batch = key.of_a_batch() if isinstance(key, QuantizedKeys) else key.unsqueeze(1)
     output, lse = function.attend(
-        query.unsqueeze(1), key.unsqueeze(1), in_row.unsqueeze(0), scale, value_channels, sink, rows
+        query.unsqueeze(1), of_a_batch, in_row.unsqueeze(0), scale, value_channels, sink, rows
     )
     return output.squeeze(1), lse.squeeze(1)
 

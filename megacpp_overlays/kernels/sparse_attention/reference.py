@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import torch
 
+from megacpp_overlays.kernels.sparse_attention.quantized_keys import QuantizedKeys
+
 
 def attend(
     query: torch.Tensor,
-    key: torch.Tensor,
+    key: torch.Tensor | QuantizedKeys,
     indices: torch.Tensor,
     scale: float,
     value_channels: int,
@@ -26,7 +28,8 @@ def attend(
 
     Args:
         query: (queries, batch, heads, dim), floating.
-        key: (keys, batch, 1, dim); the first `value_channels` of a key are its value.
+        key: (keys, batch, 1, dim); the first `value_channels` of a key are its value. Quantized ones are opened in the dtype of
+            query.
         indices: (batch, queries, slots), integers; what is below 0, or no key, is no choice.
         scale: what products are multiplied with before the softmax.
         value_channels: from 1 to dim.
@@ -36,6 +39,8 @@ def attend(
     Returns:
         (queries, batch, heads, value_channels), 0 where nothing was chosen, and (queries, batch, heads), -inf there.
     """
+    if isinstance(key, QuantizedKeys):
+        key = key.opened(query.dtype)
     chosen = (indices >= 0) & (indices < key.size(0))
     rows = torch.where(chosen, indices, 0).long()
     batches = torch.arange(key.size(1), device=key.device)[:, None, None]

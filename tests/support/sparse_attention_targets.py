@@ -1,0 +1,48 @@
+"""Run in a fresh interpreter: compile attention over quantized keys for Hopper, which this host need not have; print JSON.
+
+For each case, HEADS:DIM:VALUE:BIAS:SCALES on the command line, what each kernel needs, as `index_scores_targets.py` says it. These
+are the kernels that read FP8 numbers themselves; those whose warps share out the work are for GPU tensors, and get opened keys.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from index_scores_targets import Device, collect, obstacle
+
+QUERIES, KEYS, SLOTS = 16, 256, 128
+"""Multiples of 16, so that copies are asynchronous and pipelines as deep as they get."""
+
+
+def compile_for(heads: int, dim: int, value: int, is_biased: int, scales: int) -> None:
+    """Compile both passes."""
+    from megacpp_overlays.kernels.sparse_attention import in_triton
+
+    query, above, output = (torch.zeros(QUERIES, 1, heads, each, dtype=torch.bfloat16) for each in (dim, value, value))
+    key, key_scales = torch.zeros(KEYS, 1, 1, dim, dtype=torch.uint8), torch.ones(KEYS, 1, scales)
+    indices = torch.zeros(1, QUERIES, SLOTS, dtype=torch.int32)
+    bias, lse = torch.zeros(1, QUERIES, SLOTS) if is_biased else None, torch.zeros(QUERIES, 1, heads)
+    in_triton.forward(query, key, indices, 0.1, value, None, bias, key_scales)
+    in_triton.backward(above, lse, query, key, indices, 0.1, bias, output, lse, key_scales)
+
+
+def main() -> None:
+    """Answer for each case."""
+    if reason := obstacle():
+        sys.stdout.write(json.dumps({"obstacle": reason}))
+        return
+    from triton.runtime import driver
+
+    driver.set_active(Device(90))
+    found, needs = {}, collect()
+    for case in sys.argv[1:]:
+        compile_for(*[int(part) for part in case.split(":")])
+        found[case] = list(needs)
+        needs.clear()
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
