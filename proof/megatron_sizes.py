@@ -97,8 +97,8 @@ def _on_gpus(devices: int, *, quick: bool) -> Sizes:
             *("--qk-pos-emb-head-dim", "64", "--v-head-dim", "128"),
             *("--dsa-indexer-n-heads", "64", "--dsa-indexer-head-dim", "128", "--dsa-indexer-topk", "2048"),
         ),
-        steps=6 if quick else 30,
-        saved=3 if quick else 15,
+        steps=6 if quick else 20,
+        saved=3 if quick else 10,
         devices=devices,
         env=EVERYWHERE,
     )

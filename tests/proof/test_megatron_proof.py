@@ -187,7 +187,7 @@ def test_one_rank_that_goes_on_from_two_is_judged_by_its_first_loss(
 
 
 def test_a_step_is_read_from_the_line_that_megatron_logs() -> None:
-    from megatron_launches import peak_mib, steps
+    from megatron_launcher import peak_mib, steps
 
     line = (
         " [2026-11-24 13:20:31.282443] iteration        5/      20 | consumed samples:           20 |"
@@ -216,9 +216,9 @@ def test_a_step_is_read_from_the_line_that_megatron_logs() -> None:
     ],
 )
 def test_the_cause_of_an_end_is_the_last_exception(text: str, cause: str) -> None:
-    from megatron_launches import _cause
+    import megatron_launcher
 
-    assert _cause(text) == cause
+    assert megatron_launcher.cause(text) == cause
 
 
 # --- a checkout ---
