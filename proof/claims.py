@@ -68,3 +68,5 @@ class Subject:
     title: str
     measure: Callable[[Workplace, Say], Found]
     claims: tuple[Claim, ...]
+    takes: str
+    """How many launches it is, in words: what costs most is to begin one."""

@@ -64,6 +64,7 @@ LAUNCHES = (
     *RESHARDED,
     *(Launch(way, Layout.TENSOR) for way in BOTH),
 )
+TAKES = f"{sum(each.layout is Layout.ONE for each in LAUNCHES) - len(RESHARDED)} launches on one GPU, {len(LAUNCHES)} elsewhere"
 
 
 def measure(place: Workplace, say: Say) -> Found:

@@ -4,6 +4,11 @@
     .envs/proof/bin/python proof/run.py --page FILE.json --write FILE.md --plot FILE.svg     make the page again
     .envs/proof/bin/python proof/run.py --megatron-lm CHECKOUT --json FILE --write FILE.md   Megatron-LM's launcher instead
 
+In parts, which may be cut off, and one page of them:
+
+    python proof/run.py --megatron-lm CHECKOUT --only megatron-tests --json tests.json     and so on
+    python proof/run.py --page tests.json --page launches.json --json FILE --write FILE.md
+
 Each claim HOLDS or FAILS, or is UPSTREAM: something fails in the same way without overlays. The exit code is 1 when a claim
 fails, 2 on wrong usage.
 """
@@ -37,6 +42,7 @@ import timing
 import trainer_claims
 import trainer_launches
 from claims import Found, Subject
+from parts import PartsError, joined
 from runner import exit_code, prove, summary
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,8 +52,15 @@ SUBJECTS = (
         "the Trainer of transformers, with Liger's loss of each token",
         trainer_launches.measure,
         trainer_claims.CLAIMS,
+        f"{len(trainer_launches.LAUNCHES)} launches",
     ),
-    Subject("liger-tests", "Liger's own tests of this loss", liger_tests_runs.measure, liger_tests_claims.CLAIMS),
+    Subject(
+        "liger-tests",
+        "Liger's own tests of this loss",
+        liger_tests_runs.measure,
+        liger_tests_claims.CLAIMS,
+        "2 runs of pytest",
+    ),
 )
 OF_A_CHECKOUT = (
     Subject(
@@ -55,9 +68,14 @@ OF_A_CHECKOUT = (
         "Megatron-LM's own launcher, DeepSeek sparse attention and experts",
         megatron_launches.measure,
         megatron_claims.CLAIMS,
+        megatron_launches.TAKES,
     ),
     Subject(
-        "megatron-tests", "Megatron-LM's own tests of sparse attention", megatron_tests.measure, megatron_tests.CLAIMS
+        "megatron-tests",
+        "Megatron-LM's own tests of sparse attention",
+        megatron_tests.measure,
+        megatron_tests.CLAIMS,
+        "2 runs of pytest",
     ),
 )
 NEEDED = ("torch", "triton", "numpy", "transformers", "accelerate", "liger-kernel", "pytest", "megacpp-overlays")
@@ -72,7 +90,11 @@ def main() -> int:
     """Prove what is asked for, write what is asked for, and return the exit code."""
     chosen = parse_arguments()
     if chosen.page:
-        found = json.loads(chosen.page.read_text())
+        try:
+            found = joined([json.loads(each.read_text()) for each in chosen.page], [each.name for each in chosen.page])
+        except PartsError as error:
+            print(error, file=sys.stderr)
+            return 2
     else:
         found = measured(chosen)
         took = f"{found['seconds']:.0f} s, of which its processes computed for {found['cpu_seconds']:.0f} s"
@@ -100,12 +122,21 @@ def measured(chosen: argparse.Namespace) -> Found:
     }
     offered = OF_A_CHECKOUT if checkout else SUBJECTS
     subjects = [each for each in offered if not chosen.only or each.id in chosen.only]
+
+    def with_head(found: Found) -> Found:
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent = {"seconds": time.monotonic() - began, "cpu_seconds": children.ru_utime + children.ru_stime}
+        return {**head, **found, **spent}
+
     found = prove(
-        subjects, chosen.archives, lambda text: print(text, flush=True), quick=chosen.quick, checkout=checkout
+        subjects,
+        chosen.archives,
+        lambda text: print(text, flush=True),
+        quick=chosen.quick,
+        checkout=checkout,
+        keep=lambda found: report.keep(with_head(found), chosen.json),
     )
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent = {"seconds": time.monotonic() - began, "cpu_seconds": children.ru_utime + children.ru_stime}
-    return {**head, **found, **spent}
+    return with_head(found)
 
 
 def host(*, on_gpus: bool) -> Found:
@@ -127,7 +158,12 @@ def needed(checkout: Path | None) -> tuple[str, ...]:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line, and refuse what would only fail later."""
     parser = argparse.ArgumentParser(description="Prove claim by claim what overlays do, on a CPU.")
-    parser.add_argument("--page", type=Path, help="make page and plot of these receipts; measure nothing")
+    parser.add_argument(
+        "--page",
+        type=Path,
+        action="append",
+        help="make page and plot of these receipts; measure nothing; several are put together as parts of one proof",
+    )
     parser.add_argument("--json", type=Path, help="keep the receipts in this file")
     parser.add_argument("--write", type=Path, help="keep the page in this file")
     parser.add_argument("--plot", type=Path, help="keep the plot in this file, as SVG")
@@ -156,8 +192,9 @@ def parse_arguments() -> argparse.Namespace:
                 f"there is no folder {path.resolve().parent} to write {path.name} into: make it, or name another"
             )
     if chosen.page:
-        if not chosen.page.is_file():
-            parser.error(f"there are no receipts {chosen.page}: `make proof-cpu` leaves proof/results/cpu.json")
+        for path in chosen.page:
+            if not path.is_file():
+                parser.error(f"there are no receipts {path}: `make proof-cpu` leaves proof/results/cpu.json")
     elif missing := [name for name in needed(chosen.megatron_lm) if not is_installed(name)]:
         parser.error(
             f"{sys.executable} has no {', '.join(missing)}: `make proof-cpu` sets up .envs/proof, "
