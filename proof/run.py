@@ -6,8 +6,8 @@
 
 In parts, which may be cut off, and one page of them:
 
-    python proof/run.py --megatron-lm CHECKOUT --only megatron-tests --json tests.json     and so on
-    python proof/run.py --page tests.json --page launches.json --json FILE --write FILE.md
+    python proof/run.py --megatron-lm CHECKOUT --only megatron-graphs --json graphs.json     and so on
+    python proof/run.py --page graphs.json --page launches.json --json FILE --write FILE.md
 
 Each claim HOLDS or FAILS, or is UPSTREAM: something fails in the same way without overlays. The exit code is 1 when a claim
 fails, 2 on wrong usage.
@@ -33,7 +33,9 @@ from datetime import datetime, timezone
 import liger_tests_claims
 import liger_tests_runs
 import megatron_claims
+import megatron_graphs
 import megatron_launches
+import megatron_micro_batch
 import megatron_tests
 import page
 import plot
@@ -69,6 +71,20 @@ OF_A_CHECKOUT = (
         megatron_launches.measure,
         megatron_claims.CLAIMS,
         megatron_launches.TAKES,
+    ),
+    Subject(
+        "megatron-micro-batch",
+        "the largest micro-batch of Megatron-LM's launcher that fits",
+        megatron_micro_batch.measure,
+        megatron_micro_batch.CLAIMS,
+        megatron_micro_batch.TAKES,
+    ),
+    Subject(
+        "megatron-graphs",
+        "Megatron-LM's launcher under CUDA graphs",
+        megatron_graphs.measure,
+        megatron_graphs.CLAIMS,
+        megatron_graphs.TAKES,
     ),
     Subject(
         "megatron-tests",
