@@ -10,6 +10,8 @@ from pathlib import Path
 from processes import ON_CPU
 
 STAND_INS = Path(__file__).resolve().parent / "on_cpu"
+WITHOUT_KERNELS = Path(__file__).resolve().parent / "without_kernels"
+"""Lets mamba-ssm be imported where it was built without CUDA; its kernels of Mamba-2 are Triton's."""
 ANYWHERE = (
     *("--spec", "local_stack", "hybrid_stack_spec", "--transformer-impl", "local"),
     *("--multi-latent-attention", "--experimental-attention-variant", "dsa", "--dsa-indexer-loss-coeff", "0.01"),
@@ -101,4 +103,5 @@ def _on_gpus(devices: int, *, quick: bool) -> Sizes:
         saved=3 if quick else 10,
         devices=devices,
         env=EVERYWHERE,
+        path=() if importlib.util.find_spec("selective_scan_cuda") else (WITHOUT_KERNELS,),
     )

@@ -24,7 +24,7 @@ def markdown(found: Found) -> str:
     """Return the page."""
     claims, measured = found["claims"], found["measured"]
     counts = ", ".join(f"{sum(each['outcome'] == word for each in claims)} {word}" for word in MEANING)
-    title, command = TITLES["megatron" in measured]
+    title, command = TITLES[any(name.startswith("megatron") for name in measured)]
     lines = [
         f"# {title}",
         "",
@@ -46,11 +46,14 @@ def markdown(found: Found) -> str:
         "trainer": _trainer,
         "liger-tests": _liger_tests,
         "megatron": megatron_page.launches,
+        "megatron-micro-batch": megatron_page.micro_batches,
+        "megatron-graphs": megatron_page.graphs,
+        "megatron-neighbours": megatron_page.neighbours,
         "megatron-tests": megatron_page.tests,
     }
     for name, section in sections.items():
-        if name in measured:
-            lines += ["", *section(measured[name])]
+        if name in measured and (body := section(measured[name])):
+            lines += ["", *body]
     if found["problems"]:
         lines += ["", "## Problems", "", *(f"```\n{text}\n```" for text in found["problems"])]
     return "\n".join(lines) + "\n"

@@ -36,6 +36,7 @@ import megatron_claims
 import megatron_graphs
 import megatron_launches
 import megatron_micro_batch
+import megatron_neighbours
 import megatron_tests
 import page
 import plot
@@ -85,6 +86,13 @@ OF_A_CHECKOUT = (
         megatron_graphs.measure,
         megatron_graphs.CLAIMS,
         megatron_graphs.TAKES,
+    ),
+    Subject(
+        "megatron-neighbours",
+        "checkpoints of Megatron-LM's launcher with an overlay switched off",
+        megatron_neighbours.measure,
+        megatron_neighbours.CLAIMS,
+        megatron_neighbours.TAKES,
     ),
     Subject(
         "megatron-tests",
