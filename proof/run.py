@@ -4,6 +4,8 @@
     .envs/proof/bin/python proof/run.py --page FILE.json --write FILE.md --plot FILE.svg     make the page again
     .envs/proof/bin/python proof/run.py --megatron-lm CHECKOUT --json FILE --write FILE.md   Megatron-LM's launcher instead
 
+    python proof/run.py --gpu --json FILE --write FILE.md    the Trainer alone, with a model of real size on a GPU
+
 In parts, which may be cut off, and one page of them:
 
     python proof/run.py --megatron-lm CHECKOUT --only megatron-graphs --json graphs.json     and so on
@@ -136,7 +138,7 @@ def measured(chosen: argparse.Namespace) -> Found:
     checkout: Path | None = chosen.megatron_lm
     head: Found = {
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "host": host(on_gpus=checkout is not None),
+        "host": host(on_gpus=checkout is not None or chosen.gpu),
         "versions": {name: importlib.metadata.version(name) for name in needed(checkout)},
         "inputs": {
             name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest()
@@ -144,8 +146,7 @@ def measured(chosen: argparse.Namespace) -> Found:
         },
         "quick": chosen.quick,
     }
-    offered = OF_A_CHECKOUT if checkout else SUBJECTS
-    subjects = [each for each in offered if not chosen.only or each.id in chosen.only]
+    subjects = [each for each in offered(chosen) if not chosen.only or each.id in chosen.only]
 
     def with_head(found: Found) -> Found:
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -157,21 +158,33 @@ def measured(chosen: argparse.Namespace) -> Found:
         chosen.archives,
         lambda text: print(text, flush=True),
         quick=chosen.quick,
+        on_gpu=chosen.gpu,
         checkout=checkout,
         keep=lambda found: report.keep(with_head(found), chosen.json),
     )
     return with_head(found)
 
 
+def offered(chosen: argparse.Namespace) -> tuple[Subject, ...]:
+    """Return the subjects that there are where it is asked to prove."""
+    if chosen.megatron_lm:
+        return OF_A_CHECKOUT
+    return SUBJECTS[:1] if chosen.gpu else SUBJECTS
+
+
 def host(*, on_gpus: bool) -> Found:
     """Return what is measured on; the GPU only where it is asked to compute."""
-    if on_gpus:
-        import torch
-
-        if torch.cuda.is_available():
-            found: Found = timing.about("cuda")["host"]
-            return found
+    if on_gpus and has_gpu():
+        found: Found = timing.about("cuda")["host"]
+        return found
     return {"machine": platform.machine(), "python": platform.python_version()}
+
+
+def has_gpu() -> bool:
+    """Whether torch finds a GPU."""
+    import torch
+
+    return bool(torch.cuda.is_available())
 
 
 def needed(checkout: Path | None) -> tuple[str, ...]:
@@ -203,13 +216,19 @@ def parse_arguments() -> argparse.Namespace:
         metavar="CHECKOUT",
         help="prove the claims about Megatron-LM's launcher instead, with this checkout; nothing is written into it",
     )
+    parser.add_argument(
+        "--gpu", action="store_true", help="the Trainer on the first GPU instead, with a model of real size"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer steps and fewer of upstream's tests")
     parser.add_argument("--archives", type=Path, default=ARCHIVES, help="folder of the source archives of upstreams")
     chosen = parser.parse_args()
-    offered = [subject.id for subject in (OF_A_CHECKOUT if chosen.megatron_lm else SUBJECTS)]
-    if unknown := [each for each in chosen.only or () if each not in offered]:
-        with_it = "with" if chosen.megatron_lm else "without"
-        parser.error(f"--only {unknown[0]}: {with_it} --megatron-lm there are {', '.join(offered)}")
+    if chosen.gpu and chosen.megatron_lm:
+        parser.error("--gpu: with --megatron-lm there is the launcher's proof alone, which finds a GPU by itself")
+    names = [subject.id for subject in offered(chosen)]
+    if unknown := [each for each in chosen.only or () if each not in names]:
+        with_it = "with" if chosen.megatron_lm or chosen.gpu else "without"
+        option = "--gpu" if chosen.gpu else "--megatron-lm"
+        parser.error(f"--only {unknown[0]}: {with_it} {option} there are {', '.join(names)}")
     for path in filter(None, (chosen.json, chosen.write, chosen.plot)):
         if not path.resolve().parent.is_dir():
             parser.error(
@@ -224,6 +243,8 @@ def parse_arguments() -> argparse.Namespace:
             f"{sys.executable} has no {', '.join(missing)}: `make proof-cpu` sets up .envs/proof, "
             "whose interpreter has everything"
         )
+    elif chosen.gpu and not has_gpu():
+        parser.error("--gpu: torch finds none here; `make proof-cpu` does the same with a small model")
     return chosen
 
 

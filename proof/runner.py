@@ -16,6 +16,7 @@ def prove(
     say: Say,
     *,
     quick: bool,
+    on_gpu: bool = False,
     checkout: Path | None = None,
     keep: Callable[[Found], None] = lambda _: None,
 ) -> Found:
@@ -30,7 +31,7 @@ def prove(
         say(f"== {subject.title}: {len(subject.claims)} claims; {subject.takes}")
         with tempfile.TemporaryDirectory(prefix="proof-") as folder:
             try:
-                measured[subject.id] = subject.measure(Workplace(Path(folder), archives, quick, checkout), say)
+                measured[subject.id] = subject.measure(Workplace(Path(folder), archives, quick, on_gpu, checkout), say)
             except ProofError as error:
                 problems.append(str(error))
                 say(f"error: {error}")

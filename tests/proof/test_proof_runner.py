@@ -237,6 +237,37 @@ def test_wrong_usage_ends_at_once_and_names_the_way_out(words: list[str], says: 
     assert says in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "--gpu: torch finds none here"),
+        (["--only", "liger-tests"], "--only liger-tests: with --gpu there are trainer"),
+        (["--megatron-lm", "."], "--gpu: with --megatron-lm there is the launcher's proof alone"),
+    ],
+)
+def test_a_gpu_is_asked_for_where_there_is_one_and_for_the_trainer_alone(
+    words: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    done = prove("--gpu", *words)
+
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+def test_a_gpu_trains_a_real_size_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer_sizes import sizes
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+
+    large, small = sizes(on_gpu=True, quick=False), sizes(on_gpu=False, quick=False)
+
+    assert large.env["CUDA_VISIBLE_DEVICES"] == "3"
+    assert "bfloat16" in large.words
+    assert (small.words, small.env["CUDA_VISIBLE_DEVICES"]) == ((), "")
+
+
 def test_an_interpreter_without_a_trainer_is_told_which_has_one() -> None:
     done = prove(python=sys.executable)
 
