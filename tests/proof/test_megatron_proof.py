@@ -127,7 +127,7 @@ def under_graphs(ours: Kept, stock: Kept, eager: Kept | None = None) -> Callable
     return on_one_gpu("megatron-graphs", runs=runs)
 
 
-def mixers(*, off: str = "conflict", saved: str = "torch.bfloat16", **ends: Kept) -> Callable[[Kept], None]:
+def mixers(*, said: str = "conflict", saved: str = "torch.bfloat16", **ends: Kept) -> Callable[[Kept], None]:
     names = ("float16-mixer-parameters", "float16-fp32-exemption")
 
     def run(decision: str, dtype: str) -> Kept:
@@ -135,7 +135,7 @@ def mixers(*, off: str = "conflict", saved: str = "torch.bfloat16", **ends: Kept
         return {"losses": [5.0, 4.0], "decisions": dict.fromkeys(names, decision), "dtypes": dtypes}
 
     return on_one_gpu(
-        "megatron-neighbours", mixers={"on": run("active", "torch.float32"), "off": run(off, saved), **ends}
+        "megatron-neighbours", mixers={"on": run("active", "torch.float32"), "off": run(said, saved), **ends}
     )
 
 
@@ -200,10 +200,11 @@ BROKEN = {
     "a checkpoint is wrong with its overlay": (padded("on", verdict="written broken"), {"megatron-padding"}),
     "an overlay of checkpoints changes losses": (padded("off", losses=[5.0, 4.0]), {"megatron-padding"}),
     "a checkpoint was not saved": (padded("on", **CAPTURE), {"megatron-padding"}),
-    "parameters are kept that cannot be saved": (mixers(off="active", saved="torch.float32"), {"megatron-mixers"}),
+    "parameters are kept that cannot be saved": (mixers(said="active", saved="torch.float32"), {"megatron-mixers"}),
     "a refusal keeps them all the same": (mixers(saved="torch.float32"), {"megatron-mixers"}),
     "kept parameters cannot be saved": (mixers(on=CAPTURE), {"megatron-mixers"}),
-    "no conflict is said": (mixers(off="active"), {"megatron-mixers"}),
+    "no conflict is said": (mixers(said="active"), {"megatron-mixers"}),
+    "what is refused ends the run": (mixers(off=CAPTURE), {"megatron-mixers"}),
 }
 
 
