@@ -192,6 +192,21 @@ def test_on_a_gpu_no_other_claim_fails_than_on_a_cpu(
     assert {claim for claim, outcome in outcomes(kept).items() if outcome == "FAILS"} <= wrong
 
 
+def test_the_page_of_a_gpu_names_it_and_its_sizes_and_has_no_plot(kept: Kept) -> None:
+    import page
+
+    on_a_gpu(kept)
+    kept["measured"]["trainer"]["sizes"] = "16 layers"
+    kept["host"].update(gpu="a GPU", driver="1", power_limit="700 W")
+    del kept["measured"]["liger-tests"]
+
+    text = page.markdown(kept)
+
+    assert text.startswith("# Proof on a GPU\n\nWritten by `make proof-gpu`")
+    assert "30 steps, 16 layers." in text
+    assert "cpu.svg" not in text
+
+
 def test_the_defect_is_far_more_than_a_gpu_allows(kept: Kept) -> None:
     on_a_gpu(kept)
     for data in ("prompts", "weights"):

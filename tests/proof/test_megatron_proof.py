@@ -324,6 +324,20 @@ def test_a_claim_of_a_gpu_says_what_it_rests_on(
     assert says in found.figure
 
 
+def test_the_page_of_a_gpu_has_what_was_tried_and_what_was_captured(receipts: Kept) -> None:
+    import page
+
+    micro_batches(4, 32)(receipts)
+    receipts["measured"]["megatron-micro-batch"]["tried"]["stock"]["8"] = MEMORY
+    under_graphs(captured(), CAPTURE)(receipts)
+    receipts["measured"]["megatron-graphs"]["words"] = ["--cuda-graph-impl", "local"]
+
+    lines = page.markdown(receipts).splitlines()
+
+    assert {"| stock | 8 | out of memory |", "| overlays | 32 | 2.0 GiB |"} <= set(lines)
+    assert {"| overlays, graphs | 4 | 4 | 3 steps |", "| stock, graphs | - | - | ended after 1 steps |"} <= set(lines)
+
+
 @pytest.mark.parametrize(
     ("fits", "begin", "found", "asked"),
     [
