@@ -64,8 +64,12 @@ proof-cpu: .envs/proof/.ready archives ## claim by claim, in minutes: a Trainer 
 	@.envs/proof/bin/python -W ignore proof/run.py --json proof/results/cpu.json --write proof/results/cpu.md \
 	    --plot proof/results/cpu.svg
 
-HERE := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 PROOF_PYTHON ?= .envs/proof/bin/python
+.PHONY: proof-gpu
+proof-gpu: .envs/proof/.ready archives ## the Trainer of `make proof-cpu` on a GPU, with a model of real size; writes proof/results/gpu.md
+	@$(PROOF_PYTHON) -W ignore proof/run.py --gpu --json proof/results/gpu.json --write proof/results/gpu.md
+
+HERE := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 .PHONY: proof
 proof: .envs/proof/.ready ## the same of Megatron-LM's own launcher, on a GPU if there is one: MEGATRON_LM=CHECKOUT says where it is; writes proof/results/megatron-gpu.md or -cpu.md
 	@$(if $(MEGATRON_LM),,$(error say MEGATRON_LM=CHECKOUT, a checkout of https://github.com/NVIDIA/Megatron-LM such as of the tag core_v0.19.0))

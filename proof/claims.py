@@ -56,6 +56,8 @@ class Workplace:
     """Source archives of upstreams, fetched with their hashes checked."""
     quick: bool
     """Whether to do only as much as shows that all of it works."""
+    on_gpu: bool = False
+    """Whether the Trainer is launched on the first GPU; Megatron's launcher is wherever there is one."""
     checkout: Path | None = None
     """Megatron-LM as the user has it, for what the registry does not ship."""
 
@@ -68,3 +70,5 @@ class Subject:
     title: str
     measure: Callable[[Workplace, Say], Found]
     claims: tuple[Claim, ...]
+    takes: str
+    """How many launches it is, in words: what costs most is to begin one."""

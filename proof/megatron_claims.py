@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from claims import Claim, Found, Outcome, Verdict
 from megatron_launches import BOTH, RESHARDED, Launch, Layout, Way
+from megatron_series import ROUNDING, apart
 
-ROUNDING = 1e-3
-"""Relative, of a loss: weights and activations are bfloat16, which has 2**-8, and a loss is a mean of many of them."""
 EXPECTED = ("dsa-sparse-attention", "dsa-indexer-streaming")
 """What a model of this kind has to reach in every step, forward and backward."""
 NOISE = 2.0
@@ -21,12 +19,6 @@ def run(found: Found, launch: Launch) -> Found:
     """Return one launch of what was measured."""
     kept: Found = found["runs"][launch.name]
     return kept
-
-
-def apart(these: Sequence[float], those: Sequence[float]) -> float:
-    """Return the largest relative difference of two series; infinite where one is no number."""
-    errors = [abs(this - that) / abs(that) for this, that in zip(these, those, strict=True)]
-    return max(math.inf if math.isnan(error) else error for error in errors)
 
 
 def trains(found: Found) -> Verdict:

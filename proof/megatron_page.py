@@ -6,6 +6,8 @@ from claims import Found
 from kept_tests import outcomes
 from megatron_checkout import LAUNCHER
 from megatron_launches import BOTH, Launch, Layout, Way
+from megatron_micro_batch import STEPS
+from megatron_neighbours import BUCKETS, PADDING
 from report import table
 
 WHERE = {
@@ -60,6 +62,58 @@ def _decisions(found: Found) -> list[str]:
         calls = f" ({run['calls'][name]} calls)" if name in run["calls"] else ""
         by_decision.setdefault(decision, []).append(name + calls)
     return [f"- {decision}: {', '.join(names)}" for decision, names in sorted(by_decision.items())]
+
+
+def micro_batches(found: Found) -> list[str]:
+    """Return the lines of the section about micro-batches; none where there was nothing to look for."""
+    if not found["largest"]:
+        return []
+    rows = [
+        [way, size, "out of memory" if "error" in run else f"{run['peak_mib'] / 1024:.1f} GiB"]
+        for way, tries in found["tried"].items()
+        for size, run in sorted(tries.items(), key=lambda each: int(each[0]))
+    ]
+    return [
+        "## The largest micro-batch",
+        "",
+        f"The same launcher and model, {STEPS} steps of one micro-batch each. What fits is doubled, up to {found['most']}; overlays begin",
+        "where stock ended. An end for any other reason than memory is an error.",
+        "",
+        *table(["way", "samples", "most memory"], rows),
+    ]
+
+
+def graphs(found: Found) -> list[str]:
+    """Return the lines of the section about CUDA graphs; none where there was nothing to capture."""
+    if not found["runs"]:
+        return []
+    rows = []
+    for name, run in found["runs"].items():
+        if "error" in run:
+            rows.append([name, "-", "-", f"ended after {run['steps']} steps"])
+        else:
+            rows.append([name, str(run["graphs"]), f"{run['losses'][-1]:.6g}", f"{len(run['losses'])} steps"])
+    return [
+        "## Under CUDA graphs",
+        "",
+        f"The same launcher and model with `{' '.join(found['words'])}`: the first step is recorded, later ones are replayed.",
+        "",
+        *table(["launch", "graphs", "last loss", "end"], rows),
+    ]
+
+
+def neighbours(found: Found) -> list[str]:
+    """Return the lines of the section about checkpoints that are written broken; none where they were not asked."""
+    wrong = found.get(BUCKETS.id, {}).get("off", {}).get("wrong")
+    if not wrong:
+        return []
+    return [
+        f"## A checkpoint without `{PADDING}`",
+        "",
+        f"`{' '.join(BUCKETS.words)}`, and what `megacpp-overlays checkpoint` says of what was saved:",
+        "",
+        *(f"- {name}: {says}" for name, says in sorted(wrong.items())),
+    ]
 
 
 def tests(found: Found) -> list[str]:

@@ -10,6 +10,8 @@ from pathlib import Path
 from processes import ON_CPU
 
 STAND_INS = Path(__file__).resolve().parent / "on_cpu"
+WITHOUT_KERNELS = Path(__file__).resolve().parent / "without_kernels"
+"""Lets mamba-ssm be imported where it was built without CUDA; its kernels of Mamba-2 are Triton's."""
 ANYWHERE = (
     *("--spec", "local_stack", "hybrid_stack_spec", "--transformer-impl", "local"),
     *("--multi-latent-attention", "--experimental-attention-variant", "dsa", "--dsa-indexer-loss-coeff", "0.01"),
@@ -97,8 +99,9 @@ def _on_gpus(devices: int, *, quick: bool) -> Sizes:
             *("--qk-pos-emb-head-dim", "64", "--v-head-dim", "128"),
             *("--dsa-indexer-n-heads", "64", "--dsa-indexer-head-dim", "128", "--dsa-indexer-topk", "2048"),
         ),
-        steps=6 if quick else 30,
-        saved=3 if quick else 15,
+        steps=6 if quick else 20,
+        saved=3 if quick else 10,
         devices=devices,
         env=EVERYWHERE,
+        path=() if importlib.util.find_spec("selective_scan_cuda") else (WITHOUT_KERNELS,),
     )

@@ -18,13 +18,15 @@ TITLES = {
     True: ("Proof with Megatron-LM's own launcher", "make proof MEGATRON_LM=CHECKOUT"),
 }
 """Title and command, by whether it is the proof that needs a checkout."""
+ON_A_GPU = ("Proof on a GPU", "make proof-gpu")
 
 
 def markdown(found: Found) -> str:
     """Return the page."""
     claims, measured = found["claims"], found["measured"]
     counts = ", ".join(f"{sum(each['outcome'] == word for each in claims)} {word}" for word in MEANING)
-    title, command = TITLES["megatron" in measured]
+    of_a_checkout = any(name.startswith("megatron") for name in measured)
+    title, command = ON_A_GPU if not of_a_checkout and "gpu" in found["host"] else TITLES[of_a_checkout]
     lines = [
         f"# {title}",
         "",
@@ -46,11 +48,14 @@ def markdown(found: Found) -> str:
         "trainer": _trainer,
         "liger-tests": _liger_tests,
         "megatron": megatron_page.launches,
+        "megatron-micro-batch": megatron_page.micro_batches,
+        "megatron-graphs": megatron_page.graphs,
+        "megatron-neighbours": megatron_page.neighbours,
         "megatron-tests": megatron_page.tests,
     }
     for name, section in sections.items():
-        if name in measured:
-            lines += ["", *section(measured[name])]
+        if name in measured and (body := section(measured[name])):
+            lines += ["", *body]
     if found["problems"]:
         lines += ["", "## Problems", "", *(f"```\n{text}\n```" for text in found["problems"])]
     return "\n".join(lines) + "\n"
@@ -64,12 +69,11 @@ def _trainer(found: Found) -> list[str]:
     return [
         "## The Trainer of transformers",
         "",
-        "![Loss and grad_norm against steps](cpu.svg)",
-        "",
+        *(["![Loss and grad_norm against steps](cpu.svg)", ""] if found["host"] == "cpu" else []),
         "`proof/launchers/hf_trainer.py` is a script as a user could have written it: a Llama from `LlamaConfig`, the Trainer's own",
         "loop, and the weighted mean of a loss for each token, which comes from Liger's fused linear cross entropy with",
         "`reduction=\"none\"`. It is launched as it is (stock), with PyTorch's linear layer and cross entropy in the place of Liger's,",
-        f"by `megacpp_overlays run`, and with one import in front of it; nothing in it is edited. {found['steps']} steps, fp32, one thread, Triton's interpreter.",
+        f"by `megacpp_overlays run`, and with one import in front of it; nothing in it is edited. {found['steps']} steps, {found['sizes']}.",
         *(line for data in Data for line in _losses(found, data)),
         "",
         "In the second table the loss of stock falls, too: a wrong gradient need not show in a curve. Its grad_norm shows it.",

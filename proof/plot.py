@@ -44,9 +44,7 @@ LINES = (  # from the bottom up: what is equal lies within what it is equal to
 def svg(found: Found) -> str:
     """Return the plot; one without lines where the Trainer was not measured."""
     title = "The same Trainer three times, step by step"
-    where = (
-        f"CPU, torch {found['versions']['torch']}, transformers {found['versions']['transformers']}, {found['date']}"
-    )
+    where = f"{found['host'].get('gpu', 'CPU')}, torch {found['versions']['torch']}, transformers {found['versions']['transformers']}, {found['date']}"
     body = [text(20, 26, title, size=16, weight=600), text(20, 46, where, kind="quiet")]
     body += [text(each.left, 70, each.words, kind=f"{each.kind}-text") for each in LINES]
     measured = found["measured"].get("trainer")

@@ -21,6 +21,18 @@ class ProofError(Exception):
     """Raised where something cannot be measured; the text names the way out."""
 
 
+class EndedError(ProofError):
+    """Raised where a process ended otherwise than it may.
+
+    Attributes:
+        wrote: all that it wrote, without torchrun's own report, which says nothing of the cause.
+    """
+
+    def __init__(self, text: str, wrote: str) -> None:
+        super().__init__(text)
+        self.wrote = wrote
+
+
 def start(
     words: Sequence[str | Path],
     env: Mapping[str, str],
@@ -29,7 +41,7 @@ def start(
     cwd: Path,
     codes: tuple[int, ...] = (0,),
 ) -> str:
-    """Run Python, wait for it, and return what it wrote to its standard output.
+    """Run Python, wait for it, and return what it wrote to its standard output, and then what it wrote to the other.
 
     Args:
         words: of its command line.
@@ -39,7 +51,8 @@ def start(
         codes: with which it may end.
 
     Raises:
-        ProofError: it ended otherwise; the end of what it wrote is in the text.
+        EndedError: it ended otherwise; the end of what it wrote is in the text.
+        ProofError: it did not end.
     """
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MEGACPP_", "PYTHON"))}
     clean |= {"PYTHONPATH": os.pathsep.join(map(str, path))} if path else {}
@@ -50,10 +63,12 @@ def start(
         )
     except subprocess.TimeoutExpired as error:
         raise ProofError(f"{_shown(words)} did not end in {LIMIT_S:.0f} s") from error
+    wrote = done.stdout + done.stderr
     if done.returncode not in codes:
-        end = _tail(done.stdout + done.stderr)
-        raise ProofError(f"{_shown(words)} ended with {done.returncode}:\n{end}")
-    return done.stdout
+        lines = _without_report(wrote)
+        end = "\n".join(lines[-LINES:])
+        raise EndedError(f"{_shown(words)} ended with {done.returncode}:\n{end}", "\n".join(lines))
+    return wrote
 
 
 def _shown(words: Sequence[str | Path]) -> str:
@@ -64,8 +79,8 @@ def _shown(words: Sequence[str | Path]) -> str:
     return f"{shown} ..." if end < len(words) else shown
 
 
-def _tail(text: str) -> str:
-    """Return the last lines of what a process wrote, without torchrun's own traceback, which says nothing of the cause."""
+def _without_report(text: str) -> list[str]:
+    """Return the lines of what a process wrote up to torchrun's own traceback."""
     lines = text.rstrip().splitlines()
     reported = [place for place, line in enumerate(lines) if TORCHRUN_REPORTS in line]
-    return "\n".join(lines[: reported[0] if reported else None][-LINES:])
+    return lines[: reported[0] if reported else None]

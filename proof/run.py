@@ -4,6 +4,13 @@
     .envs/proof/bin/python proof/run.py --page FILE.json --write FILE.md --plot FILE.svg     make the page again
     .envs/proof/bin/python proof/run.py --megatron-lm CHECKOUT --json FILE --write FILE.md   Megatron-LM's launcher instead
 
+    python proof/run.py --gpu --json FILE --write FILE.md    the Trainer alone, with a model of real size on a GPU
+
+In parts, which may be cut off, and one page of them:
+
+    python proof/run.py --megatron-lm CHECKOUT --only megatron-graphs --json graphs.json     and so on
+    python proof/run.py --page graphs.json --page launches.json --json FILE --write FILE.md
+
 Each claim HOLDS or FAILS, or is UPSTREAM: something fails in the same way without overlays. The exit code is 1 when a claim
 fails, 2 on wrong usage.
 """
@@ -28,7 +35,10 @@ from datetime import datetime, timezone
 import liger_tests_claims
 import liger_tests_runs
 import megatron_claims
+import megatron_graphs
 import megatron_launches
+import megatron_micro_batch
+import megatron_neighbours
 import megatron_tests
 import page
 import plot
@@ -37,6 +47,7 @@ import timing
 import trainer_claims
 import trainer_launches
 from claims import Found, Subject
+from parts import PartsError, joined
 from runner import exit_code, prove, summary
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,8 +57,15 @@ SUBJECTS = (
         "the Trainer of transformers, with Liger's loss of each token",
         trainer_launches.measure,
         trainer_claims.CLAIMS,
+        f"{len(trainer_launches.LAUNCHES)} launches",
     ),
-    Subject("liger-tests", "Liger's own tests of this loss", liger_tests_runs.measure, liger_tests_claims.CLAIMS),
+    Subject(
+        "liger-tests",
+        "Liger's own tests of this loss",
+        liger_tests_runs.measure,
+        liger_tests_claims.CLAIMS,
+        "2 runs of pytest",
+    ),
 )
 OF_A_CHECKOUT = (
     Subject(
@@ -55,9 +73,35 @@ OF_A_CHECKOUT = (
         "Megatron-LM's own launcher, DeepSeek sparse attention and experts",
         megatron_launches.measure,
         megatron_claims.CLAIMS,
+        megatron_launches.TAKES,
     ),
     Subject(
-        "megatron-tests", "Megatron-LM's own tests of sparse attention", megatron_tests.measure, megatron_tests.CLAIMS
+        "megatron-micro-batch",
+        "the largest micro-batch of Megatron-LM's launcher that fits",
+        megatron_micro_batch.measure,
+        megatron_micro_batch.CLAIMS,
+        megatron_micro_batch.TAKES,
+    ),
+    Subject(
+        "megatron-graphs",
+        "Megatron-LM's launcher under CUDA graphs",
+        megatron_graphs.measure,
+        megatron_graphs.CLAIMS,
+        megatron_graphs.TAKES,
+    ),
+    Subject(
+        "megatron-neighbours",
+        "checkpoints of Megatron-LM's launcher with an overlay switched off",
+        megatron_neighbours.measure,
+        megatron_neighbours.CLAIMS,
+        megatron_neighbours.TAKES,
+    ),
+    Subject(
+        "megatron-tests",
+        "Megatron-LM's own tests of sparse attention",
+        megatron_tests.measure,
+        megatron_tests.CLAIMS,
+        "2 runs of pytest",
     ),
 )
 NEEDED = ("torch", "triton", "numpy", "transformers", "accelerate", "liger-kernel", "pytest", "megacpp-overlays")
@@ -72,7 +116,11 @@ def main() -> int:
     """Prove what is asked for, write what is asked for, and return the exit code."""
     chosen = parse_arguments()
     if chosen.page:
-        found = json.loads(chosen.page.read_text())
+        try:
+            found = joined([json.loads(each.read_text()) for each in chosen.page], [each.name for each in chosen.page])
+        except PartsError as error:
+            print(error, file=sys.stderr)
+            return 2
     else:
         found = measured(chosen)
         took = f"{found['seconds']:.0f} s, of which its processes computed for {found['cpu_seconds']:.0f} s"
@@ -90,7 +138,7 @@ def measured(chosen: argparse.Namespace) -> Found:
     checkout: Path | None = chosen.megatron_lm
     head: Found = {
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "host": host(on_gpus=checkout is not None),
+        "host": host(on_gpus=checkout is not None or chosen.gpu),
         "versions": {name: importlib.metadata.version(name) for name in needed(checkout)},
         "inputs": {
             name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest()
@@ -98,25 +146,45 @@ def measured(chosen: argparse.Namespace) -> Found:
         },
         "quick": chosen.quick,
     }
-    offered = OF_A_CHECKOUT if checkout else SUBJECTS
-    subjects = [each for each in offered if not chosen.only or each.id in chosen.only]
+    subjects = [each for each in offered(chosen) if not chosen.only or each.id in chosen.only]
+
+    def with_head(found: Found) -> Found:
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent = {"seconds": time.monotonic() - began, "cpu_seconds": children.ru_utime + children.ru_stime}
+        return {**head, **found, **spent}
+
     found = prove(
-        subjects, chosen.archives, lambda text: print(text, flush=True), quick=chosen.quick, checkout=checkout
+        subjects,
+        chosen.archives,
+        lambda text: print(text, flush=True),
+        quick=chosen.quick,
+        on_gpu=chosen.gpu,
+        checkout=checkout,
+        keep=lambda found: report.keep(with_head(found), chosen.json),
     )
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent = {"seconds": time.monotonic() - began, "cpu_seconds": children.ru_utime + children.ru_stime}
-    return {**head, **found, **spent}
+    return with_head(found)
+
+
+def offered(chosen: argparse.Namespace) -> tuple[Subject, ...]:
+    """Return the subjects that there are where it is asked to prove."""
+    if chosen.megatron_lm:
+        return OF_A_CHECKOUT
+    return SUBJECTS[:1] if chosen.gpu else SUBJECTS
 
 
 def host(*, on_gpus: bool) -> Found:
     """Return what is measured on; the GPU only where it is asked to compute."""
-    if on_gpus:
-        import torch
-
-        if torch.cuda.is_available():
-            found: Found = timing.about("cuda")["host"]
-            return found
+    if on_gpus and has_gpu():
+        found: Found = timing.about("cuda")["host"]
+        return found
     return {"machine": platform.machine(), "python": platform.python_version()}
+
+
+def has_gpu() -> bool:
+    """Whether torch finds a GPU."""
+    import torch
+
+    return bool(torch.cuda.is_available())
 
 
 def needed(checkout: Path | None) -> tuple[str, ...]:
@@ -127,7 +195,12 @@ def needed(checkout: Path | None) -> tuple[str, ...]:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line, and refuse what would only fail later."""
     parser = argparse.ArgumentParser(description="Prove claim by claim what overlays do, on a CPU.")
-    parser.add_argument("--page", type=Path, help="make page and plot of these receipts; measure nothing")
+    parser.add_argument(
+        "--page",
+        type=Path,
+        action="append",
+        help="make page and plot of these receipts; measure nothing; several are put together as parts of one proof",
+    )
     parser.add_argument("--json", type=Path, help="keep the receipts in this file")
     parser.add_argument("--write", type=Path, help="keep the page in this file")
     parser.add_argument("--plot", type=Path, help="keep the plot in this file, as SVG")
@@ -143,26 +216,35 @@ def parse_arguments() -> argparse.Namespace:
         metavar="CHECKOUT",
         help="prove the claims about Megatron-LM's launcher instead, with this checkout; nothing is written into it",
     )
+    parser.add_argument(
+        "--gpu", action="store_true", help="the Trainer on the first GPU instead, with a model of real size"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer steps and fewer of upstream's tests")
     parser.add_argument("--archives", type=Path, default=ARCHIVES, help="folder of the source archives of upstreams")
     chosen = parser.parse_args()
-    offered = [subject.id for subject in (OF_A_CHECKOUT if chosen.megatron_lm else SUBJECTS)]
-    if unknown := [each for each in chosen.only or () if each not in offered]:
-        with_it = "with" if chosen.megatron_lm else "without"
-        parser.error(f"--only {unknown[0]}: {with_it} --megatron-lm there are {', '.join(offered)}")
+    if chosen.gpu and chosen.megatron_lm:
+        parser.error("--gpu: with --megatron-lm there is the launcher's proof alone, which finds a GPU by itself")
+    names = [subject.id for subject in offered(chosen)]
+    if unknown := [each for each in chosen.only or () if each not in names]:
+        with_it = "with" if chosen.megatron_lm or chosen.gpu else "without"
+        option = "--gpu" if chosen.gpu else "--megatron-lm"
+        parser.error(f"--only {unknown[0]}: {with_it} {option} there are {', '.join(names)}")
     for path in filter(None, (chosen.json, chosen.write, chosen.plot)):
         if not path.resolve().parent.is_dir():
             parser.error(
                 f"there is no folder {path.resolve().parent} to write {path.name} into: make it, or name another"
             )
     if chosen.page:
-        if not chosen.page.is_file():
-            parser.error(f"there are no receipts {chosen.page}: `make proof-cpu` leaves proof/results/cpu.json")
+        for path in chosen.page:
+            if not path.is_file():
+                parser.error(f"there are no receipts {path}: `make proof-cpu` leaves proof/results/cpu.json")
     elif missing := [name for name in needed(chosen.megatron_lm) if not is_installed(name)]:
         parser.error(
             f"{sys.executable} has no {', '.join(missing)}: `make proof-cpu` sets up .envs/proof, "
             "whose interpreter has everything"
         )
+    elif chosen.gpu and not has_gpu():
+        parser.error("--gpu: torch finds none here; `make proof-cpu` does the same with a small model")
     return chosen
 
 

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from claims import Claim, Found, Outcome, Say, Subject, Verdict, Workplace
 from processes import ProofError
 
 
-def prove(subjects: Sequence[Subject], archives: Path, say: Say, *, quick: bool, checkout: Path | None = None) -> Found:
-    """Return what was measured, what is said of each claim, and the problems there were."""
+def prove(
+    subjects: Sequence[Subject],
+    archives: Path,
+    say: Say,
+    *,
+    quick: bool,
+    on_gpu: bool = False,
+    checkout: Path | None = None,
+    keep: Callable[[Found], None] = lambda _: None,
+) -> Found:
+    """Return what was measured, what is said of each claim, and the problems there were.
+
+    `keep` is called with as much of that as there is after each subject: the next one may be cut off.
+    """
     measured: Found = {}
     judged: list[Found] = []
     problems: list[str] = []
     for subject in subjects:
-        say(f"== {subject.title}: {len(subject.claims)} claims")
+        say(f"== {subject.title}: {len(subject.claims)} claims; {subject.takes}")
         with tempfile.TemporaryDirectory(prefix="proof-") as folder:
             try:
-                measured[subject.id] = subject.measure(Workplace(Path(folder), archives, quick, checkout), say)
+                measured[subject.id] = subject.measure(Workplace(Path(folder), archives, quick, on_gpu, checkout), say)
             except ProofError as error:
                 problems.append(str(error))
                 say(f"error: {error}")
@@ -32,6 +44,7 @@ def prove(subjects: Sequence[Subject], archives: Path, say: Say, *, quick: bool,
             judged.append(
                 {"id": claim.id, "says": claim.says, "outcome": verdict.outcome.value, "figure": verdict.figure}
             )
+        keep({"measured": measured, "claims": judged, "problems": problems})
     return {"measured": measured, "claims": judged, "problems": problems}
 
 

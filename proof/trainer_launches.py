@@ -10,7 +10,8 @@ from pathlib import Path
 
 from archives import LIGER, unpack
 from claims import Found, Say, Workplace
-from processes import ON_CPU, RUN, start
+from processes import RUN, start
+from trainer_sizes import Sizes, sizes
 
 LAUNCHER = Path(__file__).resolve().parent / "launchers" / "hf_trainer.py"
 OVERLAY = "liger-flce-none-backward"
@@ -18,7 +19,6 @@ SWITCH = "MEGACPP_OVERLAY_LIGER_FLCE_NONE_BACKWARD"
 ONE_IMPORT = (
     "import megacpp_overlays, runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 )
-STEPS, QUICK_STEPS = 30, 8
 
 
 class Data(Enum):
@@ -66,22 +66,23 @@ LAUNCHES = (
 
 def measure(place: Workplace, say: Say) -> Found:
     """Return the losses and gradient norms of every launch, and what was decided in it."""
-    steps = QUICK_STEPS if place.quick else STEPS
+    chosen = sizes(on_gpu=place.on_gpu, quick=place.quick)
     newer = unpack(place.archives, LIGER, "src", place.folder)
     runs = {}
     for number, launch in enumerate(LAUNCHES, start=1):
         began = time.monotonic()
-        runs[launch.name] = run = launched(launch, steps, newer, place.folder)
+        runs[launch.name] = run = launched(launch, chosen, newer, place.folder)
         took = time.monotonic() - began
         end = f"loss {run['losses'][0]:.3f} to {run['losses'][-1]:.3f}"
         say(f"[{number}/{len(LAUNCHES)}] Trainer: {launch.name}: {end}, {took:.0f} s")
-    return {"steps": steps, "runs": runs}
+    return {"host": chosen.host, "sizes": chosen.says, "steps": chosen.steps, "runs": runs}
 
 
-def launched(launch: Launch, steps: int, newer: Path, folder: Path) -> Found:
+def launched(launch: Launch, chosen: Sizes, newer: Path, folder: Path) -> Found:
     """Run the launcher once and return what it logged."""
     log, audit = folder / f"{launch.name}.json", folder / f"{launch.name}.audit.json"
-    words: list[str | Path] = [LAUNCHER, "--log", log, "--steps", str(steps), "--data", launch.data.value]
+    words: list[str | Path] = [LAUNCHER, "--log", log, "--steps", str(chosen.steps), "--data", launch.data.value]
+    words += chosen.words
     words += ["--loss", "torch" if launch.way is Way.TORCH else "liger"]
     has_audit = launch.way in {Way.OVERLAY, Way.OFF, Way.NEWER}
     if has_audit:
@@ -90,7 +91,7 @@ def launched(launch: Launch, steps: int, newer: Path, folder: Path) -> Found:
         words = ["-c", ONE_IMPORT, *words]
     start(
         words,
-        ON_CPU | ({SWITCH: "off"} if launch.way is Way.OFF else {}),
+        {**chosen.env, **({SWITCH: "off"} if launch.way is Way.OFF else {})},
         path=[newer] if launch.way is Way.NEWER else [],
         cwd=folder,
     )

@@ -80,7 +80,8 @@ def torch_loss() -> Any:
     """Return PyTorch's loss of each token."""
 
     def per_token(weight: Tensor, hidden: Tensor, labels: Tensor) -> Tensor:
-        return functional.cross_entropy(hidden @ weight.t(), labels, ignore_index=IGNORED, reduction="none")
+        logits = (hidden @ weight.t()).float()  # as transformers' own loss takes them
+        return functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
 
     return per_token
 
@@ -98,9 +99,11 @@ def main() -> None:
         max_position_embeddings=args.tokens,
         pad_token_id=None,
     )
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = LlamaForCausalLM(config).to(getattr(torch, args.dtype))
     with tempfile.TemporaryDirectory() as folder:
         trainer = WeightedTrainer(
-            model=LlamaForCausalLM(config),
+            model=model,
             per_token=liger_loss() if args.loss == "liger" else torch_loss(),
             train_dataset=Answers(args.data, args.steps * args.rows, args.tokens, args.vocabulary, args.seed),
             args=TrainingArguments(
@@ -135,6 +138,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the parameters")
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()

@@ -151,6 +151,72 @@ def test_where_no_test_of_upstream_fails_the_claim_about_the_rest_holds(kept: Ke
     assert outcomes(kept)["liger-tests-rest"] == "HOLDS"
 
 
+# --- the same on a GPU ---
+
+NEAR, FAR = 1.005, 1.06
+"""Of bfloat16's rounding, as the GPU's claims allow it."""
+
+
+def on_a_gpu(kept: Kept) -> None:
+    kept["measured"]["trainer"]["host"] = "gpu"
+
+
+@pytest.mark.parametrize(
+    ("launch", "what", "claims"),
+    [
+        ("prompts, overlay", "losses", {"trainer-prompts-overlay", "trainer-prompts-import"}),
+        ("weights, overlay", "norms", {"trainer-weights-overlay"}),
+        ("prompts, one import", "norms", {"trainer-prompts-import"}),
+        ("weights, overlay off", "losses", {"trainer-weights-off"}),
+        ("prompts, overlay, Liger 0.8.5", "norms", {"trainer-prompts-newer"}),
+    ],
+)
+def test_on_a_gpu_the_rounding_of_bfloat16_is_allowed_and_no_more(
+    kept: Kept, launch: str, what: str, claims: set[str]
+) -> None:
+    on_a_gpu(kept)
+    scale(launch, what, 5, NEAR)(kept)
+    assert "FAILS" not in outcomes(kept).values()
+
+    scale(launch, what, 5, FAR)(kept)
+    assert {claim for claim, outcome in outcomes(kept).items() if outcome == "FAILS"} == claims
+
+
+@pytest.mark.parametrize(("change", "wrong"), BROKEN.values(), ids=BROKEN)
+def test_on_a_gpu_no_other_claim_fails_than_on_a_cpu(
+    kept: Kept, change: Callable[[Kept], None], wrong: set[str]
+) -> None:
+    on_a_gpu(kept)
+    change(kept)
+
+    assert {claim for claim, outcome in outcomes(kept).items() if outcome == "FAILS"} <= wrong
+
+
+def test_the_page_of_a_gpu_names_it_and_its_sizes_and_has_no_plot(kept: Kept) -> None:
+    import page
+
+    on_a_gpu(kept)
+    kept["measured"]["trainer"]["sizes"] = "16 layers"
+    kept["host"].update(gpu="a GPU", driver="1", power_limit="700 W")
+    del kept["measured"]["liger-tests"]
+
+    text = page.markdown(kept)
+
+    assert text.startswith("# Proof on a GPU\n\nWritten by `make proof-gpu`")
+    assert "30 steps, 16 layers." in text
+    assert "cpu.svg" not in text
+
+
+def test_the_defect_is_far_more_than_a_gpu_allows(kept: Kept) -> None:
+    on_a_gpu(kept)
+    for data in ("prompts", "weights"):
+        runs = kept["measured"]["trainer"]["runs"]
+        runs[f"{data}, overlay"].update({key: runs[f"{data}, stock"][key] for key in ("losses", "norms")})
+
+    failed = {claim for claim, outcome in outcomes(kept).items() if outcome == "FAILS"}
+    assert {"trainer-prompts-overlay", "trainer-weights-overlay"} <= failed
+
+
 def test_what_was_not_measured_fails(kept: Kept) -> None:
     del kept["measured"]["trainer"]
 

@@ -102,6 +102,50 @@ def quarrel_in_tests(receipts: Kept) -> None:
     receipts["measured"]["megatron-tests"]["with"]["conflicts"] = ["dsa-capture-gates"]
 
 
+def on_one_gpu(subject: str, **values: Any) -> Callable[[Kept], None]:
+    """Return what puts a measurement that only a GPU makes in the place of a CPU's."""
+    return lambda receipts: receipts["measured"][subject].update(host="gpu", **values)
+
+
+def micro_batches(stock: int, ours: int) -> Callable[[Kept], None]:
+    sizes = {"stock": stock, "overlays": ours}
+    tried = {way: {str(size): {"losses": [5.0, 4.0], "peak_mib": 2048.0}} for way, size in sizes.items()}
+    return on_one_gpu("megatron-micro-batch", largest=sizes, tried=tried, most=64)
+
+
+def captured(**otherwise: Any) -> Kept:
+    run = {"losses": [5.0, 4.5, 4.0], "skipped": [0.0] * 3, "nans": [0.0] * 3, "ms": [90.0, 60.0, 20.0], "graphs": 4}
+    return {**run, **otherwise}
+
+
+def under_graphs(ours: Kept, stock: Kept, eager: Kept | None = None) -> Callable[[Kept], None]:
+    runs = {
+        "overlays, no graphs": eager or captured(graphs=0, ms=[90.0, 40.0, 40.0]),
+        "overlays, graphs": ours,
+        "stock, graphs": stock,
+    }
+    return on_one_gpu("megatron-graphs", runs=runs)
+
+
+def mixers(*, said: str = "conflict", saved: str = "torch.bfloat16", **ends: Kept) -> Callable[[Kept], None]:
+    names = ("float16-mixer-parameters", "float16-fp32-exemption")
+
+    def run(decision: str, dtype: str) -> Kept:
+        dtypes = {f"decoder.layers.0.mixer.{each}": dtype for each in ("A_log", "D")}
+        return {"losses": [5.0, 4.0], "decisions": dict.fromkeys(names, decision), "dtypes": dtypes}
+
+    return on_one_gpu(
+        "megatron-neighbours", mixers={"on": run("active", "torch.float32"), "off": run(said, saved), **ends}
+    )
+
+
+def padded(way: str, **values: Any) -> Callable[[Kept], None]:
+    return lambda receipts: receipts["measured"]["megatron-neighbours"]["padding"][way].update(values)
+
+
+CAPTURE = {"error": "RuntimeError: operation not permitted when stream is capturing", "steps": 1}
+MEMORY = {"error": "torch.OutOfMemoryError: CUDA out of memory.", "steps": 0}
+
 BROKEN = {
     "a step is skipped": (skip_a_step, {"megatron-trains"}),
     "nothing is learnt": (learn_nothing, {"megatron-trains", "megatron-losses-one"}),
@@ -134,6 +178,33 @@ BROKEN = {
     "tests go past a seam": (call_nothing, {"megatron-tests-used"}),
     "a conflict in tests": (quarrel_in_tests, {"megatron-tests-used"}),
     "no memory was logged": (on_a_gpu(50.0, 0.0), {"megatron-memory"}),
+    "a smaller micro-batch": (micro_batches(4, 2), {"megatron-micro-batch"}),
+    "no micro-batch": (micro_batches(0, 0), {"megatron-micro-batch"}),
+    "only stock can be captured": (under_graphs(CAPTURE, captured()), {"megatron-graphs"}),
+    "a capture fails in another way": (under_graphs(MEMORY, CAPTURE), {"megatron-graphs"}),
+    "nothing was captured": (under_graphs(captured(graphs=0), CAPTURE), {"megatron-graphs"}),
+    "a graph computes something else": (
+        under_graphs(captured(losses=[5.0, 4.5, 4.1]), CAPTURE),
+        {"megatron-graphs"},
+    ),
+    "a replay has no number": (
+        under_graphs(captured(losses=[5.0, math.nan, 4.0], nans=[0.0, 1.0, 0.0]), captured()),
+        {"megatron-graphs"},
+    ),
+    "nothing to compare graphs with": (under_graphs(captured(), captured(), MEMORY), {"megatron-graphs"}),
+    "a checkpoint is right without its overlay": (padded("off", verdict="right", wrong={}), {"megatron-padding"}),
+    "a checkpoint is wrong in another way": (
+        padded("off", wrong={"a.weight": "its fp32 weights are not its weights, and do not say why"}),
+        {"megatron-padding"},
+    ),
+    "a checkpoint is wrong with its overlay": (padded("on", verdict="written broken"), {"megatron-padding"}),
+    "an overlay of checkpoints changes losses": (padded("off", losses=[5.0, 4.0]), {"megatron-padding"}),
+    "a checkpoint was not saved": (padded("on", **CAPTURE), {"megatron-padding"}),
+    "parameters are kept that cannot be saved": (mixers(said="active", saved="torch.float32"), {"megatron-mixers"}),
+    "a refusal keeps them all the same": (mixers(saved="torch.float32"), {"megatron-mixers"}),
+    "kept parameters cannot be saved": (mixers(on=CAPTURE), {"megatron-mixers"}),
+    "no conflict is said": (mixers(said="active"), {"megatron-mixers"}),
+    "what is refused ends the run": (mixers(off=CAPTURE), {"megatron-mixers"}),
 }
 
 
@@ -187,7 +258,7 @@ def test_one_rank_that_goes_on_from_two_is_judged_by_its_first_loss(
 
 
 def test_a_step_is_read_from_the_line_that_megatron_logs() -> None:
-    from megatron_launches import peak_mib, steps
+    from megatron_launcher import peak_mib, steps
 
     line = (
         " [2026-11-24 13:20:31.282443] iteration        5/      20 | consumed samples:           20 |"
@@ -216,9 +287,124 @@ def test_a_step_is_read_from_the_line_that_megatron_logs() -> None:
     ],
 )
 def test_the_cause_of_an_end_is_the_last_exception(text: str, cause: str) -> None:
-    from megatron_launches import _cause
+    import megatron_launcher
 
-    assert _cause(text) == cause
+    assert megatron_launcher.cause(text) == cause
+
+
+# --- parts that only a GPU can do ---
+
+
+@pytest.mark.parametrize(
+    ("change", "claim", "outcome", "says"),
+    [
+        (micro_batches(4, 32), "megatron-micro-batch", "HOLDS", "32 (2.0 GiB); stock: 4 (2.0 GiB); 8 times as large"),
+        (micro_batches(4, 64), "megatron-micro-batch", "HOLDS", "64 (2.0 GiB, the most that was tried); stock: 4"),
+        (micro_batches(0, 1), "megatron-micro-batch", "HOLDS", "1 (2.0 GiB); stock: not even one sample fits"),
+        (under_graphs(captured(), CAPTURE), "megatron-graphs", "HOLDS", f"without 40 ms; stock: {CAPTURE['error']}"),
+        (under_graphs(captured(), captured()), "megatron-graphs", "HOLDS", "stock: 4 graphs, its losses 0.0e+00 from"),
+        (under_graphs(CAPTURE, CAPTURE), "megatron-graphs", "UPSTREAM", f"{CAPTURE['error']}; stock: "),
+        (mixers(), "megatron-mixers", "HOLDS", "2 parameters saved in bfloat16"),
+    ],
+)
+def test_a_claim_of_a_gpu_says_what_it_rests_on(
+    receipts: Kept, change: Callable[[Kept], None], claim: str, outcome: str, says: str
+) -> None:
+    import run
+
+    change(receipts)
+
+    (found,) = (
+        each.judge(receipts["measured"][subject.id])
+        for subject in run.OF_A_CHECKOUT
+        for each in subject.claims
+        if each.id == claim
+    )
+    assert found.outcome.value == outcome
+    assert says in found.figure
+
+
+def test_the_page_of_a_gpu_has_what_was_tried_and_what_was_captured(receipts: Kept) -> None:
+    import page
+
+    micro_batches(4, 32)(receipts)
+    receipts["measured"]["megatron-micro-batch"]["tried"]["stock"]["8"] = MEMORY
+    under_graphs(captured(), CAPTURE)(receipts)
+    receipts["measured"]["megatron-graphs"]["words"] = ["--cuda-graph-impl", "local"]
+
+    lines = page.markdown(receipts).splitlines()
+
+    assert {"| stock | 8 | out of memory |", "| overlays | 32 | 2.0 GiB |"} <= set(lines)
+    assert {"| overlays, graphs | 4 | 4 | 3 steps |", "| stock, graphs | - | - | ended after 1 steps |"} <= set(lines)
+
+
+@pytest.mark.parametrize(
+    ("fits", "begin", "found", "asked"),
+    [
+        (5, 1, 4, [1, 2, 4, 8]),
+        (40, 4, 32, [4, 8, 16, 32, 64]),
+        (1000, 4, 64, [4, 8, 16, 32, 64]),
+        (2, 8, 2, [8, 4, 2]),
+        (0, 1, 0, [1]),
+        (0, 4, 0, [4, 2, 1]),
+        (3, 0, 2, [1, 2, 4]),
+    ],
+)
+def test_the_largest_size_is_found_in_few_launches(fits: int, begin: int, found: int, asked: list[int]) -> None:
+    from megatron_micro_batch import MOST, largest
+
+    seen: list[int] = []
+
+    assert largest(lambda size: seen.append(size) or size <= fits, begin, MOST) == found  # type: ignore[func-returns-value]
+    assert seen == asked
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", True),
+        ("torch.AcceleratorError: CUDA error: out of memory", True),
+        ("RuntimeError: CUDA error: an illegal memory access was encountered", False),
+        ("triton.runtime.errors.OutOfResources: out of resource: shared memory", False),
+        ("RuntimeError: [enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory", False),
+    ],
+)
+def test_an_end_for_want_of_memory_is_told_from_any_other(error: str, memory: bool) -> None:
+    from megatron_launcher import is_out_of_memory
+
+    assert is_out_of_memory(error) == memory
+
+
+def test_a_micro_batch_that_ends_in_another_way_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import megatron_micro_batch
+    from megatron_launches import Way
+    from processes import ProofError
+
+    monkeypatch.setattr(megatron_micro_batch, "tried", lambda *_, **__: CAPTURE)
+    fits = megatron_micro_batch._fits(Way.STOCK, None, {}, lambda _: None)  # type: ignore[arg-type]
+
+    with pytest.raises(
+        ProofError, match=r"micro-batch of 2, stock: it ended otherwise than for want of memory: Runtime"
+    ):
+        fits(2)
+
+
+@pytest.mark.parametrize(
+    ("log", "count"),
+    [
+        (
+            "create cuda graphs | mem: alloc 1.0 gb, res 2.0 gb:  50%|##| 2/4 [00:01\rcreate cuda graphs | x: 100%|##| 4/4 [00:02<",
+            4,
+        ),
+        ("INFO:> built 8 cuda graph(s) in 2.10 sec, with total memory usage", 8),
+        ("create cuda graphs:  50%|##| 2/4 [00:01<", 0),
+        ("nothing of the kind", 0),
+    ],
+)
+def test_graphs_are_counted_from_the_log(log: str, count: int) -> None:
+    from megatron_launcher import graphs
+
+    assert graphs(log) == count
 
 
 # --- a checkout ---

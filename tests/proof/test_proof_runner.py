@@ -22,7 +22,7 @@ def prove(*words: str | Path, python: Path | str = PYTHON) -> subprocess.Complet
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S)
 
 
-def subject(*outcomes: str, problem: str = "") -> Any:
+def subject(*outcomes: str, problem: str = "", name: str = "made") -> Any:
     """Return a subject whose claims come out like this, or that cannot be measured."""
     from claims import Claim, Outcome, Subject, Verdict
     from processes import ProofError
@@ -35,7 +35,8 @@ def subject(*outcomes: str, problem: str = "") -> Any:
     def claim(number: int, outcome: str) -> Any:
         return Claim(f"claim-{number}", f"sentence {number}", lambda _: Verdict(Outcome[outcome], f"figure {number}"))
 
-    return Subject("made", "made up", measure, tuple(claim(*each) for each in enumerate(outcomes)))
+    claims = tuple(claim(*each) for each in enumerate(outcomes))
+    return Subject(name, "made up", measure, claims, "no launch")
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,87 @@ def test_what_cannot_be_measured_fails_aloud_and_others_are_measured_all_the_sam
     assert exit_code(found["claims"]) == 1
 
 
+def test_what_was_measured_is_kept_after_each_subject(tmp_path: Path) -> None:
+    from runner import prove as prove_subjects
+
+    kept: list[tuple[list[str], int]] = []
+    subjects = [subject("HOLDS", name="one"), subject("FAILS", "HOLDS", name="two")]
+
+    prove_subjects(
+        subjects,
+        tmp_path,
+        lambda _: None,
+        quick=True,
+        keep=lambda found: kept.append((list(found["measured"]), len(found["claims"]))),
+    )
+
+    assert kept == [(["one"], 1), (["one", "two"], 3)]
+
+
+# --- parts ---
+
+
+def part(subject: str, **otherwise: Any) -> dict[str, Any]:
+    return {
+        "date": "2026-11-24",
+        "host": {"gpu": "a"},
+        "versions": {"torch": "2.11.0"},
+        "inputs": {"a file": "its hash"},
+        "quick": False,
+        "measured": {subject: {"checkout": {"commit": "5be9626"}}},
+        "claims": [{"id": subject, "says": "so", "outcome": "HOLDS", "figure": "1"}],
+        "problems": [],
+        "seconds": 60.0,
+        "cpu_seconds": 30.0,
+        **otherwise,
+    }
+
+
+def test_parts_are_put_together_in_the_order_in_which_they_are_given() -> None:
+    from parts import joined
+
+    later = part("two", date="2026-11-25", versions={"liger-kernel": "0.8.1"}, problems=["a problem"])
+
+    found = joined([part("one"), later], ["one.json", "two.json"])
+
+    assert list(found["measured"]) == [claim["id"] for claim in found["claims"]] == ["one", "two"]
+    assert (found["date"], found["seconds"], found["problems"]) == ("2026-11-25", 120.0, ["a problem"])
+    assert found["versions"] == {"torch": "2.11.0", "liger-kernel": "0.8.1"}
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (part("two", host={"gpu": "b"}), "host: {'gpu': 'a'} in one.json, {'gpu': 'b'} in two.json"),
+        (part("two", quick=True), "quick: False in one.json, True in two.json"),
+        (part("two", versions={"torch": "2.12.0"}), "versions, torch: 2.11.0 in one.json, 2.12.0 in two.json"),
+        (part("two", inputs={"a file": "another"}), "inputs, a file: its hash in one.json, another in two.json"),
+        (part("two", measured={"two": {"checkout": {"commit": "0"}}}), "checkout: {'commit': '5be9626'} in one.json"),
+        (part("one"), "one is in one.json and in two.json: give one of the two"),
+    ],
+)
+def test_parts_of_different_proofs_are_not_put_together(other: dict[str, Any], says: str) -> None:
+    from parts import PartsError, joined
+
+    with pytest.raises(PartsError) as caught:
+        joined([part("one"), other], ["one.json", "two.json"])
+
+    assert says in str(caught.value)
+
+
+def test_receipts_given_twice_end_with_the_reason_and_write_nothing(tmp_path: Path) -> None:
+    kept = ROOT / "proof/results/cpu.json"
+
+    done = prove("--page", kept, "--page", kept, "--write", tmp_path / "page.md")
+
+    assert done.returncode == 2
+    assert "trainer is in cpu.json and in cpu.json: give one of the two" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+# --- processes and the command line ---
+
+
 def test_a_process_that_ends_badly_is_named_with_the_end_of_what_it_wrote(tmp_path: Path) -> None:
     from processes import ProofError, start
 
@@ -96,6 +178,19 @@ def test_a_process_that_ends_badly_is_named_with_the_end_of_what_it_wrote(tmp_pa
         start([script], {}, cwd=tmp_path)
 
     assert str(caught.value) == "launcher.py ended with 1:\nstep 1\nno more memory"
+
+
+def test_all_that_a_process_wrote_is_handed_on_with_its_end(tmp_path: Path) -> None:
+    from processes import LINES, EndedError, start
+
+    script = tmp_path / "launcher.py"
+    script.write_text("print('begin' + '\\n' * 99); raise SystemExit('the end')")
+
+    with pytest.raises(EndedError) as caught:
+        start([script], {}, cwd=tmp_path)
+
+    assert caught.value.wrote.startswith("begin\n")
+    assert len(str(caught.value).splitlines()) == LINES + 1
 
 
 def test_a_process_inherits_no_switch_of_this_package_and_no_path(
@@ -140,6 +235,37 @@ def test_wrong_usage_ends_at_once_and_names_the_way_out(words: list[str], says: 
 
     assert done.returncode == 2
     assert says in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "--gpu: torch finds none here"),
+        (["--only", "liger-tests"], "--only liger-tests: with --gpu there are trainer"),
+        (["--megatron-lm", "."], "--gpu: with --megatron-lm there is the launcher's proof alone"),
+    ],
+)
+def test_a_gpu_is_asked_for_where_there_is_one_and_for_the_trainer_alone(
+    words: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    done = prove("--gpu", *words)
+
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+def test_a_gpu_trains_a_real_size_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer_sizes import sizes
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+
+    large, small = sizes(on_gpu=True, quick=False), sizes(on_gpu=False, quick=False)
+
+    assert large.env["CUDA_VISIBLE_DEVICES"] == "3"
+    assert "bfloat16" in large.words
+    assert (small.words, small.env["CUDA_VISIBLE_DEVICES"]) == ((), "")
 
 
 def test_an_interpreter_without_a_trainer_is_told_which_has_one() -> None:
