@@ -208,6 +208,11 @@ PACKAGE := pyproject.toml $(shell find megacpp_overlays overlays feature_probes 
 	@scripts/environment.sh .envs/$* $<
 	@scripts/sources.sh .envs/$* locks/mamba3-source.txt && touch $@
 
+# So is the parser of omegaconf's grammar, which is Python alone.
+.envs/bridge/.synced: locks/bridge.txt locks/bridge-source.txt | locks
+	@scripts/environment.sh .envs/bridge $<
+	@scripts/sources.sh .envs/bridge locks/bridge-source.txt && touch $@
+
 # The loader alone, with the bare checkout on its path. A Python that is missing here is skipped, and so are its tests.
 .envs/loader-oldest/.ready: locks/loader-oldest.txt
 	@scripts/environment.sh $(@D) $< && touch $@
@@ -219,8 +224,8 @@ $(LOADER_PYTHONS:%=.envs/loader-%/.ready): .envs/loader-%/.ready: locks/loader.t
 
 # --- locks: never changed by the commands above ----------------------------------------------------------------
 
-# In this order: `dev`, `bench`, `engines` and `proof` keep to what `current` pins.
-LANES := loader current newest summer-2026 spring-2026 mamba3-pinned edge te dev bench engines proof loader-oldest uv
+# In this order: `dev`, `bench`, `engines`, `proof` and `bridge` keep to what `current` pins.
+LANES := loader current newest summer-2026 spring-2026 mamba3-pinned edge te dev bench engines proof bridge loader-oldest uv
 
 .PHONY: lock
 lock: ## recompile the locks, keeping versions where they still fit; UPGRADE=1 takes the newest, LANES=name one of them
