@@ -72,6 +72,11 @@ proof: .envs/proof/.ready ## the same of Megatron-LM's own launcher, on a GPU if
 	@$(PROOF_PYTHON) -W ignore proof/run.py --megatron-lm $(MEGATRON_LM) --json proof/results/megatron-$(HERE).json \
 	    --write proof/results/megatron-$(HERE).md
 
+.PHONY: proof-bridge
+proof-bridge: .envs/bridge/.ready ## the same of the pretrain function of megatron-bridge, on a CPU; writes proof/results/bridge-cpu.md
+	@.envs/bridge/bin/python -W ignore proof/run.py --bridge --json proof/results/bridge-cpu.json \
+	    --write proof/results/bridge-cpu.md
+
 .PHONY: lint
 lint: .venv/.ready
 	$(say) 'ruff check'

@@ -25,11 +25,11 @@ def launches(found: Found) -> list[str]:
         f"`megacpp-overlays run --verify-ranks` in front of that. Layers `{found['pattern']}`: D is DeepSeek sparse attention over absorbed",
         "latent attention, M Mamba-2, - an MLP, E experts, in Megatron's local modules (`proof/launchers/local_stack.py`).",
         f"{found['steps']} steps, bfloat16, a checkpoint after step {found['saved']}. {WHERE[found['host']]}",
-        *(line for layout in Layout for line in _losses(found, layout)),
+        *(line for layout in Layout for line in losses(found, layout)),
         "",
         "Decisions where overlays are on:",
         "",
-        *_decisions(found),
+        *decisions(found),
         "",
         "Its arguments:",
         "",
@@ -39,7 +39,8 @@ def launches(found: Found) -> list[str]:
     ]
 
 
-def _losses(found: Found, layout: Layout) -> list[str]:
+def losses(found: Found, layout: Layout) -> list[str]:
+    """Return the lines about the losses of a layout; none where it was not launched."""
     runs = {way: found["runs"].get(Launch(way, layout).name) for way in BOTH}
     if any(each is None for each in runs.values()):
         return []
@@ -53,7 +54,8 @@ def _losses(found: Found, layout: Layout) -> list[str]:
     return ["", f"{layout.value.capitalize()}:", "", *table(["step", *heads], rows)]
 
 
-def _decisions(found: Found) -> list[str]:
+def decisions(found: Found) -> list[str]:
+    """Return a line for each decision, with the overlays of which it was made."""
     run = found["runs"][Launch(Way.OVERLAYS).name]
     by_decision: dict[str, list[str]] = {}
     for name, decision in sorted(run["decisions"].items()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bridge_page
 import megatron_page
 from claims import Found
 from kept_tests import outcomes, repaired
@@ -18,13 +19,14 @@ TITLES = {
     True: ("Proof with Megatron-LM's own launcher", "make proof MEGATRON_LM=CHECKOUT"),
 }
 """Title and command, by whether it is the proof that needs a checkout."""
+BRIDGE_TITLE = ("Proof with the pretrain function of megatron-bridge", "make proof-bridge")
 
 
 def markdown(found: Found) -> str:
     """Return the page."""
     claims, measured = found["claims"], found["measured"]
     counts = ", ".join(f"{sum(each['outcome'] == word for each in claims)} {word}" for word in MEANING)
-    title, command = TITLES["megatron" in measured]
+    title, command = BRIDGE_TITLE if "bridge" in measured else TITLES["megatron" in measured]
     lines = [
         f"# {title}",
         "",
@@ -47,6 +49,7 @@ def markdown(found: Found) -> str:
         "liger-tests": _liger_tests,
         "megatron": megatron_page.launches,
         "megatron-tests": megatron_page.tests,
+        "bridge": bridge_page.launches,
     }
     for name, section in sections.items():
         if name in measured:

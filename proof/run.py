@@ -3,6 +3,7 @@
     .envs/proof/bin/python proof/run.py --json FILE --write FILE.md --plot FILE.svg
     .envs/proof/bin/python proof/run.py --page FILE.json --write FILE.md --plot FILE.svg     make the page again
     .envs/proof/bin/python proof/run.py --megatron-lm CHECKOUT --json FILE --write FILE.md   Megatron-LM's launcher instead
+    .envs/bridge/bin/python proof/run.py --bridge --json FILE --write FILE.md                megatron-bridge's instead
 
 Each claim HOLDS or FAILS, or is UPSTREAM: something fails in the same way without overlays. The exit code is 1 when a claim
 fails, 2 on wrong usage.
@@ -25,6 +26,8 @@ import resource
 import time
 from datetime import datetime, timezone
 
+import bridge_claims
+import bridge_launches
 import liger_tests_claims
 import liger_tests_runs
 import megatron_claims
@@ -60,11 +63,27 @@ OF_A_CHECKOUT = (
         "megatron-tests", "Megatron-LM's own tests of sparse attention", megatron_tests.measure, megatron_tests.CLAIMS
     ),
 )
+OF_BRIDGE = (
+    Subject(
+        "bridge",
+        "the pretrain function of megatron-bridge, DeepSeek sparse attention and experts",
+        bridge_launches.measure,
+        bridge_claims.CLAIMS,
+    ),
+)
 NEEDED = ("torch", "triton", "numpy", "transformers", "accelerate", "liger-kernel", "pytest", "megacpp-overlays")
 MEGATRON_NEEDED = ("torch", "triton", "numpy", "psutil", "pytest", "megacpp-overlays")
+BRIDGE_NEEDED = (
+    *("torch", "triton", "numpy", "transformers", "megatron-core", "megatron-bridge", "nvidia-modelopt"),
+    "megacpp-overlays",
+)
 INPUTS = ("locks/proof.txt", "locks/proof-source.txt", "proof/launchers/hf_trainer.py")
 """What decides everything that is measured; their hashes are on the page."""
 MEGATRON_INPUTS = ("locks/proof.txt", "proof/launchers/local_stack.py", "proof/on_cpu/sitecustomize.py")
+BRIDGE_INPUTS = (
+    *("locks/bridge.txt", "locks/bridge-source.txt", "proof/launchers/bridge_pretrain.py"),
+    *("proof/launchers/bridge_stand_ins.py", "proof/launchers/local_stack.py", "proof/on_cpu/sitecustomize.py"),
+)
 ARCHIVES = ROOT / ".cache/proof"
 
 
@@ -91,15 +110,14 @@ def measured(chosen: argparse.Namespace) -> Found:
     head: Found = {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "host": host(on_gpus=checkout is not None),
-        "versions": {name: importlib.metadata.version(name) for name in needed(checkout)},
+        "versions": {name: importlib.metadata.version(name) for name in needed(checkout, bridge=chosen.bridge)},
         "inputs": {
             name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest()
-            for name in (MEGATRON_INPUTS if checkout else INPUTS)
+            for name in (BRIDGE_INPUTS if chosen.bridge else MEGATRON_INPUTS if checkout else INPUTS)
         },
         "quick": chosen.quick,
     }
-    offered = OF_A_CHECKOUT if checkout else SUBJECTS
-    subjects = [each for each in offered if not chosen.only or each.id in chosen.only]
+    subjects = [each for each in offered_with(chosen) if not chosen.only or each.id in chosen.only]
     found = prove(
         subjects, chosen.archives, lambda text: print(text, flush=True), quick=chosen.quick, checkout=checkout
     )
@@ -119,8 +137,17 @@ def host(*, on_gpus: bool) -> Found:
     return {"machine": platform.machine(), "python": platform.python_version()}
 
 
-def needed(checkout: Path | None) -> tuple[str, ...]:
+def offered_with(chosen: argparse.Namespace) -> tuple[Subject, ...]:
+    """Return the subjects of a proof."""
+    if chosen.bridge:
+        return OF_BRIDGE
+    return OF_A_CHECKOUT if chosen.megatron_lm else SUBJECTS
+
+
+def needed(checkout: Path | None, *, bridge: bool = False) -> tuple[str, ...]:
     """Return the distributions without which nothing can be measured."""
+    if bridge:
+        return BRIDGE_NEEDED
     return MEGATRON_NEEDED if checkout else NEEDED
 
 
@@ -134,10 +161,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only",
         action="append",
-        choices=[subject.id for subject in (*SUBJECTS, *OF_A_CHECKOUT)],
+        choices=[subject.id for subject in (*SUBJECTS, *OF_A_CHECKOUT, *OF_BRIDGE)],
         help="one subject; may be repeated",
     )
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--bridge", action="store_true", help="prove the claims about megatron-bridge's pretrain function instead"
+    )
+    instead.add_argument(
         "--megatron-lm",
         type=Path,
         metavar="CHECKOUT",
@@ -146,10 +177,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer steps and fewer of upstream's tests")
     parser.add_argument("--archives", type=Path, default=ARCHIVES, help="folder of the source archives of upstreams")
     chosen = parser.parse_args()
-    offered = [subject.id for subject in (OF_A_CHECKOUT if chosen.megatron_lm else SUBJECTS)]
+    offered = [subject.id for subject in offered_with(chosen)]
     if unknown := [each for each in chosen.only or () if each not in offered]:
-        with_it = "with" if chosen.megatron_lm else "without"
-        parser.error(f"--only {unknown[0]}: {with_it} --megatron-lm there are {', '.join(offered)}")
+        with_it = "with --bridge" if chosen.bridge else f"with{'' if chosen.megatron_lm else 'out'} --megatron-lm"
+        parser.error(f"--only {unknown[0]}: {with_it} there are {', '.join(offered)}")
     for path in filter(None, (chosen.json, chosen.write, chosen.plot)):
         if not path.resolve().parent.is_dir():
             parser.error(
@@ -158,9 +189,10 @@ def parse_arguments() -> argparse.Namespace:
     if chosen.page:
         if not chosen.page.is_file():
             parser.error(f"there are no receipts {chosen.page}: `make proof-cpu` leaves proof/results/cpu.json")
-    elif missing := [name for name in needed(chosen.megatron_lm) if not is_installed(name)]:
+    elif missing := [name for name in needed(chosen.megatron_lm, bridge=chosen.bridge) if not is_installed(name)]:
+        command, lane = ("proof-bridge", "bridge") if chosen.bridge else ("proof-cpu", "proof")
         parser.error(
-            f"{sys.executable} has no {', '.join(missing)}: `make proof-cpu` sets up .envs/proof, "
+            f"{sys.executable} has no {', '.join(missing)}: `make {command}` sets up .envs/{lane}, "
             "whose interpreter has everything"
         )
     return chosen
