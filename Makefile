@@ -76,6 +76,11 @@ proof: .envs/proof/.ready ## the same of Megatron-LM's own launcher, on a GPU if
 	@$(PROOF_PYTHON) -W ignore proof/run.py --megatron-lm $(MEGATRON_LM) --json proof/results/megatron-$(HERE).json \
 	    --write proof/results/megatron-$(HERE).md
 
+.PHONY: proof-bridge
+proof-bridge: .envs/bridge/.ready ## the same of the pretrain function of megatron-bridge, on a CPU; writes proof/results/bridge-cpu.md
+	@.envs/bridge/bin/python -W ignore proof/run.py --bridge --json proof/results/bridge-cpu.json \
+	    --write proof/results/bridge-cpu.md
+
 .PHONY: lint
 lint: .venv/.ready
 	$(say) 'ruff check'
@@ -212,6 +217,11 @@ PACKAGE := pyproject.toml $(shell find megacpp_overlays overlays feature_probes 
 	@scripts/environment.sh .envs/$* $<
 	@scripts/sources.sh .envs/$* locks/mamba3-source.txt && touch $@
 
+# So is the parser of omegaconf's grammar, which is Python alone.
+.envs/bridge/.synced: locks/bridge.txt locks/bridge-source.txt | locks
+	@scripts/environment.sh .envs/bridge $<
+	@scripts/sources.sh .envs/bridge locks/bridge-source.txt && touch $@
+
 # The loader alone, with the bare checkout on its path. A Python that is missing here is skipped, and so are its tests.
 .envs/loader-oldest/.ready: locks/loader-oldest.txt
 	@scripts/environment.sh $(@D) $< && touch $@
@@ -223,8 +233,8 @@ $(LOADER_PYTHONS:%=.envs/loader-%/.ready): .envs/loader-%/.ready: locks/loader.t
 
 # --- locks: never changed by the commands above ----------------------------------------------------------------
 
-# In this order: `dev`, `bench`, `engines` and `proof` keep to what `current` pins.
-LANES := loader current newest summer-2026 spring-2026 mamba3-pinned edge te dev bench engines proof loader-oldest uv
+# In this order: `dev`, `bench`, `engines`, `proof` and `bridge` keep to what `current` pins.
+LANES := loader current newest summer-2026 spring-2026 mamba3-pinned edge te dev bench engines proof bridge loader-oldest uv
 
 .PHONY: lock
 lock: ## recompile the locks, keeping versions where they still fit; UPGRADE=1 takes the newest, LANES=name one of them

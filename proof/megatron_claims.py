@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
-from claims import Claim, Found, Outcome, Verdict
-from megatron_launches import BOTH, RESHARDED, Launch, Layout, Way
+from claims import Claim, Found, Verdict
+from megatron_launches import BOTH, Launch, Layout, Way
 from megatron_series import ROUNDING, apart
 
 EXPECTED = ("dsa-sparse-attention", "dsa-indexer-streaming")
@@ -73,47 +73,6 @@ def used(found: Found) -> Verdict:
     return Verdict.of(figure, holds=enough and not conflicts)
 
 
-def first(found: Found, way: Way, source: Launch) -> tuple[float, float]:
-    """Return the first loss after a resume, and that of the same step of the run that left the checkpoint."""
-    resumed, whole = run(found, Launch(way, resumes=source)), run(found, source)
-    return resumed["losses"][0], whole["losses"][whole["iterations"].index(resumed["iterations"][0])]
-
-
-def begins_alike(found: Found, way: Way, source: Launch) -> Verdict:
-    """Judge that the first loss after a resume is that of the run that left the checkpoint, but for rounding."""
-    resumed, whole = first(found, way, source)
-    figure = f"step {found['saved'] + 1}: {resumed:.6f}, of the run that went on {whole:.6f}"
-    return Verdict.of(figure, holds=abs(resumed - whole) / whole <= ROUNDING)
-
-
-def goes_on(found: Found) -> Verdict:
-    """Judge that a resumed run begins with the loss of the run that went on, as it does without overlays."""
-    ours, stock = (first(found, way, Launch(way)) for way in (Way.OVERLAYS, Way.STOCK))
-    rest = {}
-    for way in BOTH:
-        resumed, whole = run(found, Launch(way, resumes=Launch(way))), run(found, Launch(way))
-        rest[way] = apart(resumed["losses"][1:], whole["losses"][-len(resumed["losses"]) + 1 :])
-    figure = f"step {found['saved'] + 1}: {ours[0]:.6f}, of the run that went on {ours[1]:.6f}; "
-    figure += f"later steps differ by {rest[Way.OVERLAYS]:.1e}, of stock by {rest[Way.STOCK]:.1e}"
-    if ours[0] == ours[1]:
-        return Verdict(Outcome.HOLDS, figure)
-    return Verdict(Outcome.FAILS if stock[0] == stock[1] else Outcome.UPSTREAM, figure)
-
-
-def exchanged(way: Way, source: Way) -> Callable[[Found], Verdict]:
-    """Return the judge of a claim that one way goes on from a checkpoint of the other."""
-    return lambda found: begins_alike(found, way, Launch(source))
-
-
-def reshards(found: Found) -> Verdict:
-    """Judge that a checkpoint of two data-parallel ranks is gone on from by one, or that stock fails in the same way."""
-    stock, ours = (run(found, each) for each in RESHARDED)
-    if "error" in ours:
-        outcome = Outcome.UPSTREAM if stock.get("error") == ours["error"] else Outcome.FAILS
-        return Verdict(outcome, f"{ours['error']}; stock: {stock.get('error', 'goes on')}")
-    return begins_alike(found, Way.OVERLAYS, Launch(Way.OVERLAYS, Layout.DATA))
-
-
 def over_ranks(launch: Launch) -> Callable[[Found], bool]:
     """Return whether a host has the devices of a launch."""
     return lambda found: launch.name in found["runs"]
@@ -147,25 +106,8 @@ CLAIMS = (
     as_stock(Layout.ONE),
     Claim("megatron-used", "overlays are used, and not only active; none is in conflict", used),
     Claim("megatron-off", "with MEGACPP_OVERLAYS=off it does what stock does", off),
-    Claim("megatron-resumes", "a run with overlays goes on from its checkpoint as a stock run does", goes_on),
-    Claim(
-        "megatron-stock-resumes",
-        "stock goes on from a checkpoint that was saved with overlays",
-        exchanged(Way.STOCK, Way.OVERLAYS),
-    ),
-    Claim(
-        "megatron-overlays-resume",
-        "with overlays a run goes on from a checkpoint of stock",
-        exchanged(Way.OVERLAYS, Way.STOCK),
-    ),
     as_stock(Layout.DATA),
     as_stock(Layout.TENSOR),
-    Claim(
-        "megatron-reshards",
-        "with overlays one rank goes on from a checkpoint of two data-parallel ranks and Megatron's distributed optimizer",
-        reshards,
-        over_ranks(RESHARDED[-1]),
-    ),
     Claim("megatron-time", "a step is faster with overlays", faster, asked=on_a_gpu),
     Claim("megatron-memory", "it needs less memory with overlays", smaller, asked=on_a_gpu),
 )

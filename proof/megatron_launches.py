@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -41,6 +42,8 @@ class Launch:
 
     way: Way
     layout: Layout = Layout.ONE
+    saves: bool = False
+    """Whether it leaves a checkpoint half-way, and one at its end."""
     resumes: Launch | None = None
     """The run whose checkpoint, saved half-way, it goes on from."""
 
@@ -52,41 +55,48 @@ class Launch:
 
 
 BOTH = (Way.STOCK, Way.OVERLAYS)
-SAVED = tuple(Launch(way, layout) for layout in (Layout.ONE, Layout.DATA) for way in BOTH)
-"""These leave a checkpoint half-way."""
-RESHARDED = tuple(Launch(way, resumes=Launch(way, Layout.DATA)) for way in BOTH)
-"""These go on over another number of ranks. They may fail: without Transformer Engine and Apex, Megatron's own do."""
 LAUNCHES = (
-    *SAVED,
-    Launch(Way.AGAIN),
-    Launch(Way.OFF),
-    *(Launch(way, resumes=Launch(source)) for way in BOTH for source in BOTH),
-    *RESHARDED,
-    *(Launch(way, Layout.TENSOR) for way in BOTH),
+    *(Launch(way) for way in (Way.STOCK, Way.OVERLAYS, Way.AGAIN, Way.OFF)),
+    *(Launch(way, layout) for layout in (Layout.DATA, Layout.TENSOR) for way in BOTH),
 )
-TAKES = f"{sum(each.layout is Layout.ONE for each in LAUNCHES) - len(RESHARDED)} launches on one GPU, {len(LAUNCHES)} elsewhere"
+TAKES = f"{sum(each.layout is Layout.ONE for each in LAUNCHES)} launches on one GPU, {len(LAUNCHES)} elsewhere"
 
 
 def measure(place: Workplace, say: Say) -> Found:
     """Return what each launch logged, what was decided in it, and what the checkout is."""
     site = prepared(place)
-    launches = [each for each in LAUNCHES if ranks(each) <= site.sizes.devices]
+    return {**site.about(), "steps": site.sizes.steps, "runs": all_of(LAUNCHES, site, say)}
+
+
+def all_of(launches: Sequence[Launch], site: Site, say: Say, *, may_fail: Collection[Launch] = ()) -> dict[str, Found]:
+    """Return what launches logged, of those that this host has the devices for.
+
+    Args:
+        launches: in their order: a run that saves comes before those that go on from its checkpoint.
+        site: where.
+        say: what happens.
+        may_fail: launches whose bad end is an answer, too.
+
+    Raises:
+        EndedError: another one ended badly.
+    """
+    here = [each for each in launches if ranks(each) <= site.sizes.devices]
     runs = {}
-    for number, launch in enumerate(launches, start=1):
+    for number, launch in enumerate(here, start=1):
         began = time.monotonic()
-        runs[launch.name] = run = _run(launch, site)
-        say(f"[{number}/{len(launches)}] Megatron: {launch.name}: {ended(run)}, {time.monotonic() - began:.0f} s")
-    return {**site.about(), "steps": site.sizes.steps, "saved": site.sizes.saved, "runs": runs}
+        runs[launch.name] = run = _run(launch, site, may_fail=launch in may_fail)
+        say(f"[{number}/{len(here)}] Megatron: {launch.name}: {ended(run)}, {time.monotonic() - began:.0f} s")
+    return runs
 
 
-def _run(launch: Launch, site: Site) -> Found:
+def _run(launch: Launch, site: Site, *, may_fail: bool) -> Found:
     switches = {"MEGACPP_OVERLAYS": "off"} if launch.way is Way.OFF else {}
     words = arguments(launch, site.sizes, site.folder)
     ours = launch.way in {Way.OVERLAYS, Way.OFF}
     try:
         return launched(site, launch.name, words, overlays=ours, switches=switches, ranks=RANKS[launch.layout])
     except EndedError as error:
-        if launch not in RESHARDED:
+        if not may_fail:
             raise
         return {"error": cause(error.wrote)}
 
@@ -99,7 +109,7 @@ def ranks(launch: Launch) -> int:
 def arguments(launch: Launch, chosen: Sizes, folder: Path) -> list[str]:
     """Return what one launch is given beside the sizes."""
     words = ["--train-iters", str(chosen.steps)]
-    if launch in SAVED:
+    if launch.saves:
         words += ["--save", str(checkpoint(launch, folder)), "--save-interval", str(chosen.saved)]
     if launch.resumes:
         words += ["--load", str(checkpoint(launch.resumes, folder)), "--ckpt-step", str(chosen.saved)]

@@ -26,12 +26,12 @@ def launches(found: Found) -> list[str]:
         f"SHA-256 of the launcher `{checkout[LAUNCHER]}`. It is launched as it is by `torchrun`, and by",
         f"`megacpp-overlays run --verify-ranks` in front of that. Layers `{found['pattern']}`: D is DeepSeek sparse attention over absorbed",
         "latent attention, M Mamba-2, - an MLP, E experts, in Megatron's local modules (`proof/launchers/local_stack.py`).",
-        f"{found['steps']} steps, bfloat16, a checkpoint after step {found['saved']}. {WHERE[found['host']]}",
-        *(line for layout in Layout for line in _losses(found, layout)),
+        f"{found['steps']} steps, bfloat16. {WHERE[found['host']]}",
+        *(line for layout in Layout for line in losses(found, layout)),
         "",
         "Decisions where overlays are on:",
         "",
-        *_decisions(found),
+        *decisions(found),
         "",
         "Its arguments:",
         "",
@@ -41,7 +41,24 @@ def launches(found: Found) -> list[str]:
     ]
 
 
-def _losses(found: Found, layout: Layout) -> list[str]:
+def resumes(found: Found) -> list[str]:
+    """Return the lines about checkpoints."""
+    step = found["saved"] + 1
+    rows = []
+    for name, run in found["runs"].items():
+        ended = run.get("error") or f"{run['losses'][run['iterations'].index(step)]:.6f}"
+        rows.append([name, ended])
+    return [
+        "## Its checkpoints",
+        "",
+        f"Runs of {found['steps']} steps that save after step {found['saved']}, and runs that go on from there.",
+        "",
+        *table(["run", f"loss of step {step}"], rows),
+    ]
+
+
+def losses(found: Found, layout: Layout) -> list[str]:
+    """Return the lines about the losses of a layout; none where it was not launched."""
     runs = {way: found["runs"].get(Launch(way, layout).name) for way in BOTH}
     if any(each is None for each in runs.values()):
         return []
@@ -55,7 +72,8 @@ def _losses(found: Found, layout: Layout) -> list[str]:
     return ["", f"{layout.value.capitalize()}:", "", *table(["step", *heads], rows)]
 
 
-def _decisions(found: Found) -> list[str]:
+def decisions(found: Found) -> list[str]:
+    """Return a line for each decision, with the overlays of which it was made."""
     run = found["runs"][Launch(Way.OVERLAYS).name]
     by_decision: dict[str, list[str]] = {}
     for name, decision in sorted(run["decisions"].items()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bridge_page
 import megatron_page
 from claims import Found
 from kept_tests import outcomes, repaired
@@ -19,6 +20,7 @@ TITLES = {
 }
 """Title and command, by whether it is the proof that needs a checkout."""
 ON_A_GPU = ("Proof on a GPU", "make proof-gpu")
+BRIDGE_TITLE = ("Proof with the pretrain function of megatron-bridge", "make proof-bridge")
 
 
 def markdown(found: Found) -> str:
@@ -26,7 +28,11 @@ def markdown(found: Found) -> str:
     claims, measured = found["claims"], found["measured"]
     counts = ", ".join(f"{sum(each['outcome'] == word for each in claims)} {word}" for word in MEANING)
     of_a_checkout = any(name.startswith("megatron") for name in measured)
-    title, command = ON_A_GPU if not of_a_checkout and "gpu" in found["host"] else TITLES[of_a_checkout]
+    title, command = TITLES[of_a_checkout]
+    if "bridge" in measured:
+        title, command = BRIDGE_TITLE
+    elif not of_a_checkout and "gpu" in found["host"]:
+        title, command = ON_A_GPU
     lines = [
         f"# {title}",
         "",
@@ -48,10 +54,12 @@ def markdown(found: Found) -> str:
         "trainer": _trainer,
         "liger-tests": _liger_tests,
         "megatron": megatron_page.launches,
+        "megatron-resumes": megatron_page.resumes,
         "megatron-micro-batch": megatron_page.micro_batches,
         "megatron-graphs": megatron_page.graphs,
         "megatron-neighbours": megatron_page.neighbours,
         "megatron-tests": megatron_page.tests,
+        "bridge": bridge_page.launches,
     }
     for name, section in sections.items():
         if name in measured and (body := section(measured[name])):

@@ -3,6 +3,7 @@
     .envs/proof/bin/python proof/run.py --json FILE --write FILE.md --plot FILE.svg
     .envs/proof/bin/python proof/run.py --page FILE.json --write FILE.md --plot FILE.svg     make the page again
     .envs/proof/bin/python proof/run.py --megatron-lm CHECKOUT --json FILE --write FILE.md   Megatron-LM's launcher instead
+    .envs/bridge/bin/python proof/run.py --bridge --json FILE --write FILE.md                megatron-bridge's instead
 
     python proof/run.py --gpu --json FILE --write FILE.md    the Trainer alone, with a model of real size on a GPU
 
@@ -32,6 +33,8 @@ import resource
 import time
 from datetime import datetime, timezone
 
+import bridge_claims
+import bridge_launches
 import liger_tests_claims
 import liger_tests_runs
 import megatron_claims
@@ -39,6 +42,7 @@ import megatron_graphs
 import megatron_launches
 import megatron_micro_batch
 import megatron_neighbours
+import megatron_resumes
 import megatron_tests
 import page
 import plot
@@ -76,6 +80,13 @@ OF_A_CHECKOUT = (
         megatron_launches.TAKES,
     ),
     Subject(
+        "megatron-resumes",
+        "checkpoints of Megatron-LM's launcher, and runs that go on from them",
+        megatron_resumes.measure,
+        megatron_resumes.CLAIMS,
+        megatron_resumes.TAKES,
+    ),
+    Subject(
         "megatron-micro-batch",
         "the largest micro-batch of Megatron-LM's launcher that fits",
         megatron_micro_batch.measure,
@@ -104,11 +115,28 @@ OF_A_CHECKOUT = (
         "2 runs of pytest",
     ),
 )
+OF_BRIDGE = (
+    Subject(
+        "bridge",
+        "the pretrain function of megatron-bridge, DeepSeek sparse attention and experts",
+        bridge_launches.measure,
+        bridge_claims.CLAIMS,
+        bridge_launches.TAKES,
+    ),
+)
 NEEDED = ("torch", "triton", "numpy", "transformers", "accelerate", "liger-kernel", "pytest", "megacpp-overlays")
 MEGATRON_NEEDED = ("torch", "triton", "numpy", "psutil", "pytest", "megacpp-overlays")
+BRIDGE_NEEDED = (
+    *("torch", "triton", "numpy", "transformers", "megatron-core", "megatron-bridge", "nvidia-modelopt"),
+    "megacpp-overlays",
+)
 INPUTS = ("locks/proof.txt", "locks/proof-source.txt", "proof/launchers/hf_trainer.py")
 """What decides everything that is measured; their hashes are on the page."""
 MEGATRON_INPUTS = ("locks/proof.txt", "proof/launchers/local_stack.py", "proof/on_cpu/sitecustomize.py")
+BRIDGE_INPUTS = (
+    *("locks/bridge.txt", "locks/bridge-source.txt", "proof/launchers/bridge_pretrain.py"),
+    *("proof/launchers/bridge_stand_ins.py", "proof/launchers/local_stack.py", "proof/on_cpu/sitecustomize.py"),
+)
 ARCHIVES = ROOT / ".cache/proof"
 
 
@@ -139,10 +167,10 @@ def measured(chosen: argparse.Namespace) -> Found:
     head: Found = {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "host": host(on_gpus=checkout is not None or chosen.gpu),
-        "versions": {name: importlib.metadata.version(name) for name in needed(checkout)},
+        "versions": {name: importlib.metadata.version(name) for name in needed(checkout, bridge=chosen.bridge)},
         "inputs": {
             name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest()
-            for name in (MEGATRON_INPUTS if checkout else INPUTS)
+            for name in (BRIDGE_INPUTS if chosen.bridge else MEGATRON_INPUTS if checkout else INPUTS)
         },
         "quick": chosen.quick,
     }
@@ -167,6 +195,8 @@ def measured(chosen: argparse.Namespace) -> Found:
 
 def offered(chosen: argparse.Namespace) -> tuple[Subject, ...]:
     """Return the subjects that there are where it is asked to prove."""
+    if chosen.bridge:
+        return OF_BRIDGE
     if chosen.megatron_lm:
         return OF_A_CHECKOUT
     return SUBJECTS[:1] if chosen.gpu else SUBJECTS
@@ -187,8 +217,10 @@ def has_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def needed(checkout: Path | None) -> tuple[str, ...]:
+def needed(checkout: Path | None, *, bridge: bool = False) -> tuple[str, ...]:
     """Return the distributions without which nothing can be measured."""
+    if bridge:
+        return BRIDGE_NEEDED
     return MEGATRON_NEEDED if checkout else NEEDED
 
 
@@ -207,28 +239,28 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only",
         action="append",
-        choices=[subject.id for subject in (*SUBJECTS, *OF_A_CHECKOUT)],
+        choices=[subject.id for subject in (*SUBJECTS, *OF_A_CHECKOUT, *OF_BRIDGE)],
         help="one subject; may be repeated",
     )
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--bridge", action="store_true", help="prove the claims about megatron-bridge's pretrain function instead"
+    )
+    instead.add_argument(
         "--megatron-lm",
         type=Path,
         metavar="CHECKOUT",
         help="prove the claims about Megatron-LM's launcher instead, with this checkout; nothing is written into it",
     )
-    parser.add_argument(
+    instead.add_argument(
         "--gpu", action="store_true", help="the Trainer on the first GPU instead, with a model of real size"
     )
     parser.add_argument("--quick", action="store_true", help="fewer steps and fewer of upstream's tests")
     parser.add_argument("--archives", type=Path, default=ARCHIVES, help="folder of the source archives of upstreams")
     chosen = parser.parse_args()
-    if chosen.gpu and chosen.megatron_lm:
-        parser.error("--gpu: with --megatron-lm there is the launcher's proof alone, which finds a GPU by itself")
     names = [subject.id for subject in offered(chosen)]
     if unknown := [each for each in chosen.only or () if each not in names]:
-        with_it = "with" if chosen.megatron_lm or chosen.gpu else "without"
-        option = "--gpu" if chosen.gpu else "--megatron-lm"
-        parser.error(f"--only {unknown[0]}: {with_it} {option} there are {', '.join(names)}")
+        parser.error(f"--only {unknown[0]}: {_with(chosen)} there are {', '.join(names)}")
     for path in filter(None, (chosen.json, chosen.write, chosen.plot)):
         if not path.resolve().parent.is_dir():
             parser.error(
@@ -238,14 +270,23 @@ def parse_arguments() -> argparse.Namespace:
         for path in chosen.page:
             if not path.is_file():
                 parser.error(f"there are no receipts {path}: `make proof-cpu` leaves proof/results/cpu.json")
-    elif missing := [name for name in needed(chosen.megatron_lm) if not is_installed(name)]:
+    elif missing := [name for name in needed(chosen.megatron_lm, bridge=chosen.bridge) if not is_installed(name)]:
+        command, lane = ("proof-bridge", "bridge") if chosen.bridge else ("proof-cpu", "proof")
         parser.error(
-            f"{sys.executable} has no {', '.join(missing)}: `make proof-cpu` sets up .envs/proof, "
+            f"{sys.executable} has no {', '.join(missing)}: `make {command}` sets up .envs/{lane}, "
             "whose interpreter has everything"
         )
     elif chosen.gpu and not has_gpu():
         parser.error("--gpu: torch finds none here; `make proof-cpu` does the same with a small model")
     return chosen
+
+
+def _with(chosen: argparse.Namespace) -> str:
+    """Return in words which proof was asked for."""
+    for option in ("bridge", "gpu", "megatron_lm"):
+        if getattr(chosen, option):
+            return f"with --{option.replace('_', '-')}"
+    return "without --megatron-lm"
 
 
 def is_installed(name: str) -> bool:

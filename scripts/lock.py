@@ -64,6 +64,8 @@ def inputs(lane: Path) -> str:
     parts += _requirements(lane)
     for constraint in re.findall(r"--constraint (\S+)", options):
         parts += [f"constraint {name}=={version}" for name, version in PIN.findall((ROOT / constraint).read_text())]
+    for override in re.findall(r"--override (\S+)", options):
+        parts += [f"override {each}" for each in _requirements(ROOT / override)]
     if "pyproject.toml" in options:
         parts += _project()
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

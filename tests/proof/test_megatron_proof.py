@@ -36,7 +36,8 @@ def outcomes(receipts: Kept) -> dict[str, str]:
 
 
 def launch(receipts: Kept, name: str) -> Kept:
-    found: Kept = receipts["measured"]["megatron"]["runs"][name]
+    subject = "megatron-resumes" if "from a checkpoint" in name else "megatron"
+    found: Kept = receipts["measured"][subject]["runs"][name]
     return found
 
 
@@ -249,10 +250,11 @@ def test_where_stock_begins_elsewhere_too_it_is_upstreams_own(receipts: Kept) ->
 def test_one_rank_that_goes_on_from_two_is_judged_by_its_first_loss(
     receipts: Kept, factor: float, outcome: str
 ) -> None:
-    whole = launch(receipts, DATA)
-    begin = whole["iterations"].index(receipts["measured"]["megatron"]["saved"] + 1)
+    found = receipts["measured"]["megatron-resumes"]
+    whole = found["runs"][DATA]
+    begin = whole["iterations"].index(found["saved"] + 1)
     goes_on = {"iterations": whole["iterations"][begin:], "losses": [whole["losses"][begin] * factor]}
-    receipts["measured"]["megatron"]["runs"][RESHARDED] = goes_on
+    found["runs"][RESHARDED] = goes_on
 
     assert outcomes(receipts)["megatron-reshards"] == outcome
 

@@ -242,7 +242,7 @@ def test_wrong_usage_ends_at_once_and_names_the_way_out(words: list[str], says: 
     [
         ([], "--gpu: torch finds none here"),
         (["--only", "liger-tests"], "--only liger-tests: with --gpu there are trainer"),
-        (["--megatron-lm", "."], "--gpu: with --megatron-lm there is the launcher's proof alone"),
+        (["--megatron-lm", "."], "argument --megatron-lm: not allowed with argument --gpu"),
     ],
 )
 def test_a_gpu_is_asked_for_where_there_is_one_and_for_the_trainer_alone(

@@ -104,6 +104,14 @@ def test_a_comment_is_no_reason_to_lock_anew(copy: Path) -> None:
     assert check_copy(copy / "newest.txt").returncode == 0
 
 
+def test_a_lane_that_leaves_out_something_else_than_its_lock_fails_fast(copy: Path) -> None:
+    left_out = copy / "bridge.overrides"
+    text = "".join(line for line in left_out.read_text().splitlines(keepends=True) if not line.startswith("wandb"))
+    left_out.write_text(text)
+
+    assert "bridge.in, or what it includes, has changed" in check_copy(copy / "bridge.txt").stderr
+
+
 def test_a_lock_for_another_machine_is_refused_before_anything_is_installed(copy: Path) -> None:
     for name in ("newest.in", "newest.txt"):
         (copy / name).write_text((copy / name).read_text().replace("x86_64-manylinux", "riscv64-manylinux"))
