@@ -27,7 +27,7 @@ def about(device: str, *names: str) -> dict[str, Any]:
     if device != "cpu":
         driver, limit = ask_driver("driver_version", "power.limit")
         host |= {"gpu": torch.cuda.get_device_name(), "driver": driver, "power_limit": limit}
-    versions = {"torch": torch.__version__, **{name: distributions.version(name) or "?" for name in names}}
+    versions = {"torch": torch.__version__, **{name: distributions.version(name) or "not installed" for name in names}}
     return {"date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "host": host, "versions": versions}
 
 

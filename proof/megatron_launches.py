@@ -19,6 +19,8 @@ class Way(Enum):
 
     STOCK = "stock"
     AGAIN = "stock once more"
+    ROUNDED = "stock, rounded otherwise"
+    """With the variables that the sizes of this host name, if they name any: how far rounding alone takes it."""
     OVERLAYS = "overlays"
     """By `megacpp_overlays run`."""
     OFF = "overlays off"
@@ -56,10 +58,10 @@ class Launch:
 
 BOTH = (Way.STOCK, Way.OVERLAYS)
 LAUNCHES = (
-    *(Launch(way) for way in (Way.STOCK, Way.OVERLAYS, Way.AGAIN, Way.OFF)),
+    *(Launch(way) for way in (Way.STOCK, Way.OVERLAYS, Way.AGAIN, Way.ROUNDED, Way.OFF)),
     *(Launch(way, layout) for layout in (Layout.DATA, Layout.TENSOR) for way in BOTH),
 )
-TAKES = f"{sum(each.layout is Layout.ONE for each in LAUNCHES)} launches on one GPU, {len(LAUNCHES)} elsewhere"
+TAKES = f"{sum(each.layout is Layout.ONE for each in LAUNCHES)} launches on one GPU, {len(LAUNCHES) - 1} elsewhere"
 
 
 def measure(place: Workplace, say: Say) -> Found:
@@ -81,6 +83,7 @@ def all_of(launches: Sequence[Launch], site: Site, say: Say, *, may_fail: Collec
         EndedError: another one ended badly.
     """
     here = [each for each in launches if ranks(each) <= site.sizes.devices]
+    here = [each for each in here if each.way is not Way.ROUNDED or site.sizes.rounds]
     runs = {}
     for number, launch in enumerate(here, start=1):
         began = time.monotonic()
@@ -90,7 +93,7 @@ def all_of(launches: Sequence[Launch], site: Site, say: Say, *, may_fail: Collec
 
 
 def _run(launch: Launch, site: Site, *, may_fail: bool) -> Found:
-    switches = {"MEGACPP_OVERLAYS": "off"} if launch.way is Way.OFF else {}
+    switches = {Way.OFF: {"MEGACPP_OVERLAYS": "off"}, Way.ROUNDED: site.sizes.rounds}.get(launch.way, {})
     words = arguments(launch, site.sizes, site.folder)
     ours = launch.way in {Way.OVERLAYS, Way.OFF}
     try:

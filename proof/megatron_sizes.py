@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from processes import ON_CPU
@@ -22,7 +22,7 @@ ANYWHERE = (
     *("--untie-embeddings-and-output-weights", "--attention-dropout", "0", "--hidden-dropout", "0"),
     *("--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-rope-fusion", "--no-persist-layer-norm"),
     *("--bf16", "--mock-data", "--tokenizer-type", "NullTokenizer", "--num-workers", "0"),
-    *("--lr", "1e-3", "--min-lr", "1e-4", "--lr-decay-style", "constant"),
+    *("--lr-decay-style", "constant"),
     *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1"),
 )
 """DeepSeek sparse attention over absorbed latent attention, an MLP and experts, in Megatron's local modules."""
@@ -46,6 +46,8 @@ class Sizes:
     env: Mapping[str, str]
     path: tuple[Path, ...] = ()
     """Folders that come first on Python's path."""
+    rounds: Mapping[str, str] = field(default_factory=dict)
+    """Variables with which stock computes the same and rounds otherwise; none where there are no such."""
 
 
 SEQUENCE = 4096
@@ -66,7 +68,16 @@ def _on_cpu(*, quick: bool) -> Sizes:
         host="cpu",
         pattern=pattern,
         arguments=(
-            *("--distributed-backend", "gloo", "--no-bias-swiglu-fusion", *ANYWHERE),
+            *(
+                "--distributed-backend",
+                "gloo",
+                "--no-bias-swiglu-fusion",
+                *ANYWHERE,
+                "--lr",
+                "1e-3",
+                "--min-lr",
+                "1e-4",
+            ),
             *("--hybrid-layer-pattern", pattern, "--hidden-size", "64", "--num-attention-heads", "4"),
             *("--seq-length", "64", "--max-position-embeddings", "64", "--vocab-size", "255"),
             *("--micro-batch-size", "2", "--global-batch-size", "4", "--num-experts", "4"),
@@ -92,6 +103,8 @@ def _on_gpus(devices: int, *, quick: bool) -> Sizes:
         pattern=pattern,
         arguments=(
             *(*ANYWHERE, *(("--disable-mamba-mem-eff-path",) if with_mamba else ())),
+            # With 1e-3 at once a model of this size is thrown about, and a rounding becomes another loss in three steps.
+            *("--lr", "1e-4", "--min-lr", "1e-5", "--lr-warmup-iters", "5"),
             *("--hybrid-layer-pattern", pattern, "--hidden-size", "2048", "--num-attention-heads", "16"),
             *("--seq-length", str(SEQUENCE), "--max-position-embeddings", str(SEQUENCE), "--vocab-size", "32767"),
             *("--micro-batch-size", "1", "--global-batch-size", "2", "--num-experts", "8"),
@@ -103,5 +116,6 @@ def _on_gpus(devices: int, *, quick: bool) -> Sizes:
         saved=3 if quick else 10,
         devices=devices,
         env=EVERYWHERE,
+        rounds={"TORCHDYNAMO_DISABLE": "1"},  # Megatron compiles chains of small operations into one
         path=() if importlib.util.find_spec("selective_scan_cuda") else (WITHOUT_KERNELS,),
     )
