@@ -239,6 +239,16 @@ def test_noise_of_two_stock_runs_is_allowed_twice(receipts: Kept) -> None:
     assert outcomes(receipts)["megatron-losses-one"] == "HOLDS"
 
 
+@pytest.mark.parametrize(("factor", "outcome"), [(1.002, "HOLDS"), (1.0, "FAILS")])
+def test_so_is_that_of_a_stock_run_that_rounds_otherwise(receipts: Kept, factor: float, outcome: str) -> None:
+    rounded = json.loads(json.dumps(launch(receipts, STOCK)))
+    rounded["losses"][3] *= factor
+    receipts["measured"]["megatron"]["runs"]["stock, rounded otherwise, one rank"] = rounded
+    scale(OVERLAYS, "losses", 3, 1.003)(receipts)
+
+    assert outcomes(receipts)["megatron-losses-one"] == outcome
+
+
 def test_where_stock_begins_elsewhere_too_it_is_upstreams_own(receipts: Kept) -> None:
     for way in ("stock", "overlays"):
         scale(from_checkpoint(way, way), "losses", 0, 1 + 1e-9)(receipts)
