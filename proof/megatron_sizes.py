@@ -104,7 +104,7 @@ def _on_gpus(devices: int, *, quick: bool) -> Sizes:
         arguments=(
             *(*ANYWHERE, *(("--disable-mamba-mem-eff-path",) if with_mamba else ())),
             # With 1e-3 at once a model of this size is thrown about, and a rounding becomes another loss in three steps.
-            *("--lr", "1e-4", "--min-lr", "1e-5", "--lr-warmup-iters", "5"),
+            *("--lr", "1e-4", "--min-lr", "1e-5", "--lr-warmup-fraction", "0.25"),
             *("--hybrid-layer-pattern", pattern, "--hidden-size", "2048", "--num-attention-heads", "16"),
             *("--seq-length", str(SEQUENCE), "--max-position-embeddings", str(SEQUENCE), "--vocab-size", "32767"),
             *("--micro-batch-size", "1", "--global-batch-size", "2", "--num-experts", "8"),
