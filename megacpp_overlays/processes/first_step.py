@@ -4,7 +4,9 @@
                             forward pass, a rank may wait for one that waits for it: a stage of a pipeline does
     decisions are required  before the first step of any optimizer in a process: every target that the model needs has
                             been imported then, and nothing has been learned yet
-    the audit is left       by rank 0, both times, and once more when the process ends, with how often each seam was called
+    the audit is left       by rank 0, both times, and once more when the process ends, with how often each seam was called. One that
+                            takes no step, since it evaluates, leaves it at its end alone, if it called a seam and nobody
+                            has left one that tells of calls
 
 torch is asked for its own hook of optimizers, which is taken out before it does anything: a first step that is compiled has
 a graph break there, and cannot be compiled with `fullgraph=True`. torch has no hook for process groups, so
@@ -69,6 +71,8 @@ class FirstStep:
         """Hook into torch (called by the hooks)."""
         if name == OPTIMIZERS:
             self._before_the_first_step(module)
+            if self._session.settings.audit:
+                atexit.register(self._leave_without_a_step, Path(self._session.settings.audit), os.getpid())
         else:
             self._after_every_init(module)
 
@@ -134,10 +138,7 @@ class FirstStep:
     def _leave(self, audit: Audit) -> None:
         """Write the audit, where this is rank 0 and a file is named; a run does not end because it cannot be written."""
         path = self._session.settings.audit
-        if path is None:
-            return
-        distributed = ranks.initialized()
-        if (self._session.settings.rank if distributed is None else distributed.get_rank()) != 0:
+        if path is None or not self._is_first():
             return
         try:
             leave(Path(path), audit, self._agreement)
@@ -147,6 +148,20 @@ class FirstStep:
         if self._left_in != os.getpid():
             self._left_in = os.getpid()
             atexit.register(self._leave_at_exit, Path(path), os.getpid())
+
+    def _is_first(self) -> bool:
+        distributed = ranks.initialized()
+        return (self._session.settings.rank if distributed is None else distributed.get_rank()) == 0
+
+    def _leave_without_a_step(self, path: Path, pid: int) -> None:
+        """Leave what a process called that took no step. Agents and helpers call nothing, and others may have left theirs."""
+        if pid != os.getpid() or self._left_in == pid:
+            return
+        with contextlib.suppress(Exception):
+            audit = self._session.audit_as_it_stands()
+            tells = _calls(json.loads(path.read_text())) > 0
+            if self._is_first() and _calls(audit.as_dict()) and not tells:
+                leave(path, audit, self._agreement)
 
     def _leave_at_exit(self, path: Path, pid: int) -> None:
         """Leave what became of it; nothing is settled now, and a forked child that ends leaves nothing."""
@@ -164,3 +179,8 @@ def leave(path: Path, audit: Audit, agreement: AgreementData | None = None) -> N
     told = audit.as_dict()
     data: AuditData | LeftAuditData = told if agreement is None else {**told, "ranks": agreement}
     files.write_text(path, json.dumps(data, indent=2) + "\n")
+
+
+def _calls(told: AuditData) -> int:
+    """Return how often seams were called, by an audit as data."""
+    return sum(sum(each["calls"].values()) for each in told["decisions"])

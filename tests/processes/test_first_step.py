@@ -130,6 +130,40 @@ def test_a_launcher_that_ends_before_a_step_leaves_what_was_armed(
     assert decision(left()) == "armed"
 
 
+@pytest.mark.parametrize(("rank", "calls"), [("0", 2), ("1", 0)])
+def test_rank_0_of_what_takes_no_step_leaves_at_its_end_what_it_called(
+    upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]], rank: str, calls: int
+) -> None:
+    evaluates = "\n".join(
+        [
+            "import importlib, os, subprocess, sys, torch",
+            "layers = importlib.import_module(os.environ['NAME'] + '.layers')",
+            "layers.double(1.0); layers.double(1.0)",
+            "subprocess.run([sys.executable, '-c', 'import torch'], check=True)",  # a helper that calls nothing
+        ]
+    )
+
+    done = launch(*RUN, "--audit", tmp_path / "audit.json", write(upstream, evaluates), env={**env, "RANK": rank})
+
+    assert done.returncode == 0, done.stderr
+    (part,) = [each for each in left()["decisions"] if each["id"] == "double-fix"]
+    assert sum(part["calls"].values()) == calls
+
+
+def test_a_helper_of_a_run_that_trains_does_not_leave_its_own(
+    upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
+) -> None:
+    helps = "import importlib, os, torch; layers = importlib.import_module(os.environ['NAME'] + '.layers')\nfor _ in range(5): layers.double(1.0)"
+    trains = TRAINS + f"\nimport subprocess\nsubprocess.run([sys.executable, '-c', {helps!r}], check=True)\n"
+    dies = trains + "os._exit(0)\n"  # what is left is of its first step, or of the helper
+
+    done = launch(*RUN, "--audit", tmp_path / "audit.json", write(upstream, dies), env=env)
+
+    assert done.returncode == 0, done.stderr
+    (part,) = [each for each in left()["decisions"] if each["id"] == "double-fix"]
+    assert sum(part["calls"].values()) == 1
+
+
 def test_a_compiled_step_leaves_it_too(
     upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
 ) -> None:
