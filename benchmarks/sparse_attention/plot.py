@@ -23,7 +23,7 @@ def svg(found: Found) -> str:
         text(
             20,
             72,
-            "Bare products are dense, in cuBLAS: what no attention of these sizes is expected to beat.",
+            "Bare products are dense, in cuBLAS, of the same sizes: a yardstick of what the GPU can do.",
             kind="quiet",
         ),
     ]
