@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -15,7 +13,6 @@ from attention_target_cases import SIZES, VALID, inputs, seen, share, truth, val
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_scores_cases import DEVICES
-from places import HANG_S, ROOT, SUPPORT
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacpp_overlays.kernels.attention_target import blocks, reference, streaming
@@ -253,17 +250,6 @@ def test_all_else_is_streamed(way: Callable[..., str], odd: dict[str, Any]) -> N
 # Tensor cores, each in one interpreter of its own.
 
 
-def answers(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
-    """Run a script of this folder and return the JSON that it prints."""
-    path = os.pathsep.join([str(ROOT), str(SUPPORT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "MEGACPP_OVERLAYS_LOG": "logging", **environment}
-    command = ["-W", "ignore", str(SUPPORT / script), *arguments]
-    done = warm_python.run(command, environment, after=warm_python.TRITON, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
 COMPILED = {
     f"{10 * DEVICES[name].major + DEVICES[name].minor}:{dim}:{DEVICES[name].shared_memory_per_block_optin}": name
     for name, dim in (
@@ -280,7 +266,7 @@ TENSOR_MEMORY = 512
 def programs() -> dict[str, Any]:
     """Return what each kernel needs, for each case."""
     pytest.importorskip("triton")
-    found = answers("attention_target_targets.py", *COMPILED, TRITON_INTERPRET="0")
+    found = warm_python.answers("attention_target_targets.py", *COMPILED, TRITON_INTERPRET="0")
     if "obstacle" in found:
         pytest.skip(found["obstacle"])
     return found
@@ -299,7 +285,7 @@ def test_a_device_can_run_what_is_taken_there(programs: dict[str, Any], case: st
 def facts() -> dict[str, Any]:
     """Return what `attention_target_facts.py` found."""
     pytest.importorskip("triton")
-    return answers("attention_target_facts.py", TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    return warm_python.answers("attention_target_facts.py", TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
 def test_the_interpreter_takes_the_tensor_core_way(facts: dict[str, Any]) -> None:

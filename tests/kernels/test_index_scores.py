@@ -6,8 +6,6 @@ to float64 bit for bit. And random numbers, held to the bound that rounding sets
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterator
 from subprocess import CompletedProcess
 from typing import Any
@@ -31,7 +29,7 @@ from index_scores_cases import (
     spoil,
     whole,
 )
-from places import HANG_S, ROOT, SUPPORT
+from places import ROOT
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -548,17 +546,6 @@ def test_without_triton_all_is_streamed(run_python: Callable[..., CompletedProce
 # Tensor cores, each in one interpreter of its own.
 
 
-def answers(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
-    """Run a script of this folder and return the JSON that it prints."""
-    path = os.pathsep.join([str(ROOT), str(SUPPORT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "MEGACPP_OVERLAYS_LOG": "logging", **environment}
-    command = ["-W", "ignore", str(SUPPORT / script), *arguments]
-    done = warm_python.run(command, environment, after=warm_python.TRITON, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
 # What runs: programs for real devices.
 
 
@@ -580,7 +567,7 @@ TENSOR_MEMORY = 512
 def programs() -> dict[str, Any]:
     """Return what `index_scores_targets.py` found: for each case, what each kernel needs."""
     pytest.importorskip("triton")
-    found = answers("index_scores_targets.py", *COMPILED, TRITON_INTERPRET="0")
+    found = warm_python.answers("index_scores_targets.py", *COMPILED, TRITON_INTERPRET="0")
     if "obstacle" in found:
         pytest.skip(found["obstacle"])
     return found
@@ -607,7 +594,7 @@ def test_a_device_can_run_what_is_taken_there(way: Callable[..., str], programs:
 def facts() -> dict[str, Any]:
     """Return what `index_scores_facts.py` found. No kernel runs on a device."""
     pytest.importorskip("triton")
-    return answers("index_scores_facts.py", TRITON_INTERPRET="1")
+    return warm_python.answers("index_scores_facts.py", TRITON_INTERPRET="1")
 
 
 def test_the_interpreter_takes_the_tensor_core_way(facts: dict[str, Any]) -> None:

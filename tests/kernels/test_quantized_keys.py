@@ -6,18 +6,14 @@ Tensor cores are in `test_sparse_attention.py`, whose grid has quantized keys, t
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import warm_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import HANG_S, ROOT, SUPPORT
 from sparse_attention_cases import Entry, errors, inputs, results
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -274,17 +270,7 @@ SHARED = 227 * 1024
 @pytest.fixture(scope="module")
 def programs() -> dict[str, Any]:
     """What `sparse_attention_targets.py` found."""
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", SUPPORT / "sparse_attention_targets.py", *COMPILED],
-        env=os.environ | {"TRITON_INTERPRET": "0", "MEGACPP_OVERLAYS": "off", "MEGACPP_OVERLAYS_LOG": "logging"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    found: dict[str, Any] = json.loads(run.stdout)
+    found = warm_python.answers("sparse_attention_targets.py", *COMPILED, TRITON_INTERPRET="0", MEGACPP_OVERLAYS="off")
     if "obstacle" in found:
         pytest.skip(found["obstacle"])
     return found

@@ -5,12 +5,9 @@ Prints JSON, as `index_scores_targets.py` does, for each `architecture:dim:share
 
 from __future__ import annotations
 
-import json
-import sys
-
 import torch
 from attention_target_cases import valid_of
-from index_scores_targets import Device, collect, obstacle
+from index_scores_targets import Device, answer
 
 QUERIES, KEYS, BATCH, HEADS = 256, 256, 2, 4
 """Multiples of 16, so that copies are asynchronous and pipelines as deep as they get."""
@@ -32,19 +29,5 @@ def compile_for(architecture: int, dim: int, shared: int) -> None:
         in_triton.target(query, key, 0.125, validity(QUERIES, KEYS, *(valid.get(name) for name in names)))
 
 
-def main() -> None:
-    """Answer for each case."""
-    if reason := obstacle():
-        sys.stdout.write(json.dumps({"obstacle": reason}))
-        return
-    found = {}
-    needs = collect()
-    for case in sys.argv[1:]:
-        compile_for(*[int(part) for part in case.split(":")])
-        found[case] = list(needs)
-        needs.clear()
-    sys.stdout.write(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    answer(compile_for)

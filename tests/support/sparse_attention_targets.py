@@ -6,11 +6,8 @@ are the kernels that read FP8 numbers themselves; those whose warps share out th
 
 from __future__ import annotations
 
-import json
-import sys
-
 import torch
-from index_scores_targets import Device, collect, obstacle
+from index_scores_targets import Device, answer
 
 QUERIES, KEYS, SLOTS = 16, 256, 128
 """Multiples of 16, so that copies are asynchronous and pipelines as deep as they get."""
@@ -18,8 +15,11 @@ QUERIES, KEYS, SLOTS = 16, 256, 128
 
 def compile_for(heads: int, dim: int, value: int, is_biased: int, scales: int) -> None:
     """Compile both passes."""
+    from triton.runtime import driver
+
     from megacpp_overlays.kernels.sparse_attention import in_triton
 
+    driver.set_active(Device(90))
     query, above, output = (torch.zeros(QUERIES, 1, heads, each, dtype=torch.bfloat16) for each in (dim, value, value))
     key, key_scales = torch.zeros(KEYS, 1, 1, dim, dtype=torch.uint8), torch.ones(KEYS, 1, scales)
     indices = torch.zeros(1, QUERIES, SLOTS, dtype=torch.int32)
@@ -28,21 +28,5 @@ def compile_for(heads: int, dim: int, value: int, is_biased: int, scales: int) -
     in_triton.backward(above, lse, query, key, indices, 0.1, bias, output, lse, key_scales)
 
 
-def main() -> None:
-    """Answer for each case."""
-    if reason := obstacle():
-        sys.stdout.write(json.dumps({"obstacle": reason}))
-        return
-    from triton.runtime import driver
-
-    driver.set_active(Device(90))
-    found, needs = {}, collect()
-    for case in sys.argv[1:]:
-        compile_for(*[int(part) for part in case.split(":")])
-        found[case] = list(needs)
-        needs.clear()
-    sys.stdout.write(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    answer(compile_for)

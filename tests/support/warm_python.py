@@ -25,8 +25,9 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
+from places import HANG_S, ROOT, SUPPORT
 from warm_server import SIZE
 
 AT_IMPORT = ("TRITON_INTERPRET", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTHONHASHSEED")
@@ -134,6 +135,17 @@ def run(
     started = start(words, env, after=after, cwd=cwd)
     out, error = started.communicate(timeout)
     return subprocess.CompletedProcess(list(words), started.wait(), out, error)
+
+
+def answers(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
+    """Run a script of this folder with Triton imported, and return the JSON that it prints."""
+    path = os.pathsep.join([str(ROOT), str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "MEGACPP_OVERLAYS_LOG": "logging", **environment}
+    command = ["-W", "ignore", str(SUPPORT / script), *arguments]
+    done = run(command, environment, after=TRITON, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 class _Server:
