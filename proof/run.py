@@ -33,110 +33,17 @@ import resource
 import time
 from datetime import datetime, timezone
 
-import bridge_claims
-import bridge_launches
-import liger_tests_claims
-import liger_tests_runs
-import megatron_claims
-import megatron_graphs
-import megatron_launches
-import megatron_micro_batch
-import megatron_neighbours
-import megatron_resumes
-import megatron_tests
 import page
 import plot
+import proofs
 import report
 import timing
-import trainer_claims
-import trainer_launches
-from claims import Found, Subject
+from claims import Found
 from parts import PartsError, joined
+from proofs import Proof
 from runner import exit_code, prove, summary
 
 ROOT = Path(__file__).resolve().parents[1]
-SUBJECTS = (
-    Subject(
-        "trainer",
-        "the Trainer of transformers, with Liger's loss of each token",
-        trainer_launches.measure,
-        trainer_claims.CLAIMS,
-        f"{len(trainer_launches.LAUNCHES)} launches",
-    ),
-    Subject(
-        "liger-tests",
-        "Liger's own tests of this loss",
-        liger_tests_runs.measure,
-        liger_tests_claims.CLAIMS,
-        "2 runs of pytest",
-    ),
-)
-OF_A_CHECKOUT = (
-    Subject(
-        "megatron",
-        "Megatron-LM's own launcher, DeepSeek sparse attention and experts",
-        megatron_launches.measure,
-        megatron_claims.CLAIMS,
-        megatron_launches.TAKES,
-    ),
-    Subject(
-        "megatron-resumes",
-        "checkpoints of Megatron-LM's launcher, and runs that go on from them",
-        megatron_resumes.measure,
-        megatron_resumes.CLAIMS,
-        megatron_resumes.TAKES,
-    ),
-    Subject(
-        "megatron-micro-batch",
-        "the largest micro-batch of Megatron-LM's launcher that fits",
-        megatron_micro_batch.measure,
-        megatron_micro_batch.CLAIMS,
-        megatron_micro_batch.TAKES,
-    ),
-    Subject(
-        "megatron-graphs",
-        "Megatron-LM's launcher under CUDA graphs",
-        megatron_graphs.measure,
-        megatron_graphs.CLAIMS,
-        megatron_graphs.TAKES,
-    ),
-    Subject(
-        "megatron-neighbours",
-        "checkpoints of Megatron-LM's launcher with an overlay switched off",
-        megatron_neighbours.measure,
-        megatron_neighbours.CLAIMS,
-        megatron_neighbours.TAKES,
-    ),
-    Subject(
-        "megatron-tests",
-        "Megatron-LM's own tests of sparse attention",
-        megatron_tests.measure,
-        megatron_tests.CLAIMS,
-        "2 runs of pytest",
-    ),
-)
-OF_BRIDGE = (
-    Subject(
-        "bridge",
-        "the pretrain function of megatron-bridge, DeepSeek sparse attention and experts",
-        bridge_launches.measure,
-        bridge_claims.CLAIMS,
-        bridge_launches.TAKES,
-    ),
-)
-NEEDED = ("torch", "triton", "numpy", "transformers", "accelerate", "liger-kernel", "pytest", "megacpp-overlays")
-MEGATRON_NEEDED = ("torch", "triton", "numpy", "psutil", "pytest", "megacpp-overlays")
-BRIDGE_NEEDED = (
-    *("torch", "triton", "numpy", "transformers", "megatron-core", "megatron-bridge", "nvidia-modelopt"),
-    "megacpp-overlays",
-)
-INPUTS = ("locks/proof.txt", "locks/proof-source.txt", "proof/launchers/hf_trainer.py")
-"""What decides everything that is measured; their hashes are on the page."""
-MEGATRON_INPUTS = ("locks/proof.txt", "proof/launchers/local_stack.py", "proof/on_cpu/sitecustomize.py")
-BRIDGE_INPUTS = (
-    *("locks/bridge.txt", "locks/bridge-source.txt", "proof/launchers/bridge_pretrain.py"),
-    *("proof/launchers/bridge_stand_ins.py", "proof/launchers/local_stack.py", "proof/on_cpu/sitecustomize.py"),
-)
 ARCHIVES = ROOT / ".cache/proof"
 
 
@@ -163,18 +70,15 @@ def main() -> int:
 def measured(chosen: argparse.Namespace) -> Found:
     """Return what was proved, with the host, versions and inputs that it was proved with."""
     began = time.monotonic()
-    checkout: Path | None = chosen.megatron_lm
+    proof = asked_for(chosen)
     head: Found = {
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "host": host(on_gpus=checkout is not None or chosen.gpu),
-        "versions": {name: importlib.metadata.version(name) for name in needed(checkout, bridge=chosen.bridge)},
-        "inputs": {
-            name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest()
-            for name in (BRIDGE_INPUTS if chosen.bridge else MEGATRON_INPUTS if checkout else INPUTS)
-        },
+        "host": host(on_gpus=proof.on_gpus),
+        "versions": {name: importlib.metadata.version(name) for name in proof.needed},
+        "inputs": {name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest() for name in proof.inputs},
         "quick": chosen.quick,
     }
-    subjects = [each for each in offered(chosen) if not chosen.only or each.id in chosen.only]
+    subjects = [each for each in proof.subjects if not chosen.only or each.id in chosen.only]
 
     def with_head(found: Found) -> Found:
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -187,19 +91,19 @@ def measured(chosen: argparse.Namespace) -> Found:
         lambda text: print(text, flush=True),
         quick=chosen.quick,
         on_gpu=chosen.gpu,
-        checkout=checkout,
+        checkout=chosen.megatron_lm,
         keep=lambda found: report.keep(with_head(found), chosen.json),
     )
     return with_head(found)
 
 
-def offered(chosen: argparse.Namespace) -> tuple[Subject, ...]:
-    """Return the subjects that there are where it is asked to prove."""
+def asked_for(chosen: argparse.Namespace) -> Proof:
+    """Return the proof that the options ask for."""
     if chosen.bridge:
-        return OF_BRIDGE
+        return proofs.WITH_BRIDGE
     if chosen.megatron_lm:
-        return OF_A_CHECKOUT
-    return SUBJECTS[:1] if chosen.gpu else SUBJECTS
+        return proofs.WITH_A_CHECKOUT
+    return proofs.ON_A_GPU if chosen.gpu else proofs.ON_A_CPU
 
 
 def host(*, on_gpus: bool) -> Found:
@@ -217,13 +121,6 @@ def has_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def needed(checkout: Path | None, *, bridge: bool = False) -> tuple[str, ...]:
-    """Return the distributions without which nothing can be measured."""
-    if bridge:
-        return BRIDGE_NEEDED
-    return MEGATRON_NEEDED if checkout else NEEDED
-
-
 def parse_arguments() -> argparse.Namespace:
     """Read the command line, and refuse what would only fail later."""
     parser = argparse.ArgumentParser(description="Prove claim by claim what overlays do, on a CPU.")
@@ -239,7 +136,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only",
         action="append",
-        choices=[subject.id for subject in (*SUBJECTS, *OF_A_CHECKOUT, *OF_BRIDGE)],
+        choices=list(dict.fromkeys(subject.id for proof in proofs.ALL for subject in proof.subjects)),
         help="one subject; may be repeated",
     )
     instead = parser.add_mutually_exclusive_group()
@@ -258,9 +155,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer steps and fewer of upstream's tests")
     parser.add_argument("--archives", type=Path, default=ARCHIVES, help="folder of the source archives of upstreams")
     chosen = parser.parse_args()
-    names = [subject.id for subject in offered(chosen)]
+    proof = asked_for(chosen)
+    names = [subject.id for subject in proof.subjects]
     if unknown := [each for each in chosen.only or () if each not in names]:
-        parser.error(f"--only {unknown[0]}: {_with(chosen)} there are {', '.join(names)}")
+        parser.error(f"--only {unknown[0]}: {proof.asked} there are {', '.join(names)}")
     for path in filter(None, (chosen.json, chosen.write, chosen.plot)):
         if not path.resolve().parent.is_dir():
             parser.error(
@@ -270,23 +168,14 @@ def parse_arguments() -> argparse.Namespace:
         for path in chosen.page:
             if not path.is_file():
                 parser.error(f"there are no receipts {path}: `make proof-cpu` leaves proof/results/cpu.json")
-    elif missing := [name for name in needed(chosen.megatron_lm, bridge=chosen.bridge) if not is_installed(name)]:
-        command, lane = ("proof-bridge", "bridge") if chosen.bridge else ("proof-cpu", "proof")
+    elif missing := [name for name in proof.needed if not is_installed(name)]:
         parser.error(
-            f"{sys.executable} has no {', '.join(missing)}: `make {command}` sets up .envs/{lane}, "
+            f"{sys.executable} has no {', '.join(missing)}: `make {proof.command}` sets up .envs/{proof.lane}, "
             "whose interpreter has everything"
         )
     elif chosen.gpu and not has_gpu():
         parser.error("--gpu: torch finds none here; `make proof-cpu` does the same with a small model")
     return chosen
-
-
-def _with(chosen: argparse.Namespace) -> str:
-    """Return in words which proof was asked for."""
-    for option in ("bridge", "gpu", "megatron_lm"):
-        if getattr(chosen, option):
-            return f"with --{option.replace('_', '-')}"
-    return "without --megatron-lm"
 
 
 def is_installed(name: str) -> bool:

@@ -110,9 +110,9 @@ def test_a_claim_fails_where_what_it_rests_on_is_otherwise(
 
 
 def test_each_claim_is_made_to_fail_above() -> None:
-    import run
+    import proofs
 
-    claims = {claim.id for subject in run.OF_BRIDGE for claim in subject.claims}
+    claims = {claim.id for subject in proofs.OF_BRIDGE for claim in subject.claims}
     assert set().union(*(wrong for _, wrong in BROKEN.values())) == claims
 
 

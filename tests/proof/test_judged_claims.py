@@ -13,12 +13,12 @@ Kept = dict[str, Any]
 
 def outcomes(kept: Kept) -> dict[str, str]:
     """Judge every claim anew."""
-    import run
+    import proofs
     from runner import judge
 
     return {
         claim.id: judge(claim, kept["measured"].get(subject.id)).outcome.value
-        for subject in run.SUBJECTS
+        for subject in proofs.SUBJECTS
         for claim in subject.claims
     }
 

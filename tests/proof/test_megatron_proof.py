@@ -29,9 +29,9 @@ def receipts() -> Kept:
 
 def outcomes(receipts: Kept) -> dict[str, str]:
     """Judge every claim anew that could be judged then."""
-    import run
+    import proofs
 
-    pairs = [(claim, receipts["measured"][subject.id]) for subject in run.OF_A_CHECKOUT for claim in subject.claims]
+    pairs = [(claim, receipts["measured"][subject.id]) for subject in proofs.OF_A_CHECKOUT for claim in subject.claims]
     return {claim.id: claim.judge(found).outcome.value for claim, found in pairs if claim.asked(found)}
 
 
@@ -226,9 +226,9 @@ def test_a_claim_fails_where_what_it_rests_on_is_otherwise(
 
 
 def test_each_claim_is_made_to_fail_above() -> None:
-    import run
+    import proofs
 
-    claims = {claim.id for subject in run.OF_A_CHECKOUT for claim in subject.claims}
+    claims = {claim.id for subject in proofs.OF_A_CHECKOUT for claim in subject.claims}
     assert set().union(*(wrong for _, wrong in BROKEN.values())) == claims
 
 
@@ -322,13 +322,13 @@ def test_the_cause_of_an_end_is_the_last_exception(text: str, cause: str) -> Non
 def test_a_claim_of_a_gpu_says_what_it_rests_on(
     receipts: Kept, change: Callable[[Kept], None], claim: str, outcome: str, says: str
 ) -> None:
-    import run
+    import proofs
 
     change(receipts)
 
     (found,) = (
         each.judge(receipts["measured"][subject.id])
-        for subject in run.OF_A_CHECKOUT
+        for subject in proofs.OF_A_CHECKOUT
         for each in subject.claims
         if each.id == claim
     )
