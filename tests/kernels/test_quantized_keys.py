@@ -99,6 +99,25 @@ def test_bits_and_numbers_are_the_same_keys(dtype: torch.dtype) -> None:
     assert all(torch.equal(each, found[1][what]) for what, each in found[0].items())
 
 
+@pytest.mark.parametrize("scales", ["all", "key", "blocks"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_results_are_those_of_the_opened_keys_to_the_bit(dtype: torch.dtype, scales: str) -> None:
+    """A product of an FP8 number and its scale is rounded to the dtype of the query, as whoever dequantizes has it."""
+    given = inputs(SMALL._replace(dtype=dtype, dim=140, scales=scales))["given"]
+    keys = dataclasses.replace(given["key"], scale=given["key"].scale * 1.2345)  # no few bits
+    learner = torch.zeros(keys.data.shape, dtype=dtype, requires_grad=True)
+    plain = keys.opened(dtype).detach().requires_grad_()
+    query = given["query"].detach().requires_grad_()
+    assert dtype == torch.float32 or not torch.equal(plain.float(), keys.opened(torch.float32))
+
+    found = []
+    for key, leaf in ((dataclasses.replace(keys, gradient_for=learner), learner), (plain, plain)):
+        results = function.attend(**(given | {"query": query, "key": key}))
+        found.append([*results, *torch.autograd.grad(results[0].float().square().sum(), (query, leaf))])
+
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_no_operator_returns_keys_that_were_opened_or_gathered_whole() -> None:
     largest = 0
 

@@ -103,7 +103,8 @@ def _scores(
     if key_scales is None:
         keys = keys.to(_wide(key.dtype))
     else:
-        keys = quantized_keys.opened(keys, key_scales[:, element][places], _wide(query.dtype))
+        # Rounded as dequantized keys are, and as tensor cores take them.
+        keys = quantized_keys.opened(keys, key_scales[:, element][places], query.dtype).to(_wide(query.dtype))
     keys = keys.masked_fill_(~chosen[..., None], 0.0)
     scores = torch.bmm(query[rows, element].to(keys.dtype), keys.mT).mul_(scale)
     if bias is not None:
