@@ -65,7 +65,9 @@ class _Missing:
 def _extension(members: list[str]) -> ModuleType:
     module = ModuleType(EXTENSION)
     module.DType = enum.IntEnum("DType", members, start=0)  # type: ignore[attr-defined]
-
+    # Up to 2.10; later releases do not ask for it.
+    formats = enum.IntEnum("Float8BlockScaleTensorFormat", ["GEMM_READY", "COMPACT"], start=0)
+    module.Float8BlockScaleTensorFormat = formats  # type: ignore[attr-defined]
     module.__getattr__ = _missing  # type: ignore[method-assign]
     return module
 
