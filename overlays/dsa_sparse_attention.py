@@ -12,8 +12,9 @@ Values and gradients are upstream's to rounding. What differs:
 - An index that is no key is no choice here, and an error upstream.
 - What is no number in a key that nobody chose stays there; upstream's product of 0 and NaN spreads it.
 
-A quantized query or key of Transformer Engine is dequantized once, with its gradient; upstream's first operation does that,
-too. Whatever else is not as Megatron's own callers have it goes to upstream's function.
+A quantized query of Transformer Engine is dequantized once, with its gradient; upstream's first operation does that, too. A
+quantized key is read as it is stored where the kernel knows how (`kernels.sparse_attention.transformer_engine_keys`), and
+dequantized otherwise; numbers and gradients are the same. Whatever else is not as Megatron's own callers have it goes to upstream's function.
 
 Not covered: `unfused_dsa_fn`, for keys and values of each head, which gathers by itself since 0.19. Up to 0.18 it builds all
 scores, but of as many key heads as query heads, for which multi-query attention is of no use.
@@ -44,6 +45,7 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
     import torch
 
     from megacpp_overlays.kernels.sparse_attention import function as sparse_attention
+    from megacpp_overlays.kernels.sparse_attention import transformer_engine_keys
     from megacpp_overlays.runtime import multi_query, quantized
 
     plain = (torch.Tensor, torch.nn.Parameter)
@@ -63,20 +65,17 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
         given = (topk_indices, softmax_scale, v_channels, mask, varlen_starts, varlen_ends, key_positions)
         if type(query) not in plain and quantized.is_quantized(query):
             query = quantized.dequantized(query)
+        stored = None
         if type(key) not in plain and quantized.is_quantized(key):
-            key = quantized.dequantized(key)
-        is_known = multi_query.matches(query, key, topk_indices, softmax_scale, v_channels)
-        if not is_known or query.dtype not in dtypes:
-            return original(query, key, *given)
-        if varlen_starts is not None:
-            slots = _within_bounds(query, key, topk_indices, mask, varlen_starts, varlen_ends, key_positions)
-        elif mask is not None:
-            slots = _under_a_mask(query, key, topk_indices, mask)
-        else:
-            slots = _causal(query, key, topk_indices)
+            stored = transformer_engine_keys.read(key)
+            key = quantized.dequantized(key) if stored is None else key
+        slots = None
+        if multi_query.matches(query, key, topk_indices, softmax_scale, v_channels) and query.dtype in dtypes:
+            slots = _counted(query, key, topk_indices, mask, varlen_starts, varlen_ends, key_positions)
         if slots is None:
-            return original(query, key, *given)
-        return sparse_attention.attend(query, key, slots.indices, softmax_scale, v_channels, bias=slots.bias)[0]
+            return original(query, key if stored is None else quantized.dequantized(key), *given)
+        keys = key if stored is None else stored
+        return sparse_attention.attend(query, keys, slots.indices, softmax_scale, v_channels, bias=slots.bias)[0]
 
     return attention
 
@@ -91,6 +90,17 @@ def _read(query: Any, key: Any, topk_indices: Any) -> tuple[Any, Any, Any]:
     if chosen(SPARSE_ATTENTION_CHOICES) == "check":  # before masks: what is hidden later is not forgiven
         sparse_attention.check_choices(indices, key.size(0))
     return indices, (indices >= 0) & (indices < key.size(0)), indices.clamp(0, key.size(0) - 1).long()
+
+
+def _counted(
+    query: Any, key: Any, topk_indices: Any, mask: Any, starts: Any, ends: Any, positions: Any
+) -> Slots | None:
+    """Return the slots that count, by the bounds, the mask, or neither; None for masks of another kind."""
+    if starts is not None:
+        return _within_bounds(query, key, topk_indices, mask, starts, ends, positions)
+    if mask is not None:
+        return _under_a_mask(query, key, topk_indices, mask)
+    return _causal(query, key, topk_indices)
 
 
 def _chosen(indices: Any, counts: Any, bias: Any = None) -> Slots:

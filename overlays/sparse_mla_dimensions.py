@@ -9,8 +9,9 @@ Which slots count is settled before: backends get no mask, and an index below 0 
 That also holds for indices of the indexer without a kernel.
 
 The seam is on the function through which the backend calls the dispatcher, since `fp8-quantized-unwrap` (pack 03) replaces
-the dispatcher itself. Both may be active, in either order. A quantized query or key is left to it: it is asked first, and
-what it then declines goes to the caller as before.
+the dispatcher itself. Both may be active, in either order. A quantized query or key is left to it: it is asked first. What
+it then declines is served where the key can be read as it is stored (`kernels.sparse_attention.transformer_engine_keys`), and goes
+to the caller as before otherwise.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/5049
 """
@@ -29,14 +30,19 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
     import torch
 
     from megacpp_overlays.kernels.sparse_attention import function as sparse_attention
+    from megacpp_overlays.kernels.sparse_attention import transformer_engine_keys
     from megacpp_overlays.runtime import multi_query
 
     plain, dtypes = {torch.Tensor, torch.nn.Parameter}, {torch.bfloat16, torch.float16}
 
     def attention(query: Any, key: Any, topk_indices: Any, softmax_scale: Any, v_channels: Any) -> Any:
         output = original(query, key, topk_indices, softmax_scale, v_channels)
-        if output is not None or type(query) not in plain or type(key) not in plain:
+        if output is not None:
             return output
+        if type(key) not in plain:
+            return transformer_engine_keys.attend(query, key, topk_indices, softmax_scale, v_channels)
+        if type(query) not in plain:
+            return None
         is_known = multi_query.matches(query, key, topk_indices, softmax_scale, v_channels)
         if not is_known or query.dtype not in dtypes:
             return None

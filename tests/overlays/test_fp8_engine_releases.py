@@ -16,6 +16,7 @@ import fp8_engine
 import pytest
 import torch
 
+from megacpp_overlays.kernels.sparse_attention import transformer_engine_keys
 from megacpp_overlays.runtime import quantized
 
 # A class moved, was renamed, learnt something or lost something in each of these.
@@ -145,6 +146,30 @@ def test_upstreams_own_dequantize_cuts_gradients_where_ours_must_not(engine: Sim
     cut = {name for name in classes(engine) if not make(engine, name).dequantize(dtype=BF16).requires_grad}
     blockwise = {"Float8BlockwiseQTensor"} if release < (2, 18) else set()
     assert cut == blockwise | ({"HybridQuantizedTensor", "IdentityTensor"} & set(classes(engine)))
+
+
+READ = ["Float8Tensor", "Float8BlockwiseQTensor"]
+
+
+def test_a_learner_takes_the_gradient_that_the_dequantized_tensor_would(engine: SimpleNamespace) -> None:
+    above = torch.randn(SHAPE).to(BF16)
+    for name in READ:
+        tensor = make(engine, name)
+        learner = transformer_engine_keys.learner(tensor)
+        assert learner is not None
+        assert (type(learner), learner.shape, learner.dtype) == (torch.Tensor, tensor.shape, BF16), name
+        assert learner.untyped_storage().nbytes() == 2, name
+        (found,) = torch.autograd.grad(learner, tensor, above)
+        (expected,) = torch.autograd.grad(quantized.dequantized(tensor), tensor, above)
+        assert type(found) is type(expected), name
+        assert torch.equal(found, expected), name
+
+
+def test_there_is_no_learner_where_nothing_is_learnt(engine: SimpleNamespace) -> None:
+    for name in READ:
+        assert transformer_engine_keys.learner(make(engine, name, requires_grad=False)) is None
+        with torch.no_grad():
+            assert transformer_engine_keys.learner(make(engine, name)) is None
 
 
 def test_slices_of_float8_stay_quantized_and_permutations_do_not(engine: SimpleNamespace) -> None:

@@ -10,20 +10,25 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformer_engine.pytorch as engine
 import transformer_engine_torch as tex
+from stored_keys import LAYOUTS
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensor
 from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizedTensor, HybridQuantizer
 from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer, IdentityTensor
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Tensor
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Tensor
 
+from megacpp_overlays.feature_probes import dsa_sparse_attention
+from megacpp_overlays.kernels.sparse_attention import transformer_engine_keys
 from megacpp_overlays.loader import seams
+from megacpp_overlays.overlays import dsa_sparse_attention as attention
 from megacpp_overlays.overlays import fp8_quantized_unwrap as overlay
-from megacpp_overlays.runtime import quantized
+from megacpp_overlays.runtime import float8_payload, quantized
 
 B, E4M3 = torch.bfloat16, tex.DType.kFloat8E4M3
 QUERY, KEY = (2, 2, 16, 576), (2, 2, 1, 576)
@@ -237,6 +242,75 @@ def case_opening_an_identity_tensor_leaves_its_data_without_history() -> None:
     assert opened.grad_fn is not None
     assert plain.grad_fn is None
     assert not plain.requires_grad
+
+
+# Keys as they are stored
+
+
+def stored(name: str, *shape: int, requires_grad: bool = False) -> Any:
+    """Return a tensor in one of the layouts of `stored_keys`, of the compiled engine's classes."""
+    classes = SimpleNamespace(
+        Float8Tensor=engine.Float8Tensor,
+        Float8BlockwiseQTensor=Float8BlockwiseQTensor,
+        tex=SimpleNamespace(DType=tex.DType),
+    )
+    return LAYOUTS[name](classes, *shape, requires_grad=requires_grad)
+
+
+def case_scales_have_the_shapes_that_the_quantizer_says() -> None:
+    for name, squares in (("blocks of a row", 1), ("blocks of 128 rows", 2)):
+        for shape in (KEY, (131, 3, 1, 300), (1, 1, 1, 128)):
+            quantizer = engine.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=False, block_scaling_dim=squares)
+            assert tuple(stored(name, *shape)._rowwise_scale_inv.shape) == tuple(
+                quantizer.get_scale_shape(shape, False)
+            )
+
+
+def case_stored_keys_stand_for_the_dequantized_ones_to_the_bit() -> None:
+    for name in LAYOUTS:
+        for shape in (KEY, (131, 3, 1, 300)):
+            tensor = stored(name, *shape)
+            keys = transformer_engine_keys.read(tensor)
+            assert keys is not None, name
+            assert torch.equal(keys.opened(B), tensor.dequantize()), name
+
+
+def case_numbers_of_the_engines_own_quantizer_are_read() -> None:
+    plain = values(*KEY)
+    for make in (float8, blockwise):
+        keys = transformer_engine_keys.read(make(plain))
+        assert keys is not None
+        assert torch.equal(keys.opened(B), plain)
+
+
+def case_recipes_that_the_kernel_cannot_read_are_left_to_dequantize() -> None:
+    for name, make in ALL.items():
+        is_read = float8_payload.held_by(make(values(*KEY))) is not None
+        assert is_read == (name in {"Float8Tensor", "Float8BlockwiseQTensor"}), name
+
+
+def case_attention_over_a_stored_key_is_that_over_the_dequantized_one_with_its_gradient() -> None:
+    from megatron.core.transformer.experimental_attention_variant import dsa
+
+    (replacement,) = attention.OVERLAY.replacements[dsa_sparse_attention.ALL_KEYS]
+    make = replacement.make
+    placed = seams.replace(dsa, replacement.symbol, lambda f: make(f, dsa), overlay_id=attention.OVERLAY.id)
+    indices = torch.tensor([[[0, -1], [0, 1]], [[0, -1], [1, 0]]])
+    try:
+        for name in LAYOUTS:
+            query, key = values(*QUERY).requires_grad_(), stored(name, *KEY, requires_grad=True)
+            plain = key.dequantize().detach().requires_grad_()
+            with Opened() as calls:
+                found = getattr(dsa, replacement.symbol)(query, key, indices, 0.1, 512)
+            assert calls == [], name
+            expected = getattr(dsa, replacement.symbol)(query, plain, indices, 0.1, 512)
+            assert torch.equal(found, expected), name
+            above = values(*found.shape, seed=3)
+            ours = torch.autograd.grad(found, (query, key), above)
+            theirs = torch.autograd.grad(expected, (query, plain), above)
+            assert all(map(torch.equal, ours, theirs)), name
+    finally:
+        placed.undo()
 
 
 # The dispatcher of the real megatron-core
