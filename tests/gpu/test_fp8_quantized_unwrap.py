@@ -19,6 +19,7 @@ import torch
 from fp8_dispatch import Kernel, inputs, kernel_in, part_of, quantized, seam_in
 
 from megacpp_overlays.feature_probes import fp8_quantized_unwrap as feature
+from megacpp_overlays.kernels.sparse_attention import transformer_engine_keys
 from megacpp_overlays.runtime import quantized as facts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.upstream, pytest.mark.filterwarnings("ignore")]
@@ -105,9 +106,12 @@ def engine() -> SimpleNamespace:
     e4m3 = tex.DType.kFloat8E4M3
     device = torch.device("cuda")
     makers = {"Float8Tensor": lambda: te.Float8CurrentScalingQuantizer(e4m3, device=device)}
-    for cls, options in (("Float8BlockQuantizer", {"rowwise": True, "columnwise": True}), ("MXFP8Quantizer", {})):
+    both = {"rowwise": True, "columnwise": True}
+    for cls, options in (("Float8BlockQuantizer", both), ("MXFP8Quantizer", {})):
         if hasattr(te, cls):
             makers[cls] = lambda cls=cls, options=options: getattr(te, cls)(e4m3, **options)
+    if hasattr(te, "Float8BlockQuantizer"):
+        makers[ROWS] = lambda: te.Float8BlockQuantizer(e4m3, block_scaling_dim=1, **both)
     return SimpleNamespace(te=te, makers=makers)
 
 
@@ -120,7 +124,9 @@ def engine_tensor(engine: SimpleNamespace, maker: str, plain: Any) -> Any:
     return made
 
 
-MAKERS = ["Float8Tensor", "Float8BlockQuantizer", "MXFP8Quantizer"]
+ROWS = "Float8BlockQuantizer of rows"
+MAKERS = ["Float8Tensor", "Float8BlockQuantizer", ROWS, "MXFP8Quantizer"]
+STORED = ["Float8Tensor", "Float8BlockQuantizer", ROWS]
 
 
 @pytest.mark.parametrize("maker", MAKERS)
@@ -143,6 +149,22 @@ def test_the_engines_own_tensors_are_opened_once_with_their_gradient(
     assert error < 0.07  # half a step of E4M3 at the top of its range
     (opened * 3).sum().backward()
     assert torch.equal(plain.grad, torch.full_like(plain, 3))
+
+
+@pytest.mark.parametrize("shape", [(128, 2, 1, 576), (130, 2, 1, 640)], ids=str)
+@pytest.mark.parametrize("maker", STORED)
+def test_keys_that_the_engine_quantized_are_read_as_they_are_stored(
+    maker: str, shape: tuple[int, ...], engine: SimpleNamespace
+) -> None:
+    if maker not in engine.makers:
+        pytest.skip(f"this release has no {maker}")
+    key = engine_tensor(engine, maker, torch.randn(shape, dtype=torch.bfloat16, device="cuda"))
+
+    with no_synchronisation():
+        keys = transformer_engine_keys.read(key)
+
+    assert keys is not None
+    assert torch.equal(keys.opened(torch.bfloat16), key.dequantize(dtype=torch.bfloat16))
 
 
 def test_the_seam_gives_the_engines_tensors_to_the_kernel_plain(engine: SimpleNamespace, module: ModuleType) -> None:
