@@ -12,9 +12,7 @@ Where they were measured (see `measured`), and for CPU tensors in the Triton int
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -28,36 +26,13 @@ if Version(triton.__version__) < Version("3.6"):
 
 from megacpp_overlays.kernels import measured
 from megacpp_overlays.kernels.devices import on_device_of
-from megacpp_overlays.kernels.sparse_attention import device_code, quantized_keys
+from megacpp_overlays.kernels.sparse_attention import device_code, quantized_keys, tiles
 
-_LARGEST_DIM = 640
-_SMALLEST_DIM = 16
 _KEPT_BYTES = 1 << 30
 """What weights and gradients of scores of some rows may take."""
 _SLOT_BYTES = 1 << 30
 """What gradients of the slots of some rows may take."""
 _KEYS_OF_16_BITS = 1 << 16
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SlotTile:
-    """How a kernel is launched: slots at a time, warps, and how many tiles are loaded ahead."""
-
-    slots: int
-    warps: int
-    stages: int
-
-
-FORWARD = SlotTile(slots=64, warps=8, stages=2)
-QUERY_SIDE = SlotTile(slots=32, warps=8, stages=2)
-ADD_KEYS = SlotTile(slots=64, warps=8, stages=2)
-SLOT_SIDE = SlotTile(slots=64, warps=4, stages=2)
-SLOT_BLOCKS = SlotTile(slots=128, warps=4, stages=3)
-_WIDE_CHANNELS = 128
-_SHARED = 227 * 1024 - 512
-"""Bytes of shared memory that a program on Hopper may fill, less what barriers take."""
-_SPECIALISED_HEADS = 64
-_LONGEST_RING = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,19 +47,9 @@ class KeyScales:
     """How many scales a key has; 0 where its numbers are taken as they are."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Parts:
-    """Two powers of two that hold `dim` channels: `rest` is 0 where `first` does."""
-
-    first: int
-    rest: int
-    wide: bool
-    """Whether values reach into the rest."""
-
-
 def takes(dtype: torch.dtype, dim: int, device: torch.device) -> bool:
     """Return whether these kernels run for inputs of a dtype and a number of channels on a device."""
-    if dtype not in {torch.bfloat16, torch.float16} or not _SMALLEST_DIM <= dim <= _LARGEST_DIM:
+    if dtype not in {torch.bfloat16, torch.float16} or not tiles.SMALLEST_DIM <= dim <= tiles.LARGEST_DIM:
         return False
     if device.type == "cpu":
         return bool(device_code.INTERPRETED)
@@ -111,15 +76,17 @@ def forward(
     lse = torch.empty((queries, batch, heads), dtype=torch.float32, device=query.device)
     if lse.numel() == 0:
         return out, lse
-    parts, block = _parts(dim, value), _head_block(heads)
+    parts = tiles.parts_of(dim, value)
+    tile = tiles.forward_tile(parts, heads)
+    block = tiles.head_block(heads, tile)
     sizes = (batch, heads, key.size(0), indices.size(2), dim, value, scale * device_code.LOG2_E)
-    ring = _ring(parts, heads, query.device) if bias is None else None
+    ring = tiles.forward_ring(parts, heads) if bias is None and query.is_cuda else None
     with on_device_of(query):
         key, scales = _as_read(query, key, key_scales, ring)
         strides = (*query.stride()[:3], *key.stride()[:2], *indices.stride()[:2])
         counts = _counts(query, key, indices)
         if ring is not None:
-            _specialised().attend_rows[(queries * batch * triton.cdiv(heads, _SPECIALISED_HEADS),)](
+            _specialised().attend_rows[(queries * batch * triton.cdiv(heads, tiles.SPECIALISED_HEADS),)](
                 *(query, key, indices, counts, lse if sink is None else sink, out, lse, *sizes, *strides),
                 FIRST=parts.first,
                 REST=parts.rest,
@@ -137,12 +104,12 @@ def forward(
             REST=parts.rest,
             WIDE=parts.wide,
             HEADS=block,
-            SLOTS=_slots(FORWARD, block, parts, 1, scales),
+            SLOTS=tiles.slots_of(tile, block, parts, parts.channels, scaled=scales.blocks > 0),
             SCALES=scales.blocks,
             BIAS=bias is not None,
             SINK=sink is not None,
-            STAGES=FORWARD.stages,
-            num_warps=FORWARD.warps,
+            STAGES=tile.stages,
+            num_warps=tile.warps,
         )
     return out, lse
 
@@ -178,10 +145,12 @@ def backward(
     weights, of_scores = (
         torch.empty((kept_rows, heads, slots), dtype=query.dtype, device=query.device) for _ in range(2)
     )
-    tiles = _channel_tiles(dim)
+    channel_tiles = tiles.channel_tiles(dim)
     of_slots = torch.empty((slot_rows, slots, dim), dtype=torch.float16, device=query.device)
-    units = torch.empty((slot_rows, slots, sum(each.tiles for each in tiles)), dtype=torch.float32, device=query.device)
-    ring = _score_ring(_parts(dim, value), heads, query.device) if bias is None else None
+    units = torch.empty(
+        (slot_rows, slots, sum(each.tiles for each in channel_tiles)), dtype=torch.float32, device=query.device
+    )
+    ring = tiles.score_ring(tiles.parts_of(dim, value), heads) if bias is None and query.is_cuda else None
     with on_device_of(query):
         key, scales = _as_read(query, key, key_scales, ring)
         counts = _counts(query, key, indices)
@@ -198,7 +167,7 @@ def backward(
             for first in range(start, start + some, slot_rows):
                 fewer = min(slot_rows, start + some - first)
                 order, ends = _order(places[first : first + fewer], keys * batch)
-                for tile in tiles:
+                for tile in channel_tiles:
                     _slot_side(
                         query, grad, weights, of_scores, counts, of_slots, units, scale, first, fewer, start, tile
                     )
@@ -212,7 +181,7 @@ def backward(
 
 
 def _as_read(
-    query: torch.Tensor, key: torch.Tensor, key_scales: torch.Tensor | None, ring: Ring | None
+    query: torch.Tensor, key: torch.Tensor, key_scales: torch.Tensor | None, ring: tiles.Ring | None
 ) -> tuple[torch.Tensor, KeyScales]:
     """Return keys and scales as the kernels of a pass read them.
 
@@ -239,13 +208,13 @@ def _slot_side(
     start: int,
     rows: int,
     kept_start: int,
-    tile: ChannelTiles,
+    tile: tiles.ChannelTiles,
 ) -> None:
     """Write what the slots of some rows add to the gradients of their keys."""
     _, batch, heads, dim = query.shape
     slots, value = of_slots.size(1), grad.size(3)
     blocks = _come_in_blocks(query, grad, slots)
-    way = SLOT_BLOCKS if blocks else SLOT_SIDE
+    way = tiles.SLOT_BLOCKS if blocks else tiles.SLOT_SIDE
     described: list[Any] = [query, grad, weights, of_scores, of_slots]
     if blocks:
         described = [
@@ -259,7 +228,7 @@ def _slot_side(
         *(*query.stride()[:3], *grad.stride()[:3]),
         SLOTS=way.slots,
         CHANNELS=tile.width,
-        HEADS=_head_block(heads),
+        HEADS=tiles.head_block(heads, way),
         VALUES=tile.start < value,
         BLOCKS=blocks,
         STAGES=way.stages,
@@ -269,7 +238,7 @@ def _slot_side(
 
 def _come_in_blocks(query: torch.Tensor, grad: torch.Tensor, slots: int) -> bool:
     """Return whether tiles of heads and slots are whole, so that the copy engine can bring and store them."""
-    whole = query.size(2) % 64 == 0 and slots % SLOT_BLOCKS.slots == 0
+    whole = query.size(2) % 64 == 0 and slots % tiles.SLOT_BLOCKS.slots == 0
     aligned = all(each.size(3) % 8 == 0 and each.data_ptr() % 16 == 0 for each in (query, grad))
     return whole and aligned and query.is_contiguous() and grad.is_contiguous()
 
@@ -278,7 +247,7 @@ def _query_side(
     query: torch.Tensor,
     key: torch.Tensor,
     scales: KeyScales,
-    ring: Ring | None,
+    ring: tiles.Ring | None,
     indices: torch.Tensor,
     counts: torch.Tensor,
     scale: float,
@@ -295,11 +264,11 @@ def _query_side(
     """Write the gradient of the query of some rows; keep weights and gradients of scores of these rows."""
     _, batch, heads, dim = query.shape
     value = grad.size(3)
-    parts, block = _parts(dim, value), _head_block(heads)
+    parts = tiles.parts_of(dim, value)
     sizes = (start, batch, heads, key.size(0), indices.size(2), dim, value, scale)
     strides = (*query.stride()[:3], *key.stride()[:2], *indices.stride()[:2])
     if ring is not None:
-        _specialised().score_side[(rows * triton.cdiv(heads, _SPECIALISED_HEADS),)](
+        _specialised().score_side[(rows * triton.cdiv(heads, tiles.SPECIALISED_HEADS),)](
             *(
                 query,
                 key,
@@ -320,17 +289,20 @@ def _query_side(
             RING=ring.tiles,
             num_warps=4,
         )
+        block = tiles.head_block(heads, tiles.ADD_KEYS)
         device_code.add_keys[(rows * triton.cdiv(heads, block),)](
             *(key, indices, counts, of_scores, of_q, start, batch, heads, key.size(0), indices.size(2), dim, scale),
             *(*key.stride()[:2], *indices.stride()[:2]),
             FIRST=parts.first,
             REST=parts.rest,
             HEADS=block,
-            SLOTS=ADD_KEYS.slots,
-            STAGES=ADD_KEYS.stages,
-            num_warps=ADD_KEYS.warps,
+            SLOTS=tiles.ADD_KEYS.slots,
+            STAGES=tiles.ADD_KEYS.stages,
+            num_warps=tiles.ADD_KEYS.warps,
         )
         return
+    tile = tiles.query_side_tile(parts, heads)
+    block = tiles.head_block(heads, tile)
     device_code.query_side[(rows * triton.cdiv(heads, block),)](
         *(query, key, indices, counts, scales.held, indices if bias is None else bias, grad, lse, mean),
         *(of_q, weights, of_scores, *sizes, *strides, *scales.strides),
@@ -339,78 +311,12 @@ def _query_side(
         REST=parts.rest,
         WIDE=parts.wide,
         HEADS=block,
-        SLOTS=_slots(QUERY_SIDE, block, parts, 2, scales),
+        SLOTS=tiles.slots_of(tile, block, parts, parts.channels + parts.values, scaled=scales.blocks > 0),
         SCALES=scales.blocks,
         BIAS=bias is not None,
-        STAGES=QUERY_SIDE.stages,
-        num_warps=QUERY_SIDE.warps,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
     )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ChannelTiles:
-    """Tiles of channels of one width, side by side; `before` is how many tiles there are before them."""
-
-    start: int
-    width: int
-    tiles: int
-    before: int
-
-
-def _channel_tiles(dim: int) -> list[ChannelTiles]:
-    """Return wide tiles of channels, and one for the rest."""
-    wide = min(_WIDE_CHANNELS, _floor(dim))
-    whole, rest = divmod(dim, wide)
-    last = [ChannelTiles(whole * wide, max(16, int(triton.next_power_of_2(rest))), 1, whole)] if rest else []
-    return [ChannelTiles(0, wide, whole, 0), *last]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ring:
-    """How many keys a tile of the ring in shared memory holds, and how many tiles there are."""
-
-    slots: int
-    tiles: int
-
-
-@functools.cache
-def _ring(parts: Parts, heads: int, device: torch.device) -> Ring | None:
-    """Return the ring of the forward pass whose warps share out the work, None where they do not."""
-    if not _shares_work(parts, heads, device):
-        return None
-    return _largest_ring(parts, lambda slots: 2 * _SPECIALISED_HEADS * (parts.first + 2 * slots) + 512)
-
-
-@functools.cache
-def _score_ring(parts: Parts, heads: int, device: torch.device) -> Ring | None:
-    """Return the ring of the backward pass whose warps share out the work, None where they do not."""
-    if not _shares_work(parts, heads, device):
-        return None
-    return _largest_ring(parts, lambda slots: 4 * _SPECIALISED_HEADS * 2 * slots)
-
-
-def _largest_ring(parts: Parts, beside: Callable[[int], int]) -> Ring | None:
-    """Return the widest ring of two tiles or more that fits beside what else a program holds for so many slots, in bytes."""
-    channels = parts.first + max(16, parts.rest)
-    for slots in (64, 32):
-        if (tiles := (_SHARED - beside(slots)) // (2 * slots * channels)) >= 2:
-            return Ring(slots, min(tiles, _LONGEST_RING))
-    return None
-
-
-def _shares_work(parts: Parts, heads: int, device: torch.device) -> bool:
-    """Return whether the kernels in `specialised_code` take these parts."""
-    return device.type == "cuda" and heads > 32 and parts.first >= 128 and not parts.wide
-
-
-def _slots(tile: SlotTile, block: int, parts: Parts, lefts: int, scales: KeyScales) -> int:
-    """Return how many slots of a tile fit into shared memory, ahead of time too, beside so many left operands of all channels."""
-    channels, slots = parts.first + parts.rest, tile.slots
-    # FP8 numbers that come ahead take half as much, but once scaled there are up to two more tiles of them.
-    ahead = tile.stages + (1 if scales.blocks else 0)
-    while slots > 16 and 2 * (channels * (lefts * block + ahead * slots) + 2 * block * slots) > _SHARED:
-        slots //= 2
-    return slots
 
 
 def _specialised() -> ModuleType:
@@ -444,26 +350,6 @@ def _order(places: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]
     first = -(1 << 15) if places.dtype == torch.int16 else 0
     every = torch.arange(first, first + keys + 1, device=places.device).to(places.dtype)
     return order, torch.searchsorted(sorted_places, every)
-
-
-@functools.cache
-def _parts(dim: int, value: int) -> Parts:
-    """Cut channels so that products are small: the first part holds most of the values, and is never cut short."""
-    ways = []
-    for first in {_floor(dim), _floor(max(_SMALLEST_DIM, value)), 1 << (max(_SMALLEST_DIM, value) - 1).bit_length()}:
-        if first <= dim and (rest := 0 if first == dim else max(16, triton.next_power_of_2(dim - first))) <= 512:
-            wide = value > first
-            ways.append(((2 * (first + rest) + (rest if wide else 0) + first), first, rest, wide))
-    _, first, rest, wide = min(ways)
-    return Parts(first, rest, wide)
-
-
-def _floor(number: int) -> int:
-    return 1 << (number.bit_length() - 1)
-
-
-def _head_block(heads: int) -> int:
-    return max(16, min(64, int(triton.next_power_of_2(heads))))
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,182 @@
+"""How kernels of attention over chosen keys are launched: tiles of slots, heads and channels, and rings of tiles.
+
+What is here was measured on an H200, and fits its shared memory and registers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import triton
+
+SMALLEST_DIM = 16
+LARGEST_DIM = 640
+FEW_HEADS = 32
+SPECIALISED_HEADS = 64
+"""How many heads a program takes whose warps share out the work."""
+_FEW_CHANNELS = 192
+_SOME_CHANNELS = 320
+"""With more, sums of all channels do not fit into the registers beside the scores."""
+_WIDE_CHANNELS = 128
+_SHARED = 227 * 1024 - 512
+"""Bytes of shared memory that a program on Hopper may fill, less what barriers take."""
+_LONGEST_RING = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SlotTile:
+    """How a kernel is launched: slots and heads at a time, warps, and how many tiles are loaded ahead."""
+
+    slots: int
+    warps: int
+    stages: int
+    heads: int = 64
+    """At most: fewer where there are no more."""
+
+
+FORWARD = SlotTile(slots=64, warps=8, stages=2)
+FORWARD_OF_FEW_CHANNELS = SlotTile(slots=64, warps=4, stages=2)
+"""Two programs share a multiprocessor: one takes a softmax while the other multiplies."""
+FORWARD_OF_SOME_CHANNELS = SlotTile(slots=64, warps=8, stages=2, heads=128)
+"""Each key is gathered once for twice as many heads."""
+QUERY_SIDE = SlotTile(slots=32, warps=8, stages=2)
+QUERY_SIDE_OF_FEW_CHANNELS = SlotTile(slots=64, warps=4, stages=2)
+QUERY_SIDE_OF_SOME_CHANNELS = SlotTile(slots=32, warps=4, stages=1)
+QUERY_SIDE_OF_SOME_CHANNELS_AND_MANY_HEADS = SlotTile(slots=64, warps=8, stages=1, heads=128)
+ADD_KEYS = SlotTile(slots=64, warps=8, stages=2)
+SLOT_SIDE = SlotTile(slots=64, warps=4, stages=2)
+SLOT_BLOCKS = SlotTile(slots=128, warps=4, stages=3)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parts:
+    """Two powers of two that hold `dim` channels: `rest` is 0 where `first` does."""
+
+    first: int
+    rest: int
+    wide: bool
+    """Whether values reach into the rest."""
+
+    @property
+    def channels(self) -> int:
+        """How many both hold."""
+        return self.first + self.rest
+
+    @property
+    def values(self) -> int:
+        """How many channels the parts hold that have values in them."""
+        return self.channels if self.wide else self.first
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChannelTiles:
+    """Tiles of channels of one width, side by side; `before` is how many tiles there are before them."""
+
+    start: int
+    width: int
+    tiles: int
+    before: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ring:
+    """How many keys a tile of the ring in shared memory holds, and how many tiles there are."""
+
+    slots: int
+    tiles: int
+
+
+@functools.cache
+def parts_of(dim: int, value: int) -> Parts:
+    """Cut channels so that products are small: the first part holds most of the values, and is never cut short."""
+    ways = []
+    for first in {_floor(dim), _floor(max(SMALLEST_DIM, value)), 1 << (max(SMALLEST_DIM, value) - 1).bit_length()}:
+        if first <= dim and (rest := 0 if first == dim else max(16, triton.next_power_of_2(dim - first))) <= 512:
+            wide = value > first
+            ways.append(((2 * (first + rest) + (rest if wide else 0) + first), first, rest, wide))
+    _, first, rest, wide = min(ways)
+    return Parts(first, rest, wide)
+
+
+def channel_tiles(dim: int) -> list[ChannelTiles]:
+    """Return wide tiles of channels, and one for the rest."""
+    wide = min(_WIDE_CHANNELS, _floor(dim))
+    whole, rest = divmod(dim, wide)
+    last = [ChannelTiles(whole * wide, max(16, int(triton.next_power_of_2(rest))), 1, whole)] if rest else []
+    return [ChannelTiles(0, wide, whole, 0), *last]
+
+
+def forward_tile(parts: Parts, heads: int) -> SlotTile:
+    """Return how the forward pass is launched where its warps do not share out the work."""
+    if heads > FEW_HEADS and parts.channels <= _FEW_CHANNELS:
+        return FORWARD_OF_FEW_CHANNELS
+    if heads > SPECIALISED_HEADS and parts.channels <= _SOME_CHANNELS and not parts.wide:
+        return FORWARD_OF_SOME_CHANNELS
+    return FORWARD
+
+
+def query_side_tile(parts: Parts, heads: int) -> SlotTile:
+    """Return how the first part of the backward pass is launched where its warps do not share out the work."""
+    if heads > FEW_HEADS and parts.channels <= _FEW_CHANNELS:
+        return QUERY_SIDE_OF_FEW_CHANNELS
+    if heads > FEW_HEADS and parts.channels <= _SOME_CHANNELS and not parts.wide:
+        many = heads > SPECIALISED_HEADS
+        return QUERY_SIDE_OF_SOME_CHANNELS_AND_MANY_HEADS if many else QUERY_SIDE_OF_SOME_CHANNELS
+    return QUERY_SIDE
+
+
+def forward_ring(parts: Parts, heads: int) -> Ring | None:
+    """Return the ring of the forward pass whose warps share out the work, None where another way is quicker or the only one."""
+    if forward_tile(parts, heads) is not FORWARD or not _can_share_work(parts, heads):
+        return None
+    return _largest_ring(parts, lambda slots: 2 * SPECIALISED_HEADS * (parts.first + 2 * slots) + 512)
+
+
+def score_ring(parts: Parts, heads: int) -> Ring | None:
+    """Return the ring of the backward pass whose warps share out the work, None where another way is quicker or the only one."""
+    if query_side_tile(parts, heads) is not QUERY_SIDE or not _can_share_work(parts, heads):
+        return None
+    return _largest_ring(parts, lambda slots: 4 * SPECIALISED_HEADS * 2 * slots)
+
+
+def _largest_ring(parts: Parts, beside: Callable[[int], int]) -> Ring | None:
+    """Return the widest ring of two tiles or more that fits beside what else a program holds for so many slots, in bytes."""
+    channels = parts.first + max(16, parts.rest)
+    for slots in (64, 32):
+        if (tiles := (_SHARED - beside(slots)) // (2 * slots * channels)) >= 2:
+            return Ring(slots, min(tiles, _LONGEST_RING))
+    return None
+
+
+def _can_share_work(parts: Parts, heads: int) -> bool:
+    """Return whether the kernels in `specialised_code` take these parts."""
+    return heads > FEW_HEADS and parts.first >= 128 and not parts.wide
+
+
+def slots_of(tile: SlotTile, block: int, parts: Parts, held: int, *, scaled: bool) -> int:
+    """Return how many slots of a tile fit into shared memory, ahead of time too.
+
+    Args:
+        tile: how the kernel is launched.
+        block: heads of a program.
+        parts: channels of a key.
+        held: channels of the left operands that lie beside them.
+        scaled: whether keys are FP8 numbers, which are scaled on the way.
+    """
+    slots = tile.slots
+    # FP8 numbers that come ahead take half as much, but once scaled there are up to two more tiles of them.
+    ahead = tile.stages + (1 if scaled else 0)
+    while slots > 16 and 2 * (held * block + parts.channels * ahead * slots + 2 * block * slots) > _SHARED:
+        slots //= 2
+    return slots
+
+
+def head_block(heads: int, tile: SlotTile) -> int:
+    """Return how many heads a program takes."""
+    return max(16, min(tile.heads, int(triton.next_power_of_2(heads))))
+
+
+def _floor(number: int) -> int:
+    return 1 << (number.bit_length() - 1)
