@@ -174,8 +174,9 @@ def backward(
                     device_code.sum_slots[(keys * batch, tile.tiles)](
                         *(of_slots, units, order, ends, of_k, dim, tile.start, tile.before, units.size(2)),
                         FIRST_TIME=first == 0,
-                        SLOTS=16,
+                        SLOTS=tiles.SUM_SLOTS.slots,
                         CHANNELS=tile.width,
+                        num_warps=tiles.SUM_SLOTS.warps,
                     )
     return of_q, of_k.view(key.shape).to(query.dtype), mean
 
