@@ -75,6 +75,17 @@ def test_float32_takes_blocks_in_pytorch() -> None:
     assert share(attention_target.target(query, key, scale, **valid), query, key, scale, valid) <= 1
 
 
+@pytest.mark.parametrize("name", GRID)
+def test_a_support_of_all_keys_gives_the_bits_of_none(name: str) -> None:
+    query, key, scale, valid = asked(name, "causal")
+    queries, keys, batch = GRID[name][:3]
+    every = torch.rand((batch, queries, keys), device=DEVICE).argsort(dim=-1)
+
+    found = attention_target.target(query, key, scale, **valid, topk_indices=every)
+
+    assert torch.equal(found, attention_target.target(query, key, scale, **valid))
+
+
 @pytest.mark.parametrize("kind", VALID)
 def test_reruns_give_the_same_bits_whatever_lies_in_memory(kind: str) -> None:
     query, key, scale, valid = asked("several tiles", kind)

@@ -276,9 +276,17 @@ def programs() -> dict[str, Any]:
 def test_a_device_can_run_what_is_taken_there(programs: dict[str, Any], case: str) -> None:
     device, needs = DEVICES[COMPILED[case]], programs[case]
 
-    assert [each["kernel"] for each in needs] == ["row_sums", "sum_tiles"] * 2
+    assert [each["kernel"] for each in needs] == ["row_sums", "sum_tiles"] * 3
     assert [each for each in needs if each["shared"] > device.shared_memory_per_block_optin] == []
     assert [each for each in needs if each["tensor_memory"] > TENSOR_MEMORY] == []
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_one_program_answers_with_and_without_a_support(programs: dict[str, Any], case: str) -> None:
+    """Megatron's tests compare the loss over all chosen keys with the dense one, by `==`."""
+    causal, support, _ = (programs[case][first : first + 2] for first in (0, 2, 4))
+
+    assert [each["program"] for each in causal] == [each["program"] for each in support]
 
 
 @pytest.fixture(scope="module")

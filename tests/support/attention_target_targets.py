@@ -11,7 +11,7 @@ from index_scores_targets import Device, answer
 
 QUERIES, KEYS, BATCH, HEADS = 256, 256, 2, 4
 """Multiples of 16, so that copies are asynchronous and pipelines as deep as they get."""
-KINDS = ("causal", "support and mask")
+KINDS = ("causal", "support", "support and mask")
 
 
 def compile_for(architecture: int, dim: int, shared: int) -> None:

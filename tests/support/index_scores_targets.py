@@ -62,7 +62,8 @@ def collect() -> list[dict[str, Any]]:
     def compile_only(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         metadata = run(function, *args, grid=grid, warmup=True, **options).metadata
         tensor_memory = getattr(metadata, "tmem_size", None) or 0  # before capability 10 there is none
-        needs.append({"kernel": function.__name__, "shared": metadata.shared, "tensor_memory": tensor_memory})
+        found = {"kernel": function.__name__, "program": metadata.hash}
+        needs.append({**found, "shared": metadata.shared, "tensor_memory": tensor_memory})
 
     JITFunction.run = compile_only
     return needs

@@ -3,7 +3,8 @@
 `query` and `key` are (queries, batch, heads, dim) and (keys, batch, heads, dim), the bounds (1 or batch, queries), a mask
 and what is allowed (1 or batch, queries, keys); `x_row`, `x_batch` and `x_head` are strides in elements, 0 where one
 serves all. The last axis has unit stride. Every index that meets a stride has 64 bits. `mask_matters` is one number, 0 if
-the bounds say all that the mask does.
+the bounds say all that the mask does. `chosen` is 0 if nothing says what is allowed: a number and no constant, so that the
+same machine code answers both, and keys that are all allowed give the bits of keys of which nothing is said.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _bounds(starts, ends, place, keys):
     return start, end, begin, finish
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chosen"])
 def row_sums(
     query,
     key,
@@ -107,8 +108,8 @@ def row_sums(
     mask_row,
     allowed_batch,
     allowed_row,
+    chosen,
     MASKED: tl.constexpr,
-    CHOSEN: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     FULL: tl.constexpr,
@@ -145,7 +146,7 @@ def row_sums(
                 bias = tl.load(mask + batch * mask_batch + inside[:, None] * mask_row + column[None, :])
                 valid = valid & (tl.abs(bias) < float("inf"))
                 score += bias
-        if CHOSEN:
+        if chosen != 0:
             valid = valid & tl.load(allowed + batch * allowed_batch + inside[:, None] * allowed_row + column[None, :])
         score = tl.where(valid, score, float("-inf"))
         higher = tl.maximum(peak, tl.max(score, axis=1))
@@ -159,7 +160,7 @@ def row_sums(
     tl.store(inverses + place, tl.where(nothing, 0.0, inverse), mask=rows < queries)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chosen"])
 def sum_tiles(
     query,
     key,
@@ -187,8 +188,8 @@ def sum_tiles(
     mask_row,
     allowed_batch,
     allowed_row,
+    chosen,
     MASKED: tl.constexpr,
-    CHOSEN: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     FULL: tl.constexpr,
@@ -227,7 +228,7 @@ def sum_tiles(
     if MASKED:  # noqa: SIM102
         if matters != 0:
             valid = valid & (tl.abs(tl.load(mask_tile)) < float("inf"))
-    if CHOSEN:  # only now: it takes registers
+    if chosen != 0:  # only now: it takes registers
         valid = valid & tl.load(allowed + batch * allowed_batch + inside[:, None] * allowed_row + column[None, :])
     place = out + (batch * queries + inside[:, None]) * keys + column[None, :]
     tl.store(place, tl.where(valid, total, 0.0), mask=(rows < queries)[:, None] & (columns < keys)[None, :])

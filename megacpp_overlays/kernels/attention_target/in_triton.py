@@ -55,13 +55,15 @@ def target(query: torch.Tensor, key: torch.Tensor, scale: float, valid: Validity
     peaks, inverses = (torch.empty((batch, heads, queries), dtype=torch.float32, device=query.device) for _ in range(2))
     starts, ends = (each.contiguous() for each in (valid.starts, valid.ends))
     mask, allowed = (None if each is None else _rows(each) for each in (valid.mask, valid.allowed))
-    tensors = (query, key, starts, ends, mask, valid.mask_matters, allowed, peaks, inverses)
+    # Where nothing is said of what is allowed no number of it is read, and any address will do.
+    flags = _flags(starts) if allowed is None else allowed
+    tensors = (query, key, starts, ends, mask, valid.mask_matters, flags, peaks, inverses)
     numbers = (
         *(queries, keys, heads, dim, scale, *query.stride()[:3]),
         *(*key.stride()[:2], key.stride(2) if key.size(2) > 1 else 0),
-        *(_batch_stride(starts), *_strides(mask), *_strides(allowed)),
+        *(_batch_stride(starts), *_strides(mask), *_strides(allowed), int(allowed is not None)),
     )
-    sizes: dict[str, Any] = {"MASKED": mask is not None, "CHOSEN": allowed is not None, **_chunks(dim)}
+    sizes: dict[str, Any] = {"MASKED": mask is not None, **_chunks(dim)}
     large = _has_room(query.device)
     with torch.cuda.device_of(query):
         tile = _tile(dim, narrow=False, large=large)
@@ -75,6 +77,11 @@ def target(query: torch.Tensor, key: torch.Tensor, scale: float, valid: Validity
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose last axis has unit stride."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _flags(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as a pointer to flags."""
+    return tensor.view(torch.bool)
 
 
 def _batch_stride(tensor: torch.Tensor) -> int:
