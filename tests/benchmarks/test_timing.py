@@ -1,0 +1,31 @@
+"""A race in which nobody gains by the place that it starts from."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+from places import ROOT
+
+
+@pytest.fixture
+def timing(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """Import it as the programs do, and leave nothing behind."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    yield importlib.import_module("timing")
+    sys.modules.pop("timing", None)
+
+
+def test_every_other_round_takes_contestants_in_reverse(timing: ModuleType) -> None:
+    order: list[str] = []
+    contestants = {name: (lambda name=name: order.append(name),) for name in ("one", "two", "three")}
+
+    found = timing.race(contestants, "cpu", rounds=3)
+
+    warm_up, rounds = order[:6], order[6:]
+    assert warm_up == ["one", "one", "two", "two", "three", "three"]
+    assert rounds == ["one", "two", "three", "three", "two", "one", "one", "two", "three"]
+    assert {name: one["calls"] for name, one in found.items()} == {"one": 3, "two": 3, "three": 3}
