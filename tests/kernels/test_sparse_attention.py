@@ -106,6 +106,25 @@ def test_queries_that_chose_nothing_get_zeros_and_no_gradient_is_not_a_number() 
     assert torch.equal(key.grad[[0, 2, 3]], torch.zeros(3, 1, 1, 8))
 
 
+def test_blocks_in_pytorch_give_the_same_bits_again_on_several_threads() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(size, 1, heads, 64, generator=generator) for size, heads in ((64, 2), (16, 1)))
+    query, key = query.requires_grad_(), key.requires_grad_()
+    chosen = torch.randint(16, (1, 64, 512), generator=generator)  # each key 2048 times
+
+    def gradient() -> torch.Tensor:
+        output, _ = function.attend(query, key, chosen, 0.1, 64)
+        return torch.autograd.grad(output.square().sum(), key)[0]
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        first, *others = (gradient() for _ in range(6))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(first, each) for each in others)
+
+
 def test_no_operator_returns_a_tensor_of_queries_heads_and_keys() -> None:
     largest = 0
 

@@ -76,9 +76,17 @@ def backward(
             of_slots = torch.bmm(of_scores.mT, query[rows, element].to(keys.dtype))
             of_slots[..., : grad.size(3)] += torch.bmm(shares.mT, above)
             chosen, places = _choices(key, indices, element, rows)
-            # Not index_add_, whose sums have no order on a GPU.
-            of_k[:, element, 0].index_put_((places,), of_slots.masked_fill_(~chosen[..., None], 0.0), accumulate=True)
+            _add_rows(of_k[:, element, 0], places, of_slots.masked_fill_(~chosen[..., None], 0.0))
     return of_q, of_k.to(learns), mean
+
+
+def _add_rows(total: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add (..., n) rows to the rows of (m, n) at their (...) places, in an order that reruns have, too."""
+    if total.device.type == "cpu":  # index_put_ of several threads has none there, and takes twice as long
+        places = places.reshape(-1, 1).expand(-1, total.size(1))
+        total.scatter_add_(0, places, rows.reshape(-1, total.size(1)))
+    else:  # scatter_add_ and index_add_ have none on a GPU
+        total.index_put_((places,), rows, accumulate=True)
 
 
 def _choices(key: torch.Tensor, indices: torch.Tensor, element: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
