@@ -1,0 +1,163 @@
+"""What holds each kernel of attention over chosen keys back, by the counters of the GPU: run under NVIDIA Nsight Compute.
+
+    python benchmarks/sparse_attention/counters.py [--json FILE] [--write FILE.md]
+    python benchmarks/sparse_attention/counters.py --page FILE.json [--write FILE.md]      make the page again, on any host
+
+`ncu` must be on the PATH, and the user allowed to read counters. Clocks are left as they are, and a kernel has the GPU to itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # parts are named from the folder of all benchmarks
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+import csv
+import json
+import re
+import shutil
+import subprocess
+from typing import Any
+
+import progress
+import report
+import timing
+
+SHAPES = ("4096x4096x128x576x512", "4096x4096x128x320x256", "4096x4096x128x192x128")
+SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "LaunchStats", "Occupancy")
+KERNELS = ("attend_rows", "score_side", "add_keys", "query_side", "slot_side", "sum_slots")
+METRICS = {
+    "Duration": "ns",
+    "SM Frequency": "hz",
+    "L1/TEX Cache Throughput": "l1",
+    "L2 Cache Throughput": "l2",
+    "DRAM Throughput": "dram",
+    "Issue Slots Busy": "issue",
+    "Achieved Active Warps Per SM": "warps",
+    "Registers Per Thread": "registers",
+    "Grid Size": "programs",
+}
+"""Of ncu, by the names that they are kept under."""
+_BUSIEST = re.compile(r"(\w+) is the highest-utilized pipeline \((\d+\.\d+)%\)")
+OPERATIONS_OF_A_CYCLE = 4096
+"""Of bfloat16 on the tensor cores of one multiprocessor of Hopper, multiplications and additions: 989 TFLOP/s at 1.83 GHz."""
+
+
+def main() -> None:
+    """Count, print the page, and keep what is asked for."""
+    chosen = arguments()
+    if chosen.work:
+        run_once(chosen.work)
+        return
+    if chosen.page:
+        report.publish(json.loads(chosen.page.read_text()), chosen, markdown)
+        return
+    if shutil.which("ncu") is None:
+        sys.exit("there is no ncu on the PATH: install NVIDIA Nsight Compute, which comes with the CUDA toolkit")
+    found: dict[str, Any] = {**timing.about("cuda", "triton"), "shapes": [], "problems": []}
+    found["multiprocessors"] = multiprocessors()
+    watch = progress.Progress()
+    for shape in watch.each([(each, each) for each in chosen.shape]):
+        found["shapes"].append({"shape": shape, "kernels": counted(shape)})
+        found["seconds"] = round(watch.seconds, 1)
+        report.keep(found, chosen.json)
+    report.publish(found, chosen, markdown)
+
+
+def multiprocessors() -> int:
+    """Return how many the GPU has."""
+    import torch
+
+    return int(torch.cuda.get_device_properties(0).multi_processor_count)
+
+
+def run_once(text: str) -> None:
+    """Attend once, forward and backward."""
+    import torch
+    from sparse_attention import work
+
+    each = work.problem(work.Shape.parse(text), "cuda")
+    output = work.ours(each)
+    torch.autograd.grad(output, (each.query, each.key), each.above)
+    torch.cuda.synchronize()
+
+
+def counted(shape: str) -> dict[str, Any]:
+    """Return the counters of the first launch of each kernel that such a shape has."""
+    command = ["ncu", "--clock-control", "none", "--csv", "--page", "details"]
+    command += [word for section in SECTIONS for word in ("--section", section)]
+    command += ["--kernel-name", f"regex:{'|'.join(KERNELS)}", "--launch-count", "6"]
+    command += [sys.executable, "-W", "ignore", __file__, "--work", shape]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"ncu ended with {done.returncode}: {(done.stderr or done.stdout)[-2000:]}")
+    return read(done.stdout)
+
+
+def read(printed: str) -> dict[str, Any]:
+    """Return the counters in what ncu printed, by kernel; of its first launch."""
+    lines = printed[printed.index('"ID"') :].splitlines()
+    found: dict[str, dict[str, Any]] = {}
+    launches: dict[str, str] = {}
+    for row in csv.DictReader(lines):
+        kernel = row["Kernel Name"]
+        if launches.setdefault(kernel, row["ID"]) != row["ID"]:
+            continue
+        one = found.setdefault(kernel, {})
+        if name := METRICS.get(row["Metric Name"]):
+            one[name] = float(row["Metric Value"].replace(",", ""))
+        elif busiest := _BUSIEST.search(row.get("Rule Description") or ""):
+            one["pipe"], one["pipe_busy"] = busiest[1], float(busiest[2])
+    return found
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """Return the page."""
+    lines = [
+        "Written by `benchmarks/sparse_attention/counters.py`: NVIDIA Nsight Compute's counters of the first launch of each kernel, alone on",
+        "the GPU at the clocks that it takes. Shapes are queries x keys x heads x channels x value channels, 2048 keys chosen; the",
+        "kernels of a backward pass are launched for a part of the queries at a time. Percentages are of the most that a unit can do. A TFLOP/s is",
+        "what the tensor cores do while a kernel runs, by how busy they are, at its clock.",
+    ]
+    for each in found["shapes"]:
+        lines += ["", f"## {each['shape']}", ""]
+        head = ("kernel", "ms", "GHz", "busiest pipe", "TFLOP/s", "L1 and shared memory", "L2", "memory")
+        head += ("issue slots", "warps a multiprocessor", "registers")
+        rows = [row(name, one, found["multiprocessors"]) for name, one in each["kernels"].items()]
+        lines += report.table(head, rows)
+    return report.whole("What holds attention over chosen keys back", found, lines)
+
+
+def row(name: str, one: dict[str, Any], multiprocessors: int) -> list[str]:
+    """Return a line of a table."""
+    rate = None
+    if one.get("pipe") == "Tensor":
+        rate = one["pipe_busy"] / 100 * OPERATIONS_OF_A_CYCLE * multiprocessors * one["hz"] / 1e12
+    return [
+        name,
+        report.ms(one["ns"] / 1e6),
+        f"{one['hz'] / 1e9:.2f}",
+        f"{one['pipe']}, {one['pipe_busy']:.0f}%" if "pipe" in one else "-",
+        report.number(rate, ".0f"),
+        *(f"{one[unit]:.0f}%" for unit in ("l1", "l2", "dram", "issue")),
+        f"{one['warps']:.0f}",
+        f"{one['registers']:.0f}",
+    ]
+
+
+def arguments() -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description="Counters of the kernels of attention over chosen keys, on a GPU.")
+    parser.add_argument("--json", type=Path, help="keep every number in this file, shape by shape")
+    parser.add_argument("--write", type=Path, help="keep the page in this file")
+    parser.add_argument("--page", type=Path, help="make the page of this file; count nothing")
+    parser.add_argument("--shape", nargs="+", default=SHAPES, help="QUERIESxKEYSxHEADSxDIMxVALUE, or with xSLOTS")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
