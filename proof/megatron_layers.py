@@ -91,9 +91,9 @@ def trains_as_stock(model: Model, says: str) -> Claim:
 
 def _of_an_end(stock: Found, ours: Found, absent: list[str]) -> Verdict:
     """Return what is said where a launch, or both, ended before their last step."""
-    figure = f"not installed: {', '.join(absent)}; " if absent else ""
-    figure += f"{ended(ours)}; stock: {ended(stock)}"
     same = ours.get("error") == stock.get("error")
+    figure = f"not installed: {', '.join(absent)}; " if absent else ""
+    figure += f"with overlays and without: {ended(ours)}" if same else f"{ended(ours)}; stock: {ended(stock)}"
     return Verdict(Outcome.UPSTREAM if same else Outcome.FAILS, figure)
 
 
