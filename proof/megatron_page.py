@@ -73,13 +73,17 @@ def losses(found: Found, layout: Layout) -> list[str]:
 
 
 def decisions(found: Found) -> list[str]:
+    """Return a line for each decision of the run on one rank."""
+    return by_decision(found["runs"][Launch(Way.OVERLAYS).name])
+
+
+def by_decision(run: Found) -> list[str]:
     """Return a line for each decision, with the overlays of which it was made."""
-    run = found["runs"][Launch(Way.OVERLAYS).name]
-    by_decision: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for name, decision in sorted(run["decisions"].items()):
         calls = f" ({run['calls'][name]} calls)" if name in run["calls"] else ""
-        by_decision.setdefault(decision, []).append(name + calls)
-    return [f"- {decision}: {', '.join(names)}" for decision, names in sorted(by_decision.items())]
+        names.setdefault(decision, []).append(name + calls)
+    return [f"- {decision}: {', '.join(each)}" for decision, each in sorted(names.items())]
 
 
 def micro_batches(found: Found) -> list[str]:

@@ -12,10 +12,12 @@ from processes import ON_CPU
 STAND_INS = Path(__file__).resolve().parent / "on_cpu"
 WITHOUT_KERNELS = Path(__file__).resolve().parent / "without_kernels"
 """Lets mamba-ssm be imported where it was built without CUDA; its kernels of Mamba-2 are Triton's."""
-ANYWHERE = (
-    *("--spec", "local_stack", "hybrid_stack_spec", "--transformer-impl", "local"),
+SPARSE = (
     *("--multi-latent-attention", "--experimental-attention-variant", "dsa", "--dsa-indexer-loss-coeff", "0.01"),
     "--no-dsa-indexer-rotate-activation",  # Megatron takes it from a package that has to be compiled
+)
+"""DeepSeek sparse attention over absorbed latent attention."""
+REST = (
     *("--moe-router-topk", "2", "--moe-token-dispatcher-type", "alltoall"),
     *("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01"),
     *("--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear", "--position-embedding-type", "rope"),
@@ -25,6 +27,9 @@ ANYWHERE = (
     *("--lr-decay-style", "constant"),
     *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1"),
 )
+"""What does not depend on the layers: experts, numbers, data, and what is logged."""
+LOCAL = ("--transformer-impl", "local")
+ANYWHERE = ("--spec", "local_stack", "hybrid_stack_spec", *LOCAL, *SPARSE, *REST)
 """DeepSeek sparse attention over absorbed latent attention, an MLP and experts, in Megatron's local modules."""
 
 EVERYWHERE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bridge_page
+import megatron_layers_page
 import megatron_page
 from claims import Found
 from kept_tests import outcomes, repaired
@@ -20,6 +21,11 @@ TITLES = {
 }
 """Title and command, by whether it is the proof that needs a checkout."""
 ON_A_GPU = ("Proof on a GPU", "make proof-gpu")
+LAYERS_TITLE = (
+    "Proof with every type of layer in Megatron-LM's own launcher",
+    "proof/run.py --megatron-lm CHECKOUT --only megatron-layers",
+)
+"""Where it was asked for alone: its packages are in no lock."""
 BRIDGE_TITLE = ("Proof with the pretrain function of megatron-bridge", "make proof-bridge")
 
 
@@ -31,6 +37,8 @@ def markdown(found: Found) -> str:
     title, command = TITLES[of_a_checkout]
     if "bridge" in measured:
         title, command = BRIDGE_TITLE
+    elif set(measured) == {"megatron-layers"}:
+        title, command = LAYERS_TITLE
     elif not of_a_checkout and "gpu" in found["host"]:
         title, command = ON_A_GPU
     lines = [
@@ -58,6 +66,7 @@ def markdown(found: Found) -> str:
         "megatron-micro-batch": megatron_page.micro_batches,
         "megatron-graphs": megatron_page.graphs,
         "megatron-neighbours": megatron_page.neighbours,
+        "megatron-layers": megatron_layers_page.layers,
         "megatron-tests": megatron_page.tests,
         "bridge": bridge_page.launches,
     }

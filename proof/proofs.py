@@ -11,6 +11,7 @@ import liger_tests_runs
 import megatron_claims
 import megatron_graphs
 import megatron_launches
+import megatron_layers
 import megatron_micro_batch
 import megatron_neighbours
 import megatron_resumes
@@ -70,6 +71,13 @@ OF_A_CHECKOUT = (
         megatron_neighbours.measure,
         megatron_neighbours.CLAIMS,
         megatron_neighbours.TAKES,
+    ),
+    Subject(
+        "megatron-layers",
+        "Megatron-LM's launcher, every type of layer together",
+        megatron_layers.measure,
+        megatron_layers.CLAIMS,
+        megatron_layers.TAKES,
     ),
     Subject(
         "megatron-tests",

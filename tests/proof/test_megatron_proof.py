@@ -31,7 +31,8 @@ def outcomes(receipts: Kept) -> dict[str, str]:
     """Judge every claim anew that could be judged then."""
     import proofs
 
-    pairs = [(claim, receipts["measured"][subject.id]) for subject in proofs.OF_A_CHECKOUT for claim in subject.claims]
+    subjects = [each for each in proofs.OF_A_CHECKOUT if each.id in receipts["measured"]]
+    pairs = [(claim, receipts["measured"][subject.id]) for subject in subjects for claim in subject.claims]
     return {claim.id: claim.judge(found).outcome.value for claim, found in pairs if claim.asked(found)}
 
 
@@ -228,7 +229,8 @@ def test_a_claim_fails_where_what_it_rests_on_is_otherwise(
 def test_each_claim_is_made_to_fail_above() -> None:
     import proofs
 
-    claims = {claim.id for subject in proofs.OF_A_CHECKOUT for claim in subject.claims}
+    subjects = [each for each in proofs.OF_A_CHECKOUT if each.id != "megatron-layers"]  # which has a file of its own
+    claims = {claim.id for subject in subjects for claim in subject.claims}
     assert set().union(*(wrong for _, wrong in BROKEN.values())) == claims
 
 

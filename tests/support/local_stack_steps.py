@@ -1,13 +1,14 @@
 """Run in a fresh interpreter with `proof/on_cpu` and `proof/launchers` on its path: steps of the stack of the proof, as JSON.
 
-    python tests/support/local_stack_steps.py
+    python tests/support/local_stack_steps.py [MODULE PATTERN]
 
-The model is a `HybridModel` of the Megatron that is first on the path, on the CPU, as its launcher builds it: an MLP, experts, and
-absorbed latent attention that is sparse.
+The model is a `HybridModel` of the Megatron that is first on the path, on the CPU, as its launcher builds it: by default an MLP,
+experts, and absorbed latent attention that is sparse, otherwise the layers of a pattern from the stack of a module.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import tempfile
@@ -18,14 +19,14 @@ import torch
 ROWS, BATCH, WORDS, STEPS = 24, 2, 40, 3
 
 
-def model() -> Any:
+def model(module: str = "local_stack", pattern: str = "D-E") -> Any:
     """Return the model in bfloat16, with the weights of one seed."""
-    from local_stack import hybrid_stack_spec
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     config = MLATransformerConfig(
-        num_layers=3,
+        num_layers=len(pattern.partition("/")[0]),
+        mtp_num_layers=pattern.count("/") or None,
         hidden_size=32,
         num_attention_heads=4,
         normalization="RMSNorm",
@@ -52,10 +53,10 @@ def model() -> Any:
     )
     made = HybridModel(
         config,
-        hybrid_stack_spec,
+        importlib.import_module(module).hybrid_stack_spec,
         WORDS,
         ROWS,
-        hybrid_layer_pattern="D-E",
+        hybrid_layer_pattern=pattern,
         position_embedding_type="rope",
     )
     return made.bfloat16().cuda()
@@ -70,7 +71,7 @@ def main() -> None:
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
         model_parallel_cuda_manual_seed(5)
-        trained = model()
+        trained = model(*sys.argv[1:])
         optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
         words = torch.randint(0, WORDS, (BATCH, ROWS), generator=torch.Generator().manual_seed(3)).cuda()
         given = (words, torch.arange(ROWS).expand(BATCH, ROWS), None)
