@@ -33,9 +33,12 @@ class Layout(Enum):
     ONE = "one rank"
     DATA = "two data-parallel ranks"
     TENSOR = "two tensor-parallel ranks"
+    CONTEXT = "two context-parallel ranks"
 
 
-RANKS = {Layout.ONE: 1, Layout.DATA: 2, Layout.TENSOR: 2}
+CONTEXT = ("--context-parallel-size", "2", "--cp-comm-type", "allgather")
+"""Sparse attention knows no other way to bring keys together."""
+RANKS = {Layout.ONE: 1, Layout.DATA: 2, Layout.TENSOR: 2, Layout.CONTEXT: 2}
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,8 @@ def arguments(launch: Launch, chosen: Sizes, folder: Path) -> list[str]:
         words += ["--use-distributed-optimizer", "--overlap-grad-reduce"]
     if launch.layout is Layout.TENSOR:
         words += ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    if launch.layout is Layout.CONTEXT:
+        words += CONTEXT
     return words
 
 

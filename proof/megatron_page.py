@@ -5,7 +5,7 @@ from __future__ import annotations
 from claims import Found
 from kept_tests import outcomes
 from megatron_checkout import LAUNCHER
-from megatron_launches import BOTH, Launch, Layout, Way
+from megatron_launches import BOTH, CONTEXT, Launch, Layout, Way
 from megatron_micro_batch import STEPS
 from megatron_neighbours import BUCKETS, PADDING
 from report import table
@@ -38,6 +38,18 @@ def launches(found: Found) -> list[str]:
         "```",
         " ".join(found["arguments"]),
         "```",
+    ]
+
+
+def contexts(found: Found) -> list[str]:
+    """Return the lines about context-parallel ranks; none where there is one device."""
+    if not found["runs"]:
+        return []
+    return [
+        "## Over context-parallel ranks",
+        "",
+        f"The same launcher and model with `{' '.join(CONTEXT)}`, {found['steps']} steps.",
+        *losses(found, Layout.CONTEXT),
     ]
 
 

@@ -62,6 +62,7 @@ def markdown(found: Found) -> str:
         "trainer": _trainer,
         "liger-tests": _liger_tests,
         "megatron": megatron_page.launches,
+        "megatron-context": megatron_page.contexts,
         "megatron-resumes": megatron_page.resumes,
         "megatron-micro-batch": megatron_page.micro_batches,
         "megatron-graphs": megatron_page.graphs,

@@ -9,6 +9,7 @@ import bridge_launches
 import liger_tests_claims
 import liger_tests_runs
 import megatron_claims
+import megatron_context
 import megatron_graphs
 import megatron_launches
 import megatron_layers
@@ -43,6 +44,13 @@ OF_A_CHECKOUT = (
         megatron_launches.measure,
         megatron_claims.CLAIMS,
         megatron_launches.TAKES,
+    ),
+    Subject(
+        "megatron-context",
+        "Megatron-LM's launcher over context-parallel ranks",
+        megatron_context.measure,
+        megatron_context.CLAIMS,
+        megatron_context.TAKES,
     ),
     Subject(
         "megatron-resumes",

@@ -70,6 +70,18 @@ def quarrel(receipts: Kept) -> None:
     launch(receipts, OVERLAYS)["decisions"]["seq-aux-loss-packed"] = "conflict"
 
 
+def in_context(*, losses: int = 0, skipped: int = 0, agreed: bool = True) -> Callable[[Kept], None]:
+    """Return what changes some losses of the context-parallel run with overlays, skips steps, or lets its ranks differ."""
+
+    def change(receipts: Kept) -> None:
+        run = receipts["measured"]["megatron-context"]["runs"]["overlays, two context-parallel ranks"]
+        run["losses"][:losses] = [1.002 * loss for loss in run["losses"][:losses]]
+        run["skipped"][:skipped] = [1.0] * skipped
+        run["ranks"]["agreed"] = agreed
+
+    return change
+
+
 def from_checkpoint(way: str, source: str) -> str:
     return f"{way}, one rank, from a checkpoint of {source}, one rank"
 
@@ -157,6 +169,9 @@ BROKEN = {
     "a loss of two shards is off": (scale(TENSOR, "losses", 3, 1.002), {"megatron-losses-tensor"}),
     "ranks decide otherwise": (set_in(DATA, ranks={"size": 2, "agreed": False}), {"megatron-losses-data"}),
     "ranks were not compared": (set_in(TENSOR, ranks=None), {"megatron-losses-tensor"}),
+    "a loss of parts of sequences is off": (in_context(losses=2), {"megatron-context"}),
+    "parts of sequences go without a step": (in_context(skipped=1), {"megatron-context"}),
+    "ranks of parts of sequences decide otherwise": (in_context(agreed=False), {"megatron-context"}),
     "a step goes past a seam": (call_less, {"megatron-used"}),
     "a conflict": (quarrel, {"megatron-used"}),
     "off is not off": (scale(OFF, "losses", -1, 1 + 1e-12), {"megatron-off"}),
