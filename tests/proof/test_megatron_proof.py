@@ -232,6 +232,15 @@ def test_every_claim_that_is_kept_holds_or_is_upstreams_own(receipts: Kept) -> N
     assert receipts["problems"] == []
 
 
+def test_every_claim_that_was_kept_on_gpus_holds() -> None:
+    receipts: Kept = json.loads((ROOT / "proof/results/megatron-gpu.json").read_text())
+
+    assert outcomes(receipts) == {claim["id"]: claim["outcome"] for claim in receipts["claims"]}
+    assert set(outcomes(receipts).values()) == {"HOLDS"}
+    assert "H200" in receipts["host"]["gpu"]
+    assert receipts["problems"] == []
+
+
 @pytest.mark.parametrize(("change", "wrong"), BROKEN.values(), ids=BROKEN)
 def test_a_claim_fails_where_what_it_rests_on_is_otherwise(
     receipts: Kept, change: Callable[[Kept], None], wrong: set[str]
