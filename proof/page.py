@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bridge_page
 import megatron_page
+import megatron_unit_page
 from claims import Found
 from kept_tests import outcomes, repaired
 from report import source, table
@@ -59,6 +60,7 @@ def markdown(found: Found) -> str:
         "megatron-graphs": megatron_page.graphs,
         "megatron-neighbours": megatron_page.neighbours,
         "megatron-tests": megatron_page.tests,
+        "megatron-unit-tests": megatron_unit_page.section,
         "bridge": bridge_page.launches,
     }
     for name, section in sections.items():
