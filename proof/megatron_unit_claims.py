@@ -43,15 +43,16 @@ def used(found: Found) -> Verdict:
     """Judge that these tests reach overlays, and that nothing is in conflict."""
     calls: Counter[str] = Counter()
     conflicts: set[str] = set()
-    reached = 0
-    for ways in found["groups"].values():
+    idle = []
+    for group, ways in found["groups"].items():
         of_group = ways["with"].get("calls", {})
         calls.update(of_group)
-        reached += bool(of_group)
+        if not of_group:
+            idle.append(TITLES[group])
         conflicts |= set(ways["with"].get("conflicts", ()))
     named = ", ".join(f"{name} {count} times" for name, count in calls.most_common())
     figure = (
-        f"{len(calls)} called in {reached} of {len(found['groups'])} groups: {named or 'none'}; "
+        f"{len(calls)} overlays called: {named or 'none'}; groups that call none on this host: {'; '.join(idle) or 'none'}; "
         f"in conflict: {', '.join(sorted(conflicts)) or 'none'}"
     )
     return Verdict.of(figure, holds=bool(calls) and not conflicts)

@@ -21,8 +21,10 @@ from megatron_unit_groups import FOLDER, Group
 from processes import LINES, RUN, ProofError, variables
 from upstream_tests import LAUNCHERS, calls
 
-PYTEST = ("-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "finished")
-PYTEST += ("--continue-on-collection-errors",)
+PYTEST = (
+    *("-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "finished"),
+    "--continue-on-collection-errors",
+)
 LATE_S = 45.0
 """How long the last test that was begun in time may take beyond the limit, imports included."""
 

@@ -130,7 +130,16 @@ def test_each_claim_is_made_to_fail_above() -> None:
         (of_one_group(GOOD, REPAIRED, GOOD, WITH), KEPT, "repaired: 0; stock's own changes: 0"),
         (of_one_group(GOOD, LATE), KEPT, "not reached in the time limit or behind an end: 2"),
         (of_one_group(ran(**NOTHING_PASSES), called(**NOTHING_PASSES)), KEPT, "nothing passes in: multi-token predic"),
-        (of_one_group(GOOD, WITH), USED, "1 called in 1 of 1 groups: mtp-z-loss 3 times; in conflict: none"),
+        (
+            of_one_group(GOOD, WITH),
+            USED,
+            "1 overlays called: mtp-z-loss 3 times; groups that call none on this host: none; in",
+        ),
+        (
+            of_one_group(GOOD, {**WITH, "calls": {}}),
+            USED,
+            "groups that call none on this host: multi-token prediction; in",
+        ),
         (
             of_one_group(GOOD, WITH),
             REST,
