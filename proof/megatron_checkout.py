@@ -55,6 +55,21 @@ def copied(given: Path, folder: Path) -> Checkout:
     return Checkout(folder, _version(given), _commit(given), hashlib.sha256(launcher).hexdigest())
 
 
+def ready_for_tests(folder: Path, given: Path) -> None:
+    """Let the unit tests of a copy be collected here.
+
+    Raises:
+        ProofError: the checkout has none.
+    """
+    if not (folder / TESTS).is_dir():
+        raise ProofError(f"{given} has no {TESTS}: {WAY_OUT}")
+    (folder / "pytest.ini").write_text(
+        "[pytest]\n"
+    )  # neither their settings nor those of a checkout around this folder
+    if importlib.util.find_spec("requests") is None:
+        (folder / "requests.py").write_text("")  # their conftest fetches data with it, which these tests do without
+
+
 def _compile(stem: Path) -> None:
     """Compile the index builder of datasets as Megatron's Makefile does, for the Python that is launched."""
     torch = importlib.util.find_spec("torch")

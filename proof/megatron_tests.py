@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from claims import Claim, Found, Say, Verdict, Workplace
 from kept_tests import none_lost, rest_is_upstreams
-from megatron_checkout import TESTS, WAY_OUT, copied
+from megatron_checkout import TESTS, WAY_OUT, copied, ready_for_tests
 from megatron_sizes import sizes
 from processes import ProofError
 from upstream_tests import both_ways
@@ -22,10 +20,7 @@ def measure(place: Workplace, say: Say) -> Found:
         raise ProofError(f"no checkout of Megatron-LM was given: {WAY_OUT}")
     (copy := place.folder / "checkout").mkdir()
     folder = copied(place.checkout, copy).folder
-    if not (folder / TESTS).is_dir():
-        raise ProofError(f"{place.checkout} has no {TESTS}: {WAY_OUT}")
-    if importlib.util.find_spec("requests") is None:
-        (folder / "requests.py").write_text("")  # their conftest fetches data with it, which these tests do without
+    ready_for_tests(folder, place.checkout)
     chosen = sizes(quick=place.quick)
     env, path = {**chosen.env, **RENDEZVOUS}, [*chosen.path, folder]
     return {"folder": TESTS, **both_ways("Megatron's", [TESTS], env, path, folder, say)}

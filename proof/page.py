@@ -5,6 +5,7 @@ from __future__ import annotations
 import bridge_page
 import megatron_layers_page
 import megatron_page
+import megatron_unit_page
 from claims import Found
 from kept_tests import outcomes, repaired
 from report import source, table
@@ -69,6 +70,7 @@ def markdown(found: Found) -> str:
         "megatron-neighbours": megatron_page.neighbours,
         "megatron-layers": megatron_layers_page.layers,
         "megatron-tests": megatron_page.tests,
+        "megatron-unit-tests": megatron_unit_page.section,
         "bridge": bridge_page.launches,
     }
     for name, section in sections.items():

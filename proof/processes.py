@@ -54,12 +54,10 @@ def start(
         EndedError: it ended otherwise; the end of what it wrote is in the text.
         ProofError: it did not end.
     """
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MEGACPP_", "PYTHON"))}
-    clean |= {"PYTHONPATH": os.pathsep.join(map(str, path))} if path else {}
     command = [sys.executable, "-W", "ignore", *words]
     try:
         done = subprocess.run(
-            command, env={**clean, **env}, cwd=cwd, capture_output=True, text=True, check=False, timeout=LIMIT_S
+            command, env=variables(env, path), cwd=cwd, capture_output=True, text=True, check=False, timeout=LIMIT_S
         )
     except subprocess.TimeoutExpired as error:
         raise ProofError(f"{_shown(words)} did not end in {LIMIT_S:.0f} s") from error
@@ -69,6 +67,13 @@ def start(
         end = "\n".join(lines[-LINES:])
         raise EndedError(f"{_shown(words)} ended with {done.returncode}:\n{end}", "\n".join(lines))
     return wrote
+
+
+def variables(env: Mapping[str, str], path: Sequence[Path]) -> dict[str, str]:
+    """Return the environment of a process: that of this one without switches of this package, and what is given."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MEGACPP_", "PYTHON"))}
+    clean |= {"PYTHONPATH": os.pathsep.join(map(str, path))} if path else {}
+    return {**clean, **env}
 
 
 def _shown(words: Sequence[str | Path]) -> str:

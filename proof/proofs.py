@@ -17,6 +17,8 @@ import megatron_micro_batch
 import megatron_neighbours
 import megatron_resumes
 import megatron_tests
+import megatron_unit_claims
+import megatron_unit_tests
 import trainer_claims
 import trainer_launches
 from claims import Subject
@@ -93,6 +95,13 @@ OF_A_CHECKOUT = (
         megatron_tests.measure,
         megatron_tests.CLAIMS,
         "2 runs of pytest",
+    ),
+    Subject(
+        "megatron-unit-tests",
+        "Megatron-LM's own unit tests of what overlays replace",
+        megatron_unit_tests.measure,
+        megatron_unit_claims.CLAIMS,
+        megatron_unit_tests.TAKES,
     ),
 )
 OF_BRIDGE = (

@@ -1,0 +1,62 @@
+"""Megatron-LM's own unit tests of what overlays replace, without overlays and with: both ways of each group side by side."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from claims import Found, Say, Workplace
+from megatron_checkout import ready_for_tests
+from megatron_launcher import prepared
+from megatron_unit_ends import count, differing
+from megatron_unit_groups import GROUPS, Group
+from megatron_unit_runs import Stand, run
+from upstream_tests import WAYS
+
+LIMIT_S = 150.0
+"""After which a group begins no further test."""
+QUICK = ("module", "mtp")
+"""Groups that show that all of it works."""
+MOST_AT_ONCE = 4
+TAKES = f"{len(GROUPS)} groups, 2 runs of pytest each, and 2 more where the first differ"
+
+
+def measure(place: Workplace, say: Say) -> Found:
+    """Return how each test of each group ended, and how those of groups did once more whose two ways differ."""
+    groups = [group for group in GROUPS if not place.quick or group.id in QUICK]
+    site = prepared(place)
+    first = site.checkout.folder
+    ready_for_tests(first, place.checkout or first)
+    shutil.copytree(first, second := first.with_name("second"))
+    stands = [
+        Stand(root, site.sizes.env, site.sizes.path, armed, LIMIT_S) for root, armed in ((first, False), (second, True))
+    ]
+    found: Found = {key: site.about()[key] for key in ("checkout", "host")}
+    found |= {"limit_s": LIMIT_S, "groups": _both(groups, stands, say), "again": {}}
+    if again := [group for group in groups if differing(found["groups"][group.id])]:
+        say(f"once more, because the two ways differ: {', '.join(group.title for group in again)}")
+        found["again"] = _both(again, stands, say)
+    return found
+
+
+def _both(groups: Sequence[Group], stands: Iterable[Stand], say: Say) -> Found:
+    """Return the outcomes of groups by id and way; as many processes at once as fit."""
+    workers = max(2, min(MOST_AT_ONCE, len(os.sched_getaffinity(0)) // 2))
+
+    def timed(group: Group, stand: Stand) -> Found:
+        began = time.monotonic()
+        done = run(group, stand)
+        counts = ", ".join(f"{count(done, kind)} {kind}" for kind in ("passed", "failed", "skipped"))
+        way = WAYS[stand.armed]
+        cut = f"; {done['stopped']}, {count(done, 'unreached')} not reached" if done["stopped"] else ""
+        say(f"{group.title}, {way} overlays: {counts}{cut}; {time.monotonic() - began:.0f} s")
+        return done
+
+    with ThreadPoolExecutor(workers) as pool:
+        waiting = {
+            group.id: {WAYS[stand.armed]: pool.submit(timed, group, stand) for stand in stands} for group in groups
+        }
+        return {name: {way: each.result() for way, each in ways.items()} for name, ways in waiting.items()}
