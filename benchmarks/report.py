@@ -41,8 +41,8 @@ def publish(
     markdown: Callable[[Found], str],
     svg: Callable[[Found], str] | None = None,
 ) -> None:
-    """Print the page; write what the command line asks for."""
-    text = markdown(found)
+    """Print the page, which may link the plot by its name, `plot`; write what the command line asks for."""
+    text = markdown(found | {"plot": chosen.plot.name} if svg and chosen.plot else found)
     print(text)
     if chosen.write:
         chosen.write.write_text(text)

@@ -42,6 +42,8 @@ METRICS = {
 }
 """Of ncu, by the names that they are kept under."""
 _BUSIEST = re.compile(r"(\w+) is the highest-utilized pipeline \((\d+\.\d+)%\)")
+TENSOR = ("Tensor", "Shared")
+"""The tensor cores, and the pipe that they share with 64-bit arithmetic, which these kernels have none of."""
 OPERATIONS_OF_A_CYCLE = 4096
 """Of bfloat16 on the tensor cores of one multiprocessor of Hopper, multiplications and additions: 989 TFLOP/s at 1.83 GHz."""
 
@@ -120,7 +122,8 @@ def markdown(found: dict[str, Any]) -> str:
         "Written by `benchmarks/sparse_attention/counters.py`: NVIDIA Nsight Compute's counters of the first launch of each kernel, alone on",
         "the GPU at the clocks that it takes. Shapes are queries x keys x heads x channels x value channels, 2048 keys chosen; the",
         "kernels of a backward pass are launched for a part of the queries at a time. Percentages are of the most that a unit can do. A TFLOP/s is",
-        "what the tensor cores do while a kernel runs, by how busy they are, at its clock.",
+        "what the tensor cores do while a kernel runs, by how busy they are, at its clock; `Shared` is their pipe and that of 64-bit arithmetic, which",
+        "is not there.",
     ]
     for each in found["shapes"]:
         lines += ["", f"## {each['shape']}", ""]
@@ -134,7 +137,7 @@ def markdown(found: dict[str, Any]) -> str:
 def row(name: str, one: dict[str, Any], multiprocessors: int) -> list[str]:
     """Return a line of a table."""
     rate = None
-    if one.get("pipe") == "Tensor":
+    if one.get("pipe") in TENSOR:
         rate = one["pipe_busy"] / 100 * OPERATIONS_OF_A_CYCLE * multiprocessors * one["hz"] / 1e12
     return [
         name,

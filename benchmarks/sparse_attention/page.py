@@ -24,9 +24,9 @@ def markdown(found: dict[str, Any]) -> str:
         "included. TFLOP/s count two products forward and five backward. `Megatron, none` is what the default backend runs,",
         "`Megatron, tilelang` its other one, which takes 576/512 alone. FP8 keys, where they were run, have a scale each. Bare",
         "products are cuBLAS on dense tensors of the same sizes; the gather copies every chosen key once. Errors are of 32 queries",
-        "against float64, norm over norm.",
+        "against float64, norm over norm. [What holds the kernels back](sparse_attention_counters.md).",
         "",
-        "![TFLOP/s of both passes, for each shape](sparse_attention.svg)",
+        f"![TFLOP/s of both passes, for each shape]({found.get('plot', 'sparse_attention.svg')})",
     ]
     for each in found["shapes"]:
         lines += ["", f"## {each['name']}", ""]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from sparse_attention_cases import GRID, Entry, as_opened, errors, inputs, results
 
-from megacpp_overlays.kernels.sparse_attention import function, reference
+from megacpp_overlays.kernels.sparse_attention import function, in_triton, reference
 from megacpp_overlays.kernels.sparse_attention.quantized_keys import QuantizedKeys
 
 pytestmark = [
@@ -62,9 +64,13 @@ def test_errors_are_at_most_those_of_torch_in_the_same_dtype(name: str) -> None:
         assert error <= max(1.1 * plain[what], 1e-5), what
 
 
+@pytest.mark.parametrize("reads", [0, math.inf], ids=["opened", "read as they are"])
 @pytest.mark.parametrize("name", [name for name, entry in LARGE.items() if entry.scales])
-def test_quantized_keys_are_the_numbers_that_they_stand_for(name: str) -> None:
+def test_quantized_keys_are_the_numbers_that_they_stand_for(
+    name: str, reads: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = inputs(LARGE[name], device="cuda")
+    monkeypatch.setattr(in_triton, "_READS_WORTH_OPENING", reads)
 
     found = results(function.attend, made, None)
 
@@ -84,7 +90,7 @@ def test_each_bit_pattern_is_read_as_torch_reads_it() -> None:
     assert torch.equal(output[:, 0, 0], bits[:, 0, 0].view(torch.float8_e4m3fn).bfloat16() / 4)
 
 
-def test_quantized_keys_of_few_heads_are_not_opened() -> None:
+def test_quantized_keys_that_few_queries_read_are_not_opened() -> None:
     keys, dim = 1 << 17, 576
     data = torch.ones(keys, 1, 1, dim, device="cuda").to(torch.float8_e4m3fn)
     query = torch.randn(64, 1, 16, dim, device="cuda").bfloat16()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from typing import Any, NamedTuple
 
@@ -156,11 +157,16 @@ def main(device: str) -> None:
         module = function.implementation(entry.dtype, entry.dtype, entry.dim, made["above"].device)
         if entry.parts:
             module._SLOT_BYTES, module._KEPT_BYTES, module._KEYS_OF_16_BITS = 3000, 20000, 0
+        opened = results(function.attend, made, None)
+        module._READS_WORTH_OPENING = math.inf  # else no key is read as it is here, where few keys are read often
         found, again = (results(function.attend, made, None) for _ in range(2))
+        module._READS_WORTH_OPENING = 0
         true = results(reference.attend, made, torch.float64)
         facts = {
             "errors": errors(found, true),
-            "as opened": all(torch.equal(each, found[what]) for what, each in as_opened(made).items()),
+            "as opened": all(
+                torch.equal(each, some[what]) for what, each in as_opened(made).items() for some in (found, opened)
+            ),
             "again": all(torch.equal(each, again[what]) for what, each in found.items()),
             "module": module.__name__.rpartition(".")[2],
         }

@@ -1,7 +1,8 @@
 """Run in a fresh interpreter: compile attention over quantized keys for Hopper, which this host need not have; print JSON.
 
 For each case, HEADS:DIM:VALUE:BIAS:SCALES on the command line, what each kernel needs, as `index_scores_targets.py` says it. These
-are the kernels that read FP8 numbers themselves; those whose warps share out the work are for GPU tensors, and get opened keys.
+are the kernels that read FP8 numbers themselves, as few queries of many keys have them; those whose warps share out the work are for GPU
+tensors, and get opened keys.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import torch
 from index_scores_targets import Device, answer
 
-QUERIES, KEYS, SLOTS = 16, 256, 128
-"""Multiples of 16, so that copies are asynchronous and pipelines as deep as they get."""
+QUERIES, KEYS, SLOTS = 16, 1024, 128
+"""Multiples of 16, so that copies are asynchronous and pipelines as deep as they get; so few reads of a key that it is not opened."""
 
 
 def compile_for(heads: int, dim: int, value: int, is_biased: int, scales: int) -> None:

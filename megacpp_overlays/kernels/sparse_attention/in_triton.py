@@ -33,6 +33,8 @@ _KEPT_BYTES = 1 << 30
 _SLOT_BYTES = 1 << 30
 """What gradients of the slots of some rows may take."""
 _KEYS_OF_16_BITS = 1 << 16
+_READS_WORTH_OPENING = 4
+"""Of each key, on average: to scale it for each query anew took up to three times as long on an H200."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ def forward(
     sizes = (batch, heads, key.size(0), indices.size(2), dim, value, scale * device_code.LOG2_E)
     ring = tiles.forward_ring(parts, heads) if bias is None and query.is_cuda else None
     with on_device_of(query):
-        key, scales = _as_read(query, key, key_scales, ring)
+        key, scales = _as_read(query, key, key_scales, indices, ring)
         strides = (*query.stride()[:3], *key.stride()[:2], *indices.stride()[:2])
         counts = _counts(query, key, indices)
         if ring is not None:
@@ -152,7 +154,7 @@ def backward(
     )
     ring = tiles.score_ring(tiles.parts_of(dim, value), heads) if bias is None and query.is_cuda else None
     with on_device_of(query):
-        key, scales = _as_read(query, key, key_scales, ring)
+        key, scales = _as_read(query, key, key_scales, indices, ring)
         counts = _counts(query, key, indices)
         device_code.mean_gradients[(rows * triton.cdiv(heads, 16),)](
             *(out, grad, of_lse, mean, heads, value, batch, *grad.stride()[:3]), HEADS=16, VALUE=64
@@ -182,17 +184,22 @@ def backward(
 
 
 def _as_read(
-    query: torch.Tensor, key: torch.Tensor, key_scales: torch.Tensor | None, ring: tiles.Ring | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    key_scales: torch.Tensor | None,
+    indices: torch.Tensor,
+    ring: tiles.Ring | None,
 ) -> tuple[torch.Tensor, KeyScales]:
     """Return keys and scales as the kernels of a pass read them.
 
-    Quantized keys are read as they are where programs do not share out the work. Where they do, the copy engine puts keys into
-    shared memory and the matrix unit takes them from there, with nobody between who could scale them: then they are opened once,
-    (keys, batch, 1, dim) in the dtype of query, for this pass.
+    Quantized keys are read as they are where few queries choose among many keys. Where each is read again and again it is opened
+    once for this pass, (keys, batch, 1, dim) in the dtype of query; and where programs share out the work: there the copy engine
+    puts keys into shared memory and the matrix unit takes them from there, with nobody between who could scale them.
     """
     if key_scales is None:
         return key, KeyScales(query, (0, 0, 0), 0)
-    if ring is not None:
+    reads = indices.size(1) * indices.size(2)
+    if ring is not None or reads >= _READS_WORTH_OPENING * key.size(0):
         return quantized_keys.opened(key, key_scales.unsqueeze(2), query.dtype), KeyScales(query, (0, 0, 0), 0)
     return quantized_keys.as_float8(key), KeyScales(key_scales, key_scales.stride(), key_scales.size(2))
 
