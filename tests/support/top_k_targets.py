@@ -1,0 +1,24 @@
+"""Run in a fresh interpreter: compile the top-k for Hopper, which this host need not have; print JSON.
+
+For each case, KEYS:MARKED on the command line, what each kernel needs, as `index_scores_targets.py` says it.
+"""
+
+from __future__ import annotations
+
+import torch
+from index_scores_targets import Device, answer
+
+
+def compile_for(keys: int, is_marked: int) -> None:
+    """Compile the kernel for a few rows of each dtype that it takes."""
+    from triton.runtime import driver
+
+    from megacpp_overlays.kernels.top_k import in_triton
+
+    driver.set_active(Device(90))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        in_triton.choose(torch.zeros(4, keys, dtype=dtype), max(1, keys // 2), bool(is_marked))
+
+
+if __name__ == "__main__":
+    answer(compile_for)
