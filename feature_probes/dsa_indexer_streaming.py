@@ -7,7 +7,8 @@ that size against three in the forward; since 0.19 the relu is an option.
 Loss and backward build the main attention's scores, (batch, attention heads, queries, keys), as well. Where the bodies of
 both, and of what they call, are known, the shape says so and both are replaced whole. Where only scores and backward are
 known, the seam on the backward lets upstream's code work out the gradient of the scores and takes over where heads come
-in, so it relies on the order inside. A body of these two that was not read is UNRECOGNISED. No repair has been seen yet: whether code builds
+in, so it relies on the order inside. A body of these two that was not read is UNRECOGNISED. Where the loss is known, the function that chooses keys is replaced if its body is known, too;
+another shape says that it is not. No repair has been seen yet: whether code builds
 such a tensor does not show in its names, and FIXED takes the fingerprints of a repair that was read.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 
+from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes.definitions import calls, plain_function
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
 from megacpp_overlays.feature_probes.repairs import Repairs, judged
@@ -34,6 +36,7 @@ FOUR_AXIS_METHOD = "four-axis-method"
 FOUR_AXIS = "four-axis-functions"
 FOUR_AXIS_OPTIONAL_RELU = "four-axis-functions-optional-relu"
 LOSS = "compute_dsa_indexer_loss"
+TOP_K = "fused_qk_topk_naive"
 SOFTENED_LOSS = "four-axis-functions-softened-loss"
 EXACT_LOSS = "four-axis-functions-exact-loss"
 EXACT_LOSS_EXTERNAL_MASS = "four-axis-functions-exact-loss-external-mass"
@@ -43,6 +46,8 @@ WITHOUT_LOSS = {
     EXACT_LOSS_EXTERNAL_MASS: FOUR_AXIS_OPTIONAL_RELU,
 }
 """The shape of scores and backward alone, by that with the loss."""
+OTHER_TOP_K = {shape: f"{shape}-other-top-k" for shape in WITHOUT_LOSS}
+"""The shape whose choice of keys is left to upstream, by that with it."""
 
 _Bodies = tuple[str, str | None]
 """Fingerprints of the scores and of the backward of the loss, None where it has none."""
@@ -89,6 +94,12 @@ _HELPERS: Mapping[str, Mapping[tuple[str, str], str]] = {
     },
 }
 """Fingerprints of what loss and backward call, by module and name."""
+_TOP_K = {
+    SOFTENED_LOSS: "db01faf01a0371e7",
+    EXACT_LOSS: "e8a39725d77b9764",
+    EXACT_LOSS_EXTERNAL_MASS: "e8a39725d77b9764",
+}
+"""Fingerprints of what chooses keys; all that it calls is among `_HELPERS` or is the scores."""
 _REPAIRED: Repairs = {}
 """No repair was read yet."""
 
@@ -152,7 +163,24 @@ def _with_loss(tree: SourceTree, source: ModuleSource, backward: str | None) -> 
         found = None if module is None else plain_function(module, function)
         if found is None or fingerprint(found) != known:
             return None, [at(source, loss, f"{name}.{function}, which it calls, is not known: {_LEFT}")]
-    return shape, [at(source, loss, f"{LOSS} builds [batch, attention heads, queries, keys] in float32")]
+    seen = [at(source, loss, f"{LOSS} builds [batch, attention heads, queries, keys] in float32")]
+    if (other := _other_top_k(source, _TOP_K[shape])) is not None:
+        return OTHER_TOP_K[shape], [*seen, other]
+    return shape, seen
+
+
+def _other_top_k(source: ModuleSource, known: str) -> Evidence | None:
+    """Return what is not known of the function that chooses keys, if so; it is no reason to leave the rest."""
+    left = "which keys are chosen is left to upstream"
+    try:
+        found = plain_function(source, TOP_K)
+    except SourceError as error:
+        return Evidence(seen=f"{error}: {left}", file=source.path)
+    if found is None:
+        return Evidence(seen=f"there is no {TOP_K}: {left}", file=source.path)
+    if fingerprint(found) != known:
+        return at(source, found, f"{TOP_K} has an unknown body, {fingerprint(found)}: {left}")
+    return None
 
 
 _LEFT = "the main attention's scores, (batch, attention heads, queries, keys), stay as they are"

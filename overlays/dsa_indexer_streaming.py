@@ -6,6 +6,14 @@ attention heads, queries, keys), for nothing but their softmax summed over heads
 What is left, in blocks of queries, is (batch, queries, keys); normalisation, divergence and reduction are upstream's own
 functions where it has them (see `indexer_loss`), and the sum over tensor-parallel ranks is where upstream has it.
 
+There the function that chooses keys is replaced as well, if its body is known: scores and masks as before, through upstream's
+own functions, then `top_k.choose`, on devices that have its kernel; on others upstream's function runs. The keys come in
+the order of their positions and not of their scores, -1 where upstream writes -1, and of equal scores at the border the first
+ones. Nobody asks for the order: the callers of `fused_qk_topk_naive` up to 0.19.2, main and dev hand the indices on to
+masks they are scattered into, in the losses and in attention; to attention that gathers keys by them and passes over
+what is negative, in PyTorch and in TileLang; to cuDNN's, which moves what is negative to the end and sorts the rest; and on dev to
+compressed attention, which adds an offset and does the same. The order of the sums over keys changes with it, as rounding does.
+
 Where only the backward's body is known, it is upstream's own up to the gradient of the scores, bit for bit; only where it
 takes the gradients of queries, weights and keys from it (see `score_gradient`), ours do. Where there is no such backward,
 as in 0.16, autograd reaches ours through the scores.
@@ -329,6 +337,67 @@ def _make_exact_backward_external_mass(original: Callable[..., Any], module: Mod
     return backward
 
 
+def _make_top_k(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    def chosen(q: Any, k: Any, weights: Any, index_topk: int, mask: Any = None) -> Any:
+        if not _chooses(k):
+            return original(q, k, weights, index_topk, mask)
+        scores = vars(module)[feature.SCORES](q, weights, k)
+        if mask is not None:
+            scores = _masked(scores, mask)
+        return scores, _choose(scores, min(index_topk, q.size(0)), mark_infinite=False)
+
+    return chosen
+
+
+def _make_marked_top_k(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    def chosen(
+        q: Any,
+        k: Any,
+        weights: Any,
+        index_topk: int,
+        mask: Any = None,
+        varlen_starts: Any = None,
+        varlen_ends: Any = None,
+        key_positions: Any = None,
+        use_relu: bool = True,
+    ) -> Any:
+        bounds = (varlen_starts, varlen_ends, key_positions)
+        if not _chooses(k):
+            return original(q, k, weights, index_topk, mask, *bounds, use_relu)
+        masking, keys = module.dsa_masking, k.size(0)
+        scores = vars(module)[feature.SCORES](q, weights, k, use_relu=use_relu)
+        starts, ends, positions = masking.normalize_varlen_bounds(
+            mask=mask, varlen_starts=bounds[0], varlen_ends=bounds[1], key_positions=bounds[2],
+            sk=keys, device=scores.device,
+        )  # fmt: skip
+        if starts is not None:
+            scores = masking.apply_starts_ends_mask_to_scores(scores, starts, ends, positions)
+        elif mask is not None:
+            scores = _masked(scores, mask)
+        return scores, _choose(scores, max(0, min(index_topk, keys)), mark_infinite=True)
+
+    return chosen
+
+
+def _chooses(keys: Any) -> bool:
+    """Return whether these keys are chosen by the kernel; all others are left to upstream, whose top-k is faster than sorting."""
+    from megacpp_overlays.kernels.top_k import function as top_k
+
+    return bool(keys.size(0) <= top_k.LONGEST and top_k.has_kernel(keys.device))
+
+
+def _masked(scores: Any, mask: Any) -> Any:
+    if mask.dtype != scores.dtype:
+        raise AssertionError(f"the mask must have the dtype of the scores, {scores.dtype}, not {mask.dtype}")
+    return scores + mask
+
+
+def _choose(scores: Any, k: int, *, mark_infinite: bool) -> Any:
+    from megacpp_overlays.kernels.top_k import function as top_k
+
+    return top_k.choose(scores, k, mark_infinite=mark_infinite)
+
+
 _QUERIES, _BATCH, _HEADS, _KEYS, _DIM = 8, 2, 4, 6, 3
 _MAIN_HEADS = 3
 """Of the attention: fewer, so that its own four axes are no sign where they are left to upstream."""
@@ -471,6 +540,29 @@ def _said(large: list[str]) -> str:
 _BACKWARD = Replacement(symbol=feature.BACKWARD, make=_make_backward)
 _SCORES = Replacement(symbol=feature.SCORES, make=_make_scores)
 _SCORES_WITH_OPTIONAL_RELU = Replacement(symbol=feature.SCORES, make=_make_scores_with_optional_relu)
+_WITH_LOSS = {
+    feature.SOFTENED_LOSS: (
+        _SCORES,
+        Replacement(symbol=feature.LOSS, make=_make_softened_loss),
+        Replacement(symbol=feature.BACKWARD, make=_make_softened_backward),
+    ),
+    feature.EXACT_LOSS: (
+        _SCORES_WITH_OPTIONAL_RELU,
+        Replacement(symbol=feature.LOSS, make=_make_exact_loss),
+        Replacement(symbol=feature.BACKWARD, make=_make_exact_backward),
+    ),
+    feature.EXACT_LOSS_EXTERNAL_MASS: (
+        _SCORES_WITH_OPTIONAL_RELU,
+        Replacement(symbol=feature.LOSS, make=_make_exact_loss_external_mass),
+        Replacement(symbol=feature.BACKWARD, make=_make_exact_backward_external_mass),
+    ),
+}
+_MARKED_TOP_K = Replacement(symbol=feature.TOP_K, make=_make_marked_top_k)
+_TOP_K = {
+    feature.SOFTENED_LOSS: Replacement(symbol=feature.TOP_K, make=_make_top_k),
+    feature.EXACT_LOSS: _MARKED_TOP_K,
+    feature.EXACT_LOSS_EXTERNAL_MASS: _MARKED_TOP_K,
+}
 
 OVERLAY = Overlay(
     id=_ID,
@@ -482,21 +574,8 @@ OVERLAY = Overlay(
         feature.FOUR_AXIS_METHOD: (Replacement(symbol=feature.METHOD, make=_make_method),),
         feature.FOUR_AXIS: (_SCORES, _BACKWARD),
         feature.FOUR_AXIS_OPTIONAL_RELU: (_SCORES_WITH_OPTIONAL_RELU, _BACKWARD),
-        feature.SOFTENED_LOSS: (
-            _SCORES,
-            Replacement(symbol=feature.LOSS, make=_make_softened_loss),
-            Replacement(symbol=feature.BACKWARD, make=_make_softened_backward),
-        ),
-        feature.EXACT_LOSS: (
-            _SCORES_WITH_OPTIONAL_RELU,
-            Replacement(symbol=feature.LOSS, make=_make_exact_loss),
-            Replacement(symbol=feature.BACKWARD, make=_make_exact_backward),
-        ),
-        feature.EXACT_LOSS_EXTERNAL_MASS: (
-            _SCORES_WITH_OPTIONAL_RELU,
-            Replacement(symbol=feature.LOSS, make=_make_exact_loss_external_mass),
-            Replacement(symbol=feature.BACKWARD, make=_make_exact_backward_external_mass),
-        ),
+        **{feature.OTHER_TOP_K[shape]: seams for shape, seams in _WITH_LOSS.items()},
+        **{shape: (*seams, _TOP_K[shape]) for shape, seams in _WITH_LOSS.items()},
     },
     unsupported={},
     witness=_witness,

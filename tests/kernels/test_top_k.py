@@ -15,6 +15,7 @@ from top_k_cases import DTYPES, KINDS, chosen, definition, rows, some_of
 
 from megacpp_overlays.kernels import measured
 from megacpp_overlays.kernels.top_k import function as top_k
+from megacpp_overlays.kernels.top_k import in_torch
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 NUMBERS = st.sampled_from(
@@ -156,6 +157,7 @@ def way(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
     """Return the name of the module that computes, on a host that pretends to have a device."""
     pytest.importorskip("triton")
     top_k.implementation.cache_clear()
+    top_k._of_device.cache_clear()
     monkeypatch.setattr(measured, "_said", set())
     monkeypatch.setattr(torch.version, "hip", None)
 
@@ -169,10 +171,13 @@ def way(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
         capability = DEVICES[found].major, DEVICES[found].minor
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: capability)
         monkeypatch.setattr(measured, "_triton", lambda: triton)
+        top_k._of_device.cache_clear()
+        assert top_k.has_kernel(device) is (top_k.implementation(torch.float32, 1, device) is not in_torch)
         return top_k.implementation(dtype, keys, device).__name__.rpartition(".")[2]
 
     yield name
     top_k.implementation.cache_clear()
+    top_k._of_device.cache_clear()
 
 
 def test_the_kernel_is_for_hopper(way: Callable[..., str]) -> None:

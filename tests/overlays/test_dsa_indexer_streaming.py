@@ -36,6 +36,7 @@ from megacpp_overlays.feature_probes import dsa_indexer_streaming as feature
 from megacpp_overlays.kernels.attention_target import blocks, indexer_loss
 from megacpp_overlays.kernels.index_scores import function as index_scores
 from megacpp_overlays.kernels.index_scores import reference as index_scores_reference
+from megacpp_overlays.kernels.top_k import function as top_k
 from megacpp_overlays.model import Verdict
 from megacpp_overlays.overlays.dsa_indexer_streaming import OVERLAY
 from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
@@ -454,6 +455,126 @@ def test_a_score_function_that_is_put_over_ours_is_what_loss_and_backward_see(ne
     assert_alike(found, expected, tolerance=1e-5)
 
 
+# The choice of keys
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "no mask": {},
+    "causal": {"mask": causal(7, 9)},
+    "three-axis mask": {"mask": causal(7, 9).expand(2, 7, 9)},
+    "packed": {name: LOSSES["packed"][name] for name in ("varlen_starts", "varlen_ends")},
+    "other key positions": {**LOSSES["other key positions"], "mask": None},
+}
+
+
+@pytest.fixture
+def by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that the device of the keys has the kernel: what it is held to computes."""
+    monkeypatch.setattr(top_k, "has_kernel", lambda _device: True)
+
+
+@pytest.mark.usefixtures("with_known_loss", "by_the_kernel")
+@pytest.mark.parametrize("k", [0, 1, 4, 9, 50])
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_chosen_keys_are_upstreams_in_the_order_of_positions(
+    upstream: ModuleType, patched: ModuleType, name: str, k: int
+) -> None:
+    case, queries = CHOICES[name], 7
+    if not set(case) <= set(signature(upstream.fused_qk_topk_naive)):
+        pytest.skip("this version takes no bounds")
+    q, weights, keys = inputs_of(queries, 9, heads=16)  # with few heads some scores are all rectified, and equal
+    for option in options(upstream):
+        (of_theirs, theirs), (scores, found) = (
+            module.fused_qk_topk_naive(q, keys, weights, k, **case, **option) for module in (upstream, patched)
+        )
+
+        assert torch.equal(scores.isinf(), of_theirs.isinf())
+        assert_alike([scores.masked_fill(scores.isinf(), 0)], [of_theirs.masked_fill(scores.isinf(), 0)])
+        assert (found.dtype, found.shape) == (theirs.dtype, theirs.shape)
+        finite = [
+            each.where((each >= 0) & (scores.gather(-1, each.clamp_min(0)) > -torch.inf), 9) for each in (theirs, found)
+        ]
+        assert torch.equal(finite[0].sort(dim=-1).values, finite[1].sort(dim=-1).values)
+        assert torch.equal((found < 0).sum(dim=-1), (theirs < 0).sum(dim=-1))
+        ascending = [row[row >= 0] for row in found.flatten(0, 1)]
+        assert all(torch.equal(row, row.sort().values) for row in ascending)
+
+
+@pytest.mark.usefixtures("with_known_loss", "by_the_kernel")
+def test_of_equal_scores_the_first_keys_are_chosen(patched: ModuleType) -> None:
+    q, weights, k = inputs_of(3, 6)
+
+    _, found = patched.fused_qk_topk_naive(q, k * 0, weights, 2)
+
+    assert found.tolist() == [[[0, 1]] * 3] * 2
+
+
+@pytest.mark.usefixtures("with_known_loss", "by_the_kernel")
+def test_a_mask_of_another_dtype_is_refused_as_upstream_does(upstream: ModuleType, patched: ModuleType) -> None:
+    q, weights, k = inputs_of(7, 9)
+    for module in (upstream, patched):
+        with pytest.raises(AssertionError, match=r"(?i)mask.* dtype"):
+            module.fused_qk_topk_naive(q, k, weights, 3, causal(7, 9).double())
+
+
+@pytest.mark.usefixtures("with_known_loss", "by_the_kernel")
+def test_the_loss_over_the_keys_that_are_chosen_so_trains_alike(upstream: ModuleType, patched: ModuleType) -> None:
+    for loss in LOSSES.values():
+        if supported(upstream, **loss) == loss:
+            inputs = inputs_of(7, 9)
+            (of_theirs, theirs), (of_ours, ours) = (trained(each, inputs, **loss) for each in (upstream, patched))
+            assert_alike([of_ours], [of_theirs])
+            assert_alike(ours, theirs, tolerance=1e-5)
+
+
+@pytest.mark.usefixtures("with_known_loss")
+@pytest.mark.parametrize(("device", "longest"), [(False, 99), (True, 8)], ids=["no kernel", "longer rows"])
+def test_where_the_kernel_is_not_it_is_upstreams_choice(
+    upstream: ModuleType, patched: ModuleType, monkeypatch: pytest.MonkeyPatch, device: bool, longest: int
+) -> None:
+    monkeypatch.setattr(top_k, "has_kernel", lambda _device: device)
+    monkeypatch.setattr(top_k, "LONGEST", longest)
+    monkeypatch.setattr(top_k, "choose", None)
+    q, weights, k = inputs_of(7, 9)
+
+    _, theirs = upstream.fused_qk_topk_naive(q, k, weights, 4, causal(7, 9))
+    _, found = patched.fused_qk_topk_naive(q, k, weights, 4, causal(7, 9))
+
+    assert torch.equal(found[:, 4:], theirs[:, 4:])  # where no score is negative infinity there is one order
+
+
+@pytest.mark.usefixtures("with_known_loss")
+def test_attention_asks_for_no_order_of_the_keys(upstream: ModuleType) -> None:
+    """In any order, and with sentinels anywhere, attention over chosen keys is the same up to the order of its sums."""
+    query, key, value = (
+        numbers(*shape, seed=seed) for seed, shape in ((1, (7, 2, 3, 5)), (2, (9, 2, 3, 5)), (3, (9, 2, 3, 4)))
+    )
+    scores = numbers(2, 7, 9, seed=4) + causal(7, 9)
+    chosen = scores.topk(4, dim=-1)[1]
+    more: dict[str, Any] = {}
+    if "mask" in signature(upstream.unfused_dsa_fn):
+        chosen, more = chosen.masked_fill(scores.gather(-1, chosen) == -torch.inf, -1), {"mask": causal(7, 9)}
+
+    expected = upstream.unfused_dsa_fn(query, key, value, chosen, 0.4, **more)
+
+    for order in ([3, 2, 1, 0], [1, 3, 0, 2]):
+        assert_alike([upstream.unfused_dsa_fn(query, key, value, chosen[..., order], 0.4, **more)], [expected])
+
+
+@pytest.mark.parametrize("version", ["0.17.0", "0.19.2"])
+def test_a_choice_that_is_not_known_is_left_to_upstream_and_the_rest_is_not(version: str, wheel: Wheel) -> None:
+    tree = ArchiveTree(wheel("megatron-core", version))
+    module = indexer_of(tree)
+    choice, loss = getattr(module, feature.TOP_K), getattr(module, feature.LOSS)
+
+    undo = install(OVERLAY, feature.OTHER_TOP_K[shape_of(tree)], module)
+
+    assert getattr(module, feature.TOP_K) is choice
+    assert getattr(module, feature.LOSS) is not loss
+    assert not OVERLAY.self_test(module).broken
+    undo()
+
+
 # The main attention's scores
 
 
@@ -669,7 +790,7 @@ def test_the_installed_megatron_trains_alike_with_the_overlay_and_without(run_py
     )
     found = json.loads(done.stdout.splitlines()[-1])
 
-    assert (found["decision"], found["again"], found["seams"]) == ("active", "active", 3)
+    assert (found["decision"], found["again"], found["seams"]) == ("active", "active", 4)
     assert found["unchanged"]
     assert not found["cuda"]
     assert "dsa_kernel_backend" in found["reason"]

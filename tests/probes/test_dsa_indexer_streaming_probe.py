@@ -91,7 +91,9 @@ def test_a_tree_without_an_indexer_has_nothing_to_repair(stand_in: Path) -> None
 
 def test_every_broken_shape_has_seams() -> None:
     alone = {shape for shape, _ in feature._BROKEN.values()}
-    assert alone | set(feature._LOSSES.values()) == set(OVERLAY.replacements)
+    with_loss = set(feature._LOSSES.values())
+    assert alone | with_loss | set(feature.OTHER_TOP_K.values()) == set(OVERLAY.replacements)
+    assert set(feature.OTHER_TOP_K) == set(feature._TOP_K) == with_loss
     assert set(feature.WITHOUT_LOSS) == set(feature._LOSSES.values()) == set(feature._HELPERS)
     assert set(feature.WITHOUT_LOSS.values()) <= alone
 
@@ -273,6 +275,53 @@ def test_another_body_of_what_the_loss_calls_leaves_it_to_upstream(
     finding = examine(OVERLAY, EditedTree(newest, module, text.replace(old, new)))
 
     assert finding.shape == feature.FOUR_AXIS_OPTIONAL_RELU
+
+
+# The choice of keys, which is replaced only where the loss is and its own body was read
+
+
+@pytest.mark.parametrize("version", ["0.17.0", "0.19.2"])
+def test_a_choice_of_keys_that_was_not_read_is_left_to_upstream_and_nothing_else_is(version: str, wheel: Wheel) -> None:
+    tree = ArchiveTree(wheel("megatron-core", version))
+    text, shape = text_of(tree, DSA), examine(OVERLAY, tree).shape
+    assert shape is not None
+    choice = ast.get_source_segment(
+        text, next(n for n in ast.parse(text).body if getattr(n, "name", None) == feature.TOP_K)
+    )
+    assert choice is not None
+    edits = 0
+    for what, changed in statement_edits(choice, feature.TOP_K):
+        finding = examine(OVERLAY, EditedTree(tree, DSA, text.replace(choice, changed)))
+        assert finding.shape == feature.OTHER_TOP_K[shape], what
+        assert f"{feature.TOP_K} has an unknown body" in finding.summary()
+        assert "which keys are chosen is left to upstream" in finding.summary()
+        edits += 1
+    assert edits >= 5
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (
+            "\ndef fused_qk_topk_naive(",
+            "\n@torch.compile\ndef fused_qk_topk_naive(",
+            "fused_qk_topk_naive is decorated",
+        ),
+        ("\ndef fused_qk_topk_naive(", "\ndef fused_qk_topk_before(", "there is no fused_qk_topk_naive"),
+        (
+            "\nclass FusedDSAIndexerLoss(",
+            "\nfused_qk_topk_naive = faster(fused_qk_topk_naive)\n\n\nclass FusedDSAIndexerLoss(",
+            "is no plain definition",
+        ),
+        ("topk_scores == float('-inf'), -1", "topk_scores == float('-inf'), 0", "has an unknown body"),
+    ],
+    ids=["decorated", "gone", "rebound", "another mark"],
+)
+def test_another_choice_of_keys_is_left_alone(newest: ArchiveTree, old: str, new: str, says: str) -> None:
+    finding = replaced(newest, old.replace("'", '"'), new.replace("'", '"'))
+
+    assert finding.shape == feature.OTHER_TOP_K[feature.EXACT_LOSS]
+    assert says in finding.summary()
 
 
 # Gone, moved, repaired

@@ -18,6 +18,9 @@ import torch
 
 from megacpp_overlays.kernels.top_k import in_torch
 
+LONGEST = 32768
+"""Numbers of a row that the kernel takes: 1024 threads hold 32 each."""
+
 
 def choose(scores: torch.Tensor, k: int, *, mark_infinite: bool = False) -> torch.Tensor:
     """Return where the k largest numbers of each row are, in ascending order.
@@ -60,12 +63,25 @@ def _(scores: torch.Tensor, k: int, _mark_infinite: bool) -> torch.Tensor:
 @functools.cache
 def implementation(dtype: torch.dtype, keys: int, device: torch.device) -> ModuleType:
     """Return the module that computes: a kernel where it takes these rows, else PyTorch."""
-    if dtype in {torch.float32, torch.bfloat16, torch.float16}:
-        # Asked for only here: the module needs a Triton that not every torch brings.
-        try:
-            kernel = importlib.import_module("megacpp_overlays.kernels.top_k.in_triton")
-        except ImportError:
-            return in_torch
-        if kernel.takes(keys, device):
-            return kernel
+    if dtype in {torch.float32, torch.bfloat16, torch.float16} and keys <= LONGEST:
+        return _of_device(device)
     return in_torch
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def has_kernel(device: torch.device) -> bool:
+    """Return whether rows of at most LONGEST numbers go to the kernel on a device, and are not sorted there.
+
+    For callers who would rather leave them to `torch.topk`. torch.compile takes the answer for a constant.
+    """
+    return _of_device(device) is not in_torch
+
+
+@functools.cache
+def _of_device(device: torch.device) -> ModuleType:
+    # Asked for only here: the module needs a Triton that not every torch brings.
+    try:
+        kernel = importlib.import_module("megacpp_overlays.kernels.top_k.in_triton")
+    except ImportError:
+        return in_torch
+    return kernel if kernel.takes(device) else in_torch

@@ -19,25 +19,21 @@ if Version(triton.__version__) < Version("3.6"):
 from megacpp_overlays.kernels import measured
 from megacpp_overlays.kernels.top_k import device_code
 
-_LONGEST = 32768
-"""Numbers of a row: 1024 threads hold 32 each."""
 _NUMBERS_OF_A_WARP, _NUMBERS_OF_A_WARP_IN_LONG_ROWS = 512, 1024
 _LONG = 8192
 _CHUNK_OF_A_WARP = 128
 """How many numbers it looks at together when positions are written."""
 
 
-def takes(keys: int, device: torch.device) -> bool:
-    """Return whether this kernel runs for rows of a length on a device."""
-    if not 0 < keys <= _LONGEST:
-        return False
+def takes(device: torch.device) -> bool:
+    """Return whether this kernel runs on a device."""
     if device.type == "cpu":
         return bool(device_code.INTERPRETED)
-    return not measured.declines(device, "top-k", "PyTorch sorts")
+    return not measured.declines(device, "top-k", "PyTorch chooses")
 
 
 def choose(scores: torch.Tensor, k: int, mark_infinite: bool) -> torch.Tensor:
-    """Return the positions: see `top_k.choose`. Scores are of 16 or 32 bits, and neither they nor k are 0."""
+    """Return the positions: see `top_k.choose`. Scores have 16 or 32 bits, and there is something to choose."""
     keys = scores.size(-1)
     rows = scores.reshape(-1, keys)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
