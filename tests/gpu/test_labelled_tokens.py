@@ -15,13 +15,21 @@ from typing import Any
 import pytest
 import torch
 from linear_cross_entropy_cases import IGNORED, Inputs, call, capture, draw, errors, found, leaves_of, truth
+from two_paths_cases import poisoned
 
 from megacpp_overlays.kernels.linear_cross_entropy import entry
 from megacpp_overlays.kernels.linear_cross_entropy import memory as linear_cross_entropy_memory
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
-from megacpp_overlays.kernels.masked_products.panels import WHOLE
-from megacpp_overlays.kernels.masked_products.products import Products
-from megacpp_overlays.kernels.masked_products.token_selection import select
+from megacpp_overlays.kernels.masked_products.panels import NOTHING, WHOLE, Panels
+from megacpp_overlays.kernels.masked_products.products import PanelProducts, Products
+from megacpp_overlays.kernels.masked_products.token_selection import Selection, select
+from megacpp_overlays.kernels.vocabulary_softmax.numbers import Coefficients, Statistics
+from megacpp_overlays.kernels.vocabulary_softmax.passes import (
+    add_panel_statistics,
+    add_statistics,
+    logits_gradient,
+    panel_gradients,
+)
 
 # Triton warns as it likes.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -34,6 +42,7 @@ WAYS = {
     "one block": Memory(masked="skip"),
     "blocks": Memory(block_classes=4096, masked="skip"),
     "keep": Memory(block_classes=4096, logits="keep", masked="skip"),
+    "two paths": Memory(extra_mib=6, masked="skip"),
 }
 COUNTS = [0, 1, 127, 500, 1000]
 SIZES = (1000, 520, 20001)
@@ -161,6 +170,8 @@ def test_losses_and_gradients_are_those_of_float64(
 
 @pytest.mark.parametrize("count", COUNTS[1:])
 def test_results_have_the_bits_of_the_same_tokens_alone(count: int, memory: Memory) -> None:
+    if memory is WAYS["two paths"]:
+        pytest.skip("how many tokens there are says how wide a block is")
     inputs = drawn(count, bias=True, softcap=5.0)
     kept = inputs.alive
     alone = replace(inputs, hidden=inputs.hidden[kept], target=inputs.target[kept], arriving=inputs.arriving[kept])
@@ -196,6 +207,70 @@ def test_hidden_states_of_ignored_tokens_are_not_looked_at(odd: float, memory: M
 
 
 @pytest.mark.parametrize("count", [0, 1, 3000, 8192])
+@pytest.mark.parametrize("less", [0, 1, 600])
+@pytest.mark.parametrize("count", [999, 1000])
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_what_was_whole_may_lack_tokens_in_a_later_pass(dtype: torch.dtype, count: int, less: int) -> None:
+    """Memory that nobody wrote holds nothing but NaN."""
+    inputs = drawn(count, dtype=dtype, **EVERY)
+    inputs.arriving = torch.where(torch.arange(SIZES[0], device=DEVICE) < less, 0.0, inputs.arriving)
+    memory, true = WAYS["two paths"], truth(inputs)
+    main_grad = torch.ones(inputs.weight.shape, device=DEVICE)
+
+    with poisoned() as ways:
+        seen = found(inputs, memory=memory)
+        leaves = leaves_of(inputs)
+        loss = call(inputs, memory=memory, main_grad=main_grad)
+        of_hidden, of_bias = torch.autograd.grad(loss, [leaves["hidden"], leaves["bias"]], inputs.arriving)
+
+    assert len(ways) == 4
+    assert max(errors(seen, true).values()) < LIMITS[dtype]
+    added = {"hidden": of_hidden, "weight": main_grad - 1, "bias": of_bias}
+    assert max(errors(added, {name: true[name] for name in added}).values()) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("by_order", [False, True])
+@pytest.mark.parametrize("laid", [NOTHING, 100])
+def test_where_there_is_nothing_to_do_nothing_is_written(laid: int, by_order: bool) -> None:
+    rows, depth, classes, old = 1000, 520, 3 * 256 + 72, 7.0
+    number = torch.tensor([NOTHING], dtype=torch.int32, device=DEVICE)
+    order = torch.arange(rows, device=DEVICE).flip(0)
+    panels = Panels.cut(classes, 256, rows, torch.full_like(number, laid))
+    assert panels is not None
+
+    def room(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.full(shape, old, dtype=dtype, device=DEVICE)
+
+    hidden, weight = (room(each, depth, dtype=torch.bfloat16) for each in (rows, classes))
+    block, of_hidden, of_weight, total = (
+        room(rows, 256).bfloat16(),
+        room(rows, depth),
+        room(classes, depth),
+        room(classes),
+    )
+    copy, numbers = room(rows, depth, dtype=torch.bfloat16), Statistics(*room(4, rows).unbind())
+    selection, labels = Selection(order, order, number), torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    by = order if by_order else None
+    products = PanelProducts(number, panels)
+    calls = [
+        products.of_rows(hidden, weight.t(), out=block, order=by),
+        *(products.across(block, weight, out=of_hidden, add=add) for add in (False, True)),
+        *(products.over_rows(block, hidden, out=of_weight, add=add, order=by) for add in (False, True)),
+        products.sum_rows(block, out=total),
+        add_panel_statistics(block, labels, 0, numbers, selection=selection, panels=panels),
+        panel_gradients(block, labels, 0, Coefficients(*numbers), block, selection=selection, panels=panels),
+    ]
+    for group in range(panels.number):
+        for each in calls:
+            each(group)
+    add_statistics(block, labels, 0, numbers, first=True, selection=selection)
+    logits_gradient(block, labels, 0, Coefficients(*numbers), block, selection=selection)
+    selection.first(hidden, out=copy)
+    selection.bring_first(block, panels)
+
+    assert all(bool((each == old).all()) for each in (block, of_hidden, of_weight, total, copy, *numbers))
+
+
 def test_hidden_states_without_room_for_a_copy_are_taken_from_where_they_are(count: int) -> None:
     inputs = labelled(draw(8192, 1024, 9000, dtype=torch.bfloat16, device=DEVICE, bias=True), count)
     memory = Memory(extra_mib=24, masked="skip")  # 16 MiB are the gradient beside its result, 16 would be the copy

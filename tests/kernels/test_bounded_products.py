@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from places import HANG_S, ROOT, SUPPORT
 
 from megacpp_overlays.kernels.masked_products import products as bounded_products
+from megacpp_overlays.kernels.masked_products.panels import WHOLE
 from megacpp_overlays.kernels.masked_products.products import Products
 from megacpp_overlays.kernels.masked_products.token_selection import select
 
@@ -48,7 +49,7 @@ def test_selected_rows_come_first_in_their_order_and_go_back(wanted: list[bool],
     first = selection.first(torch.where(mask.unsqueeze(1), rows, torch.nan))
     in_place = rows.clone()
     selection.bring_first(in_place)
-    zeros = first[sum(wanted) :].clone()
+    zeros = first[sum(wanted) : WHOLE].clone()
     first[sum(wanted) :] = torch.nan
     back = selection.put_back(first, dtype)
 
@@ -196,6 +197,10 @@ def test_triton_computes_every_panel_of_every_group(facts: Any) -> None:
 
     assert len(found) == 24
     assert {name: each for name, each in found.items() if not max(each.values()) < ROUNDING} == {}
+
+
+def test_triton_writes_nothing_where_it_is_told_to_do_nothing(facts: Any) -> None:
+    assert facts["nothing"] == {"-1": 0, "-1 by order": 0, "100": 0, "100 by order": 0}
 
 
 def test_triton_adds_up_the_rows_that_count(facts: Any) -> None:

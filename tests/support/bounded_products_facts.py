@@ -10,7 +10,7 @@ import torch
 
 from megacpp_overlays.kernels.masked_products import products_triton as products
 from megacpp_overlays.kernels.masked_products import token_selection_triton as rows
-from megacpp_overlays.kernels.masked_products.panels import WHOLE, Panels
+from megacpp_overlays.kernels.masked_products.panels import NOTHING, WHOLE, Panels
 from megacpp_overlays.kernels.masked_products.token_selection import select
 
 ROWS, DEPTH, COLUMNS = 300, 72, 200
@@ -89,7 +89,8 @@ def moves(count: int, columns: int) -> list[bool]:
     selection = select(wanted)
     places = [torch.equal(*pair) for pair in zip(rows.select(wanted), selection, strict=True)]
     spoiled = torch.where(wanted.unsqueeze(1), matrix, torch.nan)
-    first = rows.first(spoiled, selection.order, selection.count, WHOLE)
+    first = torch.full_like(spoiled, OLD)
+    rows.first(spoiled, selection.order, selection.count, WHOLE, first)
     apart = torch.equal(first[:count], expected) and not first[count : max(1, -(-count // WHOLE)) * WHOLE].any()
     rows.bring_first(matrix, selection.order, selection.count)
     came = torch.equal(matrix[:count], expected)
@@ -157,6 +158,37 @@ def in_panels(count: int, laid: int, most: int, by_order: bool) -> dict[str, flo
     }
 
 
+def nothing(laid: int, by_order: bool) -> int:
+    """Return how many numbers products, copies and moves write where they are to do nothing."""
+    number, order = torch.tensor([NOTHING], dtype=torch.int32), torch.arange(PANEL_ROWS).flip(0)
+    by = order if by_order else None
+    panels = Panels.cut(PANEL_CLASSES, PANEL_WIDTH, PANEL_ROWS, torch.tensor([laid], dtype=torch.int32))
+    assert panels is not None
+    hidden, weight = (torch.ones(rows, DEPTH).half() for rows in (PANEL_ROWS, PANEL_CLASSES))
+    block, first = (torch.full((PANEL_ROWS, each), OLD, dtype=torch.float16) for each in (PANEL_WIDTH, DEPTH))
+    of_hidden, of_weight = torch.full((PANEL_ROWS, DEPTH), OLD), torch.full((PANEL_CLASSES, DEPTH), OLD)
+    total, moved = torch.full((PANEL_CLASSES,), OLD), torch.arange(PANEL_ROWS * 8.0).view(PANEL_ROWS, 8)
+    for add in (False, True):
+        launches = [
+            products.products_of_rows(hidden, weight.t(), number, block, False, by, panels),
+            products.products_of_rows(block, weight, number, of_hidden, add, None, panels, deep=True),
+            products.products_over_rows(block, hidden, number, of_weight, add, by, panels),
+            products.sums_of_rows(block, number, total, panels),
+        ]
+        for group in range(panels.number):
+            for launch in launches:
+                launch(group)
+        products.product_of_rows(hidden, weight[:PANEL_WIDTH].t(), number, block, False, by)
+        products.product_over_rows(block, hidden, number, of_weight[:PANEL_WIDTH], add, by)
+    products.sum_of_rows(block, number, total[:PANEL_WIDTH])
+    rows.first(hidden, order, number, WHOLE, first)
+    before = moved.clone()
+    rows.bring_first(moved, order, number)
+    rows.bring_first(moved, order, number, panels)
+    changed = sum(int((each != OLD).sum()) for each in (block, first, of_hidden, of_weight, total))
+    return changed + int((moved != before).sum())
+
+
 def sums(count: int) -> float:
     """Return how far the sum of the first rows is from that in float64."""
     generator = torch.Generator().manual_seed(count)
@@ -179,6 +211,11 @@ def main() -> None:
             f"{count} of {laid}, {most or 'all'}{' by order' * by_order}": in_panels(count, laid, most, by_order)
             for count, laid in ((0, 0), (1, 1), (100, 128), (129, 129), (200, 300), (520, 520))
             for most in (0, 2)
+            for by_order in (False, True)
+        },
+        "nothing": {
+            f"{laid}{' by order' * by_order}": nothing(laid, by_order)
+            for laid in (NOTHING, 100)
             for by_order in (False, True)
         },
         "sums": {str(count): sums(count) for count in COUNTS},

@@ -75,7 +75,7 @@ def main() -> None:
         products.product_over_rows(matrix, matrix, count, out, False, order)
         products.product_over_rows(matrix, matrix, count, out, True, order)
         rows.put_back(out, order, count)
-        rows.first(matrix, order, count, 256)
+        rows.first(matrix, order, count, 256, matrix.clone())
         rows.put_back_apart(out, order, count, dtype)
         products.sum_of_rows(matrix, count, torch.zeros(256))
     rows.select(torch.zeros(2000, dtype=torch.bool))

@@ -7,7 +7,7 @@ pass, all of them, and there is one block.
 
 Where tokens are selected, a block has their rows alone, one after the other, and its products end after them. How many
 they are only the device knows, so the memory of a block is that of all tokens; where few are selected it holds several
-blocks at a time, as `masked_products.panels` says.
+blocks at a time, as `masked_products.panels` says. Where they may be all, `two_paths` says how that costs little.
 
 cuBLAS through torch and the passes of `vocabulary_softmax`; no host synchronisation.
 """
@@ -20,7 +20,9 @@ from typing import NamedTuple
 
 import torch
 
-from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory, padded
+from megacpp_overlays.kernels.linear_cross_entropy.memory import Masked, Memory, padded
+from megacpp_overlays.kernels.linear_cross_entropy.panel_path import PanelPath
+from megacpp_overlays.kernels.linear_cross_entropy.two_paths import TwoPaths
 from megacpp_overlays.kernels.masked_products.panels import Panels
 from megacpp_overlays.kernels.masked_products.products import PanelProducts, Products, available
 from megacpp_overlays.kernels.masked_products.token_selection import Selection
@@ -102,19 +104,23 @@ class Kept:
     """Logits that wait for the first backward pass, without bias and softcap."""
 
     block: torch.Tensor | None
-    """(tokens, classes from `first` to the last, and padding); None once they were taken."""
+    """(tokens, classes from `first` to the last, and padding), or the memory of `paths`; None once they were taken."""
     first: int
     """Row of the shard's weight that the first column belongs to."""
     selection: Selection | None = None
     """The tokens that its rows belong to; None where every token has its own."""
     panels: Panels | None = None
     """Where the block holds the first group of these, instead of the classes from `first` on."""
+    paths: TwoPaths | None = None
+    """Where it was filled by one of these."""
 
     def bring_first(self, selection: Selection | None) -> None:
         """Bring the rows of these tokens first, which have theirs here; or of all, for which the block may have to go."""
         if self.block is None:
             return
-        if selection is not None:
+        if selection is not None and self.paths is not None:
+            self.paths = self.paths.of_fewer(selection, self.block)
+        elif selection is not None:
             moved = selection if self.selection is None else selection.among(self.selection)
             moved.bring_first(self.block, self.panels)
         elif self.selection is not None:
@@ -153,6 +159,11 @@ def shard_statistics(
     running = room_for_statistics(tokens, hidden.device, wide, spread=spread)
     dtype = keep or shard.logits_dtype
     step = shard.classes if keep else _step(hidden, shard, memory)
+    if not keep and (both := _two_paths(hidden, shard, memory, selection)):
+        room = both.room(hidden)
+        for path in both.through(hidden, room):
+            _panel_statistics(path, labels, shard, running)
+        return running, Kept(room, 0, selection, paths=both.once_filled())
     products = Products(None if selection is None else selection.count)
     order = None
     if selection is not None:
@@ -160,7 +171,7 @@ def shard_statistics(
     block = torch.empty((tokens, padded(step)), dtype=dtype, device=hidden.device)
     panels = None if keep else _panels(hidden, shard, memory, step, shard.classes, selection)
     if panels is not None and selection is not None:
-        _panel_statistics(hidden, order, labels, shard, block, running, selection, panels)
+        _panel_statistics(PanelPath(hidden, order, selection, panels, block, None), labels, shard, running)
         return running, Kept(block, 0, selection, panels)
     rows = slice(0)
     for rows in _blocks(shard.classes, step):
@@ -202,8 +213,16 @@ def shard_gradients(
         when_hidden_is_done: called with the gradient of the hidden states as soon as it is complete, before the
             last product, so that communication can run beside that.
     """
-    step = _step(hidden, shard, memory)
     block, panels = kept.take() if kept else None, None
+    both = kept.paths if kept and block is not None else None
+    if block is None:
+        both = _two_paths(hidden, shard, memory, selection)
+    if both is not None:
+        return _gradients_of_both(
+            both, hidden, labels, shard, coefficients, both.room(hidden) if block is None else block, wanted,
+            when_hidden_is_done=when_hidden_is_done,
+        )  # fmt: skip
+    step = _step(hidden, shard, memory)
     has_group = False
     first_kept = shard.classes
     if kept and block is not None:
@@ -249,10 +268,13 @@ def shard_gradients(
     if panels is not None and selection is not None:
         if block is None:
             block = torch.empty((hidden.shape[0], padded(step)), dtype=shard.logits_dtype, device=hidden.device)
+        path = PanelPath(
+            hidden, order, selection, panels, block.view(shard.logits_dtype), None if has_group else selection.count
+        )
+        begun = sums.of_hidden is not None
         _add_panel_gradients(
-            hidden, order, labels, shard, coefficients, block.view(shard.logits_dtype), sums, selection, panels,
-            has_group=has_group, when_hidden_is_done=when_hidden_is_done,
-        )  # fmt: skip
+            path, labels, shard, coefficients, sums, begun=begun, when_hidden_is_done=when_hidden_is_done
+        )
     return ShardGradients(sums.of_hidden, sums.of_weight, sums.of_bias)
 
 
@@ -268,20 +290,31 @@ def _panels(
     return Panels.cut(classes, step, hidden.shape[0], selection.count, memory.panels)
 
 
-def _panel_statistics(
-    hidden: torch.Tensor,
-    order: torch.Tensor | None,
-    labels: torch.Tensor,
-    shard: Shard,
-    block: torch.Tensor,
-    running: Statistics,
-    selection: Selection,
-    panels: Panels,
-) -> None:
+def _two_paths(hidden: torch.Tensor, shard: Shard, memory: Memory, selection: Selection | None) -> TwoPaths | None:
+    """Return the ways for all tokens and for some; None where one will do.
+
+    That is where blocks are as wide beside a copy as without one, where there is no copy, and where `auto` looks at masks
+    first. A rank of several sends its gradient beside the last product, of which there is none on a way that is empty.
+    """
+    if selection is None or memory.masked is not Masked.SKIP or not shard.is_whole:
+        return None
+    if shard.weight.dtype != hidden.dtype or is_one_block(hidden, shard, memory) or not _copies(hidden, shard, memory):
+        return None
+    some = _step(hidden, shard, memory)
+    beside = _of_sums(hidden) + _NUMBERS_OF_A_SELECTED_TOKEN * hidden.shape[0]
+    whole = memory.classes_with(shard.bytes_of_a_class(hidden), beside, shard.classes)
+    if whole <= some:
+        return None
+    return TwoPaths.cut(selection, shard.classes, whole, some, shard.logits_dtype, memory.panels)
+
+
+def _panel_statistics(path: PanelPath, labels: torch.Tensor, shard: Shard, running: Statistics) -> None:
     """Add all panels to the running numbers; the first group of them stays in the block."""
+    panels, selection = path.panels, path.selection
     weight, options = shard.part(slice(0, panels.classes))
-    logits = block[:, : panels.width]
-    multiply = PanelProducts(selection.count, panels).of_rows(hidden, weight.t(), out=logits, order=order)
+    logits = path.block[:, : panels.width]
+    products = PanelProducts(selection.count, panels)
+    multiply = products.of_rows(path.hidden, weight.t(), out=logits, order=path.order)
     add = add_panel_statistics(
         logits, labels, shard.first_class, running, selection=selection, panels=panels, **options
     )
@@ -290,47 +323,66 @@ def _panel_statistics(
         add(group)
 
 
-def _add_panel_gradients(
+def _gradients_of_both(
+    both: TwoPaths,
     hidden: torch.Tensor,
-    order: torch.Tensor | None,
     labels: torch.Tensor,
     shard: Shard,
     coefficients: Coefficients,
-    block: torch.Tensor,
-    sums: _Sums,
-    selection: Selection,
-    panels: Panels,
+    room: torch.Tensor,
+    wanted: Wanted,
     *,
-    has_group: bool,
+    when_hidden_is_done: Callable[[torch.Tensor], None] | None,
+) -> ShardGradients:
+    """Return the gradients that one of two ways gives; all else is as in `shard_gradients`.
+
+    Both write to the same place, each as if it were the only one.
+    """
+    products = Products(both.selection.count)
+    sums = _Sums(hidden, shard, wanted, products, order=None, one_block=False, overwrite=False)
+    whole, some = both.through(hidden, room)
+    _add_panel_gradients(whole, labels, shard, coefficients, sums, begun=False, when_hidden_is_done=None)
+    _add_panel_gradients(some, labels, shard, coefficients, sums, begun=False, when_hidden_is_done=when_hidden_is_done)
+    return ShardGradients(sums.of_hidden, sums.of_weight, sums.of_bias)
+
+
+def _add_panel_gradients(
+    path: PanelPath,
+    labels: torch.Tensor,
+    shard: Shard,
+    coefficients: Coefficients,
+    sums: _Sums,
+    *,
+    begun: bool,
     when_hidden_is_done: Callable[[torch.Tensor], None] | None,
 ) -> None:
     """Add the gradients of all panels to the sums.
 
     Args:
-        hidden: as in `shard_gradients`, as is all that is not named here.
-        order: in which products take the rows of `hidden`; None if the selected ones come first.
-        labels: (tokens,).
+        path: the panels.
+        labels: as in `shard_gradients`, as is all that is not named here.
         shard: whose first classes the panels are.
         coefficients: of all tokens.
-        block: (tokens, classes of a panel).
         sums: what was found of other classes, if anything.
-        selection: the tokens that have a gradient.
-        panels: the classes.
-        has_group: whether the block has the logits of the first group.
+        begun: whether something of the hidden states' gradient was.
         when_hidden_is_done: called before the last product.
     """
+    panels, selection, block = path.panels, path.selection, path.block
     products = PanelProducts(selection.count, panels)
     weight, options = shard.part(slice(0, panels.classes))
-    logits, gradient = block[:, : panels.width], block.view(hidden.dtype)[:, : panels.width]
-    multiply = products.of_rows(hidden, weight.t(), out=logits, order=order)
+    logits, gradient = block[:, : panels.width], block.view(path.hidden.dtype)[:, : panels.width]
+    if path.first_rows is not None:
+        first = PanelProducts(path.first_rows, panels)
+        first.of_rows(path.hidden, weight.t(), out=logits, order=path.order)(0)
+    multiply = products.of_rows(path.hidden, weight.t(), out=logits, order=path.order)
     turn = panel_gradients(
         logits, labels, shard.first_class, coefficients, gradient, selection=selection, panels=panels, **options
     )
-    add = sums.of_panels(products, gradient, weight)
+    add = sums.of_panels(path, products, gradient, weight, begun=begun)
     # Groups that are empty come between the first one and the others, so that the last one has work.
     groups = [0, *range(panels.number - 1, 0, -1)]
     for group in groups:
-        if group or not has_group:
+        if group:
             multiply(group)
         turn(group)
         add.bias(group)
@@ -388,18 +440,22 @@ class _Sums:
             self.of_hidden = self._room()
         self._products.of_rows(gradient, weight, out=self.of_hidden, add=add)
 
-    def of_panels(self, products: PanelProducts, gradient: torch.Tensor, weight: torch.Tensor) -> _PanelSums:
-        """Return what adds one group of panels, of the shard's first classes; the first group comes first."""
+    def of_panels(
+        self, path: PanelPath, products: PanelProducts, gradient: torch.Tensor, weight: torch.Tensor, *, begun: bool
+    ) -> _PanelSums:
+        """Return what adds one group of panels, of the shard's first classes; the first group comes first.
+
+        Without `begun` it writes the gradient of the hidden states, to where it is if there is one.
+        """
         classes, found = slice(0, products.panels.classes), _PanelSums(_nothing, _nothing, _nothing)
         if self.of_bias is not None:
             found = found._replace(bias=products.sum_rows(gradient, out=self.of_bias[classes]))
         adds = self._wanted.main_grad is not None
         out = self._wanted.main_grad if adds else self.of_weight
         if out is not None:
-            of_weight = products.over_rows(gradient, self._hidden, out=out[classes], add=adds, order=self._order)
+            of_weight = products.over_rows(gradient, path.hidden, out=out[classes], add=adds, order=path.order)
             found = found._replace(weight=of_weight)
         if self._wanted.hidden:
-            begun = self.of_hidden is not None
             room = self.of_hidden = self._room() if self.of_hidden is None else self.of_hidden
             first, later = (products.across(gradient, weight, out=room, add=add) for add in (begun, True))
             found = found._replace(hidden=lambda group: later(group) if group else first(group))

@@ -19,6 +19,10 @@ WHOLE = 128
 
 No tile of a product over the first rows reaches beyond, and such a product takes one step at least.
 """
+NOTHING = -1
+"""A count of rows with which products, passes and copies write nothing at all, not even zeros: what they would do is done
+elsewhere. Panels laid for it are laid for no row.
+"""
 WIDTH = 256
 """A panel's classes are a multiple of this, so that no tile of a product reaches into two of them."""
 

@@ -3,6 +3,8 @@
 How many those are only the device knows. On CUDA devices of compute capability 9, in half precision, Triton 3.6 computes
 such products without asking it, so nothing waits and a graph can be captured; on the CPU the number is simply read.
 Everything else has only products over all rows: ask `available` first.
+
+A count of `panels.NOTHING` leaves results as they are.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ class Products:
                 in_triton.product_of_rows(left, right, self.count, out, add, order)
         else:
             rows = int(self.count)
-            write(left[:rows] if order is None else left[order[:rows]], right, out=out[:rows])
+            if rows >= 0:
+                write(left[:rows] if order is None else left[order[:rows]], right, out=out[:rows])
 
     def over_rows(
         self,
@@ -107,7 +110,8 @@ class Products:
                 in_triton.product_over_rows(left, right, self.count, out, add, order)
         else:
             rows = int(self.count)
-            write(left[:rows].t(), right[:rows] if order is None else right[order[:rows]], out=out)
+            if rows >= 0:
+                write(left[:rows].t(), right[:rows] if order is None else right[order[:rows]], out=out)
 
     def sum_rows(self, matrix: torch.Tensor, *, out: torch.Tensor) -> None:
         """Write the sum of the rows that count.
@@ -121,8 +125,9 @@ class Products:
                 in_triton.sum_of_rows(matrix, self.count, out)
             return
         wide = torch.float64 if matrix.dtype == torch.float64 else torch.float32
-        rows = matrix if self.count is None else matrix[: int(self.count)]
-        out.copy_(rows.sum(dim=0, dtype=wide))
+        rows = matrix.shape[0] if self.count is None else int(self.count)
+        if rows >= 0:
+            out.copy_(matrix[:rows].sum(dim=0, dtype=wide))
 
 
 @dataclass(frozen=True, slots=True)

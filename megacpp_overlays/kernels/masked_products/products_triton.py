@@ -327,9 +327,10 @@ def _over_rows(  # type: ignore[no-untyped-def]
     first, here, apart = group_of(laid, rows, panels, most, group, _WHOLE)
     start, per_panel = first * width, tl.cdiv(width, ROWS)
     # One step at least, of zeros, and said so: the two loops become one where the inner one is never empty.
-    steps = tl.maximum(tl.cdiv(tl.load(count).to(tl.int32), DEPTH), 1)
+    counted = tl.load(count).to(tl.int32)
+    steps = tl.maximum(tl.cdiv(counted, DEPTH), 1)
     tl.assume(steps > 0)
-    tiles_of_rows = tl.cdiv(tl.maximum(tl.minimum(height - start, here * width), 0), ROWS)
+    tiles_of_rows = tl.where(counted < 0, 0, tl.cdiv(tl.maximum(tl.minimum(height - start, here * width), 0), ROWS))
     tiles_of_columns = tl.cdiv(across, COLUMNS)
     for tile in tl.range(tl.program_id(0), tiles_of_rows * tiles_of_columns, programs, flatten=True):
         tile_row, tile_column = _place(tile, tiles_of_rows, tiles_of_columns, GROUP)
@@ -390,7 +391,7 @@ def _over_chosen_rows(  # type: ignore[no-untyped-def]
     counted = tl.load(count).to(tl.int32)
     steps = tl.maximum(tl.cdiv(counted, DEPTH), 1)
     tl.assume(steps > 0)
-    tiles_of_rows = tl.cdiv(tl.maximum(tl.minimum(height - start, here * width), 0), ROWS)
+    tiles_of_rows = tl.where(counted < 0, 0, tl.cdiv(tl.maximum(tl.minimum(height - start, here * width), 0), ROWS))
     tiles_of_columns = tl.cdiv(across, COLUMNS)
     for tile in tl.range(tl.program_id(0), tiles_of_rows * tiles_of_columns, programs):
         tile_row, tile_column = _place(tile, tiles_of_rows, tiles_of_columns, GROUP)
@@ -416,12 +417,13 @@ def _sum_of_rows(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first, here, height = group_of(laid, rows, panels, most, group, _WHOLE)
-    end = tl.minimum(columns - first * width, here * width)
+    known = tl.load(count).to(tl.int32)
+    end = tl.where(known < 0, 0, tl.minimum(columns - first * width, here * width))
     begin = tl.program_id(0) * COLUMNS
     panel = begin // width
     column = begin + tl.arange(0, COLUMNS)
     beside = column - panel * width
-    counted = tl.where(begin < end, tl.load(count).to(tl.int32), 0)
+    counted = tl.where(begin < end, known, 0)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for at in range(0, counted, ROWS):
         row = at + tl.arange(0, ROWS)

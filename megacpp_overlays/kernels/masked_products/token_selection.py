@@ -33,23 +33,26 @@ class Selection(NamedTuple):
     place: torch.Tensor
     """(tokens,), int64: where a token is in that order."""
     count: torch.Tensor
-    """(1,), int32: how many are selected."""
+    """(1,), int32: how many are selected. With `panels.NOTHING` no row moves."""
 
-    def first(self, rows: torch.Tensor) -> torch.Tensor:
+    def first(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the rows of the selected tokens, in a tensor that has room for all.
 
         Zeros follow as far as `panels.WHOLE` says; rows after those hold anything.
 
         Args:
             rows: (tokens, n), rows of unit stride. Rows of other tokens are not read.
+            out: that tensor, of the same shape and dtype and with rows of unit stride; None takes new memory.
         """
+        out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) if out is None else out
         if rows.is_cuda and in_triton is not None:
             with on_device_of(rows):
-                taken: torch.Tensor = in_triton.first(rows, self.order, self.count, WHOLE)
-                return taken
-        first, count = torch.zeros_like(rows), int(self.count)
-        first[:count] = rows[self.order[:count]]
-        return first
+                in_triton.first(rows, self.order, self.count, WHOLE, out)
+                return out
+        if (count := int(self.count)) >= 0:
+            out[:count] = rows[self.order[:count]]
+            out[count : max(1, -(-count // WHOLE)) * WHOLE].zero_()
+        return out
 
     def bring_first(self, rows: torch.Tensor, panels: Panels | None = None) -> None:
         """Do the same in place; rows after those of the selected tokens hold anything then.
@@ -62,7 +65,7 @@ class Selection(NamedTuple):
             with on_device_of(rows):
                 in_triton.bring_first(rows, self.order, self.count, panels)
             return
-        first = self.order[: int(self.count)]
+        first = self.order[: max(0, int(self.count))]
         for part in [rows] if panels is None else [rows[each] for each, _ in panels.parts(0)]:
             part[: len(first)] = part[first]
 

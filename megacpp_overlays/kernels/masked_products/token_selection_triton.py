@@ -32,18 +32,17 @@ def select(wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return order, place, count
 
 
-def first(rows: torch.Tensor, order: torch.Tensor, count: torch.Tensor, whole: int) -> torch.Tensor:
-    """Return a tensor with row `order[i]` at i for every i below `count`, and zeros up to the next multiple of `whole`, not 0.
+def first(rows: torch.Tensor, order: torch.Tensor, count: torch.Tensor, whole: int, out: torch.Tensor) -> None:
+    """Write row `order[i]` at i for every i below `count`, and zeros up to the next multiple of `whole`, not 0.
 
     Args:
         rows: (tokens, n), rows of unit stride.
         order: (tokens,), int64.
-        count: (1,), int32.
+        count: (1,), int32; below 0 nothing is written.
         whole: a power of two.
+        out: (tokens, n), rows of unit stride.
     """
-    out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
     _copy(_first, rows, order, count, out, WHOLE=whole)
-    return out
 
 
 def put_back_apart(rows: torch.Tensor, place: torch.Tensor, count: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -77,7 +76,7 @@ def bring_first(rows: torch.Tensor, order: torch.Tensor, count: torch.Tensor, pa
     Args:
         rows: (tokens, n), rows of unit stride.
         order: (tokens,), int64, ascending up to `count`.
-        count: (1,), int32.
+        count: (1,), int32; below 0 nothing is written.
         panels: whose first group the rows hold; in each of them, then.
     """
     laid, number, most = (count, 1, 1) if panels is None else (panels.laid, panels.number, panels.most)
@@ -136,7 +135,7 @@ def _first(  # type: ignore[no-untyped-def]
     selected = tl.load(count)
     to = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    end = tl.minimum(tl.maximum(tl.cdiv(selected, WHOLE), 1) * WHOLE, tokens)
+    end = tl.where(selected < 0, 0, tl.minimum(tl.maximum(tl.cdiv(selected, WHOLE), 1) * WHOLE, tokens))
     source = tl.load(order + to, mask=to < selected, other=0)
     inside = (column < columns)[None, :]
     values = tl.load(

@@ -24,7 +24,9 @@ def add_statistics(
 ) -> None:
     """See `vocabulary_softmax.add_statistics`."""
     if selection is not None:
-        chosen = selection.order[: int(selection.count)]
+        if (count := int(selection.count)) < 0:
+            return
+        chosen = selection.order[:count]
         part = Statistics(*(None if each is None else each[chosen] for each in statistics))
         rows = logits[: len(chosen)]
         add_statistics(rows, labels[chosen], first_class, part, first, bias, class_weight, softcap)
@@ -64,7 +66,9 @@ def logits_gradient(
 ) -> None:
     """See `vocabulary_softmax.logits_gradient`."""
     if selection is not None:
-        chosen = selection.order[: int(selection.count)]
+        if (count := int(selection.count)) < 0:
+            return
+        chosen = selection.order[:count]
         own, rows = Coefficients(*(None if each is None else each[chosen] for each in coefficients)), len(chosen)
         logits_gradient(logits[:rows], labels[chosen], first_class, own, bias, class_weight, softcap, out[:rows])
         out[rows : max(1, -(-rows // WHOLE)) * WHOLE].zero_()

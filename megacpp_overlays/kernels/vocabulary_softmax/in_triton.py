@@ -41,7 +41,7 @@ def add_statistics(
     if logits.shape[0] == 0:
         return
     if selection is not None and first:
-        _fill(statistics)
+        _fill(statistics, selection)
     _statistics_launches(
         logits, labels, first_class, statistics, first, bias, class_weight, softcap, selection, logits.shape[1]
     )(0)
@@ -59,16 +59,19 @@ def add_panel_statistics(
     panels: Panels,
 ) -> Launches:
     """See `vocabulary_softmax.add_panel_statistics`."""
-    _fill(statistics)
+    _fill(statistics, selection)
     return _statistics_launches(
         logits, labels, first_class, statistics, False, bias, class_weight, softcap, selection, panels.classes, panels
     )
 
 
-def _fill(statistics: Statistics) -> None:
-    for each, other in zip(statistics, OF_OTHERS, strict=True):
-        if each is not None:
-            each.fill_(other)
+def _fill(statistics: Statistics, selection: Selection) -> None:
+    """Give every token the numbers of one that is not selected."""
+    tokens = statistics.maximum.shape[0]
+    _others[(triton.cdiv(tokens, _TOKENS),)](
+        *statistics, selection.count, *OF_OTHERS, tokens,
+        HAS_SPREAD=statistics.spread_logits is not None, BLOCK=_TOKENS, num_warps=4,
+    )  # fmt: skip
 
 
 def _statistics_launches(
@@ -395,7 +398,9 @@ def _gradient(  # type: ignore[no-untyped-def]
     # Tokens that are not selected have coefficients of 0, and so their rows become zeros.
     if HAS_PANELS:
         first, here, height = group_of(laid, tokens, panels, most, group, WHOLE)
-        end = tl.minimum(tl.maximum(tl.cdiv(tl.load(count), WHOLE), 1) * WHOLE, tokens)
+        selected = tl.load(count)
+        end = tl.minimum(tl.maximum(tl.cdiv(selected, WHOLE), 1) * WHOLE, tokens)
+        here = tl.where(selected < 0, 0, here)
         for each in range(tl.program_id(0), here * end, programs):
             panel = each // end
             row = each - panel * end
@@ -412,8 +417,9 @@ def _gradient(  # type: ignore[no-untyped-def]
                 HAS_SPREAD, HAS_BIAS, HAS_CLASS_WEIGHT, HAS_SOFTCAP, BLOCKS, BLOCK,
             )  # fmt: skip
     elif HAS_SELECTION:
-        end = tl.minimum(tl.maximum(tl.cdiv(tl.load(count), WHOLE), 1) * WHOLE, tokens)
-        for row in range(tl.program_id(0), end, programs):
+        selected = tl.load(count)
+        end = tl.minimum(tl.maximum(tl.cdiv(selected, WHOLE), 1) * WHOLE, tokens)
+        for row in range(tl.program_id(0), tl.where(selected < 0, 0, end), programs):
             _gradient_of_row(
                 logits + tl.cast(row, tl.int64) * logits_stride, tl.load(order + row), labels, lse, of_probability,
                 of_label, of_spread, bias, class_weight, out + tl.cast(row, tl.int64) * out_stride,
@@ -491,6 +497,21 @@ def _gradient_of_row(  # type: ignore[no-untyped-def]
         if BLOCKS > 1 or out.dtype.element_ty.primitive_bitwidth != logits.dtype.element_ty.primitive_bitwidth:
             tl.debug_barrier()  # every thread has read this part of the row
         tl.store(out + column, gradient.to(out.dtype.element_ty), mask=column < stored)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _others(  # type: ignore[no-untyped-def]
+    maximum, accumulate, label_logit, spread_logits, count,
+    of_maximum, of_accumulate, of_label_logit, of_spread_logits, tokens, HAS_SPREAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < tl.where(tl.load(count) < 0, 0, tokens)
+    nothing = tl.zeros((BLOCK,), tl.float32)
+    tl.store(maximum + row, nothing + of_maximum, mask=inside)
+    tl.store(accumulate + row, nothing + of_accumulate, mask=inside)
+    tl.store(label_logit + row, nothing + of_label_logit, mask=inside)
+    if HAS_SPREAD:
+        tl.store(spread_logits + row, nothing + of_spread_logits, mask=inside)
 
 
 @triton.jit(do_not_specialize=["ignore_index"])  # type: ignore[untyped-decorator]

@@ -69,7 +69,8 @@ def add_statistics(
         class_weight: (classes,), contiguous; only the spread logits are weighted.
         softcap: bound of the logits, applied after the bias.
         selection: the tokens that the first rows of the block belong to; later rows are not read. The first block
-            gives the other tokens the highest logit 0, a sum of exponentials of 1, and 0 else.
+            gives the other tokens the highest logit 0, a sum of exponentials of 1, and 0 else. Where its count is
+            `panels.NOTHING` no number changes, here and in the other passes.
     """
     with on_device_of(logits):
         _passes(logits).add_statistics(
