@@ -35,7 +35,7 @@ Told to `skip`, one rank launches its products twice where a copy makes blocks n
 where they are in blocks as wide as without a copy, and over a copy of some. The device makes one of the two empty
 (`two_paths`): where no token is masked that of a copy, else that of all. Both share one memory, that of the larger, so what
 stays from a forward pass is as much as it would be without a copy. If all tokens have a label and not all a gradient, the
-logits that stayed are computed again.
+logits that stayed are computed again. No GPU has run this yet: there a copy is made in every case.
 
 Where at most half of the tokens are not skipped, a block of logits, which has room for all, holds those of several blocks,
 as many as find room, so products are larger and more of the logits stay from the forward pass. The device chooses how many
