@@ -91,6 +91,8 @@ lint: .venv/.ready
 	@$(BIN)/mypy
 	$(say) 'import layers'
 	@$(BIN)/lint-imports
+	$(say) 'tests that only a GPU runs can be collected'
+	@$(BIN)/pytest --quiet --quiet --collect-only tests/gpu >/dev/null || $(BIN)/pytest --quiet --quiet --collect-only tests/gpu
 
 .PHONY: quick
 quick: lint ## while working: lint, type checks, contracts, and the tests of the loader and the settings

@@ -212,7 +212,6 @@ def test_hidden_states_of_ignored_tokens_are_not_looked_at(odd: float, memory: M
     assert same(found(inputs, memory=memory), expected)
 
 
-@pytest.mark.parametrize("count", [0, 1, 3000, 8192])
 @pytest.mark.parametrize("less", [0, 1, 600])
 @pytest.mark.parametrize("count", [999, 1000])
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
@@ -277,6 +276,7 @@ def test_where_there_is_nothing_to_do_nothing_is_written(laid: int, by_order: bo
     assert all(bool((each == old).all()) for each in (block, of_hidden, of_weight, total, copy, *numbers))
 
 
+@pytest.mark.parametrize("count", [0, 1, 3000, 8192])
 def test_hidden_states_without_room_for_a_copy_are_taken_from_where_they_are(count: int) -> None:
     inputs = labelled(draw(8192, 1024, 9000, dtype=torch.bfloat16, device=DEVICE, bias=True), count)
     memory = Memory(extra_mib=24, masked="skip")  # 16 MiB are the gradient beside its result, 16 would be the copy
