@@ -86,316 +86,62 @@ def _make_backward(original: Callable[..., Any], _module: ModuleType) -> Callabl
     return backward
 
 
-def _recorded(*tensors: Any) -> bool:
-    """Return whether autograd is to go through what is computed of these, which upstream's code lets it."""
-    import torch
-
-    return torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
-
-
 def _make_softened_loss(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
-    from megacpp_overlays.kernels.attention_target import indexer_loss
+    from megacpp_overlays.kernels.attention_target import megatron
 
-    def loss(
-        index_scores: Any,
-        topk_indices: Any,
-        query: Any,
-        key: Any,
-        softmax_scale: float,
-        loss_coeff: float,
-        sparse_loss: bool,
-        pg_collection: Any,
-    ) -> Any:
-        if _recorded(index_scores, query, key):
-            return original(
-                index_scores, topk_indices, query, key, softmax_scale, loss_coeff, sparse_loss, pg_collection
-            )
-        support = topk_indices if sparse_loss else None
-        target = indexer_loss.IndexerTarget(query, key, softmax_scale, pg_collection.tp, topk_indices=support)
-        return indexer_loss.softened_loss(index_scores, target, loss_coeff)
-
-    return loss
+    return megatron.softened_loss(original)
 
 
 def _make_softened_backward(_original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    from megacpp_overlays.kernels.attention_target import indexer_loss
-    from megacpp_overlays.kernels.index_scores import function as index_scores
+    from megacpp_overlays.kernels.attention_target import megatron
 
-    def backward(
-        q: Any,
-        weights: Any,
-        k: Any,
-        query: Any,
-        key: Any,
-        topk_indices: Any,
-        softmax_scale: float,
-        loss_coeff: float,
-        sparse_loss: bool,
-        grad_loss: Any,
-        pg_collection: Any,
-    ) -> tuple[Any, Any, Any]:
-        support = topk_indices if sparse_loss else None
-        target = indexer_loss.IndexerTarget(query, key, softmax_scale, pg_collection.tp, topk_indices=support)
-        scores = vars(module)[feature.SCORES](q, weights, k)
-        of_a_row = grad_loss * loss_coeff / (query.size(0) * query.size(1))
-        grad = indexer_loss.softened_gradient(scores, target, of_a_row)
-        del target
-        return index_scores.gradients(grad, q, weights, k)
-
-    return backward
+    return megatron.softened_backward(_scores_of(module))
 
 
 def _make_exact_loss(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    from megacpp_overlays.kernels.attention_target import indexer_loss
+    from megacpp_overlays.kernels.attention_target import megatron
 
-    def loss(
-        index_scores: Any,
-        topk_indices: Any,
-        query: Any,
-        key: Any,
-        softmax_scale: float,
-        loss_coeff: float,
-        sparse_loss: bool,
-        pg_collection: Any,
-        mask: Any = None,
-        varlen_starts: Any = None,
-        varlen_ends: Any = None,
-        key_positions: Any = None,
-        query_valid_rows: Any = None,
-        calculate_per_token_loss: bool = False,
-    ) -> Any:
-        valid = (mask, varlen_starts, varlen_ends, key_positions)
-        if _recorded(index_scores, query, key):
-            return original(
-                *(index_scores, topk_indices, query, key, softmax_scale, loss_coeff, sparse_loss, pg_collection),
-                *(*valid, query_valid_rows, calculate_per_token_loss),
-            )
-        target, rows = _exact_target(
-            module,
-            query,
-            key,
-            softmax_scale,
-            pg_collection,
-            topk_indices if sparse_loss else None,
-            valid,
-            query_valid_rows,
-        )
-        return indexer_loss.exact_loss(
-            index_scores,
-            target,
-            loss_coeff,
-            rows,
-            calculate_per_token_loss,
-            module.dsa_masking,
-            module.dsa_indexer_loss,
-        )
-
-    return loss
+    return megatron.exact_loss(original, module)
 
 
 def _make_exact_backward(_original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    from megacpp_overlays.kernels.attention_target import indexer_loss
-    from megacpp_overlays.kernels.index_scores import function as index_scores
+    from megacpp_overlays.kernels.attention_target import megatron
 
-    def backward(
-        q: Any,
-        weights: Any,
-        k: Any,
-        query: Any,
-        key: Any,
-        topk_indices: Any,
-        softmax_scale: float,
-        loss_coeff: float,
-        sparse_loss: bool,
-        mask: Any,
-        grad_loss: Any,
-        pg_collection: Any,
-        varlen_starts: Any = None,
-        varlen_ends: Any = None,
-        key_positions: Any = None,
-        query_valid_rows: Any = None,
-        calculate_per_token_loss: bool = False,
-        use_relu: bool = True,
-    ) -> tuple[Any, Any, Any]:
-        valid = (mask, varlen_starts, varlen_ends, key_positions)
-        target, rows = _exact_target(
-            module,
-            query,
-            key,
-            softmax_scale,
-            pg_collection,
-            topk_indices if sparse_loss else None,
-            valid,
-            query_valid_rows,
-        )
-        of_a_row = grad_loss * loss_coeff
-        if not calculate_per_token_loss:
-            of_a_row = of_a_row / (
-                max(1, target.sums.size(0) * target.sums.size(1)) if rows is None else rows.sum().float().clamp_min(1.0)
-            )
-        scores = vars(module)[feature.SCORES](q, weights, k, use_relu=use_relu)
-        grad = indexer_loss.exact_gradient(scores, target, of_a_row, rows, module.dsa_masking, module.dsa_indexer_loss)
-        del target
-        return index_scores.gradients(grad, q, weights, k, use_relu=use_relu)
-
-    return backward
-
-
-def _exact_target(
-    module: ModuleType,
-    query: Any,
-    key: Any,
-    scale: float,
-    pg_collection: Any,
-    support: Any,
-    valid: tuple[Any, Any, Any, Any],
-    query_valid_rows: Any,
-) -> tuple[Any, Any]:
-    """Return the target, and which queries count, (batch, queries) or None; upstream's own checks come first."""
-    from megacpp_overlays.kernels.attention_target.indexer_loss import IndexerTarget
-
-    query, key = (module.dsa_layout.ensure_sbhd(*each)[0] for each in ((query, "query"), (key, "key")))
-    queries, batch, keys, device = query.size(0), query.size(1), key.size(0), query.device
-    rows = module.dsa_masking.normalize_query_valid_rows(query_valid_rows, b=batch, sq=queries, device=device)
-    mask, *bounds = valid
-    starts, ends, positions = module.dsa_masking.normalize_varlen_bounds(
-        mask=mask, varlen_starts=bounds[0], varlen_ends=bounds[1], key_positions=bounds[2], sk=keys, device=device
-    )
-    if mask is not None:
-        module.dsa_masking.prepare_additive_mask(mask, sq=queries, sk=keys, b=batch, device=device)
-    # Positions that upstream made, 0 to keys, need no look at each key.
-    positions = None if bounds[2] is None else positions
-    return (
-        IndexerTarget(
-            query, key, scale, pg_collection.tp,
-            mask=mask, starts=starts, ends=ends, key_positions=positions, topk_indices=support,
-        ),
-        rows,
-    )  # fmt: skip
+    return megatron.exact_backward(module, _scores_of(module))
 
 
 def _make_exact_loss_external_mass(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    ours = _make_exact_loss(original, module)
+    from megacpp_overlays.kernels.attention_target import megatron
 
-    def loss(
-        index_scores: Any,
-        topk_indices: Any,
-        query: Any,
-        key: Any,
-        softmax_scale: float,
-        loss_coeff: float,
-        sparse_loss: bool,
-        pg_collection: Any,
-        mask: Any = None,
-        varlen_starts: Any = None,
-        varlen_ends: Any = None,
-        key_positions: Any = None,
-        query_valid_rows: Any = None,
-        calculate_per_token_loss: bool = False,
-        non_compressed_lse: Any = None,
-    ) -> Any:
-        given = (
-            *(index_scores, topk_indices, query, key, softmax_scale, loss_coeff, sparse_loss, pg_collection, mask),
-            *(varlen_starts, varlen_ends, key_positions, query_valid_rows, calculate_per_token_loss),
-        )
-        return ours(*given) if non_compressed_lse is None else original(*given, non_compressed_lse)
-
-    return loss
+    return megatron.exact_loss_external_mass(original, module)
 
 
 def _make_exact_backward_external_mass(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    ours, traced = _make_exact_backward(original, module), _make_backward(original, module)
+    from megacpp_overlays.kernels.attention_target import megatron
 
-    def backward(
-        q: Any,
-        weights: Any,
-        k: Any,
-        query: Any,
-        key: Any,
-        topk_indices: Any,
-        softmax_scale: float,
-        loss_coeff: float,
-        sparse_loss: bool,
-        mask: Any,
-        grad_loss: Any,
-        pg_collection: Any,
-        varlen_starts: Any = None,
-        varlen_ends: Any = None,
-        key_positions: Any = None,
-        query_valid_rows: Any = None,
-        calculate_per_token_loss: bool = False,
-        use_relu: bool = True,
-        non_compressed_lse: Any = None,
-    ) -> Any:
-        given = (
-            *(q, weights, k, query, key, topk_indices, softmax_scale, loss_coeff, sparse_loss, mask, grad_loss),
-            *(pg_collection, varlen_starts, varlen_ends, key_positions, query_valid_rows),
-            *(calculate_per_token_loss, use_relu),
-        )
-        return ours(*given) if non_compressed_lse is None else traced(*given, non_compressed_lse)
-
-    return backward
+    traced = _make_backward(original, module)
+    return megatron.exact_backward_external_mass(module, _scores_of(module), traced)
 
 
 def _make_top_k(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    def chosen(q: Any, k: Any, weights: Any, index_topk: int, mask: Any = None) -> Any:
-        if not _chooses(k):
-            return original(q, k, weights, index_topk, mask)
-        scores = vars(module)[feature.SCORES](q, weights, k)
-        if mask is not None:
-            scores = _masked(scores, mask)
-        return scores, _choose(scores, min(index_topk, q.size(0)), mark_infinite=False)
+    from megacpp_overlays.kernels.top_k import megatron
 
-    return chosen
+    return megatron.chosen(original, _scores_of(module))
 
 
 def _make_marked_top_k(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    def chosen(
-        q: Any,
-        k: Any,
-        weights: Any,
-        index_topk: int,
-        mask: Any = None,
-        varlen_starts: Any = None,
-        varlen_ends: Any = None,
-        key_positions: Any = None,
-        use_relu: bool = True,
-    ) -> Any:
-        bounds = (varlen_starts, varlen_ends, key_positions)
-        if not _chooses(k):
-            return original(q, k, weights, index_topk, mask, *bounds, use_relu)
-        masking, keys = module.dsa_masking, k.size(0)
-        scores = vars(module)[feature.SCORES](q, weights, k, use_relu=use_relu)
-        starts, ends, positions = masking.normalize_varlen_bounds(
-            mask=mask, varlen_starts=bounds[0], varlen_ends=bounds[1], key_positions=bounds[2],
-            sk=keys, device=scores.device,
-        )  # fmt: skip
-        if starts is not None:
-            scores = masking.apply_starts_ends_mask_to_scores(scores, starts, ends, positions)
-        elif mask is not None:
-            scores = _masked(scores, mask)
-        return scores, _choose(scores, max(0, min(index_topk, keys)), mark_infinite=True)
+    from megacpp_overlays.kernels.top_k import megatron
 
-    return chosen
+    return megatron.chosen_and_marked(original, module.dsa_masking, _scores_of(module))
 
 
-def _chooses(keys: Any) -> bool:
-    """Return whether these keys are chosen by the kernel; all others are left to upstream, whose top-k is faster than sorting."""
-    from megacpp_overlays.kernels.top_k import function as top_k
+def _scores_of(module: ModuleType) -> Callable[..., Any]:
+    """Return what computes index scores with whatever the module has by that name when it is called."""
 
-    return bool(keys.size(0) <= top_k.LONGEST and top_k.has_kernel(keys.device))
+    def scores(*args: Any, **kwargs: Any) -> Any:
+        return vars(module)[feature.SCORES](*args, **kwargs)
 
-
-def _masked(scores: Any, mask: Any) -> Any:
-    if mask.dtype != scores.dtype:
-        raise AssertionError(f"the mask must have the dtype of the scores, {scores.dtype}, not {mask.dtype}")
-    return scores + mask
-
-
-def _choose(scores: Any, k: int, *, mark_infinite: bool) -> Any:
-    from megacpp_overlays.kernels.top_k import function as top_k
-
-    return top_k.choose(scores, k, mark_infinite=mark_infinite)
+    return scores
 
 
 _QUERIES, _BATCH, _HEADS, _KEYS, _DIM = 8, 2, 4, 6, 3

@@ -1,0 +1,73 @@
+"""Megatron's `fused_qk_topk_naive` with this top-k: scores and masks by upstream's own functions, then the choice.
+
+`scores` computes the index scores as upstream's function of that release is called. Keys that the kernel does not take go
+to upstream's function, whose top-k is faster than sorting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megacpp_overlays.kernels.top_k import function as top_k
+
+Function = Callable[..., Any]
+
+
+def chosen(original: Function, scores: Function) -> Function:
+    """Return the function of 0.17 and 0.18: a mask at most, and every position is written."""
+
+    def function(q: Any, k: Any, weights: Any, index_topk: int, mask: Any = None) -> Any:
+        if not _chooses(k):
+            return original(q, k, weights, index_topk, mask)
+        found = scores(q, weights, k)
+        if mask is not None:
+            found = _masked(found, mask)
+        return found, top_k.choose(found, min(index_topk, q.size(0)))
+
+    return function
+
+
+def chosen_and_marked(original: Function, masking: ModuleType, scores: Function) -> Function:
+    """Return the function since 0.19: bounds of keys, and -1 where the score is infinite."""
+
+    def function(
+        q: Any,
+        k: Any,
+        weights: Any,
+        index_topk: int,
+        mask: Any = None,
+        varlen_starts: Any = None,
+        varlen_ends: Any = None,
+        key_positions: Any = None,
+        use_relu: bool = True,
+    ) -> Any:
+        bounds = (varlen_starts, varlen_ends, key_positions)
+        if not _chooses(k):
+            return original(q, k, weights, index_topk, mask, *bounds, use_relu)
+        keys = k.size(0)
+        found = scores(q, weights, k, use_relu=use_relu)
+        starts, ends, positions = masking.normalize_varlen_bounds(
+            mask=mask, varlen_starts=bounds[0], varlen_ends=bounds[1], key_positions=bounds[2],
+            sk=keys, device=found.device,
+        )  # fmt: skip
+        if starts is not None:
+            found = masking.apply_starts_ends_mask_to_scores(found, starts, ends, positions)
+        elif mask is not None:
+            found = _masked(found, mask)
+        return found, top_k.choose(found, max(0, min(index_topk, keys)), mark_infinite=True)
+
+    return function
+
+
+def _chooses(keys: torch.Tensor) -> bool:
+    return keys.size(0) <= top_k.LONGEST and bool(top_k.has_kernel(keys.device))
+
+
+def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    if mask.dtype != scores.dtype:
+        raise AssertionError(f"the mask must have the dtype of the scores, {scores.dtype}, not {mask.dtype}")
+    return scores + mask
