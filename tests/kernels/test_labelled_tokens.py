@@ -227,9 +227,9 @@ def test_an_evaluation_skips_them_too() -> None:
 
 
 def test_what_has_no_products_that_end_after_some_rows_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megacpp_overlays.kernels.linear_cross_entropy import parallel, shard
+    from megacpp_overlays.kernels.linear_cross_entropy import block_sizes, parallel
 
-    for module in (parallel, shard):
+    for module in (parallel, block_sizes):
         monkeypatch.setattr(module, "available", lambda dtype, *matrices: False)
     inputs = labelled(draw(TOKENS, 5, 11), 17)
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from places import HANG_S, ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megacpp_overlays.kernels.linear_cross_entropy import block_sizes
 from megacpp_overlays.kernels.linear_cross_entropy import memory as linear_cross_entropy_memory
-from megacpp_overlays.kernels.linear_cross_entropy import shard as linear_cross_entropy_shard
 from megacpp_overlays.kernels.linear_cross_entropy.memory import (
     Logits,
     Masked,
@@ -197,13 +197,13 @@ def test_a_block_has_room_beside_the_sum_and_a_copy_of_selected_tokens(
     hidden, weight = (torch.empty(rows, size, dtype=torch.bfloat16) for rows in (tokens, classes))
     shard = Shard(weight=weight, logits_dtype=torch.bfloat16)
 
-    step = linear_cross_entropy_shard._step(hidden, shard, Memory(masked=masked))
+    step = block_sizes.step_of(hidden, shard, Memory(masked=masked))
 
     copy = 0 if masked is Masked.COMPUTE or not copied else hidden.nbytes
     beside = tokens * size * 4 + copy - hidden.nbytes  # the result comes when all of this is gone
     assert beside + tokens * step * 2 <= 256 * MIB
     assert step >= 256
-    assert linear_cross_entropy_shard._copies(hidden, shard, Memory(masked=masked)) is copied
+    assert block_sizes.copies(hidden, shard, Memory(masked=masked)) is copied
 
 
 @pytest.mark.parametrize("masked", list(Masked))
@@ -214,20 +214,20 @@ def test_a_rank_of_a_group_stays_within_its_memory_with_one_block_and_with_sever
     shard = Shard(weight=weight, logits_dtype=torch.bfloat16, is_whole=False)
     memory = Memory(masked=masked)
 
-    step = linear_cross_entropy_shard._step(hidden, shard, memory)
+    step = block_sizes.step_of(hidden, shard, memory)
 
     copy = 0 if masked is Masked.COMPUTE else hidden.nbytes
     beside = hidden.numel() * 4 + copy - hidden.nbytes
     assert beside + 8192 * padded(step) * 2 <= 256 * MIB
-    assert linear_cross_entropy_shard.is_one_block(hidden, shard, memory) == (step == weight.shape[0])
+    assert block_sizes.is_one_block(hidden, shard, memory) == (step == weight.shape[0])
 
 
 def test_a_block_whose_classes_are_given_has_a_copy_beside_it_whatever_that_takes() -> None:
     hidden, weight = (torch.empty(rows, 8192, dtype=torch.bfloat16, device="meta") for rows in (65536, 131072))
     shard = Shard(weight=weight, logits_dtype=torch.bfloat16)
 
-    assert linear_cross_entropy_shard._copies(hidden, shard, Memory(block_classes=4096))
-    assert not linear_cross_entropy_shard._copies(hidden, shard, Memory())
+    assert block_sizes.copies(hidden, shard, Memory(block_classes=4096))
+    assert not block_sizes.copies(hidden, shard, Memory())
 
 
 def test_a_block_takes_no_room_for_selected_tokens_where_none_are_selected() -> None:
@@ -235,7 +235,7 @@ def test_a_block_takes_no_room_for_selected_tokens_where_none_are_selected() -> 
     shard = Shard(weight=weight, logits_dtype=torch.bfloat16)
 
     def step(memory: Memory, device: str = "cpu") -> int:
-        return linear_cross_entropy_shard._step(hidden.to(device), replace(shard, weight=weight.to(device)), memory)
+        return block_sizes.step_of(hidden.to(device), replace(shard, weight=weight.to(device)), memory)
 
     everything = step(Memory(masked="compute"))
     assert step(Memory()) < everything

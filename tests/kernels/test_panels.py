@@ -20,7 +20,8 @@ from linear_cross_entropy_cases import IGNORED, Inputs, call, draw, found, leave
 from places import HANG_S, ROOT, SUPPORT
 
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
-from megacpp_overlays.kernels.linear_cross_entropy.shard import Shard, Wanted, shard_gradients, shard_statistics
+from megacpp_overlays.kernels.linear_cross_entropy.shard import Shard, Wanted
+from megacpp_overlays.kernels.linear_cross_entropy.shard_passes import shard_gradients, shard_statistics
 from megacpp_overlays.kernels.masked_products.panels import WHOLE, WIDTH, Panels
 from megacpp_overlays.kernels.masked_products.token_selection import select
 from megacpp_overlays.kernels.vocabulary_softmax.numbers import Coefficients

@@ -22,11 +22,11 @@ from nothing_cases import CLASSES, DEPTH, ROWS, room, written
 from places import HANG_S, ROOT, SUPPORT
 from two_paths_cases import SIZES, TOKENS, labelled, memory_of, poisoned
 
-from megacpp_overlays.kernels.linear_cross_entropy import entry
+from megacpp_overlays.kernels.linear_cross_entropy import block_sizes, entry
 from megacpp_overlays.kernels.linear_cross_entropy import memory as linear_cross_entropy_memory
-from megacpp_overlays.kernels.linear_cross_entropy import shard as linear_cross_entropy_shard
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
-from megacpp_overlays.kernels.linear_cross_entropy.shard import Shard, Wanted, shard_gradients, shard_statistics
+from megacpp_overlays.kernels.linear_cross_entropy.shard import Shard, Wanted
+from megacpp_overlays.kernels.linear_cross_entropy.shard_passes import shard_gradients, shard_statistics
 from megacpp_overlays.kernels.masked_products.panels import NOTHING, WIDTH
 from megacpp_overlays.kernels.masked_products.products import PanelProducts, Products
 from megacpp_overlays.kernels.masked_products.token_selection import select
@@ -234,15 +234,15 @@ def test_both_ways_stay_within_the_memory_and_one_has_blocks_as_wide_as_without_
     shard = Shard(weight=weight, logits_dtype=logits)
     selection = select(torch.ones(tokens, dtype=torch.bool))
 
-    both = linear_cross_entropy_shard._two_paths(hidden, shard, Memory(masked="skip"), selection)
+    both = block_sizes.two_paths(hidden, shard, Memory(masked="skip"), selection)
 
     assert both is not None
     sums = hidden.numel() * 4 - hidden.nbytes
     assert both.room(hidden).nbytes + sums + 64 * tokens <= 256 * MIB
-    computing = linear_cross_entropy_shard._step(hidden, shard, Memory(masked="compute"))
+    computing = block_sizes.step_of(hidden, shard, Memory(masked="compute"))
     assert both.some.width < both.whole.width <= computing
     assert computing - both.whole.width <= WIDTH
-    assert both.some.width == linear_cross_entropy_shard._step(hidden, shard, Memory(masked="skip"))
+    assert both.some.width == block_sizes.step_of(hidden, shard, Memory(masked="skip"))
 
 
 @pytest.mark.parametrize(
@@ -263,9 +263,9 @@ def test_everything_else_goes_one_way(memory: dict[str, Any], shard: dict[str, A
     layer = Shard(weight=inputs.weight, logits_dtype=torch.float64)
     given_ = inputs.hidden, replace(layer, **shard), replace(WIDE, **memory)
 
-    assert linear_cross_entropy_shard._two_paths(*given_, select(inputs.alive)) is None
-    assert linear_cross_entropy_shard._two_paths(*given_, None) is None
-    assert linear_cross_entropy_shard._two_paths(inputs.hidden, layer, WIDE, select(inputs.alive)) is not None
+    assert block_sizes.two_paths(*given_, select(inputs.alive)) is None
+    assert block_sizes.two_paths(*given_, None) is None
+    assert block_sizes.two_paths(inputs.hidden, layer, WIDE, select(inputs.alive)) is not None
 
 
 # Nothing to do

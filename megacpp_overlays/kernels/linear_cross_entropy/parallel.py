@@ -16,16 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import distributed
 
+from megacpp_overlays.kernels.linear_cross_entropy.block_sizes import is_one_block
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Masked, Memory
-from megacpp_overlays.kernels.linear_cross_entropy.shard import (
-    Kept,
-    Shard,
-    ShardGradients,
-    Wanted,
-    is_one_block,
-    shard_gradients,
-    shard_statistics,
-)
+from megacpp_overlays.kernels.linear_cross_entropy.shard import Kept, Shard, ShardGradients, Wanted
+from megacpp_overlays.kernels.linear_cross_entropy.shard_passes import shard_gradients, shard_statistics
 from megacpp_overlays.kernels.masked_products.products import available
 from megacpp_overlays.kernels.masked_products.token_selection import Selection, select
 from megacpp_overlays.kernels.vocabulary_softmax.numbers import Coefficients, Statistics

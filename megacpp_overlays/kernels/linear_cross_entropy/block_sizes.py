@@ -1,0 +1,112 @@
+"""How the classes of a shard are cut into blocks of logits: one, several, in panels, or on two paths.
+
+Which it is depends on shapes, dtypes and the memory that was chosen, never on what tensors hold, so a graph that was
+captured computes as a call outside does.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megacpp_overlays.kernels.linear_cross_entropy.memory import Masked, Memory
+from megacpp_overlays.kernels.linear_cross_entropy.shard import Shard
+from megacpp_overlays.kernels.linear_cross_entropy.two_paths import TwoPaths
+from megacpp_overlays.kernels.masked_products.panels import Panels
+from megacpp_overlays.kernels.masked_products.products import available
+from megacpp_overlays.kernels.masked_products.token_selection import Selection
+
+_TWO_PATHS_WERE_RUN_ON_A_GPU = False
+"""Until they were, tokens of a GPU are skipped on one path; `tests/gpu/test_labelled_tokens.py` says otherwise for itself."""
+_NUMBERS_OF_A_SELECTED_TOKEN = 64
+"""Bytes beside its hidden states: its place, its label, and what turns its logits into their gradient."""
+
+
+def is_one_block(hidden: torch.Tensor, shard: Shard, memory: Memory) -> bool:
+    """Return whether all classes share one block of logits, which the forward pass leaves to the backward pass."""
+    return memory.fits(shard.bytes_of_a_class(hidden), shard.classes, _beside_one_block(hidden, shard, memory))
+
+
+def step_of(hidden: torch.Tensor, shard: Shard, memory: Memory) -> int:
+    """Return the classes of a block."""
+    return memory.classes_with(
+        shard.bytes_of_a_class(hidden),
+        _beside(hidden, shard, memory),
+        shard.classes,
+        taken_by_one=_beside_one_block(hidden, shard, memory),
+    )
+
+
+def blocks(classes: int, step: int) -> list[slice]:
+    """Return the rows of each block. If one has to be narrower it is the first: the last one may be kept."""
+    return [slice(max(0, stop - step), stop) for stop in range(classes, 0, -step)][::-1]
+
+
+def panels_of(
+    hidden: torch.Tensor, shard: Shard, memory: Memory, step: int, classes: int, selection: Selection | None
+) -> Panels | None:
+    """Return how the first classes of a shard share the memory of a block; None where blocks come one by one.
+
+    That is where all tokens are computed, and where a product wants a rounded copy of a block's weight.
+    """
+    if selection is None or shard.weight.dtype != hidden.dtype:
+        return None
+    return Panels.cut(classes, step, hidden.shape[0], selection.count, memory.panels)
+
+
+def two_paths(hidden: torch.Tensor, shard: Shard, memory: Memory, selection: Selection | None) -> TwoPaths | None:
+    """Return the ways for all tokens and for some; None where one will do.
+
+    That is where blocks are as wide beside a copy as without one, where there is no copy, and where `auto` looks at masks
+    first. A rank of several sends its gradient beside the last product, of which there is none on a way that is empty.
+    """
+    if selection is None or memory.masked is not Masked.SKIP or not shard.is_whole:
+        return None
+    if hidden.is_cuda and not _TWO_PATHS_WERE_RUN_ON_A_GPU:
+        return None
+    if shard.weight.dtype != hidden.dtype or is_one_block(hidden, shard, memory) or not copies(hidden, shard, memory):
+        return None
+    some = step_of(hidden, shard, memory)
+    beside = _of_sums(hidden) + _NUMBERS_OF_A_SELECTED_TOKEN * hidden.shape[0]
+    whole = memory.classes_with(shard.bytes_of_a_class(hidden), beside, shard.classes)
+    if whole <= some:
+        return None
+    return TwoPaths.cut(selection, shard.classes, whole, some, shard.logits_dtype, memory.panels)
+
+
+def copies(hidden: torch.Tensor, shard: Shard, memory: Memory) -> bool:
+    """Return whether hidden states of selected tokens are copied, which makes their products simpler."""
+    beside = _of_sums(hidden) + hidden.nbytes + _NUMBERS_OF_A_SELECTED_TOKEN * hidden.shape[0]
+    taken_by_one = 0 if shard.is_whole else beside
+    if memory.fits(shard.bytes_of_a_class(hidden), shard.classes, taken_by_one):
+        return True
+    return memory.leaves_room(beside)
+
+
+def chosen_rows(
+    hidden: torch.Tensor, selection: Selection, shard: Shard, memory: Memory
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return hidden states, and the order in which products take their rows; None if the selected ones come first."""
+    if copies(hidden, shard, memory):
+        return selection.first(hidden), None
+    return hidden, selection.order
+
+
+def _beside_one_block(hidden: torch.Tensor, shard: Shard, memory: Memory) -> int:
+    """Return what is beside one block, where nothing is added up but between ranks: one rank writes its result at once."""
+    return 0 if shard.is_whole else _beside(hidden, shard, memory)
+
+
+def _beside(hidden: torch.Tensor, shard: Shard, memory: Memory) -> int:
+    """Return the bytes beside several blocks: of the gradient of the hidden states in float32 and of a copy of selected tokens.
+
+    The finished gradient is only made after the last block is gone, and its memory counts as a result.
+    """
+    beside = _of_sums(hidden)
+    if memory.may_skip and available(hidden.dtype, hidden, shard.weight):
+        beside += _NUMBERS_OF_A_SELECTED_TOKEN * hidden.shape[0]
+        beside += hidden.nbytes if copies(hidden, shard, memory) else 0
+    return int(beside)
+
+
+def _of_sums(hidden: torch.Tensor) -> int:
+    return int(hidden.numel() * max(4 - hidden.element_size(), 0))
