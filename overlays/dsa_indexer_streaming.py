@@ -36,6 +36,7 @@ from typing import Any
 
 from megacpp_overlays.feature_probes import dsa_indexer_streaming as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread, variable_for
+from megacpp_overlays.runtime.large_results import watch, wave
 
 _ID = "dsa-indexer-streaming"
 _ADVICE = f"{feature.BACKWARD} is not what {_ID} knows; {variable_for(_ID)}=off leaves it to upstream"
@@ -162,7 +163,7 @@ def _measure(module: ModuleType) -> tuple[list[str], str | None]:
 
     with torch.inference_mode(mode=False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         shapes = ((_QUERIES, _BATCH, _HEADS, _DIM), (_QUERIES, _BATCH, _HEADS), (_KEYS, _BATCH, _DIM))
-        inputs = [_wave(*shape) for shape in shapes]
+        inputs = [wave(*shape) for shape in shapes]
         large: list[str] = []
         for what, found, expected in _cases(module, inputs, large):
             for one, other in zip(found, expected, strict=True):
@@ -192,17 +193,17 @@ def _cases(module: ModuleType, inputs: list[Any], large: list[str]) -> Iterator[
     options = [{"use_relu": True}, {"use_relu": False}] if "use_relu" in inspect.signature(compute).parameters else [{}]
     for option in options:
         expected = reference.scores(*wide, **option)
-        with _watch(large):
+        with watch(_BOUND, large):
             scores = compute(*inputs, **option)
         yield f"{feature.SCORES}{option or ''}", [scores], [expected]
         if backward is not None:
             above = (torch.softmax(expected + mask, dim=-1) - target) * factor
-            with _watch(large):
+            with watch(_BOUND, large):
                 manual = backward(*inputs, **loss, **option)
             yield f"{feature.BACKWARD}{option or ''}", manual, reference.gradients(above, *wide, **option)
     if (divergence := getattr(module, feature.LOSS, None)) is not None and backward is not None:
         given = {name: value for name, value in loss.items() if name != "grad_loss"}
-        with _watch(large):
+        with watch(_BOUND, large):
             value = divergence((expected + mask).float(), **given)
         terms = target * (target.clamp_min(1e-30).log() - torch.log_softmax(expected + mask, dim=-1))
         mean = torch.where(mask == 0, terms, 0.0).sum() * loss["loss_coeff"] / (_BATCH * _QUERIES)
@@ -216,7 +217,7 @@ def _loss() -> tuple[dict[str, Any], Any, Any, float]:
     """
     import torch
 
-    query, key = _wave(_QUERIES, _BATCH, _MAIN_HEADS, 2), _wave(_KEYS, _BATCH, _MAIN_HEADS, 2)
+    query, key = wave(_QUERIES, _BATCH, _MAIN_HEADS, 2), wave(_KEYS, _BATCH, _MAIN_HEADS, 2)
     rows, columns = (torch.arange(size, device="cpu") for size in (_QUERIES, _KEYS))
     mask = torch.zeros((_QUERIES, _KEYS), dtype=torch.float32, device="cpu")
     mask.masked_fill_(columns > rows[:, None], float("-inf"))
@@ -234,34 +235,6 @@ def _loss() -> tuple[dict[str, Any], Any, Any, float]:
     attention = torch.einsum("sbnd,tbnd->bnst", query.double(), key.double()) * scale
     target = torch.softmax(attention + mask, dim=-1).mean(dim=1)
     return loss, mask, target, above * coefficient / (_BATCH * _QUERIES)
-
-
-def _wave(*shape: int) -> Any:
-    """Return float32 numbers between -1 and 1, always the same and none of them alike."""
-    import math
-
-    import torch
-
-    return torch.arange(1, math.prod(shape) + 1, dtype=torch.float32, device="cpu").mul(0.7).sin().view(shape)
-
-
-def _watch(large: list[str]) -> Any:
-    """Return a context that collects the operators whose result is as large as the four-axis tensor.
-
-    It sees our operators from outside; what they hold meanwhile is measured by their own tests.
-    """
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class LargeResults(TorchDispatchMode):  # type: ignore[misc]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            results = result if isinstance(result, list | tuple) else [result]
-            if any(isinstance(each, torch.Tensor) and each.numel() >= _BOUND for each in results):
-                large.append(func.overloadpacket.__name__)
-            return result
-
-    return LargeResults()
 
 
 def _witness(module: ModuleType) -> Observation:

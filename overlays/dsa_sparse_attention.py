@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from megacpp_overlays.feature_probes import dsa_sparse_attention as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
+from megacpp_overlays.runtime.large_results import watch, wave
 
 
 class Slots(NamedTuple):
@@ -165,10 +166,10 @@ def _measure(module: ModuleType) -> tuple[list[str], str | None]:
     from megacpp_overlays.kernels.sparse_attention import reference
 
     with torch.inference_mode(mode=False), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        query, key = _wave(_QUERIES, _BATCH, _HEADS, _DIM), _wave(_KEYS, _BATCH, 1, _DIM)
+        query, key = wave(_QUERIES, _BATCH, _HEADS, _DIM), wave(_KEYS, _BATCH, 1, _DIM)
         large: list[str] = []
         for what, chosen, options, slots in _cases():
-            with _watch(large):
+            with watch(_BOUND, large):
                 found = getattr(module, feature.FUNCTION)(query, key, chosen, _SCALE, _VALUE, **options)
             true, _ = reference.attend(query.double(), key.double(), slots.indices, _SCALE, _VALUE, bias=slots.bias)
             if found.shape != true.shape or found.dtype != torch.float32:
@@ -194,39 +195,11 @@ def _cases() -> Iterator[tuple[str, Any, dict[str, Any], Slots]]:
     outside = (at < starts[:, None]) | (at >= ends[:, None])
     bounds = {"varlen_starts": starts, "varlen_ends": ends, "key_positions": positions}
     yield "within bounds", chosen, bounds, Slots(chosen.masked_fill(outside, -1), None)
-    mask = _wave(_BATCH, _QUERIES, _KEYS)
+    mask = wave(_BATCH, _QUERIES, _KEYS)
     mask[mask > 0.5] = float("-inf")
     bias = mask.gather(-1, chosen.clamp(min=0))
     hidden = bias == float("-inf")
     yield "masked", chosen, {"mask": mask}, Slots(chosen.masked_fill(hidden, -1), bias.masked_fill(hidden, 0.0))
-
-
-def _wave(*shape: int) -> Any:
-    """Return float32 numbers between -1 and 1, always the same and none of them alike."""
-    import math
-
-    import torch
-
-    return torch.arange(1, math.prod(shape) + 1, dtype=torch.float32, device="cpu").mul(0.7).sin().view(shape)
-
-
-def _watch(large: list[str]) -> Any:
-    """Return a context that collects the operators whose result is as large as all scores.
-
-    It sees our operators from outside; what they hold meanwhile is measured by their own tests.
-    """
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class AllScores(TorchDispatchMode):  # type: ignore[misc]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            results = result if isinstance(result, list | tuple) else [result]
-            if any(isinstance(each, torch.Tensor) and each.numel() >= _BOUND for each in results):
-                large.append(func.overloadpacket.__name__)
-            return result
-
-    return AllScores()
 
 
 def _witness(module: ModuleType) -> Observation:

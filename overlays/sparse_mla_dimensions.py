@@ -24,6 +24,7 @@ from typing import Any
 
 from megacpp_overlays.feature_probes import sparse_mla_dimensions as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
+from megacpp_overlays.runtime.large_results import wave
 
 
 def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
@@ -70,7 +71,8 @@ def observe(module: ModuleType) -> Observation:
 
     with torch.inference_mode(mode=False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         for what, heads, dim, value, slots in _DIMENSIONS:
-            query, key = _wave(_QUERIES, _BATCH, heads, dim), _wave(_KEYS, _BATCH, 1, dim)
+            query = wave(_QUERIES, _BATCH, heads, dim).bfloat16()
+            key = wave(_KEYS, _BATCH, 1, dim).bfloat16()
             indices = torch.arange(_BATCH * _QUERIES * slots, device="cpu", dtype=torch.int32) * 3 % (_KEYS + 1) - 1
             indices = indices.view(_BATCH, _QUERIES, slots)
             output = getattr(module, feature.FUNCTION)(query, key, indices, _SCALE, value)
@@ -80,17 +82,6 @@ def observe(module: ModuleType) -> Observation:
             if output.shape != true.shape or not (away := float((output - true).norm() / true.norm())) < _TOLERANCE:
                 return Observation(broken=True, seen=f"{what}: {tuple(output.shape)}, and not what was asked for")
     return Observation(broken=False, seen=f"{what}: computed, {away:.1e} away from the definition")
-
-
-def _wave(*shape: int) -> Any:
-    """Return bfloat16 numbers between -1 and 1, always the same."""
-    import math
-
-    import torch
-
-    return (
-        torch.arange(1, math.prod(shape) + 1, dtype=torch.float32, device="cpu").mul(0.7).sin().view(shape).bfloat16()
-    )
 
 
 OVERLAY = Overlay(
