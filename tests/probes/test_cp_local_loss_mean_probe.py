@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from probing import Texts, ask
-from repair_cases import CASES, archive
+from repair_cases import CASES, archive, edited_release
 
 from megacpp_overlays.feature_probes.cp_local_loss_mean import (
     CALLER,
@@ -43,11 +43,7 @@ Wheel = Callable[[str, str], Path]
 
 
 def edited(old: str, new: str, module: str = TARGET.module, release: str = "0.19.2") -> Finding:
-    tree = archive(f"megatron_core-{release}")
-    source = tree.module(module)
-    assert source is not None
-    assert old in source.text
-    return ask(probe, Texts({module: source.text.replace(old, new, 1)}, tree))
+    return ask(probe, edited_release(module, old, new, release=release))
 
 
 @pytest.mark.parametrize("version", [*NO_COUNT, *OF_ALL_RANKS])

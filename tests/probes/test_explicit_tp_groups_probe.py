@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from probing import Texts, ask
-from repair_cases import CASES, archive
+from repair_cases import CASES, archive, edited_release
 
 from megacpp_overlays.feature_probes import explicit_tp_groups as feature
 from megacpp_overlays.model import Finding, Verdict
@@ -46,16 +46,12 @@ SHAPES = {
     **dict.fromkeys(("0.19.0", "0.19.1", "0.19.2"), _0_19),
 }
 """What is broken in a release; all else is absent."""
-NEWEST = "megatron_core-0.19.2"
+NEWEST = "0.19.2"
 Wheel = Callable[[str, str], Path]
 
 
 def edited(probe: str, module: str, old: str, new: str, *, release: str = NEWEST) -> Finding:
-    tree = archive(release)
-    source = tree.module(module)
-    assert source is not None
-    assert old in source.text
-    return ask(PROBES[probe], Texts({module: source.text.replace(old, new, 1)}, tree))
+    return ask(PROBES[probe], edited_release(module, old, new, release=release))
 
 
 @pytest.mark.parametrize("version", WITHOUT)
@@ -88,7 +84,7 @@ def test_what_is_not_there_is_absent(name: str) -> None:
 def test_the_helper_is_left_alone_where_nothing_hands_work_on_without_a_group() -> None:
     modules = {each.target.module: None for each in feature.CALLERS}
 
-    assert ask(feature.probe, Texts(modules, archive(NEWEST))).verdict is Verdict.ABSENT
+    assert ask(feature.probe, Texts(modules, archive(f"megatron_core-{NEWEST}"))).verdict is Verdict.ABSENT
 
 
 @pytest.mark.parametrize(

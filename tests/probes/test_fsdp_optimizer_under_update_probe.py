@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from probing import Texts, ask
-from repair_cases import CASES, archive
+from repair_cases import CASES, edited_release
 
 from megacpp_overlays.feature_probes.fsdp_optimizer_under_update import COUNTED, FUNCTION, TARGET, probe
 from megacpp_overlays.model import Finding, Verdict
@@ -21,10 +21,7 @@ Wheel = Callable[[str, str], Path]
 
 
 def edited(old: str, new: str, release: str = "0.19.2") -> Finding:
-    source = archive(f"megatron_core-{release}").module(TARGET.module)
-    assert source is not None
-    assert old in source.text
-    return ask(probe, Texts({TARGET.module: source.text.replace(old, new, 1)}))
+    return ask(probe, edited_release(TARGET.module, old, new, release=release))
 
 
 @pytest.mark.parametrize("version", [*WITHOUT_FSDP, *WITHOUT_STEP])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from probing import Texts, ask
-from repair_cases import CASES, archive
+from repair_cases import CASES, edited_release
 
 from megacpp_overlays.feature_probes import hybrid_mtp_aux_loss as told
 from megacpp_overlays.feature_probes import mtp_z_loss as divided
@@ -23,11 +23,7 @@ Wheel = Callable[[str, str], Path]
 
 def edited(feature: object, old: str, new: str, module: str = "") -> Finding:
     target = feature.TARGET.module  # type: ignore[attr-defined]
-    tree = archive("megatron_core-0.19.2")
-    source = tree.module(module or target)
-    assert source is not None
-    assert old in source.text
-    return ask(feature.probe, Texts({module or target: source.text.replace(old, new, 1)}, tree))  # type: ignore[attr-defined]
+    return ask(feature.probe, edited_release(module or target, old, new))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("version", NOT_REPEATED)

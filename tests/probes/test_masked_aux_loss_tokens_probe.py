@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from probing import Texts, ask
-from repair_cases import CASES, archive
+from repair_cases import CASES, archive, edited_release
 
 from megacpp_overlays.feature_probes.masked_aux_loss_tokens import COUNTED_TWICE, FUNCTION, ROUTER, TARGET, probe
 from megacpp_overlays.model import Finding, Verdict
@@ -25,11 +25,7 @@ Wheel = Callable[[str, str], Path]
 
 
 def edited(module: str, old: str, new: str, *, release: str = "0.19.2") -> Finding:
-    tree = archive(f"megatron_core-{release}")
-    source = tree.module(module)
-    assert source is not None
-    assert old in source.text
-    return ask(probe, Texts({module: source.text.replace(old, new, 1)}, tree))
+    return ask(probe, edited_release(module, old, new, release=release))
 
 
 @pytest.mark.parametrize("version", WITHOUT)

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 from probing import Texts, ask
-from repair_cases import CASES, archive
+from repair_cases import CASES, edited_release
 
 from megacpp_overlays.feature_probes import expert_bias_padding_mask as counts
 from megacpp_overlays.feature_probes import pipeline_padding_mask as stages
@@ -24,11 +24,7 @@ Wheel = Callable[[str, str], Path]
 
 
 def edited(feature: ModuleType, old: str, new: str) -> Finding:
-    tree = archive("megatron_core-0.19.2")
-    source = tree.module(feature.TARGET.module)
-    assert source is not None
-    assert old in source.text
-    return ask(feature.probe, Texts({feature.TARGET.module: source.text.replace(old, new, 1)}, tree))
+    return ask(feature.probe, edited_release(feature.TARGET.module, old, new))
 
 
 @pytest.mark.parametrize("version", WITHOUT_MASKS)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from probing import Texts, ask
-from repair_cases import CASES, archive
+from repair_cases import CASES, edited_release
 
 from megacpp_overlays.feature_probes.mtp_token_counts_local import (
     LOCAL,
@@ -30,11 +30,7 @@ Wheel = Callable[[str, str], Path]
 
 
 def edited(old: str, new: str) -> Finding:
-    tree = archive("megatron_core-0.19.2")
-    source = tree.module(TARGET.module)
-    assert source is not None
-    assert old in source.text
-    return ask(probe, Texts({TARGET.module: source.text.replace(old, new, 1)}, tree))
+    return ask(probe, edited_release(TARGET.module, old, new))
 
 
 @pytest.mark.parametrize("version", WITHOUT_MODULE)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from probing import Texts, ask
-from repair_cases import archive
+from repair_cases import edited_release
 
 from megacpp_overlays.feature_probes.quant_recipe_stale_weights import ENGINE, NOT_TOLD, TARGET, probe
 from megacpp_overlays.model import Finding, Verdict
@@ -21,11 +21,7 @@ Wheel = Callable[[str, str], Path]
 
 
 def edited(release: str, old: str, new: str) -> Finding:
-    tree = archive(f"megatron_core-{release}")
-    source = tree.module(TARGET.module)
-    assert source is not None
-    assert old in source.text
-    return ask(probe, Texts({TARGET.module: source.text.replace(old, new, 1)}, tree))
+    return ask(probe, edited_release(TARGET.module, old, new, release=release))
 
 
 @pytest.mark.parametrize("version", WITHOUT_RECIPES)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from probing import Texts, ask
-from repair_cases import CASES, archive
+from repair_cases import CASES, archive, edited_release
 
 from megacpp_overlays.feature_probes.seq_aux_loss_packed import (
     IN_THE_SHARD,
@@ -34,11 +34,7 @@ Wheel = Callable[[str, str], Path]
 
 def edited(module: str, old: str, new: str) -> list[Finding]:
     """Return what both probes say of the newest release with an edit."""
-    tree = archive("megatron_core-0.19.2")
-    source = tree.module(module)
-    assert source is not None
-    assert old in source.text
-    texts = Texts({module: source.text.replace(old, new, 1)}, tree)
+    texts = edited_release(module, old, new)
     return [ask(each, texts) for each in PROBES]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from probing import Texts, ask
-from repair_cases import CASES, archive
+from repair_cases import CASES, edited_release
 
 from megacpp_overlays.feature_probes.tp_label_smoothing import (
     ENTRY,
@@ -29,11 +29,7 @@ Wheel = Callable[[str, str], Path]
 
 
 def edited(old: str, new: str, module: str = TARGET.module) -> Finding:
-    tree = archive("megatron_core-0.19.2")
-    source = tree.module(module)
-    assert source is not None
-    assert old in source.text
-    return ask(probe, Texts({module: source.text.replace(old, new, 1)}, tree))
+    return ask(probe, edited_release(module, old, new))
 
 
 @pytest.mark.parametrize("version", TOO_OLD)

@@ -247,6 +247,15 @@ def archive(prefix: str) -> ArchiveTree:
     return ArchiveTree(found[0])
 
 
+def edited_release(module: str, old: str, new: str, *, release: str = "0.19.2") -> Texts:
+    """Return a release of megatron-core in which the first place with a text of one module was changed."""
+    tree = archive(f"megatron_core-{release}")
+    source = tree.module(module)
+    assert source is not None
+    assert old in source.text
+    return Texts({module: source.text.replace(old, new, 1)}, tree)
+
+
 IDS = """
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
 
