@@ -8,8 +8,8 @@ functions where it has them (see `indexer_loss`), and the sum over tensor-parall
 
 There the function that chooses keys is replaced as well, if its body is known: scores and masks as before, through upstream's
 own functions, then `top_k.choose`, on devices that have its kernel; on others upstream's function runs. The keys come in
-the order of their positions and not of their scores, -1 where upstream writes -1, and of equal scores at the border the first
-ones. Nobody asks for the order: the callers of `fused_qk_topk_naive` up to 0.19.2, main and dev hand the indices on to
+the order of their positions and not of their scores, with -1 after them where upstream has it, and of equal scores at the border
+the first ones. Nobody asks for the order: the callers of `fused_qk_topk_naive` up to 0.19.2, main and dev hand the indices on to
 masks they are scattered into, in the losses and in attention; to attention that gathers keys by them and passes over
 what is negative, in PyTorch and in TileLang; to cuDNN's, which moves what is negative to the end and sorts the rest; and on dev to
 compressed attention, which adds an offset and does the same. The order of the sums over keys changes with it, as rounding does.

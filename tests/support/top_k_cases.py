@@ -18,6 +18,9 @@ KINDS = (
     "zeros",
     "subnormal",
     "sorted",
+    "powers",
+    "outliers",
+    "largest",
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -51,13 +54,23 @@ def rows(kind: str, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float
         numbers = numbers * 1e-44 if dtype == torch.float32 else numbers * torch.finfo(dtype).tiny / 50
     elif kind == "sorted":
         numbers = numbers.sort(dim=-1).values
+    elif kind == "powers":  # as far apart as exponents let them be
+        numbers = numbers.sign() * torch.finfo(dtype).max ** (numbers.abs().clamp(max=4) / 4) / 1e4
+    elif kind == "outliers":
+        numbers[..., :1], numbers[..., -1:] = torch.finfo(dtype).max, -torch.finfo(dtype).max
+    elif kind == "largest":  # differences are no numbers
+        numbers = numbers.sign() * torch.finfo(dtype).max * (1 - numbers.abs().clamp(max=4) / 10)
     return numbers.to(dtype).to(device)
 
 
 def chosen(row: list[float], k: int, *, mark_infinite: bool = False) -> list[int]:
     """Return what is chosen of one row: the definition, number by number."""
-    ordered = sorted(range(len(row)), key=lambda at: (-math.inf if math.isnan(row[at]) else 0, -row[at], at))
-    return [-1 if mark_infinite and row[at] == -math.inf else at for at in sorted(ordered[:k])]
+    numbers = [math.inf if math.isnan(number) else number for number in row]
+    places = sorted(sorted(range(len(row)), key=lambda at: (-numbers[at], at))[:k])
+    if not mark_infinite:
+        return places
+    finite = [at for at in places if numbers[at] != -math.inf]
+    return finite + [-1] * (k - len(finite))
 
 
 def definition(scores: Any, k: int, *, mark_infinite: bool = False) -> Any:

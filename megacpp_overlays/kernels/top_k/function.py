@@ -25,13 +25,13 @@ LONGEST = 32768
 def choose(scores: torch.Tensor, k: int, *, mark_infinite: bool = False) -> torch.Tensor:
     """Return where the k largest numbers of each row are, in ascending order.
 
-    A NaN is larger than every number and equal to every other NaN, -0.0 and 0.0 are equal, and of equal numbers the
-    first ones are chosen. The same scores always give the same positions. Not differentiable.
+    A NaN counts as infinity, -0.0 and 0.0 are equal, and of equal numbers the first ones are chosen. The same scores always
+    give the same positions. Not differentiable.
 
     Args:
         scores: (..., keys), real numbers, any strides.
         k: how many are chosen, from 0 to keys.
-        mark_infinite: -1 instead of the position where the score is negative infinity.
+        mark_infinite: -1 instead of positions whose score is negative infinity, after all others.
 
     Returns:
         (..., k), int64, contiguous, new.

@@ -10,15 +10,16 @@ import torch
 
 def choose(scores: torch.Tensor, k: int, mark_infinite: bool) -> torch.Tensor:
     """Return the positions: see `top_k.choose`."""
-    ordered = _without_signs_that_mean_nothing(scores).argsort(dim=-1, descending=True, stable=True)
-    places = ordered[..., :k].sort(dim=-1).values
+    keys = scores.size(-1)
+    places = _without_bits_that_mean_nothing(scores).argsort(dim=-1, descending=True, stable=True)[..., :k]
     if mark_infinite:
-        places = places.masked_fill(scores.gather(-1, places) == -torch.inf, -1)
-    return places
+        places = places.masked_fill(scores.gather(-1, places) == -torch.inf, keys)
+    places = places.sort(dim=-1).values
+    return places.masked_fill(places == keys, -1)
 
 
-def _without_signs_that_mean_nothing(scores: torch.Tensor) -> torch.Tensor:
-    """Return the numbers with one zero and one NaN: on some devices a sort looks at bits."""
+def _without_bits_that_mean_nothing(scores: torch.Tensor) -> torch.Tensor:
+    """Return the numbers with one zero, and infinity for a NaN: on some devices a sort looks at bits."""
     if not scores.is_floating_point():
         return scores
-    return torch.where(scores == 0, 0.0, scores).masked_fill(scores.isnan(), torch.nan)
+    return torch.where(scores == 0, 0.0, scores).masked_fill(scores.isnan(), torch.inf)

@@ -1,8 +1,8 @@
 """The k largest numbers of each row in one kernel: a row is read once, held in registers, and only positions are written.
 
-One program for a row. It finds the smallest number that is chosen in at most 33 counts over the row, and ends as soon as
-exactly k numbers reach what it tries, which for numbers that differ is after a dozen or so. Where each chosen position goes
-is what a running count says. No atomics, nothing is sorted, and every row has one order.
+One program for a row. It finds the smallest number that is chosen by counting how many reach a guess, and ends as soon as
+exactly k do, which for numbers that differ is after about ten guesses, and at most 48. Where each chosen position goes is what a
+running count says. No atomics, nothing is sorted, and every row has one order.
 
 CPU tensors in the Triton interpreter; and, once it was run on one, NVIDIA devices of capability 9 with Triton 3.6.
 """
@@ -19,10 +19,13 @@ if Version(triton.__version__) < Version("3.6"):
 from megacpp_overlays.kernels import measured
 from megacpp_overlays.kernels.top_k import device_code
 
-_NUMBERS_OF_A_WARP, _NUMBERS_OF_A_WARP_IN_LONG_ROWS = 512, 1024
-_LONG = 8192
-_CHUNK_OF_A_WARP = 128
-"""How many numbers it looks at together when positions are written."""
+_NUMBERS_OF_A_WARP, _NUMBERS_OF_A_WARP_IN_LONG_ROWS = 1024, 2048
+"""A thread holds 32, and 64 in rows for which more threads would not be enough."""
+_LONG = 16384
+_GROUP = 16
+"""Numbers that follow each other and are counted together."""
+_RANKS_OF_A_WARP = 512
+"""How many ranks a warp holds at a time: 16 a thread, beside which several rows have room on a multiprocessor."""
 
 WAS_RUN_ON_A_GPU = False
 """What no GPU has run yet is not what a training run should find it out by; `tests/gpu/test_top_k.py` says otherwise for itself."""
@@ -42,13 +45,14 @@ def choose(scores: torch.Tensor, k: int, mark_infinite: bool) -> torch.Tensor:
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     result = torch.empty((*scores.shape[:-1], k), dtype=torch.int64, device=scores.device)
     columns = int(triton.next_power_of_2(keys))
-    many = warps(columns)
-    sizes = {"COLUMNS": columns, "CHUNK": min(columns, many * _CHUNK_OF_A_WARP), "num_warps": many}
+    group, many = min(_GROUP, columns), warps(columns)
+    parts = max(1, columns // (many * _RANKS_OF_A_WARP))
+    sizes = {"GROUP": group, "GROUPS": columns // group, "PARTS": parts, "MARKED": mark_infinite, "num_warps": many}
     with torch.cuda.device_of(scores):
-        device_code.choose_rows[rows.size(0),](*(rows, result, keys, k, rows.stride(0)), MARKED=mark_infinite, **sizes)
+        device_code.choose_rows[rows.size(0),](*(rows, result, keys, k, rows.stride(0)), **sizes)
     return result
 
 
 def warps(columns: int) -> int:
-    """Return how many warps share a row: 16 numbers a thread, 32 in long rows."""
+    """Return how many warps share a row."""
     return max(1, columns // (_NUMBERS_OF_A_WARP if columns < _LONG else _NUMBERS_OF_A_WARP_IN_LONG_ROWS))
