@@ -30,11 +30,9 @@ TRAINED = {"4096 keys": (4096, 4096, 2048), "32768 keys": (4096, 32768, 2048)}
 def switched_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the kernel run here, whether or not a GPU has run it before."""
     monkeypatch.setattr(in_triton, "WAS_RUN_ON_A_GPU", True)
-    for cached in (top_k.implementation, top_k._of_device):
-        cached.cache_clear()
+    top_k._of_device.cache_clear()
     yield
-    for cached in (top_k.implementation, top_k._of_device):
-        cached.cache_clear()
+    top_k._of_device.cache_clear()
 
 
 def assert_right(scores: Any, k: int, what: str) -> None:

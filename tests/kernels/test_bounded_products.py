@@ -5,8 +5,6 @@ What they compute on a GPU is in tests/gpu.
 
 from __future__ import annotations
 
-import json
-import os
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ import torch
 import warm_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import HANG_S, ROOT, SUPPORT
 
 from megacpp_overlays.kernels.masked_products import products as bounded_products
 from megacpp_overlays.kernels.masked_products.panels import WHOLE
@@ -23,17 +20,6 @@ from megacpp_overlays.kernels.masked_products.token_selection import select
 
 ROUNDING = 1e-3
 """Largest relative error in float16."""
-
-
-def child(script: str, **variables: str) -> Any:
-    """Return what a script in this folder answers in an interpreter of its own."""
-    tests = SUPPORT
-    path = os.pathsep.join([str(tests), str(ROOT)])
-    env = {**os.environ, "PYTHONPATH": path, "MEGACPP_OVERLAYS_LOG": "logging", **variables}
-    command = ["-W", "ignore", str(tests / script)]
-    done = warm_python.run(command, env, after=warm_python.TRITON, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
 
 
 # On the CPU
@@ -170,7 +156,7 @@ def test_without_a_row_there_is_no_program_and_the_sum_is_zero() -> None:
 def facts() -> Any:
     """Return what `bounded_products_facts.py` found. No kernel runs on a device."""
     pytest.importorskip("triton")
-    return child("bounded_products_facts.py", TRITON_INTERPRET="1")
+    return warm_python.answers("bounded_products_facts.py", TRITON_INTERPRET="1")
 
 
 def test_triton_agrees_with_float64_on_every_count(facts: Any) -> None:
@@ -212,7 +198,7 @@ def test_triton_adds_up_the_rows_that_count(facts: Any) -> None:
 def programs() -> Any:
     """Return what `bounded_products_targets.py` found: what each program needs on compute capability 9.0."""
     pytest.importorskip("triton")
-    found = child("bounded_products_targets.py", TRITON_INTERPRET="0")
+    found = warm_python.answers("bounded_products_targets.py", TRITON_INTERPRET="0")
     if "obstacle" in found:
         pytest.skip(found["obstacle"])
     return found["programs"]

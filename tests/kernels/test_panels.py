@@ -7,8 +7,6 @@ test_bounded_products; what the GPU makes of it all is in tests/gpu.
 from __future__ import annotations
 
 import itertools
-import json
-import os
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ import warm_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_cross_entropy_cases import IGNORED, Inputs, call, draw, found, leaves_of, truth
-from places import HANG_S, ROOT, SUPPORT
 
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
 from megacpp_overlays.kernels.linear_cross_entropy.shard import Shard, Wanted
@@ -178,12 +175,7 @@ def test_what_stays_of_few_tokens_is_not_computed_again() -> None:
 
 def test_triton_finds_what_float64_does() -> None:
     pytest.importorskip("triton")
-    path = os.pathsep.join([str(SUPPORT), str(ROOT)])
-    env = {**os.environ, "PYTHONPATH": path, "MEGACPP_OVERLAYS_LOG": "logging", "TRITON_INTERPRET": "1"}
-    command = ["-W", "ignore", str(SUPPORT / "panel_facts.py")]
-    done = warm_python.run(command, env, after=warm_python.TRITON, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr[-4000:]
-    facts = json.loads(done.stdout)
+    facts = warm_python.answers("panel_facts.py", TRITON_INTERPRET="1")
 
     assert len(facts) == 5
     assert {name: each for name, each in facts.items() if not max(each["errors"]) < each["rounding"]} == {}

@@ -160,7 +160,6 @@ def way(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
     from megacpp_overlays.kernels.top_k import in_triton
 
     monkeypatch.setattr(in_triton, "WAS_RUN_ON_A_GPU", True)
-    top_k.implementation.cache_clear()
     top_k._of_device.cache_clear()
     monkeypatch.setattr(measured, "_said", set())
     monkeypatch.setattr(torch.version, "hip", None)
@@ -180,7 +179,6 @@ def way(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
         return top_k.implementation(dtype, keys, device).__name__.rpartition(".")[2]
 
     yield name
-    top_k.implementation.cache_clear()
     top_k._of_device.cache_clear()
 
 

@@ -5,8 +5,6 @@ On the CPU, in plain PyTorch, and with the passes in Triton's interpreter; what 
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_cross_entropy_cases import IGNORED, call, errors, found, leaves_of, truth
 from nothing_cases import CLASSES, DEPTH, ROWS, room, written
-from places import HANG_S, ROOT, SUPPORT
 from two_paths_cases import SIZES, TOKENS, labelled, memory_of, poisoned
 
 from megacpp_overlays.kernels.linear_cross_entropy import block_sizes, entry
@@ -44,17 +41,6 @@ def close(seen: dict[str, torch.Tensor], true: dict[str, torch.Tensor]) -> None:
     assert seen.keys() == true.keys()
     for name, each in true.items():
         torch.testing.assert_close(seen[name].double(), each.double(), rtol=1e-9, atol=1e-9, equal_nan=True)
-
-
-def child(script: str) -> Any:
-    """Return what a script in the folder of helpers answers with Triton interpreted."""
-    pytest.importorskip("triton")
-    path = os.pathsep.join([str(SUPPORT), str(ROOT)])
-    env = {**os.environ, "PYTHONPATH": path, "MEGACPP_OVERLAYS_LOG": "logging", "TRITON_INTERPRET": "1"}
-    command = ["-W", "ignore", str(SUPPORT / script)]
-    done = warm_python.run(command, env, after=warm_python.TRITON, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
 
 
 # What it computes
@@ -326,7 +312,8 @@ def test_passes_over_nothing_leave_numbers_and_gradients_as_they_are() -> None:
 
 
 def test_triton_goes_both_ways_and_writes_nothing_on_the_empty_one() -> None:
-    facts = child("two_paths_facts.py")
+    pytest.importorskip("triton")
+    facts = warm_python.answers("two_paths_facts.py", TRITON_INTERPRET="1")
 
     assert len(facts["whole"]) == 4
     assert {name: each for name, each in facts["whole"].items() if not max(each.values()) < 1e-2} == {}

@@ -6,7 +6,6 @@ they compute there is in tests/gpu.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 import warm_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import HANG_S, ROOT, SUPPORT
+from places import ROOT
 from vocabulary_softmax_cases import CASES, EXTRAS, TOKENS, Case, draw, run, truth
 
 from megacpp_overlays.kernels.vocabulary_softmax import in_torch as vocabulary_softmax_torch
@@ -29,17 +28,6 @@ SHARED = 48 * 2**10
 """Bytes of shared memory that a program gets anywhere without asking for more."""
 ROUNDING = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 5e-3}
 """Largest relative error of a gradient, by the dtype that it is written in."""
-
-
-def child(script: str, *arguments: str, **variables: str) -> Any:
-    """Return what a script in this folder answers in an interpreter of its own."""
-    tests = SUPPORT
-    path = [str(tests), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "MEGACPP_OVERLAYS_LOG": "logging"}
-    command = ["-W", "ignore", str(tests / script), *arguments]
-    done = warm_python.run(command, {**env, **variables}, after=warm_python.TRITON, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
 
 
 # In PyTorch
@@ -191,7 +179,7 @@ def test_pytorch_in_float32_agrees_with_float64(name: str) -> None:
 def facts() -> Any:
     """Return what `vocabulary_softmax_facts.py` found. No kernel runs on a device."""
     pytest.importorskip("triton")
-    return child("vocabulary_softmax_facts.py", TRITON_INTERPRET="1")
+    return warm_python.answers("vocabulary_softmax_facts.py", TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -238,7 +226,7 @@ def test_the_public_function_goes_through_triton_and_is_right(facts: Any) -> Non
 def programs() -> Any:
     """Return what `vocabulary_softmax_targets.py` found: for each architecture, what each program needs."""
     pytest.importorskip("triton")
-    found = child("vocabulary_softmax_targets.py", *ARCHITECTURES, TRITON_INTERPRET="0")
+    found = warm_python.answers("vocabulary_softmax_targets.py", *ARCHITECTURES, TRITON_INTERPRET="0")
     if "obstacle" in found:
         pytest.skip(found["obstacle"])
     return found

@@ -4,7 +4,7 @@
 asks for neither the order nor the numbers, so here nothing is sorted, and of equal numbers the first ones are taken.
 
 One custom operator, so that CUDA graphs and torch.compile treat it as one step. Which way it computes is settled by
-dtype, length of a row and device, once for each combination: a kernel that reads every row once on NVIDIA devices of
+dtype, length of a row and device, of which the last is asked once: a kernel that reads every row once on NVIDIA devices of
 capability 9, sorting in PyTorch for everything else.
 """
 
@@ -60,7 +60,6 @@ def _(scores: torch.Tensor, k: int, _mark_infinite: bool) -> torch.Tensor:
     return scores.new_empty((*scores.shape[:-1], k), dtype=torch.int64)
 
 
-@functools.cache
 def implementation(dtype: torch.dtype, keys: int, device: torch.device) -> ModuleType:
     """Return the module that computes: a kernel where it takes these rows, else PyTorch."""
     if dtype in {torch.float32, torch.bfloat16, torch.float16} and keys <= LONGEST:
