@@ -63,7 +63,7 @@ def of_labelled(each: Found) -> Iterator[Goal]:
     """Yield the rows on a batch some of whose tokens have a label: time beside the products over those, and memory."""
     rows = each["rows"]
     where = f"{size(each['shape'])}, {each['labelled']} tokens labelled"
-    for name, floor in ((SKIPPED, FOUR), (KEPT_SKIPPED, FOUR), (KEPT_SKIPPED, THREE)):
+    for name, floor in ((OURS, FOUR), (SKIPPED, FOUR), (KEPT_SKIPPED, FOUR), (KEPT_SKIPPED, THREE)):
         if each["labelled"] < each["shape"]["tokens"]:
             asked = f"<= {OF_LABELLED} x the {floor} over them"
             yield from at_most(f"{where}, {name}", asked, rows, name, floor, OF_LABELLED)
@@ -109,7 +109,7 @@ def at_most(where: str, asked: str, rows: Found, name: str, other: str, limit: f
     if found is None:
         yield where, asked, f"{name} or {other} did not run", "not measured"
         return
-    yield goal(where, asked, f"{found[0]:.3f} x, cold {found[1]:.3f} x", max(found) <= limit)
+    yield goal(where, asked, f"{found[0]:.3f} x, cold {found[1]:.3f} x", round(max(found), 3) <= limit)
 
 
 def faster(where: str, rows: Found, peer: str, times: float) -> Iterator[Goal]:

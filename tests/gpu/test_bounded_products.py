@@ -125,7 +125,7 @@ def test_rows_come_first_and_go_back_in_their_own_memory(columns: int, dtype: to
     selection.bring_first(rows)
     came = rows[: int(selection.count)].clone()
     rows[int(selection.count) :] = 0
-    back = selection.put_back(rows, dtype)
+    back = selection.put_back(rows, dtype, in_place=True)
 
     assert torch.equal(came, expected)
     assert back.data_ptr() == whole.data_ptr()

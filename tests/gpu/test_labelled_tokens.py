@@ -17,7 +17,7 @@ import torch
 from linear_cross_entropy_cases import IGNORED, Inputs, call, capture, draw, errors, found, leaves_of, truth
 from two_paths_cases import poisoned
 
-from megacpp_overlays.kernels.linear_cross_entropy import block_sizes, entry
+from megacpp_overlays.kernels.linear_cross_entropy import entry
 from megacpp_overlays.kernels.linear_cross_entropy import memory as linear_cross_entropy_memory
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
 from megacpp_overlays.kernels.masked_products.panels import NOTHING, WHOLE, Panels
@@ -56,12 +56,6 @@ MODELS = [
     (8192, 8192, 128256),
     (4096, 2048, 32000),
 ]
-
-
-@pytest.fixture(autouse=True)
-def two_paths_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let both paths run here, whether or not a GPU has run them before."""
-    monkeypatch.setattr(block_sizes, "_TWO_PATHS_WERE_RUN_ON_A_GPU", True)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ With `-s` the lengths and kinds are printed as they are done.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 from top_k_cases import DTYPES, KINDS, rows, some_of
 
 from megacpp_overlays.kernels.top_k import function as top_k
-from megacpp_overlays.kernels.top_k import in_torch, in_triton
+from megacpp_overlays.kernels.top_k import in_torch
 
 # Triton, inductor and torch's debug modes warn as they like.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -24,15 +23,6 @@ DEVICE = "cuda"
 KEYS = (1, 2, 31, 32, 33, 127, 500, 512, 513, 1024, 2000, 4095, 4096, 4097, 8192, 10000, 16384, 16385, 32767, 32768)
 TRAINED = {"4096 keys": (4096, 4096, 2048), "32768 keys": (4096, 32768, 2048)}
 """Rows, keys and how many are chosen."""
-
-
-@pytest.fixture(autouse=True)
-def switched_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let the kernel run here, whether or not a GPU has run it before."""
-    monkeypatch.setattr(in_triton, "WAS_RUN_ON_A_GPU", True)
-    top_k._of_device.cache_clear()
-    yield
-    top_k._of_device.cache_clear()
 
 
 def assert_right(scores: Any, k: int, what: str) -> None:

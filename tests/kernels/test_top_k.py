@@ -157,9 +157,6 @@ def test_scores_that_want_a_gradient_are_taken_and_positions_have_none() -> None
 def way(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
     """Return the name of the module that computes, on a host that pretends to have a device."""
     pytest.importorskip("triton")
-    from megacpp_overlays.kernels.top_k import in_triton
-
-    monkeypatch.setattr(in_triton, "WAS_RUN_ON_A_GPU", True)
     top_k._of_device.cache_clear()
     monkeypatch.setattr(measured, "_said", set())
     monkeypatch.setattr(torch.version, "hip", None)
@@ -180,14 +177,6 @@ def way(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
 
     yield name
     top_k._of_device.cache_clear()
-
-
-def test_what_no_gpu_has_run_is_for_none(way: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from megacpp_overlays.kernels.top_k import in_triton
-
-    monkeypatch.setattr(in_triton, "WAS_RUN_ON_A_GPU", False)
-
-    assert way() == "in_torch"
 
 
 def test_the_kernel_is_for_hopper(way: Callable[..., str]) -> None:

@@ -15,8 +15,6 @@ from megacpp_overlays.kernels.masked_products.panels import Panels
 from megacpp_overlays.kernels.masked_products.products import available
 from megacpp_overlays.kernels.masked_products.token_selection import Selection
 
-_TWO_PATHS_WERE_RUN_ON_A_GPU = False
-"""Until they were, tokens of a GPU are skipped on one path; `tests/gpu/test_labelled_tokens.py` says otherwise for itself."""
 _NUMBERS_OF_A_SELECTED_TOKEN = 64
 """Bytes beside its hidden states: its place, its label, and what turns its logits into their gradient."""
 
@@ -60,8 +58,6 @@ def two_paths(hidden: torch.Tensor, shard: Shard, memory: Memory, selection: Sel
     first. A rank of several sends its gradient beside the last product, of which there is none on a way that is empty.
     """
     if selection is None or memory.masked is not Masked.SKIP or not shard.is_whole:
-        return None
-    if hidden.is_cuda and not _TWO_PATHS_WERE_RUN_ON_A_GPU:
         return None
     if shard.weight.dtype != hidden.dtype or is_one_block(hidden, shard, memory) or not copies(hidden, shard, memory):
         return None

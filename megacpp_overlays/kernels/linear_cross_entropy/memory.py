@@ -15,7 +15,7 @@ dtype. Under sequence parallelism the gathered hidden states, and their float32 
 `skip` leaves tokens out of the products: in a forward pass those whose label is `ignore_index`, in a backward pass those
 without a gradient, which are the same ones and those that a mask takes out. It is for half precision on compute
 capability 9 with Triton 3.6, and for the CPU; elsewhere all tokens are computed, as `compute` says. Where no token is masked skipping
-that is the same for any number of tokens costs up to 13% on an H200, so `auto` skips only if at most three quarters of the tokens have a gradient,
+that is the same for any number of tokens costs 2 to 9% on an H200, so `auto` skips only if at most three quarters of the tokens have a gradient,
 and in forward passes only if at most three quarters have a label. It counts both in the first backward pass of 256 tokens
 or more that is not being captured, the one place here that waits for the device, and what it finds holds for every later
 call. So the first forward pass computes all tokens, and so does a process that never has a backward pass. Until then
@@ -35,7 +35,7 @@ Told to `skip`, one rank launches its products twice where a copy makes blocks n
 where they are in blocks as wide as without a copy, and over a copy of some. The device makes one of the two empty
 (`two_paths`): where no token is masked that of a copy, else that of all. Both share one memory, that of the larger, so what
 stays from a forward pass is as much as it would be without a copy. If all tokens have a label and not all a gradient, the
-logits that stayed are computed again. No GPU has run this yet: there a copy is made in every case.
+logits that stayed are computed again. On an H200 launches that find nothing to do take 0.4 to 1.7 ms of a step of 52 to 97.
 
 Where at most half of the tokens are not skipped, a block of logits, which has room for all, holds those of several blocks,
 as many as find room, so products are larger and more of the logits stay from the forward pass. The device chooses how many

@@ -17,6 +17,10 @@ _LOWEST = tl.constexpr(-3.4028234663852886e38)
 """The smallest float32."""
 _INTERPOLATED = tl.constexpr(16)
 """Guesses that are interpolated: rows of normal numbers need 6 to 14 of them, and halving at most 32 more."""
+_CLOSED = tl.constexpr(12)
+"""Guesses after which, and after as many more each time, both ends go to numbers of the row: most rows need fewer guesses, and
+where many numbers are equal those that are left may all be.
+"""
 _FILLED = tl.constexpr(512)
 """How many places that stay without a position are written together."""
 
@@ -93,7 +97,7 @@ def _threshold(numbers, k):
     # How far away from k the counts are. Of a side that stays where it is, this is halved, so that guesses come closer to it
     # (the Illinois variant of false position).
     above, below = (count - k).to(tl.float32), tl.zeros((), tl.float32) + k
-    moved, looks = 0, 0
+    moved, looks, closed = 0, 0, 0 + _CLOSED
     while low < high - 1:
         place = _guess(low, high, above, below, looks)
         count = _count(numbers >= _number_at(place))
@@ -106,6 +110,11 @@ def _threshold(numbers, k):
         low = tl.where(is_low, place, low)
         high = tl.where(count == k, place + 1, tl.where(is_low, high, place))
         looks += 1
+        if looks == closed:
+            closed += _CLOSED
+            lowest = tl.min(tl.where(numbers >= _number_at(low), numbers, _INFINITY))
+            highest = tl.max(tl.where(numbers <= _number_at(high - 1), numbers, -_INFINITY))
+            low, high = tl.maximum(low, _order_of(lowest)), tl.minimum(high, _order_of(highest) + 1)
     return _number_at(low), is_exact
 
 

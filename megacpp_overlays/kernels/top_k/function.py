@@ -19,7 +19,7 @@ import torch
 from megacpp_overlays.kernels.top_k import in_torch
 
 LONGEST = 32768
-"""Numbers of a row that the kernel takes: 1024 threads hold 32 each."""
+"""Numbers of a row that the kernel takes: 512 threads hold 64 each."""
 
 
 def choose(scores: torch.Tensor, k: int, *, mark_infinite: bool = False) -> torch.Tensor:

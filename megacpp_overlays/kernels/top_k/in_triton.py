@@ -4,7 +4,7 @@ One program for a row. It finds the smallest number that is chosen by counting h
 exactly k do, which for numbers that differ is after about ten guesses, and at most 48. Where each chosen position goes is what a
 running count says. No atomics, nothing is sorted, and every row has one order.
 
-CPU tensors in the Triton interpreter; and, once it was run on one, NVIDIA devices of capability 9 with Triton 3.6.
+CPU tensors in the Triton interpreter, and NVIDIA devices of capability 9 with Triton 3.6.
 """
 
 from __future__ import annotations
@@ -19,23 +19,19 @@ if Version(triton.__version__) < Version("3.6"):
 from megacpp_overlays.kernels import measured
 from megacpp_overlays.kernels.top_k import device_code
 
-_NUMBERS_OF_A_WARP, _NUMBERS_OF_A_WARP_IN_LONG_ROWS = 1024, 2048
-"""A thread holds 32, and 64 in rows for which more threads would not be enough."""
-_LONG = 16384
+_NUMBERS_OF_A_WARP = 2048
+"""64 a thread. With fewer a row is shared by more warps, which meet at every count; with more there is room for fewer rows."""
 _GROUP = 16
 """Numbers that follow each other and are counted together."""
 _RANKS_OF_A_WARP = 512
 """How many ranks a warp holds at a time: 16 a thread, beside which several rows have room on a multiprocessor."""
-
-WAS_RUN_ON_A_GPU = False
-"""What no GPU has run yet is not what a training run should find it out by; `tests/gpu/test_top_k.py` says otherwise for itself."""
 
 
 def takes(device: torch.device) -> bool:
     """Return whether this kernel runs on a device."""
     if device.type == "cpu":
         return bool(device_code.INTERPRETED)
-    return WAS_RUN_ON_A_GPU and not measured.declines(device, "top-k", "PyTorch chooses")
+    return not measured.declines(device, "top-k", "PyTorch chooses")
 
 
 def choose(scores: torch.Tensor, k: int, mark_infinite: bool) -> torch.Tensor:
@@ -55,4 +51,4 @@ def choose(scores: torch.Tensor, k: int, mark_infinite: bool) -> torch.Tensor:
 
 def warps(columns: int) -> int:
     """Return how many warps share a row."""
-    return max(1, columns // (_NUMBERS_OF_A_WARP if columns < _LONG else _NUMBERS_OF_A_WARP_IN_LONG_ROWS))
+    return max(1, columns // _NUMBERS_OF_A_WARP)
