@@ -74,7 +74,12 @@ HERE := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 proof: .envs/proof/.ready ## the same of Megatron-LM's own launcher, on a GPU if there is one: MEGATRON_LM=CHECKOUT says where it is; writes proof/results/megatron-gpu.md or -cpu.md
 	@$(if $(MEGATRON_LM),,$(error say MEGATRON_LM=CHECKOUT, a checkout of https://github.com/NVIDIA/Megatron-LM such as of the tag core_v0.19.0))
 	@$(PROOF_PYTHON) -W ignore proof/run.py --megatron-lm $(MEGATRON_LM) --json proof/results/megatron-$(HERE).json \
-	    --write proof/results/megatron-$(HERE).md
+	    --write proof/results/megatron-$(HERE).md --plot proof/results/megatron-$(HERE).svg
+
+.PHONY: peers
+peers: .envs/proof/.ready archives ## tests of others, as they are, without overlays and with them: Liger's of its loss, and with MEGATRON_LM=CHECKOUT Megatron-LM's
+	@$(PROOF_PYTHON) -W ignore proof/run.py --only liger-tests
+	@$(if $(MEGATRON_LM),$(PROOF_PYTHON) -W ignore proof/run.py --megatron-lm $(MEGATRON_LM) --only megatron-tests --only megatron-unit-tests,echo "MEGATRON_LM=CHECKOUT runs those of a checkout of Megatron-LM, too")
 
 .PHONY: proof-bridge
 proof-bridge: .envs/bridge/.ready ## the same of the pretrain function of megatron-bridge, on a CPU; writes proof/results/bridge-cpu.md

@@ -27,6 +27,8 @@ def launches(found: Found) -> list[str]:
         f"`megacpp-overlays run --verify-ranks` in front of that. Layers `{found['pattern']}`: D is DeepSeek sparse attention over absorbed",
         "latent attention, M Mamba-2, - an MLP, E experts, in Megatron's local modules (`proof/launchers/local_stack.py`).",
         f"{found['steps']} steps, bfloat16. {WHERE[found['host']]}",
+        "",
+        f"![Losses of each step; on a GPU also a step's time, memory and the largest micro-batch](megatron-{found['host']}.svg)",
         *(line for layout in Layout for line in losses(found, layout)),
         "",
         "Decisions where overlays are on:",

@@ -33,6 +33,7 @@ import resource
 import time
 from datetime import datetime, timezone
 
+import megatron_plot
 import page
 import plot
 import proofs
@@ -61,7 +62,8 @@ def main() -> int:
         took = f"{found['seconds']:.0f} s, of which its processes computed for {found['cpu_seconds']:.0f} s"
         print(f"\n{summary(found['claims'])}\n{took}", flush=True)
     report.keep(found, chosen.json)
-    for path, make in ((chosen.write, page.markdown), (chosen.plot, plot.svg)):
+    draw = megatron_plot.svg if "megatron" in found["measured"] else plot.svg
+    for path, make in ((chosen.write, page.markdown), (chosen.plot, draw)):
         if path:
             path.write_text(make(found))
     return exit_code(found["claims"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -612,3 +613,46 @@ def test_the_launcher_of_a_given_checkout_bears_every_claim(tmp_path: Path) -> N
     )
 
     assert done.returncode == 0, done.stdout
+
+
+# The page and its plot
+
+
+@pytest.mark.parametrize("host", ["cpu", "gpu"])
+def test_page_and_plot_that_are_kept_are_those_of_the_receipts(host: str) -> None:
+    import megatron_plot
+    import page
+
+    results = ROOT / "proof/results"
+    receipts = json.loads((results / f"megatron-{host}.json").read_text())
+
+    assert page.markdown(receipts) == (results / f"megatron-{host}.md").read_text()
+    assert megatron_plot.svg(receipts) == (results / f"megatron-{host}.svg").read_text()
+    assert f"(megatron-{host}.svg)" in page.markdown(receipts)
+
+
+def test_the_plot_says_what_the_claims_say() -> None:
+    import megatron_plot
+
+    receipts: Kept = json.loads((ROOT / "proof/results/megatron-gpu.json").read_text())
+    figures = {claim["id"]: claim["figure"] for claim in receipts["claims"]}
+
+    drawn = megatron_plot.svg(receipts)
+
+    ours, stock = re.match(r"(\d+ ms) a step, stock (\d+ ms)", figures["megatron-time"]).groups()
+    assert (f">{ours}, overlays<" in drawn, f">{stock}, stock<" in drawn) == (True, True)
+    ours, stock = re.match(r"([\d.]+ GiB), stock ([\d.]+ GiB)", figures["megatron-memory"]).groups()
+    assert (f">{ours}, overlays<" in drawn, f">{stock}, stock<" in drawn) == (True, True)
+    ours, stock = re.match(r"(\d+) .*; stock: (\d+) ", figures["megatron-micro-batch"]).groups()
+    assert (f">{ours}, overlays<" in drawn, f">{stock}, stock<" in drawn) == (True, True)
+    assert (drawn.count("<polyline"), drawn.count('rx="2"')) == (2, 6)
+
+
+def test_a_cpu_has_no_bars_and_a_proof_without_launches_no_lines(receipts: Kept) -> None:
+    import megatron_plot
+
+    on_a_cpu = megatron_plot.svg(receipts)
+    del receipts["measured"]["megatron"]
+
+    assert (on_a_cpu.count("<polyline"), on_a_cpu.count('rx="2"')) == (2, 0)
+    assert "The launches over one rank were not measured." in megatron_plot.svg(receipts)

@@ -1,0 +1,99 @@
+"""The plot of a proof with Megatron-LM's own launcher: losses step by step, and on a GPU what a step takes."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from claims import Found
+from drawing import bar, curve, line, sheet, text
+from megatron_claims import on_a_gpu, run, step_ms
+from megatron_launches import BOTH, Launch, Way
+
+WIDTH, NARROW, HEIGHT, TOP, BOTTOM, LEFT, ACROSS = 900, 540, 400, 96, 350, 60, 370
+BARS, LONGEST, ROW = 520, 250, 84
+KINDS = {Way.STOCK: ("other", "peer", 7.0, "stock, the broad line"), Way.OVERLAYS: ("ours", "ours", 2.0, "by megacpp-overlays run")}  # fmt: skip
+"""Of each way: the class of its line, that of its bars, the width of its line, and its words in the legend."""
+
+
+class Pair(NamedTuple):
+    """One number of both ways."""
+
+    words: str
+    values: dict[Way, float]
+    form: str
+    """How a number is written."""
+
+
+def svg(found: Found) -> str:
+    """Return the plot; one without lines where the launches over one rank were not measured."""
+    title = "Megatron-LM's own launcher, stock and with overlays"
+    where = f"{found['host'].get('gpu', 'CPU')}, torch {found['versions']['torch']}, {found['date']}"
+    body = [text(20, 26, title, size=16, weight=600), text(20, 46, where, kind="quiet")]
+    measured = found["measured"].get("megatron")
+    if measured is None:
+        return sheet(WIDTH, HEIGHT, title, "The launches over one rank were not measured.", body)
+    body += [
+        text(left, 70, KINDS[way][3], kind=f"{KINDS[way][0]}-text")
+        for left, way in zip((LEFT, LEFT + 190), BOTH, strict=True)
+    ]
+    series = {way: run(measured, Launch(way))["losses"] for way in BOTH}
+    ends = "; ".join(f"{way.value} {each[0]:.3f} to {each[-1]:.3f}" for way, each in series.items())
+    sentences = [f"Loss of each step: {ends}."]
+    body += _losses(series)
+    drawn = pairs(found)
+    for place, pair in enumerate(drawn):
+        body += _bars(pair, TOP + 6 + place * ROW)
+        numbers = ", ".join(f"{way.value} {pair.form.format(pair.values[way])}" for way in BOTH)
+        sentences.append(f"{pair.words}: {numbers}.")
+    return sheet(WIDTH if drawn else NARROW, HEIGHT, title, " ".join(sentences), body)
+
+
+def pairs(found: Found) -> list[Pair]:
+    """Return what is drawn as bars: nothing on a CPU, whose times and memory say nothing of a GPU's."""
+    measured, batches = found["measured"]["megatron"], found["measured"].get("megatron-micro-batch")
+    if not on_a_gpu(measured):
+        return []
+    drawn = [
+        Pair("a step", {way: step_ms(run(measured, Launch(way))) for way in BOTH}, "{:.0f} ms"),
+        Pair("most memory", {way: run(measured, Launch(way))["peak_mib"] / 1024 for way in BOTH}, "{:.1f} GiB"),
+    ]
+    if batches:
+        largest = {way: float(batches["largest"][way.value]) for way in BOTH}
+        drawn.append(Pair("largest micro-batch that fits", largest, "{:.0f}"))
+    return drawn
+
+
+def _losses(series: dict[Way, list[float]]) -> list[str]:
+    """Draw losses, each decade as high as another: what is learnt last would lie on the axis else."""
+    values = [value for each in series.values() for value in each]
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    steps, right = len(series[Way.STOCK]), LEFT + ACROSS
+
+    def down(value: float) -> float:
+        return TOP + 20 + (BOTTOM - TOP - 20) * (high - math.log10(value)) / (high - low)
+
+    def across(place: int) -> float:
+        return LEFT + ACROSS * place / (steps - 1)
+
+    body = [text(LEFT, TOP + 6, "Loss", weight=600)]
+    for decade in range(low, high + 1):
+        body.append(line(LEFT, down(10**decade), right, down(10**decade), "axis" if decade == low else "faint"))
+        body.append(text(LEFT - 8, down(10**decade) + 4, f"{10**decade:g}", anchor="end"))
+    shown = sorted({0, (steps - 1) // 2, steps - 1})
+    body += [text(across(place), BOTTOM + 18, str(place + 1), anchor="middle") for place in shown]
+    body.append(text(LEFT + ACROSS / 2, BOTTOM + 38, "step", kind="quiet", anchor="middle"))
+    for way in BOTH:
+        points = [(across(place), down(value)) for place, value in enumerate(series[way])]
+        body.append(curve(points, f"{KINDS[way][0]}-line", KINDS[way][2]))
+    return body
+
+
+def _bars(pair: Pair, top: float) -> list[str]:
+    longest = max(pair.values.values())
+    body = [text(BARS, top, pair.words, weight=600)]
+    for place, way in enumerate(BOTH):
+        at, length = top + 10 + place * 24, LONGEST * pair.values[way] / longest
+        body.append(bar(BARS, at, length, 18, KINDS[way][1]))
+        body.append(text(BARS + length + 8, at + 14, f"{pair.form.format(pair.values[way])}, {way.value}"))
+    return body
