@@ -109,7 +109,7 @@ def at_most(where: str, asked: str, rows: Found, name: str, other: str, limit: f
     if found is None:
         yield where, asked, f"{name} or {other} did not run", "not measured"
         return
-    yield goal(where, asked, f"{found[0]:.3f} x, cold {found[1]:.3f} x", round(max(found), 3) <= limit)
+    yield goal(where, asked, f"{found[0]:.3f} x, cold {found[1]:.3f} x", max(found) <= limit)
 
 
 def faster(where: str, rows: Found, peer: str, times: float) -> Iterator[Goal]:
