@@ -9,11 +9,28 @@ from claims import Found
 from drawing import bar, curve, line, sheet, text
 from megatron_claims import on_a_gpu, run, step_ms
 from megatron_launches import BOTH, Launch, Way
+from plot import ACROSS, BOTTOM, HEIGHT, TOP, WIDTH, across_steps, steps_below
 
-WIDTH, NARROW, HEIGHT, TOP, BOTTOM, LEFT, ACROSS = 900, 540, 400, 96, 350, 60, 370
+NARROW, LEFT = 540, 60
 BARS, LONGEST, ROW = 520, 250, 84
-KINDS = {Way.STOCK: ("other", "peer", 7.0, "stock, the broad line"), Way.OVERLAYS: ("ours", "ours", 2.0, "by megacpp-overlays run")}  # fmt: skip
-"""Of each way: the class of its line, that of its bars, the width of its line, and its words in the legend."""
+
+
+class Look(NamedTuple):
+    """How one way is drawn."""
+
+    kind: str
+    """Of its line and of its words in the legend."""
+    bars: str
+    """The kind of its bars."""
+    width: float
+    """Of its line."""
+    words: str
+
+
+LOOKS = {
+    Way.STOCK: Look("other", "peer", 7.0, "stock, the broad line"),
+    Way.OVERLAYS: Look("ours", "ours", 2.0, "by megacpp-overlays run"),
+}
 
 
 class Pair(NamedTuple):
@@ -34,7 +51,7 @@ def svg(found: Found) -> str:
     if measured is None:
         return sheet(WIDTH, HEIGHT, title, "The launches over one rank were not measured.", body)
     body += [
-        text(left, 70, KINDS[way][3], kind=f"{KINDS[way][0]}-text")
+        text(left, 70, LOOKS[way].words, kind=f"{LOOKS[way].kind}-text")
         for left, way in zip((LEFT, LEFT + 190), BOTH, strict=True)
     ]
     series = {way: run(measured, Launch(way))["losses"] for way in BOTH}
@@ -73,19 +90,14 @@ def _losses(series: dict[Way, list[float]]) -> list[str]:
     def down(value: float) -> float:
         return TOP + 20 + (BOTTOM - TOP - 20) * (high - math.log10(value)) / (high - low)
 
-    def across(place: int) -> float:
-        return LEFT + ACROSS * place / (steps - 1)
-
     body = [text(LEFT, TOP + 6, "Loss", weight=600)]
     for decade in range(low, high + 1):
         body.append(line(LEFT, down(10**decade), right, down(10**decade), "axis" if decade == low else "faint"))
         body.append(text(LEFT - 8, down(10**decade) + 4, f"{10**decade:g}", anchor="end"))
-    shown = sorted({0, (steps - 1) // 2, steps - 1})
-    body += [text(across(place), BOTTOM + 18, str(place + 1), anchor="middle") for place in shown]
-    body.append(text(LEFT + ACROSS / 2, BOTTOM + 38, "step", kind="quiet", anchor="middle"))
+    body += steps_below(LEFT, steps)
     for way in BOTH:
-        points = [(across(place), down(value)) for place, value in enumerate(series[way])]
-        body.append(curve(points, f"{KINDS[way][0]}-line", KINDS[way][2]))
+        points = [(across_steps(LEFT, place, steps), down(value)) for place, value in enumerate(series[way])]
+        body.append(curve(points, f"{LOOKS[way].kind}-line", LOOKS[way].width))
     return body
 
 
@@ -94,6 +106,6 @@ def _bars(pair: Pair, top: float) -> list[str]:
     body = [text(BARS, top, pair.words, weight=600)]
     for place, way in enumerate(BOTH):
         at, length = top + 10 + place * 24, LONGEST * pair.values[way] / longest
-        body.append(bar(BARS, at, length, 18, KINDS[way][1]))
+        body.append(bar(BARS, at, length, 18, LOOKS[way].bars))
         body.append(text(BARS + length + 8, at + 14, f"{pair.form.format(pair.values[way])}, {way.value}"))
     return body

@@ -59,6 +59,20 @@ def svg(found: Found) -> str:
     return sheet(WIDTH, HEIGHT, title, " ".join(sentences), body)
 
 
+def across_steps(left: float, place: int, steps: int) -> float:
+    """Return where a step is drawn, counted from 0, on axes that begin at `left`."""
+    return left + ACROSS * place / (steps - 1)
+
+
+def steps_below(left: float, steps: int) -> list[str]:
+    """Return the words below axes of steps: the first, the middle and the last one."""
+    shown = sorted({0, (steps - 1) // 2, steps - 1})
+    return [
+        *(text(across_steps(left, place, steps), BOTTOM + 18, str(place + 1), anchor="middle") for place in shown),
+        text(left + ACROSS / 2, BOTTOM + 38, "step", kind="quiet", anchor="middle"),
+    ]
+
+
 def _drawn(panel: Panel, values: dict[Way, list[float]], steps: int) -> list[str]:
     top = max(value for each in values.values() for value in each) * 1.05
     right = panel.left + ACROSS
@@ -66,17 +80,12 @@ def _drawn(panel: Panel, values: dict[Way, list[float]], steps: int) -> list[str
     def down(value: float) -> float:
         return TOP + 20 + (BOTTOM - TOP - 20) * (1 - value / top)
 
-    def across(place: int) -> float:
-        return panel.left + ACROSS * place / (steps - 1)
-
     body = [text(panel.left, TOP + 6, panel.words, weight=600)]
     for value in range(int(top) + 1):
         body.append(line(panel.left, down(value), right, down(value), "faint" if value else "axis"))
         body.append(text(panel.left - 8, down(value) + 4, str(value), anchor="end"))
-    shown = sorted({0, (steps - 1) // 2, steps - 1})
-    body += [text(across(place), BOTTOM + 18, str(place + 1), anchor="middle") for place in shown]
-    body.append(text(panel.left + ACROSS / 2, BOTTOM + 38, "step", kind="quiet", anchor="middle"))
+    body += steps_below(panel.left, steps)
     for each in LINES:
-        points = [(across(place), down(value)) for place, value in enumerate(values[each.way])]
+        points = [(across_steps(panel.left, place, steps), down(value)) for place, value in enumerate(values[each.way])]
         body.append(curve(points, f"{each.kind}-line", each.width))
     return body
