@@ -41,7 +41,7 @@ def section(found: Found) -> Iterator[str]:
         "channels of hidden states in another order rounds otherwise. Milliseconds are medians of the later half of the steps, ways one after another; memory is above",
         "weights and optimizer.",
         "",
-        "![Losses, and how far each way is from float32](dsa_training.svg)",
+        f"![Losses, and how far each way is from float32]({found.get('plot', 'dsa_training.svg')})",
         "",
         *table(RUNS, runs(ways)),
     ]

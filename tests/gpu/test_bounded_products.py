@@ -28,6 +28,8 @@ DEVICE = "cuda"
 MIB = 2**20
 LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Largest relative error of a gradient."""
+ADDED_OTHERWISE = 1e-6
+"""Of losses, where float32 numbers are added up in another order."""
 WAYS = {
     "one block": Memory(masked="skip"),
     "blocks": Memory(block_classes=4096, masked="skip"),
@@ -215,8 +217,12 @@ def test_by_itself_a_process_looks_once_at_its_masks_and_never_waits_again(share
     seen = found(inputs, memory=memory)
     torch.cuda.set_sync_debug_mode("default")
 
+    expected = found(inputs, memory=Memory(extra_mib=16, masked="skip" if skips else "compute"))
     assert memory.settled.skips is skips
-    assert same(seen, found(inputs, memory=Memory(extra_mib=16, masked="skip" if skips else "compute")))
+    # Most have a label: by itself a forward pass computes all, told to skip it adds up classes in another order.
+    assert same(seen, expected) or skips
+    assert float((seen["loss"] - expected["loss"]).abs().max() / expected["loss"].abs().max()) < ADDED_OTHERWISE
+    assert max(errors(seen, truth(inputs)).values()) < LIMITS[torch.bfloat16]
     assert max(errors(first, truth(inputs)).values()) < LIMITS[torch.bfloat16]
 
 

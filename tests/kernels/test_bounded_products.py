@@ -216,3 +216,13 @@ def test_every_product_compiles_for_hopper_to_its_own_instructions_and_keeps_all
     assert [each for each in programs if each["stack"]] == []
     triton = pytest.importorskip("megacpp_overlays.kernels.masked_products.products_triton")
     assert max(each["shared"] for each in programs) == triton._SHARED_BY_LARGE
+
+
+def test_a_product_lets_the_next_program_begin_and_waits_before_it_touches_any_memory(programs: Any) -> None:
+    early = {"_of_rows", "_over_rows", "_of_chosen_rows", "_over_chosen_rows", "_sum_of_rows"}
+
+    for each in programs:
+        if each["kernel"] in early:
+            assert 0 < each["lets the next begin"] < each["waits"] < each["first access"]
+        else:
+            assert (each["lets the next begin"], each["waits"]) == (-1, -1)

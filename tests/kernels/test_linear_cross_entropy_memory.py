@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from megacpp_overlays.kernels.linear_cross_entropy.memory import (
     padded,
 )
 from megacpp_overlays.kernels.linear_cross_entropy.shard import Shard
+from megacpp_overlays.kernels.masked_products.products import TileWave
 from megacpp_overlays.variables import LINEAR_CE_LOGITS, LINEAR_CE_MASKED, LINEAR_CE_MEMORY_MIB
 
 CPU = torch.device("cpu")
@@ -241,6 +243,50 @@ def test_a_block_takes_no_room_for_selected_tokens_where_none_are_selected() -> 
     assert step(Memory()) < everything
     assert step(Memory(settled=Settled(skips=False))) == everything
     assert step(Memory(), device="meta") == everything  # it has no products that end after some rows
+
+
+OF_AN_H200 = TileWave(rows=128, columns=256, tiles=132)
+
+
+@pytest.mark.parametrize(
+    ("widest", "tokens", "width"),
+    [(31, 8192, 30), (47, 8192, 47), (10, 12288, 8), (20, 12288, 19), (8, 8192, 8), (1, 8192, 1)],
+)
+def test_a_block_is_narrower_where_few_tiles_of_its_products_would_have_a_wave_of_their_own(
+    widest: int, tokens: int, width: int
+) -> None:
+    """In tiles of 256 classes: 31 of them are 1984 tiles for 8192 tokens, 15 waves of 132 and 4 tiles; 30 are 14.5 waves."""
+    assert block_sizes.with_full_waves(256 * widest, tokens, OF_AN_H200) == 256 * width
+
+
+@settings(deadline=None)
+@given(widest=st.integers(1, 1000), tokens=st.integers(1, 100_000), tiles=st.integers(1, 200))
+def test_fuller_waves_cost_no_more_than_a_quarter_of_a_block(widest: int, tokens: int, tiles: int) -> None:
+    """The widest block is a multiple of 256 classes, if it is no whole shard."""
+
+    def waves_of_a_class(width: int) -> float:
+        return -(-(-(-tokens // 128) * width) // tiles) / width
+
+    width, rest = divmod(block_sizes.with_full_waves(256 * widest, tokens, TileWave(128, 256, tiles)), 256)
+
+    assert rest == 0
+    assert 0.75 * widest - 1 < width <= widest
+    assert waves_of_a_class(width) <= waves_of_a_class(widest)
+
+
+def test_only_blocks_whose_products_end_after_some_rows_have_the_width_of_their_waves() -> None:
+    hidden, weight = (torch.empty(rows, 4096, dtype=torch.bfloat16) for rows in (8192, 131072))
+    shard = Shard(weight=weight, logits_dtype=torch.bfloat16)
+
+    def step(**chosen: Any) -> int:
+        memory = Memory(**chosen)
+        with mock.patch.object(block_sizes, "wave_of", return_value=OF_AN_H200):
+            return block_sizes.step_of(hidden, shard, memory)
+
+    assert step(masked="skip") == 256 * 30
+    assert block_sizes.step_of(hidden, shard, Memory(masked="skip")) == 256 * 31
+    assert step(masked="compute") == block_sizes.step_of(hidden, shard, Memory(masked="compute"))
+    assert step(masked="skip", block_classes=7936) == 7936
 
 
 @given(classes=st.integers(1, 1000), block=st.integers(1, 2000))

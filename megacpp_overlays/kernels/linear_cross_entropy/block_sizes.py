@@ -6,17 +6,25 @@ captured computes as a call outside does.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Masked, Memory
 from megacpp_overlays.kernels.linear_cross_entropy.shard import Shard
 from megacpp_overlays.kernels.linear_cross_entropy.two_paths import TwoPaths
 from megacpp_overlays.kernels.masked_products.panels import Panels
-from megacpp_overlays.kernels.masked_products.products import available
+from megacpp_overlays.kernels.masked_products.products import TileWave, available, wave_of
 from megacpp_overlays.kernels.masked_products.token_selection import Selection
 
 _NUMBERS_OF_A_SELECTED_TOKEN = 64
 """Bytes beside its hidden states: its place, its label, and what turns its logits into their gradient."""
+_NARROWED = 0.75
+"""The least share of the widest block that is given up for fuller waves."""
+_PRODUCTS, _SUM_BYTES, _OPERATIONS_OF_A_BYTE = 3, 8, 200
+"""Of a block: products whose tiles are many or few as it is wide, what reading and writing a number of the hidden states'
+gradient takes, and how many operations of a product a device does meanwhile: 700 TFLOP/s and 3.5 TB/s.
+"""
 
 
 def is_one_block(hidden: torch.Tensor, shard: Shard, memory: Memory) -> bool:
@@ -26,12 +34,46 @@ def is_one_block(hidden: torch.Tensor, shard: Shard, memory: Memory) -> bool:
 
 def step_of(hidden: torch.Tensor, shard: Shard, memory: Memory) -> int:
     """Return the classes of a block."""
-    return memory.classes_with(
+    widest = memory.classes_with(
         shard.bytes_of_a_class(hidden),
         _beside(hidden, shard, memory),
         shard.classes,
         taken_by_one=_beside_one_block(hidden, shard, memory),
     )
+    return _with_full_waves(widest, hidden, shard, memory)
+
+
+@functools.lru_cache(maxsize=64)
+def with_full_waves(widest: int, tokens: int, wave: TileWave) -> int:
+    """Return the classes of a block, at most so many, with which products leave least of a device idle.
+
+    The tiles of a block are computed a wave at a time, and where the last wave has few of them the device waits for those:
+    15 waves and 4 tiles take as long as 16. As panels of fewer tokens fill the same memory, they have as many tiles.
+
+    Args:
+        widest: classes of the widest block.
+        tokens: rows of a block.
+        wave: what the device computes at one time.
+    """
+    least = max(wave.columns, int(widest * _NARROWED))
+    widths = range(widest // wave.columns * wave.columns, least - 1, -wave.columns)
+
+    def cost_of_a_class(width: int) -> float:
+        waves = -(-(-(-tokens // wave.rows) * (width // wave.columns)) // wave.tiles)
+        products = _PRODUCTS * waves * 2 * wave.rows * wave.columns * wave.tiles
+        return (products + _OPERATIONS_OF_A_BYTE * _SUM_BYTES * tokens) / width
+
+    return min(widths, key=cost_of_a_class, default=widest)
+
+
+def _with_full_waves(widest: int, hidden: torch.Tensor, shard: Shard, memory: Memory) -> int:
+    """Return the same for a block of this shard, where its products are not cuBLAS's and its width was not chosen."""
+    if widest >= shard.classes or memory.block_classes or not memory.may_skip:
+        return widest
+    if not available(hidden.dtype, hidden, shard.weight):
+        return widest
+    wave = wave_of(hidden.device)
+    return widest if wave is None else with_full_waves(widest, hidden.shape[0], wave)
 
 
 def blocks(classes: int, step: int) -> list[slice]:
@@ -64,6 +106,7 @@ def two_paths(hidden: torch.Tensor, shard: Shard, memory: Memory, selection: Sel
     some = step_of(hidden, shard, memory)
     beside = _of_sums(hidden) + _NUMBERS_OF_A_SELECTED_TOKEN * hidden.shape[0]
     whole = memory.classes_with(shard.bytes_of_a_class(hidden), beside, shard.classes)
+    whole = _with_full_waves(whole, hidden, shard, memory)
     if whole <= some:
         return None
     return TwoPaths.cut(selection, shard.classes, whole, some, shard.logits_dtype, memory.panels)

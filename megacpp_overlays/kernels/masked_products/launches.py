@@ -2,33 +2,75 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
+
+import torch
+
+from megacpp_overlays.kernels.masked_products.direct_launches import directly
+from megacpp_overlays.kernels.masked_products.launches_triton import CAN_BE_EARLY
 
 
 class Launches:
-    """Launches of one Triton program, all but the first without looking at the arguments again.
+    """Launches of one Triton program, of which the first alone looks at its arguments.
 
-    To find out for which kinds of arguments a program is compiled takes longer than to launch it.
+    To find out for which kinds of arguments a program is compiled takes longer than to launch it, and so does asking
+    tensors and the driver where they are. Blocks of logits of which few rows count leave a device idle while its host does.
+
+    On compute capability 9 and above the device begins such a program while the one ahead of it ends (programmatic dependent
+    launch), so those that find nothing to do cost little. Each waits for all memory of what is ahead before it touches any.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, int], numbered: str, arguments: dict[str, Any], **options: int):
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int],
+        numbered: str,
+        arguments: dict[str, Any],
+        device: torch.device,
+        *,
+        early: bool = True,
+        **options: int,
+    ):
         """Prepare launches.
 
         Args:
-            kernel: a program, or what stands for it in the interpreter.
+            kernel: a program, or what stands for it in the interpreter. Its first statement is
+                `launches_triton.wait_for_what_is_ahead`, told by a parameter `EARLY`.
             grid: how many of it run.
             numbered: the parameter that differs. The program must not be specialised for it.
-            arguments: all others by name.
+            arguments: all others by name, but for `EARLY`.
+            device: of the arguments, and the current one at every launch.
+            early: whether it may begin while what is ahead ends, where the device can do that.
             options: for the compiler.
         """
-        self._kernel, self._grid, self._options = kernel, (*grid, 1), options
-        self._numbered, self._arguments = numbered, arguments
+        early = early and begins_early(device)
+        self._kernel, self._grid = kernel, (*grid, 1)
+        self._options = {**options, "launch_pdl": True} if early else options
+        self._arguments = {**arguments, "EARLY": early}
+        self._numbered = numbered
         self._compiled: Any = None
+        self._again: Callable[[int], None] | None = None
 
     def __call__(self, number: int) -> None:
         """Launch it."""
-        arguments = {**self._arguments, self._numbered: number}
-        if self._compiled is None:
-            self._compiled = self._kernel[self._grid](**arguments, **self._options)
+        if self._again is not None:
+            self._again(number)
+        elif self._compiled is not None:  # as it never is in the interpreter
+            self._again = self._prepared()
+            self._again(number)
         else:
-            self._compiled[self._grid](*(arguments[name] for name in self._kernel.arg_names))
+            arguments = {**self._arguments, self._numbered: number}
+            self._compiled = self._kernel[self._grid](**arguments, **self._options)
+
+    def _prepared(self) -> Callable[[int], None]:
+        names = self._kernel.arg_names
+        values = [self._arguments.get(name) for name in names]
+        return directly(self._compiled, self._grid, values, names.index(self._numbered))
+
+
+@functools.cache
+def begins_early(device: torch.device) -> bool:
+    """Return whether the device begins a program while the one ahead of it ends."""
+    return CAN_BE_EARLY and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

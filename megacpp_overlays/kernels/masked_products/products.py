@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
-from megacpp_overlays.kernels.devices import on_device_of
+from megacpp_overlays.kernels.devices import launching_there, on_device_of
 from megacpp_overlays.kernels.linear_cross_entropy.products import add_product, product
 from megacpp_overlays.kernels.masked_products.panels import Panels
 from megacpp_overlays.kernels.measured import declines
@@ -44,6 +45,21 @@ def available(dtype: torch.dtype, *matrices: torch.Tensor) -> bool:
     if declines(device, "linear cross entropy", "no token is skipped here, all are computed"):
         return False
     return bool(in_triton.fits(dtype, *matrices))
+
+
+class TileWave(NamedTuple):
+    """What a device computes at one time of a product that ends after some rows."""
+
+    rows: int
+    """Of a tile of the result."""
+    columns: int
+    """Of a tile."""
+    tiles: int
+
+
+def wave_of(device: torch.device) -> TileWave | None:
+    """Return what a device computes at one time of such a product; None on the CPU, which takes what it takes."""
+    return None if device.type == "cpu" or in_triton is None else TileWave(*in_triton.wave_of(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +167,7 @@ class PanelProducts:
         """
         if in_triton is not None and left.is_cuda:
             launch = in_triton.products_of_rows(left, right, self.count, out, False, order, self.panels)
-            return _on_device_of(left, launch)
+            return launching_there(left, launch)
 
         def write(group: int) -> None:
             for rows, classes in self.panels.parts(group):
@@ -174,7 +190,7 @@ class PanelProducts:
         """
         if in_triton is not None and left.is_cuda:
             launch = in_triton.products_of_rows(left, right, self.count, out, add, None, self.panels, deep=True)
-            return _on_device_of(left, launch)
+            return launching_there(left, launch)
 
         def write(group: int) -> None:
             for number, (rows, classes) in enumerate(self.panels.parts(group)):
@@ -203,7 +219,7 @@ class PanelProducts:
         """
         if in_triton is not None and left.is_cuda:
             launch = in_triton.products_over_rows(left, right, self.count, out, add, order, self.panels)
-            return _on_device_of(left, launch)
+            return launching_there(left, launch)
 
         def write(group: int) -> None:
             for rows, classes in self.panels.parts(group):
@@ -220,18 +236,10 @@ class PanelProducts:
             out: (classes of all panels,), of unit stride.
         """
         if in_triton is not None and matrix.is_cuda:
-            return _on_device_of(matrix, in_triton.sums_of_rows(matrix, self.count, out, self.panels))
+            return launching_there(matrix, in_triton.sums_of_rows(matrix, self.count, out, self.panels))
 
         def write(group: int) -> None:
             for rows, classes in self.panels.parts(group):
                 Products(self.count).sum_rows(matrix[rows, : classes.stop - classes.start], out=out[classes])
 
         return write
-
-
-def _on_device_of(tensor: torch.Tensor, launch: Callable[[int], None]) -> Callable[[int], None]:
-    def there(group: int) -> None:
-        with on_device_of(tensor):
-            launch(group)
-
-    return there

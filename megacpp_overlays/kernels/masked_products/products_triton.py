@@ -7,6 +7,7 @@ Hopper and Blackwell and plain reads elsewhere.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megacpp_overlays.kernels.masked_products.launches import Launches
+from megacpp_overlays.kernels.masked_products.launches_triton import wait_for_what_is_ahead
 from megacpp_overlays.kernels.masked_products.panels import WHOLE, Panels
 from megacpp_overlays.kernels.masked_products.panels_triton import group_of
 
@@ -40,13 +42,9 @@ class Tile(NamedTuple):
     warps: int
 
 
-_LARGE = Tile(128, 256, 64, 4, 8)
+_LARGE = Tile(128, 256, 64, 3, 8)
 _SMALL = Tile(128, 128, 32, 3, 8)
-_STAGES_OF_A_SUM = 3
-"""At most, where a tile is added to what is there, which needs room, too."""
-_STAGES_OF_CHOSEN = 3
-"""At most, where rows are chosen: they are read by threads, ahead of the bulk copies beside them."""
-_SHARED_BY_LARGE = 229_408
+_SHARED_BY_LARGE = 213_032
 """Bytes, compiled for compute capability 9.0 with triton 3.6.0, without a spilled register."""
 
 
@@ -59,6 +57,12 @@ def fits(dtype: torch.dtype, *matrices: torch.Tensor) -> bool:
         and each.shape[1] * min(dtype.itemsize, each.element_size()) % _ALIGNMENT == 0
         for each in matrices
     )
+
+
+def wave_of(device: torch.device) -> tuple[int, int, int]:
+    """Return the rows and columns of a tile, and how many tiles are computed at one time."""
+    tile = _largest(device)
+    return tile.rows, tile.columns, _multiprocessors(device)
 
 
 def product_of_rows(
@@ -101,7 +105,7 @@ def products_of_rows(
     if panels is not None and deep:
         depth = panels.classes
     columns = right.shape[1]
-    tile = _tile(left.device, add)
+    tile = _largest(left.device)
     transposed = right.stride(0) == 1
     grid = (_programs(rows, columns, tile, left.device), 1)
     arguments = {
@@ -115,10 +119,11 @@ def products_of_rows(
     }  # fmt: skip
     if order is not None:
         arguments |= {"left": left, "stride": left.stride(0), "order": order, "WHOLE": depth % tile.depth == 0}
-        stages = min(tile.stages, _STAGES_OF_CHOSEN)
-        return Launches(_of_chosen_rows, grid, "group", arguments, num_stages=stages, num_warps=tile.warps)
+        return Launches(
+            _of_chosen_rows, grid, "group", arguments, left.device, num_stages=tile.stages, num_warps=tile.warps
+        )
     arguments |= {"left": _descriptor(left, tile.rows, tile.depth), "ADD": add, "DEEP": deep}
-    return Launches(_of_rows, grid, "group", arguments, num_stages=tile.stages, num_warps=tile.warps)
+    return Launches(_of_rows, grid, "group", arguments, left.device, num_stages=tile.stages, num_warps=tile.warps)
 
 
 def product_over_rows(
@@ -157,7 +162,7 @@ def products_over_rows(
         panels: on the left, one below the other; in the result, one after the other.
     """
     height, width = out.shape
-    tile = _tile(left.device, add)
+    tile = _largest(left.device)
     grid = (_programs(height, width, tile, left.device), 1)
     arguments = {
         "left": _descriptor(left, tile.depth, tile.rows), "out": _descriptor(out, tile.rows, tile.columns // 4),
@@ -167,10 +172,11 @@ def products_over_rows(
     }  # fmt: skip
     if order is not None:
         arguments |= {"right": right, "stride": right.stride(0), "order": order, "WHOLE": width % tile.columns == 0}
-        stages = min(tile.stages, _STAGES_OF_CHOSEN)
-        return Launches(_over_chosen_rows, grid, "group", arguments, num_stages=stages, num_warps=tile.warps)
+        return Launches(
+            _over_chosen_rows, grid, "group", arguments, left.device, num_stages=tile.stages, num_warps=tile.warps
+        )
     arguments["right"] = _descriptor(right, tile.depth, tile.columns)
-    return Launches(_over_rows, grid, "group", arguments, num_stages=tile.stages, num_warps=tile.warps)
+    return Launches(_over_rows, grid, "group", arguments, left.device, num_stages=tile.stages, num_warps=tile.warps)
 
 
 def sum_of_rows(matrix: torch.Tensor, count: torch.Tensor, out: torch.Tensor) -> None:
@@ -198,7 +204,9 @@ def sums_of_rows(
         **_cut(panels, count, matrix.shape[0], columns),
         "ROWS": _SUMMED_ROWS, "COLUMNS": _SUMMED_COLUMNS,
     }  # fmt: skip
-    return Launches(_sum_of_rows, (triton.cdiv(columns, _SUMMED_COLUMNS), 1), "group", arguments, num_warps=8)
+    return Launches(
+        _sum_of_rows, (triton.cdiv(columns, _SUMMED_COLUMNS), 1), "group", arguments, matrix.device, num_warps=8
+    )
 
 
 def _cut(panels: Panels | None, count: torch.Tensor, rows: int, classes: int) -> dict[str, torch.Tensor | int]:
@@ -210,11 +218,7 @@ def _cut(panels: Panels | None, count: torch.Tensor, rows: int, classes: int) ->
     }  # fmt: skip
 
 
-def _tile(device: torch.device, add: bool) -> Tile:
-    tile = _largest(device)
-    return tile._replace(stages=min(tile.stages, _STAGES_OF_A_SUM)) if add else tile
-
-
+@functools.cache
 def _largest(device: torch.device) -> Tile:
     if device.type != "cuda":
         return _SMALL
@@ -226,8 +230,13 @@ def _programs(rows: int, columns: int, tile: Tile, device: torch.device) -> int:
     tiles: int = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
     if device.type != "cuda":
         return tiles
-    programs: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return min(tiles, programs)
+    return min(tiles, _multiprocessors(device))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    number: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return number
 
 
 def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -275,8 +284,9 @@ def _write_part(out, row, column, part, ADD: tl.constexpr):  # type: ignore[no-u
 def _of_rows(  # type: ignore[no-untyped-def]
     left, right, out, count, columns, depth, programs, laid, rows, width, panels, most, group,
     TRANSPOSED: tl.constexpr, ADD: tl.constexpr, DEEP: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_what_is_ahead(EARLY)
     first, here, height = group_of(laid, rows, panels, most, group, _WHOLE)
     start = first * width
     if DEEP:
@@ -322,8 +332,9 @@ def _of_rows(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["height", "across", "programs", "rows", "width", "panels", "most", "group"])  # type: ignore[untyped-decorator]
 def _over_rows(  # type: ignore[no-untyped-def]
     left, right, out, count, height, across, programs, laid, rows, width, panels, most, group,
-    ADD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ADD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_what_is_ahead(EARLY)
     first, here, apart = group_of(laid, rows, panels, most, group, _WHOLE)
     start, per_panel = first * width, tl.cdiv(width, ROWS)
     # One step at least, of zeros, and said so: the two loops become one where the inner one is never empty.
@@ -350,8 +361,9 @@ def _over_rows(  # type: ignore[no-untyped-def]
 def _of_chosen_rows(  # type: ignore[no-untyped-def]
     left, stride, order, right, out, count, columns, depth, programs, laid, rows, width, panels, most, group,
     TRANSPOSED: tl.constexpr, WHOLE: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_what_is_ahead(EARLY)
     first, here, height = group_of(laid, rows, panels, most, group, _WHOLE)
     start, per_panel = first * width, tl.cdiv(width, COLUMNS)
     counted = tl.load(count).to(tl.int32)
@@ -384,8 +396,9 @@ def _of_chosen_rows(  # type: ignore[no-untyped-def]
 def _over_chosen_rows(  # type: ignore[no-untyped-def]
     left, right, stride, order, out, count, height, across, programs, laid, rows, width, panels, most, group,
     ADD: tl.constexpr, WHOLE: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_what_is_ahead(EARLY)
     first, here, apart = group_of(laid, rows, panels, most, group, _WHOLE)
     start, per_panel = first * width, tl.cdiv(width, ROWS)
     counted = tl.load(count).to(tl.int32)
@@ -414,8 +427,9 @@ def _over_chosen_rows(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["columns", "rows", "width", "panels", "most", "group"])  # type: ignore[untyped-decorator]
 def _sum_of_rows(  # type: ignore[no-untyped-def]
     matrix, stride, count, out, columns, laid, rows, width, panels, most, group,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_what_is_ahead(EARLY)
     first, here, height = group_of(laid, rows, panels, most, group, _WHOLE)
     known = tl.load(count).to(tl.int32)
     end = tl.where(known < 0, 0, tl.minimum(columns - first * width, here * width))

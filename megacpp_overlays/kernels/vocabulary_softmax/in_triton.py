@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from megacpp_overlays.kernels.masked_products.launches import Launches
+from megacpp_overlays.kernels.masked_products.launches_triton import wait_for_what_is_ahead
 from megacpp_overlays.kernels.masked_products.panels import WHOLE, Panels
 from megacpp_overlays.kernels.masked_products.panels_triton import group_of
 from megacpp_overlays.kernels.masked_products.token_selection import Selection
@@ -22,8 +23,11 @@ _WRITE_WIDE_ROWS = 8192
 _WIDE_ROW = 1 << 15
 _TOKENS = 512
 """Tokens of one program where there is one number for each."""
-_PROGRAMS = 4096
-"""At most, over rows of which only the device knows how many there are: one that finds nothing to do takes its time, too."""
+_PROGRAMS = 1056
+"""At most, over rows of which only the device knows how many there are: one that finds nothing to do takes its time, too.
+
+Eight for each of the 132 multiprocessors of an H200, which are all that run at one time.
+"""
 
 
 def add_statistics(
@@ -100,7 +104,10 @@ def _statistics_launches(
         "HAS_CLASS_WEIGHT": class_weight is not None, "HAS_SOFTCAP": softcap is not None,
         "FIRST": first, "LOWEST": torch.finfo(torch.float32).min, "BLOCK": block,
     }  # fmt: skip
-    return Launches(_statistics, (programs, 1), "group", arguments, num_warps=max(1, min(8, block // 256)))
+    warps = max(1, min(8, block // 256))
+    return Launches(
+        _statistics, (programs, 1), "group", arguments, logits.device, early=selection is not None, num_warps=warps
+    )
 
 
 def logits_gradient(
@@ -170,7 +177,9 @@ def _gradient_launches(
         "BLOCKS": blocks if narrows else 1, "BLOCK": block,
     }  # fmt: skip
     warps = max(1, min(16 if narrows else 8, block // 256))
-    return Launches(_gradient, (programs, across), "group", arguments, num_warps=warps)
+    return Launches(
+        _gradient, (programs, across), "group", arguments, logits.device, early=selection is not None, num_warps=warps
+    )
 
 
 def _chosen(selection: Selection | None) -> dict[str, torch.Tensor | None]:
@@ -258,7 +267,9 @@ def _statistics(  # type: ignore[no-untyped-def]
     FIRST: tl.constexpr,
     LOWEST: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_what_is_ahead(EARLY)
     if HAS_PANELS:
         first, here, height = group_of(laid, tokens, panels, most, group, WHOLE)
         start = first * width
@@ -394,7 +405,9 @@ def _gradient(  # type: ignore[no-untyped-def]
     HAS_SOFTCAP: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_what_is_ahead(EARLY)
     # Tokens that are not selected have coefficients of 0, and so their rows become zeros.
     if HAS_PANELS:
         first, here, height = group_of(laid, tokens, panels, most, group, WHOLE)

@@ -18,7 +18,7 @@ from types import ModuleType
 
 import torch
 
-from megacpp_overlays.kernels.devices import on_device_of
+from megacpp_overlays.kernels.devices import launching_there, on_device_of
 from megacpp_overlays.kernels.masked_products.panels import Panels
 from megacpp_overlays.kernels.masked_products.token_selection import Selection
 from megacpp_overlays.kernels.vocabulary_softmax import in_torch
@@ -142,7 +142,7 @@ def add_panel_statistics(
     add: Callable[[int], None] = _passes(logits).add_panel_statistics(
         logits, labels, first_class, statistics, bias, class_weight, softcap, selection, panels
     )
-    return _there(logits, add)
+    return launching_there(logits, add)
 
 
 def panel_gradients(
@@ -177,15 +177,7 @@ def panel_gradients(
     write: Callable[[int], None] = _passes(logits).panel_gradients(
         logits, labels, first_class, coefficients, bias, class_weight, softcap, out, selection, panels
     )
-    return _there(logits, write)
-
-
-def _there(logits: torch.Tensor, launch: Callable[[int], None]) -> Callable[[int], None]:
-    def run(group: int) -> None:
-        with on_device_of(logits):
-            launch(group)
-
-    return run
+    return launching_there(logits, write)
 
 
 def plain_losses(statistics: Statistics, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
