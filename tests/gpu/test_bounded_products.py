@@ -28,8 +28,8 @@ DEVICE = "cuda"
 MIB = 2**20
 LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Largest relative error of a gradient."""
-ADDED_OTHERWISE = 1e-6
-"""Of losses, where float32 numbers are added up in another order."""
+AS_FAR = 1.1
+"""At most, from float64, as another way that rounds as often."""
 WAYS = {
     "one block": Memory(masked="skip"),
     "blocks": Memory(block_classes=4096, masked="skip"),
@@ -219,10 +219,11 @@ def test_by_itself_a_process_looks_once_at_its_masks_and_never_waits_again(share
 
     expected = found(inputs, memory=Memory(extra_mib=16, masked="skip" if skips else "compute"))
     assert memory.settled.skips is skips
-    # Most have a label: by itself a forward pass computes all, told to skip it adds up classes in another order.
+    # Most have a label: by itself a forward pass computes all, by cuBLAS and in another order of classes.
     assert same(seen, expected) or skips
-    assert float((seen["loss"] - expected["loss"]).abs().max() / expected["loss"].abs().max()) < ADDED_OTHERWISE
-    assert max(errors(seen, truth(inputs)).values()) < LIMITS[torch.bfloat16]
+    true = truth(inputs)
+    far, limits = errors(seen, true), errors(expected, true)
+    assert {name: each for name, each in far.items() if each > AS_FAR * limits[name]} == {}
     assert max(errors(first, truth(inputs)).values()) < LIMITS[torch.bfloat16]
 
 
