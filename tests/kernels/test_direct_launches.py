@@ -41,9 +41,9 @@ class Compiled:
 
     function, packed_metadata = FUNCTION, PACKED
 
-    def __init__(self, launch: Any, *, scratch: int = 0, early: bool = True) -> None:
+    def __init__(self, launch: Any, *, scratch: int = 0) -> None:
         self.run = SimpleNamespace(
-            launch=launch, num_ctas=1, launch_cooperative_grid=False, launch_pdl=early,
+            launch=launch, num_ctas=1, launch_cooperative_grid=False, launch_pdl=True,
             global_scratch_size=scratch, global_scratch_align=16, profile_scratch_size=0, profile_scratch_align=1,
         )  # fmt: skip
         self.by_triton: list[list[Any]] = []

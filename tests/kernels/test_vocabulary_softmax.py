@@ -240,3 +240,14 @@ def test_every_program_compiles_for_every_device_and_needs_little_shared_memory(
 
     assert {each["kernel"] for each in needs} == {"_statistics", "_gradient", "_others", "_losses", "_coefficients"}
     assert [each for each in needs if each["shared"] > SHARED] == []
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_pass_over_selected_rows_waits_before_it_touches_memory_where_it_may_begin_early(
+    programs: Any, architecture: str
+) -> None:
+    waiting = [each for each in programs[architecture] if each["waits"] >= 0]
+
+    assert {each["kernel"] for each in waiting} == ({"_statistics", "_gradient"} if int(architecture) >= 90 else set())
+    for each in waiting:
+        assert 0 < each["lets the next begin"] < each["waits"] < each["first access"]

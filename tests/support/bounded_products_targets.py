@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from index_scores_targets import Device, obstacle
+from index_scores_targets import Device, obstacle, order_in
 
 
 def needs_of(kernel: Any, name: str) -> dict[str, Any]:
@@ -32,9 +32,7 @@ def needs_of(kernel: Any, name: str) -> dict[str, Any]:
         "stack": int(stack[1]),
         "wgmma": "wgmma.mma_async" in asm,
         "bulk copies": "cp.async.bulk.tensor" in asm,
-        "lets the next begin": asm.find("griddepcontrol.launch_dependents"),
-        "waits": asm.find("griddepcontrol.wait"),
-        "first access": min(match.start() for match in re.finditer(r"\b(ld|st|atom|red)\.global|cp\.async", asm)),
+        **order_in(asm),
     }
 
 

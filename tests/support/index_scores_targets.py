@@ -7,6 +7,7 @@ known of the arguments are those of a real call. Triton's cache keeps the progra
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +53,16 @@ def obstacle() -> str | None:
     return None
 
 
+def order_in(ptx: str) -> dict[str, int]:
+    """Return where a program lets the next one begin, waits for the one ahead, and touches memory; -1 where it does not."""
+    access = re.search(r"\b(ld|st|atom|red)\.global|cp\.async", ptx)
+    return {
+        "lets the next begin": ptx.find("griddepcontrol.launch_dependents"),
+        "waits": ptx.find("griddepcontrol.wait"),
+        "first access": access.start() if access else -1,
+    }
+
+
 def collect() -> list[dict[str, Any]]:
     """From now on compile launches without running them; return the list that what each one needs is put on."""
     from triton.runtime.jit import JITFunction
@@ -60,9 +71,10 @@ def collect() -> list[dict[str, Any]]:
     run = JITFunction.run
 
     def compile_only(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        metadata = run(function, *args, grid=grid, warmup=True, **options).metadata
+        compiled = run(function, *args, grid=grid, warmup=True, **options)
+        metadata = compiled.metadata
         tensor_memory = getattr(metadata, "tmem_size", None) or 0  # before capability 10 there is none
-        found = {"kernel": function.__name__, "program": metadata.hash}
+        found = {"kernel": function.__name__, "program": metadata.hash, **order_in(compiled.asm["ptx"])}
         needs.append({**found, "shared": metadata.shared, "tensor_memory": tensor_memory})
 
     JITFunction.run = compile_only

@@ -74,7 +74,7 @@ def _all_arguments(
         launcher, descriptions = _launcher_of(run.launch)
     except AttributeError:
         return None
-    flat, at = expanded(values, descriptions, place)
+    flat, at = _expanded(values, descriptions, place)
     return launcher, head + flat, len(head) + at
 
 
@@ -93,7 +93,7 @@ def _launcher_of(launch: Any) -> tuple[Any, list[Any]]:
     return found["launcher"], found["tensordesc_meta"]
 
 
-def expanded(values: list[Any], descriptions: list[Any], place: int) -> tuple[list[Any], int]:
+def _expanded(values: list[Any], descriptions: list[Any], place: int) -> tuple[list[Any], int]:
     """Return arguments as Triton's launcher takes them, and where the one from `place` is."""
     flat: list[Any] = []
     left, at = iter(descriptions), place
