@@ -103,6 +103,21 @@ def test_a_product_of_the_first_rows_is_that_of_cublas(count: int, dtype: torch.
             assert far < LIMITS[dtype], (name, out, add, far)
 
 
+@pytest.mark.parametrize("count", [1, 129, 700, 1000, 2047])
+def test_what_a_row_gets_does_not_depend_on_how_many_count(count: int) -> None:
+    """Nor on whether its tile is computed whole or in halves, as those of a last wave are that has few of them."""
+    hidden, weight = (torch.randn(rows, 520, device=DEVICE).bfloat16() for rows in (2048, 4104))
+    sums = {}
+
+    for rows in (count, 2048):
+        products = Products(torch.tensor([rows], dtype=torch.int32, device=DEVICE))
+        room = torch.ones(2048, 4104, device=DEVICE)
+        products.of_rows(hidden, weight.t(), out=room, add=True)
+        sums[rows] = room[:count]
+
+    assert torch.equal(sums[count], sums[2048])
+
+
 def test_what_no_descriptor_can_address_is_computed_without_one() -> None:
     assert bounded_products.available(torch.bfloat16, torch.zeros(4, 64, dtype=torch.bfloat16, device=DEVICE))
     assert not bounded_products.available(torch.bfloat16, torch.zeros(4, 63, dtype=torch.bfloat16, device=DEVICE))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from linear_cross_entropy_cases import IGNORED, Inputs, call, capture, draw, errors, found, leaves_of, truth
-from two_paths_cases import poisoned
+from two_paths_cases import MEMORY_ON_A_GPU, SIZES_ON_A_GPU, poisoned
 
 from megacpp_overlays.kernels.linear_cross_entropy import entry
 from megacpp_overlays.kernels.linear_cross_entropy import memory as linear_cross_entropy_memory
@@ -43,10 +43,10 @@ WAYS = {
     "one block": Memory(masked="skip"),
     "blocks": Memory(block_classes=4096, masked="skip"),
     "keep": Memory(block_classes=4096, logits="keep", masked="skip"),
-    "two paths": Memory(extra_mib=6, masked="skip"),
+    "two paths": MEMORY_ON_A_GPU,
 }
 COUNTS = [0, 1, 127, 500, 1000]
-SIZES = (1000, 520, 20001)
+SIZES = SIZES_ON_A_GPU
 EVERY = {"bias": True, "class_weight": True, "label_smoothing": 0.1, "softcap": 5.0, "lse_square_scale": 1e-3}
 MODELS = [
     (8192, 4096, 131072),

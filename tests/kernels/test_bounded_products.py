@@ -166,6 +166,13 @@ def test_triton_agrees_with_float64_on_every_count(facts: Any) -> None:
     assert {name: each for name, each in found.items() if not max(each.values()) < ROUNDING} == {}
 
 
+def test_a_program_computes_several_tiles_and_two_programs_the_halves_of_one(facts: Any) -> None:
+    found = facts["few programs"]
+
+    assert len(found) == 12
+    assert {name: each for name, each in found.items() if not max(each.values()) < ROUNDING} == {}
+
+
 def test_triton_brings_rows_first_and_back_in_their_own_memory(facts: Any) -> None:
     assert len(facts["moves"]) == 12
     assert {name: found for name, found in facts["moves"].items() if found != [True] * 8} == {}
@@ -214,6 +221,10 @@ def test_every_product_compiles_for_hopper_to_its_own_instructions_and_keeps_all
     assert len(found) == 40
     assert [each for each in found if not (each["wgmma"] and each["bulk copies"])] == []
     assert [each for each in programs if each["stack"]] == []
+    assert {each["kernel"] for each in programs if each["adds in memory"]} == {
+        "_of_rows", "_over_rows", "_over_chosen_rows"
+    }  # fmt: skip
+    assert sum(each["adds in memory"] for each in programs) == 8  # float32 results that something is added to
     triton = pytest.importorskip("megacpp_overlays.kernels.masked_products.products_triton")
     assert max(each["shared"] for each in programs) == triton._SHARED_BY_LARGE
 

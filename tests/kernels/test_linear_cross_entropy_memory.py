@@ -249,29 +249,51 @@ OF_AN_H200 = TileWave(rows=128, columns=256, tiles=132)
 
 
 @pytest.mark.parametrize(
-    ("widest", "tokens", "width"),
-    [(31, 8192, 30), (47, 8192, 47), (10, 12288, 8), (20, 12288, 19), (8, 8192, 8), (1, 8192, 1)],
-)
-def test_a_block_is_narrower_where_few_tiles_of_its_products_would_have_a_wave_of_their_own(
-    widest: int, tokens: int, width: int
+    ("widest", "tokens", "channels", "width"),
+    [
+        (31, 8192, 4096, 30), (47, 8192, 4096, 47), (10, 12288, 4096, 10), (26, 12288, 4096, 26), (23, 16384, 2048, 20),
+        (8, 8192, 7168, 8), (1, 8192, 4096, 1),
+    ],
+)  # fmt: skip
+def test_a_block_is_narrower_where_products_would_have_waves_that_do_not_fill_the_device(
+    widest: int, tokens: int, channels: int, width: int
 ) -> None:
-    """In tiles of 256 classes: 31 of them are 1984 tiles for 8192 tokens, 15 waves of 132 and 4 tiles; 30 are 14.5 waves."""
-    assert block_sizes.with_full_waves(256 * widest, tokens, OF_AN_H200) == 256 * width
+    """In tiles of 256 classes. For 8192 tokens 31 of them are 1984 tiles, 15 waves of 132 and 4, and 30 are 14.5 waves;
+    the gradient of their weight, 4096 channels wide, has 992 tiles, 7.5 waves and 2, and 960, 7 waves and a third.
+    """
+    assert block_sizes.with_full_waves(256 * widest, tokens, channels, OF_AN_H200) == 256 * width
 
 
 @settings(deadline=None)
-@given(widest=st.integers(1, 1000), tokens=st.integers(1, 100_000), tiles=st.integers(1, 200))
-def test_fuller_waves_cost_no_more_than_a_quarter_of_a_block(widest: int, tokens: int, tiles: int) -> None:
+@given(
+    widest=st.integers(1, 1000),
+    tokens=st.integers(1, 100_000),
+    channels=st.integers(1, 200).map(lambda each: 64 * each),
+    tiles=st.integers(1, 200),
+)
+def test_fuller_waves_cost_no_more_than_a_quarter_of_a_block(
+    widest: int, tokens: int, channels: int, tiles: int
+) -> None:
     """The widest block is a multiple of 256 classes, if it is no whole shard."""
+    wave = TileWave(128, 256, tiles)
 
-    def waves_of_a_class(width: int) -> float:
-        return -(-(-(-tokens // 128) * width) // tiles) / width
+    def time_of_a_class(width: int) -> float:
+        logits, of_weight = wave.waves(tokens, 256 * width), wave.waves(256 * width, channels)
+        return (2 * channels * logits + tokens * of_weight) / width
 
-    width, rest = divmod(block_sizes.with_full_waves(256 * widest, tokens, TileWave(128, 256, tiles)), 256)
+    width, rest = divmod(block_sizes.with_full_waves(256 * widest, tokens, channels, wave), 256)
 
     assert rest == 0
     assert 0.75 * widest - 1 < width <= widest
-    assert waves_of_a_class(width) <= waves_of_a_class(widest)
+    assert time_of_a_class(width) <= time_of_a_class(widest) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "waves"),
+    [(0, 256, 0), (1, 1, 0.5), (128, 66 * 256, 0.5), (128, 67 * 256, 1), (128, 132 * 256, 1), (129, 132 * 256, 2), (128, 133 * 256, 1.5)],
+)  # fmt: skip
+def test_a_wave_of_few_tiles_takes_half_of_its_time(rows: int, columns: int, waves: float) -> None:
+    assert OF_AN_H200.waves(rows, columns) == waves
 
 
 def test_only_blocks_whose_products_end_after_some_rows_have_the_width_of_their_waves() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import nothing_cases
 import pytest
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_cross_entropy_cases import IGNORED, call, errors, found, leaves_of, truth
 from nothing_cases import CLASSES, DEPTH, ROWS, room, written
-from two_paths_cases import SIZES, TOKENS, labelled, memory_of, poisoned
+from two_paths_cases import MEMORY_ON_A_GPU, SIZES, SIZES_ON_A_GPU, TOKENS, labelled, memory_of, poisoned
 
 from megacpp_overlays.kernels.linear_cross_entropy import block_sizes, entry
 from megacpp_overlays.kernels.linear_cross_entropy import memory as linear_cross_entropy_memory
@@ -25,7 +26,7 @@ from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
 from megacpp_overlays.kernels.linear_cross_entropy.shard import Shard, Wanted
 from megacpp_overlays.kernels.linear_cross_entropy.shard_passes import shard_gradients, shard_statistics
 from megacpp_overlays.kernels.masked_products.panels import NOTHING, WIDTH
-from megacpp_overlays.kernels.masked_products.products import PanelProducts, Products
+from megacpp_overlays.kernels.masked_products.products import PanelProducts, Products, TileWave
 from megacpp_overlays.kernels.masked_products.token_selection import select
 from megacpp_overlays.kernels.vocabulary_softmax import in_torch
 from megacpp_overlays.kernels.vocabulary_softmax.numbers import Coefficients
@@ -229,6 +230,23 @@ def test_both_ways_stay_within_the_memory_and_one_has_blocks_as_wide_as_without_
     assert both.some.width < both.whole.width <= computing
     assert computing - both.whole.width <= WIDTH
     assert both.some.width == block_sizes.step_of(hidden, shard, Memory(masked="skip"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "memory"),
+    [*((sizes, Memory(masked="skip")) for sizes in MODELS), (SIZES_ON_A_GPU, MEMORY_ON_A_GPU)],
+    ids=str,
+)
+def test_blocks_of_full_waves_are_wider_without_a_copy_too(sizes: tuple[int, int, int], memory: Memory) -> None:
+    tokens, size, classes = sizes
+    hidden, weight = (torch.empty(rows, size, dtype=torch.bfloat16) for rows in (tokens, classes))
+    shard = Shard(weight=weight, logits_dtype=torch.bfloat16)
+
+    with mock.patch.object(block_sizes, "wave_of", return_value=TileWave(rows=128, columns=256, tiles=132)):
+        both = block_sizes.two_paths(hidden, shard, memory, select(torch.ones(tokens, dtype=torch.bool)))
+
+    assert both is not None
+    assert both.some.width < both.whole.width
 
 
 @pytest.mark.parametrize(

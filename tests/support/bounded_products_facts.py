@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from itertools import product
+from unittest import mock
 
 import torch
 
@@ -57,6 +58,12 @@ def compute(count: int, wide: bool, add: bool) -> dict[str, float]:
         "of weight": far(of_weight, some[1].t() @ some[0] + old),
         "rows after the last tile": float((of_hidden[end:] != OLD).sum() + (logits[end:] != OLD).sum()),
     }
+
+
+def by_few(count: int, programs: int) -> dict[str, float]:
+    """Return the errors of all products where a program computes several tiles, and the last ones may come in halves."""
+    with mock.patch.object(products, "_programs", return_value=programs):
+        return {**compute(count, True, True), **in_panels(count, count, 0, False)}
 
 
 def chosen(count: int, depth: int) -> dict[str, float]:
@@ -206,6 +213,7 @@ def main() -> None:
             f"{count}{' wide' * wide}{' add' * add}": compute(count, wide, add)
             for count, wide, add in product(COUNTS, (False, True), (False, True))
         },
+        "few programs": {f"{count}, {programs}": by_few(count, programs) for count in COUNTS for programs in (3, 8)},
         "chosen": {f"{count}, {depth}": chosen(count, depth) for count in COUNTS for depth in (DEPTH, 256)},
         "panels": {
             f"{count} of {laid}, {most or 'all'}{' by order' * by_order}": in_panels(count, laid, most, by_order)

@@ -32,6 +32,7 @@ def needs_of(kernel: Any, name: str) -> dict[str, Any]:
         "stack": int(stack[1]),
         "wgmma": "wgmma.mma_async" in asm,
         "bulk copies": "cp.async.bulk.tensor" in asm,
+        "adds in memory": "cp.reduce.async.bulk.tensor" in asm,
         **order_in(asm),
     }
 

@@ -21,6 +21,8 @@ SIZES = {
     torch.float16: ((TOKENS, 400, 3000), Memory(extra_mib=1, masked="skip")),
 }
 """Sizes and a memory in which blocks are wider without a copy of the hidden states than beside it."""
+SIZES_ON_A_GPU, MEMORY_ON_A_GPU = (1000, 520, 20001), Memory(extra_mib=7, masked="skip")
+"""The same in bfloat16 and float16, where blocks have the width of full waves of 132 multiprocessors."""
 
 
 def memory_of(dtype: torch.dtype) -> Memory:

@@ -21,9 +21,9 @@ _NUMBERS_OF_A_SELECTED_TOKEN = 64
 """Bytes beside its hidden states: its place, its label, and what turns its logits into their gradient."""
 _NARROWED = 0.75
 """The least share of the widest block that is given up for fuller waves."""
-_PRODUCTS, _SUM_BYTES, _OPERATIONS_OF_A_BYTE = 3, 8, 200
-"""Of a block: products whose tiles are many or few as it is wide, what reading and writing a number of the hidden states'
-gradient takes, and how many operations of a product a device does meanwhile: 700 TFLOP/s and 3.5 TB/s.
+_LOGITS, _SUM_BYTES, _OPERATIONS_OF_A_BYTE = 2, 8, 200
+"""Of a block: how often its logits are computed, what reading and writing a number of the hidden states' gradient takes, and
+how many operations of a product a device does in the time of a byte: 700 TFLOP/s and 3.5 TB/s.
 """
 
 
@@ -44,24 +44,28 @@ def step_of(hidden: torch.Tensor, shard: Shard, memory: Memory) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def with_full_waves(widest: int, tokens: int, wave: TileWave) -> int:
+def with_full_waves(widest: int, tokens: int, channels: int, wave: TileWave) -> int:
     """Return the classes of a block, at most so many, with which products leave least of a device idle.
 
-    The tiles of a block are computed a wave at a time, and where the last wave has few of them the device waits for those:
-    15 waves and 4 tiles take as long as 16. As panels of fewer tokens fill the same memory, they have as many tiles.
+    The tiles of a product are computed a wave at a time, and where the last wave does not fill the device, or half of it in
+    halves of tiles, it waits. As panels of fewer tokens fill the same memory, they have as many tiles.
 
     Args:
         widest: classes of the widest block.
         tokens: rows of a block.
+        channels: of the hidden states.
         wave: what the device computes at one time.
     """
     least = max(wave.columns, int(widest * _NARROWED))
     widths = range(widest // wave.columns * wave.columns, least - 1, -wave.columns)
 
     def cost_of_a_class(width: int) -> float:
-        waves = -(-(-(-tokens // wave.rows) * (width // wave.columns)) // wave.tiles)
-        products = _PRODUCTS * waves * 2 * wave.rows * wave.columns * wave.tiles
-        return (products + _OPERATIONS_OF_A_BYTE * _SUM_BYTES * tokens) / width
+        # As many operations as the device does meanwhile, those of idle multiprocessors too, for each channel and token.
+        logits = _LOGITS * wave.waves(tokens, width) / tokens
+        of_hidden = wave.waves(tokens, channels) * width / (tokens * channels)
+        of_weight = wave.waves(width, channels) / channels
+        products = 2 * wave.rows * wave.columns * wave.tiles * (logits + of_hidden + of_weight)
+        return (products + _OPERATIONS_OF_A_BYTE * _SUM_BYTES) / width
 
     return min(widths, key=cost_of_a_class, default=widest)
 
@@ -73,7 +77,7 @@ def _with_full_waves(widest: int, hidden: torch.Tensor, shard: Shard, memory: Me
     if not available(hidden.dtype, hidden, shard.weight):
         return widest
     wave = wave_of(hidden.device)
-    return widest if wave is None else with_full_waves(widest, hidden.shape[0], wave)
+    return widest if wave is None else with_full_waves(widest, *hidden.shape, wave)
 
 
 def blocks(classes: int, step: int) -> list[slice]:

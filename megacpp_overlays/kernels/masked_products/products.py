@@ -56,6 +56,13 @@ class TileWave(NamedTuple):
     """Of a tile."""
     tiles: int
 
+    def waves(self, rows: int, columns: int) -> float:
+        """Return how many times as long as one tile a product takes: a last wave of few tiles is computed in halves."""
+        whole, rest = divmod(-(-rows // self.rows) * -(-columns // self.columns), self.tiles)
+        if 0 < 2 * rest <= self.tiles:
+            return whole + 0.5
+        return whole + (rest > 0)
+
 
 def wave_of(device: torch.device) -> TileWave | None:
     """Return what a device computes at one time of such a product; None on the CPU, which takes what it takes."""

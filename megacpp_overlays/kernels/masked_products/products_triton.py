@@ -44,7 +44,7 @@ class Tile(NamedTuple):
 
 _LARGE = Tile(128, 256, 64, 3, 8)
 _SMALL = Tile(128, 128, 32, 3, 8)
-_SHARED_BY_LARGE = 213_032
+_SHARED_BY_LARGE = 180_264
 """Bytes, compiled for compute capability 9.0 with triton 3.6.0, without a spilled register."""
 
 
@@ -108,11 +108,12 @@ def products_of_rows(
     tile = _largest(left.device)
     transposed = right.stride(0) == 1
     grid = (_programs(rows, columns, tile, left.device), 1)
+
+    def part(width: int) -> TensorDescriptor:
+        return _descriptor(right.t(), width, tile.depth) if transposed else _descriptor(right, tile.depth, width)
+
     arguments = {
-        "right": _descriptor(right.t(), tile.columns, tile.depth)
-        if transposed
-        else _descriptor(right, tile.depth, tile.columns),
-        "out": _descriptor(out, tile.rows, tile.columns // 4),
+        "right": part(tile.columns), "out": _descriptor(out, tile.rows, tile.columns // 4),
         "count": count, "columns": columns, "depth": depth, "programs": grid[0],
         **_cut(panels, count, rows, depth if deep else columns),
         "TRANSPOSED": transposed, "GROUP": _GROUP, "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth,
@@ -122,7 +123,9 @@ def products_of_rows(
         return Launches(
             _of_chosen_rows, grid, "group", arguments, left.device, num_stages=tile.stages, num_warps=tile.warps
         )
-    arguments |= {"left": _descriptor(left, tile.rows, tile.depth), "ADD": add, "DEEP": deep}
+    arguments |= {
+        "left": _descriptor(left, tile.rows, tile.depth), "half": part(tile.columns // 2), **_adding(out, add), "DEEP": deep
+    }  # fmt: skip
     return Launches(_of_rows, grid, "group", arguments, left.device, num_stages=tile.stages, num_warps=tile.warps)
 
 
@@ -167,15 +170,17 @@ def products_over_rows(
     arguments = {
         "left": _descriptor(left, tile.depth, tile.rows), "out": _descriptor(out, tile.rows, tile.columns // 4),
         "count": count, "height": height, "across": width, "programs": grid[0],
-        **_cut(panels, count, left.shape[0], height),
-        "ADD": add, "GROUP": _GROUP, "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth,
+        **_cut(panels, count, left.shape[0], height), **_adding(out, add),
+        "GROUP": _GROUP, "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth,
     }  # fmt: skip
     if order is not None:
         arguments |= {"right": right, "stride": right.stride(0), "order": order, "WHOLE": width % tile.columns == 0}
         return Launches(
             _over_chosen_rows, grid, "group", arguments, left.device, num_stages=tile.stages, num_warps=tile.warps
         )
-    arguments["right"] = _descriptor(right, tile.depth, tile.columns)
+    arguments |= {
+        "right": _descriptor(right, tile.depth, tile.columns), "half": _descriptor(right, tile.depth, tile.columns // 2)
+    }  # fmt: skip
     return Launches(_over_rows, grid, "group", arguments, left.device, num_stages=tile.stages, num_warps=tile.warps)
 
 
@@ -218,6 +223,11 @@ def _cut(panels: Panels | None, count: torch.Tensor, rows: int, classes: int) ->
     }  # fmt: skip
 
 
+def _adding(out: torch.Tensor, add: bool) -> dict[str, bool]:
+    """Return how programs add to a result: float32 where it lies, without reading it, as Triton's interpreter cannot."""
+    return {"ADD": add, "THERE": add and out.dtype == torch.float32 and isinstance(_of_rows, triton.JITFunction)}
+
+
 @functools.cache
 def _largest(device: torch.device) -> Tile:
     if device.type != "cuda":
@@ -230,7 +240,7 @@ def _programs(rows: int, columns: int, tile: Tile, device: torch.device) -> int:
     tiles: int = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
     if device.type != "cuda":
         return tiles
-    return min(tiles, _multiprocessors(device))
+    return min(2 * tiles, _multiprocessors(device))
 
 
 @functools.cache
@@ -252,18 +262,30 @@ def _place(tile, tiles_of_rows, tiles_of_columns, GROUP: tl.constexpr):  # type:
     return strip * GROUP + inside % height, inside // height
 
 
+@triton.jit
+def _whole_tiles(tiles, programs):  # type: ignore[no-untyped-def]
+    """Return how many tiles are computed whole; the others, too few for more than half of the programs, in halves."""
+    rest = tiles % programs
+    return tl.where(2 * rest <= programs, tiles - rest, tiles)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _write(  # type: ignore[no-untyped-def]
-    out, row, column, total, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    out, row, column, total, ADD: tl.constexpr, THERE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    # In quarters: a whole tile in float32 has no room in shared memory beside what is read ahead.
     left, right = _halves(total, ROWS, COLUMNS)
-    first, second = _halves(left, ROWS, COLUMNS // 2)
-    third, fourth = _halves(right, ROWS, COLUMNS // 2)
-    _write_part(out, row, column, first, ADD)
-    _write_part(out, row, column + COLUMNS // 4, second, ADD)
-    _write_part(out, row, column + COLUMNS // 2, third, ADD)
-    _write_part(out, row, column + 3 * (COLUMNS // 4), fourth, ADD)
+    _write_half(out, row, column, left, ADD, THERE, ROWS, COLUMNS // 2)
+    _write_half(out, row, column + COLUMNS // 2, right, ADD, THERE, ROWS, COLUMNS // 2)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _write_half(  # type: ignore[no-untyped-def]
+    out, row, column, total, ADD: tl.constexpr, THERE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    # In parts: a whole tile in float32 has no room in shared memory beside what is read ahead.
+    left, right = _halves(total, ROWS, COLUMNS)
+    _write_part(out, row, column, left, ADD, THERE)
+    _write_part(out, row, column + COLUMNS // 2, right, ADD, THERE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -273,17 +295,49 @@ def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _write_part(out, row, column, part, ADD: tl.constexpr):  # type: ignore[no-untyped-def]
-    if ADD:
-        part += out.load([row, column]).to(tl.float32)
-    out.store([row, column], part.to(out.dtype))
+def _write_part(out, row, column, part, ADD: tl.constexpr, THERE: tl.constexpr):  # type: ignore[no-untyped-def]
+    if THERE:
+        # By the copy engine, so that no warp waits for what is there. One program writes a tile: the order is one.
+        out.atomic_add([row, column], part)
+    else:
+        if ADD:
+            part += out.load([row, column]).to(tl.float32)
+        out.store([row, column], part.to(out.dtype))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_of_rows_at(  # type: ignore[no-untyped-def]
+    left, right, row, column, start, steps, per_panel, height,
+    TRANSPOSED: tl.constexpr, DEEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    top, inside = row, 0
+    for step in range(steps):
+        if DEEP:
+            a = left.load([top, inside * DEPTH])
+            # Counted, not divided: this loop is the product itself.
+            inside += 1
+            top = tl.where(inside == per_panel, top + height, top)
+            inside = tl.where(inside == per_panel, 0, inside)
+            if TRANSPOSED:
+                b = right.load([column, start + step * DEPTH]).T
+            else:
+                b = right.load([start + step * DEPTH, column])
+        else:
+            a = left.load([row, step * DEPTH])
+            if TRANSPOSED:
+                b = right.load([start + column, step * DEPTH]).T
+            else:
+                b = right.load([step * DEPTH, start + column])
+        total = tl.dot(a, b, total)
+    return total
 
 
 # Counts of columns differ from block to block; compiling anew for a round number would cost more than it gains.
 @triton.jit(do_not_specialize=["columns", "depth", "programs", "rows", "width", "panels", "most", "group"])  # type: ignore[untyped-decorator]
 def _of_rows(  # type: ignore[no-untyped-def]
-    left, right, out, count, columns, depth, programs, laid, rows, width, panels, most, group,
-    TRANSPOSED: tl.constexpr, ADD: tl.constexpr, DEEP: tl.constexpr,
+    left, right, half, out, count, columns, depth, programs, laid, rows, width, panels, most, group,
+    TRANSPOSED: tl.constexpr, ADD: tl.constexpr, THERE: tl.constexpr, DEEP: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_what_is_ahead(EARLY)
@@ -299,40 +353,47 @@ def _of_rows(  # type: ignore[no-untyped-def]
     tiles_of_rows = tl.cdiv(tl.load(count).to(tl.int32), ROWS)
     steps = tl.maximum(tl.cdiv(depth, DEPTH), 1)
     tl.assume(steps > 0)
-    for tile in tl.range(tl.program_id(0), tiles_of_rows * tiles_of_columns, programs, flatten=True):
+    tiles = tiles_of_rows * tiles_of_columns
+    whole = _whole_tiles(tiles, programs)
+    for tile in tl.range(tl.program_id(0), whole, programs, flatten=True):
         tile_row, tile_column = _place(tile, tiles_of_rows, tiles_of_columns, GROUP)
         row, column = tile_row * ROWS, tile_column * COLUMNS
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        top, inside = row, 0
-        for step in range(steps):
-            if DEEP:
-                a = left.load([top, inside * DEPTH])
-                # Counted, not divided: this loop is the product itself.
-                inside += 1
-                top = tl.where(inside == per_panel, top + height, top)
-                inside = tl.where(inside == per_panel, 0, inside)
-                if TRANSPOSED:
-                    b = right.load([column, start + step * DEPTH]).T
-                else:
-                    b = right.load([start + step * DEPTH, column])
-            else:
-                a = left.load([row, step * DEPTH])
-                if TRANSPOSED:
-                    b = right.load([start + column, step * DEPTH]).T
-                else:
-                    b = right.load([step * DEPTH, start + column])
-            total = tl.dot(a, b, total)
-        if DEEP:
-            _write(out, row, column, total, ADD, ROWS, COLUMNS)
-        else:
+        total = _sum_of_rows_at(
+            left, right, row, column, start, steps, per_panel, height, TRANSPOSED, DEEP, ROWS, COLUMNS, DEPTH
+        )
+        if not DEEP:
             panel = tile_column // per_panel
-            _write(out, panel * height + row, (tile_column - panel * per_panel) * COLUMNS, total, ADD, ROWS, COLUMNS)
+            row, column = panel * height + row, column - panel * per_panel * COLUMNS
+        _write(out, row, column, total, ADD, THERE, ROWS, COLUMNS)
+    if tl.program_id(0) < 2 * (tiles - whole):
+        tile_row, tile_column = _place(whole + tl.program_id(0) // 2, tiles_of_rows, tiles_of_columns, GROUP)
+        row, column = tile_row * ROWS, tile_column * COLUMNS + tl.program_id(0) % 2 * (COLUMNS // 2)
+        total = _sum_of_rows_at(
+            left, half, row, column, start, steps, per_panel, height, TRANSPOSED, DEEP, ROWS, COLUMNS // 2, DEPTH
+        )
+        if not DEEP:
+            panel = tile_column // per_panel
+            row, column = panel * height + row, column - panel * per_panel * COLUMNS
+        _write_half(out, row, column, total, ADD, THERE, ROWS, COLUMNS // 2)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_over_rows_at(  # type: ignore[no-untyped-def]
+    left, right, top, row, column, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
+):
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in range(steps):
+        a = left.load([top + step * DEPTH, row])
+        b = right.load([step * DEPTH, column])
+        total = tl.dot(a.T, b, total)
+    return total
 
 
 @triton.jit(do_not_specialize=["height", "across", "programs", "rows", "width", "panels", "most", "group"])  # type: ignore[untyped-decorator]
 def _over_rows(  # type: ignore[no-untyped-def]
-    left, right, out, count, height, across, programs, laid, rows, width, panels, most, group,
-    ADD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
+    left, right, half, out, count, height, across, programs, laid, rows, width, panels, most, group,
+    ADD: tl.constexpr, THERE: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_what_is_ahead(EARLY)
     first, here, apart = group_of(laid, rows, panels, most, group, _WHOLE)
@@ -343,16 +404,21 @@ def _over_rows(  # type: ignore[no-untyped-def]
     tl.assume(steps > 0)
     tiles_of_rows = tl.where(counted < 0, 0, tl.cdiv(tl.maximum(tl.minimum(height - start, here * width), 0), ROWS))
     tiles_of_columns = tl.cdiv(across, COLUMNS)
-    for tile in tl.range(tl.program_id(0), tiles_of_rows * tiles_of_columns, programs, flatten=True):
+    tiles = tiles_of_rows * tiles_of_columns
+    whole = _whole_tiles(tiles, programs)
+    for tile in tl.range(tl.program_id(0), whole, programs, flatten=True):
         tile_row, tile_column = _place(tile, tiles_of_rows, tiles_of_columns, GROUP)
         panel = tile_row // per_panel
         top, row, column = panel * apart, (tile_row - panel * per_panel) * ROWS, tile_column * COLUMNS
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for step in range(steps):
-            a = left.load([top + step * DEPTH, row])
-            b = right.load([step * DEPTH, column])
-            total = tl.dot(a.T, b, total)
-        _write(out, start + tile_row * ROWS, column, total, ADD, ROWS, COLUMNS)
+        total = _sum_over_rows_at(left, right, top, row, column, steps, ROWS, COLUMNS, DEPTH)
+        _write(out, start + tile_row * ROWS, column, total, ADD, THERE, ROWS, COLUMNS)
+    if tl.program_id(0) < 2 * (tiles - whole):
+        tile_row, tile_column = _place(whole + tl.program_id(0) // 2, tiles_of_rows, tiles_of_columns, GROUP)
+        panel = tile_row // per_panel
+        top, row = panel * apart, (tile_row - panel * per_panel) * ROWS
+        column = tile_column * COLUMNS + tl.program_id(0) % 2 * (COLUMNS // 2)
+        total = _sum_over_rows_at(left, half, top, row, column, steps, ROWS, COLUMNS // 2, DEPTH)
+        _write_half(out, start + tile_row * ROWS, column, total, ADD, THERE, ROWS, COLUMNS // 2)
 
 
 # Rows that are chosen have no descriptor on Hopper. `depth` and `across` are those of all calls of a model, and what divides
@@ -389,13 +455,15 @@ def _of_chosen_rows(  # type: ignore[no-untyped-def]
                 b = right.load([step * DEPTH, column])
             total = tl.dot(a, b, total)
         panel = tile_column // per_panel
-        _write(out, panel * height + row, (tile_column - panel * per_panel) * COLUMNS, total, False, ROWS, COLUMNS)
+        _write(
+            out, panel * height + row, (tile_column - panel * per_panel) * COLUMNS, total, False, False, ROWS, COLUMNS
+        )
 
 
 @triton.jit(do_not_specialize=["height", "programs", "rows", "width", "panels", "most", "group"])  # type: ignore[untyped-decorator]
 def _over_chosen_rows(  # type: ignore[no-untyped-def]
     left, right, stride, order, out, count, height, across, programs, laid, rows, width, panels, most, group,
-    ADD: tl.constexpr, WHOLE: tl.constexpr,
+    ADD: tl.constexpr, THERE: tl.constexpr, WHOLE: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_what_is_ahead(EARLY)
@@ -421,7 +489,7 @@ def _over_chosen_rows(  # type: ignore[no-untyped-def]
             a = left.load([top + step * DEPTH, row])
             b = tl.load(right + source[:, None] * stride + beside[None, :], mask=inside, other=0.0)
             total = tl.dot(a.T, b, total)
-        _write(out, start + tile_row * ROWS, column, total, ADD, ROWS, COLUMNS)
+        _write(out, start + tile_row * ROWS, column, total, ADD, THERE, ROWS, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["columns", "rows", "width", "panels", "most", "group"])  # type: ignore[untyped-decorator]

@@ -5,6 +5,8 @@ Any CUDA device of capability 8 and above, and CPU tensors in the Triton interpr
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -16,18 +18,20 @@ from megacpp_overlays.kernels.masked_products.panels_triton import group_of
 from megacpp_overlays.kernels.masked_products.token_selection import Selection
 from megacpp_overlays.kernels.vocabulary_softmax.numbers import OF_OTHERS, Coefficients, Statistics
 
-# Widths, in classes, that were fastest on an H200 with bfloat16 logits.
+# Widths, in classes, that were fastest on an H200 with bfloat16 logits; on an H100 for selected rows.
 _READ = 2048
+_READ_SELECTED = 1024
 _WRITE = 1024
 _WRITE_WIDE_ROWS = 8192
 _WIDE_ROW = 1 << 15
 _TOKENS = 512
 """Tokens of one program where there is one number for each."""
-_PROGRAMS = 1056
-"""At most, over rows of which only the device knows how many there are: one that finds nothing to do takes its time, too.
+_WARPS = 132 * 64
+"""At most, over rows of which only the device knows how many there are: what finds nothing to do takes its time, too.
 
-Eight for each of the 132 multiprocessors of an H200, which are all that run at one time.
+As many as the multiprocessors of an H200 run at one time, with as many registers as that leaves to a thread.
 """
+_REGISTERS = 32
 
 
 def add_statistics(
@@ -92,8 +96,9 @@ def _statistics_launches(
     panels: Panels | None = None,
 ) -> Launches:
     tokens, width = logits.shape
-    block = min(_READ, _power_of_two(width))
-    programs = tokens if selection is None else min(tokens, _PROGRAMS)
+    block = min(_READ if selection is None else _READ_SELECTED, _power_of_two(width))
+    warps = max(1, min(8, block // 256))
+    programs = tokens if selection is None else min(tokens, max(1, _WARPS // warps))
     arguments = {
         "logits": logits, "stride": logits.stride(0), "labels": labels,
         **statistics._asdict(), "bias": bias, "class_weight": class_weight,
@@ -104,10 +109,7 @@ def _statistics_launches(
         "HAS_CLASS_WEIGHT": class_weight is not None, "HAS_SOFTCAP": softcap is not None,
         "FIRST": first, "LOWEST": torch.finfo(torch.float32).min, "BLOCK": block,
     }  # fmt: skip
-    warps = max(1, min(8, block // 256))
-    return Launches(
-        _statistics, (programs, 1), "group", arguments, logits.device, early=selection is not None, num_warps=warps
-    )
+    return _launches(_statistics, (programs, 1), arguments, logits.device, selection, warps)
 
 
 def logits_gradient(
@@ -165,7 +167,8 @@ def _gradient_launches(
     block = min(_WRITE_WIDE_ROWS if narrows or width > _WIDE_ROW else _WRITE, _power_of_two(width))
     blocks = triton.cdiv(width, block)
     across = 1 if narrows else blocks
-    programs = tokens if selection is None else min(tokens, max(1, _PROGRAMS // across))
+    warps = max(1, min(16 if narrows else 8, block // 256))
+    programs = tokens if selection is None else min(tokens, max(1, _WARPS // (warps * across)))
     arguments = {
         "logits": logits, "logits_stride": logits.stride(0), "labels": labels,
         **coefficients._asdict(), "bias": bias, "class_weight": class_weight, "out": out, "out_stride": out.stride(0),
@@ -176,10 +179,20 @@ def _gradient_launches(
         "HAS_CLASS_WEIGHT": class_weight is not None, "HAS_SOFTCAP": softcap is not None,
         "BLOCKS": blocks if narrows else 1, "BLOCK": block,
     }  # fmt: skip
-    warps = max(1, min(16 if narrows else 8, block // 256))
-    return Launches(
-        _gradient, (programs, across), "group", arguments, logits.device, early=selection is not None, num_warps=warps
-    )
+    return _launches(_gradient, (programs, across), arguments, logits.device, selection, warps)
+
+
+def _launches(
+    kernel: Any,
+    grid: tuple[int, int],
+    arguments: dict[str, Any],
+    device: torch.device,
+    selection: Selection | None,
+    warps: int,
+) -> Launches:
+    if selection is None:
+        return Launches(kernel, grid, "group", arguments, device, early=False, num_warps=warps)
+    return Launches(kernel, grid, "group", arguments, device, num_warps=warps, maxnreg=_REGISTERS)
 
 
 def _chosen(selection: Selection | None) -> dict[str, torch.Tensor | None]:
