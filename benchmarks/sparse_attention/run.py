@@ -3,8 +3,8 @@
     python benchmarks/sparse_attention/run.py [--json FILE] [--write FILE.md] [--plot FILE.svg]
     python benchmarks/sparse_attention/run.py --device cpu --quick          every line of it, at sizes that say nothing
 
-Megatron is the installed one as it is. What is not installed is not in the tables; what does not fit into the GPU's memory
-is said. page.py makes page and plot of the JSON again, on any host.
+Megatron is the installed one as it is, and so are the forward passes of FlashMLA and of TileLang's example (peers.py). What is
+not installed is not in the tables; what does not fit into the GPU's memory is said. page.py makes page and plot of the JSON again, on any host.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sparse_attention.work import Shape
 SHAPES = ("4096x4096x128x576x512", "4096x32768x128x576x512", "4096x4096x64x576x512", "4096x4096x16x576x512",
           "4096x4096x128x320x256", "4096x4096x128x192x128")  # fmt: skip
 QUICK_SHAPES = ("8x40x5x48x32x16",)
-DISTRIBUTIONS = ("triton", "megatron-core", "tilelang")
+DISTRIBUTIONS = ("triton", "megatron-core", "tilelang", "flash-mla")
 
 
 def main() -> None:
@@ -55,8 +55,8 @@ def main() -> None:
 def measure(shape: Shape, chosen: argparse.Namespace) -> dict[str, Any]:
     """Return times, memory and errors of all who take a shape."""
     each = work.problem(shape, chosen.device)
-    who = work.contestants(shape)
-    racing = {name: work.stages(attend, each) for name, attend in who.items()}
+    who = work.contestants(shape, chosen.tilelang_example)
+    racing = {name: work.stages(name, attend, each) for name, attend in who.items()}
     bare = work.floors(each)
     times = timing.race(racing | bare, chosen.device, rounds=chosen.rounds, limit_s=chosen.limit)
     for name, attend in who.items():
@@ -79,6 +79,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--write", type=Path, help="keep the page in this file")
     parser.add_argument("--plot", type=Path, help="keep the plot in this file, as SVG")
     parser.add_argument("--shape", type=Shape.parse, nargs="+", help="QUERIESxKEYSxHEADSxDIMxVALUE, or with xSLOTS")
+    parser.add_argument("--tilelang-example", type=Path, help="sparse_mla_fwd_pipelined.py of a checkout of TileLang")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant")
     parser.add_argument("--limit", type=float, default=10, help="seconds after which a race goes no further")

@@ -6,10 +6,12 @@ import dataclasses
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import timing
 import torch
+from sparse_attention import peers
 
 from megacpp_overlays.kernels.sparse_attention import function, reference
 from megacpp_overlays.kernels.sparse_attention.quantized_keys import QuantizedKeys
@@ -109,8 +111,8 @@ def megatron(name: str, symbol: str) -> Callable[..., Any] | None:
         return None
 
 
-def contestants(shape: Shape) -> dict[str, Attend]:
-    """Return who takes a shape, by name."""
+def contestants(shape: Shape, example: Path | None = None) -> dict[str, Attend]:
+    """Return who takes a shape, by name; `example` is a file, see `peers`."""
     found: dict[str, Attend] = {"ours": ours, FP8: ours_of_quantized}
     unfused = megatron("dsa", "_unfused_absorbed_dsa_fn")
     dispatch = megatron("ops.tilelang_dsa", "fused_sparse_mla_absorbed")
@@ -131,11 +133,13 @@ def contestants(shape: Shape) -> dict[str, Attend]:
             return result
 
         found["Megatron, tilelang"] = tilelang
-    return found
+    return found | peers.forward_passes(shape, example)
 
 
-def stages(attend: Attend, each: Problem) -> timing.Stages:
-    """Return the forward and the backward pass of a contestant."""
+def stages(name: str, attend: Attend, each: Problem) -> timing.Stages:
+    """Return the forward and the backward pass of a contestant, if it has one."""
+    if name in peers.FORWARD_ALONE:
+        return (lambda: attend(each),)
     return (
         lambda: attend(each),
         lambda output: torch.autograd.grad(output, (each.query, each.key), each.above),
@@ -186,12 +190,14 @@ def errors(name: str, attend: Attend, each: Problem, queries: int = 32) -> dict[
         above=each.above[:queries],
     )
     output = attend(some)
-    found = (output, *torch.autograd.grad(output, (some.query, some.key), some.above))
+    found: tuple[torch.Tensor, ...] = (output,)
+    if name not in peers.FORWARD_ALONE:
+        found += torch.autograd.grad(output, (some.query, some.key), some.above)
     key = some.quantized.opened(torch.float64) if name == FP8 else some.key.double()
     wide = [tensor.detach().double().requires_grad_() for tensor in (some.query, key)]
     true, _ = reference.attend(*wide, some.indices, some.scale, some.shape.value)
     truth = (true, *torch.autograd.grad(true, wide, some.above.double()))
     return {
-        name: float((one.double() - other).norm() / other.norm())
-        for name, one, other in zip(("output", "of query", "of key"), found, truth, strict=True)
+        name: float((one.detach().double() - other.detach()).norm() / other.detach().norm())
+        for name, one, other in zip(("output", "of query", "of key"), found, truth, strict=False)
     }
