@@ -212,17 +212,17 @@ def programs() -> Any:
 
 
 def test_every_product_compiles_for_hopper_to_its_own_instructions_and_keeps_all_in_registers(programs: Any) -> None:
-    found = [each for each in programs if each["kernel"].endswith("_rows") and each["kernel"] != "_sum_of_rows"]
-    others = {"_bring_first", "_put_back", "_select", "_first", "_put_back_apart", "_sum_of_rows"}
+    found = [each for each in programs if each["kernel"].endswith("_rows") and each["kernel"] != "sum_of_rows"]
+    others = {"_bring_first", "_put_back", "_select", "_first", "_put_back_apart", "sum_of_rows"}
 
     assert {each["kernel"] for each in programs} == {
-        "_of_rows", "_over_rows", "_of_chosen_rows", "_over_chosen_rows", *others
+        "of_rows", "over_rows", "of_chosen_rows", "over_chosen_rows", *others
     }  # fmt: skip
     assert len(found) == 40
     assert [each for each in found if not (each["wgmma"] and each["bulk copies"])] == []
     assert [each for each in programs if each["stack"]] == []
     assert {each["kernel"] for each in programs if each["adds in memory"]} == {
-        "_of_rows", "_over_rows", "_over_chosen_rows"
+        "of_rows", "over_rows", "over_chosen_rows"
     }  # fmt: skip
     assert sum(each["adds in memory"] for each in programs) == 8  # float32 results that something is added to
     triton = pytest.importorskip("megacpp_overlays.kernels.masked_products.products_triton")
@@ -230,7 +230,7 @@ def test_every_product_compiles_for_hopper_to_its_own_instructions_and_keeps_all
 
 
 def test_a_product_lets_the_next_program_begin_and_waits_before_it_touches_any_memory(programs: Any) -> None:
-    early = {"_of_rows", "_over_rows", "_of_chosen_rows", "_over_chosen_rows", "_sum_of_rows"}
+    early = {"of_rows", "over_rows", "of_chosen_rows", "over_chosen_rows", "sum_of_rows"}
 
     for each in programs:
         if each["kernel"] in early:
