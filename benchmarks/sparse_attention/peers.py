@@ -7,7 +7,6 @@ FlashMLA comes from its repository, and so does the example of TileLang, where i
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -15,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from sparse_attention.work import Problem, Shape
+    from sparse_attention.work import Attend, Problem, Shape
 
 FLASH_MLA, EXAMPLE = "FlashMLA", "TileLang's example"
 FORWARD_ALONE = (FLASH_MLA, EXAMPLE)
 """Those that have no backward pass."""
-_DIMENSIONS = (576, 512)
+DIMENSIONS = (576, 512)
+"""Channels of keys and of values that all kernels take but ours and plain PyTorch."""
 _HEADS = (64, 128)
 _SLOTS = 128
 """What both take: heads, and a multiple of this many slots."""
@@ -28,10 +28,10 @@ _SLOTS = 128
 
 def takes(shape: Shape) -> bool:
     """Return whether these kernels compute such a shape."""
-    return (shape.dim, shape.value) == _DIMENSIONS and shape.heads in _HEADS and shape.slots % _SLOTS == 0
+    return (shape.dim, shape.value) == DIMENSIONS and shape.heads in _HEADS and shape.slots % _SLOTS == 0
 
 
-def forward_passes(shape: Shape, example: Path | None) -> dict[str, Callable[[Problem], torch.Tensor]]:
+def forward_passes(shape: Shape, example: Path | None) -> dict[str, Attend]:
     """Return who takes a shape, by name.
 
     Args:
@@ -47,7 +47,7 @@ def forward_passes(shape: Shape, example: Path | None) -> dict[str, Callable[[Pr
     return {name: attend for name, attend in found.items() if attend is not None}
 
 
-def _flash_mla() -> Callable[[Problem], torch.Tensor] | None:
+def _flash_mla() -> Attend | None:
     try:
         compute: Any = importlib.import_module("flash_mla").flash_mla_sparse_fwd
     except (ImportError, OSError, AttributeError):
@@ -61,7 +61,7 @@ def _flash_mla() -> Callable[[Problem], torch.Tensor] | None:
     return attend
 
 
-def _tilelang(path: Path) -> Callable[[Problem], torch.Tensor]:
+def _tilelang(path: Path) -> Attend:
     if not path.is_file():
         raise FileNotFoundError(
             f"{path}: there is no such file; it is sparse_mla_fwd_pipelined.py of TileLang's examples"

@@ -4,7 +4,8 @@
     python benchmarks/sparse_attention/run.py --device cpu --quick          every line of it, at sizes that say nothing
 
 Megatron is the installed one as it is, and so are the forward passes of FlashMLA and of TileLang's example (peers.py). What is
-not installed is not in the tables; what does not fit into the GPU's memory is said. page.py makes page and plot of the JSON again, on any host.
+not installed is not in the tables; what does not fit into the GPU's memory is said. page.py makes page and plot of the JSON
+again, on any host.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def contestants(shape: Shape, example: Path | None = None) -> dict[str, Attend]:
             return result
 
         found["Megatron, none"] = none
-    if None not in {dispatch, compiled} and (shape.dim, shape.value) == (576, 512):
+    if None not in {dispatch, compiled} and (shape.dim, shape.value) == peers.DIMENSIONS:
 
         def tilelang(each: Problem) -> torch.Tensor:
             result: torch.Tensor = dispatch(each.query, each.key, each.indices, each.scale, shape.value)
@@ -178,7 +178,7 @@ def floors(each: Problem) -> dict[str, timing.Stages]:
 
 
 def errors(name: str, attend: Attend, each: Problem, queries: int = 32) -> dict[str, float]:
-    """Return how far output and gradients of some queries are from float64, as norms of differences over norms.
+    """Return how far output and gradients, if there are any, of some queries are from float64, norms of differences over norms.
 
     The truth of quantized keys is that of the numbers that they stand for.
     """
@@ -189,15 +189,13 @@ def errors(name: str, attend: Attend, each: Problem, queries: int = 32) -> dict[
         indices=each.indices[:, :queries].contiguous(),
         above=each.above[:queries],
     )
-    output = attend(some)
-    found: tuple[torch.Tensor, ...] = (output,)
-    if name not in peers.FORWARD_ALONE:
-        found += torch.autograd.grad(output, (some.query, some.key), some.above)
+    forward, *backward = stages(name, attend, some)
+    output = forward()
+    found = (output, *(gradient for step in backward for gradient in step(output)))
     key = some.quantized.opened(torch.float64) if name == FP8 else some.key.double()
     wide = [tensor.detach().double().requires_grad_() for tensor in (some.query, key)]
     true, _ = reference.attend(*wide, some.indices, some.scale, some.shape.value)
-    truth = (true, *torch.autograd.grad(true, wide, some.above.double()))
-    return {
-        name: float((one.detach().double() - other.detach()).norm() / other.detach().norm())
-        for name, one, other in zip(("output", "of query", "of key"), found, truth, strict=False)
-    }
+    truth = (true, *(torch.autograd.grad(true, wide, some.above.double()) if backward else ()))
+    with torch.no_grad():
+        far = [float((one.double() - other).norm() / other.norm()) for one, other in zip(found, truth, strict=True)]
+    return dict(zip(("output", "of query", "of key")[: len(far)], far, strict=True))

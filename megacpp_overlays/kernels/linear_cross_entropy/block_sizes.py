@@ -60,11 +60,11 @@ def with_full_waves(widest: int, tokens: int, channels: int, wave: TileWave) -> 
     widths = range(widest // wave.columns * wave.columns, least - 1, -wave.columns)
 
     def cost_of_a_class(width: int) -> float:
-        # As many operations as the device does meanwhile, those of idle multiprocessors too, for each channel and token.
+        # As many operations as the device does meanwhile, those of idle multiprocessors too, for each channel and token. What
+        # the gradient of the hidden states takes for a class is the same in every block, but for its sums.
         logits = _LOGITS * wave.waves(tokens, width) / tokens
-        of_hidden = wave.waves(tokens, channels) * width / (tokens * channels)
         of_weight = wave.waves(width, channels) / channels
-        products = 2 * wave.rows * wave.columns * wave.tiles * (logits + of_hidden + of_weight)
+        products = 2 * wave.rows * wave.columns * wave.tiles * (logits + of_weight)
         return (products + _OPERATIONS_OF_A_BYTE * _SUM_BYTES) / width
 
     return min(widths, key=cost_of_a_class, default=widest)

@@ -146,6 +146,14 @@ def _group_of_weight(count, laid, rows, width, panels, most, group, height, ROWS
 
 
 @triton.jit
+def _place_of_weight(tile, tiles_of_rows, tiles_of_columns, per_panel, apart, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Return a tile's place in the result, and in the left factor the first row of its panel and the tile's first column."""
+    tile_row, tile_column = _place(tile, tiles_of_rows, tiles_of_columns, GROUP)
+    panel = tile_row // per_panel
+    return tile_row, tile_column, panel * apart, (tile_row - panel * per_panel) * ROWS
+
+
+@triton.jit
 def _sum_over_rows_at(
     left, right, top, row, column, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
 ):
@@ -175,15 +183,16 @@ def over_rows(
     tiles = tiles_of_rows * tiles_of_columns
     whole = _whole_tiles(tiles, programs)
     for tile in tl.range(tl.program_id(0), whole, programs, flatten=True):
-        tile_row, tile_column = _place(tile, tiles_of_rows, tiles_of_columns, GROUP)
-        panel = tile_row // per_panel
-        top, row, column = panel * apart, (tile_row - panel * per_panel) * ROWS, tile_column * COLUMNS
+        tile_row, tile_column, top, row = _place_of_weight(
+            tile, tiles_of_rows, tiles_of_columns, per_panel, apart, GROUP, ROWS
+        )
+        column = tile_column * COLUMNS
         total = _sum_over_rows_at(left, right, top, row, column, steps, ROWS, COLUMNS, DEPTH)
         _write(out, start + tile_row * ROWS, column, total, ADD, THERE, ROWS, COLUMNS)
     if tl.program_id(0) < 2 * (tiles - whole):
-        tile_row, tile_column = _place(whole + tl.program_id(0) // 2, tiles_of_rows, tiles_of_columns, GROUP)
-        panel = tile_row // per_panel
-        top, row = panel * apart, (tile_row - panel * per_panel) * ROWS
+        tile_row, tile_column, top, row = _place_of_weight(
+            whole + tl.program_id(0) // 2, tiles_of_rows, tiles_of_columns, per_panel, apart, GROUP, ROWS
+        )
         column = tile_column * COLUMNS + tl.program_id(0) % 2 * (COLUMNS // 2)
         total = _sum_over_rows_at(left, half, top, row, column, steps, ROWS, COLUMNS // 2, DEPTH)
         _write_half(out, start + tile_row * ROWS, column, total, ADD, THERE, ROWS, COLUMNS // 2)
@@ -244,9 +253,10 @@ def over_chosen_rows(
     tl.assume(steps > 0)
     tiles_of_columns = tl.cdiv(across, COLUMNS)
     for tile in tl.range(tl.program_id(0), tiles_of_rows * tiles_of_columns, programs):
-        tile_row, tile_column = _place(tile, tiles_of_rows, tiles_of_columns, GROUP)
-        panel = tile_row // per_panel
-        top, row, column = panel * apart, (tile_row - panel * per_panel) * ROWS, tile_column * COLUMNS
+        tile_row, tile_column, top, row = _place_of_weight(
+            tile, tiles_of_rows, tiles_of_columns, per_panel, apart, GROUP, ROWS
+        )
+        column = tile_column * COLUMNS
         beside = column + tl.arange(0, COLUMNS)
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for step in range(steps):

@@ -98,7 +98,7 @@ def _statistics_launches(
     tokens, width = logits.shape
     block = min(_READ if selection is None else _READ_SELECTED, _power_of_two(width))
     warps = max(1, min(8, block // 256))
-    programs = tokens if selection is None else min(tokens, max(1, _WARPS // warps))
+    programs = _programs(tokens, selection, warps)
     arguments = {
         "logits": logits, "stride": logits.stride(0), "labels": labels,
         **statistics._asdict(), "bias": bias, "class_weight": class_weight,
@@ -168,7 +168,7 @@ def _gradient_launches(
     blocks = triton.cdiv(width, block)
     across = 1 if narrows else blocks
     warps = max(1, min(16 if narrows else 8, block // 256))
-    programs = tokens if selection is None else min(tokens, max(1, _WARPS // (warps * across)))
+    programs = _programs(tokens, selection, warps * across)
     arguments = {
         "logits": logits, "logits_stride": logits.stride(0), "labels": labels,
         **coefficients._asdict(), "bias": bias, "class_weight": class_weight, "out": out, "out_stride": out.stride(0),
@@ -180,6 +180,11 @@ def _gradient_launches(
         "BLOCKS": blocks if narrows else 1, "BLOCK": block,
     }  # fmt: skip
     return _launches(_gradient, (programs, across), arguments, logits.device, selection, warps)
+
+
+def _programs(tokens: int, selection: Selection | None, warps: int) -> int:
+    """Return for how many rows at a time so many warps each are launched."""
+    return tokens if selection is None else min(tokens, max(1, _WARPS // warps))
 
 
 def _launches(
