@@ -16,6 +16,7 @@ import coverage
 import distribution
 import pytest
 import released_megatron
+import seeds
 import warm_python
 from hypothesis import HealthCheck, settings
 from made_up import BROKEN_TEXT, Upstream
@@ -107,6 +108,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Generator[None]:
+    """Let what a fixture draws depend on nothing but the fixture: who asks for it first differs from run to run."""
+    with seeds.drawing(f"{fixturedef.baseid}::{fixturedef.argname}[{getattr(request, 'param_index', 0)}]"):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None]:
+    """Let what a test draws depend on nothing but the test."""
+    with seeds.drawing(pyfuncitem.nodeid):
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -80,15 +80,16 @@ def test_blocks_are_as_close_to_the_truth_as_float32_is(entry: Entry, seed: int,
 
 
 def test_a_key_that_is_chosen_twice_counts_twice_and_what_is_no_key_does_not_count() -> None:
-    query, key = torch.randn(1, 1, 2, 4), torch.randn(3, 1, 1, 4)
+    query, key = (torch.randn(shape, dtype=torch.float64) for shape in ((1, 1, 2, 4), (3, 1, 1, 4)))
 
     twice, _ = function.attend(query, key, torch.tensor([[[1, 1, 2]]]), 1.0, 4)
     outside, _ = function.attend(query, key, torch.tensor([[[1, 3, 2, -1, -7, 2**31 - 1]]]), 1.0, 4)
 
     weights = torch.exp(query[0, 0] @ key[1:, 0, 0].T)
-    for found, counts in ((twice, torch.tensor([2.0, 1.0])), (outside, torch.tensor([1.0, 1.0]))):
-        shares = weights * counts
-        assert torch.allclose(found[0, 0], shares / shares.sum(dim=1, keepdim=True) @ key[1:, 0, 0])
+    for found, counts in ((twice, (2.0, 1.0)), (outside, (1.0, 1.0))):
+        shares = weights * torch.tensor(counts, dtype=torch.float64)
+        mean = shares / shares.sum(dim=1, keepdim=True) @ key[1:, 0, 0]
+        assert torch.allclose(found[0, 0], mean, rtol=1e-12, atol=1e-12)
 
 
 def test_queries_that_chose_nothing_get_zeros_and_no_gradient_is_not_a_number() -> None:
