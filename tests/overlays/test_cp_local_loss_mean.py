@@ -6,11 +6,9 @@ What is measured is in `context_losses.py`, which runs in an interpreter of its 
 from __future__ import annotations
 
 import builtins
-import importlib
 import json
 import os
 import threading
-import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +19,7 @@ import pytest
 import warm_python
 from placed_seams import placed
 from places import HANG_S, SUPPORT
+from upstream_imports import upstream_module
 
 from megacpp_overlays.feature_probes.cp_local_loss_mean import OWN_COUNT, TARGET
 from megacpp_overlays.overlays.cp_local_loss_mean import OVERLAY
@@ -153,10 +152,8 @@ def test_a_count_may_be_a_plain_number_and_there_may_be_no_loss_function(on: tup
 
 @pytest.fixture
 def module() -> ModuleType:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
-        importlib.import_module("megatron.core.transformer.multi_token_prediction")
-        return importlib.import_module(TARGET.module)
+    upstream_module("megatron.core.transformer.multi_token_prediction")
+    return upstream_module(TARGET.module)
 
 
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence_and_neither_leaves_a_trace(

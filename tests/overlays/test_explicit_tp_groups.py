@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import torch
 from placed_seams import placed, without_overlays
 from places import SUPPORT
+from upstream_imports import upstream_module
 
 from megacpp_overlays.feature_probes import explicit_tp_groups as feature
 from megacpp_overlays.model import Overlay
@@ -127,10 +127,8 @@ SHAPES = {
 @pytest.fixture(scope="module")
 def utils() -> Iterator[ModuleType]:
     """The newest release, without any overlay."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
-        for name in PLACED:
-            importlib.import_module(name)
+    for name in PLACED:
+        upstream_module(name)
     with without_overlays(feature.DEFAULT.module) as found:
         yield found
 

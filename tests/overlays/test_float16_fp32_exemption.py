@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import io
 import pickle
 import subprocess
 import sys
-import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -21,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from upstream_imports import upstream_module
 from warm_python import MEGATRON
 
 import megacpp_overlays
@@ -39,9 +38,7 @@ EXACT = 1 + 2**-23
 @pytest.fixture(scope="module")
 def megatron() -> Iterator[ModuleType]:
     """The target of the installed release, as upstream made it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
-        module = importlib.import_module(TARGET.module)
+    module = upstream_module(TARGET.module)
     megacpp_overlays.undo(OVERLAY.id)
     yield module
     megacpp_overlays.arm()

@@ -19,6 +19,7 @@ import pytest
 import torch
 import warm_python
 from places import HANG_S, SUPPORT
+from upstream_imports import upstream_module
 from warm_python import MEGATRON
 
 import megacpp_overlays
@@ -49,9 +50,7 @@ def overlay_on(overlay: Overlay, module: ModuleType) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def upstream() -> Iterator[ModuleType]:
     """The mixer's module in the installed release, as upstream made it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
-        module = importlib.import_module(MAMBA.target.module)
+    module = upstream_module(MAMBA.target.module)
     megacpp_overlays.undo(EXEMPTION.id)
     yield module
     megacpp_overlays.arm()

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from upstream_imports import upstream_module
 
 import megacpp_overlays
 from megacpp_overlays.feature_probes import float16_distributed_order, float16_optimizer_state_ids
@@ -147,9 +146,7 @@ def test_a_fingerprint_sees_signature_decorators_and_statements() -> None:
 def megatron() -> Iterator[SimpleNamespace]:
     """Both targets of the installed release, as upstream made them."""
     overlays = (state_ids.OVERLAY, distributed_order.OVERLAY)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
-        optimizer, distributed = (importlib.import_module(overlay.target.module) for overlay in overlays)
+    optimizer, distributed = (upstream_module(overlay.target.module) for overlay in overlays)
     for overlay in overlays:
         megacpp_overlays.undo(overlay.id)
     yield SimpleNamespace(optimizer=optimizer, distributed=distributed)

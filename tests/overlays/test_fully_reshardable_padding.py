@@ -6,8 +6,6 @@ under its name and with what other ranks hold that loaded it.
 
 from __future__ import annotations
 
-import importlib
-import warnings
 import zipfile
 from collections.abc import Callable
 from itertools import chain, permutations
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from launched_reshardable import ID, differences, dumped, launch, saved, step
+from upstream_imports import upstream_module
 
 import megacpp_overlays
 from megacpp_overlays.errors import CheckpointError
@@ -419,9 +418,7 @@ def test_a_parameter_that_no_model_has_is_named_by_its_shape() -> None:
 
 
 def test_undo_puts_upstream_back() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
-        module = importlib.import_module(overlay.TARGET.module)
+    module = upstream_module(overlay.TARGET.module)
     try:
         megacpp_overlays.undo(ID)
         assert overlay.observe(module).broken

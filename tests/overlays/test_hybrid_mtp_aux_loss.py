@@ -5,8 +5,6 @@ Both overlays of the pack are tried here. What is measured is in `repeated_route
 
 from __future__ import annotations
 
-import importlib
-import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 import torch
 from places import SUPPORT
 from repeated_routers import IDS, LAYERS
+from upstream_imports import upstream_module
 
 import megacpp_overlays
 from megacpp_overlays.loader import seams
@@ -110,9 +109,7 @@ def upstream() -> Iterator[None]:
 
 
 def imported(overlay: Any) -> tuple[ModuleType, Replacement]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
-        module = importlib.import_module(overlay.target.module)
+    module = upstream_module(overlay.target.module)
     ((replacement,),) = overlay.replacements.values()
     return module, replacement
 

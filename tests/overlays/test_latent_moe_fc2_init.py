@@ -5,9 +5,7 @@ What is measured is in `latent_experts.py`, in a process of its own for each rel
 
 from __future__ import annotations
 
-import importlib
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -17,6 +15,7 @@ import torch
 from latent_experts import LATENT, LAYERS
 from placed_seams import placed
 from places import SUPPORT
+from upstream_imports import upstream_module
 
 import megacpp_overlays
 from megacpp_overlays.feature_probes.latent_moe_fc2_init import SCALED
@@ -74,9 +73,7 @@ def part(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(scope="module")
 def module(part: Overlay) -> Iterator[ModuleType]:
     """The newest release, without any overlay."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
-        found = importlib.import_module(part.target.module)
+    found = upstream_module(part.target.module)
     megacpp_overlays.undo()
     yield found
     megacpp_overlays.arm()

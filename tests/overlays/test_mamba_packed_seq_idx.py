@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import importlib
 import json
 import os
 import warnings
@@ -21,6 +20,7 @@ import warm_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import HANG_S, ROOT, SUPPORT
+from upstream_imports import upstream_module
 from warm_python import MEGATRON, WarmProcess
 
 import megacpp_overlays
@@ -150,10 +150,8 @@ def test_context_parallel_ranks_get_the_documents_of_the_gathered_row(
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The mixer's module in the installed release with the overlay in, able to build and to run without kernels."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
-        found = importlib.import_module(TARGET.module)
-        parallel = importlib.import_module("megatron.core.ssm.mamba_context_parallel")
+    found = upstream_module(TARGET.module)
+    parallel = upstream_module("megatron.core.ssm.mamba_context_parallel")
     megacpp_overlays.arm()
     for name in ("HAVE_MAMBA_SSM", "HAVE_EINOPS"):
         for owner in (found, parallel):
@@ -249,15 +247,14 @@ def test_undone_the_mixer_is_upstream_s_again_and_the_witness_sees_the_defect(
 def test_the_numbers_are_those_that_upstream_computes_from_total_tokens(
     lengths: list[int], tail: int, dtype: torch.dtype
 ) -> None:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     from megacpp_overlays.overlays.mamba_packed_seq_idx import _with_seq_idx
 
+    params = upstream_module("megatron.core.packed_seq_params").PackedSeqParams
     bounds = torch.tensor([0, *lengths], dtype=dtype).cumsum(0, dtype=dtype)
     tokens = int(bounds[-1]) + tail
-    told = PackedSeqParams(cu_seqlens_q=bounds, total_tokens=tokens)
+    told = params(cu_seqlens_q=bounds, total_tokens=tokens)
 
-    found = _with_seq_idx(PackedSeqParams(cu_seqlens_q=bounds), torch.empty(tokens, 1, 1))
+    found = _with_seq_idx(params(cu_seqlens_q=bounds), torch.empty(tokens, 1, 1))
 
     assert torch.equal(found.seq_idx, told.seq_idx)
     assert found.seq_idx.dtype is told.seq_idx.dtype

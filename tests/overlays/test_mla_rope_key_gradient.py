@@ -6,8 +6,6 @@ What is measured is in `shared_keys.py`, which runs in a process of its own for 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 import torch
 from places import SUPPORT
 from shared_keys import ALONE, FOUR, RIGHT
+from upstream_imports import upstream_module
 
 import megacpp_overlays
 from megacpp_overlays.feature_probes.mla_rope_key_gradient import TARGET
@@ -92,9 +91,7 @@ def test_the_ways_are_those_that_a_release_can_go(measured: tuple[str, Any]) -> 
 
 @pytest.fixture
 def module() -> Iterator[ModuleType]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
-        found = importlib.import_module(TARGET.module)
+    found = upstream_module(TARGET.module)
     megacpp_overlays.arm()
     yield found
     megacpp_overlays.arm()

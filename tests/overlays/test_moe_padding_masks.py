@@ -5,8 +5,6 @@ Both overlays of the pack are tried here. What is measured is in `masked_stages.
 
 from __future__ import annotations
 
-import importlib
-import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 from masked_stages import HIDDEN, IDS, RANKS, ROWS, TOKENS, mask
 from placed_seams import placed
 from places import SUPPORT
+from upstream_imports import upstream_module
 
 import megacpp_overlays
 from megacpp_overlays.loader import seams
@@ -97,9 +96,7 @@ def test_a_mask_that_is_not_one_of_all_ranks_is_left_alone(measured: Any) -> Non
 @pytest.fixture(scope="module")
 def modules() -> Iterator[dict[str, ModuleType]]:
     """Upstream as it is, without any overlay."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
-        found = {each.target.module: importlib.import_module(each.target.module) for each in OVERLAYS}
+    found = {each.target.module: upstream_module(each.target.module) for each in OVERLAYS}
     megacpp_overlays.undo()
     yield found
     megacpp_overlays.arm()

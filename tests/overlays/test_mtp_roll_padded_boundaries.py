@@ -5,12 +5,10 @@ What is measured is in `rolled_rows.py`, which runs in an interpreter of its own
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
 import sys
-import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from places import HANG_S, SUPPORT
+from upstream_imports import upstream_module
 
 import megacpp_overlays
 from megacpp_overlays.feature_probes.mtp_roll_padded_boundaries import TARGET
@@ -135,9 +134,7 @@ def test_rows_without_padding_are_upstream_s_bit_for_bit(on: tuple[str, Any], of
 
 @pytest.fixture
 def module() -> Iterator[ModuleType]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
-        found = importlib.import_module(TARGET.module)
+    found = upstream_module(TARGET.module)
     megacpp_overlays.arm()
     yield found
     megacpp_overlays.arm()

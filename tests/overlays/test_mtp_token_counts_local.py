@@ -6,9 +6,7 @@ What is measured is in `counted_tokens.py`, which runs in a process of its own f
 from __future__ import annotations
 
 import contextlib
-import importlib
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,6 +15,7 @@ import pytest
 import torch
 from placed_seams import placed
 from places import SUPPORT
+from upstream_imports import upstream_module
 
 from megacpp_overlays.feature_probes.mtp_token_counts_local import LOCAL, LOSS, ROLL, TARGET
 from megacpp_overlays.loader import seams
@@ -257,9 +256,7 @@ def test_rolls_count_during_a_loss_alone_and_in_its_thread_alone() -> None:
 
 @pytest.fixture(scope="module")
 def module() -> ModuleType:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
-        return importlib.import_module(TARGET.module)
+    return upstream_module(TARGET.module)
 
 
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence_and_neither_leaves_a_trace(

@@ -6,9 +6,7 @@ What is measured is in `packed_shards.py`, in a process of its own for each rele
 from __future__ import annotations
 
 import copy
-import importlib
 import pickle
-import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +16,7 @@ import torch
 from packed_shards import RANKS, WIDTH
 from placed_seams import placed
 from places import SUPPORT
+from upstream_imports import upstream_module
 
 import megacpp_overlays
 from megacpp_overlays.feature_probes.seq_aux_loss_packed import IN_THE_SHARD
@@ -95,9 +94,7 @@ def test_batches_that_a_recomputation_could_not_tell_apart_end_in_an_error(measu
 @pytest.fixture(scope="module")
 def modules() -> Iterator[dict[str, ModuleType]]:
     """Upstream as it is, without any overlay."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
-        found = {each.target.module: importlib.import_module(each.target.module) for each in PARTS}
+    found = {each.target.module: upstream_module(each.target.module) for each in PARTS}
     megacpp_overlays.undo()
     yield found
     megacpp_overlays.arm()

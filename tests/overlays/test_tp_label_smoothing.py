@@ -5,11 +5,9 @@ What is measured is in `smoothed_losses.py`, which runs in an interpreter of its
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import threading
-import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +19,7 @@ import torch
 import warm_python
 from placed_seams import placed
 from places import HANG_S, SUPPORT
+from upstream_imports import upstream_module
 
 from megacpp_overlays.feature_probes.tp_label_smoothing import OWN_SHARE_OF_A_GROUP, TARGET
 from megacpp_overlays.overlays.tp_label_smoothing import OVERLAY
@@ -150,9 +149,7 @@ def test_compiled_it_is_one_graph_as_upstream_s_is(on: tuple[str, Any]) -> None:
 
 @pytest.fixture
 def module() -> ModuleType:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
-        return importlib.import_module(TARGET.module)
+    return upstream_module(TARGET.module)
 
 
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence_and_neither_leaves_a_trace(

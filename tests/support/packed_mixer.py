@@ -17,6 +17,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from upstream_imports import upstream_module
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -53,9 +54,7 @@ def prepare() -> ModuleType:
         torch.cuda.current_device = lambda: torch.device("cpu")
         torch.cuda.device = contextlib.nullcontext  # type: ignore[assignment, misc]
         torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
-        module = importlib.import_module("megatron.core.ssm.mamba_mixer")
+    module = upstream_module("megatron.core.ssm.mamba_mixer")
     assert module.HAVE_MAMBA_SSM
     module.get_cuda_rng_tracker = lambda: SimpleNamespace(fork=contextlib.nullcontext)  # type: ignore[attr-defined]
     _take_one_configuration()

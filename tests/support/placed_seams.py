@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import warnings
 from collections.abc import Iterator
 from types import ModuleType
+
+from upstream_imports import upstream_module
 
 import megacpp_overlays
 from megacpp_overlays.loader import seams
@@ -27,9 +27,7 @@ def placed(overlay: Overlay, shape: str, module: ModuleType) -> Iterator[None]:
 @contextlib.contextmanager
 def without_overlays(name: str) -> Iterator[ModuleType]:
     """Import a module of upstream, and take the overlays of this process out until the end."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron tells what else could be installed
-        found = importlib.import_module(name)
+    found = upstream_module(name)
     megacpp_overlays.undo()
     try:
         yield found
