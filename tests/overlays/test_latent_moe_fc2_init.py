@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 import torch
 from latent_experts import LATENT, LAYERS
-from placed_seams import placed
+from placed_seams import placed, without_overlays
 from places import SUPPORT
-from upstream_imports import upstream_module
 
-import megacpp_overlays
 from megacpp_overlays.feature_probes.latent_moe_fc2_init import SCALED
 from megacpp_overlays.model import Overlay
 from megacpp_overlays.overlays.latent_moe_fc2_init import PARTS
@@ -73,10 +71,8 @@ def part(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(scope="module")
 def module(part: Overlay) -> Iterator[ModuleType]:
     """The newest release, without any overlay."""
-    found = upstream_module(part.target.module)
-    megacpp_overlays.undo()
-    yield found
-    megacpp_overlays.arm()
+    with without_overlays(part.target.module) as found:
+        yield found
 
 
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence(part: Overlay, module: ModuleType) -> None:
