@@ -26,6 +26,10 @@ from megacpp_overlays.kernels.vocabulary_softmax.passes import room_for_statisti
 ARCHITECTURES = ("80", "90", "100", "120")
 SHARED = 48 * 2**10
 """Bytes of shared memory that a program gets anywhere without asking for more."""
+ROOM = 16
+"""Bytes that a thread may keep outside of its registers on Hopper, where alone tokens are skipped. A block of 8192 classes, as for wide rows without a selection, took 120,
+and the pass twice the time.
+"""
 ROUNDING = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 5e-3}
 """Largest relative error of a gradient, by the dtype that it is written in."""
 
@@ -242,12 +246,14 @@ def test_every_program_compiles_for_every_device_and_needs_little_shared_memory(
     assert [each for each in needs if each["shared"] > SHARED] == []
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_pass_over_selected_rows_waits_before_it_touches_memory_where_it_may_begin_early(
-    programs: Any, architecture: str
-) -> None:
-    waiting = [each for each in programs[architecture] if each["waits"] >= 0]
+def test_on_hopper_a_gradient_of_selected_rows_wide_ones_too_has_room_in_few_registers(programs: Any) -> None:
+    few = [each for each in programs["90"] if each["registers"] and each["kernel"] == "_gradient"]
 
-    assert {each["kernel"] for each in waiting} == ({"_statistics", "_gradient"} if int(architecture) >= 90 else set())
-    for each in waiting:
-        assert 0 < each["lets the next begin"] < each["waits"] < each["first access"]
+    assert few
+    assert max(each["stack"] for each in few) <= ROOM
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_program_begins_beside_the_product_ahead_of_it(programs: Any, architecture: str) -> None:
+    for each in programs[architecture]:
+        assert (each["lets the next begin"], each["waits"], each["begins early"]) == (-1, -1, False)

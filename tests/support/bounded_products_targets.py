@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
 from itertools import product
 from typing import Any
 
 import torch
-from index_scores_targets import Device, obstacle, order_in
+from index_scores_targets import Device, obstacle, order_of, stack_of
 
 
 def needs_of(kernel: Any, name: str) -> dict[str, Any]:
-    """Return what a compiled program takes; bytes of stack are registers that had no room."""
-    import triton
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True)
-    stack = re.search(r"STACK:(\d+)", said.stdout + said.stderr)
-    assert stack is not None, said
+    """Return what a compiled program takes."""
     asm = kernel.asm["ptx"]
     return {
         "kernel": name,
         "shared": kernel.metadata.shared,
-        "stack": int(stack[1]),
+        "stack": stack_of(kernel),
         "wgmma": "wgmma.mma_async" in asm,
         "bulk copies": "cp.async.bulk.tensor" in asm,
         "adds in memory": "cp.reduce.async.bulk.tensor" in asm,
-        **order_in(asm),
+        **order_of(kernel),
     }
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -53,18 +55,41 @@ def obstacle() -> str | None:
     return None
 
 
-def order_in(ptx: str) -> dict[str, int]:
-    """Return where a program lets the next one begin, waits for the one ahead, and touches memory; -1 where it does not."""
+def order_of(compiled: Any) -> dict[str, int]:
+    """Return whether a program begins while the one ahead ends, and where it lets the next one in, waits, and touches memory.
+
+    Places are -1 for what it does not do.
+    """
+    ptx = compiled.asm["ptx"]
     access = re.search(r"\b(ld|st|atom|red)\.global|cp\.async", ptx)
     return {
+        "begins early": compiled.metadata.launch_pdl,
         "lets the next begin": ptx.find("griddepcontrol.launch_dependents"),
         "waits": ptx.find("griddepcontrol.wait"),
         "first access": access.start() if access else -1,
     }
 
 
-def collect() -> list[dict[str, Any]]:
-    """From now on compile launches without running them; return the list that what each one needs is put on."""
+def stack_of(compiled: Any) -> int:
+    """Return the bytes of a thread's numbers that had no room in registers."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
+    stack = re.search(r"STACK:(\d+)", said.stdout + said.stderr)
+    assert stack is not None, said
+    return int(stack[1])
+
+
+def collect(*, stack: bool = False) -> list[dict[str, Any]]:
+    """From now on compile launches without running them; return the list that what each one needs is put on.
+
+    Args:
+        stack: whether to say, which takes a process for each, what had no room in registers.
+    """
     from triton.runtime.jit import JITFunction
 
     needs: list[dict[str, Any]] = []
@@ -74,8 +99,11 @@ def collect() -> list[dict[str, Any]]:
         compiled = run(function, *args, grid=grid, warmup=True, **options)
         metadata = compiled.metadata
         tensor_memory = getattr(metadata, "tmem_size", None) or 0  # before capability 10 there is none
-        found = {"kernel": function.__name__, "program": metadata.hash, **order_in(compiled.asm["ptx"])}
-        needs.append({**found, "shared": metadata.shared, "tensor_memory": tensor_memory})
+        found = {"kernel": function.__name__, "program": metadata.hash, **order_of(compiled)}
+        found |= {"shared": metadata.shared, "tensor_memory": tensor_memory, "registers": metadata.maxnreg}
+        if stack:
+            found["stack"] = stack_of(compiled)
+        needs.append(found)
 
     JITFunction.run = compile_only
     return needs

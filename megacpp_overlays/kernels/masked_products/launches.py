@@ -18,8 +18,9 @@ class Launches:
     To find out for which kinds of arguments a program is compiled takes longer than to launch it, and so does asking
     tensors and the driver where they are. Blocks of logits of which few rows count leave a device idle while its host does.
 
-    On compute capability 9 and above the device begins such a program while the one ahead of it ends (programmatic dependent
-    launch), so those that find nothing to do cost little. Each waits for all memory of what is ahead before it touches any.
+    On compute capability 9 and above the device begins such a program, if asked to, while the one ahead of it ends (programmatic
+    dependent launch), so those that find nothing to do cost little. Each waits for all memory of what is ahead before it
+    touches any.
     """
 
     def __init__(
@@ -30,25 +31,27 @@ class Launches:
         arguments: dict[str, Any],
         device: torch.device,
         *,
-        early: bool = True,
+        early: bool = False,
         **options: int,
     ):
         """Prepare launches.
 
         Args:
-            kernel: a program, or what stands for it in the interpreter. Its first statement is
-                `launches_triton.wait_for_what_is_ahead`, told by a parameter `EARLY`.
+            kernel: a program, or what stands for it in the interpreter.
             grid: how many of it run.
             numbered: the parameter that differs. The program must not be specialised for it.
-            arguments: all others by name, but for `EARLY`.
+            arguments: all others by name.
             device: of the arguments, and the current one at every launch.
-            early: whether it may begin while what is ahead ends, where the device can do that.
+            early: whether it may begin while what is ahead ends, where the device can do that. The first statement of such a
+                program is `launches_triton.wait_for_what_is_ahead`, told by one more parameter, `EARLY`.
             options: for the compiler.
         """
-        early = early and begins_early(device)
         self._kernel, self._grid = kernel, (*grid, 1)
-        self._options = {**options, "launch_pdl": True} if early else options
-        self._arguments = {**arguments, "EARLY": early}
+        self._options, self._arguments = options, arguments
+        if early:
+            now = begins_early(device)
+            self._arguments = {**arguments, "EARLY": now}
+            self._options = {**options, "launch_pdl": True} if now else options
         self._numbered = numbered
         self._compiled: Any = None
         self._again: Callable[[int], None] | None = None

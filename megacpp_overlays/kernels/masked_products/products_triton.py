@@ -208,6 +208,7 @@ def sums_of_rows(
         "group",
         arguments,
         matrix.device,
+        early=True,
         num_warps=8,
     )
 
@@ -215,7 +216,7 @@ def sums_of_rows(
 def _launches(
     kernel: Any, grid: tuple[int, int], arguments: dict[str, Any], device: torch.device, tile: Tile
 ) -> Launches:
-    return Launches(kernel, grid, "group", arguments, device, num_stages=tile.stages, num_warps=tile.warps)
+    return Launches(kernel, grid, "group", arguments, device, early=True, num_stages=tile.stages, num_warps=tile.warps)
 
 
 def _cut(panels: Panels | None, count: torch.Tensor, rows: int, classes: int) -> dict[str, torch.Tensor | int]:

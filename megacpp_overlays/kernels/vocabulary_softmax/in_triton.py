@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from megacpp_overlays.kernels.masked_products.launches import Launches
-from megacpp_overlays.kernels.masked_products.launches_triton import wait_for_what_is_ahead
 from megacpp_overlays.kernels.masked_products.panels import WHOLE, Panels
 from megacpp_overlays.kernels.masked_products.panels_triton import group_of
 from megacpp_overlays.kernels.masked_products.token_selection import Selection
@@ -27,10 +26,12 @@ _WIDE_ROW = 1 << 15
 _TOKENS = 512
 """Tokens of one program where there is one number for each."""
 _WARPS = 132 * 64
-"""At most, over rows of which only the device knows how many there are: what finds nothing to do takes its time, too.
+"""As many as the multiprocessors of an H200 run at one time, with as many registers as that leaves to a thread.
 
-As many as the multiprocessors of an H200 run at one time, with as many registers as that leaves to a thread.
+Over rows of which only the device knows how many there are, so many are launched, at most, for a group of panels, as most groups
+may be empty and what finds nothing to do takes its time, too. For one block they are `_TWICE` as many, which is quicker.
 """
+_TWICE = 2
 _REGISTERS = 32
 
 
@@ -98,7 +99,7 @@ def _statistics_launches(
     tokens, width = logits.shape
     block = min(_READ if selection is None else _READ_SELECTED, _power_of_two(width))
     warps = max(1, min(8, block // 256))
-    programs = _programs(tokens, selection, warps)
+    programs = _programs(tokens, selection, panels, warps)
     arguments = {
         "logits": logits, "stride": logits.stride(0), "labels": labels,
         **statistics._asdict(), "bias": bias, "class_weight": class_weight,
@@ -164,11 +165,13 @@ def _gradient_launches(
     tokens, width = logits.shape
     # A narrower element lands where another thread still has to read, so there a row belongs to one program.
     narrows = out.element_size() != logits.element_size()
-    block = min(_WRITE_WIDE_ROWS if narrows or width > _WIDE_ROW else _WRITE, _power_of_two(width))
+    # With the registers that rows of a selection have, wide blocks would keep numbers in memory.
+    wide = narrows or (width > _WIDE_ROW and selection is None)
+    block = min(_WRITE_WIDE_ROWS if wide else _WRITE, _power_of_two(width))
     blocks = triton.cdiv(width, block)
     across = 1 if narrows else blocks
     warps = max(1, min(16 if narrows else 8, block // 256))
-    programs = _programs(tokens, selection, warps * across)
+    programs = _programs(tokens, selection, panels, warps * across)
     arguments = {
         "logits": logits, "logits_stride": logits.stride(0), "labels": labels,
         **coefficients._asdict(), "bias": bias, "class_weight": class_weight, "out": out, "out_stride": out.stride(0),
@@ -182,9 +185,12 @@ def _gradient_launches(
     return _launches(_gradient, (programs, across), arguments, logits.device, selection, warps)
 
 
-def _programs(tokens: int, selection: Selection | None, warps: int) -> int:
+def _programs(tokens: int, selection: Selection | None, panels: Panels | None, warps: int) -> int:
     """Return for how many rows at a time so many warps each are launched."""
-    return tokens if selection is None else min(tokens, max(1, _WARPS // warps))
+    if selection is None:
+        return tokens
+    of_groups = panels is not None and panels.most > 1
+    return min(tokens, max(1, _WARPS * (1 if of_groups else _TWICE) // warps))
 
 
 def _launches(
@@ -195,8 +201,9 @@ def _launches(
     selection: Selection | None,
     warps: int,
 ) -> Launches:
+    # Not early: what a pass gains by it is less than what it loses beside the product that is ahead.
     if selection is None:
-        return Launches(kernel, grid, "group", arguments, device, early=False, num_warps=warps)
+        return Launches(kernel, grid, "group", arguments, device, num_warps=warps)
     return Launches(kernel, grid, "group", arguments, device, num_warps=warps, maxnreg=_REGISTERS)
 
 
@@ -285,9 +292,7 @@ def _statistics(  # type: ignore[no-untyped-def]
     FIRST: tl.constexpr,
     LOWEST: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    wait_for_what_is_ahead(EARLY)
     if HAS_PANELS:
         first, here, height = group_of(laid, tokens, panels, most, group, WHOLE)
         start = first * width
@@ -423,9 +428,7 @@ def _gradient(  # type: ignore[no-untyped-def]
     HAS_SOFTCAP: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    wait_for_what_is_ahead(EARLY)
     # Tokens that are not selected have coefficients of 0, and so their rows become zeros.
     if HAS_PANELS:
         first, here, height = group_of(laid, tokens, panels, most, group, WHOLE)
