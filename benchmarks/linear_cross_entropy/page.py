@@ -50,7 +50,7 @@ def markdown(found: Found) -> str:
         "block, as at 4096 x 2048 x 32000, keeping them is the same code as recomputing: what differs there is noise.",
         *(LABELLED if found.get("labelled") else ()),
         "",
-        "![Time against extra memory](linear_cross_entropy.svg)",
+        f"![Time against extra memory]({found.get('plot', 'linear_cross_entropy.svg')})",
         "",
         *source(found, *(busy if clocks else ())),
         "",

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from drawing import bar, line, sheet, text
-from linear_cross_entropy.goals import FOUR, THREE, UNMASKED, size
+from linear_cross_entropy.goals import FOUR, LABELLED_ALONE, THREE, UNMASKED, size
 from report import Found
 
 WIDTH, LEFT, RIGHT = 1000, 290, 300
@@ -26,39 +26,55 @@ class Measured(NamedTuple):
     note: str = ""
 
 
+class Panel(NamedTuple):
+    """What was measured of one shape."""
+
+    of: str
+    each: Found
+    bars: list[Measured]
+
+
 def svg(found: Found) -> str:
-    """Return the plot, a panel for each shape."""
-    panels = [(each, bars_of(found, each)) for each in found.get("none", ())]
-    panels = [(each, bars) for each, bars in panels if bars]
+    """Return the plot, a panel for each shape and, where some tokens alone have a label, for each number of these."""
+    masked = [Panel(size(each["shape"]), each, bars_of(found, each)) for each in found.get("none", ())]
+    labelled = [Panel(share(each), each, bars_of_labelled(each)) for each in found.get("labelled", ())]
+    panels = [one for one in (*masked, *labelled) if one.bars]
+    shown = ["a loss for each token, half of the tokens masked"] if masked or not labelled else []
+    shown += ["the mean over labelled tokens, which others get alone"] if labelled else []
     source = f"{found['host'].get('gpu', 'no GPU')}, torch {found['versions']['torch']}, {found['date']}"
     body = [
         text(20, 30, "Linear cross entropy, forward and backward", size=18, weight=600),
-        text(20, 52, f"{source}; a loss for each token, half of the tokens masked. Shorter is faster.", kind="quiet"),
+        text(20, 52, f"{source}; {'; '.join(shown)}. Shorter is faster.", kind="quiet"),
         bar(20, 63, 14, 12, "ours"),
         text(40, 74, "ours"),
         bar(100, 63, 14, 12, "peer"),
         text(120, 74, "others"),
-        bar(190, 63, 14, 12, "wrong"),
-        text(210, 74, "wrong under a mask"),
-        line(360, 69, 378, 69, "floor", 2),
-        text(384, 74, "matrix products alone"),
     ]
+    if masked or not labelled:
+        body += [bar(190, 63, 14, 12, "wrong"), text(210, 74, "wrong under a mask")]
+    products = 360 if masked or not labelled else 190
+    body += [line(products, 69, products + 18, 69, "floor", 2), text(products + 24, 74, "matrix products alone")]
     top = HEAD + 20
-    for each, bars in panels:
-        body += panel(each, bars, top)
-        top += PANEL + ROW * len(bars)
+    for one in panels:
+        body += drawn(one, top)
+        top += PANEL + ROW * len(one.bars)
     return sheet(WIDTH, top, "Linear cross entropy, forward and backward: milliseconds", described(panels), body)
 
 
-def described(panels: list[tuple[Found, list[Measured]]]) -> str:
+def share(each: Found) -> str:
+    """Say of how many tokens the numbers are."""
+    return f"{each['labelled']} of {each['shape']['tokens']} tokens labelled, {size(each['shape'])}"
+
+
+def described(panels: list[Panel]) -> str:
     """Return what the plot shows, in sentences."""
     sentences = ["Bars of milliseconds, the shortest first, one panel for each shape."]
-    for each, bars in panels:
+    for of, _, bars in panels:
         ours = next((one for one in bars if one.kind == "ours"), None)
         peer = next((one for one in bars if one.kind == "peer"), None)
         if ours and peer:
             sentences.append(
-                f"{size(each['shape'])}: {ours.name} {said(ours.ms)} ms, the fastest of the others, {peer.name}, {said(peer.ms)} ms."
+                f"{of}: {ours.name} {said(ours.ms)} ms, the fastest of the others, {peer.name}, {said(peer.ms)} ms."
             )
     return " ".join(sentences)
 
@@ -83,6 +99,17 @@ def bars_of(found: Found, each: Found) -> list[Measured]:
     return sorted(bars, key=lambda one: one.ms)
 
 
+def bars_of_labelled(each: Found) -> list[Measured]:
+    """Return the bars of one share of labelled tokens, the fastest first; others have the names that they have elsewhere."""
+    bars: list[Measured] = []
+    for name, row in each["rows"].items():
+        if row["kind"] == "ours" and name in OURS:
+            bars += measured(name, "ours", row, "")
+        elif row["kind"] in {"peer", "plain"}:
+            bars += measured(name.removesuffix(LABELLED_ALONE), "peer", row, "")
+    return sorted(bars, key=lambda one: one.ms)
+
+
 def measured(name: str, kind: str, row: Found, note: str) -> list[Measured]:
     """Return the bar of a row, if it was measured."""
     if not row["warm"] or row.get("extra_mib") is None:
@@ -97,8 +124,9 @@ def wrong(judged: Found) -> str:
     return "returns NaN" if any(map(math.isnan, numbers)) else "wrong under a mask"
 
 
-def panel(each: Found, bars: list[Measured], top: float) -> list[str]:
+def drawn(panel: Panel, top: float) -> list[str]:
     """Return one panel: its shape, floors, and bars with their numbers."""
+    of, each, bars = panel
     floors = {name: each["rows"][name]["warm"]["ms"] for name in (THREE, FOUR)}
     last = max(one.ms for one in bars)
     bottom = top + 30 + ROW * len(bars)
@@ -106,7 +134,7 @@ def panel(each: Found, bars: list[Measured], top: float) -> list[str]:
     def across(ms: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * ms / last
 
-    lines = [text(20, top, f"{size(each['shape'])}, tokens x hidden size x vocabulary", size=15, weight=600)]
+    lines = [text(20, top, f"{of}, tokens x hidden size x vocabulary", size=15, weight=600)]
     for number, one in enumerate(bars):
         y = top + 30 + ROW * number
         weight = 700 if one.kind == "ours" else 400

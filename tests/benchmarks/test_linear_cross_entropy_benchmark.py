@@ -293,7 +293,35 @@ def test_the_kept_plot_is_that_of_the_kept_numbers_and_says_who_returns_nan() ->
     assert [one.note for one in quack] == ["", "", "returns NaN"]
 
 
-@pytest.mark.parametrize("name", ["linear_cross_entropy", "index_scores", "packed_documents"])
+@pytest.mark.parametrize("name", ["linear_cross_entropy_labelled", "linear_cross_entropy_labelled_shapes"])
+def test_the_plot_of_labelled_tokens_is_that_of_the_kept_numbers_and_has_a_panel_for_each_share(name: str) -> None:
+    results = ROOT / "benchmarks/results"
+    plot = imported("linear_cross_entropy.plot")
+    kept = json.loads((results / f"{name}.json").read_text())
+
+    drawn = plot.svg(kept)
+
+    assert drawn == (results / f"{name}.svg").read_text()
+    assert f"]({name}.svg)" in (results / f"{name}.md").read_text()
+    words = ["".join(each.itertext()) for each in ElementTree.fromstring(drawn).iter(f"{SVG}text")]
+    assert [word.split(" of ")[0] for word in words if " tokens labelled, " in word] == [
+        str(each["labelled"]) for each in kept["labelled"]
+    ]
+    assert "wrong under a mask" not in words
+    for each in kept["labelled"]:
+        bars = plot.bars_of_labelled(each)
+        assert [one.ms for one in bars] == sorted(one.ms for one in bars)
+        assert [one.name for one in bars if one.kind == "ours"] == ["ours, logits kept", "ours"]
+        assert {"PyTorch", "torch.compile"} <= {one.name for one in bars if one.kind == "peer"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "linear_cross_entropy", "linear_cross_entropy_labelled", "linear_cross_entropy_labelled_shapes", "index_scores",
+        "packed_documents",
+    ],
+)  # fmt: skip
 def test_a_plot_has_a_name_a_description_and_colours_for_dark_screens(name: str) -> None:
     drawing = (ROOT / f"benchmarks/results/{name}.svg").read_text()
     root = ElementTree.fromstring(drawing)
