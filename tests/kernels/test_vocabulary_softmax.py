@@ -27,8 +27,9 @@ ARCHITECTURES = ("80", "90", "100", "120")
 SHARED = 48 * 2**10
 """Bytes of shared memory that a program gets anywhere without asking for more."""
 ROOM = 16
-"""Bytes that a thread may keep outside of its registers on Hopper, where alone tokens are skipped. A block of 8192 classes, as for wide rows without a selection, took 120,
-and the pass twice the time.
+"""Bytes that a thread may keep outside of its registers on Hopper, where alone tokens are skipped.
+
+A block of 8192 classes, as wide rows have without a selection, took 120, and the pass twice the time.
 """
 ROUNDING = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 5e-3}
 """Largest relative error of a gradient, by the dtype that it is written in."""
