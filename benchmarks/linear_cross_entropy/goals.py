@@ -86,6 +86,11 @@ def size(shape: Found) -> str:
     return f"{shape['tokens']} x {shape['hidden']} x {shape['vocabulary']}"
 
 
+def share(each: Found) -> str:
+    """Say how many tokens of a batch have a label."""
+    return f"{each['labelled']} of {each['shape']['tokens']} tokens labelled"
+
+
 def ratio(rows: Found, name: str, other: str, cache: str) -> float | None:
     """Return how long one takes, as a multiple of how long another does; None if one of them did not run."""
     one, two = (((rows.get(each) or {}).get(cache) or {}).get("ms") for each in (name, other))

@@ -13,7 +13,7 @@ if __name__ == "__main__":  # parts are named from the folder of all benchmarks
 
 from collections.abc import Iterator
 
-from linear_cross_entropy.goals import EAGER, FOUR, SETTINGS, THREE, goals, ratio, refuses, size
+from linear_cross_entropy.goals import EAGER, FOUR, SETTINGS, THREE, goals, ratio, refuses, share, size
 from linear_cross_entropy.plot import said, svg
 from report import NO_FIT, Found, main, number, remarks, source, table
 
@@ -64,7 +64,7 @@ def markdown(found: Found) -> str:
     for each in found.get("mean", ()):
         parts += times(each, f"The mean, {size(each['shape'])}", errors_of(found, each["shape"], "mean"))
     for each in found.get("labelled", ()):
-        title = f"{each['labelled']} of {each['shape']['tokens']} tokens labelled, the mean, {size(each['shape'])}"
+        title = f"{share(each)}, the mean, {size(each['shape'])}"
         parts += times(each, title, {name: row.get("errors", {}) for name, row in each["rows"].items()})
         parts += ["The products are over the labelled tokens alone."]
     for each in found.get("accuracy", ()):

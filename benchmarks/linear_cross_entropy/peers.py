@@ -221,7 +221,7 @@ def _verl(root: Path, device: str) -> list[Way]:
     """One folder of verl, which by itself needs three functions of a module that needs all the rest."""
     packages = root / "verl" / "site-packages" / "verl"
     if not packages.is_dir():
-        raise Absent(f"there is no {packages}")
+        raise Absent(f"there is no {packages.relative_to(root)} in the folder that --peers-at names")
     _put_first(root, "verl")
     for name, folder in (("verl", packages), ("verl.utils", packages / "utils")):
         package = types.ModuleType(name)

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from drawing import bar, line, sheet, text
-from linear_cross_entropy.goals import FOUR, LABELLED_ALONE, THREE, UNMASKED, size
+from linear_cross_entropy.goals import FOUR, LABELLED_ALONE, THREE, UNMASKED, share, size
 from report import Found
 
 WIDTH, LEFT, RIGHT = 1000, 290, 300
@@ -36,34 +36,31 @@ class Panel(NamedTuple):
 
 def svg(found: Found) -> str:
     """Return the plot, a panel for each shape and, where some tokens alone have a label, for each number of these."""
-    masked = [Panel(size(each["shape"]), each, bars_of(found, each)) for each in found.get("none", ())]
-    labelled = [Panel(share(each), each, bars_of_labelled(each)) for each in found.get("labelled", ())]
-    panels = [one for one in (*masked, *labelled) if one.bars]
-    shown = ["a loss for each token, half of the tokens masked"] if masked or not labelled else []
+    masked, labelled = found.get("none", ()), found.get("labelled", ())
+    panels = [Panel(size(each["shape"]), each, bars_of(found, each)) for each in masked]
+    panels += [Panel(f"{share(each)}, {size(each['shape'])}", each, bars_of_labelled(each)) for each in labelled]
+    panels = [one for one in panels if one.bars]
+    shown = ["a loss for each token, half of the tokens masked"] if masked else []
     shown += ["the mean over labelled tokens, which others get alone"] if labelled else []
     source = f"{found['host'].get('gpu', 'no GPU')}, torch {found['versions']['torch']}, {found['date']}"
     body = [
         text(20, 30, "Linear cross entropy, forward and backward", size=18, weight=600),
-        text(20, 52, f"{source}; {'; '.join(shown)}. Shorter is faster.", kind="quiet"),
+        text(20, 52, f"{'; '.join([source, *shown])}. Shorter is faster.", kind="quiet"),
         bar(20, 63, 14, 12, "ours"),
         text(40, 74, "ours"),
         bar(100, 63, 14, 12, "peer"),
         text(120, 74, "others"),
     ]
-    if masked or not labelled:
+    products = 190
+    if masked:
         body += [bar(190, 63, 14, 12, "wrong"), text(210, 74, "wrong under a mask")]
-    products = 360 if masked or not labelled else 190
+        products = 360
     body += [line(products, 69, products + 18, 69, "floor", 2), text(products + 24, 74, "matrix products alone")]
     top = HEAD + 20
     for one in panels:
         body += drawn(one, top)
         top += PANEL + ROW * len(one.bars)
     return sheet(WIDTH, top, "Linear cross entropy, forward and backward: milliseconds", described(panels), body)
-
-
-def share(each: Found) -> str:
-    """Say of how many tokens the numbers are."""
-    return f"{each['labelled']} of {each['shape']['tokens']} tokens labelled, {size(each['shape'])}"
 
 
 def described(panels: list[Panel]) -> str:

@@ -443,4 +443,5 @@ def test_every_line_of_it_runs_on_a_cpu_at_tiny_sizes(tmp_path: Path) -> None:
         assert {name for name, row in each["rows"].items() if not row["warm"]} == set()
         assert "PyTorch, labelled tokens selected beforehand" in each["rows"]
     assert "there is no" in found["absent"]["verl"]
+    assert str(tmp_path) not in json.dumps(found["absent"])  # what is kept names no folder of the host
     ElementTree.fromstring((tmp_path / "plot.svg").read_text())

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from placed_seams import overlays_out
 from places import SUPPORT
 from repeated_routers import IDS, LAYERS
 from upstream_imports import upstream_module
 
-import megacpp_overlays
 from megacpp_overlays.loader import seams
 from megacpp_overlays.model import Replacement
 from megacpp_overlays.overlays import hybrid_mtp_aux_loss, mtp_z_loss
@@ -103,9 +103,8 @@ def upstream() -> Iterator[None]:
     """Upstream as it is, without any overlay."""
     for each in OVERLAYS:
         imported(each)
-    megacpp_overlays.undo()
-    yield
-    megacpp_overlays.arm()
+    with overlays_out():
+        yield
 
 
 def imported(overlay: Any) -> tuple[ModuleType, Replacement]:

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from masked_stages import HIDDEN, IDS, RANKS, ROWS, TOKENS, mask
-from placed_seams import placed
+from placed_seams import overlays_out, placed
 from places import SUPPORT
 from upstream_imports import upstream_module
 
-import megacpp_overlays
 from megacpp_overlays.loader import seams
 from megacpp_overlays.overlays import expert_bias_padding_mask, pipeline_padding_mask
 
@@ -97,9 +96,8 @@ def test_a_mask_that_is_not_one_of_all_ranks_is_left_alone(measured: Any) -> Non
 def modules() -> Iterator[dict[str, ModuleType]]:
     """Upstream as it is, without any overlay."""
     found = {each.target.module: upstream_module(each.target.module) for each in OVERLAYS}
-    megacpp_overlays.undo()
-    yield found
-    megacpp_overlays.arm()
+    with overlays_out():
+        yield found
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=IDS)

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import torch
 from packed_shards import RANKS, WIDTH
-from placed_seams import placed
+from placed_seams import overlays_out, placed
 from places import SUPPORT
 from upstream_imports import upstream_module
 
-import megacpp_overlays
 from megacpp_overlays.feature_probes.seq_aux_loss_packed import IN_THE_SHARD
 from megacpp_overlays.overlays.seq_aux_loss_packed import PARTS
 
@@ -95,9 +94,8 @@ def test_batches_that_a_recomputation_could_not_tell_apart_end_in_an_error(measu
 def modules() -> Iterator[dict[str, ModuleType]]:
     """Upstream as it is, without any overlay."""
     found = {each.target.module: upstream_module(each.target.module) for each in PARTS}
-    megacpp_overlays.undo()
-    yield found
-    megacpp_overlays.arm()
+    with overlays_out():
+        yield found
 
 
 @pytest.mark.parametrize("part", PARTS, ids=["router", "layer"])

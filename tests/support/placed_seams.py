@@ -25,11 +25,18 @@ def placed(overlay: Overlay, shape: str, module: ModuleType) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def overlays_out() -> Iterator[None]:
+    """Take the overlays of this process out until the end."""
+    megacpp_overlays.undo()
+    try:
+        yield
+    finally:
+        megacpp_overlays.arm()
+
+
+@contextlib.contextmanager
 def without_overlays(name: str) -> Iterator[ModuleType]:
     """Import a module of upstream, and take the overlays of this process out until the end."""
     found = upstream_module(name)
-    megacpp_overlays.undo()
-    try:
+    with overlays_out():
         yield found
-    finally:
-        megacpp_overlays.arm()

@@ -25,7 +25,7 @@ def far(count: int, without_gradient: int) -> dict[str, float]:
     )
     inputs.arriving = torch.where(torch.arange(TOKENS) < without_gradient, 0.0, inputs.arriving)
     # A program that finds nothing takes its time here, too.
-    with poisoned() as ways, mock.patch.object(in_triton, "_WARPS", 8):
+    with poisoned() as ways, mock.patch.multiple(in_triton, _WARPS=8, _WARPS_OF_A_GROUP=8):
         seen = found(inputs, memory=memory_of(dtype))
     assert len(ways) == 2  # one for each pass
     return errors(seen, truth(inputs))

@@ -25,13 +25,13 @@ _WRITE_WIDE_ROWS = 8192
 _WIDE_ROW = 1 << 15
 _TOKENS = 512
 """Tokens of one program where there is one number for each."""
-_WARPS = 132 * 64
-"""As many as the multiprocessors of an H200 run at one time, with as many registers as that leaves to a thread.
+_WARPS_OF_A_GROUP = 132 * 64
+"""At most, over a group of panels: most groups may be empty, and what finds nothing to do takes its time, too.
 
-Over rows of which only the device knows how many there are, so many are launched, at most, for a group of panels, as most groups
-may be empty and what finds nothing to do takes its time, too. For one block they are `_TWICE` as many, which is quicker.
+As many as the multiprocessors of an H200 run at one time, with as many registers as that leaves to a thread.
 """
-_TWICE = 2
+_WARPS = 2 * _WARPS_OF_A_GROUP
+"""At most, over other rows of which only the device knows how many there are; so many are quicker where there is work."""
 _REGISTERS = 32
 
 
@@ -189,8 +189,8 @@ def _programs(tokens: int, selection: Selection | None, panels: Panels | None, w
     """Return for how many rows at a time so many warps each are launched."""
     if selection is None:
         return tokens
-    of_groups = panels is not None and panels.most > 1
-    return min(tokens, max(1, _WARPS * (1 if of_groups else _TWICE) // warps))
+    most = _WARPS_OF_A_GROUP if panels is not None and panels.most > 1 else _WARPS
+    return min(tokens, max(1, most // warps))
 
 
 def _launches(
