@@ -64,6 +64,23 @@ def test_errors_are_at_most_those_of_torch_in_the_same_dtype(name: str) -> None:
         assert error <= max(1.1 * plain[what], 1e-5), what
 
 
+@pytest.mark.parametrize("name", ["576 of 512", "16 heads"])
+@pytest.mark.parametrize("sign", [-1, 0])
+def test_a_scale_that_turns_or_stops_scores_is_as_exact(sign: int, name: str) -> None:
+    made = inputs(LARGE[name], device="cuda")
+    made["given"]["scale"] *= sign
+
+    found = results(function.attend, made, None)
+
+    true = results(reference.attend, made, torch.float64)
+    plain = errors(results(reference.attend, made, None), true)
+    for what, error in errors(found, true).items():
+        if true[what].any():  # a scale of zero leaves no gradient of a query
+            assert error <= max(1.1 * plain[what], 1e-5), what
+        else:
+            assert not found[what].any(), what
+
+
 @pytest.mark.parametrize("reads", [0, math.inf], ids=["opened", "read as they are"])
 @pytest.mark.parametrize("name", [name for name, entry in LARGE.items() if entry.scales])
 def test_quantized_keys_are_the_numbers_that_they_stand_for(

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from index_scores_targets import Device, obstacle, order_of, stack_of
+from index_scores_targets import Device, machine_code_of, obstacle, order_of
 
 
 def needs_of(kernel: Any, name: str) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def needs_of(kernel: Any, name: str) -> dict[str, Any]:
     return {
         "kernel": name,
         "shared": kernel.metadata.shared,
-        "stack": stack_of(kernel),
+        **machine_code_of(kernel),
         "wgmma": "wgmma.mma_async" in asm,
         "bulk copies": "cp.async.bulk.tensor" in asm,
         "adds in memory": "cp.reduce.async.bulk.tensor" in asm,

@@ -70,25 +70,26 @@ def order_of(compiled: Any) -> dict[str, int]:
     }
 
 
-def stack_of(compiled: Any) -> int:
-    """Return the bytes of a thread's numbers that had no room in registers."""
+def machine_code_of(compiled: Any) -> dict[str, int]:
+    """Return the bytes of a thread's numbers that had no room in registers, and how often the matrix unit is told and waited for."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
         said = subprocess.run(command, capture_output=True, text=True, check=True)
     stack = re.search(r"STACK:(\d+)", said.stdout + said.stderr)
     assert stack is not None, said
-    return int(stack[1])
+    products, waits = (len(re.findall(rf"\b{each}\b", said.stdout)) for each in ("HGMMA", r"WARPGROUP\.DEPBAR"))
+    return {"stack": int(stack[1]), "products": products, "waits for products": waits}
 
 
-def collect(*, stack: bool = False) -> list[dict[str, Any]]:
+def collect(*, machine_code: bool = False) -> list[dict[str, Any]]:
     """From now on compile launches without running them; return the list that what each one needs is put on.
 
     Args:
-        stack: whether to say, which takes a process for each, what had no room in registers.
+        machine_code: whether to say what `machine_code_of` finds, which takes a process for each.
     """
     from triton.runtime.jit import JITFunction
 
@@ -101,8 +102,8 @@ def collect(*, stack: bool = False) -> list[dict[str, Any]]:
         tensor_memory = getattr(metadata, "tmem_size", None) or 0  # before capability 10 there is none
         found = {"kernel": function.__name__, "program": metadata.hash, **order_of(compiled)}
         found |= {"shared": metadata.shared, "tensor_memory": tensor_memory, "registers": metadata.maxnreg}
-        if stack:
-            found["stack"] = stack_of(compiled)
+        if machine_code:
+            found |= machine_code_of(compiled)
         needs.append(found)
 
     JITFunction.run = compile_only
@@ -122,13 +123,17 @@ def compile_for(architecture: int, dim: int) -> None:
         index_scores_triton.gradients(torch.zeros(BATCH, queries, KEYS), q, weights, k, True)
 
 
-def answer(compile_for: Callable[..., None]) -> None:
-    """Print what the kernels of each case on the command line need, by the function that compiles one of its numbers."""
+def answer(compile_for: Callable[..., None], *, machine_code: bool = False) -> None:
+    """Print what the kernels of each case on the command line need, by the function that compiles one of its numbers.
+
+    Args:
+        machine_code: as of `collect`.
+    """
     if reason := obstacle():
         sys.stdout.write(json.dumps({"obstacle": reason}))
         return
     found = {}
-    needs = collect()
+    needs = collect(machine_code=machine_code)
     for case in sys.argv[1:]:
         compile_for(*[int(part) for part in case.split(":")])
         found[case] = list(needs)

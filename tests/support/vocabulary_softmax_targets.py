@@ -61,7 +61,7 @@ def main() -> None:
     from megacpp_overlays.kernels.masked_products import launches
 
     found = {}
-    needs = collect(stack=True)
+    needs = collect(machine_code=True)
     for architecture in sys.argv[1:]:
         driver.set_active(Device(int(architecture)))
         launches.begins_early = lambda _, early=int(architecture) >= 90: early

@@ -95,6 +95,7 @@ def forward(
                 SLOTS=ring.slots,
                 RING=ring.tiles,
                 SINK=sink is not None,
+                POSITIVE=scale > 0,
                 num_warps=4,
             )
             return out, lse

@@ -45,12 +45,16 @@ def _gathered(columns):
 
 
 @gluon.jit
-def _copy(k, indices, start, keys, slots, begin, end, k_row, tile, SLOTS: gl.constexpr, CHANNELS: gl.constexpr):
+def _choices(indices, start, slots, SLOTS: gl.constexpr, CHANNELS: gl.constexpr):
+    """Load the choices of a tile of slots as `_copy` takes them for so many channels, -1 behind the last slot."""
+    slot = start + gl.arange(0, SLOTS, layout=gl.SliceLayout(1, _gathered(CHANNELS)))
+    return gl.load(indices + slot, mask=slot < slots, other=-1)
+
+
+@gluon.jit
+def _copy(k, index, keys, begin, end, k_row, tile, CHANNELS: gl.constexpr):
     """Begin to copy some channels of the keys of a tile of slots; zeros where there is no choice."""
-    layout: gl.constexpr = _gathered(CHANNELS)
-    slot = start + gl.arange(0, SLOTS, layout=gl.SliceLayout(1, layout))
-    channel = begin + gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, layout))
-    index = gl.load(indices + slot, mask=slot < slots, other=-1)
+    channel = begin + gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, _gathered(CHANNELS)))
     chosen = (index >= 0) & (index < keys)
     at = k + gl.where(chosen, index, 0).to(gl.int64)[:, None] * k_row + channel[None, :]
     async_copy.async_copy_global_to_shared(tile, at, mask=chosen[:, None] & (channel < end)[None, :])
@@ -59,10 +63,9 @@ def _copy(k, indices, start, keys, slots, begin, end, k_row, tile, SLOTS: gl.con
 @gluon.jit
 def _copy_half(
     k,
-    indices,
-    start,
+    index,
+    of_rest,
     keys,
-    slots,
     dim,
     k_row,
     k_first,
@@ -70,15 +73,14 @@ def _copy_half(
     full,
     FIRST: gl.constexpr,
     REST: gl.constexpr,
-    SLOTS: gl.constexpr,
     HALF: gl.constexpr,
 ):
     """Begin to copy one half of the keys of a tile of slots, the rest of the channels with the second one."""
     CHANNELS: gl.constexpr = FIRST // 2
     part = k_first.slice(HALF * CHANNELS, CHANNELS, dim=1)
-    _copy(k, indices, start, keys, slots, HALF * CHANNELS, FIRST, k_row, part, SLOTS, CHANNELS)
+    _copy(k, index, keys, HALF * CHANNELS, FIRST, k_row, part, CHANNELS)
     if REST > 0 and HALF == 1:
-        _copy(k, indices, start, keys, slots, FIRST, dim, k_row, k_rest, SLOTS, REST)
+        _copy(k, of_rest, keys, FIRST, dim, k_row, k_rest, REST)
     async_copy.mbarrier_arrive(full, increment_count=False)
 
 
@@ -100,6 +102,7 @@ def _weigh(
     k_rest,
     weights,
     shrunk,
+    asked,
     full,
     weighed,
     used,
@@ -120,6 +123,7 @@ def _weigh(
     SLOTS: gl.constexpr,
     RING: gl.constexpr,
     SINK: gl.constexpr,
+    POSITIVE: gl.constexpr,
 ):
     """Take the softmax of each tile of scores, and hand on weights and by how much older sums shrink."""
     layout: gl.constexpr = _sums(SLOTS)
@@ -136,7 +140,11 @@ def _weigh(
         q_rest = _from_registers(q, heads, head, FIRST, dim, q_head, REST, SLOTS)
     slot = gl.arange(0, SLOTS, layout=gl.SliceLayout(0, layout))
     nothing = gl.zeros([HEADS, SLOTS], gl.float32, layout=layout)
+    # Of a positive factor the largest score stays the largest, and its product joins the subtraction.
+    unit = factor if POSITIVE else 1.0
     index = gl.load(indices + slot, mask=slot < slots, other=-1)
+    mbarrier.wait(asked, 0)
+    fence_async_shared()
     for tile in range(tiles):
         turn = tile % 2
         ring = tile % RING
@@ -149,10 +157,12 @@ def _weigh(
         ahead = slot + (tile + 1) * SLOTS
         index = gl.load(indices + ahead, mask=ahead < slots, other=-1)
         score = warpgroup_mma_wait(0, deps=[score])
-        score = gl.where(chosen[None, :], score * factor, float("-inf"))
-        above = gl.maximum(largest, gl.max(score, axis=1))
+        if not POSITIVE:
+            score = score * factor
+        score = gl.where(chosen[None, :], score, float("-inf"))
+        above = gl.maximum(largest, gl.max(score, axis=1) * unit)
         base = gl.where(above == float("-inf"), 0.0, above)
-        weight = gl.exp2(score - base[:, None])
+        weight = gl.exp2(score * unit - base[:, None])
         less = gl.exp2(largest - base)
         total = total * less + gl.sum(weight, axis=1)
         largest = above
@@ -171,6 +181,7 @@ def _weigh(
 @gluon.jit
 def _add_values(
     k,
+    q_first,
     k_first,
     k_rest,
     weights,
@@ -200,13 +211,13 @@ def _add_values(
     layout: gl.constexpr = _sums(CHANNELS)
     column: gl.constexpr = gl.SliceLayout(1, layout)
     tiles = gl.cdiv(count, SLOTS)
+    SMALL: gl.constexpr = REST if REST > 0 else 16
     for tile in gl.static_range(RING):
         _copy_half(
             k,
-            indices,
-            tile * SLOTS,
+            _choices(indices, tile * SLOTS, slots, SLOTS, CHANNELS),
+            _choices(indices, tile * SLOTS, slots, SLOTS, SMALL),
             keys,
-            slots,
             dim,
             k_row,
             k_first.index(tile),
@@ -214,9 +225,11 @@ def _add_values(
             full.index(tile),
             FIRST,
             REST,
-            SLOTS,
             HALF,
         )
+    # A tile ahead, or a copy waits for its choices to come from memory.
+    coming = _choices(indices, RING * SLOTS, slots, SLOTS, CHANNELS)
+    coming_of_rest = _choices(indices, RING * SLOTS, slots, SLOTS, SMALL)
     sum = gl.zeros([HEADS, CHANNELS], gl.float32, layout=layout)
     for tile in range(tiles):
         turn = tile % 2
@@ -227,30 +240,36 @@ def _add_values(
         sum = warpgroup_mma(weights.index(turn), values, sum, is_async=True)
         sum = warpgroup_mma_wait(0, deps=[sum])
         mbarrier.arrive(used.index(turn), count=1)
-        # Nobody reads this half any more: its scores were taken before its weights came.
-        _copy_half(
-            k,
-            indices,
-            (tile + RING) * SLOTS,
-            keys,
-            slots,
-            dim,
-            k_row,
-            k_first.index(ring),
-            k_rest.index(ring),
-            full.index(ring),
-            FIRST,
-            REST,
-            SLOTS,
-            HALF,
-        )
+        if tile + RING < tiles:
+            # Nobody reads this half any more: its scores were taken before its weights came.
+            _copy_half(
+                k,
+                coming,
+                coming_of_rest,
+                keys,
+                dim,
+                k_row,
+                k_first.index(ring),
+                k_rest.index(ring),
+                full.index(ring),
+                FIRST,
+                REST,
+                HALF,
+            )
+        start = (tile + RING + 1) * SLOTS
+        coming = _choices(indices, start, slots, SLOTS, CHANNELS)
+        coming_of_rest = _choices(indices, start, slots, SLOTS, SMALL)
     turn = tiles % 2
     mbarrier.wait(weighed.index(turn), (tiles // 2) & 1)
     sum = sum * shrunk.index(turn).load(column)[:, None]
-    rows = head + gl.arange(0, HEADS, layout=column)
-    channel = HALF * CHANNELS + gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, layout))
+    # Queries are not read any more: through their place go rows of 128 bytes, where registers hold pairs of channels.
+    part = q_first.slice(HALF * CHANNELS, CHANNELS, dim=1)
+    part.store(sum.to(out.dtype.element_ty))
+    whole: gl.constexpr = _gathered(CHANNELS)
+    rows = head + gl.arange(0, HEADS, layout=gl.SliceLayout(1, whole))
+    channel = HALF * CHANNELS + gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, whole))
     at = out + (place + rows)[:, None] * value + channel[None, :]
-    gl.store(at, sum.to(out.dtype.element_ty), mask=(rows < heads)[:, None] & (channel < value)[None, :])
+    gl.store(at, part.load(whole), mask=(rows < heads)[:, None] & (channel < value)[None, :])
     async_copy.commit_group()
     async_copy.wait_group(0)
 
@@ -283,6 +302,7 @@ def attend_rows(
     SLOTS: gl.constexpr,
     RING: gl.constexpr,
     SINK: gl.constexpr,
+    POSITIVE: gl.constexpr,
 ):
     """Write the output and the log-sum-exp of 64 heads of a row."""
     kind: gl.constexpr = q.dtype.element_ty
@@ -304,23 +324,24 @@ def attend_rows(
     k_rest = gl.allocate_shared_memory(kind, [RING, FEW, LESS], _tile(FEW, LESS))
     weights = gl.allocate_shared_memory(kind, [2, HEADS, SLOTS], _tile(HEADS, SLOTS))
     shrunk = gl.allocate_shared_memory(gl.float32, [2, HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    asked = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     weighed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     used = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(asked, count=128)
     for each in gl.static_range(RING):
         mbarrier.init(full.index(each), count=256)
     for each in gl.static_range(2):
         mbarrier.init(weighed.index(each), count=1)
         mbarrier.init(used.index(each), count=2)
+    fence_async_shared()
+    gl.thread_barrier()
     whole: gl.constexpr = _gathered(FIRST)
     rows = head + gl.arange(0, HEADS, layout=gl.SliceLayout(1, whole))
     channel = gl.arange(0, FIRST, layout=gl.SliceLayout(0, whole))
     at = q + rows.to(gl.int64)[:, None] * q_head + channel[None, :]
     async_copy.async_copy_global_to_shared(q_first, at, mask=(rows < heads)[:, None] & (channel < dim)[None, :])
-    async_copy.commit_group()
-    async_copy.wait_group(0)
-    fence_async_shared()
-    gl.thread_barrier()
+    async_copy.mbarrier_arrive(asked, increment_count=False)
     gl.warp_specialize(
         [
             (
@@ -332,6 +353,7 @@ def attend_rows(
                     k_rest,
                     weights,
                     shrunk,
+                    asked,
                     full,
                     weighed,
                     used,
@@ -352,12 +374,14 @@ def attend_rows(
                     SLOTS,
                     RING,
                     SINK,
+                    POSITIVE,
                 ),
             ),
             (
                 _add_values,
                 (
                     k,
+                    q_first,
                     k_first,
                     k_rest,
                     weights,
@@ -387,6 +411,7 @@ def attend_rows(
                 _add_values,
                 (
                     k,
+                    q_first,
                     k_first,
                     k_rest,
                     weights,
@@ -452,13 +477,14 @@ def _take_weights(
     layout: gl.constexpr = _sums(SLOTS)
     column: gl.constexpr = gl.SliceLayout(1, layout)
     tiles = gl.cdiv(count, SLOTS)
+    CHANNELS: gl.constexpr = FIRST // 2
+    SMALL: gl.constexpr = REST if REST > 0 else 16
     for tile in gl.static_range(RING):
         _copy_half(
             k,
-            indices,
-            tile * SLOTS,
+            _choices(indices, tile * SLOTS, slots, SLOTS, CHANNELS),
+            _choices(indices, tile * SLOTS, slots, SLOTS, SMALL),
             keys,
-            slots,
             dim,
             k_row,
             k_first.index(tile),
@@ -466,7 +492,6 @@ def _take_weights(
             full.index(tile),
             FIRST,
             REST,
-            SLOTS,
             0,
         )
     q_first = _from_registers(q, heads, head, 0, FIRST, q_head, FIRST, SLOTS)
@@ -499,12 +524,12 @@ def _take_weights(
         inside = (rows < heads)[:, None] & (tile * SLOTS + slot < slots)[None, :]
         gl.store(at, weight.to(weights.dtype.element_ty), mask=inside)
         mbarrier.wait(empty.index(ring), (tile // RING) & 1)
+        start = (tile + RING) * SLOTS
         _copy_half(
             k,
-            indices,
-            (tile + RING) * SLOTS,
+            _choices(indices, start, slots, SLOTS, CHANNELS),
+            _choices(indices, start, slots, SLOTS, SMALL),
             keys,
-            slots,
             dim,
             k_row,
             k_first.index(ring),
@@ -512,7 +537,6 @@ def _take_weights(
             full.index(ring),
             FIRST,
             REST,
-            SLOTS,
             0,
         )
     async_copy.commit_group()
@@ -553,13 +577,14 @@ def _take_gradients(
     layout: gl.constexpr = _sums(SLOTS)
     column: gl.constexpr = gl.SliceLayout(1, layout)
     tiles = gl.cdiv(count, SLOTS)
+    CHANNELS: gl.constexpr = FIRST // 2
+    SMALL: gl.constexpr = REST if REST > 0 else 16
     for tile in gl.static_range(RING):
         _copy_half(
             k,
-            indices,
-            tile * SLOTS,
+            _choices(indices, tile * SLOTS, slots, SLOTS, CHANNELS),
+            _choices(indices, tile * SLOTS, slots, SLOTS, SMALL),
             keys,
-            slots,
             dim,
             k_row,
             k_first.index(tile),
@@ -567,7 +592,6 @@ def _take_gradients(
             full.index(tile),
             FIRST,
             REST,
-            SLOTS,
             1,
         )
     grads = _from_registers(grad, heads, head, 0, value, g_head, FIRST, SLOTS)
@@ -584,12 +608,12 @@ def _take_gradients(
         of_weight = warpgroup_mma_wait(0, deps=[of_weight])
         mbarrier.arrive(empty.index(ring), count=1)
         mbarrier.wait(empty.index(ring), (tile // RING) & 1)
+        start = (tile + RING) * SLOTS
         _copy_half(
             k,
-            indices,
-            (tile + RING) * SLOTS,
+            _choices(indices, start, slots, SLOTS, CHANNELS),
+            _choices(indices, start, slots, SLOTS, SMALL),
             keys,
-            slots,
             dim,
             k_row,
             k_first.index(ring),
@@ -597,7 +621,6 @@ def _take_gradients(
             full.index(ring),
             FIRST,
             REST,
-            SLOTS,
             1,
         )
         mbarrier.wait(ready.index(turn), (tile // 2) & 1)

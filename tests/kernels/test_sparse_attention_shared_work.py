@@ -1,0 +1,44 @@
+"""Attention over chosen keys whose warps share out the work, compiled for Hopper on any host; what it computes is in tests/gpu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import warm_python
+
+COMPILED = ("128:576:512:1", "128:576:512:-1", "64:512:512:1", "128:640:512:1", "64:384:256:1", "100:200:128:1")
+"""HEADS:DIM:VALUE:SIGN: tiles of 64 and 32 slots, rings of two to four, a rest of channels and none, few channels backward."""
+
+SHARED = 227 * 1024
+"""What a program on Hopper may have of shared memory, in bytes."""
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[str, Any]:
+    """What `sparse_attention_shared_work_targets.py` found."""
+    found = warm_python.answers(
+        "sparse_attention_shared_work_targets.py", *COMPILED, TRITON_INTERPRET="0", MEGACPP_OVERLAYS="off"
+    )
+    if "obstacle" in found:
+        pytest.skip(found["obstacle"])
+    return found
+
+
+@pytest.fixture(params=COMPILED)
+def sharing(programs: dict[str, Any], request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What the kernels need whose warps share out the work."""
+    return [each for each in programs[request.param] if each["kernel"] in {"attend_rows", "score_side"}]
+
+
+def test_they_fit_a_multiprocessor(sharing: list[dict[str, Any]]) -> None:
+    assert sharing
+    assert [each for each in sharing if each["shared"] > SHARED] == []
+
+
+def test_their_sums_stay_in_registers(sharing: list[dict[str, Any]]) -> None:
+    assert [each for each in sharing if each["stack"] > 0] == []
+
+
+def test_the_matrix_unit_is_not_waited_for_after_each_product(sharing: list[dict[str, Any]]) -> None:
+    assert [each for each in sharing if 4 * each["waits for products"] > each["products"]] == []
