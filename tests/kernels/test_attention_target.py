@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import compiled_programs
 import pytest
 import torch
 import warm_python
@@ -265,11 +266,7 @@ TENSOR_MEMORY = 512
 @pytest.fixture(scope="module")
 def programs() -> dict[str, Any]:
     """Return what each kernel needs, for each case."""
-    pytest.importorskip("triton")
-    found = warm_python.answers("attention_target_targets.py", *COMPILED, TRITON_INTERPRET="0")
-    if "obstacle" in found:
-        pytest.skip(found["obstacle"])
-    return found
+    return compiled_programs.needs("attention_target_targets.py", *COMPILED)
 
 
 @pytest.mark.parametrize("case", COMPILED)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import compiled_programs
 import pytest
 import torch
 import warm_python
@@ -204,11 +205,7 @@ def test_triton_adds_up_the_rows_that_count(facts: Any) -> None:
 @pytest.fixture(scope="module")
 def programs() -> Any:
     """Return what `bounded_products_targets.py` found: what each program needs on compute capability 9.0."""
-    pytest.importorskip("triton")
-    found = warm_python.answers("bounded_products_targets.py", TRITON_INTERPRET="0")
-    if "obstacle" in found:
-        pytest.skip(found["obstacle"])
-    return found["programs"]
+    return compiled_programs.needs("bounded_products_targets.py")["programs"]
 
 
 def test_every_product_compiles_for_hopper_to_its_own_instructions_and_keeps_all_in_registers(programs: Any) -> None:

@@ -11,6 +11,7 @@ from subprocess import CompletedProcess
 from typing import Any
 from unittest import mock
 
+import compiled_programs
 import pytest
 import torch
 import warm_python
@@ -566,11 +567,7 @@ TENSOR_MEMORY = 512
 @pytest.fixture(scope="module")
 def programs() -> dict[str, Any]:
     """Return what `index_scores_targets.py` found: for each case, what each kernel needs."""
-    pytest.importorskip("triton")
-    found = warm_python.answers("index_scores_targets.py", *COMPILED, TRITON_INTERPRET="0")
-    if "obstacle" in found:
-        pytest.skip(found["obstacle"])
-    return found
+    return compiled_programs.needs("index_scores_targets.py", *COMPILED)
 
 
 @pytest.mark.parametrize("case", COMPILED)

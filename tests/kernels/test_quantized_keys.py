@@ -9,9 +9,9 @@ import dataclasses
 from typing import Any
 from unittest import mock
 
+import compiled_programs
 import pytest
 import torch
-import warm_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_attention_cases import Entry, errors, inputs, results
@@ -282,17 +282,12 @@ def test_queries_of_8_bits_are_refused() -> None:
 # Compiled for Hopper, on any host.
 
 COMPILED = ("16:576:512:0:1", "64:512:512:1:4", "64:640:640:0:5", "64:192:128:1:2")
-SHARED = 227 * 1024
-"""What a program on Hopper may have of shared memory, in bytes."""
 
 
 @pytest.fixture(scope="module")
 def programs() -> dict[str, Any]:
     """What `sparse_attention_targets.py` found."""
-    found = warm_python.answers("sparse_attention_targets.py", *COMPILED, TRITON_INTERPRET="0", MEGACPP_OVERLAYS="off")
-    if "obstacle" in found:
-        pytest.skip(found["obstacle"])
-    return found
+    return compiled_programs.needs("sparse_attention_targets.py", *COMPILED, MEGACPP_OVERLAYS="off")
 
 
 @pytest.mark.parametrize("case", COMPILED)
@@ -300,4 +295,4 @@ def test_hopper_can_run_the_kernels_that_read_quantized_keys(programs: dict[str,
     needs = programs[case]
 
     assert {"attend_rows", "query_side"} <= {each["kernel"] for each in needs}
-    assert [each for each in needs if each["shared"] > SHARED] == []
+    assert [each for each in needs if each["shared"] > compiled_programs.SHARED_OF_HOPPER] == []

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import compiled_programs
 import pytest
-import warm_python
 
 COMPILED = ("128:576:512:1", "128:576:512:-1", "64:512:512:1", "128:640:512:1", "64:384:256:1", "100:200:128:1")
 """HEADS:DIM:VALUE:SIGN: tiles of 64 and 32 slots, rings of two to four, a rest of channels and none, few channels backward."""
-
-SHARED = 227 * 1024
-"""What a program on Hopper may have of shared memory, in bytes."""
 
 
 @pytest.fixture(scope="module")
 def programs() -> dict[str, Any]:
     """What `sparse_attention_shared_work_targets.py` found."""
-    found = warm_python.answers(
-        "sparse_attention_shared_work_targets.py", *COMPILED, TRITON_INTERPRET="0", MEGACPP_OVERLAYS="off"
-    )
-    if "obstacle" in found:
-        pytest.skip(found["obstacle"])
-    return found
+    return compiled_programs.needs("sparse_attention_shared_work_targets.py", *COMPILED, MEGACPP_OVERLAYS="off")
 
 
 @pytest.fixture(params=COMPILED)
@@ -33,7 +25,7 @@ def sharing(programs: dict[str, Any], request: pytest.FixtureRequest) -> list[di
 
 def test_they_fit_a_multiprocessor(sharing: list[dict[str, Any]]) -> None:
     assert sharing
-    assert [each for each in sharing if each["shared"] > SHARED] == []
+    assert [each for each in sharing if each["shared"] > compiled_programs.SHARED_OF_HOPPER] == []
 
 
 def test_their_sums_stay_in_registers(sharing: list[dict[str, Any]]) -> None:

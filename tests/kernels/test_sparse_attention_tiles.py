@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+from compiled_programs import SHARED_OF_HOPPER
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megacpp_overlays.kernels.sparse_attention import tiles
 
-SHARED_OF_HOPPER = 227 * 1024
 DIMS = st.integers(1, 40).map(lambda sixteens: 16 * sixteens)
 HEADS = st.integers(1, 160)
 

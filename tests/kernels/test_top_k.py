@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import compiled_programs
 import pytest
 import torch
 import warm_python
@@ -215,11 +216,7 @@ def test_hopper_can_run_what_is_taken_there(programs: dict[str, Any], case: str)
 @pytest.fixture(scope="module")
 def programs() -> dict[str, Any]:
     """Return what the kernel needs, for each case."""
-    pytest.importorskip("triton")
-    found = warm_python.answers("top_k_targets.py", *CASES, TRITON_INTERPRET="0")
-    if "obstacle" in found:
-        pytest.skip(found["obstacle"])
-    return found
+    return compiled_programs.needs("top_k_targets.py", *CASES)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import compiled_programs
 import pytest
 import torch
 import warm_python
@@ -230,11 +231,7 @@ def test_the_public_function_goes_through_triton_and_is_right(facts: Any) -> Non
 @pytest.fixture(scope="module")
 def programs() -> Any:
     """Return what `vocabulary_softmax_targets.py` found: for each architecture, what each program needs."""
-    pytest.importorskip("triton")
-    found = warm_python.answers("vocabulary_softmax_targets.py", *ARCHITECTURES, TRITON_INTERPRET="0")
-    if "obstacle" in found:
-        pytest.skip(found["obstacle"])
-    return found
+    return compiled_programs.needs("vocabulary_softmax_targets.py", *ARCHITECTURES)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -26,7 +26,7 @@ def compile_for(heads: int, dim: int, value: int, sign: int) -> None:
     from megacpp_overlays.kernels.sparse_attention import in_triton
 
     driver.set_active(Device(90))
-    torch.cuda.current_device = lambda: query.device.index  # there is none, and none is asked for anything else
+    torch.cuda.current_device = lambda: None  # the index of the device that these tensors are really on
     query, above, output = (torch.zeros(QUERIES, 1, heads, each, dtype=torch.bfloat16) for each in (dim, value, value))
     query = query.as_subclass(OnGpu)
     key, indices = torch.zeros(KEYS, 1, 1, dim, dtype=torch.bfloat16), torch.zeros(1, QUERIES, SLOTS, dtype=torch.int32)

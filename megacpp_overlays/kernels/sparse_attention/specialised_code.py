@@ -45,10 +45,15 @@ def _gathered(columns):
 
 
 @gluon.jit
-def _choices(indices, start, slots, SLOTS: gl.constexpr, CHANNELS: gl.constexpr):
-    """Load the choices of a tile of slots as `_copy` takes them for so many channels, -1 behind the last slot."""
-    slot = start + gl.arange(0, SLOTS, layout=gl.SliceLayout(1, _gathered(CHANNELS)))
-    return gl.load(indices + slot, mask=slot < slots, other=-1)
+def _choices(indices, start, slots, FIRST: gl.constexpr, REST: gl.constexpr, SLOTS: gl.constexpr):
+    """Load the choices of a tile of slots, -1 behind the last slot, as threads take them that copy halves, and those that copy the rest."""
+    SMALL: gl.constexpr = REST if REST > 0 else 16
+    slot = start + gl.arange(0, SLOTS, layout=gl.SliceLayout(1, _gathered(FIRST // 2)))
+    of_rest = start + gl.arange(0, SLOTS, layout=gl.SliceLayout(1, _gathered(SMALL)))
+    return (
+        gl.load(indices + slot, mask=slot < slots, other=-1),
+        gl.load(indices + of_rest, mask=of_rest < slots, other=-1),
+    )
 
 
 @gluon.jit
@@ -65,6 +70,7 @@ def _copy_half(
     k,
     index,
     of_rest,
+    ring,
     keys,
     dim,
     k_row,
@@ -77,11 +83,35 @@ def _copy_half(
 ):
     """Begin to copy one half of the keys of a tile of slots, the rest of the channels with the second one."""
     CHANNELS: gl.constexpr = FIRST // 2
-    part = k_first.slice(HALF * CHANNELS, CHANNELS, dim=1)
+    first, rest, copied = k_first.index(ring), k_rest.index(ring), full.index(ring)
+    part = first.slice(HALF * CHANNELS, CHANNELS, dim=1)
     _copy(k, index, keys, HALF * CHANNELS, FIRST, k_row, part, CHANNELS)
     if REST > 0 and HALF == 1:
-        _copy(k, of_rest, keys, FIRST, dim, k_row, k_rest, REST)
-    async_copy.mbarrier_arrive(full, increment_count=False)
+        _copy(k, of_rest, keys, FIRST, dim, k_row, rest, REST)
+    async_copy.mbarrier_arrive(copied, increment_count=False)
+
+
+@gluon.jit
+def _gather_half(
+    k,
+    indices,
+    start,
+    ring,
+    keys,
+    slots,
+    dim,
+    k_row,
+    k_first,
+    k_rest,
+    full,
+    FIRST: gl.constexpr,
+    REST: gl.constexpr,
+    SLOTS: gl.constexpr,
+    HALF: gl.constexpr,
+):
+    """Load the choices of a tile of slots, and begin to copy one half of their keys."""
+    index, of_rest = _choices(indices, start, slots, FIRST, REST, SLOTS)
+    _copy_half(k, index, of_rest, ring, keys, dim, k_row, k_first, k_rest, full, FIRST, REST, HALF)
 
 
 @gluon.jit
@@ -211,25 +241,16 @@ def _add_values(
     layout: gl.constexpr = _sums(CHANNELS)
     column: gl.constexpr = gl.SliceLayout(1, layout)
     tiles = gl.cdiv(count, SLOTS)
-    SMALL: gl.constexpr = REST if REST > 0 else 16
     for tile in gl.static_range(RING):
-        _copy_half(
-            k,
-            _choices(indices, tile * SLOTS, slots, SLOTS, CHANNELS),
-            _choices(indices, tile * SLOTS, slots, SLOTS, SMALL),
-            keys,
-            dim,
-            k_row,
-            k_first.index(tile),
-            k_rest.index(tile),
-            full.index(tile),
+        _gather_half(
+            *(k, indices, tile * SLOTS, tile, keys, slots, dim, k_row, k_first, k_rest, full),
             FIRST,
             REST,
+            SLOTS,
             HALF,
         )
     # A tile ahead, or a copy waits for its choices to come from memory.
-    coming = _choices(indices, RING * SLOTS, slots, SLOTS, CHANNELS)
-    coming_of_rest = _choices(indices, RING * SLOTS, slots, SLOTS, SMALL)
+    coming, coming_of_rest = _choices(indices, RING * SLOTS, slots, FIRST, REST, SLOTS)
     sum = gl.zeros([HEADS, CHANNELS], gl.float32, layout=layout)
     for tile in range(tiles):
         turn = tile % 2
@@ -242,23 +263,8 @@ def _add_values(
         mbarrier.arrive(used.index(turn), count=1)
         if tile + RING < tiles:
             # Nobody reads this half any more: its scores were taken before its weights came.
-            _copy_half(
-                k,
-                coming,
-                coming_of_rest,
-                keys,
-                dim,
-                k_row,
-                k_first.index(ring),
-                k_rest.index(ring),
-                full.index(ring),
-                FIRST,
-                REST,
-                HALF,
-            )
-        start = (tile + RING + 1) * SLOTS
-        coming = _choices(indices, start, slots, SLOTS, CHANNELS)
-        coming_of_rest = _choices(indices, start, slots, SLOTS, SMALL)
+            _copy_half(k, coming, coming_of_rest, ring, keys, dim, k_row, k_first, k_rest, full, FIRST, REST, HALF)
+        coming, coming_of_rest = _choices(indices, (tile + RING + 1) * SLOTS, slots, FIRST, REST, SLOTS)
     turn = tiles % 2
     mbarrier.wait(weighed.index(turn), (tiles // 2) & 1)
     sum = sum * shrunk.index(turn).load(column)[:, None]
@@ -477,21 +483,12 @@ def _take_weights(
     layout: gl.constexpr = _sums(SLOTS)
     column: gl.constexpr = gl.SliceLayout(1, layout)
     tiles = gl.cdiv(count, SLOTS)
-    CHANNELS: gl.constexpr = FIRST // 2
-    SMALL: gl.constexpr = REST if REST > 0 else 16
     for tile in gl.static_range(RING):
-        _copy_half(
-            k,
-            _choices(indices, tile * SLOTS, slots, SLOTS, CHANNELS),
-            _choices(indices, tile * SLOTS, slots, SLOTS, SMALL),
-            keys,
-            dim,
-            k_row,
-            k_first.index(tile),
-            k_rest.index(tile),
-            full.index(tile),
+        _gather_half(
+            *(k, indices, tile * SLOTS, tile, keys, slots, dim, k_row, k_first, k_rest, full),
             FIRST,
             REST,
+            SLOTS,
             0,
         )
     q_first = _from_registers(q, heads, head, 0, FIRST, q_head, FIRST, SLOTS)
@@ -524,19 +521,11 @@ def _take_weights(
         inside = (rows < heads)[:, None] & (tile * SLOTS + slot < slots)[None, :]
         gl.store(at, weight.to(weights.dtype.element_ty), mask=inside)
         mbarrier.wait(empty.index(ring), (tile // RING) & 1)
-        start = (tile + RING) * SLOTS
-        _copy_half(
-            k,
-            _choices(indices, start, slots, SLOTS, CHANNELS),
-            _choices(indices, start, slots, SLOTS, SMALL),
-            keys,
-            dim,
-            k_row,
-            k_first.index(ring),
-            k_rest.index(ring),
-            full.index(ring),
+        _gather_half(
+            *(k, indices, (tile + RING) * SLOTS, ring, keys, slots, dim, k_row, k_first, k_rest, full),
             FIRST,
             REST,
+            SLOTS,
             0,
         )
     async_copy.commit_group()
@@ -577,21 +566,12 @@ def _take_gradients(
     layout: gl.constexpr = _sums(SLOTS)
     column: gl.constexpr = gl.SliceLayout(1, layout)
     tiles = gl.cdiv(count, SLOTS)
-    CHANNELS: gl.constexpr = FIRST // 2
-    SMALL: gl.constexpr = REST if REST > 0 else 16
     for tile in gl.static_range(RING):
-        _copy_half(
-            k,
-            _choices(indices, tile * SLOTS, slots, SLOTS, CHANNELS),
-            _choices(indices, tile * SLOTS, slots, SLOTS, SMALL),
-            keys,
-            dim,
-            k_row,
-            k_first.index(tile),
-            k_rest.index(tile),
-            full.index(tile),
+        _gather_half(
+            *(k, indices, tile * SLOTS, tile, keys, slots, dim, k_row, k_first, k_rest, full),
             FIRST,
             REST,
+            SLOTS,
             1,
         )
     grads = _from_registers(grad, heads, head, 0, value, g_head, FIRST, SLOTS)
@@ -608,19 +588,11 @@ def _take_gradients(
         of_weight = warpgroup_mma_wait(0, deps=[of_weight])
         mbarrier.arrive(empty.index(ring), count=1)
         mbarrier.wait(empty.index(ring), (tile // RING) & 1)
-        start = (tile + RING) * SLOTS
-        _copy_half(
-            k,
-            _choices(indices, start, slots, SLOTS, CHANNELS),
-            _choices(indices, start, slots, SLOTS, SMALL),
-            keys,
-            dim,
-            k_row,
-            k_first.index(ring),
-            k_rest.index(ring),
-            full.index(ring),
+        _gather_half(
+            *(k, indices, (tile + RING) * SLOTS, ring, keys, slots, dim, k_row, k_first, k_rest, full),
             FIRST,
             REST,
+            SLOTS,
             1,
         )
         mbarrier.wait(ready.index(turn), (tile // 2) & 1)

@@ -1,0 +1,20 @@
+"""What programs need that were compiled for a GPU, which this host need not have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import warm_python
+
+SHARED_OF_HOPPER = 227 * 1024
+"""What a program on Hopper may have of shared memory, in bytes."""
+
+
+def needs(script: str, *cases: str, **variables: str) -> dict[str, Any]:
+    """Return what a script of this folder found when it compiled its cases; where nothing can be compiled the test is skipped."""
+    pytest.importorskip("triton")
+    found = warm_python.answers(script, *cases, TRITON_INTERPRET="0", **variables)
+    if "obstacle" in found:
+        pytest.skip(found["obstacle"])
+    return found
