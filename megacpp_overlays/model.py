@@ -69,6 +69,31 @@ class Body(NamedTuple):
         return f"{self.module}.{self.symbol}" if self.symbol else self.module
 
 
+class ReadingKind(enum.Enum):
+    """The kind of definition that a probe read."""
+
+    FUNCTION = "function"
+    CLASS = "class"
+    IMPORT = "import"
+
+
+class Reading(NamedTuple):
+    """A definition that a finding was read from, and where its code begins; see `source.readings`."""
+
+    module: str
+    symbol: str
+    kind: ReadingKind
+    line: int
+    """First line of the definition, decorators included, or of the import."""
+    wrappers: int = 0
+    """How many wrappers the decorators of a function explain."""
+    origin: str = ""
+    """`module:name` that an imported name is taken from."""
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.symbol}"
+
+
 class Text(NamedTuple):
     """A shipped file that holds a repair and is no Python, such as C++, with the hash of what was compared."""
 
@@ -109,6 +134,8 @@ class Finding(FrozenValue):
     """How FIXED was earned; None with any other verdict."""
     looks_repaired: bool = False
     """Whether something UNRECOGNISED has the structure of a repair, though nobody read it."""
+    read: tuple[Reading, ...] = ()
+    """Definitions that the probe asked for. The loader records them, and holds the live process against them."""
 
     def __post_init__(self) -> None:
         if self.verdict is Verdict.BROKEN and not self.shape:

@@ -68,7 +68,7 @@ def collected(archives: Path) -> dict[str, Any]:
         ]
         for name, by_asked in parts.items()
     }
-    return {"pythons": PYTHONS, "probes": known.code(), "parts": rows, "findings": findings}
+    return {"pythons": PYTHONS, "probes": known.code(), "parts": rows, **known.numbered(findings)}
 
 
 def _keep(

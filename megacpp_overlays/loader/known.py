@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from megacpp_overlays.errors import OverlayError
 from megacpp_overlays.loader.ownership import Place, place_of
-from megacpp_overlays.model import Body, Erratum, Evidence, Finding, Proof, Verdict
+from megacpp_overlays.model import Body, Erratum, Evidence, Finding, Proof, Reading, ReadingKind, Verdict
 from megacpp_overlays.source.trees import ModuleSource, SourceTree
 
 FILE = Path(__file__).with_name("known.json")
@@ -38,6 +38,8 @@ class KnownFindings(NamedTuple):
     parts: dict[str, list[dict[str, Any]]]
     """By part: which modules were asked for, and the number of the finding by the hash of what was there."""
     findings: list[dict[str, Any]]
+    readings: list[str]
+    """Definitions that findings were read from, as `_written` writes them; a finding names them by number."""
 
 
 def finding(erratum: Erratum, tree: SourceTree) -> Finding | None:
@@ -62,8 +64,8 @@ def _look_up(erratum: Erratum, tree: SourceTree) -> dict[str, Any] | None:
             continue  # the probe will say what cannot be read
         number = each["found"].get(digest(each["asked"], sources))
         if number is not None:
-            data: dict[str, Any] = kept.findings[number]
-            return data
+            data = kept.findings[number]
+            return {**data, "read": [kept.readings[int(each)] for each in data["read"].split()]}
     return None
 
 
@@ -95,6 +97,7 @@ def as_data(erratum: Erratum, found: Finding, sources: Sequence[ModuleSource]) -
         "evidence": [[each.seen, names[each.file] if each.file else None, each.line] for each in found.evidence],
         "repair": [[each.module, each.symbol] for each in found.repair if isinstance(each, Body)],
         "proof": found.proof.value if found.proof else None,
+        "read": [_written(each) for each in found.read],
         "places": _places(erratum, found, sources),
     }
 
@@ -117,7 +120,27 @@ def _read(data: dict[str, Any], tree: SourceTree) -> Finding:
         evidence=tuple(evidence),
         repair=tuple(Body(*each) for each in data["repair"]),
         proof=Proof(data["proof"]) if data["proof"] else None,
+        read=tuple(map(_reading, data["read"])),
     )
+
+
+def _written(reading: Reading) -> str:
+    """Return a reading as one line of words."""
+    words = (reading.module, reading.symbol, reading.kind.value, reading.line, reading.wrappers, reading.origin)
+    return " ".join(map(str, words)).rstrip()
+
+
+def _reading(written: str) -> Reading:
+    module, symbol, kind, line, wrappers, *origin = written.split()
+    return Reading(module, symbol, ReadingKind(kind), int(line), int(wrappers), *origin)
+
+
+def numbered(findings: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the findings and the readings that they share: each finding has the numbers of its own, as text."""
+    readings = {each: None for found in findings for each in found["read"]}
+    number = {each: str(place) for place, each in enumerate(readings)}
+    rows = [{**found, "read": " ".join(number[each] for each in found["read"])} for found in findings]
+    return {"findings": rows, "readings": list(readings)}
 
 
 @functools.cache

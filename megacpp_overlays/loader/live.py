@@ -20,9 +20,10 @@ from typing import Any
 from megacpp_overlays.errors import SeamError
 from megacpp_overlays.loader import seams
 from megacpp_overlays.loader.import_hooks import is_half_imported
-from megacpp_overlays.loader.ownership import same_file, wrappers
+from megacpp_overlays.loader.ownership import layers, same_file
 from megacpp_overlays.model import Body, Erratum, Finding, Overlay
 from megacpp_overlays.runtime import seam_marks
+from megacpp_overlays.source.readings import wrappers
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree
 
 _COMPARED = (
@@ -39,10 +40,6 @@ _COMPARED = (
     "co_firstlineno",
 )
 """What two code objects that do the same agree in; columns, which `-X no_debug_ranges` leaves out, are not among it."""
-_INNER = ("__wrapped__", "fn", "func")
-"""Where a wrapper keeps what it wraps: functools and torch, Triton's kernels and tuners, partials and TileLang."""
-_BEHIND_ONE = "orig_func"
-"""Where TileLang's decorator keeps it, in an object that its wrapper holds: one decorator, and two objects."""
 
 
 def difference(finding: Finding, tree: SourceTree, target: ModuleType | None = None) -> str | None:
@@ -121,13 +118,10 @@ def _defined(body: Sequence[ast.AST], symbol: str) -> list[ast.ClassDef | Functi
 def _as_read(raw: Any, symbol: str, node: FunctionNode, source: ModuleSource) -> FunctionType | None:
     """Return the function with the code of a definition, behind as many wrappers as that has decorators, or None."""
     read = _compiled(symbol, node, source)
-    live: Any = seam_marks.plain_function(raw)
-    for _ in range(wrappers(node) + 1):
-        live = getattr(live, _BEHIND_ONE, live)
+    for live in layers(raw, wrappers(node)):
         # By type: the proxy of somebody's patch answers with the code of what it wraps.
         if type(live) is FunctionType and read is not None and _alike(live.__code__, read):
             return live if same_file(live.__code__.co_filename, source.path) else None
-        live = next((inner for each in _INNER if (inner := getattr(live, each, None)) is not None), None)
     return None
 
 

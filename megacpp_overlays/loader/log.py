@@ -173,6 +173,11 @@ class Log:
         text = f"dropped {graphs} of torch.compile, for the sake of {overlay.id}; what is called again compiles again"
         self._write(text, {"event": "dropped", "id": overlay.id, "graphs": graphs}, logging.INFO)
 
+    def unchecked(self, overlay: Erratum, error: Exception) -> None:
+        """Say that an overlay could not be checked before its first call; it stays in."""
+        text = f"{overlay.id} could not be checked before its first call: {type(error).__name__}: {error}"
+        self._write(text, {"event": "unchecked", "id": overlay.id}, logging.WARNING)
+
     def _is_kept_back(self, level: int) -> bool:
         is_for_others = self._settings.rank != 0 and level < logging.WARNING
         is_too_little = level < self._least and self._settings.log is not LogForm.LOGGING

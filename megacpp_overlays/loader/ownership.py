@@ -7,15 +7,16 @@ function from another file or line, is somebody else's.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from megacpp_overlays.loader import seams
 from megacpp_overlays.runtime import seam_marks
-from megacpp_overlays.source.trees import FunctionNode, ModuleSource
-
-_DESCRIPTORS = {"staticmethod", "classmethod", "property"}
+from megacpp_overlays.source.readings import first_line, wrappers
+from megacpp_overlays.source.trees import ModuleSource
 
 
 class Place(NamedTuple):
@@ -36,7 +37,7 @@ def place_of(source: ModuleSource, symbol: str) -> Place | None:
     node = source.function(symbol)
     if node is None:
         return None
-    return Place(min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]), wrappers(node))
+    return Place(first_line(node), wrappers(node))
 
 
 def foreign_owner(module: ModuleType, symbol: str, source: ModuleSource, place: Place | None = None) -> str | None:
@@ -57,19 +58,26 @@ def foreign_owner(module: ModuleType, symbol: str, source: ModuleSource, place: 
     place = place or place_of(source, symbol)
     if place is None:
         return f"{symbol} is not in {source.path}, yet it is loaded: {seams.describe(raw)}"
-    live: Any = seam_marks.plain_function(raw)
-    for _ in range(place.wrappers + 1):
+    for live in layers(raw, place.wrappers):
         # By type: the proxy of somebody's patch answers with the code of what it wraps.
         if type(live) is FunctionType and _is_at(live.__code__, place, source):
             return None
-        live = getattr(live, "__wrapped__", None)
     return f"{symbol} was replaced by {seams.describe(raw)}"
 
 
-def wrappers(node: FunctionNode) -> int:
-    """Return how many wrappers the decorators of a definition explain."""
-    names = (getattr(decorator, "id", None) for decorator in node.decorator_list)
-    return sum(name not in _DESCRIPTORS for name in names)
+_INNER = ("__wrapped__", "fn", "func")
+"""Where a wrapper keeps what it wraps: functools and torch, Triton's kernels and tuners, partials and TileLang."""
+_BEHIND_ONE = "orig_func"
+"""Where TileLang's decorator keeps it, in an object that its wrapper holds: one decorator, and two objects."""
+
+
+def layers(raw: Any, wrappers: int) -> Iterator[Any]:
+    """Yield what an attribute leads to: what is there, then what each of as many wrappers holds."""
+    live: Any = seam_marks.plain_function(raw)
+    for _ in range(wrappers + 1):
+        live = getattr(live, _BEHIND_ONE, live)
+        yield live
+        live = next((inner for each in _INNER if (inner := getattr(live, each, None)) is not None), None)
 
 
 def _is_at(code: CodeType, place: Place, source: ModuleSource) -> bool:
@@ -78,7 +86,10 @@ def _is_at(code: CodeType, place: Place, source: ModuleSource) -> bool:
 
 def same_file(one: str, other: str) -> bool:
     """Return whether two paths lead to one file, through links, too."""
-    if one == other:
-        return True
+    return one == other or _lead_to_one_file(one, other)
+
+
+@functools.lru_cache(maxsize=1024)
+def _lead_to_one_file(one: str, other: str) -> bool:
     first, second = Path(one), Path(other)
     return first.exists() and second.exists() and first.samefile(second)

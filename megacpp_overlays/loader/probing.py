@@ -16,6 +16,7 @@ from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader.decide import decide
 from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Body, Decision, Erratum, Evidence, Finding, Gate, Overlay, Record, Verdict
+from megacpp_overlays.source.readings import ReadingTree
 from megacpp_overlays.source.trees import SourceTree, answer, readable
 
 _SPOKEN_OF = frozenset({Verdict.BROKEN, Verdict.UNRECOGNISED})
@@ -30,12 +31,19 @@ def examine(erratum: Erratum, tree: SourceTree, *, unless: tuple[type[Exception]
         tree: where source is read.
         unless: errors that leave, because they say nothing of the source: a tree that cannot be opened.
     """
+    reading = ReadingTree(tree)
     try:
-        return answer(erratum.probe, tree)
+        found = answer(erratum.probe, reading)
     except unless:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a probe trips over is a shape it does not know
         return _unreadable(error)
+    return replace(found, read=reading.readings()) if _rests_on_code(found) else found
+
+
+def _rests_on_code(finding: Finding) -> bool:
+    """Return whether something is done because of what code was read, so that it has to be the code that runs."""
+    return finding.verdict in {Verdict.BROKEN, Verdict.FIXED} or finding.looks_repaired
 
 
 def _unreadable(error: Exception) -> Finding:
@@ -104,27 +112,57 @@ def assess_overlay(overlay: Overlay, module: ModuleType, settings: Settings, tre
 
 
 def held_against_the_process(record: Record, tree: SourceTree, module: ModuleType | None = None) -> Record:
-    """Return a record as it is, or CONFLICT where upstream's repair was read and something else is loaded.
+    """Return a record as it is, or CONFLICT where other code is loaded than what its finding was read from.
 
     Args:
-        record: any; only one that is retired is looked at.
-        tree: where the repair was read.
-        module: the target of an overlay, complete; its witness is asked, too.
+        record: any; only one that is active or retired is looked at.
+        tree: where upstream's repair was read.
+        module: the target of an overlay, complete; the witness of a retired one is asked, too.
     """
+    if record.decision is Decision.RETIRED and (other := _in_place_of_the_repair(record, tree, module)):
+        return replace(record, decision=Decision.CONFLICT, reason=other)
+    return held_against_its_readings(record)
+
+
+def held_against_its_readings(record: Record) -> Record:
+    """Return a record as it is, or CONFLICT where a definition that its finding was read from is foreign here.
+
+    The symbols of an active overlay's own seams are left to those who look at seams. Compiles nothing.
+    """
+    if record.decision not in _RESTS_ON_READINGS or record.finding is None or not record.finding.read:
+        return record
+    from megacpp_overlays.loader import foreign  # noqa: PLC0415 - not needed to arm
+
+    found = foreign.foreign_definitions(record.finding, but=_seam_symbols(record))
+    if not found:
+        return record
+    names = tuple(f"{each.name}: {each.identity}" for each in found)
+    return replace(record, decision=Decision.CONFLICT, reason="; ".join(map(str, found)), around=names)
+
+
+_RESTS_ON_READINGS = frozenset({Decision.ACTIVE, Decision.RETIRED})
+
+
+def _seam_symbols(record: Record) -> list[str]:
+    """Return the qualified names that an active overlay replaces."""
+    overlay = record.overlay
+    replacements = overlay.repairs.get(record.shape, ()) if record.decision is Decision.ACTIVE else ()
+    return [f"{overlay.target.module}.{each.symbol}" for each in replacements]
+
+
+def _in_place_of_the_repair(record: Record, tree: SourceTree, module: ModuleType | None) -> str | None:
+    """Return what is loaded in place of a repair that was read, in words."""
     finding, loaded = record.finding, sys.modules
-    if record.decision is not Decision.RETIRED or finding is None:
-        return record
+    if finding is None:
+        return None
     if module is None and not any(isinstance(each, Body) and each.module in loaded for each in finding.repair):
-        return record
+        return None
     from megacpp_overlays.loader import live  # noqa: PLC0415 - a launch without a repair pays nothing
 
     try:
-        other = live.difference(finding, tree, module) or (
-            live.misbehaviour(record.overlay, module) if module else None
-        )
+        return live.difference(finding, tree, module) or (live.misbehaviour(record.overlay, module) if module else None)
     except Exception as error:  # noqa: BLE001 - what cannot be compared is not known to be repaired
-        other = f"what is loaded could not be held against what was read: {type(error).__name__}: {error}"
-    return replace(record, decision=Decision.CONFLICT, reason=other) if other else record
+        return f"what is loaded could not be held against what was read: {type(error).__name__}: {error}"
 
 
 def assess_gate(gate: Gate, settings: Settings, tree: SourceTree) -> Record:

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from megacpp_overlays.frozen import replace
-from megacpp_overlays.loader import aliases, reached
+from megacpp_overlays.loader import aliases, probing, reached
 from megacpp_overlays.loader.reached import Sight
 from megacpp_overlays.loader.seams import Seam, namespace, owner_name
 from megacpp_overlays.loader.traces import Traces
@@ -32,8 +32,8 @@ def review(record: Record, overlay: Overlay, traces: Traces | None, *, deep: boo
         deep: whether to walk over the heap for what holds an original, and to compare a repair once more with what is
             loaded: that compiles what was read.
     """
-    if record.decision is Decision.RETIRED and deep:
-        record = _unless_replaced_since(record, overlay)
+    if record.decision is Decision.RETIRED:
+        record = _unless_replaced_since(record, overlay, deep=deep)
     if record.decision is not Decision.ACTIVE:
         return _unless_it_is_in(record, reached.look(overlay))
     if dynamo.come_from_disk():
@@ -41,8 +41,10 @@ def review(record: Record, overlay: Overlay, traces: Traces | None, *, deep: boo
     sight = reached.look(overlay, record.shape)
     stale = _stale_names(overlay, sight, traces, deep=deep) if traces else []
     held = _held(sight, traces) if traces and deep else []
-    others = (*sight.others, *stale, *held)
-    if lost := [*sight.lost, *stale, *held]:
+    foreign = probing.held_against_its_readings(record)
+    unread = [foreign.reason] if foreign is not record else []
+    others = (*sight.others, *stale, *held, *(foreign.around if unread else ()))
+    if lost := [*sight.lost, *stale, *held, *unread]:
         return replace(record, decision=Decision.CONFLICT, reason="; ".join(lost), around=others)
     record = replace(record, calls=_calls(sight))
     if sight.around:
@@ -54,10 +56,10 @@ def _calls(sight: Sight) -> tuple[tuple[str, int], ...]:
     return tuple((str(seam), count) for seam in sight.seams if (count := seam.calls) is not None)
 
 
-def _unless_replaced_since(record: Record, overlay: Overlay) -> Record:
+def _unless_replaced_since(record: Record, overlay: Overlay, *, deep: bool) -> Record:
     """Return the record of what upstream repaired, CONFLICT where something else was put there since it was decided."""
-    from megacpp_overlays.loader import probing  # noqa: PLC0415 - only where it is asked for
-
+    if not deep:
+        return probing.held_against_its_readings(record)
     return probing.held_against_the_process(record, Remembered(InstalledTree()), sys.modules[overlay.target.module])
 
 

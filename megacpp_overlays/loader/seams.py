@@ -54,6 +54,11 @@ class Seam:
         """How often callers reached it in this process; None where a copy of this package that does not count put it in."""
         return getattr(getattr(mark_of(self.function), "calls", None), "count", None)
 
+    def check_first_call(self, is_refused: Callable[[], bool]) -> None:
+        """Have the seam checked before its first call; one of an older copy of this package is not."""
+        if not self.adopted and isinstance(found := getattr(mark_of(self.function), "calls", None), calls.Calls):
+            found.check = is_refused
+
     @property
     def in_place(self) -> bool:
         """Whether the attribute still is ours."""
@@ -174,7 +179,7 @@ def replace(
         new = make(function)
         if not _is_new(new, function):
             raise SeamError(f"the replacement of {owner_name(owner)}.{name} is no new function but {describe(new)}")
-        made, count = calls.counting(new)
+        made, count = calls.counting(new, function)
     functools.update_wrapper(made, function)
     setattr(made, ATTRIBUTE, Mark(overlay_id, raw, inherited, made, module, count))
     _kept[overlay_id, id(function)] = made

@@ -313,6 +313,46 @@ class Session:
                 withdrawn += [self._withdraw(overlay, why), *self._withdraw_what_needs([overlay])]
         return withdrawn
 
+    def _withdraw_over_foreign_code(self) -> None:
+        """Take out each active overlay whose finding was read from a definition that is another library's now.
+
+        With that code in the place of upstream's, a correction of ours may be made twice.
+        """
+        for overlay in self._declared.overlays:
+            if why := self._foreign_code_under(overlay):
+                self._withdraw(overlay, why)
+                self._withdraw_what_needs([overlay])
+
+    def _foreign_code_under(self, overlay: Overlay) -> str:
+        """Return which definition under an active overlay is another library's, in words."""
+        record = self._records.get(overlay)
+        if record is None or record.decision is not Decision.ACTIVE or self._turns.at(overlay.target.module).is_taken():
+            return ""
+        from megacpp_overlays.loader import probing
+
+        held = probing.held_against_its_readings(record)
+        return held.reason if held is not record else ""
+
+    def _is_over_foreign_code(self, overlay: Overlay) -> bool:
+        """Return whether a seam must not be used, and take it out then; asked before its first call.
+
+        Raises:
+            ActivationError: it must not, and `strict` is on.
+        """
+        from megacpp_overlays.runtime import dynamo
+
+        try:
+            if not (why := self._foreign_code_under(overlay)):
+                return False
+            dynamo.check()  # while a caller is traced nothing can be changed; the next audit says so
+            withdrawn = [self._withdraw(overlay, why), *self._withdraw_what_needs([overlay])]
+        except Exception as error:  # noqa: BLE001 - a call of upstream must not fail for us
+            self.log.unchecked(overlay, error)
+            return False
+        if self.settings.mode is Mode.STRICT:
+            raise_for(withdrawn)
+        return True
+
     def _lost(self, overlay: Overlay) -> str:
         """Return what an active overlay needs and has lost, in words; no probe is asked."""
         record = self._records.get(overlay)
@@ -441,6 +481,7 @@ class Session:
         if not self._complete():
             self._settle_gates_that_saw_nothing()
         self._settle_missed_imports()
+        self._withdraw_over_foreign_code()
         found = self.audit_as_it_stands(deep=deep)
         self._tree.forget()
         return found
@@ -498,6 +539,8 @@ class Session:
             traces.forget_what_was_overwritten()
             record = probing.assess_overlay(overlay, module, self.settings, tree)
             self._refused.discard(overlay)
+            if record.around:  # code of another library, which may be gone when this is armed again
+                self._refused.add(overlay)
             if record.decision is Decision.ACTIVE and (why := self._unmet(overlay, tree)):
                 self._refused.add(overlay)
                 problems, kept = install.take_out(overlay, traces)
@@ -508,6 +551,7 @@ class Session:
                 installed = install.install(overlay, record.shape, module, tree, circumstances)
                 for seam in installed.seams:
                     traces.note(seam)
+                    seam.check_first_call(functools.partial(self._is_over_foreign_code, overlay))
                 record = replace(
                     record,
                     seams=tuple(str(seam) for seam in installed.seams),

@@ -101,6 +101,7 @@ def proved(erratum: Erratum, finding: Finding, tree: SourceTree, settings: Setti
         evidence=(*finding.evidence, Evidence(seen)),
         repair=finding.repair,
         proof=Proof.WITNESSED,
+        read=finding.read,
     )
 
 

@@ -3,6 +3,9 @@
 A count is an addition to a number of this process: no lock, no tensor, nothing that waits. Calls of several threads at the
 same instant may count as one.
 
+Before the first call a seam can be checked once more: imports are over by then, and other libraries have put in their own
+code. Where the check refuses the seam, the call goes to the original.
+
 What a compiled graph contains is called while it is traced, and not when it runs: Dynamo runs the counting itself, as it
 does with what `torch.compiler.assume_constant_result` is given, and puts nothing of it into the graph. So a graph counts
 once for each time that it is traced. A CUDA graph counts when it is captured, and not when it is replayed.
@@ -13,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -26,29 +29,41 @@ _CONSTANT = "_dynamo_marked_constant"
 class Calls:
     """How often one seam was called in this process."""
 
-    __slots__ = ("__weakref__", "count")
+    __slots__ = ("__weakref__", "check", "count")
 
     def __init__(self) -> None:
         self.count = 0
+        self.check: Callable[[], bool] | None = None
+        """Asked before the first call: whether the seam must not be used. It raises only where `strict` asks for it."""
         _all.add(self)
+
+    def note(self) -> bool:
+        """Count a call; return whether its check refuses the seam."""
+        is_refused = not self.count and self.check is not None and self.check()
+        self.count += 1
+        return is_refused
 
 
 _all: weakref.WeakSet[Calls] = weakref.WeakSet()
 
 
-def counting(function: FunctionType) -> tuple[FunctionType, Calls]:
+def counting(function: FunctionType, original: Callable[..., Any] | None = None) -> tuple[FunctionType, Calls]:
     """Return a function that counts and calls this one, and the count.
+
+    Args:
+        function: the seam.
+        original: is called where the check of the count refuses the seam.
 
     It bears the names and the place of the function: what a traceback, a profiler, and a comparison of ranks look for is
     the seam. Its code is its own, for Dynamo keeps graphs and limits by code.
     """
-    calls = Calls()
+    calls, instead = Calls(), original or function
 
-    def note() -> None:
-        calls.count += 1
+    def note() -> bool:
+        return calls.note()
 
     # fmt: off
-    def count(*args: Any, **kwargs: Any) -> Any: note(); return function(*args, **kwargs)  # noqa: E702 - one line, as it has one place
+    def count(*args: Any, **kwargs: Any) -> Any: return (instead if note() else function)(*args, **kwargs)
     # fmt: on
 
     vars(note)[_CONSTANT] = True

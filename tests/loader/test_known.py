@@ -69,7 +69,7 @@ def test_most_parts_are_known_of_what_is_installed_here() -> None:
 
 @pytest.mark.parametrize("overlay", HERE, ids=name)
 def test_a_known_finding_is_what_the_probe_finds_here_and_says_where(overlay: Overlay) -> None:
-    assert known.finding(overlay, INSTALLED) == overlay.probe(INSTALLED)
+    assert known.finding(overlay, INSTALLED) == probing.examine(overlay, INSTALLED)
 
 
 @pytest.mark.parametrize("overlay", HERE, ids=name)
@@ -96,7 +96,7 @@ def test_functions_are_written_where_it_says(overlay: Overlay) -> None:
 
 def test_the_loader_takes_it_and_asks_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     overlay = next(each for each in HERE if each.id == "float16-fp32-exemption")
-    expected = overlay.probe(INSTALLED)
+    expected = probing.examine(overlay, INSTALLED)
     module = ModuleType(overlay.target.module)  # an import of the real one would arm this process
 
     def refuse(*_: Any, **__: Any) -> Finding:

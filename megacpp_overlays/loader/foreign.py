@@ -1,0 +1,142 @@
+"""Hold the definitions that a finding was read from against the running process.
+
+A finding says what upstream's text does. Another library, or the launcher, may have put its own code in the place of a
+definition that the finding rests on: the function that a seam surrounds, a caller, a helper. The finding says nothing of
+such a process. So every reading is looked up when an overlay is installed and in each audit, which is what ranks compare
+and what is checked before the first step, too. A look-up compares the file and the line of a code object; it compiles
+nothing, and walks over no heap.
+
+A module that is not loaded cannot differ, and counts when it is. Seams of this package, wrapped or not, count as
+upstream's own: behind them is the original.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+from megacpp_overlays.loader import seams
+from megacpp_overlays.loader.import_hooks import is_half_imported
+from megacpp_overlays.loader.ownership import layers, same_file
+from megacpp_overlays.model import Finding, Reading, ReadingKind
+from megacpp_overlays.runtime.seam_marks import mark_behind, mark_of, plain_function
+
+_NOTHING = object()
+
+
+class ForeignDefinition(NamedTuple):
+    """A definition that a finding was read from, and that leads to other code in this process."""
+
+    name: str
+    """`package.module.Class.method`."""
+    described: str
+    """What it leads to, for a person."""
+    identity: str
+    """What it leads to, the same in every process."""
+
+    def __str__(self) -> str:
+        return f"{self.name}, which this finding was read from, is {self.described} in this process"
+
+
+def foreign_definitions(finding: Finding | None, *, but: Iterable[str] = ()) -> list[ForeignDefinition]:
+    """Return the definitions of a finding that lead to code which the probe did not read.
+
+    Args:
+        finding: of a probe; None has none.
+        but: qualified names that are looked at elsewhere, as the symbols of seams are.
+    """
+    if finding is None or not finding.read:
+        return []
+    by_name: dict[tuple[str, str], list[Reading]] = {}
+    for reading in finding.read:
+        by_name.setdefault((reading.module, reading.symbol), []).append(reading)
+    left_out = set(but)
+    found = (_foreign(readings) for readings in by_name.values() if str(readings[0]) not in left_out)
+    return [each for each in found if each is not None]
+
+
+def _foreign(readings: list[Reading]) -> ForeignDefinition | None:
+    """Return what a symbol leads to, unless it is one of its definitions; several where a property has a setter."""
+    first = readings[0]
+    module: Any = sys.modules.get(first.module)
+    if module is None:
+        return None
+    raw = _attribute(module, first.symbol)
+    if raw is _NOTHING:
+        is_complete = issubclass(type(module), ModuleType) and not is_half_imported(module)
+        return ForeignDefinition(str(first), "not there", "nothing") if is_complete else None
+    if any(_is_as_read(raw, reading, module) for reading in readings):
+        return None
+    return ForeignDefinition(str(first), seams.describe(raw), seams.identity(raw))
+
+
+def _attribute(module: Any, symbol: str) -> Any:
+    """Return what a module or class itself has under a name."""
+    owner = module
+    *path, name = symbol.split(".")
+    for part in path:
+        owner = _own(owner).get(part, _NOTHING)
+        if not issubclass(type(owner), type):
+            return owner  # something else stands for the class, or nothing
+    return _own(owner).get(name, _NOTHING)
+
+
+def _own(owner: Any) -> Mapping[str, Any]:
+    try:
+        return seams.namespace(owner)
+    except Exception:  # noqa: BLE001 - a third-party object in the place of a module; attribute access may raise
+        return {}
+
+
+def _is_as_read(raw: Any, reading: Reading, module: Any) -> bool:
+    if reading.kind is ReadingKind.IMPORT:
+        return _is_as_imported(raw, reading)
+    if reading.kind is ReadingKind.CLASS:
+        return _is_class(raw, reading)
+    if (mark := mark_behind(raw)) is not None:
+        raw = mark.original
+    file = _own(module).get("__file__")
+    for live in layers(raw, reading.wrappers):
+        # By type: the proxy of another library's patch answers with the code of the function that it wraps.
+        if type(live) is FunctionType:
+            code = live.__code__
+            if code.co_firstlineno == reading.line and isinstance(file, str) and same_file(code.co_filename, file):
+                return True
+    return False
+
+
+def _is_class(raw: Any, reading: Reading) -> bool:
+    if type(raw).__module__ == "unittest.mock":
+        return True  # upstream's own: the base of the class is a mock where an optional library is missing
+    return issubclass(type(raw), type) and (raw.__module__, raw.__qualname__) == (reading.module, reading.symbol)
+
+
+def _is_as_imported(raw: Any, reading: Reading) -> bool:
+    """Return whether an imported name leads to what its origin has under it, to a seam, or to upstream's own code."""
+    origin, _, name = reading.origin.partition(":")
+    given = _own(sys.modules.get(origin)).get(name, _NOTHING)
+    if given is _NOTHING or given is raw or not _is_code(given):
+        return True  # not loaded, the same, or a value that its module may set anew
+    if mark_of(raw) is not None or mark_of(given) is not None:
+        return True
+    return _is_defined_below(_common_package(reading.module, origin), raw)
+
+
+def _common_package(one: str, other: str) -> str:
+    shared = [a for a, b in zip(one.split("."), other.split("."), strict=False) if a == b]
+    return ".".join(shared)
+
+
+def _is_defined_below(package: str, value: Any) -> bool:
+    """Return whether the code of a function or class is in a package: its origin may have been replaced, and not it."""
+    function = plain_function(value)
+    # `functools.wraps` copies `__module__`, and not the globals.
+    is_function = type(function) is FunctionType
+    where = function.__globals__.get("__name__") if is_function else getattr(function, "__module__", None)
+    return bool(package) and isinstance(where, str) and f"{where}.".startswith(f"{package}.")
+
+
+def _is_code(value: Any) -> bool:
+    return type(value) is FunctionType or issubclass(type(value), type)

@@ -1,0 +1,294 @@
+"""Code of other libraries in the place of what a finding was read from: named, and nothing of ours active over it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
+
+from megacpp_overlays.errors import ActivationError
+from megacpp_overlays.loader import probing
+from megacpp_overlays.loader.session import Session
+from megacpp_overlays.loader.settings import Mode
+from megacpp_overlays.model import (
+    Decision,
+    Evidence,
+    Finding,
+    Observation,
+    Overlay,
+    ReadingKind,
+    Record,
+    Replacement,
+    Verdict,
+)
+from megacpp_overlays.source.trees import InstalledTree, SourceTree
+
+SessionMaker = Callable[..., Session]
+
+HELPERS = """
+import functools
+
+
+def half(x):
+    return x // 2
+
+
+def logged(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args)
+    return wrapper
+
+
+@logged
+def third(x):
+    return x // 3
+
+
+class Router:
+    def route(self, x):
+        return x
+
+    @property
+    def size(self):
+        return 1
+
+    @size.setter
+    def size(self, value):
+        pass
+
+    @staticmethod
+    def name():
+        return "router"
+
+    def unread(self):
+        return 0
+"""
+CALLER = "from .helpers import half, half as a_half\n"
+READ = ("half", "third", "Router.route", "Router.size", "Router.name")
+"""What the probe asks of the helpers."""
+
+
+class Rested:
+    """An upstream of two modules, and an overlay whose finding rests on both."""
+
+    def __init__(self, upstream: Upstream, text: str = BROKEN_TEXT) -> None:
+        upstream.write(HELPERS, module="helpers")
+        upstream.write(CALLER + text)
+        self.upstream = upstream
+        self.overlay: Overlay = upstream.overlay(probe=self._probe)
+
+    def _probe(self, tree: SourceTree) -> Finding:
+        found = self.upstream.probe(tree)
+        helpers, layers = (tree.module(f"{self.upstream.name}.{name}") for name in ("helpers", "layers"))
+        assert helpers is not None
+        assert layers is not None
+        for symbol in READ:
+            helpers.bindings.of(symbol)
+        layers.function("Layer.forward")
+        layers.bindings.of("half")
+        return found
+
+    @property
+    def helpers(self) -> Any:
+        return self.upstream.load("helpers")
+
+    @property
+    def layers(self) -> Any:
+        return self.upstream.load()
+
+
+@pytest.fixture
+def rested(upstream: Upstream) -> Rested:
+    return Rested(upstream)
+
+
+def the_record(session: Session, *, deep: bool = False) -> Record:
+    (record,) = session.audit(deep=deep).records
+    return record
+
+
+def foreign(*_: Any) -> int:
+    """Stand for what another library puts in the place of something."""
+    return 7
+
+
+def wrap(original: Any) -> Any:
+    return functools.wraps(original)(lambda *args: original(*args))
+
+
+def replace_in(module: Any, symbol: str, value: Any) -> Any:
+    *path, name = symbol.split(".")
+    setattr(functools.reduce(getattr, path, module), name, value)
+
+
+PATCHES: dict[str, Callable[[Rested], None]] = {
+    "a function": lambda it: replace_in(it.helpers, "half", foreign),
+    "a function, by a wrapper that names it": lambda it: replace_in(it.helpers, "half", wrap(it.helpers.half)),
+    "a decorated function": lambda it: replace_in(it.helpers, "third", foreign),
+    "a method": lambda it: replace_in(it.helpers, "Router.route", foreign),
+    "a property": lambda it: replace_in(it.helpers, "Router.size", property(foreign)),
+    "a static method": lambda it: replace_in(it.helpers, "Router.name", staticmethod(foreign)),
+    "a class": lambda it: replace_in(it.helpers, "Router", type("Router", (it.helpers.Router,), {})),
+    "a class, by something else": lambda it: replace_in(it.helpers, "Router", SimpleNamespace()),
+    "an imported name": lambda it: replace_in(it.layers, "half", foreign),
+    "a caller in the target": lambda it: replace_in(it.layers, "Layer.forward", foreign),
+    "a method, taken away": lambda it: delattr(it.helpers.Router, "route"),
+}
+each_patch = pytest.mark.parametrize("patch", PATCHES.values(), ids=PATCHES)
+
+
+def test_a_finding_knows_the_definitions_that_it_was_read_from(rested: Rested) -> None:
+    read = probing.examine(rested.overlay, InstalledTree()).read
+
+    name = rested.upstream.name
+    assert {(each.module.removeprefix(f"{name}."), each.symbol, each.kind) for each in read} == {
+        *(("helpers", symbol, ReadingKind.FUNCTION) for symbol in READ),
+        ("layers", "double", ReadingKind.FUNCTION),
+        ("layers", "Layer", ReadingKind.CLASS),
+        ("layers", "Layer.forward", ReadingKind.FUNCTION),
+        ("layers", "half", ReadingKind.IMPORT),
+    }
+    assert {each.origin for each in read if each.kind is ReadingKind.IMPORT} == {f"{name}.helpers:half"}
+
+
+def test_upstream_as_it_was_read_is_active_and_stays_so(rested: Rested, session: SessionMaker) -> None:
+    current = session(rested.overlay)
+    current.arm()
+
+    assert rested.layers.double(1) == 2
+    assert the_record(current).decision is Decision.ACTIVE
+    rested.helpers.Router.unread = foreign  # which the finding does not rest on
+    assert the_record(current, deep=True).decision is Decision.ACTIVE
+
+
+@each_patch
+def test_nothing_goes_in_over_code_that_was_not_read(
+    rested: Rested, session: SessionMaker, patch: Callable[[Rested], None]
+) -> None:
+    original = rested.layers.double
+    patch(rested)
+    current = session(rested.overlay)
+    current.arm()
+
+    record = the_record(current)
+    assert record.decision is Decision.CONFLICT
+    assert "which this finding was read from" in record.reason
+    assert record.around
+    assert rested.layers.double is original
+
+
+@each_patch
+def test_what_comes_later_ends_it_in_the_next_audit(
+    rested: Rested, session: SessionMaker, patch: Callable[[Rested], None]
+) -> None:
+    current = session(rested.overlay)
+    current.arm()
+    layers = rested.layers
+    assert the_record(current).decision is Decision.ACTIVE
+    patch(rested)
+
+    assert current.audit_so_far().records[0].decision is Decision.CONFLICT  # what ranks ask inside of hooks
+    record = the_record(current)
+    assert record.decision is Decision.CONFLICT
+    assert "which this finding was read from" in record.reason
+    assert layers.double(1) == 3  # upstream's own, over which nothing is corrected twice
+
+
+@each_patch
+def test_what_comes_before_the_first_call_is_seen_by_that_call(
+    rested: Rested, session: SessionMaker, patch: Callable[[Rested], None]
+) -> None:
+    current = session(rested.overlay)
+    current.arm()
+    layers = rested.layers
+    held = layers.double
+    patch(rested)
+
+    assert held(1) == layers.double(1) == 3
+    assert current.audit_so_far().records[0].decision is Decision.CONFLICT
+
+
+def test_in_strict_mode_the_first_call_raises(rested: Rested, session: SessionMaker) -> None:
+    current = session(rested.overlay, mode=Mode.STRICT)
+    current.arm()
+    rested.layers  # noqa: B018 - imported
+    rested.helpers.half = foreign
+
+    with pytest.raises(ActivationError, match="which this finding was read from"):
+        rested.layers.double(1)
+
+
+def test_a_module_that_comes_later_is_held_against_the_finding_then(rested: Rested, session: SessionMaker) -> None:
+    rested.upstream.write(BROKEN_TEXT)  # which does not import the helpers
+    rested.overlay = rested.upstream.overlay(probe=rested.upstream.probe)
+    other = rested.upstream.overlay(probe=lambda tree: _and_reads(rested, tree))
+    current = session(other)
+    current.arm()
+    assert rested.layers.double(1) == 2
+    assert the_record(current).decision is Decision.ACTIVE
+
+    rested.helpers.Router.route = foreign
+    assert the_record(current).decision is Decision.CONFLICT
+
+
+def _and_reads(rested: Rested, tree: SourceTree) -> Finding:
+    helpers = tree.module(f"{rested.upstream.name}.helpers")
+    assert helpers is not None
+    helpers.function("Router.route")
+    return rested.upstream.probe(tree)
+
+
+def test_armed_again_it_goes_in_where_upstreams_own_is_back(rested: Rested, session: SessionMaker) -> None:
+    current = session(rested.overlay)
+    current.arm()
+    layers, half = rested.layers, rested.helpers.half
+    rested.helpers.half = foreign
+    assert the_record(current).decision is Decision.CONFLICT
+    current.arm()
+    assert the_record(current).decision is Decision.CONFLICT
+
+    rested.helpers.half = half
+    current.arm()
+    assert the_record(current).decision is Decision.ACTIVE
+    assert layers.double(1) == 2
+
+
+@each_patch
+def test_what_upstream_repaired_is_held_in_every_audit(
+    upstream: Upstream, session: SessionMaker, patch: Callable[[Rested], None]
+) -> None:
+    rested = Rested(upstream, FIXED_TEXT)
+    current = session(rested.overlay)
+    current.arm()
+    rested.layers  # noqa: B018 - imported
+    assert the_record(current).decision is Decision.RETIRED
+    patch(rested)
+
+    record = the_record(current)
+    assert record.decision is Decision.CONFLICT
+    assert record.around
+
+
+def test_what_needs_a_repair_that_was_withdrawn_comes_out_with_it(rested: Rested, session: SessionMaker) -> None:
+    rested.upstream.write("def wrap(x):\n    return round(x)\n", module="wrapper")
+    dependent = rested.upstream.overlay(
+        id="keep-bits",
+        target=rested.overlay.target._replace(module=f"{rested.upstream.name}.wrapper", symbol="wrap"),
+        probe=lambda _: Finding(verdict=Verdict.BROKEN, shape="rounds", evidence=(Evidence("rounds"),)),
+        replacements={"rounds": (Replacement(symbol="wrap", make=lambda _original, _module: lambda x: x),)},
+        witness=None,
+        self_test=lambda module: Observation(broken=module.wrap(1.5) != 1.5, seen="it rounds"),
+        needs=(rested.overlay.id,),
+    )
+    current = session(rested.overlay, dependent)
+    current.arm()
+    assert rested.layers is not rested.upstream.load("wrapper")
+    assert {each.decision for each in current.audit().records} == {Decision.ACTIVE}
+
+    rested.helpers.half = foreign
+    assert {each.decision for each in current.audit().records} == {Decision.CONFLICT}
