@@ -9,13 +9,15 @@ built before a seam went into their constructor.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import CellType, FrameType, FunctionType, MethodType, ModuleType
-from typing import Any
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
 
 from megacpp_overlays.errors import SeamError
+from megacpp_overlays.loader.heap import HeapSnapshot, loaded_modules
 from megacpp_overlays.loader.seams import Note, Owner, Seam, namespace, owner_name, raw_attribute, unnoted
 from megacpp_overlays.runtime.seam_marks import Mark, mark_of, plain_function
 
@@ -23,7 +25,14 @@ _FROZEN_BY_PYTHON = 10_000
 """Python freezes some hundred objects of its own at start; `gc.freeze()` in a launcher hides hundreds of thousands."""
 
 
-def rebind(placed: Sequence[Seam], changed: list[Seam], *, deep: bool, note: Note = unnoted) -> None:
+def rebind(
+    placed: Sequence[Seam],
+    changed: list[Seam],
+    *,
+    deep: bool,
+    note: Note = unnoted,
+    heap: HeapSnapshot | None = None,
+) -> None:
     """Rebind the stale aliases of the originals to their replacements.
 
     Args:
@@ -31,12 +40,14 @@ def rebind(placed: Sequence[Seam], changed: list[Seam], *, deep: bool, note: Not
         changed: gets each name before it is changed, so that the caller can undo them if a later one fails.
         deep: whether to look into classes too, which takes a walk over the heap (tens of milliseconds).
         note: is told of each name, too.
+        heap: a snapshot that overlays share which are armed together; None takes one for this call.
 
     Raises:
         SeamError: an owner does not let a name be assigned.
     """
+    heap = heap or HeapSnapshot(lambda: [each for seam in placed for each in (seam.original, seam.original_function)])
     for seam in placed:
-        owners = [*_modules(), *(_borrowing_classes(seam) if deep else ())]
+        owners = heap.owners(seam.original, seam.original_function) if deep else loaded_modules()
         for owner, name, raw in list(_names_of(seam.original, seam.original_function, owners)):
             if owner is seam.owner and name == seam.name:
                 continue
@@ -46,24 +57,44 @@ def rebind(placed: Sequence[Seam], changed: list[Seam], *, deep: bool, note: Not
             _assign(alias, alias.replacement)
 
 
-def restore(is_ours: Callable[[Mark], bool]) -> list[str]:
-    """Restore every name of a loaded module that is bound to a seam: it gets the original. Return what refuses, in words.
+class MarkedName(NamedTuple):
+    """A name of a loaded module that is bound to a seam."""
 
-    Seams are told by their marks, so that names are found whatever bound them, and in whichever execution of the target.
+    owner: ModuleType
+    name: str
+    value: Any
+    mark: Mark
+
+
+def marked_names() -> list[MarkedName]:
+    """Return every name of a loaded module that is bound to a seam, in whichever execution of its target.
+
+    Seams are told by their marks, so that names are found whatever bound them.
+    """
+    return [
+        MarkedName(owner, name, value, mark)
+        for owner in loaded_modules()
+        for name, value in list(namespace(owner).items())
+        # The hot loop of undoing; nearly no value is a function with a mark.
+        if type(value) in _MARKED and (mark := mark_of(value)) is not None
+    ]
+
+
+def restore(is_ours: Callable[[Mark], bool], names: Sequence[MarkedName] | None = None) -> list[str]:
+    """Give every name of a module that is bound to a seam its original. Return what refuses, in words.
 
     Args:
         is_ours: whether a mark is of the overlay that is undone.
+        names: what `marked_names` found, for overlays that are undone together; what is bound anew since is left alone.
     """
     problems: list[str] = []
-    for owner in _modules():
-        for name, value in list(namespace(owner).items()):
-            # The hot loop of undoing; nearly no value is a function with a mark.
-            if type(value) in _MARKED and (mark := mark_of(value)) is not None and is_ours(mark):
-                found = as_found(owner, name, value, mark)
-                try:
-                    _assign(found, found.original)
-                except SeamError as error:
-                    problems.append(str(error))
+    for owner, name, value, mark in marked_names() if names is None else names:
+        if is_ours(mark) and namespace(owner).get(name) is value:
+            found = as_found(owner, name, value, mark)
+            try:
+                _assign(found, found.original)
+            except SeamError as error:
+                problems.append(str(error))
     return problems
 
 
@@ -126,45 +157,33 @@ def _holds(owner: Owner, raw: object, function: object) -> bool:
     return False
 
 
-def _modules() -> list[ModuleType]:
-    # type() and not isinstance: a lazy module may answer __class__ by importing something.
-    found = {id(each): each for each in list(sys.modules.values()) if issubclass(type(each), ModuleType)}
-    return list(found.values())
-
-
-def _borrowing_classes(seam: Seam) -> list[type]:
-    namespaces = [each for each in gc.get_referrers(seam.original, seam.original_function) if type(each) is dict]
-    classes = {id(cls): cls for namespace in namespaces for cls in _classes_with(namespace)}
-    return list(classes.values())
-
-
-def _classes_with(namespace: dict[str, Any]) -> list[type]:
-    owners = [each for each in gc.get_referrers(namespace) if issubclass(type(each), type)]
-    return [cls for cls in owners if any(each is namespace for each in gc.get_referents(cls))]
-
-
-def holders(placed: Sequence[Seam]) -> list[str]:
+def holders(placed: Sequence[Seam], heap: HeapSnapshot | None = None) -> list[str]:
     """Return what else still holds the originals, after rebinding, in words.
 
     Local variables of running functions are neither reached nor reported.
+
+    Args:
+        placed: the seams of one overlay, or of several.
+        heap: a snapshot that overlays share which are armed together; None walks over the heap once.
     """
-    if not _found(placed):
+    shared = heap or HeapSnapshot(lambda: [seam.original_function for seam in placed])
+    if not _found(placed, shared):
         return []
+    shared.forget()  # it keeps alive what it found
     gc.collect()  # what nobody can reach any more does not count
-    return _found(placed)
+    return _found(placed, shared)
 
 
-def _found(placed: Sequence[Seam]) -> list[str]:
+def _found(placed: Sequence[Seam], heap: HeapSnapshot) -> list[str]:
     found: list[str] = []
     if gc.get_freeze_count() > _FROZEN_BY_PYTHON:
         found.append("what gc.freeze() hides")
     for seam in placed:
-        ours = {id(seam.original), id(vars(seam.function)), *_closure_cells(seam.function)}
+        ours = {id(seam.original), *_parts_of(seam.function)}
         found += [
             _words(referrer)
-            for referrer in gc.get_referrers(seam.original_function)
+            for referrer in heap.referrers(seam.original_function)
             if id(referrer) not in ours
-            and not isinstance(referrer, FrameType)
             and type(referrer).__name__ not in {Seam.__name__, Mark.__name__}  # of any copy of this package
         ]
     return sorted(found)
@@ -184,16 +203,23 @@ def _instances(cls: type) -> int:
     return sum(cls in type(each).__mro__ for each in gc.get_objects())
 
 
-def _closure_cells(function: Any) -> Iterator[int]:
-    """Yield the ids of the cells of a function and of the functions in them."""
-    for cell in getattr(function, "__closure__", None) or ():
-        yield id(cell)
-        try:
-            inner = cell.cell_contents
-        except ValueError:  # an empty cell
+def _parts_of(function: Any) -> Iterator[int]:
+    """Yield the ids of what belongs to a seam and may hold its original.
+
+    These are its attributes, where `functools.wraps` keeps what is wrapped, its defaults, its cells, and the same of each
+    function in a cell.
+    """
+    waiting, seen = [function], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen or type(each) is not FunctionType:
             continue
-        if isinstance(inner, FunctionType) and inner is not function:
-            yield from _closure_cells(inner)
+        seen.add(id(each))
+        yield from map(id, (vars(each), each.__defaults__, each.__kwdefaults__))
+        for cell in each.__closure__ or ():
+            yield id(cell)
+            with contextlib.suppress(ValueError):  # an empty cell
+                waiting.append(cell.cell_contents)
 
 
 def _words(referrer: object) -> str:

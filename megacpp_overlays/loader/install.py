@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from megacpp_overlays.errors import OverlayError, SeamError
 from megacpp_overlays.loader import aliases, known, ownership, reached, seams
+from megacpp_overlays.loader.aliases import MarkedName
+from megacpp_overlays.loader.heap import HeapSnapshot
 from megacpp_overlays.loader.seams import Note, Seam
 from megacpp_overlays.loader.traces import Traces
 from megacpp_overlays.model import Overlay, Replacement
@@ -53,6 +55,8 @@ class Circumstances(NamedTuple):
     """Is told which compiled graphs were dropped."""
     note: Note = seams.unnoted
     """Is told of each seam and alias before it goes in."""
+    heap: HeapSnapshot | None = None
+    """A snapshot that overlays share which are armed together."""
 
 
 def install(
@@ -72,7 +76,7 @@ def install(
             held, instances were built without the seam, or the self-test fails.
         SeamError: an attribute cannot be replaced, or a compiled graph cannot be dropped.
     """
-    late, again, dropped, note = circumstances
+    late, again, dropped, note, heap = circumstances
     graphs = None if late else dynamo.graphs()
     replacements = overlay.replacements[shape]
     source = tree.module(overlay.target.module)
@@ -107,9 +111,9 @@ def install(
             # What is adopted was verified by whoever put it in, and is theirs to undo.
             fresh = [seam for seam in placed if not seam.adopted]
             if is_known_elsewhere or sys.modules.keys() != loaded:  # the seams may have imported what takes an original
-                aliases.rebind(placed, rebound, deep=deep, note=note)
+                aliases.rebind(placed, rebound, deep=deep, note=note, heap=heap)
             if deep:
-                _refuse_holders(fresh)
+                _refuse_holders(fresh, heap)
             if late and not again:
                 _refuse_instances(fresh)
             _self_test(overlay, module)
@@ -144,8 +148,8 @@ def _place(overlay: Overlay, replacement: Replacement, module: ModuleType, note:
     seams.replace(owner, name, make, overlay_id=overlay.id, module=overlay.target.module, note=note)
 
 
-def _refuse_holders(placed: Sequence[Seam]) -> None:
-    if held := aliases.holders(placed):
+def _refuse_holders(placed: Sequence[Seam], heap: HeapSnapshot | None) -> None:
+    if held := aliases.holders(placed, heap):
         raise RefusedError(
             f"the original of {', '.join(map(str, placed))} is still held by {', '.join(held)}; "
             "if that is not upstream's own doing, import megacpp_overlays first"
@@ -187,11 +191,16 @@ class TakenOut(NamedTuple):
     """Names that still lead to a seam."""
 
 
-def take_out(overlay: Overlay, traces: Traces) -> TakenOut:
+def take_out(overlay: Overlay, traces: Traces, names: Sequence[MarkedName] | None = None) -> TakenOut:
     """Put back what is in the places of an overlay, wherever and whenever it was put in; a second call has less to do.
 
     Marks tell what has to be put back, so that nothing is left by a call that was interrupted. Each place is forgotten
     when it is as it was, and one that cannot be put back does not keep the others.
+
+    Args:
+        overlay: what is taken out.
+        traces: where it was put in.
+        names: of modules that lead to seams, where several overlays are taken out together.
     """
     problems: list[str] = []
     kept: list[str] = []
@@ -211,7 +220,7 @@ def take_out(overlay: Overlay, traces: Traces) -> TakenOut:
             kept.append(where)
         else:
             traces.forget(owner, name)
-    problems += aliases.restore(functools.partial(reached.is_ours, overlay=overlay))
+    problems += aliases.restore(functools.partial(reached.is_ours, overlay=overlay), names)
     return TakenOut(tuple(problems), tuple(kept))
 
 

@@ -7,16 +7,18 @@ subclass. What holds an original where no name leads, a walk over the heap finds
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from megacpp_overlays.loader import ownership
-from megacpp_overlays.loader.seams import Owner, Seam, describe, identity, namespace, owner_name
+from megacpp_overlays.errors import SeamError
+from megacpp_overlays.loader import known, ownership
+from megacpp_overlays.loader.seams import Owner, Seam, describe, identity, namespace, owner_name, raw_attribute, resolve
 from megacpp_overlays.model import Overlay
 from megacpp_overlays.runtime.seam_marks import Mark, mark_behind, mark_of, plain_function
-from megacpp_overlays.source.trees import InstalledTree, readable
+from megacpp_overlays.source.trees import InstalledTree, Remembered, readable
 
 
 class Sight(NamedTuple):
@@ -47,15 +49,42 @@ def symbols_of(overlay: Overlay, shape: str | None = None) -> list[str]:
     return list(dict.fromkeys(each.symbol for replacements in chosen for each in replacements))
 
 
-def look(overlay: Overlay, shape: str | None = None) -> Sight:
-    """Resolve the symbols of an overlay in the live process."""
+def owners(overlay: Overlay) -> Iterator[type]:
+    """Yield the classes that the symbols of an overlay lead to now."""
+    module: Any = sys.modules.get(overlay.target.module)
+    for symbol in symbols_of(overlay) if issubclass(type(module), ModuleType) else ():
+        with contextlib.suppress(SeamError):  # there is no such symbol in this release
+            owner: Any = resolve(module, symbol)[0]
+            if issubclass(type(owner), type):
+                yield owner
+
+
+def replaceable(overlay: Overlay) -> Iterator[object]:
+    """Yield the functions that an overlay may replace, as its target has them now, and the descriptors around them."""
+    module: Any = sys.modules.get(overlay.target.module)
+    for symbol in symbols_of(overlay) if issubclass(type(module), ModuleType) else ():
+        with contextlib.suppress(SeamError):  # there is no such symbol in this release
+            raw = raw_attribute(*resolve(module, symbol))[0]
+            mark = mark_behind(raw)
+            original = raw if mark is None else mark.original
+            yield from {id(each): each for each in (original, plain_function(original))}.values()
+
+
+def look(overlay: Overlay, shape: str | None = None, *, explain: bool = False) -> Sight:
+    """Resolve the symbols of an overlay in the live process.
+
+    Args:
+        overlay: whose symbols.
+        shape: for which it replaces them; None for any.
+        explain: whether to find out if what took a seam's place is upstream's own, which may take parsing its module.
+    """
     target = overlay.target.module
     module = sys.modules.get(target)
     if module is None:
         return Sight()
     sight = Sight()
     for symbol in symbols_of(overlay, shape):
-        sight = _joined(sight, _look_at(overlay, module, symbol))
+        sight = _joined(sight, _look_at(overlay, module, symbol, explain=explain))
     return sight
 
 
@@ -69,7 +98,7 @@ def _joined(one: Sight, other: Sight) -> Sight:
     )
 
 
-def _look_at(overlay: Overlay, module: Any, symbol: str) -> Sight:
+def _look_at(overlay: Overlay, module: Any, symbol: str, *, explain: bool) -> Sight:
     target = overlay.target.module
     *path, name = symbol.split(".")
     owner: Any = module
@@ -87,7 +116,7 @@ def _look_at(overlay: Overlay, module: Any, symbol: str) -> Sight:
     raw = namespace(holder)[name]
     mark = mark_behind(raw)
     if mark is None or not is_ours(mark, overlay):
-        return _replaced(where, raw, upstreams_own=_is_upstreams_own(overlay, module, symbol))
+        return _replaced(where, raw, upstreams_own=explain and _is_upstreams_own(overlay, module, symbol))
     held = raw if mark_of(raw) is not None else mark.made
     sight = Sight(seams=(Seam(holder, name, mark.original, held, mark.inherited, adopted=True),))
     if held is not raw:
@@ -121,9 +150,11 @@ def _gone(where: str) -> Sight:
 
 
 def _is_upstreams_own(overlay: Overlay, module: Any, symbol: str) -> bool:
-    source = readable(InstalledTree(), overlay.target.module)
+    tree = Remembered(InstalledTree())
+    source = readable(tree, overlay.target.module)
     try:
-        return source is not None and ownership.foreign_owner(module, symbol, source) is None
+        place = known.places(overlay, tree).get(symbol)
+        return source is not None and ownership.foreign_owner(module, symbol, source, place) is None
     except Exception:  # noqa: BLE001 - what cannot be told is not upstream's own
         return False
 

@@ -38,7 +38,7 @@ def review(record: Record, overlay: Overlay, traces: Traces | None, *, deep: boo
         return _unless_it_is_in(record, reached.look(overlay))
     if dynamo.come_from_disk():
         return replace(record, decision=Decision.CONFLICT, reason=_FROM_DISK)
-    sight = reached.look(overlay, record.shape)
+    sight = reached.look(overlay, record.shape, explain=True)
     stale = _stale_names(overlay, sight, traces, deep=deep) if traces else []
     held = _held(sight, traces) if traces and deep else []
     foreign = probing.held_against_its_readings(record)
@@ -80,8 +80,9 @@ def _stale_names(overlay: Overlay, sight: Sight, traces: Traces, *, deep: bool) 
     """Return which names lead past the seams, in words: to an original, or to code of an earlier execution."""
     originals = {id(seam.original_function) for seam in sight.seams}
     known = {id(seam.function) for seam in sight.seams}
-    for seam in sight.seams:
-        known |= {id(base) for base in seam.owner.__mro__} if isinstance(seam.owner, type) else set()
+    # The class that a symbol leads to now is no older one, whether or not a seam is still on it.
+    for owner in reached.owners(overlay):
+        known |= {id(base) for base in owner.__mro__}
     older = [each for each in traces.objects() if id(each) not in known | originals]
     said = [
         f"{owner_name(owner)}.{name} leads to the original again"
@@ -92,7 +93,8 @@ def _stale_names(overlay: Overlay, sight: Sight, traces: Traces, *, deep: bool) 
     for names in reached.names_of(wanted).values():
         listed = ", ".join(sorted(names)[:_MOST_NAMES])
         more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-        said.append(f"{listed}{more} leads past the seam, to code of {overlay.target.module} from before it")
+        verb = "leads" if len(names) == 1 else "lead"
+        said.append(f"{listed}{more} {verb} past the seam, to code of {overlay.target.module} from before it")
     return sorted(said)
 
 

@@ -32,6 +32,8 @@ from megacpp_overlays.source.trees import InstalledTree, ParsedOnce, Remembered,
 from megacpp_overlays.version import VERSION
 
 if TYPE_CHECKING:
+    from megacpp_overlays.loader.aliases import MarkedName
+    from megacpp_overlays.loader.heap import HeapSnapshot
     from megacpp_overlays.loader.seams import Seam
     from megacpp_overlays.loader.traces import Traces
 
@@ -70,6 +72,7 @@ class Session:
         self._refused: set[Erratum] = set()
         self._expected: dict[Erratum, Record] = {}
         self._has_said_what_waits = False
+        self._heap: HeapSnapshot | None = None
         self._gates_looked: tuple[object, ...] = ()
         self.when_changed: Callable[[], None] | None = None
         """Called after every decision, inside the hooks; it must not raise and must not settle anything."""
@@ -121,15 +124,37 @@ class Session:
         for erratum in [each for each in self._records if each in self._undone]:
             self._begin_again(erratum, tree)
         conflicts: list[str] = []
-        for name in self._declared.targets:
-            with _collecting(conflicts):
-                self._hooks.watch(name)
-            if self._declared.are_loaded:
+        with self._one_heap_walk():
+            for name in self._declared.targets:
                 with _collecting(conflicts):
-                    self._settle_again(name)
+                    self._hooks.watch(name)
+                if self._declared.are_loaded:
+                    with _collecting(conflicts):
+                        self._settle_again(name)
         self._changed()
         if conflicts:  # strict: every target has been settled before the first of them is raised
             raise ActivationError("\n".join(conflicts))
+
+    @contextlib.contextmanager
+    def _one_heap_walk(self) -> Iterator[None]:
+        """Let all overlays that are settled in the block share one walk over the heap."""
+        if not self._declared.are_loaded:  # no target is there, so nothing is settled late
+            yield
+            return
+        from megacpp_overlays.loader.heap import HeapSnapshot
+
+        self._heap = HeapSnapshot(self._replaceable)
+        try:
+            yield
+        finally:
+            self._heap = None
+
+    def _replaceable(self) -> Iterator[object]:
+        """Yield every function that an overlay may replace, as its target has it now, and what it is wrapped in there."""
+        from megacpp_overlays.loader import reached
+
+        for overlay in self._declared.overlays:
+            yield from reached.replaceable(overlay)
 
     def _say_what_waits(self) -> None:
         if self._has_said_what_waits:
@@ -201,7 +226,7 @@ class Session:
 
         record = self._records[overlay]
         if record.decision is Decision.ACTIVE:
-            return reached.look(overlay, record.shape).upstreams_own
+            return reached.look(overlay, record.shape, explain=True).upstreams_own
         return bool(reached.look(overlay).seams)
 
     def _first_record(self, erratum: Erratum, tree: SourceTree) -> Record:
@@ -411,13 +436,22 @@ class Session:
             from megacpp_overlays.runtime import dynamo
 
             dynamo.check()
-        problems = [problem for overlay in chosen if (problem := self._undo_one(overlay))]
+        names = self._names_to_restore(chosen)
+        problems = [problem for overlay in chosen if (problem := self._undo_one(overlay, names))]
         problems += [record.reason for record in self._withdraw_what_needs(chosen) if record.seams]
         self._changed()
         if problems:
             raise SeamError("; ".join(problems))
 
-    def _undo_one(self, erratum: Erratum) -> str:
+    def _names_to_restore(self, errata: Sequence[Erratum]) -> Sequence[MarkedName] | None:
+        """Return the names that lead to seams, found once for all that is undone; None where nothing may be in."""
+        if not any(isinstance(each, Overlay) and self._may_be_in(each) for each in errata):
+            return None
+        from megacpp_overlays.loader import aliases
+
+        return aliases.marked_names()
+
+    def _undo_one(self, erratum: Erratum, names: Sequence[MarkedName] | None = None) -> str:
         """Undo one overlay; return what could not be put back, in words.
 
         What is in is found in the live process, so that nothing is left in by a call that was interrupted.
@@ -435,7 +469,7 @@ class Session:
                 with dynamo.changing(dropped=functools.partial(self.log.dropped, erratum)):
                     self._unfinished.setdefault(erratum, False)
                     self._undone.add(erratum)
-                    problems, kept = install.take_out(erratum, traces)
+                    problems, kept = install.take_out(erratum, traces, names)
             self._undone.add(erratum)
             was_in = was_in or erratum in self._refused
             self._refused.discard(erratum)
@@ -547,7 +581,7 @@ class Session:
                 record = replace(record, decision=Decision.CONFLICT, reason="; ".join([why, *problems]), seams=kept)
             if record.decision is Decision.ACTIVE:
                 dropped = functools.partial(self.log.dropped, overlay)
-                circumstances = install.Circumstances(late, bool(again), dropped, note)
+                circumstances = install.Circumstances(late, bool(again), dropped, note, self._heap)
                 installed = install.install(overlay, record.shape, module, tree, circumstances)
                 for seam in installed.seams:
                     traces.note(seam)

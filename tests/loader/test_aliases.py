@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
+from collections.abc import Callable
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import pytest
-from made_up import Upstream
+from made_up import BROKEN_TEXT, Upstream
 
 from megacpp_overlays.loader import aliases, seams
+from megacpp_overlays.loader.session import Session
+from megacpp_overlays.model import Decision, Evidence, Finding, Replacement, Target, Verdict
 from megacpp_overlays.runtime import seam_marks
+from megacpp_overlays.source.trees import SourceTree
 
 
 def put(module: ModuleType, symbol: str) -> seams.Seam:
@@ -152,3 +157,84 @@ def test_a_count_of_references_tells_whether_a_walk_is_needed(upstream: Upstream
 
     assert aliases.is_held_elsewhere(owner, name)
     del held
+
+
+# --- replacements made in the usual ways hold their originals themselves ---
+
+
+def by_wraps(original: Any, _module: ModuleType) -> Any:
+    @functools.wraps(original)
+    def double(*args: Any) -> Any:
+        return original(*args) - 1
+
+    return double
+
+
+def by_update_wrapper_around_another(original: Any, _module: ModuleType) -> Any:
+    @functools.wraps(original)
+    def inner(*args: Any) -> Any:
+        return original(*args)
+
+    return lambda *args: inner(*args) - 1
+
+
+def by_default(original: Any, _module: ModuleType) -> Any:
+    def double(x: Any, _original: Any = original) -> Any:
+        return _original(x) - 1
+
+    return double
+
+
+def by_keyword_default(original: Any, _module: ModuleType) -> Any:
+    def double(x: Any, *, _original: Any = original) -> Any:
+        return _original(x) - 1
+
+    return double
+
+
+@pytest.mark.parametrize(
+    "make", [by_wraps, by_update_wrapper_around_another, by_default, by_keyword_default], ids=lambda each: each.__name__
+)
+def test_an_original_that_the_replacement_itself_holds_is_no_conflict(
+    upstream: Upstream, session: Callable[..., Session], make: Any
+) -> None:
+    module = upstream.load()  # first: the heap is searched for what holds the original
+    current = session(upstream.overlay(replacements={"off-by-one": (Replacement(symbol="double", make=make),)}))
+    current.arm()
+
+    (record,) = current.audit(deep=True).records
+    assert record.decision is Decision.ACTIVE, record.reason
+    assert module.double(1) == 2
+
+
+def test_a_late_session_walks_over_the_heap_once_for_all_of_its_overlays(
+    upstream: Upstream, session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walks = list[int]()
+    walk = gc.get_referrers
+    monkeypatch.setattr(gc, "get_referrers", lambda *wanted: walks.append(len(wanted)) or walk(*wanted))
+    overlays = []
+    for number in range(6):
+        name = f"layers{number}"
+        upstream.write(BROKEN_TEXT, module=name)
+        upstream.load(name)
+        target = Target(distribution=upstream.name, module=f"{upstream.name}.{name}", symbol="double")
+        probe = functools.partial(_broken, target.module)
+        overlays.append(upstream.overlay(id=f"double-fix-{number + 1}", target=target, probe=probe))
+
+    current = session(*overlays)
+    current.arm()
+    assert {each.decision for each in current.audit().records} == {Decision.ACTIVE}
+    late = len(walks)
+    current.undo()
+    current.arm()
+
+    assert {each.decision for each in current.audit().records} == {Decision.ACTIVE}
+    assert late <= 4
+    assert len(walks) - late <= 4
+
+
+def _broken(name: str, tree: SourceTree) -> Finding:
+    source = tree.module(name)
+    assert source is not None
+    return Finding(verdict=Verdict.BROKEN, shape="off-by-one", evidence=(Evidence("adds one", file=source.path),))

@@ -341,6 +341,20 @@ def test_an_override_may_call_up_through_a_class_between_that_does(on_class: tup
     del Last
 
 
+def test_the_class_of_a_seam_that_was_replaced_is_no_older_one(
+    on_class: tuple[Session, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current, module = on_class
+    user = ModuleType("its_user")
+    vars(user)["Layer"] = module.Layer
+    monkeypatch.setitem(sys.modules, user.__name__, user)
+    monkeypatch.setattr(module.Layer, "forward", lambda _self, x: x)
+
+    reason = only(current).reason
+    assert "was replaced after us by" in reason
+    assert "its_user" not in reason
+
+
 def test_a_subclass_in_the_place_of_the_class_is_looked_at(on_class: tuple[Session, ModuleType]) -> None:
     current, module = on_class
     module.Layer = type("Layer", (module.Layer,), {})

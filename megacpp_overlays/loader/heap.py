@@ -1,0 +1,100 @@
+"""HeapSnapshot: one walk over the heap that all overlays share which are armed together.
+
+`gc.get_referrers` looks at every object of the process, whatever the number of functions it is asked about. A snapshot
+asks it once for all functions that a session may replace, and once more for the classes that hold them. It is only good
+until a module is imported, and is taken anew then. It keeps referrers alive, so it must not outlive the call that made it.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterable
+from types import FrameType, ModuleType
+from typing import Any
+
+_OURS = f"{__name__.partition('.')[0]}."
+
+
+class HeapSnapshot:
+    """The referrers of some functions, and the classes whose namespaces are among them.
+
+    Args:
+        wanted: returns the functions to ask about, when the snapshot is taken.
+    """
+
+    def __init__(self, wanted: Callable[[], Iterable[object]]) -> None:
+        self._wanted = wanted
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop everything; the next question takes the snapshot anew."""
+        self._loaded: frozenset[str] | None = None
+        self._modules: dict[int, ModuleType] = {}
+        self._referrers: dict[int, list[Any]] = {}
+        self._classes: dict[int, list[type]] = {}
+
+    def referrers(self, *objects: object) -> list[Any]:
+        """Return what refers to any of the objects: what did in the snapshot, and still does."""
+        self._renew(objects)
+        wanted = set(map(id, objects))
+        found = {id(each): each for each in objects for each in self._referrers[id(each)]}
+        return [each for each in found.values() if not wanted.isdisjoint(map(id, gc.get_referents(each)))]
+
+    def owners(self, *objects: object) -> list[ModuleType | type]:
+        """Return the modules and classes in whose namespaces any of the objects is."""
+        owners: dict[int, ModuleType | type] = {}
+        for each in self.referrers(*objects):
+            if (module := self._modules.get(id(each))) is not None:
+                owners[id(module)] = module
+            owners |= {id(cls): cls for cls in self._classes.get(id(each), ())}
+        return list(owners.values())
+
+    def _renew(self, objects: tuple[object, ...]) -> None:
+        if all(id(each) in self._referrers for each in objects) and self._is_as_loaded():
+            return
+        self.forget()
+        wanted = {id(each): each for each in (*self._wanted(), *objects)}
+        self._referrers = _referrers(wanted, but=objects)
+        self._modules = {id(vars_of(each)): each for each in loaded_modules()}
+        namespaces = {
+            id(each): each
+            for referrers in self._referrers.values()
+            for each in referrers
+            if type(each) is dict and id(each) not in self._modules
+        }
+        self._classes = {
+            number: [each for each in found if issubclass(type(each), type)]
+            for number, found in _referrers(namespaces, but=()).items()
+        }
+        self._loaded = frozenset(sys.modules)
+
+    def _is_as_loaded(self) -> bool:
+        """Return whether no module came since but those of this package, which take no function of a target."""
+        new = sys.modules.keys() - self._loaded if self._loaded is not None else None
+        return new is not None and all(name.startswith(_OURS) for name in new)
+
+
+def _referrers(wanted: dict[int, Any], *, but: tuple[object, ...]) -> dict[int, list[Any]]:
+    """Return by the id of each object what refers to it, but for running code and what the question is made of."""
+    found: dict[int, list[Any]] = {number: [] for number in wanted}
+    if not wanted:
+        return found
+    for referrer in gc.get_referrers(*wanted.values()):
+        if referrer is not wanted and referrer is not but and not isinstance(referrer, FrameType):
+            for number in {id(each) for each in gc.get_referents(referrer)} & wanted.keys():
+                found[number].append(referrer)
+    return found
+
+
+def loaded_modules() -> list[ModuleType]:
+    """Return every module once."""
+    # type() and not isinstance: a lazy module may answer __class__ by importing something.
+    found = {id(each): each for each in list(sys.modules.values()) if issubclass(type(each), ModuleType)}
+    return list(found.values())
+
+
+def vars_of(module: ModuleType) -> dict[str, Any]:
+    """Return the namespace of a module; unlike `vars`, this does not wake a lazy module."""
+    namespace: dict[str, Any] = object.__getattribute__(module, "__dict__")
+    return namespace
