@@ -36,6 +36,9 @@ class HeapSnapshot:
 
     def referrers(self, *objects: object) -> list[Any]:
         """Return what refers to any of the objects: what did in the snapshot, and still does."""
+        return self._current(objects)
+
+    def _current(self, objects: tuple[object, ...]) -> list[Any]:
         self._renew(objects)
         wanted = set(map(id, objects))
         found = {id(each): each for each in objects for each in self._referrers[id(each)]}
@@ -44,7 +47,7 @@ class HeapSnapshot:
     def owners(self, *objects: object) -> list[ModuleType | type]:
         """Return the modules and classes in whose namespaces any of the objects is."""
         owners: dict[int, ModuleType | type] = {}
-        for each in self.referrers(*objects):
+        for each in self._current(objects):  # packed once more, the objects would have another referrer
             if (module := self._modules.get(id(each))) is not None:
                 owners[id(module)] = module
             owners |= {id(cls): cls for cls in self._classes.get(id(each), ())}
