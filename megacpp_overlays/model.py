@@ -306,6 +306,9 @@ class Overlay(Erratum):
     needs: tuple[str, ...] = ()
     """Ids of overlays without whose repair this one does harm. It goes in only where each of them is active, or upstream
     is right or has no such thing, and comes out when that ends. Most need nothing."""
+    needs_parts: tuple[str, ...] = ()
+    """Target modules of other parts of the same overlay without which this part has no effect, or does harm. The rule is
+    that of `needs`. No circle: what several parts need is in a part that needs none of them."""
 
     @property
     def off_by_default(self) -> bool:
@@ -322,6 +325,12 @@ class Overlay(Erratum):
         """Every function that the declaration brings."""
         makes = [each.make for replacements in self.replacements.values() for each in replacements]
         return (self.probe, self.self_test, *([self.witness] if self.witness else []), *makes)
+
+    def depends_on(self, other: Erratum) -> bool:
+        """Return whether this one may be in only while another overlay, or another part of its own, is."""
+        if other.id == self.id:
+            return other.target.module in self.needs_parts
+        return other.id in self.needs
 
     def answers(self, shape: str | None) -> bool:
         """Return whether there are seams for a broken shape."""

@@ -123,6 +123,18 @@ def is_initializing(module: object) -> bool:
     return bool(_of(_of(module, "__spec__"), "_initializing"))
 
 
+def unfinished_imports(module: ModuleType) -> list[str]:
+    """Return the modules that a module refers to and that are still being executed, without the packages around it.
+
+    A function of the module that calls into one of them may fail until that import is over.
+    """
+    values = list(object.__getattribute__(module, "__dict__").values())
+    names = {
+        str(_of(each, "__name__")) for each in values if issubclass(type(each), ModuleType) and is_initializing(each)
+    }
+    return sorted(name for name in names if not f"{module.__name__}.".startswith(f"{name}."))
+
+
 def is_asleep(module: object) -> bool:
     """Return whether a module is loaded lazily and has not been executed: the first look at an attribute does that."""
     return type(module).__name__ == "_LazyModule" and type(module).__module__ == "importlib.util"

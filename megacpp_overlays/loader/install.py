@@ -18,6 +18,7 @@ from megacpp_overlays.errors import OverlayError, SeamError
 from megacpp_overlays.loader import aliases, known, ownership, reached, seams
 from megacpp_overlays.loader.aliases import MarkedName
 from megacpp_overlays.loader.heap import HeapSnapshot
+from megacpp_overlays.loader.import_hooks import unfinished_imports
 from megacpp_overlays.loader.seams import Note, Seam
 from megacpp_overlays.loader.traces import Traces
 from megacpp_overlays.model import Overlay, Replacement
@@ -124,7 +125,8 @@ def install(
 
 
 def _ask_witness(overlay: Overlay, module: ModuleType) -> None:
-    if overlay.witness is None:
+    """Refuse where the loaded code does not behave as the finding says; code that cannot run yet is not asked."""
+    if overlay.witness is None or unfinished_imports(module):
         return
     with calls.not_counted():
         seen = overlay.witness(module)

@@ -14,7 +14,7 @@ from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader.decide import decide
 from megacpp_overlays.loader.probing import known_or_examined
 from megacpp_overlays.loader.settings import Settings
-from megacpp_overlays.model import Decision, Overlay, Record, Verdict
+from megacpp_overlays.model import Decision, Erratum, Overlay, Record, Verdict
 from megacpp_overlays.source.trees import SourceTree
 
 _HOLDS = {Decision.ACTIVE, Decision.RETIRED, Decision.ABSENT}
@@ -23,12 +23,7 @@ _NOTHING_TO_REPAIR = {Verdict.FIXED, Verdict.ABSENT}
 
 def parts(overlay: Overlay, overlays: Iterable[Overlay]) -> Iterator[Overlay]:
     """Yield every part of every overlay that one needs."""
-    return (each for each in overlays if each.id in overlay.needs)
-
-
-def dependents(overlay_id: str, overlays: Iterable[Overlay]) -> Iterator[Overlay]:
-    """Yield the overlays that need one."""
-    return (each for each in overlays if overlay_id in each.needs)
+    return (each for each in overlays if overlay.depends_on(each))
 
 
 def is_known(record: Record) -> bool:
@@ -44,13 +39,25 @@ def expected(record: Record, settings: Settings, tree: SourceTree) -> Record:
     return assumed
 
 
-def unmet(records: Iterable[Record]) -> str:
-    """Return which of the records of what is needed does not hold, in words; an empty text if all do."""
+def unmet(records: Iterable[Record], dependent: Overlay | None = None) -> str:
+    """Return which of the records of what is needed does not hold, in words; an empty text if all do.
+
+    Args:
+        records: of what is needed.
+        dependent: what needs it; another part of the same overlay is named by its module.
+    """
     for record in records:
         nothing = record.finding is not None and record.finding.verdict in _NOTHING_TO_REPAIR
         if record.decision not in _HOLDS and not (record.decision is Decision.DISABLED and nothing):
-            return f"it needs {record.overlay.id}, which is {record.decision.value} here: {record.reason}"
+            return (
+                f"it needs {_name(record.overlay, dependent)}, which is {record.decision.value} here: {record.reason}"
+            )
     return ""
+
+
+def _name(needed: Erratum, dependent: Overlay | None) -> str:
+    is_part = dependent is not None and dependent.id == needed.id
+    return f"its part on {needed.target.module}" if is_part else needed.id
 
 
 def misbehaves(record: Record, module: ModuleType) -> str:

@@ -127,6 +127,7 @@ def check(declared: Iterable[tuple[str, object]]) -> tuple[Erratum, ...]:
             symbols[place] = origin
         overlays.append(overlay)
     _check_needs(first)
+    _check_needed_parts(overlays)
     return tuple(sorted(overlays, key=lambda overlay: (overlay.pack, overlay.id)))
 
 
@@ -149,6 +150,21 @@ def _check_needs(declared: Mapping[str, tuple[str, Erratum]]) -> None:
             if name == overlay_id:
                 raise RegistryError(f"{origin}: {overlay_id} needs itself")
             waiting += needs[name][1]
+
+
+def _check_needed_parts(declared: Iterable[Erratum]) -> None:
+    """Check that what a part needs is another part of its overlay, and does not need it in turn."""
+    parts = {(each.id, each.target.module): each.needs_parts for each in declared if isinstance(each, Overlay)}
+    for (overlay_id, module), wanted in parts.items():
+        waiting, seen = list(wanted), set[str]()
+        while waiting:
+            needed = waiting.pop()
+            if (overlay_id, needed) not in parts:
+                raise RegistryError(f"{overlay_id} on {module} needs its part on {needed}, which it does not have")
+            if needed == module:
+                raise RegistryError(f"{overlay_id} on {module} needs itself")
+            waiting += [] if needed in seen else parts[overlay_id, needed]
+            seen.add(needed)
 
 
 def _replaced(declared: Erratum) -> set[str]:
@@ -184,6 +200,8 @@ def _check_overlay(origin: str, overlay: Overlay) -> None:
         raise RegistryError(f"{origin}: opt_in {overlay.opt_in!r} is neither True nor False")
     if type(overlay.needs) is not tuple:
         raise RegistryError(f"{origin}: needs {overlay.needs!r} is no tuple of ids")
+    if type(overlay.needs_parts) is not tuple:
+        raise RegistryError(f"{origin}: needs_parts {overlay.needs_parts!r} is no tuple of modules")
     if not overlay.replacements or not all(overlay.replacements.values()):
         raise RegistryError(f"{origin}: a shape without seams belongs in `unsupported`")
     if both := overlay.replacements.keys() & overlay.unsupported.keys():

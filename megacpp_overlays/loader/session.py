@@ -313,12 +313,12 @@ class Session:
 
     def _unmet(self, overlay: Overlay, tree: SourceTree) -> str:
         """Return why an overlay must not be in, for the sake of what it needs; an empty text if it may."""
-        if not overlay.needs:
+        if not (overlay.needs or overlay.needs_parts):
             return ""
         from megacpp_overlays.loader import needs
 
         standing = [self._standing(part, tree) for part in needs.parts(overlay, self._declared.overlays)]
-        if why := needs.unmet(standing):
+        if why := needs.unmet(standing, overlay):
             return why
         for record in standing:
             module = sys.modules.get(record.overlay.target.module)
@@ -331,7 +331,7 @@ class Session:
         """Take out what needs one of these overlays and has lost it; return what became of it."""
         withdrawn: list[Record] = []
         for overlay in dict.fromkeys(
-            each for each in self._declared.overlays for one in changed if one.id in each.needs
+            each for each in self._declared.overlays for one in changed if each.depends_on(one)
         ):
             # A thread that is settling it asks the same once more when it is done, so there is no need to wait for it.
             if (why := self._lost(overlay)) and not self._turns.at(overlay.target.module).is_taken():
@@ -381,15 +381,12 @@ class Session:
     def _lost(self, overlay: Overlay) -> str:
         """Return what an active overlay needs and has lost, in words; no probe is asked."""
         record = self._records.get(overlay)
-        if not overlay.needs or record is None or record.decision is not Decision.ACTIVE:
+        if not (overlay.needs or overlay.needs_parts) or record is None or record.decision is not Decision.ACTIVE:
             return ""
         from megacpp_overlays.loader import needs
 
-        return needs.unmet(
-            told
-            for part in needs.parts(overlay, self._declared.overlays)
-            if (told := self._as_last_told(part)) is not None
-        )
+        known = (self._as_last_told(part) for part in needs.parts(overlay, self._declared.overlays))
+        return needs.unmet((record for record in known if record is not None), overlay)
 
     def _withdraw(self, overlay: Overlay, why: str) -> Record:
         """Take out an overlay that would do harm now; it is settled anew when `arm` is called."""
@@ -431,7 +428,7 @@ class Session:
                 return
             known = ", ".join(dict.fromkeys(overlay.id for overlay in self.overlays))
             raise RegistryError(f"there is no overlay {overlay_id}; known: {known}")
-        needing = [each for each in self._declared.overlays for one in chosen if one.id in each.needs]
+        needing = [each for each in self._declared.overlays for one in chosen if each.depends_on(one)]
         if any(self._is_somewhere(overlay) for overlay in (*chosen, *needing)):
             from megacpp_overlays.runtime import dynamo
 

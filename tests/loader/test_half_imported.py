@@ -21,7 +21,7 @@ from places import HANG_S
 
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import Mode
-from megacpp_overlays.model import Decision, Record
+from megacpp_overlays.model import Decision, Evidence, Finding, Observation, Record, Verdict
 
 SessionMaker = Callable[..., Session]
 Pause = Callable[[str], None]
@@ -204,3 +204,36 @@ def test_armed_by_one_thread_while_another_one_is_half_way(
         return
     assert only(current).decision is Decision.ACTIVE
     assert module.double(1) == 2
+
+
+CIRCLE = "from . import state\n\n\n" + BROKEN_TEXT.replace("CALLS = []", "").replace(
+    "return x + x + 1", "return x + state.twice(x) - x + 1"
+)
+"""A target whose function calls into a module that is still being executed when the target is complete."""
+STATE = "from . import layers\n\n\ndef twice(x):\n    return x + x\n"
+
+
+def test_a_witness_does_not_call_into_what_is_half_imported(upstream: Upstream, session: SessionMaker) -> None:
+    upstream.write(CIRCLE)
+    upstream.write(STATE, module="state")
+    asked = list[str]()
+
+    def witness(module: ModuleType) -> Observation:
+        asked.append(module.__name__)
+        return Observation(broken=module.double(1) != 2, seen=f"double(1) = {module.double(1)}")
+
+    overlay = upstream.overlay(
+        probe=lambda _: Finding(verdict=Verdict.BROKEN, shape="off-by-one", evidence=(Evidence("adds one"),)),
+        witness=witness,
+        self_test=lambda _: Observation(broken=False, seen="calls nothing"),
+    )
+    current = session(overlay)
+    current.arm()
+    upstream.load("state")  # which imports the target on its first line
+
+    assert only(current).decision is Decision.ACTIVE
+    assert asked == []
+    assert upstream.load().double(1) == 2
+    current.undo()
+    current.arm()
+    assert asked == [upstream.module_name]  # now that it can run

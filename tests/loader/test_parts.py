@@ -263,3 +263,75 @@ def test_a_plugin_may_declare_parts(upstream: Upstream, monkeypatch: pytest.Monk
     monkeypatch.setattr(registry, "_load_plugin", lambda name: parts(upstream))
 
     assert [overlay.id for overlay in registry.load(["ours"])].count("double-fix") == 2
+
+
+# --- parts that need another one ---
+
+
+def needing(upstream: Upstream, **changes: Any) -> tuple[Overlay, Overlay]:
+    """Return two parts, of which `moved` needs `layers`."""
+    first, second = parts(upstream)
+    return replace(first, **changes), replace(second, needs_parts=(first.target.module,))
+
+
+def decided(session: Session) -> list[str]:
+    return [record.decision.value for record in session.audit().records]
+
+
+ORDERS = pytest.mark.parametrize("order", [("layers", "moved"), ("moved", "layers")], ids=" then ".join)
+"""Which target is imported first."""
+
+
+@ORDERS
+def test_a_part_and_the_one_that_it_needs_are_in_together(
+    upstream: Upstream, session: SessionMaker, order: tuple[str, str]
+) -> None:
+    upstream.write(BROKEN_TEXT, module="moved")
+    current = session(*needing(upstream))
+    current.arm()
+    modules = [upstream.load(name) for name in order]
+
+    assert decided(current) == ["active", "active"]
+    assert [module.double(1) for module in modules] == [2, 2]
+
+
+@ORDERS
+def test_without_the_part_that_it_needs_a_part_is_not_in(
+    upstream: Upstream, session: SessionMaker, order: tuple[str, str]
+) -> None:
+    upstream.write(BROKEN_TEXT, module="moved")
+    never = {"self_test": lambda _: Observation(broken=True, seen="it never works")}
+    current = session(*needing(upstream, **never))
+    current.arm()
+    modules = [upstream.load(name) for name in order]
+
+    _, moved = current.audit().records
+    assert decided(current) == ["conflict", "conflict"]
+    assert moved.reason.startswith(f"it needs its part on {upstream.module_name}, which is conflict here: ")
+    assert [module.double(1) for module in modules] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        (("no.such.module",), "needs its part on no.such.module, which it does not have"),
+        ("moved", "is no tuple of modules"),
+    ],
+    ids=["another", "text"],
+)
+def test_a_part_can_only_need_a_part(upstream: Upstream, wanted: Any, said: str) -> None:
+    first, second = parts(upstream)
+
+    with pytest.raises(RegistryError, match=said):
+        registry.check([("made_up", first), ("made_up", replace(second, needs_parts=wanted))])
+
+
+def test_parts_cannot_need_one_another(upstream: Upstream) -> None:
+    first, second = parts(upstream)
+    one, other = (
+        replace(first, needs_parts=(second.target.module,)),
+        replace(second, needs_parts=(first.target.module,)),
+    )
+
+    with pytest.raises(RegistryError, match="needs itself"):
+        registry.check([("made_up", one), ("made_up", other)])
