@@ -1,8 +1,8 @@
-"""The one way to write a file, and the one way to read a file that others may have written.
+"""Atomic writes, and reads of files that others may have written.
 
 What is written is whole: a reader sees the old file or the new one, never half of one, also after a crash, an interrupt or
-on a full disk. What is read is a regular file of a size that was thought of: neither a FIFO nor a device can stop the
-reader, and no file can exhaust its memory.
+on a full disk. Only a regular file is replaced; a device or a FIFO is written in place. What is read is a regular file of a
+size that was thought of: neither a FIFO nor a device can stop the reader, and no file can exhaust its memory.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ import stat
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 LARGEST = 64 << 20
 """Bytes. No file of source, of metadata or of answers comes near it."""
 _TO_DRAFT = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _TO_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_IN_PLACE = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_MOST_LINKS = 40
+"""Links on the way to a file; the kernel follows no more either."""
+_ROOT = 0
 
 
 def write_text(path: Path, text: str) -> None:
@@ -30,23 +34,147 @@ def write_text(path: Path, text: str) -> None:
 def write(contents: Mapping[Path, bytes], *, private: bool = False) -> None:
     """Write files, each in one step, and none of them before all are on the disk.
 
+    A regular file keeps its mode. A character device, a FIFO and an open descriptor, such as `/dev/stdout`, are written
+    in place: their content follows what they were sent before. A link stays a link, and its target is written.
+
     Args:
-        contents: by path; what is there keeps its mode, and a link stays one, its target is written.
+        contents: by path.
         private: a new file is for this user alone, and a link is replaced.
 
     Raises:
-        OSError: one cannot be written; its attribute `filename` says which. That one and those after it are as they were.
+        OSError: one cannot be written, is a folder, a socket or a block device, or is reached through a link that
+            `demand_trusted_links` refuses; its attribute `filename` says which. That one and those after it are as they were.
     """
     with ExitStack() as stack:
-        drafts = [
-            _draft(path if private else path.resolve(), content, 0o600 if private else 0o666, stack)
-            for path, content in contents.items()
-        ]
-        for draft, target in drafts:
-            draft.replace(target)
+        prepared = [_prepare(path, content, stack, private=private) for path, content in contents.items()]
+        for each in prepared:
+            each.finish()
 
 
-def _draft(target: Path, content: bytes, mode: int, stack: ExitStack) -> tuple[Path, Path]:
+class _Prepared(Protocol):
+    """Content that only its last step is missing for."""
+
+    def finish(self) -> None:
+        """Take the last step."""
+
+
+class _Draft:
+    """Content of a regular file, on the disk under another name."""
+
+    def __init__(self, path: Path, target: Path) -> None:
+        self.path, self.target = path, target
+
+    def finish(self) -> None:
+        self.path.replace(self.target)
+
+
+class _Stream:
+    """Content for an open descriptor that cannot be replaced."""
+
+    def __init__(self, descriptor: int, path: Path, content: bytes) -> None:
+        self.descriptor, self.path, self.content = descriptor, path, content
+
+    def finish(self) -> None:
+        try:
+            with open(self.descriptor, "wb", closefd=False) as file:
+                file.write(self.content)
+        except OSError as error:
+            error.filename = os.fspath(self.path)
+            raise
+
+
+def _prepare(path: Path, content: bytes, stack: ExitStack, *, private: bool) -> _Prepared:
+    if private:
+        _demand_replaceable(path)
+        return _draft(path, content, 0o600, stack)
+    place = _resolved(path)
+    if isinstance(place, Path) and not _is_written_in_place(place):
+        _demand_replaceable(place)
+        return _draft(place, content, 0o666, stack)
+    descriptor = _opened_in_place(place) if isinstance(place, Path) else os.dup(place)
+    stack.callback(os.close, descriptor)
+    return _Stream(descriptor, path, content)
+
+
+def _mode_of(path: Path) -> int:
+    """Return the type and mode of what has this name, a link not followed; 0 if nothing has it."""
+    try:
+        return path.lstat().st_mode
+    except FileNotFoundError:
+        return 0
+
+
+def _is_written_in_place(path: Path) -> bool:
+    mode = _mode_of(path)
+    return stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)
+
+
+def _opened_in_place(path: Path) -> int:
+    """Open a character device or a FIFO for writing, without waiting for a reader that is not there."""
+    try:
+        descriptor = os.open(path, _IN_PLACE)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise OSError(errno.ENXIO, "no process reads from it", os.fspath(path)) from error
+        raise
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def _demand_replaceable(path: Path) -> None:
+    """Raise where a name belongs to something that a regular file must not take the place of."""
+    mode = _mode_of(path)
+    if mode and not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+        raise _not_regular(mode, path)
+
+
+def demand_trusted_links(path: Path) -> None:
+    """Raise where a path leads through a link that another user may have made for this one to follow.
+
+    A link in a folder that every user may write to, such as `/tmp`, is followed only if this user or root owns it.
+
+    Raises:
+        OSError: there is such a link, or too many links.
+    """
+    _resolved(path)
+
+
+def _resolved(path: Path) -> Path | int:
+    """Return a path without links, or the number of the descriptor of this process that it stands for."""
+    left = list(reversed(path.absolute().parts[1:]))
+    found = Path("/")
+    links = 0
+    while left:
+        name = left.pop()
+        if name == "..":
+            found = found.parent
+            continue
+        place = found / name
+        if not stat.S_ISLNK(_mode_of(place)):
+            found = place
+            continue
+        if str(found) == f"/proc/{os.getpid()}/fd":
+            if left:
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(path))
+            return int(name)
+        links += 1
+        if links > _MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
+        _demand_trusted_link(place)
+        led_to = place.readlink()
+        left += reversed(led_to.parts[led_to.is_absolute() :])
+        found = Path("/") if led_to.is_absolute() else found
+    return found
+
+
+def _demand_trusted_link(link: Path) -> None:
+    owner = link.lstat().st_uid
+    if owner not in {os.geteuid(), _ROOT} and link.parent.stat().st_mode & stat.S_IWOTH:
+        reason = f"it is a link of user {owner} in a folder that everybody may write into; name what it leads to"
+        raise PermissionError(errno.EPERM, reason, os.fspath(link))
+
+
+def _draft(target: Path, content: bytes, mode: int, stack: ExitStack) -> _Draft:
     draft = target.with_name(f".{target.name[:200]}.{os.urandom(8).hex()}")
     stack.callback(draft.unlink, missing_ok=True)
     try:
@@ -60,7 +188,7 @@ def _draft(target: Path, content: bytes, mode: int, stack: ExitStack) -> tuple[P
     except OSError as error:
         error.filename = os.fspath(target)
         raise
-    return draft, target
+    return _Draft(draft, target)
 
 
 def read(path: Path, limit: int = LARGEST) -> bytes:
@@ -118,9 +246,13 @@ def _regular(descriptor: int, path: Path) -> BinaryIO:
     if stat.S_ISREG(mode):
         return open(descriptor, "rb")
     os.close(descriptor)
+    raise _not_regular(mode, path)
+
+
+def _not_regular(mode: int, path: Path) -> OSError:
     if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
+        return IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    return OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
 
 
 def make_private_folder(folder: Path) -> None:

@@ -222,6 +222,9 @@ def _one_line(text: str) -> str:
 
 def _opened(path: Path) -> TextIO:
     """Open a log for appending; a FIFO that nobody reads is an error and no reason to wait."""
+    from megacpp_overlays import files  # noqa: PLC0415 - the default form opens no file
+
+    files.demand_trusted_links(path)
     return open(path, "a", encoding="utf-8", errors="backslashreplace", opener=_at_once)
 
 

@@ -159,7 +159,7 @@ class FirstStep:
             return
         with contextlib.suppress(Exception):
             audit = self._session.audit_as_it_stands()
-            tells = _calls(json.loads(path.read_text())) > 0
+            tells = _calls(json.loads(files.read_text(path))) > 0
             if self._is_first() and _calls(audit.as_dict()) and not tells:
                 leave(path, audit, self._agreement)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +15,10 @@ import pytest
 
 from megacpp_overlays import cli
 from megacpp_overlays.cli.codes import ExitCode
-from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.errors import SettingsError, UpkeepError
 from megacpp_overlays.files import read, write, write_text
+from megacpp_overlays.loader.log import Log
+from megacpp_overlays.loader.settings import LogForm, Settings
 from megacpp_overlays.upkeep.matrix import matrix_build, matrix_page
 
 
@@ -39,6 +44,149 @@ def test_a_text_is_written_and_nothing_else_is_left(tmp_path: Path) -> None:
 
     assert path.read_text(encoding="utf-8") == "zweite Überschrift\n"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_fifo_is_written_in_place(tmp_path: Path) -> None:
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+    write_text(path, "for the reader\n")
+    write_text(tmp_path / "fifo", "and more\n")
+
+    assert os.read(reader, 100) == b"for the reader\nand more\n"
+    assert path.is_fifo()
+    assert list(tmp_path.iterdir()) == [path]
+    os.close(reader)
+
+
+def test_a_fifo_without_a_reader_is_an_error_and_stays(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+
+    with pytest.raises(OSError, match="no process reads from it"):
+        write_text(tmp_path / "fifo", "text")
+
+    assert (tmp_path / "fifo").is_fifo()
+
+
+def test_a_character_device_is_written_in_place_also_through_a_link(tmp_path: Path) -> None:
+    master, terminal = os.openpty()
+    (tmp_path / "link").symlink_to(os.ttyname(terminal))
+
+    write_text(tmp_path / "link", "shown")
+
+    assert os.read(master, 100) == b"shown"
+    assert Path(os.ttyname(terminal)).is_char_device()
+    os.close(terminal)
+    os.close(master)
+
+
+def test_a_folder_and_a_socket_are_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)  # the name of a socket is a short one
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("socket")
+
+    for private in (False, True):
+        for name, says in (("folder", "Is a directory"), ("socket", "no regular file")):
+            with pytest.raises(OSError, match=says) as refused:
+                write({tmp_path / name: b"text"}, private=private)
+            assert refused.value.filename == str(tmp_path / name)
+    assert (tmp_path / "socket").is_socket()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["folder", "socket"]
+
+
+def test_of_several_none_is_written_where_one_cannot_be_replaced(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("old")
+
+    with pytest.raises(IsADirectoryError):
+        write({tmp_path / "file": b"new", tmp_path / "folder": b"new"})
+
+    assert (tmp_path / "file").read_text() == "old"
+
+
+def test_an_open_descriptor_is_written_on_from_where_it_is(tmp_path: Path) -> None:
+    """`--audit /dev/stdout` with output sent to a file: the file is the log of a run, and must not be lost."""
+    code = "\n".join(
+        [
+            "from pathlib import Path",
+            "from megacpp_overlays.files import write_text",
+            "print('before', flush=True)",
+            "write_text(Path('/dev/stdout'), 'between\\n')",
+            "print('after', flush=True)",
+        ]
+    )
+    log = tmp_path / "log"
+    with log.open("w") as stdout:
+        subprocess.run([sys.executable, "-c", code], stdout=stdout, check=True)
+    piped = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+
+    assert log.read_text() == "before\nbetween\nafter\n"
+    assert piped.stdout == b"before\nbetween\nafter\n"
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder like `/tmp`, in which another user made links to a file and to a folder of this user."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "audit.json").write_text("precious")
+    (folder / "file").symlink_to(tmp_path / "private" / "audit.json")
+    (folder / "folder").symlink_to(tmp_path / "private")
+    if os.geteuid() == 0:
+        for link in folder.iterdir():
+            os.lchown(link, 65534, 65534)
+    else:
+        owner = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    yield folder
+    assert (tmp_path / "private" / "audit.json").read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["file", "folder/audit.json", "folder/../private/audit.json", "folder/new.json"])
+def test_a_link_of_another_user_is_not_followed_where_everybody_can_make_one(shared: Path, name: str) -> None:
+    with pytest.raises(
+        PermissionError, match=r"a link of user \d+ in a folder that everybody may write into"
+    ) as refused:
+        write_text(shared / name, "new")
+    with pytest.raises(SettingsError, match="cannot be written: it is a link of user"):
+        Log(Settings(log=LogForm.FILE, log_path=str(shared / name)))
+
+    assert refused.value.filename == str(shared / name.partition("/")[0])
+
+
+def test_a_link_of_another_user_is_followed_in_a_folder_that_is_not_everybodys(shared: Path, tmp_path: Path) -> None:
+    shared.chmod(0o755)
+
+    write_text(shared / "folder" / "other.json", "new")
+
+    assert (tmp_path / "private" / "other.json").read_text() == "new"
+
+
+def test_a_private_file_takes_the_place_of_a_link(shared: Path) -> None:
+    write({shared / "file": b"new"}, private=True)
+
+    assert not (shared / "file").is_symlink()
+    assert (shared / "file").read_bytes() == b"new"
+
+
+def test_own_links_are_followed_anywhere_and_a_circle_is_an_error(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("./c/../file")
+    (tmp_path / "c").symlink_to("a")
+
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        write_text(tmp_path / "a", "new")
+    (tmp_path / "c").unlink()
+    (tmp_path / "c").mkdir()
+    write_text(tmp_path / "a", "new")
+
+    assert (tmp_path / "file").read_text() == "new"
+    assert (tmp_path / "a").is_symlink()
 
 
 def test_a_crash_at_the_last_step_leaves_the_old_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

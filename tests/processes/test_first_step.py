@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -148,6 +149,22 @@ def test_rank_0_of_what_takes_no_step_leaves_at_its_end_what_it_called(
     assert done.returncode == 0, done.stderr
     (part,) = [each for each in left()["decisions"] if each["id"] == "double-fix"]
     assert sum(part["calls"].values()) == calls
+
+
+def test_an_audit_is_written_into_a_fifo_and_the_end_of_a_run_does_not_wait_for_it(
+    upstream: Upstream, env: dict[str, str], tmp_path: Path
+) -> None:
+    evaluates = "import importlib, os, torch; importlib.import_module(os.environ['NAME'] + '.layers').double(1.0)"
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+
+    done = launch(*RUN, "--audit", fifo, write(upstream, evaluates), env=env)
+
+    assert done.returncode == 0, done.stderr
+    assert fifo.is_fifo()
+    with open(reader) as told:
+        assert decision(json.load(told)) == "armed"
 
 
 def test_a_helper_of_a_run_that_trains_does_not_leave_its_own(

@@ -443,6 +443,24 @@ def test_a_file_that_the_index_does_not_have_is_an_error_that_names_it(
             files.get(wanted)
 
 
+def test_a_link_in_the_cache_is_not_written_through(
+    index: Index, answers: Callable[..., IndexAnswers], cache: Path, tmp_path: Path
+) -> None:
+    wanted = published(index, answers, b"content")
+    (tmp_path / "precious").write_text("precious")
+    cache.mkdir(exist_ok=True)
+    for name in (PURE, f".{os.getpid()}.{PURE}"):
+        (cache / name).symlink_to(tmp_path / "precious")
+
+    with answers() as asked:
+        asked.get(PACKAGE)
+        fetched = Archives(cache, (), asked.index).get(wanted)
+
+    assert fetched == cache / PURE
+    assert fetched.read_bytes() == b"content"
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
 def test_another_folder_is_read_and_never_written(
     index: Index, answers: Callable[..., IndexAnswers], cache: Path, tmp_path: Path
 ) -> None:

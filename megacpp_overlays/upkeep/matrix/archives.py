@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,12 +59,10 @@ class Archives:
         except OSError as error:
             raise UpkeepError(f"{self._folder}: releases cannot be kept here: {error.strerror}; see --cache") from error
         path = self._folder / file.name
-        draft = self._folder / f".{os.getpid()}.{file.name}"
-        try:
+        with tempfile.TemporaryDirectory(prefix=".", dir=self._folder) as name:  # nobody else can put a link into it
+            draft = Path(name, file.name)
             self._index.download(file, draft)
             draft.replace(path)  # complete or not at all, whoever else fetches it
-        finally:
-            draft.unlink(missing_ok=True)
         return path
 
 
