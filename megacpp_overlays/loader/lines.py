@@ -10,6 +10,8 @@ from megacpp_overlays.model import Decision, Erratum, Record, Verdict
 
 HEAD = "[megacpp_overlays] "
 """What a line on a terminal or in a file begins with; on another rank than the first its number is in it."""
+_MOST_NAMED = 3
+"""Overlays that a line names which counts those without a call."""
 LONGEST = 160
 """Characters of the line of an active overlay, its head included: it stands on one line of a wide terminal."""
 
@@ -114,19 +116,43 @@ def counted(records: Sequence[Record]) -> str:
 
 def calls(records: Sequence[Record]) -> dict[str, int]:
     """Return how often the seams of each active overlay were called; empty where none was, as before a run."""
+    found = _call_counts(records)
+    return found if any(found.values()) else {}
+
+
+def _call_counts(records: Sequence[Record]) -> dict[str, int]:
     found: Counter[str] = Counter()
     for record in records:
         if record.decision is Decision.ACTIVE and record.calls:
             found[record.overlay.id] += sum(count for _, count in record.calls)
-    return dict(found) if any(found.values()) else {}
+    return dict(found)
+
+
+def never_called(records: Sequence[Record]) -> list[str]:
+    """Return the ids of active overlays whose seams count their calls, and none of whose seams was called."""
+    return [name for name, count in _call_counts(records).items() if not count]
+
+
+def unused(records: Sequence[Record]) -> str:
+    """Return which active overlays were never called, in a few words; empty if every one was."""
+    names = never_called(records)
+    if not names:
+        return ""
+    if len(names) <= _MOST_NAMED:
+        named = ", ".join(names)
+    elif len(names) == sum(decision is Decision.ACTIVE for decision in by_overlay(records).values()):
+        named = f"all {len(names)}"
+    else:
+        first = names[: _MOST_NAMED - 1]
+        named = f"{', '.join(first)} and {len(names) - len(first)} more"
+    return f"active and never called: {named}"
 
 
 def summary(version: str, mode: str, records: Sequence[Record], fingerprint: str, *, at_exit: bool = False) -> str:
-    """Return the one line that counts, and names what needs a person; at the end of a run also what it never used."""
+    """Return the one line that counts, and names what needs a person; at the end of a process also what it never used."""
     decided = by_overlay(records)
     looked_at = [name for name, decision in decided.items() if decision in ATTENTION]
     head = version if mode == "auto" else f"{version}, mode {mode}"
     needed = f"; look at {', '.join(looked_at)}: megacpp-overlays audit" if looked_at else ""
-    unused = [name for name, count in calls(records).items() if not count] if at_exit else []
-    never = f"; active and never called: {', '.join(unused)}" if unused else ""
+    never = f"; {text}" if at_exit and (text := unused(records)) else ""
     return f"{head}: {counted(records)} (fingerprint {fingerprint}){needed}{never}"

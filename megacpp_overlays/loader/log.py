@@ -116,30 +116,37 @@ class Log:
             self._write(text, {}, level)
 
     def has_to_count(self, *, at_exit: bool) -> bool:
-        """Return whether `count` would write anything; an audit for it alone is not worth taking otherwise."""
+        """Return whether `count` may write anything; an audit for it alone is not worth taking otherwise."""
         is_child = self._settings.parent_is_armed or bool(self._settings.said)
         has_nothing_new = is_child and not self._has_told and (at_exit or bool(self._settings.said))
         is_kept_back = self._is_kept_back(logging.INFO) or self._settings.mode is Mode.OFF
-        return not (self._has_counted or has_nothing_new or is_kept_back)
+        return not ((self._has_counted and not at_exit) or has_nothing_new or is_kept_back)
 
     def count(self, audit: Audit, *, at_exit: bool = False) -> None:
-        """Say once how many overlays there are of each decision. A child that said nothing else has no count of its own.
+        """Say once how many overlays there are of each decision, and at the end of a process which were never called.
+
+        A child that said nothing else has no count of its own.
 
         Args:
             audit: what is so now.
-            at_exit: whether nobody asked for an audit as long as the process ran.
+            at_exit: whether the process ends.
         """
         if not self.has_to_count(at_exit=at_exit):
             return
-        self._has_counted = True
         from megacpp_overlays.loader import lines  # noqa: PLC0415 - at import there is nothing to count
 
+        unused: dict[str, object] = {"never_called": lines.never_called(audit.decisions)} if at_exit else {}
+        if self._has_counted:
+            if text := lines.unused(audit.decisions):
+                self._write(text, {"event": "never called", **unused}, logging.INFO)
+            return
+        self._has_counted = True
         fingerprint = audit.fingerprint
         text = lines.summary(audit.version, audit.mode, audit.decisions, fingerprint, at_exit=at_exit)
         counts: dict[str, list[str]] = {}
         for name, decision in lines.by_overlay(audit.decisions).items():
             counts.setdefault(decision.value, []).append(name)
-        self._write(text, {"event": "count", "fingerprint": fingerprint, **counts}, logging.INFO)
+        self._write(text, {"event": "count", "fingerprint": fingerprint, **counts, **unused}, logging.INFO)
 
     def _is_news(self, overlay_id: str, text: str) -> bool:
         """Return whether neither this process nor one above it has said this; note that it has now."""

@@ -531,7 +531,7 @@ class Session:
         return Audit(version=VERSION, mode=self.settings.mode.value, records=records)
 
     def count_at_exit(self) -> None:
-        """Say at the end of the process what became of the overlays, if a target was settled and no audit told it."""
+        """Say at the end of the process what became of the overlays, if a target was settled; what an audit told is not repeated."""
         was_settled = any(each.finding is not None and each.overlay.installs for each in self._records.values())
         if was_settled and self.log.has_to_count(at_exit=True):
             with contextlib.suppress(Exception):  # whatever is left of the interpreter, an end must not fail

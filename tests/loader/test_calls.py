@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import pickle
 import traceback
@@ -13,9 +14,11 @@ from typing import Any
 import pytest
 from made_up import Upstream
 
+from megacpp_overlays.loader import lines
 from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.loader.session import Session
-from megacpp_overlays.model import Decision, Observation, Replacement
+from megacpp_overlays.loader.settings import LogForm
+from megacpp_overlays.model import Decision, Observation, Overlay, Record, Replacement
 
 SessionMaker = Callable[..., Session]
 
@@ -166,19 +169,100 @@ def test_the_count_is_in_the_json_of_an_audit_and_in_no_fingerprint(upstream: Up
     assert after.fingerprint == before.fingerprint
 
 
-def test_the_end_of_a_run_names_what_was_active_and_never_called(
-    upstream: Upstream, session: SessionMaker, capfd: pytest.CaptureFixture[str]
-) -> None:
-    works = Observation(broken=False, seen="works")
+WORKS = Observation(broken=False, seen="works")
+
+
+def static_fix(upstream: Upstream, id: str, pack: int) -> Overlay:
+    """Return an overlay whose seam is its own and works; nothing calls it."""
     static = {"off-by-one": (Replacement(symbol="Layer.static", make=less_one),)}
-    unused = upstream.overlay(id="unused-fix", pack=98, replacements=static, witness=None, self_test=lambda _: works)
-    current = session(upstream.overlay(), unused)
+    return upstream.overlay(id=id, pack=pack, replacements=static, witness=None, self_test=lambda _: WORKS)
+
+
+@pytest.fixture
+def last_line(capfd: pytest.CaptureFixture[str]) -> Callable[[], str]:
+    return lambda: capfd.readouterr().err.splitlines()[-1]
+
+
+def test_the_end_of_a_run_names_what_was_active_and_never_called(
+    upstream: Upstream, session: SessionMaker, last_line: Callable[[], str]
+) -> None:
+    current = session(upstream.overlay(), static_fix(upstream, "unused-fix", 98))
     current.arm()
     upstream.load().double(1)
 
     current.count_at_exit()
 
-    assert capfd.readouterr().err.splitlines()[-1].endswith("; active and never called: unused-fix")
+    assert last_line().endswith("); active and never called: unused-fix")
+
+
+def test_the_end_of_a_run_that_called_nothing_names_that_too(
+    upstream: Upstream, session: SessionMaker, last_line: Callable[[], str]
+) -> None:
+    current = session(upstream.overlay())
+    current.arm()
+    upstream.load()
+
+    current.count_at_exit()
+
+    assert last_line().endswith("); active and never called: double-fix")
+
+
+def test_what_was_never_called_has_a_line_of_its_own_after_an_audit_and_no_line_where_all_was_called(
+    upstream: Upstream, session: SessionMaker, capfd: pytest.CaptureFixture[str]
+) -> None:
+    current = session(upstream.overlay())
+    current.arm()
+    module = upstream.load()
+    current.log.count(current.audit())
+    capfd.readouterr()
+
+    current.count_at_exit()
+    assert capfd.readouterr().err == "[megacpp_overlays] active and never called: double-fix\n"
+    module.double(1)
+    current.count_at_exit()
+    assert capfd.readouterr().err == ""
+
+
+def test_what_was_never_called_is_in_the_json_of_a_log(
+    upstream: Upstream, session: SessionMaker, capfd: pytest.CaptureFixture[str]
+) -> None:
+    current = session(upstream.overlay(), log=LogForm.JSON)
+    current.arm()
+    upstream.load()
+
+    current.count_at_exit()
+    count = json.loads(capfd.readouterr().err.splitlines()[-1])
+    current.count_at_exit()
+    again = json.loads(capfd.readouterr().err.splitlines()[-1])
+
+    assert (count["event"], count["active"], count["never_called"]) == ("count", ["double-fix"], ["double-fix"])
+    assert (again["event"], again["never_called"]) == ("never called", ["double-fix"])
+
+
+@pytest.mark.parametrize(
+    ("never", "others", "says"),
+    [
+        (0, 3, ""),
+        (3, 0, "fix-0, fix-1, fix-2"),
+        (3, 4, "fix-0, fix-1, fix-2"),
+        (40, 0, "all 40"),
+        (40, 1, "fix-0, fix-1 and 38 more"),
+    ],
+)
+def test_the_end_of_a_run_stays_one_short_line_whatever_was_never_called(
+    upstream: Upstream, never: int, others: int, says: str
+) -> None:
+    records = [
+        Record(
+            overlay=upstream.overlay(id=f"fix-{number}", pack=number),
+            decision=Decision.ACTIVE,
+            reason="",
+            calls=(("double", 0), ("Layer.size", 0 if number < never else 1)),
+        )
+        for number in range(never + others)
+    ]
+
+    assert lines.unused(records) == (f"active and never called: {says}" if says else "")
 
 
 def test_what_is_not_active_has_no_calls(upstream: Upstream, session: SessionMaker) -> None:

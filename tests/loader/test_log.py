@@ -209,7 +209,8 @@ WITHOUT_GATES = pytest.mark.skipif(
 
 @WITHOUT_GATES
 @pytest.mark.parametrize(
-    ("words", "order"), [(["audit"], ["active", "count", "trains"]), ([], ["active", "trains", "count"])]
+    ("words", "order"),
+    [(["audit"], ["active", "count", "trains", "never called"]), ([], ["active", "trains", "count"])],
 )
 def test_a_launcher_is_told_once_at_its_first_audit_or_at_its_end(
     upstream: Upstream, words: list[str], order: list[str]
@@ -217,10 +218,13 @@ def test_a_launcher_is_told_once_at_its_first_audit_or_at_its_end(
     done = launch(write(upstream, LAUNCHER), *words, env=environment(upstream))
 
     assert done.returncode == 0, done.stderr
+    never = "[megacpp_overlays] active and never called: double-fix"
     names = {"active: double-fix": "active", "1 active, 0 retired, 0 conflict": "count", "trains": "trains"}
+    names[never] = "never called"
     told = [name for line in done.stderr.splitlines() for word, name in names.items() if word in line]
     assert told == order
-    assert len(done.stderr.splitlines()) == 3
+    assert len(done.stderr.splitlines()) == len(order)
+    assert done.stderr.endswith("active and never called: double-fix\n")
 
 
 @WITHOUT_GATES
