@@ -38,7 +38,7 @@ QUESTIONS_PER_S = 20_000
 BATCH = 512
 """Keys in one question of the leader."""
 MOST_STATEMENTS = 64
-"""Kinds of statements that are told apart in detail. More of them means that something is wrong with the statement."""
+"""Kinds of statements that are listed separately. More of them means that something is wrong with the statement."""
 MOST_ASKED = 256
 """Missing ranks whose calls are counted."""
 
@@ -103,9 +103,10 @@ class RanksVerdict(NamedTuple):
     timeout: float
     """Seconds that whoever judged was ready to wait."""
     groups: tuple[tuple[int, ...], ...]
-    """Ranks that say the same, the largest group first; all whose statement is not told in detail come last."""
+    """Ranks that say the same, the largest group first; those whose statement could not be read come last. Only what is
+    beyond `MOST_STATEMENTS` kinds shares a group."""
     examples: tuple[Example, ...]
-    """One rank of each group that is told in detail."""
+    """One rank of each group whose statement was read."""
     differences: tuple[Difference, ...]
     missing: tuple[tuple[int, int | None], ...]
     """Ranks that are not there, each with how often it has called; None where that was not asked."""
@@ -186,9 +187,15 @@ class Exchange:
         # The statement comes before the digest: when all digests are there, so are all statements.
         first_with_it = self._store.add(self._key("holders", digest), 1) == 1
         if first_with_it and self._store.add(self._key("kinds"), 1) <= MOST_STATEMENTS:
-            told = {"rank": self._rank, "host": platform.node(), "statement": statement}
-            self._store.set(self._key("statement", digest), encode(told))
+            self._store.set(self._key("statement", digest), self._packed(statement))
         self._store.set(self._key("digest", self._rank), digest)
+
+    def _packed(self, statement: Mapping[str, Any]) -> str:
+        """Return the statement of this rank as a value of the store; one that no rank would read is only named."""
+        head = {"rank": self._rank, "host": platform.node()}
+        told = {**head, "statement": statement}
+        size = max(len(_as_json(told)), len(packed := encode(told)))
+        return packed if size <= MOST_BYTES else encode({**head, "unreadable": f"{size} bytes, more than {MOST_BYTES}"})
 
     def _next_number(self, digest: str) -> int:
         """Return which comparison this call takes part in.
@@ -294,19 +301,15 @@ class Exchange:
             # All that anybody needs to know; the list of all ranks would be the largest message of the exchange.
             return self._frame()
         kinds = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
-        unreadable: list[str] = []
-        told = {digest: self._told(digest, unreadable) for digest, _ in kinds}
-        known = [(ranks, each) for digest, ranks in kinds if (each := told[digest]) is not None]
-        rest = sorted(rank for digest, ranks in kinds if told[digest] is None for rank in ranks)
+        read = {digest: self._statement_of(digest) for digest, _ in kinds}
+        known = [(ranks, each) for digest, ranks in kinds if not isinstance(each := read[digest], str)]
+        unread = [(ranks, each) for digest, ranks in kinds if isinstance(each := read[digest], str)]
+        unread = _within(MOST_STATEMENTS - len(known), unread)
         return {
             **self._frame(),
-            "groups": [
-                differences.ranges(ranks) for ranks in [*(ranks for ranks, _ in known), *([rest] if rest else [])]
-            ],
+            "groups": [differences.ranges(ranks) for ranks, _ in [*known, *unread]],
             "examples": [[each["rank"], each["host"]] for _, each in known],
-            "differences": _differences(
-                [each["statement"] for _, each in known], (_UNREADABLE if unreadable else _UNTOLD) if rest else ""
-            ),
+            "differences": _differences([each["statement"] for _, each in known], [why for _, why in unread]),
             "missing": differences.ranges(missing),
             "calls": [self._calls(rank) for rank in missing[:MOST_ASKED]],
         }
@@ -327,18 +330,21 @@ class Exchange:
                 return [_digest(value) for value in many(keys)]
         return [_digest(self._store.get(key)) for key in keys]
 
-    def _told(self, digest: str, unreadable: list[str]) -> dict[str, Any] | None:
-        """Return what the first rank of a kind said of itself; None where it did not, or where that is no statement."""
+    def _statement_of(self, digest: str) -> dict[str, Any] | str:
+        """Return what the first rank with a digest said of itself, or why that cannot be read."""
         key = self._key("statement", digest)
         if not self._store.check([key]):
-            return None
+            return _NOT_TOLD
         try:
             told = _unpack(self._store.get(key))
             _demand(type(told["rank"]) is int and told["rank"] in self._ranks and isinstance(told["host"], str))
+            if "unreadable" in told:
+                return f"{_UNREADABLE}: {_shortened(_text(told['unreadable']))}"
             statement.checked(told["statement"])
-        except (KeyError, ValueError):
-            unreadable.append(digest)
-            return None
+        except KeyError as error:
+            return f"{_UNREADABLE}: it has no {error}"
+        except ValueError as error:
+            return f"{_UNREADABLE}: {_shortened(str(error))}"
         return told
 
     def _calls(self, rank: int) -> int:
@@ -354,29 +360,53 @@ class Exchange:
                 delete(key)
 
 
-_UNTOLD, _UNREADABLE = "another, not told", "another; what was left in the store is no statement"
+_NOT_TOLD, _UNREADABLE, _OTHERS = "not in the store", "unreadable", "others, not listed"
+_LONGEST_REASON = 200
 
 
-def _differences(statements: Sequence[Mapping[str, Any]], untold: str) -> list[list[Any]]:
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} ..."
+
+
+def _within(most: int, unread: Sequence[tuple[list[int], str]]) -> list[tuple[list[int], str]]:
+    """Return kinds of statements that could not be read, one group each, but for those beyond a number: they share one."""
+    beyond = sorted(rank for ranks, _ in unread[most:] for rank in ranks)
+    return [*unread[:most], *([(beyond, _OTHERS)] if beyond else [])]
+
+
+def _differences(statements: Sequence[Mapping[str, Any]], unread: Sequence[str]) -> list[list[Any]]:
     """Return what differs, with groups by number: each list of ranks is sent once, not once for every value.
 
+    Ranks whose statement cannot be read never agree with others: that their digests differ is all that is known.
+
     Args:
-        statements: those that are told in detail.
-        untold: what to call the rest; empty where there is none.
+        statements: those that were read.
+        unread: for each other group, in order, why its statement was not.
     """
     numbers = tuple(range(len(statements)))
     found = list(
         differences.find([StatementGroup(each, (number,)) for number, each in zip(numbers, statements, strict=True)])
     )
-    values: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    if untold:
-        values = (("told in detail", numbers), (untold, (len(statements),)))
+    values: list[tuple[str, tuple[int, ...]]] = []
+    if unread:
+        several = len(unread) > 1
+        values = [("read", numbers)] if numbers else []
+        values += [
+            (f"{why} (kind {number + 1})" if several and why != _OTHERS else why, (number,))
+            for number, why in enumerate(unread, len(statements))
+        ]
     elif len(statements) > 1 and not found:
-        values = tuple((f"kind {number + 1}", (number,)) for number in numbers)
+        values = [(f"kind {number + 1}", (number,)) for number in numbers]
     if values:
-        advice = "resolve what else is listed and run again; if nothing else is, report it"
-        found.append(Difference(differences.PACKAGE, "statement", values, advice))
+        found.append(Difference(differences.PACKAGE, "statement", tuple(values), _ADVICE_UNREAD if unread else _ADVICE))
     return [[each.subject, each.field, [[v, list(who)] for v, who in each.values], each.advice] for each in found]
+
+
+_ADVICE = "resolve what else is listed and run again; if nothing else is, report it"
+_ADVICE_UNREAD = (
+    "these ranks differ, and why cannot be told: resolve what else is listed, compare what megacpp_overlays.audit() "
+    "prints on them, and report it if that is the same"
+)
 
 
 def _digest(value: bytes) -> str:
@@ -386,7 +416,11 @@ def _digest(value: bytes) -> str:
 
 def encode(told: Mapping[str, Any]) -> str:
     """Return plain data as a value of the store."""
-    return base64.b64encode(zlib.compress(json.dumps(told, separators=(",", ":")).encode())).decode()
+    return base64.b64encode(zlib.compress(_as_json(told))).decode()
+
+
+def _as_json(told: Mapping[str, Any]) -> bytes:
+    return json.dumps(told, separators=(",", ":")).encode()
 
 
 class PayloadError(ValueError):

@@ -253,6 +253,7 @@ def report(verdict: RanksVerdict) -> str:
     parts = [_headline(verdict)]
     if verdict.differences:
         parts.append(differences.table(verdict.differences))
+    if verdict.examples:
         hosts = "; ".join(f"rank {each.rank} runs on {each.host}" for each in verdict.examples)
         parts.append(terminal_text.one_line(f"For example, {hosts}."))
     advice = [*differences.advice(verdict.differences), *_advice(verdict)]

@@ -32,6 +32,9 @@ Statement = Mapping[str, Any]
 BESIDE_TARGETS = ("torch", "triton")
 """Distributions that every target is built on, compared although no overlay is about them."""
 
+LONGEST_TEXT = 1000
+"""Characters of a reason in a statement. An exception of upstream, which becomes one, may have any number."""
+
 RUN = (
     "__init__.py",
     "errors.py",
@@ -164,11 +167,19 @@ def _decision(record: Record, tree: SourceTree, look_up: Any) -> dict[str, Any]:
         "shape": record.finding.shape if record.finding else None,
         "proof": record.proof,
         "decision": record.decision.value,
-        "reason": record.reason,
+        "reason": _shortened(record.reason),
         "seams": list(record.seams),
-        "around": list(record.around),
+        "around": [_shortened(each) for each in record.around],
         "variable": record.overlay.variable,
     }
+
+
+def _shortened(text: str) -> str:
+    """Return a text, or the beginning of a long one with a hash of it all: what ranks exchange stays small."""
+    if len(text) <= LONGEST_TEXT:
+        return text
+    short = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+    return f"{text[:LONGEST_TEXT]} ... ({len(text)} characters, SHA-256 {short})"
 
 
 def package_sha256(package: Path = Path(__file__).parents[1]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import heapq
+import re
 import tracemalloc
 import zlib
 from collections import Counter
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacpp_overlays.processes import rank_exchange, statement
+from megacpp_overlays.processes import rank_exchange, ranks, statement
 from megacpp_overlays.processes.rank_exchange import Exchange, RanksVerdict
 
 TIMEOUT = 60.0
@@ -288,7 +289,7 @@ def test_a_world_in_which_every_rank_differs_still_gets_a_short_table() -> None:
     assert sorted(rank for group in verdict.groups for rank in group) == list(range(size))
     assert len(verdict.groups) == rank_exchange.MOST_STATEMENTS + 1
     assert len(verdict.examples) == rank_exchange.MOST_STATEMENTS
-    assert verdict.differences[-1].values[1] == ("another, not told", verdict.groups[-1])
+    assert verdict.differences[-1].values[1] == ("others, not listed", verdict.groups[-1])
 
 
 def test_statements_that_differ_where_nobody_looks_are_not_taken_for_equal() -> None:
@@ -300,27 +301,92 @@ def test_statements_that_differ_where_nobody_looks_are_not_taken_for_equal() -> 
 
 
 LEFT = {
-    "no base64": "%%%",
-    "no statement": rank_exchange.encode({"rank": 1, "host": "a", "statement": {"decisions": "none"}}),
-    "of nobody": rank_exchange.encode({"rank": 99, "host": "a", "statement": says(1)}),
-    "nested": base64.b64encode(zlib.compress(b"[" * 1_000_000)).decode(),
-    "a bomb": base64.b64encode(zlib.compress(b'{"rank": "' + bytes(50 << 20))).decode(),
+    "no base64": ("%%%", "cannot be unpacked: Error: "),
+    "no statement": (
+        rank_exchange.encode({"rank": 1, "host": "a", "statement": {"decisions": "none"}}),
+        "this is no statement of a process",
+    ),
+    "no field": (rank_exchange.encode({"rank": 1}), "it has no 'host'"),
+    "of nobody": (rank_exchange.encode({"rank": 99, "host": "a", "statement": says(1)}), "something in it is not what"),
+    "nested": (base64.b64encode(zlib.compress(b"[" * 1_000_000)).decode(), "cannot be unpacked: RecursionError"),
+    "a bomb": (base64.b64encode(zlib.compress(b'{"rank": "' + bytes(50 << 20))).decode(), "larger than 4194304 bytes"),
 }
 
 
-@pytest.mark.parametrize("left", LEFT.values(), ids=LEFT)
-def test_a_rank_that_leaves_no_statement_is_named_and_the_others_are_told_in_detail(left: str) -> None:
-    class Spoilt(Memory):
-        def set(self, key: str, value: str) -> None:
-            spoilt = key.endswith(f"/statement/{statement.digest(says(3))}")
-            super().set(key, left if spoilt else value)
+class Spoilt(Memory):
+    """A store in which the statements of some kinds are something else."""
 
-    told, _ = simulate({0: 1, 1: 2, 2: 3}, store=Spoilt())
+    def __init__(self, left: Mapping[int, str]) -> None:
+        super().__init__()
+        self._left = {f"/statement/{statement.digest(says(kind))}": text for kind, text in left.items()}
+
+    def set(self, key: str, value: str) -> None:
+        spoilt = [text for ending, text in self._left.items() if key.endswith(ending)]
+        super().set(key, spoilt[0] if spoilt else value)
+
+
+@pytest.mark.parametrize(("left", "why"), LEFT.values(), ids=LEFT)
+def test_a_rank_that_leaves_no_statement_is_named_and_the_others_are_told_in_detail(left: str, why: str) -> None:
+    told, _ = simulate({0: 1, 1: 2, 2: 3}, store=Spoilt({3: left}))
 
     assert told[0] == told[1] == told[2]
     assert told[0].groups == ((0,), (1,), (2,))
     assert [each.field for each in told[0].differences] == ["version", "statement"]
-    assert told[0].differences[1].values[1] == ("another; what was left in the store is no statement", (2,))
+    (read, unread) = told[0].differences[1].values
+    assert read == ("read", (0, 1))
+    assert unread[1] == (2,)
+    assert unread[0].startswith("unreadable: ")
+    assert why in unread[0]
+
+
+@pytest.mark.parametrize(("left", "why"), LEFT.values(), ids=LEFT)
+def test_ranks_that_differ_do_not_agree_where_no_statement_can_be_read(left: str, why: str) -> None:
+    told, _ = simulate({rank: int(rank == 15) for rank in range(16)}, store=Spoilt({0: left, 1: left}))
+
+    assert len(set(told.values())) == 1
+    assert not told[0].agreed
+    assert told[0].groups == (tuple(range(15)), (15,))
+    (difference,) = told[0].differences
+    assert [held_by for _, held_by in difference.values] == [tuple(range(15)), (15,)]
+    assert all(why in value for value, _ in difference.values)
+    text = ranks.report(told[0])
+    assert text.startswith("16 ranks do not run the same code: rank 15 differs from the other 15")
+    assert "unreadable: " in text
+    assert "For example" not in text
+
+
+def test_statements_that_are_too_large_are_unreadable_and_say_so() -> None:
+    def large(kind: int) -> dict[str, Any]:
+        return {**says(kind), "off": [f"{number:020}" for number in range(200_000)]}
+
+    texts = {kind: large(kind) for kind in (1, 2)}
+    store = Memory()
+
+    told, _ = simulate({0: 1, 1: 1, 2: 2}, store=store, says=texts.__getitem__)
+    alike, _ = simulate({0: 1, 1: 1, 2: 1}, says=texts.__getitem__)
+
+    assert not told[0].agreed
+    assert told[0].groups == ((0, 1), (2,))
+    assert all(
+        re.match("unreadable: 46[0-9]{5} bytes, more than 4194304", each) for each, _ in told[0].differences[0].values
+    )
+    assert max(map(len, store.held.values())) < 10_000
+    assert alike[0].agreed
+
+
+def test_a_statement_that_is_not_in_the_store_is_not_taken_for_another_one() -> None:
+    class Forgetful(Memory):
+        def set(self, key: str, value: str) -> None:
+            if "/statement/" not in key:
+                super().set(key, value)
+
+    told, _ = simulate({0: 1, 1: 2, 2: 3}, store=Forgetful())
+
+    assert not told[0].agreed
+    assert told[0].groups == ((0,), (1,), (2,))
+    assert [each for each, _ in told[0].differences[0].values] == [
+        f"not in the store (kind {kind})" for kind in (1, 2, 3)
+    ]
 
 
 VERDICT = {"size": 3, "number": 1, "timeout": 1.0, "groups": ["0-1", "2"], "missing": ""}

@@ -226,6 +226,27 @@ def test_a_file_that_moves_between_rooms_counts(copy: Path) -> None:
 # The digest
 
 
+def test_a_long_reason_is_shortened_and_what_is_compared_still_tells_two_apart(
+    session: Callable[..., Session], upstream: Upstream
+) -> None:
+    made = session(upstream.overlay())
+    made.arm()
+    upstream.load()
+    audit = made.audit()
+    (record,) = audit.records
+
+    def said(reason: str, around: str) -> statement.Statement:
+        changed = replace(audit, records=(replace(record, reason=reason, around=(around,)),))
+        return statement.of(changed, made.settings, InstalledTree())
+
+    short, long, other = said("short", "short"), said("r" * 75_000, "w" * 75_000), said("s" * 9000, "w" * 75_001)
+
+    assert (short["decisions"][0]["reason"], short["decisions"][0]["around"]) == ("short", ["short"])
+    assert len(json.dumps(long)) < len(json.dumps(short)) + 2 * 1100
+    assert long["decisions"][0]["reason"].startswith("r" * 1000 + " ... (75000 characters, SHA-256 ")
+    assert statement.digest(long) != statement.digest(other)
+
+
 def test_the_words_of_a_reason_do_not_count(session: Callable[..., Session], upstream: Upstream) -> None:
     made = session(upstream.overlay())
     made.arm()
