@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import megacpp_overlays
+from megacpp_overlays.loader import statement
 from megacpp_overlays.loader.session import current
-from megacpp_overlays.processes import rank_exchange, ranks, statement
+from megacpp_overlays.processes import rank_exchange, ranks
 from megacpp_overlays.processes.rank_exchange import Exchange, SystemClock
 from megacpp_overlays.source.trees import InstalledTree
 
@@ -44,7 +45,7 @@ QUIET = {"MEGACPP_OVERLAYS_LOG": "logging", "OMP_NUM_THREADS": "1", "TORCH_CPP_L
 def told_here() -> statement.Statement:
     """Return the statement of this process."""
     session = current()
-    return statement.of(session.audit(), session.settings, InstalledTree())
+    return statement.of(session.audit(), InstalledTree())
 
 
 def with_one_off(told: statement.Statement) -> statement.Statement:

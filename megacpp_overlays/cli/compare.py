@@ -59,7 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"changes": [each._asdict() for each in found], "hidden": hidden}, indent=2))
     elif hidden:
         print(
-            "Nothing that the audits show has changed, but their fingerprints differ: a part that they leave out has."
+            "Nothing that the audits show has changed, but their fingerprints differ: something that they do not list has, "
+            "such as a file of this package, a setting, the version of Python, torch or triton, or a part of an overlay."
         )
     else:
         print(_table(found) if found else "Nothing has changed.")

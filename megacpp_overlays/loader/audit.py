@@ -5,12 +5,13 @@ Imported with the package, so what only a report needs is imported by the functi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megacpp_overlays.errors import ActivationError
 from megacpp_overlays.frozen import Frozen, replace
-from megacpp_overlays.loader.settings import Mode
+from megacpp_overlays.loader.settings import Mode, Settings
 from megacpp_overlays.model import Decision, Record
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class Audit(Frozen):
     version: str
     """Version of this package."""
     mode: str
+    settings: Settings
+    """Of the process."""
     records: tuple[Record, ...]
     """Every part of every overlay, in order."""
 
@@ -49,29 +52,12 @@ class Audit(Frozen):
 
     @property
     def fingerprint(self) -> str:
-        """Hash over ids, verdicts, proofs, decisions, source hashes, versions, and what stands around seams; gates left out.
+        """Hash of everything that `verify_ranks` compares: two ranks with the same fingerprint run the same code.
 
-        Equal means that the same code runs.
+        It is over the files of this package, every setting that changes what runs, the versions of Python, torch and triton, and
+        of every overlay what was decided, on which source, and what stands around its seams. Gates are left out.
         """
-        import hashlib
-        import json
-
-        from megacpp_overlays.source.distributions import without_place
-
-        rows = [
-            (
-                record.overlay.id,
-                record.overlay.target.module,
-                record.verdict,
-                record.proof,
-                record.decision.value,
-                record.source_sha256,
-                without_place(record.version) or "",
-                *record.around,
-            )
-            for record in self.of_overlays
-        ]
-        return hashlib.sha256(json.dumps([self.version, self.mode, rows]).encode()).hexdigest()[:16]
+        return _fingerprint(self)
 
     def as_dict(self) -> AuditData:
         """Return plain data with stable keys, fit for a checkpoint or an experiment tracker."""
@@ -107,6 +93,14 @@ class Audit(Frozen):
         """
         if self.mode == Mode.STRICT.value:
             raise_for(self.conflicts)
+
+
+@functools.lru_cache(maxsize=1)
+def _fingerprint(audit: Audit) -> str:
+    from megacpp_overlays.loader import statement
+    from megacpp_overlays.source.trees import InstalledTree
+
+    return statement.digest(statement.of(audit, InstalledTree()))
 
 
 def what_counts(records: Sequence[Record]) -> tuple[Record, ...]:

@@ -528,7 +528,7 @@ class Session:
 
     def _audit_of(self, told: Callable[[Record], Record]) -> Audit:
         records = tuple(told(self._records[each]) for each in self.overlays if each in self._records)
-        return Audit(version=VERSION, mode=self.settings.mode.value, records=records)
+        return Audit(version=VERSION, mode=self.settings.mode.value, settings=self.settings, records=records)
 
     def count_at_exit(self) -> None:
         """Say at the end of the process what became of the overlays, if a target was settled; what an audit told is not repeated."""

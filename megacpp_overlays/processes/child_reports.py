@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 from megacpp_overlays import files
 from megacpp_overlays.errors import SettingsError
+from megacpp_overlays.loader import statement
 from megacpp_overlays.loader.log import logger
 from megacpp_overlays.loader.session import Session, current
 from megacpp_overlays.loader.settings import RECEIPTS
+from megacpp_overlays.loader.statement import Statement
 from megacpp_overlays.model import Decision, Record
-from megacpp_overlays.processes import statement
-from megacpp_overlays.processes.statement import Statement
 from megacpp_overlays.source.trees import InstalledTree
 
 NOT_READ = "not read"
@@ -168,7 +168,7 @@ def own_statement(session: Session) -> Statement:
     """Return the statement of this process without the source of targets that wait, whose files may change until then."""
     audit = session.audit_so_far()
     records = tuple(replace(r, source_sha256=NOT_READ) if _is_unsettled(r) else r for r in audit.records)
-    return statement.of(replace(audit, records=records), session.settings, InstalledTree())
+    return statement.of(replace(audit, records=records), InstalledTree())
 
 
 def _is_unsettled(record: Record) -> bool:

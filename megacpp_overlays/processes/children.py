@@ -28,6 +28,7 @@ from megacpp_overlays import terminal_text
 from megacpp_overlays.errors import ChildrenError
 from megacpp_overlays.loader.session import current
 from megacpp_overlays.loader.settings import CHILDREN, RECEIPTS, Mode, this_environment
+from megacpp_overlays.loader.statement import Statement
 from megacpp_overlays.model import Decision
 from megacpp_overlays.processes import differences
 from megacpp_overlays.processes.child_reports import (
@@ -44,7 +45,6 @@ from megacpp_overlays.processes.child_reports import (
     write_receipts,
 )
 from megacpp_overlays.processes.differences import Difference, StatementGroup
-from megacpp_overlays.processes.statement import Statement
 from megacpp_overlays.variables import is_ours
 
 STARTUP = str(Path(__file__).absolute().with_name("startup"))

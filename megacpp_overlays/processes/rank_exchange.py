@@ -23,7 +23,8 @@ import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from megacpp_overlays.processes import differences, statement
+from megacpp_overlays.loader import statement
+from megacpp_overlays.processes import differences
 from megacpp_overlays.processes.differences import Difference, StatementGroup
 
 GRACE_S = 30.0

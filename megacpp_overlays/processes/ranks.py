@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 from megacpp_overlays import terminal_text
 from megacpp_overlays.errors import RanksError
+from megacpp_overlays.loader import statement
 from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.loader.session import Session
-from megacpp_overlays.processes import differences, rank_exchange, statement
+from megacpp_overlays.processes import differences, rank_exchange
 from megacpp_overlays.processes.rank_exchange import Exchange, PayloadError, RanksVerdict, Store, SystemClock
 from megacpp_overlays.source.trees import InstalledTree
 
@@ -48,7 +49,7 @@ def verify(session: Session, group: Any = None, timeout: float | timedelta = TIM
     meeting = _meeting(group)
     audit = session.audit()
     if meeting is not None:
-        told = statement.of(audit, session.settings, InstalledTree())
+        told = statement.of(audit, InstalledTree())
         verdict = _run(meeting, statement.digest(told), told, seconds)
         if not verdict.agreed:
             missing = tuple(rank for rank, _ in verdict.missing)

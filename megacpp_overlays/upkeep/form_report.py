@@ -17,9 +17,9 @@ from megacpp_overlays.errors import SourceError
 from megacpp_overlays.loader import probing
 from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.loader.rendering import as_dict
+from megacpp_overlays.loader.statement import BESIDE_TARGETS
 from megacpp_overlays.loader.witnesses import Recorded
 from megacpp_overlays.model import Erratum
-from megacpp_overlays.processes.statement import BESIDE_TARGETS
 from megacpp_overlays.source import distributions
 from megacpp_overlays.source.fingerprint import fingerprint
 from megacpp_overlays.source.trees import FunctionNode, InstalledTree, ModuleSource, SourceTree

@@ -17,6 +17,7 @@ from made_up import FIXED_TEXT, Upstream
 from megacpp_overlays.loader import explanation, overview, rendering
 from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.loader.session import Session
+from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Body, Decision, Evidence, Finding, Overlay, Proof, Record, Thread, Verdict
 from megacpp_overlays.version import VERSION
 
@@ -62,7 +63,7 @@ def made_up(overlay: Overlay, decision: Decision, **changes: Any) -> Record:
 def mixed(upstream: Upstream) -> Audit:
     """One overlay of each decision, in an order that is not that of their importance."""
     records = tuple(made_up(upstream.overlay(), decision) for decision in (*Decision,))
-    return Audit(version="9", mode="auto", records=records)
+    return Audit(version="9", mode="auto", settings=Settings(), records=records)
 
 
 def test_what_needs_a_person_comes_first_and_what_needs_nobody_last(mixed: Audit) -> None:
@@ -89,7 +90,7 @@ def test_an_overlay_whose_parts_differ_is_shown_under_what_matters_most(upstream
     records = [made_up(upstream.overlay(), decision) for decision in (Decision.ACTIVE, Decision.CONFLICT)]
     parts = tuple(replace(each, overlay=upstream.overlay()) for each in records)
 
-    lines = str(Audit(version="9", mode="auto", records=parts)).splitlines()
+    lines = str(Audit(version="9", mode="auto", settings=Settings(), records=parts)).splitlines()
 
     assert lines[1] == "0 active, 0 retired, 1 conflict"
     assert "active" not in lines

@@ -12,11 +12,10 @@ import pytest
 from made_up import BROKEN_TEXT, Upstream, gate_of
 
 from megacpp_overlays.errors import ActivationError, RegistryError
-from megacpp_overlays.loader import probing, registry
+from megacpp_overlays.loader import probing, registry, statement
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import Mode, Settings
 from megacpp_overlays.model import Decision, Finding, Target, Verdict
-from megacpp_overlays.processes import statement
 from megacpp_overlays.source.trees import InstalledTree, SourceTree, shipped
 from megacpp_overlays.upkeep.ledger import render
 
@@ -167,7 +166,7 @@ def test_ranks_and_children_are_not_compared_by_it(upstream: Upstream, session: 
         armed = session(gate_of(upstream))
         armed.arm()
         audit = armed.audit()
-        found.append((audit.fingerprint, statement.digest(statement.of(audit, armed.settings, InstalledTree()))))
+        found.append((audit.fingerprint, statement.digest(statement.of(audit, InstalledTree()))))
 
     assert found[0] == found[1]
 

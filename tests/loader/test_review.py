@@ -16,10 +16,10 @@ import wrapt
 from made_up import BROKEN_TEXT, Upstream
 
 from megacpp_overlays.errors import ActivationError
+from megacpp_overlays.loader import statement
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import Mode
 from megacpp_overlays.model import Decision, Observation, Overlay, Record, Replacement
-from megacpp_overlays.processes import statement
 from megacpp_overlays.source.trees import InstalledTree
 
 SessionMaker = Callable[..., Session]
@@ -425,7 +425,7 @@ def test_a_wrapper_is_told_and_counted_by_what_ranks_compare(on_function: tuple[
 
 
 def told(session: Session) -> str:
-    return statement.digest(statement.of(session.audit(), session.settings, InstalledTree()))
+    return statement.digest(statement.of(session.audit(), InstalledTree()))
 
 
 def test_a_proxy_around_a_seam_is_named_by_what_it_does(on_function: tuple[Session, ModuleType]) -> None:

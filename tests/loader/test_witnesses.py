@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from made_up import BROKEN_TEXT, FIXED_TEXT, LOOKS_REPAIRED_TEXT, Upstream, gate_of
 
-from megacpp_overlays.loader import probing, witnesses
+from megacpp_overlays.loader import probing, statement, witnesses
 from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import Settings
@@ -29,7 +29,7 @@ from megacpp_overlays.model import (
     Replacement,
     Verdict,
 )
-from megacpp_overlays.processes import differences, statement
+from megacpp_overlays.processes import differences
 from megacpp_overlays.processes.differences import StatementGroup
 from megacpp_overlays.source.trees import InstalledTree, SourceTree
 
@@ -351,7 +351,7 @@ def test_two_ranks_of_which_one_was_witnessed_differ_and_are_told_what_to_do(
         each.arm()
     kept.upstream.load()
 
-    told = [statement.of(each.audit(), each.settings, InstalledTree()) for each in (with_it, without)]
+    told = [statement.of(each.audit(), InstalledTree()) for each in (with_it, without)]
 
     found = differences.find([StatementGroup(each, (rank,)) for rank, each in enumerate(told)])
     assert [(each.field, each.values) for each in found] == [("witnessed", (("no", (1,)), ("yes", (0,))))]

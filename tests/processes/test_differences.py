@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacpp_overlays.processes import differences, statement
+from megacpp_overlays.loader import statement
+from megacpp_overlays.processes import differences
 from megacpp_overlays.processes.differences import Difference, StatementGroup
 from megacpp_overlays.variables import LINEAR_CE_LOGITS
 

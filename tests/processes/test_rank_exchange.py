@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacpp_overlays.processes import rank_exchange, ranks, statement
+from megacpp_overlays.loader import statement
+from megacpp_overlays.processes import rank_exchange, ranks
 from megacpp_overlays.processes.rank_exchange import Exchange, RanksVerdict
 
 TIMEOUT = 60.0

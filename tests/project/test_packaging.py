@@ -25,7 +25,7 @@ import tomllib
 from packaging.requirements import Requirement
 from places import HANG_S, ROOT
 
-from megacpp_overlays.processes import statement
+from megacpp_overlays.loader import statement
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = PROJECT["tool"]["setuptools"]["packages"]

@@ -15,13 +15,14 @@ import platform
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megacpp_overlays.loader.audit import Audit
-from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Decision, Erratum, Record
 from megacpp_overlays.source import distributions
 from megacpp_overlays.source.trees import Remembered, SourceTree, readable
+
+if TYPE_CHECKING:
+    from megacpp_overlays.loader.audit import Audit
 
 SCHEMA = 1
 """Version of the form. It changes when a key changes its meaning."""
@@ -62,12 +63,11 @@ NOT_RUN = ("__main__.py", "cli", "packs", "repro", "upkeep")
 _SUFFIXES = frozenset({".py", ".json"})
 
 
-def of(audit: Audit, settings: Settings, tree: SourceTree) -> Statement:
+def of(audit: Audit, tree: SourceTree) -> Statement:
     """Return the statement of a process.
 
     Args:
-        audit: its decisions.
-        settings: what its environment says.
+        audit: its decisions, with its settings.
         tree: where the source of targets that wait is read.
     """
     version = functools.cache(distributions.version)
@@ -75,12 +75,12 @@ def of(audit: Audit, settings: Settings, tree: SourceTree) -> Statement:
     return {
         "schema": SCHEMA,
         "version": audit.version,
-        "package_sha256": package_sha256(),
+        "package_sha256": _own_package_sha256(),
         "mode": audit.mode,
         "python": platform.python_version(),
         "versions": {name: version(name) for name in BESIDE_TARGETS},
-        "settings": dict(settings.of_kernels),
-        "off": sorted(settings.disabled | _not_asked_for(audit, settings)),
+        "settings": dict(audit.settings.of_kernels),
+        "off": sorted(audit.settings.disabled | _not_asked_for(audit)),
         # A gate changes nothing in a process, and what it says may depend on the GPUs of the host.
         "decisions": [_decision(each, sources, version) for each in audit.of_overlays],
     }
@@ -141,10 +141,10 @@ _FORM_OF_DECISION: Mapping[str, Callable[[Any], bool]] = {
 }
 
 
-def _not_asked_for(audit: Audit, settings: Settings) -> frozenset[str]:
+def _not_asked_for(audit: Audit) -> frozenset[str]:
     """Return the overlays that are off by default and were not switched on."""
     offered = {record.overlay.id for record in audit.records if record.overlay.off_by_default}
-    return frozenset(offered - settings.enabled)
+    return frozenset(offered - audit.settings.enabled)
 
 
 def _decision(record: Record, tree: SourceTree, look_up: Any) -> dict[str, Any]:
@@ -196,6 +196,12 @@ def package_sha256(package: Path = Path(__file__).parents[1]) -> str:
     return _hash_of((name, named[name]) for name in sorted(named))
 
 
+@functools.cache
+def _own_package_sha256() -> str:
+    """Return the hash of this package as it was when this process first asked: what is edited later does not run here."""
+    return package_sha256()
+
+
 def _files(path: Path) -> list[Path]:
     return [each for each in (path.rglob("*") if path.is_dir() else [path]) if each.suffix in _SUFFIXES]
 
@@ -233,9 +239,9 @@ def _hash_of(files: Iterable[tuple[str, Path]]) -> str:
 
 
 def digest(statement: Statement) -> str:
-    """Return 32 hexadecimal digits that are equal exactly when statements are, but for the words of a reason."""
+    """Return the fingerprint: 16 hexadecimal digits that are equal when statements are, but for the words of a reason."""
     bare = {
         **statement,
         "decisions": [{k: v for k, v in each.items() if k != "reason"} for each in statement["decisions"]],
     }
-    return hashlib.sha256(json.dumps(bare, sort_keys=True).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(bare, sort_keys=True).encode()).hexdigest()[:16]

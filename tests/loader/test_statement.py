@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launchers import environment, launch, write
 from made_up import BROKEN_TEXT, Upstream
 from places import ROOT, SUPPORT
 
+from megacpp_overlays.loader import statement
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import Mode
-from megacpp_overlays.processes import statement
 from megacpp_overlays.source.trees import InstalledTree
 from megacpp_overlays.variables import LINEAR_CE_LOGITS, SETTINGS, Setting
 
 
 def say(session: Session) -> statement.Statement:
-    return statement.of(session.audit(), session.settings, InstalledTree())
+    return statement.of(session.audit(), InstalledTree())
 
 
 def test_a_target_that_waits_is_read_from_its_file(session: Callable[..., Session], upstream: Upstream) -> None:
@@ -103,7 +104,7 @@ from made_up import Upstream
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Replacement
-from megacpp_overlays.processes import statement
+from megacpp_overlays.loader import statement
 from megacpp_overlays.source.trees import InstalledTree
 
 makes = [importlib.import_module(f"plugin_{letter}.probes").make for letter in "abcdefgh"]
@@ -111,7 +112,7 @@ parts = tuple(Replacement(f"f{number}", make) for number, make in enumerate(make
 overlay = replace(Upstream("upstream_of_plugins", Path()).overlay(), replacements={"off-by-one": parts})
 session = Session((overlay,), Settings())
 session.arm()
-(decision,) = statement.of(session.audit(), session.settings, InstalledTree())["decisions"]
+(decision,) = statement.of(session.audit(), InstalledTree())["decisions"]
 print(decision["overlay_sha256"])
 """
 
@@ -237,7 +238,7 @@ def test_a_long_reason_is_shortened_and_what_is_compared_still_tells_two_apart(
 
     def said(reason: str, around: str) -> statement.Statement:
         changed = replace(audit, records=(replace(record, reason=reason, around=(around,)),))
-        return statement.of(changed, made.settings, InstalledTree())
+        return statement.of(changed, InstalledTree())
 
     short, long, other = said("short", "short"), said("r" * 75_000, "w" * 75_000), said("s" * 9000, "w" * 75_001)
 
@@ -274,3 +275,45 @@ def test_a_setting_of_a_kernel_changes_the_digest(session: Callable[..., Session
     usual, other = session(upstream.overlay()), session(upstream.overlay(), of_kernels={LINEAR_CE_LOGITS.name: "keep"})
 
     assert statement.digest(say(usual)) != statement.digest(say(other))
+
+
+# --- the fingerprint ---
+
+PRINTS = """
+import importlib, os, megacpp_overlays
+importlib.import_module(os.environ["NAME"] + ".layers")
+print(megacpp_overlays.audit().fingerprint)
+"""
+
+
+def test_the_fingerprint_of_an_audit_is_what_ranks_compare(session: Callable[..., Session], upstream: Upstream) -> None:
+    made = session(upstream.overlay())
+    made.arm()
+    upstream.load()
+    audit = made.audit()
+
+    assert audit.fingerprint == statement.digest(statement.of(audit, InstalledTree()))
+    assert audit.as_dict()["fingerprint"] == audit.fingerprint
+    assert len(audit.fingerprint) == 16
+
+
+def test_every_print_of_a_fingerprint_tells_apart_what_ranks_would(upstream: Upstream, copy: Path) -> None:
+    elsewhere = upstream.folder / "elsewhere"
+    elsewhere.mkdir()
+    edit(copy.rename(elsewhere / copy.name) / "kernels" / "measured.py")
+    env = environment(upstream)
+    edited = {**env, "PYTHONPATH": f"{elsewhere}:{env['PYTHONPATH']}"}
+    settings = {**env, LINEAR_CE_LOGITS.name: "keep"}
+    told_otherwise = {**env, "MEGACPP_OVERLAYS_LOG": "json"}
+
+    printed = []
+    for variables in (env, edited, settings, told_otherwise):
+        done = launch(write(upstream, PRINTS), env=variables)
+        assert done.returncode == 0, done.stderr
+        in_the_log = re.findall(r"(?:\(fingerprint |\"fingerprint\": \")(\w+)", done.stderr)
+        printed.append((done.stdout.strip(), *in_the_log))
+
+    assert all(printed[0] != other for other in printed[1:3])
+    assert printed[3] == printed[0]
+    assert all(in_an_audit == in_the_log for in_an_audit, in_the_log in printed)
+    assert len({in_an_audit for in_an_audit, _ in printed}) == 3
