@@ -70,6 +70,8 @@ class Log:
             return
         if self._tells_details:
             self._write("; ".join([*head, *waits, *is_off]), data, logging.DEBUG)
+        if self._settings.mode is Mode.OFF:
+            is_off = ["nothing is installed"]
         if (is_off or self._settings.mode is not Mode.AUTO) and not self._shows_details_alone(logging.INFO):
             self._write("; ".join([*head, *is_off]), data, logging.INFO)
 

@@ -22,7 +22,7 @@ from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
 from megacpp_overlays.errors import SettingsError
 from megacpp_overlays.loader import lines, registry
 from megacpp_overlays.loader.session import Session
-from megacpp_overlays.loader.settings import SAID, LogForm, LogLevel, Settings
+from megacpp_overlays.loader.settings import SAID, LogForm, LogLevel, Mode, Settings
 from megacpp_overlays.model import Overlay
 from megacpp_overlays.version import VERSION
 
@@ -351,6 +351,14 @@ def test_a_process_without_stderr_goes_on(
     settle(session, upstream)
 
     assert upstream.load().double(1) == 2
+
+
+def test_a_package_that_is_off_says_so_in_one_short_line(
+    upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session(*(upstream.overlay(id=f"fix-{number}", pack=number) for number in range(40)), mode=Mode.OFF).arm()
+
+    assert capsys.readouterr().err == "[megacpp_overlays] mode off; nothing is installed\n"
 
 
 def test_what_is_off_is_said_at_import(
