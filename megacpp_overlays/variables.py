@@ -295,8 +295,8 @@ def defaults_of_kernels() -> dict[str, str]:
 
 
 def is_ours(name: str) -> bool:
-    """Return whether a variable of this name belongs to this package."""
-    return name.startswith(PREFIXES)
+    """Return whether a variable of this name belongs to this package; in another case it is a misspelt one of ours."""
+    return name.upper().startswith(PREFIXES)
 
 
 _of_this_process: dict[str, str] = {}

@@ -132,4 +132,5 @@ def check_ids(
     known = {overlay.id for overlay in overlays}
     if unknown := [name for name in ids if name not in known]:
         head = f"{option}: " if option else ""
-        parser.error(f"{head}there is no overlay {', '.join(unknown)}; {suggestion(unknown[0], sorted(known))}")
+        near = suggestion(unknown[0], sorted(known), where="`megacpp-overlays audit`")
+        parser.error(f"{head}there is no overlay {', '.join(unknown)}; {near}")

@@ -10,6 +10,7 @@ from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.model import Decision, Record
 from megacpp_overlays.near_names import suggestion
 
+_ALL_IDS = "`megacpp-overlays audit`"
 _DECISIONS = tuple(each.value for each in Decision)
 _CHANGES_NOTHING = {Decision.ABSENT, Decision.ARMED, Decision.DISABLED, Decision.RETIRED}
 """What an overlay may be that nobody expected: upstream runs as it is, and nothing has to be done."""
@@ -52,7 +53,7 @@ def parse(text: str, known: Collection[str]) -> Requirement:
     if not sign or not given:
         raise RequirementError(f"{text}: ID=DECISION is wanted, such as {next(iter(known))}=active")
     if name not in known:
-        raise RequirementError(f"{text}: there is no overlay {name}; {suggestion(name, sorted(known))}")
+        raise RequirementError(f"{text}: there is no overlay {name}; {suggestion(name, sorted(known), where=_ALL_IDS)}")
     if unknown := [each for each in wanted if each not in _DECISIONS]:
         raise RequirementError(f"{text}: there is no decision {unknown[0]!r}; {suggestion(unknown[0], _DECISIONS)}")
     return Requirement(name, wanted)

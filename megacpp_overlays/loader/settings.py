@@ -34,6 +34,7 @@ CHILDREN = variables.CHILDREN.name
 SAID = variables.SAID.name
 
 _RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_ALL_IDS = "`megacpp-overlays audit`"
 _EVERYTHING = frozenset({"*", "all", "1", "true", "yes", "on"})
 
 
@@ -202,19 +203,20 @@ def _nearest_id(word: str, known_ids: Collection[str]) -> str:
     from megacpp_overlays.near_names import suggestion  # noqa: PLC0415 - only on the way to an error
 
     if word.lower() in _EVERYTHING:
-        return suggestion(word, sorted(known_ids), f"{MODE}={Mode.OFF.value}")
+        return suggestion(word, sorted(known_ids), f"{MODE}={Mode.OFF.value}", _ALL_IDS)
     # Somebody may give the name of its variable, or parts of that.
     spelt = word.lower().replace("_", "-").removeprefix(variable_for("").lower().replace("_", "-"))
-    return suggestion(spelt, sorted(known_ids))
+    return suggestion(spelt, sorted(known_ids), where=_ALL_IDS)
 
 
 def _refuse_unknown_names(strange: Collection[str], known: Collection[str]) -> None:
     for name in sorted(strange):
         from megacpp_overlays.near_names import suggestion  # noqa: PLC0415 - only on the way to an error
 
-        family = next(prefix for prefix in variables.PREFIXES if name.startswith(prefix))
+        family = next(prefix for prefix in variables.PREFIXES if name.upper().startswith(prefix))
         relatives = [each for each in known if each.startswith(family)]
-        raise SettingsError(f"{name} is no setting of megacpp_overlays; {suggestion(name, sorted(relatives))}")
+        near = suggestion(name, sorted(relatives), where="docs/settings.md")
+        raise SettingsError(f"{name} is no setting of megacpp_overlays; {near}")
 
 
 def _obsolete_variables(env: Mapping[str, str], names: Collection[str], ids: Collection[str]) -> dict[str, str]:

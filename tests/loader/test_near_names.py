@@ -1,4 +1,4 @@
-"""A misspelt name is answered with the one that was meant, and with every known one."""
+"""A misspelt name is answered with the one that was meant, and with every known one where they are few."""
 
 from __future__ import annotations
 
@@ -30,6 +30,26 @@ def test_the_beginning_of_names_counts_before_their_spelling() -> None:
 
 def test_of_many_names_that_are_as_near_the_shortest_stands_for_all() -> None:
     assert suggestion("a", ["ab", "abc", "a", "acd", "ade", "aef"]).startswith("did you mean a? ")
+
+
+def test_neither_case_nor_hyphens_count() -> None:
+    known = ["Scale-Pad", "scale-pad-more", "liger"]
+
+    assert suggestion("scale_pad", known).startswith("did you mean Scale-Pad? ")
+    assert suggestion("SCALE-PAD-", known).startswith("did you mean scale-pad-more? ")
+    assert suggestion("LIGRE", known).startswith("did you mean liger? ")
+
+
+def test_many_names_are_not_listed() -> None:
+    known = [f"{letter * 3}-fix" for letter in "abcdefghij"]
+
+    assert suggestion("ccc", known) == "did you mean ccc-fix?"
+    assert suggestion("qqqqqq", known) == "none of the 10 known names is near"
+    assert (
+        suggestion("qqqqqq", known, where="the ledger")
+        == "none of the 10 known names is near (the ledger has them all)"
+    )
+    assert suggestion("-fix", known) == "did you mean aaa-fix?"
 
 
 def test_what_is_meant_comes_before_what_is_near() -> None:

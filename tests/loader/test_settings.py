@@ -12,7 +12,7 @@ from places import ROOT
 
 from megacpp_overlays import variables
 from megacpp_overlays.errors import SettingsError
-from megacpp_overlays.loader import retired
+from megacpp_overlays.loader import registry, retired
 from megacpp_overlays.loader.settings import LogForm, Mode, Settings, Switch, plugin_names
 from megacpp_overlays.variables import SETTINGS, SWITCH, Setting
 
@@ -93,12 +93,48 @@ REAL_IDS = ("dsa-indexer-streaming", "hopper-flce-dispatch", "hybrid-linear-ce",
     ],
 )
 def test_of_names_the_beginning_counts_before_the_spelling(given_: str, meant: str) -> None:
-    with pytest.raises(SettingsError, match=rf"did you mean {meant}\? known: MEGACPP_OVERLAYS, "):
+    with pytest.raises(SettingsError, match=rf"did you mean {meant}\?$"):
         Settings.from_env({f"MEGACPP_OVERLAY_{given_}": "off"}, REAL_IDS)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("MEGACPP_OVERLAY_liger_flce_none_backward", "MEGACPP_OVERLAY_LIGER_FLCE_NONE_BACKWARD"),
+        ("MEGACPP_OVERLAY_liger-flce-none-backward", "MEGACPP_OVERLAY_LIGER_FLCE_NONE_BACKWARD"),
+        ("megacpp_overlay_hybrid_linear", "MEGACPP_OVERLAY_HYBRID_LINEAR_CE"),
+        ("megacpp_overlays", "MEGACPP_OVERLAYS"),
+        ("Megacpp_Linear_CE_Logits", LOGITS),
+    ],
+)
+def test_a_name_in_another_case_is_refused_with_the_one_that_is_meant(name: str, meant: str) -> None:
+    with pytest.raises(SettingsError, match=rf"^{name} is no setting of megacpp_overlays; did you mean {meant}\?"):
+        Settings.from_env({name: "off"}, REAL_IDS)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"MEGACPP_OVERLAY_XYZ": "off"},
+        {"MEGACPP_OVERLAY_mla": "off"},
+        {"MEGACPP_OVERLAYS_DISABLE": "xyz"},
+        {"MEGACPP_OVERLAYS_DISABLE": "FLCE"},
+        {"MEGACPP_OVERLAYS_REQUIRE": "xyz=active"},
+    ],
+    ids=str,
+)
+def test_an_error_about_one_of_many_names_is_a_sentence_and_not_a_list(env: dict[str, str]) -> None:
+    with pytest.raises(SettingsError) as refused:
+        Settings.from_env(env, {overlay.id for overlay in registry.load()})
+
+    assert len(str(refused.value)) < 250
+    assert str(refused.value).count(" or ") <= 2
+
+
 def test_a_name_that_is_near_to_nothing_is_refused_without_a_guess() -> None:
-    with pytest.raises(SettingsError, match="MEGACPP_OVERLAY_XYZ is no setting of megacpp_overlays; known: "):
+    with pytest.raises(
+        SettingsError, match=r"MEGACPP_OVERLAY_XYZ is no setting of megacpp_overlays; none of the \d+ known names"
+    ):
         Settings.from_env({"MEGACPP_OVERLAY_XYZ": "off"}, REAL_IDS)
 
 
