@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -20,7 +22,17 @@ from megacpp_overlays.repro import inventory
 from megacpp_overlays.upkeep import audit_diff
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001 - it has no public name
-EXTRA = ("bs4", "jinja2", "markdown_it", "pypi_simple", "requests", "shtab", "tomli")
+EXTRA = {
+    "bs4": "pypi-simple>=1.6",
+    "jinja2": "jinja2>=3.1",
+    "markdown_it": "markdown-it-py>=3",
+    "pypi_simple": "pypi-simple>=1.6",
+    "requests": "requests>=2.28",
+    "shtab": "shtab>=1.7",
+    "tomli": "tomli>=2",
+}
+"""Top-level modules of the extra `upkeep`, each with the requirement that brings it. They are named one by one in the advice, because
+no index has a distribution of this project: a name that nobody owns there is not safe to install."""
 
 _WIDTH = 79
 
@@ -89,7 +101,16 @@ def extra() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in EXTRA:
             raise
-        raise MissingExtraError(f"this command needs {error.name}: pip install 'megacpp-overlays[upkeep]'") from error
+        raise MissingExtraError(
+            f"this command needs {error.name}, of the extra `upkeep`: {_how_to_install()}"
+        ) from error
+
+
+def _how_to_install() -> str:
+    names = dict.fromkeys(
+        each for each in EXTRA.values() if not (each.startswith("tomli") and sys.version_info >= (3, 11))
+    )
+    return f"pip install {shlex.join(names)}, or in a clone pip install '.[upkeep]'"
 
 
 def write_page(

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from megacpp_overlays import cli
-from megacpp_overlays.cli import codes
+from megacpp_overlays.cli import codes, commands
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.errors import (
     ActivationError,
@@ -87,7 +87,11 @@ def test_what_needs_an_extra_has_a_code_of_its_own(
     monkeypatch.setitem(sys.modules, "shtab", None)
 
     assert cli.main(["completion", "bash"]) == ExitCode.MISSING_EXTRA
-    assert "pip install 'megacpp-overlays[upkeep]'" in capsys.readouterr().err
+    advice = capsys.readouterr().err
+    assert "this command needs shtab, of the extra `upkeep`: pip install '" in advice
+    assert all(f"'{requirement}'" in advice for requirement in commands.EXTRA.values() if "tomli" not in requirement)
+    assert "in a clone pip install '.[upkeep]'" in advice
+    assert "megacpp-overlays[" not in advice
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])

@@ -25,6 +25,7 @@ import tomllib
 from packaging.requirements import Requirement
 from places import HANG_S, ROOT
 
+from megacpp_overlays.cli import commands
 from megacpp_overlays.loader import statement
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -167,6 +168,12 @@ def version_in_the_tree() -> str:
 
 PROJECT_VERSION = version_in_the_tree()
 DIST_INFO = f"megacpp_overlays-{PROJECT_VERSION}.dist-info"
+
+
+def test_what_is_advised_for_a_missing_extra_is_what_the_extra_has() -> None:
+    declared = {each.partition(";")[0] for each in PROJECT["project"]["optional-dependencies"]["upkeep"]}
+
+    assert set(commands.EXTRA.values()) == declared
 
 
 def test_package_list_names_every_folder_with_code() -> None:

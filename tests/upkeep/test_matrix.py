@@ -1044,4 +1044,4 @@ def test_the_command_says_what_to_install_where_the_extra_is_missing(
     done = run_python(code, check=False, MEGACPP_OVERLAYS_LOG="logging")
 
     assert done.returncode == ExitCode.MISSING_EXTRA
-    assert "pip install 'megacpp-overlays[upkeep]'" in done.stderr
+    assert "needs pypi_simple, of the extra `upkeep`: pip install 'pypi-simple>=1.6' " in done.stderr

@@ -678,7 +678,7 @@ def test_without_the_extra_it_says_what_to_install(run_python: Callable[..., sub
     done = run_python(code, ROOT, check=False)
 
     assert done.returncode == ExitCode.MISSING_EXTRA
-    assert "needs requests: pip install 'megacpp-overlays[upkeep]'" in done.stderr
+    assert "needs requests, of the extra `upkeep`: pip install " in done.stderr
 
 
 def test_where_nobody_waits_there_is_nothing_to_say() -> None:
