@@ -10,9 +10,9 @@ What the caller gives is left as it is: upstream's method gets a copy of the par
 of a later layer among it, sees a field that was None. With `seq_idx` or `total_tokens` given, with `qkv_format` "sbhd" or
 "bshd", and without boundaries, the caller's own object goes through.
 
-The host never waits. The layers of a pass share one result, which is kept with the tensor of boundaries until that is
-written to. While a CUDA graph is captured nothing kept is used: the graph derives it from what the tensor holds at each
-replay. A kernel that writes to the tensor behind PyTorch's back, outside of a graph, is not noticed.
+The host never waits, and nothing is kept: each layer derives the numbers from the boundaries as they are when it runs. PyTorch counts
+writes to a tensor, but not those of a collective that receives into it, of `.data`, or of a NumPy or DLPack alias, so a kept result
+could be stale. A CUDA graph derives them from what the tensor holds at each replay.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ from typing import Any
 
 from megacpp_overlays.feature_probes import mamba_packed_seq_idx as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
-from megacpp_overlays.runtime import graph_capture
 
-_KEPT = "megacpp_seq_idx"
-"""Attribute of a tensor of boundaries: what was derived from it last, and from which content and for which length."""
 _ROWS_OF_ONE_SAMPLE = frozenset({"sbhd", "bshd"})
 
 
@@ -81,24 +78,6 @@ def _seq_idx(boundaries: Any, tokens: int, device: Any) -> Any:
         tokens: the length of the row; what lies behind the last boundary is a document of its own.
         device: where the row is.
     """
-    import torch
-
-    if (
-        torch.compiler.is_compiling()
-        or graph_capture.capturing(device)
-        or boundaries.is_inference()
-        or torch.is_inference_mode_enabled()
-    ):
-        return _derive(boundaries, tokens, device)
-    made_from = boundaries._version, tokens, device  # noqa: SLF001 - how PyTorch itself tells that a tensor was written to
-    kept = getattr(boundaries, _KEPT, None)
-    if kept is None or kept[0] != made_from:
-        kept = made_from, _derive(boundaries, tokens, device)
-        setattr(boundaries, _KEPT, kept)
-    return kept[1]
-
-
-def _derive(boundaries: Any, tokens: int, device: Any) -> Any:
     import torch
 
     ends = boundaries.detach()[1:].to(device).contiguous()
