@@ -4,9 +4,10 @@ Outside a capture every check is upstream's own. While the current stream is cap
 
 Masks and key positions decide whether a fused indexer may run, and declining is an answer. A mask that the builder of
 this very forward pass made for a causal layer is contiguous by construction, and its key positions are 0, 1, 2 ...;
-the builder's result is marked, and the mark is what is asked later. Without a mark, as for an attention mask that came
-from outside, the fused indexer declines. The fused indexer loss of spring 2026 reads from the host itself, so it
-declines as well and the loss takes upstream's dense path.
+the builder's result is noted by identity, and the note is asked later. An assertion that runs with every replay then holds
+the tensor to it, for PyTorch does not count every write. Without a note, as for an attention mask that came from outside, the
+fused indexer declines. The fused indexer loss of spring 2026 reads from the host itself, so it declines as well and the loss
+takes upstream's dense path.
 
 Position ids and sequence lengths raise when they do not fit, so they stay checked: on the device, by an assertion that
 is captured and runs with every replay. Rows that are one row in memory need none. Where an assertion fails, the next
@@ -27,10 +28,11 @@ from typing import Any
 from megacpp_overlays.feature_probes import dsa_capture_gates as feature
 from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Target, Thread
 from megacpp_overlays.runtime import dynamo, graph_capture
+from megacpp_overlays.runtime.tensor_notes import TensorNotes
 from megacpp_overlays.source.trees import SourceTree
 
-_MARK = "megacpp_contiguous_by_construction"
-"""Attribute of a mask or of key positions: the version of the tensor when its builder returned it."""
+_contiguous: TensorNotes[bool] = TensorNotes()
+"""Masks and key positions that were contiguous when their builder returned them."""
 
 
 def _make_positions(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
@@ -54,7 +56,7 @@ def _make_mask(original: Callable[..., Any], _module: ModuleType) -> Callable[..
         if attn_mask_type is not None and graph_capture.capturing(device):
             made = mask if varlen is None else varlen[-1]
             if made is not None:
-                setattr(made, _MARK, _version(made))
+                _contiguous.set(made, True)
         return mask, varlen
 
     return dynamo.only_inlined(build)
@@ -72,15 +74,19 @@ def _make_bounds(original: Callable[..., Any], _module: ModuleType) -> Callable[
         harmless = (mask is None) == (varlen_starts is None) or (varlen_starts is not None and varlen_ends is None)
         if harmless or not graph_capture.capturing(device):
             return original(sq=sq, skv=skv, device=device, mask=mask, **given)
-        if made is not None and not _is_marked(made):
+        if made is not None and _contiguous.get(made) is None:
             return None
         if varlen_starts is not None:
-            if key_positions is not None and key_positions.shape != (skv,):
-                return None
+            if key_positions is not None:
+                if key_positions.shape != (skv,):
+                    return None
+                _assert_still(key_positions == torch.arange(skv, device=key_positions.device), "key positions")
             return varlen_starts.to(dtype=torch.int32, device=device), varlen_ends.to(dtype=torch.int32, device=device)
         if mask.shape != (sq, skv):
             return None
-        ends = torch.isfinite(mask).sum(dim=-1, dtype=torch.int32)
+        visible = torch.isfinite(mask)
+        ends = visible.sum(dim=-1, dtype=torch.int32)
+        _assert_still(visible == (torch.arange(skv, device=mask.device) < ends[:, None]), "a mask")
         return torch.zeros_like(ends), ends
 
     return dynamo.only_inlined(bounds)
@@ -112,14 +118,11 @@ def _make_lengths(original: Callable[..., Any], _module: ModuleType) -> Callable
     return dynamo.only_inlined(validate)
 
 
-def _version(tensor: Any) -> int | None:
-    """Return a number that changes when a tensor is written to; inference tensors do not count."""
-    return None if tensor.is_inference() else tensor._version  # noqa: SLF001
+def _assert_still(same: Any, what: str) -> None:
+    """Assert on the device that a tensor holds what its builder gave it."""
+    import torch
 
-
-def _is_marked(tensor: Any) -> bool:
-    version = getattr(tensor, _MARK, None)
-    return version is not None and version == _version(tensor)
+    torch._assert_async(same.all(), f"DSA: {what} was written to after it was built")  # noqa: SLF001
 
 
 # Witnesses and self-tests: everything on the CPU, where a rehearsal stands for a capture.

@@ -1,7 +1,7 @@
 """Let a gated delta net with packed sequences be captured into a CUDA graph, for the lengths that it was warmed up with.
 
-Outside a capture every check is upstream's own, and what passed is remembered with the tensor: a copy of its content on
-its device, and what it was checked for. While the current stream is captured only such a tensor is accepted, and only
+Outside a capture every check is upstream's own, and what passed is noted for the tensor object, not on it: a copy of its content
+on its device, and what it was checked for. While the current stream is captured only such a tensor is accepted, and only
 if it passed for queries and for keys, so that the two are one tensor: `torch.equal` answers for one piece of memory
 without looking (torch 2.1 and newer). An assertion that runs with every replay then holds the content to the copy.
 
@@ -10,8 +10,8 @@ on the host, and keep the table by identity of the tensor; a graph replays the c
 in the same tensor it would compute something else and say nothing. Where the assertion fails, the next synchronisation
 reports a device-side assertion and the process is lost.
 
-The copy belongs to the graph from then on, which reads its memory, so it is never replaced. A tensor that is written to
-is compared with its copy when it passes the next time outside a capture, where upstream waits for the device anyway. If
+The copy belongs to the graph from then on, which reads its memory, so it is never replaced. A tensor is compared with its copy
+each time that it passes outside a capture, where upstream waits for the device anyway: PyTorch does not count every write. If
 it holds other lengths it is refused in every later capture, even if they passed: the kernels would still take the table
 of the first ones. Graphs that exist are held to the first lengths by their assertion.
 
@@ -25,15 +25,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from megacpp_overlays.feature_probes import gdn_capture_gates as feature
 from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Target, Thread
 from megacpp_overlays.runtime import dynamo, graph_capture
+from megacpp_overlays.runtime.tensor_notes import TensorNotes
 from megacpp_overlays.source.trees import SourceTree
 
-_MARK = "megacpp_checked"
-"""Attribute of a `cu_seqlens` tensor: what it held when it first passed, and what it passed as since."""
+
+class _Checked(NamedTuple):
+    """Checks that a `cu_seqlens` tensor passed."""
+
+    content: Any
+    """Copy of the tensor when it first passed."""
+    passed: frozenset[tuple[str, int, int]]
+    """Role, tokens and context parallel ranks of each check."""
+    rewritten: bool
+    """Whether it held anything else when it passed later."""
+
+
+_checked: TensorNotes[_Checked] = TensorNotes()
 _ROLES = ("cu_seqlens_q", "cu_seqlens_kv")
 
 
@@ -49,19 +61,19 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
             if not torch.compiler.is_compiling():
                 _remember(found, (name, total_seq_len, cp_size))
             return found
-        checked = getattr(chosen, _MARK, None)
-        if checked is None or any((role, total_seq_len, cp_size) not in checked["passed"] for role in _ROLES):
+        checked = _checked.get(chosen)
+        if checked is None or any((role, total_seq_len, cp_size) not in checked.passed for role in _ROLES):
             raise RuntimeError(
                 f"GDN: {name} cannot be checked while a CUDA graph is captured, and this tensor did not pass before as "
                 f"cu_seqlens_q and as cu_seqlens_kv for {total_seq_len} tokens and cp_size={cp_size}; run a warm-up "
                 "pass first, with one tensor for both, and capture with that very tensor"
             )
-        if checked["rewritten"]:
+        if checked.rewritten or chosen.shape != checked.content.shape:
             raise RuntimeError(
                 f"GDN: {name} was rewritten with other lengths after it had passed, and kernels keep the chunks of the "
                 "first ones with the tensor; run the warm-up pass and the capture with a new tensor"
             )
-        same = (chosen == checked["content"]).all()
+        same = (chosen == checked.content).all()
         torch._assert_async(same, f"GDN: {name} holds other lengths than in the warm-up")  # noqa: SLF001
         return chosen
 
@@ -70,19 +82,15 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
 
 
 def _remember(cu_seqlens: Any, passed: tuple[str, int, int]) -> None:
-    """Keep with a tensor that it passed, what it held the first time, and whether it has held anything else."""
+    """Note that a tensor passed, what it held the first time, and whether it has held anything else."""
     import torch
 
-    version = None if cu_seqlens.is_inference() else cu_seqlens._version  # noqa: SLF001
-    checked = getattr(cu_seqlens, _MARK, None)
-    if checked is None:
-        content = cu_seqlens.detach().clone()
-        checked = {"content": content, "version": version, "passed": set(), "rewritten": False}
-        setattr(cu_seqlens, _MARK, checked)
-    elif version is None or checked["version"] != version:
-        checked["rewritten"] |= not torch.equal(checked["content"], cu_seqlens)
-        checked["version"] = version
-    checked["passed"].add(passed)
+    before = _checked.get(cu_seqlens)
+    if before is None:
+        _checked.set(cu_seqlens, _Checked(cu_seqlens.detach().clone(), frozenset({passed}), rewritten=False))
+        return
+    rewritten = before.rewritten or not torch.equal(before.content, cu_seqlens)
+    _checked.set(cu_seqlens, _Checked(before.content, before.passed | {passed}, rewritten))
 
 
 def _resolver(module: ModuleType, symbol: str) -> Callable[..., Any]:

@@ -31,6 +31,7 @@ from dsa_source import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import HANG_S, ROOT, SUPPORT
+from tensor_writes import COPIES, WRITES, Write
 from trees import STAND_INS
 from warm_python import MEGATRON
 
@@ -329,18 +330,41 @@ def test_a_mask_from_outside_declines(patched: Gates) -> None:
     assert read == []
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS["causal"], LAYOUTS["packed"]], ids=["mask", "key positions"])
-@pytest.mark.parametrize(
-    "change",
-    [torch.clone, lambda tensor: tensor.add_(0), lambda tensor: tensor[:-1]],
-    ids=["copied", "changed", "cut"],
+BUILT = pytest.mark.parametrize(
+    ("layout", "name"),
+    [(LAYOUTS["causal"], "mask"), (LAYOUTS["packed"], "key_positions")],
+    ids=["mask", "key positions"],
 )
-def test_what_was_copied_changed_or_cut_declines(patched: Gates, layout: dict[str, Any], change: Any) -> None:
+
+
+@BUILT
+@pytest.mark.parametrize(
+    "change", [torch.clone, lambda tensor: tensor[:-1], *COPIES.values()], ids=["copied", "cut", *COPIES]
+)
+def test_what_was_copied_or_cut_declines(patched: Gates, layout: dict[str, Any], name: str, change: Any) -> None:
     with graph_capture.rehearsal():
         built = patched.built(**layout)
-        name = "mask" if built["mask"] is not None else "key_positions"
         assert patched.bounds(**built) is not None
         assert patched.bounds(**{**built, name: change(built[name])}) is None
+        assert vars(built[name]) == {}
+
+
+@BUILT
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_what_was_written_to_is_noticed_on_the_device_however_it_was_written(
+    patched: Gates, layout: dict[str, Any], name: str, write: Write
+) -> None:
+    with graph_capture.rehearsal(), graph_capture.host_reads() as read:
+        built = patched.built(**layout)
+        same, other = built[name].clone(), built[name].flip(-1)
+
+        write(built[name], same)
+        assert patched.bounds(**built) is not None
+
+        write(built[name], other)
+        with pytest.raises(RuntimeError, match="was written to after it was built"):
+            patched.bounds(**built)
+    assert read == []
 
 
 def test_key_positions_of_another_length_decline(upstream: Gates, patched: Gates) -> None:

@@ -15,6 +15,7 @@ import torch
 from dsa_source import EditedTree, install, statement_edits, text_of, verdicts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensor_writes import COPIES, WRITES, Copy, Write
 from warm_python import MEGATRON
 
 from megacpp_overlays.feature_probes.gdn_capture_gates import COMMON, READ_LENGTHS, SINGLE
@@ -271,6 +272,41 @@ def test_what_was_rewritten_with_other_lengths_is_refused_for_good(resolve: Reso
             with pytest.raises(RuntimeError, match="rewritten with other lengths"):
                 resolve(given_lengths, role)
     assert read == []
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_other_lengths_are_noticed_however_they_were_written(resolve: Resolver, write: Write) -> None:
+    passed_again, in_a_graph = warmed_up(resolve, lengths(0, 2, 6)), warmed_up(resolve, lengths(0, 2, 6))
+
+    for each in (passed_again, in_a_graph):
+        write(each, lengths(0, 3, 6))
+    warmed_up(resolve, passed_again)
+    write(passed_again, lengths(0, 2, 6))
+
+    with graph_capture.rehearsal():
+        with pytest.raises(RuntimeError, match="rewritten with other lengths"):
+            resolve(passed_again)
+        with pytest.raises(RuntimeError, match="other lengths than in the warm-up"):
+            resolve(in_a_graph)
+
+
+def test_more_documents_in_the_same_tensor_are_refused(resolve: Resolver) -> None:
+    given_lengths = warmed_up(resolve, lengths(0, 2, 6))
+    given_lengths.data = lengths(0, 2, 4, 6)
+
+    with graph_capture.rehearsal(), pytest.raises(RuntimeError, match="rewritten with other lengths"):
+        resolve(given_lengths)
+
+
+@pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
+def test_a_copy_of_what_passed_has_not_passed(resolve: Resolver, make_copy: Copy) -> None:
+    given_lengths = warmed_up(resolve, lengths(0, 2, 6))
+
+    again = make_copy(given_lengths)
+
+    assert (vars(given_lengths), vars(again)) == ({}, {})
+    with graph_capture.rehearsal(), pytest.raises(RuntimeError, match="did not pass before"):
+        resolve(again)
 
 
 def test_the_same_lengths_written_again_pass(resolve: Resolver) -> None:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
-import datetime
-import io
 import json
 import os
-import pickle
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,6 +19,7 @@ import warm_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import HANG_S, ROOT, SUPPORT
+from tensor_writes import COPIES, WRITES, Copy, Write
 from upstream_imports import upstream_module
 from warm_python import MEGATRON, WarmProcess
 
@@ -319,51 +315,9 @@ def test_a_class_of_the_caller_s_own_stays_one(module: ModuleType, mixer: Any, m
     assert (type(given_on[0]), given_on[0].more) == (Own, 3)
 
 
-def in_place(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    tensor.copy_(new)
-
-
-def through_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    tensor.data.copy_(new)
-
-
-def by_other_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    tensor.data = new.clone()
-
-
-def through_numpy(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    tensor.numpy()[:] = new.numpy()
-
-
-def through_dlpack(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    torch.from_dlpack(tensor).copy_(new)
-
-
-def through_its_storage(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    tensor.untyped_storage().copy_(new.untyped_storage())
-
-
-def by_a_broadcast(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    """Receive into the tensor from another rank, which is a thread."""
-    store, limit = torch.distributed.HashStore(), datetime.timedelta(seconds=HANG_S)
-
-    def take_part(rank: int) -> None:
-        group = torch.distributed.ProcessGroupGloo(store, rank, 2, limit)
-        group.broadcast([tensor if rank else new], torch.distributed.BroadcastOptions()).wait()
-
-    with ThreadPoolExecutor() as ranks:
-        list(ranks.map(take_part, range(2)))
-
-
-WRITES = (in_place, through_data, by_other_data, through_numpy, through_dlpack, through_its_storage, by_a_broadcast)
-
-
-@pytest.mark.parametrize("write", WRITES, ids=[each.__name__ for each in WRITES])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_each_layer_reads_the_boundaries_as_they_are_however_they_were_written(
-    write: Callable[[torch.Tensor, torch.Tensor], None],
-    module: ModuleType,
-    mixer: Any,
-    scanned: list[Any],
+    write: Write, module: ModuleType, mixer: Any, scanned: list[Any]
 ) -> None:
     params = packed(module, 0, 2, 6)
     mixer(row(6), packed_seq_params=params)
@@ -375,28 +329,14 @@ def test_each_layer_reads_the_boundaries_as_they_are_however_they_were_written(
     assert [each.tolist() for each in scanned] == [[[0, 0, 1, 1, 1, 1]], [[0] * 5 + [1]], [[0] * 5 + [1, 2]]]
 
 
-COPIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda tensor: pickle.loads(pickle.dumps(tensor)),
-    "torch.save": lambda tensor: saved_and_loaded(tensor),
-}
-
-
-def saved_and_loaded(tensor: torch.Tensor) -> torch.Tensor:
-    torch.save(tensor, file := io.BytesIO())
-    file.seek(0)
-    loaded: torch.Tensor = torch.load(file, weights_only=True)
-    return loaded
-
-
-@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
 def test_copies_of_the_boundaries_bear_nothing_of_a_pass(
-    copied: str, module: ModuleType, mixer: Any, scanned: list[Any]
+    make_copy: Copy, module: ModuleType, mixer: Any, scanned: list[Any]
 ) -> None:
     params = packed(module, 0, 2, 6)
     mixer(row(6), packed_seq_params=params)
 
-    again = COPIES[copied](params.cu_seqlens_q)
+    again = make_copy(params.cu_seqlens_q)
     again.data.copy_(torch.tensor([0, 5, 6]))
     mixer(row(6), packed_seq_params=packed(module, cu_seqlens_q=again))
 

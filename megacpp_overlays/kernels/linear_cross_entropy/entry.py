@@ -55,15 +55,16 @@ from megacpp_overlays.kernels.linear_cross_entropy.parallel import (
     forward_pass,
     gather,
 )
-from megacpp_overlays.kernels.linear_cross_entropy.shard import Wanted
+from megacpp_overlays.kernels.linear_cross_entropy.shard import Kept, Wanted
 from megacpp_overlays.kernels.vocabulary_softmax.numbers import Statistics
+from megacpp_overlays.runtime.tensor_notes import TensorNotes
 
 Reduction = Literal["none", "sum", "mean"]
 Forward = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor]
 
-_KEPT = "megacpp_kept_logits"
-"""Attribute of a forward pass's sums of exponentials. Only they go from upstream's forward to its backward pass."""
+_kept: TensorNotes[Kept] = TensorNotes()
+"""Logits by a forward pass's sums of exponentials, a tensor that goes from upstream's forward to its backward pass as it is."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -155,7 +156,7 @@ def forward_on_any_device(
         loss = loss / num_valid_tokens
     maximum, accumulate = found.statistics.maximum, found.statistics.accumulate
     if found.kept is not None:
-        setattr(accumulate, _KEPT, found.kept)
+        _kept.set(accumulate, found.kept)
     return loss, maximum, accumulate, num_valid_tokens, group.rank, group.ranks, global_hidden
 
 
@@ -196,7 +197,7 @@ def backward_on_any_device(
             Group(tp_group, tp_rank, tp_world_size, sequence_parallel),
             _memory("BWD"),
             Wanted(hidden_dtype=global_hidden.dtype),
-            kept=getattr(accu, _KEPT, None),
+            kept=_kept.get(accu),
         )
     assert d_hidden is not None and d_weight is not None  # noqa: S101, PT018 - both were asked for
     return d_hidden.view(-1, *global_hidden.shape[1:]), d_weight
