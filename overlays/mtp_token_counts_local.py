@@ -43,14 +43,14 @@ def _make_loss(original: Callable[..., Any], module: ModuleType) -> Callable[...
 
     def process_mtp_loss(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
-        group = _group(given.arguments, module)
-        if group is None:
-            return original(*args, **kwargs)
-        given.arguments["config"] = _running.loss = _Counted(given.arguments, group, module.torch)
+        group, before = _group(given.arguments, module), _running.loss
+        _running.loss = None if group is None else _Counted(given.arguments, group, module.torch)
+        if _running.loss is not None:
+            given.arguments["config"] = _running.loss
         try:
             return original(*given.args, **given.kwargs)
         finally:
-            _running.loss = None
+            _running.loss = before
 
     return process_mtp_loss
 

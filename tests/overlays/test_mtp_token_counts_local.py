@@ -254,6 +254,23 @@ def test_rolls_count_during_a_loss_alone_and_in_its_thread_alone() -> None:
     assert [int(each) for each in seen[0].sums] == [2]
 
 
+@pytest.mark.parametrize("is_repaired", [True, False])
+def test_a_loss_within_a_loss_has_rolls_of_its_own(is_repaired: bool) -> None:
+    module, seen = Ranks(), list[Any]()
+    roll = MAKE[ROLL](lambda total: (None, total), module)
+
+    def upstream(labels: Any, loss_mask: Any, config: Any, within: Any = None) -> None:
+        seen.append(config)
+        if within is not None:
+            loss(labels, loss_mask, within)
+        roll(torch.tensor(1 if within is None else 2))
+
+    loss = MAKE[LOSS](upstream, module)
+    loss(torch.zeros(1, 4), None, config(), config(calculate_per_token_loss=is_repaired))
+
+    assert [[int(each) for each in one.sums] for one in seen if hasattr(one, "sums")] == [[2], [1]][: 1 + is_repaired]
+
+
 @pytest.fixture(scope="module")
 def module() -> ModuleType:
     return upstream_module(TARGET.module)
