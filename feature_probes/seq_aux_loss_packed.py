@@ -34,9 +34,16 @@ ROUTER = "TopKRouter"
 LOSS = f"{ROUTER}._apply_seq_aux_loss"
 TARGET = Target(distribution="megatron-core", module="megatron.core.transformer.transformer_layer", symbol=UNFLATTEN)
 ROUTER_TARGET = Target(distribution="megatron-core", module="megatron.core.transformer.moe.router", symbol=LOSS)
+EXPERTS = "MoELayer.forward"
+EXPERTS_TARGET = Target(distribution="megatron-core", module="megatron.core.transformer.moe.moe_layer", symbol=EXPERTS)
+"""Defers routing to a recomputation, which runs in the backward pass."""
+CALLER = f"{LAYER}._forward_mlp"
+CALLER_OF_DEV = f"{LAYER}._forward_mlp_output_with_bias"
+"""Calls the method and then the MoE layer."""
 UTILS = "megatron.core.transformer.moe.moe_utils"
 PARAMS = "megatron.core.packed_seq_params"
 IN_THE_SHARD = "counted-in-the-shard"
+IN_THE_SHARD_OF_DEV = "counted-in-the-shard-before-the-bias"
 
 _WIDTH = "tokens_per_sample"
 _SHARDED = {"sequence_parallel", "rank", "get_rank", "get_tensor_model_parallel_rank", "moe_seq_idx"}
@@ -60,6 +67,11 @@ _KNOWN = {
     "6760b767a6f97bff 82aad988da3bbc5c f2fe298ab096bf1e 60a8c04237cf8abf": "0.19.0 to 0.19.2, main until 2026-08-22",
     "dbe73752c7670001 9b8d3ec574be1a51 b1c766756a02a0b6 38ed9103a8e142cf": "dev of 2026-07-20 to 2026-08-21",
 }
+_EXPERTS = {
+    "a5eafab221f1ece0 8ceec8e17d9b3ce5": "0.19.0 to 0.19.2, main until 2026-08-22",
+    "6e88d926891553e0 81df467e140511ec": "dev of 2026-08-21",
+}
+"""The bodies of `MoELayer.forward` and of `MoELayer.route`, which asks the router."""
 _REPAIRED: Repairs = {}
 """No repair was merged yet."""
 
@@ -72,6 +84,11 @@ def probe(tree: SourceTree) -> Finding:
 def probe_router(tree: SourceTree) -> Finding:
     """Return the same, with what the router does about it."""
     return _probe(tree, ROUTER_TARGET)
+
+
+def probe_experts(tree: SourceTree) -> Finding:
+    """Return the same, with what an MoE layer recomputes."""
+    return _probe(tree, EXPERTS_TARGET)
 
 
 def _probe(tree: SourceTree, target: Target) -> Finding:
@@ -106,8 +123,24 @@ def _probe(tree: SourceTree, target: Target) -> Finding:
     if bodies != _UNFLATTENS or read_in is None:
         raise unknown(layer, method, f"nobody read {UNFLATTEN} {bodies} with {LOSS} {found}")
     if target is TARGET:
-        return broken(IN_THE_SHARD, at(layer, method, f"samples are counted in a rank's shard, as in {read_in}"))
+        shape = IN_THE_SHARD_OF_DEV if CALLER_OF_DEV in _callers(layer) else IN_THE_SHARD
+        return broken(shape, at(layer, method, f"samples are counted in a rank's shard, as in {read_in}"))
+    if target is EXPERTS_TARGET:
+        return _of_experts(tree)
     return broken(IN_THE_SHARD, at(router, loss, f"not told which samples a shard is of, as in {read_in}"))
+
+
+def _of_experts(tree: SourceTree) -> Finding:
+    source = tree.module(EXPERTS_TARGET.module)
+    assert source is not None  # noqa: S101 - it was asked for before
+    forward, cls = _method(source, "MoELayer", EXPERTS), plain_class(source, "MoELayer")
+    routes = [each for each in cls.body if getattr(each, "name", None) == "route"] if cls is not None else []
+    bodies = f"{fingerprint(forward)} {' '.join(map(fingerprint, routes))}"
+    if forward is None or (read_in := _EXPERTS.get(bodies)) is None:
+        raise unknown(source, forward, f"nobody read {EXPERTS} and MoELayer.route {bodies}")
+    return broken(
+        IN_THE_SHARD, at(source, forward, f"a recomputation is not told of which samples a shard is, as in {read_in}")
+    )
 
 
 def _callers(layer: ModuleSource) -> dict[str, ast.FunctionDef]:

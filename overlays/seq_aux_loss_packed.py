@@ -4,30 +4,35 @@ Megatron's `seq_aux_loss` is the mean of the losses of samples. Packing makes on
 an axis of samples back for its MoE router. It counts samples in the shard that it holds, and a sample there may begin or end on
 another rank. So two samples on two ranks are balanced as one, three as well, and of four the first and the third as one.
 
-The layer leaves the row as it is, and tells the router which samples its shard has tokens of. The router sums scores and choices of
-tokens by sample, and upstream's loss runs on these sums, as it does on the rows of an axis of samples: it sums each column over ranks,
-and those of a sample that lies on several come together. Nothing more is sent than upstream sends with an axis of samples.
+The layer leaves the row as it is, and for as long as it calls its MoE layer, its thread has a note of which samples the shard has tokens
+of. The router sums scores and choices of tokens by sample, and upstream's loss runs on these sums, as it does on the rows of an axis of
+samples: it sums each column over ranks, and those of a sample that lies on several come together. Nothing more is sent than upstream
+sends with an axis of samples.
+
+The note is put back as it was when the call ends, also by an exception, so a router that is called in another way has none. A
+recomputation of the MoE layer runs in the backward pass, so the function that it calls again holds the note of its own microbatch.
 
 Upstream's own code runs, with what it has, without sequence parallelism or with one sample; and, wrong as it is, with context parallelism,
-where a layer cannot tell which tokens it holds, with `mlp_chunks_for_training`, with layers in CUDA graphs, and where samples are
-no whole part of a row, or ranks no whole part of a sample. A router whose recomputation would have to know of two batches of one size but other samples ends in an error.
+where a layer cannot tell which tokens it holds, with `mlp_chunks_for_training`, with layers in CUDA graphs, where samples are
+no whole part of a row, or ranks no whole part of a sample, and where a subclass has a loss, or a forward pass, of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import weakref
+import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from megacpp_overlays.feature_probes import seq_aux_loss_packed as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Target, Thread
-from megacpp_overlays.runtime.in_this_thread import answer
+from megacpp_overlays.runtime.in_this_thread import Instead, answer
+from megacpp_overlays.runtime.overrides import reaches
 
 _KNOWS = "__megacpp_knows_shares__"
-"""Attribute of a router's loss that takes shares: a layer tells no other."""
+"""Attribute of the seams that take shares: of a router's loss, and of an MoE layer's forward pass."""
 
 
 class _Share(NamedTuple):
@@ -52,61 +57,60 @@ class _Share(NamedTuple):
         return torch.nn.functional.pad(sums, (0, 0, 0, len(rows) // self.samples - 1))
 
 
-_Size = tuple[int, int]
-"""Rows and columns of tokens, as a router sees them."""
+class _Routed(NamedTuple):
+    """What a layer has its MoE layer route."""
+
+    router: Any
+    size: tuple[int, int]
+    """Rows and columns of tokens, as the router sees them."""
+    share: _Share
 
 
-class _Told:
-    """What a router was told of the batches that it sees."""
+class _MlpCall:
+    """One call of a layer's MLP, and what is routed in it."""
 
-    def __init__(self) -> None:
-        self._shares: dict[_Size, _Share] = {}
-        self._whole: _Size | None = None
-        """The last batch that is no share."""
-
-    def tell(self, size: _Size, share: _Share | None, *, recomputed: bool) -> None:
-        """Note what the next batch of a size is.
-
-        Raises:
-            RuntimeError: it is another than the last of that size, which may be routed again in a backward pass.
-        """
-        before = self._shares.get(size)
-        if recomputed and before != share and (before is not None or self._whole == size):
-            raise RuntimeError(
-                f"{size[0]} tokens are {_words(share)} here, and were {_words(before)} in a microbatch that the MoE layer may still "
-                "recompute: its router could not tell the two apart. What to do: microbatches of one kind, or no "
-                "recomputation of moe; MEGACPP_OVERLAY_SEQ_AUX_LOSS_PACKED=off lets it run with upstream's loss"
-            )
-        if share is None:
-            self._shares.pop(size, None)
-            self._whole = size
-        else:
-            self._shares[size] = share
-            self._whole = None if self._whole == size else self._whole
-
-    def share(self, size: _Size) -> _Share | None:
-        return self._shares.get(size)
+    def __init__(self, routed: _Routed | None = None) -> None:
+        self.routed = routed
 
 
-def _words(share: _Share | None) -> str:
-    return "one sample" if share is None else f"of {share.samples} samples of {share.width}"
+_here = threading.local()
+"""Has the innermost call of a layer's MLP that this thread is in."""
 
 
-_told: weakref.WeakKeyDictionary[Any, _Told] = weakref.WeakKeyDictionary()
-"""By router."""
+def _during(call: _MlpCall, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function as a part of a layer's call of its MLP."""
+    before = getattr(_here, "call", None)
+    _here.call = call
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _here.call = before
+
+
+def _share_now(router: Any, size: tuple[int, int]) -> _Share | None:
+    """Return which samples the rows are of that a router sees now, or None where no layer said so."""
+    call = getattr(_here, "call", None)
+    routed = None if call is None else call.routed
+    return routed.share if routed is not None and routed.router is router and routed.size == size else None
+
+
+def _make_caller(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
+    def call_mlp(*args: Any, **kwargs: Any) -> Any:
+        return _during(_MlpCall(), original, *args, **kwargs)
+
+    return call_mlp
 
 
 def _make_unflatten(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
     def _maybe_unflatten_for_moe(
         self: Any, hidden_states: Any, padding_mask: Any, packed_seq_params: Any
     ) -> tuple[Any, Any, Any]:
-        router = getattr(self.mlp, "router", None) if self.is_moe_layer and self.training else None
-        if router is not None and _listens(router):
-            rows, columns = hidden_states.shape[:2]
-            share = _share(self, rows, packed_seq_params) if columns == 1 else None
-            recomputed = bool(getattr(self.mlp, "moe_layer_recompute", False))
-            _told.setdefault(router, _Told()).tell((rows, columns), share, recomputed=recomputed)
-            if share is not None:
+        call = getattr(_here, "call", None)
+        if call is not None and self.is_moe_layer and self.training and hidden_states.shape[1] == 1:
+            rows = hidden_states.shape[0]
+            share = _share(self, rows, packed_seq_params)
+            if share is not None and _listens(self.mlp):
+                call.routed = _Routed(self.mlp.router, (rows, 1), share)
                 return hidden_states, padding_mask, None
         unflattened: tuple[Any, Any, Any] = original(self, hidden_states, padding_mask, packed_seq_params)
         return unflattened
@@ -114,10 +118,16 @@ def _make_unflatten(original: Callable[..., Any], _module: ModuleType) -> Callab
     return _maybe_unflatten_for_moe
 
 
-def _listens(router: Any) -> bool:
-    """Return whether the other seam is there."""
-    name = feature.LOSS.rpartition(".")[2]
-    return any(getattr(vars(each).get(name), _KNOWS, False) for each in type(router).__mro__)
+def _listens(experts: Any) -> bool:
+    """Return whether the loss of an MoE layer's router takes shares, and what recomputes the layer keeps them."""
+    router = getattr(experts, "router", None)
+    recomputed = getattr(experts, "moe_layer_recompute", False)
+    return _takes_shares(router, feature.LOSS) and (not recomputed or _takes_shares(experts, feature.EXPERTS))
+
+
+def _takes_shares(holder: Any, symbol: str) -> bool:
+    name = symbol.rpartition(".")[2]
+    return reaches(type(holder), name, lambda _, raw: getattr(raw, _KNOWS, False))
 
 
 def _share(layer: Any, rows: int, packed_seq_params: Any) -> _Share | None:
@@ -136,17 +146,50 @@ def _share(layer: Any, rows: int, packed_seq_params: Any) -> _Share | None:
 
 def _make_loss(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
     def _apply_seq_aux_loss(
-        self: Any, probs: Any, scores_for_aux_loss: Any, routing_map: Any, seq_length: int, bsz: int, **kwargs: Any
+        self: Any,
+        probs: Any,
+        scores_for_aux_loss: Any,
+        routing_map: Any,
+        seq_length: int,
+        bsz: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        told = _told.get(self)
-        share = told.share((seq_length, bsz)) if told is not None else None
+        share = _share_now(self, (seq_length, bsz))
         if share is None or self.get_aux_loss_coeff("seq_aux_loss") == 0:
-            return original(self, probs, scores_for_aux_loss, routing_map, seq_length, bsz, **kwargs)
+            return original(self, probs, scores_for_aux_loss, routing_map, seq_length, bsz, *args, **kwargs)
         scores, chosen = (share.by_sample(each) for each in (scores_for_aux_loss, routing_map))
-        return original(self, probs, scores, chosen, seq_length // share.samples, share.samples, **kwargs)
+        return original(self, probs, scores, chosen, seq_length // share.samples, share.samples, *args, **kwargs)
 
     setattr(_apply_seq_aux_loss, _KNOWS, True)
     return _apply_seq_aux_loss
+
+
+def _make_experts(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call: _MlpCall | None = getattr(_here, "call", None)
+        if call is None or call.routed is None or call.routed.router is not self.router or not self.moe_layer_recompute:
+            return original(self, *args, **kwargs)
+        return original(_RoutingIn(call, self), *args, **kwargs)
+
+    setattr(forward, _KNOWS, True)
+    return forward
+
+
+class _RoutingIn:
+    """An MoE layer that routes as a part of a call, whenever that is: upstream's closure holds it until the backward pass."""
+
+    def __init__(self, call: _MlpCall, experts: Any) -> None:
+        vars(self).update(_call=call, _experts=experts)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_experts"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_experts"], name, value)
+
+    def route(self, *args: Any, **kwargs: Any) -> Any:
+        return _during(vars(self)["_call"], vars(self)["_experts"].route, *args, **kwargs)
 
 
 _WIDTH, _SAMPLES, _RANKS, _EXPERTS = 4, (3, 4), 2, 2
@@ -154,7 +197,33 @@ _ENOUGH = 1e-5
 
 
 def observe(module: ModuleType) -> Observation:
-    """Let a layer on each of two ranks have a shard of three and of four samples: is its router told of which?"""
+    """Let a layer on each of two ranks have a shard of three and of four samples: does its MoE layer get it as it is, with a note?"""
+    import torch
+
+    found, right = [], []
+    for samples in (*_SAMPLES, 1):
+        rows = samples * _WIDTH // _RANKS
+        for rank in range(_RANKS):
+            layer = _layer(module, rank)
+            states = torch.zeros(rows, 1, 1, dtype=torch.float32, device="cpu")
+            _call_of(module)(layer, states, packed_seq_params=SimpleNamespace(tokens_per_sample=_WIDTH))
+            shape, share = layer.mlp.seen
+            found.append((*shape, share, _share_now(layer.mlp.router, (rows, 1))))
+            right.append((rows, 1, 1, _Share(_WIDTH, samples, rank * rows) if samples > 1 else None, None))
+    seen = ", ".join(f"{rows} by {columns} {'noted' if share else 'as one'}" for rows, columns, _, share, _ in found)
+    return Observation(broken=found != right, seen=f"shards of 3, 4 and 1 samples on two ranks, {seen}")
+
+
+def _call_of(module: ModuleType) -> Callable[..., Any]:
+    """Return the method that calls an MLP."""
+    layer = getattr(module, feature.LAYER)
+    of_dev = feature.CALLER_OF_DEV.rpartition(".")[2]
+    call: Callable[..., Any] = getattr(layer, of_dev, None) or layer._forward_mlp  # noqa: SLF001 - it is what is replaced
+    return call
+
+
+def _layer(module: ModuleType, rank: int) -> Any:
+    """Return a layer of one of two ranks, with an MoE layer that keeps what it sees."""
     import torch
 
     class Router:
@@ -164,30 +233,99 @@ def observe(module: ModuleType) -> Observation:
 
         setattr(_apply_seq_aux_loss, _KNOWS, True)
 
-    seen, broken = [], False
-    unflatten = getattr(module, feature.LAYER)._maybe_unflatten_for_moe  # noqa: SLF001 - it is what is replaced
-    for samples in (*_SAMPLES, 1):
-        rows = samples * _WIDTH // _RANKS
-        for rank in range(_RANKS):
-            layer = SimpleNamespace(
-                is_moe_layer=True,
-                training=True,
-                config=SimpleNamespace(sequence_parallel=True, context_parallel_size=1, mlp_chunks_for_training=1),
-                pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: _RANKS, rank=lambda rank=rank: rank)),
-                mlp=SimpleNamespace(router=Router()),
-            )
-            states = torch.zeros(rows, 1, 1, dtype=torch.float32, device="cpu")
-            states, _, unflattened = unflatten(layer, states, None, SimpleNamespace(tokens_per_sample=_WIDTH))
-            told = _told.get(layer.mlp.router)
-            share = told.share((rows, 1)) if told is not None else None
-            right = _Share(_WIDTH, samples, rank * rows) if samples > 1 else None
-            broken |= (share, unflattened, *states.shape) != (right, None, rows, 1, 1)
-            seen.append(f"of {samples}: {tuple(states.shape[:2])} {'one sample' if share is None else 'told'}")
-    return Observation(broken=broken, seen=f"shards on two ranks, {', '.join(seen)}")
+    class Experts(torch.nn.Module):  # type: ignore[misc]
+        def forward(self, states: Any, **_: Any) -> tuple[Any, None]:
+            self.seen = tuple(states.shape), _share_now(self.router, tuple(states.shape[:2]))
+            return states, None
+
+    experts = Experts()
+    experts.router = Router()
+    return _UpstreamLayer(
+        getattr(module, feature.LAYER),
+        is_moe_layer=True,
+        training=True,
+        config=_NothingElse(
+            sequence_parallel=True,
+            context_parallel_size=1,
+            cuda_graph_impl="none",
+            mlp_chunks_for_training=1,
+            mlp_chunks_for_prefill=1,
+        ),
+        pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: _RANKS, rank=lambda: rank)),
+        mlp=experts,
+        _forward_pre_mlp_layernorm=lambda states: states,
+        _forward_post_mlp=lambda output, _residual: output,
+        _apply_mlp_bda_step=lambda output, _residual, _state: output,
+    )
+
+
+class _NothingElse(SimpleNamespace):
+    """Has None for whatever else upstream asks for."""
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+
+class _UpstreamLayer(_NothingElse):
+    """Has the methods of a class of upstream's, whose constructor would need process groups."""
+
+    def __init__(self, kind: type, **own: Any) -> None:
+        super().__init__(_kind=kind, **own)
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(vars(self)["_kind"], name, None)
+        return None if method is None else method.__get__(self)
+
+
+def observe_experts(module: ModuleType) -> Observation:
+    """Let an MoE layer route a shard and, once that call is over, route it again, as a backward pass does."""
+    import torch
+
+    found: list[_Share | None] = []
+    deferred: list[Callable[[], Any]] = []
+
+    class Router(torch.nn.Module):  # type: ignore[misc]
+        def forward(self, states: Any, *_: Any) -> tuple[Any, Any]:
+            found.append(_share_now(self, tuple(states.shape[:2])))
+            return states, states
+
+    def checkpoint(function: Callable[..., Any], _distributes: bool, *given: Any) -> tuple[Any, Any]:
+        deferred.append(lambda: function(*given))
+        return given[0], None
+
+    experts = module.MoELayer.__new__(module.MoELayer)
+    torch.nn.Module.__init__(experts)
+    for name, value in {
+        "router": Router(),
+        "attn_tp_group": SimpleNamespace(size=lambda: 1),
+        "config": _NothingElse(sequence_parallel=True),
+        "fwd_execution_map": ["route"],
+        "moe_layer_recompute": True,
+        "shared_experts_compute": lambda _states: None,
+        "preprocess": lambda states, probs, _map: (states, probs),
+    }.items():
+        setattr(experts, name, value)
+    share = _Share(_WIDTH, _SAMPLES[0], 0)
+    states = torch.zeros(_WIDTH, 1, 1, dtype=torch.float32, device="cpu")
+    parallel = module.tensor_parallel
+    names, replaced = vars(module), Instead(parallel, checkpoint=answer(checkpoint, parallel.checkpoint))
+    call = _MlpCall(_Routed(experts.router, (_WIDTH, 1), share))
+    try:
+        names["tensor_parallel"] = replaced
+        _during(call, module.MoELayer.forward, experts, states, (states, states))
+    finally:
+        names["tensor_parallel"] = parallel
+    for again in deferred:
+        again()
+    experts.route(states)
+    return Observation(
+        broken=found != [share, None],
+        seen=f"a router that an MoE layer recomputes {'has' if found[0] else 'lacks'} the note of its microbatch",
+    )
 
 
 def observe_router(module: ModuleType) -> Observation:
-    """Tell a router on each of two ranks of which samples its shard is, and compare its loss with the mean over them.
+    """Let a router on each of two ranks balance a shard with a note of its samples, and compare its loss with the mean over them.
 
     Nothing is sent: each rank balances what it has of each sample.
     """
@@ -214,11 +352,11 @@ def _losses(module: ModuleType, samples: int, rank: int) -> tuple[float, float]:
     router.routing_type, router.topk, router.tp_cp_group = "seq_aux_loss", 1, None
     router._get_aux_loss_groups = lambda _params: _NO_GROUPS  # noqa: SLF001 - dev asks itself
     router.attach_and_log_load_balancing_loss = lambda _probs, _weight, loss, *_, **_options: losses.append(loss)
-    _told.setdefault(router, _Told()).tell((rows, 1), _Share(_WIDTH, samples, rows * rank), recomputed=False)
     owners = torch.arange(rank * rows, (rank + 1) * rows, device="cpu") // _WIDTH
     scores = torch.stack([0.2 + 0.2 * owners, 0.8 - 0.2 * owners], dim=1).to(torch.float32)
     chosen = torch.stack([owners % _EXPERTS == each for each in range(_EXPERTS)], dim=1)
-    router._apply_seq_aux_loss(scores, scores, chosen, rows, 1, with_padding_mask=False)  # noqa: SLF001
+    call = _MlpCall(_Routed(router, (rows, 1), _Share(_WIDTH, samples, rows * rank)))
+    _during(call, router._apply_seq_aux_loss, scores, scores, chosen, rows, 1, with_padding_mask=False)  # noqa: SLF001
     own = [(scores[owners == each].sum(0), chosen[owners == each].sum(0)) for each in range(samples)]
     right = sum(float((score * count).sum()) for score, count in own) * _EXPERTS / (rows / samples) ** 2 / samples
     return float(losses[0].detach()), right
@@ -253,7 +391,10 @@ def _alone(module: ModuleType) -> Iterator[None]:
 
 
 def _part(
-    target: Target, probe: Callable[..., Any], seam: Replacement, watch: Callable[[ModuleType], Observation]
+    target: Target,
+    probe: Callable[..., Any],
+    seams: dict[str, tuple[Replacement, ...]],
+    watch: Callable[[ModuleType], Observation],
 ) -> Overlay:
     return Overlay(
         id="seq-aux-loss-packed",
@@ -261,7 +402,7 @@ def _part(
         title="balance each sample of a packed microbatch under sequence parallelism",
         target=target,
         probe=probe,
-        replacements={feature.IN_THE_SHARD: (seam,)},
+        replacements=seams,
         unsupported={},
         witness=watch,
         self_test=watch,
@@ -284,12 +425,27 @@ def _part(
     )
 
 
+_UNFLATTEN = Replacement(symbol=feature.UNFLATTEN, make=_make_unflatten)
 PARTS = (
     _part(
         feature.ROUTER_TARGET,
         feature.probe_router,
-        Replacement(symbol=feature.LOSS, make=_make_loss),
+        {feature.IN_THE_SHARD: (Replacement(symbol=feature.LOSS, make=_make_loss),)},
         observe_router,
     ),
-    _part(feature.TARGET, feature.probe, Replacement(symbol=feature.UNFLATTEN, make=_make_unflatten), observe),
+    _part(
+        feature.EXPERTS_TARGET,
+        feature.probe_experts,
+        {feature.IN_THE_SHARD: (Replacement(symbol=feature.EXPERTS, make=_make_experts),)},
+        observe_experts,
+    ),
+    _part(
+        feature.TARGET,
+        feature.probe,
+        {
+            feature.IN_THE_SHARD: (_UNFLATTEN, Replacement(symbol=feature.CALLER, make=_make_caller)),
+            feature.IN_THE_SHARD_OF_DEV: (_UNFLATTEN, Replacement(symbol=feature.CALLER_OF_DEV, make=_make_caller)),
+        },
+        observe,
+    ),
 )

@@ -199,7 +199,11 @@ LISTED: tuple[Listed, ...] = (
         id="seq-aux-loss-packed",
         installs=True,
         off_by_default=False,
-        targets=("megatron.core.transformer.moe.router", "megatron.core.transformer.transformer_layer"),
+        targets=(
+            "megatron.core.transformer.moe.router",
+            "megatron.core.transformer.moe.moe_layer",
+            "megatron.core.transformer.transformer_layer",
+        ),
     ),
     Listed(
         id="latent-moe-fc2-init",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from megacpp_overlays.overlays.seq_aux_loss_packed import PARTS
 pytestmark = pytest.mark.upstream
 
 OLDER, NEWEST = "0.19.0", "0.19.2"
-OF_LOSS, OF_LAYER = PARTS
+OF_LOSS, OF_EXPERTS, OF_LAYER = PARTS
 ROUNDING = 1e-5
 
 
@@ -33,7 +34,7 @@ def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) 
     """What a release does with the overlay and without it, by ranks."""
     others = {"MEGACPP_OVERLAY_MASKED_AUX_LOSS_TOKENS": "off"}  # pack 41 changes a batch under a mask, too
     answer = megatron_says(request.param, SUPPORT / "packed_shards.py", **others)
-    assert answer["decisions"] == ["active", "active"]
+    assert answer["decisions"] == ["active"] * 3
     assert set(answer["found"]) == {str(each) for each in RANKS}
     return answer["found"]
 
@@ -53,7 +54,7 @@ def test_upstream_balances_several_samples_as_one(measured: Any) -> None:
 
 def test_packed_samples_are_balanced_as_those_of_a_batch(measured: Any) -> None:
     for ranks in measured.values():
-        assert len(ranks["on"]["packed"]) == 9
+        assert len(ranks["on"]["packed"]) == 10
         for way, packed in ranks["on"]["packed"].items():
             assert apart(packed, ranks["on"]["batch"][way]) < ROUNDING, way
             assert max(map(abs, packed["gradient"])) > 0.01, way
@@ -76,15 +77,13 @@ def test_outputs_of_the_layer_do_not_change(measured: Any) -> None:
                 assert packed["output"] == pytest.approx(ranks["off"]["packed"][way]["output"], abs=1e-6), way
 
 
-def test_batches_that_a_recomputation_could_not_tell_apart_end_in_an_error(measured: Any) -> None:
-    said = measured[str(RANKS[0])]["on"]["one size, other samples"]
-
-    assert said.pop("the same again") == ""
-    assert len(said) == 3
-    for each in said.values():
-        assert "could not tell the two apart" in each
-        assert "MEGACPP_OVERLAY_SEQ_AUX_LOSS_PACKED=off" in each
-    assert set(measured[str(RANKS[0])]["off"]["one size, other samples"].values()) == {""}
+def test_what_calls_an_mlp_or_a_router_by_itself_gets_upstream_s_loss(measured: Any) -> None:
+    """As `megatron.core.models.gpt.fine_grained_callables` does, with as many tokens as the layer had a moment ago."""
+    for ranks in measured.values():
+        for kind in ("plain", "recomputed"):
+            assert ranks["on"][f"directly, {kind}"] == ranks["off"][f"directly, {kind}"]
+            for learnt in ranks["on"][f"directly, {kind}"].values():
+                assert learnt["loss"] > 0
 
 
 # In this process
@@ -98,7 +97,7 @@ def modules() -> Iterator[dict[str, ModuleType]]:
         yield found
 
 
-@pytest.mark.parametrize("part", PARTS, ids=["router", "layer"])
+@pytest.mark.parametrize("part", PARTS, ids=["router", "experts", "layer"])
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence(part: Any, modules: dict[str, ModuleType]) -> None:
     module = modules[part.target.module]
     before = dict(vars(module))
@@ -113,24 +112,62 @@ def test_the_witness_sees_the_defect_and_the_self_test_its_absence(part: Any, mo
     assert dict(vars(module)) == before
 
 
-class Listens:
-    """Stands for a router whose loss has the other seam."""
-
-    def _apply_seq_aux_loss(self) -> None: ...
-
-
-class Deaf:
-    """Stands for one that has not."""
-
-    def _apply_seq_aux_loss(self) -> None: ...
+def seam(part: Any, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what a part puts in the place of a method, around another function."""
+    made = {each.symbol.rpartition(".")[2]: each.make for each in part.replacements[IN_THE_SHARD]}[name]
+    replacement: Callable[..., Any] = made(original, ModuleType("upstream"))
+    return replacement
 
 
-@pytest.fixture(autouse=True, scope="module")
-def listening(modules: dict[str, ModuleType]) -> None:
-    ((replacement,),) = OF_LOSS.replacements.values()
-    Listens._apply_seq_aux_loss = replacement.make(  # type: ignore[method-assign]
-        Listens._apply_seq_aux_loss, modules[OF_LOSS.target.module]
-    )
+class Plain:
+    """Stands for a router without the seam: its loss answers with the length, the samples and the shape of what it balances."""
+
+    coefficient = 0.5
+
+    def get_aux_loss_coeff(self, name: str) -> float:
+        assert name == "seq_aux_loss"
+        return self.coefficient
+
+    def _apply_seq_aux_loss(
+        self, probs: Any, scores: Any, chosen: Any, length: int, samples: int, with_padding_mask: bool = False
+    ) -> tuple[int, ...]:
+        assert scores.shape == chosen.shape
+        return length, samples, *scores.shape
+
+
+class Router(Plain):
+    """Stands for one with the seam."""
+
+    _apply_seq_aux_loss = seam(OF_LOSS, "_apply_seq_aux_loss", Plain._apply_seq_aux_loss)
+
+
+class Experts:
+    """Stands for an MoE layer with the seam."""
+
+    moe_layer_recompute = False
+
+    def __init__(self, router: Any) -> None:
+        self.router = router
+
+    def route(self, rows: Any) -> Any:
+        tokens = rows.flatten(0, 1)
+        return self.router._apply_seq_aux_loss(tokens, tokens, tokens > 0, *rows.shape[:2])
+
+    def _plain_forward(self, rows: Any) -> Any:
+        return self.route(rows)
+
+    forward = seam(OF_EXPERTS, "forward", _plain_forward)
+
+
+class Recomputing(Experts):
+    """Stands for one that routes in the backward pass alone."""
+
+    moe_layer_recompute = True
+
+    def _plain_forward(self, rows: Any) -> Callable[[], Any]:
+        return lambda: self.route(rows)
+
+    forward = seam(OF_EXPERTS, "forward", _plain_forward)
 
 
 class Group:
@@ -144,30 +181,57 @@ class Group:
         return 0
 
 
-def layer(*, router: Any = None, ranks: int = 2, training: bool = True, moe: bool = True, **config: Any) -> Any:
+def layer(*, experts: Any = None, ranks: int = 2, training: bool = True, moe: bool = True, **config: Any) -> Any:
     asked = {"sequence_parallel": True, "context_parallel_size": 1, "mlp_chunks_for_training": 1, **config}
     return SimpleNamespace(
         is_moe_layer=moe,
         training=training,
         config=SimpleNamespace(**asked),
         pg_collection=SimpleNamespace(tp=Group(ranks)),
-        mlp=SimpleNamespace(router=Listens() if router is None else router),
+        mlp=Experts(Router()) if experts is None else experts,
     )
 
 
-def unflattened(made: Any, rows: int = 2 * WIDTH, columns: int = 1, width: int | None = WIDTH) -> Any:
-    """Return what a layer with the seam makes of rows: upstream's own answer is a word."""
-    ((replacement,),) = OF_LAYER.replacements.values()
-    seam = replacement.make(lambda *_: "upstream", ModuleType("layers"))
-    return seam(made, torch.zeros(rows, columns, 1), None, SimpleNamespace(tokens_per_sample=width))
+def mlp_of(made: Any, rows: int = 2 * WIDTH, columns: int = 1, width: int | None = WIDTH, **given: Any) -> Any:
+    """Return what the MLP of a layer with the seams comes to: a word where upstream's own code gives rows an axis of samples."""
+
+    def upstream(self: Any, states: Any, params: Any) -> Any:
+        states, *_, samples = unflatten(self, states, None, params)
+        if samples == "upstream":
+            return samples
+        return given.get("then", self.mlp.forward)(states)
+
+    unflatten = seam(OF_LAYER, "_maybe_unflatten_for_moe", lambda _, states, *__: (states, None, "upstream"))
+    forward_mlp = seam(OF_LAYER, "_forward_mlp", upstream)
+    return forward_mlp(made, torch.ones(rows, columns, 3), SimpleNamespace(tokens_per_sample=width))
 
 
-def test_a_shard_of_several_samples_is_left_as_it_is() -> None:
-    states, mask, axis = unflattened(layer())
+FOUR_SAMPLES, AS_ONE = (WIDTH // 2, 4, WIDTH // 2, 4 * 3), (2 * WIDTH, 1, 2 * WIDTH, 3)
 
-    assert states.shape == (2 * WIDTH, 1, 1)
-    assert (mask, axis) == (None, None)
-    assert unflattened(layer(cuda_graph_impl="full_iteration"))[2] is None
+
+def test_a_shard_of_several_samples_is_balanced_by_sample() -> None:
+    assert mlp_of(layer()) == FOUR_SAMPLES
+    assert mlp_of(layer(cuda_graph_impl="full_iteration")) == FOUR_SAMPLES
+    assert mlp_of(layer(), width=2 * WIDTH) == (WIDTH, 2, WIDTH, 2 * 3)
+
+
+class OwnLoss(Router):
+    def _apply_seq_aux_loss(self, *_: Any) -> None: ...
+
+
+class HandsOn(Router):
+    def _apply_seq_aux_loss(self, *given: Any) -> Any:
+        return super()._apply_seq_aux_loss(*given)
+
+
+class HandsOnByName(Router):
+    def _apply_seq_aux_loss(self, *given: Any) -> Any:
+        return Router._apply_seq_aux_loss(self, *given)
+
+
+class OwnForward(Recomputing):
+    def forward(self, rows: Any) -> Any:
+        return lambda: self.route(rows)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +241,10 @@ def test_a_shard_of_several_samples_is_left_as_it_is() -> None:
         ({"ranks": 1}, {}),
         ({"moe": False}, {}),
         ({"training": False}, {}),
-        ({"router": Deaf()}, {}),
+        ({"experts": Experts(Plain())}, {}),
+        ({"experts": Experts(OwnLoss())}, {}),
+        ({"experts": OwnForward(Router())}, {}),
+        ({"experts": object()}, {}),
         ({"context_parallel_size": 2}, {}),
         ({"mlp_chunks_for_training": 2}, {}),
         ({"cuda_graph_impl": "transformer_engine"}, {}),
@@ -194,6 +261,9 @@ def test_a_shard_of_several_samples_is_left_as_it_is() -> None:
         "no experts",
         "not trained",
         "a router without the seam",
+        "a router with a loss of its own",
+        "a recomputation of its own",
+        "no router",
         "context parallelism",
         "in chunks",
         "graphs of Transformer Engine",
@@ -206,60 +276,75 @@ def test_a_shard_of_several_samples_is_left_as_it_is() -> None:
     ],
 )
 def test_upstream_s_own_code_runs_for_anything_else(made: dict[str, Any], given: dict[str, Any]) -> None:
-    assert unflattened(layer(**made), **given) == "upstream"
+    assert mlp_of(layer(**made), **given) == "upstream"
 
 
-def test_a_router_that_is_made_from_the_one_with_the_seam_is_told() -> None:
-    class Own(Listens):
-        pass
-
-    class Overrides(Listens):
-        def _apply_seq_aux_loss(self) -> None: ...
-
-    for each in (Own, Overrides):
-        assert unflattened(layer(router=each())) != "upstream"
+@pytest.mark.parametrize("router", [HandsOn(), HandsOnByName(), type("Own", (Router,), {})()])
+def test_a_subclass_that_hands_on_to_the_loss_with_the_seam_balances_by_sample(router: Any) -> None:
+    assert mlp_of(layer(experts=Experts(router))) == FOUR_SAMPLES
 
 
-def test_what_was_told_is_forgotten_with_the_next_batch_of_its_size() -> None:
-    seen: list[int] = []
+def test_what_a_layer_says_ends_with_its_call() -> None:
+    made = layer()
+    assert mlp_of(made) == FOUR_SAMPLES
 
-    class Router(Listens):
-        def get_aux_loss_coeff(self, name: str) -> float:
-            assert name == "seq_aux_loss"
-            return 0.5
+    assert made.mlp.forward(torch.ones(2 * WIDTH, 1, 3)) == AS_ONE
+    assert made.mlp.route(torch.ones(2 * WIDTH, 1, 3)) == AS_ONE
+    assert (
+        pickle.loads(pickle.dumps(copy.deepcopy(vars(made.mlp.router)))) == {}
+    )  # nothing is left on what upstream saves
 
-    ((replacement,),) = OF_LOSS.replacements.values()
-    loss = replacement.make(
-        lambda _self, _probs, scores, chosen, length, samples, **_: seen.append((length, samples, *scores.shape)),
-        ModuleType("routers"),
-    )
-    router, rows = Router(), torch.ones(2 * WIDTH, 3)
-    made = layer(router=router)
 
-    def balanced() -> Any:
-        loss(router, rows, rows, rows > 0, 2 * WIDTH, 1, with_padding_mask=False)
-        return seen[-1]
+def test_what_a_layer_says_ends_with_an_exception() -> None:
+    made = layer()
 
-    unflattened(made)
-    assert balanced() == (WIDTH // 2, 4, WIDTH // 2, 4 * 3)
-    unflattened(made, width=None)
-    assert balanced() == (2 * WIDTH, 1, 2 * WIDTH, 3)
-    unflattened(made, width=2 * WIDTH)
-    assert balanced() == (WIDTH, 2, WIDTH, 2 * 3)
-    assert pickle.loads(pickle.dumps(copy.deepcopy(vars(router)))) == {}  # nothing is left on what upstream saves
+    def fail(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        mlp_of(made, then=fail)
+
+    assert made.mlp.route(torch.ones(2 * WIDTH, 1, 3)) == AS_ONE
+
+
+def test_what_a_layer_says_is_of_its_thread_and_of_the_rows_that_it_gives() -> None:
+    made = layer()
+    rows = torch.ones(2 * WIDTH, 1, 3)
+
+    def ask_elsewhere(states: Any) -> Any:
+        with ThreadPoolExecutor(1) as other:
+            (in_a_thread,) = other.map(made.mlp.forward, [rows])
+        return in_a_thread, made.mlp.forward(rows[1:]), Experts(Router()).forward(rows), made.mlp.forward(states)
+
+    assert mlp_of(made, then=ask_elsewhere) == (AS_ONE, (2 * WIDTH - 1, 1, 2 * WIDTH - 1, 3), AS_ONE, FOUR_SAMPLES)
+
+
+def test_each_recomputation_has_the_samples_of_its_own_microbatch() -> None:
+    made = layer(experts=Recomputing(Router()))
+    four, two = mlp_of(made), mlp_of(made, width=2 * WIDTH)
+    alone = made.mlp.forward(torch.ones(2 * WIDTH, 1, 3))
+
+    with ThreadPoolExecutor(1) as backward:
+        found = [backward.submit(each).result() for each in (alone, two, four, two)]
+
+    assert found == [AS_ONE, (WIDTH, 2, WIDTH, 2 * 3), FOUR_SAMPLES, (WIDTH, 2, WIDTH, 2 * 3)]
+
+
+def test_what_an_mlp_sets_on_itself_is_set_on_the_one_that_is_recomputed() -> None:
+    class Counts(Recomputing):
+        def _plain_forward(self, rows: Any) -> Any:
+            self.rows = len(rows)
+            return self.missing_ones if hasattr(self, "missing_ones") else self.rows
+
+        forward = seam(OF_EXPERTS, "forward", _plain_forward)
+
+    made = layer(experts=Counts(Router()))
+
+    assert mlp_of(made) == made.mlp.rows == 2 * WIDTH
 
 
 def test_a_router_without_that_loss_sums_nothing() -> None:
-    seen: list[Any] = []
-    ((replacement,),) = OF_LOSS.replacements.values()
-    loss = replacement.make(lambda *given, **_: seen.append(given), ModuleType("routers"))
+    made = layer()
+    made.mlp.router.coefficient = 0
 
-    class Router(Listens):
-        def get_aux_loss_coeff(self, _name: str) -> float:
-            return 0
-
-    router, rows = Router(), torch.ones(2 * WIDTH, 3)
-    unflattened(layer(router=router))
-    loss(router, rows, rows, rows, 2 * WIDTH, 1)
-
-    assert seen == [(router, rows, rows, rows, 2 * WIDTH, 1)]
+    assert mlp_of(made) == AS_ONE

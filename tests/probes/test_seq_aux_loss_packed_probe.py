@@ -10,6 +10,8 @@ from probing import Texts, ask
 from repair_cases import CASES, archive, edited_release
 
 from megacpp_overlays.feature_probes.seq_aux_loss_packed import (
+    EXPERTS,
+    EXPERTS_TARGET,
     IN_THE_SHARD,
     LOSS,
     PARAMS,
@@ -19,6 +21,7 @@ from megacpp_overlays.feature_probes.seq_aux_loss_packed import (
     UNFLATTEN,
     UTILS,
     probe,
+    probe_experts,
     probe_router,
 )
 from megacpp_overlays.model import Finding, Verdict
@@ -27,7 +30,7 @@ from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
 LENGTH_NOT_KNOWN = ("0.1.0", "0.5.0", "0.8.0", "0.11.0", "0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.0", "0.16.1")
 NOR_KNOWN = ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2")
 BROKEN = ("0.19.0", "0.19.1", "0.19.2")
-PROBES = (probe, probe_router)
+PROBES = (probe, probe_router, probe_experts)
 
 Wheel = Callable[[str, str], Path]
 
@@ -49,7 +52,7 @@ def test_releases_whose_rows_do_not_say_how_long_samples_are_are_absent(version:
 def test_releases_that_count_in_the_shard_are_broken(version: str, wheel: Wheel) -> None:
     tree = ArchiveTree(wheel("megatron-core", version))
 
-    for each, target in zip(PROBES, (TARGET, ROUTER_TARGET), strict=True):
+    for each, target in zip(PROBES, (TARGET, ROUTER_TARGET, EXPERTS_TARGET), strict=True):
         finding = each(tree)
         assert (finding.verdict, finding.shape) == (Verdict.BROKEN, IN_THE_SHARD)
         assert str(finding.evidence[0].file).endswith(target.module.replace(".", "/") + ".py")
@@ -62,7 +65,7 @@ def test_given_trees_are_recognised(upstream_trees: list[Path]) -> None:
 
 @pytest.mark.parametrize("text", [None, "class Other: pass"])
 def test_what_is_not_there_is_absent(text: str | None) -> None:
-    texts = Texts({TARGET.module: text, ROUTER_TARGET.module: text, PARAMS: text})
+    texts = Texts({TARGET.module: text, ROUTER_TARGET.module: text, EXPERTS_TARGET.module: text, PARAMS: text})
 
     assert {ask(each, texts).verdict for each in PROBES} == {Verdict.ABSENT}
 
@@ -167,6 +170,24 @@ def test_every_method_on_the_way_must_be_one_that_was_read(symbol: str, how: str
 )
 def test_what_was_not_read_is_unrecognised(module: str, old: str, new: str) -> None:
     assert {each.verdict for each in edited(module, old, new)} == {Verdict.UNRECOGNISED}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("        if self.moe_layer_recompute and self.training:\n", "        if self.moe_layer_recompute:\n"),
+        ("self.route(hidden_states, padding_mask)", "self.router(hidden_states, padding_mask)"),
+        ("apply_module(self.router)(hidden_states, padding_mask)", "apply_module(self.router)(hidden_states)"),
+        ('    @maybe_skip_or_early_return_by_cudagraph("route")\n', ""),
+        ("class MoELayer(", "@other\nclass MoELayer("),
+    ],
+    ids=["another recomputation", "another call", "another mask", "another decorator", "another class"],
+)
+def test_what_recomputes_a_router_must_be_what_was_read(old: str, new: str) -> None:
+    found = edited(EXPERTS_TARGET.module, old, new)
+
+    assert [each.verdict for each in found] == [Verdict.BROKEN, Verdict.BROKEN, Verdict.UNRECOGNISED]
+    assert EXPERTS in found[-1].evidence[0].seen or "MoELayer" in found[-1].evidence[0].seen
 
 
 def test_what_knows_of_shards_and_was_not_read_looks_repaired() -> None:

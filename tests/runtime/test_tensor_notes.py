@@ -113,6 +113,18 @@ def test_no_module_asks_for_the_version_of_a_tensor() -> None:
     assert [path for path, source in SOURCES.items() if "_version" in words_of(source)] == []
 
 
+def test_no_module_has_another_mapping_by_objects() -> None:
+    """What belongs to a call is kept for as long as the call lasts."""
+    found = {
+        f"{path}: {word}"
+        for path, source in SOURCES.items()
+        for word in words_of(source)
+        if word.endswith("KeyDictionary")
+    }
+
+    assert found == set()
+
+
 def test_what_is_cached_depends_on_values_alone() -> None:
     cached = {
         f"{path}: {each.name}": {ast.unparse(one.annotation) for one in each.args.args if one.annotation is not None}

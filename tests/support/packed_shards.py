@@ -142,32 +142,32 @@ def ways(ranks: int) -> dict[str, Any]:
         found[name]["two at once"] = two_at_once(
             kinds["recomputed"], {"samples": 2, "packed": packed}, {"samples": 3, "packed": packed}
         )
+        found[name]["two of one size"] = two_at_once(
+            kinds["recomputed"],
+            {"samples": 4, "packed": packed},
+            {"samples": 2, "packed": packed, "width": 2 * WIDTH},
+            {"samples": 1, "packed": packed, "width": 4 * WIDTH},
+        )
+    for kind in ("plain", "recomputed"):
+        found[f"directly, {kind}"] = directly(kinds[kind])
     with torch.no_grad():
         found["without gradients"] = run(plain, 3, packed=True)
     found["not trained"] = run(plain.eval(), 3, packed=True)
-    if ranks == RANKS[0]:
-        found["one size, other samples"] = clash(ranks)
     return found
 
 
-def clash(ranks: int) -> dict[str, str]:
-    """Return what is said of a second microbatch of the size of the first that a recomputation could not tell apart."""
-    four = {"samples": 4, "packed": True}
-    others = {
-        "other samples": (four, {"samples": 2, "packed": True, "width": 2 * WIDTH}),
-        "one sample after four": (four, {"samples": 1, "packed": True, "width": 4 * WIDTH}),
-        "four samples after one": ({"samples": 1, "packed": True, "width": 4 * WIDTH}, four),
-        "the same again": (four, four),
-    }
-    said: dict[str, str] = {}
-    for name, batches in others.items():
-        try:
-            two_at_once(layer(ranks, **RECOMPUTED), *batches)
-            said[name] = ""
-        except RuntimeError as error:
-            said[name] = str(error)
-        log().clear()
-    return said
+def directly(made: Any) -> dict[str, Any]:
+    """Return what is learnt where something else than the layer calls its MLP, and a router, with tokens of a packed row that it just ran."""
+    own, given = row(4, packed=True)
+    kept = made._forward_mlp(own, **given)
+    (kept * 0.0).sum().backward()
+    learnt(made)
+    found = {}
+    for name, call in {"mlp": made.mlp, "route": made.mlp.route}.items():
+        output, *_ = call(own)
+        (output * 0.0).sum().backward()
+        found[name] = learnt(made)
+    return found
 
 
 def on_a_rank(ranks: int) -> dict[str, Any]:
