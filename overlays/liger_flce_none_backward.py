@@ -13,9 +13,18 @@ Upstream's forward pass runs too, before ours and without gradients where the re
 - token accuracy or predicted tokens are asked for: all outputs are upstream's then. Five products instead of four.
 - something about the arguments is unusual, so that upstream may refuse them, and then says why.
 
-As in liger-kernel 0.8.2, where gradients per token are upstream's own: the hidden states and the output layer must not
-be changed in place between the forward and the backward pass (autograd raises if they were), and the z-loss output
-carries no gradient of its own. As in every release, the gradients cannot be differentiated again.
+The releases that are repaired compute their gradients in the forward pass, so nothing that is written between the passes
+reaches them. Here
+
+- targets, bias and class weights are copied: a static or prefetch buffer may take the next batch before the backward pass.
+- hidden states and the weight of the output layer are read again, as in liger-kernel 0.8.2, where gradients per token are
+  upstream's own. Written in place between the passes they end in autograd's RuntimeError. A write through `.data` is not
+  noticed: the gradients are those of the new values. A copy would take the memory that this loss exists to save.
+- inference tensors are taken like any constant, where 0.8.2 refuses them. An output layer over hidden states from
+  `torch.inference_mode` gets its gradient; the releases that are repaired leave it without one, or fail.
+
+As in liger-kernel 0.8.2 the z-loss output carries no gradient of its own. As in every release, the gradients cannot be
+differentiated again.
 """
 
 from __future__ import annotations
@@ -82,7 +91,7 @@ def _forward(
                 if call[name] is not None:
                     call[name] = call[name].detach()
             if gradient_required(given):
-                call["_input"].requires_grad_()
+                call["_input"] = _requiring_gradient(call["_input"])
             theirs = original(ctx, **call)
             compute(ctx, names, given)  # this replaces the tensors that upstream saved
             return theirs
@@ -90,6 +99,11 @@ def _forward(
         return dynamo.only_inlined(forward)
 
     return make
+
+
+def _requiring_gradient(x: torch.Tensor) -> torch.Tensor:
+    """Return detached hidden states with `requires_grad` set, which an inference tensor refuses and its copy does not."""
+    return (x.clone() if x.is_inference() else x).requires_grad_()
 
 
 def _is_usual(given: Mapping[str, Any]) -> bool:
@@ -119,6 +133,7 @@ def _compute(
 
     from megacpp_overlays.kernels.linear_cross_entropy.memory import process_wide
     from megacpp_overlays.kernels.linear_cross_entropy.parallel import Group, forward_pass
+    from megacpp_overlays.kernels.linear_cross_entropy.saved_tensors import private_copy, save
 
     memory = memory or process_wide()
     # Without grad mode the node still says what would need a gradient, but has nowhere to send one.
@@ -127,7 +142,8 @@ def _compute(
     x, layer = given["_input"], call.layer
     with torch.autocast(x.device.type, enabled=False):
         found = forward_pass(call.rows, call.labels, layer, call.terms, Group(), memory, comes_back=comes_back)
-    ctx.save_for_backward(call.rows, layer.weight, given["bias"], call.labels, layer.class_weight, *found.statistics)
+    small = (given["bias"], call.labels, layer.class_weight)
+    save(ctx, call.rows, layer.weight, *(map(private_copy, small) if comes_back else small), *found.statistics)
     setattr(ctx, _STATE, _State(names, call.terms, memory, x.dtype, found.kept))
     z_losses = liger.z_losses(found, given)
     return found.losses.float(), None if z_losses is None else z_losses.to(x.dtype)
@@ -138,13 +154,14 @@ def _make_backward(original: Callable[..., Any], module: ModuleType) -> Callable
     from torch.autograd.function import once_differentiable
 
     from megacpp_overlays.kernels.linear_cross_entropy.parallel import Group, Layer, backward_pass
+    from megacpp_overlays.kernels.linear_cross_entropy.saved_tensors import saved
     from megacpp_overlays.kernels.linear_cross_entropy.shard import Wanted
     from megacpp_overlays.kernels.vocabulary_softmax.numbers import Statistics
 
     @once_differentiable  # type: ignore[untyped-decorator]
     def per_token(ctx: Any, grad_output: Any) -> tuple[Any, ...]:
         state: _State = getattr(ctx, _STATE)
-        rows, weight, bias, labels, ce_weight, *statistics = ctx.saved_tensors
+        rows, weight, bias, labels, ce_weight, *statistics = saved(ctx)
         places = [state.names.index(name) for name in ("_input", "weight", "bias")]
         # Autograd lists only the arguments that were passed; the bias may have been left out.
         needs = [place < len(ctx.needs_input_grad) and ctx.needs_input_grad[place] for place in places]
@@ -293,7 +310,8 @@ OVERLAY = Overlay(
     opt_in=False,
     breaks=(
         'with reduction="none", the gradients of the input, weight and bias are all scaled by the first '
-        "token's upstream gradient"
+        "token's upstream gradient; with it, the hidden states and the output layer must not be written between the forward "
+        "and the backward pass, as from liger-kernel 0.8.2 on (in place: an error; through `.data`: wrong gradients)"
     ),
     brief='gradients with reduction="none"',
     until="liger-kernel is 0.8.2 or newer",

@@ -566,7 +566,7 @@ def test_logits_are_not_kept_where_nobody_will_come_back_for_them(who: str) -> N
 
 
 @pytest.mark.parametrize("memory", WAYS)
-@pytest.mark.parametrize("name", ["hidden", "weight", "target"])
+@pytest.mark.parametrize("name", ["hidden", "weight"])
 def test_an_input_that_is_changed_between_the_passes_is_noticed(name: str, memory: Memory) -> None:
     inputs = draw(6, 4, 9)
     inputs.hidden = inputs.hidden.contiguous()
@@ -578,6 +578,44 @@ def test_an_input_that_is_changed_between_the_passes_is_noticed(name: str, memor
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward(inputs.arriving)
+
+
+@pytest.mark.parametrize("memory", WAYS)
+@pytest.mark.parametrize("through_data", [False, True])
+def test_targets_bias_and_class_weights_may_be_written_again_before_the_backward_pass(
+    through_data: bool, memory: Memory
+) -> None:
+    """As where a static or prefetch buffer takes the next batch before the backward pass of the batch ahead of it."""
+    inputs = draw(6, 4, 9, bias=True, class_weight=True, label_smoothing=0.1)
+    inputs.target, inputs.bias = inputs.target.contiguous(), inputs.bias.contiguous()
+    true = truth(inputs)
+    leaves = leaves_of(inputs)
+    loss = call(inputs, memory=memory)
+
+    for buffer in (inputs.target, inputs.bias, inputs.class_weight):
+        with torch.no_grad():
+            (buffer.data if through_data else buffer).fill_(3)
+
+    slopes = torch.autograd.grad(loss, list(leaves.values()), inputs.arriving)
+    all_close(dict(zip(leaves, slopes, strict=True)), {name: true[name] for name in leaves})
+
+
+@pytest.mark.parametrize("memory", WAYS)
+@pytest.mark.parametrize("constant", ["hidden", "weight", "bias", "target", "class_weight"])
+def test_inference_tensors_are_constants_like_any_other(constant: str, memory: Memory) -> None:
+    """`save_for_backward` refuses them, which is why `torch.nn.functional.linear` does."""
+    inputs = draw(6, 4, 9, bias=True, class_weight=True)
+    true = truth(inputs)
+    leaves = leaves_of(inputs)
+    leaves.pop(constant, None)
+    with torch.inference_mode():
+        setattr(inputs, constant, getattr(inputs, constant).detach().clone())
+    assert getattr(inputs, constant).is_inference()
+
+    loss = call(inputs, memory=memory)
+    for _ in range(2):
+        slopes = torch.autograd.grad(loss, list(leaves.values()), inputs.arriving, retain_graph=True)
+        all_close(dict(zip(leaves, slopes, strict=True)), {name: true[name] for name in leaves})
 
 
 def test_a_second_derivative_is_refused() -> None:

@@ -158,6 +158,44 @@ def test_older_releases_are_a_conflict_that_says_so(report: Report) -> None:
     assert "use liger-kernel 0.8.2 or newer" in found["reason"]
 
 
+def test_gradients_of_a_mean_and_a_sum_are_those_of_the_forward_pass_and_inference_tensors_are_constants(
+    releases: Releases, run_python: Callable[..., Any]
+) -> None:
+    """Nothing that is written between the passes reaches them, as with upstream's own."""
+    code = """
+import megacpp_overlays
+import torch
+from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as function
+assert next(each for each in megacpp_overlays.audit().records if each.overlay.pack == 46).decision.value == "active"
+def inputs():
+    x, weight = torch.linspace(-1, 1, 6).view(3, 2), torch.linspace(1, -2, 10).view(5, 2)
+    return [x.requires_grad_(), weight.requires_grad_(), torch.tensor([0, 4, -100]), torch.zeros(5).requires_grad_()]
+def gradients(loss, given):
+    return torch.autograd.grad(loss, [each for each in given if each.requires_grad])
+def losses(given, reduction):
+    return function.apply(*given, None, -100, 0.0, 0.0, reduction)[0]
+for reduction in ("mean", "sum"):
+    given = inputs()
+    right = gradients(losses(given, reduction), given)
+    for written in range(4):
+        given = inputs()
+        loss = losses(given, reduction)
+        with torch.no_grad():
+            given[written].copy_(torch.ones_like(given[written]))
+        print(all(torch.equal(*pair) for pair in zip(gradients(loss, given), right, strict=True)))
+    for constant in range(4):
+        given = inputs()
+        expected = [each for place, each in zip((0, 1, 3), right) if place != constant]
+        with torch.inference_mode():
+            given[constant] = given[constant].detach().clone()
+        seen = gradients(losses(given, reduction), given)
+        print(all(torch.equal(*pair) for pair in zip(seen, expected, strict=True)))
+"""
+    done = releases.python(run_python, NEWEST, code, TRITON_INTERPRET="1", **ON)
+
+    assert done.stdout.split() == ["True"] * 16
+
+
 # In this process
 
 

@@ -295,21 +295,79 @@ for seen, expected in zip(outcome(torch.full((5,), 0.25), target.int(), torch.on
     releases.python(run_python, "0.8.1", code, TRITON_INTERPRET="1")
 
 
-def test_a_change_in_place_between_the_passes_is_refused(releases: Releases, run_python: Callable[..., Any]) -> None:
-    code = f"""{CALL}
+BETWEEN = f"""{CALL}
 bias, ce_weight = torch.zeros(5, requires_grad=True), torch.ones(5)
-for changed in (x, weight, target, bias, ce_weight):
+named = dict(x=x, weight=weight, target=target, bias=bias, ce_weight=ce_weight)
+before = {{name: each.detach().clone() for name, each in named.items()}}
+def slopes(loss):
+    leaves = [each for each in (x, weight, bias) if each.requires_grad]
+    return torch.autograd.grad(loss.sum(), leaves, retain_graph=True)
+def same(loss):
+    return all(torch.equal(*pair) for pair in zip(slopes(loss), right))
+"""
+"""Inputs with names, and whether gradients are still those of the values that the forward pass saw."""
+
+
+def test_targets_bias_and_class_weights_may_be_written_again_before_the_backward_pass(
+    releases: Releases, run_python: Callable[..., Any]
+) -> None:
+    """As with these releases, which compute gradients in the forward pass; a static or prefetch buffer is written so."""
+    code = f"""{BETWEEN}
+right = slopes(losses(x, weight, target, bias, ce_weight))
+for way in (lambda each: each, lambda each: each.data):
+    for name in ("target", "bias", "ce_weight"):
+        loss = losses(x, weight, target, bias, ce_weight)
+        with torch.no_grad():
+            way(named[name]).copy_(torch.arange(len(named[name])))
+        print(same(loss))
+        named[name].data.copy_(before[name])
+"""
+    done = releases.python(run_python, "0.8.1", code)
+
+    assert done.stdout.split() == ["True"] * 6
+
+
+def test_hidden_states_or_an_output_layer_written_in_place_between_the_passes_are_refused(
+    releases: Releases, run_python: Callable[..., Any]
+) -> None:
+    """As in 0.8.2, where upstream computes gradients per token: both are read again, and a copy would take their memory."""
+    code = f"""{BETWEEN}
+for name in ("x", "weight"):
     loss = losses(x, weight, target, bias, ce_weight)
     with torch.no_grad():
-        changed.add_(0)
+        named[name].add_(0)
     try:
-        loss.sum().backward()
+        slopes(loss)
     except RuntimeError as error:
         print("modified by an inplace operation" in str(error))
 """
     done = releases.python(run_python, "0.8.1", code)
 
-    assert done.stdout.split() == ["True"] * 5
+    assert done.stdout.split() == ["True"] * 2
+
+
+@pytest.mark.parametrize("version", ["0.6.3", "0.7.0", "0.8.1"])
+def test_inference_tensors_are_constants_like_any_other(
+    version: str, releases: Releases, run_python: Callable[..., Any]
+) -> None:
+    """One release of each broken shape, with usual arguments, and with a bias for which upstream's forward pass runs, too."""
+    code = f"""{BETWEEN}
+def gradients(given):
+    loss = function.apply(*given.values(), -100, 0.0, 0.0, "none")[0]
+    return torch.autograd.grad(loss.sum(), [each for each in given.values() if each is not None and each.requires_grad])
+usual = named
+unusual = dict(named, bias=torch.zeros(1, 5, requires_grad=True), ce_weight=None)
+for given in (usual, unusual):
+    for name, each in given.items():
+        if each is not None:
+            with torch.inference_mode():
+                constant = each.detach().clone()
+            pairs = zip(gradients(dict(given, **{{name: constant}})), gradients(dict(given, **{{name: each.detach()}})))
+            print(constant.is_inference() and all(torch.equal(*pair) for pair in pairs))
+"""
+    done = releases.python(run_python, version, code, TRITON_INTERPRET="1")
+
+    assert done.stdout.split() == ["True"] * 9
 
 
 def test_kept_logits_save_the_first_backward_pass_a_product(releases: Releases, run_python: Callable[..., Any]) -> None:

@@ -9,6 +9,10 @@ CUDA devices compute with cuBLAS and Triton, all others in plain PyTorch. After 
 backward pass (see `memory`, which also says when tokens that do not count are left out) there is no host
 synchronisation, so a step can be captured in a CUDA graph, and no atomic addition either, so a step that is repeated
 gives the same bits.
+
+Targets, bias and class weights are copied for the backward pass, so their buffers may be written again before it. Hidden
+states and the weight are read again: autograd raises if they were written in place in between, and does not notice a write
+through `.data`. Inference tensors are taken like any constant.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from megacpp_overlays.kernels.linear_cross_entropy.parallel import (
     gather,
     own_class_weight,
 )
+from megacpp_overlays.kernels.linear_cross_entropy.saved_tensors import private_copy, save, saved
 from megacpp_overlays.kernels.linear_cross_entropy.shard import Wanted
 from megacpp_overlays.kernels.vocabulary_softmax.numbers import Statistics
 
@@ -114,7 +119,8 @@ class _LinearCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
             rows = gather(hidden.detach(), group).reshape(-1, hidden.shape[-1]).to(dtype).contiguous()
             found = forward_pass(rows, labels, layer, terms, group, memory, comes_back=comes_back)
             divisor = mean_divisor(labels, layer, terms, found.losses.dtype) if reduction == "mean" else None
-        ctx.save_for_backward(rows, weight, bias, labels, class_weight, divisor, *found.statistics)
+        small = map(private_copy, (bias, labels, class_weight)) if comes_back else (bias, labels, class_weight)
+        save(ctx, rows, weight, *small, divisor, *found.statistics)
         ctx.options, ctx.hidden = options, (hidden.shape, hidden.dtype)
         ctx.kept = found.kept
         if reduction == "none":
@@ -126,7 +132,7 @@ class _LinearCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         terms, _, group, memory, main_grad, _ = ctx.options
-        rows, weight, bias, labels, class_weight, divisor, *statistics = ctx.saved_tensors
+        rows, weight, bias, labels, class_weight, divisor, *statistics = saved(ctx)
         shape, dtype = ctx.hidden
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         if divisor is not None:
