@@ -118,7 +118,7 @@ def resolve(module: ModuleType, symbol: str) -> tuple[Owner, str]:
             raise SeamError(f"{owner_name(owner)} has no class {part}")
         owner = inner
     if not hasattr(owner, name):
-        raise SeamError(f"{owner_name(owner)} has no attribute {name}")
+        raise SeamError(f"{owner_name(owner)} has no attribute {name}: a seam replaces what is there, and adds nothing")
     return owner, name
 
 
