@@ -7,7 +7,7 @@ an edit anywhere in it may matter. So its fingerprint must be known, and nothing
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from megacpp_overlays.feature_probes.definitions import plain_class, plain_function
 from megacpp_overlays.feature_probes.findings import at, unknown
@@ -70,9 +70,7 @@ def check_known(source: ModuleSource, symbol: str, bodies: Collection[str]) -> N
     node = source.find(symbol)
     if node is None:
         raise unknown(source, None, f"{source.name} has no {symbol}")
-    owner = source.find(symbol.rpartition(".")[0]) if "." in symbol else source.syntax
-    if node not in getattr(owner, "body", ()):
-        raise unknown(source, node, f"{symbol} is defined under a condition")
+    _check_unconditional(source, symbol, node)
     if (seen := fingerprint(node)) not in bodies:
         raise unknown(source, node, f"{symbol} has an unknown body {seen}")
     for change in source.bindings.changes(symbol) if "." not in symbol else ():
@@ -83,6 +81,33 @@ def check_known(source: ModuleSource, symbol: str, bodies: Collection[str]) -> N
         for change in source.bindings.of(f"{symbol}.{name}"):
             if id(change) not in inside:
                 raise unknown(source, change, f"{symbol}.{name} may be replaced outside its definition")
+
+
+def _check_unconditional(source: ModuleSource, symbol: str, node: ast.stmt) -> None:
+    """Check that a name has no other value than its definition, whatever runs.
+
+    A function of a module may be defined in the body of a `try`, as upstreams do after an optional import. It is known
+    to be bound only once, so an exception on the way leaves the name without a value and never with another one. A
+    method that is not bound may be inherited instead, and the name of a module may come from its `__getattr__`.
+
+    Raises:
+        SourceError: it is defined below a condition, or in a `try` and something else may be found in its place.
+    """
+    owner = source.find(symbol.rpartition(".")[0]) if "." in symbol else source.syntax
+    if node in getattr(owner, "body", ()):
+        return
+    if owner is not source.syntax or node not in _tried(source.syntax.body):
+        raise unknown(source, node, f"{symbol} is defined under a condition")
+    if others := source.bindings.of("__getattr__"):
+        raise unknown(source, others[0], f"{symbol} is defined in a try, and this may be found in its place")
+
+
+def _tried(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements in the bodies of `try` statements, and not in handlers, `else` or `finally`."""
+    for statement in body:
+        if isinstance(statement, ast.Try):
+            yield from statement.body
+            yield from _tried(statement.body)
 
 
 def check_imported(source: ModuleSource, names: Collection[str], *spellings: str) -> None:

@@ -23,6 +23,7 @@ from megacpp_overlays.source.file_trees import DirectoryTree
 
 OPTION = "--upstream-tree"
 PORTABLE = "megacpp_overlays.kernels.linear_cross_entropy.entry"
+BLACKWELL = "megatron.core.fusions.linear_cross_entropy.blackwell.entry"
 HOPPER = "megatron.core.fusions.linear_cross_entropy.hopper.entry"
 
 Report = Callable[..., dict[str, Any]]
@@ -99,6 +100,19 @@ def test_every_other_device_keeps_upstream_s_answer(report: Report) -> None:
         assert with_overlay["answers"][major] == without["answers"][major]
     assert with_overlay["answers"]["7"] == refused(7)
     assert with_overlay["without cuda"] == without["without cuda"] == "AssertionError: CUDA is not available"
+
+
+def test_blackwell_keeps_the_entry_that_upstream_defines_once_its_kernels_are_imported(report: Report) -> None:
+    """It stands below `try: import`, and its parameters are those that the portable entry has."""
+    found, without_kernels = report(KERNELS="1"), report()
+
+    assert found["decision"] == "active", found["reason"]
+    assert found["blackwell entry"] == {"forward": [*feature.FORWARD], "backward": [*feature.BACKWARD]}
+    assert found["answers"]["10"] == BLACKWELL
+    assert (found["answers"]["8"], found["answers"]["12"]) == (PORTABLE, PORTABLE)
+    assert found["answers"]["9"] == (PORTABLE if found["shape"] == feature.BLACKWELL_ONLY else HOPPER)
+    assert without_kernels["blackwell entry"] is None
+    assert without_kernels["answers"]["10"].startswith("AttributeError")
 
 
 def test_the_capability_of_an_amd_gpu_means_something_else(report: Report) -> None:

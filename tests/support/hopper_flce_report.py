@@ -1,22 +1,48 @@
 """Run in a fresh interpreter: what Megatron's dispatcher answers on made-up devices, as JSON.
 
 The tree is the one that is first on the path. MEGACPP_OVERLAYS decides whether the overlay is on. With LATE=1 it is
-imported after the target, and after a failed call.
+imported after the target, and after a failed call. With KERNELS=1 the packages of upstream's kernels can be imported,
+so that its entries define their functions; none of these kernels can run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.abc
+import importlib.util
+import inspect
 import json
 import logging
 import os
 import pickle
 import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 
+
+class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds every module of nvidia-cutlass-dsl and cuda-python, with whatever is asked of it."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        is_one = name.partition(".")[0] in {"cuda", "cutlass"}
+        return importlib.util.spec_from_loader(name, self, is_package=True) if is_one else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__getattr__ = self.attribute  # type: ignore[method-assign]
+
+    def attribute(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return mock.MagicMock(name=name)
+
+
 LATE = os.environ.get("LATE") == "1"
+if os.environ.get("KERNELS") == "1":
+    sys.meta_path.insert(0, KernelPackages())
 if not LATE:
     import megacpp_overlays  # noqa: F401 - it arms
 # isort: split
@@ -62,6 +88,15 @@ def answer(device: Device, major: int, *, fresh: bool = True) -> str:
     return str(platform.forward_func.__module__)
 
 
+def blackwell_entry() -> dict[str, list[str]] | None:
+    """Return the parameters of the functions of upstream's own entry, or None where it cannot import its kernels."""
+    from megatron.core.fusions.linear_cross_entropy.blackwell import entry
+
+    if not hasattr(entry, "forward"):
+        return None
+    return {name: list(inspect.signature(getattr(entry, name)).parameters) for name in ("forward", "backward")}
+
+
 def hopper_without_kernels(device: Device) -> Any:
     """Return the answer for 9 where upstream's own entry could not import what it needs, and what was logged."""
     try:
@@ -102,6 +137,7 @@ def main() -> None:
     record = next(r for r in megacpp_overlays.audit().records if r.overlay.id == OVERLAY)
     report["decision"], report["shape"], report["reason"] = record.decision.value, record.shape, record.reason
     report["answers"] = {major: answer(device, major) for major in (7, 8, 9, 10, 11, 12)}
+    report["blackwell entry"] = blackwell_entry()
     torch.version.hip = "6.4"
     report["amd"] = answer(device, 12)
     torch.version.hip = None

@@ -878,7 +878,7 @@ CASES = {
         {
             "class rebound": ("@lru_cache(maxsize=1)", "Platform = Older\n\n\n@lru_cache(maxsize=1)"),
             "branch raises": ("in (8, 9, 10, 12):\n", "in (8, 9, 10, 12):\n            raise ValueError(capability)\n"),
-            "entry refuses": (_ENTRY, "def forward(", "@refused\ndef forward("),
+            "entry refuses": (_ENTRY, "    def forward(", "    @refused\n    def forward("),
             "getter rebound": ("class LinearCrossEntropy(", "_get_platform = older\n\n\nclass LinearCrossEntropy("),
             "no entry module": (_ENTRY, stand_in(FUSION / "linear_cross_entropy/blackwell/entry.py"), ""),
             "never dispatched": ("in (8, 9, 10, 12)", "not in (8, 9, 10, 12)"),
