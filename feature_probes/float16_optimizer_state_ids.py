@@ -40,6 +40,8 @@ _REPAIRED = table(
         f"{_SHARDING}:optim_state_to_sharding_state",
     ),
     {
+        "head of pull request 5929 (2026-08-10)": "837486dd84008e7b 4f329ac3bd880c9d 4a857a9e0f0c1015 - "
+        "6706751ff06a2966 84c61a6eb3085449 7ed1a126cdcf1344 360cd2017e48098c",
         "main 86e928a97f (2026-08-10)": "bdc16aa9b8775f2f 4f329ac3bd880c9d 5d05c2345b4b0deb 9f00694a578b4308 "
         "6706751ff06a2966 84c61a6eb3085449 7ed1a126cdcf1344 360cd2017e48098c",
         "main db57c152e6 (2026-08-11) to d98e8a64dd": "bdc16aa9b8775f2f 4f329ac3bd880c9d 5d05c2345b4b0deb 9f00694a578b4308 "
@@ -52,7 +54,7 @@ _REPAIRED = table(
         "6706751ff06a2966 84c61a6eb3085449 7ed1a126cdcf1344 360cd2017e48098c",
     },
 )
-"""Every commit of main and dev whose ids follow the inner optimizer; no release has that."""
+"""Every commit of main and dev whose ids follow the inner optimizer, and the pull request; no release has that."""
 
 _IDS = Pattern("get_param_id_to_sharded_param_map($$_)")
 _IDS_OF_A_WALK = Pattern("get_param_id_to_sharded_param_map($_, $walk())")
