@@ -96,8 +96,8 @@ def _given_trees(config: pytest.Config) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def upstream_trees(pytestconfig: pytest.Config) -> list[Path]:
-    """Return the source trees that were given with `--upstream-tree`; usually none."""
-    return _given_trees(pytestconfig)
+    """Return the source trees that were given with `--upstream-tree`; without one, what is about them is skipped."""
+    return _given_trees(pytestconfig) or pytest.skip("no --upstream-tree was given")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
