@@ -82,7 +82,7 @@ _REPAIRED = table(
 
 _DEV = "dev since 2026-04-28"
 _KNOWN = {
-    LINEAR: {LAYER: {"916cbcd965ef1fec": _DEV, "570f14b9a26a6d6b": "our stand-in"}},
+    LINEAR: {LAYER: {"916cbcd965ef1fec": _DEV, "14ebf5cd6e6d839e": "our stand-in"}},
     _LANGUAGE: {
         f"{_LANGUAGE_MODEL}.{_LOSS}": {
             "65b5b8c0d233d664": f"{_DEV} to 4c2022d6c0",
@@ -101,7 +101,7 @@ _KNOWN = {
             "f5515f4494e6aba7": "dev 7eedac586d (2026-06-11)",
             "d30660631dcc21f7": "dev 0afb41b97e (2026-07-23)",
             "0037d6e56d103785": "dev cae55c1f09 (2026-08-10) to d48bd6be0a",
-            "2cbccb4a369686ad": "our stand-in",
+            "5e24b521323210f6": "our stand-in",
         }
     },
     hopper_flce_dispatch.TARGET.module: hopper_flce_dispatch.KNOWN,

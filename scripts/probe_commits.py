@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megacpp_overlays.loader import registry
-from megacpp_overlays.model import Erratum, Overlay, Verdict
+from megacpp_overlays.model import Erratum, Verdict
 from megacpp_overlays.repro import git
-from megacpp_overlays.upkeep.matrix import matrix, matrix_trees
+from megacpp_overlays.upkeep.matrix import combinations, matrix, matrix_trees
 
 ROOT = Path(__file__).resolve().parents[1]
 _NUMBERS = re.compile(r"(?:#|pull/|\bPRs? |\bpull requests? )(\d{3,5}(?:(?:,? and |, )#?\d{3,5})*)")
@@ -61,9 +61,8 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, metavar="FILE", help="write the findings to a file")
     parser.add_argument("--against", type=Path, metavar="FILE", help="compare with findings that were kept")
     given = parser.parse_args()
-    overlays = [
-        each for each in registry.load() if isinstance(each, Overlay) and each.target.distribution == given.distribution
-    ]
+    declared = [each for each in registry.load() if each.target.distribution == given.distribution]
+    overlays = [each for each in declared if combinations.partner(each) is None]
     commits = dict(branch_commits(given.repository, given.branch or ["main", "dev"], given.weeks))
     pulls, missing = ({}, []) if given.no_pulls else pull_heads(given.repository, named_pulls(overlays))
     commits |= pulls

@@ -128,8 +128,8 @@ def test_text_that_cannot_be_parsed_is_not_recognised(written: Callable[..., Dir
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("class HybridModel(LanguageModule)", "class HybridModel(LanguageModule, Other)", "has other bases"),
-        ("class HybridModel(LanguageModule)", "@wrapped\nclass HybridModel(LanguageModule)", "is decorated"),
+        ("class HybridModel(LanguageModule, GraphableMegatronModule)", "class HybridModel(LanguageModule, Other)", "has other bases"),
+        ("class HybridModel(LanguageModule, GraphableMegatronModule)", "@wrapped\nclass HybridModel(LanguageModule, GraphableMegatronModule)", "is decorated"),
         ("    def forward(\n        self,\n        input_ids", "    def _scale_logits(self, x): ...\n\n    def forward(\n        self,\n        input_ids", "a scale, a loss"),
         ("    def forward(\n        self,\n        input_ids", "    def __getattr__(self, x): ...\n\n    def forward(\n        self,\n        input_ids", "attributes of its own"),
         ("    def forward(\n        self,\n        input_ids", "    @wrapped\n    def forward(\n        self,\n        input_ids", "is decorated"),
@@ -161,9 +161,9 @@ def test_an_edit_of_the_model_is_not_recognised(
 
 def test_what_the_view_does_not_rely_on_may_change(edited: Callable[..., DirectoryTree]) -> None:
     """As from month to month on dev: bases, keyword arguments, what is done before the output layer and beside it."""
-    tree = edited("class HybridModel(LanguageModule)", "class HybridModel(LanguageModule, GraphableMegatronModule)")
+    tree = edited("class HybridModel(LanguageModule, GraphableMegatronModule)", "class HybridModel(LanguageModule)")
     path = tree.root / CORE / HYBRID
-    text = path.read_text().replace("loss_mask=None,\n    ):", "loss_mask=None,\n        padding_mask=None,\n    ):")
+    text = path.read_text().replace("        padding_mask=None,\n    ):", "        other_mask=None,\n    ):")
     text = text.replace(
         "        if labels is None:\n", "        if override:\n            note()\n        if labels is None:\n"
     )

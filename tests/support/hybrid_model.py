@@ -159,7 +159,7 @@ def _config(**settings: Any) -> Any:
     defaults = {"num_attention_heads": 4, "use_cpu_initialization": _device() == "cpu", "params_dtype": torch.float32}
     settings = {**defaults, "hidden_dropout": 0.0, "attention_dropout": 0.0, **settings}
     if STAND_IN:
-        return upstream.Config(**settings)
+        return upstream._config(**settings)
     from megatron.core.transformer import TransformerConfig
 
     return TransformerConfig(**settings)

@@ -23,7 +23,7 @@ class LinearCrossEntropyModule(tensor_parallel.ColumnParallelLinear):
         weight = self.weight if weight is None else weight
         return self._compute_linear_and_cross_entropy_loss(input_, weight, labels, reduction, ignore_index)
 
-    def _compute_linear_and_cross_entropy_loss(self, hidden, weight, labels, reduction, ignore_index):
+    def _compute_linear_and_cross_entropy_loss(self, hidden, weight, labels=None, reduction="none", ignore_index=-100):
         columns = labels.t().contiguous()
         losses = linear_cross_entropy(
             hidden, weight, columns, reduction=reduction, ignore_index=ignore_index, tp_group=self.tp_group

@@ -26,8 +26,12 @@ def process_mtp_loss(
     is_training,
     compute_language_model_loss,
     config,
+    cp_group=None,
+    tp_group=None,
+    packed_seq_params=None,
     scale_logits_fn=None,
     input_ids=None,
+    sequence_roll_context=None,
 ):
     """Train the heads, whose hidden states come behind those of the model, and return those of the model."""
     main, *heads = hidden_states.chunk(1 + config.mtp_num_layers)

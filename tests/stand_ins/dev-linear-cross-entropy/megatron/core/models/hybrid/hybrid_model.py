@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.multi_token_prediction import process_mtp_loss
 
 
-def Config(**given):  # noqa: N802 - it takes the place of a class
+def _config(**given):
     """Return the fields that the model reads."""
     fields = {
         "cross_entropy_loss_fusion": False,
@@ -46,7 +47,7 @@ class _Stack(torch.nn.Module):
         return hidden_states
 
 
-class HybridModel(LanguageModule):
+class HybridModel(LanguageModule, GraphableMegatronModule):
     """A language model of layers of several kinds."""
 
     def __init__(
@@ -56,11 +57,23 @@ class HybridModel(LanguageModule):
         vocab_size,
         max_sequence_length,
         hybrid_layer_pattern=None,
+        hybrid_attention_ratio=None,
+        hybrid_mlp_ratio=None,
+        hybrid_override_pattern=None,
         pre_process=True,
         post_process=True,
+        fp16_lm_cross_entropy=False,
+        parallel_output=True,
         share_embeddings_and_output_weights=False,
+        position_embedding_type="none",
+        rotary_percent=1.0,
+        rotary_base=10000,
+        scatter_embedding_sequence_parallel=True,
+        seq_len_interpolation_factor=None,
+        pg_collection=None,
+        vp_stage=None,
     ):
-        super().__init__(config)
+        super().__init__(config, pg_collection)
         main, *heads = hybrid_layer_pattern.split("/")
         self.pre_process, self.post_process, self.mtp_process = pre_process, post_process, bool(heads)
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
@@ -87,7 +100,10 @@ class HybridModel(LanguageModule):
         inference_context=None,
         runtime_gather_output=None,
         *,
+        inference_params=None,
         loss_mask=None,
+        packed_seq_params=None,
+        padding_mask=None,
     ):
         """Return the loss of each label, logits where there are no labels, or hidden states on an inner stage."""
         if decoder_input is None and self.pre_process:

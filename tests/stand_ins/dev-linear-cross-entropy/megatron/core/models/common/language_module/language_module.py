@@ -1,14 +1,14 @@
 """Stand-in for `language_module` of Megatron-LM dev: same names, signatures and behaviour, none of its code."""
 
 import torch
+from megatron.core.transformer.module import MegatronModule
 
 
-class LanguageModule(torch.nn.Module):
+class LanguageModule(MegatronModule):
     """What language models share."""
 
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
+    def __init__(self, config, pg_collection=None):
+        super().__init__(config=config)
 
     def compute_language_model_loss(self, labels, logits):
         """Return the loss of each label, as (batch, sequence)."""
