@@ -86,6 +86,10 @@ proof-bridge: .envs/bridge/.ready ## the same of the pretrain function of megatr
 	@.envs/bridge/bin/python -W ignore proof/run.py --bridge --json proof/results/bridge-cpu.json \
 	    --write proof/results/bridge-cpu.md
 
+.PHONY: other-patches
+other-patches: .envs/foreign/.ready ## apply the patches of other libraries before overlays and after; writes docs/other-patches.md, and fails if the audit does not name one that matters
+	@.envs/foreign/bin/python -W ignore proof/other_patches.py --json proof/results/other-patches.json --write docs/other-patches.md
+
 .PHONY: lint
 lint: .venv/.ready
 	$(say) 'ruff check'
@@ -225,9 +229,9 @@ PACKAGE := pyproject.toml $(shell find megacpp_overlays overlays feature_probes 
 	@scripts/sources.sh .envs/$* locks/mamba3-source.txt && touch $@
 
 # So is the parser of omegaconf's grammar, which is Python alone.
-.envs/bridge/.synced: locks/bridge.txt locks/bridge-source.txt | locks
-	@scripts/environment.sh .envs/bridge $<
-	@scripts/sources.sh .envs/bridge locks/bridge-source.txt && touch $@
+.envs/bridge/.synced .envs/foreign/.synced: .envs/%/.synced: locks/%.txt locks/bridge-source.txt | locks
+	@scripts/environment.sh .envs/$* $<
+	@scripts/sources.sh .envs/$* locks/bridge-source.txt && touch $@
 
 # The loader alone, with the bare checkout on its path. A Python that is missing here is skipped, and so are its tests.
 .envs/loader-oldest/.ready: locks/loader-oldest.txt
@@ -240,8 +244,8 @@ $(LOADER_PYTHONS:%=.envs/loader-%/.ready): .envs/loader-%/.ready: locks/loader.t
 
 # --- locks: never changed by the commands above ----------------------------------------------------------------
 
-# In this order: `dev`, `bench`, `engines`, `proof` and `bridge` keep to what `current` pins.
-LANES := loader current newest summer-2026 spring-2026 mamba3-pinned edge te dev bench engines proof bridge loader-oldest uv
+# In this order: `dev`, `bench`, `engines`, `proof` and `bridge` keep to what `current` pins, `foreign` to what `newest` does.
+LANES := loader current newest summer-2026 spring-2026 mamba3-pinned edge te dev bench engines proof bridge foreign loader-oldest uv
 
 .PHONY: lock
 lock: ## recompile the locks, keeping versions where they still fit; UPGRADE=1 takes the newest, LANES=name one of them
