@@ -60,6 +60,8 @@ class Workplace:
     """Whether the Trainer is launched on the first GPU; Megatron's launcher is wherever there is one."""
     checkout: Path | None = None
     """Megatron-LM as the user has it, for what the registry does not ship."""
+    ranks: int = 1
+    """Processes of the world in which Megatron-LM's own unit tests run."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def section(found: Found) -> list[str]:
     return [
         "## Megatron-LM's own unit tests",
         "",
-        f"Those in `{FOLDER}` of what overlays replace, as they are, in a world of one rank; those that want a second rank, Transformer Engine,",
+        f"Those in `{FOLDER}` of what overlays replace, as they are, in a world of {_world(found)}; those that want more ranks, Transformer Engine,",
         "mamba-ssm or another package that is not here fail or are skipped, with overlays and without. Groups that differ are run once",
         f"more: what stock does otherwise then is its own. A group begins no test after {found['limit_s']:.0f} s.",
         "",
@@ -50,6 +50,11 @@ def section(found: Found) -> list[str]:
             if group.id in found["groups"]
         ),
     ]
+
+
+def _world(found: Found) -> str:
+    ranks = found.get("ranks", 1)
+    return "one rank" if ranks == 1 else f"{ranks} ranks, of which the first says how a test ended"
 
 
 def _stopped(run: Found) -> str:

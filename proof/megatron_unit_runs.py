@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,8 @@ class Stand:
     path: tuple[Path, ...]
     armed: bool
     limit_s: float
+    ranks: int = 1
+    """Processes of the world in which tests run."""
 
 
 def run(group: Group, stand: Stand) -> Found:
@@ -54,23 +56,13 @@ def run(group: Group, stand: Stand) -> Found:
     kept, log = here / "finished.jsonl", here / "log"
     began = time.monotonic()
     (here / "tmp").mkdir()
-    env = variables(
-        {
-            **stand.env,
-            **_alone(),
-            "TMPDIR": str(here / "tmp"),
-            "PROOF_FINISHED": str(kept),
-            "PROOF_SECONDS": str(stand.limit_s),
-        },
-        [*stand.path, stand.root, LAUNCHERS],
-    )
-    words = [
-        *(RUN if stand.armed else ()),
-        *PYTEST,
-        f"--basetemp={here / 'tmp' / 'tests'}",
-        *_chosen(group, stand.root),
-    ]
-    code = waited([sys.executable, "-W", "ignore", *words], env, stand.root, log, stand.limit_s + LATE_S)
+    port = _free_port()
+    with contextlib.ExitStack() as others:
+        for rank in range(1, stand.ranks):
+            command, env = _process(group, stand, here, rank, port)
+            others.enter_context(running(command, env, stand.root, here / f"log-{rank}"))
+        command, env = _process(group, stand, here, 0, port)
+        code = waited(command, env, stand.root, log, stand.limit_s + LATE_S)
     lines = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     if not any("collected" in each for each in lines):
         end = "\n".join(log.read_text(errors="replace").rstrip().splitlines()[-LINES:])
@@ -128,16 +120,36 @@ def ended(lines: Sequence[Found], code: int | None) -> Found:
     return found
 
 
-def _alone() -> dict[str, str]:
-    """Return the variables of a world of one rank, with a port of its own.
+def _process(group: Group, stand: Stand, here: Path, rank: int, port: int) -> tuple[list[str], dict[str, str]]:
+    """Return the command and the environment of one rank. What the first rank finished is what counts."""
+    own = here / "tmp" / str(rank)
+    own.mkdir()
+    env = {
+        **stand.env,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(stand.ranks),
+        "TMPDIR": str(here / "tmp"),
+        "PROOF_FINISHED": str(here / ("finished.jsonl" if rank == 0 else f"finished-{rank}.jsonl")),
+        "PROOF_SECONDS": str(stand.limit_s),
+    }
+    base = here / "tmp" / "tests" if stand.ranks == 1 else own / "tests"
+    words = [*(RUN if stand.armed else ()), *PYTEST, f"--basetemp={base}", *_chosen(group, stand.root)]
+    return [sys.executable, "-W", "ignore", *words], variables(env, [*stand.path, stand.root, LAUNCHERS])
+
+
+def _free_port() -> int:
+    """Return a port for the meeting of one world.
 
     Ports that a system hands out by itself lie higher: one of those could be another process's by the time it is wanted.
     """
     for port in _PORTS:
         with socket.socket() as free:
             if free.connect_ex(("127.0.0.1", port)):
-                break
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+                return port
+    raise ProofError("there is no free port between 21000 and 29000")  # the numbers never end
 
 
 def _chosen(group: Group, root: Path) -> list[str]:
@@ -146,20 +158,28 @@ def _chosen(group: Group, root: Path) -> list[str]:
     return [*(f"--deselect={FOLDER}/{test}" for test in group.but), *there]
 
 
-def waited(command: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path, limit_s: float) -> int | None:
-    """Return the exit code of a command, or None where it, and all that it started, had to be ended."""
+@contextlib.contextmanager
+def running(command: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command in the block; end it, and all that it started, behind it."""
     with log.open("w") as output:
         process = subprocess.Popen(
             command, env=env, cwd=cwd, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            return process.wait(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            return None
+            yield process
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # tests leave workers behind
             process.wait()
+
+
+def waited(command: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path, limit_s: float) -> int | None:
+    """Return the exit code of a command, or None where it, and all that it started, had to be ended."""
+    with running(command, env, cwd, log) as process:
+        try:
+            return process.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return None
 
 
 def _named(code: int) -> str:

@@ -17,7 +17,9 @@ from megatron_unit_runs import Stand, run
 from upstream_tests import WAYS
 
 LIMIT_S = 150.0
-"""After which a group begins no further test."""
+"""After which a group begins no further test, in a world of one rank."""
+LIMIT_OF_RANKS_S = 75.0
+"""The same in a world of several."""
 QUICK = ("module", "mtp")
 """Groups that show that all of it works."""
 MOST_AT_ONCE = 4
@@ -31,11 +33,13 @@ def measure(place: Workplace, say: Say) -> Found:
     first = site.checkout.folder
     ready_for_tests(first, place.checkout or first)
     shutil.copytree(first, second := first.with_name("second"))
+    limit = LIMIT_S if place.ranks == 1 else LIMIT_OF_RANKS_S
     stands = [
-        Stand(root, site.sizes.env, site.sizes.path, armed, LIMIT_S) for root, armed in ((first, False), (second, True))
+        Stand(root, site.sizes.env, site.sizes.path, armed, limit, place.ranks)
+        for root, armed in ((first, False), (second, True))
     ]
     found: Found = {key: site.about()[key] for key in ("checkout", "host")}
-    found |= {"limit_s": LIMIT_S, "groups": _both(groups, stands, say), "again": {}}
+    found |= {"ranks": place.ranks, "limit_s": limit, "groups": _both(groups, stands, say), "again": {}}
     if again := [group for group in groups if differing(found["groups"][group.id])]:
         say(f"once more, because the two ways differ: {', '.join(group.title for group in again)}")
         found["again"] = _both(again, stands, say)

@@ -94,6 +94,7 @@ def measured(chosen: argparse.Namespace) -> Found:
         quick=chosen.quick,
         on_gpu=chosen.gpu,
         checkout=chosen.megatron_lm,
+        ranks=chosen.ranks,
         keep=lambda found: report.keep(with_head(found), chosen.json),
     )
     return with_head(found)
@@ -155,6 +156,13 @@ def parse_arguments() -> argparse.Namespace:
         "--gpu", action="store_true", help="the Trainer on the first GPU instead, with a model of real size"
     )
     parser.add_argument("--quick", action="store_true", help="fewer steps and fewer of upstream's tests")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run Megatron-LM's own unit tests in worlds of N ranks, a GPU each (1 unless said)",
+    )
     parser.add_argument("--archives", type=Path, default=ARCHIVES, help="folder of the source archives of upstreams")
     chosen = parser.parse_args()
     proof = asked_for(chosen)

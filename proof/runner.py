@@ -18,6 +18,7 @@ def prove(
     quick: bool,
     on_gpu: bool = False,
     checkout: Path | None = None,
+    ranks: int = 1,
     keep: Callable[[Found], None] = lambda _: None,
 ) -> Found:
     """Return what was measured, what is said of each claim, and the problems there were.
@@ -31,7 +32,9 @@ def prove(
         say(f"== {subject.title}: {len(subject.claims)} claims; {subject.takes}")
         with tempfile.TemporaryDirectory(prefix="proof-") as folder:
             try:
-                measured[subject.id] = subject.measure(Workplace(Path(folder), archives, quick, on_gpu, checkout), say)
+                measured[subject.id] = subject.measure(
+                    Workplace(Path(folder), archives, quick, on_gpu, checkout, ranks), say
+                )
             except ProofError as error:
                 problems.append(str(error))
                 say(f"error: {error}")
