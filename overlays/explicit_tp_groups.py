@@ -53,10 +53,12 @@ def _given(holder: Any) -> Any:
 
 
 def _helper(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
-    def get_tensor_model_parallel_group_if_none(tp_group: Any, is_expert: bool = False, **kwargs: Any) -> Any:
+    def get_tensor_model_parallel_group_if_none(
+        tp_group: Any, is_expert: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
         if tp_group is None and not is_expert and (noted := getattr(_here, "group", None)) is not None:
             return noted
-        return original(tp_group, is_expert, **kwargs)
+        return original(tp_group, is_expert, *args, **kwargs)
 
     return get_tensor_model_parallel_group_if_none
 

@@ -187,11 +187,13 @@ def _make_backward(original: Callable[..., Any], module: ModuleType) -> Callable
         return tuple(gradients)
 
     gradients_per_token = dynamo.untraced(per_token)
+    _, of_losses, *_ = inspect.signature(original).parameters
 
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+    def backward(ctx: Any, *grad_outputs: Any, **named: Any) -> Any:
         if hasattr(ctx, _STATE):
-            return gradients_per_token(ctx, grad_outputs[0])  # the other outputs are for logging and carry no gradient
-        return original(ctx, *grad_outputs)
+            # The other outputs are for logging and carry no gradient.
+            return gradients_per_token(ctx, grad_outputs[0] if grad_outputs else named[of_losses])
+        return original(ctx, *grad_outputs, **named)
 
     return backward
 

@@ -183,6 +183,17 @@ def test_a_group_that_is_given_counts_and_groups_of_experts_are_others(helper: A
     assert seen == ["given", "default True", "default True"]
 
 
+def test_what_else_a_helper_is_given_goes_on_by_position_and_by_name() -> None:
+    def upstream(group: Any, is_expert: bool = False, check_initialized: bool = True) -> Any:
+        return group, is_expert, check_initialized
+
+    helper = made(HELPER, feature.UNTOLD, 0, upstream)
+
+    assert helper("given", True, False) == helper("given", is_expert=True, check_initialized=False)
+    assert helper("given", True, False) == ("given", True, False)
+    assert helper(tp_group=None) == (None, False, True)
+
+
 def test_an_error_leaves_no_note(helper: Any, running: Any) -> None:
     with pytest.raises(ZeroDivisionError):
         running("own", lambda: 1 / 0)
