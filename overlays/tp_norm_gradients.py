@@ -23,6 +23,7 @@ from typing import Any
 from megacpp_overlays.feature_probes import tp_norm_gradients as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
 from megacpp_overlays.runtime.in_this_thread import Instead, answer
+from megacpp_overlays.runtime.overrides import reaches
 
 _SUMMED, _NOT_SUMMED = feature.NAMES[0], ""
 """Names by which upstream chooses."""
@@ -86,16 +87,11 @@ def _gradients(modules: Any) -> tuple[set[int], set[int]]:
 
 
 def _is(each: Any, classes: dict[str, str], method: str) -> bool:
-    """Return whether a module is of a class, by the modules that define it, and has its method and none of its own.
+    """Return whether a module is of a class, by the modules that define it, whose method runs, be it through overrides that call the base's.
 
     By name, for the class may not be imported yet.
     """
-    kind = type(each)
-    return any(
-        classes.get(cls.__module__) == cls.__qualname__
-        and getattr(kind, method, None) is getattr(cls, method, cls)  # no method, no class that was read
-        for cls in kind.__mro__
-    )
+    return reaches(type(each), method, lambda owner, _: classes.get(owner.__module__) == owner.__qualname__)
 
 
 def _parameters(holder: Any, name: str) -> set[int]:

@@ -152,6 +152,13 @@ class Renamed(Attention):
     """A class that changes nothing of what was read."""
 
 
+class HandsOn(Renamed):
+    """A class that runs what was read, and looks on."""
+
+    def get_query_key_value_tensors(self) -> None:
+        return super().get_query_key_value_tensors()
+
+
 class Own(Attention):
     """A class that norms what it likes."""
 
@@ -187,7 +194,7 @@ def shown(model: Any, **config: Any) -> tuple[Any, list[str]]:
 
 @pytest.mark.parametrize(
     ("kind", "names"),
-    [(Attention, [""] * 2), (Renamed, [""] * 2), (Own, ["q_layernorm"] * 2), (WithoutNorm, [])],
+    [(Attention, [""] * 2), (Renamed, [""] * 2), (HandsOn, [""] * 2), (Own, ["q_layernorm"] * 2), (WithoutNorm, [])],
 )
 def test_only_an_attention_that_makes_its_queries_as_it_was_read_has_whole_gradients(
     kind: Any, names: list[str]
