@@ -5,6 +5,7 @@ all other ranks.
 
 The constructor that self-attention and cross-attention have from their base runs as it is. If the core that it made has sinks that are a parameter and that nobody marked, they get
 the three attributes that a column of a linear layer has. They are set before an optimizer copies them. Checkpoints know of the shares already.
+Multi-latent attention makes its core in a constructor of its own, and its sinks, which only Transformer Engine's core has, are not marked.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/7530
 """
