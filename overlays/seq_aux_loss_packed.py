@@ -13,8 +13,8 @@ The note is put back as it was when the call ends, also by an exception, so a ro
 recomputation of the MoE layer runs in the backward pass, so the function that it calls again holds the note of its own microbatch.
 
 Upstream's own code runs, with what it has, without sequence parallelism or with one sample; and, wrong as it is, with context parallelism,
-where a layer cannot tell which tokens it holds, with `mlp_chunks_for_training`, with layers in CUDA graphs, where samples are
-no whole part of a row, or ranks no whole part of a sample, and where a subclass has a loss, or a forward pass, of its own.
+where a layer cannot tell which tokens it holds, with `mlp_chunks_for_training`, with layers in CUDA graphs, where an expert's capacity drops
+tokens by their position, where samples are no whole part of a row, or ranks no whole part of a sample, and where a subclass has a loss, or a forward pass, of its own.
 """
 
 from __future__ import annotations
@@ -130,6 +130,10 @@ def _takes_shares(holder: Any, symbol: str) -> bool:
     return reaches(type(holder), name, lambda _, raw: getattr(raw, _KNOWS, False))
 
 
+_ORDERED = frozenset({"position"})
+"""Policies that drop tokens by their order, which an axis of samples changes."""
+
+
 def _share(layer: Any, rows: int, packed_seq_params: Any) -> _Share | None:
     """Return which samples the rows of a layer are of, or None where upstream's axis of samples is right or must do."""
     width = getattr(packed_seq_params, "tokens_per_sample", None)
@@ -138,6 +142,9 @@ def _share(layer: Any, rows: int, packed_seq_params: Any) -> _Share | None:
         return None
     graphs = getattr(config, "cuda_graph_impl", "none")
     if config.mlp_chunks_for_training > 1 or graphs not in {"none", "full_iteration"}:
+        return None
+    drops = getattr(config, "moe_expert_capacity_factor", None) is not None
+    if drops and config.moe_token_drop_policy in _ORDERED:
         return None
     samples, rest = divmod(rows * group.size(), width)
     whole = rest == 0 and width % group.size() == 0

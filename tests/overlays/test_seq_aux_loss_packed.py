@@ -213,6 +213,9 @@ def test_a_shard_of_several_samples_is_balanced_by_sample() -> None:
     assert mlp_of(layer()) == FOUR_SAMPLES
     assert mlp_of(layer(cuda_graph_impl="full_iteration")) == FOUR_SAMPLES
     assert mlp_of(layer(), width=2 * WIDTH) == (WIDTH, 2, WIDTH, 2 * 3)
+    for policy, capacity in (("probs", 1.0), ("position", None)):
+        made = layer(moe_token_drop_policy=policy, moe_expert_capacity_factor=capacity)
+        assert mlp_of(made) == FOUR_SAMPLES, policy
 
 
 class OwnLoss(Router):
@@ -249,6 +252,7 @@ class OwnForward(Recomputing):
         ({"mlp_chunks_for_training": 2}, {}),
         ({"cuda_graph_impl": "transformer_engine"}, {}),
         ({"cuda_graph_impl": "local"}, {}),
+        ({"moe_expert_capacity_factor": 1.0, "moe_token_drop_policy": "position"}, {}),
         ({}, {"width": None}),
         ({}, {"columns": 2}),
         ({}, {"rows": WIDTH // 2}),
@@ -268,6 +272,7 @@ class OwnForward(Recomputing):
         "in chunks",
         "graphs of Transformer Engine",
         "graphs of layers",
+        "tokens are dropped by position",
         "a row that does not say",
         "a batch",
         "one sample",
