@@ -248,6 +248,7 @@ def _part(
     probe: Callable[[SourceTree], Finding],
     seams: Mapping[str, Mapping[str, Callable[..., Any]]],
     observe: Callable[[ModuleType], Observation],
+    *needed: Target,
 ) -> Overlay:
     return Overlay(
         id="explicit-tp-groups",
@@ -263,6 +264,7 @@ def _part(
         witness=observe,
         self_test=observe,
         opt_in=False,
+        needs_parts=tuple(each.module for each in needed),
         breaks="with tensor parallel groups other than the default ones cross attention, multi-latent attention and LLaVA exchange values with ranks "
         "of other groups, and so do layers that share out what they save to recompute",
         retire_when="cross attention, multi-latent attention, LLaVA, and what shares out saved activations pass their own tensor parallel group",
@@ -278,6 +280,8 @@ def _part(
 
 _LATENT = {feature.FORWARD: _running}
 """Where latents are gathered `mla-rope-key-gradient` has a seam of its own."""
+_SAVES = (feature.DEFAULT, feature.CHECKPOINT.target)
+"""Parts without which the group that a saving layer notes is not used, or not used when what it saved is gathered."""
 PARTS = (
     _part(feature.DEFAULT, feature.probe, {feature.UNTOLD: {feature.HELPER: _helper}}, _observe_helper),
     _part(
@@ -285,6 +289,7 @@ PARTS = (
         feature.probe_cross,
         {feature.PROJECTIONS: {feature.CROSS.target.symbol: _constructing}},
         _observe(_cross, "the constructor of a cross attention"),
+        feature.DEFAULT,
     ),
     _part(
         feature.LATENT.target,
@@ -294,35 +299,41 @@ PARTS = (
             feature.LATENTS: _LATENT,
         },
         _observe(_latent, "a multi-latent attention"),
+        feature.DEFAULT,
     ),
     _part(
         feature.LLAVA.target,
         feature.probe_llava,
         {feature.EMBEDDINGS: {feature.LLAVA.target.symbol: _running}},
         _observe(_llava, "what shares out embeddings"),
+        feature.DEFAULT,
     ),
     _part(
         feature.PREDICTION.target,
         feature.probe_prediction,
         {feature.SAVED: {feature.PREDICTION.target.symbol: _saving}},
         _observe(_prediction, "a prediction layer that saves what it is given"),
+        *_SAVES,
     ),
     _part(
         feature.LAYERS.target,
         feature.probe_layers,
         {feature.STACK: {feature.LAYERS.target.symbol: _saving}},
         _observe(_layers, "a block that saves what it is given"),
+        *_SAVES,
     ),
     _part(
         feature.OLD_LAYERS.target,
         feature.probe_old_layers,
         {feature.STACK: {feature.OLD_LAYERS.target.symbol: _saving}},
         _observe(_old_layers, "a block that saves what it is given"),
+        *_SAVES,
     ),
     _part(
         feature.CHECKPOINT.target,
         feature.probe_checkpoint,
         {feature.PIECES: {"CheckpointFunction.forward": _cutting, "CheckpointFunction.backward": _gathering}},
         _observe(_checkpoint, "what gathers saved pieces"),
+        feature.DEFAULT,
     ),
 )
