@@ -402,6 +402,7 @@ def _part(
     probe: Callable[..., Any],
     seams: dict[str, tuple[Replacement, ...]],
     watch: Callable[[ModuleType], Observation],
+    *needed: Target,
 ) -> Overlay:
     return Overlay(
         id="seq-aux-loss-packed",
@@ -414,6 +415,7 @@ def _part(
         witness=watch,
         self_test=watch,
         opt_in=False,
+        needs_parts=tuple(each.module for each in needed),
         breaks="under sequence parallelism seq_aux_loss balances several packed samples of a microbatch as one",
         brief="seq_aux_loss of packed shards",
         until="a router knows of which samples a shard is",
@@ -445,6 +447,7 @@ PARTS = (
         feature.probe_experts,
         {feature.IN_THE_SHARD: (Replacement(symbol=feature.EXPERTS, make=_make_experts),)},
         observe_experts,
+        feature.ROUTER_TARGET,
     ),
     _part(
         feature.TARGET,
@@ -454,5 +457,7 @@ PARTS = (
             feature.IN_THE_SHARD_OF_DEV: (_UNFLATTEN, Replacement(symbol=feature.CALLER_OF_DEV, make=_make_caller)),
         },
         observe,
+        feature.ROUTER_TARGET,
+        feature.EXPERTS_TARGET,
     ),
 )

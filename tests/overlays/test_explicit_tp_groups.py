@@ -6,8 +6,12 @@ What is measured is in `explicit_groups.py`, which runs in a process of its own 
 from __future__ import annotations
 
 import importlib
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -273,3 +277,31 @@ def test_a_compiled_method_takes_the_group_of_its_module(helper: Any) -> None:
 
     assert inside(torch.ones(2)).tolist() == [2.0, 2.0]
     assert outside(torch.ones(2)).tolist() == [3.0, 3.0]
+
+
+_IN_A_GROUP_FIRST = """
+import sys, torch, megacpp_overlays
+torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+import megatron.core.transformer.multi_latent_attention
+import json
+print(json.dumps({each.overlay.target.module: each.decision.value for each in megacpp_overlays.audit().records
+                  if each.overlay.id == "explicit-tp-groups"}))
+"""
+
+
+def test_a_process_group_that_is_there_before_megatron_changes_no_decision(tmp_path: Path) -> None:
+    """Upstream's helper then asks `parallel_state`, which is half-imported when the helper's own module is complete."""
+    command = [sys.executable, "-W", "ignore", "-c", _IN_A_GROUP_FIRST, str(tmp_path / "meeting")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    decisions = json.loads(done.stdout.strip().splitlines()[-1])
+
+    assert decisions[feature.DEFAULT.module] == "active"
+    assert "conflict" not in decisions.values()
+
+
+def test_parts_need_the_part_that_answers_for_the_group() -> None:
+    needing = {part.target.module: set(part.needs_parts) for part in PARTS}
+    helper = feature.DEFAULT.module
+
+    assert needing.pop(helper) == set()
+    assert all(helper in needed for needed in needing.values())
