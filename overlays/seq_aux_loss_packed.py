@@ -233,7 +233,7 @@ def _layer(module: ModuleType, rank: int) -> Any:
     """Return a layer of one of two ranks, with an MoE layer that keeps what it sees."""
     import torch
 
-    class Router:
+    class ListeningRouter:
         """Stands for a router that listens."""
 
         def _apply_seq_aux_loss(self) -> None: ...
@@ -246,7 +246,7 @@ def _layer(module: ModuleType, rank: int) -> Any:
             return states, None
 
     experts = Experts()
-    experts.router = Router()
+    experts.router = ListeningRouter()
     return _UpstreamLayer(
         getattr(module, feature.LAYER),
         is_moe_layer=True,
@@ -291,7 +291,7 @@ def observe_experts(module: ModuleType) -> Observation:
     found: list[_Share | None] = []
     deferred: list[Callable[[], Any]] = []
 
-    class Router(torch.nn.Module):  # type: ignore[misc]
+    class AskingRouter(torch.nn.Module):  # type: ignore[misc]
         def forward(self, states: Any, *_: Any) -> tuple[Any, Any]:
             found.append(_share_now(self, tuple(states.shape[:2])))
             return states, states
@@ -303,7 +303,7 @@ def observe_experts(module: ModuleType) -> Observation:
     experts = module.MoELayer.__new__(module.MoELayer)
     torch.nn.Module.__init__(experts)
     for name, value in {
-        "router": Router(),
+        "router": AskingRouter(),
         "attn_tp_group": SimpleNamespace(size=lambda: 1),
         "config": _NothingElse(sequence_parallel=True),
         "fwd_execution_map": ["route"],
