@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sparse_attention_cases import GRID, Entry, as_opened, errors, inputs, results
+from sparse_attention_cases import GRID, PEAKED, Entry, as_opened, errors, in_dtype, inputs, results
 
 from megacpp_overlays.kernels.sparse_attention import function, in_triton, reference
 from megacpp_overlays.kernels.sparse_attention.quantized_keys import QuantizedKeys
@@ -52,6 +52,21 @@ LARGE = {
     "long lists of a key": Entry(700, 1, 64, 192, 40, 40, 128, dtype=torch.bfloat16),
 }
 
+_WAYS: dict[str, dict[str, float]] = {
+    **{f"queries x {sharpness}": {"sharpness": sharpness} for sharpness in (1, 4, 16, 64)},
+    **{f"a slot {ahead} ahead": {"ahead": ahead} for ahead in (4, 7, 10)},
+    "values with much in common": {"common": 10},
+}
+LARGE_AND_PEAKED = {
+    f"{way}, {heads} heads, {dim} of {value}, {str(dtype)[6:]}": Entry(
+        17, 1, heads, dim, 4096, 2048, value, dtype=dtype, **given
+    )
+    for way, given in _WAYS.items()
+    for heads in (16, 64, 128)
+    for dim, value in ((576, 512), (320, 256))
+    for dtype in (torch.bfloat16, torch.float16)
+}
+
 
 def assert_errors_are_those_of_torch(made: dict[str, Any]) -> None:
     """Where the truth is zero, nothing but zero is near enough."""
@@ -68,6 +83,19 @@ def test_errors_are_at_most_those_of_torch_in_the_same_dtype(name: str) -> None:
     made = inputs((GRID | LARGE)[name], device="cuda")
 
     assert_errors_are_those_of_torch(made)
+
+
+@pytest.mark.parametrize("name", [*PEAKED, *LARGE_AND_PEAKED])
+def test_peaked_attention_is_rounded_no_more_than_pytorch_rounds_it(name: str) -> None:
+    made = inputs((PEAKED | LARGE_AND_PEAKED)[name], device="cuda")
+    made["above_lse"].zero_()
+
+    found = results(function.attend, made, None)
+
+    true = results(reference.attend, made, torch.float64)
+    plain = errors(results(in_dtype, made, None), true)
+    for what, error in errors(found, true).items():
+        assert error <= max(1.1 * plain[what], 1e-5), what
 
 
 @pytest.mark.parametrize("name", ["576 of 512", "16 heads"])

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import HANG_S, ROOT, SUPPORT
-from sparse_attention_cases import GRID, Entry, errors, inputs, results
+from sparse_attention_cases import GRID, PEAKED, Entry, errors, in_dtype, inputs, results
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacpp_overlays import variables
@@ -34,6 +34,9 @@ SIZES = st.builds(
     indices=st.sampled_from([torch.int32, torch.int64]),
     dtype=st.sampled_from([torch.float32, torch.float64]),
     strided=st.booleans(),
+    sharpness=st.just(1.0),
+    ahead=st.just(0.0),
+    common=st.just(0.0),
 )
 
 
@@ -77,6 +80,42 @@ def test_blocks_are_as_close_to_the_truth_as_float32_is(entry: Entry, seed: int,
     for name, error in errors(found, true).items():
         assert error < 1e-4, name
         assert found[name].shape == true[name].shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", PEAKED)
+def test_peaked_attention_is_rounded_no_more_than_pytorch_rounds_it(name: str, dtype: torch.dtype) -> None:
+    made = inputs(PEAKED[name]._replace(dtype=dtype))
+
+    found = results(function.attend, made, None)
+
+    true = results(reference.attend, made, torch.float64)
+    plain = errors(results(in_dtype, made, None), true)
+    for what, error in errors(found, true).items():
+        assert error <= max(1.1 * plain[what], 3e-7), what  # a few float32 numbers further
+
+
+def test_of_a_row_that_one_key_has_to_itself_no_score_has_a_gradient() -> None:
+    made = inputs(Entry(4, 1, 4, 32, 20, 10, 24, dtype=torch.float32, ahead=200))
+    made["above_lse"].zero_()
+
+    found = results(function.attend, made, None)
+
+    assert float(found["of query"].abs().max()) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("learns", "enabled"), [((), True), (("query",), False), (("query",), True), (("key",), True), (("sink",), True)]
+)
+def test_what_only_a_backward_pass_reads_is_kept_for_one_alone(learns: tuple[str, ...], enabled: bool) -> None:
+    made = inputs(Entry(3, 1, 2, 16, 8, 4, 16, sink=True, dtype=torch.float32))["given"]
+    for name in learns:
+        made[name].requires_grad_()
+
+    with mock.patch.object(function, "_attend", wraps=function._attend) as called, torch.set_grad_enabled(enabled):
+        function.attend(**made)
+
+    assert called.call_args.args[-1] is (enabled and bool(learns))
 
 
 def test_a_key_that_is_chosen_twice_counts_twice_and_what_is_no_key_does_not_count() -> None:
@@ -176,6 +215,22 @@ def test_kernels_are_as_close_to_the_truth_as_their_dtype_is(interpreted: dict[s
     assert facts["errors"].pop("finite") == 0
     assert facts["errors"].pop("lse") < (bound if GRID[name].scales else 1e-5)  # scaled numbers are rounded
     assert all(error < bound for error in facts["errors"].values()), facts["errors"]
+
+
+@pytest.mark.parametrize("name", PEAKED)
+def test_kernels_round_peaked_attention_no_more_than_pytorch_does(interpreted: dict[str, Any], name: str) -> None:
+    facts = interpreted[name]
+
+    for what, error in facts["errors"].items():
+        assert error <= max(1.1 * facts["errors in PyTorch"][what], 3e-7), what
+
+
+@pytest.mark.parametrize("name", [*GRID, *PEAKED])
+def test_kernels_keep_what_rounding_took_where_a_gradient_is_wanted(interpreted: dict[str, Any], name: str) -> None:
+    entry = (GRID | PEAKED)[name]
+
+    outputs = entry.queries * entry.batch * entry.heads * entry.value
+    assert interpreted[name]["kept"] == {"without gradients": 0, "with gradients": outputs}
 
 
 @pytest.mark.parametrize("name", GRID)

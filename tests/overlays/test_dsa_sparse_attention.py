@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -109,10 +110,12 @@ def test_values_and_gradients_are_upstreams(version: str, dtype: torch.dtype, ma
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_narrow_dtypes_are_about_as_near_to_the_truth_as_upstreams(dtype: torch.dtype) -> None:
-    """Values and keys' gradients are nearer. The backward reads rounded outputs, which with few slots shows in the queries'."""
+    """At every peakedness: with larger queries fewer keys share a row, and gradients of scores are smaller differences."""
     upstream, patched = PAIRS["0.19.2"]
-    for seed in range(3):
+    for seed, sharpness in itertools.product(range(3), (1, 4, 16, 64)):
         leaves = inputs(dtype, seed=seed)
+        with torch.no_grad():
+            leaves[0].mul_(sharpness)
         truth, of_truth = called(upstream, [each.detach().float().requires_grad_() for each in leaves], choices())
 
         errors = []
@@ -121,8 +124,8 @@ def test_narrow_dtypes_are_about_as_near_to_the_truth_as_upstreams(dtype: torch.
             pairs = zip([output, *gradients], [truth, *of_truth], strict=True)
             errors.append([away(found.float(), true) for found, true in pairs])
 
-        for their, mine, most in zip(*errors, (1.0, 1.6, 1.1), strict=True):
-            assert mine <= most * their
+        for their, mine in zip(*errors, strict=True):
+            assert mine <= 1.1 * their
 
 
 @settings(max_examples=30, deadline=None)

@@ -1,6 +1,6 @@
 """Attention over chosen keys, over sizes, dtypes and layouts: facts for the tests, as JSON.
 
-    python sparse_attention_cases.py DEVICE     every entry of the grid
+    python sparse_attention_cases.py DEVICE     every entry of both grids
 
 On `cpu`, with TRITON_INTERPRET=1, the kernels run in Triton's interpreter, which cuts bfloat16 instead of rounding it.
 """
@@ -38,6 +38,12 @@ class Entry(NamedTuple):
     """Whether buffers are so small that rows come in several parts, and few keys already want more than 16 bits."""
     scales: str = ""
     """Whether keys are FP8 numbers, and what has a scale: `all`, each `key`, or `blocks` of channels."""
+    sharpness: float = 1.0
+    """How many times queries are larger than normal numbers: the larger, the fewer keys share a row."""
+    ahead: float = 0.0
+    """By how much the score of one slot exceeds the log-sum-exp of all others, for each query and head; 0 for as it comes."""
+    common: float = 0.0
+    """How large a part of its values is that all keys have in common."""
 
 
 GRID = {
@@ -62,6 +68,20 @@ GRID = {
     "scales, bfloat16": Entry(4, 1, 16, 160, 20, 33, 128, scales="blocks", dtype=torch.bfloat16),
 }
 
+PEAKED = {
+    "queries x 4": Entry(16, 1, 16, 96, 64, 40, 64, sharpness=4),
+    "queries x 16": Entry(16, 1, 16, 96, 64, 40, 64, sharpness=16),
+    "queries x 64": Entry(16, 1, 16, 96, 64, 40, 64, sharpness=64),
+    "a key with 98%": Entry(4, 1, 16, 96, 64, 40, 64, ahead=4),
+    "a key with 99.9%": Entry(4, 1, 16, 96, 64, 40, 64, ahead=7),
+    "a key with nearly all, values in both parts": Entry(4, 2, 5, 48, 30, 20, 40, ahead=9),
+    "a key with 99.9%, a sink and a bias": Entry(4, 1, 16, 48, 30, 20, 32, sink=True, bias=True, ahead=7),
+    "a key with 99.9%, two blocks of heads": Entry(3, 1, 66, 32, 30, 20, 16, ahead=7),
+    "a key with 99.9%, scales of blocks": Entry(3, 1, 4, 160, 12, 7, 128, scales="blocks", ahead=7),
+    "values with much in common": Entry(8, 1, 16, 96, 64, 40, 64, common=10),
+}
+"""Where a gradient of a score is a small difference of large numbers."""
+
 
 def inputs(entry: Entry, seed: int = 0, device: str = "cpu") -> dict[str, Any]:
     """Return what `attend` takes, and gradients of both results: some slots hold nothing, and the first query chose nothing."""
@@ -76,6 +96,8 @@ def inputs(entry: Entry, seed: int = 0, device: str = "cpu") -> dict[str, Any]:
     indices = torch.stack(rows).view(entry.batch, entry.queries, entry.slots)
     indices[:, 0] = -1
     key = normal(entry.keys, entry.batch, 1, entry.dim)
+    if entry.common:
+        key[..., : entry.value] += entry.common * normal(1, 1, 1, entry.value)
     made: dict[str, Any] = {
         "query": normal(entry.queries, entry.batch, entry.heads, entry.dim),
         "key": quantized(key, entry) if entry.scales else key,
@@ -87,7 +109,73 @@ def inputs(entry: Entry, seed: int = 0, device: str = "cpu") -> dict[str, Any]:
     }
     above = normal(entry.queries, entry.batch, entry.heads, entry.value)
     above_lse = torch.randn((entry.queries, entry.batch, entry.heads), generator=generator).to(device)
+    if entry.sharpness != 1:
+        made["query"] = made["query"] * entry.sharpness
+    if entry.ahead:
+        _bring_a_slot_ahead(made, entry.ahead)
+    if entry in PEAKED.values() and not entry.sink:
+        above_lse.zero_()  # it would be most of the gradient of a heavy slot
     return {"given": made, "above": above, "above_lse": above_lse}
+
+
+def _bring_a_slot_ahead(made: dict[str, Any], ahead: float) -> None:
+    """Add to each query as much of the key of a slot as brings its score so far over the log-sum-exp of the others."""
+    query, key, indices = made["query"], made["key"], made["indices"]
+    key = key.opened(torch.float64) if isinstance(key, QuantizedKeys) else key.double()
+    heavy = torch.where((indices >= 0) & (indices < key.size(0)), indices, -1).amax(dim=2)  # one of those that are keys
+    others = indices.masked_fill(indices == heavy[..., None], -1)
+    _, lse = reference.attend(query.double(), key, others, made["scale"], made["value_channels"], bias=made["bias"])
+    towards = key[heavy.clamp(min=0).T.long(), torch.arange(key.size(1), device=key.device), 0][:, :, None]
+    score = (query.double() * towards).sum(dim=3) * made["scale"]
+    if made["bias"] is not None:
+        place = (indices == heavy[..., None]).to(torch.uint8).argmax(dim=2, keepdim=True)
+        score = score + made["bias"].double().gather(2, place)[..., 0].T[:, :, None]
+    missing = (ahead + lse - score) / (towards.square().sum(dim=3) * made["scale"])
+    missing = missing.masked_fill(~torch.isfinite(lse), 0.0)
+    made["query"] = (query.double() + missing[..., None] * towards).to(query.dtype)
+
+
+class _GradientInDtype(torch.autograd.Function):  # type: ignore[misc] # torch is not seen by the type checker
+    """Round a gradient to a dtype on its way."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.dtype = dtype
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.to(ctx.dtype).to(gradient.dtype), None
+
+
+def in_dtype(
+    query: torch.Tensor,
+    key: torch.Tensor | QuantizedKeys,
+    indices: torch.Tensor,
+    scale: float,
+    value_channels: int,
+    sink: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what PyTorch computes and differentiates where scores and softmax are float32 and each factor of a product has the
+    dtype of the query: the rounding that no kernel of that dtype can do without."""
+    dtype = query.dtype
+    if isinstance(key, QuantizedKeys):
+        key = key.opened(dtype)
+    chosen = (indices >= 0) & (indices < key.size(0))
+    rows = torch.where(chosen, indices, 0).long()
+    keys = key[:, :, 0].transpose(0, 1)[torch.arange(key.size(1), device=key.device)[:, None, None], rows]
+    keys = keys.masked_fill(~chosen[..., None], 0.0).float()
+    scores = _GradientInDtype.apply(torch.einsum("sbhd,bstd->bsht", query.float(), keys) * scale, dtype)
+    if bias is not None:
+        scores = scores + bias[:, :, None]
+    scores = scores.masked_fill(~chosen[:, :, None], float("-inf"))
+    if sink is not None:
+        scores = torch.cat([scores, sink.float().expand(*scores.shape[:2], -1)[..., None]], dim=-1)
+    nothing = torch.isneginf(scores).all(dim=-1, keepdim=True)
+    shares = torch.softmax(scores.masked_fill(nothing, 0.0), dim=-1).masked_fill(nothing, 0.0)[..., : indices.size(2)]
+    output = torch.einsum("bsht,bstd->sbhd", shares.to(dtype).float(), keys[..., :value_channels]).to(dtype)
+    return output, torch.logsumexp(scores, dim=-1).transpose(0, 1)
 
 
 def quantized(key: torch.Tensor, entry: Entry) -> QuantizedKeys:
@@ -152,7 +240,7 @@ def errors(found: dict[str, torch.Tensor], true: dict[str, torch.Tensor]) -> dic
 
 def main(device: str) -> None:
     """Print a line for each entry: its name, the module that computed, errors, and whether a rerun gave the same bits."""
-    for name, entry in GRID.items():
+    for name, entry in (GRID | PEAKED).items():
         made = inputs(entry, device=device)
         module = function.implementation(entry.dtype, entry.dtype, entry.dim, made["above"].device)
         if entry.parts:
@@ -162,12 +250,18 @@ def main(device: str) -> None:
         found, again = (results(function.attend, made, None) for _ in range(2))
         module._READS_WORTH_OPENING = 0
         true = results(reference.attend, made, torch.float64)
+        given = made["given"]
+        keys = given["key"].opened(entry.dtype) if entry.scales else given["key"]
+        rest = (given["indices"], given["scale"], entry.value, given["sink"], given["bias"])
+        kept = [module.forward(given["query"], keys, *rest, learns=learns)[2].numel() for learns in (False, True)]
         facts = {
             "errors": errors(found, true),
+            "errors in PyTorch": errors(results(in_dtype, made, None), true),
             "as opened": all(
                 torch.equal(each, some[what]) for what, each in as_opened(made).items() for some in (found, opened)
             ),
             "again": all(torch.equal(each, again[what]) for what, each in found.items()),
+            "kept": dict(zip(("without gradients", "with gradients"), kept, strict=True)),
             "module": module.__name__.rpartition(".")[2],
         }
         print(json.dumps({name: facts}), flush=True)  # noqa: T201 - read by the tests

@@ -31,8 +31,9 @@ def compile_for(heads: int, dim: int, value: int, sign: int) -> None:
     query = query.as_subclass(OnGpu)
     key, indices = torch.zeros(KEYS, 1, 1, dim, dtype=torch.bfloat16), torch.zeros(1, QUERIES, SLOTS, dtype=torch.int32)
     sink, lse = torch.zeros(heads), torch.zeros(QUERIES, 1, heads)
-    in_triton.forward(query, key, indices, sign * 0.1, value, sink, None)
-    in_triton.backward(above, lse, query, key, indices, sign * 0.1, None, output, lse)
+    in_triton.forward(query, key, indices, sign * 0.1, value, sink, None, learns=True)
+    remainder = torch.zeros(output.shape, dtype=torch.int16)
+    in_triton.backward(above, lse, query, key, indices, sign * 0.1, None, None, output, remainder, lse)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,9 @@ def compile_for(heads: int, dim: int, value: int, is_biased: int, scales: int) -
     key, key_scales = torch.zeros(KEYS, 1, 1, dim, dtype=torch.uint8), torch.ones(KEYS, 1, scales)
     indices = torch.zeros(1, QUERIES, SLOTS, dtype=torch.int32)
     bias, lse = torch.zeros(1, QUERIES, SLOTS) if is_biased else None, torch.zeros(QUERIES, 1, heads)
-    in_triton.forward(query, key, indices, 0.1, value, None, bias, key_scales)
-    in_triton.backward(above, lse, query, key, indices, 0.1, bias, output, lse, key_scales)
+    in_triton.forward(query, key, indices, 0.1, value, None, bias, key_scales, learns=True)
+    remainder = torch.zeros(output.shape, dtype=torch.int16)
+    in_triton.backward(above, lse, query, key, indices, 0.1, None, bias, output, remainder, lse, key_scales)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)
 _LN_2 = tl.constexpr(0.6931471805599453)
+HEAVY = tl.constexpr(0.75)
+"""Of the weights of a row one at most is larger. The gradient of its score is what is left of the others' gradients."""
 
 
 @triton.jit
@@ -38,6 +40,20 @@ def _product(left, right):
     if INTERPRETED:
         return tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
     return tl.dot(left, right)
+
+
+@triton.jit
+def _remainder(exact, rounded):
+    """Return what rounding took from float32 numbers, as so many steps from one float32 number to the next."""
+    steps = exact.to(tl.int32, bitcast=True) - rounded.to(tl.float32).to(tl.int32, bitcast=True)
+    return tl.minimum(tl.maximum(steps, -32768), 32767).to(tl.int16)
+
+
+@triton.jit
+def _unrounded(rounded, remainder):
+    """Return the float32 numbers that were rounded."""
+    bits = rounded.to(tl.float32).to(tl.int32, bitcast=True) + remainder.to(tl.int32)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -106,6 +122,7 @@ def attend_rows(
     bias,
     sink,
     out,
+    remainder,
     lse,
     batch,
     heads,
@@ -134,9 +151,14 @@ def attend_rows(
     SCALES: tl.constexpr,
     BIAS: tl.constexpr,
     SINK: tl.constexpr,
+    KEEPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write the output and the log-sum-exp of some heads of a row; `factor` is the scale times log2(e)."""
+    """Write the output and the log-sum-exp of some heads of a row; `factor` is the scale times log2(e).
+
+    The output is divided by the sum of the weights as they are multiplied, rounded, so that its shares add up to 1. KEEPS: what
+    rounding takes from it is written, too.
+    """
     blocks = tl.cdiv(heads, HEADS)
     row = tl.program_id(0) // blocks
     head = (tl.program_id(0) % blocks) * HEADS + tl.arange(0, HEADS)
@@ -164,6 +186,7 @@ def attend_rows(
     else:
         largest = tl.full((HEADS,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((HEADS,), dtype=tl.float32)
+    rounded_total = total
     for start in tl.range(0, tl.load(counts + row), SLOTS, num_stages=STAGES):
         slot = start + tl.arange(0, SLOTS)
         index = tl.load(indices + slot, mask=slot < slots, other=-1)
@@ -210,28 +233,51 @@ def attend_rows(
         total = total * shrunk + tl.sum(weight, axis=1)
         largest = above
         weight = weight.to(k_first.dtype)
+        rounded_total = rounded_total * shrunk + tl.sum(weight.to(tl.float32), axis=1)
         sum_first = _dot(weight, k_first, sum_first * shrunk[:, None])
         if WIDE:
             sum_rest = _dot(weight, k_rest, sum_rest * shrunk[:, None])
-    share = (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+    share = (1.0 / tl.where(rounded_total == 0.0, 1.0, rounded_total))[:, None]
     place = (query * batch + element) * heads + head
     inside = head[:, None] < heads
-    out_at = out + place[:, None] * value
-    tl.store(
-        out_at + first[None, :], (sum_first * share).to(out.dtype.element_ty), mask=inside & (first[None, :] < value)
-    )
+    out_at = place[:, None] * value
+    sum_first *= share
+    of_first = inside & (first[None, :] < value)
+    rounded_first = sum_first.to(out.dtype.element_ty)
+    tl.store(out + out_at + first[None, :], rounded_first, mask=of_first)
+    if KEEPS:
+        tl.store(remainder + out_at + first[None, :], _remainder(sum_first, rounded_first), mask=of_first)
     if WIDE:
-        tl.store(
-            out_at + rest[None, :], (sum_rest * share).to(out.dtype.element_ty), mask=inside & (rest[None, :] < value)
-        )
+        sum_rest *= share
+        of_rest = inside & (rest[None, :] < value)
+        rounded_rest = sum_rest.to(out.dtype.element_ty)
+        tl.store(out + out_at + rest[None, :], rounded_rest, mask=of_rest)
+        if KEEPS:
+            tl.store(remainder + out_at + rest[None, :], _remainder(sum_rest, rounded_rest), mask=of_rest)
     tl.store(lse + place, (largest + tl.log2(total)) * _LN_2, mask=head < heads)
 
 
 @triton.jit
 def mean_gradients(
-    out, grad, of_lse, mean, heads, value, batch, g_row, g_batch, g_head, HEADS: tl.constexpr, VALUE: tl.constexpr
+    out,
+    remainder,
+    grad,
+    of_lse,
+    mean,
+    heads,
+    value,
+    batch,
+    g_row,
+    g_batch,
+    g_head,
+    HEADS: tl.constexpr,
+    VALUE: tl.constexpr,
+    KEPT: tl.constexpr,
 ):
-    """Write the sum over channels of output times its gradient, less the gradient of the log-sum-exp."""
+    """Write the sum over channels of output times its gradient, less the gradient of the log-sum-exp.
+
+    KEPT: of the output before it was rounded.
+    """
     blocks = tl.cdiv(heads, HEADS)
     row = tl.program_id(0) // blocks
     head = (tl.program_id(0) % blocks) * HEADS + tl.arange(0, HEADS)
@@ -243,7 +289,11 @@ def mean_gradients(
     for start in range(0, value, VALUE):
         channel = (start + tl.arange(0, VALUE))[None, :]
         both = inside[:, None] & (channel < value)
-        left = tl.load(out + place[:, None] * value + channel, mask=both, other=0.0).to(tl.float32)
+        at = place[:, None] * value + channel
+        left = tl.load(out + at, mask=both, other=0.0)
+        if KEPT:
+            left = _unrounded(left, tl.load(remainder + at, mask=both, other=0))
+        left = left.to(tl.float32)
         sum += tl.sum(left * tl.load(grad_at + channel, mask=both, other=0.0).to(tl.float32), axis=1)
     tl.store(mean + place, sum - tl.load(of_lse + place, mask=inside, other=0.0), mask=inside)
 
@@ -259,6 +309,7 @@ def query_side(
     grad,
     lse,
     mean,
+    due,
     of_q,
     weights,
     of_scores,
@@ -294,7 +345,11 @@ def query_side(
     BIAS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write the gradient of some heads' query in a row; weights and gradients of scores as (rows, heads, slots)."""
+    """Write the gradient of some heads' query in a row; weights and gradients of scores as (rows, heads, slots).
+
+    Gradients of the scores of a row add up to `due`. That of a heavy slot, one with more than HEAVY of all weight, is a small
+    difference of large numbers; it is taken as what the others leave of `due`, so it is as exact as they are.
+    """
     blocks = tl.cdiv(heads, HEADS)
     local = tl.program_id(0) // blocks
     row = row_start + local
@@ -326,6 +381,8 @@ def query_side(
     base = tl.load(lse + place, mask=inside, other=0.0) * _LOG2_E
     base = tl.where(base == float("-inf"), 0.0, base)[:, None]
     middle = tl.load(mean + place, mask=inside, other=0.0)[:, None]
+    others = tl.zeros((HEADS,), dtype=tl.float32)
+    heavy = tl.full((HEADS,), -1, dtype=tl.int32)
     factor = scale * _LOG2_E
     for start in tl.range(0, tl.load(counts + row), SLOTS, num_stages=STAGES):
         slot = start + tl.arange(0, SLOTS)
@@ -370,7 +427,11 @@ def query_side(
         of_weight = _product(grad_first, tl.trans(k_first))
         if WIDE:
             of_weight = _dot(grad_rest, tl.trans(k_rest), of_weight)
-        of_score = (weight * (of_weight - middle)).to(k_first.dtype)
+        is_heavy = weight > HEAVY
+        heavy = tl.maximum(heavy, tl.max(tl.where(is_heavy, slot[None, :], -1), axis=1))
+        of_score = tl.where(is_heavy, 0.0, weight * (of_weight - middle))
+        others += tl.sum(of_score, axis=1)
+        of_score = of_score.to(k_first.dtype)
         kept_at = (local.to(tl.int64) * heads + head)[:, None] * slots + slot[None, :]
         kept = inside[:, None] & (slot < slots)[None, :]
         tl.store(weights + kept_at, weight.to(k_first.dtype), mask=kept)
@@ -378,6 +439,48 @@ def query_side(
         sum_first = _dot(of_score, k_first, sum_first)
         if REST > 0:
             sum_rest = _dot(of_score, k_rest, sum_rest)
+    if tl.max(heavy, axis=0) >= 0:
+        has_heavy = inside & (heavy >= 0)
+        tl.debug_barrier()  # the loop has written 0 there, in another thread perhaps
+        of_heavy = (tl.load(due + place, mask=inside, other=0.0) - others).to(q_first.dtype)
+        tl.store(of_scores + (local.to(tl.int64) * heads + head) * slots + heavy, of_heavy, mask=has_heavy)
+        # One more tile, whose slots are the heavy ones of the heads: a head takes part in its own.
+        local_head = tl.arange(0, HEADS)
+        own = has_heavy[:, None] & (local_head[:, None] == local_head[None, :])
+        of_heavy = tl.where(own, of_heavy[:, None], 0.0).to(q_first.dtype)
+        taken = tl.load(indices + heavy, mask=has_heavy, other=0).to(tl.int64)
+        k_at = k + taken[:, None] * k_row
+        k_heavy = _keys(
+            k_at + first[None, :],
+            has_heavy[:, None],
+            q,
+            key_scales,
+            taken,
+            has_heavy,
+            first,
+            s_row,
+            s_block,
+            0,
+            FIRST,
+            SCALES,
+        )
+        sum_first = _dot(of_heavy, k_heavy, sum_first)
+        if REST > 0:
+            k_heavy = _keys(
+                k_at + rest[None, :],
+                has_heavy[:, None] & (rest[None, :] < dim),
+                q,
+                key_scales,
+                taken,
+                has_heavy,
+                rest,
+                s_row,
+                s_block,
+                FIRST,
+                REST,
+                SCALES,
+            )
+            sum_rest = _dot(of_heavy, k_heavy, sum_rest)
     of_q_at = of_q + place[:, None] * dim
     tl.store(of_q_at + first[None, :], (sum_first * scale).to(of_q.dtype.element_ty), mask=inside[:, None])
     if REST > 0:

@@ -2,7 +2,8 @@
 
 Which way they compute is settled by dtypes, channels and device, once for each combination: tensor cores for bfloat16 and
 float16 on NVIDIA's Hopper, plain PyTorch in blocks for everything else. Memory beside inputs and results has a bound that
-does not grow with queries times keys.
+does not grow with queries times keys. On tensor cores the output is kept for the backward pass as it was before it was
+rounded: what rounding took, 16 bits of each number, is a third result of the forward operator, empty where no gradient is wanted.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ def attend(
     _check(query, key, indices, value_channels, {"sink": sink, "bias": bias, "scale": scales, "gradient_for": learner})
     if chosen(SPARSE_ATTENTION_CHOICES) == "check":
         check_choices(indices, key.size(0))
-    output, lse = _attend(query, key, indices, scale, value_channels, sink, bias, scales, learner)
+    learns = torch.is_grad_enabled() and any(
+        each is not None and each.requires_grad for each in (query, key, sink, learner)
+    )
+    output, lse, _ = _attend(query, key, indices, scale, value_channels, sink, bias, scales, learner, learns)
     return output, lse
 
 
@@ -129,11 +133,17 @@ def _attend(
     bias: torch.Tensor | None,
     key_scales: torch.Tensor | None = None,
     _learner: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    output, lse = implementation(query.dtype, _read_as(query, key, key_scales), query.size(3), query.device).forward(
-        query, key, indices, scale, value_channels, sink, bias, key_scales
+    learns: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return output, log-sum-exp and the remainder of the output, which is empty unless a backward pass needs it."""
+    output, lse, remainder = _way(query, key, key_scales).forward(
+        query, key, indices, scale, value_channels, sink, bias, key_scales, learns
     )
-    return output, lse
+    return output, lse, remainder
+
+
+def _way(query: torch.Tensor, key: torch.Tensor, key_scales: torch.Tensor | None) -> ModuleType:
+    return implementation(query.dtype, _read_as(query, key, key_scales), query.size(3), query.device)
 
 
 def _read_as(query: torch.Tensor, key: torch.Tensor, key_scales: torch.Tensor | None) -> torch.dtype:
@@ -149,29 +159,36 @@ def _gradients(
     key: torch.Tensor,
     indices: torch.Tensor,
     scale: float,
+    sink: torch.Tensor | None,
     bias: torch.Tensor | None,
     output: torch.Tensor,
+    remainder: torch.Tensor,
     lse: torch.Tensor,
     key_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    way = implementation(query.dtype, _read_as(query, key, key_scales), query.size(3), query.device)
-    of_query, of_key, mean = way.backward(grad, of_lse, query, key, indices, scale, bias, output, lse, key_scales)
+    of_query, of_key, mean = _way(query, key, key_scales).backward(
+        grad, of_lse, query, key, indices, scale, sink, bias, output, remainder, lse, key_scales
+    )
     return of_query, of_key, mean
 
 
 @_attend.register_fake  # type: ignore[untyped-decorator]
 def _(
     query: torch.Tensor,
-    _key: torch.Tensor,
+    key: torch.Tensor,
     _indices: torch.Tensor,
     _scale: float,
     value_channels: int,
     _sink: torch.Tensor | None,
     _bias: torch.Tensor | None,
-    _key_scales: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
     _learner: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return query.new_empty((*query.shape[:3], value_channels)), query.new_empty(query.shape[:3], dtype=torch.float32)
+    learns: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    output = query.new_empty((*query.shape[:3], value_channels))
+    has_remainder = learns and _way(query, key, key_scales) is not in_torch
+    remainder = query.new_empty(output.shape if has_remainder else (0,), dtype=torch.int16)
+    return output, query.new_empty(query.shape[:3], dtype=torch.float32), remainder
 
 
 @_gradients.register_fake  # type: ignore[untyped-decorator]
@@ -182,8 +199,10 @@ def _(
     key: torch.Tensor,
     _indices: torch.Tensor,
     _scale: float,
+    _sink: torch.Tensor | None,
     _bias: torch.Tensor | None,
     _output: torch.Tensor,
+    _remainder: torch.Tensor,
     lse: torch.Tensor,
     key_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -191,18 +210,22 @@ def _(
     return query.new_empty(query.shape), of_key, lse.new_empty(lse.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, indices, ctx.scale, _, sink, bias, key_scales, learner = inputs
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    query, key, indices, ctx.scale, _, sink, bias, key_scales, learner, _ = inputs
     ctx.learns = None if learner is None else learner.dtype
     ctx.save_for_backward(query, key, indices, sink, bias, key_scales, *output)
 
 
-def _backward(ctx: Any, grad: torch.Tensor, of_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    query, key, indices, sink, bias, key_scales, output, lse = ctx.saved_tensors
-    of_query, of_key, mean = _gradients(grad, of_lse, query, key, indices, ctx.scale, bias, output, lse, key_scales)
+def _backward(
+    ctx: Any, grad: torch.Tensor, of_lse: torch.Tensor, _of_remainder: None
+) -> tuple[torch.Tensor | None, ...]:
+    query, key, indices, sink, bias, key_scales, output, lse, remainder = ctx.saved_tensors
+    of_query, of_key, mean = _gradients(
+        grad, of_lse, query, key, indices, ctx.scale, sink, bias, output, remainder, lse, key_scales
+    )
     of_sink = None if sink is None else (mean * torch.exp(sink.float() - lse)).sum(dim=(0, 1)).neg().to(sink.dtype)
     of_learner = None if ctx.learns is None else of_key.to(ctx.learns)
-    return of_query, None if key_scales is not None else of_key, None, None, None, of_sink, None, None, of_learner
+    return of_query, None if key_scales is not None else of_key, None, None, None, of_sink, None, None, of_learner, None
 
 
 _attend.register_autograd(_backward, setup_context=_save)

@@ -25,10 +25,12 @@ def forward(
     sink: torch.Tensor | None,
     bias: torch.Tensor | None,
     key_scales: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    learns: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the output, (queries, batch, heads, value), and the log-sum-exp, (queries, batch, heads): see `function.attend`.
 
-    With `key_scales`, (keys, batch, blocks), key holds the bits of FP8 numbers.
+    With `key_scales`, (keys, batch, blocks), key holds the bits of FP8 numbers. The third result is empty: the backward pass
+    needs no more of the output.
     """
     queries, batch, heads, _ = query.shape
     out = query.new_empty((queries, batch, heads, value))
@@ -36,13 +38,10 @@ def forward(
     with _no_autocast(query):
         for element, rows in _blocks(query, indices):
             keys, scores = _scores(query, key, indices, scale, bias, element, rows, key_scales)
-            if sink is not None:
-                scores = torch.cat([scores, sink.to(scores.dtype).expand(scores.size(0), -1)[..., None]], dim=-1)
-            total = torch.logsumexp(scores, dim=-1)
-            shares = torch.exp(scores - _finite(total)[..., None])[..., : indices.size(2)]
+            shares, _, total = _softmax(scores, sink)
             out[rows, element] = torch.bmm(shares, keys[..., :value]).to(out.dtype)
             lse[rows, element] = total.to(lse.dtype)
-    return out, lse
+    return out, lse, out.new_empty((0,), dtype=torch.int16)
 
 
 def backward(
@@ -52,26 +51,32 @@ def backward(
     key: torch.Tensor,
     indices: torch.Tensor,
     scale: float,
+    sink: torch.Tensor | None,
     bias: torch.Tensor | None,
-    out: torch.Tensor,
+    _out: torch.Tensor,
+    _remainder: torch.Tensor,
     lse: torch.Tensor,
     key_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query and key, and (queries, batch, heads): output times gradient, less that of the lse.
 
-    That of quantized keys is of the numbers that they stand for, in the dtype of query.
+    That of quantized keys is of the numbers that they stand for, in the dtype of query. Shares are taken from the scores, and
+    output times gradient from shares and their gradients: of the log-sum-exp and of the output too many bits have been rounded
+    away where a gradient of a score is a small difference of large numbers.
     """
     of_q = torch.empty_like(query, memory_format=torch.contiguous_format)
     learns = key.dtype if key_scales is None else query.dtype
     of_k = torch.zeros(key.shape, dtype=_wide(learns), device=key.device)
     with _no_autocast(query):
-        mean = (out.to(_wide(out.dtype)) * grad.to(_wide(grad.dtype))).sum(dim=-1) - of_lse
+        mean = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
         for element, rows in _blocks(query, indices):
             keys, scores = _scores(query, key, indices, scale, bias, element, rows, key_scales)
-            shares = torch.exp(scores - _finite(lse[rows, element])[..., None].to(scores.dtype))
+            shares, of_sink, _ = _softmax(scores, sink)
             above = grad[rows, element].to(keys.dtype)
-            of_scores = torch.bmm(above, keys[..., : grad.size(3)].mT).sub_(mean[rows, element][..., None])
-            of_scores = of_scores.mul_(shares).mul_(scale)
+            of_shares = torch.bmm(above, keys[..., : grad.size(3)].mT)
+            of_scores, middle = _through_softmax(of_shares, shares, of_sink, of_lse[rows, element])
+            mean[rows, element] = middle.to(mean.dtype)
+            of_scores = of_scores.mul_(scale)
             of_q[rows, element] = torch.bmm(of_scores, keys).to(of_q.dtype)
             of_slots = torch.bmm(of_scores.mT, query[rows, element].to(keys.dtype))
             of_slots[..., : grad.size(3)] += torch.bmm(shares.mT, above)
@@ -120,9 +125,40 @@ def _scores(
     return keys, scores.masked_fill_(~chosen[:, None], float("-inf"))
 
 
-def _finite(lse: torch.Tensor) -> torch.Tensor:
-    """Return 0 for the log-sum-exp of nothing, so that its shares are 0."""
-    return lse.masked_fill(lse == float("-inf"), 0.0)
+def _softmax(scores: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Return the softmax of scores, (rows, heads, slots), the share of the sink, and the log-sum-exp, (rows, heads).
+
+    Divided by their sum, shares add up to 1 to rounding. The exponential of a score less the log-sum-exp is off by the rounding
+    of that, which grows with the scores. Where there are no scores shares are 0 and the log-sum-exp is -inf.
+    """
+    slots = scores.size(-1)
+    if sink is not None:
+        scores = torch.cat([scores, sink.to(scores.dtype).expand(scores.size(0), -1)[..., None]], dim=-1)
+    if scores.size(-1) == 0:
+        return scores, None, scores.new_full(scores.shape[:2], float("-inf"))
+    largest = scores.amax(dim=-1, keepdim=True)
+    weights = torch.exp(scores - largest.masked_fill(largest == float("-inf"), 0.0))
+    total = weights.sum(dim=-1, keepdim=True)
+    shares = weights.div_(total.masked_fill(total == 0, 1.0))
+    return shares[..., :slots], None if sink is None else shares[..., slots], (largest + total.log()).squeeze(-1)
+
+
+def _through_softmax(
+    of_shares: torch.Tensor, shares: torch.Tensor, of_sink: torch.Tensor | None, of_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradient of the scores, and the mean of the gradients of shares less that of the log-sum-exp.
+
+    Gradients of shares count from that of the largest share, whose own score has a gradient of what the others leave. So
+    nothing is lost where one share is nearly all, or where the gradients have much in common.
+    """
+    if shares.size(-1) == 0:
+        return of_shares, -of_lse
+    base = of_shares.gather(-1, shares.argmax(dim=-1, keepdim=True))
+    of_shares = of_shares.sub_(base)
+    base = base.squeeze(-1)
+    middle = (shares * of_shares).sum(dim=-1) - of_lse
+    others = middle if of_sink is None else middle - base * of_sink
+    return of_shares.sub_(others[..., None]).mul_(shares), others + base
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

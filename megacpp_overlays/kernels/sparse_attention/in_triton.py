@@ -1,7 +1,7 @@
 """Attention over chosen keys on tensor cores: bfloat16 or float16 in, float32 sums and softmax.
 
 Forward: a program has a row (a query of a batch element) and some heads, gathers keys by tiles of slots, and keeps a running
-softmax. Backward: programs compute weights and gradients of scores again and keep both, rounded to the dtype of the inputs,
+softmax; for a backward pass it keeps what rounding took from the output, too, 16 bits of each number. Backward: programs compute weights and gradients of scores again and keep both, rounded to the dtype of the inputs,
 for a part of the rows; the gradient of the query is added up from them. Then each slot gets the gradient of its key from
 all heads at once, as float16 numbers times a power of two of its own, and the slots that hold a key are added up in their
 order, which a sort finds. So a rerun gives the same bits. All buffers have a bound, whatever the number of queries.
@@ -67,17 +67,20 @@ def forward(
     sink: torch.Tensor | None,
     bias: torch.Tensor | None,
     key_scales: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    learns: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the output, (queries, batch, heads, value), and the log-sum-exp, (queries, batch, heads): see `function.attend`.
 
-    With `key_scales`, (keys, batch, blocks), key holds the bits of FP8 numbers.
+    With `key_scales`, (keys, batch, blocks), key holds the bits of FP8 numbers. The third result is what rounding took from the
+    output, of its shape, int16; it is empty unless a gradient `learns` from it.
     """
     query, key, indices, bias = _rows(query), _rows(key), _rows(indices), None if bias is None else _rows(bias)
     queries, batch, heads, dim = query.shape
     out = torch.empty((queries, batch, heads, value), dtype=query.dtype, device=query.device)
     lse = torch.empty((queries, batch, heads), dtype=torch.float32, device=query.device)
+    remainder = torch.empty(out.shape if learns else (0,), dtype=torch.int16, device=query.device)
     if lse.numel() == 0:
-        return out, lse
+        return out, lse, remainder
     parts = tiles.parts_of(dim, value)
     tile = tiles.forward_tile(parts, heads)
     block = tiles.head_block(heads, tile)
@@ -89,19 +92,20 @@ def forward(
         counts = _counts(query, key, indices)
         if ring is not None:
             _specialised().attend_rows[(queries * batch * triton.cdiv(heads, tiles.SPECIALISED_HEADS),)](
-                *(query, key, indices, counts, lse if sink is None else sink, out, lse, *sizes, *strides),
+                *(query, key, indices, counts, lse if sink is None else sink, out, remainder, lse, *sizes, *strides),
                 FIRST=parts.first,
                 REST=parts.rest,
                 SLOTS=ring.slots,
                 RING=ring.tiles,
                 SINK=sink is not None,
                 POSITIVE=scale > 0,
+                KEEPS=learns,
                 num_warps=4,
             )
-            return out, lse
+            return out, lse, remainder
         device_code.attend_rows[(queries * batch * triton.cdiv(heads, block),)](
             *(query, key, indices, counts, scales.held, indices if bias is None else bias),
-            *(lse if sink is None else sink, out, lse, *sizes),
+            *(lse if sink is None else sink, out, remainder, lse, *sizes),
             *(*strides, *scales.strides, *(indices if bias is None else bias).stride()[:2]),
             FIRST=parts.first,
             REST=parts.rest,
@@ -111,10 +115,11 @@ def forward(
             SCALES=scales.blocks,
             BIAS=bias is not None,
             SINK=sink is not None,
+            KEEPS=learns,
             STAGES=tile.stages,
             num_warps=tile.warps,
         )
-    return out, lse
+    return out, lse, remainder
 
 
 def backward(
@@ -124,14 +129,17 @@ def backward(
     key: torch.Tensor,
     indices: torch.Tensor,
     scale: float,
+    sink: torch.Tensor | None,
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    remainder: torch.Tensor,
     lse: torch.Tensor,
     key_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query and key, and (queries, batch, heads): output times gradient, less that of the lse.
 
-    That of quantized keys is of the numbers that they stand for, in the dtype of query.
+    That of quantized keys is of the numbers that they stand for, in the dtype of query. Without a remainder, which is then
+    empty, output times gradient is taken of the rounded output.
     """
     query, key, indices, bias = _rows(query), _rows(key), _rows(indices), None if bias is None else _rows(bias)
     grad, of_lse = _rows(grad), of_lse.contiguous()
@@ -158,13 +166,17 @@ def backward(
         key, scales = _as_read(query, key, key_scales, indices, ring)
         counts = _counts(query, key, indices)
         device_code.mean_gradients[(rows * triton.cdiv(heads, 16),)](
-            *(out, grad, of_lse, mean, heads, value, batch, *grad.stride()[:3]), HEADS=16, VALUE=64
+            *(out, remainder, grad, of_lse, mean, heads, value, batch, *grad.stride()[:3]),
+            HEADS=16,
+            VALUE=64,
+            KEPT=remainder.numel() > 0,
         )
+        due = of_lse if sink is None else torch.addcmul(of_lse, mean, torch.exp(sink.float() - lse))
         places = _places(indices, keys)
         for start in range(0, rows, kept_rows):
             some = min(kept_rows, rows - start)
             _query_side(
-                *(query, key, scales, ring, indices, counts, scale, bias, grad, lse, mean),
+                *(query, key, scales, ring, indices, counts, scale, bias, grad, lse, mean, due),
                 *(of_q, weights, of_scores, start, some),
             )
             for first in range(start, start + some, slot_rows):
@@ -264,6 +276,7 @@ def _query_side(
     grad: torch.Tensor,
     lse: torch.Tensor,
     mean: torch.Tensor,
+    due: torch.Tensor,
     of_q: torch.Tensor,
     weights: torch.Tensor,
     of_scores: torch.Tensor,
@@ -286,6 +299,7 @@ def _query_side(
                 grad,
                 lse,
                 mean,
+                due,
                 weights,
                 of_scores,
                 *sizes[:-1],
@@ -313,7 +327,7 @@ def _query_side(
     tile = tiles.query_side_tile(parts, heads)
     block = tiles.head_block(heads, tile)
     device_code.query_side[(rows * triton.cdiv(heads, block),)](
-        *(query, key, indices, counts, scales.held, indices if bias is None else bias, grad, lse, mean),
+        *(query, key, indices, counts, scales.held, indices if bias is None else bias, grad, lse, mean, due),
         *(of_q, weights, of_scores, *sizes, *strides, *scales.strides),
         *(*(indices if bias is None else bias).stride()[:2], *grad.stride()[:3]),
         FIRST=parts.first,

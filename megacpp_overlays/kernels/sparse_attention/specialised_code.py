@@ -21,6 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 HEADS = gl.constexpr(64)
+HEAVY = gl.constexpr(0.75)
+"""See `device_code`."""
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
 
@@ -173,6 +175,11 @@ def _weigh(
     # Of a positive factor the largest score stays the largest, and its product joins the subtraction.
     unit = factor if POSITIVE else 1.0
     index = gl.load(indices + slot, mask=slot < slots, other=-1)
+    # The output is divided by the sum of weights as they are multiplied, rounded: its shares add up to 1. A tile's are
+    # added while the next one's scores are made.
+    rounded_total = total
+    rounded = gl.zeros([HEADS, SLOTS], weights.dtype, layout=layout)
+    less = gl.full([HEADS], 1.0, gl.float32, layout=column)
     mbarrier.wait(asked, 0)
     fence_async_shared()
     for tile in range(tiles):
@@ -186,6 +193,7 @@ def _weigh(
         chosen = (index >= 0) & (index < keys)
         ahead = slot + (tile + 1) * SLOTS
         index = gl.load(indices + ahead, mask=ahead < slots, other=-1)
+        rounded_total = rounded_total * less + gl.sum(rounded.to(gl.float32), axis=1)
         score = warpgroup_mma_wait(0, deps=[score])
         if not POSITIVE:
             score = score * factor
@@ -197,13 +205,15 @@ def _weigh(
         total = total * less + gl.sum(weight, axis=1)
         largest = above
         mbarrier.wait(used.index(turn), ((tile // 2) & 1) ^ 1)
-        weights.index(turn).store(weight.to(weights.dtype))
+        rounded = weight.to(weights.dtype)
+        weights.index(turn).store(rounded)
         shrunk.index(turn).store(less)
         fence_async_shared()
         mbarrier.arrive(weighed.index(turn), count=1)
+    rounded_total = rounded_total * less + gl.sum(rounded.to(gl.float32), axis=1)
     turn = tiles % 2
     mbarrier.wait(used.index(turn), ((tiles // 2) & 1) ^ 1)
-    shrunk.index(turn).store(1.0 / gl.where(total == 0.0, 1.0, total))
+    shrunk.index(turn).store(1.0 / gl.where(rounded_total == 0.0, 1.0, rounded_total))
     mbarrier.arrive(weighed.index(turn), count=1)
     gl.store(lse + place + rows, (largest + gl.log2(total)) * _LN_2, mask=rows < heads)
 
@@ -221,6 +231,7 @@ def _add_values(
     used,
     indices,
     out,
+    remainder,
     count,
     place,
     head,
@@ -234,6 +245,7 @@ def _add_values(
     REST: gl.constexpr,
     SLOTS: gl.constexpr,
     RING: gl.constexpr,
+    KEEPS: gl.constexpr,
     HALF: gl.constexpr,
 ):
     """Gather half of the channels of keys, add up their weighted values, and write them."""
@@ -271,6 +283,15 @@ def _add_values(
     # Queries are not read any more: through their place go rows of 128 bytes, where registers hold pairs of channels.
     part = q_first.slice(HALF * CHANNELS, CHANNELS, dim=1)
     part.store(sum.to(out.dtype.element_ty))
+    if KEEPS:
+        # Read again, or sums and rounded sums would both have to lie in registers.
+        rounded = part.load(layout).to(gl.float32)
+        steps = sum.to(gl.int32, bitcast=True) - rounded.to(gl.int32, bitcast=True)
+        rows = head + gl.arange(0, HEADS, layout=column)
+        channel = HALF * CHANNELS + gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, layout))
+        at = remainder + (place + rows)[:, None] * value + channel[None, :]
+        inside = (rows < heads)[:, None] & (channel < value)[None, :]
+        gl.store(at, gl.minimum(gl.maximum(steps, -32768), 32767).to(gl.int16), mask=inside)
     whole: gl.constexpr = _gathered(CHANNELS)
     rows = head + gl.arange(0, HEADS, layout=gl.SliceLayout(1, whole))
     channel = HALF * CHANNELS + gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, whole))
@@ -288,6 +309,7 @@ def attend_rows(
     counts,
     sink,
     out,
+    remainder,
     lse,
     batch,
     heads,
@@ -309,8 +331,9 @@ def attend_rows(
     RING: gl.constexpr,
     SINK: gl.constexpr,
     POSITIVE: gl.constexpr,
+    KEEPS: gl.constexpr,
 ):
-    """Write the output and the log-sum-exp of 64 heads of a row."""
+    """Write the output and the log-sum-exp of 64 heads of a row; KEEPS: and what rounding takes from the output."""
     kind: gl.constexpr = q.dtype.element_ty
     blocks = gl.cdiv(heads, HEADS)
     row = gl.program_id(0) // blocks
@@ -397,6 +420,7 @@ def attend_rows(
                     used,
                     indices,
                     out,
+                    remainder,
                     count,
                     place,
                     head,
@@ -410,6 +434,7 @@ def attend_rows(
                     REST,
                     SLOTS,
                     RING,
+                    KEEPS,
                     0,
                 ),
             ),
@@ -427,6 +452,7 @@ def attend_rows(
                     used,
                     indices,
                     out,
+                    remainder,
                     count,
                     place,
                     head,
@@ -440,6 +466,7 @@ def attend_rows(
                     REST,
                     SLOTS,
                     RING,
+                    KEEPS,
                     1,
                 ),
             ),
@@ -546,6 +573,7 @@ def _take_gradients(
     indices,
     count,
     mean,
+    due,
     of_scores,
     place,
     kept,
@@ -562,7 +590,10 @@ def _take_gradients(
     SLOTS: gl.constexpr,
     RING: gl.constexpr,
 ):
-    """Take the gradients of the scores of each tile from gradients of the output, values and weights, and keep them."""
+    """Take the gradients of the scores of each tile from gradients of the output, values and weights, and keep them.
+
+    That of a heavy slot is what the others leave of `due`, see `device_code.query_side`.
+    """
     layout: gl.constexpr = _sums(SLOTS)
     column: gl.constexpr = gl.SliceLayout(1, layout)
     tiles = gl.cdiv(count, SLOTS)
@@ -577,6 +608,8 @@ def _take_gradients(
     grads = _from_registers(grad, heads, head, 0, value, g_head, FIRST, SLOTS)
     rows = head + gl.arange(0, HEADS, layout=column)
     middle = gl.load(mean + place + rows, mask=rows < heads, other=0.0)
+    others = gl.zeros([HEADS], gl.float32, layout=column)
+    heavy = gl.full([HEADS], -1, gl.int32, layout=column)
     slot = gl.arange(0, SLOTS, layout=gl.SliceLayout(0, layout))
     nothing = gl.zeros([HEADS, SLOTS], gl.float32, layout=layout)
     for tile in range(tiles):
@@ -598,9 +631,17 @@ def _take_gradients(
         mbarrier.wait(ready.index(turn), (tile // 2) & 1)
         weight = passed.index(turn).load(layout)
         mbarrier.arrive(used.index(turn), count=1)
-        at = of_scores + (kept + rows)[:, None] * slots + (tile * SLOTS + slot)[None, :]
-        inside = (rows < heads)[:, None] & (tile * SLOTS + slot < slots)[None, :]
-        gl.store(at, (weight * (of_weight - middle[:, None])).to(of_scores.dtype.element_ty), mask=inside)
+        place_of_slot = tile * SLOTS + slot
+        is_heavy = weight > HEAVY
+        heavy = gl.maximum(heavy, gl.max(gl.where(is_heavy, place_of_slot[None, :], -1), axis=1))
+        of_score = gl.where(is_heavy, 0.0, weight * (of_weight - middle[:, None]))
+        others += gl.sum(of_score, axis=1)
+        at = of_scores + (kept + rows)[:, None] * slots + place_of_slot[None, :]
+        inside = (rows < heads)[:, None] & (place_of_slot < slots)[None, :]
+        gl.store(at, of_score.to(of_scores.dtype.element_ty), mask=inside & ~is_heavy)
+    of_heavy = gl.load(due + place + rows, mask=rows < heads, other=0.0) - others
+    at = of_scores + (kept + rows) * slots + heavy
+    gl.store(at, of_heavy.to(of_scores.dtype.element_ty), mask=(rows < heads) & (heavy >= 0))
     async_copy.commit_group()
     async_copy.wait_group(0)
 
@@ -614,6 +655,7 @@ def score_side(
     grad,
     lse,
     mean,
+    due,
     weights,
     of_scores,
     row_start,
@@ -718,6 +760,7 @@ def score_side(
                     indices,
                     count,
                     mean,
+                    due,
                     of_scores,
                     place,
                     kept,
