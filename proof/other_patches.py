@@ -15,7 +15,7 @@ import importlib.metadata
 import json
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,10 @@ def main() -> int:
     given = parser.parse_args()
     found: Measured = json.loads(given.json.read_text()) if given.json.exists() else {"libraries": {}}
     if not given.page_only:
-        measure(found, given.only or LIBRARIES)
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+        for library in measure(found, given.only or LIBRARIES):
+            print(f"== {library}", flush=True)
+            found["libraries"] = {name: each for name in LIBRARIES if (each := found["libraries"].get(name))}
+            given.json.write_text(json.dumps(found, indent=1) + "\n")
     if given.write:
         given.write.write_text(other_patches_page.markdown(found))
     missed = [line for name, each in found["libraries"].items() for line in unnoticed(name, each)]
@@ -70,15 +72,14 @@ def main() -> int:
     return int(bool(missed))
 
 
-def measure(found: Measured, libraries: Iterable[str]) -> None:
-    """Run the processes and put what they saw among the receipts."""
+def measure(found: Measured, libraries: Iterable[str]) -> Iterator[str]:
+    """Run the processes and put what they saw among the receipts; yield each library when it is done."""
     overlays = [each for each in registry.load() if isinstance(each, Overlay)]
     targets = list(dict.fromkeys(each.target.module for each in overlays))
     tree = Remembered(InstalledTree())
     found["versions"] = {name: importlib.metadata.version(name) for name in VERSIONS}
     found["alone"] = process(ALONE, ALONE, overlays, targets)["decisions"]
     for library in libraries:
-        print(f"== {library}", flush=True)
         runs = {order: process(library, order, overlays, targets) for order in (BEFORE, AFTER)}
         found["libraries"][library] = {
             "replaced": replaced(runs, overlays, tree),
@@ -87,6 +88,7 @@ def measure(found: Measured, libraries: Iterable[str]) -> None:
             BEFORE: differences(found["alone"], runs[BEFORE]["decisions"]),
             AFTER: differences(runs[AFTER]["stock"], runs[AFTER]["decisions"]),
         }
+        yield library
 
 
 def process(library: str, order: str, overlays: Iterable[Overlay], targets: Iterable[str]) -> Measured:

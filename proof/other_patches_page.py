@@ -38,7 +38,7 @@ It needs no GPU. Transformer Engine is its Python half, as released; its compile
 def markdown(found: Mapping[str, Any]) -> str:
     """Return the page."""
     named = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    parts = [INTRODUCTION.format(versions=f"Versions: {named}"), "## At a glance\n", *glance(found["libraries"])]
+    parts = [INTRODUCTION.format(versions=named), "## At a glance\n", *glance(found["libraries"])]
     for library, each in found["libraries"].items():
         parts += ["", f"## {library}", "", *section(each), *in_source(library)]
     return "\n".join(parts) + "\n"

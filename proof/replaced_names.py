@@ -94,7 +94,7 @@ def overriding(packages: Collection[str], by: str) -> list[OverridingClass]:
     found = set()
     for _, module in _loaded(packages):
         for base in [each for each in list(vars(module).values()) if isinstance(each, type)]:
-            for cls in type.__subclasses__(base) if type(base) is type else ():
+            for cls in type.__subclasses__(base):
                 own = [key for key, each in vars(cls).items() if callable(plain(each)) and _is_method_of(base, key)]
                 if own and is_of(cls, by) and any(_belongs(base.__module__, each) for each in packages):
                     found.add(OverridingClass(describe(cls), describe(base), tuple(sorted(own))))

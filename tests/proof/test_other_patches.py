@@ -163,6 +163,18 @@ def test_subclasses_of_the_other_library_and_their_methods_are_listed(upstream: 
     assert issubclass(new, upstream.Router)
 
 
+def test_subclasses_of_an_abstract_class_are_listed(upstream: Any) -> None:
+    import abc
+
+    import replaced_names
+
+    upstream.Router = abc.ABCMeta("Router", (upstream.Router,), {"__module__": "upstream.layers"})
+    new = written("class new(Router):\n    def bias(self, tokens):\n        return 0\n", Router=upstream.Router)
+
+    assert [each.name for each in replaced_names.overriding(["upstream"], "foreign")] == ["foreign.patches.new"]
+    assert type(new) is abc.ABCMeta
+
+
 SOURCE = '''\
 """Layers."""
 
