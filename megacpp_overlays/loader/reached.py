@@ -8,6 +8,7 @@ subclass. What holds an original where no name leads, a walk over the heap finds
 from __future__ import annotations
 
 import contextlib
+import dis
 import sys
 from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
@@ -169,7 +170,7 @@ def _overridden(owner: Owner, name: str, where: str, target: str) -> Sight:
         if holder is None or (holder is not each and issubclass(holder, owner)):
             continue  # it inherits the seam, or the override of another subclass
         raw = namespace(holder)[name]
-        if each.__module__ == target or mark_behind(raw) is not None:
+        if each.__module__ == target or mark_behind(raw) is not None or _never_returns(raw):
             continue
         override = f"{owner_name(each)}.{name}"
         if not _calls_up(raw, name, owner, each):
@@ -178,6 +179,17 @@ def _overridden(owner: Owner, name: str, where: str, target: str) -> Sight:
         elif each.__module__.partition(".")[0] != target.partition(".")[0]:  # upstream's own subclasses are no news
             sight = _joined(sight, Sight(around=(f"{override} extends {where}",), others=(f"{where}: {override}",)))
     return sight
+
+
+_RETURNS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RETURN_GENERATOR"})
+
+
+def _never_returns(raw: Any) -> bool:
+    """Return whether a function only raises: nothing can be done by it that the seam would have done otherwise."""
+    function = plain_function(raw)
+    if type(function) is not FunctionType:
+        return False
+    return _RETURNS.isdisjoint(each.opname for each in dis.get_instructions(function.__code__))
 
 
 def _subclasses(owner: type) -> Iterator[type]:

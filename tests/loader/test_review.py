@@ -324,6 +324,19 @@ def test_a_subclass_that_overrides_a_seam_without_using_it_is_named(
     del Other
 
 
+def test_an_override_that_only_raises_is_no_conflict(on_class: tuple[Session, ModuleType]) -> None:
+    current, module = on_class
+
+    class Converted(module.Layer):  # type: ignore[misc, name-defined]
+        """A class whose instances are made in another way."""
+
+        def forward(self, x: Any) -> Any:
+            raise RuntimeError(f"not called directly: {x}")
+
+    assert only(current).decision is Decision.ACTIVE
+    assert Converted.__name__
+
+
 def test_an_override_may_call_up_through_a_class_between_that_does(on_class: tuple[Session, ModuleType]) -> None:
     current, module = on_class
 

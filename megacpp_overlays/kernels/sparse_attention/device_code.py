@@ -187,6 +187,9 @@ def attend_rows(
         largest = tl.full((HEADS,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((HEADS,), dtype=tl.float32)
     rounded_total = total
+    # Weights of all tiles are added up slot by slot, and over slots behind the loop: a sum in it waits for other warps.
+    sums = tl.zeros((HEADS, SLOTS), dtype=tl.float32)
+    rounded_sums = tl.zeros((HEADS, SLOTS), dtype=tl.float32)
     for start in tl.range(0, tl.load(counts + row), SLOTS, num_stages=STAGES):
         slot = start + tl.arange(0, SLOTS)
         index = tl.load(indices + slot, mask=slot < slots, other=-1)
@@ -230,13 +233,16 @@ def attend_rows(
         base = tl.where(above == float("-inf"), 0.0, above)
         weight = tl.exp2(score - base[:, None])
         shrunk = tl.exp2(largest - base)
-        total = total * shrunk + tl.sum(weight, axis=1)
+        total, rounded_total = total * shrunk, rounded_total * shrunk
         largest = above
+        sums = sums * shrunk[:, None] + weight
         weight = weight.to(k_first.dtype)
-        rounded_total = rounded_total * shrunk + tl.sum(weight.to(tl.float32), axis=1)
+        rounded_sums = rounded_sums * shrunk[:, None] + weight.to(tl.float32)
         sum_first = _dot(weight, k_first, sum_first * shrunk[:, None])
         if WIDE:
             sum_rest = _dot(weight, k_rest, sum_rest * shrunk[:, None])
+    total += tl.sum(sums, axis=1)
+    rounded_total += tl.sum(rounded_sums, axis=1)
     share = (1.0 / tl.where(rounded_total == 0.0, 1.0, rounded_total))[:, None]
     place = (query * batch + element) * heads + head
     inside = head[:, None] < heads
