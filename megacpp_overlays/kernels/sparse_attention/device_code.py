@@ -43,6 +43,11 @@ def _product(left, right):
 
 
 @triton.jit
+def _add_both(one, rounded_one, other, rounded_other):
+    return one + other, rounded_one + rounded_other
+
+
+@triton.jit
 def _remainder(exact, rounded):
     """Return what rounding took from float32 numbers, as so many steps from one float32 number to the next."""
     steps = exact.to(tl.int32, bitcast=True) - rounded.to(tl.float32).to(tl.int32, bitcast=True)
@@ -156,8 +161,8 @@ def attend_rows(
 ):
     """Write the output and the log-sum-exp of some heads of a row; `factor` is the scale times log2(e).
 
-    The output is divided by the sum of the weights as they are multiplied, rounded, so that its shares add up to 1. KEEPS: what
-    rounding takes from it is written, too.
+    KEEPS: the output is divided by the sum of the weights as they are multiplied, rounded, so that its shares add up to 1, and
+    what rounding takes from it is written, too. A backward pass needs both.
     """
     blocks = tl.cdiv(heads, HEADS)
     row = tl.program_id(0) // blocks
@@ -187,9 +192,6 @@ def attend_rows(
         largest = tl.full((HEADS,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((HEADS,), dtype=tl.float32)
     rounded_total = total
-    # Weights of all tiles are added up slot by slot, and over slots behind the loop: a sum in it waits for other warps.
-    sums = tl.zeros((HEADS, SLOTS), dtype=tl.float32)
-    rounded_sums = tl.zeros((HEADS, SLOTS), dtype=tl.float32)
     for start in tl.range(0, tl.load(counts + row), SLOTS, num_stages=STAGES):
         slot = start + tl.arange(0, SLOTS)
         index = tl.load(indices + slot, mask=slot < slots, other=-1)
@@ -233,17 +235,23 @@ def attend_rows(
         base = tl.where(above == float("-inf"), 0.0, above)
         weight = tl.exp2(score - base[:, None])
         shrunk = tl.exp2(largest - base)
-        total, rounded_total = total * shrunk, rounded_total * shrunk
         largest = above
-        sums = sums * shrunk[:, None] + weight
+        if KEEPS:  # in one reduction: each waits for other warps
+            rounded = weight.to(k_first.dtype).to(tl.float32)
+            added, rounded_added = tl.reduce((weight, rounded), axis=1, combine_fn=_add_both)
+            rounded_total = rounded_total * shrunk + rounded_added
+        else:
+            added = tl.sum(weight, axis=1)
+        total = total * shrunk + added
         weight = weight.to(k_first.dtype)
-        rounded_sums = rounded_sums * shrunk[:, None] + weight.to(tl.float32)
         sum_first = _dot(weight, k_first, sum_first * shrunk[:, None])
         if WIDE:
             sum_rest = _dot(weight, k_rest, sum_rest * shrunk[:, None])
-    total += tl.sum(sums, axis=1)
-    rounded_total += tl.sum(rounded_sums, axis=1)
-    share = (1.0 / tl.where(rounded_total == 0.0, 1.0, rounded_total))[:, None]
+    if KEEPS:
+        divisor = rounded_total
+    else:
+        divisor = total
+    share = (1.0 / tl.where(divisor == 0.0, 1.0, divisor))[:, None]
     place = (query * batch + element) * heads + head
     inside = head[:, None] < heads
     out_at = place[:, None] * value
