@@ -48,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print what changed; return the exit code."""
     try:
         before, after = audit_diff.read(arguments.before), audit_diff.read(arguments.after)
+        if arguments.html:
+            audit_diff.check_page_fields(after, arguments.after)
     except AuditFileError as error:
         print(f"megacpp-overlays: {error}", file=sys.stderr)
         return ExitCode.USAGE

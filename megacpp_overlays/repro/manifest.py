@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megacpp_overlays import json_text
 from megacpp_overlays.errors import OverlayError
 from megacpp_overlays.files import write_text
 from megacpp_overlays.loader import retired
@@ -70,7 +71,7 @@ def read(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {"schema": SCHEMA, "packs": []}
     try:
-        data: dict[str, Any] = json.loads(path.read_text())
+        data: dict[str, Any] = json_text.parse(path.read_text())
     except ValueError as error:
         raise ManifestError(f"{NAME} is no JSON: {error}") from error
     rules = json.loads((inventory.own_folder() / SCHEMA_NAME).read_text())
@@ -158,7 +159,7 @@ def _answered(folder: Path) -> dict[tuple[str, int], str]:
     """Return the day of the last answer about each thread; `megacpp-overlays sweep` writes the file and checks the rest."""
     path = folder / THREADS
     try:
-        threads = json.loads(path.read_text())["threads"] if path.exists() else []
+        threads = json_text.parse(path.read_text())["threads"] if path.exists() else []
         return {(each["repository"], each["number"]): each["checked"] for each in threads}
     except (ValueError, KeyError, TypeError) as error:
         raise ManifestError(f"{THREADS} is not what `megacpp-overlays sweep` writes: {error!r}") from error

@@ -6,7 +6,6 @@ A case whose overlay was retired, a case of a gate and a claim run in one.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import sysconfig
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import megacpp_overlays
-from megacpp_overlays import variables
+from megacpp_overlays import json_text, variables
 from megacpp_overlays.loader import retired
 from megacpp_overlays.loader.settings import DISABLE, LOG, MODE, PLUGINS, WITNESSES, Mode, Switch
 from megacpp_overlays.model import Decision, Erratum, Verdict
@@ -224,8 +223,8 @@ def _facts(report: Path) -> dict[str, Any]:
     """Return the events of a report by name; the last line may be torn."""
     facts: dict[str, Any] = {}
     for line in report.read_text().splitlines() if report.exists() else ():
-        with contextlib.suppress(json.JSONDecodeError):
-            event = json.loads(line)
+        with contextlib.suppress(ValueError):
+            event = json_text.parse(line)
             facts[event["event"]] = event
     return facts
 

@@ -6,13 +6,14 @@ version, and the decision that came of it. Paths, reasons and evidence are words
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megacpp_overlays import json_text
 from megacpp_overlays.errors import AuditFileError
 from megacpp_overlays.loader.audit import SCHEMA
+from megacpp_overlays.model import Decision
 from megacpp_overlays.processes.differences import by_target
 from megacpp_overlays.source.distributions import without_place
 
@@ -39,7 +40,7 @@ def read(path: Path) -> Mapping[str, Any]:
         AuditFileError: there is none, or it has a form that this version does not know.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json_text.parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise AuditFileError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
@@ -53,9 +54,41 @@ def read(path: Path) -> Mapping[str, Any]:
         raise AuditFileError(
             f"{path} has schema {found}, and this version reads {SCHEMA}: compare with the one that wrote it"
         )
-    if not all(isinstance(each, dict) and {"id", "target", "decision"} <= each.keys() for each in audit["decisions"]):
-        raise AuditFileError(f"{path} has a decision without id, target or decision: it was cut or edited")
+    if not all(map(_is_decision, audit["decisions"])):
+        raise AuditFileError(f"{path} has a decision without id, target or decision in words: it was cut or edited")
+    if not isinstance(audit.get("versions", {}), dict):
+        raise AuditFileError(f"{path} has versions that are no table: it was cut or edited")
     return audit
+
+
+def check_page_fields(audit: Mapping[str, Any], path: Path) -> None:
+    """Hold the fields of an audit that a page shows and a comparison does not need against their types.
+
+    Raises:
+        AuditFileError: one is missing or of another type; the text names it.
+    """
+    for name in ("version", "mode"):
+        if not isinstance(audit.get(name), str):
+            raise AuditFileError(f"{path} has no {name} in words, so it cannot be shown as a page")
+    for each in audit["decisions"]:
+        known = {decision.value for decision in Decision}
+        calls = each.get("calls", {})
+        wrong = {
+            "decision": each["decision"] not in known,
+            "seams": not isinstance(each.get("seams", []), list),
+            "rebound": not isinstance(each.get("rebound", []), list),
+            "calls": not isinstance(calls, dict) or not all(type(count) is int for count in calls.values()),
+        }
+        if names := ", ".join(name for name, is_wrong in wrong.items() if is_wrong):
+            raise AuditFileError(f"{path} cannot be shown as a page: {names} of {each['id']} is no field of an audit")
+
+
+def _is_decision(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and all(isinstance(value.get(name), str) for name in ("id", "target", "decision"))
+        and isinstance(value.get("version"), str | None)
+    )
 
 
 def _audit_in(data: object) -> Mapping[str, Any] | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -24,6 +23,7 @@ from typing import Any
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
+from megacpp_overlays import json_text
 from megacpp_overlays.errors import LockError
 from megacpp_overlays.upkeep.locks import ANY, Lock, same_version
 
@@ -154,7 +154,7 @@ def _ask(python: Path) -> Mapping[str, Any]:
     )
     if done.returncode:
         raise OSError(f"exit code {done.returncode}: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
-    facts: Mapping[str, Any] = json.loads(done.stdout)
+    facts: Mapping[str, Any] = json_text.parse(done.stdout)
     return facts
 
 

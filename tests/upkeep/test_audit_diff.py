@@ -137,7 +137,12 @@ def test_an_audit_is_found_under_the_key_that_a_report_keeps_it_under(audit: Aud
         ('{"loss": 1.0}', "has no audit"),
         ('{"schema": 99, "decisions": []}', "has schema 99"),
         ('{"schema": 1, "decisions": [{"id": "double-fix"}]}', "without id, target or decision"),
+        ('{"schema": 1, "decisions": [{"id": ["a"], "target": "t", "decision": "active"}]}', "without id, target or"),
+        ('{"schema": 1, "decisions": [], "versions": ["a"]}', "versions that are no table"),
+        ("[" * 100_000, "is not JSON: it is nested more than 100 levels deep"),
+        ('{"schema": 1, "decisions": [], "mode": ' + "[" * 150 + "]" * 150 + "}", "nested more than 100 levels deep"),
     ],
+    ids=lambda value: None if value is None else value[:50],
 )
 def test_what_is_no_audit_is_named_and_is_not_called_a_difference(
     audit: Audit, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, says: str
@@ -151,6 +156,28 @@ def test_what_is_no_audit_is_named_and_is_not_called_a_difference(
     error = capsys.readouterr().err
     assert str(bad) in error
     assert says in error
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"mode": 3}, "has no mode in words"),
+        ({"decision": "broken"}, "decision of double-fix is no field of an audit"),
+        ({"seams": None, "rebound": 1}, "seams, rebound of double-fix"),
+        ({"calls": {"a.f": "many"}}, "calls of double-fix"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_shown_as_a_page_is_named_and_is_not_called_a_difference(
+    audit: Audit, tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: dict[str, object], says: str
+) -> None:
+    decisions = [{**audit["decisions"][0], **wrong}, *audit["decisions"][1:]]
+    page, bad = tmp_path / "page.html", kept(tmp_path, "bad.json", {**audit, **wrong, "decisions": decisions})
+
+    assert main(["compare", "--html", str(page), kept(tmp_path, "good.json", audit), bad]) == 2
+
+    assert says in capsys.readouterr().err
+    assert not page.exists()
 
 
 DECISION = st.fixed_dictionaries(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 import importlib_metadata
 from packaging.utils import canonicalize_name
 
+from megacpp_overlays import json_text
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.upkeep.drift import records
 from megacpp_overlays.upkeep.drift.records import RecordEntry
@@ -150,7 +150,7 @@ def _entries(distribution: importlib_metadata.Distribution) -> tuple[tuple[Recor
 def _origin(text: str | None) -> Origin | None:
     if not text:
         return None
-    data: Any = json.loads(text)
+    data: Any = json_text.parse(text)
     vcs, folder = (data.get(key) for key in ("vcs_info", "dir_info"))
     return Origin(
         url=str(data["url"]),

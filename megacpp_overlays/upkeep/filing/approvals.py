@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megacpp_overlays import json_text
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.files import write_text
 from megacpp_overlays.repro import manifest
@@ -56,7 +57,7 @@ def read(folder: Path) -> tuple[Approval, ...]:
     if not path.exists():
         return ()
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json_text.parse(path.read_text(encoding="utf-8"))
         found = tuple(Approval(**each) for each in data["approvals"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UpkeepError(f"{NAME} is not what `megacpp-overlays pack approve` writes: {error!r}") from error

@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from megacpp_overlays import json_text
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.model import Erratum, Evidence, Target, Verdict
 from megacpp_overlays.upkeep.matrix import combinations, matrix
@@ -66,7 +67,7 @@ def parse(text: str, path: str) -> tuple[Table, ...]:
         UpkeepError: it is no kept matrix; the text names the path.
     """
     try:
-        data = json.loads(text)
+        data = json_text.parse(text)
         if data["schema"] != SCHEMA:
             raise UpkeepError(f"{path}: schema {data['schema']!r} is not known here; write it anew with --write")
         return tuple(_read_table(each) for each in data["distributions"])

@@ -22,6 +22,7 @@ from packaging.version import InvalidVersion, Version
 from pypi_simple import PYPI_SIMPLE_ENDPOINT, DistributionPackage, NoSuchProjectError, PyPISimple
 from pypi_simple.errors import DigestMismatchError, UnsupportedContentTypeError, UnsupportedRepoVersionError
 
+from megacpp_overlays import json_text
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.files import write_text
 from megacpp_overlays.upkeep.bounded_http import BodyError, BoundedAdapter
@@ -215,7 +216,7 @@ class IndexAnswers:
         else:
             reason = "offline"
         try:
-            answer = from_data(json.loads(path.read_text()))
+            answer = from_data(json_text.parse(path.read_text()))
         except (OSError, ValueError, UpkeepError) as error:
             raise NoNetworkError(f"{distribution}: {reason}, and no answer of the index is in the cache") from error
         if self.index is not None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megacpp_overlays import json_text
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.files import write_text
 
@@ -32,7 +33,7 @@ class AnswerCache:
     def find(self, url: str) -> CacheEntry | None:
         """Return what is kept for an address; a damaged file is as good as none."""
         try:
-            kept = CacheEntry(**json.loads(self._path(url).read_text()))
+            kept = CacheEntry(**json_text.parse(self._path(url).read_text()))
         except (OSError, ValueError, TypeError):
             return None
         return kept if kept.url == url else None

@@ -18,6 +18,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from megacpp_overlays import json_text
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.files import write_text
 from megacpp_overlays.repro import inventory, schema
@@ -120,7 +121,7 @@ def read(folder: Path) -> Mapping[Key, Answer]:
     """
     path = folder / NAME
     try:
-        data = json.loads(path.read_text())
+        data = json_text.parse(path.read_text())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

@@ -1,0 +1,61 @@
+"""Files of JSON that are nested 100,000 levels deep: every reader refuses its own in one sentence, and none in a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacpp_overlays.errors import OverlayError
+from megacpp_overlays.repro import manifest
+from megacpp_overlays.upkeep.drift import installations
+from megacpp_overlays.upkeep.filing import approvals
+from megacpp_overlays.upkeep.matrix import matrix_file, package_index
+from megacpp_overlays.upkeep.sweep import threads
+from megacpp_overlays.upkeep.sweep.answer_cache import AnswerCache
+
+NESTED = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        (manifest.read, manifest.NAME),
+        (approvals.read, approvals.NAME),
+        (matrix_file.read, matrix_file.NAME),
+        (threads.read, threads.NAME),
+    ],
+    ids=["manifest", "approvals", "matrix", "answers about threads"],
+)
+def test_a_file_of_a_folder_of_packs_is_refused(tmp_path: Path, read: Callable[[Path], Any], name: str) -> None:
+    (tmp_path / name).write_text(NESTED)
+
+    with pytest.raises(OverlayError, match="nested more than 100 levels deep"):
+        read(tmp_path)
+
+
+def test_an_answer_that_was_kept_is_as_good_as_none(tmp_path: Path) -> None:
+    cache = AnswerCache(tmp_path)
+    cache._path("https://host/a").write_text(NESTED)
+
+    assert cache.find("https://host/a") is None
+
+
+def test_what_an_index_said_before_is_as_good_as_none(tmp_path: Path) -> None:
+    with package_index.IndexAnswers(tmp_path, offline=True, tell=lambda _: None) as answers:
+        answers._folder.mkdir()
+        (answers._folder / "liger-kernel.json").write_text(NESTED)
+        with pytest.raises(package_index.NoNetworkError, match="no answer of the index is in the cache"):
+            answers.get("liger-kernel")
+
+
+def test_an_installation_whose_origin_is_such_a_file_is_refused(tmp_path: Path) -> None:
+    info = tmp_path / "nested-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nested\nVersion: 1.0\n")
+    (info / "direct_url.json").write_text(NESTED)
+
+    with pytest.raises(OverlayError, match="nested more than 100 levels deep"):
+        installations.find_all([str(tmp_path)])
