@@ -17,6 +17,7 @@ from typing import BinaryIO, Protocol
 
 LARGEST = 64 << 20
 """Bytes. No file of source, of metadata or of answers comes near it."""
+_PIECE = 1 << 20
 _TO_DRAFT = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _TO_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _IN_PLACE = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -234,11 +235,16 @@ def read_own(path: Path, limit: int) -> bytes:
 
 def _read(descriptor: int, path: Path, limit: int) -> bytes:
     with _regular(descriptor, path) as file:
-        is_large = os.fstat(descriptor).st_size > limit
-        content = b"" if is_large else file.read(limit + 1)
-        if is_large or len(content) > limit:
+        pieces, left = [], limit - os.fstat(descriptor).st_size
+        if left >= 0:
+            left = limit
+            # In pieces: a read of so many bytes takes the memory for all of them, however few there are.
+            while left >= 0 and (piece := file.read(min(_PIECE, left + 1))):
+                pieces.append(piece)
+                left -= len(piece)
+        if left < 0:
             raise OSError(errno.EFBIG, f"it is larger than {limit} bytes", os.fspath(path))
-        return content
+        return b"".join(pieces)
 
 
 def _regular(descriptor: int, path: Path) -> BinaryIO:

@@ -8,12 +8,13 @@ import resource
 import socket
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from megacpp_overlays import cli
+from megacpp_overlays import cli, files
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.errors import SettingsError, UpkeepError
 from megacpp_overlays.files import read, write, write_text
@@ -294,3 +295,32 @@ def test_what_is_no_regular_file_or_too_large_is_not_read(tmp_path: Path) -> Non
     with pytest.raises(OSError, match="larger than 4 bytes"):
         read(tmp_path / "large", 4)
     assert read(tmp_path / "link", 5) == b"12345"
+
+
+@pytest.mark.parametrize("size", [0, 1, files._PIECE - 1, files._PIECE, 2 * files._PIECE + 3])
+def test_a_file_is_read_up_to_the_limit_and_no_byte_further(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content := os.urandom(size))
+
+    assert read(path, size) == read(path, size + 1) == content
+    with pytest.raises(OSError, match=f"it is larger than {size - 1} bytes"):
+        read(path, size - 1)
+
+
+def test_a_file_of_the_kernel_that_says_no_length_is_read() -> None:
+    assert read(Path("/proc/self/stat")).startswith(str(os.getpid()).encode())
+    with pytest.raises(OSError, match="it is larger than 3 bytes"):
+        read(Path("/proc/self/stat"), 3)
+
+
+def test_a_small_file_takes_little_memory_whatever_the_limit(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"small")
+    tracemalloc.start()
+    try:
+        assert read(path, 1 << 30) == b"small"
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert most < 4 << 20

@@ -7,12 +7,14 @@ tests/overlays/test_fully_reshardable_padding.py; here torch writes most of them
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import pickle
 import struct
 import subprocess
 import sys
+import tracemalloc
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from launched_reshardable import launch, step
 
 from megacpp_overlays import cli
 from megacpp_overlays.cli.codes import ExitCode
+from megacpp_overlays.upkeep.checkpoint import inert_pickle
 
 STATE = "optimizer.state"
 ROWS, COLUMNS = 40, 50
@@ -243,6 +246,49 @@ def test_a_pickle_that_asks_for_room_gets_none(tmp_path: Path, said: Said) -> No
     fails(said, tmp_path, "no metadata")
 
 
+GIB = struct.pack("<Q", 6 << 30)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"\x80\x05\x96" + GIB + b".", "its 12 bytes ask for far more memory than metadata of that length take"),
+        (b"\x80\x05(" + b"\x8f" * 400_000 + b"t.", "ask for far more memory"),
+        (b"\x80\x05(" + b"".join(b"cx\n%d\n" % each for each in range(1001)) + b"t.", "names more than 1000 classes"),
+        (b"\x80\x05\x95" + GIB + b"N.", "is no metadata"),
+        (b"\x80\x05\x8e" + GIB + b"N.", "cannot be read"),
+        (b"\x80\x05\x8d" + GIB + b"N.", "cannot be read"),
+        (b"\x80\x05\x8b\xff\xff\xff\x7fN.", "cannot be read"),
+    ],
+    ids=["a buffer", "sets", "classes", "a frame", "bytes", "a text", "a number"],
+)
+def test_metadata_get_no_more_memory_than_their_length_explains(
+    tmp_path: Path, said: Said, text: bytes, says: str
+) -> None:
+    (tmp_path / ".metadata").write_bytes(text)
+    tracemalloc.start()
+    try:
+        fails(said, tmp_path, says)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert most < (128 << 20) + 100 * len(text)
+
+
+def test_the_header_of_a_tensor_gets_no_more_memory_than_its_length_explains(tmp_path: Path, said: Said) -> None:
+    folder = write(tmp_path, parameter())
+    stored(folder, f"{STATE}.param.rows", {"data.pkl": b"\x80\x05\x96" + GIB + b".", "data/0": NUMBERS})
+
+    fails(said, folder, "the header of", "is not read: its 12 bytes ask for far more memory")
+
+
+def test_a_buffer_that_is_there_is_read() -> None:
+    text = pickle.dumps([bytearray(b"abc"), {"a": (1, 2.5, None, True)}, {1, 2}, frozenset({3}), 2**70], 5)
+
+    assert inert_pickle.load(io.BytesIO(text), "it") == pickle.loads(text)
+
+
 def edit(folder: Path, change: Callable[[Any], object]) -> None:
     """Change the metadata of a checkpoint that we wrote."""
     path = folder / ".metadata"
@@ -353,8 +399,6 @@ def header(**other: Any) -> bytes:
     class Writer(pickle._Pickler):  # type: ignore[name-defined,misc]
         def persistent_id(self, given: Any) -> Any:
             return given.pid if isinstance(given, Persistent) else None
-
-    import io
 
     file = io.BytesIO()
     Writer(file, 2).dump(Header())

@@ -3,13 +3,19 @@
 A pickle may name any function and have it called. Here a name becomes a class of its own that does nothing: it keeps what it
 is called with and what state it is given. So nothing is imported, and what comes out is lists, dictionaries, tuples, numbers,
 texts, and such objects.
+
+A pickle of a few bytes may also ask for gigabytes: for a buffer of a length that it names, or for many objects of one byte
+each. What its objects take is estimated while they are made, and a pickle that asks for much more than its length explains is
+refused.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
+import struct
 from collections.abc import Callable
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 from megacpp_overlays.errors import CheckpointError
 
@@ -56,24 +62,91 @@ def load(file: IO[bytes], what: str, persistent: Callable[[Any], Any] | None = N
         persistent: makes what an id that the pickle leaves to its reader stands for; without it there must be none.
 
     Raises:
-        CheckpointError: it is none, or a damaged one.
+        CheckpointError: it is none, or a damaged one, or asks for too much memory.
     """
     try:
         return _InertReader(file, persistent).load()
+    except _TooLargeError as error:
+        raise CheckpointError(f"{what} is not read: {error}") from error
     except Exception as error:  # the file may be anything, and so may what its reader stumbles over
         raise CheckpointError(f"{what} cannot be read: {type(error).__name__}: {error}") from error
 
 
+_ROOM = 64 << 20
+"""Bytes that any pickle may ask for."""
+_ROOM_FOR_A_BYTE = 64
+"""Bytes more for each byte of a pickle. Metadata of torch.distributed.checkpoint ask for 33 by this estimate, and take 20."""
+_MOST_ROOM = 8 << 30
+_MOST_KINDS = 1000
+"""Classes and functions that are named. Metadata name some dozen."""
+_OTHER = 64
+"""Bytes of a small object, and of its place on the stack and in a list or dictionary."""
+_SIZES = {
+    **dict.fromkeys((pickle.NEWOBJ, pickle.NEWOBJ_EX, pickle.REDUCE, pickle.OBJ, pickle.INST), 250),
+    **dict.fromkeys((pickle.EMPTY_SET, pickle.FROZENSET, pickle.ADDITEMS), 250),
+    **dict.fromkeys((pickle.MEMOIZE, pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT), 100),
+    **dict.fromkeys((pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE), 8),
+    **dict.fromkeys((pickle.GET, pickle.BINGET, pickle.LONG_BINGET, pickle.DUP), 8),
+    **dict.fromkeys((pickle.BUILD, pickle.SETITEM, pickle.SETITEMS, pickle.APPEND, pickle.APPENDS, pickle.POP), 0),
+}
+"""Bytes of what an operation makes, where they are others. The content of texts and of numbers is in the pickle itself."""
+
+
+class _TooLargeError(Exception):
+    """Raised for a pickle that asks for too much memory."""
+
+
 # The one in C makes room for as many objects as a file says that it has; this one for what is there.
 class _InertReader(pickle._Unpickler):  # noqa: SLF001
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)  # noqa: SLF001
+
     def __init__(self, file: IO[bytes], persistent: Callable[[Any], Any] | None) -> None:
         super().__init__(file)
         self._persistent = persistent
+        self._kinds: dict[tuple[str, str], type[Inert]] = {}
+        start = file.tell()
+        self._length = file.seek(0, os.SEEK_END) - start
+        file.seek(start)
+        self._room = min(_ROOM + _ROOM_FOR_A_BYTE * self._length, _MOST_ROOM)
+
+    def take(self, size: int) -> None:
+        """Count what an operation makes.
+
+        Raises:
+            _TooLargeError: there is no room for it.
+        """
+        self._room -= size
+        if self._room < 0:
+            raise _TooLargeError(f"its {self._length} bytes ask for far more memory than metadata of that length take")
 
     def find_class(self, module: str, name: str) -> type[Inert]:
-        return type("Inert", (Inert,), {"kind": f"{module}.{name}"})
+        if (module, name) not in self._kinds:
+            if len(self._kinds) == _MOST_KINDS:
+                raise _TooLargeError(f"it names more than {_MOST_KINDS} classes and functions")
+            self._kinds[module, name] = type("Inert", (Inert,), {"kind": f"{module}.{name}"})
+        return self._kinds[module, name]
 
     def persistent_load(self, pid: Any) -> Any:
         if self._persistent is None:
             raise pickle.UnpicklingError("it leaves something to its reader")
         return self._persistent(pid)
+
+
+def _buffer(reader: Any) -> None:
+    """Read a bytearray, as much of it as there is. The standard library first makes one of the length that is named."""
+    (length,) = struct.unpack("<Q", reader.read(8))
+    reader.take(length)
+    reader.append(bytearray(reader.read(length)))
+
+
+def _counted(operation: Callable[[Any], None], size: int) -> Callable[[Any], None]:
+    def run(reader: Any) -> None:
+        reader.take(size)
+        operation(reader)
+
+    return run
+
+
+_InertReader.dispatch[pickle.BYTEARRAY8[0]] = _buffer
+for _code, _operation in [*_InertReader.dispatch.items()]:
+    _InertReader.dispatch[_code] = _counted(_operation, _SIZES.get(bytes([_code]), _OTHER))
