@@ -27,6 +27,16 @@ _MOST_LINKS = 40
 _ROOT = 0
 
 
+def cache_folder() -> Path:
+    """Return the folder of this package in the user's cache, by the XDG Base Directory Specification.
+
+    That is below XDG_CACHE_HOME, or below ~/.cache where it is not set, is empty, or is a relative path: the specification
+    has those ignored. Nothing is made.
+    """
+    chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (chosen if chosen.is_absolute() else Path.home() / ".cache") / "megacpp-overlays"
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text in one step, as UTF-8; see `write`."""
     write({path: text.encode()})

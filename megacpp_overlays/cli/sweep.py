@@ -10,6 +10,7 @@ from datetime import date, datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megacpp_overlays import files
 from megacpp_overlays.cli import commands
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.cli.commands import Subparsers, add
@@ -107,7 +108,7 @@ def _token() -> str | None:
 
 
 def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megacpp-overlays" / "threads"
+    return files.cache_folder() / "threads"
 
 
 def _budget(client: Client) -> str:

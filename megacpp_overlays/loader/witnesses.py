@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import datetime
 import functools
 import hashlib
 import json
-import os
 import platform
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from megacpp_overlays.loader.settings import Settings, this_environment
 from megacpp_overlays.model import Erratum, Evidence, Finding, Proof, Verdict
 from megacpp_overlays.source import distributions
 from megacpp_overlays.source.trees import InstalledTree, ModuleSource, ShippedFile, SourceTree, shipped
+from megacpp_overlays.terminal_text import one_line
 from megacpp_overlays.version import VERSION
 
 SCHEMA = 1
@@ -40,6 +42,8 @@ PACKS = Path(__file__).resolve().parents[1] / "packs"
 _OURS = "megacpp_overlays"
 _OF_PROBES = (f"{_OURS}.feature_probes.", f"{_OURS}.source.", f"{_OURS}.model")
 """Where the code of probes is, in this package; of a plugin it is the whole package that the probe is in."""
+
+_DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 
 Sources = Mapping[str, str | None]
 """Hashes by what was read: `package.module`, or `package:path` for a shipped file; None for what was not there."""
@@ -89,11 +93,11 @@ def proved(erratum: Erratum, finding: Finding, tree: SourceTree, settings: Setti
         data = _read(path)
         _compare(data, erratum, tree)
         cases = ", ".join(each["case"] for each in data["cases"])
-        seen = f"witnessed here on {data['date']} by {cases}: {data['cases'][0]['seen']}"
+        seen = one_line(f"witnessed here on {data['date']} by {cases}: {data['cases'][0]['seen']}")
     except MemoryError:
         raise  # which says nothing of the witness
     except Exception as error:  # noqa: BLE001 - whatever is wrong with it, it is no proof
-        why = str(error) if isinstance(error, UnprovedError) else f"{type(error).__name__}: {error}"
+        why = one_line(str(error) if isinstance(error, UnprovedError) else f"{type(error).__name__}: {error}")
         return replace(finding, evidence=(*finding.evidence, Evidence(f"the kept witness does not count: {why}")))
     return Finding(
         verdict=Verdict.FIXED,
@@ -109,7 +113,7 @@ def folder_of(settings: Settings) -> Path:
     """Return the folder in which witnesses are kept."""
     if settings.witnesses is not None:
         return Path(settings.witnesses)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megacpp-overlays" / "witness"
+    return files.cache_folder() / "witness"
 
 
 def path_of(erratum: Erratum, settings: Settings) -> Path:
@@ -243,6 +247,7 @@ def _is_witness(data: Any) -> bool:
     cases = data.get("cases")
     return (
         all(isinstance(data.get(name), str) for name in texts)
+        and _is_day(data["date"])
         and all(isinstance(each, dict) and all(isinstance(v, str | None) for v in each.values()) for each in tables)
         and bool(data["sources"])
         and isinstance(cases, list)
@@ -251,6 +256,17 @@ def _is_witness(data: Any) -> bool:
             isinstance(each, dict) and all(isinstance(each.get(k), str) for k in ("case", "seen")) for each in cases
         )
     )
+
+
+def _is_day(text: str) -> bool:
+    """Return whether a text is a date as `content` has it, such as 2026-11-26."""
+    if not _DAY.fullmatch(text):
+        return False
+    try:
+        datetime.date.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _compare(data: Mapping[str, Any], erratum: Erratum, tree: SourceTree) -> None:

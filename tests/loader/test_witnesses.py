@@ -181,6 +181,12 @@ def test_where_a_source_has_gone_or_cannot_be_read_it_does_not_count(kept: Kept)
         ({"cases": [{"case": 1}]}, "is no witness of this version"),
         ({"sources": ["layers"]}, "is no witness of this version"),
         ({"date": None}, "is no witness of this version"),
+        ({"date": "2026-11-26\x1b[2J"}, "is no witness of this version"),
+        ({"date": "2026-13-01"}, "is no witness of this version"),
+        ({"date": "20261126"}, "is no witness of this version"),
+        ({"date": "2026-11-26\n"}, "is no witness of this version"),
+        ({"python": "3.9\x1b[2J\n"}, "python was 3.9\\x1b[2J\\n and is"),
+        ({"overlay": "\x1b]0;title\x07"}, "it is about \\x1b]0;title\\x07 on"),
     ],
 )
 def test_a_witness_of_something_else_does_not_count(kept: Kept, changes: dict[str, Any], says: str) -> None:
@@ -191,6 +197,7 @@ def test_a_witness_of_something_else_does_not_count(kept: Kept, changes: dict[st
     assert record.decision is Decision.CONFLICT
     assert "the kept witness does not count: " in record.reason
     assert says in record.reason
+    assert record.reason.isprintable()
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"null", b"[1]", b" " * (5 << 20)])
@@ -366,6 +373,21 @@ def test_a_repair_that_was_read_and_one_that_was_witnessed_are_not_the_same_to_r
     read = replace(record, finding=replace(record.finding, proof=Proof.READ))
 
     assert replace(audit, records=(read,)).fingerprint != audit.fingerprint
+
+
+def test_what_a_case_saw_is_shown_without_escape_sequences(kept: Kept) -> None:
+    kept.edit(cases=[{"case": "double\x1b[1m", "seen": "double(1) = 2\n\x1b[31mactive"}])
+
+    assert kept.decide().reason.endswith("by double\\x1b[1m: double(1) = 2\\n\\x1b[31mactive")
+
+
+@pytest.mark.parametrize("relative", ["", "caches", "./caches", "~/caches"])
+def test_a_cache_folder_that_is_no_absolute_path_is_ignored(monkeypatch: pytest.MonkeyPatch, relative: str) -> None:
+    """By the XDG Base Directory Specification. It would be another folder in each place that a run is started in."""
+    monkeypatch.setenv("XDG_CACHE_HOME", relative)
+    monkeypatch.setenv("HOME", "/home/somebody")
+
+    assert witnesses.folder_of(Settings()) == Path("/home/somebody/.cache/megacpp-overlays/witness")
 
 
 def test_without_a_setting_witnesses_are_in_the_cache_folder_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -484,6 +484,7 @@ def test_another_folder_is_read_and_never_written(
         ({"MEGACPP_RELEASES_CACHE": "/a"}, "/a"),
         ({"XDG_CACHE_HOME": "/x"}, "/x/megacpp-overlays/releases"),
         ({"HOME": "/h"}, "/h/.cache/megacpp-overlays/releases"),
+        ({"HOME": "/h", "XDG_CACHE_HOME": "x"}, "/h/.cache/megacpp-overlays/releases"),
     ],
 )
 def test_the_cache_is_where_caches_are(

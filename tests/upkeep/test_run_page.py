@@ -88,6 +88,18 @@ def test_what_upstream_wrote_is_text_and_never_markup(page: Path) -> None:
     assert "&lt;script&gt;" in page.read_text()
 
 
+def test_what_cannot_be_seen_is_escaped(audit: dict[str, Any]) -> None:
+    """Escape sequences, which a terminal obeys that the page is printed on, and marks that turn the direction of a text."""
+    changed = json.loads(json.dumps(audit))
+    for each in changed["decisions"]:
+        each |= {"reason": "a\x1b[2Jb\x00\x9b\u202ec\ud800\td", "evidence": ["e\x07"]}
+
+    text = run_page.render(run_page.RunOnPage(changed, MADE, "", None), OVERLAYS, PACKS)
+
+    assert r"a\x1b[2Jb\x00\x9b\u202ec\ud800" + "\td" in text
+    assert {each for each in text if not each.isprintable()} == {"\n", "\t"}
+
+
 def test_each_overlay_is_there_once_under_the_decision_that_matters_most(page: Path, audit: dict[str, Any]) -> None:
     text = page.read_text()
     sections = {each.partition('"')[0]: each for each in text.split('<section aria-labelledby="')[1:]}

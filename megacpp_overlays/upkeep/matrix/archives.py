@@ -24,7 +24,7 @@ def default_folder() -> Path:
     """Return where archives are kept: MEGACPP_RELEASES_CACHE, else below XDG_CACHE_HOME, else below ~/.cache."""
     if chosen := os.environ.get(VARIABLE):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megacpp-overlays" / "releases"
+    return files.cache_folder() / "releases"
 
 
 class Archives:
