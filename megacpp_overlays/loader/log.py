@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TextIO
 from megacpp_overlays.errors import SettingsError
 from megacpp_overlays.loader.settings import LOG, SAID, LogForm, Mode, Settings
 from megacpp_overlays.model import Decision, Erratum, Record
+from megacpp_overlays.version import NEWEST_PYTHON
 
 if TYPE_CHECKING:
     from megacpp_overlays.loader.audit import Audit
@@ -61,6 +62,7 @@ class Log:
         """Say once, at import, what is off and, in detail, what waits, by ids; a child does not repeat its parent."""
         if self._settings.parent_is_armed:
             return
+        self._say_what_python()
         head = [f"mode {self._settings.mode.value}"]
         waits = [f"armed: {', '.join(waiting)}"] if waiting else []
         is_off = [f"off: {', '.join(off)}"] if off else []
@@ -74,6 +76,18 @@ class Log:
             is_off = ["nothing is installed"]
         if (is_off or self._settings.mode is not Mode.AUTO) and not self._shows_details_alone(logging.INFO):
             self._write("; ".join([*head, *is_off]), data, logging.INFO)
+
+    def _say_what_python(self) -> None:
+        """Say on one rank that this Python is newer than those that the package is tested on."""
+        here = sys.version_info[:2]
+        if here <= NEWEST_PYTHON or self._settings.rank != 0 or self._settings.mode is Mode.OFF:
+            return
+        names = [".".join(map(str, each)) for each in (here, NEWEST_PYTHON)]
+        text = (
+            f"Python {names[0]} is newer than {names[1]}, the newest that this package is tested on; what a probe does not "
+            "recognise there is a conflict, and nothing is installed"
+        )
+        self._write(text, {"event": "python", "text": text}, logging.INFO)
 
     def gates(self, records: Sequence[Record]) -> None:
         """Say what gates found."""

@@ -20,7 +20,7 @@ from launchers import environment, launch, write
 from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
 
 from megacpp_overlays.errors import SettingsError
-from megacpp_overlays.loader import lines, registry
+from megacpp_overlays.loader import lines, log, registry
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import SAID, LogForm, LogLevel, Mode, Settings
 from megacpp_overlays.model import Overlay
@@ -359,6 +359,26 @@ def test_a_package_that_is_off_says_so_in_one_short_line(
     session(*(upstream.overlay(id=f"fix-{number}", pack=number) for number in range(40)), mode=Mode.OFF).arm()
 
     assert capsys.readouterr().err == "[megacpp_overlays] mode off; nothing is installed\n"
+
+
+def test_a_python_that_is_newer_than_those_of_the_tests_is_told_once_on_one_rank(
+    upstream: Upstream, session: SessionMaker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = ".".join(map(str, sys.version_info[:2]))
+    session(upstream.overlay()).arm()
+    assert capsys.readouterr().err == ""
+
+    monkeypatch.setattr(log, "NEWEST_PYTHON", (3, 9))
+    for changed in ({"rank": 1}, {"parent_is_armed": True}, {"mode": Mode.OFF}, {}):
+        made = session(upstream.overlay(), **changed)
+        made.arm()
+        made.arm()
+
+    told = [line for line in capsys.readouterr().err.splitlines() if "is tested on" in line]
+    assert told == [
+        f"[megacpp_overlays] Python {here} is newer than 3.9, the newest that this package is tested on; what a probe does "
+        "not recognise there is a conflict, and nothing is installed"
+    ]
 
 
 def test_what_is_off_is_said_at_import(

@@ -27,6 +27,7 @@ from places import HANG_S, ROOT
 
 from megacpp_overlays.cli import commands
 from megacpp_overlays.loader import statement
+from megacpp_overlays.version import NEWEST_PYTHON
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
@@ -282,6 +283,19 @@ def test_metadata_says_licence_python_and_exactly_three_dependencies(wheel_file:
     at_run_time = [each.name for each in required if each.marker is None or "extra" not in str(each.marker)]
     assert sorted(at_run_time) == ["importlib-metadata", "packaging", "wrapt"]
     assert metadata.get_all("Provides-Extra") == ["upkeep"]
+
+
+def test_every_python_of_the_classifiers_is_one_that_tests_run_on_and_the_newest_is_the_one_that_the_log_names() -> (
+    None
+):
+    metadata = (ROOT / "pyproject.toml").read_text()
+    named = re.findall(r"Programming Language :: Python :: (3\.[0-9]+)", metadata)
+    loaders = re.search(r"^LOADER_PYTHONS := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert loaders is not None
+
+    assert {*named} == {*loaders[1].split(), "3.12"}
+    assert named[-1] == ".".join(map(str, NEWEST_PYTHON))
+    assert f"with Python {named[0]} to {named[-1]}" in (ROOT / "README.md").read_text()
 
 
 def test_wheel_has_one_console_script(wheel_file: Path) -> None:
