@@ -247,10 +247,7 @@ def attend_rows(
         sum_first = _dot(weight, k_first, sum_first * shrunk[:, None])
         if WIDE:
             sum_rest = _dot(weight, k_rest, sum_rest * shrunk[:, None])
-    if KEEPS:
-        divisor = rounded_total
-    else:
-        divisor = total
+    divisor = rounded_total if KEEPS else total
     share = (1.0 / tl.where(divisor == 0.0, 1.0, divisor))[:, None]
     place = (query * batch + element) * heads + head
     inside = head[:, None] < heads
