@@ -10,13 +10,18 @@ model: a checkpoint that was written broken is refused, and its parameters are n
 `megacpp_overlays.runtime.displaced_masters`. A model whose weights were not loaded before its optimizer, or are
 quantized, cannot be compared and is not refused. `megacpp-overlays checkpoint` asks the files alone.
 
+State that ends in zeros is no reason to refuse a parameter that may have grown: upstream fills up with zeros what a checkpoint
+has fewer rows of, and the model's new rows may have been initialised already. Which parameters may grow is said by
+`allow_shape_mismatch` of the sharded tensors that upstream makes for loading.
+
 Not touched: the other formats (`dp_reshardable`, `fully_sharded_model_space`, `dp_zero_gather_scatter`, `fsdp_dtensor`),
 which are cut elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -26,8 +31,8 @@ from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
 
 _NAMED = 8
 """How many parameters an error names."""
-_LOOKED_AT, _DISTINCT = 1024, 8
-"""Of that many values of a parameter, more than so many different ones are those of one model and of no other."""
+_of_fixed_size: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
+"""By optimizer the numbers of the parameters that have the same shape in every checkpoint that can be loaded."""
 
 
 class _Seen:
@@ -43,15 +48,18 @@ class _Seen:
 def _cut_without_padding(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
     def sharded_param_state_fully_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:
         stripped = [stripped_before(buffer) for buffer in self.buffers]
-        if not any(map(any, stripped)):
-            return original(self, *args, **kwargs)
-        buffers = [
-            _Seen(buffer, param_index_map=compact_index_map(buffer, before))
-            for buffer, before in zip(self.buffers, stripped, strict=True)
-        ]
-        # A view and not an attribute that is set for a while: whatever else reads the buffers meanwhile, gathering among
-        # it, needs them as they are.
-        return original(_Seen(self, buffers=buffers), *args, **kwargs)
+        seen = self
+        if any(map(any, stripped)):
+            buffers = [
+                _Seen(buffer, param_index_map=compact_index_map(buffer, before))
+                for buffer, before in zip(self.buffers, stripped, strict=True)
+            ]
+            # A view and not an attribute that is set for a while: whatever else reads the buffers meanwhile, gathering
+            # among it, needs them as they are.
+            seen = _Seen(self, buffers=buffers)
+        state = original(seen, *args, **kwargs)
+        _of_fixed_size[self] = of_fixed_size(state)
+        return state
 
     return sharded_param_state_fully_reshardable
 
@@ -85,23 +93,38 @@ def compact_index_map(buffer: Any, stripped: list[int]) -> dict[Any, tuple[int, 
 
 def _refuse_what_was_written_broken(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
     def load_parameter_state_from_fully_reshardable(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        check(self, state_dict)
+        check(self, state_dict, _of_fixed_size.get(self, frozenset()))
         return original(self, state_dict, *args, **kwargs)
 
     return load_parameter_state_from_fully_reshardable
 
 
-def check(optimizer: Any, state: Any) -> None:
+def of_fixed_size(state: Any) -> frozenset[int]:
+    """Return the numbers of the parameters in a sharded state whose size in a checkpoint must be the one that they have.
+
+    Args:
+        state: sharded tensors by the number of a parameter and by `param`, `exp_avg` and so on; None where another rank saves.
+    """
+    entries = state.items() if hasattr(state, "items") else ()
+    return frozenset(
+        number
+        for number, entry in entries
+        if isinstance(number, int) and not getattr(entry.get("param"), "allow_shape_mismatch", True)
+    )
+
+
+def check(optimizer: Any, state: Any, fixed: Collection[int] = ()) -> None:
     """Compare the fp32 weights of a checkpoint with the weights of the model, for what this rank owns of each parameter.
 
     Args:
         optimizer: a `DistributedOptimizer` whose model was loaded.
         state: what was read for it: by the number of each parameter `param` (fp32, in the parameter's shape) and moments.
+        fixed: numbers of parameters that cannot have grown, so that zeros at their end are a sign.
 
     Raises:
         CheckpointError: they were written broken.
     """
-    from megacpp_overlays.runtime.displaced_masters import Held, first_difference, marks
+    from megacpp_overlays.runtime.displaced_masters import Held, first_difference, has_many_numbers, marks
 
     shown: list[str] = []
     others: list[str] = []
@@ -113,14 +136,14 @@ def check(optimizer: Any, state: Any) -> None:
             continue
         master = Held(read)
         if first_difference(master, Held(weight), owned.start, owned.end) is None:
-            is_loaded = is_loaded or _tells_models_apart(weight.reshape(-1)[owned.start : owned.end])
+            is_loaded = is_loaded or has_many_numbers(Held(weight), owned.end, owned.start)
             continue
         rest = [Held(each) for key, each in entry.items() if key not in {"param", "step"} and hasattr(each, "reshape")]
         found = marks(master, Held(weight), rest)
         name = _name_of(optimizer, parameter)
         if found.displaced_by:
             shown.append(f"{name} ({found.displaced_by} elements displaced)")
-        elif found.zero_tail:
+        elif found.zero_tail and number in fixed:
             others.append(f"{name} ({found.zero_tail} zeros at its end)")
     # Zeros alone are no sign where the model may be another one: an embedding can be padded with them.
     if shown or (others and is_loaded):
@@ -152,10 +175,6 @@ def _plain(parameter: Any) -> Any:
 
     data = parameter.data
     return data if type(data) is torch.Tensor and data.dtype in {torch.bfloat16, torch.float16, torch.float32} else None
-
-
-def _tells_models_apart(values: Any) -> bool:
-    return len(values[:_LOOKED_AT].unique()) > _DISTINCT
 
 
 def _name_of(optimizer: Any, parameter: Any) -> str:

@@ -1,12 +1,16 @@
-"""What tells that the fp32 weights of a parameter are not its own: they are those that lie further on, or end in zeros.
+"""Detect fp32 master weights that were cut from the wrong place of a grad buffer.
 
 `DistributedOptimizer` of megatron-core 0.15.0 to 0.19.2 writes fully reshardable checkpoints in which the state of a parameter
 can begin too far on in its buffer. Nothing in such a checkpoint says so, but the model's own weights are in it, or in the
-process that loads it. They are the fp32 weights (*masters*), rounded. Where masters are not those of their weight, two marks
-tell this defect from anything else that makes them differ, such as weights that are stored in FP8:
+process that loads it. A master is the fp32 copy of a weight, and the weight is the master, rounded. Where masters are not those
+of their weight, two marks tell this defect from anything else that makes them differ, such as weights that are stored in FP8:
 
-    displaced   they are the weight's own from some element on: master[i] is weight[i + n] for as far as there are any
+    displaced   master[i] is weight[i + n] from the beginning of each shard that was written, for as far as there are any
     zero tail   masters and every moment end in zeros, and the weight does not: the buffer ended before the parameter did
+
+A displacement is a proof. A zero tail is a sign only: a parameter that grew when it was loaded, as a vocabulary that is padded
+to more rows, ends in zeros, too, and so do rows that were never trained. It is none where the numbers ahead of the zeros are the
+weight's own, which a state that was cut elsewhere does not have.
 
 Numbers are read in blocks, so that a parameter of any size takes some tens of MiB.
 """
@@ -23,6 +27,8 @@ _WINDOW = 32
 _WINDOWS = 64
 """How many windows are tried until one has enough different numbers in it to be found again."""
 _DISTINCT = 8
+"""So many different numbers are those of one model, and of one place in it."""
+_FIRST_LOOK = 1024
 
 
 class Values(Protocol):
@@ -96,34 +102,86 @@ def first_difference(
 
 
 def displacement(master: Values, weight: Values, first: int) -> int:
-    """Return how many elements further on in the weight the masters lie from their beginning to its end; 0 where they do not.
+    """Return how many elements further on in the weight the masters lie from their beginning to their end; 0 where they do not.
 
     Args:
         master: fp32.
         weight: bf16, fp16 or fp32, as many.
         first: a place at which they differ; from there on a window is looked for that can be found again.
     """
-    total = weight.numel
-    for at in range(first, min(first + _WINDOWS * _WINDOW, total - 2 * _WINDOW), _WINDOW):
+    total, end = weight.numel, master.numel - _zeros_at_the_end(master)
+    for at in range(first, min(first + _WINDOWS * _WINDOW, total - 2 * _WINDOW, end - _WINDOW + 1), _WINDOW):
         window = master.read(at, at + _WINDOW)
         if len(window.to(weight.read(at, at + 1).dtype).unique()) < _DISTINCT:
             continue
         found = _found(window, weight, at + 1)
-        ahead = found - at if found is not None else 0
-        return ahead if ahead and first_difference(master, weight, ahead=ahead) is None else 0
-    return 0
+        return found - at if found is not None and _is_displaced(master, weight, found - at, at + _WINDOW, end) else 0
+    return _short_displacement(master, weight, end)
+
+
+def _is_displaced(master: Values, weight: Values, ahead: int, seen: int, end: int) -> bool:
+    """Return whether masters are the weight's own from `ahead` elements further on, in each shard that was written.
+
+    A shard that a rank of tensor parallelism wrote ends in `ahead` elements of other parameters. Where fewer ranks load it,
+    several of them lie one behind the other.
+
+    Args:
+        master: fp32.
+        weight: bf16, fp16 or fp32, as many.
+        ahead: how far further on.
+        seen: where the window ends by which that was found.
+        end: where the zeros begin in which the masters end, as those of a parameter that grew.
+    """
+    limit = min(end, weight.numel - ahead)
+    stop = first_difference(master, weight, 0, limit, ahead)
+    if stop is None or stop + ahead >= end:
+        return True
+    if stop < seen:
+        return False
+    shard = stop + ahead
+    others = [(start, min(start + stop, limit)) for start in range(shard, end, shard)]
+    return all(
+        last - start >= _DISTINCT and first_difference(master, weight, start, last, ahead) is None
+        for start, last in others
+    )
+
+
+def _short_displacement(master: Values, weight: Values, end: int) -> int:
+    """Return the displacement of a parameter that is too short for a window, and at the end of its buffer; else 0."""
+    zeros = master.numel - end
+    if not zeros or not has_many_numbers(master, end):
+        return 0
+    return zeros if end <= weight.numel - zeros and first_difference(master, weight, 0, end, zeros) is None else 0
 
 
 def zero_tail(master: Values, weight: Values, moments: Sequence[Values]) -> int:
-    """Return how many elements at the end are 0 in masters and moments; 0 where the weight has nothing but zeros there, too."""
+    """Return how many elements at the end are 0 in masters and moments.
+
+    0 where the weight has nothing but zeros there, too, or where the masters ahead of them are the weight's own.
+    """
     shortest = weight.numel
     for each in (master, *moments):
         shortest = min(shortest, _zeros_at_the_end(each)) if shortest else 0  # most have none, and need no moments read
     start = weight.numel - shortest
+    if has_many_numbers(weight, start) and first_difference(master, weight, 0, start) is None:
+        return 0
     for block in range(start, weight.numel, BLOCK):
         if bool(weight.read(block, min(block + BLOCK, weight.numel)).any()):
             return shortest
     return 0
+
+
+def has_many_numbers(values: Values, stop: int, start: int = 0) -> bool:
+    """Return whether there are enough different numbers to tell a parameter of one model from that of another."""
+    import torch
+
+    found = torch.empty(0)
+    width = _FIRST_LOOK
+    while start < stop and len(found) < _DISTINCT:
+        end = min(start + width, stop)
+        found = torch.cat([found, values.read(start, end).float()]).unique()
+        start, width = end, BLOCK
+    return len(found) >= _DISTINCT
 
 
 def _zeros_at_the_end(values: Values) -> int:

@@ -235,6 +235,98 @@ def test_nothing_is_refused_for_a_model_whose_weights_were_not_loaded(
     assert run.loads["right, other model"] == run.loads["broken, other model"] == ["", ""]
 
 
+# A vocabulary that is padded to another number of rows, and other ranks of tensor parallelism
+
+VOCABULARY, GROWN, SHRUNK, PADDED = 128, 256, 96, 112
+
+
+def saving(folder: Path) -> list[dict[str, Any]]:
+    """Return the steps that write a model whose embedding alone lies behind padding, right and broken."""
+    return [
+        step("overlays", off=[]),
+        step("build", seed=1, bucket=BUCKET, steps=2, vocabulary=VOCABULARY, layers=1),
+        step("save", to=folder / "right", efficient=True),
+        step("zero_rows", start=PADDED),
+        step("save", to=folder / "padded", efficient=True),
+        step("build", seed=1, bucket=BUCKET, steps=2, vocabulary=VOCABULARY, layers=1),
+        step("overlays", off=[ID]),
+        step("save", to=folder / "broken", efficient=True),
+        step("overlays", off=[]),
+    ]
+
+
+def loading(source: Path, vocabulary: int, new_rows: int | None) -> list[dict[str, Any]]:
+    """Return the steps that load a checkpoint into a vocabulary whose rows from `new_rows` on are initialised in between."""
+    return [
+        step("build", seed=2, bucket=WHOLE, steps=0, vocabulary=vocabulary, layers=1),
+        step("load", source=source, efficient=True, new_rows=new_rows),
+    ]
+
+
+INTO = {
+    "the same": (VOCABULARY, None),
+    "grown": (GROWN, VOCABULARY),
+    "grown without values for new rows": (GROWN, None),
+    "shrunk": (SHRUNK, None),
+}
+RE_INITIALISED = "rows that were zeros and never trained are initialised"
+
+
+@pytest.fixture(scope="module")
+def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str, int, str], list[str]]:
+    """Return what each rank said: by ranks that wrote, checkpoint, ranks that loaded, and vocabulary that it was loaded into."""
+    folder = tmp_path_factory.mktemp("vocabularies")
+    written = {ranks: folder / f"of-{ranks}" for ranks in (1, 2)}
+    for each in written.values():
+        each.mkdir()
+    found: dict[tuple[int, str, int, str], list[str]] = {}
+
+    def run(name: str, ranks: int, of: tuple[int, ...], first: list[dict[str, Any]]) -> None:
+        plans = {
+            (by, kind, ranks, into): loading(written[by] / kind, *size)
+            for by in of
+            for kind in ("right", "broken")
+            for into, size in INTO.items()
+        }
+        plans |= {
+            (by, "padded", ranks, RE_INITIALISED): loading(written[by] / "padded", VOCABULARY, PADDED) for by in of
+        }
+        steps = [*first, *chain.from_iterable(plans.values())]
+        said = launch(folder / name, ranks, *steps, tensor_parallel=ranks)
+        for number, key in enumerate(plans):
+            found[key] = [rank[len(first) + 2 * number + 1] for rank in said]
+
+    run("one", 1, (1,), saving(written[1]))
+    run("two", 2, (1, 2), saving(written[2]))
+    run("one again", 1, (2,), [])
+    return found
+
+
+Vocabularies = dict[tuple[int, str, int, str], list[str]]
+each_way = pytest.mark.parametrize(
+    ("by", "ranks"), [(1, 1), (1, 2), (2, 1), (2, 2)], ids=lambda ranks: f"tensor parallelism of {ranks}"
+)
+
+
+@pytest.mark.parametrize("into", [*INTO, RE_INITIALISED])
+@each_way
+def test_a_right_checkpoint_is_loaded_into_any_vocabulary(
+    vocabularies: Vocabularies, by: int, ranks: int, into: str
+) -> None:
+    """Where one rank wrote and two load, all rows of the second one may be new."""
+    kind = "padded" if into == RE_INITIALISED else "right"
+
+    assert vocabularies[by, kind, ranks, into] == [""] * ranks
+
+
+@pytest.mark.parametrize("into", INTO)
+@each_way
+def test_a_broken_checkpoint_is_refused_for_any_vocabulary(
+    vocabularies: Vocabularies, by: int, ranks: int, into: str
+) -> None:
+    assert any("module.embedding.weight (" in each for each in vocabularies[by, "broken", ranks, into])
+
+
 def test_a_buffer_of_one_bucket_is_saved_by_upstream_alone(tmp_path: Path) -> None:
     said = launch(
         tmp_path / "plan",
@@ -341,8 +433,8 @@ class Loading:
         )
         self.owned = owned
 
-    def check(self) -> None:
-        overlay.check(self.optimizer, self.state)
+    def check(self, *, fixed: bool = True) -> None:
+        overlay.check(self.optimizer, self.state, range(len(self.model)) if fixed else ())
 
 
 def test_state_of_its_own_is_loaded() -> None:
@@ -370,19 +462,44 @@ def test_a_parameter_that_a_rank_owns_nothing_of_is_left_to_the_others() -> None
     loading.check()
 
 
-def test_zeros_at_the_end_are_a_sign_beside_a_weight_that_is_the_models() -> None:
-    loading = Loading(count=60, ahead=30)
-
-    with pytest.raises(CheckpointError, match=r"1 \(30 zeros at its end\)"):
-        loading.check()
+def nothing_but_zeros() -> Loading:
+    """Return a second parameter that the buffer of a broken checkpoint ended before."""
+    return Loading(count=60, ahead=60)
 
 
-def test_zeros_at_the_end_are_none_where_the_model_may_be_another() -> None:
-    loading = Loading(count=60, ahead=30)
+def test_nothing_but_zeros_is_a_sign_beside_a_weight_that_is_the_models() -> None:
+    with pytest.raises(CheckpointError, match=r"1 \(60 zeros at its end\)"):
+        nothing_but_zeros().check()
+
+
+def test_nothing_but_zeros_is_none_where_the_parameter_may_have_grown() -> None:
+    nothing_but_zeros().check(fixed=False)
+
+
+def test_nothing_but_zeros_is_none_where_the_model_may_be_another() -> None:
+    loading = nothing_but_zeros()
     for each in loading.model:
         each.data = torch.randn(60).bfloat16()
 
     loading.check()
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_a_short_parameter_is_told_by_the_numbers_ahead_of_its_zeros(fixed: bool) -> None:
+    with pytest.raises(CheckpointError, match=r"1 \(30 elements displaced\)"):
+        Loading(count=60, ahead=30).check(fixed=fixed)
+
+
+def test_what_may_grow_is_said_by_the_sharded_tensors_of_a_load() -> None:
+    state: dict[Any, Any] = {
+        0: {"param": SimpleNamespace(allow_shape_mismatch=False)},
+        1: {"param": SimpleNamespace(allow_shape_mismatch=True)},
+        2: {"param": SimpleNamespace()},  # as a factory of sharded tensors
+        "step": {"param": SimpleNamespace(allow_shape_mismatch=False)},
+    }
+
+    assert overlay.of_fixed_size(state) == {0}
+    assert overlay.of_fixed_size(None) == frozenset()
 
 
 def test_an_error_names_eight_and_counts_the_rest() -> None:

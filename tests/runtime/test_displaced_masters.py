@@ -68,6 +68,44 @@ def test_masters_from_further_on_say_how_far(ahead: int, count: int, behind: int
     assert seen.zero_tail == min(max(ahead - behind, 0), count)
 
 
+@given(
+    ahead=some.integers(8, 60),
+    shard=some.integers(200, 400),
+    shards=some.integers(2, 4),
+    new=some.sampled_from([0, 128, 700]),
+    last_of_its_buffer=some.booleans(),
+    dtype=some.sampled_from(HALVES),
+)
+def test_shards_that_several_ranks_wrote_are_displaced_in_each(
+    ahead: int, shard: int, shards: int, new: int, last_of_its_buffer: bool, dtype: torch.dtype
+) -> None:
+    """Read by one rank, perhaps into a parameter that grew by rows with values of their own."""
+    buffers = [numbers(shard + (0 if last_of_its_buffer else ahead), seed) for seed in range(shards)]
+    grown = [torch.zeros(new)]
+    master = torch.cat([*(cut(each, ahead, shard) for each in buffers), *grown])
+    weight = torch.cat([*(each[:shard] for each in buffers), numbers(new, 99)]).to(dtype)
+
+    assert compared(master, weight, master).displaced_by == ahead
+
+
+@given(new=some.integers(1, 800), count=some.integers(30, 400), dtype=some.sampled_from(HALVES))
+def test_a_parameter_that_grew_has_no_mark(new: int, count: int, dtype: torch.dtype) -> None:
+    """Its new rows have zeros for masters and moments, and values of their own in the model."""
+    master = torch.nn.functional.pad(numbers(count), (0, new))
+    weight = torch.cat([numbers(count), numbers(new, 1)]).to(dtype)
+
+    assert compared(master, weight, master) == Marks(differs=True)
+
+
+def test_equal_rows_of_which_the_first_is_another_now_are_no_displacement() -> None:
+    """As tokens that no text has, where the first of them was given values after the checkpoint was written."""
+    row = numbers(40)
+    master = torch.cat([row.repeat(28), numbers(3000, 1)])
+    weight = torch.cat([numbers(40, 2), master[40:]]).bfloat16()
+
+    assert compared(master, weight, numbers(4120, 3)) == Marks(differs=True)
+
+
 def test_nothing_but_zeros_is_a_mark_where_the_weight_is_something() -> None:
     zeros = torch.zeros(40)
 
@@ -100,10 +138,19 @@ def test_zeros_are_no_mark_where_the_weight_has_them_too() -> None:
         numbers(500) * 1.05,
         torch.cat([numbers(500)[:100], numbers(500)[150:], numbers(50, 3)]),
         torch.cat([numbers(500)[50:300], numbers(250, 3)]),
+        torch.cat([numbers(500)[50:460], numbers(90, 3)]),
         torch.cat([numbers(20, 3), numbers(500)[:480]]),
         torch.ones(500),
     ],
-    ids=["another model", "rounded elsewhere", "right at first", "own only for a while", "from before", "all alike"],
+    ids=[
+        "another model",
+        "rounded elsewhere",
+        "right at first",
+        "own only for a while",
+        "own for long",
+        "from before",
+        "all alike",
+    ],
 )
 def test_masters_that_differ_in_another_way_have_no_mark(master: torch.Tensor) -> None:
     assert compared(master, numbers(500).bfloat16(), numbers(500, 1)) == Marks(differs=True)

@@ -25,6 +25,7 @@ def launch(
     path: Path | None = None,
     device: str = "cpu",
     measured: bool = False,
+    tensor_parallel: int = 1,
 ) -> list[list[Any]]:
     """Run a plan on some ranks; return for each rank what its steps said.
 
@@ -35,10 +36,12 @@ def launch(
         path: what is imported before anything else, such as another release.
         device: cpu or cuda.
         measured: whether coverage is measured in the ranks.
+        tensor_parallel: how many ranks hold one copy of the model.
     """
     folder.mkdir(parents=True, exist_ok=True)
     plan = folder / "plan.json"
-    plan.write_text(json.dumps({"device": device, "size": size, "steps": steps}))
+    said = {"device": device, "size": size, "tensor_parallel": tensor_parallel, "steps": steps}
+    plan.write_text(json.dumps(said))
     paths = [*([str(path)] if path else []), str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, **(measuring() if measured else {}), "PYTHONPATH": os.pathsep.join(paths)}
     env |= {"OMP_NUM_THREADS": "1", "MEGACPP_OVERLAYS_LOG": "logging"}

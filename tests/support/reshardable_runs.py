@@ -89,7 +89,9 @@ def install_psutil() -> None:
 class Run:
     """A model in Float16Module and DDP with buckets, and Megatron's DistributedOptimizer around an Adam."""
 
-    def __init__(self, seed: int, bucket: int, native: bool, device: str) -> None:
+    def __init__(
+        self, seed: int, bucket: int, native: bool, device: str, vocabulary: int = 0, layers: int = len(SHAPES)
+    ) -> None:
         import torch
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -100,7 +102,9 @@ class Run:
         config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=2, **half)
         generator = torch.Generator().manual_seed(seed)
         self.model = MegatronModule(config)
-        for number, (outputs, inputs) in enumerate(SHAPES):
+        if vocabulary:
+            self.model.embedding = self._embedding(vocabulary, config)
+        for number, (outputs, inputs) in enumerate(SHAPES[:layers]):
             layer = torch.nn.Linear(inputs, outputs)
             layer.weight.data = torch.randn(outputs, inputs, generator=generator)
             layer.bias.data = torch.randn(outputs, generator=generator)
@@ -124,6 +128,15 @@ class Run:
         )
         self.whole = get_megatron_optimizer(settings, [self.ddp])
         self.optimizer = getattr(self.whole, "chained_optimizers", [self.whole])[0]
+
+    @staticmethod
+    def _embedding(vocabulary: int, config: Any) -> Any:
+        """Return Megatron's embedding, which may be loaded from a checkpoint of another vocabulary."""
+        import torch
+        from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+
+        config.use_cpu_initialization = True
+        return VocabParallelEmbedding(vocabulary, 32, init_method=torch.nn.init.normal_, config=config)
 
     def train(self, seed: int) -> None:
         """Take a step: the shards of this rank get gradients of their own, and every rank gets the new weights."""
@@ -187,11 +200,25 @@ class Ranks:
         for name in off:
             megacpp_overlays.undo(name)
 
-    def build(self, seed: int, bucket: int, steps: int, native: bool = False) -> Any:
-        self.run = Run(seed, bucket, native, self.device)
+    def build(
+        self, seed: int, bucket: int, steps: int, native: bool = False, vocabulary: int = 0, layers: int = len(SHAPES)
+    ) -> Any:
+        from megatron.core import parallel_state
+
+        self.run = Run(seed, bucket, native, self.device, vocabulary, layers)
         for number in range(steps):
-            self.run.train(100 * seed + 10 * number + self.rank)
+            self.run.train(100 * seed + 10 * number + parallel_state.get_data_parallel_rank())
         return self.run.buckets()
+
+    def zero_rows(self, start: int) -> None:
+        """Make the embedding as if rows from `start` on were zeros from the beginning and no token had ever been one of them."""
+        weight, built = self.run.model.embedding.weight, self.run.optimizer
+        start = max(start - self.run.model.embedding.vocab_start_index, 0)
+        pairs = zip(built.model_float16_groups, built.shard_fp32_from_float16_groups, strict=True)
+        [main] = [copy for models, copies in pairs for one, copy in zip(models, copies, strict=True) if one is weight]
+        weight.data[start:] = 0
+        for each in (main, *(built.optimizer.state[main][key] for key in KEYS[1:])):
+            each.view(-1, weight.shape[1])[start:] = 0
 
     def dump(self, to: str) -> None:
         import torch
@@ -207,8 +234,11 @@ class Ranks:
         torch.distributed.barrier()
         dist_checkpointing.save(self.run.sharded(efficient), to)
 
-    def save_shards(self, to: str, displaced: list[int]) -> None:
-        """Save one parameter in shards, as ranks of tensor parallelism do, the state of each cut too far on by so much."""
+    def save_shards(self, to: str, displaced: list[int | None]) -> None:
+        """Save one parameter in shards, as ranks of tensor parallelism do, the state of each cut too far on by so much.
+
+        The state of a shard that is displaced by None is zeros.
+        """
         import torch
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -218,7 +248,10 @@ class Ranks:
         for number, ahead in enumerate(displaced):
             gathered = {key: torch.randn(700, generator=generator) for key in KEYS}
             shards = {
-                f"optimizer.state.{key}.rows": each[ahead : ahead + 600].view(20, 30) for key, each in gathered.items()
+                f"optimizer.state.{key}.rows": torch.zeros(20, 30)
+                if ahead is None
+                else each[ahead : ahead + 600].view(20, 30)
+                for key, each in gathered.items()
             }
             shards["rows"] = gathered["param"][:600].view(20, 30).bfloat16()
             for name, each in shards.items():
@@ -227,8 +260,15 @@ class Ranks:
         Path(to).mkdir()
         dist_checkpointing.save(state, to)
 
-    def load(self, source: str, efficient: bool, with_model: bool = True) -> str:
-        """Load the model and then its optimizer, as launchers do, or only the latter; return the error in words."""
+    def load(self, source: str, efficient: bool, with_model: bool = True, new_rows: int | None = None) -> str:
+        """Load the model and then its optimizer, as launchers do, or only the latter; return the error in words.
+
+        Args:
+            source: the checkpoint.
+            efficient: how it is gathered.
+            with_model: whether the model gets what was read for it.
+            new_rows: the first row of the vocabulary that is initialised in between.
+        """
         import torch
         from megatron.core import dist_checkpointing
 
@@ -238,6 +278,9 @@ class Ranks:
         else:  # what is read is read into the model
             for number, each in enumerate(self.run.model.parameters()):
                 each.data.copy_(torch.randn(each.shape, generator=torch.Generator().manual_seed(number)))
+        if new_rows is not None:
+            embedding = self.run.model.embedding
+            torch.nn.init.normal_(embedding.weight.data[max(new_rows - embedding.vocab_start_index, 0) :])
         try:
             self.run.whole.load_state_dict(state["optimizer"])
         except RuntimeError as error:
@@ -264,7 +307,7 @@ def main() -> None:
     )
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(plan["tensor_parallel"])
     ranks = Ranks(plan, rank)
     seen = [getattr(ranks, step.pop("do"))(**step) for step in plan["steps"]]
     torch.distributed.barrier()

@@ -184,6 +184,24 @@ def test_each_shard_of_a_parameter_is_compared(tmp_path: Path, said: Said) -> No
     assert "rows: its fp32 weights begin 64 elements too far on" in text
 
 
+@pytest.mark.upstream
+def test_a_shard_of_zeros_beside_one_that_is_right_cannot_be_told(tmp_path: Path, said: Said) -> None:
+    """As where a vocabulary grew at a restart, by the rows of a whole rank, and was saved before it was trained on."""
+    launch(tmp_path / "plan", 1, step("save_shards", to=tmp_path / "grown", displaced=[0, None]))
+
+    code, text = said(tmp_path / "grown")
+
+    assert code == ExitCode.NOT_CHECKED
+    assert "rows: its fp32 weights are not its weights, and do not say why" in text
+
+
+def test_nothing_but_zeros_is_told_where_no_shard_is_right(tmp_path: Path, said: Said) -> None:
+    code, text = said(write(tmp_path, parameter("first"), parameter("the last", ahead=COUNT, behind=0)))
+
+    assert code == 1
+    assert f"the last: its state ends in {COUNT} zeros" in text
+
+
 # Files of somebody else
 
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from megacpp_overlays.runtime.displaced_masters import Marks, marks
+from megacpp_overlays.runtime.displaced_masters import Marks, has_many_numbers, marks
 from megacpp_overlays.upkeep.checkpoint import stored_tensors
 from megacpp_overlays.upkeep.checkpoint.stored_tensors import StoredShard, StoredValues
 
@@ -119,7 +119,7 @@ def check(folder: Path, progress: Callable[[str], object] = lambda _: None) -> R
 def _compare(folder: Path, tensors: Tensors, name: str, master: str, moments: Sequence[str]) -> Checked:
     if name not in tensors:
         return Checked(name, None, "the checkpoint has no weight of that name")
-    worst = Marks(differs=False)
+    found, some_are_own = [], False
     for shard in tensors[master]:
         with ExitStack() as stack:
             opened = []
@@ -130,8 +130,12 @@ def _compare(folder: Path, tensors: Tensors, name: str, master: str, moments: Se
                 opened.append(stack.enter_context(StoredValues(folder, own[0], each)))
             if len({each.shape for each in opened}) != 1:
                 return Checked(name, None, "its tensors have different shapes")
-            worst = max(worst, marks(opened[0], opened[1], opened[2:]), key=_badness)
-    return Checked(name, worst)
+            found.append(marks(opened[0], opened[1], opened[2:]))
+            some_are_own = some_are_own or (not found[-1].differs and has_many_numbers(opened[1], opened[1].numel))
+    if some_are_own:
+        # All shards of a parameter are cut alike, so the zeros of the others are those of rows that were added.
+        found = [each._replace(zero_tail=each.zero_tail if each.displaced_by else 0) for each in found]
+    return Checked(name, max(found, key=_badness, default=Marks(differs=False)))
 
 
 def _badness(found: Marks) -> tuple[bool, int, int]:
