@@ -1,0 +1,138 @@
+"""What the table needs of a process: upstream modules, and in PyTorch what their kernels compute.
+
+Mamba-2's convolution and scan, and the normalisation of gated delta nets, come from kernels for GPUs that know no float64. On every
+side of a comparison they are written out in PyTorch instead. What they stand for is not what is compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.machinery
+import importlib.util
+import itertools
+import os
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+ON_CPU = os.environ.get("DIFFERENTIAL_ON", "cpu") == "cpu"
+MODULES = (
+    "megatron.core.distributed",
+    "megatron.core.distributed.fsdp.src.megatron_fsdp",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.models.hybrid.hybrid_model",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.ssm.gated_delta_net",
+    "megatron.core.transformer.experimental_attention_variant.dsa",
+    "torch._dynamo",
+)
+
+
+def prepare() -> None:
+    """Import upstream once for all rows, with what stands for kernels in its place."""
+    for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton", "causal_conv1d"):
+        _provide(name, __path__=[], __version__="2.3.2" if name.startswith("mamba") else "1.6.0")
+    scan = _written_out("megacpp_overlays/kernels/mamba2/packed_reference.py").scan
+    _provide("causal_conv1d", causal_conv1d_fn=None)
+    _provide("causal_conv1d.causal_conv1d_varlen", causal_conv1d_varlen_states=None)
+    _provide("mamba_ssm.ops.triton.layernorm_gated", RMSNorm=_norm_of_groups())
+    _provide(
+        "mamba_ssm.ops.triton.ssd_combined", mamba_split_conv1d_scan_combined=scan, mamba_chunk_scan_combined=scan
+    )
+    import torch
+
+    for name in MODULES:
+        importlib.import_module(name)
+    net = importlib.import_module("megatron.core.ssm.gated_delta_net.common")
+    vars(net).update(HAVE_FLA=True, l2norm=torch.nn.functional.normalize)
+    parallel = importlib.import_module("megatron.core.ssm.mamba_context_parallel")
+    vars(parallel).update(tex=SimpleNamespace(thd_get_partitioned_indices=partition), is_te_min_version=lambda _: True)
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    if not hasattr(random, "FP8GlobalStateManager"):  # of Transformer Engine, which 0.19.2 asks where it is not installed, too
+        vars(random).update(
+            FP8GlobalStateManager=SimpleNamespace(is_fp8_enabled=lambda: False),
+            fp8_autocast=lambda **_: contextlib.nullcontext(),
+            activation_recompute_forward=lambda **_: contextlib.nullcontext(),
+        )
+    torch.compiler.set_stance("force_eager")
+    if ON_CPU:
+        torch.set_num_threads(1)
+        torch.distributed.all_reduce = averaging(torch.distributed.all_reduce)
+        torch.distributed.all_to_all_single = with_numbers(torch.distributed.all_to_all_single)
+
+
+def _norm_of_groups() -> type:
+    """Return mamba-ssm's `RMSNorm` over groups of channels; the scan has gated already."""
+    import torch
+
+    class RMSNorm(torch.nn.Module):  # type: ignore[misc] # torch is not followed
+        def __init__(self, size: int, eps: float, group_size: int, device: Any, dtype: Any, **_: Any) -> None:
+            super().__init__()
+            self.eps, self.group_size = eps, group_size
+            self.weight = torch.nn.Parameter(torch.ones(size, device=device, dtype=dtype))
+
+        def forward(self, values: Any) -> Any:
+            groups = values.unflatten(-1, (-1, self.group_size))
+            scaled = groups * (groups.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+            return scaled.flatten(-2) * self.weight
+
+    return RMSNorm
+
+
+def averaging(upstream: Any) -> Any:
+    """Return an all-reduce that averages where gloo, which only adds up, is asked to."""
+    import torch
+
+    def all_reduce(values: Any, op: Any = torch.distributed.ReduceOp.SUM, group: Any = None, **more: Any) -> Any:
+        if op != torch.distributed.ReduceOp.AVG:
+            return upstream(values, op=op, group=group, **more)
+        upstream(values, group=group)
+        return values.div_(torch.distributed.get_world_size(group))
+
+    return all_reduce
+
+
+def with_numbers(upstream: Any) -> Any:
+    """Return an all-to-all that takes the sizes of its parts as tensors, too: Megatron turns those of a GPU into numbers, and no others."""
+
+    def all_to_all_single(output: Any, given: Any, *sizes: Any, **more: Any) -> Any:
+        return upstream(output, given, *map(_numbers, sizes), **{name: _numbers(each) for name, each in more.items()})
+
+    return all_to_all_single
+
+
+def _numbers(given: Any) -> Any:
+    return given.tolist() if hasattr(given, "tolist") else given
+
+
+def partition(bounds: Any, tokens: int, ranks: int, rank: int) -> Any:
+    """Return the places of a rank's tokens in a packed row, as `thd_get_partitioned_indices` of Transformer Engine orders them."""
+    import torch
+
+    places: list[int] = []
+    for start, end in itertools.pairwise(bounds.tolist()):
+        chunk = (end - start) // (2 * ranks)
+        for number in (rank, 2 * ranks - 1 - rank):
+            places += range(start + number * chunk, start + (number + 1) * chunk)
+    return torch.tensor(places, dtype=torch.int32, device=bounds.device)
+
+
+def _provide(name: str, **found: Any) -> None:
+    module = ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    vars(module).update(found)
+    vars(sys.modules.setdefault(name, module)).update(found)
+
+
+def _written_out(path: str) -> Any:
+    """Load a module of this project by its file: an import of the package would arm it on every side."""
+    spec = importlib.util.spec_from_file_location("written_out", ROOT / path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
