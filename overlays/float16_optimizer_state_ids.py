@@ -7,8 +7,8 @@ checkpoint that was written so cannot be recognised and is not repaired.
 
 While upstream's method runs it sees float16 groups that hold the model-side parameter of every parameter of the
 inner optimizer, in its order; afterwards the fp32 copies that do not exist are dropped. The saved layout is the one of
-main, except for a group of native fp32 parameters only: it keeps one entry, where main stores an empty list that it
-cannot load again. Where every parameter of the inner optimizer is an fp32 copy, upstream is called untouched. A frozen parameter
+main. A group of native fp32 parameters only has one entry that is not written, a replica of another group's, where
+main has an empty list that it cannot load again. Where every parameter of the inner optimizer is an fp32 copy, upstream is called untouched. A frozen parameter
 in a group needs an entry in the model's sharded state, as one with state does; without it upstream raises KeyError.
 
 Seen from here and left alone: `FP32Optimizer` walks the inner optimizer and is right. `HybridDeviceOptimizer` (CPU
@@ -19,6 +19,7 @@ combine CPU offload with fp32 parameters.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -52,12 +53,24 @@ def _with_one_numbering(original: Callable[..., Any], _module: ModuleType) -> Ca
             [entry for entry, parameter in zip(entries, group, strict=True) if id(parameter) in model_side]
             for entries, group in zip(state[_COPIES], inner, strict=True)
         ]
-        # Loading cannot merge an empty list with its neighbours, so a group without copies keeps one entry. It is
-        # never read back: there is no copy to read it into.
-        state[_COPIES] = [own or every[:1] for own, every in zip(copies, state[_COPIES], strict=True)]
+        filler = next((_replica(each) for own in copies for each in own), None)
+        state[_COPIES] = [
+            own or ([filler] if filler else every[:1]) for own, every in zip(copies, state[_COPIES], strict=True)
+        ]
         return state
 
     return sharded_state_dict
+
+
+def _replica(entry: Any) -> Any:
+    """Return an entry as a replica, which is not written, for a group without copies.
+
+    Loading cannot merge an empty list with its neighbours, so such a group has one entry. There is no copy to read it into. An
+    entry of the group's own is none to write: where layers are stacked under one name, it is a part of what has that name.
+    """
+    first, *others = entry.replica_id if isinstance(entry.replica_id, tuple) else (entry.replica_id,)
+    number = (first + 1, *others)
+    return dataclasses.replace(entry, replica_id=number if isinstance(entry.replica_id, tuple) else number[0])
 
 
 def observe(module: ModuleType) -> Observation:

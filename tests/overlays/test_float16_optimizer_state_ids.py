@@ -286,6 +286,20 @@ def test_state_comes_back_through_names_alone(megatron: SimpleNamespace, groups:
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.parametrize("groups", [[[B], [F]], [[F, F], [B, F]]], ids=str)
+def test_of_a_native_parameter_no_copy_is_written(megatron: SimpleNamespace, groups: Any) -> None:
+    """Megatron refuses a checkpoint with the copy of one layer under a name that stacked layers share."""
+    from megatron.core.dist_checkpointing.mapping import is_main_replica
+
+    trained = Trained(megatron, *groups)
+    with overlay_on(state_ids.OVERLAY, megatron.optimizer):
+        copies = list(entries(trained.sharded()["fp32_from_fp16_params"]))
+
+    written = {each.key for each in copies if is_main_replica(each.replica_id)}
+    halves = {name for name, parameter in trained.model.items() if parameter.dtype is B}
+    assert written == {f"optimizer.state.fp32_param.{name}" for name in halves}
+
+
 def read_back(state: Any, stored: dict[str, torch.Tensor]) -> Any:
     """Fill a sharded state from storage by name, as a checkpoint does."""
     from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
