@@ -69,6 +69,11 @@ PROOF_PYTHON ?= .envs/proof/bin/python
 proof-gpu: .envs/proof/.ready archives ## the Trainer of `make proof-cpu` on a GPU, with a model of real size; writes proof/results/gpu.md
 	@$(PROOF_PYTHON) -W ignore proof/run.py --gpu --json proof/results/gpu.json --write proof/results/gpu.md
 
+.PHONY: differential
+differential: .envs/mamba3-pinned/.ready ## configuration by configuration: training steps of Megatron, stock and with all overlays, against float64; GPU=1 takes NCCL and GPUs; writes proof/results/differential-cpu.md or -gpu.md
+	@.envs/mamba3-pinned/bin/python -W ignore proof/differential/run.py --full $(if $(GPU),--gpu) \
+	    --json proof/results/differential-$(if $(GPU),gpu,cpu).json --write proof/results/differential-$(if $(GPU),gpu,cpu).md
+
 HERE := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 .PHONY: proof
 proof: .envs/proof/.ready ## the same of Megatron-LM's own launcher, on a GPU if there is one: MEGATRON_LM=CHECKOUT says where it is; writes proof/results/megatron-gpu.md or -cpu.md

@@ -7,6 +7,7 @@ side of a comparison they are written out in PyTorch instead. What they stand fo
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.machinery
 import importlib.util
@@ -33,6 +34,7 @@ MODULES = (
 )
 
 
+@functools.cache
 def prepare() -> None:
     """Import upstream once for all rows, with what stands for kernels in its place."""
     for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton", "causal_conv1d"):
@@ -41,19 +43,23 @@ def prepare() -> None:
     _provide("causal_conv1d", causal_conv1d_fn=None)
     _provide("causal_conv1d.causal_conv1d_varlen", causal_conv1d_varlen_states=None)
     _provide("mamba_ssm.ops.triton.layernorm_gated", RMSNorm=_norm_of_groups())
-    _provide(
-        "mamba_ssm.ops.triton.ssd_combined", mamba_split_conv1d_scan_combined=scan, mamba_chunk_scan_combined=scan
-    )
+    _provide("mamba_ssm.ops.triton.ssd_combined", mamba_split_conv1d_scan_combined=scan, mamba_chunk_scan_combined=scan)
+    _provide_adam()
     import torch
 
     for name in MODULES:
         importlib.import_module(name)
     net = importlib.import_module("megatron.core.ssm.gated_delta_net.common")
     vars(net).update(HAVE_FLA=True, l2norm=torch.nn.functional.normalize)
+    absorbed = importlib.import_module("megatron.core.transformer.experimental_attention_variant.absorbed_mla")
+    if not isinstance(absorbed.Linear, type):  # which upstream's specification has where Transformer Engine is not
+        absorbed.Linear = importlib.import_module("megatron.core.post_training.modelopt.layers").Linear
     parallel = importlib.import_module("megatron.core.ssm.mamba_context_parallel")
     vars(parallel).update(tex=SimpleNamespace(thd_get_partitioned_indices=partition), is_te_min_version=lambda _: True)
     random = importlib.import_module("megatron.core.tensor_parallel.random")
-    if not hasattr(random, "FP8GlobalStateManager"):  # of Transformer Engine, which 0.19.2 asks where it is not installed, too
+    if not hasattr(
+        random, "FP8GlobalStateManager"
+    ):  # of Transformer Engine, which 0.19.2 asks where it is not installed, too
         vars(random).update(
             FP8GlobalStateManager=SimpleNamespace(is_fp8_enabled=lambda: False),
             fp8_autocast=lambda **_: contextlib.nullcontext(),
@@ -64,6 +70,41 @@ def prepare() -> None:
         torch.set_num_threads(1)
         torch.distributed.all_reduce = averaging(torch.distributed.all_reduce)
         torch.distributed.all_to_all_single = with_numbers(torch.distributed.all_to_all_single)
+
+
+def _provide_adam() -> None:
+    """Provide Adam under the name of Apex's: the state of torch's own cannot be loaded from Megatron's distributed checkpoints."""
+    import torch
+
+    class FusedAdam(torch.optim.Optimizer):  # type: ignore[misc] # torch is not followed
+        def __init__(self, params: Any, lr: float, betas: Any, eps: float, weight_decay: float, **_: Any) -> None:
+            super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                group["step"] = group.get("step", 0) + 1
+                for each in group["params"]:
+                    if each.grad is None:
+                        continue
+                    state = self.state[each]
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        state.setdefault(name, torch.zeros_like(each))
+                    adam(each, each.grad, state["exp_avg"], state["exp_avg_sq"], group)
+
+    _provide("apex", __path__=[])
+    _provide("apex.optimizers", FusedAdam=FusedAdam, FusedSGD=torch.optim.SGD)
+    _provide("apex.multi_tensor_apply", multi_tensor_applier=None)
+    if importlib.util.find_spec("psutil") is None:  # by which a checkpoint's writer logs how much memory it holds
+        _provide("psutil", Process=lambda *_: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=0, uss=0)))
+
+
+def adam(weight: Any, gradient: Any, mean: Any, square: Any, group: dict[str, Any]) -> None:
+    """Take a step of Adam without decay, in place."""
+    first, second = (1 - beta ** group["step"] for beta in group["betas"])
+    mean.lerp_(gradient, 1 - group["betas"][0])
+    square.lerp_(gradient.square(), 1 - group["betas"][1])
+    weight.sub_(group["lr"] * (mean / first) / ((square / second).sqrt() + group["eps"]))
 
 
 def _norm_of_groups() -> type:
@@ -132,7 +173,8 @@ def _provide(name: str, **found: Any) -> None:
 def _written_out(path: str) -> Any:
     """Load a module of this project by its file: an import of the package would arm it on every side."""
     spec = importlib.util.spec_from_file_location("written_out", ROOT / path)
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(f"there is no {ROOT / path}")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from differential.rows import Row
 from differential.table import ROWS
 
-MARGIN = 10.0
+MARGIN = 4.0
 """Ranks add in another order than one rank does: so many times the rounding of one rank in the same dtype is rounding, too."""
 LEAST = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
 """Of a row in which one rank happens to round less than it may."""
@@ -55,12 +56,16 @@ class Judged:
             "ranks": self.row.ranks,
             "outcome": self.outcome.value,
             "rounding": self.limit,
-            "stock": self.stock,
-            "overlays": self.ours,
+            "stock": _finite(self.stock),
+            "overlays": _finite(self.ours),
             "worst": self.worst,
             "error": self.error,
             "calls": {name: number for name, number in sorted(self.calls.items()) if number},
         }
+
+
+def _finite(distance: float) -> float | None:
+    return distance if math.isfinite(distance) else None
 
 
 def judged(folder: Path, row: Row) -> Judged:
@@ -79,14 +84,18 @@ def judged(folder: Path, row: Row) -> Judged:
     rounding = _distances(found["rounding"], truth)
     limits = {name: max(MARGIN * each, LEAST[row.dtype]) for name, each in rounding.items()}
     stock, ours = (
-        _worst({"": torch.inf} if side in errors else _distances(found[side], truth), limits) for side in ("stock", "overlays")
+        _worst({"": torch.inf} if side in errors else _distances(found[side], truth), limits)
+        for side in ("stock", "overlays")
     )
     outcome = _outcome(found, stock.is_right, ours.is_right)
     error = "; ".join(f"{side}: {each}" for side, each in errors.items())
     calls = {} if "overlays" in errors else found["overlays"]["calls"]
     seconds = sum(each["seconds"] for each in found.values() if not isinstance(each, str))
-    shown = ours if stock.is_right or not ours.is_right else stock
-    at_worst = (_distances(found[side], truth).get(shown.name, 0.0) if side not in errors else torch.inf for side in ("stock", "overlays"))
+    shown = ours if stock.is_right or not ours.is_right or "stock" in errors else stock
+    at_worst = (
+        _distances(found[side], truth).get(shown.name, 0.0) if side not in errors else torch.inf
+        for side in ("stock", "overlays")
+    )
     return Judged(row, outcome, limits.get(shown.name, 0.0), *at_worst, shown.name, error, calls, seconds)
 
 
@@ -104,7 +113,9 @@ class Worst:
 
 
 def _worst(distances: dict[str, float], limits: dict[str, float]) -> Worst:
-    return max((Worst(name, each / limits.get(name, 1.0)) for name, each in distances.items()), key=lambda each: each.times)
+    return max(
+        (Worst(name, each / limits.get(name, 1.0)) for name, each in distances.items()), key=lambda each: each.times
+    )
 
 
 def _outcome(found: dict[str, Any], stock_right: bool, ours_right: bool) -> Outcome:
@@ -138,7 +149,9 @@ def _distances(found: Any, truth: dict[str, torch.Tensor]) -> dict[str, float]:
     for name, true in truth.items():
         floor = next((each for kind, each in floors.items() if name.startswith(kind)), 0.0)
         there = found["numbers"].get(name)
-        if there is None and name.startswith("gradient of"):  # of a distributed optimizer: ranks keep a part each, and the step is of all
+        if there is None and name.startswith(
+            "gradient of"
+        ):  # of a distributed optimizer: ranks keep a part each, and the step is of all
             continue
         scale = max(float(true.abs().max()), floor, 1e-12)
         distance = torch.inf if there is None else float((there - true).abs().max()) / scale

@@ -14,7 +14,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
-from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.experimental_attention_variant import absorbed_mla
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -24,7 +24,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 WORDS, HIDDEN, HEADS, TOKENS, EXPERTS = 32, 16, 4, 16, 4
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -77,8 +77,13 @@ def places_of(tokens: int, ranks: int, rank: int, packed: Any = None) -> torch.T
 
 
 def groups_of(row: Row) -> Any:
-    """Return the process groups of a model: the default ones, or others with the same ranks."""
-    return ProcessGroupCollection.use_mpu_process_groups()
+    """Return the process groups of a model: the default ones, or tensor parallel ones of its own, where by default each rank is alone."""
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    if row.own_groups:
+        groups.tp = groups.tp_cp = groups.mp = groups.expt_tp = torch.distributed.group.WORLD
+        groups.dp = groups.dp_cp = groups.cp
+        groups.embd = groups.pos_embd = None
+    return groups
 
 
 def configured(row: Row) -> Any:
@@ -125,7 +130,7 @@ def configured(row: Row) -> Any:
     if "/" in row.pattern:
         given |= {"mtp_num_layers": row.pattern.count("/"), "mtp_loss_scaling_factor": 0.3}
     if "M" in row.pattern:
-        given |= {"mamba_state_dim": 8, "mamba_head_dim": 8, "mamba_num_groups": max(2, row.tp * row.cp)}
+        given |= {"mamba_state_dim": 8, "mamba_head_dim": 8, "mamba_num_groups": 4}
     if "G" in row.pattern:
         given |= {
             "linear_conv_kernel_dim": 2,
@@ -176,6 +181,8 @@ def built(row: Row, config: Any, pre_process: bool, post_process: bool) -> Any:
         model = cls(**common, **_gpt_layers(row, spec))
     for name, each in model.named_parameters():
         each.requires_grad_(not any(part in name for part in row.frozen))
+        if any(part in name for part in row.in_fp32):
+            each.keep_in_fp32 = True  # the mark of Megatron's main branch, which overlays honour
     return model.to(torch.cuda.current_device())
 
 
@@ -240,6 +247,10 @@ def _changed(spec: Any, row: Row) -> Any:
             parts = {one.name: change(getattr(each, one.name)) for one in fields(each)}
             if core is not None and isinstance(parts.get("core_attention"), type):
                 parts["core_attention"] = core
+            if isinstance(
+                each, absorbed_mla.AbsorbedMLASelfAttentionSubmodules
+            ):  # as upstream's own specification has it
+                parts |= dict.fromkeys(("linear_q_down_proj", "linear_kv_down_proj"), absorbed_mla.Linear)
             if row.config.get("qk_layernorm"):
                 parts |= {name: Norm for name in ("q_layernorm", "k_layernorm", "kv_layernorm") if name in parts}
             return replace(each, **parts)
@@ -251,11 +262,11 @@ def _changed(spec: Any, row: Row) -> Any:
 def _subclass(cls: type) -> type:
     """Return a subclass that calls super() in its constructor and in `forward`, and does nothing else."""
 
-    def __init__(self: Any, *given: Any, **named: Any) -> None:
+    def build(self: Any, *given: Any, **named: Any) -> None:
         super(made, self).__init__(*given, **named)
 
     def forward(self: Any, *given: Any, **named: Any) -> Any:
         return super(made, self).forward(*given, **named)
 
-    made = type(cls.__name__, (cls,), {"__init__": __init__, "forward": forward})
+    made = type(cls.__name__, (cls,), {"__init__": build, "forward": forward})
     return made

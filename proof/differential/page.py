@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import platform
 from pathlib import Path
 from typing import Any
 
 import torch
-from differential.judged import GOOD, Judged, Outcome, judged
+from differential.judged import GOOD, judged
 from differential.rows import Row
+
+PACKAGES = ("fla", "mamba_ssm", "transformer_engine")
+"""Of which overlays repair what Megatron does with them."""
 
 
 def receipts(folder: Path, rows: list[Row], on_gpu: bool) -> dict[str, Any]:
@@ -28,6 +32,7 @@ def receipts(folder: Path, rows: list[Row], on_gpu: bool) -> dict[str, Any]:
         "rows": [each.as_dict() for each in found],
         "active": active,
         "never called": [name for name in active if name not in called],
+        "not installed": [name for name in PACKAGES if importlib.util.find_spec(name) is None],
         "seconds": round(sum(each.seconds for each in found), 1),
     }
 
@@ -44,7 +49,8 @@ def page(found: dict[str, Any]) -> str:
         "",
         "One training step of a small model in each row: its losses, every whole gradient, the norm by which gradients are clipped, the "
         "step of the optimizer, and the auxiliary losses that are logged. The truth is float64 on one rank without overlays. "
-        "Numbers are the worst distance from it, of the largest value of each tensor; up to `rounding` it is rounding.",
+        "Numbers are the worst distance from it, of the largest value of each tensor; up to `rounding`, which is four times that of one rank "
+        "in the same dtype, it is rounding. Calls are those on one rank.",
         "",
         f"{found['over']}; torch {found['versions']['torch']}, megatron-core {found['versions']['megatron-core']}, "
         f"Python {found['python']}; audit {found['fingerprint']}.",
@@ -53,16 +59,19 @@ def page(found: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += [_line(each) for each in found["rows"]]
-    never = ", ".join(found["never called"]) or "none"
-    lines += ["", f"{len(found['active'])} overlays were active. Never called in any row: {never}.", ""]
+    never, absent = (", ".join(found[each]) or "none" for each in ("never called", "not installed"))
+    lines += [
+        "",
+        f"{len(found['active'])} overlays were active. Never called in any row: {never}. Not installed: {absent}.",
+        "",
+    ]
     return "\n".join(lines)
 
 
 def _line(row: dict[str, Any]) -> str:
-    stock, ours, limit = (f"{row[each]:.1e}" for each in ("stock", "overlays", "rounding"))
+    stock, ours, limit = (
+        "ends" if row[each] is None else f"{row[each]:.1e}" for each in ("stock", "overlays", "rounding")
+    )
     worst = row["error"] or row["worst"]
     called = ", ".join(row["calls"]) or "none"
     return f"| {row['row']} | {row['ranks']} | {row['outcome']} | {stock} | {ours} | {limit} | {worst} | {called} |"
-
-
-__all__ = ["Judged", "Outcome", "page", "receipts"]

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import sys
 
-OURS = "overlays"
-if sys.argv[2:3] == [OURS]:
+if sys.argv[2:3] == ["overlays"]:
     import megacpp_overlays  # as a launcher does: before torch and everything that it repairs
 
 # isort: split
 import contextlib
 import datetime
+import itertools
 import json
 import logging
 import multiprocessing
+import multiprocessing.connection
 import os
 import time
 import traceback
@@ -29,6 +30,8 @@ from differential.host import ON_CPU, prepare
 from differential.rows import Row
 from differential.table import ROWS
 
+GRACE_S = 20
+"""How long a rank may go on after another has ended in an error: over gloo it sees that its connection is closed, over NCCL it waits."""
 PATIENCE = datetime.timedelta(seconds=240 if ON_CPU else 60)
 
 
@@ -45,6 +48,7 @@ def run(side: str, rows: list[Row], folder: Path) -> None:
     """Run all rows of a side; a row that ends in an error ends its ranks, and others go on in new ones."""
     for ranks in sorted({asked(side, row).ranks for row in rows}):
         left = [row for row in rows if asked(side, row).ranks == ranks]
+        left.sort(key=lambda row: asked(side, row).layout)
         while left:
             _ranks(ranks, side, left, folder)
             ended = [row for row in left if not _place(folder, side, row).exists()]
@@ -56,19 +60,28 @@ def _place(folder: Path, side: str, row: Row) -> Path:
 
 
 def _ranks(count: int, side: str, rows: list[Row], folder: Path) -> None:
-    context = multiprocessing.get_context("fork")
+    """Run rows in so many ranks; where one ends in an error, others that wait for it are ended."""
+    import torch
+
+    # A copy cannot use a device that this process has touched.
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() and not ON_CPU else "fork")
     meet = folder / f"meet {side} {count} {len(rows)}"
     started = [context.Process(target=_rank, args=(rank, count, side, rows, folder, meet)) for rank in range(count)]
     for each in started:
         each.start()
+    while any(each.is_alive() for each in started) and not any(each.exitcode for each in started):
+        multiprocessing.connection.wait([each.sentinel for each in started if each.is_alive()])
     for each in started:
-        each.join()
+        each.join(GRACE_S if any(other.exitcode for other in started) else None)
+        if each.is_alive():
+            each.kill()
+            each.join()
 
 
 def _rank(rank: int, count: int, side: str, rows: list[Row], folder: Path, meet: Path) -> None:
+    prepare()
     import torch
-    from differential.float64 import float64
-    from differential.steps import step
+    from differential.steps import groups_for
 
     if not ON_CPU:
         devices = torch.cuda.device_count()
@@ -80,34 +93,46 @@ def _rank(rank: int, count: int, side: str, rows: list[Row], folder: Path, meet:
     torch.distributed.init_process_group(
         "gloo" if ON_CPU else "nccl", init_method=f"file://{meet}", rank=rank, world_size=count, timeout=PATIENCE
     )
-    for row in rows:
-        here = asked(side, row)
-        began, before = time.process_time(), _calls(side)
-        try:
-            with float64() if here.dtype == "float64" else contextlib.nullcontext():
-                found = step(here)
-        except Exception as error:  # noqa: BLE001 - stock may end in any error, which is then what is said of it
-            found = traceback.format_exception_only(error)[-1].strip()
-            (folder / f"{side} {ROWS.index(row)}.error.{rank}").write_text(f"{found}\n{traceback.format_exc()}")
-            os._exit(1)
-        calls = {name: number - before[name] for name, number in _calls(side).items()}
-        every: list[Any] = [None] * count
-        torch.distributed.all_gather_object(every, (calls, time.process_time() - began))
-        if rank == 0:
-            found["calls"] = {name: sum(each[name] for each, _ in every) for name in calls}
-            found["seconds"] = sum(each for _, each in every)
-            torch.save(found, _place(folder, side, row))
+    is_last = (
+        rank == count - 1
+    )  # the stage of a pipeline on which launchers log; an audit on every rank would take longer than rows
+    before = _calls(side) if is_last else {}
+    for layout, same in itertools.groupby(rows, lambda row: asked(side, row).layout):
+        with groups_for(layout):
+            for row in same:
+                found = _tried(side, row, folder / f"{side} {ROWS.index(row)}.error.{rank}")
+                if is_last:
+                    after = _calls(side)
+                    found["calls"] = {name: number - before.get(name, 0) for name, number in after.items()}
+                    before = after
+                    torch.save(found, _place(folder, side, row))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+def _tried(side: str, row: Row, errors: Path) -> dict[str, Any]:
+    """Return the numbers of a row; where it ends in an error, so does this process, and other ranks see its connections close."""
+    from differential.float64 import float64
+    from differential.steps import step
+
+    here, began = asked(side, row), time.process_time()
+    try:
+        with float64() if here.dtype == "float64" else contextlib.nullcontext():
+            found = step(here)
+    except Exception as error:  # noqa: BLE001 - stock may end in any error, which is then what is said of it
+        said = traceback.format_exception_only(error)[-1].strip()
+        errors.write_text(f"{said}\n{traceback.format_exc()}")
+        os._exit(1)
+    return {**found, "seconds": time.process_time() - began}
 
 
 def _calls(side: str) -> dict[str, int]:
     """Return how often the seams of each active overlay were called on this rank."""
     found: dict[str, int] = {}
-    if side == OURS:
+    if side == "overlays":
         for record in megacpp_overlays.audit().records:
             if record.decision.value == "active":
-                found[record.overlay.id] = found.get(record.overlay.id, 0) + sum(number for _, number in record.calls)
+                found[record.overlay.id] = found.get(record.overlay.id, 0) + sum(count for _, count in record.calls)
     return found
 
 
@@ -121,7 +146,7 @@ def main() -> None:
     rows = [row for row in ROWS if not names or row.name in names]
     for side in sides:
         run(side, rows, folder)
-    if OURS in sides:
+    if "overlays" in sides:
         (folder / "audit.json").write_text(json.dumps(megacpp_overlays.audit().as_dict()))
 
 

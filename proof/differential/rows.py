@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +14,13 @@ class Packing:
 
     lengths: tuple[int, ...]
     places: tuple[int, ...]
+    has_samples: bool = False
+    """Whether each document is a sample of the microbatch, as Megatron's inter-document masking makes them."""
+
+    @property
+    def documents(self) -> list[tuple[int, int]]:
+        """Where each document begins, and how many tokens it has."""
+        return list(zip([0, *itertools.accumulate(self.places)], self.lengths, strict=False))
 
     @property
     def is_padded(self) -> bool:
@@ -58,12 +66,17 @@ class Row:
     """`train`; `eval` and `no_grad` compare outputs alone."""
     other: Row | None = None
     """Another model of the process, which trains in turn with this one."""
-    logs: bool = True
-    """Whether what Megatron logs is compared, too: not where its place differs from the one in the reference."""
+    left_out: tuple[str, ...] = ()
+    """How the names of numbers begin that are not compared: those that a row does not have, or has elsewhere than its reference."""
     own_groups: bool = False
     """Whether the model is given process groups that are not the default ones."""
-    optimizer: str = "adam"
-    """`adam`, or `distributed`, whose state is also saved to a fully reshardable checkpoint and loaded into another run."""
+    distributed: bool = False
+    """Whether the state of the optimizer is shared out over data parallel ranks."""
+    steps: int = 1
+    checkpoint: bool = False
+    """Whether each step but the first is one of another run, which loads a checkpoint of the one before."""
+    in_fp32: tuple[str, ...] = ()
+    """Parts of names of parameters that are marked to stay in fp32 where others are cast to half precision."""
     truth: Mapping[str, Any] = field(default_factory=dict)
     """Fields that the reference has otherwise: where stock on one rank is wrong, a configuration whose numbers are the same by algebra."""
     full: bool = False
@@ -75,9 +88,16 @@ class Row:
         return self.tp * self.cp * self.pp * self.dp
 
     @property
+    def layout(self) -> tuple[int, ...]:
+        """What the default process groups depend on: ranks of tensor, pipeline, context and expert parallelism."""
+        return (1 if self.own_groups else self.tp), self.pp, self.cp, self.ep
+
+    @property
     def reference(self) -> Row:
         """The same training step in float64 on one rank, without recomputing and without overlays."""
-        plain = {name: value for name, value in self.config.items() if not name.startswith(("recompute", "distribute_saved"))}
+        plain = {
+            name: value for name, value in self.config.items() if not name.startswith(("recompute", "distribute_saved"))
+        }
         single = replace(
             self,
             pattern=self.pattern.replace("|", ""),
@@ -91,7 +111,9 @@ class Row:
             config=plain,
             subclassed=False,
             own_groups=False,
-            optimizer="adam",
+            distributed=False,
+            checkpoint=False,
+            in_fp32=(),
             other=None,
         )
         given = dict(self.truth)

@@ -1,0 +1,146 @@
+"""Training steps of real Megatron models in ranks over gloo: with all overlays as without, where stock is right, and right where it is not.
+
+The table is `proof/differential/table.py`: a row is a configuration, and overlays are in it by being called.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import HANG_S, ROOT
+
+PYTHON = ROOT / ".envs/mamba3-pinned/bin/python"
+PROGRAM = ROOT / "proof/differential/run.py"
+RESULTS = ROOT / "proof/results"
+Found = dict[str, Any]
+SAME = {"the same bits", "the same but for rounding"}
+GOOD = {*SAME, "stock wrong, overlays right"}
+ONLY_WITH = {
+    "gdn-capture-gates": "fla",  # packed rows of gated delta nets are for its kernels alone
+    "mla-rope-head-blocks": "transformer_engine",  # fused rotary kernels are, and a GPU
+    "residual-norm-recompute-alias": "transformer_engine",  # norms that return their input are
+    "fsdp-optimizer-under-update": "transformer_engine",  # its wrapper in Megatron is; by itself it is no training step of Megatron
+}
+"""Overlays that no row can call where a package is missing."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Return what the quick form of the table comes to in a fresh run."""
+    path = tmp_path_factory.mktemp("differential") / "found.json"
+    done = subprocess.run(
+        [PYTHON, "-W", "ignore", PROGRAM, "--json", path], capture_output=True, text=True, timeout=HANG_S
+    )
+    assert path.exists(), done.stderr[-4000:]
+    read: Found = json.loads(path.read_text())
+    return read
+
+
+def by_row(found: Found) -> dict[str, Found]:
+    return {each["row"]: each for each in found["rows"]}
+
+
+def test_overlays_are_right_in_every_row(found: Found) -> None:
+    """Bits of stock, or rounding of the row's own dtype; and the truth where stock is not."""
+    bad = {name: each for name, each in by_row(found).items() if each["outcome"] not in GOOD}
+    assert not bad
+
+
+def test_stock_is_right_somewhere_and_wrong_somewhere(found: Found) -> None:
+    """Otherwise nothing would be compared: truth, ranks or overlays would be others than they are said to be."""
+    outcomes = [each["outcome"] for each in found["rows"]]
+    assert len([each for each in outcomes if each in SAME]) > len(outcomes) / 3
+    assert outcomes.count("stock wrong, overlays right") > 5
+
+
+def test_every_active_overlay_is_called_that_can_be(found: Found) -> None:
+    """A new one that no row calls needs a row."""
+    absent = {name for name, package in ONLY_WITH.items() if package in found["not installed"]}
+    assert set(found["never called"]) <= absent
+
+
+def test_one_rank_without_parallelism_has_the_bits_of_stock(found: Found) -> None:
+    rows = by_row(found)
+    for name in ("GPT with experts, one rank", "latent attention, one rank", "recompute, full", "eval", "no_grad"):
+        assert rows[name]["outcome"] == "the same bits", name
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("differential-*.json")), ids=lambda path: path.stem)
+def test_kept_receipts_hold_and_their_page_says_the_same(path: Path) -> None:
+    receipts: Found = json.loads(path.read_text())
+    assert receipts["holds"]
+    assert all(each["outcome"] in GOOD for each in receipts["rows"])
+    assert ("NCCL" in receipts["over"]) == ("gpu" in path.stem)
+    text = path.with_suffix(".md").read_text()
+    for each in receipts["rows"]:
+        assert f"| {each['row']} | {each['ranks']} | {each['outcome']} |" in text
+
+
+def test_receipts_of_a_cpu_are_kept_for_every_row(modules_of_proof: None) -> None:
+    from differential.table import ROWS
+
+    receipts: Found = json.loads((RESULTS / "differential-cpu.json").read_text())
+    assert [each["row"] for each in receipts["rows"]] == [row.name for row in ROWS]
+
+
+def test_rows_have_names_of_their_own(modules_of_proof: None) -> None:
+    """A receipt, and a run of one row, go by the name."""
+    from differential.table import ROWS
+
+    names = [row.name for row in ROWS]
+    assert len(names) == len(set(names))
+
+
+@pytest.fixture
+def judge(tmp_path: Path, modules_of_proof: None) -> Callable[..., Found]:
+    """Judge a made-up row: the truth is one, and each side has what it is given, or ends with an error."""
+    import torch
+    from differential.judged import judged
+    from differential.table import ROWS
+
+    def judge(**sides: float | str) -> Found:
+        for side, value in {"reference": 1.0, "rounding": 1.0, **sides}.items():
+            if isinstance(value, str):
+                (tmp_path / f"{side} 0.error.0").write_text(value)
+                continue
+            numbers = {"loss": torch.tensor(value, dtype=torch.float64)}
+            torch.save({"numbers": numbers, "apart": 0.0, "calls": {}, "seconds": 0.0}, tmp_path / f"{side} 0.pt")
+        return judged(tmp_path, ROWS[0]).as_dict()
+
+    return judge
+
+
+@pytest.mark.parametrize(
+    ("stock", "ours", "outcome"),
+    [
+        (1.0, 1.0, "the same bits"),
+        (1.0, 1.0 + 1e-6, "the same but for rounding"),
+        (1.1, 1.0, "stock wrong, overlays right"),
+        ("it ended", 1.0, "stock wrong, overlays right"),
+        (1.0, 1.1, "STOCK RIGHT, OVERLAYS WRONG"),
+        (1.0, "it ended", "STOCK RIGHT, OVERLAYS WRONG"),
+        (1.1, 1.1, "BOTH WRONG"),
+        (1.0, float("nan"), "STOCK RIGHT, OVERLAYS WRONG"),
+        ("it ended", "it ended", "BOTH WRONG"),
+    ],
+)
+def test_a_row_is_judged_by_the_truth(judge: Callable[..., Found], stock: Any, ours: Any, outcome: str) -> None:
+    assert judge(stock=stock, overlays=ours)["outcome"] == outcome
+
+
+def test_what_ends_a_side_is_said(judge: Callable[..., Found]) -> None:
+    assert judge(stock="RuntimeError: sizes differ\nmore", overlays=1.0)["error"] == "stock: RuntimeError: sizes differ"
+
+
+def test_more_rounding_of_one_rank_allows_more(judge: Callable[..., Found]) -> None:
+    assert judge(rounding=1.0 + 1e-3, stock=1.0, overlays=1.0 + 2e-3)["outcome"] == "the same but for rounding"
+
+
+def test_a_row_without_a_truth_is_an_error(judge: Callable[..., Found]) -> None:
+    with pytest.raises(RuntimeError, match="has no reference: it ended"):
+        judge(reference="it ended", stock=1.0, overlays=1.0)
