@@ -35,6 +35,9 @@ SIZES = st.builds(
     dtype=st.sampled_from([torch.float32, torch.float64]),
     strided=st.booleans(),
     scales=st.sampled_from(["all", "key", "blocks"]),
+    sharpness=st.just(1.0),
+    ahead=st.just(0.0),
+    common=st.just(0.0),
 )
 SMALL = Entry(3, 2, 2, 8, 6, 4, 5, sink=True, bias=True, dtype=torch.float32, scales="key")
 

@@ -219,18 +219,15 @@ def test_kernels_are_as_close_to_the_truth_as_their_dtype_is(interpreted: dict[s
 
 @pytest.mark.parametrize("name", PEAKED)
 def test_kernels_round_peaked_attention_no_more_than_pytorch_does(interpreted: dict[str, Any], name: str) -> None:
-    facts = interpreted[name]
-
-    for what, error in facts["errors"].items():
-        assert error <= max(1.1 * facts["errors in PyTorch"][what], 3e-7), what
+    for what, error in interpreted[name]["kernels"].items():
+        assert error <= max(1.1 * interpreted[name]["PyTorch"][what], 3e-7), what
 
 
-@pytest.mark.parametrize("name", [*GRID, *PEAKED])
-def test_kernels_keep_what_rounding_took_where_a_gradient_is_wanted(interpreted: dict[str, Any], name: str) -> None:
-    entry = (GRID | PEAKED)[name]
+def test_kernels_keep_what_rounding_took_where_a_gradient_is_wanted(interpreted: dict[str, Any]) -> None:
+    numbers = interpreted["a third result"]
 
-    outputs = entry.queries * entry.batch * entry.heads * entry.value
-    assert interpreted[name]["kept"] == {"without gradients": 0, "with gradients": outputs}
+    assert numbers["kept"] == numbers["outputs"] > 0
+    assert numbers["kept in vain"] == 0
 
 
 @pytest.mark.parametrize("name", GRID)
