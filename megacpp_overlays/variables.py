@@ -263,6 +263,17 @@ SPARSE_ATTENTION_CHOICES = Setting(
     compared_in="settings",
     ranks="Compared: a rank that checks waits for its device in each call, and others wait for it.",
 )
+SMALL_CALLS = Setting(
+    "MEGACPP_OVERLAYS_SMALL_CALLS",
+    "Which function computes where an overlay saves memory, its kernels were not measured on the device, as on a CPU, and "
+    "upstream's largest tensor has at most 256 MiB. `upstream` leaves such a call to upstream's function, which may be faster "
+    "there; `overlay` serves it, with less memory.",
+    default="upstream",
+    values=("upstream", "overlay"),
+    meant=_yes_or_no("overlay", "upstream"),
+    compared_in="settings",
+    ranks="Compared: both compute the same numbers, but round them otherwise.",
+)
 
 SETTINGS = (
     MODE,
@@ -282,6 +293,7 @@ SETTINGS = (
     LINEAR_CE_LOGITS,
     LINEAR_CE_MASKED,
     SPARSE_ATTENTION_CHOICES,
+    SMALL_CALLS,
 )
 """Every setting; `SWITCH` stands for one variable of each overlay and gate."""
 

@@ -18,6 +18,9 @@ Where only the backward's body is known, it is upstream's own up to the gradient
 takes the gradients of queries, weights and keys from it (see `score_gradient`), ours do. Where there is no such backward,
 as in 0.16, autograd reaches ours through the scores.
 
+Where no kernel was measured, as on a CPU, all of this goes to upstream's functions while their largest tensor is small (see
+`kernels.measured.serves`).
+
 On NVIDIA devices bfloat16 queries and keys are multiplied on tensor cores; everything else takes blocks in PyTorch. Sums
 over heads run in another order than upstream's, so scores differ by float32 rounding, and a top-k may choose otherwise
 between keys that are that close.
@@ -42,31 +45,34 @@ _ID = "dsa-indexer-streaming"
 _ADVICE = f"{feature.BACKWARD} is not what {_ID} knows; {variable_for(_ID)}=off leaves it to upstream"
 
 
-def _make_method(_original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
+def _make_method(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
     from megacpp_overlays.kernels.index_scores import function as index_scores
 
     def scores(self: Any, q: Any, weights: Any, k: Any) -> Any:
-        return index_scores.scores(q, weights, k)
+        return index_scores.scores(q, weights, k) if index_scores.serves(q, k) else original(self, q, weights, k)
 
     return scores
 
 
-def _make_scores(_original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
+def _make_scores(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
     from megacpp_overlays.kernels.index_scores import function as index_scores
     from megacpp_overlays.runtime.score_gradient import true_tensors
 
     def scores(q: Any, weights: Any, k: Any) -> Any:
-        return index_scores.scores(*true_tensors(q, weights, k))
+        q, weights, k = true_tensors(q, weights, k)
+        return index_scores.scores(q, weights, k) if index_scores.serves(q, k) else original(q, weights, k)
 
     return scores
 
 
-def _make_scores_with_optional_relu(_original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
+def _make_scores_with_optional_relu(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
     from megacpp_overlays.kernels.index_scores import function as index_scores
     from megacpp_overlays.runtime.score_gradient import true_tensors
 
     def scores(q: Any, weights: Any, k: Any, use_relu: bool = True) -> Any:
-        return index_scores.scores(*true_tensors(q, weights, k), use_relu=use_relu)
+        q, weights, k = true_tensors(q, weights, k)
+        compute = index_scores.scores if index_scores.serves(q, k) else original
+        return compute(q, weights, k, use_relu=use_relu)
 
     return scores
 
@@ -75,7 +81,9 @@ def _make_backward(original: Callable[..., Any], _module: ModuleType) -> Callabl
     from megacpp_overlays.kernels.index_scores import function as index_scores
     from megacpp_overlays.runtime.score_gradient import BackwardTrace
 
-    def backward(q: Any, weights: Any, k: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    def backward(q: Any, weights: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
+        if not index_scores.serves(q, k):
+            return original(q, weights, k, *args, **kwargs)
         trace = BackwardTrace(q, weights, k, _ADVICE)
         try:
             returned = original(*trace.proxies(), *args, **kwargs)
@@ -93,10 +101,10 @@ def _make_softened_loss(original: Callable[..., Any], _module: ModuleType) -> Ca
     return megatron.softened_loss(original)
 
 
-def _make_softened_backward(_original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+def _make_softened_backward(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
     from megacpp_overlays.kernels.attention_target import megatron
 
-    return megatron.softened_backward(_scores_of(module))
+    return megatron.softened_backward(original, _scores_of(module))
 
 
 def _make_exact_loss(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
@@ -105,10 +113,10 @@ def _make_exact_loss(original: Callable[..., Any], module: ModuleType) -> Callab
     return megatron.exact_loss(original, module)
 
 
-def _make_exact_backward(_original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+def _make_exact_backward(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
     from megacpp_overlays.kernels.attention_target import megatron
 
-    return megatron.exact_backward(module, _scores_of(module))
+    return megatron.exact_backward(original, module, _scores_of(module))
 
 
 def _make_exact_loss_external_mass(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
@@ -121,7 +129,7 @@ def _make_exact_backward_external_mass(original: Callable[..., Any], module: Mod
     from megacpp_overlays.kernels.attention_target import megatron
 
     traced = _make_backward(original, module)
-    return megatron.exact_backward_external_mass(module, _scores_of(module), traced)
+    return megatron.exact_backward_external_mass(original, module, _scores_of(module), traced)
 
 
 def _make_top_k(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
@@ -161,7 +169,14 @@ def _measure(module: ModuleType) -> tuple[list[str], str | None]:
     """
     import torch
 
-    with torch.inference_mode(mode=False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    from megacpp_overlays.kernels import measured
+
+    with (
+        torch.inference_mode(mode=False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        measured.serving_calls_of_every_size(),
+    ):
         shapes = ((_QUERIES, _BATCH, _HEADS, _DIM), (_QUERIES, _BATCH, _HEADS), (_KEYS, _BATCH, _DIM))
         inputs = [wave(*shape) for shape in shapes]
         large: list[str] = []

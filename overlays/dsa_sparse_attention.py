@@ -15,6 +15,7 @@ Values and gradients are upstream's to rounding. What differs:
 A quantized query of Transformer Engine is dequantized once, with its gradient; upstream's first operation does that, too. A
 quantized key is read as it is stored where the kernel knows how (`kernels.sparse_attention.transformer_engine_keys`), and
 dequantized otherwise; numbers and gradients are the same. Whatever else is not as Megatron's own callers have it goes to upstream's function.
+So does a call whose scores of all keys are small where the kernels were not measured, as on a CPU (see `kernels.measured.serves`).
 
 Not covered: `unfused_dsa_fn`, for keys and values of each head, which gathers by itself since 0.19. Up to 0.18 it builds all
 scores, but of as many key heads as query heads, for which multi-query attention is of no use.
@@ -45,12 +46,14 @@ class Slots(NamedTuple):
 def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
     import torch
 
+    from megacpp_overlays.kernels import measured
     from megacpp_overlays.kernels.sparse_attention import function as sparse_attention
     from megacpp_overlays.kernels.sparse_attention import transformer_engine_keys
     from megacpp_overlays.runtime import multi_query, quantized
 
     plain = (torch.Tensor, torch.nn.Parameter)
-    dtypes = {torch.bfloat16, torch.float16, torch.float32}
+    kernel_dtypes = {torch.bfloat16, torch.float16}
+    dtypes = {*kernel_dtypes, torch.float32}
 
     def attention(
         query: Any,
@@ -71,7 +74,11 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
             stored = transformer_engine_keys.read(key)
             key = quantized.dequantized(key) if stored is None else key
         slots = None
-        if multi_query.matches(query, key, topk_indices, softmax_scale, v_channels) and query.dtype in dtypes:
+        if (
+            multi_query.matches(query, key, topk_indices, softmax_scale, v_channels)
+            and query.dtype in dtypes
+            and measured.serves(query, kernel_dtypes, query.shape[:3].numel() * key.size(0))
+        ):
             slots = _counted(query, key, topk_indices, mask, varlen_starts, varlen_ends, key_positions)
         if slots is None:
             return original(query, key if stored is None else quantized.dequantized(key), *given)
@@ -163,9 +170,15 @@ def _measure(module: ModuleType) -> tuple[list[str], str | None]:
     """
     import torch
 
+    from megacpp_overlays.kernels import measured
     from megacpp_overlays.kernels.sparse_attention import reference
 
-    with torch.inference_mode(mode=False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    with (
+        torch.inference_mode(mode=False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        measured.serving_calls_of_every_size(),
+    ):
         query, key = wave(_QUERIES, _BATCH, _HEADS, _DIM), wave(_KEYS, _BATCH, 1, _DIM)
         large: list[str] = []
         for what, chosen, options, slots in _cases():

@@ -11,7 +11,8 @@ That also holds for indices of the indexer without a kernel.
 The seam is on the function through which the backend calls the dispatcher, since `fp8-quantized-unwrap` (pack 03) replaces
 the dispatcher itself. Both may be active, in either order. A quantized query or key is left to it: it is asked first. What
 it then declines is served where the key can be read as it is stored (`kernels.sparse_attention.transformer_engine_keys`), and goes
-to the caller as before otherwise.
+to the caller as before otherwise. So does a call whose scores of all keys are small where the kernels were not measured (see
+`kernels.measured.serves`).
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/5049
 """
@@ -30,6 +31,7 @@ from megacpp_overlays.runtime.large_results import wave
 def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
     import torch
 
+    from megacpp_overlays.kernels import measured
     from megacpp_overlays.kernels.sparse_attention import function as sparse_attention
     from megacpp_overlays.kernels.sparse_attention import transformer_engine_keys
     from megacpp_overlays.runtime import multi_query
@@ -38,8 +40,10 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
 
     def attention(query: Any, key: Any, topk_indices: Any, softmax_scale: Any, v_channels: Any) -> Any:
         output = original(query, key, topk_indices, softmax_scale, v_channels)
-        if output is not None:
+        if output is not None or not all(isinstance(each, torch.Tensor) for each in (query, key)):
             return output
+        if not measured.serves(query, dtypes, query.shape[:-1].numel() * key.size(0)):
+            return None
         if type(key) not in plain:
             return transformer_engine_keys.attend(query, key, topk_indices, softmax_scale, v_channels)
         if type(query) not in plain:
@@ -67,9 +71,15 @@ def observe(module: ModuleType) -> Observation:
     """
     import torch
 
+    from megacpp_overlays.kernels import measured
     from megacpp_overlays.kernels.sparse_attention import reference
 
-    with torch.inference_mode(mode=False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    with (
+        torch.inference_mode(mode=False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        measured.serving_calls_of_every_size(),
+    ):
         for what, heads, dim, value, slots in _DIMENSIONS:
             query = wave(_QUERIES, _BATCH, heads, dim).bfloat16()
             key = wave(_KEYS, _BATCH, 1, dim).bfloat16()

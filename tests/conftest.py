@@ -148,6 +148,15 @@ def clean_environment(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         monkeypatch.delenv(name)
 
 
+@pytest.fixture(scope="module")
+def small_calls() -> Iterator[None]:
+    """Serve calls of every size by overlays that save memory: the question is what they compute, not whether it is worth it."""
+    from megacpp_overlays.kernels import measured
+
+    with measured.serving_calls_of_every_size():
+        yield
+
+
 @pytest.fixture
 def one_day() -> None:
     """What writes a day down and asks for it later must not run across midnight, which is in UTC here: wait for it."""

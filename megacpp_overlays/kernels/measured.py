@@ -1,10 +1,20 @@
-"""On which GPUs, and with which Triton, kernels that are not plain PyTorch were measured; what was not is declined."""
+"""On which GPUs, and with which Triton, kernels that are not plain PyTorch were measured; what was not is declined.
+
+An overlay that saves memory may be slower than upstream's function where its kernels do not run. There it serves a call only
+if upstream's largest tensor is larger than SMALL, see `serves`; a smaller call goes to upstream's function, unless
+MEGACPP_OVERLAYS_SMALL_CALLS says `overlay`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
+from collections.abc import Collection, Iterator
 
 import torch
+
+from megacpp_overlays.variables import SMALL_CALLS, chosen
 
 logger = logging.getLogger("megacpp_overlays")
 
@@ -12,6 +22,13 @@ CAPABILITY = 9
 """The major one."""
 TRITON = (3, 6)
 """Triton's interpreter runs every branch with later ones, too; on a GPU nothing of it was run with another."""
+
+SMALL = 1 << 28
+"""Bytes of the largest tensor that upstream builds for a call, of which it holds several at a time. Up to here memory is no
+reason to leave upstream's function."""
+
+_calls_of_every_size = 0
+"""How many blocks of code want calls of every size served."""
 
 _said: set[tuple[str, str]] = set()
 """Who declined, and why: what the log has."""
@@ -51,6 +68,36 @@ def declines(device: torch.device, who: str, instead: str) -> bool:
         _said.add((who, reason))
         logger.warning("%s: %s; %s", who, reason, instead)
     return reason is not None
+
+
+def serves(tensor: torch.Tensor, dtypes: Collection[torch.dtype], elements: int) -> bool:
+    """Return whether an overlay that saves memory serves a call, and upstream's function does not.
+
+    Args:
+        tensor: an argument of the call, for its dtype and device.
+        dtypes: which kernels take.
+        elements: float32 numbers of the largest tensor that upstream builds.
+    """
+    if elements * 4 > SMALL or _calls_of_every_size > 0 or chosen(SMALL_CALLS) == "overlay":
+        return True
+    return tensor.dtype in dtypes and bool(_is_measured_gpu(tensor.device))
+
+
+@contextlib.contextmanager
+def serving_calls_of_every_size() -> Iterator[None]:
+    """Serve small calls everywhere, too, in all threads: for those who ask what an overlay computes, not whether it is worth it."""
+    global _calls_of_every_size
+    _calls_of_every_size += 1
+    try:
+        yield
+    finally:
+        _calls_of_every_size -= 1
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@functools.cache
+def _is_measured_gpu(device: torch.device) -> bool:
+    return device.type != "cpu" and why_not(device) is None
 
 
 def _triton() -> str | None:

@@ -198,7 +198,8 @@ class _Process:
         root = Path(str(megacpp_overlays.__file__)).resolve().parent.parent
         if root not in {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}:
             path.append(str(root))
-        return {**kept, LOG: "stderr", "PYTHONPATH": os.pathsep.join(path), **self._case.environment}
+        kept |= {LOG: "stderr", variables.SMALL_CALLS.name: "overlay"}  # problems of reproducers are small
+        return {**kept, "PYTHONPATH": os.pathsep.join(path), **self._case.environment}
 
     def _read(self, report: Path, ended: str | None, output: Sequence[str], *, probe_only: bool) -> Run:
         """Return what the report of a process says, and what the way it ended says about that."""

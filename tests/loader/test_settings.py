@@ -17,7 +17,7 @@ from megacpp_overlays.loader.settings import LogForm, Mode, Settings, Switch, pl
 from megacpp_overlays.variables import SETTINGS, SWITCH, Setting
 
 IDS = ("scale-pad", "flce-none")
-MEMORY_MIB, LOGITS, MASKED, CHOICES = (each.name for each in variables.OF_KERNELS)
+MEMORY_MIB, LOGITS, MASKED, CHOICES, SMALL = (each.name for each in variables.OF_KERNELS)
 
 
 def test_an_empty_environment_means_auto() -> None:
@@ -147,6 +147,7 @@ def test_a_name_that_is_near_to_nothing_is_refused_without_a_guess() -> None:
         (LOGITS, "keep", "recompute"),
         (MASKED, "skip", "compute"),
         (CHOICES, "check", "trust"),
+        (SMALL, "overlay", "upstream"),
     ],
 )
 def test_yes_and_no_are_refused_with_the_word_that_is_meant(name: str, yes: str, no: str) -> None:
@@ -194,7 +195,7 @@ def test_an_amount_is_a_whole_number_in_one_spelling(text: str, meant: str) -> N
 def test_what_kernels_are_to_do_is_read_with_all_else() -> None:
     env = {MEMORY_MIB: " 512 ", LOGITS: "KEEP", MASKED: ""}
 
-    expected = {MEMORY_MIB: "512", LOGITS: "keep", MASKED: "auto", CHOICES: "trust"}
+    expected = {MEMORY_MIB: "512", LOGITS: "keep", MASKED: "auto", CHOICES: "trust", SMALL: "upstream"}
     assert Settings.from_env(env, IDS).of_kernels == expected
 
 
@@ -321,7 +322,7 @@ def test_no_word_outside_the_known_ones_ever_passes_as_a_mode(word: str) -> None
 @given(st.sampled_from(["MEGACPP_OVERLAY_", "MEGACPP_LINEAR_CE_"]), st.text(string.ascii_uppercase + "_", max_size=12))
 def test_no_variable_that_looks_like_ours_is_ignored(prefix: str, suffix: str) -> None:
     name = f"{prefix}{suffix}"
-    if name in {"MEGACPP_OVERLAY_SCALE_PAD", "MEGACPP_OVERLAY_FLCE_NONE", MEMORY_MIB, LOGITS, MASKED, CHOICES}:
+    if name in {"MEGACPP_OVERLAY_SCALE_PAD", "MEGACPP_OVERLAY_FLCE_NONE", MEMORY_MIB, LOGITS, MASKED, CHOICES, SMALL}:
         return
 
     with pytest.raises(SettingsError, match=name):

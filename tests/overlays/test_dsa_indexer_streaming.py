@@ -33,6 +33,7 @@ from places import SUPPORT
 from warm_python import MEGATRON
 
 from megacpp_overlays.feature_probes import dsa_indexer_streaming as feature
+from megacpp_overlays.kernels import measured
 from megacpp_overlays.kernels.attention_target import blocks, indexer_loss
 from megacpp_overlays.kernels.index_scores import function as index_scores
 from megacpp_overlays.kernels.index_scores import reference as index_scores_reference
@@ -44,6 +45,8 @@ from megacpp_overlays.source.trees import SourceTree
 
 VERSIONS = ("0.16.1", "0.17.0", "0.18.2", "0.19.2")
 Wheel = Callable[[str, str], Path]
+
+pytestmark = pytest.mark.usefixtures("small_calls")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -124,6 +127,37 @@ def assert_alike(found: list[Any], expected: list[Any], *, tolerance: float = 2e
         assert one.shape == other.shape
         away, size = (one.double() - other.double()).norm().item(), other.double().norm().item()
         assert away <= tolerance * max(size, typical * one.numel() ** 0.5), (away, size)
+
+
+# Where it is worth it
+
+
+@pytest.mark.usefixtures("with_loss")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_small_call_is_upstreams_own_where_no_kernel_was_measured(
+    upstream: ModuleType, patched: ModuleType, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "_calls_of_every_size", 0)
+
+    (expected, of_expected), (found, of_found) = (
+        trained(module, inputs_of(7, 9, dtype=dtype)) for module in (upstream, patched)
+    )
+
+    assert torch.equal(found, expected)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(of_found, of_expected, strict=True))
+
+
+@pytest.mark.usefixtures("with_loss")
+def test_a_call_is_served_where_upstreams_four_axes_are_large(
+    patched: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "_calls_of_every_size", 0)
+    monkeypatch.setattr(measured, "SMALL", 0)
+
+    with Largest() as largest:
+        trained(patched, inputs_of(8, 6, heads=32, dim=2))
+
+    assert largest.elements < 8 * 2 * 32 * 6 / 2
 
 
 # Before installing, and after
@@ -787,6 +821,7 @@ def test_the_installed_megatron_trains_alike_with_the_overlay_and_without(run_py
         TRITON_INTERPRET="1",
         OMP_NUM_THREADS="1",
         MEGACPP_OVERLAYS_LOG="logging",
+        MEGACPP_OVERLAYS_SMALL_CALLS="overlay",
     )
     found = json.loads(done.stdout.splitlines()[-1])
 
@@ -839,7 +874,12 @@ def test_tensor_parallel_ranks_reduce_the_target_as_often_as_upstream(
 
     def run(rank: int) -> None:
         done[rank] = run_python(
-            code, after=MEGATRON, RANK=str(rank), OMP_NUM_THREADS="1", MEGACPP_OVERLAYS_LOG="logging"
+            code,
+            after=MEGATRON,
+            RANK=str(rank),
+            OMP_NUM_THREADS="1",
+            MEGACPP_OVERLAYS_LOG="logging",
+            MEGACPP_OVERLAYS_SMALL_CALLS="overlay",
         )
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]

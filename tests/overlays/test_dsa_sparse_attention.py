@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import released_megatron
@@ -39,6 +40,7 @@ from places import SUPPORT
 
 from megacpp_overlays import variables
 from megacpp_overlays.feature_probes import dsa_sparse_attention as feature
+from megacpp_overlays.kernels import measured
 from megacpp_overlays.kernels.sparse_attention import function as sparse_attention
 from megacpp_overlays.overlays.dsa_sparse_attention import OVERLAY
 
@@ -47,7 +49,7 @@ Wheel = Callable[[str, str], Path]
 PAIRS: dict[str, tuple[ModuleType, ModuleType]] = {}
 """For each version, the module without the seam and with it."""
 
-pytestmark = pytest.mark.upstream
+pytestmark = [pytest.mark.upstream, pytest.mark.usefixtures("small_calls")]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -89,6 +91,35 @@ def away(found: Any, expected: Any) -> float:
 
 
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+# Where it is worth it
+
+
+@pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
+def test_a_small_call_is_upstreams_own_where_no_kernel_was_measured(masks: dict[str, Any]) -> None:
+    upstream, patched = PAIRS["0.19.2"]
+    expected, gradients = called(upstream, inputs(torch.bfloat16), choices(), **masks)
+
+    with mock.patch.object(measured, "_calls_of_every_size", 0):
+        found, ours = called(patched, inputs(torch.bfloat16), choices(), **masks)
+
+    assert torch.equal(found, expected)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, gradients, strict=True))
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_call_is_served_where_upstreams_scores_are_large(
+    more: int, patched: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaves = inputs(torch.float32)
+    monkeypatch.setattr(measured, "_calls_of_every_size", 0)
+    monkeypatch.setattr(measured, "SMALL", 4 * ALL_SCORES - more)
+
+    with mock.patch.object(sparse_attention, "attend", wraps=sparse_attention.attend) as ours:
+        called(patched, leaves, choices())
+
+    assert ours.call_count == more
 
 
 # The same, to rounding
@@ -414,8 +445,8 @@ def trained(request: pytest.FixtureRequest, wheel: Wheel, tmp_path_factory: pyte
         "dimensions alone": {"MEGACPP_OVERLAY_DSA_SPARSE_ATTENTION": "off"},
         "none": OFF,
     }
-    script = SUPPORT / "attention_steps.py"
-    return {name: released_megatron.said(file, folder, script, **each) for name, each in switches.items()}
+    script, every_size = SUPPORT / "attention_steps.py", {"MEGACPP_OVERLAYS_SMALL_CALLS": "overlay"}
+    return {name: released_megatron.said(file, folder, script, **every_size, **each) for name, each in switches.items()}
 
 
 def test_a_layer_learns_what_it_learns_without(trained: dict[str, Any]) -> None:

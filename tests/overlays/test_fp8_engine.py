@@ -31,6 +31,7 @@ def report() -> dict[str, str]:
     if not PYTHON.exists():
         pytest.skip(f"no {PYTHON.relative_to(ROOT)}: run `make te`")
     env = {**os.environ, "MEGACPP_OVERLAYS": "off", "PYTHONPATH": str(ROOT)}
+    env["MEGACPP_OVERLAYS_SMALL_CALLS"] = "overlay"
     command = [str(PYTHON), "-W", "ignore", str(SCRIPT)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -29,7 +29,7 @@ ROWS, BATCH, KEYS, SCALE = 5, 2, 9, 0.3
 BF16 = torch.bfloat16
 Wheel = Callable[[str, str], Path]
 
-pytestmark = pytest.mark.upstream
+pytestmark = [pytest.mark.upstream, pytest.mark.usefixtures("small_calls")]
 
 
 def backend_of(wheel: Path) -> ModuleType:

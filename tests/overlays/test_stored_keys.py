@@ -33,7 +33,11 @@ DIM, VALUE = 300, 200
 SHAPE = (KEYS, BATCH, 1, DIM)
 Wheel = Callable[[str, str], Path]
 
-pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore")]  # upstream's own deprecations
+pytestmark = [
+    pytest.mark.upstream,
+    pytest.mark.usefixtures("small_calls"),
+    pytest.mark.filterwarnings("ignore"),  # upstream's own deprecations
+]
 
 
 @pytest.fixture

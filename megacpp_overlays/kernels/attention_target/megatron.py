@@ -13,16 +13,24 @@ from typing import Any
 
 import torch
 
+from megacpp_overlays.kernels import measured
 from megacpp_overlays.kernels.attention_target import indexer_loss
 from megacpp_overlays.kernels.attention_target.indexer_loss import IndexerTarget
 from megacpp_overlays.kernels.index_scores import function as index_scores_function
 
 Function = Callable[..., Any]
 
+_KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16})
+
 
 def _recorded(*tensors: torch.Tensor) -> bool:
     """Return whether autograd is to go through what is computed of these, which upstream's code lets it."""
     return torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+
+
+def _serves(index_scores: torch.Tensor, query: torch.Tensor) -> bool:
+    """Return whether a loss is computed here and not by upstream's function, which builds (batch, heads, queries, keys)."""
+    return measured.serves(query, _KERNEL_DTYPES, index_scores.numel() * query.size(-2))
 
 
 def softened_loss(original: Function) -> Function:
@@ -38,7 +46,7 @@ def softened_loss(original: Function) -> Function:
         sparse_loss: bool,
         pg_collection: Any,
     ) -> Any:
-        if _recorded(index_scores, query, key):
+        if _recorded(index_scores, query, key) or not _serves(index_scores, query):
             return original(
                 index_scores, topk_indices, query, key, softmax_scale, loss_coeff, sparse_loss, pg_collection
             )
@@ -49,8 +57,8 @@ def softened_loss(original: Function) -> Function:
     return loss
 
 
-def softened_backward(scores: Function) -> Function:
-    """Return the backward of that loss: gradients of queries, weights and keys."""
+def softened_backward(original: Function, scores: Function) -> Function:
+    """Return the backward of that loss: gradients of queries, weights and keys; the original's for small tensors, see `measured`."""
 
     def backward(
         q: Any,
@@ -64,7 +72,12 @@ def softened_backward(scores: Function) -> Function:
         sparse_loss: bool,
         grad_loss: Any,
         pg_collection: Any,
-    ) -> tuple[Any, Any, Any]:
+    ) -> Any:
+        if not index_scores_function.serves(q, k, query.size(-2)):
+            return original(
+                *(q, weights, k, query, key, topk_indices, softmax_scale, loss_coeff, sparse_loss),
+                *(grad_loss, pg_collection),
+            )
         support = topk_indices if sparse_loss else None
         target = IndexerTarget(query, key, softmax_scale, pg_collection.tp, topk_indices=support)
         of_a_row = grad_loss * loss_coeff / (query.size(0) * query.size(1))
@@ -95,7 +108,7 @@ def exact_loss(original: Function, module: ModuleType) -> Function:
         calculate_per_token_loss: bool = False,
     ) -> Any:
         valid = (mask, varlen_starts, varlen_ends, key_positions)
-        if _recorded(index_scores, query, key):
+        if _recorded(index_scores, query, key) or not _serves(index_scores, query):
             return original(
                 *(index_scores, topk_indices, query, key, softmax_scale, loss_coeff, sparse_loss, pg_collection),
                 *(*valid, query_valid_rows, calculate_per_token_loss),
@@ -123,8 +136,8 @@ def exact_loss(original: Function, module: ModuleType) -> Function:
     return loss
 
 
-def exact_backward(module: ModuleType, scores: Function) -> Function:
-    """Return the backward of that loss."""
+def exact_backward(original: Function, module: ModuleType, scores: Function) -> Function:
+    """Return the backward of that loss; the original's for small tensors, see `measured`."""
 
     def backward(
         q: Any,
@@ -145,8 +158,13 @@ def exact_backward(module: ModuleType, scores: Function) -> Function:
         query_valid_rows: Any = None,
         calculate_per_token_loss: bool = False,
         use_relu: bool = True,
-    ) -> tuple[Any, Any, Any]:
+    ) -> Any:
         valid = (mask, varlen_starts, varlen_ends, key_positions)
+        if not index_scores_function.serves(q, k, query.size(-2)):
+            return original(
+                *(q, weights, k, query, key, topk_indices, softmax_scale, loss_coeff, sparse_loss, mask, grad_loss),
+                *(pg_collection, *valid[1:], query_valid_rows, calculate_per_token_loss, use_relu),
+            )
         target, rows = _exact_target(
             module,
             query,
@@ -231,9 +249,11 @@ def exact_loss_external_mass(original: Function, module: ModuleType) -> Function
     return loss
 
 
-def exact_backward_external_mass(module: ModuleType, scores: Function, traced: Function) -> Function:
+def exact_backward_external_mass(
+    original: Function, module: ModuleType, scores: Function, traced: Function
+) -> Function:
     """Return the backward of main and dev; with a denominator from elsewhere `traced` computes it."""
-    ours = exact_backward(module, scores)
+    ours = exact_backward(original, module, scores)
 
     def backward(
         q: Any,

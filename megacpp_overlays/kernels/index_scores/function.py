@@ -17,7 +17,10 @@ from typing import Any
 
 import torch
 
+from megacpp_overlays.kernels import measured
 from megacpp_overlays.kernels.index_scores import streaming
+
+_KERNEL_DTYPES = frozenset({torch.bfloat16})
 
 
 def scores(q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, use_relu: bool = True) -> torch.Tensor:
@@ -60,6 +63,17 @@ def gradients(
     _check_devices(grad, q)
     of_q, of_weights, of_k = _gradients(grad, q, weights, k, use_relu)
     return of_q, of_weights, of_k
+
+
+def serves(q: torch.Tensor, k: torch.Tensor, heads: int = 0) -> bool:
+    """Return whether a call is served here and not by upstream's function, which builds (queries, batch, heads, keys).
+
+    Args:
+        q: (queries, batch, heads, dim).
+        k: (keys, batch, dim).
+        heads: of another such tensor that upstream builds meanwhile.
+    """
+    return measured.serves(q, _KERNEL_DTYPES, q.size(0) * q.size(1) * max(heads, q.size(2)) * k.size(0))
 
 
 def _check(q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor) -> None:
