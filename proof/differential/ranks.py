@@ -69,8 +69,10 @@ def _ranks(count: int, side: str, rows: list[Row], folder: Path) -> None:
     started = [context.Process(target=_rank, args=(rank, count, side, rows, folder, meet)) for rank in range(count)]
     for each in started:
         each.start()
-    while any(each.is_alive() for each in started) and not any(each.exitcode for each in started):
-        multiprocessing.connection.wait([each.sentinel for each in started if each.is_alive()])
+    alive = started
+    while alive and not any(each.exitcode for each in started):
+        multiprocessing.connection.wait([each.sentinel for each in alive])
+        alive = [each for each in alive if each.is_alive()]
     for each in started:
         each.join(GRACE_S if any(other.exitcode for other in started) else None)
         if each.is_alive():

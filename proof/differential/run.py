@@ -56,7 +56,7 @@ def main() -> None:
     words.add_argument("--full", action="store_true", help="rows of four ranks, too")
     words.add_argument("--json", type=Path, help="where receipts go")
     words.add_argument("--write", type=Path, help="where the page goes")
-    words.add_argument("--keep", type=Path, help="a folder for what each side found")
+    words.add_argument("--keep", type=Path, help="a folder for what each side found, empty or new")
     words.add_argument("rows", nargs="*", help="names of rows; all if none is given")
     given = words.parse_args()
     from differential.page import page, receipts
@@ -66,6 +66,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = given.keep or Path(made)
         folder.mkdir(exist_ok=True)
+        if any(folder.iterdir()):
+            words.error(f"{folder} is not empty: ranks would meet where others met before")
         measured(folder, "cuda" if given.gpu else "cpu", [row.name for row in rows])
         found: dict[str, Any] = receipts(folder, rows, given.gpu)
     if given.json:
