@@ -61,10 +61,9 @@ def _place(folder: Path, side: str, row: Row) -> Path:
 
 def _ranks(count: int, side: str, rows: list[Row], folder: Path) -> None:
     """Run rows in so many ranks; where one ends in an error, others that wait for it are ended."""
-    import torch
 
     # A copy cannot use a device that this process has touched.
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() and not ON_CPU else "fork")
+    context = multiprocessing.get_context("fork" if ON_CPU else "spawn")
     meet = folder / f"meet {side} {count} {len(rows)}"
     started = [context.Process(target=_rank, args=(rank, count, side, rows, folder, meet)) for rank in range(count)]
     for each in started:
