@@ -64,8 +64,8 @@ def _look_up(erratum: Erratum, tree: SourceTree) -> dict[str, Any] | None:
             continue  # the probe will say what cannot be read
         number = each["found"].get(digest(each["asked"], sources))
         if number is not None:
-            data = kept.findings[number]
-            return {**data, "read": [kept.readings[int(each)] for each in data["read"].split()]}
+            data: dict[str, Any] = kept.findings[number]
+            return data
     return None
 
 
@@ -120,7 +120,7 @@ def _read(data: dict[str, Any], tree: SourceTree) -> Finding:
         evidence=tuple(evidence),
         repair=tuple(Body(*each) for each in data["repair"]),
         proof=Proof(data["proof"]) if data["proof"] else None,
-        read=tuple(map(_reading, data["read"])),
+        read=_readings(data["read"]),
     )
 
 
@@ -128,6 +128,12 @@ def _written(reading: Reading) -> str:
     """Return a reading as one line of words."""
     words = (reading.module, reading.symbol, reading.kind.value, reading.line, reading.wrappers, reading.origin)
     return " ".join(map(str, words)).rstrip()
+
+
+def _readings(numbers: str) -> tuple[Reading, ...]:
+    """Return the readings of a finding by their numbers."""
+    kept = _kept()
+    return tuple(_reading(kept.readings[int(each)]) for each in numbers.split()) if kept is not None else ()
 
 
 def _reading(written: str) -> Reading:
