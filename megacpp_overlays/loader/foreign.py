@@ -7,7 +7,8 @@ and what is checked before the first step, too. A look-up compares the file and 
 nothing, and walks over no heap.
 
 A module that is not loaded cannot differ, and counts when it is. Seams of this package, wrapped or not, count as
-upstream's own: behind them is the original.
+upstream's own: behind them is the original. So does a name that a witness or self-test of this package replaces while it
+runs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megacpp_overlays.loader import seams
 from megacpp_overlays.loader.import_hooks import is_half_imported
 from megacpp_overlays.loader.ownership import layers, same_file
 from megacpp_overlays.model import Finding, Reading, ReadingKind
+from megacpp_overlays.runtime.in_this_thread import upstream_of
 from megacpp_overlays.runtime.seam_marks import mark_behind, mark_of, plain_function
 
 _NOTHING = object()
@@ -80,7 +82,7 @@ def _attribute(module: Any, symbol: str) -> Any:
         owner = _own(owner).get(part, _NOTHING)
         if not issubclass(type(owner), type):
             return owner  # something else stands for the class, or nothing
-    return _own(owner).get(name, _NOTHING)
+    return upstream_of(_own(owner).get(name, _NOTHING))
 
 
 def _own(owner: Any) -> Mapping[str, Any]:
@@ -95,6 +97,7 @@ def _is_as_read(raw: Any, reading: Reading, module: Any) -> bool:
         return _is_as_imported(raw, reading)
     if reading.kind is ReadingKind.CLASS:
         return _is_class(raw, reading)
+    raw = upstream_of(plain_function(raw))
     if (mark := mark_behind(raw)) is not None:
         raw = mark.original
     file = _own(module).get("__file__")
@@ -116,7 +119,7 @@ def _is_class(raw: Any, reading: Reading) -> bool:
 def _is_as_imported(raw: Any, reading: Reading) -> bool:
     """Return whether an imported name leads to what its origin has under it, to a seam, or to upstream's own code."""
     origin, _, name = reading.origin.partition(":")
-    given = _own(sys.modules.get(origin)).get(name, _NOTHING)
+    given = upstream_of(_own(sys.modules.get(origin)).get(name, _NOTHING))
     if given is _NOTHING or given is raw or not _is_code(given):
         return True  # not loaded, the same, or a value that its module may set anew
     if mark_of(raw) is not None or mark_of(given) is not None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
@@ -39,12 +40,15 @@ class Calls:
 
     def note(self) -> bool:
         """Count a call; return whether its check refuses the seam."""
-        is_refused = not self.count and self.check is not None and self.check()
+        is_first = not self.count and not getattr(_proofs, "depth", 0)
+        is_refused = is_first and self.check is not None and self.check()
         self.count += 1
         return is_refused
 
 
 _all: weakref.WeakSet[Calls] = weakref.WeakSet()
+_proofs = threading.local()
+"""`depth`: in how many blocks of `not_counted` this thread is."""
 
 
 def counting(function: FunctionType, original: Callable[..., Any] | None = None) -> tuple[FunctionType, Calls]:
@@ -81,11 +85,13 @@ def _in_place_of(code: CodeType, other: CodeType) -> CodeType:
 
 @contextlib.contextmanager
 def not_counted() -> Iterator[None]:
-    """Let what is called inside of the block not count: self-tests and witnesses use nothing."""
+    """Count no call that is made inside of the block, and check none: self-tests and witnesses are no use of a seam."""
     before = [(each, each.count) for each in list(_all)]
+    _proofs.depth = getattr(_proofs, "depth", 0) + 1
     try:
         yield
     finally:
+        _proofs.depth -= 1
         for each, count in before:
             each.count = count
 

@@ -28,6 +28,8 @@ _WINDOWS = 64
 """How many windows are tried until one has enough different numbers in it to be found again."""
 _DISTINCT = 8
 """So many different numbers are those of one model, and of one place in it."""
+_ALIKE_BY_CHANCE = 4
+"""So many elements behind a shard may be like the weight by chance: in bfloat16 one of some hundred is."""
 _FIRST_LOOK = 1024
 
 
@@ -136,9 +138,15 @@ def _is_displaced(master: Values, weight: Values, ahead: int, seen: int, end: in
     stop = first_difference(master, weight, 0, limit, ahead)
     if stop is None or stop + ahead >= end:
         return True
-    if stop < seen:
-        return False
-    shard = stop + ahead
+    return any(
+        _is_displaced_in_shards(master, weight, ahead, last, end)
+        for last in range(stop, max(stop - _ALIKE_BY_CHANCE, seen - 1, 0), -1)
+    )
+
+
+def _is_displaced_in_shards(master: Values, weight: Values, ahead: int, stop: int, end: int) -> bool:
+    """Return whether shards of `stop + ahead` elements, the last one perhaps shorter, are all displaced alike."""
+    limit, shard = min(end, weight.numel - ahead), stop + ahead
     others = [(start, min(start + stop, limit)) for start in range(shard, end, shard)]
     return all(
         last - start >= _DISTINCT and first_difference(master, weight, start, last, ahead) is None

@@ -25,6 +25,8 @@ from megacpp_overlays.model import (
     Replacement,
     Verdict,
 )
+from megacpp_overlays.runtime import calls
+from megacpp_overlays.runtime.in_this_thread import answer
 from megacpp_overlays.source.trees import InstalledTree, SourceTree
 
 SessionMaker = Callable[..., Session]
@@ -211,6 +213,35 @@ def test_what_comes_before_the_first_call_is_seen_by_that_call(
 
     assert held(1) == layers.double(1) == 3
     assert current.audit_so_far().records[0].decision is Decision.CONFLICT
+
+
+def test_names_that_a_witness_replaces_for_a_while_are_upstream_s_own(rested: Rested, session: SessionMaker) -> None:
+    current = session(rested.overlay)
+    current.arm()
+    half, helpers = rested.helpers.half, rested.helpers
+    rested.layers.half = helpers.half = answer(foreign, half)
+    helpers.Router.name = staticmethod(answer(foreign, answer(foreign, helpers.Router.name)))
+
+    assert the_record(current).decision is Decision.ACTIVE
+    assert rested.layers.double(1) == 2
+
+    helpers.half = answer(half, foreign)  # a witness surrounds what another library has put in
+    assert the_record(current).decision is Decision.CONFLICT
+
+
+def test_calls_of_a_witness_are_no_first_call(rested: Rested, session: SessionMaker) -> None:
+    """It has its own in the place of upstream's code, and takes it away again."""
+    current = session(rested.overlay)
+    current.arm()
+    layers, half = rested.layers, rested.helpers.half
+    with calls.not_counted():
+        rested.helpers.half = foreign
+        assert layers.double(1) == 2
+        rested.helpers.half = half
+
+    assert the_record(current).decision is Decision.ACTIVE
+    rested.helpers.half = foreign
+    assert layers.double(1) == 3
 
 
 def test_in_strict_mode_the_first_call_raises(rested: Rested, session: SessionMaker) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as some
 
 from megacpp_overlays.runtime import displaced_masters
@@ -75,6 +75,9 @@ def test_masters_from_further_on_say_how_far(ahead: int, count: int, behind: int
     new=some.sampled_from([0, 128, 700]),
     last_of_its_buffer=some.booleans(),
     dtype=some.sampled_from(HALVES),
+)
+@example(ahead=8, shard=327, shards=2, new=128, last_of_its_buffer=False, dtype=torch.bfloat16).via(
+    "the first element behind a shard is like the weight by chance"
 )
 def test_shards_that_several_ranks_wrote_are_displaced_in_each(
     ahead: int, shard: int, shards: int, new: int, last_of_its_buffer: bool, dtype: torch.dtype

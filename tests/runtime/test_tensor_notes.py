@@ -92,6 +92,8 @@ SOURCES = {
 }
 HASHED_BY_VALUE = {"int", "torch.dtype", "torch.device", "TileWave"}
 """Types that a cached function may take: a tensor is hashed by its identity, whatever it holds."""
+BY_OPTIMIZER = "overlays/fully_reshardable_padding.py: WeakKeyDictionary"
+"""Shapes of the state that an optimizer is about to load: no numbers, and no tensor is a key."""
 UPSTREAM_S_OWN = {"keep_in_fp32"}
 """Attributes of parameters that Megatron itself defines."""
 
@@ -122,7 +124,7 @@ def test_no_module_has_another_mapping_by_objects() -> None:
         if word.endswith("KeyDictionary")
     }
 
-    assert found == set()
+    assert found == {BY_OPTIMIZER}
 
 
 def test_what_is_cached_depends_on_values_alone() -> None:
