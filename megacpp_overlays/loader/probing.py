@@ -16,7 +16,6 @@ from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader.decide import decide
 from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Body, Decision, Erratum, Evidence, Finding, Gate, Overlay, Record, Verdict
-from megacpp_overlays.source.readings import ReadingTree
 from megacpp_overlays.source.trees import SourceTree, answer, readable
 
 _SPOKEN_OF = frozenset({Verdict.BROKEN, Verdict.UNRECOGNISED})
@@ -31,8 +30,12 @@ def examine(erratum: Erratum, tree: SourceTree, *, unless: tuple[type[Exception]
         tree: where source is read.
         unless: errors that leave, because they say nothing of the source: a tree that cannot be opened.
     """
-    reading = ReadingTree(tree)
     try:
+        if isinstance(erratum, Gate):  # it replaces nothing, so no definition has to be the one that runs
+            return answer(erratum.probe, tree)
+        from megacpp_overlays.source.readings import ReadingTree  # noqa: PLC0415 - not needed to arm
+
+        reading = ReadingTree(tree)
         found = answer(erratum.probe, reading)
     except unless:
         raise
