@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator
 
 import torch
 
+from megacpp_overlays.runtime import dynamo
 from megacpp_overlays.variables import SMALL_CALLS, chosen
 
 logger = logging.getLogger("megacpp_overlays")
@@ -94,7 +95,7 @@ def serving_calls_of_every_size() -> Iterator[None]:
         _calls_of_every_size -= 1
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@dynamo.constant
 @functools.cache
 def _is_measured_gpu(device: torch.device) -> bool:
     return device.type != "cpu" and why_not(device) is None

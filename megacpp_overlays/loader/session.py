@@ -149,6 +149,11 @@ class Session:
         finally:
             self._heap = None
 
+    def _forget_heap(self) -> None:
+        """Have the heap walked anew: names that led to a seam lead to its original again, which no snapshot knows."""
+        if self._heap is not None:
+            self._heap.forget()
+
     def _replaceable(self) -> Iterator[object]:
         """Yield every function that an overlay may replace, as its target has it now, and what it is wrapped in there."""
         from megacpp_overlays.loader import reached
@@ -400,6 +405,7 @@ class Session:
             try:
                 with dynamo.changing(dropped=functools.partial(self.log.dropped, overlay)):
                     problems, kept = install.take_out(overlay, self._traces_of(overlay))
+                self._forget_heap()
                 why = "; ".join([why, *problems])
             except SeamError as error:  # a compiled graph cannot be dropped now
                 why, kept = f"{why}; and it cannot be taken out: {error}", self._records[overlay].seams
@@ -567,6 +573,7 @@ class Session:
         try:
             if is_half_in and self._is_somewhere(overlay):
                 install.take_out(overlay, traces)  # what cannot be put back is refused below, or found to be in
+                self._forget_heap()
             traces.forget_what_was_overwritten()
             record = probing.assess_overlay(overlay, module, self.settings, tree)
             self._refused.discard(overlay)
@@ -575,6 +582,7 @@ class Session:
             if record.decision is Decision.ACTIVE and (why := self._unmet(overlay, tree)):
                 self._refused.add(overlay)
                 problems, kept = install.take_out(overlay, traces)
+                self._forget_heap()
                 record = replace(record, decision=Decision.CONFLICT, reason="; ".join([why, *problems]), seams=kept)
             if record.decision is Decision.ACTIVE:
                 dropped = functools.partial(self.log.dropped, overlay)
@@ -592,6 +600,7 @@ class Session:
             self._note_kind(overlay, error)
             with contextlib.suppress(SeamError):
                 install.undo_all([seam for seam in placed if not seam.adopted])
+            self._forget_heap()
             traces.forget_what_was_overwritten()
             left = tuple(str(seam) for seam in placed if seam.in_place)
             record = replace(derived_records.conflict(record, error), seams=left, rebound=())

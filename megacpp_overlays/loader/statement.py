@@ -58,7 +58,7 @@ RUN = (
     "version.py",
 )
 """Files and folders of this package that a training process may execute or read, folders with all that is below them."""
-NOT_RUN = ("__main__.py", "cli", "packs", "repro", "upkeep")
+NOT_RUN = ("__main__.py", "cli", "json_text.py", "packs", "repro", "upkeep")
 """The others. `megacpp-overlays run` has replaced itself by the launcher before that begins."""
 _SUFFIXES = frozenset({".py", ".json"})
 

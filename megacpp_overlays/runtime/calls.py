@@ -23,9 +23,6 @@ from typing import Any
 
 from megacpp_overlays.runtime import dynamo
 
-_CONSTANT = "_dynamo_marked_constant"
-"""Attribute by which Dynamo runs a function while it traces its caller. Written here because torch may not be there."""
-
 
 class Calls:
     """How often one seam was called in this process."""
@@ -63,6 +60,7 @@ def counting(function: FunctionType, original: Callable[..., Any] | None = None)
     """
     calls, instead = Calls(), original or function
 
+    @dynamo.constant
     def note() -> bool:
         return calls.note()
 
@@ -70,7 +68,6 @@ def counting(function: FunctionType, original: Callable[..., Any] | None = None)
     def count(*args: Any, **kwargs: Any) -> Any: return (instead if note() else function)(*args, **kwargs)
     # fmt: on
 
-    vars(note)[_CONSTANT] = True
     code = _in_place_of(count.__code__, function.__code__)
     counted = FunctionType(code, function.__globals__, function.__name__, None, count.__closure__)
     vars(counted).update(vars(function))  # what its maker wrote on it is asked of what callers reach

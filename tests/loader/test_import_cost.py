@@ -55,6 +55,18 @@ def test_import_makes_no_class_by_compiling_code_for_it(run_python: Callable[...
     assert run_python(code).stdout.split() == ["False"]
 
 
+def test_no_kernel_imports_dynamo(run_python: Callable[..., CompletedProcess[str]]) -> None:
+    """It takes seconds, and a process that compiles nothing needs none of it."""
+    code = (
+        "import importlib, pkgutil, sys, torch, megacpp_overlays.kernels as kernels\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+        "for each in pkgutil.walk_packages(kernels.__path__, 'megacpp_overlays.kernels.'):\n"
+        "    importlib.import_module(each.name)\n"
+        "    if 'torch._dynamo' in sys.modules: sys.exit(each.name)"
+    )
+    run_python(code)
+
+
 def test_import_adds_less_than_wrapt_does(benchmark: ModuleType) -> None:
     costs = benchmark.starts(7, [benchmark.BARE, benchmark.WRAPT, benchmark.OURS])
     bare, wrapt, ours = (costs[code].cpu for code in (benchmark.BARE, benchmark.WRAPT, benchmark.OURS))

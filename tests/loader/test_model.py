@@ -77,6 +77,7 @@ def test_an_overlay_has_no_field_that_can_be_forgotten(upstream: Upstream) -> No
         "brief",
         "until",
         "needs",
+        "needs_parts",
     ]
 
 

@@ -17,6 +17,7 @@ from types import ModuleType
 import torch
 
 from megacpp_overlays.kernels.top_k import in_torch
+from megacpp_overlays.runtime import dynamo
 
 LONGEST = 32768
 """Numbers of a row that the kernel takes: 512 threads hold 64 each."""
@@ -67,7 +68,7 @@ def implementation(dtype: torch.dtype, keys: int, device: torch.device) -> Modul
     return in_torch
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@dynamo.constant
 def has_kernel(device: torch.device) -> bool:
     """Return whether rows of at most LONGEST numbers go to the kernel on a device, and are not sorted there.
 
