@@ -77,7 +77,8 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
         torch._assert_async(same, f"GDN: {name} holds other lengths than in the warm-up")  # noqa: SLF001
         return chosen
 
-    dynamo.only_inlined(_remember)
+    for each in (_remember, TensorNotes.get, TensorNotes.set):  # Dynamo does not trace into PyTorch's weak mapping
+        dynamo.only_inlined(each)
     return dynamo.only_inlined(resolve)
 
 
