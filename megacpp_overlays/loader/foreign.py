@@ -6,7 +6,7 @@ such a process. So every reading is looked up when an overlay is installed and i
 and what is checked before the first step, too. A look-up compares the file and the line of a code object; it compiles
 nothing, and walks over no heap.
 
-A module that is not loaded cannot differ, and counts when it is. Seams of this package, wrapped or not, count as
+A module that is not loaded cannot differ, and counts when it is; nor can a name that its module lacks. Seams of this package, wrapped or not, count as
 upstream's own: behind them is the original. So does a name that a witness or self-test of this package replaces while it
 runs.
 """
@@ -67,6 +67,8 @@ def _foreign(readings: list[Reading]) -> ForeignDefinition | None:
         return None
     raw = _attribute(module, first.symbol)
     if raw is _NOTHING:
+        if _own(module).get(first.symbol.partition(".")[0], _NOTHING) is _NOTHING:
+            return None  # upstream defines it below `try` or `if`; a call of it raises
         is_complete = issubclass(type(module), ModuleType) and not is_half_imported(module)
         return ForeignDefinition(str(first), "not there", "nothing") if is_complete else None
     if any(_is_as_read(raw, reading, module) for reading in readings):

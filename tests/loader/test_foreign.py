@@ -254,6 +254,20 @@ def test_in_strict_mode_the_first_call_raises(rested: Rested, session: SessionMa
         rested.layers.double(1)
 
 
+def test_what_upstream_defines_only_where_something_can_be_imported_may_be_missing(
+    rested: Rested, session: SessionMaker
+) -> None:
+    guarded = "try:\n    import no_such_kernels\n" + "".join(f"    {line}\n" for line in HELPERS.splitlines())
+    rested.upstream.write(f"{guarded}except ImportError:\n    pass\n", module="helpers")
+    rested.upstream.write(BROKEN_TEXT)
+    current = session(rested.overlay)
+    current.arm()
+
+    assert not hasattr(rested.helpers, "half")
+    assert rested.layers.double(1) == 2
+    assert the_record(current).decision is Decision.ACTIVE
+
+
 def test_a_module_that_comes_later_is_held_against_the_finding_then(rested: Rested, session: SessionMaker) -> None:
     rested.upstream.write(BROKEN_TEXT)  # which does not import the helpers
     rested.overlay = rested.upstream.overlay(probe=rested.upstream.probe)

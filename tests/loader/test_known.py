@@ -169,7 +169,10 @@ def test_a_package_and_a_module_of_one_text_are_not_the_same() -> None:
 # --- in step ---
 
 
-@pytest.mark.parametrize("environment", ["loader-3.10", "loader-3.11", "loader-3.13", None])
+OTHER_PYTHONS = ("loader-3.10", "loader-3.11", "loader-3.13")
+
+
+@pytest.mark.parametrize("environment", [*(pytest.param(each, marks=pytest.mark.full) for each in OTHER_PYTHONS), None])
 def test_the_kept_findings_are_what_the_probes_find_on(environment: str | None) -> None:
     python = ROOT / ".envs" / environment / "bin" / "python" if environment else Path(sys.executable)
     if not python.exists():
