@@ -21,11 +21,10 @@ from packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel
 from packaging.version import Version
 
 from megacpp_overlays.loader import known, registry
-from megacpp_overlays.loader.probing import examine
-from megacpp_overlays.loader.witnesses import UNREADABLE, Recorded
 from megacpp_overlays.model import Overlay
 from megacpp_overlays.source.file_trees import ArchiveTree
 from megacpp_overlays.source.trees import Remembered, SourceTree
+from megacpp_overlays.upkeep.finding_cache import FindingCache
 
 ROOT = Path(__file__).resolve().parents[1]
 LANES = ("spring-2026", "summer-2026", "current", "newest", "mamba3-pinned", "edge")
@@ -39,8 +38,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if they are out of step")
     parser.add_argument("--archives", type=Path, default=ROOT / ".cache/wheels", metavar="FOLDER")
+    parser.add_argument("--findings", type=Path, metavar="FOLDER", help="keep what probes find here, and read it again")
     given = parser.parse_args()
-    found = json.dumps(collected(given.archives), indent=1, sort_keys=True) + "\n"
+    found = json.dumps(collected(given.archives, FindingCache(given.findings)), indent=1, sort_keys=True) + "\n"
     if not given.check:
         known.FILE.write_text(found, encoding="utf-8")
         return 0
@@ -49,7 +49,7 @@ def main() -> int:
     return int(not is_same)
 
 
-def collected(archives: Path) -> dict[str, Any]:
+def collected(archives: Path, cache: FindingCache) -> dict[str, Any]:
     """Return what is to be kept."""
     overlays = [each for each in registry.load() if isinstance(each, Overlay)]
     parts: dict[str, dict[tuple[str, ...], dict[str, int]]] = {known.name_of(each): {} for each in overlays}
@@ -61,7 +61,8 @@ def collected(archives: Path) -> dict[str, Any]:
                 warnings.simplefilter("ignore")  # of escapes in old releases
                 tree = Remembered(archive)
                 for overlay in chosen:
-                    _keep(overlay, tree, parts[known.name_of(overlay)], findings)
+                    _keep(overlay, tree, parts[known.name_of(overlay)], findings, cache)
+    cache.save()
     rows = {
         name: [
             {"asked": list(asked), "found": dict(sorted(found.items()))} for asked, found in sorted(by_asked.items())
@@ -72,13 +73,15 @@ def collected(archives: Path) -> dict[str, Any]:
 
 
 def _keep(
-    overlay: Overlay, tree: SourceTree, kept: dict[tuple[str, ...], dict[str, int]], findings: list[dict[str, Any]]
+    overlay: Overlay,
+    tree: SourceTree,
+    kept: dict[tuple[str, ...], dict[str, int]],
+    findings: list[dict[str, Any]],
+    cache: FindingCache,
 ) -> None:
-    asked = Recorded(tree)
-    found = examine(overlay, asked)
-    if UNREADABLE in asked.sources.values() or any(":" in name for name in asked.sources):
+    found, names = cache.derive(overlay, tree)
+    if names is None:
         return  # a file that is no module, or cannot be read: what depends on it is not kept
-    names = tuple(sorted(asked.sources))
     sources = [tree.module(name) for name in names]
     data = known.as_data(overlay, found, [each for each in sources if each is not None])
     if data is None:

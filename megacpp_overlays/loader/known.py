@@ -45,7 +45,7 @@ class KnownFindings(NamedTuple):
 def finding(erratum: Erratum, tree: SourceTree) -> Finding | None:
     """Return what the probe of a part finds, where it is written down; None where it has to be asked."""
     data = _look_up(erratum, tree)
-    return _read(data, tree) if data is not None else None
+    return _read(data, tree, _readings(data["read"])) if data is not None else None
 
 
 def places(erratum: Erratum, tree: SourceTree) -> dict[str, Place]:
@@ -84,12 +84,18 @@ def digest(asked: Iterable[str], sources: Iterable[ModuleSource | None]) -> str:
 
 
 def as_data(erratum: Erratum, found: Finding, sources: Sequence[ModuleSource]) -> dict[str, Any] | None:
-    """Return a finding as plain data without the folder that it was made in; None for one that is not kept."""
+    """Return a finding as plain data with the places of its seams; None for one that is not kept."""
+    data = portable(found, sources) if found.verdict is not Verdict.UNRECOGNISED else None
+    return None if data is None else {**data, "places": _places(erratum, found, sources)}
+
+
+def portable(found: Finding, sources: Sequence[ModuleSource]) -> dict[str, Any] | None:
+    """Return a finding as plain data without the folder that it was made in; None where it rests on other files."""
     names = {source.path: source.name for source in sources}
     files = {each.file for each in found.evidence if each.file is not None}
     says_a_path = any(path in each.seen for each in found.evidence for path in names)
     has_other = any(not isinstance(each, Body) for each in found.repair)
-    if found.verdict is Verdict.UNRECOGNISED or files - names.keys() or says_a_path or has_other:
+    if files - names.keys() or says_a_path or has_other:
         return None
     return {
         "verdict": found.verdict.value,
@@ -98,7 +104,6 @@ def as_data(erratum: Erratum, found: Finding, sources: Sequence[ModuleSource]) -
         "repair": [[each.module, each.symbol] for each in found.repair if isinstance(each, Body)],
         "proof": found.proof.value if found.proof else None,
         "read": [_written(each) for each in found.read],
-        "places": _places(erratum, found, sources),
     }
 
 
@@ -109,7 +114,12 @@ def _places(erratum: Erratum, found: Finding, sources: Sequence[ModuleSource]) -
     return {symbol: place for symbol, place in written.items() if place is not None}
 
 
-def _read(data: dict[str, Any], tree: SourceTree) -> Finding:
+def restored(data: dict[str, Any], tree: SourceTree) -> Finding:
+    """Return the finding that `portable` wrote, about the files of a tree."""
+    return _read(data, tree, tuple(map(_reading, data["read"])))
+
+
+def _read(data: dict[str, Any], tree: SourceTree, read: tuple[Reading, ...]) -> Finding:
     evidence = []
     for seen, name, line in data["evidence"]:
         source = tree.module(name) if name is not None else None
@@ -120,7 +130,7 @@ def _read(data: dict[str, Any], tree: SourceTree) -> Finding:
         evidence=tuple(evidence),
         repair=tuple(Body(*each) for each in data["repair"]),
         proof=Proof(data["proof"]) if data["proof"] else None,
-        read=_readings(data["read"]),
+        read=read,
     )
 
 

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from places import HANG_S, ROOT
+from places import FINDINGS, HANG_S, ROOT
 
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.frozen import replace
@@ -179,7 +179,7 @@ def test_the_kept_findings_are_what_the_probes_find_on(environment: str | None) 
         pytest.skip(f"there is no environment {environment}: `make setup` makes it where the machine has that Python")
 
     done = subprocess.run(
-        [python, "-W", "ignore", "scripts/known_findings.py", "--check"],
+        [python, "-W", "ignore", "scripts/known_findings.py", "--check", "--findings", FINDINGS],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
         capture_output=True,

@@ -10,6 +10,8 @@ SUPPORT = ROOT / "tests" / "support"
 """Helpers, which processes of their own find on their path."""
 WHEELS = ROOT / ".cache" / "wheels"
 """Wheels of every supported release, fetched by `make wheels` with their hashes checked."""
+FINDINGS = ROOT / ".cache" / "findings"
+"""What probes found before, by their code and by the texts that they asked for."""
 HANG_S = 3600.0
 """No test measures how busy its host is: this limit only ends what would never end."""
 _OF_COVERAGE = ("COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START")

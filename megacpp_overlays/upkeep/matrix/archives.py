@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megacpp_overlays import files
 from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.upkeep.finding_cache import FindingCache
 from megacpp_overlays.upkeep.matrix.releases import ArchiveFile
 
 if TYPE_CHECKING:
@@ -30,17 +31,25 @@ def default_folder() -> Path:
 class Archives:
     """Released files on this machine, fetched where there is an index."""
 
-    def __init__(self, folder: Path, others: Sequence[Path] = (), index: PackageIndex | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        others: Sequence[Path] = (),
+        index: PackageIndex | None = None,
+        findings: FindingCache | None = None,
+    ) -> None:
         """Prepare the cache.
 
         Args:
             folder: where fetched files are kept; made when the first one is.
             others: folders that are only read, such as one of downloaded wheels.
             index: where missing and damaged files come from; None asks nobody.
+            findings: what probes found in such files before; None keeps nothing beyond this object.
         """
         self._folder = folder
         self._others = tuple(others)
         self._index = index
+        self.findings = findings or FindingCache()
 
     def get(self, file: ArchiveFile) -> Path | None:
         """Return the path of a file, fetched when it is missing or damaged; None where there is nobody to ask.

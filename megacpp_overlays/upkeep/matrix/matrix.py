@@ -18,12 +18,12 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from megacpp_overlays.errors import SourceError, UpkeepError
-from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.model import Erratum, Evidence, Overlay, Target, Verdict
 from megacpp_overlays.near_names import suggestion
 from megacpp_overlays.repro import judge
 from megacpp_overlays.source.file_trees import ArchiveTree, BesideTree, FileTree
 from megacpp_overlays.source.trees import Remembered
+from megacpp_overlays.upkeep.finding_cache import FindingCache
 from megacpp_overlays.upkeep.matrix.archives import Archives
 from megacpp_overlays.upkeep.matrix.combinations import Partner, decisive, partner
 from megacpp_overlays.upkeep.matrix.releases import IndexAnswer, Release
@@ -176,7 +176,10 @@ def columns(overlays: Sequence[Erratum], beside: Mapping[str, Partner] = Mapping
 
 
 def probe(
-    overlays: Sequence[Erratum], tree: FileTree, beside: Mapping[str, Partner] = MappingProxyType({})
+    overlays: Sequence[Erratum],
+    tree: FileTree,
+    beside: Mapping[str, Partner] = MappingProxyType({}),
+    findings: FindingCache | None = None,
 ) -> dict[str, Cell]:
     """Return what every probe finds in a tree, by overlay; a probe that raises has recognised nothing.
 
@@ -184,17 +187,19 @@ def probe(
         overlays: in parts.
         tree: what is read.
         beside: what the tree is laid beside for those with a `partner`.
+        findings: what was found before.
 
     Raises:
         UpkeepError: the tree cannot be read.
     """
+    cache = findings or FindingCache()
     names = dict.fromkeys(map(partner, overlays))
     trees = {name: Remembered(tree if name is None else BesideTree(tree, beside[name].tree)) for name in names}
     found: dict[str, list[PartFinding]] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # old releases have escapes that newer Pythons warn about
         for overlay in overlays:
-            finding = examine(overlay, trees[partner(overlay)], unless=(UpkeepError,))
+            finding = cache.derive(overlay, trees[partner(overlay)], unless=(UpkeepError,)).finding
             part = PartFinding(
                 module=overlay.target.module,
                 verdict=finding.verdict,
@@ -205,13 +210,15 @@ def probe(
     return {name: Cell(parts=tuple(parts)) for name, parts in found.items()}
 
 
-def _probe_whole(overlays: Sequence[Erratum], archive: ArchiveTree, beside: Mapping[str, Partner]) -> dict[str, Cell]:
+def _probe_whole(
+    overlays: Sequence[Erratum], archive: ArchiveTree, beside: Mapping[str, Partner], findings: FindingCache
+) -> dict[str, Cell]:
     """Return what every probe finds in an archive; see `probe`.
 
     Raises:
         UpkeepError: a file that a probe asked for is damaged; the probe may have taken that for a form of upstream's.
     """
-    found = probe(overlays, archive, beside)
+    found = probe(overlays, archive, beside, findings)
     for each in (archive, *(each.tree for each in beside.values())):
         if each.damage is not None:
             raise UpkeepError(each.damage)
@@ -244,7 +251,8 @@ def release_row(
                 break
             with ArchiveTree(path, prefix="") as tree:
                 has_source = any(tree.has_package(name) for name in packages(overlays))
-                row = _row(release, file.name, file.sha256, _probe_whole(overlays, tree, beside), tree.newest)
+                found = _probe_whole(overlays, tree, beside, archives.findings)
+                row = _row(release, file.name, file.sha256, found, tree.newest)
         except (SourceError, UpkeepError) as error:
             problem = str(error)
             break

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megacpp_overlays import files
 from megacpp_overlays.model import Erratum
+from megacpp_overlays.upkeep.finding_cache import FindingCache
 from megacpp_overlays.upkeep.matrix import combinations, matrix, matrix_file, matrix_page, matrix_trees
 from megacpp_overlays.upkeep.matrix.archives import Archives
 from megacpp_overlays.upkeep.matrix.matrix import Table
@@ -35,7 +36,7 @@ class Places:
 
     def files(self, answers: IndexAnswers) -> Archives:
         """Return the files of releases."""
-        return Archives(self.cache / "files", self.archives, answers.index)
+        return Archives(self.cache / "files", self.archives, answers.index, FindingCache(self.cache / "findings"))
 
 
 def build(
@@ -84,6 +85,7 @@ def build(
             table = matrix.table(parts, answer(name), files, pre=pre, tell=places.tell, beside=beside)
             rows = [row for tree in opened if (row := matrix_trees.tree_row(tree, parts, beside))]
             tables.append(replace(table, trees=tuple(rows)))
+        files.findings.save()
     return tuple(tables)
 
 
@@ -114,7 +116,9 @@ def check(overlays: Sequence[Erratum], folder: Path, places: Places) -> list[str
         newer: list[str] = []
         if not places.offline:
             newer = [line for table in kept for line in matrix_file.newer(table, answers.get(table.distribution))]
-        now = matrix_file.again(kept, overlays, places.files(answers), places.tell)
+        archives = places.files(answers)
+        now = matrix_file.again(kept, overlays, archives, places.tell)
+        archives.findings.save()
     found = matrix_file.differences(kept, now, overlays)
     if not found and (folder / matrix_file.NAME).read_text() != matrix_file.to_text(now):
         found.append(f"{matrix_file.NAME} is not what --write makes of these releases: its flips or its order differ")

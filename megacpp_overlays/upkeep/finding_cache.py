@@ -1,0 +1,179 @@
+"""FindingCache: findings on disk, keyed by the code that a probe is made of and by the texts that it asked for.
+
+A probe is a function of source texts: it imports nothing of an upstream and reads no clock. So a finding holds for as long as
+neither changes. The key is
+
+    code    the module of the probe and all modules of this package that it imports, wherever it imports them; those that read
+            source; and the version of Python, whose parser is part of a finding
+    texts   every module that the probe asked for, with its text, or that there was none
+
+A finding that rests on anything else, such as a file that is no module, is not kept and is derived each time.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.util
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megacpp_overlays import files, json_text
+from megacpp_overlays.loader import known
+from megacpp_overlays.loader.probing import examine
+from megacpp_overlays.loader.witnesses import UNREADABLE, Recorded
+from megacpp_overlays.model import Erratum, Finding
+from megacpp_overlays.source.trees import SourceTree
+
+_PROBES = "megacpp_overlays.feature_probes."
+_READERS = ("megacpp_overlays.source.file_trees", "megacpp_overlays.source.readings")
+_BOUNDARY = "megacpp_overlays.loader.probing"
+
+
+class Derived(NamedTuple):
+    """A finding, and what its probe asked for."""
+
+    finding: Finding
+    asked: tuple[str, ...] | None
+    """Names of modules in order; None where the finding rests on anything else."""
+
+
+class FindingCache:
+    """Findings of the probes of this package.
+
+    Args:
+        folder: where they are kept; made with the first one. None keeps them in memory, for this object alone.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._rows: dict[str, list[dict[str, Any]]] = {}
+        self._new: set[str] = set()
+
+    def derive(self, erratum: Erratum, tree: SourceTree, *, unless: tuple[type[Exception], ...] = ()) -> Derived:
+        """Return what a probe finds in a tree, as `examine` does; the probe runs where nothing is kept.
+
+        Args:
+            erratum: the declaration.
+            tree: where source is read.
+            unless: errors that leave, see `examine`.
+        """
+        if not erratum.probe.__module__.startswith(_PROBES):
+            return Derived(examine(erratum, tree, unless=unless), None)
+        rows = self._read(erratum)
+        for row in rows:
+            sources = [tree.module(name) for name in row["asked"]]
+            data = row["found"].get(known.digest(row["asked"], sources))
+            if data is not None:
+                return Derived(known.restored(data, tree), tuple(row["asked"]))
+        return self._derive(erratum, tree, unless, rows)
+
+    def _derive(
+        self,
+        erratum: Erratum,
+        tree: SourceTree,
+        unless: tuple[type[Exception], ...],
+        rows: list[dict[str, Any]],
+    ) -> Derived:
+        recorded = Recorded(tree)
+        finding = examine(erratum, recorded, unless=unless)
+        if UNREADABLE in recorded.sources.values() or any(":" in name for name in recorded.sources):
+            return Derived(finding, None)
+        asked = tuple(sorted(recorded.sources))
+        sources = [tree.module(name) for name in asked]
+        data = known.portable(finding, [each for each in sources if each is not None])
+        if data is not None:
+            row = next((each for each in rows if each["asked"] == list(asked)), None)
+            if row is None:
+                rows.append(row := {"asked": list(asked), "found": {}})
+            row["found"][known.digest(asked, sources)] = data
+            self._new.add(key_of(erratum))
+        return Derived(finding, asked)
+
+    def _read(self, erratum: Erratum) -> list[dict[str, Any]]:
+        key = key_of(erratum)
+        if key not in self._rows:
+            self._rows[key] = []
+            if self._folder is not None and (path := self._folder / f"{key}.json").is_file():
+                try:
+                    self._rows[key] = json_text.parse(path.read_bytes())
+                except ValueError:
+                    path.unlink()  # cut off, by a disk that was full
+        return self._rows[key]
+
+    def save(self) -> None:
+        """Write what was derived since the last call.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        if self._folder is not None and self._new:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            files.write({self._folder / f"{key}.json": json.dumps(self._rows[key]).encode() for key in self._new})
+        self._new.clear()
+
+
+def key_of(erratum: Erratum) -> str:
+    """Return 32 hexadecimal digits for a part of an overlay and all code that its probe is made of."""
+    words = (known.name_of(erratum), known.this_python(), _code(erratum.probe.__module__))
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _code(module: str) -> str:
+    found = hashlib.sha256()
+    for name in sorted({*closure([module, *_READERS]), _BOUNDARY}):
+        found.update(f"{name} {hashlib.sha256(_path(name).read_bytes()).hexdigest()}\n".encode())
+    return found.hexdigest()
+
+
+def closure(modules: Iterable[str]) -> frozenset[str]:
+    """Return the names of modules and of every module of this package that they import, at their top or anywhere else."""
+    found: set[str] = set()
+    waiting = list(modules)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += _imported_by(name)
+    return frozenset(found)
+
+
+@functools.cache
+def _imported_by(name: str) -> tuple[str, ...]:
+    """Return the modules of this package that a module imports."""
+    return tuple({each for each in _imported(ast.parse(_path(name).read_bytes())) if _is_ours(each)})
+
+
+def _imported(syntax: ast.Module) -> Iterator[str]:
+    for node in ast.walk(syntax):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{each.name}" for each in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+
+
+@functools.cache
+def _is_ours(name: str) -> bool:
+    return name.startswith("megacpp_overlays.") and _is_module(name)
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent is a module and no package: the name is of something in it
+        return False
+
+
+def _path(name: str) -> Path:
+    if (loaded := getattr(sys.modules.get(name), "__file__", None)) is not None:
+        return Path(loaded)
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"{name} has no source here")
+    return Path(spec.origin)
