@@ -105,28 +105,38 @@ lint: .venv/.ready
 	@$(BIN)/mypy
 	$(say) 'import layers'
 	@$(BIN)/lint-imports
-	$(say) 'tests that only a GPU runs can be collected'
-	@$(BIN)/pytest --quiet --quiet --collect-only tests/gpu >/dev/null || $(BIN)/pytest --quiet --quiet --collect-only tests/gpu
 
 .PHONY: quick
 quick: lint ## while working: lint, type checks, contracts, and the tests of the loader and the settings
 	$(say) 'pytest of the loader, without coverage'
 	@$(BIN)/pytest --quiet $(WORKERS) tests/loader
 
-.PHONY: test
-test: setup lint ## set up everything, then lint, type checks, contracts, documentation, and all tests with branch coverage
+.PHONY: in-step
+in-step: .venv/.ready ## the ledger, the generated pages and their links
 	$(say) 'ledger in step with the overlays'
 	@$(BIN)/python -m megacpp_overlays ledger --check RETIREMENT.md
 	$(say) 'generated pages in step with the code, and no link that leads nowhere'
 	@$(BIN)/python -m megacpp_overlays reference --check docs
 	@scripts/site.sh $(BIN)/properdocs
+
+.PHONY: test
+test: setup lint in-step ## set up everything, then lint, type checks, contracts, documentation, and tests: each overlay on the newest release and an older one
+	$(say) 'pytest, without what is marked `full`'
+	@$(BIN)/pytest $(WORKERS) -m 'not full' --durations 20
+	@$(BIN)/python scripts/full_run.py show
+
+.PHONY: test-all
+test-all: setup lint in-step ## all of `make test`, and every release, lane, size and Python, mutants, planted faults, and branch coverage; writes tests/full-run.json
 	$(say) 'pytest with branch coverage, child processes included'
 	@$(BIN)/coverage erase
-	@$(BIN)/coverage run -m pytest $(WORKERS) --durations 20
+	@$(BIN)/coverage run -m pytest $(WORKERS) --durations 20 --junitxml .cache/full-run.xml
 	$(say) 'coverage'
 	@$(BIN)/coverage combine --quiet
 	@rm -f .coverage.* # what is left is empty: the data file of a child that was killed
 	@$(BIN)/coverage report --fail-under=$(MINIMUM_COVERAGE)
+	@$(MAKE) --no-print-directory adversary MUTANTS=3000
+	@$(MAKE) --no-print-directory faults
+	@$(BIN)/python scripts/full_run.py record --junit .cache/full-run.xml
 
 .PHONY: edge
 edge: setup ## all tests once more in the lane `edge`: the newest torch and Triton, with the newest of every target

@@ -164,7 +164,9 @@ DONE = {by_a_loader_of_old, by_a_spec, by_exec, by_exec_with_locals}
 
 
 @pytest.mark.filterwarnings("ignore::ImportWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("strict", [False, True], ids=["auto", "strict"])
+@pytest.mark.parametrize(
+    "strict", [pytest.param(False, id="auto"), pytest.param(True, id="strict", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("place", ["before", "first line", "middle", "last line", "after"])
 @pytest.mark.parametrize("way", WAYS, ids=[way.__name__ for way in WAYS])
 def test_armed_by_one_thread_while_another_one_is_half_way(

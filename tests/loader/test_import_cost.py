@@ -73,6 +73,7 @@ def test_import_adds_less_than_wrapt_does(benchmark: ModuleType) -> None:
     assert ours - wrapt < wrapt - bare
 
 
+@pytest.mark.full
 @pytest.mark.upstream
 @pytest.mark.parametrize("target", ["megatron.core.transformer.module", "liger_kernel.ops.fused_linear_cross_entropy"])
 def test_hook_is_a_small_part_of_the_import_of(target: str, benchmark: ModuleType) -> None:

@@ -34,11 +34,18 @@ def only(session: Session) -> Record:
     return record
 
 
-@pytest.mark.parametrize("error", ["KeyboardInterrupt", "MemoryError"])
-def test_an_error_at_any_line_leaves_what_can_be_repeated_and_is_told(error: str) -> None:
+@pytest.mark.parametrize(
+    ("error", "lines"),
+    [
+        pytest.param("MemoryError", ["--few"], id="few"),
+        pytest.param("KeyboardInterrupt", [], marks=pytest.mark.full),
+        pytest.param("MemoryError", [], marks=pytest.mark.full),
+    ],
+)
+def test_an_error_at_any_line_leaves_what_can_be_repeated_and_is_told(error: str, lines: list[str]) -> None:
     """Every line of the loader that one of seven scenarios executes, and of those of several a third in each, the first time."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, SUPPORT)))}
-    command = [sys.executable, "-W", "ignore", str(SUPPORT / "interrupted.py"), error]
+    command = [sys.executable, "-W", "ignore", str(SUPPORT / "interrupted.py"), error, *lines]
 
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
 

@@ -249,6 +249,7 @@ def work():
 """
 
 
+@pytest.mark.full
 @pytest.mark.upstream
 def test_workers_of_torch_are_reached_like_any_other(upstream: Upstream, env: dict[str, str]) -> None:
     pytest.importorskip("torch")
@@ -432,6 +433,7 @@ print(done.stdout, done.stderr, done.returncode)
     assert done.stdout == f"{plain.stdout}  0\n"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", PYTHONS)
 def test_every_python_that_the_package_supports_arms(version: str, env: dict[str, str], upstream: Upstream) -> None:
     python = PYTHONS[version]

@@ -140,6 +140,7 @@ def test_pack_09_finds_no_defect_in_a_fixed_release(wheel: Callable[[str, str], 
     assert str(tmp_path) not in done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.upstream
 def test_pack_16_shows_rounded_parameters_and_misnamed_state_and_validates_both_overlays() -> None:
     done = repro("16", "--case", "mamba3-cpu", "--case", "state-names-cpu")
@@ -159,6 +160,7 @@ def older(wheel: Callable[[str, str], Path], tmp_path_factory: pytest.TempPathFa
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.upstream
 def test_pack_16_reproduces_the_defect_of_an_older_release_from_its_tree(older: Path) -> None:
 
@@ -175,6 +177,7 @@ BOTH_OF_PACK_12 = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.upstream
 def test_pack_12_counts_four_axis_tensors_and_verifies_that_the_overlay_needs_none() -> None:
     done = repro("12", "--case", "scores-cpu", "--case", "indexer-loss-cpu")
@@ -183,6 +186,7 @@ def test_pack_12_counts_four_axis_tensors_and_verifies_that_the_overlay_needs_no
     assert "with ReLU 3 in the forward and 11 in the backward pass" in done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.upstream
 def test_pack_12_does_so_in_a_release_whose_loss_goes_through_autograd(older: Path) -> None:
 

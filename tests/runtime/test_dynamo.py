@@ -489,6 +489,7 @@ def runs_in_a_row(
 needs_a_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler")
 
 
+@pytest.mark.full
 @needs_a_compiler
 def test_the_caches_of_inductor_and_autograd_tell_code_with_the_overlay_from_code_without(
     runs_in_a_row: Callable[..., list[tuple[Any, ...]]],
@@ -500,6 +501,7 @@ def test_the_caches_of_inductor_and_autograd_tell_code_with_the_overlay_from_cod
     assert [each[2] for each in (off, on, off_again)] == [0, 0, 1]
 
 
+@pytest.mark.full
 @needs_a_compiler
 def test_dynamos_own_cache_brings_back_stale_graphs_and_the_audit_calls_it_a_conflict(
     runs_in_a_row: Callable[..., list[tuple[Any, ...]]],

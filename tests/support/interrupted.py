@@ -1,8 +1,8 @@
 """Interrupt the loader at every line, and say what is then not true.
 
 Run as a program with the name of an error, it raises that at every line that a scenario executes and none before it did, and
-at every third of the others; with `--all` at each line in each scenario, the first and the last time. A process of its own,
-because the loader walks over the heap, which is small here.
+at every third of the others; with `--few` at an eighth of these, chosen by where they stand; with `--all` at each line in each
+scenario, the first and the last time. A process of its own, because the loader walks over the heap, which is small here.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ SCENARIOS = {
 Scenario = Callable[["World"], tuple[Callable[[], Any], Decision]]
 
 
-def points(upstream: Upstream, scenario: Scenario, done: set[Place] | None) -> list[tuple[Place, int]]:
+def points(upstream: Upstream, scenario: Scenario, done: set[Place] | None, share: int = 1) -> list[tuple[Place, int]]:
     """Return the lines of a scenario at which to raise, and the how many-th time that it comes there.
 
     Args:
@@ -186,6 +186,7 @@ def points(upstream: Upstream, scenario: Scenario, done: set[Place] | None) -> l
         scenario: what is done to it.
         done: lines of earlier scenarios, of which one in three is enough, and to which these are added; None is every line
             the first and the last time.
+        share: of how many lines one is taken.
     """
     world, injector = World(upstream), Injector()
     work, _ = scenario(world)
@@ -194,7 +195,7 @@ def points(upstream: Upstream, scenario: Scenario, done: set[Place] | None) -> l
     if done is not None:
         chosen = [place for number, place in enumerate(injector.seen) if place not in done or number % 3 == 0]
         done.update(injector.seen)
-        return [(place, 1) for place in chosen]
+        return [(place, 1) for place in chosen[::share]]
     return [(place, turn) for place, count in injector.seen.items() for turn in {1, count}]
 
 
@@ -271,8 +272,9 @@ def main() -> None:
     gc.get_freeze_count = lambda: 0
     aliases._modules = lambda: [each for name, each in sys.modules.items() if name.partition(".")[0] == NAME]
     done: set[Place] | None = None if "--all" in words else set()
+    share = 8 if "--few" in words else 1
     for name in names:
-        where = points(upstream, SCENARIOS[name], done)
+        where = points(upstream, SCENARIOS[name], done, share)
         sys.stdout.write(f"{name}: {error} at {len(where)} points\n")
         for problem in problems(upstream, SCENARIOS[name], ERRORS[error], where):
             sys.stdout.write(f"  {problem}\n")

@@ -488,6 +488,7 @@ def test_the_overlay_of_a_plugin_is_retired_by_its_publisher(checkout: Checkout)
 # For real
 
 
+@pytest.mark.full
 @pytest.mark.upstream
 @pytest.mark.unmeasured_children
 def test_liger_flce_none_backward_can_be_retired_with_the_newest_release(tmp_path: Path) -> None:

@@ -712,6 +712,7 @@ def test_targets_come_first_and_what_was_added_or_removed_is_marked(
 # Real upstreams
 
 
+@pytest.mark.full
 @pytest.mark.upstream
 def test_a_real_upgrade_keeps_what_is_broken_there_by_a_case_that_ran_and_by_receipts() -> None:
     done = subprocess.run(
