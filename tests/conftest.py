@@ -179,12 +179,11 @@ def wheel() -> Callable[[str, str], Path]:
 
 
 @pytest.fixture(scope="session")
-def megatron_says(tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]) -> Callable[..., Any]:
+def megatron_says(wheel: Callable[[str, str], Path]) -> Callable[..., Any]:
     """Return what a script says of a release: `megatron_says("0.19.2", SUPPORT / "facts.py")`; see `released_megatron`."""
 
     def ask(version: str, script: Path, *words: str | Path, **variables: str) -> Any:
-        folder = tmp_path_factory.mktemp(f"megatron-{version}")
-        return released_megatron.said(wheel("megatron-core", version), folder, script, *words, **variables)
+        return released_megatron.said(wheel("megatron-core", version), script, *words, **variables)
 
     return ask
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from places import HANG_S, ROOT
 
-pytestmark = pytest.mark.upstream
+pytestmark = [pytest.mark.upstream, pytest.mark.full]
 
 FOLDER = ROOT / "benchmarks/dsa_training"
 WAYS = ["stock, float32", "stock", "stock, again", "stock, channels in another order", "overlays"]

@@ -416,6 +416,7 @@ def test_a_race_that_is_over_is_kept_whatever_becomes_of_the_next_one(
     assert [each["labelled"] for each in json.loads(kept.read_text())["labelled"]] == [4]
 
 
+@pytest.mark.full
 @pytest.mark.upstream
 def test_every_line_of_it_runs_on_a_cpu_at_tiny_sizes(tmp_path: Path) -> None:
     if importlib.util.find_spec("torch") is None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from places import HANG_S, ROOT
 
-pytestmark = pytest.mark.upstream
+pytestmark = [pytest.mark.upstream, pytest.mark.full]
 
 WAYS = ["Megatron, unfused", "kernel, recompute", "kernel, keep"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from places import HANG_S, ROOT
 
-pytestmark = pytest.mark.upstream
+pytestmark = [pytest.mark.upstream, pytest.mark.full]
 
 SCRIPT = ROOT / "benchmarks/packed_documents/run.py"
 PYTHON = ROOT / ".envs/edge/bin/python"

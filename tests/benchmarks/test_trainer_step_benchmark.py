@@ -56,6 +56,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_the_overlay_trains_as_liger_does(kept: Path) -> None:
     found = json.loads((kept / "json").read_text())
 
@@ -68,6 +69,7 @@ def test_the_overlay_trains_as_liger_does(kept: Path) -> None:
         assert min(row["step"], row["alone"]) > 0
 
 
+@pytest.mark.full
 def test_page_and_plot_say_every_way(kept: Path) -> None:
     page, plot = (kept / "write").read_text(), (kept / "plot").read_text()
 

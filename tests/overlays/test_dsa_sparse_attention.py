@@ -436,9 +436,9 @@ OFF = {"MEGACPP_OVERLAY_DSA_SPARSE_ATTENTION": "off", "MEGACPP_OVERLAY_SPARSE_ML
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
-def trained(request: pytest.FixtureRequest, wheel: Wheel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def trained(request: pytest.FixtureRequest, wheel: Wheel) -> dict[str, Any]:
     """What a layer of a release learnt with both overlays, with one of them, and with none."""
-    file, folder = wheel("megatron-core", request.param), tmp_path_factory.mktemp("release")
+    file = wheel("megatron-core", request.param)
     switches = {
         "both": {},
         "attention alone": {"MEGACPP_OVERLAY_SPARSE_MLA_DIMENSIONS": "off"},
@@ -446,7 +446,7 @@ def trained(request: pytest.FixtureRequest, wheel: Wheel, tmp_path_factory: pyte
         "none": OFF,
     }
     script, every_size = SUPPORT / "attention_steps.py", {"MEGACPP_OVERLAYS_SMALL_CALLS": "overlay"}
-    return {name: released_megatron.said(file, folder, script, **every_size, **each) for name, each in switches.items()}
+    return {name: released_megatron.said(file, script, **every_size, **each) for name, each in switches.items()}
 
 
 def test_a_layer_learns_what_it_learns_without(trained: dict[str, Any]) -> None:

@@ -47,11 +47,10 @@ DECLINED = {
 
 
 @pytest.fixture(scope="module")
-def releases(wheel: Callable[[str, str], Path], tmp_path_factory: pytest.TempPathFactory) -> Releases:
+def releases(wheel: Callable[[str, str], Path]) -> Releases:
     pytest.importorskip("triton")
     return Releases(
         wheel,
-        tmp_path_factory.mktemp("liger"),
         "liger_labelled_grid.py",
         lambda version, cases: version == MEASURED and len(cases) > len(FEW),
     )

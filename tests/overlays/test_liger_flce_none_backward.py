@@ -55,11 +55,10 @@ UPSTREAM_TANH = 2e-2
 
 
 @pytest.fixture(scope="module")
-def releases(wheel: Callable[[str, str], Path], tmp_path_factory: pytest.TempPathFactory) -> Releases:
+def releases(wheel: Callable[[str, str], Path]) -> Releases:
     pytest.importorskip("triton")
     return Releases(
         wheel,
-        tmp_path_factory.mktemp("liger"),
         "liger_grid.py",
         lambda version, cases: version == MEASURED and len(cases) > len(FEW_CASES),
     )

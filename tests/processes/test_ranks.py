@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import zipfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +24,7 @@ from launched_ranks import TIMEOUT, Ranks, only, same_error
 from made_up import BROKEN_TEXT, Upstream
 from places import HANG_S, ROOT
 from ranks_launcher import wait
+from unpacked import unpacked
 from warm_python import WarmProcess
 
 import megacpp_overlays
@@ -66,13 +66,11 @@ def test_one_rank_with_an_overlay_off_stops_all_eight(launch: Ranks) -> None:
 def test_another_liger_kernel_and_a_rank_that_is_off_are_told_together(
     launch: Ranks, tmp_path: Path, wheel: Callable[[str, str], Path]
 ) -> None:
-    for version in ("0.8.1", "0.8.2"):
-        with zipfile.ZipFile(wheel("liger-kernel", version)) as archive:
-            archive.extractall(tmp_path / version)
+    one, other = ([str(unpacked(wheel("liger-kernel", version)))] for version in ("0.8.1", "0.8.2"))
     plan = {
-        "all": {"path": [str(tmp_path / "0.8.1")]},
-        "1": {"path": [str(tmp_path / "0.8.1")], "environment": {"MEGACPP_OVERLAYS": "off"}},
-        "2": {"path": [str(tmp_path / "0.8.2")]},
+        "all": {"path": one},
+        "1": {"path": one, "environment": {"MEGACPP_OVERLAYS": "off"}},
+        "2": {"path": other},
     }
 
     found = only(launch.torchrun(4, **plan))

@@ -233,6 +233,7 @@ def test_nothing_stands_in_for_what_is_installed(stand_ins: Any, tmp_path: Path)
 # --- for real ---
 
 
+@pytest.mark.full
 @pytest.mark.upstream
 @pytest.mark.skipif(not PYTHON.exists(), reason="there is no .envs/bridge: `make proof-bridge` sets it up")
 def test_the_pretrain_function_that_is_released_bears_every_claim(tmp_path: Path) -> None:

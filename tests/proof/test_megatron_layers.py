@@ -218,6 +218,7 @@ def test_only_latent_models_are_given_words_of_sparse_attention(on_gpus: bool) -
     assert all(pattern_of(given) == model.pattern for model, given in words.items())
 
 
+@pytest.mark.full
 @pytest.mark.upstream
 def test_what_the_stack_adds_trains_on_the_released_megatron() -> None:
     variables = {

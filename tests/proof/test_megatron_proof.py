@@ -574,6 +574,7 @@ def test_the_readme_says_how_many_overlays_were_active(receipts: Kept) -> None:
 # --- what the launcher is given ---
 
 
+@pytest.mark.full
 @pytest.mark.upstream
 def test_the_stack_that_the_launcher_is_given_trains_on_the_released_megatron() -> None:
     variables = {

@@ -48,6 +48,7 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> Proof:
     return Proof(done.returncode, done.stdout, json.loads((folder / "cpu.json").read_text()), folder)
 
 
+@pytest.mark.full
 def test_every_claim_holds_but_what_upstream_fails_itself(proof: Proof) -> None:
     said = {claim["id"]: (claim["outcome"], claim["figure"]) for claim in proof.found["claims"]}
 
@@ -57,6 +58,7 @@ def test_every_claim_holds_but_what_upstream_fails_itself(proof: Proof) -> None:
     assert (proof.code, proof.found["problems"]) == (0, [])
 
 
+@pytest.mark.full
 def test_it_says_what_it_does_while_it_does_it(proof: Proof) -> None:
     lines = proof.output.splitlines()
     begin = [line.split("]")[0] for line in lines if line.startswith("[")]
@@ -65,6 +67,7 @@ def test_it_says_what_it_does_while_it_does_it(proof: Proof) -> None:
     assert lines[-2] == "11 HOLDS, 0 FAILS, 1 UPSTREAM"
 
 
+@pytest.mark.full
 def test_stock_learns_nothing_and_with_the_overlay_the_same_script_learns(proof: Proof) -> None:
     stock, ours, true = (proof.runs()[f"prompts, {way}"] for way in ("stock", "overlay", "PyTorch"))
 
@@ -74,6 +77,7 @@ def test_stock_learns_nothing_and_with_the_overlay_the_same_script_learns(proof:
     assert ours["losses"][-1] < ours["losses"][0] - 0.5
 
 
+@pytest.mark.full
 def test_stock_and_switched_off_have_the_same_bits(proof: Proof) -> None:
     stock, off = (proof.runs()[f"weights, {way}"] for way in ("stock", "overlay off"))
 
@@ -81,6 +85,7 @@ def test_stock_and_switched_off_have_the_same_bits(proof: Proof) -> None:
     assert off["norms"] != proof.runs()["weights, overlay"]["norms"]
 
 
+@pytest.mark.full
 def test_liger_s_own_tests_run_against_the_broken_release(proof: Proof) -> None:
     found = proof.found["measured"]["liger-tests"]
 
@@ -88,6 +93,7 @@ def test_liger_s_own_tests_run_against_the_broken_release(proof: Proof) -> None:
     assert len(found["with"]["passed"]) == len(found["without"]["passed"]) + 4
 
 
+@pytest.mark.full
 def test_page_and_plot_say_what_was_found(proof: Proof) -> None:
     page, plot = ((proof.folder / name).read_text() for name in ("cpu.md", "cpu.svg"))
 

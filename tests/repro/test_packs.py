@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 from places import HANG_S, ROOT
+from unpacked import unpacked
 
 from megacpp_overlays.loader import registry, retired
 from megacpp_overlays.repro import inventory, manifest, pack_file, receipts
@@ -131,9 +131,7 @@ def test_pack_09_reproduces_the_defect_of_the_installed_release_and_validates_th
 
 @pytest.mark.upstream
 def test_pack_09_finds_no_defect_in_a_fixed_release(wheel: Callable[[str, str], Path], tmp_path: Path) -> None:
-    zipfile.ZipFile(wheel("liger-kernel", "0.8.5")).extractall(tmp_path / "unpacked")
-
-    done = repro("9", "--case", "interpreter", "--tree", str(tmp_path / "unpacked"))
+    done = repro("9", "--case", "interpreter", "--tree", str(unpacked(wheel("liger-kernel", "0.8.5"))))
 
     assert sentinels(done.stdout) == [("BUG_NOT_PRESENT", "interpreter")]
     assert re.match(r"host: .*liger-kernel from --tree, .* \| tree: liger_kernel [0-9a-f]{12}\n", done.stdout)
@@ -153,11 +151,9 @@ def test_pack_16_shows_rounded_parameters_and_misnamed_state_and_validates_both_
 
 
 @pytest.fixture(scope="module")
-def older(wheel: Callable[[str, str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Megatron-core 0.16.1, which is compiled once for all that run it."""
-    folder = tmp_path_factory.mktemp("unpacked")
-    zipfile.ZipFile(wheel("megatron-core", "0.16.1")).extractall(folder)
-    return folder
+def older(wheel: Callable[[str, str], Path]) -> Path:
+    """Megatron-core 0.16.1."""
+    return unpacked(wheel("megatron-core", "0.16.1"))
 
 
 @pytest.mark.full

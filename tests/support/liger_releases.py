@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import warm_python
 from places import ROOT, SUPPORT
+from unpacked import unpacked
 
 SMALL_BLOCKS = {"block_classes": 4}
 BLOCKS = {"block_classes": 128}
@@ -22,12 +22,10 @@ class Releases:
     def __init__(
         self,
         wheel: Callable[[str, str], Path],
-        folder: Path,
         grid: str,
         is_measured: Callable[[str, Sequence[str]], bool] = lambda version, cases: False,
     ) -> None:
         self._wheel = wheel
-        self._folder = folder
         self._grid = SUPPORT / grid
         self._is_measured = is_measured
         self._reports: dict[object, dict[str, Any]] = {}
@@ -66,7 +64,7 @@ class Releases:
         """Run code in a fresh interpreter with a release on its path."""
         return run_python(
             code,
-            self._unpacked(version),
+            unpacked(self._wheel("liger-kernel", version)),
             ROOT,
             SUPPORT,
             CUBLAS_WORKSPACE_CONFIG=":4096:8",  # deterministic products
@@ -74,10 +72,3 @@ class Releases:
             after=warm_python.TRITON,
             **variables,
         )
-
-    def _unpacked(self, version: str) -> Path:
-        folder = self._folder / version
-        if not folder.exists():
-            with zipfile.ZipFile(self._wheel("liger-kernel", version)) as archive:
-                archive.extractall(folder)
-        return folder
