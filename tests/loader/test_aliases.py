@@ -13,6 +13,7 @@ import pytest
 from made_up import BROKEN_TEXT, Upstream
 
 from megacpp_overlays.loader import aliases, seams
+from megacpp_overlays.loader.heap import HeapSnapshot
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.model import Decision, Evidence, Finding, Replacement, Target, Verdict
 from megacpp_overlays.runtime import seam_marks
@@ -236,6 +237,17 @@ def test_a_late_session_walks_over_the_heap_once_for_all_of_its_overlays(
     assert {each.decision for each in current.audit().records} == {Decision.ACTIVE}
     assert late <= 2
     assert len(walks) - late <= 2
+
+
+def test_a_snapshot_of_the_heap_knows_what_a_module_holds_that_came_after_it(upstream: Upstream) -> None:
+    upstream.write("from . import layers\nclass Borrower:\n    run = layers.double\n", module="user")
+    module = upstream.load()
+    heap = HeapSnapshot(lambda: [module.double])
+    assert heap.owners(module.double) == [module]
+
+    user = upstream.load("user")
+
+    assert heap.owners(module.double) == [module, user.Borrower]
 
 
 def _broken(name: str, tree: SourceTree) -> Finding:

@@ -128,6 +128,12 @@ def replace_in(module: Any, symbol: str, value: Any) -> Any:
     setattr(functools.reduce(getattr, path, module), name, value)
 
 
+def another_of_its_name(kind: type) -> type:
+    """Return a class of another library with the name and the very methods of one of upstream."""
+    methods = {name: value for name, value in vars(kind).items() if callable(value)}
+    return type(kind.__name__, (), {**methods, "__module__": "other_lib.patches"})
+
+
 PATCHES: dict[str, Callable[[Rested], None]] = {
     "a function": lambda it: replace_in(it.helpers, "half", foreign),
     "a function, by a wrapper that names it": lambda it: replace_in(it.helpers, "half", wrap(it.helpers.half)),
@@ -137,6 +143,7 @@ PATCHES: dict[str, Callable[[Rested], None]] = {
     "a static method": lambda it: replace_in(it.helpers, "Router.name", staticmethod(foreign)),
     "a class": lambda it: replace_in(it.helpers, "Router", type("Router", (it.helpers.Router,), {})),
     "a class, by something else": lambda it: replace_in(it.helpers, "Router", SimpleNamespace()),
+    "a class, by another of its name": lambda it: replace_in(it.layers, "Layer", another_of_its_name(it.layers.Layer)),
     "an imported name": lambda it: replace_in(it.layers, "half", foreign),
     "a caller in the target": lambda it: replace_in(it.layers, "Layer.forward", foreign),
     "a method, taken away": lambda it: delattr(it.helpers.Router, "route"),
