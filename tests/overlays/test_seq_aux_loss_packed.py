@@ -171,23 +171,25 @@ class Recomputing(Experts):
 
 
 class Group:
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: int, rank: int) -> None:
+        self.ranks, self.own = ranks, rank
 
     def size(self) -> int:
         return self.ranks
 
     def rank(self) -> int:
-        return 0
+        return self.own
 
 
-def layer(*, experts: Any = None, ranks: int = 2, training: bool = True, moe: bool = True, **config: Any) -> Any:
+def layer(
+    *, experts: Any = None, ranks: int = 2, rank: int = 0, training: bool = True, moe: bool = True, **config: Any
+) -> Any:
     asked = {"sequence_parallel": True, "context_parallel_size": 1, "mlp_chunks_for_training": 1, **config}
     return SimpleNamespace(
         is_moe_layer=moe,
         training=training,
         config=SimpleNamespace(**asked),
-        pg_collection=SimpleNamespace(tp=Group(ranks)),
+        pg_collection=SimpleNamespace(tp=Group(ranks, rank)),
         mlp=Experts(Router()) if experts is None else experts,
     )
 
@@ -203,7 +205,8 @@ def mlp_of(made: Any, rows: int = 2 * WIDTH, columns: int = 1, width: int | None
 
     unflatten = seam(OF_LAYER, "_maybe_unflatten_for_moe", lambda _, states, *__: (states, None, "upstream"))
     forward_mlp = seam(OF_LAYER, "_forward_mlp", upstream)
-    return forward_mlp(made, torch.ones(rows, columns, 3), SimpleNamespace(tokens_per_sample=width))
+    states = given.get("states", torch.ones(rows, columns, 3))
+    return forward_mlp(made, states, SimpleNamespace(tokens_per_sample=width))
 
 
 FOUR_SAMPLES, AS_ONE = (WIDTH // 2, 4, WIDTH // 2, 4 * 3), (2 * WIDTH, 1, 2 * WIDTH, 3)
@@ -216,6 +219,25 @@ def test_a_shard_of_several_samples_is_balanced_by_sample() -> None:
     for policy, capacity in (("probs", 1.0), ("position", None)):
         made = layer(moe_token_drop_policy=policy, moe_expert_capacity_factor=capacity)
         assert mlp_of(made) == FOUR_SAMPLES, policy
+
+
+class Sums(Plain):
+    """Stands for a router with the seam whose loss answers with what it balances."""
+
+    _apply_seq_aux_loss = seam(OF_LOSS, "_apply_seq_aux_loss", lambda _, probs, scores, *others: scores)
+
+
+def test_what_ranks_hold_of_a_sample_adds_up_to_the_sample() -> None:
+    """Three samples on two ranks: each has one of its own, and half of the one between."""
+    tokens = torch.arange(3 * WIDTH * 3, dtype=torch.float64).view(3 * WIDTH, 1, 3)
+    found = [
+        mlp_of(layer(experts=Experts(Sums()), rank=rank), states=own).sum(dim=0).view(3, 3)
+        for rank, own in enumerate(tokens.chunk(2))
+    ]
+
+    assert (found[0] + found[1]).equal(tokens.view(3, WIDTH, 3).sum(dim=1))
+    assert not found[0][2].any()
+    assert not found[1][0].any()
 
 
 class OwnLoss(Router):
