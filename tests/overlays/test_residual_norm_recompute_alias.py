@@ -76,3 +76,12 @@ def test_freeing_too_much_or_too_little_fails_the_self_test(kept: str) -> None:
     assert observe(module).broken
     assert module._get_all_rng_states is theirs
     assert OVERLAY.self_test is observe
+
+
+def test_with_the_seam_a_checkpoint_that_frees_all_outputs_keeps_the_input() -> None:
+    module = made(kept="none")
+    ((replacement,),) = OVERLAY.replacements.values()
+    cls = module.CheckpointWithoutOutput
+    cls.checkpoint = replacement.make(cls.checkpoint, module)
+
+    assert not observe(module).broken
