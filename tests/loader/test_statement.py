@@ -75,6 +75,16 @@ def test_everything_that_is_off_still_says_what_it_is_off_for(
     assert told["decisions"][0]["source_sha256"] is not None
 
 
+def test_what_is_off_by_default_is_off_until_it_is_asked_for(
+    session: Callable[..., Session], upstream: Upstream
+) -> None:
+    overlay = upstream.overlay(opt_in=True)
+    usual, asked_for = session(overlay), session(overlay, enabled=frozenset({overlay.id}))
+
+    assert say(usual)["off"] == [overlay.id]
+    assert say(asked_for)["off"] == []
+
+
 def test_a_statement_is_plain_data_without_paths(session: Callable[..., Session], upstream: Upstream) -> None:
     made = session(upstream.overlay())
     made.arm()
