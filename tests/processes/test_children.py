@@ -680,8 +680,9 @@ def test_a_receipt_of_another_process_with_the_same_number_does_not_count(
     reached = megacpp_overlays.reach_children(receipts=True)
     [genuine] = demanded([child("spawn")])
     silent = subprocess.Popen(["sleep", "600"])
-    forged = genuine._replace(pid=silent.pid)
-    (reached.folder / f"{forged.pid}-{forged.start}-{forged.image}.json").write_text(json.dumps(forged._asdict()))
+    for image in (genuine.image, 0):  # which says nothing: what has ended has no image any more
+        forged = genuine._replace(pid=silent.pid, image=image)
+        (reached.folder / f"{forged.pid}-{forged.start}-{forged.image}.json").write_text(json.dumps(forged._asdict()))
     (reached.folder / f"{forged.pid}-1-1.json").write_text("[")
     (reached.folder / f"{forged.pid}-2-2.json").write_text('{"pid": 1}')
     text = refused([silent], timeout=0.2)

@@ -393,3 +393,22 @@ class Layer:
     assert source.find("Layer") is not None
     with pytest.raises(SourceError, match="forward is bound elsewhere, too"):
         source.find("Layer.forward")
+
+
+@pytest.mark.parametrize(
+    ("decorator", "is_of_any_class"), [("@staticmethod", True), ("", False)], ids=["static", "bound"]
+)
+def test_the_first_argument_of_a_static_method_may_be_of_any_class(decorator: str, is_of_any_class: bool) -> None:
+    text = f"""
+class Layer:
+    {decorator}
+    def patch(layer):
+        layer.forward = None
+
+class Other:
+    def forward(self):
+        return 1
+"""
+    changes = [each for each in Bindings(ast.parse(text)).of("Other.forward") if isinstance(each, ast.Attribute)]
+
+    assert bool(changes) is is_of_any_class

@@ -39,6 +39,13 @@ def test_what_has_no_meaning_does_not_count(edited: str) -> None:
     assert of(edited) == of(TEXT)
 
 
+@pytest.mark.parametrize("text", ['"""Other words."""\n    ', ""], ids=["other words", "no words"])
+def test_the_words_of_a_class_and_of_its_methods_do_not_count(text: str) -> None:
+    of_class = 'class Layer:\n    {}size = 1\n\n    def scale(self):\n        """Scale it."""\n        return 2\n'
+
+    assert of(of_class.format(text)) == of(of_class.format('"""Scales."""\n    '))
+
+
 @pytest.mark.parametrize(
     "edited",
     [
