@@ -100,6 +100,14 @@ def test_words_and_paths_are_no_changes(audit: Audit, change: dict[str, object])
     assert audit_diff.changes(audit, later) == ()
 
 
+@pytest.mark.parametrize("what", ["version", "source_sha256", "verdict", "shape", "decision", "seams"])
+def test_each_field_that_says_what_runs_is_a_change_by_itself(audit: Audit, what: str) -> None:
+    later = copy.deepcopy(audit)
+    later["decisions"][0][what] = ["other"] if what == "seams" else "other"
+
+    assert [change.what for change in audit_diff.changes(audit, later)] == [what]
+
+
 def test_an_overlay_that_one_run_did_not_have_is_a_change(audit: Audit) -> None:
     later = {**audit, "decisions": []}
 

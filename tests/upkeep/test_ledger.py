@@ -16,7 +16,9 @@ from megacpp_overlays import cli
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.loader import registry
 from megacpp_overlays.loader.retired import RetiredOverlay
-from megacpp_overlays.upkeep.ledger import difference, render
+from megacpp_overlays.model import Evidence, Finding, Overlay, Proof, Text, Verdict
+from megacpp_overlays.source.trees import InstalledTree
+from megacpp_overlays.upkeep.ledger import difference, is_due, render
 
 
 def test_the_ledger_of_this_repository_is_in_step() -> None:
@@ -54,6 +56,29 @@ def test_a_ledger_that_is_not_there_is_no_diff_of_all_of_it(tmp_path: Path, caps
     assert cli.main(["ledger", "--check", str(tmp_path / "nope")]) == ExitCode.NOT_CHECKED
 
     assert f"{tmp_path / 'nope'} is not there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [(Verdict.FIXED, True), (Verdict.ABSENT, True), (Verdict.BROKEN, False), (Verdict.UNRECOGNISED, False)],
+    ids=lambda value: value.value if isinstance(value, Verdict) else "",
+)
+def test_an_overlay_is_due_where_one_part_is_repaired_and_no_other_has_work_left(
+    upstream: Upstream, other: Verdict, expected: bool
+) -> None:
+    def part(verdict: Verdict) -> Overlay:
+        is_fixed, shape = verdict is Verdict.FIXED, "off-by-one" if verdict is Verdict.BROKEN else None
+        found = Finding(
+            verdict=verdict,
+            shape=shape,
+            evidence=(Evidence("seen"),),
+            repair=(Text("layers.py", "0"),) if is_fixed else (),
+            proof=Proof.READ if is_fixed else None,
+        )
+        return upstream.overlay(probe=lambda _: found)
+
+    assert is_due([part(Verdict.FIXED), part(other)], InstalledTree()) is expected
+    assert is_due([part(other), part(Verdict.ABSENT)], InstalledTree()) is (other is Verdict.FIXED)
 
 
 def test_history_is_kept(upstream: Upstream, tmp_path: Path) -> None:

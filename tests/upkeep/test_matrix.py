@@ -967,6 +967,20 @@ def test_one_broken_part_is_broken_and_absent_parts_are_not_shown_beside_others(
     assert all(each.verdict is not Verdict.ABSENT for each in cell.telling) or over_all is Verdict.ABSENT
 
 
+@pytest.mark.parametrize(
+    ("shapes", "is_left_alone"),
+    [(["rounded"], True), (["rounded", "rounded"], True), (["rounded", "off-by-one"], False), ([], False)],
+    ids=["its one shape", "every shape", "one shape of two", "nothing is broken"],
+)
+def test_what_is_broken_is_left_alone_where_every_shape_of_it_is(
+    made: Upstream, shapes: list[str], is_left_alone: bool
+) -> None:
+    (column,) = table([], made).columns
+    parts = [part(Verdict.FIXED), *(part(Verdict.BROKEN, shape=shape) for shape in shapes)]
+
+    assert matrix.is_left_alone(Cell(parts=tuple(parts)), column) is is_left_alone
+
+
 def test_parts_of_an_overlay_share_a_column_and_say_their_module(made: Upstream, tmp_path: Path) -> None:
     second = Target(PACKAGE, f"{PACKAGE}.other", "double")
     parts = [made.overlay(), made.overlay(target=second)]
