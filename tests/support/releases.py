@@ -1,0 +1,46 @@
+"""Releases that a test is run on: the newest and one older in `make test`, all of them in `make test-all`.
+
+What a probe says of each release is in packs/matrix.json, which `tests/upkeep/test_matrix_page.py` derives anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+
+import pytest
+from packaging.version import Version
+from places import ROOT
+
+
+@functools.cache
+def newest(distribution: str = "megatron-core") -> str:
+    """Return the newest release of a distribution that is supported: the one that locks/newest.txt pins."""
+    found = re.search(rf"^{re.escape(distribution)}==(\S+)", (ROOT / "locks" / "newest.txt").read_text(), re.MULTILINE)
+    assert found is not None, f"locks/newest.txt pins no {distribution}"
+    return found[1]
+
+
+def ends(versions: Iterable[str]) -> list[str]:
+    """Return the oldest and the newest of some releases, for a test of why they are what the matrix says of them all."""
+    ordered = sorted(versions, key=Version)
+    return list(dict.fromkeys((ordered[0], ordered[-1])))
+
+
+def daily(*versions: str, older: str | None = None) -> list[pytest.ParameterSet]:
+    """Return parameters of releases: the newest of them and `older`, else the oldest, are daily, and the others are `full`."""
+    kept = {max(versions, key=Version), older or min(versions, key=Version)}
+    assert kept <= set(versions), f"{older} is none of {', '.join(versions)}"
+    return only(versions, kept)
+
+
+def only(values: Iterable[object], kept: Iterable[object]) -> list[pytest.ParameterSet]:
+    """Return parameters of which those that are kept are daily, and the others are `full`; a tuple is several values."""
+    chosen = list(kept)
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)), marks=() if value in chosen else pytest.mark.full
+        )
+        for value in values
+    ]
