@@ -1,8 +1,7 @@
-"""Whether work is handed on without explicit groups: every release, and edits of the newest."""
+"""Whether work is handed on without explicit groups: edits of the newest release."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from repair_cases import CASES, archive, edited_release
 
 from megacpp_overlays.feature_probes import explicit_tp_groups as feature
 from megacpp_overlays.model import Finding, Verdict
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 pytestmark = pytest.mark.upstream
 
@@ -25,49 +24,11 @@ PROBES = {
     "old layers": feature.probe_old_layers,
     "checkpoint": feature.probe_checkpoint,
 }
-WITHOUT = (
-    *("0.1.0", "0.2.0", "0.3.0", "0.4.0", "0.5.0", "0.6.0", "0.7.0", "0.8.0", "0.9.0", "0.10.0", "0.11.0"),
-    *("0.12.0", "0.12.1", "0.12.2", "0.12.3"),
-)
-_ALWAYS = {"helper": feature.UNTOLD, "cross": feature.PROJECTIONS, "checkpoint": feature.PIECES}
-_OLD = {**_ALWAYS, "old layers": feature.STACK}
-_0_13 = {**_OLD, "latent": feature.ATTENTION}
-_0_14 = {**_0_13, "llava": feature.EMBEDDINGS}
-_0_16 = {**_0_14, "latent": feature.LATENTS}
-_0_17 = {**_0_16, "prediction": feature.SAVED}
-_0_18 = {**_ALWAYS, "layers": feature.STACK, "latent": feature.LATENTS, "llava": feature.EMBEDDINGS}
-_0_19 = {**_0_18, "prediction": feature.SAVED}
-SHAPES = {
-    **dict.fromkeys(("0.13.0", "0.13.1"), _0_13),
-    **dict.fromkeys(("0.14.0", "0.15.0", "0.15.1", "0.15.2", "0.15.3"), _0_14),
-    **dict.fromkeys(("0.16.0", "0.16.1"), _0_16),
-    **dict.fromkeys(("0.17.0", "0.17.1"), _0_17),
-    **dict.fromkeys(("0.18.0", "0.18.1", "0.18.2"), _0_18),
-    **dict.fromkeys(("0.19.0", "0.19.1", "0.19.2"), _0_19),
-}
-"""What is broken in a release; all else is absent."""
 NEWEST = "0.19.2"
-Wheel = Callable[[str, str], Path]
 
 
 def edited(probe: str, module: str, old: str, new: str, *, release: str = NEWEST) -> Finding:
     return ask(PROBES[probe], edited_release(module, old, new, release=release))
-
-
-@pytest.mark.parametrize("version", WITHOUT)
-def test_releases_in_which_nothing_takes_groups_are_absent(version: str, wheel: Wheel) -> None:
-    tree = ArchiveTree(wheel("megatron-core", version))
-
-    assert {probe(tree).verdict for probe in PROBES.values()} == {Verdict.ABSENT}
-
-
-@pytest.mark.parametrize("version", SHAPES)
-def test_every_release_since_is_broken_where_it_was_seen(version: str, wheel: Wheel) -> None:
-    tree = ArchiveTree(wheel("megatron-core", version))
-    found = {name: probe(tree) for name, probe in PROBES.items()}
-
-    assert {name: each.shape for name, each in found.items() if each.verdict is Verdict.BROKEN} == SHAPES[version]
-    assert {each.verdict for name, each in found.items() if name not in SHAPES[version]} == {Verdict.ABSENT}
 
 
 def test_given_trees_are_recognised(upstream_trees: list[Path]) -> None:

@@ -1,4 +1,4 @@
-"""The cast of Float16Module in every release, on main, and in forms that nobody has seen yet."""
+"""The cast of Float16Module in releases that were read, and in forms that nobody has seen yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Megatron's Mamba mixers do with A_log and D: every release, main, and forms that nobody has seen yet."""
+"""What Megatron's Mamba mixers do with A_log and D: given trees, and forms that nobody has seen yet."""
 
 from __future__ import annotations
 

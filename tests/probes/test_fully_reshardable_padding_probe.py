@@ -1,4 +1,4 @@
-"""Where the state of a parameter is cut for a fully reshardable checkpoint: every release, main, dev, and edits of them."""
+"""Where the state of a parameter is cut for a fully reshardable checkpoint: releases without one, given trees, and edits."""
 
 from __future__ import annotations
 
@@ -10,25 +10,11 @@ import pytest
 from probing import Texts, ask
 from repair_cases import CASES
 
-from megacpp_overlays.feature_probes.fully_reshardable_padding import LOAD, PADDED_SLICES, SAVE, TARGET, probe
+from megacpp_overlays.feature_probes.fully_reshardable_padding import LOAD, SAVE, TARGET, probe
 from megacpp_overlays.model import Finding, Verdict
 from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
 
-NONE = ("0.6.0", "0.10.0", "0.13.1", "0.14.0")
-BROKEN = (
-    "0.15.0",
-    "0.15.3",
-    "0.16.0",
-    "0.16.1",
-    "0.17.0",
-    "0.17.1",
-    "0.18.0",
-    "0.18.1",
-    "0.18.2",
-    "0.19.0",
-    "0.19.1",
-    "0.19.2",
-)
+NONE = ("0.6.0", "0.14.0")
 OPTIMIZERS = "megatron.core.optimizer.optimizer"
 
 Wheel = Callable[[str, str], Path]
@@ -51,13 +37,6 @@ def test_releases_without_the_format_are_absent(version: str, wheel: Wheel) -> N
 
     assert finding.verdict is Verdict.ABSENT
     assert finding.evidence[0].seen == "DistributedOptimizer has no fully reshardable format"
-
-
-@pytest.mark.parametrize("version", BROKEN)
-def test_releases_with_it_are_broken(version: str, wheel: Wheel) -> None:
-    finding = probe(ArchiveTree(wheel("megatron-core", version)))
-
-    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, PADDED_SLICES)
 
 
 def test_given_trees_are_recognised(upstream_trees: list[Path]) -> None:

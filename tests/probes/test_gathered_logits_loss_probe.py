@@ -1,47 +1,20 @@
-"""Whether gathered logits are taken for a share of the vocabulary: every release, main, dev, and edits of them."""
+"""Whether gathered logits are taken for a share of the vocabulary: given trees, and edits of the newest release."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from probing import Texts, ask
 from repair_cases import CASES, edited_release
 
-from megacpp_overlays.feature_probes.gathered_logits_loss import MAPPINGS, TAKEN_FOR_A_SHARE, TARGET, probe
+from megacpp_overlays.feature_probes.gathered_logits_loss import MAPPINGS, TARGET, probe
 from megacpp_overlays.model import Finding, Verdict
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
-
-WITHOUT = ("0.1.0", "0.2.0", "0.3.0")
-NOT_READ = ("0.4.0", "0.8.0", "0.11.0", "0.12.3", "0.13.0", "0.13.1")
-TAKEN_FOR_A_SHARE_IN = (
-    *("0.14.0", "0.15.0", "0.15.1", "0.15.2", "0.15.3", "0.16.0", "0.16.1", "0.17.0", "0.17.1"),
-    *("0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
-)
-
-Wheel = Callable[[str, str], Path]
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 
 def edited(module: str, old: str, new: str) -> Finding:
     return ask(probe, edited_release(module, old, new))
-
-
-@pytest.mark.parametrize("version", WITHOUT)
-def test_releases_without_language_modules_are_absent(version: str, wheel: Wheel) -> None:
-    assert probe(ArchiveTree(wheel("megatron-core", version))).verdict is Verdict.ABSENT
-
-
-@pytest.mark.parametrize("version", NOT_READ)
-def test_releases_that_nobody_read_are_not_recognised(version: str, wheel: Wheel) -> None:
-    assert ask(probe, ArchiveTree(wheel("megatron-core", version))).verdict is Verdict.UNRECOGNISED
-
-
-@pytest.mark.parametrize("version", TAKEN_FOR_A_SHARE_IN)
-def test_releases_since_are_broken(version: str, wheel: Wheel) -> None:
-    finding = probe(ArchiveTree(wheel("megatron-core", version)))
-
-    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, TAKEN_FOR_A_SHARE)
 
 
 def test_given_trees_are_broken(upstream_trees: list[Path]) -> None:

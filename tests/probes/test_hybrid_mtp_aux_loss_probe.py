@@ -1,8 +1,7 @@
-"""Whether MoE layers of a prediction know it, and when their z-loss is divided: every release, main, dev, and edits of them."""
+"""Whether MoE layers of a prediction know it, and when their z-loss is divided: given trees, and edits of the newest release."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,45 +11,12 @@ from repair_cases import CASES, edited_release
 from megacpp_overlays.feature_probes import hybrid_mtp_aux_loss as told
 from megacpp_overlays.feature_probes import mtp_z_loss as divided
 from megacpp_overlays.model import Finding, Verdict
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
-
-NEWER = ("0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2")
-STACK_ELSEWHERE = ("0.17.0", "0.17.1")
-NOT_REPEATED = ("0.1.0", "0.8.0", "0.12.0", "0.13.1", "0.14.0", "0.15.3", "0.16.0", "0.16.1")
-
-Wheel = Callable[[str, str], Path]
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 
 def edited(feature: object, old: str, new: str, module: str = "") -> Finding:
     target = feature.TARGET.module  # type: ignore[attr-defined]
     return ask(feature.probe, edited_release(module or target, old, new))  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("version", NOT_REPEATED)
-def test_releases_that_use_no_layer_twice_are_absent(version: str, wheel: Wheel) -> None:
-    tree = ArchiveTree(wheel("megatron-core", version))
-
-    assert told.probe(tree).verdict is Verdict.ABSENT
-    assert divided.probe(tree).verdict is Verdict.ABSENT
-
-
-@pytest.mark.parametrize("version", NEWER)
-def test_releases_with_a_hybrid_model_are_broken(version: str, wheel: Wheel) -> None:
-    finding = told.probe(ArchiveTree(wheel("megatron-core", version)))
-
-    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, told.NOT_TOLD)
-
-
-@pytest.mark.parametrize("version", STACK_ELSEWHERE)
-def test_a_stack_in_another_module_is_not_absent(version: str, wheel: Wheel) -> None:
-    assert ask(told.probe, ArchiveTree(wheel("megatron-core", version))).verdict is Verdict.UNRECOGNISED
-
-
-@pytest.mark.parametrize("version", [*STACK_ELSEWHERE, *NEWER])
-def test_releases_that_divide_the_z_loss_afterwards_are_broken(version: str, wheel: Wheel) -> None:
-    finding = divided.probe(ArchiveTree(wheel("megatron-core", version)))
-
-    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, divided.AFTERWARDS)
 
 
 def test_given_trees_are_recognised(upstream_trees: list[Path]) -> None:

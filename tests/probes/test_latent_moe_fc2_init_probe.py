@@ -1,4 +1,4 @@
-"""How experts of a latent MoE begin: every release, main, dev, and edits of them."""
+"""How experts of a latent MoE begin: given trees, and edits of the newest release."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from repair_cases import CASES, archive
 
 from megacpp_overlays.feature_probes.latent_moe_fc2_init import (
     GROUPED,
-    SCALED,
     SCALED_BY_SPECIFICATION,
     SINGLE,
     probe_grouped,
@@ -19,33 +18,14 @@ from megacpp_overlays.feature_probes.latent_moe_fc2_init import (
 )
 from megacpp_overlays.model import Finding, Target, Verdict
 from megacpp_overlays.overlays.latent_moe_fc2_init import PARTS
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 from megacpp_overlays.source.trees import SourceTree
 
-NOT_LATENT = ("0.1.0", "0.5.0", "0.8.0", "0.13.1", "0.15.0", "0.15.3")
-BY_SPECIFICATION = ("0.16.0", "0.16.1")
-BY_BUILDERS = ("0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2")
 BOTH = pytest.mark.parametrize(
     ("target", "probe"), [(SINGLE, probe_single), (GROUPED, probe_grouped)], ids=["single", "grouped"]
 )
 
 Probe = Callable[[SourceTree], Finding]
-Wheel = Callable[[str, str], Path]
-
-
-@BOTH
-@pytest.mark.parametrize("version", NOT_LATENT)
-def test_releases_without_a_latent_are_absent(version: str, target: Target, probe: Probe, wheel: Wheel) -> None:
-    assert probe(ArchiveTree(wheel("megatron-core", version))).verdict is Verdict.ABSENT
-
-
-@BOTH
-@pytest.mark.parametrize("version", [*BY_SPECIFICATION, *BY_BUILDERS])
-def test_releases_with_one_are_broken(version: str, target: Target, probe: Probe, wheel: Wheel) -> None:
-    finding = probe(ArchiveTree(wheel("megatron-core", version)))
-
-    shape = SCALED if version in BY_BUILDERS else SCALED_BY_SPECIFICATION
-    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, shape)
 
 
 def test_what_no_argument_reaches_is_not_repaired_and_says_what_to_do() -> None:

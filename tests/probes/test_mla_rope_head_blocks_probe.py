@@ -1,33 +1,15 @@
-"""Over which blocks of heads rotary kernels of MLA are tuned: every release, main, dev, and edits of them."""
+"""Over which blocks of heads rotary kernels of MLA are tuned: given trees, and edits of the newest release."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from probing import Texts, ask
 from repair_cases import released
 
-from megacpp_overlays.feature_probes.mla_rope_head_blocks import MODULE, OF_QUERIES, probe
+from megacpp_overlays.feature_probes.mla_rope_head_blocks import MODULE, probe
 from megacpp_overlays.model import Verdict
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
-
-Wheel = Callable[[str, str], Path]
-
-
-@pytest.mark.parametrize("version", ["0.1.0", "0.9.0", "0.12.3"])
-def test_releases_without_the_kernels_have_none(version: str, wheel: Wheel) -> None:
-    assert ask(probe, ArchiveTree(wheel("megatron-core", version))).verdict is Verdict.ABSENT
-
-
-@pytest.mark.parametrize(
-    "version", ["0.13.0", "0.13.1", "0.14.0", "0.15.3", "0.16.0", "0.17.1", "0.18.2", "0.19.0", "0.19.2"]
-)
-def test_releases_are_broken(version: str, wheel: Wheel) -> None:
-    finding = probe(ArchiveTree(wheel("megatron-core", version)))
-
-    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, OF_QUERIES)
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 
 def test_given_trees_are_recognised(upstream_trees: list[Path]) -> None:

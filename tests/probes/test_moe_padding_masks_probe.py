@@ -1,8 +1,7 @@
-"""Whose axis a router lays a padding mask over, and on which stages a model cuts it: every release, main, dev, and edits of them."""
+"""Whose axis a router lays a padding mask over, and on which stages a model cuts it: given trees, and edits of the newest release."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -13,35 +12,14 @@ from repair_cases import CASES, edited_release
 from megacpp_overlays.feature_probes import expert_bias_padding_mask as counts
 from megacpp_overlays.feature_probes import pipeline_padding_mask as stages
 from megacpp_overlays.model import Finding, Verdict
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 
-WITHOUT_MASKS = ("0.1.0", "0.5.0", "0.8.0", "0.11.0", "0.12.3", "0.13.1", "0.14.0", "0.15.0", "0.15.3")
-BROKEN = ("0.16.0", "0.16.1", "0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2")
 FEATURES = (counts, stages)
 MODEL, ROUTER = stages.TARGET.module, counts.TARGET.module
-
-Wheel = Callable[[str, str], Path]
 
 
 def edited(feature: ModuleType, old: str, new: str) -> Finding:
     return ask(feature.probe, edited_release(feature.TARGET.module, old, new))
-
-
-@pytest.mark.parametrize("version", WITHOUT_MASKS)
-def test_releases_that_take_no_padding_mask_are_absent(version: str, wheel: Wheel) -> None:
-    tree = ArchiveTree(wheel("megatron-core", version))
-
-    assert {each.probe(tree).verdict for each in FEATURES} == {Verdict.ABSENT}
-
-
-@pytest.mark.parametrize("version", BROKEN)
-def test_releases_that_take_one_are_broken(version: str, wheel: Wheel) -> None:
-    tree = ArchiveTree(wheel("megatron-core", version))
-
-    assert [(each.probe(tree).verdict, each.probe(tree).shape) for each in FEATURES] == [
-        (Verdict.BROKEN, counts.OVER_EXPERTS),
-        (Verdict.BROKEN, stages.FIRST_STAGE),
-    ]
 
 
 def test_given_trees_are_recognised(upstream_trees: list[Path]) -> None:

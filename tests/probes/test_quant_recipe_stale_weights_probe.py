@@ -1,44 +1,20 @@
-"""Whether layers that a recipe quantizes are told that a step begins: every release, main, dev, and edits of them."""
+"""Whether layers that a recipe quantizes are told that a step begins: given trees, and edits of the newest release."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from probing import Texts, ask
 from repair_cases import edited_release
 
-from megacpp_overlays.feature_probes.quant_recipe_stale_weights import ENGINE, NOT_TOLD, TARGET, probe
+from megacpp_overlays.feature_probes.quant_recipe_stale_weights import ENGINE, TARGET, probe
 from megacpp_overlays.model import Finding, Verdict
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
-
-WITHOUT_RECIPES = ("0.1.0", "0.8.0", "0.13.0", "0.13.1", "0.14.0", "0.15.0", "0.15.3")
-NOT_TOLD_IN = ("0.16.0", "0.16.1", "0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.18.2")
-TOLD_IN = ("0.19.0", "0.19.1", "0.19.2")
-
-Wheel = Callable[[str, str], Path]
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 
 def edited(release: str, old: str, new: str) -> Finding:
     return ask(probe, edited_release(TARGET.module, old, new, release=release))
-
-
-@pytest.mark.parametrize("version", WITHOUT_RECIPES)
-def test_releases_without_recipes_are_absent(version: str, wheel: Wheel) -> None:
-    assert probe(ArchiveTree(wheel("megatron-core", version))).verdict is Verdict.ABSENT
-
-
-@pytest.mark.parametrize("version", NOT_TOLD_IN)
-def test_releases_that_do_not_tell_are_broken(version: str, wheel: Wheel) -> None:
-    finding = probe(ArchiveTree(wheel("megatron-core", version)))
-
-    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, NOT_TOLD)
-
-
-@pytest.mark.parametrize("version", TOLD_IN)
-def test_releases_that_tell_are_fixed(version: str, wheel: Wheel) -> None:
-    assert probe(ArchiveTree(wheel("megatron-core", version))).verdict is Verdict.FIXED
 
 
 def test_given_trees_are_fixed(upstream_trees: list[Path]) -> None:

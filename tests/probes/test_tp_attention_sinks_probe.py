@@ -1,41 +1,20 @@
-"""Whether attention sinks are marked as shares: every release, main, dev, and edits of them."""
+"""Whether attention sinks are marked as shares: given trees, and edits of the newest release."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from probing import Texts, ask
 from repair_cases import CASES, edited_release
 
-from megacpp_overlays.feature_probes.tp_attention_sinks import CORE, NOT_MARKED, TARGET, probe
+from megacpp_overlays.feature_probes.tp_attention_sinks import CORE, TARGET, probe
 from megacpp_overlays.model import Finding, Verdict
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
-
-WITHOUT_SINKS = ("0.1.0", "0.5.0", "0.8.0", "0.12.3", "0.13.1", "0.14.0")
-NOT_MARKED_IN = (
-    *("0.15.0", "0.15.1", "0.15.2", "0.15.3", "0.16.0", "0.16.1", "0.17.0", "0.17.1"),
-    *("0.18.0", "0.18.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2"),
-)
-
-Wheel = Callable[[str, str], Path]
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 
 def edited(module: str, old: str, new: str) -> Finding:
     return ask(probe, edited_release(module, old, new))
-
-
-@pytest.mark.parametrize("version", WITHOUT_SINKS)
-def test_releases_without_sinks_are_absent(version: str, wheel: Wheel) -> None:
-    assert probe(ArchiveTree(wheel("megatron-core", version))).verdict is Verdict.ABSENT
-
-
-@pytest.mark.parametrize("version", NOT_MARKED_IN)
-def test_releases_with_sinks_are_broken(version: str, wheel: Wheel) -> None:
-    finding = probe(ArchiveTree(wheel("megatron-core", version)))
-
-    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, NOT_MARKED)
 
 
 def test_given_trees_are_broken(upstream_trees: list[Path]) -> None:

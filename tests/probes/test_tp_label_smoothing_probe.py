@@ -1,8 +1,7 @@
-"""Over which classes labels are smoothed: every release, main, dev, and edits of them."""
+"""Over which classes labels are smoothed: given trees, and edits of the newest release."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,37 +11,17 @@ from repair_cases import CASES, edited_release
 from megacpp_overlays.feature_probes.tp_label_smoothing import (
     ENTRY,
     FUNCTION,
-    OWN_SHARE,
-    OWN_SHARE_OF_A_GROUP,
     TARGET,
     probe,
 )
 from megacpp_overlays.model import Finding, Verdict
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 
-TOO_OLD = ("0.1.0", "0.7.0", "0.8.0", "0.12.3")
-ONE_GROUP = ("0.13.0", "0.13.1", "0.14.0", "0.15.0", "0.15.3", "0.16.1", "0.17.1", "0.18.0", "0.18.1", "0.18.2")
-ANY_GROUP = ("0.19.0", "0.19.1", "0.19.2")
 UTILITY = "megatron.core.tensor_parallel.utils"
-
-Wheel = Callable[[str, str], Path]
 
 
 def edited(old: str, new: str, module: str = TARGET.module) -> Finding:
     return ask(probe, edited_release(module, old, new))
-
-
-@pytest.mark.parametrize("version", TOO_OLD)
-def test_releases_that_nobody_tried_are_not_recognised(version: str, wheel: Wheel) -> None:
-    assert ask(probe, ArchiveTree(wheel("megatron-core", version))).verdict is Verdict.UNRECOGNISED
-
-
-@pytest.mark.parametrize("version", [*ONE_GROUP, *ANY_GROUP])
-def test_releases_are_broken(version: str, wheel: Wheel) -> None:
-    finding = probe(ArchiveTree(wheel("megatron-core", version)))
-
-    shape = OWN_SHARE if version in ONE_GROUP else OWN_SHARE_OF_A_GROUP
-    assert (finding.verdict, finding.shape) == (Verdict.BROKEN, shape)
 
 
 def test_given_trees_are_recognised(upstream_trees: list[Path]) -> None:
