@@ -11,18 +11,29 @@ import warm_python
 from places import HANG_S, SUPPORT
 from unpacked import unpacked
 
+MODELS = ("megatron.core.transformer.transformer_layer", "megatron.core.models.gpt.gpt_model")
+"""Modules of every release, which import most of it."""
+OFF = "MEGACPP_OVERLAYS"
 
-def said(wheel: Path, script: Path, *words: str | Path, **variables: str) -> Any:
+
+def said(wheel: Path, script: Path, *words: str | Path, imported: bool = True, **variables: str) -> Any:
     """Return what a script says of a release.
 
     Args:
         wheel: of the release, whose modules the script imports before any that are installed.
         script: in Python; it may import what is in `tests/support`.
         words: its arguments.
+        imported: whether the process is a copy of one that has imported the release: armed with the same switches, or, where
+            these are off, without this package. Not for a script that does something before it imports Megatron.
         variables: of its environment, beside those of this process.
     """
-    path = os.pathsep.join([str(unpacked(wheel)), str(SUPPORT)])
+    release = str(unpacked(wheel))
+    path = os.pathsep.join([release, str(SUPPORT)])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
-    done = warm_python.run(["-W", "ignore", script, *words], env, after=warm_python.MEGATRON, timeout=HANG_S)
+    after, found = warm_python.MEGATRON, ()
+    if imported:
+        armed = () if env.get(OFF) == "off" else (warm_python.ARMED,)
+        after, found = (*armed, *after, *MODELS), (release,)
+    done = warm_python.run(["-W", "ignore", script, *words], env, after=after, timeout=HANG_S, path=found)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)

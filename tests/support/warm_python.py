@@ -30,12 +30,16 @@ from typing import IO, Any, NoReturn
 from places import HANG_S, ROOT, SUPPORT
 from warm_server import SIZE
 
+from megacpp_overlays.variables import is_ours
+
 AT_IMPORT = ("TRITON_INTERPRET", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTHONHASHSEED")
 """Variables that torch, triton or Python itself reads once: processes that differ in them have no parent in common."""
 TORCH = ("torch",)
 TRITON = (*TORCH, "triton.language")
 MEGATRON = (*TRITON, "torch._dynamo", "torch.distributed.checkpoint")
 """Modules to start after: torch, with Triton, and with all of torch that Megatron imports, which takes longest of all."""
+ARMED = "megacpp_overlays"
+"""Where it is the first module to start after, the process that is copied has armed, with the switches of the processes."""
 SERVER = Path(__file__).with_name("warm_server.py")
 
 
@@ -87,6 +91,7 @@ def start(
     after: tuple[str, ...] = TORCH,
     cwd: Path | None = None,
     python: str | Path = sys.executable,
+    path: tuple[str, ...] = (),
 ) -> WarmProcess:
     """Start `python *words` in a copy of a process that has imported some modules; what it writes is kept.
 
@@ -96,19 +101,29 @@ def start(
         after: the modules.
         cwd: the folder where it starts.
         python: the interpreter, such as that of another lane.
+        path: folders where the modules are looked for first.
     """
     out, error = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 - whoever waits for the process reads them
     with open(os.devnull, "rb") as nothing:
         streams = (nothing.fileno(), out.fileno(), error.fileno())
-        return WarmProcess(_ask(address(env, after, python), words, env, cwd, streams), out, error)
+        return WarmProcess(_ask(address(env, after, python, path), words, env, cwd, streams), out, error)
 
 
-def address(env: Mapping[str, str], after: tuple[str, ...] = TORCH, python: str | Path = sys.executable) -> str:
+def address(
+    env: Mapping[str, str],
+    after: tuple[str, ...] = TORCH,
+    python: str | Path = sys.executable,
+    path: tuple[str, ...] = (),
+) -> str:
     """Return the address of the process of which a process with these variables would be a copy.
 
     `warm_python.py ADDRESS WORDS...` starts one and ends as it does: for launchers that start commands.
     """
-    return _server(str(python), after, tuple((name, env[name]) for name in AT_IMPORT if name in env)).address
+    names = [*AT_IMPORT, *(sorted(filter(is_ours, env)) if ARMED in after else ())]
+    variables = [(name, env[name]) for name in names if name in env]
+    if path:
+        variables.append(("PYTHONPATH", os.pathsep.join(path)))
+    return _server(str(python), after, tuple(variables)).address
 
 
 def _ask(
@@ -130,9 +145,10 @@ def run(
     after: tuple[str, ...] = TORCH,
     cwd: Path | None = None,
     timeout: float | None = None,
+    path: tuple[str, ...] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Run `python *words` to its end, see `start`, and return what it said."""
-    started = start(words, env, after=after, cwd=cwd)
+    started = start(words, env, after=after, cwd=cwd, path=path)
     out, error = started.communicate(timeout)
     return subprocess.CompletedProcess(list(words), started.wait(), out, error)
 
@@ -155,7 +171,8 @@ class _Server:
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
         self.address = str(Path(self._folder.name) / "socket")
         end, self._alive = os.pipe()
-        env = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", *AT_IMPORT}}
+        inherited = {name: value for name, value in os.environ.items() if not is_ours(name)}
+        env = {name: value for name, value in inherited.items() if name not in {"PYTHONPATH", *AT_IMPORT}}
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.address)
             listener.listen(64)
