@@ -48,6 +48,15 @@ def test_selected_rows_come_first_in_their_order_and_go_back(wanted: list[bool],
     assert torch.equal(back, torch.where(mask.unsqueeze(1), rows, 0).to(dtype))
 
 
+@pytest.mark.parametrize("count", [0, 1, WHOLE - 1, WHOLE, WHOLE + 1, 2 * WHOLE, 2 * WHOLE + 1])
+def test_zeros_follow_selected_rows_as_far_as_a_tile_reaches(count: int) -> None:
+    tokens = 3 * WHOLE
+    first = select(torch.arange(tokens) < count).first(torch.ones(tokens, 2), torch.full((tokens, 2), torch.nan))
+
+    assert first[:count].eq(1).all()
+    assert first[count : max(1, -(-count // WHOLE)) * WHOLE].eq(0).all()
+
+
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(["neither", "one", "both"]), max_size=20))
 def test_tokens_of_a_selection_come_first_among_those_of_a_wider_one(each: list[str]) -> None:
