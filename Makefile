@@ -148,6 +148,10 @@ SEED ?= 1
 adversary: setup ## mutate what probes read, MUTANTS=30000 times, and fail if one is installed on, retired or raises; SEED=1 chooses them
 	@PYTHONPATH=tests/support $(BIN)/python -W ignore -m adversary --mutants $(MUTANTS) --seed $(SEED)
 
+.PHONY: faults
+faults: setup ## plant the faults of tests/faults.toml, one at a time, and fail if one turns no test of `make test` red
+	@$(BIN)/python scripts/plant_faults.py
+
 .PHONY: matrix
 matrix: wheels ## probe every release of every target; write packs/matrix.json, packs/matrix.html, the pages of docs/ that quote it, and known findings
 	@$(BIN)/python scripts/known_findings.py
