@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -155,6 +156,21 @@ def small_calls() -> Iterator[None]:
 
     with measured.serving_calls_of_every_size():
         yield
+
+
+@pytest.fixture(scope="module")
+def small_heap() -> Iterator[None]:
+    """Leave out of the heap what was there before the module: collected tests and libraries, which know no made-up upstream.
+
+    The loader asks Python what refers to a function, and that takes as long as the heap is large.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        gc.collect()
+        gc.freeze()
+        count, frozen = gc.get_freeze_count, gc.get_freeze_count()
+        patch.setattr(gc, "get_freeze_count", lambda: max(count() - frozen, 0))  # the loader tells of a frozen heap
+        yield
+        gc.unfreeze()
 
 
 @pytest.fixture
