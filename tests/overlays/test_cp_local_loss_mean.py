@@ -19,6 +19,7 @@ import pytest
 import warm_python
 from placed_seams import placed
 from places import HANG_S, SUPPORT
+from releases import newest
 from upstream_imports import upstream_module
 
 from megacpp_overlays.feature_probes.cp_local_loss_mean import OWN_COUNT, TARGET
@@ -27,7 +28,7 @@ from megacpp_overlays.overlays.cp_local_loss_mean import OVERLAY
 pytestmark = pytest.mark.upstream
 
 ALONE, SHARED = "1", ("2", "4")
-OLDEST, NEWEST = "0.14.0", "0.19.2"
+OLDEST, NEWEST = "0.14.0", newest()
 ROUNDING = 1e-6
 
 

@@ -188,6 +188,7 @@ VOUCHED_FOR = {
 """What a mark speaks for: all that makes a mask or key positions, and all that looks at them."""
 
 
+@pytest.mark.full
 @pytest.mark.unmeasured
 def test_no_statement_of_what_a_mark_vouches_for_may_change(dsa_tree: Path) -> None:
     tree, single = DirectoryTree(dsa_tree), Gates(dsa_tree).parts == [DSA]

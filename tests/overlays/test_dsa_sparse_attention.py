@@ -37,6 +37,7 @@ from fp8_dispatch import quantized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import SUPPORT
+from releases import daily, newest
 
 from megacpp_overlays import variables
 from megacpp_overlays.feature_probes import dsa_sparse_attention as feature
@@ -44,10 +45,24 @@ from megacpp_overlays.kernels import measured
 from megacpp_overlays.kernels.sparse_attention import function as sparse_attention
 from megacpp_overlays.overlays.dsa_sparse_attention import OVERLAY
 
-VERSIONS = ("0.19.0", "0.19.1", "0.19.2")
+VERSIONS = ("0.19.0", "0.19.1", newest())
+DAILY = daily(*VERSIONS)
 Wheel = Callable[[str, str], Path]
-PAIRS: dict[str, tuple[ModuleType, ModuleType]] = {}
-"""For each version, the module without the seam and with it."""
+
+
+class Pairs(dict[str, tuple[ModuleType, ModuleType]]):
+    """For each version, the module without the seam and with it: made when they are asked for."""
+
+    wheel: Wheel
+
+    def __missing__(self, version: str) -> tuple[ModuleType, ModuleType]:
+        file = self.wheel("megatron-core", version)
+        self[version] = attention_of(file), attention_of(file)
+        install(OVERLAY, feature.ALL_KEYS, self[version][1])
+        return self[version]
+
+
+PAIRS = Pairs()
 
 pytestmark = [pytest.mark.upstream, pytest.mark.usefixtures("small_calls")]
 
@@ -56,16 +71,13 @@ pytestmark = [pytest.mark.upstream, pytest.mark.usefixtures("small_calls")]
 def pairs(wheel: Wheel) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    for version in VERSIONS:
-        file = wheel("megatron-core", version)
-        PAIRS[version] = attention_of(file), attention_of(file)
-        install(OVERLAY, feature.ALL_KEYS, PAIRS[version][1])
+    PAIRS.wheel = wheel
     yield
     PAIRS.clear()
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(params=VERSIONS)
+@pytest.fixture(params=DAILY)
 def version(request: pytest.FixtureRequest) -> str:
     found: str = request.param
     return found
@@ -73,12 +85,12 @@ def version(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def upstream() -> ModuleType:
-    return PAIRS["0.19.2"][0]
+    return PAIRS[newest()][0]
 
 
 @pytest.fixture
 def patched() -> ModuleType:
-    return PAIRS["0.19.2"][1]
+    return PAIRS[newest()][1]
 
 
 def away(found: Any, expected: Any) -> float:
@@ -98,7 +110,7 @@ TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
 def test_a_small_call_is_upstreams_own_where_no_kernel_was_measured(masks: dict[str, Any]) -> None:
-    upstream, patched = PAIRS["0.19.2"]
+    upstream, patched = PAIRS[newest()]
     expected, gradients = called(upstream, inputs(torch.bfloat16), choices(), **masks)
 
     with mock.patch.object(measured, "_calls_of_every_size", 0):
@@ -142,7 +154,7 @@ def test_values_and_gradients_are_upstreams(version: str, dtype: torch.dtype, ma
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_narrow_dtypes_are_about_as_near_to_the_truth_as_upstreams(dtype: torch.dtype) -> None:
     """At every peakedness: with larger queries fewer keys share a row, and gradients of scores are smaller differences."""
-    upstream, patched = PAIRS["0.19.2"]
+    upstream, patched = PAIRS[newest()]
     for seed, sharpness in itertools.product(range(3), (1, 4, 16, 64)):
         leaves = inputs(dtype, seed=seed)
         with torch.no_grad():
@@ -168,7 +180,7 @@ def test_narrow_dtypes_are_about_as_near_to_the_truth_as_upstreams(dtype: torch.
     seed=st.integers(0, 99),
 )
 def test_any_shape_is_upstreams(rows: int, keys: int, slots: int, kind: int, seed: int) -> None:
-    upstream, patched = PAIRS["0.19.2"]
+    upstream, patched = PAIRS[newest()]
     chosen = choices(rows, keys, min(slots, keys), seed)
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(0, keys, (rows,), generator=generator)
@@ -315,7 +327,7 @@ def test_wrong_calls_fail_as_upstreams_do(changed: dict[str, Any], raised: type[
     query, key = (each.detach() for each in inputs())
     given = {"query": query, "key": key, "topk_indices": choices(), "softmax_scale": SCALE, "v_channels": VALUE}
     said = []
-    for module in PAIRS["0.19.2"]:
+    for module in PAIRS[newest()]:
         with pytest.raises(raised) as error:
             getattr(module, feature.FUNCTION)(**{**given, **changed})
         said.append(str(error.value))
@@ -435,7 +447,7 @@ def test_a_compiled_step_is_one_graph(
 OFF = {"MEGACPP_OVERLAY_DSA_SPARSE_ATTENTION": "off", "MEGACPP_OVERLAY_SPARSE_MLA_DIMENSIONS": "off"}
 
 
-@pytest.fixture(scope="module", params=VERSIONS)
+@pytest.fixture(scope="module", params=DAILY)
 def trained(request: pytest.FixtureRequest, wheel: Wheel) -> dict[str, Any]:
     """What a layer of a release learnt with both overlays, with one of them, and with none."""
     file = wheel("megatron-core", request.param)

@@ -19,6 +19,7 @@ import pytest
 import torch
 from placed_seams import placed, without_overlays
 from places import SUPPORT
+from releases import daily, newest
 from upstream_imports import upstream_module
 
 from megacpp_overlays.feature_probes import explicit_tp_groups as feature
@@ -27,7 +28,7 @@ from megacpp_overlays.overlays.explicit_tp_groups import PARTS
 
 pytestmark = pytest.mark.upstream
 
-NEWEST = "0.19.2"
+NEWEST = newest()
 RELEASES = ("0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", NEWEST)
 _FIRST = frozenset({"cross", "latent", "layers"})
 WAYS = {
@@ -42,7 +43,7 @@ FORWARD_IS_RIGHT = {"cross attention", "predictions", "layers"}
 """What upstream gets wrong backwards alone."""
 
 
-@pytest.fixture(scope="module", params=RELEASES)
+@pytest.fixture(scope="module", params=daily(*RELEASES, older="0.14.0"))
 def measured(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
 ) -> tuple[str, Any]:
@@ -100,6 +101,7 @@ def test_with_default_groups_all_has_upstream_s_bits(measured: tuple[str, Any]) 
     assert found["on"]["default"] == found["off"]["default"]
 
 
+@pytest.mark.full
 def test_default_groups_of_all_ranks_or_of_one_are_no_matter_either(
     tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
 ) -> None:

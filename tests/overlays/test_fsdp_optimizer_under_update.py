@@ -14,6 +14,7 @@ import pytest
 import torch
 from placed_seams import placed, without_overlays
 from places import SUPPORT
+from releases import newest
 from sharded_optimizers import OPTIMIZERS, WAYS
 
 from megacpp_overlays.feature_probes.fsdp_optimizer_under_update import COUNTED, TARGET
@@ -21,7 +22,7 @@ from megacpp_overlays.overlays.fsdp_optimizer_under_update import OVERLAY
 
 pytestmark = pytest.mark.upstream
 
-OLDEST, NEWEST = "0.17.1", "0.19.2"
+OLDEST, NEWEST = "0.17.1", newest()
 FIRST_OF_ADAM = 1.344
 """By how much the first update is too small, where a step of nothing was counted and nothing decayed: torch's usual betas."""
 

@@ -43,6 +43,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("dispatcher", list(broken.values()), ids=list(broken))
 
 
+@functools.cache
 def verdict(tree: Path) -> Verdict:
     return feature.probe(DirectoryTree(tree)).verdict
 

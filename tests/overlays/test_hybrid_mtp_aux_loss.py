@@ -13,6 +13,7 @@ import pytest
 import torch
 from placed_seams import overlays_out
 from places import SUPPORT
+from releases import daily, newest
 from repeated_routers import IDS, LAYERS
 from upstream_imports import upstream_module
 
@@ -22,12 +23,12 @@ from megacpp_overlays.overlays import hybrid_mtp_aux_loss, mtp_z_loss
 
 pytestmark = pytest.mark.upstream
 
-WITHOUT_STACK, OLDER, NEWEST = "0.17.1", "0.18.2", "0.19.2"
+WITHOUT_STACK, OLDER, NEWEST = "0.17.1", "0.18.2", newest()
 OVERLAYS = (hybrid_mtp_aux_loss.OVERLAY, mtp_z_loss.OVERLAY)
 ROUNDING = 1e-5
 
 
-@pytest.fixture(scope="module", params=[WITHOUT_STACK, OLDER, NEWEST])
+@pytest.fixture(scope="module", params=daily(WITHOUT_STACK, OLDER, NEWEST, older=OLDER))
 def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> tuple[str, Any]:
     """A release, and what it does with the overlays and without them."""
     return request.param, megatron_says(request.param, SUPPORT / "repeated_routers.py")

@@ -15,6 +15,7 @@ import torch
 from latent_experts import LATENT, LAYERS
 from placed_seams import placed, without_overlays
 from places import SUPPORT
+from releases import daily, newest
 
 from megacpp_overlays.feature_probes.latent_moe_fc2_init import SCALED
 from megacpp_overlays.model import Overlay
@@ -22,12 +23,12 @@ from megacpp_overlays.overlays.latent_moe_fc2_init import PARTS
 
 pytestmark = pytest.mark.upstream
 
-OLDEST, OLDER, NEWEST = "0.17.1", "0.18.2", "0.19.2"
+OLDEST, OLDER, NEWEST = "0.17.1", "0.18.2", newest()
 ROOT = math.sqrt(2 * LAYERS)
 """What the deviation of output layers is divided by."""
 
 
-@pytest.fixture(scope="module", params=[OLDEST, OLDER, NEWEST])
+@pytest.fixture(scope="module", params=daily(OLDEST, OLDER, NEWEST))
 def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
     """How experts of a release begin, with the overlay and without it."""
     return megatron_says(request.param, SUPPORT / "latent_experts.py", **{PARTS[0].variable: "on"})

@@ -18,6 +18,7 @@ import torch
 from liger_cases import CASES
 from liger_releases import Releases
 from placed_seams import placed
+from releases import daily, newest
 
 from megacpp_overlays.feature_probes.liger_flce_labelled import EVERY_TOKEN, OLDER, TARGET
 from megacpp_overlays.feature_probes.liger_flce_none_backward import CORE_FORWARD
@@ -26,7 +27,7 @@ from megacpp_overlays.overlays import liger_flce_labelled
 from megacpp_overlays.overlays.liger_flce_labelled import OVERLAY
 
 ON = {"MEGACPP_OVERLAY_LIGER_FLCE_LABELLED": "on"}
-NEWEST = "0.8.5"
+NEWEST = newest("liger-kernel")
 RELEASES = ("0.8.2", "0.8.3", NEWEST)
 """0.8.4 differs from 0.8.3 in another file alone."""
 ONCE = [name for name, case in CASES.items() if case.use == "once" and case.runs_on(NEWEST)]
@@ -90,7 +91,7 @@ def beside(found: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any], di
             yield name, reduction, result, theirs
 
 
-@pytest.mark.parametrize("version", RELEASES)
+@pytest.mark.parametrize("version", daily(*RELEASES))
 def test_losses_and_gradients_are_right_for_every_reduction(report: Report, version: str) -> None:
     found = report(version, cases_of(version))
 
@@ -101,7 +102,7 @@ def test_losses_and_gradients_are_right_for_every_reduction(report: Report, vers
         assert wrong == {}, (name, reduction)
 
 
-@pytest.mark.parametrize("version", RELEASES)
+@pytest.mark.parametrize("version", daily(*RELEASES))
 def test_outputs_are_of_upstream_s_kind_and_accuracies_and_z_losses_its_own(report: Report, version: str) -> None:
     compared = 0
     for name, reduction, ours, theirs in beside(report(version, cases_of(version))):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from places import SUPPORT
+from releases import daily, newest
 from shared_keys import ALONE, FOUR, RIGHT
 from upstream_imports import upstream_module
 
@@ -23,13 +24,13 @@ from megacpp_overlays.model import Decision
 pytestmark = pytest.mark.upstream
 
 ID = "mla-rope-key-gradient"
-OLDEST, NEWEST = "0.14.0", "0.19.2"
+OLDEST, NEWEST = "0.14.0", newest()
 RANKS = {OLDEST: ["2"], "0.16.1": ["2"], "0.17.1": ["2"], "0.18.2": ["2"], NEWEST: ["2", "4"]}
 ROUNDING = 1e-5
 """Relative, of the largest value, in fp32."""
 
 
-@pytest.fixture(scope="module", params=RANKS)
+@pytest.fixture(scope="module", params=daily(*RANKS))
 def measured(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
 ) -> tuple[str, Any]:

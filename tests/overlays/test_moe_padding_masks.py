@@ -14,6 +14,7 @@ import torch
 from masked_stages import HIDDEN, IDS, RANKS, ROWS, TOKENS, mask
 from placed_seams import overlays_out, placed
 from places import SUPPORT
+from releases import daily, newest
 from upstream_imports import upstream_module
 
 from megacpp_overlays.loader import seams
@@ -21,12 +22,12 @@ from megacpp_overlays.overlays import expert_bias_padding_mask, pipeline_padding
 
 pytestmark = pytest.mark.upstream
 
-RELEASES = ("0.16.1", "0.18.2", "0.19.2")
+RELEASES = ("0.16.1", "0.18.2", newest())
 COUNTS, STAGES = OVERLAYS = (expert_bias_padding_mask.OVERLAY, pipeline_padding_mask.OVERLAY)
 CUT = ("first", "states given", "later", "later, cut before", "own group")
 
 
-@pytest.fixture(scope="module", params=RELEASES)
+@pytest.fixture(scope="module", params=daily(*RELEASES))
 def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
     """What a release does with the overlays and without them."""
     answer = megatron_says(request.param, SUPPORT / "masked_stages.py")

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from places import HANG_S, SUPPORT
+from releases import daily, newest
 from upstream_imports import upstream_module
 
 import megacpp_overlays
@@ -52,7 +53,7 @@ def off(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return facts_of(tmp_path_factory.mktemp("off"), **OFF)
 
 
-@pytest.fixture(scope="module", params=[WITHOUT_LOSS, "0.17.1", "0.18.2", "0.19.2"])
+@pytest.fixture(scope="module", params=daily(WITHOUT_LOSS, "0.17.1", "0.18.2", newest(), older="0.17.1"))
 def on(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]
 ) -> tuple[str, Any]:

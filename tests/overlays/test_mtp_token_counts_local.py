@@ -15,6 +15,7 @@ import pytest
 import torch
 from placed_seams import placed
 from places import SUPPORT
+from releases import daily, newest
 from upstream_imports import upstream_module
 
 from megacpp_overlays.feature_probes.mtp_token_counts_local import LOCAL, LOSS, ROLL, TARGET
@@ -23,7 +24,7 @@ from megacpp_overlays.overlays.mtp_token_counts_local import OVERLAY
 
 pytestmark = pytest.mark.upstream
 
-OLDER, NEWEST = ("0.17.1", "0.18.2"), "0.19.2"
+OLDER, NEWEST = ("0.17.1", "0.18.2"), newest()
 DATA, PAIRS, CONTEXT = "1", "2", "4"
 """Context parallel ranks of four ranks in all."""
 UNTOUCHED = ("means", "unequal")
@@ -32,7 +33,7 @@ ROUNDING = 1e-6
 MAKE = {each.symbol: each.make for each in OVERLAY.replacements[LOCAL]}
 
 
-@pytest.fixture(scope="module", params=[*OLDER, NEWEST])
+@pytest.fixture(scope="module", params=daily(*OLDER, NEWEST))
 def measured(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
 ) -> tuple[str, Any]:

@@ -10,13 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from releases import daily, newest
 
 from megacpp_overlays.overlays.quant_recipe_stale_weights import OVERLAY, observe
 
 pytestmark = pytest.mark.upstream
 
 BROKEN = ("0.16.1", "0.18.2")
-FIXED = "0.19.2"
+FIXED = newest()
 STEPS = """
 import importlib, json, sys
 import megacpp_overlays
@@ -48,7 +49,7 @@ sys.stdout.write(json.dumps({"decision": decision, "on": on, "off": facts()}))
 TOLD, UNTOLD = [[[True, True]] * 2, False], [[[False, False]] * 2, False]
 
 
-@pytest.fixture(scope="module", params=[*BROKEN, FIXED])
+@pytest.fixture(scope="module", params=daily(*BROKEN, FIXED, older="0.18.2"))
 def measured(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
 ) -> tuple[str, Any]:

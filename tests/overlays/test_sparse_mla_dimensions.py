@@ -14,6 +14,7 @@ from absorbed_attention import attention_of, numbers
 from dsa_source import install, module_of
 from fp8_dispatch import Kernel, kernel_in, quantized
 from fp8_dispatch import inputs as of_the_kernel
+from releases import daily, newest
 
 from megacpp_overlays import fp8_sparse_mla
 from megacpp_overlays.feature_probes import dsa_sparse_attention, fp8_quantized_unwrap
@@ -24,7 +25,7 @@ from megacpp_overlays.overlays import fp8_quantized_unwrap as fp8
 from megacpp_overlays.overlays.sparse_mla_dimensions import OVERLAY
 from megacpp_overlays.source.file_trees import ArchiveTree
 
-VERSIONS = ("0.19.0", "0.19.1", "0.19.2")
+VERSIONS = ("0.19.0", "0.19.1", newest())
 ROWS, BATCH, KEYS, SCALE = 5, 2, 9, 0.3
 BF16 = torch.bfloat16
 Wheel = Callable[[str, str], Path]
@@ -39,7 +40,7 @@ def backend_of(wheel: Path) -> ModuleType:
     return module
 
 
-@pytest.fixture(params=VERSIONS)
+@pytest.fixture(params=daily(*VERSIONS))
 def file(request: pytest.FixtureRequest, wheel: Wheel) -> Path:
     return wheel("megatron-core", request.param)
 

@@ -19,6 +19,7 @@ import torch
 import warm_python
 from placed_seams import placed
 from places import HANG_S, SUPPORT
+from releases import daily, newest
 from upstream_imports import upstream_module
 
 from megacpp_overlays.feature_probes.tp_label_smoothing import OWN_SHARE_OF_A_GROUP, TARGET
@@ -27,7 +28,7 @@ from megacpp_overlays.overlays.tp_label_smoothing import OVERLAY
 pytestmark = pytest.mark.upstream
 
 ALONE, SHARED = "1", ("2", "4")
-ONE_GROUP, ANY_GROUP = ("0.14.0", "0.18.2"), "0.19.2"
+ONE_GROUP, ANY_GROUP = ("0.14.0", "0.18.2"), newest()
 ROUNDING = 2e-6
 HALF = 0.004
 """Of a gradient below 1 in bfloat16."""
@@ -48,7 +49,7 @@ def off(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return facts_of(tmp_path_factory.mktemp("off"))
 
 
-@pytest.fixture(scope="module", params=[*ONE_GROUP, ANY_GROUP])
+@pytest.fixture(scope="module", params=daily(*ONE_GROUP, ANY_GROUP))
 def on(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]
 ) -> tuple[str, Any]:

@@ -14,13 +14,14 @@ import pytest
 import torch
 from placed_seams import placed, without_overlays
 from places import SUPPORT
+from releases import daily, newest
 
 from megacpp_overlays.feature_probes.tp_norm_gradients import ATTENTION, BY_NAME, FUNCTION, TARGET
 from megacpp_overlays.overlays.tp_norm_gradients import OVERLAY, observe
 
 pytestmark = pytest.mark.upstream
 
-NEWEST = "0.19.2"
+NEWEST = newest()
 RANKS = {
     **dict.fromkeys(("0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2"), ("2",)),
     NEWEST: ("2", "4"),
@@ -31,7 +32,7 @@ ROUNDING = 1e-5
 QUERIES, KEYS, OUTPUTS = "q_layernorm.weight", "kv_layernorm.weight", "out_norm.weight"
 
 
-@pytest.fixture(scope="module", params=RANKS)
+@pytest.fixture(scope="module", params=daily(*RANKS, older="0.16.1"))
 def measured(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
 ) -> tuple[str, Any]:

@@ -101,6 +101,7 @@ def test_every_broken_shape_has_seams() -> None:
 # What has to stay as it was
 
 
+@pytest.mark.full
 @pytest.mark.unmeasured
 def test_no_statement_of_the_scores_or_of_their_backward_may_change(release: ArchiveTree) -> None:
     text, edits = only_what_counts(release), 0
@@ -225,6 +226,7 @@ def test_a_release_whose_loss_was_read_has_it_replaced(version: str, shape: str,
     assert f"{feature.LOSS} builds [batch, attention heads, queries, keys]" in finding.summary()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", ["0.17.0", "0.19.2"])
 def test_a_loss_that_was_not_read_is_left_to_upstream(version: str, wheel: Wheel) -> None:
     tree = ArchiveTree(wheel("megatron-core", version))
@@ -280,6 +282,7 @@ def test_another_body_of_what_the_loss_calls_leaves_it_to_upstream(
 # The choice of keys, which is replaced only where the loss is and its own body was read
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", ["0.17.0", "0.19.2"])
 def test_a_choice_of_keys_that_was_not_read_is_left_to_upstream_and_nothing_else_is(version: str, wheel: Wheel) -> None:
     tree = ArchiveTree(wheel("megatron-core", version))

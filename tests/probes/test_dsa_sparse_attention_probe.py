@@ -65,6 +65,7 @@ def test_without_its_masks_nothing_is_recognised() -> None:
     assert ask(probe, Texts({MASKING: None}, archive("megatron_core-0.19.2"))).verdict is Verdict.UNRECOGNISED
 
 
+@pytest.mark.full
 @pytest.mark.unmeasured
 @pytest.mark.parametrize(
     ("module", "symbol"),

@@ -217,6 +217,7 @@ def test_layout_comments_and_docstrings_do_not_matter(text: str) -> None:
     assert examine(text.replace("if self.fp16:", "if self.fp16:  # half\n")).verdict is Verdict.BROKEN
 
 
+@pytest.mark.full
 @pytest.mark.unmeasured
 def test_no_statement_may_be_missing_or_doubled(text: str) -> None:
     count = sum(len(block) for block in blocks(constructor(ast.parse(text))))
@@ -230,6 +231,7 @@ def test_no_statement_may_be_missing_or_doubled(text: str) -> None:
             assert not is_known(syntax), ast.unparse(constructor(syntax))
 
 
+@pytest.mark.full
 @pytest.mark.unmeasured
 def test_no_word_may_be_another(text: str) -> None:
     count = len(words(constructor(ast.parse(text))))
@@ -241,6 +243,7 @@ def test_no_word_may_be_another(text: str) -> None:
         assert not is_known(syntax), ast.unparse(constructor(syntax))
 
 
+@pytest.mark.full
 @pytest.mark.unmeasured
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())

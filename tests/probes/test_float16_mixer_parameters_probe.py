@@ -177,6 +177,7 @@ def test_a_place_that_reads_a_parameter_in_another_way_is_not_recognised(
     assert examine(newest, edited(text_of(newest), old, new)).verdict is Verdict.UNRECOGNISED
 
 
+@pytest.mark.full
 @pytest.mark.unmeasured
 def test_no_mention_of_a_parameter_may_be_doubled_with_a_change(newest: ArchiveTree) -> None:
     text = text_of(newest)

@@ -108,6 +108,7 @@ def test_nothing_may_be_added_to_it(release: DirectoryTree, part: Overlay, tail:
     assert ask(part.probe, Texts({part.target.module: text})).verdict is Verdict.UNRECOGNISED
 
 
+@pytest.mark.full
 def test_no_statement_of_the_host_function_may_be_missing(
     release: DirectoryTree, part: Overlay, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def test_what_comes_from_elsewhere_or_was_renamed_is_not_absent(text: str) -> No
     assert ask(probe, Texts({TARGET.module: text})).verdict is Verdict.UNRECOGNISED
 
 
+@pytest.mark.full
 @pytest.mark.unmeasured
 @pytest.mark.parametrize("symbol", [FUNCTION, DISPATCHER, "_is_supported_sparse_mla_head_count", "_all_bfloat16"])
 def test_no_statement_of_what_was_read_may_change(symbol: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -56,6 +57,7 @@ def _with_the_rest(tree: SourceTree, name: str) -> ModuleType:
     return module
 
 
+@functools.cache
 def shape_of(tree: SourceTree) -> str:
     """Return the broken shape of a tree."""
     shape = feature.probe(tree).shape
