@@ -98,8 +98,12 @@ def _probe(tree: SourceTree, target: Target) -> Finding:
     if layer is None:
         return absent(f"there is no module {TARGET.module}")
     method = _method(layer, LAYER, UNFLATTEN)
+    # A definition that cannot be read may be anything, and is not absent.
     if target is ROUTER_TARGET and router is not None and _method(router, ROUTER, LOSS) is not None:
-        meaning(tree, _PLACES[0])  # a definition that cannot be read may be anything, and is not absent
+        meaning(tree, _PLACES[0])
+    experts = tree.module(EXPERTS_TARGET.module)
+    if target is EXPERTS_TARGET and experts is not None and _method(experts, "MoELayer", EXPERTS) is not None:
+        meaning(tree, f"{EXPERTS_TARGET.module}:{EXPERTS}")
     if method is None:
         for each in (layer, router, tree.module(PARAMS)):
             if each is not None and _WIDTH in each.text:
