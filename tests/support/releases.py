@@ -22,12 +22,6 @@ def newest(distribution: str = "megatron-core") -> str:
     return found[1]
 
 
-def ends(versions: Iterable[str]) -> list[str]:
-    """Return the oldest and the newest of some releases, for a test of why they are what the matrix says of them all."""
-    ordered = sorted(versions, key=Version)
-    return list(dict.fromkeys((ordered[0], ordered[-1])))
-
-
 def daily(*versions: str, older: str | None = None) -> list[pytest.ParameterSet]:
     """Return parameters of releases: the newest of them and `older`, else the oldest, are daily, and the others are `full`."""
     kept = {max(versions, key=Version), older or min(versions, key=Version)}
