@@ -30,8 +30,6 @@ from typing import IO, Any, NoReturn
 from places import HANG_S, ROOT, SUPPORT
 from warm_server import SIZE
 
-from megacpp_overlays.variables import is_ours
-
 AT_IMPORT = ("TRITON_INTERPRET", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTHONHASHSEED")
 """Variables that torch, triton or Python itself reads once: processes that differ in them have no parent in common."""
 TORCH = ("torch",)
@@ -119,11 +117,16 @@ def address(
 
     `warm_python.py ADDRESS WORDS...` starts one and ends as it does: for launchers that start commands.
     """
-    names = [*AT_IMPORT, *(sorted(filter(is_ours, env)) if ARMED in after else ())]
+    names = [*AT_IMPORT, *(sorted(filter(_is_ours, env)) if ARMED in after else ())]
     variables = [(name, env[name]) for name in names if name in env]
     if path:
         variables.append(("PYTHONPATH", os.pathsep.join(path)))
     return _server(str(python), after, tuple(variables)).address
+
+
+def _is_ours(name: str) -> bool:
+    """Return whether a variable is of this package, which is not imported here: it would arm."""
+    return name.startswith("MEGACPP_")
 
 
 def _ask(
@@ -171,7 +174,7 @@ class _Server:
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
         self.address = str(Path(self._folder.name) / "socket")
         end, self._alive = os.pipe()
-        inherited = {name: value for name, value in os.environ.items() if not is_ours(name)}
+        inherited = {name: value for name, value in os.environ.items() if not _is_ours(name)}
         env = {name: value for name, value in inherited.items() if name not in {"PYTHONPATH", *AT_IMPORT}}
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.address)
