@@ -237,7 +237,7 @@ def wait_for(*files: Path) -> None:
     assert [file for file in files if not file.exists()] == []
 
 
-@pytest.mark.parametrize("keeper", ["rank 0", "torchrun"])
+@pytest.mark.parametrize("keeper", ["rank 0", pytest.param("torchrun", marks=pytest.mark.full)])
 def test_a_keeper_of_the_store_that_is_stopped_for_a_while_costs_one_call_and_no_more(
     launch: Ranks, started: Callable[..., list[WarmProcess]], keeper: str
 ) -> None:
@@ -273,6 +273,7 @@ def test_a_keeper_of_the_store_that_is_stopped_for_a_while_costs_one_call_and_no
     assert launch.seen(2)[int(comes)] == [{**second, "seconds": ANY}]
 
 
+@pytest.mark.full
 def test_a_rank_that_raises_ends_although_the_keeper_of_the_store_is_stopped(
     launch: Ranks, started: Callable[..., list[WarmProcess]]
 ) -> None:

@@ -216,6 +216,7 @@ def test_what_is_due_for_deletion_is_what_the_audit_calls_retired(
     assert [line.partition(":")[0] for line in done.stdout.splitlines() if ":" in line] == retired
 
 
+@pytest.mark.full
 def test_observe_installs_nothing_and_reports_the_same_verdicts(
     audits: Callable[[str], Preflight],
 ) -> None:
