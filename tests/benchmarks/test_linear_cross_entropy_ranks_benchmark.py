@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from places import HANG_S, ROOT
 
+pytestmark = pytest.mark.full
+
 SCRIPT = ROOT / "benchmarks/linear_cross_entropy_ranks/run.py"
 SKIPPED, SEQUENCE = ", masked tokens skipped", ", sequence parallel"
 METHODS = ["recompute", f"recompute{SKIPPED}", "keep", f"keep{SKIPPED}"]
