@@ -111,6 +111,7 @@ def test_a_forward_pass_alone_has_a_rate_and_no_backward_pass_in_the_page(work: 
     assert gather == ["a gather of the keys", "5.25", *["-"] * 7]
 
 
+@pytest.mark.full
 def test_the_whole_run_writes_numbers_page_and_plot(tmp_path: Path) -> None:
     files = {"--json": tmp_path / "found.json", "--write": tmp_path / "page.md", "--plot": tmp_path / "plot.svg"}
 
