@@ -1,4 +1,7 @@
-"""Run in a fresh interpreter, with Triton interpreted: print how far bounded products are from float64, as JSON."""
+"""Run in a fresh interpreter, with Triton interpreted: print how far bounded products are from float64, as JSON.
+
+With the word `few`, of a few sizes: a row, and a tile and one row more.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,15 @@ from megacpp_overlays.kernels.masked_products.token_selection import select
 
 ROWS, DEPTH, COLUMNS = 300, 72, 200
 """Several tiles of rows and of columns, none of them full; more than one step of depth."""
-COUNTS = (0, 1, 64, 128, 129, 300)
+FEW = "few" in sys.argv
+COUNTS = (1, 129) if FEW else (0, 1, 64, 128, 129, 300)
+KINDS = ((False, True), (True, False)) if FEW else tuple(product((False, True), (False, True)))
+"""Whether the result is in float32, and whether it is added to what is there."""
+PROGRAMS = (3,) if FEW else (3, 8)
+PANELS = ((129, 129), (200, 300)) if FEW else ((0, 0), (1, 1), (100, 128), (129, 129), (200, 300), (520, 520))
+"""Rows that count, and rows that are laid for each panel."""
+MOST = (2,) if FEW else (0, 2)
+DEPTHS = (72,) if FEW else (72, 256)
 OLD = 7.0
 """What a result holds before."""
 
@@ -211,14 +222,14 @@ def main() -> None:
     found = {
         "products": {
             f"{count}{' wide' * wide}{' add' * add}": compute(count, wide, add)
-            for count, wide, add in product(COUNTS, (False, True), (False, True))
+            for count, (wide, add) in product(COUNTS, KINDS)
         },
-        "few programs": {f"{count}, {programs}": by_few(count, programs) for count in COUNTS for programs in (3, 8)},
-        "chosen": {f"{count}, {depth}": chosen(count, depth) for count in COUNTS for depth in (DEPTH, 256)},
+        "few programs": {f"{count}, {programs}": by_few(count, programs) for count in COUNTS for programs in PROGRAMS},
+        "chosen": {f"{count}, {depth}": chosen(count, depth) for count in COUNTS for depth in DEPTHS},
         "panels": {
             f"{count} of {laid}, {most or 'all'}{' by order' * by_order}": in_panels(count, laid, most, by_order)
-            for count, laid in ((0, 0), (1, 1), (100, 128), (129, 129), (200, 300), (520, 520))
-            for most in (0, 2)
+            for count, laid in PANELS
+            for most in MOST
             for by_order in (False, True)
         },
         "nothing": {
