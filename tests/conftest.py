@@ -158,6 +158,12 @@ def small_calls() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def sizes(pytestconfig: pytest.Config) -> str:
+    """Return of how many sizes a script that runs kernels in Triton's interpreter is to tell: `few`, or in the full tests `all`."""
+    return "few" if "not full" in pytestconfig.getoption("markexpr") else "all"
+
+
 @pytest.fixture(scope="module")
 def small_heap() -> Iterator[None]:
     """Leave out of the heap what was there before the module: collected tests and libraries, which know no made-up upstream.

@@ -162,11 +162,11 @@ def test_without_a_row_there_is_no_program_and_the_sum_is_zero() -> None:
     assert (total == 1).all()
 
 
-@pytest.fixture(scope="module", params=["few", pytest.param("all", marks=pytest.mark.full)])
-def facts(request: pytest.FixtureRequest) -> Any:
-    """Return what `bounded_products_facts.py` found, of few sizes or of all. No kernel runs on a device."""
+@pytest.fixture(scope="module")
+def facts(sizes: str) -> Any:
+    """Return what `bounded_products_facts.py` found. No kernel runs on a device."""
     pytest.importorskip("triton")
-    return warm_python.answers("bounded_products_facts.py", request.param, TRITON_INTERPRET="1")
+    return warm_python.answers("bounded_products_facts.py", sizes, TRITON_INTERPRET="1")
 
 
 def test_triton_agrees_with_float64_on_every_count(facts: Any) -> None:
@@ -179,7 +179,7 @@ def test_triton_agrees_with_float64_on_every_count(facts: Any) -> None:
 def test_a_program_computes_several_tiles_and_two_programs_the_halves_of_one(facts: Any) -> None:
     found = facts["few programs"]
 
-    assert len(found) in (2, 12)
+    assert len(found) in (1, 12)
     assert {name: each for name, each in found.items() if not max(each.values()) < ROUNDING} == {}
 
 
@@ -198,12 +198,13 @@ def test_triton_takes_rows_from_anywhere(facts: Any) -> None:
 def test_triton_computes_every_panel_of_every_group(facts: Any) -> None:
     found = facts["panels"]
 
-    assert len(found) in (4, 24)
+    assert len(found) in (2, 24)
     assert {name: each for name, each in found.items() if not max(each.values()) < ROUNDING} == {}
 
 
 def test_triton_writes_nothing_where_it_is_told_to_do_nothing(facts: Any) -> None:
-    assert facts["nothing"] == {"-1": 0, "-1 by order": 0, "100": 0, "100 by order": 0}
+    assert facts["nothing"].keys() >= {"100", "100 by order"}
+    assert not any(facts["nothing"].values())
 
 
 def test_triton_adds_up_the_rows_that_count(facts: Any) -> None:
@@ -217,6 +218,7 @@ def programs() -> Any:
     return compiled_programs.needs("bounded_products_targets.py")["programs"]
 
 
+@pytest.mark.full
 def test_every_product_compiles_for_hopper_to_its_own_instructions_and_keeps_all_in_registers(programs: Any) -> None:
     found = [each for each in programs if each["kernel"].endswith("_rows") and each["kernel"] != "sum_of_rows"]
     others = {"_bring_first", "_put_back", "_select", "_first", "_put_back_apart", "sum_of_rows"}

@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import HANG_S, ROOT, SUPPORT
-from sparse_attention_cases import GRID, PEAKED, Entry, errors, in_dtype, inputs, results
+from releases import only
+from sparse_attention_cases import FEW, GRID, PEAKED, Entry, errors, in_dtype, inputs, results
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacpp_overlays import variables
@@ -188,10 +189,10 @@ def test_no_operator_returns_a_tensor_of_queries_heads_and_keys() -> None:
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, Any]:
+def interpreted(sizes: str) -> dict[str, Any]:
     """What the kernels compute in Triton's interpreter, in a process of their own."""
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", SUPPORT / "sparse_attention_cases.py", "cpu"],
+        [sys.executable, "-W", "ignore", SUPPORT / "sparse_attention_cases.py", "cpu", sizes],
         env=os.environ | {"TRITON_INTERPRET": "1", "MEGACPP_OVERLAYS": "off", "MEGACPP_OVERLAYS_LOG": "logging"},
         cwd=ROOT,
         capture_output=True,
@@ -206,7 +207,7 @@ def interpreted() -> dict[str, Any]:
     return facts
 
 
-@pytest.mark.parametrize("name", GRID)
+@pytest.mark.parametrize("name", only(GRID, FEW))
 def test_kernels_are_as_close_to_the_truth_as_their_dtype_is(interpreted: dict[str, Any], name: str) -> None:
     facts = interpreted[name]
     bound = 2e-3 if GRID[name].dtype == torch.float16 else 1.5e-2  # the interpreter cuts bfloat16
@@ -217,7 +218,7 @@ def test_kernels_are_as_close_to_the_truth_as_their_dtype_is(interpreted: dict[s
     assert all(error < bound for error in facts["errors"].values()), facts["errors"]
 
 
-@pytest.mark.parametrize("name", PEAKED)
+@pytest.mark.parametrize("name", only(PEAKED, FEW))
 def test_kernels_round_peaked_attention_no_more_than_pytorch_does(interpreted: dict[str, Any], name: str) -> None:
     for what, error in interpreted[name]["kernels"].items():
         assert error <= max(1.1 * interpreted[name]["PyTorch"][what], 3e-7), what
@@ -230,13 +231,13 @@ def test_kernels_keep_what_rounding_took_where_a_gradient_is_wanted(interpreted:
     assert numbers["kept in vain"] == 0
 
 
-@pytest.mark.parametrize("name", GRID)
+@pytest.mark.parametrize("name", only(GRID, FEW))
 def test_kernels_give_the_same_bits_again(interpreted: dict[str, Any], name: str) -> None:
     assert interpreted[name]["again"]
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, entry in GRID.items() if entry.scales and entry.dtype == torch.float16]
+    "name", only([name for name, entry in GRID.items() if entry.scales and entry.dtype == torch.float16], FEW)
 )
 def test_kernels_read_quantized_keys_as_the_numbers_that_they_stand_for(interpreted: dict[str, Any], name: str) -> None:
     assert interpreted[name]["as opened"]

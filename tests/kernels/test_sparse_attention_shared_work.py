@@ -6,18 +6,23 @@ from typing import Any
 
 import compiled_programs
 import pytest
+from releases import only
 
 COMPILED = ("128:576:512:1", "128:576:512:-1", "64:512:512:1", "128:640:512:1", "64:384:256:1", "100:200:128:1")
 """HEADS:DIM:VALUE:SIGN: tiles of 64 and 32 slots, rings of two to four, a rest of channels and none, few channels backward."""
 
 
+DAILY = COMPILED[:1]
+
+
 @pytest.fixture(scope="module")
-def programs() -> dict[str, Any]:
+def programs(sizes: str) -> dict[str, Any]:
     """What `sparse_attention_shared_work_targets.py` found."""
-    return compiled_programs.needs("sparse_attention_shared_work_targets.py", *COMPILED, MEGACPP_OVERLAYS="off")
+    compiled = DAILY if sizes == "few" else COMPILED
+    return compiled_programs.needs("sparse_attention_shared_work_targets.py", *compiled, MEGACPP_OVERLAYS="off")
 
 
-@pytest.fixture(params=COMPILED)
+@pytest.fixture(params=only(COMPILED, DAILY))
 def sharing(programs: dict[str, Any], request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What the kernels need whose warps share out the work."""
     return [each for each in programs[request.param] if each["kernel"] in {"attend_rows", "score_side"}]

@@ -17,7 +17,8 @@ import warm_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import ROOT
-from vocabulary_softmax_cases import CASES, EXTRAS, TOKENS, Case, draw, run, truth
+from releases import only
+from vocabulary_softmax_cases import CASES, EXTRAS, FEW, TOKENS, Case, draw, run, truth
 
 from megacpp_overlays.kernels.vocabulary_softmax import in_torch as vocabulary_softmax_torch
 from megacpp_overlays.kernels.vocabulary_softmax import passes as vocabulary_softmax
@@ -182,13 +183,13 @@ def test_pytorch_in_float32_agrees_with_float64(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def facts() -> Any:
+def facts(sizes: str) -> Any:
     """Return what `vocabulary_softmax_facts.py` found. No kernel runs on a device."""
     pytest.importorskip("triton")
-    return warm_python.answers("vocabulary_softmax_facts.py", TRITON_INTERPRET="1")
+    return warm_python.answers("vocabulary_softmax_facts.py", sizes, TRITON_INTERPRET="1")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", only(CASES, FEW))
 def test_triton_agrees_with_float64(facts: Any, name: str) -> None:
     found = facts["cases"][name]
 
@@ -197,7 +198,7 @@ def test_triton_agrees_with_float64(facts: Any, name: str) -> None:
     assert found["a dead row"] == 0.0
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.selected is not None])
+@pytest.mark.parametrize("name", only([name for name, case in CASES.items() if case.selected is not None], FEW))
 def test_a_program_goes_through_several_rows_where_only_the_device_knows_their_number(facts: Any, name: str) -> None:
     assert facts["few programs"][name] == facts["cases"][name]
 

@@ -24,7 +24,7 @@ COUNTS = (1, 129) if FEW else (0, 1, 64, 128, 129, 300)
 KINDS = ((False, True), (True, False)) if FEW else tuple(product((False, True), (False, True)))
 """Whether the result is in float32, and whether it is added to what is there."""
 PROGRAMS = (3,) if FEW else (3, 8)
-PANELS = ((129, 129), (200, 300)) if FEW else ((0, 0), (1, 1), (100, 128), (129, 129), (200, 300), (520, 520))
+PANELS = ((129, 129),) if FEW else ((0, 0), (1, 1), (100, 128), (129, 129), (200, 300), (520, 520))
 """Rows that count, and rows that are laid for each panel."""
 MOST = (2,) if FEW else (0, 2)
 DEPTHS = (72,) if FEW else (72, 256)
@@ -224,7 +224,11 @@ def main() -> None:
             f"{count}{' wide' * wide}{' add' * add}": compute(count, wide, add)
             for count, (wide, add) in product(COUNTS, KINDS)
         },
-        "few programs": {f"{count}, {programs}": by_few(count, programs) for count in COUNTS for programs in PROGRAMS},
+        "few programs": {
+            f"{count}, {programs}": by_few(count, programs)
+            for count in COUNTS[-1 if FEW else 0 :]
+            for programs in PROGRAMS
+        },
         "chosen": {f"{count}, {depth}": chosen(count, depth) for count in COUNTS for depth in DEPTHS},
         "panels": {
             f"{count} of {laid}, {most or 'all'}{' by order' * by_order}": in_panels(count, laid, most, by_order)
@@ -234,7 +238,7 @@ def main() -> None:
         },
         "nothing": {
             f"{laid}{' by order' * by_order}": nothing(laid, by_order)
-            for laid in (NOTHING, 100)
+            for laid in (NOTHING, 100)[FEW:]
             for by_order in (False, True)
         },
         "sums": {str(count): sums(count) for count in COUNTS},

@@ -90,6 +90,32 @@ def on_a_rank(tensor: int, with_bias: bool) -> dict[str, list[float]]:
     return found
 
 
+class Routing(torch.nn.Module):  # type: ignore[misc] # torch is not seen by the type checker
+    """An MoE layer that routes and has no experts."""
+
+    def __init__(self, router: Any) -> None:
+        super().__init__()
+        self.router = router
+
+    def forward(self, states: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
+        """Route as `MoELayer.forward` does, whose mask has the rows first."""
+        mask = {} if padding_mask is None else {"padding_mask": padding_mask.transpose(0, 1)}
+        self.probabilities, _ = self.router(states, **mask)
+        return states, None
+
+
+def layer_of(config: Any, groups: Any, experts: Routing) -> Any:
+    """Return a TransformerLayer that is nothing but its MLP: its constructor would make attention."""
+    cls = importlib.import_module(MODULES[1]).TransformerLayer
+    layer = cls.__new__(cls)
+    torch.nn.Module.__init__(layer)
+    layer.config, layer.pg_collection, layer.mlp = config, groups, experts
+    layer.is_moe_layer, layer.recompute_mlp = True, False
+    layer._forward_pre_mlp_layernorm = lambda states: states
+    layer._forward_post_mlp = lambda output, _: output
+    return layer
+
+
 def learnt(tensor: int, kind: str, mask: Tensor | None, *, is_packed: bool = False, **options: Any) -> list[float]:
     """Return what the weights of a router, [experts, hidden], learn from its balancing loss on all ranks."""
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -125,12 +151,15 @@ def learnt(tensor: int, kind: str, mask: Tensor | None, *, is_packed: bool = Fal
     ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     tokens, masks = (each.chunk(ranks, dim=0 if tensor > 1 else 1)[rank] for each in (tokens, masks))
     if is_packed:
-        layer = SimpleNamespace(
-            is_moe_layer=True, training=True, config=config, pg_collection=groups, mlp=SimpleNamespace(router=router)
+        experts = Routing(router)
+        layer = layer_of(config, groups, experts)
+        packing = SimpleNamespace(tokens_per_sample=TOKENS)
+        layer._forward_mlp(
+            tokens, padding_mask=None if mask is None else masks.transpose(0, 1), packed_seq_params=packing
         )
-        unflatten = importlib.import_module(MODULES[1]).TransformerLayer._maybe_unflatten_for_moe
-        tokens, masks, _ = unflatten(layer, tokens, masks, SimpleNamespace(tokens_per_sample=TOKENS))
-    probabilities, _ = router(tokens) if mask is None else router(tokens, padding_mask=masks)
+        probabilities = experts.probabilities
+    else:
+        probabilities, _ = router(tokens) if mask is None else router(tokens, padding_mask=masks)
     (probabilities * 0.0).sum().backward()
     gradient = router.weight.grad
     torch.distributed.all_reduce(gradient)

@@ -25,8 +25,8 @@ CASES = [
     (250, torch.float16, False, 0),
 ]
 """Labelled tokens, dtype, whether with every term of the loss, and panels that may share a block."""
-FEW = CASES[2:4]
-"""Both dtypes, every term, and panels of both kinds."""
+FEW = CASES[3:4]
+"""Every term, and panels that share a block."""
 
 
 def labelled(count: int, dtype: torch.dtype, every: bool) -> Inputs:

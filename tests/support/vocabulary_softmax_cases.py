@@ -78,6 +78,19 @@ CASES = {
     **{f"{dtype} labels": Case(labels=dtype, widths=(70, 50)) for dtype in ("int32", "int16", "uint8")},
     "every class a block": Case(widths=(1,) * 6, spread=True, softcap=2.0, bias=True),
 }
+FEW = (
+    "65 classes",
+    "2049 classes",
+    "options 1111",
+    "bfloat16 in place",
+    "narrowed to float16",
+    "rows apart",
+    "selected tokens",
+    "selected tokens, narrowed",
+    "no token",
+    "every class a block",
+)
+"""A case for each path."""
 EXTRAS = ("dead rows", "switched off classes")
 """Named besides; see `spoil`."""
 TOKENS = (0, 1, 511, 512, 513, 1100)

@@ -12,7 +12,7 @@ import torch
 from linear_cross_entropy_cases import IGNORED, errors, found
 from linear_cross_entropy_cases import draw as draw_loss
 from linear_cross_entropy_cases import truth as truth_of_loss
-from vocabulary_softmax_cases import CASES, EXTRAS, TOKENS, Block, Case, draw, run, spoil, truth
+from vocabulary_softmax_cases import CASES, EXTRAS, FEW, TOKENS, Block, Case, draw, run, spoil, truth
 
 from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
 from megacpp_overlays.kernels.vocabulary_softmax import in_torch as vocabulary_softmax_torch
@@ -89,9 +89,10 @@ def whole() -> dict[str, dict[str, float]]:
 
 def main() -> None:
     """Answer everything."""
+    cases = {name: case for name, case in CASES.items() if name in FEW or "few" not in sys.argv}
     report = {
-        "cases": {name: compare(case, draw(case)) for name, case in CASES.items()},
-        "few programs": {name: few_programs(name) for name, case in CASES.items() if case.selected is not None},
+        "cases": {name: compare(case, draw(case)) for name, case in cases.items()},
+        "few programs": {name: few_programs(name) for name, case in cases.items() if case.selected is not None},
         "extras": {name: compare(*spoil(name)) for name in EXTRAS},
         "tokens": {str(tokens): numbers_of_tokens(tokens) for tokens in TOKENS},
         "whole": whole(),
