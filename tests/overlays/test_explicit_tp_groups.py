@@ -291,6 +291,7 @@ print(json.dumps({each.overlay.target.module: each.decision.value for each in me
 """
 
 
+@pytest.mark.full
 def test_a_process_group_that_is_there_before_megatron_changes_no_decision(tmp_path: Path) -> None:
     """Upstream's helper then asks `parallel_state`, which is half-imported when the helper's own module is complete."""
     command = [sys.executable, "-W", "ignore", "-c", _IN_A_GROUP_FIRST, str(tmp_path / "meeting")]

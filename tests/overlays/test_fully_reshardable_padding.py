@@ -172,6 +172,7 @@ def beside_others(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     return SimpleNamespace(folder=folder, said=parts)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("off", SWITCHED_OFF)
 def test_the_other_overlays_of_optimizers_may_be_on_or_off(beside_others: SimpleNamespace, off: str) -> None:
     said, folder = beside_others.said[off], beside_others.folder
@@ -307,6 +308,7 @@ def test_a_broken_checkpoint_is_refused_for_any_vocabulary(
     assert any("module.embedding.weight (" in each for each in vocabularies(by, ranks)["broken", into])
 
 
+@pytest.mark.full
 def test_a_buffer_of_one_bucket_is_saved_by_upstream_alone(tmp_path: Path) -> None:
     said = launch(
         tmp_path / "plan",
