@@ -30,7 +30,14 @@ from typing import IO, Any, NoReturn
 from places import HANG_S, ROOT, SUPPORT
 from warm_server import SIZE
 
-AT_IMPORT = ("TRITON_INTERPRET", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTHONHASHSEED")
+AT_IMPORT = (
+    "TRITON_INTERPRET",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "PYTHONHASHSEED",
+    "TORCH_CUDA_ARCH_LIST",
+)
 """Variables that torch, triton or Python itself reads once: processes that differ in them have no parent in common."""
 TORCH = ("torch",)
 TRITON = (*TORCH, "triton.language")
