@@ -4,10 +4,10 @@ plant_faults.py                plant every fault of tests/faults.toml
 plant_faults.py --only ID      plant this one; may be repeated
 plant_faults.py --write PATH   write the table there as well
 
-All tests that are to go red are run on the tree as it is first, and must be green. Then each fault is put into its file,
-its tests are run without those that are marked `full` or `gpu`, and the file gets its bytes and its time back, whatever
-happens; a process that was killed leaves the fault in, and `git checkout -- FILE` takes it out. A file that differs from the
-last commit is refused. Exit 1 if a fault went unnoticed.
+The named tests run on the unchanged tree first, and must pass. Then the script edits one file at a time, runs the tests of
+that fault except those marked `full` or `gpu`, and restores the content and the modification time of the file. A killed
+process leaves its fault in the file; `git checkout -- FILE` removes it. Files with uncommitted changes are refused. Exit 1
+if a fault went unnoticed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tests" / "faults.toml"
 PYTEST = (".venv/bin/pytest", "-q", "-m", "not full and not gpu", "-p", "no:cacheprovider")
 LIMIT_S = 900
-"""After so long a fault counts as unnoticed: what hangs is red to nobody."""
+"""Time limit of the tests of one fault, in seconds. A fault that makes them hang counts as unnoticed."""
+_latest_s = 0
+"""Modification time of the last fault, in seconds since the epoch."""
 _GREEN, _RED, _COLLECTION_FAILED = 0, 1, 2
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::.+?)(?: - .*)?$", re.MULTILINE)
 
@@ -56,11 +58,11 @@ class Fault:
     caught_by: tuple[str, ...] = ()
     """Node ids of tests."""
     command: str = ""
-    """What `make test` runs besides pytest, where that notices it."""
+    """A check of `make test` other than pytest, for a fault that only such a check notices."""
     count: int = 1
-    """How often `old` is in the file; each is replaced."""
+    """Number of occurrences of `old` in the file; all are replaced."""
     breaks_import: bool = False
-    """Whether the tests may fail to be collected."""
+    """Whether an error during collection counts as noticed."""
 
     @property
     def path(self) -> Path:
@@ -85,14 +87,14 @@ class Fault:
 
 
 class Run(NamedTuple):
-    """How a command ended."""
+    """Exit code, duration in seconds and output of a command."""
 
     code: int
     seconds: float
     output: str
 
     def is_red(self, fault: Fault) -> bool:
-        """Whether it says that something is wrong, and not that it was called wrongly or found no test."""
+        """Return whether a test failed; wrong usage and an empty selection do not count."""
         return self.code == _RED or (fault.breaks_import and self.code == _COLLECTION_FAILED)
 
     def noticed_by(self, fault: Fault) -> str:
@@ -102,7 +104,7 @@ class Run(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a planted fault."""
+    """A planted fault, and the run of its tests."""
 
     fault: Fault
     ended: Run
@@ -210,14 +212,16 @@ def plant(fault: Fault) -> Outcome:
 def in_place(fault: Fault) -> Iterator[None]:
     """Have the fault in its file for a block.
 
-    Python holds bytecode against the size and the whole seconds of a file, so the fault gets a time that the file never had,
-    and what was there gets its own back.
+    Python compares bytecode with the size and the whole seconds of a file. So each fault gets a later second than the file and
+    every fault before it, and the file gets its own time back: no bytecode of one is run for another.
     """
+    global _latest_s
     before, was = fault.path.read_bytes(), fault.path.stat()
+    _latest_s = max(_latest_s, int(was.st_mtime), int(time.time())) + 1
     planted = fault.planted(before.decode()).encode()
     try:
         fault.path.write_bytes(planted)
-        os.utime(fault.path, ns=(was.st_atime_ns, was.st_mtime_ns + 7_000_000_000))
+        os.utime(fault.path, (was.st_atime, _latest_s))
         yield
     finally:
         fault.path.write_bytes(before)
