@@ -92,18 +92,16 @@ def probe_experts(tree: SourceTree) -> Finding:
 
 
 def _probe(tree: SourceTree, target: Target) -> Finding:
-    if tree.module(target.module) is None:
+    source = tree.module(target.module)
+    if source is None:
         return absent(f"there is no module {target.module}")
     layer, router = tree.module(TARGET.module), tree.module(ROUTER_TARGET.module)
     if layer is None:
         return absent(f"there is no module {TARGET.module}")
     method = _method(layer, LAYER, UNFLATTEN)
-    # A definition that cannot be read may be anything, and is not absent.
-    if target is ROUTER_TARGET and router is not None and _method(router, ROUTER, LOSS) is not None:
-        meaning(tree, _PLACES[0])
-    experts = tree.module(EXPERTS_TARGET.module)
-    if target is EXPERTS_TARGET and experts is not None and _method(experts, "MoELayer", EXPERTS) is not None:
-        meaning(tree, f"{EXPERTS_TARGET.module}:{EXPERTS}")
+    if target is not TARGET and _method(source, target.symbol.partition(".")[0], target.symbol) is not None:
+        # A definition that cannot be read may be anything, and is not absent.
+        meaning(tree, f"{target.module}:{target.symbol}")
     if method is None:
         for each in (layer, router, tree.module(PARAMS)):
             if each is not None and _WIDTH in each.text:
