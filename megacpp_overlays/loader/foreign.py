@@ -6,9 +6,9 @@ such a process. So every reading is looked up when an overlay is installed and i
 and what is checked before the first step, too. A look-up compares the file and the line of a code object; it compiles
 nothing, and walks over no heap.
 
-A module that is not loaded cannot differ, and counts when it is; nor can a name that its module lacks. Seams of this package, wrapped or not, count as
-upstream's own: behind them is the original. So does a name that a witness or self-test of this package replaces while it
-runs.
+A module that is not loaded cannot differ, and counts when it is; nor can a name that its module lacks. Seams of this
+package, wrapped or not, count as upstream's own: behind them is the original. So does a name that a witness or self-test
+of this package replaces while it runs.
 """
 
 from __future__ import annotations

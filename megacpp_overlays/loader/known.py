@@ -14,7 +14,7 @@ import functools
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,15 +57,36 @@ def places(erratum: Erratum, tree: SourceTree) -> dict[str, Place]:
 def _look_up(erratum: Erratum, tree: SourceTree) -> dict[str, Any] | None:
     if not erratum.probe.__module__.startswith(_PROBES) or (kept := _kept()) is None:
         return None
-    for each in kept.parts.get(name_of(erratum), ()):
+    found = look_up(kept.parts.get(name_of(erratum), ()), tree)
+    if found is None:
+        return None
+    data: dict[str, Any] = kept.findings[found.value]
+    return data
+
+
+class KeptRow(NamedTuple):
+    """What is kept for the texts of a tree."""
+
+    asked: tuple[str, ...]
+    """Names of the modules that the probe asked for."""
+    value: Any
+
+
+def look_up(rows: Iterable[Mapping[str, Any]], tree: SourceTree) -> KeptRow | None:
+    """Return what rows have for the texts of a tree, or None.
+
+    Args:
+        rows: each with the names that were `asked` for, and what was `found` by the digest of their texts.
+        tree: where source is read.
+    """
+    for each in rows:
         try:
             sources = [tree.module(name) for name in each["asked"]]
         except OverlayError:
             continue  # the probe will say what cannot be read
-        number = each["found"].get(digest(each["asked"], sources))
-        if number is not None:
-            data: dict[str, Any] = kept.findings[number]
-            return data
+        value = each["found"].get(digest(each["asked"], sources))
+        if value is not None:
+            return KeptRow(tuple(each["asked"]), value)
     return None
 
 

@@ -65,11 +65,8 @@ class FindingCache:
         if not erratum.probe.__module__.startswith(_PROBES):
             return Derived(examine(erratum, tree, unless=unless), None)
         rows = self._read(erratum)
-        for row in rows:
-            sources = [tree.module(name) for name in row["asked"]]
-            data = row["found"].get(known.digest(row["asked"], sources))
-            if data is not None:
-                return Derived(known.restored(data, tree), tuple(row["asked"]))
+        if (kept := known.look_up(rows, tree)) is not None:
+            return Derived(known.restored(kept.value, tree), kept.asked)
         return self._derive(erratum, tree, unless, rows)
 
     def _derive(
@@ -127,8 +124,13 @@ def key_of(erratum: Erratum) -> str:
 def _code(module: str) -> str:
     found = hashlib.sha256()
     for name in sorted({*closure([module, *_READERS]), _BOUNDARY}):
-        found.update(f"{name} {hashlib.sha256(_path(name).read_bytes()).hexdigest()}\n".encode())
+        found.update(f"{name} {text_sha256(name)}\n".encode())
     return found.hexdigest()
+
+
+def text_sha256(module: str) -> str:
+    """Return the SHA-256 of the file of a module, in hexadecimal digits."""
+    return hashlib.sha256(_path(module).read_bytes()).hexdigest()
 
 
 def closure(modules: Iterable[str]) -> frozenset[str]:

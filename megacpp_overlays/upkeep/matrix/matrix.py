@@ -5,15 +5,12 @@ Releases are read as they were published and trees as they lie there. Nothing of
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import itertools
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -23,7 +20,7 @@ from megacpp_overlays.near_names import suggestion
 from megacpp_overlays.repro import judge
 from megacpp_overlays.source.file_trees import ArchiveTree, BesideTree, FileTree
 from megacpp_overlays.source.trees import Remembered
-from megacpp_overlays.upkeep.finding_cache import FindingCache
+from megacpp_overlays.upkeep.finding_cache import FindingCache, closure, text_sha256
 from megacpp_overlays.upkeep.matrix.archives import Archives
 from megacpp_overlays.upkeep.matrix.combinations import Partner, decisive, partner
 from megacpp_overlays.upkeep.matrix.releases import IndexAnswer, Release
@@ -340,21 +337,6 @@ def runs(rows: Sequence[Row], overlay: str) -> tuple[Streak, ...]:
 
 def _sources(names: set[str]) -> dict[str, str]:
     """Return the SHA-256 of modules, and of the probe modules that they import."""
-    found: dict[str, str] = {}
-    waiting = sorted(names)
-    while waiting:
-        name = waiting.pop()
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if name in found or file is None:
-            continue
-        raw = Path(file).read_bytes()
-        found[name] = hashlib.sha256(raw).hexdigest()
-        waiting += [each for each in _imported(ast.parse(raw)) if each.startswith("megacpp_overlays.feature_probes.")]
-    return found
-
-
-def _imported(syntax: ast.Module) -> Iterator[str]:
-    for node in syntax.body:
-        if isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{each.name}" for each in node.names)
+    written = [name for name in names if getattr(sys.modules.get(name), "__file__", None) is not None]
+    found = {name for name in closure(written) if name in names or name.startswith("megacpp_overlays.feature_probes.")}
+    return {name: text_sha256(name) for name in found}
