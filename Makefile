@@ -108,6 +108,8 @@ lint: .venv/.ready
 
 .PHONY: quick
 quick: lint ## while working: lint, type checks, contracts, and the tests of the loader and the settings
+	$(say) 'tests that only a GPU runs can be collected'
+	@$(BIN)/pytest --quiet --quiet --collect-only tests/gpu >/dev/null || $(BIN)/pytest --quiet --quiet --collect-only tests/gpu
 	$(say) 'pytest of the loader, without coverage'
 	@$(BIN)/pytest --quiet $(WORKERS) tests/loader
 

@@ -159,8 +159,8 @@ def small_calls() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def sizes(pytestconfig: pytest.Config) -> str:
-    """Return of how many sizes a script that runs kernels in Triton's interpreter is to tell: `few`, or in the full tests `all`."""
+def grid_size(pytestconfig: pytest.Config) -> str:
+    """Return which grid of cases scripts run in Triton's interpreter: `few`, a case for each path, or `all` in the full tests."""
     return "few" if "not full" in pytestconfig.getoption("markexpr") else "all"
 
 

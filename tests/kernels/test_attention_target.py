@@ -287,18 +287,18 @@ def test_one_program_answers_with_and_without_a_support(programs: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def facts(sizes: str) -> dict[str, Any]:
+def facts(grid_size: str) -> dict[str, Any]:
     """Return what `attention_target_facts.py` found."""
     pytest.importorskip("triton")
-    return warm_python.answers("attention_target_facts.py", sizes, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    return warm_python.answers("attention_target_facts.py", grid_size, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
 def test_the_interpreter_takes_the_tensor_core_way(facts: dict[str, Any]) -> None:
     assert facts["way"].endswith("attention_target.in_triton")
 
 
-def test_kernels_are_as_close_as_float32_sums_are(facts: dict[str, Any], sizes: str) -> None:
-    assert sizes == "few" or len(facts["shares"]) >= len(SIZES) + 3 * len(VALID)
+def test_kernels_are_as_close_as_float32_sums_are(facts: dict[str, Any], grid_size: str) -> None:
+    assert grid_size == "few" or len(facts["shares"]) >= len(SIZES) + 3 * len(VALID)
     assert {name: share for name, share in facts["shares"].items() if not share <= 1} == {}
 
 

@@ -588,10 +588,10 @@ def test_a_device_can_run_what_is_taken_there(way: Callable[..., str], programs:
 
 
 @pytest.fixture(scope="module")
-def facts(sizes: str) -> dict[str, Any]:
+def facts(grid_size: str) -> dict[str, Any]:
     """Return what `index_scores_facts.py` found. No kernel runs on a device."""
     pytest.importorskip("triton")
-    return warm_python.answers("index_scores_facts.py", sizes, TRITON_INTERPRET="1")
+    return warm_python.answers("index_scores_facts.py", grid_size, TRITON_INTERPRET="1")
 
 
 def test_the_interpreter_takes_the_tensor_core_way(facts: dict[str, Any]) -> None:

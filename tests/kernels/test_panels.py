@@ -173,9 +173,9 @@ def test_what_stays_of_few_tokens_is_not_computed_again() -> None:
     assert logits["all that have room"] == 100 * (2 * CLASSES - 3 * WIDTH)
 
 
-def test_triton_finds_what_float64_does(sizes: str) -> None:
+def test_triton_finds_what_float64_does(grid_size: str) -> None:
     pytest.importorskip("triton")
-    facts = warm_python.answers("panel_facts.py", sizes, TRITON_INTERPRET="1")
+    facts = warm_python.answers("panel_facts.py", grid_size, TRITON_INTERPRET="1")
 
-    assert len(facts) == (1 if sizes == "few" else 5)
+    assert len(facts) == (1 if grid_size == "few" else 5)
     assert {name: each for name, each in facts.items() if not max(each["errors"]) < each["rounding"]} == {}

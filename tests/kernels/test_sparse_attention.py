@@ -189,10 +189,10 @@ def test_no_operator_returns_a_tensor_of_queries_heads_and_keys() -> None:
 
 
 @pytest.fixture(scope="module")
-def interpreted(sizes: str) -> dict[str, Any]:
+def interpreted(grid_size: str) -> dict[str, Any]:
     """What the kernels compute in Triton's interpreter, in a process of their own."""
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", SUPPORT / "sparse_attention_cases.py", "cpu", sizes],
+        [sys.executable, "-W", "ignore", SUPPORT / "sparse_attention_cases.py", "cpu", grid_size],
         env=os.environ | {"TRITON_INTERPRET": "1", "MEGACPP_OVERLAYS": "off", "MEGACPP_OVERLAYS_LOG": "logging"},
         cwd=ROOT,
         capture_output=True,

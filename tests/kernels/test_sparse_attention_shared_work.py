@@ -16,9 +16,9 @@ DAILY = COMPILED[:1]
 
 
 @pytest.fixture(scope="module")
-def programs(sizes: str) -> dict[str, Any]:
+def programs(grid_size: str) -> dict[str, Any]:
     """What `sparse_attention_shared_work_targets.py` found."""
-    compiled = DAILY if sizes == "few" else COMPILED
+    compiled = DAILY if grid_size == "few" else COMPILED
     return compiled_programs.needs("sparse_attention_shared_work_targets.py", *compiled, MEGACPP_OVERLAYS="off")
 
 

@@ -220,10 +220,10 @@ def programs() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def facts(sizes: str) -> dict[str, Any]:
+def facts(grid_size: str) -> dict[str, Any]:
     """Return what `top_k_facts.py` found."""
     pytest.importorskip("triton")
-    return warm_python.answers("top_k_facts.py", sizes, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    return warm_python.answers("top_k_facts.py", grid_size, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
 def test_the_interpreter_takes_the_kernel(facts: dict[str, Any]) -> None:

@@ -183,10 +183,10 @@ def test_pytorch_in_float32_agrees_with_float64(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def facts(sizes: str) -> Any:
+def facts(grid_size: str) -> Any:
     """Return what `vocabulary_softmax_facts.py` found. No kernel runs on a device."""
     pytest.importorskip("triton")
-    return warm_python.answers("vocabulary_softmax_facts.py", sizes, TRITON_INTERPRET="1")
+    return warm_python.answers("vocabulary_softmax_facts.py", grid_size, TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("name", only(CASES, FEW))

@@ -9,7 +9,6 @@ import builtins
 import json
 import os
 import threading
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,6 +19,7 @@ import warm_python
 from placed_seams import placed
 from places import HANG_S, SUPPORT
 from releases import newest
+from unpacked import unpacked
 from upstream_imports import upstream_module
 
 from megacpp_overlays.feature_probes.cp_local_loss_mean import OWN_COUNT, TARGET
@@ -52,8 +52,7 @@ def on(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]
 ) -> tuple[str, Any]:
     """A release, and what it does with the overlay."""
-    release = tmp_path_factory.mktemp(f"megatron-{request.param}")
-    zipfile.ZipFile(wheel("megatron-core", request.param)).extractall(release)
+    release = unpacked(wheel("megatron-core", request.param))
     return request.param, facts_of(tmp_path_factory.mktemp("on"), release, **{OVERLAY.variable: "on"})
 
 

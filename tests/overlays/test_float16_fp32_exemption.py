@@ -8,7 +8,6 @@ import io
 import pickle
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from releases import newest, only
+from unpacked import unpacked
 from upstream_imports import upstream_module
 from warm_python import MEGATRON
 
@@ -655,18 +655,13 @@ print(record.decision.value, record.shape, model.weight.dtype, model.weight[0, 0
 
 
 @pytest.fixture(scope="module")
-def folders_of(
-    wheel: Callable[[str, str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], list[Path]]:
-    def unpack(version: str) -> list[Path]:
+def folders_of(wheel: Callable[[str, str], Path]) -> Callable[[str], list[Path]]:
+    def folders(version: str) -> list[Path]:
         if version == metadata.version("megatron-core"):
-            return []  # it is on the path, and compiled
-        folder = tmp_path_factory.mktemp(f"megatron-{version}")
-        with zipfile.ZipFile(wheel("megatron-core", version)) as archive:
-            archive.extractall(folder, [name for name in archive.namelist() if name.endswith(".py")])
-        return [folder]
+            return []  # it is on the path
+        return [unpacked(wheel("megatron-core", version))]
 
-    return unpack
+    return folders
 
 
 def whole_way(done: subprocess.CompletedProcess[str]) -> str:

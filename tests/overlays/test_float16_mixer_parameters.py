@@ -9,7 +9,6 @@ import os
 import subprocess
 import threading
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,6 +18,7 @@ import pytest
 import torch
 import warm_python
 from places import HANG_S, SUPPORT
+from unpacked import unpacked
 from upstream_imports import upstream_module
 from warm_python import MEGATRON
 
@@ -295,11 +295,8 @@ print(record.decision.value, record.shape, hasattr(mamba_mixer.MambaMixer.__init
 
 
 @pytest.fixture(scope="module")
-def oldest(wheel: Callable[[str, str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("megatron-0.14.0")
-    with zipfile.ZipFile(wheel("megatron-core", "0.14.0")) as archive:
-        archive.extractall(folder, [name for name in archive.namelist() if name.endswith(".py")])
-    return folder
+def oldest(wheel: Callable[[str, str], Path]) -> Path:
+    return unpacked(wheel("megatron-core", "0.14.0"))
 
 
 def test_it_is_off_by_default(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:

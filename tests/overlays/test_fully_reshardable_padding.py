@@ -7,7 +7,6 @@ under its name and with what other ranks hold that loaded it.
 from __future__ import annotations
 
 import functools
-import zipfile
 from collections.abc import Callable
 from itertools import chain, permutations
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 import torch
 from launched_reshardable import ID, differences, dumped, launch, saved, step
 from releases import daily, only
+from unpacked import unpacked
 from upstream_imports import upstream_module
 
 import megacpp_overlays
@@ -329,10 +329,7 @@ def test_a_buffer_of_one_bucket_is_saved_by_upstream_alone(tmp_path: Path) -> No
 def test_older_releases_are_as_wrong_and_are_repaired_alike(
     version: str, wheel: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
-    with zipfile.ZipFile(wheel("megatron-core", version)) as archive:
-        archive.extractall(tmp_path / "release")
-
-    run = write(tmp_path, 1, path=tmp_path / "release")
+    run = write(tmp_path, 1, path=unpacked(wheel("megatron-core", version)))
 
     assert len(differences(run.truth, saved(tmp_path / "broken"))) > 1
     assert differences(run.truth, saved(tmp_path / "right")) == []

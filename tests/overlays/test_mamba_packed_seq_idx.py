@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -21,6 +20,7 @@ from hypothesis import strategies as st
 from places import HANG_S, ROOT, SUPPORT
 from releases import only
 from tensor_writes import COPIES, WRITES, Copy, Write
+from unpacked import unpacked
 from upstream_imports import upstream_module
 from warm_python import MEGATRON, WarmProcess
 
@@ -108,26 +108,14 @@ def test_with_total_tokens_and_without_packing_the_overlay_changes_no_bit(facts:
     assert facts["on"]["not packed"] == facts["off"]["not packed"]
 
 
-@pytest.fixture(scope="module")
-def unpacked(tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]) -> Callable[[str], Path]:
-    """Return a folder with a release of Megatron."""
-
-    def unpack(release: str) -> Path:
-        folder = tmp_path_factory.mktemp(f"megatron-{release}")
-        zipfile.ZipFile(wheel("megatron-core", release)).extractall(folder)
-        return folder
-
-    return unpack
-
-
 @pytest.mark.parametrize(
     ("release", "decision"),
     only([("0.16.1", "retired"), ("0.17.1", "active"), ("0.18.2", "active")], [("0.18.2", "active")]),
 )
 def test_on_another_release_a_padded_row_is_right_too(
-    release: str, decision: str, unpacked: Callable[[str], Path]
+    release: str, decision: str, wheel: Callable[[str, str], Path]
 ) -> None:
-    found = answer(start("packed_mixer_facts.py", "padded", release=unpacked(release)))
+    found = answer(start("packed_mixer_facts.py", "padded", release=unpacked(wheel("megatron-core", release))))
 
     assert found["decision"] == decision, found["reason"]
     assert max(found["packings"]["padded"]["apart"].values()) < ROUNDING

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +18,7 @@ import pytest
 import torch
 from places import HANG_S, SUPPORT
 from releases import daily, newest
+from unpacked import unpacked
 from upstream_imports import upstream_module
 
 import megacpp_overlays
@@ -58,8 +58,7 @@ def on(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]
 ) -> tuple[str, Any]:
     """A release, and what it does with the overlay."""
-    release = tmp_path_factory.mktemp(f"megatron-{request.param}")
-    zipfile.ZipFile(wheel("megatron-core", request.param)).extractall(release)
+    release = unpacked(wheel("megatron-core", request.param))
     return request.param, facts_of(tmp_path_factory.mktemp("on"), release)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +19,7 @@ import warm_python
 from placed_seams import placed
 from places import HANG_S, SUPPORT
 from releases import daily, newest
+from unpacked import unpacked
 from upstream_imports import upstream_module
 
 from megacpp_overlays.feature_probes.tp_label_smoothing import OWN_SHARE_OF_A_GROUP, TARGET
@@ -54,8 +54,7 @@ def on(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]
 ) -> tuple[str, Any]:
     """A release, and what it does with the overlay."""
-    release = tmp_path_factory.mktemp(f"megatron-{request.param}")
-    zipfile.ZipFile(wheel("megatron-core", request.param)).extractall(release)
+    release = unpacked(wheel("megatron-core", request.param))
     more = ["compiled"] if request.param == ANY_GROUP else []
     return request.param, facts_of(tmp_path_factory.mktemp("on"), *more, release=release, **{OVERLAY.variable: "on"})
 

@@ -13,7 +13,6 @@ from unpacked import unpacked
 
 MODELS = ("megatron.core.transformer.transformer_layer", "megatron.core.models.gpt.gpt_model")
 """Modules of every release, which import most of it."""
-OFF = "MEGACPP_OVERLAYS"
 
 
 def said(wheel: Path, script: Path, *words: str | Path, imported: bool = True, **variables: str) -> Any:
@@ -32,7 +31,7 @@ def said(wheel: Path, script: Path, *words: str | Path, imported: bool = True, *
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
     after, found = warm_python.MEGATRON, ()
     if imported:
-        armed = () if env.get(OFF) == "off" else (warm_python.ARMED,)
+        armed = () if env.get("MEGACPP_OVERLAYS") == "off" else (warm_python.ARMED,)
         after, found = (*armed, *after, *MODELS), (release,)
     done = warm_python.run(["-W", "ignore", script, *words], env, after=after, timeout=HANG_S, path=found)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -31,6 +31,9 @@ def unpacked(wheel: Path) -> Path:
         draft.chmod(0o755)
         try:
             os.rename(draft, folder)
-        except OSError:  # another worker was first
+        except OSError:
             shutil.rmtree(draft)
+            if not folder.exists():
+                raise
+            # another worker was first
     return folder

@@ -127,10 +127,8 @@ print(*(f"{each.id}:{each.target.module}:{key_of(each)}" for each in registry.lo
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a copy of the package whose files may be edited."""
     folder = tmp_path_factory.mktemp("copy")
-    kept_out = shutil.ignore_patterns("__pycache__", "kernels", "packs", "*.html")
-    shutil.copytree(ROOT / "megacpp_overlays", folder / "megacpp_overlays", ignore=kept_out, symlinks=False)
-    (folder / "megacpp_overlays/packs").mkdir()
-    shutil.copytree(ROOT / "megacpp_overlays/kernels", folder / "megacpp_overlays/kernels")
+    left_out = shutil.ignore_patterns("__pycache__", "packs")
+    shutil.copytree(ROOT / "megacpp_overlays", folder / "megacpp_overlays", ignore=left_out)
     return folder
 
 
