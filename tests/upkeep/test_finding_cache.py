@@ -12,12 +12,13 @@ import pytest
 from places import ROOT
 from probing import Texts
 
+from megacpp_overlays.errors import SourceError
 from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader import registry
 from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.model import Evidence, Finding, Verdict
 from megacpp_overlays.source.file_trees import ArchiveTree
-from megacpp_overlays.source.trees import Remembered, SourceTree
+from megacpp_overlays.source.trees import ModuleSource, Remembered, SourceTree
 from megacpp_overlays.upkeep import finding_cache
 from megacpp_overlays.upkeep.finding_cache import FindingCache
 
@@ -87,6 +88,27 @@ def test_a_finding_is_about_the_files_of_the_tree_that_was_asked(release: Source
     files = {each.file for each in cache.derive(PART, elsewhere).finding.evidence if each.file is not None}
 
     assert files == {each.file for each in examine(PART, elsewhere).evidence if each.file is not None}
+
+
+class Unreadable(Texts):
+    """A tree in which a module cannot be read."""
+
+    def module(self, name: str) -> ModuleSource | None:
+        if name == MODULE:
+            raise SourceError(f"{name} is no text", file=None)
+        return super().module(name)
+
+
+def test_a_module_that_cannot_be_read_is_told_by_the_probe(release: SourceTree) -> None:
+    cache = FindingCache()
+    cache.derive(PART, release)
+    unreadable = Unreadable({}, release)
+
+    found = cache.derive(PART, unreadable)
+
+    assert found.asked is None
+    assert found.finding == examine(PART, unreadable)
+    assert found.finding.verdict is Verdict.UNRECOGNISED
 
 
 def test_a_file_that_was_cut_off_is_derived_anew(release: SourceTree, runs: list[str], tmp_path: Path) -> None:
