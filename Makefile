@@ -131,7 +131,7 @@ test: setup lint in-step ## set up everything, then lint, type checks, contracts
 test-all: setup lint in-step ## all of `make test`, and every release, lane, size and Python, mutants, planted faults, and branch coverage; writes tests/full-run.json
 	$(say) 'pytest with branch coverage, child processes included'
 	@$(BIN)/coverage erase
-	@$(BIN)/coverage run -m pytest $(WORKERS) --durations 20 --junitxml .cache/full-run.xml
+	@KEPT_ANSWERS=no $(BIN)/coverage run -m pytest $(WORKERS) --durations 20 --junitxml .cache/full-run.xml
 	$(say) 'coverage'
 	@$(BIN)/coverage combine --quiet
 	@rm -f .coverage.* # what is left is empty: the data file of a child that was killed
@@ -143,6 +143,10 @@ test-all: setup lint in-step ## all of `make test`, and every release, lane, siz
 .PHONY: edge
 edge: setup ## all tests once more in the lane `edge`: the newest torch and Triton, with the newest of every target
 	@.envs/edge/bin/python -m pytest $(WORKERS) --durations 20
+
+.PHONY: answers
+answers: setup ## derive what scripts of tests print and keep it in tests/answers, so that `make test` derives only what has changed
+	@$(BIN)/python scripts/keep_answers.py tests/kernels
 
 MUTANTS ?= 30000
 SEED ?= 1

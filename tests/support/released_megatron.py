@@ -28,7 +28,7 @@ def said(wheel: Path, script: Path, *words: str | Path, imported: bool = True, *
     """
     release = str(unpacked(wheel))
     path = os.pathsep.join([release, str(SUPPORT)])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCH_CUDA_ARCH_LIST": "9.0", **variables}
     after, found = warm_python.MEGATRON, ()
     if imported:
         armed = () if env.get("MEGACPP_OVERLAYS") == "off" else (warm_python.ARMED,)

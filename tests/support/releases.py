@@ -22,9 +22,19 @@ def newest(distribution: str = "megatron-core") -> str:
     return found[1]
 
 
+OLDER = "0.18.2"
+"""The older release of Megatron-Core of every day where a test has it: processes that have imported a release are shared."""
+
+
 def daily(*versions: str, older: str | None = None) -> list[pytest.ParameterSet]:
-    """Return parameters of releases: the newest of them and `older`, else the oldest, are daily, and the others are `full`."""
-    kept = {max(versions, key=Version), older or min(versions, key=Version)}
+    """Return parameters of releases: the newest of them and an older one are daily, and the others are `full`.
+
+    Args:
+        versions: all of them.
+        older: the older one; without it `OLDER`, or the oldest where that is none of them.
+    """
+    chosen = older or (OLDER if OLDER in versions else min(versions, key=Version))
+    kept = {max(versions, key=Version), chosen}
     assert kept <= set(versions), f"{older} is none of {', '.join(versions)}"
     return only(versions, kept)
 

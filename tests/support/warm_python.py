@@ -1,7 +1,7 @@
 """A Python that has imported torch already and forks for each process that a test asks for.
 
 Importing torch is most of what a small process of these tests costs, and is the same in all of them. So one process
-imports it, once for each worker of pytest and each environment that torch reads at import, and a copy of it becomes each
+imports it, once for a run of pytest and each environment that torch reads at import, and a copy of it becomes each
 process that is asked for: with the words, the variables, the folder and the streams of that process, a `__main__` and a
 `sys.path` of its own, its coverage measured from its first line, and nothing of this project imported yet.
 
@@ -13,20 +13,25 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
+import hashlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+import kept_answers
 from places import HANG_S, ROOT, SUPPORT
 from warm_server import SIZE
 
@@ -45,6 +50,9 @@ MEGATRON = (*TRITON, "torch._dynamo", "torch.distributed.checkpoint")
 """Modules to start after: torch, with Triton, and with all of torch that Megatron imports, which takes longest of all."""
 ARMED = "megacpp_overlays"
 """Where it is the first module to start after, the process that is copied has armed, with the switches of the processes."""
+_asking = threading.RLock()
+_servers: list[subprocess.Popen[bytes] | WarmProcess] = []
+"""Those that this process has started. They may outlive it."""
 SERVER = Path(__file__).with_name("warm_server.py")
 
 
@@ -108,10 +116,14 @@ def start(
         python: the interpreter, such as that of another lane.
         path: folders where the modules are looked for first.
     """
-    out, error = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 - whoever waits for the process reads them
+    out, error = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 - read by WarmProcess.wait
     with open(os.devnull, "rb") as nothing:
         streams = (nothing.fileno(), out.fileno(), error.fileno())
-        return WarmProcess(_ask(address(env, after, python, path), words, env, cwd, streams), out, error)
+        try:
+            connection = _ask(address(env, after, python, path), words, env, cwd, streams)
+        except (ConnectionError, FileNotFoundError):  # it had nothing to do for long, and ended meanwhile
+            connection = _ask(address(env, after, python, path), words, env, cwd, streams)
+        return WarmProcess(connection, out, error)
 
 
 def address(
@@ -125,10 +137,10 @@ def address(
     `warm_python.py ADDRESS WORDS...` starts one and ends as it does: for launchers that start commands.
     """
     names = [*AT_IMPORT, *(sorted(filter(_is_ours, env)) if ARMED in after else ())]
-    variables = [(name, env[name]) for name in names if name in env]
+    variables = {name: env[name] for name in names if name in env}
     if path:
-        variables.append(("PYTHONPATH", os.pathsep.join(path)))
-    return _server(str(python), after, tuple(variables)).address
+        variables["PYTHONPATH"] = os.pathsep.join(path)
+    return _server(str(python), after, variables)
 
 
 def _is_ours(name: str) -> bool:
@@ -139,12 +151,23 @@ def _is_ours(name: str) -> bool:
 def _ask(
     at: str, words: Sequence[str | Path], env: Mapping[str, str], cwd: Path | None, streams: tuple[int, int, int]
 ) -> socket.socket:
-    """Return the connection over which a process that was asked for says which it is and how it ended."""
+    """Return the connection over which a process that was asked for says which it is and how it ended.
+
+    Raises:
+        ConnectionError: the server has ended.
+        FileNotFoundError: the same.
+    """
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(at)
-    job = json.dumps({"words": [str(word) for word in words], "env": dict(env), "cwd": str(cwd or Path.cwd())}).encode()
-    socket.send_fds(connection, [SIZE.pack(len(job))], streams)
-    connection.sendall(job)
+    try:
+        connection.connect(at)
+        job = {"words": [str(word) for word in words], "env": dict(env), "cwd": str(cwd or Path.cwd())}
+        raw = json.dumps(job).encode()
+        socket.send_fds(connection, [SIZE.pack(len(raw))], streams)
+        connection.sendall(raw)
+    except OSError:
+        connection.close()
+        Path(at).unlink(missing_ok=True)  # the next who asks starts another
+        raise
     return connection
 
 
@@ -164,57 +187,87 @@ def run(
 
 
 def answers(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
-    """Run a script of this folder with Triton imported, and return the JSON that it prints."""
+    """Return the JSON that a script of this folder prints, with Triton imported and this package switched off.
+
+    The script does not run where its answer is kept, see `kept_answers`.
+    """
+    given = {"MEGACPP_OVERLAYS": "off", **environment}
+    path = SUPPORT / script
+    key = kept_answers.key_of(path, arguments, given)
+    found: dict[str, Any] | None = kept_answers.look_up(key)
+    if found is None:
+        found = _observed(path, arguments, given)
+        kept_answers.keep(key, path.stem, found)
+    return found
+
+
+def _observed(script: Path, words: Sequence[str], variables: Mapping[str, str]) -> dict[str, Any]:
+    """Run a script to its end. It may load no module of this checkout that the key of its answer does not cover."""
     path = os.pathsep.join([str(ROOT), str(SUPPORT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "MEGACPP_OVERLAYS_LOG": "logging", **environment}
-    command = ["-W", "ignore", str(SUPPORT / script), *arguments]
-    done = run(command, environment, after=TRITON, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr[-4000:]
+    environment = {**os.environ, "PYTHONPATH": path, **variables}
+    with tempfile.NamedTemporaryFile("r") as loaded:
+        command = ["-W", "ignore", SUPPORT / "observed_imports.py", loaded.name, script, *words]
+        done = run(command, environment, after=TRITON, timeout=HANG_S)
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert (missing := kept_answers.uncovered(loaded.read().splitlines(), script)) == [], missing
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
-class _Server:
-    """The process that is copied. It ends when this one does: the pipe that it holds is then closed."""
+def _server(python: str, modules: tuple[str, ...], variables: Mapping[str, str]) -> str:
+    """Return the address of a server, which is started unless a worker of this run of pytest has one.
 
-    def __init__(self, python: str, modules: tuple[str, ...], variables: Mapping[str, str]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="warm-")
-        self.address = str(Path(self._folder.name) / "socket")
-        end, self._alive = os.pipe()
-        inherited = {name: value for name, value in os.environ.items() if not _is_ours(name)}
-        env = {name: value for name, value in inherited.items() if name not in {"PYTHONPATH", *AT_IMPORT}}
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(self.address)
-            listener.listen(64)
-            fds = (str(listener.fileno()), str(end))
-            self._process = subprocess.Popen(
-                [python, SERVER, *fds, *modules],
-                env={**env, **variables},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(listener.fileno(), end),
-            )
-        os.close(end)
-        atexit.register(self.close)
-
-    def close(self) -> None:
-        """End the server; what it has started goes on."""
-        os.close(self._alive)
-        self._process.wait()
-        self._folder.cleanup()
-
-
-_asking = threading.Lock()
-
-
-def _server(python: str, modules: tuple[str, ...], variables: tuple[tuple[str, str], ...]) -> _Server:
-    with _asking:  # tests ask from several threads
-        return _started(python, modules, variables)
+    A server ends with the run, or when nobody has asked it for a while; its socket goes first.
+    """
+    key = hashlib.sha256(json.dumps([python, modules, sorted(variables.items())]).encode()).hexdigest()[:16]
+    folder = _folder()
+    address = folder / key
+    with _asking, open(folder / f"{key}.lock", "w") as lock:  # tests ask from several threads, and from several workers
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not address.exists():
+            _serve(address, python, modules, variables)
+    return str(address)
 
 
 @functools.cache
-def _started(python: str, modules: tuple[str, ...], variables: tuple[tuple[str, str], ...]) -> _Server:
-    return _Server(python, modules, dict(variables))
+def _folder() -> Path:
+    """Return a folder for the sockets of a run of pytest. Its last process removes it."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        made = Path(tempfile.mkdtemp(prefix="warm-"))
+        atexit.register(_end_servers)
+        atexit.register(shutil.rmtree, made, ignore_errors=True)
+        return made
+    shared = Path(tempfile.gettempdir()) / f"warm-{run}"
+    shared.mkdir(mode=0o700, exist_ok=True)
+    return shared
+
+
+def _serve(address: Path, python: str, modules: tuple[str, ...], variables: Mapping[str, str]) -> None:
+    """Start a server at an address: a copy of one that has imported most of its modules, where there are such."""
+    of_run = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    base = next((each for each in (MEGATRON, TRITON, TORCH) if {*each} < {*modules}), ())
+    rest = [each for each in modules if each not in base]
+    words = [SERVER, address, str(of_run), *rest]
+    inherited = {name: value for name, value in os.environ.items() if not _is_ours(name)}
+    env = {name: value for name, value in inherited.items() if name not in {"PYTHONPATH", *AT_IMPORT}} | variables
+    with open(os.devnull, "r+b") as nothing:
+        if base:
+            before = {name: value for name, value in variables.items() if name in AT_IMPORT}
+            connection = _ask(_server(python, base, before), words, env, None, (nothing.fileno(), nothing.fileno(), 2))
+            _servers.append(WarmProcess(connection))
+        else:
+            _servers.append(subprocess.Popen([python, *words], env=env, stdin=nothing, stdout=nothing))
+    while not address.exists():  # it is there before anything is imported
+        if isinstance(_servers[-1], subprocess.Popen) and _servers[-1].poll() is not None:
+            raise RuntimeError(f"the process to copy has ended with {_servers[-1].returncode}: see its error above")
+        time.sleep(0.01)
+
+
+def _end_servers() -> None:
+    for each in _servers:
+        each.kill()
+        each.wait()
 
 
 def _stand_in(at: str, words: Sequence[str]) -> NoReturn:

@@ -1,4 +1,7 @@
-"""The process that `warm_python` copies: `warm_server.py LISTENER ALIVE MODULE...`, with descriptors of a socket and a pipe."""
+"""The process that `warm_python` copies: `warm_server.py ADDRESS RUN MODULE...`.
+
+It listens at ADDRESS, and ends with the process RUN, which is that of pytest.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -27,24 +31,42 @@ SIZE = struct.Struct("!I")
 """What comes before a job: how many bytes of JSON it has."""
 
 
-def serve(listener: socket.socket, alive: int, modules: Sequence[str]) -> None:
-    """Import modules, then fork for each connection until `alive` is closed at its other end."""
+IDLE_S = 60
+"""A server that nobody has asked for so long ends: the memory of a release of Megatron is half a GiB."""
+
+
+def serve(address: str, pid: int, modules: Sequence[str]) -> None:
+    """Import modules, then fork for each connection until a process has ended, or nobody asks any more."""
+    run = os.pidfd_open(pid)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{address}.new")
+    listener.listen(64)
+    os.rename(f"{address}.new", address)
     for name in modules:
         importlib.import_module(name)
     if os.environ.get("TRITON_INTERPRET") == "1" and "triton.language" in modules:
         hasten()
     del sys.path[0]  # the folder of this script
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
+    ends = False
     while True:
-        ready, _, _ = select.select([listener, alive], [], [])
-        if alive in ready:
-            return
+        ready, _, _ = select.select([listener, run], [], [], 0 if ends else IDLE_S)
+        if run in ready or (ends and not ready):
+            break
+        if not ready:  # whoever has found the socket before it is gone is served
+            Path(address).unlink(missing_ok=True)
+            ends = True
+            continue
         connection, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
-            os.close(alive)
+            os.close(run)
             _keep(connection)
         connection.close()
+    with contextlib.suppress(OSError):  # the last one takes the folder along
+        Path(address).unlink(missing_ok=True)
+        if ends is False:
+            shutil.rmtree(Path(address).parent)
 
 
 def _keep(connection: socket.socket) -> NoReturn:
@@ -144,4 +166,4 @@ def _execute(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3:])
+    serve(sys.argv[1], int(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,166 @@
+"""Kept answers: the JSON that a script printed before, keyed by all that it was made of.
+
+Kernels in Triton's interpreter and programs compiled for devices that are not there take minutes, and their answers depend on
+nothing but code. So an answer is kept under a key of
+
+    code      the script, and all modules of this checkout that it imports, wherever they are imported
+    request   the words and the variables of the process
+    versions  Python, the machine's architecture, and every distribution that this code imports
+
+A process whose key is kept does not run. Answers of the last commit are in `tests/answers`, written by `make answers`; those that
+were derived since are in `.cache/answers`. With `KEPT_ANSWERS=no` every process runs, as in `make test-all`.
+
+A process that loaded a module of this checkout which the key does not cover is an error: see `observed_imports.py`. The package
+is switched off in these processes, so what `import megacpp_overlays` alone loads is no part of a key.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from places import ROOT, SUPPORT
+
+COMMITTED = ROOT / "tests" / "answers"
+DERIVED = ROOT / ".cache" / "answers"
+KEEP = "KEPT_ANSWERS"
+"""The variable that says `no` where every process has to run, or names a folder where the names of used answers are noted."""
+PACKAGE = "megacpp_overlays"
+ALWAYS = ("torch", "triton", "numpy")
+"""Distributions that compute, whether the code imports them or another distribution does."""
+PREFIXES = ("TRITON_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "CUDA_", "MEGACPP_OVERLAY")
+"""Variables of this process that one which it starts may read, beside those that are given."""
+
+
+def look_up(key: str) -> Any:
+    """Return the answer that is kept under a key, or None."""
+    if os.environ.get(KEEP) == "no":
+        return None
+    for path in (DERIVED / f"{key}.json", *COMMITTED.glob(f"*.{key}.json")):
+        if path.is_file():
+            _note(key)
+            return json.loads(path.read_text())["answer"]
+    return None
+
+
+def keep(key: str, name: str, answer: Any) -> None:
+    """Keep an answer until a file of the checkout takes its place.
+
+    Args:
+        key: of `key_of`.
+        name: of the script, for people.
+        answer: JSON.
+    """
+    DERIVED.mkdir(parents=True, exist_ok=True)
+    descriptor, draft = tempfile.mkstemp(dir=DERIVED)
+    with open(descriptor, "w") as file:
+        json.dump({"script": name, "answer": answer}, file)
+        file.write("\n")
+    Path(draft).chmod(0o644)
+    os.rename(draft, DERIVED / f"{key}.json")  # whole, whichever worker is first
+    _note(key)
+
+
+def _note(key: str) -> None:
+    if (folder := os.environ.get(KEEP, "no")) != "no":
+        (Path(folder) / key).touch()
+
+
+def key_of(script: Path, words: Sequence[str], variables: Mapping[str, str]) -> str:
+    """Return 20 hexadecimal digits for a process and all that its answer depends on.
+
+    Args:
+        script: what the process runs.
+        words: its arguments.
+        variables: of its environment that are given, beside those of this process.
+    """
+    read = {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)}
+    request = [str(script.relative_to(ROOT)), list(words), sorted({**read, **variables}.items())]
+    return hashlib.sha256(json.dumps([request, *_made_of(script)]).encode()).hexdigest()[:20]
+
+
+@functools.cache
+def _made_of(script: Path) -> tuple[Any, ...]:
+    code = [(str(path.relative_to(ROOT)), hashlib.sha256(path.read_bytes()).hexdigest()) for path in closure(script)]
+    return code, sorted(_versions(closure(script))), platform.python_version(), platform.machine()
+
+
+def _versions(code: Iterable[Path]) -> Iterator[str]:
+    """Yield the distributions that files import, with their versions."""
+    distributions = importlib.metadata.packages_distributions()
+    imported = {name.partition(".")[0] for path in code for name in _imported(path)} | {*ALWAYS}
+    for name in {each for top in imported - {PACKAGE} for each in distributions.get(top, ())}:
+        yield f"{name} {importlib.metadata.version(name)}"
+
+
+@functools.cache
+def closure(script: Path) -> tuple[Path, ...]:
+    """Return a script and all modules of this checkout that it imports, in order.
+
+    Scripts of this folder that it names in a text, such as one that it starts, are among them.
+    """
+    return tuple(sorted(_reached(script, SUPPORT / "warm_server.py")))
+
+
+def _reached(*starts: Path) -> set[Path]:
+    found: set[Path] = set()
+    waiting = [*starts]
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found.add(path)
+            waiting += [each for name in _imported(path) for each in _files(name)]
+            waiting += [SUPPORT / name for name in _named(path)]
+    return found
+
+
+@functools.cache
+def _imported(path: Path) -> frozenset[str]:
+    """Return all names that a file imports, those that stand in a text among them: modules are imported by name, too."""
+    found: set[str] = set()
+    for node in ast.walk(_syntax(path)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(f"{PACKAGE}."):
+            found.add(node.value)
+    return frozenset(found)
+
+
+def _named(path: Path) -> Iterator[str]:
+    for node in ast.walk(_syntax(path)):
+        text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+        if text.endswith(".py") and "/" not in text and (SUPPORT / text).is_file():
+            yield text
+
+
+@functools.cache
+def _syntax(path: Path) -> ast.Module:
+    return ast.parse(path.read_bytes())
+
+
+def _files(name: str) -> Iterator[Path]:
+    """Yield the file of a module of this checkout, and of the packages that it is in; the package itself is left out."""
+    first, *rest = name.split(".")
+    folder = ROOT / first if first == PACKAGE else SUPPORT / first
+    if not rest and (file := folder.with_suffix(".py")).is_file():
+        yield file
+    for number in range(1 if first == PACKAGE else 0, len(rest) + 1):
+        module = folder.joinpath(*rest[:number])
+        yield from (each for each in (module.with_suffix(".py"), module / "__init__.py") if each.is_file())
+
+
+def uncovered(loaded: Iterable[str], script: Path) -> list[str]:
+    """Return which files of this checkout that a process loaded are not covered by the key of its script."""
+    covered = {*closure(script), *_reached(ROOT / PACKAGE / "__init__.py")}
+    return sorted({*loaded} - {str(path) for path in covered})
