@@ -125,6 +125,7 @@ def _await_port(port: int, head: subprocess.Popen[bytes]) -> None:
     raise AssertionError(f"ray start ended with {head.returncode}")
 
 
+@pytest.mark.full
 def test_actors_of_a_driver_that_is_run_are_armed_before_their_first_line_and_agree(
     of_its_own: list[dict[str, Any]],
 ) -> None:
@@ -136,6 +137,7 @@ def test_actors_of_a_driver_that_is_run_are_armed_before_their_first_line_and_ag
     assert len({each["fingerprint"] for each in alike["met"]}) == 1
 
 
+@pytest.mark.full
 def test_an_actor_with_an_overlay_off_is_named_by_its_driver_and_stops_all_ranks(
     of_its_own: list[dict[str, Any]],
 ) -> None:
@@ -147,6 +149,7 @@ def test_an_actor_with_an_overlay_off_is_named_by_its_driver_and_stops_all_ranks
     )
 
 
+@pytest.mark.full
 def test_an_actor_that_cannot_be_armed_is_named_before_step_1_with_what_to_do(of_its_own: list[dict[str, Any]]) -> None:
     (seen,), demand = of_its_own[2]["seen"], of_its_own[2]["demand"]
 
@@ -156,6 +159,7 @@ def test_an_actor_that_cannot_be_armed_is_named_before_step_1_with_what_to_do(of
     assert "hand it child_environment()" in demand
 
 
+@pytest.mark.full
 def test_actors_of_a_ray_that_was_there_are_not_armed_unless_they_are_handed_the_environment(
     started_before: list[dict[str, Any]],
 ) -> None:
@@ -167,6 +171,7 @@ def test_actors_of_a_ray_that_was_there_are_not_armed_unless_they_are_handed_the
     assert f"{plain['pid']} (ray::" in demand
 
 
+@pytest.mark.full
 def test_actors_that_are_handed_the_environment_agree(started_before: list[dict[str, Any]]) -> None:
     both = started_before[1]
 
@@ -204,6 +209,7 @@ torch.distributed.barrier()
 """
 
 
+@pytest.mark.full
 def test_ranks_that_torchrun_starts_again_are_armed_and_compared_again(tmp_path: Path) -> None:
     launcher = tmp_path / "launcher.py"
     launcher.write_text(RESTARTED)
@@ -257,7 +263,7 @@ def untraced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("outside", [True, False], ids=["around run", "inside of run"])
-@pytest.mark.parametrize("tool", ["opentelemetry-instrument", "ddtrace-run"])
+@pytest.mark.parametrize("tool", ["opentelemetry-instrument", pytest.param("ddtrace-run", marks=pytest.mark.full)])
 def test_a_launcher_under_a_tracer_decides_what_it_decides_without(
     tool: str, outside: bool, untraced: dict[str, Any], tmp_path: Path
 ) -> None:

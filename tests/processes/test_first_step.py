@@ -131,7 +131,7 @@ def test_a_launcher_that_ends_before_a_step_leaves_what_was_armed(
     assert decision(left()) == "armed"
 
 
-@pytest.mark.parametrize(("rank", "calls"), [("0", 2), ("1", 0)])
+@pytest.mark.parametrize(("rank", "calls"), [("0", 2), pytest.param("1", 0, marks=pytest.mark.full)])
 def test_rank_0_of_what_takes_no_step_leaves_at_its_end_what_it_called(
     upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]], rank: str, calls: int
 ) -> None:
@@ -167,6 +167,7 @@ def test_an_audit_is_written_into_a_fifo_and_the_end_of_a_run_does_not_wait_for_
         assert decision(json.load(told)) == "armed"
 
 
+@pytest.mark.full
 def test_a_helper_of_a_run_that_trains_does_not_leave_its_own(
     upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
 ) -> None:
@@ -181,6 +182,7 @@ def test_a_helper_of_a_run_that_trains_does_not_leave_its_own(
     assert sum(part["calls"].values()) == 1
 
 
+@pytest.mark.full
 def test_a_compiled_step_leaves_it_too(
     upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
 ) -> None:

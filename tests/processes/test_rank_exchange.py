@@ -446,7 +446,7 @@ def test_no_more_of_a_value_is_unpacked_than_a_verdict_has() -> None:
 
 
 @pytest.mark.unmeasured
-@pytest.mark.parametrize("size", [2, 1024, 16_384])
+@pytest.mark.parametrize("size", [2, 1024, pytest.param(16_384, marks=pytest.mark.full)])
 def test_what_all_ranks_ask_and_leave_grows_with_their_number_and_no_faster(size: int) -> None:
     store = Memory()
 
@@ -467,6 +467,7 @@ def test_one_rank_of_many_is_found() -> None:
     assert {verdict.groups[1] for verdict in told.values()} == {(9_999,)}
 
 
+@pytest.mark.full
 @pytest.mark.unmeasured
 @pytest.mark.parametrize("gone", [[0], [9_999, 10_000, 16_383]])
 def test_ranks_that_are_missing_of_many_are_named(gone: Sequence[int]) -> None:

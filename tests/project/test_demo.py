@@ -133,6 +133,7 @@ def test_the_second_rank_brings_data_of_its_own(current: Run, two_ranks: Run) ->
     assert two_ranks.report["on"]["exempt"] == current.report["on"]["exempt"]
 
 
+@pytest.mark.full
 def test_an_odd_rank_stops_the_demo_before_step_1_and_one_table_says_why(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MEGACPP_OVERLAY")}
@@ -154,6 +155,7 @@ def test_an_odd_rank_stops_the_demo_before_step_1_and_one_table_says_why(tmp_pat
     assert "Exempt parameters" not in table
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("lane", "loss_decision"), [("spring-2026", "active"), ("newest", "retired"), ("edge", "retired")]
 )

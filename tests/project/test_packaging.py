@@ -198,7 +198,7 @@ def test_links_lead_to_the_folders_of_the_map() -> None:
             assert not as_path.readlink().is_absolute()
 
 
-@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+@pytest.mark.parametrize("kind", ["wheel", pytest.param("sdist", marks=pytest.mark.full)])
 def test_built_file_installs_one_name(kind: str, wheel_file: Path, sdist_file: Path, venv: Venv) -> None:
     gained = venv.pip_install({"wheel": wheel_file, "sdist": sdist_file}[kind])
     assert gained == {"megacpp_overlays", DIST_INFO}
@@ -208,6 +208,7 @@ def test_built_file_installs_one_name(kind: str, wheel_file: Path, sdist_file: P
     assert_console_script_runs(venv)
 
 
+@pytest.mark.full
 def test_editable_install_adds_no_package_and_reads_the_checkout(checkout: Path, venv: Venv) -> None:
     gained = venv.pip_install("--editable", checkout)
     finder = f"__editable___megacpp_overlays_{PROJECT_VERSION.replace('.', '_')}_finder.py"
@@ -222,6 +223,7 @@ def test_editable_install_adds_no_package_and_reads_the_checkout(checkout: Path,
         run(venv.python, "-c", code, cwd=venv.folder)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("links", ["true", "false"], ids=["links as links", "links as text files"])
 def test_git_install_works(links: str, checkout: Path, venv: Venv) -> None:
     config = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "core.symlinks", "GIT_CONFIG_VALUE_0": links}

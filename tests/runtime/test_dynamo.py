@@ -22,6 +22,7 @@ import warm_python
 from made_up import BROKEN_TEXT, Upstream
 from packaging.version import Version
 from places import HANG_S, ROOT, SUPPORT
+from releases import only
 from traced_seams import TEXT, measured, overlay_at
 from trees import STAND_INS
 
@@ -557,17 +558,24 @@ STEPS = {
 }
 """Not here: `hopper-flce-dispatch`, whose upstream raises on any device that it could be traced for without a GPU; the
 other `float16-...` overlays, whose seams are in code that saves checkpoints, which nobody compiles."""
+DAILY = ("context_parallel_lengths", "packed_lengths", "sparse_mla", "token_losses", "wrapped_module")
+"""One for each overlay that the environment itself has a target of, and that takes seconds; the others are `full`."""
 
 
 @pytest.fixture(scope="module")
-def counts() -> dict[str, dict[str, Any]]:
+def chosen(grid_size: str) -> dict[str, Counted]:
+    return {step: about for step, about in STEPS.items() if grid_size == "all" or step in DAILY}
+
+
+@pytest.fixture(scope="module")
+def counts(chosen: dict[str, Counted]) -> dict[str, dict[str, Any]]:
     """Return the report of each step without and with overlays; a process for each tree and each of the two."""
     folder = SUPPORT
     running = {}
-    for stand_in, mode in itertools.product({about.stand_in for about in STEPS.values()}, ("off", "auto")):
+    for stand_in, mode in itertools.product({about.stand_in for about in chosen.values()}, ("off", "auto")):
         path = [STAND_INS[stand_in], ROOT, folder] if stand_in else [ROOT, folder]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "MEGACPP_OVERLAYS": mode}
-        steps = [step for step, about in STEPS.items() if about.stand_in == stand_in]
+        steps = [step for step, about in chosen.items() if about.stand_in == stand_in]
         command = ["-W", "ignore", folder / "compile_cases.py", *steps]
         running[stand_in, mode] = warm_python.start(command, env, after=warm_python.MEGATRON)
     found: dict[str, dict[str, Any]] = {"off": {"active": set()}, "auto": {"active": set()}}
@@ -581,14 +589,16 @@ def counts() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.upstream
-def test_each_of_these_overlays_was_off_in_the_one_and_active_in_the_other(counts: dict[str, dict[str, Any]]) -> None:
+def test_each_of_these_overlays_was_off_in_the_one_and_active_in_the_other(
+    chosen: dict[str, Counted], counts: dict[str, dict[str, Any]]
+) -> None:
     assert not counts["off"]["active"]
     upstream_is_right = set() if LIGER_IS_BROKEN else {"liger-flce-none-backward"}
-    assert {about.overlay for about in STEPS.values()} - upstream_is_right <= counts["auto"]["active"]
+    assert {about.overlay for about in chosen.values()} - upstream_is_right <= counts["auto"]["active"]
 
 
 @pytest.mark.upstream
-@pytest.mark.parametrize("step", [step for step in STEPS if step not in ("scatter", "token_losses")])
+@pytest.mark.parametrize("step", only([step for step in STEPS if step not in ("scatter", "token_losses")], DAILY))
 def test_a_step_breaks_and_compiles_as_often_with_the_overlay_as_without(
     step: str, counts: dict[str, dict[str, Any]]
 ) -> None:
@@ -611,6 +621,7 @@ def test_token_losses_break_once_with_the_overlay_and_at_every_read_from_the_hos
     assert on["unique graphs after each size"] == [2, 4, 4, 4, 4]
 
 
+@pytest.mark.full
 @pytest.mark.upstream
 def test_the_scatter_is_traced_whole_with_the_overlay_and_not_at_all_without(counts: dict[str, dict[str, Any]]) -> None:
     """Upstream branches on values in a loop, so Dynamo gives up; the loop of ours is unrolled for each size."""
