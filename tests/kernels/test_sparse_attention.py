@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import warm_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import HANG_S, ROOT, SUPPORT
 from releases import only
 from sparse_attention_cases import FEW, GRID, PEAKED, Entry, errors, in_dtype, inputs, results
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -191,20 +187,7 @@ def test_no_operator_returns_a_tensor_of_queries_heads_and_keys() -> None:
 @pytest.fixture(scope="module")
 def interpreted(grid_size: str) -> dict[str, Any]:
     """What the kernels compute in Triton's interpreter, in a process of their own."""
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", SUPPORT / "sparse_attention_cases.py", "cpu", grid_size],
-        env=os.environ | {"TRITON_INTERPRET": "1", "MEGACPP_OVERLAYS": "off", "MEGACPP_OVERLAYS_LOG": "logging"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    facts: dict[str, Any] = {}
-    for line in run.stdout.splitlines():
-        facts |= json.loads(line)
-    return facts
+    return warm_python.answers("sparse_attention_cases.py", "cpu", grid_size, TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("name", only(GRID, FEW))

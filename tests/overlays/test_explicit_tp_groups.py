@@ -43,7 +43,7 @@ FORWARD_IS_RIGHT = {"cross attention", "predictions", "layers"}
 """What upstream gets wrong backwards alone."""
 
 
-@pytest.fixture(scope="module", params=daily(*RELEASES, older="0.14.0"))
+@pytest.fixture(scope="module", params=daily(*RELEASES))
 def measured(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
 ) -> tuple[str, Any]:

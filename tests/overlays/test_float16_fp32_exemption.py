@@ -668,7 +668,7 @@ def whole_way(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("version", ["0.14.0", newest()])
+@pytest.mark.parametrize("version", only(["0.14.0", newest()], [newest()]))
 def test_the_lane_installs_it_on_a_release(
     version: str, folders_of: Callable[[str], list[Path]], run_python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

@@ -53,7 +53,7 @@ def off(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return facts_of(tmp_path_factory.mktemp("off"), **OFF)
 
 
-@pytest.fixture(scope="module", params=daily(WITHOUT_LOSS, "0.17.1", "0.18.2", newest(), older="0.17.1"))
+@pytest.fixture(scope="module", params=daily(WITHOUT_LOSS, "0.17.1", "0.18.2", newest()))
 def on(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]
 ) -> tuple[str, Any]:

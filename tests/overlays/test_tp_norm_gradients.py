@@ -32,7 +32,7 @@ ROUNDING = 1e-5
 QUERIES, KEYS, OUTPUTS = "q_layernorm.weight", "kv_layernorm.weight", "out_norm.weight"
 
 
-@pytest.fixture(scope="module", params=daily(*RANKS, older="0.16.1"))
+@pytest.fixture(scope="module", params=daily(*RANKS))
 def measured(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
 ) -> tuple[str, Any]:

@@ -187,7 +187,7 @@ def run(
 
 
 def answers(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
-    """Return the JSON that a script of this folder prints, with Triton imported and this package switched off.
+    """Return the JSON objects that a script of this folder prints, as one, with Triton imported and this package off.
 
     The script does not run where its answer is kept, see `kept_answers`.
     """
@@ -210,7 +210,9 @@ def _observed(script: Path, words: Sequence[str], variables: Mapping[str, str]) 
         done = run(command, environment, after=TRITON, timeout=HANG_S)
         assert done.returncode == 0, done.stderr[-4000:]
         assert (missing := kept_answers.uncovered(loaded.read().splitlines(), script)) == [], missing
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = {}
+    for line in done.stdout.splitlines():
+        found |= json.loads(line)
     return found
 
 
