@@ -68,6 +68,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         measured.save()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None]:
+    """Collect without the garbage collector: nearly all that is made is kept."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let the first room and the longest files begin."""
     items.sort(key=lambda item: distribution.turn(item.path))
