@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from launchers import environment, launch, write
 from made_up import Upstream
 from places import HANG_S, ROOT
+from releases import only
 
 from megacpp_overlays import cli
 from megacpp_overlays.cli import run
@@ -202,7 +203,9 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", only([signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGUSR1], [signal.SIGTERM])
+)
 @pytest.mark.parametrize("handled", [[], ["handled"]], ids=["by default", "handled"])
 def test_signals_reach_the_launcher_which_has_the_process_that_was_started(
     upstream: Upstream, env: dict[str, str], number: signal.Signals, handled: list[str]

@@ -714,7 +714,7 @@ open(sys.modules[LAYERS].__file__, "w").write(text.replace("CALLS = []", "CALLS 
     ],
     ids=["switch", "mode", "plugins", "kernel", "source", "undone"],
 )
-@pytest.mark.parametrize("work", ["wait", "use"])
+@pytest.mark.parametrize("work", ["wait", pytest.param("use", marks=pytest.mark.full)])
 def test_a_child_that_runs_other_code_is_refused(
     upstream: Upstream, env: dict[str, str], change: str, says: tuple[str, str], work: str
 ) -> None:

@@ -43,7 +43,7 @@ def launch(tmp_path: Path) -> Ranks:
     return Ranks(tmp_path)
 
 
-@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("size", [2, pytest.param(8, marks=pytest.mark.full)])
 def test_ranks_that_run_the_same_code_get_their_audit(launch: Ranks, size: int) -> None:
     found = only(launch.torchrun(size, measured=size == 2, fresh=size == 2))
 

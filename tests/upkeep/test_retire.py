@@ -107,6 +107,7 @@ def test_the_steps_that_are_left_are_printed_in_their_order(checkout: Checkout) 
     assert f"Remove:{left}" == LEFT.replace("DATE", today)
 
 
+@pytest.mark.full
 def test_a_dry_run_prints_the_entry_and_the_steps_and_writes_nothing(checkout: Checkout) -> None:
     done = retire(checkout, "--leave", "broken", "--dry-run")
 
@@ -173,6 +174,7 @@ def test_a_launcher_that_still_undoes_it_goes_on_with_a_word(retired: Checkout) 
     assert f"{ID} was retired on " in done.stderr
 
 
+@pytest.mark.full
 def test_its_reproducer_guards_every_lane(retired: Checkout) -> None:
     retired.lane("broken", "1.0")
 
@@ -192,6 +194,7 @@ def test_a_second_retirement_says_when_the_first_was(retired: Checkout) -> None:
     assert f"megacpp-overlays: {ID} was retired on " in done.stderr
 
 
+@pytest.mark.full
 def test_one_of_two_overlays_of_a_pack_leaves_what_the_other_uses(checkout: Checkout) -> None:
     overlay = (checkout.root / "overlays/double_fix.py").read_text()
     other = overlay.replace('"double-fix"', '"double-fix-more"').replace(
@@ -216,6 +219,7 @@ def test_one_of_two_overlays_of_a_pack_leaves_what_the_other_uses(checkout: Chec
     assert "regression guard`" not in retire(checkout, "--leave", "broken", "--dry-run").stdout
 
 
+@pytest.mark.full
 def test_runs_of_the_reproducer_are_named_where_the_pack_has_no_overlay_left(checkout: Checkout) -> None:
     checkout.write({"tests/test_lanes.py": 'done = run("repro", "99")\n'})
     checkout.commit()
@@ -283,6 +287,7 @@ def test_a_reproducer_that_does_not_show_the_bug_gone_refuses(
     assert checkout.status == set()
 
 
+@pytest.mark.full
 def test_a_kept_receipt_counts_where_this_host_can_run_no_case(checkout: Checkout) -> None:
     path = checkout.root / "packs/99-double/reproduce.py"
     has_device = 'if __import__("os").environ.get("MADE_UP_DEVICE") is None:\n        raise Blocked("no device")\n'
@@ -345,6 +350,7 @@ def test_every_part_that_is_fixed_needs_a_case_that_shows_it(checkout: Checkout)
     assert checkout.status == set()
 
 
+@pytest.mark.full
 def test_one_part_may_be_shown_here_and_the_other_by_a_kept_receipt(checkout: Checkout) -> None:
     in_two_parts(checkout)
     command = ("-m", "megacpp_overlays", "repro", "99", "--keep", "packs", "--case", "more")
@@ -361,6 +367,7 @@ def test_one_part_may_be_shown_here_and_the_other_by_a_kept_receipt(checkout: Ch
     assert said.endswith(".log shows BUG_NOT_PRESENT for made_target.more")
 
 
+@pytest.mark.full
 def test_a_lane_that_needs_the_overlay_refuses_until_it_is_named(checkout: Checkout) -> None:
     checkout.lane("broken", "1.0")
 
@@ -372,6 +379,7 @@ def test_a_lane_that_needs_the_overlay_refuses_until_it_is_named(checkout: Check
     assert checkout.status == set()
 
 
+@pytest.mark.full
 def test_a_lane_with_the_name_of_the_lock_is_looked_at_where_it_is_another_file(
     checkout: Checkout, tmp_path: Path
 ) -> None:
@@ -389,6 +397,7 @@ def test_a_lane_with_the_name_of_the_lock_is_looked_at_where_it_is_another_file(
     assert checkout.status == set()
 
 
+@pytest.mark.full
 def test_the_lock_itself_is_no_other_lane_by_whatever_path_it_is_named(checkout: Checkout, tmp_path: Path) -> None:
     (tmp_path / "link.txt").symlink_to(checkout.root / "locks/fixed.txt")
 
@@ -398,6 +407,7 @@ def test_the_lock_itself_is_no_other_lane_by_whatever_path_it_is_named(checkout:
     assert "lane fixed" not in checklist(done)
 
 
+@pytest.mark.full
 def test_a_lane_without_environment_is_known_only_by_the_same_files(checkout: Checkout) -> None:
     checkout.lane("same", "2.0", environment=False)
     checkout.lane("rebuilt", "2.0", environment=False, other="another build of the same version")

@@ -480,6 +480,7 @@ def test_what_looks_repaired_is_proved_in_its_environment_and_retires(
     assert len(list((tmp_path / "witnesses").iterdir())) == 1
 
 
+@pytest.mark.full
 def test_what_looks_repaired_and_cannot_be_proved_is_a_conflict_with_the_reason(
     run: Callable[..., int],
     packs: Packs,
@@ -509,6 +510,7 @@ def test_what_is_on_neither_side_is_absent_and_nothing_is_run(
     assert "case double" not in said.err
 
 
+@pytest.mark.full
 def test_an_upstream_that_ends_every_process_is_a_conflict(
     run: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -519,6 +521,7 @@ def test_an_upstream_that_ends_every_process_is_a_conflict(
     assert "1 conflict. Settle each conflict before the upgrade." in said
 
 
+@pytest.mark.full
 def test_a_receipt_is_named_where_a_case_cannot_run_here(
     run: Callable[..., int], packs: Packs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -582,6 +585,7 @@ def test_json_has_everything_that_the_table_has(run: Callable[..., int], capsys:
     assert found["next"].startswith("`megacpp-overlays retire double-fix --lock ")
 
 
+@pytest.mark.full
 def test_a_brief_table_has_the_outcomes_and_no_evidence(
     run: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -594,6 +598,7 @@ def test_a_brief_table_has_the_outcomes_and_no_evidence(
     assert said.rstrip().endswith("1 retire. Upgrade, and retire what upstream has absorbed.")
 
 
+@pytest.mark.full
 def test_what_is_kept_has_the_decision_of_the_loader(
     run: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -606,6 +611,7 @@ def test_what_is_kept_has_the_decision_of_the_loader(
     ]
 
 
+@pytest.mark.full
 def test_a_crash_a_timeout_and_a_broken_pack_are_conflicts_and_no_tracebacks(
     run: Callable[..., int], packs: Packs, capsys: pytest.CaptureFixture[str]
 ) -> None:
