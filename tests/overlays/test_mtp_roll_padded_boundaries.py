@@ -5,20 +5,14 @@ What is measured is in `rolled_rows.py`, which runs in an interpreter of its own
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from places import HANG_S, SUPPORT
+from places import SUPPORT
 from releases import daily, newest
-from unpacked import unpacked
 from upstream_imports import upstream_module
 
 import megacpp_overlays
@@ -28,7 +22,6 @@ from megacpp_overlays.model import Decision
 pytestmark = pytest.mark.upstream
 
 ID = "mtp-roll-padded-boundaries"
-OFF = {"MEGACPP_OVERLAY_MTP_ROLL_PADDED_BOUNDARIES": "off"}
 PADDED = ("padded", "padded with a tail", "first alone padded", "short")
 AS_UPSTREAM = ("not padded", "not padded, and told", "one document")
 SHARED_AS_UPSTREAM = ("not padded", "one document")
@@ -38,28 +31,19 @@ ROUNDING = 1e-6
 """Relative, of the largest value, in fp32."""
 
 
-def facts_of(folder: Path, release: Path | None = None, **variables: str) -> Any:
-    path = os.pathsep.join(str(each) for each in (release, SUPPORT) if each is not None)
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-W", "ignore", SUPPORT / "rolled_rows.py", folder]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
-
-
 @pytest.fixture(scope="module")
-def off(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def off(tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]) -> Any:
     """What the newest release does by itself."""
-    return facts_of(tmp_path_factory.mktemp("off"), **OFF)
+    return megatron_says(newest(), SUPPORT / "rolled_rows.py", tmp_path_factory.mktemp("off"), MEGACPP_OVERLAYS="off")
 
 
 @pytest.fixture(scope="module", params=daily(WITHOUT_LOSS, "0.17.1", "0.18.2", newest()))
 def on(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
 ) -> tuple[str, Any]:
     """A release, and what it does with the overlay."""
-    release = unpacked(wheel("megatron-core", request.param))
-    return request.param, facts_of(tmp_path_factory.mktemp("on"), release)
+    version: str = request.param
+    return version, megatron_says(version, SUPPORT / "rolled_rows.py", tmp_path_factory.mktemp("on"))
 
 
 def test_upstream_takes_labels_and_masks_of_neighbours_where_documents_are_padded(off: Any) -> None:
