@@ -6,20 +6,16 @@ What is measured is in `context_losses.py`, which runs in an interpreter of its 
 from __future__ import annotations
 
 import builtins
-import json
-import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import warm_python
 from placed_seams import placed
-from places import HANG_S, SUPPORT
+from places import SUPPORT
+from released_megatron import ALL_ON
 from releases import newest
-from unpacked import unpacked
 from upstream_imports import upstream_module
 
 from megacpp_overlays.feature_probes.cp_local_loss_mean import OWN_COUNT, TARGET
@@ -32,28 +28,20 @@ OLDEST, NEWEST = "0.14.0", newest()
 ROUNDING = 1e-6
 
 
-def facts_of(folder: Path, release: Path | None = None, **variables: str) -> Any:
-    path = os.pathsep.join(str(each) for each in (release, SUPPORT) if each is not None)
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
-    words = ["-W", "ignore", SUPPORT / "context_losses.py", folder]
-    done = warm_python.run(words, env, after=warm_python.MEGATRON, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
-
-
 @pytest.fixture(scope="module")
-def off(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def off(tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]) -> Any:
     """What the newest release does by itself."""
-    return facts_of(tmp_path_factory.mktemp("off"))
+    folder = tmp_path_factory.mktemp("off")
+    return megatron_says(newest(), SUPPORT / "context_losses.py", folder, MEGACPP_OVERLAYS="off")
 
 
 @pytest.fixture(scope="module", params=[OLDEST, NEWEST])
 def on(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
 ) -> tuple[str, Any]:
     """A release, and what it does with the overlay."""
-    release = unpacked(wheel("megatron-core", request.param))
-    return request.param, facts_of(tmp_path_factory.mktemp("on"), release, **{OVERLAY.variable: "on"})
+    folder = tmp_path_factory.mktemp("on")
+    return request.param, megatron_says(request.param, SUPPORT / "context_losses.py", folder, **ALL_ON)
 
 
 def test_upstream_weighs_a_token_more_where_a_rank_has_fewer(off: Any) -> None:

@@ -15,6 +15,7 @@ import torch
 from latent_experts import LATENT, LAYERS
 from placed_seams import placed, without_overlays
 from places import SUPPORT
+from released_megatron import ALL_ON
 from releases import daily, newest
 
 from megacpp_overlays.feature_probes.latent_moe_fc2_init import SCALED
@@ -31,7 +32,7 @@ ROOT = math.sqrt(2 * LAYERS)
 @pytest.fixture(scope="module", params=daily(OLDEST, OLDER, NEWEST))
 def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
     """How experts of a release begin, with the overlay and without it."""
-    return megatron_says(request.param, SUPPORT / "latent_experts.py", **{PARTS[0].variable: "on"})
+    return megatron_says(request.param, SUPPORT / "latent_experts.py", **ALL_ON)
 
 
 def test_it_is_off_unless_it_is_asked_for() -> None:

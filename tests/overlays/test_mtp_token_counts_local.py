@@ -15,6 +15,7 @@ import pytest
 import torch
 from placed_seams import placed
 from places import SUPPORT
+from released_megatron import ALL_ON
 from releases import daily, newest
 from upstream_imports import upstream_module
 
@@ -40,7 +41,7 @@ def measured(
     """A release, and what it does with and without the overlay, by context parallel ranks and then by rank."""
     version, folder = request.param, tmp_path_factory.mktemp("ranks")
     more = [] if version == NEWEST else ["briefly"]
-    return version, megatron_says(version, SUPPORT / "counted_tokens.py", folder, *more, **{OVERLAY.variable: "on"})
+    return version, megatron_says(version, SUPPORT / "counted_tokens.py", folder, *more, **ALL_ON)
 
 
 def each_way(found: Any, state: str) -> Iterator[tuple[str, str, list[Any]]]:

@@ -5,21 +5,17 @@ What is measured is in `smoothed_losses.py`, which runs in an interpreter of its
 
 from __future__ import annotations
 
-import json
-import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import warm_python
 from placed_seams import placed
-from places import HANG_S, SUPPORT
+from places import SUPPORT
+from released_megatron import ALL_ON
 from releases import daily, newest
-from unpacked import unpacked
 from upstream_imports import upstream_module
 
 from megacpp_overlays.feature_probes.tp_label_smoothing import OWN_SHARE_OF_A_GROUP, TARGET
@@ -34,29 +30,21 @@ HALF = 0.004
 """Of a gradient below 1 in bfloat16."""
 
 
-def facts_of(folder: Path, *more: str, release: Path | None = None, **variables: str) -> Any:
-    path = os.pathsep.join(str(each) for each in (release, SUPPORT) if each is not None)
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
-    words = ["-W", "ignore", SUPPORT / "smoothed_losses.py", folder, *more]
-    done = warm_python.run(words, env, after=warm_python.MEGATRON, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
-
-
 @pytest.fixture(scope="module")
-def off(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def off(tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]) -> Any:
     """What the newest release does by itself."""
-    return facts_of(tmp_path_factory.mktemp("off"))
+    folder = tmp_path_factory.mktemp("off")
+    return megatron_says(newest(), SUPPORT / "smoothed_losses.py", folder, MEGACPP_OVERLAYS="off")
 
 
 @pytest.fixture(scope="module", params=daily(*ONE_GROUP, ANY_GROUP))
 def on(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Callable[[str, str], Path]
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
 ) -> tuple[str, Any]:
     """A release, and what it does with the overlay."""
-    release = unpacked(wheel("megatron-core", request.param))
     more = ["compiled"] if request.param == ANY_GROUP else []
-    return request.param, facts_of(tmp_path_factory.mktemp("on"), *more, release=release, **{OVERLAY.variable: "on"})
+    folder = tmp_path_factory.mktemp("on")
+    return request.param, megatron_says(request.param, SUPPORT / "smoothed_losses.py", folder, *more, **ALL_ON)
 
 
 def test_upstream_has_another_loss_on_each_rank_and_gradients_that_push_all_classes(off: Any) -> None:

@@ -14,6 +14,12 @@ from unpacked import unpacked
 MODELS = ("megatron.core.transformer.transformer_layer", "megatron.core.models.gpt.gpt_model")
 """Modules of every release, which import most of it."""
 
+ALL_ON = {
+    f"MEGACPP_OVERLAY_{name}": "on"
+    for name in ("CP_LOCAL_LOSS_MEAN", "LATENT_MOE_FC2_INIT", "MTP_TOKEN_COUNTS_LOCAL", "TP_LABEL_SMOOTHING")
+}
+"""Variables of a process in which these overlays are on, too, which are off by default: one process is copied for all of them."""
+
 
 def said(wheel: Path, script: Path, *words: str | Path, imported: bool = True, **variables: str) -> Any:
     """Return what a script says of a release.
