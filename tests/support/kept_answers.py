@@ -83,7 +83,8 @@ def key_of(script: Path, words: Sequence[str], variables: Mapping[str, str]) -> 
         words: its arguments.
         variables: of its environment that are given, beside those of this process.
     """
-    read = {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)}
+    names = [name for name in os.environ if name.startswith(PREFIXES) and not name.endswith("_CACHE_DIR")]
+    read = {name: os.environ[name] for name in names}  # torch.compile sets folders of caches, whoever compiles first
     request = [str(script.relative_to(ROOT)), list(words), sorted({**read, **variables}.items())]
     return hashlib.sha256(json.dumps([request, *_made_of(script)]).encode()).hexdigest()[:20]
 
