@@ -70,12 +70,19 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None]:
-    """Collect without the garbage collector: nearly all that is made is kept."""
+    """Collect without the garbage collector: nearly all that is made is kept. Then leave it out of the heap.
+
+    The loader asks Python what refers to a function, and that takes as long as the heap is large. No upstream is imported yet.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.enable()
+        gc.collect()
+        gc.freeze()
+        count, frozen = gc.get_freeze_count, gc.get_freeze_count()
+        gc.get_freeze_count = lambda: max(count() - frozen, 0)  # the loader tells of a frozen heap
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -172,21 +179,6 @@ def small_calls() -> Iterator[None]:
 def grid_size(pytestconfig: pytest.Config) -> str:
     """Return which grid of cases scripts run in Triton's interpreter: `few`, a case for each path, or `all` in the full tests."""
     return "few" if "not full" in pytestconfig.getoption("markexpr") else "all"
-
-
-@pytest.fixture(scope="module")
-def small_heap() -> Iterator[None]:
-    """Leave out of the heap what was there before the module: collected tests and libraries, which know no made-up upstream.
-
-    The loader asks Python what refers to a function, and that takes as long as the heap is large.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        gc.collect()
-        gc.freeze()
-        count, frozen = gc.get_freeze_count, gc.get_freeze_count()
-        patch.setattr(gc, "get_freeze_count", lambda: max(count() - frozen, 0))  # the loader tells of a frozen heap
-        yield
-        gc.unfreeze()
 
 
 @pytest.fixture

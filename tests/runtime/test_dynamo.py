@@ -34,10 +34,7 @@ from megacpp_overlays.runtime import dynamo as graphs
 torch = pytest.importorskip("torch")
 dynamo = pytest.importorskip("torch._dynamo")
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # torch's own
-    pytest.mark.usefixtures("small_heap"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
 
 SessionMaker = Callable[..., Session]
 

@@ -51,8 +51,8 @@ MEGATRON = (*TRITON, "torch._dynamo", "torch.distributed.checkpoint")
 ARMED = "megacpp_overlays"
 """Where it is the first module to start after, the process that is copied has armed, with the switches of the processes."""
 _asking = threading.RLock()
-_servers: list[subprocess.Popen[bytes] | WarmProcess] = []
-"""Those that this process has started. They may outlive it."""
+_servers: list[int] = []
+"""Numbers of those that this process has started. They may outlive it."""
 SERVER = Path(__file__).with_name("warm_server.py")
 
 
@@ -253,23 +253,31 @@ def _serve(address: Path, python: str, modules: tuple[str, ...], variables: Mapp
     words = [SERVER, address, str(of_run), *rest]
     inherited = {name: value for name, value in os.environ.items() if not _is_ours(name)}
     env = {name: value for name, value in inherited.items() if name not in {"PYTHONPATH", *AT_IMPORT}} | variables
-    with open(os.devnull, "r+b") as nothing:
-        if base:
-            before = {name: value for name, value in variables.items() if name in AT_IMPORT}
-            connection = _ask(_server(python, base, before), words, env, None, (nothing.fileno(), nothing.fileno(), 2))
-            _servers.append(WarmProcess(connection))
-        else:
-            _servers.append(subprocess.Popen([python, *words], env=env, stdin=nothing, stdout=nothing))
+    if base:
+        before = {name: value for name, value in variables.items() if name in AT_IMPORT}
+        with open(os.devnull, "r+b") as nothing:
+            streams = (nothing.fileno(), nothing.fileno(), 2)
+            _servers.append(WarmProcess(_ask(_server(python, base, before), words, env, None, streams)).pid)
+    else:
+        silent = [(os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_RDWR, 0) for stream in (0, 1)]
+        _servers.append(os.posix_spawn(python, [python, *map(str, words)], env, file_actions=silent))
     while not address.exists():  # it is there before anything is imported
-        if isinstance(_servers[-1], subprocess.Popen) and _servers[-1].poll() is not None:
-            raise RuntimeError(f"the process to copy has ended with {_servers[-1].returncode}: see its error above")
+        if not _is_running(_servers[-1]):
+            raise RuntimeError("the process to copy has ended: see its error above")
         time.sleep(0.01)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == 0
+    except ChildProcessError:  # another one started it, and waits for it
+        return Path(f"/proc/{pid}").exists()
 
 
 def _end_servers() -> None:
     for each in _servers:
-        each.kill()
-        each.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
 
 
 def _stand_in(at: str, words: Sequence[str]) -> NoReturn:
