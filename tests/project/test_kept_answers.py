@@ -76,14 +76,21 @@ def test_the_key_changes_with_these_files_and_with_no_other(checkout: Path, name
 
 def test_words_variables_and_versions_are_part_of_the_key(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [key(checkout), key(checkout, "few"), key(checkout, "few", TRITON_INTERPRET="1"), key(checkout, A="1")]
-    monkeypatch.setenv("TORCH_LOGS", "all")
-    keys.append(key(checkout))
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0")
     keys.append(key(checkout))
 
     assert len({*keys}) == len(keys)
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/anywhere")  # torch.compile sets it
-    assert key(checkout) == keys[-1]
+
+
+def test_a_process_sees_no_variable_of_torch_or_triton_that_is_not_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_DEBUG", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/anywhere")
+    monkeypatch.setenv("HOME", "/home")
+
+    found = kept_answers.environment({"TRITON_INTERPRET": "1"})
+
+    assert {name: found[name] for name in found if name.startswith(kept_answers.PREFIXES)} == {"TRITON_INTERPRET": "1"}
+    assert found["HOME"] == "/home"
 
 
 def test_an_answer_is_looked_up_unless_every_process_has_to_run(

@@ -37,8 +37,8 @@ KEEP = "KEPT_ANSWERS"
 PACKAGE = "megacpp_overlays"
 ALWAYS = ("torch", "triton", "numpy")
 """Distributions that compute, whether the code imports them or another distribution does."""
-PREFIXES = ("TRITON_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "CUDA_", "MEGACPP_OVERLAY")
-"""Variables of this process that one which it starts may read, beside those that are given."""
+PREFIXES = ("TRITON_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "CUDA_", "MEGACPP_")
+"""Beginnings of variables that a process has none of but those that it is given."""
 
 
 def look_up(key: str) -> Any:
@@ -81,12 +81,15 @@ def key_of(script: Path, words: Sequence[str], variables: Mapping[str, str]) -> 
     Args:
         script: what the process runs.
         words: its arguments.
-        variables: of its environment that are given, beside those of this process.
+        variables: of its environment, see `environment`.
     """
-    names = [name for name in os.environ if name.startswith(PREFIXES) and not name.endswith("_CACHE_DIR")]
-    read = {name: os.environ[name] for name in names}  # torch.compile sets folders of caches, whoever compiles first
-    request = [str(script.relative_to(ROOT)), list(words), sorted({**read, **variables}.items())]
+    request = [str(script.relative_to(ROOT)), list(words), sorted(variables.items())]
     return hashlib.sha256(json.dumps([request, *_made_of(script)]).encode()).hexdigest()[:20]
+
+
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process: that of this one, and of what may change an answer nothing but these variables."""
+    return {**{name: value for name, value in os.environ.items() if not name.startswith(PREFIXES)}, **variables}
 
 
 @functools.cache

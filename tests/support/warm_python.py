@@ -90,6 +90,10 @@ class WarmProcess:
         out, error = self._read
         return out, error
 
+    def leave(self) -> None:
+        """Let it run on; nobody asks how it ends."""
+        self._said.close()
+
     def kill(self) -> None:
         """End it, unless it has ended."""
         if self.returncode is None:
@@ -204,7 +208,7 @@ def answers(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
 def _observed(script: Path, words: Sequence[str], variables: Mapping[str, str]) -> dict[str, Any]:
     """Run a script to its end. It may load no module of this checkout that the key of its answer does not cover."""
     path = os.pathsep.join([str(ROOT), str(SUPPORT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, **variables}
+    environment = {**kept_answers.environment(variables), "PYTHONPATH": path}
     with tempfile.NamedTemporaryFile("r") as loaded:
         command = ["-W", "ignore", SUPPORT / "observed_imports.py", loaded.name, script, *words]
         done = run(command, environment, after=TRITON, timeout=HANG_S)
@@ -257,7 +261,9 @@ def _serve(address: Path, python: str, modules: tuple[str, ...], variables: Mapp
         before = {name: value for name, value in variables.items() if name in AT_IMPORT}
         with open(os.devnull, "r+b") as nothing:
             streams = (nothing.fileno(), nothing.fileno(), 2)
-            _servers.append(WarmProcess(_ask(_server(python, base, before), words, env, None, streams)).pid)
+            started = WarmProcess(_ask(_server(python, base, before), words, env, None, streams))
+        started.leave()
+        _servers.append(started.pid)
     else:
         silent = [(os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_RDWR, 0) for stream in (0, 1)]
         _servers.append(os.posix_spawn(python, [python, *map(str, words)], env, file_actions=silent))
