@@ -64,10 +64,13 @@ def report(releases: Releases, run_python: Callable[..., Any]) -> Callable[..., 
 
 
 Report = Callable[..., dict[str, Any]]
+CasesOf = Callable[[str], list[str]]
 
 
-def cases_of(version: str) -> list[str]:
-    return ONCE if version == NEWEST else FEW
+@pytest.fixture
+def cases_of(grid_size: str) -> Callable[[str], list[str]]:
+    """Return which cases a release is run with: all of them in the full tests, on the newest."""
+    return lambda version: ONCE if version == NEWEST and grid_size == "all" else FEW
 
 
 def limit(name: str) -> float:
@@ -92,7 +95,7 @@ def beside(found: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any], di
 
 
 @pytest.mark.parametrize("version", daily(*RELEASES))
-def test_losses_and_gradients_are_right_for_every_reduction(report: Report, version: str) -> None:
+def test_losses_and_gradients_are_right_for_every_reduction(report: Report, cases_of: CasesOf, version: str) -> None:
     found = report(version, cases_of(version))
 
     assert (found["decision"], found["shape"]) == ("active", EVERY_TOKEN)
@@ -103,7 +106,9 @@ def test_losses_and_gradients_are_right_for_every_reduction(report: Report, vers
 
 
 @pytest.mark.parametrize("version", daily(*RELEASES))
-def test_outputs_are_of_upstream_s_kind_and_accuracies_and_z_losses_its_own(report: Report, version: str) -> None:
+def test_outputs_are_of_upstream_s_kind_and_accuracies_and_z_losses_its_own(
+    report: Report, cases_of: CasesOf, version: str
+) -> None:
     compared = 0
     for name, reduction, ours, theirs in beside(report(version, cases_of(version))):
         assert ours["kinds"] == theirs["kinds"], (name, reduction)
@@ -115,8 +120,8 @@ def test_outputs_are_of_upstream_s_kind_and_accuracies_and_z_losses_its_own(repo
     assert compared >= 3
 
 
-def test_tokens_without_a_label_are_not_multiplied(report: Report) -> None:
-    found = report(NEWEST, ONCE)
+def test_tokens_without_a_label_are_not_multiplied(report: Report, cases_of: CasesOf) -> None:
+    found = report(NEWEST, cases_of(NEWEST))
 
     for name, labelled in (("masked", 5), ("bias", 6), ("plain", 7), ("all ignored", 0)):
         for reduction, products in (("mean", 3), ("sum", 3), ("none", 4)):
@@ -125,6 +130,7 @@ def test_tokens_without_a_label_are_not_multiplied(report: Report) -> None:
             assert (ours, theirs) == (labelled * products * one, CASES[name].tokens * products * one), (name, reduction)
 
 
+@pytest.mark.full
 def test_what_is_declined_is_upstream_s_to_the_last_bit_or_error(report: Report) -> None:
     found = report(NEWEST, ONCE)
 
@@ -133,15 +139,15 @@ def test_what_is_declined_is_upstream_s_to_the_last_bit_or_error(report: Report)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_an_output_layer_that_learns_alone_gets_a_gradient(report: Report, reduction: str) -> None:
-    found = report(NEWEST, ONCE)
+def test_an_output_layer_that_learns_alone_gets_a_gradient(report: Report, cases_of: CasesOf, reduction: str) -> None:
+    found = report(NEWEST, cases_of(NEWEST))
 
     assert found["on"]["frozen input"][reduction]["errors"]["weight"] < FLOAT32
     assert found["off"]["frozen input"][reduction]["errors"]["weight"] == 1.0  # none
 
 
 def test_kept_logits_give_the_same(releases: Releases, run_python: Callable[..., Any]) -> None:
-    found = releases.report(run_python, NEWEST, FEW, memory=KEEP, **ON)
+    found = releases.report(run_python, NEWEST, ["plain", "masked", "bias"], memory=KEEP, **ON)
 
     for name, reduction, result in served(found):
         assert max(result["errors"].values()) < limit(name), (name, reduction)

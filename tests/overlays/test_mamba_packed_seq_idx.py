@@ -56,13 +56,14 @@ def answer(process: WarmProcess) -> Any:
 
 OFF = {f"MEGACPP_OVERLAY_{ID.replace('-', '_').upper()}": "off"}
 PACKINGS = ("ends of chunks", "within chunks", "padded", "tail", "one document")
+EVERY_DAY = ("padded", "one document")
 
 
 @pytest.fixture(scope="module")
-def facts() -> dict[str, Any]:
+def facts(grid_size: str) -> dict[str, Any]:
     """What a mixer of the newest release makes of packed rows, with the overlay and without it."""
     ways = {
-        "on": start("packed_mixer_facts.py"),
+        "on": start("packed_mixer_facts.py", *(EVERY_DAY if grid_size == "few" else PACKINGS)),
         "off": start("packed_mixer_facts.py", "padded", "one document", **OFF),
     }
     return {way: answer(process) for way, process in ways.items()}
@@ -79,7 +80,7 @@ def test_upstream_lets_state_run_into_the_next_document_unless_it_is_told_the_to
     assert not found["as told"]
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("packing", only(PACKINGS, EVERY_DAY))
 def test_outputs_and_gradients_of_documents_in_one_row_are_those_of_each_alone(
     packing: str, facts: dict[str, Any]
 ) -> None:
@@ -87,13 +88,14 @@ def test_outputs_and_gradients_of_documents_in_one_row_are_those_of_each_alone(
     assert max(facts["on"]["packings"][packing]["apart"].values()) < ROUNDING
 
 
+@pytest.mark.full
 def test_where_documents_end_with_chunks_outputs_and_their_gradient_have_the_same_bits(facts: dict[str, Any]) -> None:
     apart = facts["on"]["packings"]["ends of chunks"]["apart"]
 
     assert (apart["output"], apart["slope"]) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("packing", only(PACKINGS, EVERY_DAY))
 def test_the_bits_are_those_of_upstream_with_total_tokens(packing: str, facts: dict[str, Any]) -> None:
     found = facts["on"]["packings"][packing]
 
@@ -121,7 +123,7 @@ def test_on_another_release_a_padded_row_is_right_too(
     assert max(found["packings"]["padded"]["apart"].values()) < ROUNDING
 
 
-@pytest.mark.parametrize("variables", [{}, OFF], ids=["on", "off"])
+@pytest.mark.parametrize("variables", [{}, pytest.param(OFF, marks=pytest.mark.full)], ids=["on", "off"])
 def test_context_parallel_ranks_get_the_documents_of_the_gathered_row(
     variables: dict[str, str], tmp_path: Path
 ) -> None:
