@@ -15,6 +15,7 @@ from typing import Any
 
 import coverage
 import distribution
+import kept_answers
 import pytest
 import released_megatron
 import seeds
@@ -47,6 +48,9 @@ The mark `unmeasured_children` takes out those that only repeat such lines: many
 """
 
 
+BEGAN = pytest.StashKey[float]()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let real source trees be tested beside the stand-ins."""
     text = "a folder that holds the package folder of an upstream, such as a Megatron-LM checkout; may be repeated"
@@ -55,8 +59,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Measure no process that is started, but where `clean_environment` has it so; workers of pytest-xdist are measured."""
+    config.stash[BEGAN] = time.time()
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         measure_no_child()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say which answers were derived anew: a commit without them makes every fresh clone derive them."""
+    began = config.stash[BEGAN]
+    derived = [each for each in kept_answers.DERIVED.glob("*.json") if each.stat().st_mtime >= began]
+    if derived:
+        terminalreporter.write_line(f"{len(derived)} answers of scripts were derived anew: `make answers` keeps them")
 
 
 @pytest.hookimpl(trylast=True)
