@@ -32,11 +32,15 @@ ROUNDING = 1e-5
 
 @pytest.fixture(scope="module", params=daily(*RANKS))
 def measured(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    megatron_says: Callable[..., Any],
+    grid_size: str,
 ) -> tuple[str, Any]:
-    """A release, and what it does with the overlay and without it."""
+    """A release, and what it does with the overlay and without it; on four ranks in the full tests alone."""
     version, folder = request.param, tmp_path_factory.mktemp("ranks")
-    return version, megatron_says(version, SUPPORT / "shared_keys.py", folder, *RANKS[version])
+    numbers = RANKS[version] if grid_size == "all" else RANKS[version][:1]
+    return version, megatron_says(version, SUPPORT / "shared_keys.py", folder, *numbers)
 
 
 def each_way(found: Any) -> Iterator[tuple[str, list[Any]]]:

@@ -39,6 +39,7 @@ def test_upstream_reads_memory_that_it_freed(measured: Any) -> None:
     assert all(measured["off"][each] == "equal" for each in OTHERS)
 
 
+@pytest.mark.full
 def test_a_release_without_such_a_norm_is_left_alone(megatron_says: Callable[..., Any]) -> None:
     found = megatron_says(ABSENT, SUPPORT / "residual_norms.py", *OTHERS)
 

@@ -63,7 +63,7 @@ def few() -> list[Base]:
 
 @pytest.mark.unmeasured
 def test_no_mutant_is_installed_on_or_retired_by_luck_and_none_raises(few: list[Base]) -> None:
-    found = outcome(judged(few, 12 * len(KINDS), seed=24, chunk=len(KINDS)))
+    found = outcome(judged(few, 36 * len(KINDS), seed=24, chunk=len(KINDS)))
 
     assert not found.violations, "\n\n".join(text for texts in found.offenders.values() for text in texts)
     assert found.rows.keys() >= {f"{each.id}/{each.target.module.rpartition('.')[2]}" for each in OFFLINE}
