@@ -66,7 +66,7 @@ def load(file: IO[bytes], what: str, persistent: Callable[[Any], Any] | None = N
     """
     try:
         return _InertReader(file, persistent).load()
-    except _TooLargeError as error:
+    except _TooManyBytesError as error:
         raise CheckpointError(f"{what} is not read: {error}") from error
     except Exception as error:  # the file may be anything, and so may what its reader stumbles over
         raise CheckpointError(f"{what} cannot be read: {type(error).__name__}: {error}") from error
@@ -92,7 +92,7 @@ _SIZES = {
 """Bytes of what an operation makes, where they are others. The content of texts and of numbers is in the pickle itself."""
 
 
-class _TooLargeError(Exception):
+class _TooManyBytesError(Exception):
     """Raised for a pickle that asks for too much memory."""
 
 
@@ -113,16 +113,16 @@ class _InertReader(pickle._Unpickler):  # noqa: SLF001
         """Count what an operation makes.
 
         Raises:
-            _TooLargeError: there is no room for it.
+            _TooManyBytesError: there is no room for it.
         """
         self._room -= size
         if self._room < 0:
-            raise _TooLargeError(f"its {self._length} bytes ask for far more memory than metadata of that length take")
+            raise _TooManyBytesError(f"its {self._length} bytes ask for far more memory than metadata of that length take")
 
     def find_class(self, module: str, name: str) -> type[Inert]:
         if (module, name) not in self._kinds:
             if len(self._kinds) == _MOST_KINDS:
-                raise _TooLargeError(f"it names more than {_MOST_KINDS} classes and functions")
+                raise _TooManyBytesError(f"it names more than {_MOST_KINDS} classes and functions")
             self._kinds[module, name] = type("Inert", (Inert,), {"kind": f"{module}.{name}"})
         return self._kinds[module, name]
 
