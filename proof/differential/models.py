@@ -10,7 +10,9 @@ from differential.host import partition
 from differential.rows import Row
 from every_layer_stack import hybrid_stack_spec
 from local_stack import Norm
+from megatron.core.extensions import transformer_engine
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
@@ -26,6 +28,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+transformer_engine.TENorm = hybrid_block.TENorm
+"""`local_stack` puts its norm into the block; to overlays a name that leads elsewhere than its import is foreign code."""
 WORDS, HIDDEN, HEADS, TOKENS, EXPERTS = 32, 16, 4, 16, 4
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.extensions import transformer_engine
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid import hybrid_block
@@ -125,8 +124,8 @@ def _experts() -> ModuleSpec:
     )
 
 
-transformer_engine.TENorm = hybrid_block.TENorm = Norm
-"""The norm after the last layer; the block takes Transformer Engine's from the one module, and has it in the other."""
+hybrid_block.TENorm = Norm
+"""The norm after the last layer; the block names Transformer Engine's."""
 hybrid_stack_spec = ModuleSpec(
     module=hybrid_block.HybridStack,
     submodules=hybrid_block.HybridStackSubmodules(

@@ -117,7 +117,9 @@ class _InertReader(pickle._Unpickler):  # noqa: SLF001
         """
         self._room -= size
         if self._room < 0:
-            raise _TooManyBytesError(f"its {self._length} bytes ask for far more memory than metadata of that length take")
+            raise _TooManyBytesError(
+                f"its {self._length} bytes ask for far more memory than metadata of that length take"
+            )
 
     def find_class(self, module: str, name: str) -> type[Inert]:
         if (module, name) not in self._kinds:
