@@ -24,6 +24,10 @@ LONGEST = (
     "test_portable_entry.py",
     "test_proof_cpu.py",
     "test_triage.py",
+    "test_differential.py",
+    "test_adversary.py",
+    "test_demo.py",
+    "test_mamba_packed_seq_idx.py",
 )
 """Files that take minutes. They are next, or one worker would end long after the others."""
 SPLIT = {
