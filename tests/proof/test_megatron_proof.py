@@ -475,6 +475,7 @@ def checkout(tmp_path: Path) -> Path:
     return given
 
 
+@pytest.mark.full
 def test_a_checkout_is_copied_and_nothing_is_written_into_it(checkout: Path, tmp_path: Path) -> None:
     from megatron_checkout import copied
 
@@ -490,6 +491,7 @@ def test_a_checkout_is_copied_and_nothing_is_written_into_it(checkout: Path, tmp
     assert [path.name for path in copy.glob("megatron/core/datasets/helpers_cpp*.so")]
 
 
+@pytest.mark.full
 def test_the_hash_of_what_git_does_not_know_is_of_every_file(checkout: Path, tmp_path: Path) -> None:
     from megatron_checkout import copied
 
@@ -502,6 +504,7 @@ def test_the_hash_of_what_git_does_not_know_is_of_every_file(checkout: Path, tmp
     assert seen[0] != seen[1]
 
 
+@pytest.mark.full
 def test_a_checkout_that_git_knows_is_named_by_its_commit(checkout: Path, tmp_path: Path) -> None:
     from megatron_checkout import copied
 

@@ -807,7 +807,10 @@ def test_looking_imports_nothing_and_touches_no_device(run_python: Callable[...,
 @pytest.mark.upstream
 @pytest.mark.parametrize(
     ("python", "ours"),
-    [(ROOT / ".venv/bin/python", {"liger-flce-none-backward"}), (ROOT / ".envs/edge/bin/python", set())],
+    [
+        (ROOT / ".venv/bin/python", {"liger-flce-none-backward"}),
+        pytest.param(ROOT / ".envs/edge/bin/python", set(), marks=pytest.mark.full),
+    ],
     ids=["current", "edge"],
 )
 def test_the_loaded_modules_of_a_release_hold_nothing_foreign_but_what_is_put_there(

@@ -311,7 +311,7 @@ def test_there_are_few_stops_on_the_way_through_it(open_page: Open) -> None:
     assert stops < 6 * sum(len(table.columns) for table in KEPT)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.full)])
 def test_an_accessibility_checker_finds_nothing(open_page: Open, scheme: str) -> None:
     check_accessible(open_page(scheme=scheme))
 
