@@ -27,7 +27,7 @@ RELEASES = ("0.14.0", "0.15.0", "0.16.1", "0.17.1", *WITH_HYBRIDS)
 @pytest.fixture(scope="module", params=daily(*RELEASES))
 def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> tuple[str, Any]:
     """A release, and what it does with the overlay and without it."""
-    return request.param, megatron_says(request.param, SUPPORT / "reproduced.py", "39", TORCH_CUDA_ARCH_LIST="9.0")
+    return request.param, megatron_says(request.param, SUPPORT / "reproduced.py", "39")
 
 
 def test_models_are_those_that_a_release_has(measured: tuple[str, Any]) -> None:

@@ -28,7 +28,7 @@ OVERLAYS = (hybrid_mtp_aux_loss.OVERLAY, mtp_z_loss.OVERLAY)
 ROUNDING = 1e-5
 
 
-@pytest.fixture(scope="module", params=daily(WITHOUT_STACK, OLDER, NEWEST, older=OLDER))
+@pytest.fixture(scope="module", params=daily(WITHOUT_STACK, OLDER, NEWEST))
 def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> tuple[str, Any]:
     """A release, and what it does with the overlays and without them."""
     return request.param, megatron_says(request.param, SUPPORT / "repeated_routers.py")
