@@ -146,7 +146,7 @@ edge: setup ## all tests once more in the lane `edge`: the newest torch and Trit
 
 .PHONY: answers
 answers: setup ## derive what scripts of tests print and keep it in tests/answers, so that `make test` derives only what has changed
-	@$(BIN)/python scripts/keep_answers.py tests/kernels
+	@$(BIN)/python scripts/keep_answers.py $(WORKERS) tests/kernels
 
 MUTANTS ?= 30000
 SEED ?= 1

@@ -1,11 +1,12 @@
-"""Write `tests/answers`: what scripts of tests print, so that a fresh clone runs none of which nothing has changed.
+"""Write the answers of scripts that tests use to `tests/answers`, see `tests/support/kept_answers.py`.
 
-`keep_answers.py TEST...` runs tests as `make test` does, and keeps every answer that they use; others are removed. See
-`tests/support/kept_answers.py`.
+`keep_answers.py WORD...` runs `pytest -m "not full" WORD...`. Where all tests pass, every answer that they used is kept, and all
+others are removed.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,15 +14,16 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMITTED, DERIVED = ROOT / "tests" / "answers", ROOT / ".cache" / "answers"
-WORKERS = ("--numprocesses", "auto", "--maxprocesses", "4", "--dist", "loadfile", "--no-loadscope-reorder")
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+from kept_answers import COMMITTED, DERIVED, KEEP  # noqa: E402 - found on the path that was set above
 
 
-def main(tests: list[str]) -> int:
-    """Run tests, and return their exit code; answers are written where all have passed."""
+def main(words: list[str]) -> int:
+    """Run pytest, write the answers, and return its exit code."""
     with tempfile.TemporaryDirectory() as used:
-        command = [sys.executable, "-m", "pytest", "--quiet", *WORKERS, "-m", "not full", *tests]
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ, "KEPT_ANSWERS": used}, check=False)
+        command = [sys.executable, "-m", "pytest", "--quiet", "-m", "not full", *words]
+        done = subprocess.run(command, cwd=ROOT, env={**os.environ, KEEP: used}, check=False)
         if done.returncode:
             return done.returncode
         keys = {path.name for path in Path(used).iterdir()}
@@ -31,16 +33,10 @@ def main(tests: list[str]) -> int:
             path.unlink()
     for key in keys:
         if not any(COMMITTED.glob(f"*.{key}.json")):
-            draft = (DERIVED / f"{key}.json").read_text()
-            (COMMITTED / f"{_script(draft)}.{key}.json").write_text(draft)
+            text = (DERIVED / f"{key}.json").read_text()
+            (COMMITTED / f"{json.loads(text)['script']}.{key}.json").write_text(text)
     print(f"tests/answers: {len(keys)} answers")
     return 0
-
-
-def _script(text: str) -> str:
-    """Return the name of the script that an answer is of, which stands first in it."""
-    name: str = text.split('"', 4)[3]
-    return name
 
 
 if __name__ == "__main__":

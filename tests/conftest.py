@@ -49,6 +49,7 @@ The mark `unmeasured_children` takes out those that only repeat such lines: many
 
 
 BEGAN = pytest.StashKey[float]()
+"""When this run began, in seconds since the epoch."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

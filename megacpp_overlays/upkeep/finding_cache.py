@@ -148,10 +148,11 @@ def closure(modules: Iterable[str]) -> frozenset[str]:
 @functools.cache
 def _imported_by(name: str) -> tuple[str, ...]:
     """Return the modules of this package that a module imports."""
-    return tuple({each for each in _imported(ast.parse(_path(name).read_bytes())) if _is_ours(each)})
+    return tuple({each for each in imported_names(ast.parse(_path(name).read_bytes())) if _is_ours(each)})
 
 
-def _imported(syntax: ast.Module) -> Iterator[str]:
+def imported_names(syntax: ast.Module) -> Iterator[str]:
+    """Yield every name that a module imports, at its top or anywhere else; of `from a import b` both `a` and `a.b`."""
     for node in ast.walk(syntax):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield node.module

@@ -7,9 +7,9 @@ from typing import Any
 from unittest import mock
 
 import compiled_programs
+import kept_answers
 import pytest
 import torch
-import warm_python
 from attention_target_cases import SIZES, VALID, inputs, seen, share, truth, valid_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -290,7 +290,7 @@ def test_one_program_answers_with_and_without_a_support(programs: dict[str, Any]
 def facts(grid_size: str) -> dict[str, Any]:
     """Return what `attention_target_facts.py` found."""
     pytest.importorskip("triton")
-    return warm_python.answers("attention_target_facts.py", grid_size, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    return kept_answers.answer("attention_target_facts.py", grid_size, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
 def test_the_interpreter_takes_the_tensor_core_way(facts: dict[str, Any]) -> None:

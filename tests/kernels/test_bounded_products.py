@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import compiled_programs
+import kept_answers
 import pytest
 import torch
-import warm_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -166,7 +166,7 @@ def test_without_a_row_there_is_no_program_and_the_sum_is_zero() -> None:
 def facts(grid_size: str) -> Any:
     """Return what `bounded_products_facts.py` found. No kernel runs on a device."""
     pytest.importorskip("triton")
-    return warm_python.answers("bounded_products_facts.py", grid_size, TRITON_INTERPRET="1")
+    return kept_answers.answer("bounded_products_facts.py", grid_size, TRITON_INTERPRET="1")
 
 
 def test_triton_agrees_with_float64_on_every_count(facts: Any, grid_size: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import compiled_programs
+import kept_answers
 import pytest
 import torch
 import warm_python
@@ -591,7 +592,7 @@ def test_a_device_can_run_what_is_taken_there(way: Callable[..., str], programs:
 def facts(grid_size: str) -> dict[str, Any]:
     """Return what `index_scores_facts.py` found. No kernel runs on a device."""
     pytest.importorskip("triton")
-    return warm_python.answers("index_scores_facts.py", grid_size, TRITON_INTERPRET="1")
+    return kept_answers.answer("index_scores_facts.py", grid_size, TRITON_INTERPRET="1")
 
 
 def test_the_interpreter_takes_the_tensor_core_way(facts: dict[str, Any]) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import kept_answers
 import pytest
 import torch
-import warm_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_cross_entropy_cases import IGNORED, Inputs, call, draw, found, leaves_of, truth
@@ -175,7 +175,7 @@ def test_what_stays_of_few_tokens_is_not_computed_again() -> None:
 
 def test_triton_finds_what_float64_does(grid_size: str) -> None:
     pytest.importorskip("triton")
-    facts = warm_python.answers("panel_facts.py", grid_size, TRITON_INTERPRET="1")
+    facts = kept_answers.answer("panel_facts.py", grid_size, TRITON_INTERPRET="1")
 
     assert len(facts) == (1 if grid_size == "few" else 5)
     assert {name: each for name, each in facts.items() if not max(each["errors"]) < each["rounding"]} == {}

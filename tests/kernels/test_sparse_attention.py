@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import kept_answers
 import pytest
 import torch
-import warm_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from releases import only
@@ -187,7 +187,7 @@ def test_no_operator_returns_a_tensor_of_queries_heads_and_keys() -> None:
 @pytest.fixture(scope="module")
 def interpreted(grid_size: str) -> dict[str, Any]:
     """What the kernels compute in Triton's interpreter, in a process of their own."""
-    return warm_python.answers("sparse_attention_cases.py", "cpu", grid_size, TRITON_INTERPRET="1")
+    return kept_answers.answer("sparse_attention_cases.py", "cpu", grid_size, TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("name", only(GRID, FEW))

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import compiled_programs
+import kept_answers
 import pytest
 import torch
-import warm_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_scores_cases import DEVICES
@@ -223,7 +223,7 @@ def programs() -> dict[str, Any]:
 def facts(grid_size: str) -> dict[str, Any]:
     """Return what `top_k_facts.py` found."""
     pytest.importorskip("triton")
-    return warm_python.answers("top_k_facts.py", grid_size, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    return kept_answers.answer("top_k_facts.py", grid_size, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
 def test_the_interpreter_takes_the_kernel(facts: dict[str, Any]) -> None:

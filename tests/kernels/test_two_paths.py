@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import kept_answers
 import nothing_cases
 import pytest
 import torch
-import warm_python
 from computed_products import products
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -331,7 +331,7 @@ def test_passes_over_nothing_leave_numbers_and_gradients_as_they_are() -> None:
 
 def test_triton_goes_both_ways_and_writes_nothing_on_the_empty_one() -> None:
     pytest.importorskip("triton")
-    facts = warm_python.answers("two_paths_facts.py", TRITON_INTERPRET="1")
+    facts = kept_answers.answer("two_paths_facts.py", TRITON_INTERPRET="1")
 
     assert len(facts["whole"]) == 4
     assert {name: each for name, each in facts["whole"].items() if not max(each.values()) < 1e-2} == {}

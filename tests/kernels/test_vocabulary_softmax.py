@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import compiled_programs
+import kept_answers
 import pytest
 import torch
 import warm_python
@@ -186,7 +187,7 @@ def test_pytorch_in_float32_agrees_with_float64(name: str) -> None:
 def facts(grid_size: str) -> Any:
     """Return what `vocabulary_softmax_facts.py` found. No kernel runs on a device."""
     pytest.importorskip("triton")
-    return warm_python.answers("vocabulary_softmax_facts.py", grid_size, TRITON_INTERPRET="1")
+    return kept_answers.answer("vocabulary_softmax_facts.py", grid_size, TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("name", only(CASES, FEW))

@@ -9,7 +9,6 @@ from typing import Any
 
 import kept_answers
 import pytest
-import warm_python
 
 FILES = {
     "megacpp_overlays/__init__.py": "import megacpp_overlays.loader",
@@ -116,11 +115,10 @@ def test_an_answer_of_the_checkout_counts_and_its_use_is_noted(checkout: Path, m
 
 def test_a_process_runs_once_for_a_key(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
-    monkeypatch.setattr(warm_python, "SUPPORT", checkout / "tests/support")
-    monkeypatch.setattr(warm_python, "_observed", lambda *request: ran.append(request) or {"found": len(ran)})
+    monkeypatch.setattr(kept_answers, "_observed", lambda *request: ran.append(request) or {"found": len(ran)})
 
-    assert [warm_python.answers("facts.py", "few") for _ in range(2)] == [{"found": 1}, {"found": 1}]
-    assert warm_python.answers("facts.py") == {"found": 2}
+    assert [kept_answers.answer("facts.py", "few") for _ in range(2)] == [{"found": 1}, {"found": 1}]
+    assert kept_answers.answer("facts.py") == {"found": 2}
 
 
 def test_a_process_that_loads_what_its_key_does_not_cover_is_an_error(tmp_path: Path) -> None:
@@ -130,11 +128,11 @@ def test_a_process_that_loads_what_its_key_does_not_cover_is_an_error(tmp_path: 
     )
 
     with pytest.raises(AssertionError, match=r"megacpp_overlays/kernels/devices\.py"):
-        warm_python._observed(script, [], {})
+        kept_answers._observed(script, [], {})
 
 
 def test_a_process_may_load_what_the_package_itself_does(tmp_path: Path) -> None:
     script = tmp_path / "facts.py"
     script.write_text("import json, megacpp_overlays\nprint(json.dumps({'off': True}))\n")
 
-    assert warm_python._observed(script, [], {"MEGACPP_OVERLAYS": "off"}) == {"off": True}
+    assert kept_answers._observed(script, [], {"MEGACPP_OVERLAYS": "off"}) == {"off": True}

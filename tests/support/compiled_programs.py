@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import kept_answers
 import pytest
-import warm_python
 
 SHARED_OF_HOPPER = 227 * 1024
 """What a program on Hopper may have of shared memory, in bytes."""
@@ -14,7 +14,7 @@ SHARED_OF_HOPPER = 227 * 1024
 def needs(script: str, *cases: str, **variables: str) -> dict[str, Any]:
     """Return what a script of this folder found when it compiled its cases; where nothing can be compiled the test is skipped."""
     pytest.importorskip("triton")
-    found = warm_python.answers(script, *cases, TRITON_INTERPRET="0", **variables)
+    found = kept_answers.answer(script, *cases, TRITON_INTERPRET="0", **variables)
     if "obstacle" in found:
         pytest.skip(found["obstacle"])
     return found

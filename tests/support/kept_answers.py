@@ -28,7 +28,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from places import ROOT, SUPPORT
+import warm_python
+from places import HANG_S, ROOT, SUPPORT
+
+from megacpp_overlays.upkeep.finding_cache import imported_names
 
 COMMITTED = ROOT / "tests" / "answers"
 DERIVED = ROOT / ".cache" / "answers"
@@ -39,6 +42,40 @@ ALWAYS = ("torch", "triton", "numpy")
 """Distributions that compute, whether the code imports them or another distribution does."""
 PREFIXES = ("TRITON_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "CUDA_", "MEGACPP_")
 """Beginnings of variables that a process has none of but those that it is given."""
+
+
+def answer(script: str, *words: str, **variables: str) -> dict[str, Any]:
+    """Return the JSON objects that a script of this folder prints, as one, with Triton imported and this package off.
+
+    The script does not run where its answer is kept.
+
+    Args:
+        script: its file name.
+        words: its arguments.
+        variables: of its environment, see `environment`.
+    """
+    path, given = SUPPORT / script, {"MEGACPP_OVERLAYS": "off", **variables}
+    key = key_of(path, words, given)
+    found: dict[str, Any] | None = look_up(key)
+    if found is None:
+        found = _observed(path, words, given)
+        keep(key, path.stem, found)
+    return found
+
+
+def _observed(script: Path, words: Sequence[str], variables: Mapping[str, str]) -> dict[str, Any]:
+    """Run a script to its end. It may load no module of this checkout that the key of its answer does not cover."""
+    path = os.pathsep.join([str(ROOT), str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+    env = {**environment(variables), "PYTHONPATH": path}
+    with tempfile.NamedTemporaryFile("r") as loaded:
+        command = ["-W", "ignore", SUPPORT / "observed_imports.py", loaded.name, script, *words]
+        done = warm_python.run(command, env, after=warm_python.TRITON, timeout=HANG_S)
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert (missing := uncovered(loaded.read().splitlines(), script)) == [], missing
+    found: dict[str, Any] = {}
+    for line in done.stdout.splitlines():
+        found |= json.loads(line)
+    return found
 
 
 def look_up(key: str) -> Any:
@@ -129,23 +166,21 @@ def _reached(*starts: Path) -> set[Path]:
 
 @functools.cache
 def _imported(path: Path) -> frozenset[str]:
-    """Return all names that a file imports, those that stand in a text among them: modules are imported by name, too."""
-    found: set[str] = set()
-    for node in ast.walk(_syntax(path)):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
-        elif isinstance(node, ast.Import):
-            found |= {each.name for each in node.names}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(f"{PACKAGE}."):
-            found.add(node.value)
-    return frozenset(found)
+    """Return all names that a file imports, and those of modules in its strings, which may be imported by name."""
+    return frozenset(imported_names(_syntax(path))) | {text for text in _texts(path) if text.startswith(f"{PACKAGE}.")}
 
 
 def _named(path: Path) -> Iterator[str]:
+    """Yield the scripts of this folder that a file names in a string."""
+    yield from (
+        text for text in _texts(path) if text.endswith(".py") and "/" not in text and (SUPPORT / text).is_file()
+    )
+
+
+def _texts(path: Path) -> Iterator[str]:
     for node in ast.walk(_syntax(path)):
-        text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
-        if text.endswith(".py") and "/" not in text and (SUPPORT / text).is_file():
-            yield text
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
 
 
 @functools.cache

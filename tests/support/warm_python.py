@@ -27,12 +27,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, NoReturn
 
-import kept_answers
-from places import HANG_S, ROOT, SUPPORT
 from warm_server import SIZE
 
 AT_IMPORT = (
@@ -49,11 +47,11 @@ TRITON = (*TORCH, "triton.language")
 MEGATRON = (*TRITON, "torch._dynamo", "torch.distributed.checkpoint")
 """Modules to start after: torch, with Triton, and with all of torch that Megatron imports, which takes longest of all."""
 ARMED = "megacpp_overlays"
-"""Where it is the first module to start after, the process that is copied has armed, with the switches of the processes."""
+"""Among the modules to start after, it arms the process that is copied: after torch, with the switches of the processes."""
+SERVER = Path(__file__).with_name("warm_server.py")
 _asking = threading.RLock()
 _servers: list[int] = []
-"""Numbers of those that this process has started. They may outlive it."""
-SERVER = Path(__file__).with_name("warm_server.py")
+"""Process ids of the servers that this process has started; a run with several workers shares them."""
 
 
 class WarmProcess:
@@ -91,7 +89,7 @@ class WarmProcess:
         return out, error
 
     def leave(self) -> None:
-        """Let it run on; nobody asks how it ends."""
+        """Close the connection. The process runs on, and its exit code is not read."""
         self._said.close()
 
     def kill(self) -> None:
@@ -123,10 +121,7 @@ def start(
     out, error = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 - read by WarmProcess.wait
     with open(os.devnull, "rb") as nothing:
         streams = (nothing.fileno(), out.fileno(), error.fileno())
-        try:
-            connection = _ask(address(env, after, python, path), words, env, cwd, streams)
-        except (ConnectionError, FileNotFoundError):  # it had nothing to do for long, and ended meanwhile
-            connection = _ask(address(env, after, python, path), words, env, cwd, streams)
+        connection = _ask_server(lambda: address(env, after, python, path), words, env, cwd, streams)
         return WarmProcess(connection, out, error)
 
 
@@ -150,6 +145,20 @@ def address(
 def _is_ours(name: str) -> bool:
     """Return whether a variable is of this package, which is not imported here: it would arm."""
     return name.startswith("MEGACPP_")
+
+
+def _ask_server(
+    address_of: Callable[[], str],
+    words: Sequence[str | Path],
+    env: Mapping[str, str],
+    cwd: Path | None,
+    streams: tuple[int, int, int],
+) -> socket.socket:
+    """Ask a server for a process, see `_ask`. One that was idle for too long has ended; the next address is of a new one."""
+    try:
+        return _ask(address_of(), words, env, cwd, streams)
+    except (ConnectionError, FileNotFoundError):
+        return _ask(address_of(), words, env, cwd, streams)
 
 
 def _ask(
@@ -190,40 +199,10 @@ def run(
     return subprocess.CompletedProcess(list(words), started.wait(), out, error)
 
 
-def answers(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
-    """Return the JSON objects that a script of this folder prints, as one, with Triton imported and this package off.
-
-    The script does not run where its answer is kept, see `kept_answers`.
-    """
-    given = {"MEGACPP_OVERLAYS": "off", **environment}
-    path = SUPPORT / script
-    key = kept_answers.key_of(path, arguments, given)
-    found: dict[str, Any] | None = kept_answers.look_up(key)
-    if found is None:
-        found = _observed(path, arguments, given)
-        kept_answers.keep(key, path.stem, found)
-    return found
-
-
-def _observed(script: Path, words: Sequence[str], variables: Mapping[str, str]) -> dict[str, Any]:
-    """Run a script to its end. It may load no module of this checkout that the key of its answer does not cover."""
-    path = os.pathsep.join([str(ROOT), str(SUPPORT), os.environ.get("PYTHONPATH", "")])
-    environment = {**kept_answers.environment(variables), "PYTHONPATH": path}
-    with tempfile.NamedTemporaryFile("r") as loaded:
-        command = ["-W", "ignore", SUPPORT / "observed_imports.py", loaded.name, script, *words]
-        done = run(command, environment, after=TRITON, timeout=HANG_S)
-        assert done.returncode == 0, done.stderr[-4000:]
-        assert (missing := kept_answers.uncovered(loaded.read().splitlines(), script)) == [], missing
-    found: dict[str, Any] = {}
-    for line in done.stdout.splitlines():
-        found |= json.loads(line)
-    return found
-
-
 def _server(python: str, modules: tuple[str, ...], variables: Mapping[str, str]) -> str:
-    """Return the address of a server, which is started unless a worker of this run of pytest has one.
+    """Return the address of a server; start it unless a worker of this run of pytest has done so.
 
-    A server ends with the run, or when nobody has asked it for a while; its socket goes first.
+    A server exits with the run of pytest, or after `warm_server.IDLE_S` without a connection. It removes its socket first.
     """
     key = hashlib.sha256(json.dumps([python, modules, sorted(variables.items())]).encode()).hexdigest()[:16]
     folder = _folder()
@@ -261,7 +240,7 @@ def _serve(address: Path, python: str, modules: tuple[str, ...], variables: Mapp
         before = {name: value for name, value in variables.items() if name in AT_IMPORT}
         with open(os.devnull, "r+b") as nothing:
             streams = (nothing.fileno(), nothing.fileno(), 2)
-            started = WarmProcess(_ask(_server(python, base, before), words, env, None, streams))
+            started = WarmProcess(_ask_server(lambda: _server(python, base, before), words, env, None, streams))
         started.leave()
         _servers.append(started.pid)
     else:
