@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from claims import Found, Say, Workplace
@@ -17,12 +17,11 @@ from megatron_unit_runs import Stand, run
 from upstream_tests import WAYS
 
 LIMIT_S = 150.0
-"""After which a group begins no further test, in a world of one rank."""
-LIMIT_OF_RANKS_S = 75.0
-"""The same in a world of several."""
+"""After which a group begins no further test."""
 QUICK = ("module", "mtp")
 """Groups that show that all of it works."""
-MOST_AT_ONCE = 4
+MOST_AT_ONCE = 8
+"""Runs of a group on the same devices, whose memory they share."""
 TAKES = f"{len(GROUPS)} groups, 2 runs of pytest each, and 2 more where the first differ"
 
 
@@ -33,22 +32,22 @@ def measure(place: Workplace, say: Say) -> Found:
     first = site.checkout.folder
     ready_for_tests(first, place.checkout or first)
     shutil.copytree(first, second := first.with_name("second"))
-    limit = LIMIT_S if place.ranks == 1 else LIMIT_OF_RANKS_S
     stands = [
-        Stand(root, site.sizes.env, site.sizes.path, armed, limit, place.ranks)
+        Stand(root, site.sizes.env, site.sizes.path, armed, LIMIT_S, place.ranks)
         for root, armed in ((first, False), (second, True))
     ]
     found: Found = {key: site.about()[key] for key in ("checkout", "host")}
-    found |= {"ranks": place.ranks, "limit_s": limit, "groups": _both(groups, stands, say), "again": {}}
+    found |= {"ranks": place.ranks, "limit_s": LIMIT_S, "groups": _both(groups, stands, say), "again": {}}
     if again := [group for group in groups if differing(found["groups"][group.id])]:
         say(f"once more, because the two ways differ: {', '.join(group.title for group in again)}")
         found["again"] = _both(again, stands, say)
     return found
 
 
-def _both(groups: Sequence[Group], stands: Iterable[Stand], say: Say) -> Found:
+def _both(groups: Sequence[Group], stands: Sequence[Stand], say: Say) -> Found:
     """Return the outcomes of groups by id and way; as many processes at once as fit."""
-    workers = max(2, min(MOST_AT_ONCE, len(os.sched_getaffinity(0)) // 2))
+    ranks = max(stand.ranks for stand in stands)
+    workers = max(2, min(MOST_AT_ONCE, len(os.sched_getaffinity(0)) // (2 * ranks)))
 
     def timed(group: Group, stand: Stand) -> Found:
         began = time.monotonic()

@@ -12,8 +12,11 @@ import torch
 from differential.rows import Row
 from differential.table import ROWS
 
-MARGIN = 4.0
-"""Ranks add in another order than one rank does: so many times the rounding of one rank in the same dtype is rounding, too."""
+MARGIN = {"float32": 8.0, "float16": 4.0, "bfloat16": 4.0}
+"""Ranks add in another order than one rank does: so many times the rounding of one rank in the same dtype is rounding, too.
+
+Stock over NCCL was seen at 4.3 times in float32; defects are a thousand times as far there.
+"""
 LEAST = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
 """Of a row in which one rank happens to round less than it may."""
 SMALL = 1e-3
@@ -82,7 +85,7 @@ def judged(folder: Path, row: Row) -> Judged:
             raise RuntimeError(f"the row {row.name!r} has no {side}: {errors[side]}")
     truth = found["reference"]["numbers"]
     rounding = _distances(found["rounding"], truth)
-    limits = {name: max(MARGIN * each, LEAST[row.dtype]) for name, each in rounding.items()}
+    limits = {name: max(MARGIN[row.dtype] * each, LEAST[row.dtype]) for name, each in rounding.items()}
     stock, ours = (
         _worst({"": torch.inf} if side in errors else _distances(found[side], truth), limits)
         for side in ("stock", "overlays")

@@ -49,7 +49,7 @@ def page(found: dict[str, Any]) -> str:
         "",
         "One training step of a small model in each row: its losses, every whole gradient, the norm by which gradients are clipped, the "
         "step of the optimizer, and the auxiliary losses that are logged. The truth is float64 on one rank without overlays. "
-        "Numbers are the worst distance from it, of the largest value of each tensor; up to `rounding`, which is four times that of one rank "
+        "Numbers are the worst distance from it, of the largest value of each tensor; up to `rounding`, which is four times that of one rank (eight in float32) "
         "in the same dtype, it is rounding. Calls are those on one rank.",
         "",
         f"{found['over']}; torch {found['versions']['torch']}, megatron-core {found['versions']['megatron-core']}, "

@@ -33,6 +33,7 @@ def environment(device: str) -> dict[str, str]:
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "MEGACPP_OVERLAYS_LOG": "logging",
+        "MEGACPP_OVERLAYS_SMALL_CALLS": "overlay",  # rows are small; without it overlays that save memory leave them to upstream
     }
 
 

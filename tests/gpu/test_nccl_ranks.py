@@ -119,7 +119,7 @@ def test_gradients_of_predictions_are_those_of_the_mean_over_the_tokens_of_all_r
     found = facts("counted_tokens.py", "mtp-token-counts-local", "on")
 
     assert found["decision"] == "active"
-    assert {layout for layout, *_ in layouts(found, "both")} == {"1", "2"}
+    assert {"1", "2"} <= {layout for layout, *_ in layouts(found, "both")} <= {"1", "2", "4"}
     assert max(apart for *_, apart in layouts(found, "both")) < ROUNDING
     for layout, way, apart in layouts(found, "neither"):
         assert (apart > 0.01) == ((layout, way) != ("1", "row, nothing")), (layout, way)
