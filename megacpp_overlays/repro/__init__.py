@@ -1,5 +1,7 @@
-"""What a pack's `reproduce.py` is written with; the command `megacpp-overlays repro` runs it."""
+"""The names that a pack's `reproduce.py` and `neighbours.py` are written with; `megacpp-overlays repro` runs them."""
 
 from megacpp_overlays.repro.case import Behaviour, Blocked, Case, TargetAbsent
+from megacpp_overlays.repro.neighbour import Neighbour, beside
+from megacpp_overlays.repro.worlds import on_ranks
 
-__all__ = ["Behaviour", "Blocked", "Case", "TargetAbsent"]
+__all__ = ["Behaviour", "Blocked", "Case", "Neighbour", "TargetAbsent", "beside", "on_ranks"]

@@ -7,6 +7,7 @@ line, because the output belongs to upstream and a process may die at any moment
     running  the case begins
     result   what it answered
     settled  the decisions of the loader and the source of the targets as they are loaded
+    beside   what the neighbours of the case came to, see `repro.neighbour`
 
 With `--witness` kept witnesses do not count. What was read and what was loaded is told with its hashes, and what was loaded
 in place of what was read.
@@ -27,7 +28,7 @@ from pathlib import Path
 from megacpp_overlays.loader import live, session, witnesses
 from megacpp_overlays.loader.probing import examine, examine_installed
 from megacpp_overlays.model import Erratum, Finding, Record, Target
-from megacpp_overlays.repro import inventory
+from megacpp_overlays.repro import inventory, neighbour
 from megacpp_overlays.repro.case import CUDA, Behaviour, Blocked, Case, TargetAbsent
 from megacpp_overlays.source.trees import InstalledTree, find_spec, readable
 
@@ -35,7 +36,8 @@ from megacpp_overlays.source.trees import InstalledTree, find_spec, readable
 def main(arguments: Sequence[str]) -> None:
     """Run the case and write the report."""
     reproducer, name, report, *options = arguments
-    case = inventory.choose(inventory.load_cases(Path(reproducer)), name)
+    cases = inventory.load_cases(Path(reproducer))
+    case = inventory.choose(cases, name)
     current = session.current()
     parts = {part.target: part for part in inventory.parts_of(case, current.overlays)}
     targets = inventory.targets_of(case, current.overlays)
@@ -63,6 +65,11 @@ def main(arguments: Sequence[str]) -> None:
             for target, part in parts.items()
         }
         tell("settled", parts=[{**_loaded(target), **decided.get(target, {})} for target in targets])
+        for each in neighbour.of(case, cases, Path(reproducer).parent):
+            found = neighbour.measured(each)
+            tell(
+                f"beside {each.name}", name=each.name, numbers=found.numbers, why_not=found.why_not, failed=found.failed
+            )
 
 
 class _Witness:

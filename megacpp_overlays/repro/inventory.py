@@ -7,9 +7,7 @@ inventory is ever on `sys.path`.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import re
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from pathlib import Path
 from megacpp_overlays import packs as own
 from megacpp_overlays.loader import retired
 from megacpp_overlays.model import Erratum, Target
+from megacpp_overlays.repro import neighbour
 from megacpp_overlays.repro.case import Case, PackError
 
 _FOLDER = re.compile(r"(\d\d)-([a-z0-9]+(?:-[a-z0-9]+)*)")
@@ -89,16 +88,11 @@ def load_cases(reproducer: Path) -> tuple[Case, ...]:
         PackError: there is no such file, it cannot be executed, or its CASES are not what they should be.
     """
     where = f"{reproducer.parent.name}/{reproducer.name}"
-    name = "megacpp_pack_" + re.sub(r"\W", "_", reproducer.parent.name)
-    spec = importlib.util.spec_from_file_location(name, reproducer)
-    if spec is None or spec.loader is None or not reproducer.is_file():
+    if not reproducer.is_file():
         raise PackError(f"there is no {where}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # classes that the file makes look their module up
     try:
-        spec.loader.exec_module(module)
+        module = neighbour.load_file(reproducer)
     except Exception as error:
-        del sys.modules[name]
         raise PackError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
     cases = getattr(module, "CASES", None)
     if not isinstance(cases, tuple) or not cases or not all(isinstance(case, Case) for case in cases):

@@ -29,11 +29,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from megacpp_overlays.loader.retired import RetiredOverlay
 from megacpp_overlays.model import Decision, Verdict
+
+if TYPE_CHECKING:
+    from megacpp_overlays.repro.neighbour import Measured
 
 
 class Sentinel(enum.Enum):
@@ -91,6 +94,8 @@ class Run:
     kind: RunKind
     seen: str
     parts: tuple[Part, ...]
+    beside: Mapping[str, Measured] = field(default_factory=dict)
+    """What neighbours of the case came to, by name."""
 
 
 class Conclusion(NamedTuple):

@@ -20,7 +20,7 @@ from megacpp_overlays import json_text, variables
 from megacpp_overlays.loader import retired
 from megacpp_overlays.loader.settings import DISABLE, LOG, MODE, PLUGINS, WITNESSES, Mode, Switch
 from megacpp_overlays.model import Decision, Erratum, Verdict
-from megacpp_overlays.repro import inventory, judge, process_group, stamp, trees
+from megacpp_overlays.repro import inventory, judge, neighbour, process_group, stamp, trees
 from megacpp_overlays.repro.case import CUDA, Case
 from megacpp_overlays.repro.judge import EARNED, Conclusion, Part, Run, RunKind, Sentinel
 from megacpp_overlays.repro.transcript import Transcript
@@ -116,7 +116,28 @@ def run_case(job: Job, case: Case, transcript: Transcript) -> tuple[Conclusion, 
             return judge.judge(without, None)
         with_all = process.run({part.variable: Switch.ON.value for part in parts if part.off_by_default})
         transcript.say(f"  with every overlay: {_in_words(with_all)}")
-        return judge.judge(without, with_all)
+        return (*judge.judge(without, with_all), *_neighbours(job, case, without, with_all, transcript))
+
+
+def _neighbours(job: Job, case: Case, without: Run, with_all: Run, transcript: Transcript) -> tuple[Conclusion, ...]:
+    """Say what became of the neighbours of a case; return a failure for each that is not the same with every overlay."""
+    failures: list[Conclusion] = []
+    cases = inventory.load_cases(job.reproducer)
+    for each in neighbour.of(case, cases, job.reproducer.parent):
+        stock, ours = without.beside.get(each.name), with_all.beside.get(each.name)
+        if stock is None or ours is None:
+            side = "without" if stock is None else "with"
+            failures.append(Conclusion(Sentinel.FAILED, f"neighbour {each.name} was not run {side} the overlay"))
+        elif stock.failed:
+            failures.append(Conclusion(Sentinel.FAILED, f"neighbour {each.name} without the overlay: {stock.why_not}"))
+        elif stock.numbers is None:
+            transcript.say(f"  neighbour {each.name}: not measured: {stock.why_not}")
+        elif (apart := neighbour.difference(each, stock, ours)) is not None:
+            failures.append(Conclusion(Sentinel.FAILED, f"neighbour {each.name} is not the same: {apart}"))
+        else:
+            same = "the same bits" if not each.rounding else f"the same but for rounding ({each.why_rounding})"
+            transcript.say(f"  neighbour {each.name}: {same}, {sum(map(len, stock.numbers.values()))} numbers")
+    return tuple(failures)
 
 
 def witness_case(job: Job, case: Case, transcript: Transcript) -> tuple[Conclusion, tuple[Part, ...]]:
@@ -217,7 +238,7 @@ class _Process:
         result = facts.get("result")
         if result is None:
             return Run(kind=RunKind.FAILED, seen="the process ended without an answer", parts=parts)
-        return Run(kind=RunKind(result["kind"]), seen=result["seen"], parts=parts)
+        return Run(kind=RunKind(result["kind"]), seen=result["seen"], parts=parts, beside=_beside(facts))
 
 
 def _facts(report: Path) -> dict[str, Any]:
@@ -228,6 +249,15 @@ def _facts(report: Path) -> dict[str, Any]:
             event = json_text.parse(line)
             facts[event["event"]] = event
     return facts
+
+
+def _beside(facts: Mapping[str, Any]) -> dict[str, neighbour.Measured]:
+    """Return what neighbours came to, by name."""
+    return {
+        event["name"]: neighbour.Measured(numbers=event["numbers"], why_not=event["why_not"], failed=event["failed"])
+        for name, event in facts.items()
+        if name.startswith("beside ")
+    }
 
 
 def _parts(facts: Mapping[str, Any]) -> tuple[Part, ...]:

@@ -1,0 +1,201 @@
+"""Neighbour cases: calls beside a defect that were right without an overlay and must be the same with it.
+
+`packs/NN-slug/neighbours.py` declares `NEIGHBOURS`, a tuple of these, in a file of its own, because receipts hold
+`reproduce.py` byte for byte. They run after a case of the same overlay, in the same two processes: without the overlay,
+and with every overlay. A neighbour knows nothing of the overlay and judges nothing: it returns numbers, which are compared.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megacpp_overlays.repro.case import CPU, Blocked, Case, PackError, TargetAbsent
+
+FILE = "neighbours.py"
+MOST = 100_000
+"""Numbers of one neighbour: what is compared is kept in a report."""
+_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+
+Numbers = Mapping[str, Sequence[float]]
+"""Numbers by what they are, such as `loss` or `gradient of weight`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Neighbour:
+    """A call beside a defect whose numbers an overlay must leave as they are.
+
+    Raises:
+        ValueError: a field cannot be what it says.
+    """
+
+    name: str
+    """Lower-case words joined by hyphens, unique in its pack: what is different from the defect, such as `no-mask`."""
+    overlay: str
+    """Id of the overlay."""
+    run: Callable[[], Mapping[str, object]]
+    """Returns tensors, sequences of numbers, or numbers, by what they are. Raises Blocked where this host cannot run it, and
+    TargetAbsent where this upstream has no such call."""
+    rounding: float = 0.0
+    """How far numbers may be apart, of the largest of their name; 0 asks for the same bits."""
+    why_rounding: str = ""
+    """What the overlay adds up in another order, where it may round otherwise."""
+    after: str = ""
+    """Name of the case in whose processes it runs, after it; without it the first of the overlay on a CPU."""
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"neighbour {self.name!r} is not lower-case words joined by hyphens")
+        if not 0 <= self.rounding < 1:
+            raise ValueError(f"neighbour {self.name}: rounding {self.rounding} is not between 0 and 1")
+        if bool(self.rounding) is not bool(self.why_rounding):
+            raise ValueError(f"neighbour {self.name}: it has both, rounding and why_rounding, or neither")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a neighbour came to in one process."""
+
+    numbers: Numbers | None
+    """None where it was not measured."""
+    why_not: str = ""
+    """Why it was not measured."""
+    failed: bool = False
+    """Whether it ended in an error, which is neither a host that cannot run it nor an upstream without such a call."""
+
+
+def load(pack: Path) -> tuple[Neighbour, ...]:
+    """Return the neighbours of a pack; none where it has no such file.
+
+    Raises:
+        PackError: the file cannot be executed, or its NEIGHBOURS are not what they should be.
+    """
+    path = pack / FILE
+    if not path.is_file():
+        return ()
+    where = f"{pack.name}/{FILE}"
+    try:
+        module = load_file(path)
+    except Exception as error:
+        raise PackError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
+    found = getattr(module, "NEIGHBOURS", None)
+    if not isinstance(found, tuple) or not found or not all(isinstance(each, Neighbour) for each in found):
+        raise PackError(f"{where} declares no NEIGHBOURS, a tuple of Neighbour")
+    if len({each.name for each in found}) < len(found):
+        raise PackError(f"{where} declares two neighbours of one name")
+    return found
+
+
+def of(case: Case, cases: Sequence[Case], pack: Path) -> tuple[Neighbour, ...]:
+    """Return the neighbours of a pack that run in the processes of a case.
+
+    Raises:
+        PackError: see `load`.
+    """
+    first = next((each.name for each in cases if (each.overlay, each.device) == (case.overlay, CPU)), None)
+    found = [each for each in load(pack) if each.overlay == case.overlay]
+    if strange := [each.after for each in found if each.after and each.after not in {one.name for one in cases}]:
+        raise PackError(f"{pack.name}/{FILE}: there is no case {strange[0]}")
+    return tuple(each for each in found if (each.after or first) == case.name)
+
+
+def load_file(path: Path) -> ModuleType:
+    """Execute a file of a pack under a name of its own, and return it as a module.
+
+    Raises:
+        Exception: whatever the file raises.
+    """
+    name = _module_name(path)
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise PackError(f"there is no {path.parent.name}/{path.name}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # classes that the file makes look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _module_name(path: Path) -> str:
+    return "megacpp_pack_" + re.sub(r"\W", "_", f"{path.parent.name}_{path.stem}")
+
+
+def beside(file: str) -> Any:
+    """Return the module of the `reproduce.py` beside a file of a pack, for what it builds upstream with."""
+    path = Path(file).with_name("reproduce.py")
+    loaded = sys.modules.get(_module_name(path))
+    return loaded if loaded is not None and loaded.__file__ == str(path) else load_file(path)
+
+
+def measured(neighbour: Neighbour) -> Measured:
+    """Run a neighbour and return what it came to; raises nothing."""
+    try:
+        numbers = {what: list(flat(value)) for what, value in neighbour.run().items()}
+    except (Blocked, TargetAbsent) as reason:
+        return Measured(numbers=None, why_not=str(reason))
+    except Exception as error:  # noqa: BLE001 - upstream code may fail in any way
+        traceback.print_exc()
+        return Measured(numbers=None, why_not=f"{type(error).__name__}: {error}", failed=True)
+    if not numbers or not all(numbers.values()):
+        return Measured(numbers=None, why_not="it returned no numbers", failed=True)
+    if (count := sum(map(len, numbers.values()))) > MOST:
+        return Measured(numbers=None, why_not=f"it returned {count} numbers, more than {MOST}", failed=True)
+    return Measured(numbers=numbers)
+
+
+def flat(value: Any) -> Iterator[float]:
+    """Yield the numbers of a tensor, a sequence or a number, in order."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().double().flatten().tolist()
+    if isinstance(value, int | float):
+        yield float(value)
+    else:
+        for each in value:
+            yield from flat(each)
+
+
+def difference(neighbour: Neighbour, without: Measured, with_all: Measured) -> str | None:
+    """Return in words how a neighbour is not the same with overlays; None where it is, or was not measured without them."""
+    if without.numbers is None:
+        return None
+    if with_all.numbers is None:
+        return f"it ends with the overlay: {with_all.why_not}"
+    if without.numbers.keys() != with_all.numbers.keys():
+        return "other numbers with the overlay: " + ", ".join(sorted(without.numbers.keys() ^ with_all.numbers.keys()))
+    for what, stock in without.numbers.items():
+        ours = with_all.numbers[what]
+        if len(stock) != len(ours):
+            return f"{what}: {len(stock)} numbers without the overlay, {len(ours)} with it"
+        apart = _apart(stock, ours)
+        if apart > neighbour.rounding:
+            allowed = f"{neighbour.rounding:.0e}" if neighbour.rounding else "nothing"
+            return f"{what}: {apart:.1e} of the largest value apart, and {allowed} is allowed"
+    return None
+
+
+def _apart(stock: Sequence[float], ours: Sequence[float]) -> float:
+    """Return the largest distance of two numbers, of the largest number of the first; 0 where all are the same."""
+    pairs = [(one, other) for one, other in zip(stock, ours, strict=True) if not _same(one, other)]
+    if not pairs:
+        return 0.0
+    if not all(map(math.isfinite, itertools.chain.from_iterable(pairs))):
+        return math.inf
+    largest = max((abs(each) for each in stock if math.isfinite(each)), default=0.0)
+    apart = max(abs(one - other) for one, other in pairs)
+    return apart / largest if largest else math.inf
+
+
+def _same(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))

@@ -1,0 +1,68 @@
+"""Worlds of gloo ranks for neighbour cases: processes that are forked, meet in a folder, and return numbers."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from megacpp_overlays.errors import OverlayError
+from megacpp_overlays.repro.neighbour import flat
+
+
+class RankError(OverlayError):
+    """Raised when a rank ended in an error; the text is its last line."""
+
+
+def on_ranks(count: int, run: Callable[[int], Mapping[str, object]]) -> dict[str, list[float]]:
+    """Run a function on each rank of a world of its own, and return the numbers of all ranks, `rank 0, loss` and so on.
+
+    torch, and every module of upstream that is slow to import, should be loaded before: ranks are copies of this process.
+
+    Args:
+        count: how many ranks.
+        run: gets the rank; `torch.distributed` is initialised, Megatron's groups are not.
+
+    Raises:
+        RankError: a rank ended in an error.
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=_rank, args=(rank, count, run, folder)) for rank in range(count)]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join()
+        found: dict[str, list[float]] = {}
+        for rank in range(count):
+            answer = Path(folder, str(rank))
+            if not answer.exists():
+                raise RankError(f"rank {rank} ended without an answer")
+            said = json.loads(answer.read_text())
+            if "error" in said:
+                raise RankError(f"rank {rank}: {said['error']}")
+            found |= {f"rank {rank}, {what}": numbers for what, numbers in said["numbers"].items()}
+    return found
+
+
+def _rank(rank: int, count: int, run: Callable[[int], Mapping[str, object]], folder: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    answer = Path(folder, str(rank))
+    try:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
+        said: dict[str, object] = {"numbers": {what: list(flat(value)) for what, value in run(rank).items()}}
+    except Exception as error:  # noqa: BLE001 - it is raised by the process that waits
+        traceback.print_exc()
+        said = {"error": f"{type(error).__name__}: {error}"}
+    answer.with_suffix(".part").write_text(json.dumps(said))
+    answer.with_suffix(".part").rename(answer)
+    if "error" in said:
+        os._exit(1)  # others that wait for it see its connection close
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
