@@ -26,6 +26,7 @@ from megacpp_overlays.feature_probes import cpp_source
 from megacpp_overlays.feature_probes.findings import absent, broken, unknown
 from megacpp_overlays.feature_probes.repairs import Repairs, judged, meaning
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import knowledge
 from megacpp_overlays.source.trees import SourceTree
 
 MODULE = "megatron.core.fusions.fused_mla_yarn_rope_apply"
@@ -82,7 +83,7 @@ def probe(tree: SourceTree) -> Finding:
     source = tree.module(MODULE)
     if source is None:
         return absent(f"there is no module {MODULE}")
-    body = _TEXTS.get(source.sha256[:16]) or meaning(tree, f"{MODULE}:")
+    body = _TEXTS.get(knowledge.as_known(source.sha256[:16])) or meaning(tree, f"{MODULE}:")
     if (known := _KNOWN.get(body)) is not None:
         shape, read_in = known
         seen = f"the mask of a block does not know which block it is, as in {read_in}"

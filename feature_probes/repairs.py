@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes.findings import fixed, looks_repaired
 from megacpp_overlays.model import Body, Evidence, Finding
+from megacpp_overlays.source import knowledge
 from megacpp_overlays.source.fingerprint import fingerprint, is_docstring
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, readable
 
@@ -78,7 +79,12 @@ def judged(
 
 def _by_text(tree: SourceTree, where: str, texts: Mapping[str, str]) -> str | None:
     """Return the fingerprint of a whole module whose text is known, or None."""
-    if not texts or not where.endswith(":") or (source := readable(tree, where[:-1])) is None:
+    if (
+        not texts
+        or knowledge.is_asked_for_digests()
+        or not where.endswith(":")
+        or (source := readable(tree, where[:-1])) is None
+    ):
         return None
     return texts.get(source.sha256[:16])
 

@@ -43,17 +43,24 @@ class Decision(enum.Enum):
     """Switched off, or only observed; nothing was installed."""
     GATED = "gated"
     """What is installed together cannot work, and nothing can be replaced; the reason says what to do."""
+    UNPROVED = "unproved"
+    """The probe does not recognise upstream, and its reproducer has not run on it yet; nothing was installed."""
     CONFLICT = "conflict"
     """Something was not recognised or did not work; upstream is exactly as it was."""
 
 
+UNDECIDED = frozenset({Decision.CONFLICT, Decision.UNPROVED})
+"""Decisions with which a run that must not go on unrepaired ends: nothing was installed, and the defect may be there."""
+
+
 class Proof(enum.Enum):
-    """How it is known that upstream's repair repairs. There is no third way: what only looks repaired is UNRECOGNISED."""
+    """How a verdict is known where it is not the probe's alone. What only looks repaired is UNRECOGNISED."""
 
     READ = "read"
     """Every body that holds the repair, or that it goes through, is one that was read before, by fingerprint."""
     WITNESSED = "witnessed"
-    """The reproducer was run on this very source in this environment, and did not see the defect."""
+    """The reproducer was run on this very source in this environment: it saw no defect (FIXED), nothing that could have it
+    (ABSENT), or a defect that the overlay repairs (BROKEN)."""
 
 
 class Body(NamedTuple):
@@ -131,9 +138,11 @@ class Finding(FrozenValue):
     repair: tuple[Body | Text, ...] = ()
     """Where the repair is: for FIXED what was compared, for what looks repaired what would have to be."""
     proof: Proof | None = None
-    """How FIXED was earned; None with any other verdict."""
+    """How FIXED was earned, or another verdict where its reproducer showed it; None where the probe says it."""
     looks_repaired: bool = False
     """Whether something UNRECOGNISED has the structure of a repair, though nobody read it."""
+    candidates: tuple[str, ...] = ()
+    """Shapes whose seams can be placed in something UNRECOGNISED, see `loader.contract`; the reproducer tells which repairs."""
     read: tuple[Reading, ...] = ()
     """Definitions that the probe asked for. The loader records them, and holds the live process against them."""
 
@@ -142,10 +151,14 @@ class Finding(FrozenValue):
             raise ValueError("a BROKEN finding must name the shape that it recognised")
         if not self.evidence:
             raise ValueError("a finding without evidence is a guess")
-        if (self.verdict is Verdict.FIXED) is (self.proof is None):
-            raise ValueError("FIXED, and nothing else, says how it was proved")
-        if self.looks_repaired and self.verdict is not Verdict.UNRECOGNISED:
-            raise ValueError("only what is UNRECOGNISED merely looks repaired")
+        if self.verdict is Verdict.FIXED and self.proof is None:
+            raise ValueError("FIXED says how it was proved")
+        if self.verdict is not Verdict.FIXED and self.proof is Proof.READ:
+            raise ValueError("nothing but FIXED is proved by reading")
+        if self.verdict is Verdict.UNRECOGNISED and self.proof is not None:
+            raise ValueError("what is UNRECOGNISED is not proved")
+        if (self.looks_repaired or self.candidates) and self.verdict is not Verdict.UNRECOGNISED:
+            raise ValueError("only what is UNRECOGNISED merely looks repaired, or has candidates")
         if bool(self.repair) is not (self.verdict is Verdict.FIXED or self.looks_repaired):
             raise ValueError("a repair, proved or not, and nothing else, names the bodies that hold it")
 
@@ -405,7 +418,7 @@ class Record(Frozen):
 
     @property
     def proof(self) -> str | None:
-        """How FIXED was earned, as text; None with any other verdict."""
+        """How the verdict was proved, as text; None where the probe says it."""
         return self.finding.proof.value if self.finding and self.finding.proof else None
 
     @property

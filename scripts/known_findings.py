@@ -1,4 +1,5 @@
-"""Write down what every probe finds in the releases of the lanes: megacpp_overlays/loader/known.json.
+"""Write findings of every probe in the releases of the lanes, megacpp_overlays/loader/known.json, and the first release of
+every fingerprint, megacpp_overlays/source/knowledge.json.
 
 known_findings.py           write it, from the releases in .cache/wheels
 known_findings.py --check   exit 1 if it is not what the probes find, naming what differs
@@ -9,6 +10,7 @@ Of each distribution that an overlay is about: the oldest release that a lane pi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import sys
@@ -22,8 +24,9 @@ from packaging.version import Version
 
 from megacpp_overlays.loader import known, registry
 from megacpp_overlays.model import Overlay
+from megacpp_overlays.source import knowledge
 from megacpp_overlays.source.file_trees import ArchiveTree
-from megacpp_overlays.source.trees import Remembered, SourceTree
+from megacpp_overlays.source.trees import Remembered, SourceTree, answer
 from megacpp_overlays.upkeep.finding_cache import FindingCache
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,12 +44,36 @@ def main() -> int:
     parser.add_argument("--findings", type=Path, metavar="FOLDER", help="keep what probes find here, and read it again")
     given = parser.parse_args()
     found = json.dumps(collected(given.archives, FindingCache(given.findings)), indent=1, sort_keys=True) + "\n"
+    firsts = json.dumps(first_releases(given.archives), indent=0, sort_keys=True) + "\n"
+    texts = {known.FILE: found, knowledge.FILE: firsts}
     if not given.check:
-        known.FILE.write_text(found, encoding="utf-8")
+        for path, text in texts.items():
+            path.write_text(text, encoding="utf-8")
         return 0
-    is_same = known.FILE.read_text(encoding="utf-8") == found
-    print("as the probes find it" if is_same else f"{known.FILE.name} is out of step: run scripts/known_findings.py")
-    return int(not is_same)
+    other = [path.name for path, text in texts.items() if path.read_text(encoding="utf-8") != text]
+    print(f"{', '.join(other)} out of step: run scripts/known_findings.py" if other else "as the probes find it")
+    return int(bool(other))
+
+
+def first_releases(archives: Path) -> dict[str, dict[str, str]]:
+    """Return by distribution the oldest release, of all archives, in which a probe takes each fingerprint."""
+    errata = registry.load()
+    found: dict[str, dict[str, str]] = {}
+    for distribution in sorted({each.target.distribution for each in errata}):
+        firsts = found.setdefault(distribution, {})
+        probes = [each.probe for each in errata if each.target.distribution == distribution]
+        for version, path in sorted(_archives(distribution, archives).items()):
+            knowledge.recorded = set()
+            with ArchiveTree(path) as archive, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = Remembered(archive)
+                for probe in probes:
+                    with contextlib.suppress(Exception):  # it does not recognise this release; what it read counts
+                        answer(probe, tree)
+            for digest in knowledge.recorded:
+                firsts.setdefault(digest, str(version))
+    knowledge.recorded = None
+    return found
 
 
 def collected(archives: Path, cache: FindingCache) -> dict[str, Any]:
@@ -94,12 +121,16 @@ def _keep(
 def releases(distribution: str, archives: Path) -> Iterator[Path]:
     """Yield the releases from the oldest one that a lane pins, in order."""
     oldest = min(_pinned(distribution))
-    found = {
-        _version(path): path for path in sorted(archives.iterdir()) if _name(path) == canonicalize_name(distribution)
-    }
+    found = _archives(distribution, archives)
     if not found:
         raise SystemExit(f"{archives} has no release of {distribution}: make wheels")
     yield from (path for version, path in sorted(found.items()) if version >= oldest and not version.is_prerelease)
+
+
+def _archives(distribution: str, archives: Path) -> dict[Version, Path]:
+    return {
+        _version(path): path for path in sorted(archives.iterdir()) if _name(path) == canonicalize_name(distribution)
+    }
 
 
 def _pinned(distribution: str) -> Iterator[Version]:

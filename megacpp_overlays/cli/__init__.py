@@ -23,6 +23,7 @@ from megacpp_overlays.cli import (
     pack,
     receipts,
     reference,
+    rehearse,
     report,
     repro,
     retire,
@@ -40,7 +41,7 @@ from megacpp_overlays.terminal_text import PlainStream
 from megacpp_overlays.version import VERSION
 
 FOR_A_RUN = (audit, run, compare, drift, repro, witness, checkpoint, report)
-FOR_THE_LANE = (ledger, reference, matrix, triage, sweep, retire, receipts, pack, wave, completion)
+FOR_THE_LANE = (ledger, reference, matrix, rehearse, triage, sweep, retire, receipts, pack, wave, completion)
 
 _EXAMPLES = (
     "audit                                   # what is repaired here, and why",

@@ -16,7 +16,7 @@ from megacpp_overlays.cli.commands import Subparsers, add, check_ids
 from megacpp_overlays.errors import AuditFileError, OverlayError, RequirementError
 from megacpp_overlays.loader import explanation, overview, rendering, requirements, session
 from megacpp_overlays.loader.audit import Audit
-from megacpp_overlays.model import Decision, Erratum, Record
+from megacpp_overlays.model import UNDECIDED, Decision, Erratum, Record
 from megacpp_overlays.repro import inventory
 from megacpp_overlays.repro.witnessing import WitnessOptions
 from megacpp_overlays.source.trees import InstalledTree
@@ -137,8 +137,8 @@ def _page_of(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
     except AuditFileError as error:
         parser.error(f"--of {error}")
     commands.write_page(arguments.html, kept)
-    conflict = any(each["decision"] == Decision.CONFLICT.value for each in kept["decisions"])
-    return ExitCode.FOUND if conflict else ExitCode.CLEAN
+    undecided = {decision.value for decision in UNDECIDED}
+    return ExitCode.FOUND if any(each["decision"] in undecided for each in kept["decisions"]) else ExitCode.CLEAN
 
 
 def _explain(audit: Audit, ids: Sequence[str]) -> int:
@@ -147,7 +147,7 @@ def _explain(audit: Audit, ids: Sequence[str]) -> int:
     for number, overlay_id in enumerate(dict.fromkeys(ids)):
         parts = [record for record in audit.decisions if record.overlay.id == overlay_id]
         colours.show([*([overview.Line("")] if number else []), *explanation.explained(parts)])
-    if any(record.decision is Decision.CONFLICT for record in shown):
+    if any(record.decision in UNDECIDED for record in shown):
         return ExitCode.FOUND
     return ExitCode.CLEAN
 

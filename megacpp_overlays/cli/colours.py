@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _RED, _YELLOW, _GREEN, _CYAN = "1;31", "1;33", "1;32", "1;36"
 _COLOURS = {
     Decision.CONFLICT.value: _RED,
+    Decision.UNPROVED.value: _YELLOW,
     Decision.GATED.value: _YELLOW,
     Decision.ACTIVE.value: _GREEN,
     Decision.RETIRED.value: _CYAN,

@@ -20,10 +20,12 @@ from megacpp_overlays.errors import RequirementError
 from megacpp_overlays.loader import settings
 
 _TEXT = "Run a launcher with this package armed before its first line, in every Python process that it starts, too."
-_USAGE = """megacpp-overlays run [--audit FILE] [--verify-ranks] [--require ID=DECISION]...
+_USAGE = """megacpp-overlays run [--witness] [--audit FILE] [--verify-ranks] [--require ID=DECISION]...
                             [options of Python] (LAUNCHER | -m MODULE | -c CODE) [its arguments]"""
 _MORE = """\
 options, in front of those of Python; processes that the launcher starts do what they say, too:
+  --witness        first run the reproducers of what is unproved here, as `megacpp-overlays witness` does; the launcher starts
+                   whatever they show, and with MEGACPP_OVERLAYS=strict it ends where something stays unproved
   --audit FILE     rank 0 leaves its audit in FILE as JSON before the first step of an optimizer, when ranks were compared,
                    and at the end with how often each seam was called
   --verify-ranks   compare the ranks, as megacpp_overlays.verify_ranks() does, at the end of init_process_group; ranks that do
@@ -41,13 +43,14 @@ _REFUSED = {
 _ANSWERED = {"-V", "--version", "-?", "--help-env", "--help-xoptions", "--help-all"}
 """Options that Python answers without a launcher."""
 
-_AUDIT, _VERIFY, _REQUIRE = "--audit", "--verify-ranks", "--require"
+_AUDIT, _VERIFY, _REQUIRE, _WITNESS = "--audit", "--verify-ranks", "--require", "--witness"
 _WITH_VALUE = MappingProxyType({_AUDIT: "FILE", _REQUIRE: "ID=DECISION"})
 Option = tuple[str, ...]
 """One option of Python, with its value if it takes one."""
 _EXAMPLES = (
     "run train.py --steps 10",
     "run -m torch.distributed.run --nproc-per-node 8 train.py",
+    "run --witness train.py --steps 10",
     "run --audit audit.json --verify-ranks -m torch.distributed.run --nproc-per-node 8 train.py",
 )
 _CODES = {
@@ -80,8 +83,9 @@ def run(words: Sequence[str], parser: argparse.ArgumentParser) -> bool:
     Raises:
         SettingsError: the environment says what is not known.
     """
+    has_to_prove = list(words[:1]) == [_WITNESS]
     try:
-        asked, words = asked_of_us(words)
+        asked, words = asked_of_us(words[1:] if has_to_prove else words)
     except RequirementError as error:
         parser.error(str(error))
     options, program = split(words)
@@ -99,6 +103,8 @@ def run(words: Sequence[str], parser: argparse.ArgumentParser) -> bool:
     if not sys.executable:
         parser.error("this Python does not know its own path: run the launcher with a Python that does")
     os.environ.update(asked)
+    if has_to_prove:
+        _prove()
     return _become([word for option in (*before, *options) for word in option] + program)
 
 
@@ -126,6 +132,20 @@ def asked_of_us(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             required.append(value)
             asked[settings.REQUIRE] = " ".join(required)
     return asked, rest
+
+
+def _prove() -> None:
+    """Prove what is unproved, one process of this host and user at a time: the others find it done."""
+    from megacpp_overlays.cli import witness  # noqa: PLC0415 - the other commands do not need them
+    from megacpp_overlays.loader import session, witnesses  # noqa: PLC0415
+    from megacpp_overlays.repro import inventory  # noqa: PLC0415
+    from megacpp_overlays.repro.witnessing import WitnessOptions  # noqa: PLC0415
+
+    current = session.current()
+    with witnesses.one_at_a_time(current.settings):
+        how = WitnessOptions(packs=inventory.own_folder(), settings=current.settings, workers=witness.default_workers())
+        for attempt in witness.witness(current, how):
+            print(witness.line(attempt), file=sys.stderr)
 
 
 def _become(words: Sequence[str]) -> NoReturn:

@@ -1,32 +1,38 @@
-"""`megacpp-overlays witness`: prove here, by running its reproducer, that what looks repaired is repaired."""
+"""`megacpp-overlays witness`: run reproducers on what probes do not recognise here, and keep the verdicts that they earn."""
 
 from __future__ import annotations
 
 import argparse
 import functools
 import json
+import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.cli.commands import Subparsers, add, check_ids, check_timeout, packs_folder
 from megacpp_overlays.loader import session
 from megacpp_overlays.loader.witnesses import folder_of
+from megacpp_overlays.model import Verdict
 from megacpp_overlays.repro import ending
 from megacpp_overlays.repro.witnessing import Attempt, WitnessOptions, asked_for, prove, unproved
 
-_TEXT = "Prove here, by running its reproducer on upstream alone, that what looks repaired is repaired, and keep that."
+_TEXT = "Run the reproducers of what is unproved here, without overlays and with them, and keep the verdicts that they earn."
 _MORE = """\
-Without an ID it does so for every overlay and gate that looks repaired and has no witness that counts; with one, anew. Every
-case that this host can run has to see no defect. What was proved is kept for this user and this environment, with the
-hashes of the probe, of the reproducer and of every module of the upstream that was read or loaded, and counts until one
-of them changes: the decision is then `retired`, and its reason begins with `witnessed`.
+Without an ID it does so for everything that no probe recognises here and that has no witness that counts; with one, anew. Every
+case that this host can run measures upstream alone. Where none sees the defect, upstream is right: the decision is then `retired`,
+or `absent`. Where one does, the seams that can be placed are tried out, and no case may see it then, and neighbour cases have to
+be the same: the decision is then `active`. A reason that was earned so begins with `witnessed`. What was proved is kept for this
+user and this environment, with the hashes of the probe, of the reproducer, of the seams and of every module of the upstream that
+was read or loaded, and counts until one of them changes.
 """
-_EXAMPLES = ("witness", "witness liger-flce-none-backward")
+_EXAMPLES = ("witness", "witness liger-flce-none-backward", "witness --workers 8")
 _CODES = {
-    ExitCode.CLEAN: "everything that looks repaired was proved, or nothing looks repaired",
-    ExitCode.FOUND: "something was not: a case shows the defect, failed, or cannot run on this host",
+    ExitCode.CLEAN: "everything that is unproved was proved, or nothing is",
+    ExitCode.FOUND: "something was not: a case shows a defect that is not repaired, failed, or cannot run on this host",
 }
 
 
@@ -36,41 +42,68 @@ def add_to(commands: Subparsers) -> None:
     parser.add_argument("ids", metavar="ID", nargs="*", help="an overlay or a gate")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.add_argument("--packs", metavar="FOLDER", type=Path, help="where the packs are, if not in the package")
+    parser.add_argument(
+        "--workers",
+        metavar="N",
+        type=int,
+        default=default_workers(),
+        help="overlays that are proved at the same time (default: one for each core, 8 at most)",
+    )
     parser.add_argument("--timeout", metavar="SECONDS", type=float, default=900.0, help="for one case (default 900)")
     parser.set_defaults(run=lambda arguments: run(arguments, parser))
 
 
+def default_workers() -> int:
+    """Return how many overlays are proved at the same time where nobody says it: one for each core, 8 at most."""
+    return max(1, min(8, len(os.sched_getaffinity(0))))
+
+
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
-    """Prove what looks repaired; return whether all of it was."""
+    """Prove what is unproved; return whether all of it was."""
     packs = packs_folder(arguments, parser)
     check_timeout(arguments, parser)
     current = session.current()
     check_ids(arguments.ids, current.overlays, parser)
-    attempts = witness(
-        current, WitnessOptions(packs=packs, settings=current.settings, timeout=arguments.timeout), arguments.ids
-    )
+    if arguments.workers < 1:
+        parser.error("--workers: at least one is needed")
+    how = WitnessOptions(packs=packs, settings=current.settings, timeout=arguments.timeout, workers=arguments.workers)
+    attempts = witness(current, how, arguments.ids)
     if arguments.json:
         print(json.dumps({"schema": 1, "witnesses": [_as_dict(each) for each in attempts]}, indent=2))
     else:
-        print("\n".join(map(line, attempts)) or "nothing that is here looks repaired without being proved")
+        print("\n".join(map(line, attempts)) or "nothing that is here is unproved")
         if any(each.proved and each.cases for each in attempts):
-            print(f"kept in {folder_of(current.settings)}")
+            print(f"{_total(attempts)}; kept in {folder_of(current.settings)}")
     return all(each.proved for each in attempts)
 
 
 def witness(current: session.Session, how: WitnessOptions, ids: Sequence[str] = ()) -> tuple[Attempt, ...]:
-    """Prove what looks repaired, or what was named, and tell on stderr how that goes."""
-    progress = functools.partial(print, file=sys.stderr, flush=True)
-    how = WitnessOptions(packs=how.packs, settings=how.settings, timeout=how.timeout, progress=progress)
+    """Prove what is unproved, or what was named, and tell on stderr how that goes."""
+    how = replace(how, progress=functools.partial(print, file=sys.stderr, flush=True))
     with ending.by_exception():
         if ids:
             return asked_for(current.overlays, ids, how)
         return tuple(prove(current.overlays, unproved(current.overlays, how.settings), how))
 
 
+_IN_WORDS = {
+    Verdict.BROKEN: "broken and repaired",
+    Verdict.FIXED: "right upstream",
+    Verdict.ABSENT: "absent",
+    None: "not proved",
+}
+
+
+def _total(attempts: Sequence[Attempt]) -> str:
+    """Return how many parts there are of each answer."""
+    counts = Counter(attempt.verdict for attempt in attempts if attempt.cases or not attempt.proved)
+    return ", ".join(f"{counts[verdict]} {words}" for verdict, words in _IN_WORDS.items() if counts[verdict])
+
+
 def line(attempt: Attempt) -> str:
     """Return an attempt as one line."""
-    word = "not proved" if not attempt.proved else "proved" if attempt.cases else "nothing to prove"
+    proved = f"proved {attempt.verdict.value}" if attempt.verdict else "nothing to prove"
+    word = proved if attempt.proved else "not proved"
     return f"{word}: {attempt.overlay} on {attempt.target} | {attempt.reason}"
 
 
@@ -79,6 +112,7 @@ def _as_dict(attempt: Attempt) -> dict[str, object]:
         "id": attempt.overlay,
         "target": attempt.target,
         "proved": attempt.proved,
+        "verdict": attempt.verdict.value if attempt.verdict else None,
         "reason": attempt.reason,
         "cases": [{"case": name, "said": word} for name, word in attempt.cases],
     }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megacpp_overlays.errors import ActivationError
 from megacpp_overlays.frozen import Frozen, replace
 from megacpp_overlays.loader.settings import Mode, Settings
-from megacpp_overlays.model import Decision, Record
+from megacpp_overlays.model import UNDECIDED, Decision, Record
 
 if TYPE_CHECKING:
     from megacpp_overlays.loader.rendering import AuditData
@@ -47,8 +47,8 @@ class Audit(Frozen):
 
     @property
     def conflicts(self) -> tuple[Record, ...]:
-        """The decisions that somebody has to look at."""
-        return tuple(record for record in self.records if record.decision is Decision.CONFLICT)
+        """The decisions with which a strict run ends: in conflict, or unproved."""
+        return tuple(record for record in self.records if record.decision in UNDECIDED)
 
     @property
     def fingerprint(self) -> str:

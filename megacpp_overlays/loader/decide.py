@@ -36,6 +36,7 @@ _NOT_BROKEN = {
     Verdict.ABSENT: Decision.ABSENT,
     Verdict.UNRECOGNISED: Decision.CONFLICT,
 }
+_UNPROVED = "not a release that this package knows, and its reproducer has not run on it; `megacpp-overlays witness` runs it here"
 
 
 class Switchable(Protocol):
@@ -71,6 +72,8 @@ def apply(policy: Policy, erratum: Erratum, finding: Finding) -> Decision:
     """Return what to do about a finding. `ACTIVE` is an order to install: it becomes true only after the self-test."""
     if policy in _OFF:
         return Decision.DISABLED
+    if finding.candidates:
+        return Decision.UNPROVED
     if finding.verdict is not Verdict.BROKEN:
         return _NOT_BROKEN[finding.verdict]
     if not erratum.answers(finding.shape):
@@ -102,6 +105,10 @@ def _reason(policy: Policy, erratum: Erratum, finding: Finding, decision: Decisi
     seen, advice = finding.summary(), erratum.unsupported.get(finding.shape or "")
     if finding.looks_repaired:
         seen = f"{seen}; {_LOOKS_REPAIRED.format(id=erratum.id)}"
+    elif finding.candidates:
+        seen = f"{_UNPROVED}; seen: {seen}"
+    elif finding.verdict is Verdict.BROKEN and finding.proof is not None:
+        seen = f"{finding.proof.value}: {seen}"
     if policy in _OFF:
         return f"{_off(policy, erratum)}; upstream here is {finding.verdict.value}: {seen}"
     if decision is Decision.DISABLED:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -145,7 +146,11 @@ def _place(overlay: Overlay, replacement: Replacement, module: ModuleType, note:
     owner, name = seams.resolve(module, replacement.symbol)
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        return replacement.make(original, module)
+        made = replacement.make(original, module)
+        if lost := _not_taken(original, made):
+            where = f"{module.__name__}.{replacement.symbol}"
+            raise RefusedError(f"signature: upstream's {where} takes {', '.join(lost)}, and the seam does not")
+        return made
 
     seams.replace(owner, name, make, overlay_id=overlay.id, module=overlay.target.module, note=note)
 
@@ -164,6 +169,20 @@ def _refuse_instances(placed: Sequence[Seam]) -> None:
             f"{', '.join(map(str, placed))} came too late for instances that were built before: {', '.join(built)}; "
             "import megacpp_overlays first"
         )
+
+
+def _not_taken(original: object, seam: object) -> list[str]:
+    """Return the parameters of a function that another one does not take by their names."""
+    if not (callable(original) and callable(seam)):
+        return []
+    try:
+        theirs, ours = (inspect.signature(each, follow_wrapped=False).parameters for each in (original, seam))
+    except (TypeError, ValueError):  # a function without a signature
+        return []
+    if any(each.kind is each.VAR_KEYWORD for each in ours.values()):
+        return []
+    named = (each.name for each in theirs.values() if each.kind in {each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY})
+    return [name for name in named if name not in ours and name != "self"]
 
 
 def undo_all(changed: Sequence[Seam]) -> None:

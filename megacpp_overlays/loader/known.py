@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from megacpp_overlays.errors import OverlayError
 from megacpp_overlays.loader.ownership import Place, place_of
 from megacpp_overlays.model import Body, Erratum, Evidence, Finding, Proof, Reading, ReadingKind, Verdict
+from megacpp_overlays.source import knowledge
 from megacpp_overlays.source.trees import ModuleSource, SourceTree
 
 FILE = Path(__file__).with_name("known.json")
@@ -54,8 +55,18 @@ def places(erratum: Erratum, tree: SourceTree) -> dict[str, Place]:
     return {symbol: Place(*each) for symbol, each in data["places"].items()} if data is not None else {}
 
 
-def _look_up(erratum: Erratum, tree: SourceTree) -> dict[str, Any] | None:
+def read_from(erratum: Erratum) -> tuple[tuple[str, str], ...]:
+    """Return the definitions that findings of a part were read from in known releases, by module and symbol."""
     if not erratum.probe.__module__.startswith(_PROBES) or (kept := _kept()) is None:
+        return ()
+    numbers = {number for row in kept.parts.get(name_of(erratum), ()) for number in row["found"].values()}
+    found = [kept.findings[number] for number in sorted(numbers)]
+    names = [each for data in found if data["shape"] for each in _readings(data["read"])]
+    return tuple(dict.fromkeys((each.module, each.symbol) for each in names))
+
+
+def _look_up(erratum: Erratum, tree: SourceTree) -> dict[str, Any] | None:
+    if not erratum.probe.__module__.startswith(_PROBES) or knowledge.allowed() is not None or (kept := _kept()) is None:
         return None
     found = look_up(kept.parts.get(name_of(erratum), ()), tree)
     if found is None:

@@ -16,12 +16,24 @@ LONGEST = 160
 """Characters of the line of an active overlay, its head included: it stands on one line of a wide terminal."""
 
 ATTENTION = (Decision.CONFLICT, Decision.GATED)
-"""Decisions that somebody has to look at, the worse first."""
+"""Decisions that somebody has to look at one by one, the worse first."""
+_WARNED = frozenset({*ATTENTION, Decision.UNPROVED})
 _ALWAYS_COUNTED = (Decision.ACTIVE, Decision.RETIRED, Decision.CONFLICT)
-_COUNTED = (*_ALWAYS_COUNTED, Decision.GATED, Decision.ARMED, Decision.ABSENT, Decision.DISABLED)
+_COUNTED = (
+    *_ALWAYS_COUNTED,
+    Decision.UNPROVED,
+    Decision.GATED,
+    Decision.ARMED,
+    Decision.ABSENT,
+    Decision.DISABLED,
+)
+WITNESS = "megacpp-overlays witness"
+"""The command that proves everything that is unproved."""
 _WORDS = {Decision.DISABLED: "off"}
 FIRST = (
-    *ATTENTION,
+    Decision.CONFLICT,
+    Decision.UNPROVED,
+    Decision.GATED,
     Decision.ACTIVE,
     Decision.ARMED,
     Decision.DISABLED,
@@ -36,6 +48,8 @@ def told(record: Record) -> str:
     verdict = record.finding.verdict if record.finding else None
     if record.decision is Decision.ACTIVE:
         return active(record.overlay)
+    if record.decision is Decision.UNPROVED:
+        return unproved(record)
     if is_warning(record):
         return warning(record)
     if record.decision is Decision.DISABLED and verdict is Verdict.BROKEN and not record.overlay.off_by_default:
@@ -58,7 +72,15 @@ def active(overlay: Erratum) -> str:
 
 def is_warning(record: Record) -> bool:
     """Return whether somebody has to look at it."""
-    return record.decision in ATTENTION
+    return record.decision in _WARNED
+
+
+def unproved(record: Record) -> str:
+    """Return the one line of all overlays that are unproved on a release."""
+    return (
+        f"WARNING unproved: {_installed(record)} is not a release that this package knows; overlays whose defect may be in it "
+        f"are not installed until their reproducers have run on it | what to do: {WITNESS}"
+    )
 
 
 def warning(record: Record) -> str:
@@ -153,6 +175,7 @@ def summary(version: str, mode: str, records: Sequence[Record], fingerprint: str
     decided = by_overlay(records)
     looked_at = [name for name, decision in decided.items() if decision in ATTENTION]
     head = version if mode == "auto" else f"{version}, mode {mode}"
+    proof = f"; unproved: {WITNESS}" if Decision.UNPROVED in decided.values() else ""
     needed = f"; look at {', '.join(looked_at)}: megacpp-overlays audit" if looked_at else ""
     never = f"; {text}" if at_exit and (text := unused(records)) else ""
-    return f"{head}: {counted(records)} (fingerprint {fingerprint}){needed}{never}"
+    return f"{head}: {counted(records)} (fingerprint {fingerprint}){proof}{needed}{never}"

@@ -126,7 +126,7 @@ class Log:
             self._write(lines.detail(record), {}, logging.DEBUG)
         if (
             (text := lines.told(record))
-            and self._is_news(record.overlay.id, text)
+            and self._is_news(_subject(record), text)
             and not self._shows_details_alone(level)
         ):
             self._write(text, {}, level)
@@ -264,3 +264,8 @@ def _print(row: str) -> None:
     except Exception:  # noqa: BLE001 - closed, broken, or somebody's object
         with contextlib.suppress(Exception):  # without a handler of somebody's, logging writes to the same stream
             logger.warning("%s", row)
+
+
+def _subject(record: Record) -> str:
+    """Return what a line is about: an overlay, or all overlays that are unproved on a release."""
+    return record.overlay.target.distribution if record.decision is Decision.UNPROVED else record.overlay.id

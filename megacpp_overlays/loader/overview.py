@@ -7,13 +7,14 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megacpp_overlays import terminal_text
-from megacpp_overlays.loader.lines import ATTENTION, by_overlay, calls, counted
+from megacpp_overlays.loader.lines import ATTENTION, WITNESS, by_overlay, calls, counted
 from megacpp_overlays.loader.rendering import CAN_BE_DELETED, CAN_BE_SWITCHED_OFF, consequence
 from megacpp_overlays.model import Decision, Record
 
 WIDTH = 79
 """Columns of a line at most: 80 make some terminals wrap."""
 
+_LOOKED_AT = (ATTENTION[0], Decision.UNPROVED, *ATTENTION[1:])
 _QUIET = {Decision.ARMED: "armed", Decision.ABSENT: "absent", Decision.DISABLED: "off"}
 
 
@@ -32,7 +33,7 @@ def short(version: str, mode: str, fingerprint: str, records: Sequence[Record]) 
 def full(version: str, mode: str, fingerprint: str, records: Sequence[Record]) -> list[Line]:
     """Return the lines of an audit with all that is known of each decision, in the same order."""
     lines = _head(version, mode, fingerprint, records)
-    for decision in (*ATTENTION, Decision.ACTIVE, Decision.RETIRED, *_QUIET):
+    for decision in (*_LOOKED_AT, Decision.ACTIVE, Decision.RETIRED, *_QUIET):
         chosen = [record for record in records if record.decision is decision]
         if chosen:
             lines += [Line(""), _heading(_QUIET.get(decision, decision.value), decision)]
@@ -48,10 +49,11 @@ def _head(version: str, mode: str, fingerprint: str, records: Sequence[Record]) 
 
 def _attention(records: Sequence[Record]) -> Iterable[Line]:
     chosen = [record for decision in ATTENTION for record in records if record.decision is decision]
-    if not chosen:
+    waiting = [record for record in records if record.decision is Decision.UNPROVED]
+    if not chosen and not waiting:
         return
     yield Line("")
-    yield _heading("needs attention", Decision.CONFLICT)
+    yield _heading("needs attention", Decision.CONFLICT if chosen else Decision.UNPROVED)
     active = {record.overlay.id for record in records if record.decision is Decision.ACTIVE}
     for record in chosen:
         overlay = record.overlay
@@ -61,6 +63,25 @@ def _attention(records: Sequence[Record]) -> Iterable[Line]:
         if record.decision is Decision.CONFLICT:
             notes.append(f"more: megacpp-overlays audit {overlay.id}")
         notes.append(f"off: {overlay.variable}=off")
+        yield from _plain(_indented(notes))
+    yield from _unproved(waiting)
+
+
+def _unproved(waiting: Sequence[Record]) -> Iterable[Line]:
+    """Yield for each release how many overlays are unproved on it, which, and the one command for all of them."""
+    releases = dict.fromkeys((each.overlay.target.distribution, each.version) for each in waiting)
+    for distribution, version in releases:
+        chosen = [
+            each for each in waiting if (each.overlay.target.distribution, each.version) == (distribution, version)
+        ]
+        names = list(dict.fromkeys(each.overlay.id for each in chosen))
+        text = f"  unproved: {len(names)} on {distribution} {version or ''}".rstrip()
+        yield Line(text, Decision.UNPROVED.value)
+        notes = [
+            ", ".join(names),
+            "not a release that this package knows, and their reproducers have not run on it: nothing is installed",
+            f"what to do: {WITNESS}",
+        ]
         yield from _plain(_indented(notes))
 
 

@@ -62,7 +62,7 @@ def _unreadable(error: Exception) -> Finding:
 def examine_installed(
     erratum: Erratum, tree: SourceTree, settings: Settings, *, unless: tuple[type[Exception], ...] = ()
 ) -> Finding:
-    """Run a probe over what is installed, and let a kept witness prove what only looks repaired.
+    """Run a probe over what is installed, and let a kept witness say what it does not recognise.
 
     What a gate says is ABSENT where this host is not concerned.
 
@@ -75,10 +75,16 @@ def examine_installed(
     finding = examine(erratum, tree, unless=unless)
     if isinstance(erratum, Gate) and finding.verdict in _SPOKEN_OF and (why := _elsewhere(erratum)):
         return Finding(verdict=Verdict.ABSENT, shape=None, evidence=(*finding.evidence, Evidence(seen=why)))
-    if not finding.looks_repaired:
+    if finding.verdict is not Verdict.UNRECOGNISED:
         return finding
-    from megacpp_overlays.loader import witnesses  # noqa: PLC0415 - a launch without such a repair pays nothing
+    from megacpp_overlays.loader import contract, witnesses  # noqa: PLC0415 - a launch that recognises all pays nothing
 
+    found = contract.of(erratum, tree)
+    if found.candidates:
+        read = finding.read or contract.readings(erratum, tree)
+        finding = replace(finding, candidates=found.candidates, read=read)
+    elif not finding.looks_repaired:
+        return replace(finding, evidence=(*finding.evidence, *map(Evidence, found.failed)))
     return witnesses.proved(erratum, finding, tree, settings)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from megacpp_overlays import terminal_text
-from megacpp_overlays.model import Decision, Record, Verdict
+from megacpp_overlays.model import UNDECIDED, Decision, Record, Verdict
 
-CAN_BE_SWITCHED_OFF = frozenset({Decision.ACTIVE, Decision.CONFLICT, Decision.GATED})
+CAN_BE_SWITCHED_OFF = frozenset({Decision.ACTIVE, Decision.CONFLICT, Decision.UNPROVED, Decision.GATED})
 """Decisions whose reader may want the variable that ends them."""
 CAN_BE_DELETED = CAN_BE_SWITCHED_OFF | {Decision.RETIRED}
 """Decisions whose reader may ask how long this goes on."""
@@ -79,7 +79,7 @@ def consequence(record: Record) -> str:
         return f"nothing is installed, so {breaks}"
     if record.decision is Decision.CONFLICT and verdict is Verdict.FIXED:
         return f"nothing is installed; if what is loaded does not repair it, {breaks}"
-    if record.decision is Decision.CONFLICT:
+    if record.decision in UNDECIDED:
         return f"nothing is installed; if upstream is still broken, {breaks}"
     return ""
 

@@ -27,7 +27,7 @@ from megacpp_overlays.loader.import_hooks import Hooks, is_half_imported
 from megacpp_overlays.loader.log import Log
 from megacpp_overlays.loader.settings import Mode, Settings, plugin_names
 from megacpp_overlays.loader.turns import Turns
-from megacpp_overlays.model import Decision, Erratum, Gate, Overlay, Record
+from megacpp_overlays.model import UNDECIDED, Decision, Erratum, Gate, Overlay, Record
 from megacpp_overlays.source.trees import InstalledTree, ParsedOnce, Remembered, SourceTree
 from megacpp_overlays.version import VERSION
 
@@ -295,7 +295,7 @@ class Session:
             settled += [self._withdraw(overlay, why) for overlay in chosen if (why := self._lost(overlay))]
         settled += self._withdraw_what_needs(chosen)
         if self.settings.mode is Mode.STRICT:
-            raise_for([record for record in settled if record.decision is Decision.CONFLICT])
+            raise_for([record for record in settled if record.decision in UNDECIDED])
 
     def failed(self, name: str, error: Exception) -> None:
         """Record that the loader itself failed on a module (called by the hooks)."""

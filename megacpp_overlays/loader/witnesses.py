@@ -1,10 +1,15 @@
-"""Kept witnesses: what reproducers showed of repairs that nobody read, bound to the very code that they ran on.
+"""Kept witnesses: verdicts that reproducers earned on code that probes do not recognise, bound to that very code.
 
-A witness is one small JSON file for a part of an overlay in one environment. `megacpp-overlays witness` writes it when the
-part's reproducer measured upstream alone and saw no defect. It counts as long as nothing of what it is about has changed:
-the source of every module that the probe read and of every module of the upstream that was loaded in the run, what was not
-there, the probe, the reproducer, and the versions of what it ran with. Otherwise the finding is as it is without one, and
-says why. Nothing of a file is believed beyond that: it must belong to this user, in a folder that nobody else writes into.
+A witness is one small JSON file for a part of an overlay in one environment. `megacpp-overlays witness` writes it. Its verdict:
+
+    FIXED    upstream alone has no defect
+    ABSENT   upstream alone has nothing that could have the defect
+    BROKEN   upstream alone has it, with the seams of the named shape it has not, and neighbour cases are the same
+
+It counts as long as nothing that it is about has changed: the source of every module that the probe read and of every module
+of the upstream that was loaded in the run, what was not there, the probe, the reproducer, the versions of what it ran with,
+and for BROKEN the code of the seams. Otherwise the finding is as it is without one, and says why. Nothing of a file is
+believed beyond that: it must belong to this user, in a folder that nobody else writes into.
 """
 
 from __future__ import annotations
@@ -15,8 +20,10 @@ import datetime
 import functools
 import hashlib
 import json
+import os
 import platform
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +32,7 @@ from megacpp_overlays import files
 from megacpp_overlays.errors import OverlayError, SourceError
 from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader.settings import Settings, this_environment
-from megacpp_overlays.model import Erratum, Evidence, Finding, Proof, Verdict
+from megacpp_overlays.model import Body, Erratum, Evidence, Finding, Proof, Verdict
 from megacpp_overlays.source import distributions
 from megacpp_overlays.source.trees import InstalledTree, ModuleSource, ShippedFile, SourceTree, shipped
 from megacpp_overlays.terminal_text import one_line
@@ -42,6 +49,12 @@ PACKS = Path(__file__).resolve().parents[1] / "packs"
 _OURS = "megacpp_overlays"
 _OF_PROBES = (f"{_OURS}.feature_probes.", f"{_OURS}.source.", f"{_OURS}.model")
 """Where the code of probes is, in this package; of a plugin it is the whole package that the probe is in."""
+_OF_SEAMS = (
+    *_OF_PROBES,
+    *(f"{_OURS}.{name}" for name in ("overlays.", "runtime.", "kernels.", "fp32_marks", "fp8_sparse_mla")),
+)
+"""Where the code of seams is, as well."""
+_WITNESSED = frozenset({Verdict.FIXED.value, Verdict.ABSENT.value, Verdict.BROKEN.value})
 
 _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 
@@ -75,23 +88,40 @@ class Recorded:
         return file
 
 
+_trials: dict[tuple[str, str], str] = {}
+"""Shapes that a process tries out, by overlay and module; only the process of a reproducer's case has any."""
+
+
+def try_out(shapes: Mapping[tuple[str, str], str]) -> None:
+    """Take shapes for granted in this process, where they are candidates: it is there to see whether their seams repair.
+
+    Args:
+        shapes: by overlay and module.
+    """
+    _trials.update(shapes)
+
+
 def proved(erratum: Erratum, finding: Finding, tree: SourceTree, settings: Settings) -> Finding:
-    """Return FIXED where a kept witness proves what looks repaired, else the finding with the reason why it does not.
+    """Return the verdict of a kept witness, else the finding with the reason why that does not count.
 
     Where there is no witness the finding is returned as it is.
 
     Args:
         erratum: the declaration.
-        finding: what its probe says; it looks repaired.
+        finding: what its probe says: it looks repaired, or has candidates.
         tree: where it was read.
         settings: say where witnesses are kept.
     """
+    tried = _trials.get((erratum.id, erratum.target.module))
+    if tried is not None and tried in finding.candidates:
+        return _of_verdict(Verdict.BROKEN, tried, finding, "tried out by its reproducer")
     try:
         path = path_of(erratum, settings)
         if not path.exists():
             return finding
         data = _read(path)
         _compare(data, erratum, tree)
+        _demand_candidate(data, finding)
         cases = ", ".join(each["case"] for each in data["cases"])
         seen = one_line(f"witnessed here on {data['date']} by {cases}: {data['cases'][0]['seen']}")
     except MemoryError:
@@ -99,11 +129,17 @@ def proved(erratum: Erratum, finding: Finding, tree: SourceTree, settings: Setti
     except Exception as error:  # noqa: BLE001 - whatever is wrong with it, it is no proof
         why = one_line(str(error) if isinstance(error, UnprovedError) else f"{type(error).__name__}: {error}")
         return replace(finding, evidence=(*finding.evidence, Evidence(f"the kept witness does not count: {why}")))
+    return _of_verdict(Verdict(data["verdict"]), data.get("shape"), finding, seen)
+
+
+def _of_verdict(verdict: Verdict, shape: str | None, finding: Finding, seen: str) -> Finding:
+    """Return a finding with a witnessed verdict; a repair that no probe names is in whatever was read."""
+    bodies = finding.repair or tuple(Body(each.module, each.symbol) for each in finding.read)
     return Finding(
-        verdict=Verdict.FIXED,
-        shape=None,
+        verdict=verdict,
+        shape=shape,
         evidence=(*finding.evidence, Evidence(seen)),
-        repair=finding.repair,
+        repair=bodies if verdict is Verdict.FIXED else (),
         proof=Proof.WITNESSED,
         read=finding.read,
     )
@@ -114,6 +150,22 @@ def folder_of(settings: Settings) -> Path:
     if settings.witnesses is not None:
         return Path(settings.witnesses)
     return files.cache_folder() / "witness"
+
+
+@contextlib.contextmanager
+def one_at_a_time(settings: Settings) -> Iterator[None]:
+    """Let one process at a time prove what is unproved; others wait in the `with` statement and then find it done.
+
+    Raises:
+        OSError: the folder of witnesses is not this user's own, or cannot be made.
+    """
+    import fcntl  # noqa: PLC0415 - a launch without it need not load it
+
+    folder = folder_of(settings)
+    files.make_private_folder(folder)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def path_of(erratum: Erratum, settings: Settings) -> Path:
@@ -147,6 +199,8 @@ def content(
     cases: object,
     host: object,
     date: str,
+    verdict: Verdict = Verdict.FIXED,
+    shape: str | None = None,
 ) -> dict[str, Any]:
     """Return what is kept of a witness of the process that runs.
 
@@ -155,30 +209,49 @@ def content(
         sources: what was read and loaded.
         versions: distributions that the reproducer ran with.
         reproducer: the file of the cases.
-        cases: name, device and measurement of each that ran, none of which saw the defect.
+        cases: name, device and measurement of each that ran.
         host: the hardware and the system in words that name no place and nobody; for people, and not compared.
         date: the day.
+        verdict: what the cases showed.
+        shape: whose seams repair it, where it is BROKEN.
     """
     return {
         "schema": SCHEMA,
         "overlay": erratum.id,
         "target": erratum.target.module,
-        "verdict": Verdict.FIXED.value,
+        "verdict": verdict.value,
+        "shape": shape,
         "date": date,
         "cases": cases,
         "reproducer": _sha256(reproducer.read_bytes()),
+        "beside": beside(reproducer),
         "host": host,
         "package": VERSION,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "versions": dict(sorted(versions.items())),
-        "probe": dict(sorted(probe_sources(erratum).items())),
+        "probe": dict(sorted((seam_sources if shape is not None else probe_sources)(erratum).items())),
         "sources": dict(sorted(sources.items())),
     }
 
 
 def probe_sources(erratum: Erratum) -> dict[str, str | None]:
     """Return the hashes of the code of a probe: the modules of its declaration, and what they import for probes."""
+    return _code(erratum, _OF_PROBES)
+
+
+def seam_sources(erratum: Erratum) -> dict[str, str | None]:
+    """Return the hashes of the code of a probe and of the seams, kernels included."""
+    return _code(erratum, _OF_SEAMS)
+
+
+def beside(reproducer: Path) -> dict[str, str]:
+    """Return the hashes of the other Python files of a pack: neighbour cases, and cases that were written later."""
+    files_beside = sorted(path for path in reproducer.parent.glob("*.py") if path.name != reproducer.name)
+    return {path.name: _sha256(path.read_bytes()) for path in files_beside}
+
+
+def _code(erratum: Erratum, folders: tuple[str, ...]) -> dict[str, str | None]:
     tree = InstalledTree()
     waiting = _declared_in(erratum)
     top_levels = {name.partition(".")[0] for name in waiting}
@@ -187,7 +260,8 @@ def probe_sources(erratum: Erratum) -> dict[str, str | None]:
         source = tree.module(name := waiting.pop())
         if source is not None and name not in found:
             found[name] = source.sha256
-            waiting |= {each for each in _imported(source.syntax) if _is_of_probes(each, top_levels)} - found.keys()
+            imported = {each for each in _imported(source.syntax) if _is_in(each, folders, top_levels)}
+            waiting |= imported - found.keys()
     return found
 
 
@@ -214,9 +288,9 @@ def _imported(syntax: ast.Module) -> Iterator[str]:
             yield from (f"{node.module}.{each.name}" for each in node.names)
 
 
-def _is_of_probes(name: str, top_levels: set[str]) -> bool:
+def _is_in(name: str, folders: tuple[str, ...], top_levels: set[str]) -> bool:
     top = name.partition(".")[0]
-    return name.startswith(_OF_PROBES) if top == _OURS else top in top_levels
+    return name.startswith(folders) if top == _OURS else top in top_levels
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -240,7 +314,9 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _is_witness(data: Any) -> bool:
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA or data.get("verdict") != Verdict.FIXED.value:
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA or data.get("verdict") not in _WITNESSED:
+        return False
+    if isinstance(data.get("shape"), str) is not (data["verdict"] == Verdict.BROKEN.value):
         return False
     texts = ("overlay", "target", "date", "reproducer", "python", "machine")
     tables = [data.get(name) for name in ("sources", "versions", "probe")]
@@ -282,9 +358,8 @@ def _compare(data: Mapping[str, Any], erratum: Erratum, tree: SourceTree) -> Non
             raise UnprovedError(f"{name} was {data[name]} and is {here}")
     if erratum.target.module not in data["sources"]:
         raise UnprovedError(f"it does not say what {erratum.target.module} was")
-    now = Recorded(tree)
     for name, was in data["sources"].items():
-        if (change := _change(was, sha256_of(now, name))) is not None:
+        if (change := _change(was, _hashes.of(name, tree))) is not None:
             raise UnprovedError(f"{name} {change}")
     for name, was in data["versions"].items():
         if (version := distributions.version(name)) != was:
@@ -296,6 +371,46 @@ def _compare(data: Mapping[str, Any], erratum: Erratum, tree: SourceTree) -> Non
     for reproducer in PACKS.glob(f"{erratum.pack:02}-*/reproduce.py"):
         if _sha256(reproducer.read_bytes()) != data["reproducer"]:
             raise UnprovedError("the reproducer is another one since")
+        if beside(reproducer) != data.get("beside", {}):
+            raise UnprovedError("the neighbour cases are others since")
+
+
+class _Hashes:
+    """Hashes of what is installed, each file read once a process as long as it is the same file.
+
+    Witnesses of one release name the same few hundred modules.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[tuple[str, ...], str, tuple[int, ...], str]] = {}
+
+    def of(self, name: str, tree: SourceTree) -> str | None:
+        """Return the hash of one of the names of `Sources`, as it is in a tree."""
+        kept = self._kept.get(name)
+        if kept is not None and kept[0] == tuple(sys.path) and kept[1] == _loaded_from(name, kept[1]):
+            with contextlib.suppress(OSError):
+                if kept[2] == _signature(kept[1]):
+                    return kept[3]
+        now = Recorded(tree)
+        found = sha256_of(now, name)
+        source = None if ":" in name or found in {None, UNREADABLE} else tree.module(name)
+        if source is not None and found is not None:
+            with contextlib.suppress(OSError):
+                self._kept[name] = tuple(sys.path), source.path, _signature(source.path), found
+        return found
+
+
+_hashes = _Hashes()
+
+
+def _signature(path: str) -> tuple[int, ...]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _loaded_from(name: str, otherwise: str) -> str:
+    """Return the file that a module was loaded from, or another one where it is not loaded."""
+    return getattr(sys.modules.get(name), "__file__", None) or otherwise
 
 
 def sha256_of(tree: Recorded, name: str) -> str | None:
@@ -309,6 +424,12 @@ def sha256_of(tree: Recorded, name: str) -> str | None:
     except SourceError:
         return UNREADABLE
     return tree.sources[name]
+
+
+def _demand_candidate(data: Mapping[str, Any], finding: Finding) -> None:
+    """Raise UnprovedError where a witness has a shape whose seams cannot be placed here."""
+    if data["verdict"] == Verdict.BROKEN.value and data["shape"] not in finding.candidates:
+        raise UnprovedError(f"the seams of shape {data['shape']} cannot be placed")
 
 
 def _change(was: str | None, here: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""The process of one case: `python -m megacpp_overlays.repro.child REPRODUCER CASE REPORT [--probe-only | --witness]`.
+"""The process of one case: `python -m megacpp_overlays.repro.child REPRODUCER CASE REPORT [--probe-only | --witness | --try=SHAPES]`.
 
 Importing the package arms the overlays, as in a launcher. What is found goes to the file REPORT, one JSON object per
 line, because the output belongs to upstream and a process may die at any moment:
@@ -10,13 +10,15 @@ line, because the output belongs to upstream and a process may die at any moment
     beside   what the neighbours of the case came to, see `repro.neighbour`
 
 With `--witness` kept witnesses do not count. What was read and what was loaded is told with its hashes, and what was loaded
-in place of what was read.
+in place of what was read. With `--try=SHAPES`, shapes by module as JSON, the seams of these shapes go in where the probe
+recognises nothing and they can be placed.
 
 Of a target whose overlay was retired there is nothing to find or to decide, and where it comes from is said all the same.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -25,22 +27,29 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacpp_overlays.loader import live, session, witnesses
+from megacpp_overlays.frozen import replace
+from megacpp_overlays.loader import contract, live, session, witnesses
 from megacpp_overlays.loader.probing import examine, examine_installed
-from megacpp_overlays.model import Erratum, Finding, Record, Target
+from megacpp_overlays.model import Erratum, Finding, Record, Target, Verdict
 from megacpp_overlays.repro import inventory, neighbour
 from megacpp_overlays.repro.case import CUDA, Behaviour, Blocked, Case, TargetAbsent
 from megacpp_overlays.source.trees import InstalledTree, find_spec, readable
+
+_TRY, _WITNESS = "--try=", "--witness"
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run the case and write the report."""
     reproducer, name, report, *options = arguments
+    for each in options:
+        if each.startswith(_TRY):
+            _try_out(Path(reproducer), name, json.loads(each.removeprefix(_TRY)))
     cases = inventory.load_cases(Path(reproducer))
     case = inventory.choose(cases, name)
     current = session.current()
-    parts = {part.target: part for part in inventory.parts_of(case, current.overlays)}
-    targets = inventory.targets_of(case, current.overlays)
+    about = _about_all_parts(case) if any(each.startswith((_TRY, _WITNESS)) for each in options) else case
+    parts = {part.target: part for part in inventory.parts_of(about, current.overlays)}
+    targets = inventory.targets_of(about, current.overlays)
     with Path(report).open("w", buffering=1) as lines:
 
         def tell(event: str, **facts: object) -> None:
@@ -49,7 +58,7 @@ def main(arguments: Sequence[str]) -> None:
         def look(part: Erratum) -> Finding:
             return examine_installed(part, InstalledTree(), current.settings)
 
-        witness = _Witness() if "--witness" in options else None
+        witness = _Witness() if _WITNESS in options else None
         probed = {target: _probed((witness.look if witness else look)(part)) for target, part in parts.items()}
         tell("probed", parts=[{**_place(target), **probed.get(target, {})} for target in targets])
         if "--probe-only" in options:
@@ -65,11 +74,26 @@ def main(arguments: Sequence[str]) -> None:
             for target, part in parts.items()
         }
         tell("settled", parts=[{**_loaded(target), **decided.get(target, {})} for target in targets])
-        for each in neighbour.of(case, cases, Path(reproducer).parent):
-            found = neighbour.measured(each)
+        for beside in neighbour.of(case, cases, Path(reproducer).parent):
+            found = neighbour.measured(beside)
             tell(
-                f"beside {each.name}", name=each.name, numbers=found.numbers, why_not=found.why_not, failed=found.failed
+                f"beside {beside.name}",
+                name=beside.name,
+                numbers=found.numbers,
+                why_not=found.why_not,
+                failed=found.failed,
             )
+
+
+def _about_all_parts(case: Case) -> Case:
+    """Return a case that is about every part of its overlay: parts that need each other are proved together."""
+    return dataclasses.replace(case, targets=())
+
+
+def _try_out(reproducer: Path, name: str, shapes: dict[str, str]) -> None:
+    """Have the seams of shapes go in where they are candidates; no target has been imported yet."""
+    overlay = inventory.choose(inventory.load_cases(reproducer), name).overlay
+    witnesses.try_out({(str(overlay), module): shape for module, shape in shapes.items()})
 
 
 class _Witness:
@@ -82,12 +106,16 @@ class _Witness:
     def look(self, part: Erratum) -> Finding:
         """Return what the probe of a part finds, and note what it reads."""
         self._trees[part] = witnesses.Recorded(InstalledTree())
-        self._findings[part] = examine(part, self._trees[part])
-        return self._findings[part]
+        found = examine(part, self._trees[part])
+        if found.verdict is Verdict.UNRECOGNISED:
+            found = replace(found, candidates=contract.of(part, self._trees[part]).candidates)
+        self._findings[part] = found
+        return found
 
     def seen(self, part: Erratum) -> dict[str, object]:
         """Return the hashes of what was read and of what was loaded, and what was loaded in place of what was read."""
-        if not self._findings[part].looks_repaired:
+        finding = self._findings[part]
+        if finding.verdict is not Verdict.UNRECOGNISED:
             return {}
         if part.installs and part.target.module not in sys.modules:
             return {"difference": f"the case has not loaded {part.target.module}"}
@@ -98,7 +126,8 @@ class _Witness:
         sources = {name: witnesses.sha256_of(now, name) for name in (*read, *loaded)}
         if changed := [name for name in read if sources[name] != read[name]]:
             return {"difference": f"{changed[0]} was changed while the case ran"}
-        return {"sources": sources, "difference": live.difference(self._findings[part], InstalledTree())}
+        other = live.difference(finding, InstalledTree()) if finding.looks_repaired else None
+        return {"sources": sources, "difference": other}
 
 
 def _has_text(module: object) -> bool:
@@ -111,6 +140,7 @@ def _probed(finding: Finding) -> dict[str, object]:
         "shape": finding.shape,
         "evidence": finding.summary(),
         "looks_repaired": finding.looks_repaired,
+        "candidates": finding.candidates,
     }
 
 

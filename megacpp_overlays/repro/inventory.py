@@ -19,6 +19,8 @@ from megacpp_overlays.model import Erratum, Target
 from megacpp_overlays.repro import neighbour
 from megacpp_overlays.repro.case import Case, PackError
 
+MORE = "more_cases.py"
+"""Cases of a pack that were written after receipts of its `reproduce.py`, which hold that file byte for byte."""
 _FOLDER = re.compile(r"(\d\d)-([a-z0-9]+(?:-[a-z0-9]+)*)")
 
 
@@ -82,7 +84,7 @@ def digest(reproducer: Path) -> str:
 
 
 def load_cases(reproducer: Path) -> tuple[Case, ...]:
-    """Execute a `reproduce.py` and return its cases.
+    """Execute a `reproduce.py` and return its cases, with those of the `more_cases.py` beside it.
 
     Raises:
         PackError: there is no such file, it cannot be executed, or its CASES are not what they should be.
@@ -97,6 +99,8 @@ def load_cases(reproducer: Path) -> tuple[Case, ...]:
     cases = getattr(module, "CASES", None)
     if not isinstance(cases, tuple) or not cases or not all(isinstance(case, Case) for case in cases):
         raise PackError(f"{where} declares no CASES, a tuple of Case")
+    if reproducer.name != MORE and (more := reproducer.with_name(MORE)).is_file():
+        cases += load_cases(more)
     for case_name, count in Counter(case.name for case in cases).items():
         if count > 1:
             raise PackError(f"{where} declares {count} cases {case_name}")

@@ -18,9 +18,6 @@ the gate said so at start-up; BUG_NOT_PRESENT as above.
 
 A claim has neither overlay nor probe: CLAIM_HOLDS where the one run bears it out.
 
-What only looks repaired is measured with every overlay off, in one run that nothing of ours has a part in: BUG_NOT_PRESENT
-where it is not broken, which is what a witness is kept of, BUG_REPRODUCED where it is broken.
-
 An overlay that was retired took its probe with it. Its case runs once, as a regression guard: upstream has the measurement
 to itself, BUG_NOT_PRESENT is earned where it is not broken or has no such feature, and FAILED says that the bug is back.
 """
@@ -81,6 +78,8 @@ class Part:
     """None where the run did not get that far."""
     reason: str
     looks_repaired: bool = False
+    candidates: tuple[str, ...] = ()
+    """Shapes whose seams can be placed, where the probe recognises nothing."""
     sources: Mapping[str, str | None] | None = None
     """What the probe read and what was loaded, with hashes; None where nobody asked or the run did not get that far."""
     difference: str | None = None
@@ -161,30 +160,13 @@ def gate(run: Run) -> tuple[Conclusion, ...]:
         case Verdict.BROKEN, RunKind.BROKEN if all(part.decision is Decision.GATED for part in run.parts):
             return (Conclusion(Sentinel.BUG_REPRODUCED, run.seen),)
         case Verdict.BROKEN, RunKind.BROKEN:
-            return (_failed("it does not work, and the gate does not say so: " + _decisions(run.parts)),)
+            return (_failed("it does not work, and the gate does not say so: " + decisions(run.parts)),)
         case Verdict.FIXED, RunKind.SOUND:
             return (Conclusion(Sentinel.BUG_NOT_PRESENT, run.seen),)
         case Verdict.ABSENT, RunKind.ABSENT:
             return (Conclusion(Sentinel.BUG_NOT_PRESENT, f"the combination is absent: {run.seen}"),)
         case _:
             return (_disagreement(verdict, run),)
-
-
-def witness(run: Run) -> Conclusion:
-    """Return what a run of upstream alone shows of what only looks repaired."""
-    match run.kind:
-        case RunKind.BLOCKED:
-            return Conclusion(Sentinel.BLOCKED, run.seen)
-        case RunKind.FAILED:
-            return _failed(run.seen)
-        case RunKind.BROKEN:
-            return Conclusion(Sentinel.BUG_REPRODUCED, run.seen)
-        case RunKind.ABSENT:
-            return _failed(f"the probe sees what looks like a repair, and the case sees nothing to repair: {run.seen}")
-        case RunKind.SOUND:
-            if other := [part for part in run.parts if part.difference is not None]:
-                return _failed("; ".join(str(part.difference) for part in other))
-            return Conclusion(Sentinel.BUG_NOT_PRESENT, run.seen)
 
 
 def claim(run: Run) -> tuple[Conclusion, ...]:
@@ -229,9 +211,9 @@ def _no_fix(run: Run | None) -> str | None:
     broken = [part for part in run.parts if part.verdict is Verdict.BROKEN]
     # A case may leave one of several targets alone; that part then waits, and nothing is claimed for it.
     if not any(part.decision is Decision.ACTIVE for part in broken):
-        return "not broken with every overlay, but the overlay is not active: " + _decisions(run.parts)
+        return "not broken with every overlay, but the overlay is not active: " + decisions(run.parts)
     if any(part.decision not in {Decision.ACTIVE, Decision.ARMED} for part in broken) or _in_conflict(run):
-        return "the overlay is only partly in: " + _decisions(run.parts)
+        return "the overlay is only partly in: " + decisions(run.parts)
     return None
 
 
@@ -240,7 +222,7 @@ def _harm(run: Run | None) -> str | None:
     if run is None or run.kind is not RunKind.SOUND:
         return _unusable(run)
     if any(part.decision is Decision.ACTIVE for part in run.parts) or _in_conflict(run):
-        return "upstream is right, and yet the overlay is not retired: " + _decisions(run.parts)
+        return "upstream is right, and yet the overlay is not retired: " + decisions(run.parts)
     return None
 
 
@@ -252,7 +234,8 @@ def _in_conflict(run: Run) -> bool:
     return any(part.decision is Decision.CONFLICT for part in run.parts)
 
 
-def _decisions(parts: Sequence[Part]) -> str:
+def decisions(parts: Sequence[Part]) -> str:
+    """Return the decisions of parts, and why, as one line."""
     return "; ".join(
         f"{part.module} {part.decision.value if part.decision else 'undecided'}: {part.reason}" for part in parts
     )

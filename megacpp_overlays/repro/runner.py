@@ -6,6 +6,7 @@ A case whose overlay was retired, a case of a gate and a claim run in one.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import sysconfig
@@ -140,16 +141,34 @@ def _neighbours(job: Job, case: Case, without: Run, with_all: Run, transcript: T
     return tuple(failures)
 
 
-def witness_case(job: Job, case: Case, transcript: Transcript) -> tuple[Conclusion, tuple[Part, ...]]:
-    """Run one case of a job with every overlay off; return what it shows, and of each part what was read and loaded."""
+def witness_case(job: Job, case: Case, transcript: Transcript) -> Run:
+    """Run one case of a job with every overlay off; of each part the run has what was read and loaded."""
     transcript.say(f"case {case.name} (overlay {case.overlay}): {case.device}")
     with tempfile.TemporaryDirectory(prefix="repro-") as folder:
         process = _Process(job, case, Path(folder), transcript)
         if case.device == CUDA and not visible_gpus.visible():
-            return Conclusion(Sentinel.BLOCKED, "needs a CUDA device"), ()
+            return Run(kind=RunKind.BLOCKED, seen="needs a CUDA device", parts=())
         alone = process.run({MODE: Mode.OFF.value}, options=["--witness"])
     transcript.say(f"  upstream alone: {_in_words(alone)}")
-    return judge.witness(alone), alone.parts
+    return alone
+
+
+def trial_case(job: Job, case: Case, shapes: Mapping[str, str], transcript: Transcript) -> Run:
+    """Run one case of a job with every overlay, and with the seams of shapes that no probe found.
+
+    Args:
+        job: what the case is of.
+        case: that was broken or sound without overlays.
+        shapes: by target module of the overlay's parts.
+        transcript: gets a line.
+    """
+    parts = inventory.parts_of(case, job.overlays)
+    switches = {part.variable: Switch.ON.value for part in parts if part.off_by_default}
+    with tempfile.TemporaryDirectory(prefix="repro-") as folder:
+        process = _Process(job, case, Path(folder), transcript)
+        found = process.run(switches, options=[f"--try={json.dumps(dict(shapes))}"])
+    transcript.say(f"  with the seams of {', '.join(shapes.values()) or 'what was found'}: {_in_words(found)}")
+    return found
 
 
 def _show_probe(run: Run, transcript: Transcript) -> None:
@@ -277,6 +296,7 @@ def _parts(facts: Mapping[str, Any]) -> tuple[Part, ...]:
                 decision=Decision(outcome["decision"]) if outcome else None,
                 reason=outcome["reason"] if outcome else "",
                 looks_repaired=part.get("looks_repaired", False),
+                candidates=tuple(part.get("candidates", ())),
                 sources=outcome.get("sources") if outcome else None,
                 difference=outcome.get("difference") if outcome else None,
             )

@@ -1,23 +1,27 @@
-"""Prove what only looks repaired: its reproducer measures upstream alone, and what it shows is kept for the loader.
+"""Prove by reproducers what probes do not recognise, and keep the verdicts for the loader.
 
-Every case that is about a part, and that this host can run, has to see no defect. A case that sees it is the answer, and
-one that cannot run or fails is none.
+Every case of an overlay that this host can run measures upstream alone. Where none sees the defect, the verdict is FIXED, or
+ABSENT if there is nothing that could have it. Where one does, the seams of each shape that can be placed are tried out: no case
+may see the defect then, every part that was tried must be in, and neighbour cases must be the same. That is BROKEN, with the
+shape that repairs it. A case that fails is no answer, and one that cannot run here has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from megacpp_overlays.loader import witnesses
+from megacpp_overlays.loader import contract, witnesses
 from megacpp_overlays.loader.probing import examine, examine_installed
 from megacpp_overlays.loader.settings import Settings
-from megacpp_overlays.model import Erratum, Finding, Proof, Verdict
-from megacpp_overlays.repro import inventory, runner, stamp
+from megacpp_overlays.model import Decision, Erratum, Finding, Proof, Verdict
+from megacpp_overlays.repro import inventory, judge, neighbour, runner, stamp
 from megacpp_overlays.repro.case import Case, PackError
-from megacpp_overlays.repro.judge import Conclusion, Part, Sentinel
+from megacpp_overlays.repro.judge import Part, Run, RunKind
 from megacpp_overlays.repro.transcript import Transcript
 from megacpp_overlays.source import distributions
 from megacpp_overlays.source.trees import InstalledTree, Remembered
@@ -34,6 +38,12 @@ class WitnessOptions:
     """Seconds for one case."""
     progress: Callable[[str], None] = lambda line: None
     """Gets a line for each step."""
+    workers: int = 1
+    """Overlays that are proved at the same time."""
+
+
+MOST_TRIALS = 6
+"""Combinations of shapes of the parts of an overlay that are tried out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,100 +57,305 @@ class Attempt:
     reason: str
     """What was measured, or why that is no proof."""
     cases: tuple[tuple[str, str], ...] = ()
-    """Each case that was tried, with the word for what it showed."""
+    """Each case that was run, with the word for what it showed."""
+    verdict: Verdict | None = None
+    """What was proved."""
 
 
 class _Ran(NamedTuple):
+    """A case, what it measured of upstream alone, and with seams that were tried out."""
+
     case: Case
-    conclusion: Conclusion
-    parts: tuple[Part, ...]
+    alone: Run
+    repaired: Run | None = None
+
+    @property
+    def word(self) -> str:
+        """What it showed."""
+        if self.repaired is None:
+            return self.alone.kind.value
+        return f"{self.alone.kind.value}, with the overlay {self.repaired.kind.value}"
+
+
+class _Proof(NamedTuple):
+    """A verdict that cases earned, and for each part that was tried out the shape."""
+
+    verdict: Verdict
+    shapes: Mapping[str, str]
+    ran: tuple[_Ran, ...]
+
+
+class _NoProofError(Exception):
+    """Raised where cases prove nothing; the text says why."""
+
+    def __init__(self, reason: str, ran: Sequence[_Ran] = ()) -> None:
+        super().__init__(reason)
+        self.ran = tuple(ran)
 
 
 def unproved(overlays: Sequence[Erratum], settings: Settings) -> tuple[Erratum, ...]:
-    """Return the parts that look repaired here, and of which no kept witness counts."""
+    """Return the parts that no probe recognises here, that could be proved, and of which no kept witness counts."""
     tree = Remembered(InstalledTree())
-    return tuple(part for part in overlays if examine_installed(part, tree, settings).looks_repaired)
+    return tuple(part for part in overlays if can_be_proved(examine_installed(part, tree, settings)))
+
+
+def can_be_proved(finding: Finding) -> bool:
+    """Return whether a reproducer may say more of a part than its probe does."""
+    return finding.looks_repaired or bool(finding.candidates)
 
 
 def prove(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessOptions) -> Iterator[Attempt]:
-    """Run the cases of parts that look repaired, keep a witness of each that they prove, and say what became of it.
+    """Run the cases of parts, keep a witness of each verdict that they earn, and say what became of it.
+
+    Overlays that another one needs come first, so that it finds them proved.
 
     Args:
         overlays: every declaration of this process, in parts.
-        parts: those that look repaired.
+        parts: those that can be proved.
         how: how to run reproducers.
     """
-    for overlay_id in dict.fromkeys(part.id for part in parts):
+    waiting = list(dict.fromkeys(part.id for part in parts))
+    number, total = itertools.count(1), len(waiting)
+
+    def one(overlay_id: str) -> list[Attempt]:
         chosen = [part for part in parts if part.id == overlay_id]
+        lines: list[str] = []
+        found = list(_prove_one(overlays, chosen, replace(how, progress=lines.append)))
+        verdicts = ", ".join(dict.fromkeys(each.verdict.value if each.verdict else "not proved" for each in found))
+        how.progress("\n".join([*lines, f"{next(number)} of {total}: {overlay_id}: {verdicts}"]))
+        return found
+
+    with ThreadPoolExecutor(how.workers) as pool:
+        while waiting:
+            ready = [each for each in waiting if not _needs(parts, each) & {*waiting}] or waiting
+            waiting = [each for each in waiting if each not in ready]
+            for found in pool.map(one, ready):
+                yield from found
+
+
+def _needs(parts: Sequence[Erratum], overlay_id: str) -> set[str]:
+    return {name for part in parts if part.id == overlay_id for name in getattr(part, "needs", ())}
+
+
+def _prove_one(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessOptions) -> Iterator[Attempt]:
+    """Prove the parts of one overlay."""
+    try:
+        pack = inventory.find(how.packs, parts[0].pack)
+        cases = [case for case in inventory.load_cases(pack.reproducer) if case.overlay == parts[0].id]
+        measuring = _Measuring(pack, tuple(overlays), how)
+        ran = [_Ran(case, measuring.alone(case)) for case in cases]
+    except PackError as error:
+        yield from (_failed(part, str(error)) for part in parts)
+        return
+    trials: dict[tuple[str, ...], _Proof | _NoProofError] = {}
+    for part in parts:
+        about = [each for each in ran if not each.case.targets or part.target.module in each.case.targets] or ran
         try:
-            pack = inventory.find(how.packs, chosen[0].pack)
-            ran = _run(pack, overlays, chosen, how)
-        except PackError as error:
-            yield from (_failed(part, str(error)) for part in chosen)
-            continue
-        yield from (_concluded(part, pack.reproducer, ran, how) for part in chosen)
+            yield _kept(part, measuring.verdict(part, parts, about, trials), pack.reproducer, how)
+        except _NoProofError as reason:
+            witnesses.forget(witnesses.path_of(part, how.settings))
+            words = tuple((each.case.name, each.word) for each in reason.ran or about)
+            yield _failed(part, str(reason), words)
 
 
-def _run(
-    pack: inventory.Pack, overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessOptions
-) -> list[_Ran]:
-    cases = [
-        case
-        for case in inventory.load_cases(pack.reproducer)
-        if case.overlay == parts[0].id and set(inventory.parts_of(case, overlays)) & set(parts)
-    ]
-    transcript = Transcript([], how.progress)
-    ran = []
-    for case in cases:
-        job = runner.Job(
-            reproducer=pack.reproducer, cases=(case,), overlays=tuple(overlays), command="", timeout=how.timeout
+class _Measuring:
+    """The cases of a pack, ready to be run without overlays and with seams that are tried out."""
+
+    def __init__(self, pack: inventory.Pack, overlays: tuple[Erratum, ...], how: WitnessOptions) -> None:
+        self._pack, self._overlays, self._how = pack, overlays, how
+        self._transcript = Transcript([], how.progress)
+
+    def alone(self, case: Case) -> Run:
+        """Measure upstream alone."""
+        return runner.witness_case(self._job(case), case, self._transcript)
+
+    def verdict(
+        self,
+        part: Erratum,
+        parts: Sequence[Erratum],
+        about: Sequence[_Ran],
+        trials: dict[tuple[str, ...], _Proof | _NoProofError],
+    ) -> _Proof:
+        """Return what the cases about a part show, with seams tried out where one sees the defect.
+
+        Args:
+            part: that is proved.
+            parts: all parts of its overlay that are.
+            about: the cases about the part, measured on upstream alone.
+            trials: what was tried for other parts; gets what is tried for this one.
+
+        Raises:
+            _NoProofError: they show nothing, or the defect without a repair.
+        """
+        asked = _asked(about)
+        if all(each.alone.kind is not RunKind.BROKEN for each in asked):
+            _demand_code_as_read(part, asked)
+            is_absent = all(each.alone.kind is RunKind.ABSENT for each in asked)
+            if is_absent and any(_of(each.alone, part).looks_repaired for each in asked):
+                raise _NoProofError(
+                    f"case {asked[0].case.name}: it failed: the probe sees what looks like a repair, and the case sees nothing to "
+                    f"repair: {asked[0].alone.seen}"
+                )
+            return _Proof(Verdict.ABSENT if is_absent else Verdict.FIXED, {}, tuple(asked))
+        names = tuple(each.case.name for each in asked)
+        if names not in trials:
+            trials[names] = self._repaired(parts, asked)
+        found = trials[names]
+        if isinstance(found, _NoProofError):
+            raise found
+        return found
+
+    def _repaired(self, parts: Sequence[Erratum], asked: Sequence[_Ran]) -> _Proof | _NoProofError:
+        """Try shapes of all parts at once, until the seams of one combination repair what the cases see."""
+        tree = Remembered(InstalledTree())
+        candidates = {part.target.module: contract.of(part, tree).candidates for part in parts}
+        shapes = {module: found[::-1] for module, found in candidates.items() if found}
+        broken = next(each for each in asked if each.alone.kind is RunKind.BROKEN)
+        seen = f"case {broken.case.name}: it shows the defect: {broken.alone.seen}"
+        if not shapes:
+            return _NoProofError(seen)
+        why = ""
+        for tried in itertools.islice(itertools.product(*shapes.values()), MOST_TRIALS):
+            chosen = dict(zip(shapes, tried, strict=True))
+            ran: list[_Ran] = []
+            for each in asked:
+                run = runner.trial_case(self._job(each.case), each.case, chosen, self._transcript)
+                ran.append(_Ran(each.case, each.alone, run))
+                if (problem := self._problem(ran[-1], chosen)) is not None:
+                    why = f"case {each.case.name}, seams of {', '.join(tried)}: {problem}"
+                    break
+            else:
+                return _Proof(Verdict.BROKEN, chosen, tuple(ran))
+        return _NoProofError(f"{seen}; broken, not repaired: {why}", asked)
+
+    def _problem(self, ran: _Ran, shapes: Mapping[str, str]) -> str | None:
+        """Return why a trial is no repair, or None where it is one."""
+        run = ran.repaired
+        if run is None or run.kind not in {RunKind.SOUND, ran.alone.kind}:
+            return f"{run.kind.value}: {run.seen}" if run else "not run"
+        if run.kind is RunKind.BROKEN:
+            return run.seen
+        if run.kind is RunKind.SOUND and ran.alone.kind is RunKind.BROKEN:
+            tried = [part for part in run.parts if part.module in shapes]
+            if out := [part for part in tried if part.decision not in {Decision.ACTIVE, Decision.ARMED}]:
+                return judge.decisions(out)
+            if not any(part.decision is Decision.ACTIVE for part in tried):
+                return "it is not broken, but no seam is in"
+        cases = inventory.load_cases(self._pack.reproducer)
+        for each in neighbour.of(ran.case, cases, self._pack.folder):
+            stock, ours = ran.alone.beside.get(each.name), run.beside.get(each.name)
+            if stock is None or ours is None or stock.failed:
+                return f"neighbour {each.name} was not measured"
+            if (apart := neighbour.difference(each, stock, ours)) is not None:
+                return f"neighbour {each.name} is not the same: {apart}"
+        return None
+
+    def _job(self, case: Case) -> runner.Job:
+        return runner.Job(
+            reproducer=self._pack.reproducer,
+            cases=(case,),
+            overlays=self._overlays,
+            command="",
+            timeout=self._how.timeout,
         )
-        ran.append(_Ran(case, *runner.witness_case(job, case, transcript)))
-    return ran
 
 
-def _concluded(part: Erratum, reproducer: Path, ran: Sequence[_Ran], how: WitnessOptions) -> Attempt:
-    """Return what the cases show of a part, and keep it where that is a proof."""
-    module = part.target.module
-    about = [each for each in ran if not each.case.targets or module in each.case.targets]
-    cases = tuple((each.case.name, each.case.word(each.conclusion.sentinel)) for each in about)
+def _asked(about: Sequence[_Ran]) -> list[_Ran]:
+    """Return the cases that measured something.
+
+    Raises:
+        _NoProofError: there is none, or one failed.
+    """
     if not about:
-        return _failed(part, "its pack has no case for it")
-    for sentinel, what in ((Sentinel.BUG_REPRODUCED, "it shows the defect"), (Sentinel.FAILED, "it failed")):
-        for each in about:
-            if each.conclusion.sentinel is sentinel:
-                witnesses.forget(witnesses.path_of(part, how.settings))
-                return _failed(part, f"case {each.case.name}: {what}: {each.conclusion.reason}", cases)
-    sound = [each for each in about if each.conclusion.sentinel is Sentinel.BUG_NOT_PRESENT]
-    if not sound:
-        why = "; ".join(f"case {each.case.name}: {each.conclusion.reason}" for each in about)
-        return _failed(part, f"no case can run here: {why}", cases)
+        raise _NoProofError("its pack has no case for it")
+    for each in about:
+        if each.alone.kind is RunKind.FAILED:
+            raise _NoProofError(f"case {each.case.name}: it failed: {each.alone.seen}")
+    asked = [each for each in about if each.alone.kind is not RunKind.BLOCKED]
+    if not asked:
+        why = "; ".join(f"case {each.case.name}: {each.alone.seen}" for each in about)
+        raise _NoProofError(f"no case can run here: {why}")
+    return asked
+
+
+def _demand_code_as_read(part: Erratum, asked: Sequence[_Ran]) -> None:
+    for each in asked:
+        if each.alone.kind is RunKind.SOUND and (other := _of(each.alone, part).difference) is not None:
+            raise _NoProofError(f"case {each.case.name}: it failed: {other}")
+
+
+def _of(run: Run, part: Erratum) -> Part:
+    """Return what a run has of a part."""
+    for each in run.parts:
+        if each.module == part.target.module:
+            return each
+    return Part(
+        module=part.target.module, verdict=Verdict.UNRECOGNISED, shape=None, evidence="", decision=None, reason=""
+    )
+
+
+def _kept(part: Erratum, proof: _Proof, reproducer: Path, how: WitnessOptions) -> Attempt:
+    """Keep what was proved of a part, and return it as an attempt.
+
+    Raises:
+        _NoProofError: another source was read than can be proved, or it cannot be kept.
+    """
+    module = part.target.module
+    shape = proof.shapes.get(module)
+    if proof.verdict is Verdict.BROKEN and not any(
+        _of(each.repaired, part).decision is Decision.ACTIVE for each in proof.ran if each.repaired
+    ):
+        raise _NoProofError("the defect is repaired by other parts; no case has loaded this one", proof.ran)
     sources: dict[str, str | None] = {}
-    for each in sound:
-        read = next((found.sources for found in each.parts if found.module == module), None)
+    for each in proof.ran:
+        read = _of(each.alone, part).sources
+        if read is None and each.alone.kind is RunKind.ABSENT:
+            continue
         if read is None or any(sources.get(name, sha256) != sha256 for name, sha256 in read.items()):
-            return _failed(part, f"case {each.case.name}: another source was read than looks repaired", cases)
+            raise _NoProofError(f"case {each.case.name}: another source was read than looks repaired", proof.ran)
         sources |= read
-    names = {name for each in sound for name in each.case.versions} | {part.target.distribution, *part.companions}
+    if not sources:
+        raise _NoProofError("no case says which source it ran on", proof.ran)
+    names = {name for each in proof.ran for name in each.case.versions} | {part.target.distribution, *part.companions}
     path = witnesses.path_of(part, how.settings)
-    taken = stamp.take(reproducer, [each.case for each in sound], [part.target], None)
+    taken = stamp.take(reproducer, [each.case for each in proof.ran], [part.target], None)
     data = witnesses.content(
         part,
         sources=sources,
         versions={name: distributions.version(name) for name in names},
         reproducer=reproducer,
-        cases=[{"case": each.case.name, "device": each.case.device, "seen": each.conclusion.reason} for each in sound],
+        cases=[
+            {
+                "case": each.case.name,
+                "device": each.case.device,
+                "seen": each.alone.seen
+                if each.repaired is None
+                else f"{each.alone.seen}; with the overlay {each.repaired.seen}",
+            }
+            for each in proof.ran
+        ],
         host=taken.host,
         date=taken.date,
+        verdict=proof.verdict,
+        shape=shape,
     )
     try:
         witnesses.keep(path, data)
     except OSError as error:
-        return _failed(part, f"it was shown and cannot be kept: {error.filename}: {error.strerror}", cases)
+        raise _NoProofError(
+            f"it was shown and cannot be kept: {error.filename}: {error.strerror}", proof.ran
+        ) from error
     finding = examine_installed(part, Remembered(InstalledTree()), how.settings)
     if finding.proof is not Proof.WITNESSED:
-        return _failed(part, f"it was shown, and does not hold any more: {finding.evidence[-1]}", cases)
-    return Attempt(overlay=part.id, target=module, proved=True, reason=str(finding.evidence[-1]), cases=cases)
+        raise _NoProofError(f"it was shown, and does not hold any more: {finding.evidence[-1]}", proof.ran)
+    return Attempt(
+        overlay=part.id,
+        target=module,
+        proved=True,
+        reason=str(finding.evidence[-1]),
+        cases=tuple((each.case.name, each.word) for each in proof.ran),
+        verdict=proof.verdict,
+    )
 
 
 def _failed(part: Erratum, reason: str, cases: tuple[tuple[str, str], ...] = ()) -> Attempt:
@@ -148,21 +363,22 @@ def _failed(part: Erratum, reason: str, cases: tuple[tuple[str, str], ...] = ())
 
 
 def nothing_to_prove(part: Erratum, finding: Finding) -> Attempt:
-    """Return the answer for a part that was asked for and does not look repaired."""
-    needs_none = finding.verdict in {Verdict.FIXED, Verdict.ABSENT}
-    what = "there is nothing to prove" if needs_none else "it does not look repaired"
+    """Return the answer for a part that was asked for and that its probe recognises, or that cannot be proved."""
+    needs_none = finding.verdict is not Verdict.UNRECOGNISED
+    what = "there is nothing to prove" if needs_none else "its seams cannot be placed"
     reason = f"{what}: the probe says {finding.verdict.value}: {finding.summary()}"
     return Attempt(overlay=part.id, target=part.target.module, proved=needs_none, reason=reason)
 
 
 def asked_for(overlays: Sequence[Erratum], ids: Sequence[str], how: WitnessOptions) -> tuple[Attempt, ...]:
-    """Prove anew what looks repaired of the overlays with these ids; of the others say why there is nothing to prove."""
+    """Prove anew what probes do not recognise of the overlays with these ids; of the others say why there is nothing to prove."""
     tree = Remembered(InstalledTree())
-    found: list[Attempt] = []
-    for overlay_id in dict.fromkeys(ids):
-        findings = {part: examine(part, tree) for part in overlays if part.id == overlay_id}
-        looking = [part for part, finding in findings.items() if finding.looks_repaired]
-        found += prove(overlays, looking, how)
-        others = [nothing_to_prove(part, each) for part, each in findings.items() if part not in looking]
-        found += [] if looking else others
-    return tuple(found)
+    findings = {part: examine(part, tree) for part in overlays if part.id in ids}
+    looking = [
+        part
+        for part, finding in findings.items()
+        if finding.looks_repaired or (finding.verdict is Verdict.UNRECOGNISED and contract.of(part, tree).candidates)
+    ]
+    found = {part.id for part in looking}
+    others = [nothing_to_prove(part, each) for part, each in findings.items() if part.id not in found]
+    return (*prove(overlays, looking, how), *others)

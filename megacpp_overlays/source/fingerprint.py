@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 
+from megacpp_overlays.source import knowledge
 from megacpp_overlays.source.trees import FunctionNode
 
 _SKIPPED = {"ctx", "kind", "type_comment"}
@@ -18,7 +19,7 @@ def fingerprint(node: object) -> str:
     """Return 16 hexadecimal digits for the meaning-bearing syntax of a node, a list of nodes, or None."""
     import hashlib  # noqa: PLC0415 - not needed to arm
 
-    return hashlib.sha256(repr(_plain(node)).encode()).hexdigest()[:16]
+    return knowledge.as_known(hashlib.sha256(repr(_plain(node)).encode()).hexdigest()[:16])
 
 
 def _plain(node: object) -> object:

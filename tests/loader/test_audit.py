@@ -66,10 +66,10 @@ def mixed(upstream: Upstream) -> Audit:
     return Audit(version="9", mode="auto", settings=Settings(), records=records)
 
 
-def test_what_needs_a_person_comes_first_and_what_needs_nobody_last(mixed: Audit) -> None:
+def test_what_needs_a_person_comes_first_and_what_needs_nobody_last(mixed: Audit, upstream: Upstream) -> None:
     lines = str(mixed).splitlines()
 
-    assert lines[1] == "1 active, 1 retired, 1 conflict, 1 gated, 1 armed, 1 absent, 1 off"
+    assert lines[1] == "1 active, 1 retired, 1 conflict, 1 unproved, 1 gated, 1 armed, 1 absent, 1 off"
     heads = [line for line in lines[2:] if line and not line.startswith(" ")]
     assert heads == [
         "needs attention",
@@ -84,6 +84,9 @@ def test_what_needs_a_person_comes_first_and_what_needs_nobody_last(mixed: Audit
     assert "      it is conflict" in below
     assert "      more: megacpp-overlays audit conflict-fix" in below
     assert "      off: MEGACPP_OVERLAY_CONFLICT_FIX=off" in below
+    unproved = below.index(f"  unproved: 1 on {upstream.overlay().target.distribution} 1")
+    assert below[unproved + 1] == "      unproved-fix"
+    assert "      what to do: megacpp-overlays witness" in below[unproved:]
 
 
 def test_an_overlay_whose_parts_differ_is_shown_under_what_matters_most(upstream: Upstream) -> None:

@@ -49,11 +49,13 @@ def test_evidence_reads_as_what_and_where(evidence: Evidence, text: str) -> None
         {"verdict": Verdict.UNRECOGNISED, "repair": REPAIR, "looks_repaired": True, "proof": Proof.WITNESSED},
         {"verdict": Verdict.ABSENT, "proof": Proof.READ},
         {"verdict": Verdict.ABSENT, "repair": REPAIR, "looks_repaired": True},
+        {"verdict": Verdict.BROKEN, "shape": "off-by-one", "candidates": ("off-by-one",)},
+        {"verdict": Verdict.BROKEN, "shape": "off-by-one", "proof": Proof.READ},
         {"verdict": Verdict.BROKEN, "shape": "off-by-one", "repair": REPAIR},
     ],
 )
 def test_only_a_repair_that_was_proved_is_fixed_and_nothing_else_is_proved(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"FIXED|looks repaired|names the bodies"):
+    with pytest.raises(ValueError, match=r"FIXED|looks repaired|names the bodies|is not proved"):
         Finding(**{"shape": None, "evidence": SEEN, **fields})
 
 

@@ -88,7 +88,7 @@ def test_what_is_proved_is_retired_until_a_source_is_edited(made: Made, capsys: 
     code = made.witness()
 
     assert (before.decision, code) == (Decision.CONFLICT, 0)
-    assert "proved: double-fix on made_target.layers | witnessed here on " in capsys.readouterr().out
+    assert "proved FIXED: double-fix on made_target.layers | witnessed here on " in capsys.readouterr().out
     after = made.decide()
     assert after.decision is Decision.RETIRED
     assert after.reason.endswith("by double: double(1) = 2")
@@ -154,8 +154,9 @@ def test_where_the_defect_is_still_there_nothing_is_kept(made: Made, capsys: pyt
         "id": "double-fix",
         "target": "made_target.layers",
         "proved": False,
+        "verdict": None,
         "reason": "case double: it shows the defect: double(1) = 3",
-        "cases": [{"case": "double", "said": "BUG_REPRODUCED"}],
+        "cases": [{"case": "double", "said": "broken"}],
     }
     assert made.kept == []
 
@@ -179,8 +180,8 @@ def test_a_pack_without_a_case_for_it_proves_nothing(made: Made, capsys: pytest.
         ),
         (
             BROKEN_TEXT,
-            1,
-            "not proved: double-fix on made_target.layers | it does not look repaired: the probe says BROKEN",
+            0,
+            "nothing to prove: double-fix on made_target.layers | there is nothing to prove: the probe says BROKEN",
         ),
     ],
 )
@@ -196,7 +197,7 @@ def test_what_does_not_look_repaired_is_not_run(
 
     assert (named, unnamed) == (code, 0)
     assert said.startswith(says)
-    assert capsys.readouterr().out == "nothing that is here looks repaired without being proved\n"
+    assert capsys.readouterr().out == "nothing that is here is unproved\n"
 
 
 def test_what_was_proved_is_not_proved_again_unless_it_is_named(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,7 +209,7 @@ def test_what_was_proved_is_not_proved_again_unless_it_is_named(made: Made, caps
     said = capsys.readouterr().out
     named = made.witness("double-fix")
 
-    assert (unnamed, said) == (0, "nothing that is here looks repaired without being proved\n")
+    assert (unnamed, said) == (0, "nothing that is here is unproved\n")
     assert named == 1
     assert "no such kernel" in capsys.readouterr().out
 
@@ -250,7 +251,7 @@ def test_an_audit_can_prove_what_looks_repaired_first(
     (decision,) = json.loads(said.out)["decisions"]
     assert (without, first["decisions"][0]["decision"]) == (1, "conflict")
     assert (with_it, decision["decision"], decision["proof"]) == (0, "retired", "witnessed")
-    assert "proved: double-fix on made_target.layers" in said.err
+    assert "proved FIXED: double-fix on made_target.layers" in said.err
 
 
 def test_a_reproducer_agrees_with_a_probe_that_was_witnessed(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
@@ -350,21 +351,22 @@ def test_a_release_that_was_edited_without_harm_is_proved_and_one_with_the_defec
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     decision, proof, reason = found["edited"]
-    assert (decision, proof) == ("conflict", None)
+    assert (decision, proof) == ("unproved", None)
     assert "`megacpp-overlays witness liger-flce-none-backward` can prove it here" in reason
     code, said = found["proving"]
     assert code == 0, said
     assert said.startswith(
-        "proved: liger-flce-none-backward on liger_kernel.ops.fused_linear_cross_entropy | witnessed here"
+        "proved FIXED: liger-flce-none-backward on liger_kernel.ops.fused_linear_cross_entropy | witnessed here"
     )
     decision, proof, reason = found["proved"]
     assert (decision, proof) == ("retired", "witnessed")
     assert "by interpreter: relative gradient error against float64, float32, 16 tokens" in reason
     decision, _, reason = found["edited again"]
-    assert decision == "conflict"
+    assert decision == "unproved"
     assert "fused_linear_cross_entropy is not as it was witnessed" in reason
-    assert found["broken"][0] == "conflict"
+    assert found["broken"][0] == "unproved"
     code, said = found["proving what is broken"]
     assert code == 1
     assert "case interpreter: it shows the defect: relative gradient error against float64" in said
+    assert "broken, not repaired: " in said
     assert list((tmp_path / "witnesses").iterdir()) == []

@@ -16,6 +16,7 @@ from megacpp_overlays.upkeep.pages import templates
 
 HEADINGS = {
     Decision.CONFLICT: "Not recognised, or not repaired",
+    Decision.UNPROVED: "Not proved yet: run megacpp-overlays witness",
     Decision.GATED: "Cannot work together",
     Decision.ACTIVE: "Repaired in this run",
     Decision.RETIRED: "Right upstream, nothing installed",
@@ -25,7 +26,7 @@ HEADINGS = {
 }
 """What a reader sees above the overlays of each decision, in the order of the page."""
 _SHA256 = re.compile("[0-9a-f]{64}")
-_OPEN = frozenset({Decision.CONFLICT, Decision.GATED, Decision.ACTIVE})
+_OPEN = frozenset({Decision.CONFLICT, Decision.UNPROVED, Decision.GATED, Decision.ACTIVE})
 
 
 class RunOnPage(NamedTuple):

@@ -1,0 +1,93 @@
+"""Contract of an overlay on code that its probe does not recognise: may a seam go in here at all?
+
+A contract is static and quick. It says whether a seam can be placed, not whether it is needed: that is what the reproducer
+shows, and a kept witness of it. Its clauses:
+
+    names    every symbol that the seams of a shape replace is one plain function or method of the target module
+
+A shape that keeps its clauses is a candidate. Overlays of plugins have no reproducer here and therefore no candidates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+from megacpp_overlays.errors import SourceError
+from megacpp_overlays.model import Erratum, Reading
+from megacpp_overlays.source.readings import ReadingTree
+from megacpp_overlays.source.trees import ModuleSource, SourceTree
+
+PACKS = Path(__file__).resolve().parents[1] / "packs"
+"""Where the reproducers of this package are."""
+_OUR_PROBES = "megacpp_overlays.feature_probes."
+
+
+class Contract(NamedTuple):
+    """The shapes whose seams may go in, and for the others the clause that fails."""
+
+    candidates: tuple[str, ...]
+    failed: tuple[str, ...]
+    """A sentence for each shape that is no candidate, which begins with the name of the clause."""
+
+
+def of(erratum: Erratum, tree: SourceTree) -> Contract:
+    """Return which shapes of an overlay may be tried on a tree; raises nothing that a source may cause.
+
+    Args:
+        erratum: the declaration; a gate replaces nothing and has no candidates.
+        tree: where source is read.
+    """
+    if not erratum.repairs or not has_reproducer(erratum):
+        return Contract((), ())
+    try:
+        source = tree.module(erratum.target.module)
+    except SourceError as error:
+        return Contract((), (f"names: {error}",))
+    if source is None:
+        return Contract((), (f"names: there is no {erratum.target.module}",))
+    failed = {shape: _missing(source, [each.symbol for each in seams]) for shape, seams in erratum.repairs.items()}
+    return Contract(
+        tuple(shape for shape, clause in failed.items() if clause is None),
+        tuple(dict.fromkeys(clause for clause in failed.values() if clause is not None)),
+    )
+
+
+@functools.cache
+def has_reproducer(erratum: Erratum) -> bool:
+    """Return whether this package has a reproducer of an overlay or a gate of its own."""
+    is_ours = getattr(erratum.probe, "__module__", "").startswith(_OUR_PROBES)
+    return is_ours and any(PACKS.glob(f"{erratum.pack:02}-*/reproduce.py"))
+
+
+def _missing(source: ModuleSource, symbols: list[str]) -> str | None:
+    """Return the clause that fails for symbols of a module, or None where each is one plain function."""
+    try:
+        missing = next((symbol for symbol in symbols if source.function(symbol) is None), None)
+    except SourceError as error:
+        return f"names: {error}"
+    return None if missing is None else f"names: {source.name} defines no function {missing}"
+
+
+def readings(erratum: Erratum, tree: SourceTree) -> tuple[Reading, ...]:
+    """Return the definitions of a tree that an overlay rests on, as far as they are there.
+
+    They are those that its probe asks for here, and those that findings of known releases were read from.
+
+    Args:
+        erratum: the declaration.
+        tree: where source is read.
+    """
+    from megacpp_overlays.loader import known  # noqa: PLC0415 - only what is not recognised comes here
+
+    reading = ReadingTree(tree)
+    with contextlib.suppress(Exception):  # it does not recognise what it reads; what it read counts all the same
+        erratum.probe(reading)
+    for module, symbol in known.read_from(erratum):
+        with contextlib.suppress(SourceError):  # a module that cannot be read is none that it rests on
+            source = reading.module(module)
+            if source is not None:
+                source.bindings.definitions(symbol)
+    return reading.readings()

@@ -1,0 +1,157 @@
+"""Rehearsal of an upgrade that nobody prepared: audits of this environment as they would have been before a release was read.
+
+Four processes of this Python answer: an audit with all that this package knows, one without what is newer than a release, the
+command that proves what is unproved then, and an audit after it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megacpp_overlays.errors import OverlayError
+from megacpp_overlays.loader.lines import FIRST
+from megacpp_overlays.loader.settings import WITNESSES
+from megacpp_overlays.model import Decision
+from megacpp_overlays.source.knowledge import VARIABLE
+
+NEEDED, NOT_NEEDED = Decision.ACTIVE.value, (Decision.RETIRED.value, Decision.ABSENT.value)
+
+
+class RehearsalError(OverlayError):
+    """Raised where a process of a rehearsal gave no answer; the text is the end of what it said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """One overlay: the decision that is right, and the decisions without knowledge of the release."""
+
+    overlay: str
+    right: str
+    """With all that this package knows."""
+    before: str
+    """On the day of the release."""
+    after: str
+    """Once `megacpp-overlays witness` has run."""
+    reason: str
+    """Of the last decision."""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether something was installed that must not be, or left out as repaired that is needed."""
+        if self.right == NEEDED:
+            return self.after in NOT_NEEDED
+        return self.right in NOT_NEEDED and self.after == NEEDED
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """A rehearsal of one release."""
+
+    known_until: str
+    release: str
+    """Distribution and version that are installed."""
+    rows: tuple[Rehearsed, ...]
+    seconds: float
+    """Of the command that proves."""
+
+    @property
+    def wrong(self) -> tuple[Rehearsed, ...]:
+        """Rows in which something is wrong after the proof."""
+        return tuple(row for row in self.rows if row.is_wrong)
+
+    def summary(self) -> str:
+        """Return the rehearsal in one line."""
+        needed = [row for row in self.rows if row.right == NEEDED]
+        before, after = (Counter(getattr(row, when) for row in needed) for when in ("before", "after"))
+        return (
+            f"{self.release}, known until {self.known_until}: {len(needed)} overlays are needed; active on the day "
+            f"{before[NEEDED]}, after `witness` {after[NEEDED]}; wrong {len(self.wrong)}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self)
+
+
+def rehearse(
+    known_until: str, distribution: str, witnesses: Path, environment: Mapping[str, str], workers: int
+) -> Rehearsal:
+    """Rehearse a release that is installed, or first on the path of an environment.
+
+    Args:
+        known_until: `DISTRIBUTION=VERSION`, see `source.knowledge`.
+        distribution: whose overlays count.
+        witnesses: an empty folder of this user's.
+        environment: variables of the processes.
+        workers: overlays that are proved at the same time.
+
+    Raises:
+        RehearsalError: a process gave no answer.
+    """
+    full = {**environment, WITNESSES: str(witnesses / "none")}
+    forgetful = {**environment, WITNESSES: str(witnesses), VARIABLE: known_until}
+    right = _audit(full, distribution)
+    before = _audit(forgetful, distribution)
+    began = time.monotonic()
+    _said(["witness", "--workers", str(workers)], forgetful)
+    seconds = time.monotonic() - began
+    after = _audit(forgetful, distribution)
+    rows = tuple(
+        Rehearsed(name, right[name][0], before[name][0], *after[name])
+        for name in right
+        if name in before and name in after
+    )
+    version = next((each for each in _versions(full, distribution) if each), "")
+    return Rehearsal(known_until, f"{distribution} {version}".rstrip(), rows, round(seconds, 1))
+
+
+def _versions(environment: Mapping[str, str], distribution: str) -> list[str]:
+    return [each["version"] for each in _decisions(environment) if each["distribution"] == distribution]
+
+
+def _audit(environment: Mapping[str, str], distribution: str) -> dict[str, tuple[str, str]]:
+    """Return the decision and the reason of each overlay: of parts the one that matters most."""
+    found: dict[str, tuple[str, str]] = {}
+    order = [each.value for each in FIRST]
+    for each in _decisions(environment):
+        if each["distribution"] == distribution:
+            decided = each["decision"], each["reason"]
+            other = found.get(each["id"], decided)
+            found[each["id"]] = min(other, decided, key=lambda one: order.index(one[0]))
+    return found
+
+
+def _decisions(environment: Mapping[str, str]) -> Sequence[dict[str, Any]]:
+    text = _said(["audit", "--json"], environment)
+    decisions: Sequence[dict[str, Any]] = json.loads(text)["decisions"]
+    return decisions
+
+
+def _said(words: Sequence[str], environment: Mapping[str, str]) -> str:
+    command = [sys.executable, "-W", "ignore", "-m", "megacpp_overlays", *words]
+    done = subprocess.run(  # noqa: S603 - this Python, and words of ours
+        command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, check=False
+    )
+    if done.returncode not in {0, 1}:
+        raise RehearsalError(f"`megacpp-overlays {' '.join(words)}` ended with {done.returncode}: {done.stdout[-500:]}")
+    return done.stdout
+
+
+def lines(found: Rehearsal) -> list[str]:
+    """Return a rehearsal as a Markdown table of what is needed or was decided otherwise."""
+    shown = [row for row in found.rows if row.right == NEEDED or row.right != row.after]
+    table = ["| overlay | decision | on the day | after `witness` |", "|---|---|---|---|"]
+    for row in shown:
+        why = "" if row.after == row.right else f": {row.reason[:300]}".replace("|", "/").replace("\n", " ")
+        mark = "**WRONG** " if row.is_wrong else ""
+        table.append(f"| {row.overlay} | {row.right} | {row.before} | {mark}{row.after}{why} |")
+    return [found.summary(), "", *table]
