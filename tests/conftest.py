@@ -244,6 +244,7 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
         env = {**os.environ, **(measuring() if measured else {}), **variables}
         env["PYTHONPATH"] = os.pathsep.join([*map(str, folders), *filter(None, [env.get("PYTHONPATH")])])
         if after:
+            env.setdefault("OMP_NUM_THREADS", "1")  # as nearly all that are copied: one process is copied for all of them
             done = warm_python.run(["-c", code], env, after=after, timeout=HANG_S)
         else:
             done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=HANG_S)

@@ -30,7 +30,9 @@ def facts() -> Any:
     python = ROOT / ".envs/edge/bin/python"
     assert python.exists(), f"there is no {python}: run `make setup`"
     env = {**os.environ, "PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    process = warm_python.start(["-W", "ignore", SUPPORT / "long_offsets.py"], env, python=python)
+    process = warm_python.start(
+        ["-W", "ignore", SUPPORT / "long_offsets.py"], env, after=warm_python.INTERPRETER, python=python
+    )
     out, error = process.communicate(HANG_S)
     assert process.returncode == 0, error[-4000:]
     return json.loads(out)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import warm_python
 from places import HANG_S, SUPPORT, measuring
-from warm_python import MEGATRON
+from warm_python import UNCOMPILED
 
 ID = "fully-reshardable-padding"
 SCRIPT = SUPPORT / "reshardable_runs.py"
@@ -48,7 +48,7 @@ def launch(
     # 0.15 builds a library when it is imported, and there is no GPU to ask for which kind.
     env.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
     started = [
-        warm_python.start(["-W", "ignore", SCRIPT, plan, str(rank)], env, after=MEGATRON) for rank in range(size)
+        warm_python.start(["-W", "ignore", SCRIPT, plan, str(rank)], env, after=UNCOMPILED) for rank in range(size)
     ]
     ended = [(each.communicate(HANG_S), each.wait()) for each in started]
     assert not any(code for _, code in ended), "\n".join(error[-3000:] for (_, error), _ in ended)

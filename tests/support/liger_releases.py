@@ -69,6 +69,6 @@ class Releases:
             SUPPORT,
             CUBLAS_WORKSPACE_CONFIG=":4096:8",  # deterministic products
             measured=measured,
-            after=warm_python.TRITON,
+            after=warm_python.INTERPRETER,
             **variables,
         )

@@ -175,7 +175,6 @@ def main() -> None:
     """Answer on standard output."""
     torch.set_num_threads(1)
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value] # where upstream puts what it makes
-    torch.compiler.set_stance("force_eager")
     utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     utils.te_general_gemm = getattr(utils, "te_general_gemm", None)  # 0.16 asks for it without Transformer Engine, too
     for each in (ROUTER, MODEL):

@@ -69,7 +69,7 @@ def environment(tree: Path, request: dict[str, Any], variables: dict[str, str]) 
 
 def start(tree: Path, request: dict[str, Any], variables: dict[str, str]) -> WarmProcess:
     command = ["-W", "ignore", GRID]
-    return warm_python.start(command, environment(tree, request, variables), after=warm_python.TRITON)
+    return warm_python.start(command, environment(tree, request, variables), after=warm_python.INTERPRETER)
 
 
 def finish(running: WarmProcess) -> dict[str, Any]:

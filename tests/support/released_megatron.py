@@ -35,7 +35,7 @@ def said(wheel: Path, script: Path, *words: str | Path, imported: bool = True, *
     release = str(unpacked(wheel))
     path = os.pathsep.join([release, str(SUPPORT)])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCH_CUDA_ARCH_LIST": "9.0", **variables}
-    after, found = warm_python.MEGATRON, ()
+    after, found = warm_python.UNCOMPILED, ()
     if imported:
         armed = () if env.get("MEGACPP_OVERLAYS") == "off" else (warm_python.ARMED,)
         after, found = (*armed, *after, *MODELS), (release,)

@@ -33,19 +33,25 @@ from typing import IO, NoReturn
 
 from warm_server import SIZE
 
+OF_EXTENSIONS = "TORCH_CUDA_ARCH_LIST"
+"""What torch reads where an upstream builds a library, and not before."""
 AT_IMPORT = (
     "TRITON_INTERPRET",
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES",
     "PYTHONHASHSEED",
-    "TORCH_CUDA_ARCH_LIST",
+    OF_EXTENSIONS,
 )
 """Variables that torch, triton or Python itself reads once: processes that differ in them have no parent in common."""
 TORCH = ("torch",)
 TRITON = (*TORCH, "triton.language")
 MEGATRON = (*TRITON, "torch._dynamo", "torch.distributed.checkpoint")
 """Modules to start after: torch, with Triton, and with all of torch that Megatron imports, which takes longest of all."""
+UNCOMPILED = (*MEGATRON, "uncompiled")
+"""The same where nothing that Megatron gives to `torch.compile` is compiled, which takes a C++ compiler up to a minute."""
+INTERPRETER, MEGATRON_INTERPRETED = ((*each, "unchecked_sums") for each in (TRITON, UNCOMPILED))
+"""With Triton, or with that as well, for kernels that are interpreted."""
 ARMED = "megacpp_overlays"
 """Among the modules to start after, it arms the process that is copied: after torch, with the switches of the processes."""
 SERVER = Path(__file__).with_name("warm_server.py")
@@ -231,13 +237,13 @@ def _folder() -> Path:
 def _serve(address: Path, python: str, modules: tuple[str, ...], variables: Mapping[str, str]) -> None:
     """Start a server at an address: a copy of one that has imported most of its modules, where there are such."""
     of_run = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
-    base = next((each for each in (MEGATRON, TRITON, TORCH) if {*each} < {*modules}), ())
+    base = next((each for each in (UNCOMPILED, MEGATRON, TRITON, TORCH) if {*each} < {*modules}), ())
     rest = [each for each in modules if each not in base]
     words = [SERVER, address, str(of_run), *rest]
     inherited = {name: value for name, value in os.environ.items() if not _is_ours(name)}
     env = {name: value for name, value in inherited.items() if name not in {"PYTHONPATH", *AT_IMPORT}} | variables
     if base:
-        before = {name: value for name, value in variables.items() if name in AT_IMPORT}
+        before = {name: value for name, value in variables.items() if name in AT_IMPORT and name != OF_EXTENSIONS}
         with open(os.devnull, "r+b") as nothing:
             streams = (nothing.fileno(), nothing.fileno(), 2)
             started = WarmProcess(_ask_server(lambda: _server(python, base, before), words, env, None, streams))
