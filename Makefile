@@ -122,7 +122,7 @@ in-step: .venv/.ready ## the ledger, the generated pages and their links
 	@scripts/site.sh $(BIN)/properdocs
 
 .PHONY: test
-test: setup lint in-step ## set up everything, then lint, type checks, contracts, documentation, and tests: each overlay on the newest release and an older one
+test: setup lint in-step ## set up everything, then lint, type checks, contracts, documentation, and tests: each overlay on the newest release
 	$(say) 'pytest, without what is marked `full`'
 	@$(BIN)/pytest $(WORKERS) -m 'not full' --durations 20
 	@$(BIN)/python scripts/full_run.py show

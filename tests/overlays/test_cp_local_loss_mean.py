@@ -15,7 +15,7 @@ import pytest
 from placed_seams import placed
 from places import SUPPORT
 from released_megatron import ALL_ON
-from releases import newest
+from releases import daily, newest
 from upstream_imports import upstream_module
 
 from megacpp_overlays.feature_probes.cp_local_loss_mean import OWN_COUNT, TARGET
@@ -35,7 +35,7 @@ def off(tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., A
     return megatron_says(newest(), SUPPORT / "context_losses.py", folder, MEGACPP_OVERLAYS="off")
 
 
-@pytest.fixture(scope="module", params=[OLDEST, NEWEST])
+@pytest.fixture(scope="module", params=daily(OLDEST, NEWEST))
 def on(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
 ) -> tuple[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from launched_reshardable import ID, differences, dumped, launch, saved, step
-from releases import daily, only
+from releases import only
 from unpacked import unpacked
 from upstream_imports import upstream_module
 
@@ -325,7 +325,8 @@ def test_a_buffer_of_one_bucket_is_saved_by_upstream_alone(tmp_path: Path) -> No
     assert differences(saved(tmp_path / "without"), saved(tmp_path / "with")) == []
 
 
-@pytest.mark.parametrize("version", daily("0.15.0", "0.16.1", "0.17.1", "0.18.2"))
+@pytest.mark.full
+@pytest.mark.parametrize("version", ["0.15.0", "0.16.1", "0.17.1", "0.18.2"])
 def test_older_releases_are_as_wrong_and_are_repaired_alike(
     version: str, wheel: Callable[[str, str], Path], tmp_path: Path
 ) -> None:

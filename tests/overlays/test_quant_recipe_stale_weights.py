@@ -49,7 +49,7 @@ sys.stdout.write(json.dumps({"decision": decision, "on": on, "off": facts()}))
 TOLD, UNTOLD = [[[True, True]] * 2, False], [[[False, False]] * 2, False]
 
 
-@pytest.fixture(scope="module", params=daily(*BROKEN, FIXED))
+@pytest.fixture(scope="module", params=daily(*BROKEN, FIXED, older=BROKEN[-1]))
 def measured(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
 ) -> tuple[str, Any]:

@@ -1,4 +1,4 @@
-"""Releases that a test is run on: the newest and one older in `make test`, all of them in `make test-all`.
+"""Releases that a test is run on: the newest in `make test`, and one older where something differs; all of them in `make test-all`.
 
 What a probe says of each release is in packs/matrix.json, which `tests/upkeep/test_matrix_page.py` derives anew.
 """
@@ -22,19 +22,14 @@ def newest(distribution: str = "megatron-core") -> str:
     return found[1]
 
 
-OLDER = "0.18.2"
-"""The older release of Megatron-Core of every day where a test has it: processes that have imported a release are shared."""
-
-
 def daily(*versions: str, older: str | None = None) -> list[pytest.ParameterSet]:
-    """Return parameters of releases: the newest of them and an older one are daily, and the others are `full`.
+    """Return parameters of releases: the newest of them is daily, an older one where it is named, and the others are `full`.
 
     Args:
         versions: all of them.
-        older: the older one; without it `OLDER`, or the oldest where that is none of them.
+        older: one whose code is of another shape than that of the newest. What probes say of it is in packs/matrix.json.
     """
-    chosen = older or (OLDER if OLDER in versions else min(versions, key=Version))
-    kept = {max(versions, key=Version), chosen}
+    kept = {max(versions, key=Version), *filter(None, [older])}
     assert kept <= set(versions), f"{older} is none of {', '.join(versions)}"
     return only(versions, kept)
 
