@@ -6,6 +6,7 @@ On the CPU the kernels run in the Triton interpreter; the tests marked `gpu` run
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from megacpp_overlays.overlays.liger_flce_none_backward import OVERLAY
 from megacpp_overlays.source.file_trees import ArchiveTree
 
 Report = Callable[..., dict[str, Any]]
+Whole = Callable[[str], dict[str, Any]]
 
 ACTIVE = {
     "0.5.3": feature.DETACHED,
@@ -79,6 +81,17 @@ def runs(version: str, device: str) -> list[str]:
     return [name for name in names if CASES[name].runs_on(version)]
 
 
+@pytest.fixture
+def whole(report: Report, grid_size: str) -> Whole:
+    """Return the report of a release with its cases, of every day with a few of them: `whole("0.8.1")`."""
+
+    def of(version: str) -> dict[str, Any]:
+        names = runs(version, "cpu")
+        return report(version, names if grid_size == "all" else [each for each in names if each in FEW_CASES])
+
+    return of
+
+
 def check(result: dict[str, Any], name: str, *, decision: str = "active") -> None:
     """Assert that nothing unwanted happened in a case, and that loss and gradients are right."""
     case = CASES[name]
@@ -94,9 +107,7 @@ def check(result: dict[str, Any], name: str, *, decision: str = "active") -> Non
 
 def each_case(device: str) -> Any:
     cases = [(version, name) for version in ACTIVE for name in runs(version, device)]
-    return pytest.mark.parametrize(
-        ("version", "name"), only(cases, [each for each in cases if each[0] in {OLDER, MEASURED}])
-    )
+    return pytest.mark.parametrize(("version", "name"), only(cases, itertools.product((OLDER, MEASURED), FEW_CASES)))
 
 
 each_release = pytest.mark.parametrize("version", daily(*ACTIVE, older=OLDER))
@@ -127,21 +138,21 @@ def test_upstream_scales_every_gradient_by_the_first_one(report: Report, version
 
 
 @each_release
-def test_every_broken_release_is_repaired(report: Report, version: str) -> None:
-    found = report(version, runs(version, "cpu"))
+def test_every_broken_release_is_repaired(whole: Whole, version: str) -> None:
+    found = whole(version)
 
     assert (found["decision"], found["shape"]) == ("active", ACTIVE[version])
 
 
 @each_case("cpu")
-def test_gradients_are_right_for_every_token(report: Report, version: str, name: str) -> None:
-    check(report(version, runs(version, "cpu"))["cases"][name], name)
+def test_gradients_are_right_for_every_token(whole: Whole, version: str, name: str) -> None:
+    check(whole(version)["cases"][name], name)
 
 
 @each_release
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_other_reductions_stay_upstream_s_to_the_last_bit(report: Report, version: str, reduction: str) -> None:
-    assert report(version, runs(version, "cpu"))["same"][reduction]
+def test_other_reductions_stay_upstream_s_to_the_last_bit(whole: Whole, version: str, reduction: str) -> None:
+    assert whole(version)["same"][reduction]
 
 
 @pytest.mark.parametrize("name", only(CASES, FEW_CASES))
@@ -160,24 +171,24 @@ def assert_nearer_to_the_truth(found: dict[str, Any]) -> None:
 
 
 @each_release
-def test_the_losses_are_upstream_s_but_for_rounding_and_nearer_to_the_truth(report: Report, version: str) -> None:
-    assert_nearer_to_the_truth(report(version, runs(version, "cpu")))
+def test_the_losses_are_upstream_s_but_for_rounding_and_nearer_to_the_truth(whole: Whole, version: str) -> None:
+    assert_nearer_to_the_truth(whole(version))
 
 
 @pytest.mark.parametrize("version", daily(*WITH_METRICS, older=MEASURED))
-def test_all_outputs_are_upstream_s_to_the_last_bit_where_metrics_are_among_them(report: Report, version: str) -> None:
+def test_all_outputs_are_upstream_s_to_the_last_bit_where_metrics_are_among_them(whole: Whole, version: str) -> None:
     """Losses, z-loss, token accuracy and predicted tokens, and None for those that were not asked for."""
-    assert report(version, runs(version, "cpu"))["same with metrics"]
+    assert whole(version)["same with metrics"]
 
 
 @each_release
-def test_undoing_brings_back_the_defect(report: Report, version: str) -> None:
-    assert report(version, runs(version, "cpu"))["undone"]["errors"]["weight"] > 0.5
+def test_undoing_brings_back_the_defect(whole: Whole, version: str) -> None:
+    assert whole(version)["undone"]["errors"]["weight"] > 0.5
 
 
 @each_release
-def test_a_second_derivative_is_refused(report: Report, version: str) -> None:
-    assert "once_differentiable" in report(version, runs(version, "cpu"))["second derivative"]
+def test_a_second_derivative_is_refused(whole: Whole, version: str) -> None:
+    assert "once_differentiable" in whole(version)["second derivative"]
 
 
 @pytest.mark.parametrize("version", daily(*RETIRED, older="0.8.5"))
@@ -507,7 +518,7 @@ def test_the_witness_sees_that_the_ascend_backend_will_be_exported(tmp_path: Pat
 
 @pytest.mark.gpu
 @each_case("cuda")
-def test_gradients_are_right_for_every_token_on_a_gpu(report: Report, version: str, name: str) -> None:
+def test_gradients_are_right_for_every_token_on_a_gpu(whole: Whole, version: str, name: str) -> None:
     found = report(version, runs(version, "cuda"), device="cuda", scale=37)
 
     assert found["decision"] == "active"
@@ -516,7 +527,7 @@ def test_gradients_are_right_for_every_token_on_a_gpu(report: Report, version: s
 
 @pytest.mark.gpu
 @each_release
-def test_on_a_gpu_everything_else_stays_upstream_s_to_the_last_bit(report: Report, version: str) -> None:
+def test_on_a_gpu_everything_else_stays_upstream_s_to_the_last_bit(whole: Whole, version: str) -> None:
     found = report(version, runs(version, "cuda"), device="cuda", scale=37)
 
     assert found["same"] == {"mean": True, "sum": True}
@@ -527,7 +538,7 @@ def test_on_a_gpu_everything_else_stays_upstream_s_to_the_last_bit(report: Repor
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("version", RETIRED)
-def test_a_repaired_upstream_is_right_on_a_gpu(report: Report, version: str) -> None:
+def test_a_repaired_upstream_is_right_on_a_gpu(whole: Whole, version: str) -> None:
     cases = ["zero first", "every option", "softcap", "autocast"]
 
     found = report(version, cases, device="cuda", scale=37)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +25,36 @@ from portable_entry_runs import (
     run_grid,
     run_ranks,
 )
+from releases import only
+
+FEW = (
+    "none", "mean", "blocks", "three dimensions", "other ignore index", "all ignored", "label outside the vocabulary",
+    "sequence parallel", "strided gradient", "logits far above zero", "no token", "frozen hidden", "frozen weight",
+    "autocast", "bfloat16", "float16",
+)  # fmt: skip
+"""Cases of every day, one for each path."""
+
+
+def chosen(cases: Iterable[str], grid_size: str) -> list[str]:
+    return [each for each in cases if grid_size == "all" or each in FEW]
 
 
 @pytest.fixture(scope="module")
-def on_cpu() -> dict[str, Any]:
+def on_cpu(grid_size: str) -> dict[str, Any]:
     pytest.importorskip("triton")
-    found: dict[str, Any] = run_grid(DEV, device="cpu", cases=list(CASES))["cases"]
+    found: dict[str, Any] = run_grid(DEV, device="cpu", cases=chosen(CASES, grid_size))["cases"]
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", only(CASES, FEW))
 def test_loss_and_gradients_are_those_of_float64(on_cpu: dict[str, Any], name: str) -> None:
     check(on_cpu[name], CASES[name])
 
 
 @pytest.fixture(scope="module")
-def kept_on_cpu() -> dict[str, Any]:
+def kept_on_cpu(grid_size: str) -> dict[str, Any]:
     pytest.importorskip("triton")
-    found: dict[str, Any] = run_grid(DEV, KEEP, device="cpu", cases=SPLIT)["cases"]
+    found: dict[str, Any] = run_grid(DEV, KEEP, device="cpu", cases=chosen(SPLIT, grid_size))["cases"]
     return found
 
 
@@ -49,19 +62,19 @@ SPLIT = [name for name, case in CASES.items() if case.split]
 """Cases that do not fit into one block, or small logits would be kept in float32 anyway."""
 
 
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("name", only(SPLIT, FEW))
 def test_loss_and_gradients_are_right_from_logits_that_were_kept(kept_on_cpu: dict[str, Any], name: str) -> None:
     check(kept_on_cpu[name], CASES[name], limits_of_kept(CASES[name]))
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory, grid_size: str) -> Any:
     pytest.importorskip("triton")
     rendezvous = tmp_path_factory.mktemp("ranks") / "rendezvous"
-    return run_ranks(DEV, rendezvous, list(PARALLEL), "gloo", ["cpu", "cpu"])
+    return run_ranks(DEV, rendezvous, chosen(PARALLEL, grid_size), "gloo", ["cpu", "cpu"])
 
 
-@pytest.mark.parametrize("name", PARALLEL)
+@pytest.mark.parametrize("name", only(PARALLEL, FEW))
 def test_two_shards_of_a_vocabulary_are_one_vocabulary(on_two_ranks: Any, name: str) -> None:
     for report in on_two_ranks:
         check(report["cases"][name], PARALLEL[name])
@@ -168,11 +181,13 @@ def test_a_block_of_logits_is_bounded_and_never_narrow(tokens: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def facts() -> dict[str, Any]:
+def facts(grid_size: str) -> dict[str, Any]:
     """Return what `portable_entry_facts.py` found. It fails if drawn sizes, labels or blocks go wrong."""
     pytest.importorskip("triton")
-    command = ["-W", "ignore", SUPPORT / "portable_entry_facts.py"]
-    done = warm_python.run(command, environment(DEV, {"device": "cpu"}, {}), after=warm_python.TRITON, timeout=HANG_S)
+    command = ["-W", "ignore", SUPPORT / "portable_entry_facts.py", grid_size]
+    done = warm_python.run(
+        command, environment(DEV, {"device": "cpu"}, {}), after=warm_python.INTERPRETER, timeout=HANG_S
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout)
     return found

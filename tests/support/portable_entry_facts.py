@@ -1,4 +1,4 @@
-"""Run in a fresh interpreter under TRITON_INTERPRET=1: what the portable entry returns, as JSON.
+"""Run in a fresh interpreter under TRITON_INTERPRET=1: what the portable entry returns, as JSON. With `few`, fewer inputs are drawn.
 
 Single facts with known numbers, and a comparison with float64 on inputs that hypothesis draws.
 """
@@ -138,7 +138,7 @@ def same_gradients_every_time() -> bool:
 
 
 # Without shrinking: in the interpreter that takes minutes, and the drawn example is small as it is.
-@settings(deadline=None, max_examples=60, database=None, phases=[Phase.generate])
+@settings(deadline=None, max_examples=15 if "few" in sys.argv else 60, database=None, phases=[Phase.generate])
 @given(
     seed=st.integers(0, 2**31),
     tokens=st.integers(0, 9),
