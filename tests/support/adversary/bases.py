@@ -224,7 +224,12 @@ def sources(only: Sequence[str] | None = None) -> list[Source]:
 
 
 def bases(parts: Sequence[Erratum], only: Sequence[str] | None = None) -> list[Base]:
-    """Return what the probes of all parts say of all trees, and of the repairs that tests made up; each text once."""
+    """Return what the probes of all parts say of all trees, and of the repairs that tests made up; each text once.
+
+    Args:
+        parts: of all overlays.
+        only: beginnings of names of wheels, as with `sources`; then one in eight of what tests made up is among them.
+    """
     found: list[Base] = []
     known = set[tuple[object, ...]]()
     for each in sources(only):
@@ -238,7 +243,8 @@ def bases(parts: Sequence[Erratum], only: Sequence[str] | None = None) -> list[B
                 found.append(made)
         if isinstance(tree, ArchiveTree):
             tree.close()
-    return [*found, *(made for name, case in CASES.items() if case.is_made_up for made in _made_up(parts, name, case))]
+    made_up = [name for name, case in CASES.items() if case.is_made_up][:: 1 if only is None else 8]
+    return [*found, *(made for name in made_up for made in _made_up(parts, name, CASES[name]))]
 
 
 def _made_up(parts: Sequence[Erratum], name: str, case: Case) -> Iterator[Base]:
