@@ -169,27 +169,28 @@ def test_an_empty_parameter_is_right(tmp_path: Path, said: Said) -> None:
     assert said(write(tmp_path, none))[0] == 0
 
 
-@pytest.mark.upstream
-def test_each_shard_of_a_parameter_is_compared(tmp_path: Path, said: Said) -> None:
-    launch(
-        tmp_path / "plan",
-        1,
-        step("save_shards", to=tmp_path / "right", displaced=[0, 0, 0]),
-        step("save_shards", to=tmp_path / "broken", displaced=[0, 0, 64]),
-    )
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of a parameter in shards: the state of each is its own, or begins so many elements too far on, or is zeros."""
+    folder = tmp_path_factory.mktemp("shards")
+    states = {"right": [0, 0, 0], "broken": [0, 0, 64], "grown": [0, None]}
+    steps = [step("save_shards", to=folder / name, displaced=displaced) for name, displaced in states.items()]
+    launch(folder / "plan", 1, *steps)
+    return folder
 
-    assert said(tmp_path / "right")[0] == 0
-    code, text = said(tmp_path / "broken")
+
+@pytest.mark.upstream
+def test_each_shard_of_a_parameter_is_compared(shards: Path, said: Said) -> None:
+    assert said(shards / "right")[0] == 0
+    code, text = said(shards / "broken")
     assert code == 1
     assert "rows: its fp32 weights begin 64 elements too far on" in text
 
 
 @pytest.mark.upstream
-def test_a_shard_of_zeros_beside_one_that_is_right_cannot_be_told(tmp_path: Path, said: Said) -> None:
+def test_a_shard_of_zeros_beside_one_that_is_right_cannot_be_told(shards: Path, said: Said) -> None:
     """As where a vocabulary grew at a restart, by the rows of a whole rank, and was saved before it was trained on."""
-    launch(tmp_path / "plan", 1, step("save_shards", to=tmp_path / "grown", displaced=[0, None]))
-
-    code, text = said(tmp_path / "grown")
+    code, text = said(shards / "grown")
 
     assert code == ExitCode.NOT_CHECKED
     assert "rows: its fp32 weights are not its weights, and do not say why" in text

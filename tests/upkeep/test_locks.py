@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import ROOT
 
@@ -254,7 +254,7 @@ PINS = st.dictionaries(
     NAMES,
     st.tuples(
         st.from_regex(r"[0-9]{1,2}(\.[0-9]{1,2}){0,2}", fullmatch=True),
-        st.sets(st.from_regex(r"[0-9a-f]{64}", fullmatch=True), min_size=1, max_size=3),
+        st.sets(st.binary(min_size=32, max_size=32).map(bytes.hex), min_size=1, max_size=3),
     ),
     min_size=1,
     max_size=5,
@@ -262,6 +262,7 @@ PINS = st.dictionaries(
 
 
 @pytest.mark.unmeasured
+@settings(max_examples=25)
 @given(pins=PINS, comments=st.booleans())
 def test_what_is_written_is_what_is_read(
     tmp_path_factory: pytest.TempPathFactory, pins: dict[str, tuple[str, set[str]]], comments: bool
