@@ -91,7 +91,13 @@ print(json.dumps([sys.argv, sys.path[0], path, flags, sys.warnoptions, sys._xopt
 
 @pytest.mark.parametrize(
     "options",
-    [(), ("-u",), ("-X", "dev"), ("-Xdev", "-W", "error", "-OO"), ("-uBW", "ignore::DeprecationWarning", "-Xutf8")],
+    [
+        (),
+        pytest.param(("-u",), marks=pytest.mark.full),
+        pytest.param(("-X", "dev"), marks=pytest.mark.full),
+        pytest.param(("-Xdev", "-W", "error", "-OO"), marks=pytest.mark.full),
+        ("-uBW", "ignore::DeprecationWarning", "-Xutf8"),
+    ],
     ids=" ".join,
 )
 def test_it_is_the_same_python_with_the_same_options(

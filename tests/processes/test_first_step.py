@@ -106,6 +106,7 @@ def test_a_launcher_leaves_the_audit_of_what_it_imported_before_its_first_step(
     assert "ranks" not in left()
 
 
+@pytest.mark.full
 def test_what_is_left_at_the_end_tells_how_often_each_seam_was_called(
     upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
 ) -> None:
@@ -151,6 +152,7 @@ def test_rank_0_of_what_takes_no_step_leaves_at_its_end_what_it_called(
     assert sum(part["calls"].values()) == calls
 
 
+@pytest.mark.full
 def test_an_audit_is_written_into_a_fifo_and_the_end_of_a_run_does_not_wait_for_it(
     upstream: Upstream, env: dict[str, str], tmp_path: Path
 ) -> None:
@@ -215,6 +217,7 @@ def test_no_optimizer_steps_without_what_is_required(upstream: Upstream, env: di
     assert "RequirementError: double-fix has to be retired or absent and is active" in done.stderr
 
 
+@pytest.mark.full
 def test_a_run_with_what_it_requires_goes_on_and_does_so_where_the_file_cannot_be_written_any_more(
     upstream: Upstream, env: dict[str, str], tmp_path: Path
 ) -> None:

@@ -177,7 +177,7 @@ def test_every_rank_that_is_there_is_told_the_same_and_the_truth(
 
 
 @pytest.mark.unmeasured
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(worlds(), st.data())
 def test_a_rank_that_crashes_on_the_way_hangs_nobody(
     world: tuple[dict[int, int], frozenset[int], dict[int, float]], data: st.DataObject
@@ -460,11 +460,11 @@ def test_what_all_ranks_ask_and_leave_grows_with_their_number_and_no_faster(size
 
 @pytest.mark.unmeasured
 def test_one_rank_of_many_is_found() -> None:
-    kinds = {rank: 1 + (rank == 9_999) for rank in range(16_384)}
+    kinds = {rank: 1 + (rank == 1_999) for rank in range(4_096)}
 
     told, _ = simulate(kinds)
 
-    assert {verdict.groups[1] for verdict in told.values()} == {(9_999,)}
+    assert {verdict.groups[1] for verdict in told.values()} == {(1_999,)}
 
 
 @pytest.mark.full

@@ -52,6 +52,7 @@ def test_ranks_that_run_the_same_code_get_their_audit(launch: Ranks, size: int) 
     assert not any(each["cuda"] for each in found)
 
 
+@pytest.mark.full
 def test_one_rank_with_an_overlay_off_stops_all_eight(launch: Ranks) -> None:
     found = only(launch.torchrun(8, **{"5": {"environment": {"MEGACPP_OVERLAY_DOUBLE_FIX": "off"}}}))
 

@@ -109,6 +109,7 @@ def test_the_model_learns(current: Run) -> None:
     assert last < first - 1
 
 
+@pytest.mark.full
 def test_switched_off_it_says_what_is_broken_and_still_exits_cleanly(switched_off: Run) -> None:
     assert switched_off.code == 0
     assert (switched_off.decision(EXEMPTION), switched_off.decision(LOSS)) == ("disabled", "disabled")
@@ -116,17 +117,20 @@ def test_switched_off_it_says_what_is_broken_and_still_exits_cleanly(switched_of
     assert "overlay disabled" in switched_off.output
 
 
+@pytest.mark.full
 def test_switched_off_both_columns_are_upstream(switched_off: Run) -> None:
     assert switched_off.report["on"] == switched_off.report["off"]
     assert set(switched_off.exempt("on")) == {("bfloat16", True)}
 
 
+@pytest.mark.full
 def test_the_same_file_runs_on_two_ranks_and_only_the_first_speaks(two_ranks: Run) -> None:
     assert (two_ranks.code, two_ranks.report["world_size"]) == (0, 2)
     assert two_ranks.outcomes() == ["ok", "ok", "ok"]
     assert two_ranks.output.count("fingerprint") == 1
 
 
+@pytest.mark.full
 def test_the_second_rank_brings_data_of_its_own(current: Run, two_ranks: Run) -> None:
     # Same weights, same first batch on rank 0: a loss that is the same would mean that rank 1 counts for nothing.
     assert two_ranks.report["losses"][0] != pytest.approx(current.report["losses"][0], abs=1e-4)

@@ -377,7 +377,7 @@ def test_a_process_that_does_not_end_is_ended_with_all_that_it_started(tmp_path:
     code = "import subprocess, sys, time; child = subprocess.Popen(['sleep', '4000']); print(child.pid, flush=True); time.sleep(4000)"
     log = tmp_path / "log"
 
-    assert waited([sys.executable, "-c", code], dict(os.environ), tmp_path, log, 10.0) is None
+    assert waited([sys.executable, "-c", code], dict(os.environ), tmp_path, log, 5.0) is None
 
     pid = int(log.read_text())
     deadline = time.monotonic() + HANG_S

@@ -129,6 +129,7 @@ def test_pack_09_reproduces_the_defect_of_the_installed_release_and_validates_th
     assert re.match(rf"host: .*liger-kernel {re.escape(installed)}, .*torch 2\.", done.stdout)
 
 
+@pytest.mark.full
 @pytest.mark.upstream
 def test_pack_09_finds_no_defect_in_a_fixed_release(wheel: Callable[[str, str], Path], tmp_path: Path) -> None:
     done = repro("9", "--case", "interpreter", "--tree", str(unpacked(wheel("liger-kernel", "0.8.5"))))

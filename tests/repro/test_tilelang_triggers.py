@@ -145,13 +145,21 @@ BY_CONTEXTS = "from megatron.core.ssm.ops.gdp.common import *\n"
     ("files", "says"),
     [
         ({COMMON: ASKS, REACHES: BY_CONTEXTS}, "BUG_REPRODUCED: importing megatron.core asked a device 1 times"),
-        ({COMMON: ASKS}, "BUG_REPRODUCED: importing megatron.core.ssm.ops.gdp.common asked a device 1 times"),
+        pytest.param(
+            {COMMON: ASKS},
+            "BUG_REPRODUCED: importing megatron.core.ssm.ops.gdp.common asked a device 1 times",
+            marks=pytest.mark.full,
+        ),
         # Nobody read this repair: what runs is right, and the gate says no more than that it looks repaired.
         (
             {COMMON: WAITS, REACHES: BY_CONTEXTS},
             "FAILED: the probe says UNRECOGNISED, the behaviour is not broken: importing megatron.core and",
         ),
-        ({REACHES: ""}, "BUG_NOT_PRESENT: the combination is absent: importing megatron.core asked nothing"),
+        pytest.param(
+            {REACHES: ""},
+            "BUG_NOT_PRESENT: the combination is absent: importing megatron.core asked nothing",
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["with-the-package", "with-hybrid-models", "when-called", "no-such-module"],
 )

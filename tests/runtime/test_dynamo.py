@@ -429,7 +429,7 @@ def test_other_threads_survive_that_graphs_come_and_go(traceable: Upstream, sess
     for thread in threads:
         thread.start()
     changed, limit = 0, time.monotonic() + HANG_S
-    while changed < 20 and not wrong and time.monotonic() < limit:
+    while changed < 8 and not wrong and time.monotonic() < limit:
         with contextlib.suppress(SeamError):  # a thread is inside of torch.compile
             current.undo()
             current.arm()
@@ -439,7 +439,7 @@ def test_other_threads_survive_that_graphs_come_and_go(traceable: Upstream, sess
         thread.join(HANG_S)
 
     assert wrong == []
-    assert changed == 20
+    assert changed == 8
 
 
 # What is on disk
@@ -555,8 +555,8 @@ STEPS = {
 }
 """Not here: `hopper-flce-dispatch`, whose upstream raises on any device that it could be traced for without a GPU; the
 other `float16-...` overlays, whose seams are in code that saves checkpoints, which nobody compiles."""
-DAILY = ("context_parallel_lengths", "packed_lengths", "sparse_mla", "token_losses", "wrapped_module")
-"""One for each overlay that the environment itself has a target of, and that takes seconds; the others are `full`."""
+DAILY = ("packed_lengths", "sparse_mla", "token_losses")
+"""With breaks, without, and one whose seam is left alone by Dynamo; the others are `full`."""
 
 
 @pytest.fixture(scope="module")
