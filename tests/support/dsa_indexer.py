@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import marshal
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from dsa_source import install, module_of
+from dsa_source import compiled, install, module_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacpp_overlays.feature_probes import dsa_indexer_streaming as feature
@@ -42,7 +43,16 @@ def indexer_of(tree: Path | SourceTree) -> ModuleType:
 def _with_the_rest(tree: SourceTree, name: str) -> ModuleType:
     module, source = module_of(tree, name), tree.module(name)
     assert source is not None
-    for node in source.syntax.body:
+    for code in _the_rest(source.text, source.path):
+        exec(marshal.loads(code), vars(module))
+    return module
+
+
+@functools.cache
+def _the_rest(text: str, path: str) -> list[bytes]:
+    """Return code that defines what of a module is no function, and is asked for here."""
+    found = []
+    for node in ast.parse(text).body:
         names = {getattr(node, "name", None)}
         names |= {target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)}
         if isinstance(node, ast.ClassDef) and node.name == _METHOD:
@@ -52,9 +62,8 @@ def _with_the_rest(tree: SourceTree, name: str) -> ModuleType:
         else:
             names &= _KEPT
         if names:
-            text = f"from __future__ import annotations\n{ast.unparse(node)}"
-            exec(compile(text, source.path, "exec"), vars(module))
-    return module
+            found.append(compiled(ast.unparse(node), path))
+    return found
 
 
 @functools.cache

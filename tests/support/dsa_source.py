@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import enum
+import functools
 import itertools
+import marshal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -103,16 +105,25 @@ def module_of(tree: Path | SourceTree, name: str, *only: str) -> ModuleType:
     tree = DirectoryTree(tree) if isinstance(tree, Path) else tree
     source = tree.module(name)
     assert source is not None
-    functions = [node for node in source.syntax.body if isinstance(node, ast.FunctionDef)]
-    functions = [node for node in functions if not only or node.name in only]
-    text = "from __future__ import annotations\n" + "\n".join(map(ast.unparse, functions))
     # A name of its own: a compiler looks modules up by name, and remembers them.
     module = ModuleType(f"{name.rpartition('.')[2]}_{next(_numbers)}")
     vars(module).update(torch=torch, AttnMaskType=AttnMaskType, get_pg_size=lambda group: group.size())
     if name.endswith("dsa_masking"):
         vars(module)["dsa_layout"] = module_of(tree, name.replace("masking", "layout"))
-    exec(compile(text, source.path, "exec"), vars(module))
+    exec(marshal.loads(_functions(source.text, source.path, only)), vars(module))
     return module
+
+
+@functools.cache
+def _functions(text: str, path: str, only: tuple[str, ...]) -> bytes:
+    """Return code that defines the functions of a module; whoever runs it has code objects of their own."""
+    functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in functions if not only or node.name in only]
+    return compiled("\n".join(map(ast.unparse, functions)), path)
+
+
+def compiled(text: str, path: str) -> bytes:
+    return marshal.dumps(compile(f"from __future__ import annotations\n{text}", path, "exec"))
 
 
 def install(part: Overlay, shape: str, module: ModuleType) -> Callable[[], None]:
