@@ -7,29 +7,22 @@ from pathlib import Path
 
 from xdist.scheduler import LoadFileScheduling
 
-FIRST = "loader"
-"""The room whose tests begin: what they ask Python for takes as long as its heap is large, and upstreams fill it."""
+FIRST = ("loader", "source", "upkeep", "cli", "repro", "probes", "processes")
+"""Rooms whose tests begin: what they ask Python for takes as long as its heap is large, and upstreams fill it."""
 LONGEST = (
     "test_dynamo.py",
-    "test_ranks.py",
-    "test_run.py",
-    "test_retire.py",
     "test_lanes.py",
-    "test_packs.py",
-    "test_children.py",
     "test_float16_fp32_exemption.py",
     "test_hopper_flce_dispatch.py",
     "test_index_scores.py",
     "test_liger_flce_none_backward.py",
     "test_portable_entry.py",
     "test_proof_cpu.py",
-    "test_triage.py",
     "test_differential.py",
-    "test_adversary.py",
     "test_demo.py",
     "test_mamba_packed_seq_idx.py",
 )
-"""Files that take minutes. They are next, or one worker would end long after the others."""
+"""Files that take longest. They are next, or one worker would end long after the others."""
 SPLIT = {
     "test_liger_flce_none_backward.py": re.compile(r"\[(?:.*-)?(\d+\.\d+\.\d+)[-\]]|(logits_that_were_kept)"),
 }
@@ -38,8 +31,8 @@ SPLIT = {
 
 def turn(file: Path) -> int:
     """Return a number by which the files of tests are put in order."""
-    if file.parent.name == FIRST:
-        return -1
+    if file.parent.name in FIRST:
+        return FIRST.index(file.parent.name) - len(FIRST)
     return LONGEST.index(file.name) if file.name in LONGEST else len(LONGEST)
 
 
