@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_cross_entropy_cases import IGNORED, call, errors, found, leaves_of, truth
 from nothing_cases import CLASSES, DEPTH, ROWS, room, written
+from releases import only
 from two_paths_cases import MEMORY_ON_A_GPU, SIZES, SIZES_ON_A_GPU, TOKENS, labelled, memory_of, poisoned
 
 from megacpp_overlays.kernels.linear_cross_entropy import block_sizes, entry
@@ -77,8 +78,8 @@ def test_losses_and_gradients_are_those_of_float64_for_every_count(
     close(seen, truth(inputs))
 
 
-@pytest.mark.parametrize("count", [0, 1, 128, TOKENS - 1, TOKENS])
-@pytest.mark.parametrize("less", [0, 1, 130])
+@pytest.mark.parametrize("count", only([0, 1, 128, TOKENS - 1, TOKENS], [128, TOKENS]))
+@pytest.mark.parametrize("less", only([0, 1, 130], [0, 130]))
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_in_half_precision_too_and_where_a_weight_gradient_is_added(count: int, less: int, dtype: torch.dtype) -> None:
     inputs = labelled(count, dtype=dtype, bias=True, softcap=5.0, label_smoothing=0.1)

@@ -56,8 +56,8 @@ class {CLASS}(Base):
 '''
 
 
-SHARE = 16
-"""Mutants of each kind."""
+TEXTS, OF_EACH = 36, 4
+"""Texts that are mutated, and mutants of each."""
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +67,11 @@ def few() -> list[Base]:
 
 @pytest.mark.unmeasured
 def test_no_mutant_is_installed_on_or_retired_by_luck_and_none_raises(few: list[Base]) -> None:
-    found = outcome(judged(few, SHARE * len(KINDS), seed=24, chunk=len(KINDS)))
+    found = outcome(judged(few, TEXTS * OF_EACH, seed=24, chunk=OF_EACH))
 
     assert not found.violations, "\n\n".join(text for texts in found.offenders.values() for text in texts)
     assert found.rows.keys() >= {f"{each.id}/{each.target.module.rpartition('.')[2]}" for each in OFFLINE}
-    assert sum(row.verdicts["UNRECOGNISED"] for row in found.rows.values()) > 3 * SHARE
+    assert sum(row.verdicts["UNRECOGNISED"] for row in found.rows.values()) > TEXTS
 
 
 OFFLINE = [each for each in registry.load() if each.target.distribution == "liger-kernel" or each.id.startswith("dsa")]

@@ -262,10 +262,9 @@ def untraced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return _traced([PYTHON, *OURS], tmp_path_factory.mktemp("untraced"))
 
 
-@pytest.mark.parametrize(
-    "outside", [True, pytest.param(False, marks=pytest.mark.full)], ids=["around run", "inside of run"]
-)
-@pytest.mark.parametrize("tool", ["opentelemetry-instrument", pytest.param("ddtrace-run", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("outside", [True, False], ids=["around run", "inside of run"])
+@pytest.mark.parametrize("tool", ["opentelemetry-instrument", "ddtrace-run"])
 def test_a_launcher_under_a_tracer_decides_what_it_decides_without(
     tool: str, outside: bool, untraced: dict[str, Any], tmp_path: Path
 ) -> None:
