@@ -69,6 +69,10 @@ PLACES = {
     ),
 }
 
+OFTEN = ("function", "class method", "method", "forward of an autograd function", "backward, with setup_context")
+"""Places of every day: each way in which Dynamo inlines, and each that it would not notice by itself."""
+each_place = pytest.mark.parametrize("place", only(PLACES.values(), [PLACES[each] for each in OFTEN]), ids=PLACES)
+
 
 def _calling(bound: Any) -> Callable[[Any], Any]:
     """Reach a method through its object each time, as training code does: a bound method would hold the original."""
@@ -94,7 +98,7 @@ def traceable(upstream: Upstream) -> Upstream:
 
 
 @pytest.mark.unmeasured
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@each_place
 def test_a_compiled_step_follows_arming_undoing_and_arming_again(
     place: Place, traceable: Upstream, session: SessionMaker, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,7 +114,7 @@ def test_a_compiled_step_follows_arming_undoing_and_arming_again(
         assert "dropped 1 compiled graph of torch.compile, for the sake of double-fix" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@each_place
 def test_without_us_some_of_these_graphs_go_on_with_the_old_code(
     place: Place, traceable: Upstream, session: SessionMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,10 +85,19 @@ reproducer stays as a regression guard. Unpatched from here on: `broken` (made-t
 """
 
 
-def test_the_history_entry_and_the_receipt_are_written_and_nothing_else(checkout: Checkout) -> None:
-    done = retire(checkout, "--leave", "broken")
-
+@pytest.fixture(scope="module")
+def retirement(template: Checkout, tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkout, str]:
+    """A checkout in which the overlay was retired, and what was said."""
+    root = tmp_path_factory.mktemp("retirement") / "checkout"
+    shutil.copytree(template.root, root, symlinks=True)
+    done = retire(Checkout(root), "--leave", "broken")
     assert done.returncode == 0, done.stdout + done.stderr
+    return Checkout(root), done.stdout
+
+
+def test_the_history_entry_and_the_receipt_are_written_and_nothing_else(retirement: tuple[Checkout, str]) -> None:
+    checkout, _ = retirement
+
     new = {line for line in checkout.status if line.startswith("??")}
     assert checkout.status - new == {"M megacpp_overlays/loader/retired.json", "M packs/manifest.json"}
     assert [line[: line.rindex("/")] for line in new] == ["?? packs/99-double/receipts"]
@@ -99,10 +108,8 @@ def test_the_history_entry_and_the_receipt_are_written_and_nothing_else(checkout
     assert [thread["number"] for thread in entry["threads"]] == [7]
 
 
-def test_the_steps_that_are_left_are_printed_in_their_order(checkout: Checkout) -> None:
-    done = retire(checkout, "--leave", "broken")
-
-    _, _, left = done.stdout.partition("\n\nRemove:")
+def test_the_steps_that_are_left_are_printed_in_their_order(retirement: tuple[Checkout, str]) -> None:
+    _, _, left = retirement[1].partition("\n\nRemove:")
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     assert f"Remove:{left}" == LEFT.replace("DATE", today)
 
@@ -132,15 +139,12 @@ def follow(checkout: Checkout, said: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def retired(template: Checkout, tmp_path_factory: pytest.TempPathFactory) -> Checkout:
-    """A checkout in which the overlay was retired, and every step taken but the commit."""
+def retired(retirement: tuple[Checkout, str], tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    """The same, and every step taken but the commit."""
     root = tmp_path_factory.mktemp("retired") / "checkout"
-    shutil.copytree(template.root, root, symlinks=True)
-    made = Checkout(root)
-    done = retire(made, "--leave", "broken")
-    assert done.returncode == 0, done.stdout + done.stderr
-    follow(made, done.stdout)
-    return made
+    shutil.copytree(retirement[0].root, root, symlinks=True)
+    follow(Checkout(root), retirement[1])
+    return Checkout(root)
 
 
 def test_ledger_and_receipts_are_in_step_after_the_steps(retired: Checkout) -> None:

@@ -449,7 +449,11 @@ def one_line(text: str) -> str:
         ("broken-still", 0, "made_target 1.0 -> 1.1 BROKEN BROKEN keep", "FIX_VALIDATED double: double(1) = 2"),
         ("fixed", 1, "made_target 1.0 -> 2.0 BROKEN FIXED retire", "BUG_NOT_PRESENT double: double(1) = 2"),
         ("unknown", 1, "made_target 1.0 -> 3.0 BROKEN UNRECOGNISED conflict", "conflict: shape unknown: made_target"),
-        ("gone", 1, "made_target 1.0 -> 4.0 BROKEN ABSENT conflict", "its target was BROKEN and is gone: no double"),
+        pytest.param(
+            *("gone", 1, "made_target 1.0 -> 4.0 BROKEN ABSENT conflict"),
+            "its target was BROKEN and is gone: no double",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_an_upgrade_is_a_row_with_its_evidence_and_an_exit_code(

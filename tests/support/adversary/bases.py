@@ -28,7 +28,6 @@ from megacpp_overlays.source.trees import ModuleSource, ShippedFile, SourceTree,
 FEW = (
     "liger_kernel-0.8.1-",
     "liger_kernel-0.8.5-",
-    "megatron_core-0.16.1-",
     "megatron_core-0.19.2-",
     "mamba_ssm-2.3.2.",
 )
