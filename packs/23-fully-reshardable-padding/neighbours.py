@@ -50,9 +50,7 @@ def _read_back(shapes: Any) -> Mapping[str, object]:
         }
         PACK._step(optimizer, 3)
         for each in optimizer.optimizer.state.values():
-            each["step"] = float(
-                each["step"]
-            )  # no tensor, as in Apex and Transformer Engine: none is in such a checkpoint
+            each.pop("step")  # none is in such a checkpoint: Apex and Transformer Engine keep it with the group
         with torch.no_grad():
             optimizer.load_parameter_state_from_fully_reshardable(read)
         for group in optimizer.optimizer.param_groups:
