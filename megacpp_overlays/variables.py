@@ -175,7 +175,7 @@ WITNESSES = Setting(
     fits=os.path.isabs,
     advice=", and processes may start in any folder",
     compared_in="decisions",
-    ranks="Compared by what it decides: an overlay that is retired because it was witnessed, and one that is not, differ.",
+    ranks="Compared by what it decides: an overlay that is active or retired because it was witnessed, and one that is not, differ.",
 )
 AUDIT = Setting(
     "MEGACPP_OVERLAYS_AUDIT",

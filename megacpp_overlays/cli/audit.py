@@ -59,7 +59,7 @@ def add_to(subparsers: Subparsers) -> None:
         metavar="FILE",
         help="with --html: the page of an audit that a run left, and look at nothing here",
     )
-    parser.add_argument("--witness", action="store_true", help="first prove what looks repaired, as `witness` does")
+    parser.add_argument("--witness", action="store_true", help="first prove what is unproved, as `witness` does")
     parser.add_argument(
         "--deep", action="store_true", help="walk over the heap, too, for what holds replaced functions"
     )

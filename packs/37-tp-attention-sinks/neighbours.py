@@ -54,7 +54,8 @@ def _marking(base: Any) -> Any:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             marks = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
-            vars(self.softmax_offset).update(marks)
+            for name, value in marks.items():
+                setattr(self.softmax_offset, name, value)
 
     return Core
 

@@ -1,0 +1,134 @@
+"""A release of Megatron-Core that no probe recognises: reproducers decide, and only on the very code that they ran on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import HANG_S, ROOT
+
+pytestmark = [pytest.mark.upstream, pytest.mark.unmeasured_children]
+
+SCRIPT = """
+import contextlib, io, json, pathlib, sys
+from megacpp_overlays import cli
+from megacpp_overlays.loader import decide, probing, session
+from megacpp_overlays.source.trees import InstalledTree
+
+ID, FILE, EDITS = "masked-aux-loss-tokens", pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
+released = FILE.read_text()
+
+
+def ask():
+    settings = session.current().settings
+    (part,) = [each for each in session.current().overlays if each.id == ID]
+    record = decide.decide(part, settings, probing.examine_installed(part, InstalledTree(), settings))
+    return {"decision": record.decision.value, "proof": record.proof, "shape": record.shape, "reason": record.reason}
+
+
+def witness():
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code = cli.main(["witness", ID])
+    return {"code": code, "said": said.getvalue()}
+
+
+found = {}
+for name, edits in EDITS.items():
+    text = released
+    for old, new in edits:
+        assert text.count(old) == 1, (name, old)
+        text = text.replace(old, new)
+    FILE.write_text(text)
+    found[name] = {"before": ask(), "witness": witness(), "after": ask()}
+FILE.write_text(text + "# another comment\\n")
+found["edited again"] = ask()
+print(json.dumps(found))
+"""
+
+SUM = "    local_tokens_per_expert = routing_map.sum(dim=0)\n    global_tokens"
+COUNT = "        local_num_tokens = local_tokens_per_expert.sum() / topk\n"
+ANOTHER_FORM = [
+    (SUM, "    counted = routing_map.sum(dim=0)\n    global_tokens"),
+    (
+        "        local_tokens_per_expert, reduce_group\n    )\n    if with",
+        "        counted, reduce_group\n    )\n    if with",
+    ),
+    (COUNT, "        local_num_tokens = counted.sum() / topk\n"),
+]
+REPAIRED = [
+    (COUNT, "        local_num_tokens = global_tokens_per_expert.sum() / topk / reduce_group.size()\n"),
+]
+WORSE = [("        total_num_tokens = global_tokens_per_expert.sum() / topk\n", "        total_num_tokens = 7.0\n")]
+"""Another defect beside the first, which no seam of ours repairs."""
+CLASS = "class MoEAuxLossAutoScaler("
+GONE = [
+    ("def get_tokens_per_expert_and_token_count(", "def _counted("),
+    (CLASS, f"get_tokens_per_expert_and_token_count = _counted\n\n\n{CLASS}"),
+]
+"""A name that is assigned and not defined."""
+
+
+@pytest.fixture
+def found(wheel: Callable[[str, str], Path], tmp_path: Path) -> Callable[..., Any]:
+    """Return decisions about edits of the newest release, each before and after `witness`."""
+
+    def ask(**edits: list[tuple[str, str]]) -> Any:
+        zipfile.ZipFile(wheel("megatron-core", "0.19.2")).extractall(tmp_path / "unpacked")
+        file = tmp_path / "unpacked/megatron/core/transformer/moe/moe_utils.py"
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path / "unpacked"), str(ROOT)]),
+            "MEGACPP_OVERLAYS_WITNESSES": str(tmp_path / "witnesses"),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(file), json.dumps(edits)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=HANG_S)
+        assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return ask
+
+
+def test_the_defect_in_another_form_is_installed_on_once_it_was_witnessed_and_until_the_code_changes(
+    found: Callable[..., Any],
+) -> None:
+    answers = found(another_form=ANOTHER_FORM)
+
+    before, proved, after = (answers["another_form"][each] for each in ("before", "witness", "after"))
+    assert (before["decision"], before["proof"]) == ("unproved", None)
+    assert "`megacpp-overlays witness` runs it here" in before["reason"]
+    assert proved["code"] == 0, proved["said"]
+    assert proved["said"].startswith("proved BROKEN: masked-aux-loss-tokens on ")
+    assert (after["decision"], after["proof"], after["shape"]) == ("active", "witnessed", "counted-twice")
+    assert answers["edited again"]["decision"] == "unproved"
+    assert "moe_utils is not as it was witnessed" in answers["edited again"]["reason"]
+
+
+def test_a_part_whose_seams_cannot_be_placed_is_a_conflict_that_names_the_clause(found: Callable[..., Any]) -> None:
+    answer = found(gone=GONE)["gone"]
+
+    assert answer["before"]["decision"] == "conflict"
+    assert "names: " in answer["before"]["reason"]
+    assert (answer["witness"]["code"], answer["after"]["decision"]) == (1, "conflict")
+
+
+@pytest.mark.full
+def test_a_repair_that_nobody_read_retires_and_another_defect_beside_it_is_not_covered_up(
+    found: Callable[..., Any],
+) -> None:
+    answers = found(repaired=REPAIRED, worse=WORSE)
+
+    repaired, worse = answers["repaired"], answers["worse"]
+    assert repaired["before"]["decision"] == "unproved"
+    assert (repaired["after"]["decision"], repaired["after"]["proof"]) == ("retired", "witnessed")
+    assert worse["witness"]["code"] == 1
+    assert "broken, not repaired: " in worse["witness"]["said"]
+    assert worse["after"]["decision"] == "unproved"
