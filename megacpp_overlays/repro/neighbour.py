@@ -159,6 +159,8 @@ def flat(value: Any) -> Iterator[float]:
     """Yield the numbers of a tensor, a sequence or a number, in order."""
     if hasattr(value, "detach"):
         value = value.detach().cpu().double().flatten().tolist()
+    if isinstance(value, str | bytes):
+        raise TypeError(f"{value!r} is no number")
     if isinstance(value, int | float):
         yield float(value)
     else:

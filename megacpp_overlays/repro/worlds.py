@@ -6,12 +6,16 @@ import json
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megacpp_overlays.errors import OverlayError
 from megacpp_overlays.repro.neighbour import flat
+
+LIMIT_S = 300
+"""Of one world. A rank that is forked from a process with gloo groups can wait for threads that it has not."""
 
 
 class RankError(OverlayError):
@@ -28,15 +32,20 @@ def on_ranks(count: int, run: Callable[[int], Mapping[str, object]]) -> dict[str
         run: gets the rank; `torch.distributed` is initialised, Megatron's groups are not.
 
     Raises:
-        RankError: a rank ended in an error.
+        RankError: a rank ended in an error, or not in time.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         ranks = [context.Process(target=_rank, args=(rank, count, run, folder)) for rank in range(count)]
         for each in ranks:
             each.start()
+        ends = time.monotonic() + LIMIT_S
         for each in ranks:
-            each.join()
+            each.join(max(0.0, ends - time.monotonic()))
+        if late := [number for number, each in enumerate(ranks) if each.is_alive()]:
+            for each in ranks:
+                each.kill()
+            raise RankError(f"rank {late[0]} did not end within {LIMIT_S} s")
         found: dict[str, list[float]] = {}
         for rank in range(count):
             answer = Path(folder, str(rank))
