@@ -4,7 +4,7 @@
 fix on that somebody wanted off. Kernels, which lie below the loader, are handed what it found: see `chosen`.
 
 Not in the registry, because no run of a user reads them and none of them is refused: `MEGACPP_RELEASES_CACHE` (where
-`megacpp-overlays matrix` keeps archives), and `MEGACPP_BROWSER`, `MEGACPP_REQUIRE_BROWSER` and `MEGACPP_MIMO_JSON`, which
+`megacpp-overlays matrix` keeps archives), `MEGACPP_KNOWN_UNTIL` (see `source.knowledge`), and `MEGACPP_BROWSER`, `MEGACPP_REQUIRE_BROWSER` and `MEGACPP_MIMO_JSON`, which
 are for tests of this project.
 """
 

@@ -59,6 +59,8 @@ class Circumstances(NamedTuple):
     """Is told of each seam and alias before it goes in."""
     heap: HeapSnapshot | None = None
     """A snapshot that overlays share which are armed together."""
+    signature: bool = False
+    """Whether seams have to take every parameter of the function in their place by its name: on code that nobody read."""
 
 
 def install(
@@ -78,7 +80,7 @@ def install(
             held, instances were built without the seam, or the self-test fails.
         SeamError: an attribute cannot be replaced, or a compiled graph cannot be dropped.
     """
-    late, again, dropped, note, heap = circumstances
+    late, again, dropped, note, heap, signature = circumstances
     graphs = None if late else dynamo.graphs()
     replacements = overlay.replacements[shape]
     source = tree.module(overlay.target.module)
@@ -109,7 +111,7 @@ def install(
     with contextlib.nullcontext() if all(ours) else dynamo.changing(graphs, dropped=dropped):
         try:
             for replacement in replacements:
-                _place(overlay, replacement, module, keep)
+                _place(overlay, replacement, module, keep, signature=signature)
             # What is adopted was verified by whoever put it in, and is theirs to undo.
             fresh = [seam for seam in placed if not seam.adopted]
             if is_known_elsewhere or sys.modules.keys() != loaded:  # the seams may have imported what takes an original
@@ -142,12 +144,12 @@ def _self_test(overlay: Overlay, module: ModuleType) -> None:
         raise RefusedError(f"the self-test failed after installing: {seen.seen}")
 
 
-def _place(overlay: Overlay, replacement: Replacement, module: ModuleType, note: Note) -> None:
+def _place(overlay: Overlay, replacement: Replacement, module: ModuleType, note: Note, *, signature: bool) -> None:
     owner, name = seams.resolve(module, replacement.symbol)
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         made = replacement.make(original, module)
-        if lost := _not_taken(original, made):
+        if signature and (lost := _not_taken(original, made)):
             where = f"{module.__name__}.{replacement.symbol}"
             raise RefusedError(f"signature: upstream's {where} takes {', '.join(lost)}, and the seam does not")
         return made

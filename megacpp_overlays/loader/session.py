@@ -586,7 +586,9 @@ class Session:
                 record = replace(record, decision=Decision.CONFLICT, reason="; ".join([why, *problems]), seams=kept)
             if record.decision is Decision.ACTIVE:
                 dropped = functools.partial(self.log.dropped, overlay)
-                circumstances = install.Circumstances(late, bool(again), dropped, note, self._heap)
+                circumstances = install.Circumstances(
+                    late, bool(again), dropped, note, self._heap, signature=_is_witnessed(record)
+                )
                 installed = install.install(overlay, record.shape, module, tree, circumstances)
                 for seam in installed.seams:
                     traces.note(seam)
@@ -677,3 +679,8 @@ def current() -> Session:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=_current.renew_locks)
     return _current
+
+
+def _is_witnessed(record: Record) -> bool:
+    """Return whether it was the reproducer that said what is broken, and not the probe."""
+    return record.finding is not None and record.finding.proof is not None

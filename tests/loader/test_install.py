@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from types import ModuleType
@@ -11,7 +12,7 @@ import pytest
 from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
 
 from megacpp_overlays.errors import ActivationError, OverlayError
-from megacpp_overlays.loader.install import Circumstances, install
+from megacpp_overlays.loader.install import Circumstances, RefusedError, install
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import Mode
 from megacpp_overlays.model import Decision, Observation, Overlay, Record, Replacement
@@ -283,3 +284,28 @@ def test_an_error_outside_every_overlay_is_recorded_too(
     assert upstream.load().double(1) == 3
     record = current.audit().records[0]
     assert (record.decision, record.reason) == (Decision.CONFLICT, "ImportError: no such kernel")
+
+
+@pytest.mark.parametrize(
+    ("replacement", "refused"),
+    [
+        (lambda x: x + x, ""),
+        (lambda *args, **kwargs: 2 * args[0], ""),
+        (lambda value: value + value, "signature: upstream's .*double takes x, and the seam does not"),
+    ],
+    ids=["by name", "anything", "another name"],
+)
+def test_on_code_that_nobody_read_a_seam_takes_every_parameter_of_upstream(
+    upstream: Upstream, replacement: Any, refused: str
+) -> None:
+    upstream.write(BROKEN_TEXT)
+    module = upstream.load()
+    overlay = upstream.overlay(
+        replacements={"off-by-one": (Replacement(symbol="double", make=lambda *_: replacement),)}
+    )
+    circumstances = Circumstances(late=False, signature=True)
+
+    with pytest.raises(RefusedError, match=refused) if refused else contextlib.nullcontext():
+        install(overlay, "off-by-one", module, InstalledTree(), circumstances)
+
+    assert module.double(1) == (3 if refused else 2)
