@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from pathlib import Path
 from typing import NamedTuple
 
 from megacpp_overlays.errors import SourceError
+from megacpp_overlays.loader.witnesses import PACKS
 from megacpp_overlays.model import Erratum, Reading
 from megacpp_overlays.source.readings import ReadingTree
 from megacpp_overlays.source.trees import ModuleSource, SourceTree
 
-PACKS = Path(__file__).resolve().parents[1] / "packs"
-"""Where the reproducers of this package are."""
 _OUR_PROBES = "megacpp_overlays.feature_probes."
 
 
