@@ -314,7 +314,8 @@ def test_help_is_about_the_command(env: dict[str, str], word: str) -> None:
     code, stdout, _ = ended(*MODULE, word, env=env)
 
     assert code == 0
-    assert stdout.startswith("usage: megacpp-overlays run [--audit FILE] [--verify-ranks] [--require ID=DECISION]...\n")
+    assert stdout.startswith("usage: megacpp-overlays run [--witness] [--audit FILE] [--verify-ranks]")
+    assert "[--require ID=DECISION]..." in stdout
     assert "[options of Python] (LAUNCHER | -m MODULE | -c CODE) [its arguments]\n" in stdout
 
 

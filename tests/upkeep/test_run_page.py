@@ -107,10 +107,11 @@ def test_each_overlay_is_there_once_under_the_decision_that_matters_most(page: P
     for each in audit["decisions"]:
         decided.setdefault(each["id"], []).append(Decision(each["decision"]))
 
-    assert list(sections) == ["compared", "conflict", "gated", "active", "retired", "armed", "disabled", "absent"]
-    for overlay_id, decisions in decided.items():
+    decisions = ["conflict", "unproved", "gated", "active", "retired", "armed", "disabled", "absent"]
+    assert list(sections) == ["compared", *decisions]
+    for overlay_id, found in decided.items():
         holding = [name for name, each in sections.items() if name != "compared" and f">{overlay_id}<" in each]
-        assert holding == [min(decisions, key=FIRST.index).value]
+        assert holding == [min(found, key=FIRST.index).value]
 
 
 def test_an_active_overlay_says_why_since_when_and_what_would_retire_it(page: Path) -> None:
