@@ -53,7 +53,7 @@ class Rehearsed:
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsal:
+class UpgradeRehearsal:
     """A rehearsal of one release."""
 
     known_until: str
@@ -84,7 +84,7 @@ class Rehearsal:
 
 def rehearse(
     known_until: str, distribution: str, witnesses: Path, environment: Mapping[str, str], workers: int
-) -> Rehearsal:
+) -> UpgradeRehearsal:
     """Rehearse a release that is installed, or first on the path of an environment.
 
     Args:
@@ -111,7 +111,7 @@ def rehearse(
         if name in before and name in after
     )
     version = next((each for each in _versions(full, distribution) if each), "")
-    return Rehearsal(known_until, f"{distribution} {version}".rstrip(), rows, round(seconds, 1))
+    return UpgradeRehearsal(known_until, f"{distribution} {version}".rstrip(), rows, round(seconds, 1))
 
 
 def _versions(environment: Mapping[str, str], distribution: str) -> list[str]:
@@ -146,7 +146,7 @@ def _said(words: Sequence[str], environment: Mapping[str, str]) -> str:
     return done.stdout
 
 
-def lines(found: Rehearsal) -> list[str]:
+def lines(found: UpgradeRehearsal) -> list[str]:
     """Return a rehearsal as a Markdown table of what is needed or was decided otherwise."""
     shown = [row for row in found.rows if row.right == NEEDED or row.right != row.after]
     table = ["| overlay | decision | on the day | after `witness` |", "|---|---|---|---|"]
