@@ -31,7 +31,7 @@ def _routed(ranks: int, samples: int, *, packed: bool, trains: bool = True, **as
 
     for name in (PACK.LAYER, PACK.ROUTER, RANDOM, EXPERTS):
         importlib.import_module(name)
-    if packed and "tokens_per_sample" not in importlib.import_module(PACK.PARAMS).PackedSeqParams.__dataclass_fields__:
+    if "tokens_per_sample" not in importlib.import_module(PACK.PARAMS).PackedSeqParams.__dataclass_fields__:
         raise TargetAbsent("a packed row does not say how long its samples are")
 
     def run(_: int) -> Mapping[str, Any]:

@@ -33,6 +33,8 @@ def _began(make: Callable[[Any], Any], *, only: str = "", **settings: Any) -> Ma
         raise TargetAbsent("there is no latent MoE")
     for name in (PACK.EXPERTS, SHARED):
         importlib.import_module(name)
+    if make is PACK._made_together and not hasattr(importlib.import_module(PACK.EXPERTS), "GroupedMLPSubmodules"):
+        raise TargetAbsent("experts that are computed together are made of other parts")
 
     def run(_: int) -> Mapping[str, Any]:
         importlib.import_module("megatron.core.parallel_state").initialize_model_parallel()

@@ -30,11 +30,9 @@ def _learnt(graphs: str, recompute: Sequence[str], parts: Sequence[str] = ()) ->
     if not hasattr(getattr(module, "_CudaGraphRunner", None), "get_connected_params"):
         raise TargetAbsent("no local graph looks for parameters")
     random: Any = importlib.import_module(PACK.RANDOM)
-    if hasattr(random, "_get_share_storage"):
-        try:
-            random._get_share_storage()  # it is compiled once, before the fork
-        except Exception:  # noqa: BLE001 - torch raises what its compilers do
-            random._share_storage_ext = SimpleNamespace(share_storage=_copied)
+    if hasattr(random, "_share_storage_ext"):
+        random._share_storage_ext = SimpleNamespace(share_storage=_copied)  # upstream's takes a compiler 40 seconds
+    config = _config(graphs, recompute, parts)
 
     def run(_: int) -> Mapping[str, Any]:
         from megatron.core import parallel_state
@@ -43,7 +41,7 @@ def _learnt(graphs: str, recompute: Sequence[str], parts: Sequence[str] = ()) ->
         PACK._as_on_a_cpu(torch)
         torch.manual_seed(1)
         parallel_state.initialize_model_parallel()
-        layer = _layer(graphs, recompute, parts)
+        layer = _layer(config)
         calls = {
             name: list[int]() for name in ("input_layernorm", "self_attention.core_attention", "pre_mlp_layernorm")
         }
@@ -59,9 +57,12 @@ def _learnt(graphs: str, recompute: Sequence[str], parts: Sequence[str] = ()) ->
     return on_ranks(1, run)
 
 
-def _layer(graphs: str, recompute: Sequence[str], parts: Sequence[str]) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.spec_utils import build_module
+def _config(graphs: str, recompute: Sequence[str], parts: Sequence[str]) -> Any:
+    """Return the configuration of a layer.
+
+    Raises:
+        TargetAbsent: the release has no such graphs.
+    """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     named = (
@@ -69,19 +70,30 @@ def _layer(graphs: str, recompute: Sequence[str], parts: Sequence[str]) -> Any:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = TransformerConfig(
-            num_layers=1,
-            hidden_size=PACK.HIDDEN,
-            num_attention_heads=2,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            use_cpu_initialization=True,
-            bias_dropout_fusion=False,
-            cuda_graph_impl=graphs,
-            recompute_granularity="selective",
-            recompute_modules=[*recompute],
-            **({named: [*parts]} if parts else {}),
-        )
+        try:
+            return TransformerConfig(
+                num_layers=1,
+                hidden_size=PACK.HIDDEN,
+                num_attention_heads=2,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                use_cpu_initialization=True,
+                bias_dropout_fusion=False,
+                cuda_graph_impl=graphs,
+                recompute_granularity="selective",
+                recompute_modules=[*recompute],
+                **({named: [*parts]} if parts else {}),
+            )
+        except AssertionError as error:
+            if "Invalid cuda graph implementation" not in str(error):
+                raise
+            raise TargetAbsent(f"there are no CUDA graphs of the kind {graphs}") from error
+
+
+def _layer(config: Any) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import build_module
+
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.submodules.core_attention = PACK._attention()
     return build_module(spec, config=config, layer_number=1)

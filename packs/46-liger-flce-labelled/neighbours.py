@@ -4,10 +4,11 @@ by more than rounding."""
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from megacpp_overlays.repro import Neighbour, beside
+from megacpp_overlays.repro import Neighbour, TargetAbsent, beside
 
 PACK = beside(__file__)
 TOKENS, HIDDEN, VOCABULARY = 24, 16, 16
@@ -36,6 +37,8 @@ def _computed(
     import torch
 
     kind = type(PACK._loss())
+    if unknown := settings.keys() - inspect.signature(kind).parameters.keys():
+        raise TargetAbsent(f"the loss of this release has no {', '.join(sorted(unknown))}")
     generator = torch.Generator().manual_seed(46)
     own = getattr(torch, dtype)
     states = torch.randn(TOKENS, HIDDEN, generator=generator).to(own).requires_grad_()
