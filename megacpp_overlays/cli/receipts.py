@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from megacpp_overlays import files
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.cli.commands import Subparsers, add
 from megacpp_overlays.loader import session
@@ -38,7 +39,7 @@ def run(arguments: argparse.Namespace) -> bool:
     folder = arguments.packs or inventory.own_folder()
     overlays = _overlays()
     if arguments.sync:
-        with manifest.locked(folder):
+        with files.locked(folder):
             manifest.write(folder, manifest.synchronise(folder, overlays))
     elif arguments.adopt is not None:
         for log in receipts.adopt(arguments.adopt, folder):

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.cli.commands import Subparsers, add
@@ -24,8 +24,8 @@ _USAGE = """megacpp-overlays run [--witness] [--audit FILE] [--verify-ranks] [--
                             [options of Python] (LAUNCHER | -m MODULE | -c CODE) [its arguments]"""
 _MORE = """\
 options, in front of those of Python; processes that the launcher starts do what they say, too:
-  --witness        first run the reproducers of what is unproved here, as `megacpp-overlays witness` does; the launcher starts
-                   whatever they show, and with MEGACPP_OVERLAYS=strict it ends where something stays unproved
+  --witness        first run the reproducers of all unproved overlays, as `megacpp-overlays witness` does, then start the
+                   launcher; with MEGACPP_OVERLAYS=strict it ends if an overlay stays unproved
   --audit FILE     rank 0 leaves its audit in FILE as JSON before the first step of an optimizer, when ranks were compared,
                    and at the end with how often each seam was called
   --verify-ranks   compare the ranks, as megacpp_overlays.verify_ranks() does, at the end of init_process_group; ranks that do
@@ -83,9 +83,8 @@ def run(words: Sequence[str], parser: argparse.ArgumentParser) -> bool:
     Raises:
         SettingsError: the environment says what is not known.
     """
-    has_to_prove = list(words[:1]) == [_WITNESS]
     try:
-        asked, words = asked_of_us(words[1:] if has_to_prove else words)
+        variables, has_to_prove, words = asked_of_us(words)
     except RequirementError as error:
         parser.error(str(error))
     options, program = split(words)
@@ -102,25 +101,39 @@ def run(words: Sequence[str], parser: argparse.ArgumentParser) -> bool:
         )
     if not sys.executable:
         parser.error("this Python does not know its own path: run the launcher with a Python that does")
-    os.environ.update(asked)
+    os.environ.update(variables)
     if has_to_prove:
         _prove()
     return _become([word for option in (*before, *options) for word in option] + program)
 
 
-def asked_of_us(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return what the options in front of Python's ask for, as variables, and the other words.
+class Asked(NamedTuple):
+    """Options of this command, in front of those of Python."""
+
+    variables: dict[str, str]
+    has_to_prove: bool
+    """Whether what is unproved is proved before the launcher starts."""
+    rest: list[str]
+    """The other words."""
+
+
+def asked_of_us(words: Sequence[str]) -> Asked:
+    """Return the options in front of Python's, in any order, and the other words.
 
     Raises:
         RequirementError: an option has no value, or one that cannot be read.
     """
     asked: dict[str, str] = {}
     required: list[str] = []
+    has_to_prove = False
     rest = list(words)
-    while rest and (name := rest[0].partition("=")[0]) in {*_WITH_VALUE, _VERIFY}:
+    while rest and (name := rest[0].partition("=")[0]) in {*_WITH_VALUE, _VERIFY, _WITNESS}:
         _, sign, value = rest.pop(0).partition("=")
         if name == _VERIFY:
             asked[settings.VERIFY_RANKS] = "on"
+            continue
+        if name == _WITNESS:
+            has_to_prove = True
             continue
         if not sign and rest:
             value = rest.pop(0)
@@ -131,7 +144,7 @@ def asked_of_us(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         else:
             required.append(value)
             asked[settings.REQUIRE] = " ".join(required)
-    return asked, rest
+    return Asked(asked, has_to_prove, rest)
 
 
 def _prove() -> None:

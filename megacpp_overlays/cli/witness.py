@@ -20,14 +20,14 @@ from megacpp_overlays.model import Verdict
 from megacpp_overlays.repro import ending
 from megacpp_overlays.repro.witnessing import Attempt, WitnessOptions, asked_for, prove, unproved
 
-_TEXT = "Run the reproducers of what is unproved here, without overlays and with them, and keep the verdicts that they earn."
+_TEXT = "Run the reproducers of unproved overlays, on upstream alone and with seams, and keep their verdicts."
 _MORE = """\
-Without an ID it does so for everything that no probe recognises here and that has no witness that counts; with one, anew. Every
-case that this host can run measures upstream alone. Where none sees the defect, upstream is right: the decision is then `retired`,
-or `absent`. Where one does, the seams that can be placed are tried out, and no case may see it then, and neighbour cases have to
-be the same: the decision is then `active`. A reason that was earned so begins with `witnessed`. What was proved is kept for this
-user and this environment, with the hashes of the probe, of the reproducer, of the seams and of every module of the upstream that
-was read or loaded, and counts until one of them changes.
+Without an ID the command proves every unproved overlay, and every gate that looks repaired; with IDs it proves those anew. Each
+case that this host can run measures upstream alone. If no case shows the defect, the decision becomes `retired`, or `absent`. If
+one does, the seams that can be placed are installed in a process of their own: if no case shows the defect then, and neighbour
+cases are the same, the decision becomes `active`. The reason of such a decision begins with `witnessed`. The verdict is kept for
+this user and this environment, with the hashes of the probe, the reproducer, the seams and every module of the upstream that was
+read or loaded, and counts until one of them changes.
 """
 _EXAMPLES = ("witness", "witness liger-flce-none-backward", "witness --workers 8")
 _CODES = {

@@ -69,23 +69,20 @@ def _missing(source: ModuleSource, symbols: list[str]) -> str | None:
     return None if missing is None else f"names: {source.name} defines no function {missing}"
 
 
-def readings(erratum: Erratum, tree: SourceTree) -> tuple[Reading, ...]:
+def readings(erratum: Erratum, tree: ReadingTree) -> tuple[Reading, ...]:
     """Return the definitions of a tree that an overlay rests on, as far as they are there.
 
-    They are those that its probe asks for here, and those that findings of known releases were read from.
+    They are those that its probe has asked for, and those that findings of known releases were read from.
 
     Args:
         erratum: the declaration.
-        tree: where source is read.
+        tree: that its probe has read.
     """
     from megacpp_overlays.loader import known  # noqa: PLC0415 - only what is not recognised comes here
 
-    reading = ReadingTree(tree)
-    with contextlib.suppress(Exception):  # it does not recognise what it reads; what it read counts all the same
-        erratum.probe(reading)
     for module, symbol in known.read_from(erratum):
         with contextlib.suppress(SourceError):  # a module that cannot be read is none that it rests on
-            source = reading.module(module)
+            source = tree.module(module)
             if source is not None:
                 source.bindings.definitions(symbol)
-    return reading.readings()
+    return tree.readings()

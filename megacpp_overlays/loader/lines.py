@@ -17,7 +17,8 @@ LONGEST = 160
 
 ATTENTION = (Decision.CONFLICT, Decision.GATED)
 """Decisions that somebody has to look at one by one, the worse first."""
-_WARNED = frozenset({*ATTENTION, Decision.UNPROVED})
+WARNED = (Decision.CONFLICT, Decision.UNPROVED, Decision.GATED)
+"""Decisions that a run is warned of, the worse first; what is unproved has one line for a whole release."""
 _ALWAYS_COUNTED = (Decision.ACTIVE, Decision.RETIRED, Decision.CONFLICT)
 _COUNTED = (
     *_ALWAYS_COUNTED,
@@ -31,9 +32,7 @@ WITNESS = "megacpp-overlays witness"
 """The command that proves everything that is unproved."""
 _WORDS = {Decision.DISABLED: "off"}
 FIRST = (
-    Decision.CONFLICT,
-    Decision.UNPROVED,
-    Decision.GATED,
+    *WARNED,
     Decision.ACTIVE,
     Decision.ARMED,
     Decision.DISABLED,
@@ -72,7 +71,7 @@ def active(overlay: Erratum) -> str:
 
 def is_warning(record: Record) -> bool:
     """Return whether somebody has to look at it."""
-    return record.decision in _WARNED
+    return record.decision in WARNED
 
 
 def unproved(record: Record) -> str:

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megacpp_overlays import terminal_text
-from megacpp_overlays.loader.lines import ATTENTION, WITNESS, by_overlay, calls, counted
+from megacpp_overlays.loader.lines import ATTENTION, WARNED, WITNESS, by_overlay, calls, counted
 from megacpp_overlays.loader.rendering import CAN_BE_DELETED, CAN_BE_SWITCHED_OFF, consequence
 from megacpp_overlays.model import Decision, Record
 
 WIDTH = 79
 """Columns of a line at most: 80 make some terminals wrap."""
 
-_LOOKED_AT = (ATTENTION[0], Decision.UNPROVED, *ATTENTION[1:])
 _QUIET = {Decision.ARMED: "armed", Decision.ABSENT: "absent", Decision.DISABLED: "off"}
 
 
@@ -33,7 +32,7 @@ def short(version: str, mode: str, fingerprint: str, records: Sequence[Record]) 
 def full(version: str, mode: str, fingerprint: str, records: Sequence[Record]) -> list[Line]:
     """Return the lines of an audit with all that is known of each decision, in the same order."""
     lines = _head(version, mode, fingerprint, records)
-    for decision in (*_LOOKED_AT, Decision.ACTIVE, Decision.RETIRED, *_QUIET):
+    for decision in (*WARNED, Decision.ACTIVE, Decision.RETIRED, *_QUIET):
         chosen = [record for record in records if record.decision is decision]
         if chosen:
             lines += [Line(""), _heading(_QUIET.get(decision, decision.value), decision)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.frozen import replace
@@ -17,6 +18,9 @@ from megacpp_overlays.loader.decide import decide
 from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Body, Decision, Erratum, Evidence, Finding, Gate, Overlay, Record, Verdict
 from megacpp_overlays.source.trees import SourceTree, answer, readable
+
+if TYPE_CHECKING:
+    from megacpp_overlays.source.readings import ReadingTree
 
 _SPOKEN_OF = frozenset({Verdict.BROKEN, Verdict.UNRECOGNISED})
 """What a gate is about where its host is concerned, and what is nothing to a host that is not."""
@@ -30,18 +34,26 @@ def examine(erratum: Erratum, tree: SourceTree, *, unless: tuple[type[Exception]
         tree: where source is read.
         unless: errors that leave, because they say nothing of the source: a tree that cannot be opened.
     """
-    try:
-        if isinstance(erratum, Gate):  # it replaces nothing, so no definition has to be the one that runs
-            return answer(erratum.probe, tree)
-        from megacpp_overlays.source.readings import ReadingTree  # noqa: PLC0415 - not needed to arm
+    if isinstance(erratum, Gate):  # it replaces nothing, so no definition has to be the one that runs
+        return _asked(erratum, tree, unless)
+    from megacpp_overlays.source.readings import ReadingTree  # noqa: PLC0415 - not needed to arm
 
-        reading = ReadingTree(tree)
-        found = answer(erratum.probe, reading)
+    return _examined(erratum, ReadingTree(tree), unless)
+
+
+def _examined(erratum: Erratum, tree: ReadingTree, unless: tuple[type[Exception], ...]) -> Finding:
+    """Run a probe over a tree that records what is read, and keep that with a finding that rests on it."""
+    found = _asked(erratum, tree, unless)
+    return replace(found, read=tree.readings()) if _rests_on_code(found) else found
+
+
+def _asked(erratum: Erratum, tree: SourceTree, unless: tuple[type[Exception], ...]) -> Finding:
+    try:
+        return answer(erratum.probe, tree)
     except unless:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a probe trips over is a shape it does not know
         return _unreadable(error)
-    return replace(found, read=reading.readings()) if _rests_on_code(found) else found
 
 
 def _rests_on_code(finding: Finding) -> bool:
@@ -72,19 +84,31 @@ def examine_installed(
         settings: say where witnesses are kept.
         unless: errors that leave; see `examine`.
     """
-    finding = examine(erratum, tree, unless=unless)
-    if isinstance(erratum, Gate) and finding.verdict in _SPOKEN_OF and (why := _elsewhere(erratum)):
-        return Finding(verdict=Verdict.ABSENT, shape=None, evidence=(*finding.evidence, Evidence(seen=why)))
+    if isinstance(erratum, Gate):
+        finding = examine(erratum, tree, unless=unless)
+        if finding.verdict in _SPOKEN_OF and (why := _elsewhere(erratum)):
+            return Finding(verdict=Verdict.ABSENT, shape=None, evidence=(*finding.evidence, Evidence(seen=why)))
+        return _witnessed(erratum, finding, tree, settings) if finding.looks_repaired else finding
+    from megacpp_overlays.source.readings import ReadingTree  # noqa: PLC0415 - not needed to arm
+
+    reading = ReadingTree(tree)
+    finding = _examined(erratum, reading, unless)
     if finding.verdict is not Verdict.UNRECOGNISED:
         return finding
-    from megacpp_overlays.loader import contract, witnesses  # noqa: PLC0415 - a launch that recognises all pays nothing
+    from megacpp_overlays.loader import contract  # noqa: PLC0415 - a launch that recognises all pays nothing
 
     found = contract.of(erratum, tree)
     if found.candidates:
-        read = finding.read or contract.readings(erratum, tree)
+        read = finding.read or contract.readings(erratum, reading)
         finding = replace(finding, candidates=found.candidates, read=read)
     elif not finding.looks_repaired:
         return replace(finding, evidence=(*finding.evidence, *map(Evidence, found.failed)))
+    return _witnessed(erratum, finding, tree, settings)
+
+
+def _witnessed(erratum: Erratum, finding: Finding, tree: SourceTree, settings: Settings) -> Finding:
+    from megacpp_overlays.loader import witnesses  # noqa: PLC0415 - a launch that recognises all pays nothing
+
     return witnesses.proved(erratum, finding, tree, settings)
 
 

@@ -34,7 +34,7 @@ from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader.settings import Settings, this_environment
 from megacpp_overlays.model import Body, Erratum, Evidence, Finding, Proof, Verdict
 from megacpp_overlays.source import distributions
-from megacpp_overlays.source.trees import InstalledTree, ModuleSource, ShippedFile, SourceTree, shipped
+from megacpp_overlays.source.trees import InstalledTree, ModuleSource, ShippedFile, SourceTree, readable, shipped
 from megacpp_overlays.terminal_text import one_line
 from megacpp_overlays.version import VERSION
 
@@ -159,12 +159,9 @@ def one_at_a_time(settings: Settings) -> Iterator[None]:
     Raises:
         OSError: the folder of witnesses is not this user's own, or cannot be made.
     """
-    import fcntl  # noqa: PLC0415 - a launch without it need not load it
-
     folder = folder_of(settings)
     files.make_private_folder(folder)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with files.locked(folder):
         yield
 
 
@@ -391,13 +388,12 @@ class _Hashes:
             with contextlib.suppress(OSError):
                 if kept[2] == _signature(kept[1]):
                     return kept[3]
-        now = Recorded(tree)
-        found = sha256_of(now, name)
-        source = None if ":" in name or found in {None, UNREADABLE} else tree.module(name)
-        if source is not None and found is not None:
-            with contextlib.suppress(OSError):
-                self._kept[name] = tuple(sys.path), source.path, _signature(source.path), found
-        return found
+        source = None if ":" in name else readable(tree, name)
+        if source is None:
+            return sha256_of(Recorded(tree), name)
+        with contextlib.suppress(OSError):
+            self._kept[name] = tuple(sys.path), source.path, _signature(source.path), source.sha256
+        return source.sha256
 
 
 _hashes = _Hashes()

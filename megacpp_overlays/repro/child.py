@@ -27,8 +27,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacpp_overlays.frozen import replace
-from megacpp_overlays.loader import contract, live, session, witnesses
+from megacpp_overlays.loader import live, session, witnesses
 from megacpp_overlays.loader.probing import examine, examine_installed
 from megacpp_overlays.model import Erratum, Finding, Record, Target, Verdict
 from megacpp_overlays.repro import inventory, neighbour
@@ -41,13 +40,14 @@ _TRY, _WITNESS = "--try=", "--witness"
 def main(arguments: Sequence[str]) -> None:
     """Run the case and write the report."""
     reproducer, name, report, *options = arguments
-    for each in options:
-        if each.startswith(_TRY):
-            _try_out(Path(reproducer), name, json.loads(each.removeprefix(_TRY)))
     cases = inventory.load_cases(Path(reproducer))
     case = inventory.choose(cases, name)
     current = session.current()
-    about = _about_all_parts(case) if any(each.startswith((_TRY, _WITNESS)) for each in options) else case
+    tried = next((json.loads(each.removeprefix(_TRY)) for each in options if each.startswith(_TRY)), None)
+    if tried is not None:  # no target has been imported yet
+        witnesses.try_out({(str(case.overlay), module): shape for module, shape in tried.items()})
+    # Parts that need each other are proved together.
+    about = dataclasses.replace(case, targets=()) if tried is not None or _WITNESS in options else case
     parts = {part.target: part for part in inventory.parts_of(about, current.overlays)}
     targets = inventory.targets_of(about, current.overlays)
     with Path(report).open("w", buffering=1) as lines:
@@ -85,17 +85,6 @@ def main(arguments: Sequence[str]) -> None:
             )
 
 
-def _about_all_parts(case: Case) -> Case:
-    """Return a case that is about every part of its overlay: parts that need each other are proved together."""
-    return dataclasses.replace(case, targets=())
-
-
-def _try_out(reproducer: Path, name: str, shapes: dict[str, str]) -> None:
-    """Have the seams of shapes go in where they are candidates; no target has been imported yet."""
-    overlay = inventory.choose(inventory.load_cases(reproducer), name).overlay
-    witnesses.try_out({(str(overlay), module): shape for module, shape in shapes.items()})
-
-
 class _Witness:
     """What the probes of the parts read, and what of it was loaded when the case had run."""
 
@@ -106,11 +95,8 @@ class _Witness:
     def look(self, part: Erratum) -> Finding:
         """Return what the probe of a part finds, and note what it reads."""
         self._trees[part] = witnesses.Recorded(InstalledTree())
-        found = examine(part, self._trees[part])
-        if found.verdict is Verdict.UNRECOGNISED:
-            found = replace(found, candidates=contract.of(part, self._trees[part]).candidates)
-        self._findings[part] = found
-        return found
+        self._findings[part] = examine(part, self._trees[part])
+        return self._findings[part]
 
     def seen(self, part: Erratum) -> dict[str, object]:
         """Return the hashes of what was read and of what was loaded, and what was loaded in place of what was read."""
@@ -140,7 +126,6 @@ def _probed(finding: Finding) -> dict[str, object]:
         "shape": finding.shape,
         "evidence": finding.summary(),
         "looks_repaired": finding.looks_repaired,
-        "candidates": finding.candidates,
     }
 
 

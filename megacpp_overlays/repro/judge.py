@@ -78,8 +78,6 @@ class Part:
     """None where the run did not get that far."""
     reason: str
     looks_repaired: bool = False
-    candidates: tuple[str, ...] = ()
-    """Shapes whose seams can be placed, where the probe recognises nothing."""
     sources: Mapping[str, str | None] | None = None
     """What the probe read and what was loaded, with hashes; None where nobody asked or the run did not get that far."""
     difference: str | None = None

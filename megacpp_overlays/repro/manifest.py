@@ -17,10 +17,7 @@ there, a priority, and threads that somebody looked at.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -89,19 +86,6 @@ def write(folder: Path, data: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"schema": SCHEMA, "packs": packs}, indent=2, ensure_ascii=False) + "\n"
     write_text(folder / NAME, text)
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time read a manifest, change it and write it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems lock no folder
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def entry_of(data: Mapping[str, Any], number: int) -> dict[str, Any] | None:

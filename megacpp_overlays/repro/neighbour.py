@@ -168,6 +168,23 @@ def flat(value: Any) -> Iterator[float]:
             yield from flat(each)
 
 
+def problem(neighbour: Neighbour, without: Measured | None, with_all: Measured | None) -> str | None:
+    """Return in words why a neighbour was not kept as it was; None where it was, or this host or upstream has no such call.
+
+    Args:
+        neighbour: that was run.
+        without: what it came to without overlays; None where it was not run.
+        with_all: what it came to with overlays.
+    """
+    if without is None or with_all is None:
+        side = "without" if without is None else "with"
+        return f"neighbour {neighbour.name} was not run {side} the overlay"
+    if without.failed:
+        return f"neighbour {neighbour.name} without the overlay: {without.why_not}"
+    apart = difference(neighbour, without, with_all)
+    return None if apart is None else f"neighbour {neighbour.name} is not the same: {apart}"
+
+
 def difference(neighbour: Neighbour, without: Measured, with_all: Measured) -> str | None:
     """Return in words how a neighbour is not the same with overlays; None where it is, or was not measured without them."""
     if without.numbers is None:

@@ -89,7 +89,7 @@ def keep(folder: Path, entry: dict[str, Any], pack: Pack, stamp: Stamp, text: st
     }
     log = receipt["log"] = _name(pack.name, receipt)
     path = folder / log
-    with manifest.locked(folder):
+    with files.locked(folder):
         data = manifest.read(folder)  # as it is now: other runs may have ended since `prepare`
         if (present := manifest.entry_of(data, pack.number)) is None:
             data["packs"].append(present := entry)
@@ -198,7 +198,7 @@ def adopt(source: Path, folder: Path) -> list[str]:
     """
     if wrong := problems(source):
         raise ManifestError(f"these receipts do not hold: {'; '.join(wrong)}")
-    with manifest.locked(folder):
+    with files.locked(folder):
         return _adopt(source, folder)
 
 

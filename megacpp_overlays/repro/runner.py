@@ -125,16 +125,11 @@ def _neighbours(job: Job, case: Case, without: Run, with_all: Run, transcript: T
     failures: list[Conclusion] = []
     cases = inventory.load_cases(job.reproducer)
     for each in neighbour.of(case, cases, job.reproducer.parent):
-        stock, ours = without.beside.get(each.name), with_all.beside.get(each.name)
-        if stock is None or ours is None:
-            side = "without" if stock is None else "with"
-            failures.append(Conclusion(Sentinel.FAILED, f"neighbour {each.name} was not run {side} the overlay"))
-        elif stock.failed:
-            failures.append(Conclusion(Sentinel.FAILED, f"neighbour {each.name} without the overlay: {stock.why_not}"))
-        elif stock.numbers is None:
-            transcript.say(f"  neighbour {each.name}: not measured: {stock.why_not}")
-        elif (apart := neighbour.difference(each, stock, ours)) is not None:
-            failures.append(Conclusion(Sentinel.FAILED, f"neighbour {each.name} is not the same: {apart}"))
+        stock = without.beside.get(each.name)
+        if (problem := neighbour.problem(each, stock, with_all.beside.get(each.name))) is not None:
+            failures.append(Conclusion(Sentinel.FAILED, problem))
+        elif stock is None or stock.numbers is None:
+            transcript.say(f"  neighbour {each.name}: not measured: {stock.why_not if stock else ''}")
         else:
             same = "the same bits" if not each.rounding else f"the same but for rounding ({each.why_rounding})"
             transcript.say(f"  neighbour {each.name}: {same}, {sum(map(len, stock.numbers.values()))} numbers")
@@ -296,7 +291,6 @@ def _parts(facts: Mapping[str, Any]) -> tuple[Part, ...]:
                 decision=Decision(outcome["decision"]) if outcome else None,
                 reason=outcome["reason"] if outcome else "",
                 looks_repaired=part.get("looks_repaired", False),
-                candidates=tuple(part.get("candidates", ())),
                 sources=outcome.get("sources") if outcome else None,
                 difference=outcome.get("difference") if outcome else None,
             )

@@ -24,7 +24,7 @@ from megacpp_overlays.repro.case import Case, PackError
 from megacpp_overlays.repro.judge import Part, Run, RunKind
 from megacpp_overlays.repro.transcript import Transcript
 from megacpp_overlays.source import distributions
-from megacpp_overlays.source.trees import InstalledTree, Remembered
+from megacpp_overlays.source.trees import InstalledTree, Remembered, SourceTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,12 +96,14 @@ class _NoProofError(Exception):
 def unproved(overlays: Sequence[Erratum], settings: Settings) -> tuple[Erratum, ...]:
     """Return the parts that no probe recognises here, that could be proved, and of which no kept witness counts."""
     tree = Remembered(InstalledTree())
-    return tuple(part for part in overlays if can_be_proved(examine_installed(part, tree, settings)))
+    return tuple(part for part in overlays if _can_be_proved(part, examine_installed(part, tree, settings), tree))
 
 
-def can_be_proved(finding: Finding) -> bool:
+def _can_be_proved(part: Erratum, finding: Finding, tree: SourceTree) -> bool:
     """Return whether a reproducer may say more of a part than its probe does."""
-    return finding.looks_repaired or bool(finding.candidates)
+    if finding.verdict is not Verdict.UNRECOGNISED:
+        return False
+    return finding.looks_repaired or bool(contract.of(part, tree).candidates)
 
 
 def prove(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessOptions) -> Iterator[Attempt]:
@@ -141,28 +143,43 @@ def _prove_one(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: Witne
     """Prove the parts of one overlay."""
     try:
         pack = inventory.find(how.packs, parts[0].pack)
-        cases = [case for case in inventory.load_cases(pack.reproducer) if case.overlay == parts[0].id]
-        measuring = _Measuring(pack, tuple(overlays), how)
-        ran = [_Ran(case, measuring.alone(case)) for case in cases]
+        cases = inventory.load_cases(pack.reproducer)
+        measuring = _Measuring(pack, cases, tuple(overlays), how)
+        ran = [_Ran(case, measuring.alone(case)) for case in cases if case.overlay == parts[0].id]
     except PackError as error:
         yield from (_failed(part, str(error)) for part in parts)
         return
     trials: dict[tuple[str, ...], _Proof | _NoProofError] = {}
     for part in parts:
-        about = [each for each in ran if not each.case.targets or part.target.module in each.case.targets] or ran
+        own = [each for each in ran if not each.case.targets or part.target.module in each.case.targets]
+        about = own or ran
         try:
-            yield _kept(part, measuring.verdict(part, parts, about, trials), pack.reproducer, how)
+            proof = measuring.verdict(part, parts, about, trials)
+            yield _kept(part, proof if own else _of_others(proof), pack.reproducer, how)
         except _NoProofError as reason:
             witnesses.forget(witnesses.path_of(part, how.settings))
             words = tuple((each.case.name, each.word) for each in reason.ran or about)
             yield _failed(part, str(reason), words)
 
 
+def _of_others(proof: _Proof) -> _Proof:
+    """Return a proof for a part without a case of its own: it was tried with the others, and is never FIXED by their cases.
+
+    Raises:
+        _NoProofError: nothing was tried.
+    """
+    if proof.verdict is not Verdict.BROKEN:
+        raise _NoProofError("its pack has no case for it")
+    return proof
+
+
 class _Measuring:
     """The cases of a pack, ready to be run without overlays and with seams that are tried out."""
 
-    def __init__(self, pack: inventory.Pack, overlays: tuple[Erratum, ...], how: WitnessOptions) -> None:
-        self._pack, self._overlays, self._how = pack, overlays, how
+    def __init__(
+        self, pack: inventory.Pack, cases: tuple[Case, ...], overlays: tuple[Erratum, ...], how: WitnessOptions
+    ) -> None:
+        self._pack, self._cases, self._overlays, self._how = pack, cases, overlays, how
         self._transcript = Transcript([], how.progress)
 
     def alone(self, case: Case) -> Run:
@@ -241,14 +258,11 @@ class _Measuring:
                 return judge.decisions(out)
             if not any(part.decision is Decision.ACTIVE for part in tried):
                 return "it is not broken, but no seam is in"
-        cases = inventory.load_cases(self._pack.reproducer)
-        for each in neighbour.of(ran.case, cases, self._pack.folder):
-            stock, ours = ran.alone.beside.get(each.name), run.beside.get(each.name)
-            if stock is None or ours is None or stock.failed:
-                return f"neighbour {each.name} was not measured"
-            if (apart := neighbour.difference(each, stock, ours)) is not None:
-                return f"neighbour {each.name} is not the same: {apart}"
-        return None
+        neighbours = neighbour.of(ran.case, self._cases, self._pack.folder)
+        problems = (
+            neighbour.problem(each, ran.alone.beside.get(each.name), run.beside.get(each.name)) for each in neighbours
+        )
+        return next(filter(None, problems), None)
 
     def _job(self, case: Case) -> runner.Job:
         return runner.Job(
@@ -374,11 +388,7 @@ def asked_for(overlays: Sequence[Erratum], ids: Sequence[str], how: WitnessOptio
     """Prove anew what probes do not recognise of the overlays with these ids; of the others say why there is nothing to prove."""
     tree = Remembered(InstalledTree())
     findings = {part: examine(part, tree) for part in overlays if part.id in ids}
-    looking = [
-        part
-        for part, finding in findings.items()
-        if finding.looks_repaired or (finding.verdict is Verdict.UNRECOGNISED and contract.of(part, tree).candidates)
-    ]
+    looking = [part for part, finding in findings.items() if _can_be_proved(part, finding, tree)]
     found = {part.id for part in looking}
     others = [nothing_to_prove(part, each) for part, each in findings.items() if part.id not in found]
     return (*prove(overlays, looking, how), *others)

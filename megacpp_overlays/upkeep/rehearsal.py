@@ -99,41 +99,35 @@ def rehearse(
     """
     full = {**environment, WITNESSES: str(witnesses / "none")}
     forgetful = {**environment, WITNESSES: str(witnesses), VARIABLE: known_until}
-    right = _audit(full, distribution)
-    before = _audit(forgetful, distribution)
+    known = _decisions(full, distribution)
+    right, before = _by_overlay(known), _by_overlay(_decisions(forgetful, distribution))
     began = time.monotonic()
     _said(["witness", "--workers", str(workers)], forgetful)
     seconds = time.monotonic() - began
-    after = _audit(forgetful, distribution)
+    after = _by_overlay(_decisions(forgetful, distribution))
     rows = tuple(
         Rehearsed(name, right[name][0], before[name][0], *after[name])
         for name in right
         if name in before and name in after
     )
-    version = next((each for each in _versions(full, distribution) if each), "")
+    version = next((each["version"] for each in known if each["version"]), "")
     return UpgradeRehearsal(known_until, f"{distribution} {version}".rstrip(), rows, round(seconds, 1))
 
 
-def _versions(environment: Mapping[str, str], distribution: str) -> list[str]:
-    return [each["version"] for each in _decisions(environment) if each["distribution"] == distribution]
-
-
-def _audit(environment: Mapping[str, str], distribution: str) -> dict[str, tuple[str, str]]:
+def _by_overlay(decisions: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
     """Return the decision and the reason of each overlay: of parts the one that matters most."""
     found: dict[str, tuple[str, str]] = {}
     order = [each.value for each in FIRST]
-    for each in _decisions(environment):
-        if each["distribution"] == distribution:
-            decided = each["decision"], each["reason"]
-            other = found.get(each["id"], decided)
-            found[each["id"]] = min(other, decided, key=lambda one: order.index(one[0]))
+    for each in decisions:
+        decided = each["decision"], each["reason"]
+        found[each["id"]] = min(found.get(each["id"], decided), decided, key=lambda one: order.index(one[0]))
     return found
 
 
-def _decisions(environment: Mapping[str, str]) -> Sequence[dict[str, Any]]:
-    text = _said(["audit", "--json"], environment)
-    decisions: Sequence[dict[str, Any]] = json.loads(text)["decisions"]
-    return decisions
+def _decisions(environment: Mapping[str, str], distribution: str) -> list[dict[str, Any]]:
+    """Return the decisions of an audit about the targets of a distribution."""
+    decisions = json.loads(_said(["audit", "--json"], environment))["decisions"]
+    return [each for each in decisions if each["distribution"] == distribution]
 
 
 def _said(words: Sequence[str], environment: Mapping[str, str]) -> str:

@@ -253,8 +253,12 @@ def test_what_cannot_be_asked_is_refused_before_the_launcher_starts(
 
 
 def test_options_of_ours_are_in_front_of_those_of_python() -> None:
-    asked, rest = asked_of_us(["--verify-ranks", "--require", "a=active", "-u", "x.py", "--audit", "its own"])
+    asked, has_to_prove, rest = asked_of_us(
+        ["--verify-ranks", "--require", "a=active", "-u", "x.py", "--audit", "its own"]
+    )
 
+    assert not has_to_prove
+    assert asked_of_us(["--verify-ranks", "--witness", "x.py", "--witness"])[1:] == (True, ["x.py", "--witness"])
     assert asked == {"MEGACPP_OVERLAYS_VERIFY_RANKS": "on", "MEGACPP_OVERLAYS_REQUIRE": "a=active"}
     assert rest == ["-u", "x.py", "--audit", "its own"]
     with pytest.raises(RequirementError):

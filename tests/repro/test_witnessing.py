@@ -19,8 +19,8 @@ from places import ROOT, SUPPORT
 from megacpp_overlays import cli
 from megacpp_overlays.loader import session as sessions
 from megacpp_overlays.loader.session import Session
-from megacpp_overlays.model import Decision, Record
-from megacpp_overlays.repro import inventory
+from megacpp_overlays.model import Decision, Record, Verdict
+from megacpp_overlays.repro import inventory, witnessing
 
 pytestmark = pytest.mark.unmeasured_children
 
@@ -370,3 +370,14 @@ def test_a_release_that_was_edited_without_harm_is_proved_and_one_with_the_defec
     assert "case interpreter: it shows the defect: relative gradient error against float64" in said
     assert "broken, not repaired: " in said
     assert list((tmp_path / "witnesses").iterdir()) == []
+
+
+def test_cases_of_other_parts_prove_a_repair_by_seams_and_never_one_by_upstream() -> None:
+    proofs = {
+        verdict: witnessing._Proof(verdict, {}, ()) for verdict in (Verdict.BROKEN, Verdict.FIXED, Verdict.ABSENT)
+    }
+
+    assert witnessing._of_others(proofs[Verdict.BROKEN]) is proofs[Verdict.BROKEN]
+    for verdict in (Verdict.FIXED, Verdict.ABSENT):
+        with pytest.raises(witnessing._NoProofError, match="its pack has no case for it"):
+            witnessing._of_others(proofs[verdict])

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megacpp_overlays import json_text
+from megacpp_overlays import files, json_text
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.files import write_text
 from megacpp_overlays.repro import manifest
@@ -126,7 +126,7 @@ def approve(folder: Path, standing: Standing, say: Callable[[str], None], ask: C
 
 
 def _append(folder: Path, given: Approval) -> None:
-    with manifest.locked(folder):
+    with files.locked(folder):
         every = [asdict(each) for each in (*read(folder), given)]
         text = json.dumps({"schema": SCHEMA, "approvals": every}, indent=2, ensure_ascii=False) + "\n"
         write_text(folder / NAME, text)
