@@ -12,7 +12,7 @@ LIGER = "tests/overlays/test_liger_flce_none_backward.py"
 def test_what_is_named_is_there() -> None:
     tests = ROOT / "tests"
 
-    assert (tests / FIRST).is_dir()
+    assert [room for room in FIRST if not (tests / room).is_dir()] == []
     assert [name for name in (*LONGEST, *SPLIT) if not list(tests.glob(f"*/{name}"))] == []
 
 
