@@ -41,8 +41,10 @@ COMBINED = {
     *("float16 with loss scaling", "TP, hybrid", "TP with SP, hybrid", "TP with SP, latent attention", "CP, hybrid"),
     *("TP with SP, sparse attention", "CP, latent attention", "PP, hybrid", "PP, predictions"),
     *("TP with SP, PP, padding mask", "TP with SP, EP", "TP, CP", "TP with SP, CP, hybrid"),
+    *("TP", "TP with SP", "packed row", "TP, attention sinks, norms of queries"),
+    "DP, distributed optimizer, a checkpoint between steps",
 }
-"""Rows that put together what other rows have one by one, or have it in another dtype: in the full tests."""
+"""Rows that put together what others have one by one, have it in another dtype, or are part of another row: in the full tests."""
 
 
 @pytest.fixture(scope="module")
