@@ -60,6 +60,8 @@ class Attempt:
     """Each case that was run, with the word for what it showed."""
     verdict: Verdict | None = None
     """What was proved."""
+    unrepaired: bool = False
+    """Whether a case shows the defect with the seams of this overlay: those of another one may be missing."""
 
 
 class _Ran(NamedTuple):
@@ -88,9 +90,10 @@ class _Proof(NamedTuple):
 class _NoProofError(Exception):
     """Raised where cases prove nothing; the text says why."""
 
-    def __init__(self, reason: str, ran: Sequence[_Ran] = ()) -> None:
+    def __init__(self, reason: str, ran: Sequence[_Ran] = (), *, unrepaired: bool = False) -> None:
         super().__init__(reason)
         self.ran = tuple(ran)
+        self.unrepaired = unrepaired
 
 
 def unproved(overlays: Sequence[Erratum], settings: Settings) -> tuple[Erratum, ...]:
@@ -109,7 +112,8 @@ def _can_be_proved(part: Erratum, finding: Finding, tree: SourceTree) -> bool:
 def prove(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessOptions) -> Iterator[Attempt]:
     """Run the cases of parts, keep a witness of each verdict that they earn, and say what became of it.
 
-    Overlays that another one needs come first, so that it finds them proved.
+    Overlays that another one needs come first, so that it finds them proved. A case may also need the seams of an overlay that
+    is not declared to be needed: where the defect stayed, and other overlays were proved meanwhile, its cases run a second time.
 
     Args:
         overlays: every declaration of this process, in parts.
@@ -118,21 +122,26 @@ def prove(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessOpt
     """
     waiting = list(dict.fromkeys(part.id for part in parts))
     number, total = itertools.count(1), len(waiting)
+    tried: dict[str, list[Attempt]] = {}
 
     def one(overlay_id: str) -> list[Attempt]:
         chosen = [part for part in parts if part.id == overlay_id]
         lines: list[str] = []
         found = list(_prove_one(overlays, chosen, replace(how, progress=lines.append)))
         verdicts = ", ".join(dict.fromkeys(each.verdict.value if each.verdict else "not proved" for each in found))
-        how.progress("\n".join([*lines, f"{next(number)} of {total}: {overlay_id}: {verdicts}"]))
+        count = "once more" if overlay_id in tried else f"{next(number)} of {total}"
+        how.progress("\n".join([*lines, f"{count}: {overlay_id}: {verdicts}"]))
         return found
 
     with ThreadPoolExecutor(how.workers) as pool:
         while waiting:
             ready = [each for each in waiting if not _needs(parts, each) & {*waiting}] or waiting
             waiting = [each for each in waiting if each not in ready]
-            for found in pool.map(one, ready):
-                yield from found
+            tried |= dict(zip(ready, pool.map(one, ready), strict=True))
+        repaired = {each.overlay for found in tried.values() for each in found if each.verdict is Verdict.BROKEN}
+        again = [name for name, found in tried.items() if any(each.unrepaired for each in found) and repaired - {name}]
+        tried |= dict(zip(again, pool.map(one, again), strict=True))
+    yield from itertools.chain.from_iterable(tried.values())
 
 
 def _needs(parts: Sequence[Erratum], overlay_id: str) -> set[str]:
@@ -159,7 +168,7 @@ def _prove_one(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: Witne
         except _NoProofError as reason:
             witnesses.forget(witnesses.path_of(part, how.settings))
             words = tuple((each.case.name, each.word) for each in reason.ran or about)
-            yield _failed(part, str(reason), words)
+            yield replace(_failed(part, str(reason), words), unrepaired=reason.unrepaired)
 
 
 def _of_others(proof: _Proof) -> _Proof:
@@ -243,7 +252,7 @@ class _Measuring:
                     break
             else:
                 return _Proof(Verdict.BROKEN, chosen, tuple(ran))
-        return _NoProofError(f"{seen}; broken, not repaired: {why}", asked)
+        return _NoProofError(f"{seen}; broken, not repaired: {why}", asked, unrepaired=True)
 
     def _problem(self, ran: _Ran, shapes: Mapping[str, str]) -> str | None:
         """Return why a trial is no repair, or None where it is one."""

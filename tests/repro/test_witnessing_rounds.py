@@ -1,0 +1,66 @@
+"""The order in which `witness` proves overlays: needed ones first, and once more where the seams of others were missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_up import Upstream
+
+from megacpp_overlays.loader.settings import Settings
+from megacpp_overlays.model import Verdict
+from megacpp_overlays.repro import witnessing
+from megacpp_overlays.repro.witnessing import Attempt, WitnessOptions
+
+
+class Rounds:
+    """Overlays whose cases find the defect gone once the seams of certain others were proved."""
+
+    def __init__(self, folder: Path, **missing: set[str]) -> None:
+        self.missing = missing
+        self.proved: set[str] = set()
+        self.tried: list[str] = []
+        self.lines: list[str] = []
+        self.parts = tuple(Upstream(name, folder).overlay(id=name) for name in missing)
+        self.how = WitnessOptions(packs=folder, settings=Settings(), progress=self.lines.append)
+
+    def prove_one(self, _: object, parts: Sequence[Any], how: WitnessOptions) -> list[Attempt]:
+        """Stand for the cases of one overlay."""
+        (part,) = parts
+        self.tried.append(part.id)
+        repaired = self.missing[part.id] <= self.proved
+        self.proved |= {part.id} if repaired else set()
+        verdict = Verdict.BROKEN if repaired else None
+        return [
+            Attempt(
+                overlay=part.id, target="made", proved=repaired, reason="", verdict=verdict, unrepaired=not repaired
+            )
+        ]
+
+    def prove(self, monkeypatch: pytest.MonkeyPatch) -> list[Attempt]:
+        """Prove all of them."""
+        monkeypatch.setattr(witnessing, "_prove_one", self.prove_one)
+        return list(witnessing.prove(self.parts, self.parts, self.how))
+
+
+def test_what_stayed_broken_is_tried_once_more_with_the_seams_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = Rounds(tmp_path, first={"second"}, second=set())
+
+    found = rounds.prove(monkeypatch)
+
+    assert rounds.tried == ["first", "second", "first"]
+    assert [(each.overlay, each.verdict) for each in found] == [("first", Verdict.BROKEN), ("second", Verdict.BROKEN)]
+    assert rounds.lines == ["1 of 2: first: not proved", "2 of 2: second: BROKEN", "once more: first: BROKEN"]
+
+
+def test_where_nothing_else_was_proved_no_case_runs_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = Rounds(tmp_path, first={"nothing"}, second={"nothing"})
+
+    found = rounds.prove(monkeypatch)
+
+    assert rounds.tried == ["first", "second"]
+    assert not any(each.proved for each in found)
