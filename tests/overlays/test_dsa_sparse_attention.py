@@ -37,7 +37,7 @@ from fp8_dispatch import quantized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import SUPPORT
-from releases import daily, newest, only
+from releases import daily, newest, weekly
 
 from megacpp_overlays import variables
 from megacpp_overlays.feature_probes import dsa_sparse_attention as feature
@@ -447,7 +447,7 @@ def test_a_compiled_step_is_one_graph(
 OFF = {"MEGACPP_OVERLAY_DSA_SPARSE_ATTENTION": "off", "MEGACPP_OVERLAY_SPARSE_MLA_DIMENSIONS": "off"}
 
 
-@pytest.fixture(scope="module", params=only(VERSIONS, [newest()]))
+@pytest.fixture(scope="module", params=weekly(*VERSIONS))
 def trained(request: pytest.FixtureRequest, wheel: Wheel) -> dict[str, Any]:
     """What a layer of a release learnt with both overlays, with one of them, and with none."""
     file = wheel("megatron-core", request.param)

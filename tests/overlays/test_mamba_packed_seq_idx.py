@@ -18,7 +18,6 @@ import warm_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import HANG_S, ROOT, SUPPORT
-from releases import only
 from tensor_writes import COPIES, WRITES, Copy, Write
 from unpacked import unpacked
 from upstream_imports import upstream_module
@@ -37,7 +36,7 @@ ROUNDING = 2e-6
 """Relative, of the largest value: a row is cut into other chunks than a document alone, in fp32."""
 
 
-# The kernels of mamba-ssm, interpreted, in processes of their own
+# The kernels of mamba-ssm, interpreted, in processes of their own. Every day a row of the differential test has packed documents
 
 
 def start(script: str, *words: str, release: Path | None = None, **variables: str) -> WarmProcess:
@@ -56,21 +55,21 @@ def answer(process: WarmProcess) -> Any:
 
 OFF = {f"MEGACPP_OVERLAY_{ID.replace('-', '_').upper()}": "off"}
 PACKINGS = ("ends of chunks", "within chunks", "padded", "tail", "one document")
-EVERY_DAY = ("padded",)
 OF_UPSTREAM = ("padded", "one document")
 """Packings that are run without the overlay, too."""
 
 
 @pytest.fixture(scope="module")
-def facts(grid_size: str) -> dict[str, Any]:
+def facts() -> dict[str, Any]:
     """What a mixer of the newest release makes of packed rows, with the overlay and without it."""
     ways = {
-        "on": start("packed_mixer_facts.py", *(EVERY_DAY if grid_size == "few" else PACKINGS)),
-        "off": start("packed_mixer_facts.py", *(EVERY_DAY if grid_size == "few" else OF_UPSTREAM), **OFF),
+        "on": start("packed_mixer_facts.py", *PACKINGS),
+        "off": start("packed_mixer_facts.py", *OF_UPSTREAM, **OFF),
     }
     return {way: answer(process) for way, process in ways.items()}
 
 
+@pytest.mark.full
 def test_upstream_lets_state_run_into_the_next_document_unless_it_is_told_the_tokens(facts: dict[str, Any]) -> None:
     found = facts["off"]["packings"]["padded"]
 
@@ -82,7 +81,8 @@ def test_upstream_lets_state_run_into_the_next_document_unless_it_is_told_the_to
     assert not found["as told"]
 
 
-@pytest.mark.parametrize("packing", only(PACKINGS, EVERY_DAY))
+@pytest.mark.full
+@pytest.mark.parametrize("packing", PACKINGS)
 def test_outputs_and_gradients_of_documents_in_one_row_are_those_of_each_alone(
     packing: str, facts: dict[str, Any]
 ) -> None:
@@ -97,7 +97,8 @@ def test_where_documents_end_with_chunks_outputs_and_their_gradient_have_the_sam
     assert (apart["output"], apart["slope"]) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("packing", only(PACKINGS, EVERY_DAY))
+@pytest.mark.full
+@pytest.mark.parametrize("packing", PACKINGS)
 def test_the_bits_are_those_of_upstream_with_total_tokens(packing: str, facts: dict[str, Any]) -> None:
     found = facts["on"]["packings"][packing]
 
@@ -106,6 +107,7 @@ def test_the_bits_are_those_of_upstream_with_total_tokens(packing: str, facts: d
     assert found["field of the caller"] is None
 
 
+@pytest.mark.full
 def test_with_total_tokens_and_without_packing_the_overlay_changes_no_bit(facts: dict[str, Any]) -> None:
     for packing, found in facts["off"]["packings"].items():
         assert facts["on"]["packings"][packing]["told"] == found["told"]
@@ -126,7 +128,8 @@ def test_on_another_release_a_padded_row_is_right_too(
     assert max(found["packings"]["padded"]["apart"].values()) < ROUNDING
 
 
-@pytest.mark.parametrize("variables", [{}, pytest.param(OFF, marks=pytest.mark.full)], ids=["on", "off"])
+@pytest.mark.full
+@pytest.mark.parametrize("variables", [{}, OFF], ids=["on", "off"])
 def test_context_parallel_ranks_get_the_documents_of_the_gathered_row(
     variables: dict[str, str], tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ import torch
 from masked_balances import IDS, KINDS, MASKS
 from placed_seams import placed, without_overlays
 from places import SUPPORT
-from releases import newest, only
+from releases import newest, weekly
 
 from megacpp_overlays.feature_probes.masked_aux_loss_tokens import COUNTED_TWICE, TARGET
 from megacpp_overlays.overlays.masked_aux_loss_tokens import OVERLAY, observe
@@ -26,7 +26,7 @@ MASKED = tuple(name for name in MASKS if name != "no mask")
 ROUNDING = 1e-5
 
 
-@pytest.fixture(scope="module", params=only([OLDER, NEWEST], [NEWEST]))
+@pytest.fixture(scope="module", params=weekly(OLDER, NEWEST))
 def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
     """What a release does with the overlays and without them."""
     return megatron_says(request.param, SUPPORT / "masked_balances.py")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from places import SUPPORT
-from releases import daily, newest
+from releases import newest, weekly
 from shared_keys import ALONE, FOUR, RIGHT
 from upstream_imports import upstream_module
 
@@ -30,7 +30,7 @@ ROUNDING = 1e-5
 """Relative, of the largest value, in fp32."""
 
 
-@pytest.fixture(scope="module", params=daily(*RANKS))
+@pytest.fixture(scope="module", params=weekly(*RANKS))
 def measured(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,

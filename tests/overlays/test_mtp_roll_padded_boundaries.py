@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from places import SUPPORT
-from releases import daily, newest
+from releases import newest, weekly
 from upstream_imports import upstream_module
 
 import megacpp_overlays
@@ -31,13 +31,17 @@ ROUNDING = 1e-6
 """Relative, of the largest value, in fp32."""
 
 
-@pytest.fixture(scope="module")
-def off(tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]) -> Any:
+@pytest.fixture(scope="module", params=weekly(newest()))
+def off(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
+) -> Any:
     """What the newest release does by itself."""
-    return megatron_says(newest(), SUPPORT / "rolled_rows.py", tmp_path_factory.mktemp("off"), MEGACPP_OVERLAYS="off")
+    return megatron_says(
+        request.param, SUPPORT / "rolled_rows.py", tmp_path_factory.mktemp("off"), MEGACPP_OVERLAYS="off"
+    )
 
 
-@pytest.fixture(scope="module", params=daily(WITHOUT_LOSS, "0.17.1", "0.18.2", newest()))
+@pytest.fixture(scope="module", params=weekly(WITHOUT_LOSS, "0.17.1", "0.18.2", newest()))
 def on(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
 ) -> tuple[str, Any]:

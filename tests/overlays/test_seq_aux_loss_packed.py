@@ -17,7 +17,7 @@ import torch
 from packed_shards import RANKS, WIDTH
 from placed_seams import overlays_out, placed
 from places import SUPPORT
-from releases import newest, only
+from releases import newest, weekly
 from upstream_imports import upstream_module
 
 from megacpp_overlays.feature_probes.seq_aux_loss_packed import IN_THE_SHARD
@@ -30,7 +30,7 @@ OF_LOSS, OF_EXPERTS, OF_LAYER = PARTS
 ROUNDING = 1e-5
 
 
-@pytest.fixture(scope="module", params=only([OLDER, NEWEST], [NEWEST]))
+@pytest.fixture(scope="module", params=weekly(OLDER, NEWEST))
 def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
     """What a release does with the overlay and without it, by ranks."""
     others = {"MEGACPP_OVERLAY_MASKED_AUX_LOSS_TOKENS": "off"}  # pack 41 changes a batch under a mask, too

@@ -13,7 +13,7 @@ import pytest
 import torch
 from placed_seams import placed, without_overlays
 from places import SUPPORT
-from releases import daily, newest
+from releases import newest, weekly
 
 from megacpp_overlays.feature_probes.tp_attention_sinks import NOT_MARKED, TARGET
 from megacpp_overlays.overlays.tp_attention_sinks import OVERLAY, observe
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.upstream
 RELEASES = ("0.15.0", "0.16.1", "0.17.1", "0.18.2", newest())
 
 
-@pytest.fixture(scope="module", params=daily(*RELEASES))
+@pytest.fixture(scope="module", params=weekly(*RELEASES))
 def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
     """What a release does with the overlay and without it."""
     return megatron_says(request.param, SUPPORT / "reproduced.py", "37")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from placed_seams import placed, without_overlays
 from places import SUPPORT
-from releases import daily, newest
+from releases import newest, weekly
 
 from megacpp_overlays.feature_probes.tp_norm_gradients import ATTENTION, BY_NAME, FUNCTION, TARGET
 from megacpp_overlays.overlays.tp_norm_gradients import OVERLAY, observe
@@ -32,7 +32,7 @@ ROUNDING = 1e-5
 QUERIES, KEYS, OUTPUTS = "q_layernorm.weight", "kv_layernorm.weight", "out_norm.weight"
 
 
-@pytest.fixture(scope="module", params=daily(*RANKS))
+@pytest.fixture(scope="module", params=weekly(*RANKS))
 def measured(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,

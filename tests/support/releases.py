@@ -34,6 +34,11 @@ def daily(*versions: str, older: str | None = None) -> list[pytest.ParameterSet]
     return only(versions, kept)
 
 
+def weekly(*versions: str) -> list[pytest.ParameterSet]:
+    """Return parameters of releases that are all `full`: a row of the differential test proves the newest one right every day."""
+    return only(versions, ())
+
+
 def only(values: Iterable[object], kept: Iterable[object]) -> list[pytest.ParameterSet]:
     """Return parameters of which those that are kept are daily, and the others are `full`; a tuple is several values."""
     chosen = list(kept)
