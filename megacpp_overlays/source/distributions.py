@@ -7,6 +7,10 @@ module does not come from the files of the distribution that reports the version
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+_versions: dict[str, str] = {}
+"""Versions by the text of the metadata that they are in, which takes milliseconds to parse."""
 
 
 def version(distribution: str) -> str | None:
@@ -43,6 +47,16 @@ def _look_up(distribution: str) -> tuple[str | None, Path | None]:
             found = importlib_metadata.distribution(distribution)
         except importlib_metadata.PackageNotFoundError:
             return None, None
-        return found.version, Path(str(found.locate_file(""))).resolve()
+        return _version_of(found), Path(str(found.locate_file(""))).resolve()
     except Exception as error:  # noqa: BLE001 - damaged metadata must not switch a fix off
         return f"unreadable version ({type(error).__name__}: {error})", None
+
+
+def _version_of(found: Any) -> str:
+    """Return the version of an `importlib_metadata.Distribution`; the same metadata are parsed once."""
+    text = found.read_text("METADATA")
+    if not text:
+        return str(found.version)
+    if text not in _versions:
+        _versions[text] = str(found.version)
+    return _versions[text]
