@@ -95,6 +95,10 @@ proof-bridge: .envs/bridge/.ready ## the same of the pretrain function of megatr
 other-patches: .envs/foreign/.ready ## apply the patches of other libraries before overlays and after; writes docs/other-patches.md, and fails if the audit does not name one that matters
 	@.envs/foreign/bin/python -W ignore proof/other_patches.py --json proof/results/other-patches.json --write docs/other-patches.md
 
+.PHONY: rehearse
+rehearse: setup wheels ## forget each of the last minor releases of Megatron-Core, and say what is decided on the day and after `witness`; writes proof/results/rehearsals.md
+	@$(BIN)/python -W ignore scripts/rehearse.py
+
 .PHONY: lint
 lint: .venv/.ready
 	$(say) 'ruff check'
