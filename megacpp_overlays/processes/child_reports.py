@@ -16,12 +16,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megacpp_overlays import files
 from megacpp_overlays.errors import SettingsError
+from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader import statement
 from megacpp_overlays.loader.log import logger
 from megacpp_overlays.loader.session import Session, current
