@@ -34,21 +34,26 @@ LAUNCHER = """
 import megacpp_overlays
 import importlib, json, multiprocessing, sys
 
-NAME, METHOD, IMPORTED = sys.argv[1], sys.argv[2], sys.argv[3] == "imported"
+NAME = sys.argv[1]
+METHODS = ("fork", "spawn", "forkserver")
 
 def state(_=None):
     module = importlib.import_module(NAME + ".layers")
     decision = [record.decision.value for record in megacpp_overlays.audit().records if record.overlay.id == "double-fix"]
     return [module.double(1), module.double.__wrapped__(1), *decision]
 
+def children():
+    pools = {method: multiprocessing.get_context(method).Pool(1) for method in METHODS}
+    found = {method: pool.apply(state) for method, pool in pools.items()}
+    # A function that a seam replaced travels by reference and arrives as the seam of the other side.
+    for method, pool in pools.items():
+        found[method] += [pool.apply(importlib.import_module(NAME + ".layers").double, (1,))]
+        pool.terminate()
+    return found
+
 if __name__ == "__main__":
-    if IMPORTED:
-        state()
-    with multiprocessing.get_context(METHOD).Pool(1) as pool:
-        child = pool.apply(state)
-        # A function that a seam replaced travels by reference and arrives as the seam of the other side.
-        travelled = pool.apply(importlib.import_module(NAME + ".layers").double, (1,))
-    print(json.dumps({"parent": state(), "child": child, "travelled": travelled}))
+    armed = children()
+    print(json.dumps({"parent": state(), "armed": armed, "imported": children()}))
 """
 
 
@@ -66,20 +71,21 @@ def said(done: subprocess.CompletedProcess[str]) -> object:
 # --- a launcher that imports this package in its first line ---------------------------------------------------
 
 
-@pytest.mark.parametrize("imported", ["imported", "armed"])
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_a_child_ends_in_the_state_of_its_parent(
-    upstream: Upstream, env: dict[str, str], method: str, imported: str
+def test_a_child_ends_in_the_state_of_its_parent_whether_that_is_armed_or_has_imported_the_target(
+    upstream: Upstream, env: dict[str, str]
 ) -> None:
-    done = launch(write(upstream, LAUNCHER), upstream.name, method, imported, env=env)
+    done = launch(write(upstream, LAUNCHER), upstream.name, env=env)
 
-    assert said(done) == {"parent": [2, 3, "active"], "child": [2, 3, "active"], "travelled": 2}
+    children = {method: [2, 3, "active", 2] for method in ("fork", "spawn", "forkserver")}
+    assert said(done) == {"parent": [2, 3, "active"], "armed": children, "imported": children}
 
 
 def test_switches_reach_children_through_the_environment(upstream: Upstream, env: dict[str, str]) -> None:
     env = {**env, "MEGACPP_OVERLAY_DOUBLE_FIX": "off", "MEGACPP_OVERLAYS_LOG": "stderr"}
 
-    done = launch(write(upstream, LAUNCHER), upstream.name, "spawn", "armed", env=env)
+    done = launch(
+        write(upstream, LAUNCHER.replace('"fork", "spawn", "forkserver"', '"spawn",')), upstream.name, env=env
+    )
 
     assert done.returncode == 1  # `double` has no `__wrapped__` when nothing is installed
     assert "has no attribute '__wrapped__'" in done.stderr
@@ -125,20 +131,21 @@ def main():
     own = {name: os.environ[name] for name in ("NAME", "PATH", "MEGACPP_OVERLAYS_PLUGINS", "MEGACPP_OVERLAYS_LOG")}
     own["PYTHONPATH"] = os.environ["PLAIN_PATH"]
     handed = {**own, **megacpp_overlays.child_environment()}
-    print(json.dumps({
-        "fork": pool("fork"),
-        "spawn": pool("spawn"),
-        "forkserver": pool("forkserver"),
-        "executor": executor(),
-        "subprocess": run(sys.executable, "-c", BY_HAND),
-        "posix_spawn": by_posix_spawn(),
-        "shell": run("sh", "-c", "exec \\"$0\\" -c \\"$1\\"", sys.executable, BY_HAND),
-        "grandchild": run(sys.executable, "-c", "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])", BY_HAND),
-        "environment of its own": run(sys.executable, "-c", BY_HAND, env=own),
-        "handed child_environment()": run(sys.executable, "-c", BY_HAND, env=handed),
-        "-S": run(sys.executable, "-S", "-c", BY_HAND),
-        "-I": run(sys.executable, "-I", "-c", "import sys; sys.path[:0] = sys.argv[1].split(':'); " + BY_HAND, own["PYTHONPATH"]),
-    }))
+    kinds = {
+        "fork": lambda: pool("fork"),
+        "spawn": lambda: pool("spawn"),
+        "forkserver": lambda: pool("forkserver"),
+        "executor": executor,
+        "subprocess": lambda: run(sys.executable, "-c", BY_HAND),
+        "posix_spawn": by_posix_spawn,
+        "shell": lambda: run("sh", "-c", "exec \\"$0\\" -c \\"$1\\"", sys.executable, BY_HAND),
+        "grandchild": lambda: run(sys.executable, "-c", "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])", BY_HAND),
+        "environment of its own": lambda: run(sys.executable, "-c", BY_HAND, env=own),
+        "handed child_environment()": lambda: run(sys.executable, "-c", BY_HAND, env=handed),
+        "-S": lambda: run(sys.executable, "-S", "-c", BY_HAND),
+        "-I": lambda: run(sys.executable, "-I", "-c", "import sys; sys.path[:0] = sys.argv[1].split(':'); " + BY_HAND, own["PYTHONPATH"]),
+    }
+    print(json.dumps({kind: kinds[kind]() for kind in sys.argv[3:] or kinds}))
 
 if __name__ == "__main__":
     main()
@@ -162,14 +169,19 @@ def test_what_each_kind_of_child_runs(upstream: Upstream, env: dict[str, str], r
     assert len(found) == 12
 
 
-def test_run_reaches_what_reach_children_reaches(upstream: Upstream, env: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "kinds", [pytest.param((), marks=pytest.mark.full), ("spawn", "grandchild", "-S")], ids=["all", "few"]
+)
+def test_run_reaches_what_reach_children_reaches(
+    upstream: Upstream, env: dict[str, str], kinds: tuple[str, ...]
+) -> None:
     launcher = write(upstream, KINDS)
     env = {**env, "PLAIN_PATH": env["PYTHONPATH"]}
 
-    found = said(launch("-m", "megacpp_overlays", "run", launcher, "left alone", "not preloaded", env=env))
+    found = said(launch("-m", "megacpp_overlays", "run", launcher, "left alone", "not preloaded", *kinds, env=env))
 
     assert isinstance(found, dict)
-    assert {kind for kind in found if found[kind] == BROKEN} == NEVER
+    assert {kind for kind in found if found[kind] == BROKEN} == (NEVER & {*kinds} if kinds else NEVER)
 
 
 RAY_DRIVER = """
@@ -659,21 +671,21 @@ def test_a_silent_child_is_named_with_the_reason(upstream: Upstream, env: dict[s
     body = f"""
     early = child("forkserver")
     reached = megacpp_overlays.reach_children(receipts=True)
-    told = []
-    for start in {[*SILENT]!r}:
-        process = eval(start)
-        told.append([getattr(process, "pid", process), refused([process], timeout=0.5)])
+    processes = [eval(start) for start in {[*SILENT]!r}]
+    text = refused(processes, timeout=0.5)
+    for process in processes:
         if isinstance(process, subprocess.Popen):
             process.kill(), process.wait()
-    print(json.dumps(told))
+    print(json.dumps([text, [getattr(process, "pid", process) for process in processes]]))
     """
 
-    told: Any = receipts(upstream, env, body)
+    text, pids = receipts(upstream, env, body)  # type: ignore[misc]
 
-    for (start, says), (pid, text) in zip(SILENT.items(), told, strict=True):
-        assert text.startswith("1 of 1 child processes gave no receipt within 0.5 s:\n"), start
-        assert f"\n- {pid} (" in text, start
-        assert says in text, start
+    head, *lines = text.splitlines()
+    assert head == "8 of 8 child processes gave no receipt within 0.5 s:"
+    for (start, says), pid, line in zip(SILENT.items(), pids, lines, strict=True):
+        assert line.startswith(f"- {pid} ("), start
+        assert says in line, start
 
 
 def test_a_receipt_of_another_process_with_the_same_number_does_not_count(
@@ -712,37 +724,48 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
-    only(CHANGES.values(), [CHANGES[each] for each in ("switch", "source", "undone")]),
-    ids=CHANGES,
+    ("changes", "work"),
+    only(
+        [(("switch", "source", "undone"), "wait"), ((*CHANGES,), "wait"), ((*CHANGES,), "use")],
+        [(("switch", "source", "undone"), "wait")],
+    ),
+    ids=["few", "all", "all in use"],
 )
-@pytest.mark.parametrize("work", ["wait", pytest.param("use", marks=pytest.mark.full)])
 def test_a_child_that_runs_other_code_is_refused(
-    upstream: Upstream, env: dict[str, str], change: str, says: tuple[str, str], work: str
+    upstream: Upstream, env: dict[str, str], changes: tuple[str, ...], work: str
 ) -> None:
+    """One after the other: a change, a child that starts with it, and what was there before."""
     body = f"""
     reached = megacpp_overlays.reach_children(receipts=True)
     use()
     good = using("spawn")
-    assert len(demanded()) == 1
-    exec({change!r})
-    odd = {"child" if work == "wait" else "using"}("spawn")
-    print(json.dumps([os.getpid(), good.pid, odd.pid, refused()]))
+    variables, file = dict(os.environ), sys.modules[LAYERS].__file__
+    written, told = open(file).read(), []
+    for change in {[CHANGES[each][0] for each in changes]!r}:
+        assert len(demanded()) == 1
+        exec(change)
+        odd = {"child" if work == "wait" else "using"}("spawn")
+        told.append([odd.pid, refused()])
+        odd.kill(), odd.join()
+        os.environ.clear(), os.environ.update(variables)
+        open(file, "w").write(written)
+    print(json.dumps([os.getpid(), told]))
     """
 
-    parent, _, odd, text = receipts(upstream, env, body)  # type: ignore[misc]
+    parent, told = receipts(upstream, env, body)  # type: ignore[misc]
 
-    if change == EDIT and work == "wait":
-        assert text is None  # it has not imported the edited file, and may never
-        return
-    assert text.startswith("Child processes do not run the code of this process:\n")
-    assert re.search(rf"^{says[0]} +{says[1]} ", text, re.MULTILINE)
-    assert "\nWhat to do:\n- " in text
-    if change == "megacpp_overlays.undo()":
-        assert re.search(rf"disabled \(undone in this process\) +this process \({parent}\)", text)
-        assert "switch it off with its variable instead" in text
-    else:
-        assert f" {odd} (reader)\n" in text
+    for change, (odd, text) in zip(changes, told, strict=True):
+        if change == "source" and work == "wait":
+            assert text is None  # it has not imported the edited file, and may never
+            continue
+        assert text.startswith("Child processes do not run the code of this process:\n"), change
+        assert re.search(rf"^{' +'.join(CHANGES[change][1])} ", text, re.MULTILINE), change
+        assert "\nWhat to do:\n- " in text
+        if change == "undone":
+            assert re.search(rf"disabled \(undone in this process\) +this process \({parent}\)", text)
+            assert "switch it off with its variable instead" in text
+        else:
+            assert f" {odd} (reader)\n" in text
 
 
 @pytest.mark.parametrize(
@@ -888,41 +911,35 @@ def test_a_receipt_of_this_user_is_believed_and_one_of_another_is_not(
         reached.demand([process], timeout=0)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"statement": None},
-        {"statement": {}},
-        {"statement": {"mode": [], "off": [], "decisions": []}},
-        {"statement": {"mode": "auto", "off": [], "decisions": [None]}},
-        {"statement": {"mode": "auto", "off": [], "decisions": [{"id": []}]}},
-        {"given": "today"},
-        {"given": float("nan")},
-        {"start": "1"},
-        {"host": 1},
-        {"more": 1},
-        "[" * 100_000,
-        '"' + "x" * (1 << 20) + '"',
-        "a FIFO",
-        "a link to /dev/zero",
-        "a link to a receipt",
-    ],
-    ids=lambda wrong: f"{str(wrong)[:40]}{str(wrong)[-20:]}",
+WRONG: tuple[Any, ...] = (
+    {"statement": None},
+    {"statement": {}},
+    {"statement": {"mode": [], "off": [], "decisions": []}},
+    {"statement": {"mode": "auto", "off": [], "decisions": [None]}},
+    {"statement": {"mode": "auto", "off": [], "decisions": [{"id": []}]}},
+    {"given": "today"},
+    {"given": float("nan")},
+    {"start": "1"},
+    {"host": 1},
+    {"more": 1},
+    "[" * 100_000,
+    '"' + "x" * (1 << 20) + '"',
 )
-def test_a_file_that_is_no_receipt_counts_as_none_and_stops_nobody(
-    silent: tuple[children.Children, subprocess.Popen[bytes], dict[str, Any]], tmp_path: Path, wrong: Any
+"""What is not in a receipt, and files that are none."""
+
+
+def test_files_that_are_no_receipts_count_as_none_and_stop_nobody(
+    silent: tuple[children.Children, subprocess.Popen[bytes], dict[str, Any]], tmp_path: Path
 ) -> None:
     reached, process, receipt = silent
-    path = reached._receipts_folder() / f"{process.pid}-1-0.json"
-    if wrong == "a FIFO":
-        os.mkfifo(path)
-    elif wrong == "a link to /dev/zero":
-        path.symlink_to("/dev/zero")
-    elif wrong == "a link to a receipt":
-        (tmp_path / "elsewhere").write_text(json.dumps(receipt))
-        path.symlink_to(tmp_path / "elsewhere")
-    else:
-        path.write_text(wrong if isinstance(wrong, str) else json.dumps({**receipt, **wrong}))
+    path = reached._receipts_folder()
+    for number, wrong in enumerate(WRONG):
+        text = wrong if isinstance(wrong, str) else json.dumps({**receipt, **wrong})
+        (path / f"{process.pid}-{number}-0.json").write_text(text)
+    os.mkfifo(path / f"{process.pid}-100-0.json")
+    (path / f"{process.pid}-101-0.json").symlink_to("/dev/zero")
+    (tmp_path / "elsewhere").write_text(json.dumps(receipt))
+    (path / f"{process.pid}-102-0.json").symlink_to(tmp_path / "elsewhere")
 
     with pytest.raises(ChildrenError, match="gave no receipt"):
         reached.demand([process], timeout=0)
