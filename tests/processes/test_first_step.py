@@ -40,29 +40,31 @@ for step in range(2):
 print("trained")
 """
 RANKS = """
-import importlib, os, sys
-if os.environ["RANK"] == "1" and "differ" in sys.argv:
-    importlib.import_module(os.environ["NAME"] + ".layers")
+import importlib, json, os, sys
 import torch
 import torch.distributed
 from torch.distributed import init_process_group
-if "by name" in sys.argv:
-    init_process_group("gloo")
-else:
-    torch.distributed.init_process_group("gloo")
-if "step" in sys.argv:
-    import json
-    audit = json.load(open(os.environ["MEGACPP_OVERLAYS_AUDIT"])) if os.environ["RANK"] == "0" else None
-    told = audit and next(each["decision"] for each in audit["decisions"] if each["id"] == "double-fix")
-    sys.stdout.write(f"{told or 'armed'} {audit is None or audit['ranks']['agreed']}\\nmet\\n")
-    sys.stdout.flush()
+
+def say(*words):
+    if os.environ["RANK"] == "0":
+        audit = json.load(open(os.environ["MEGACPP_OVERLAYS_AUDIT"]))
+        told = next(each["decision"] for each in audit["decisions"] if each["id"] == "double-fix")
+        print(*words, told, audit["ranks"], flush=True)
+
+init_process_group("gloo")
+say("met")
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters())
-if "step" in sys.argv:
-    importlib.import_module(os.environ["NAME"] + ".layers")
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
+importlib.import_module(os.environ["NAME"] + ".layers")
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+say("made a step")
 torch.distributed.destroy_process_group()
+if os.environ["RANK"] == "1":
+    sys.modules["megacpp_overlays"].undo()
+init = f"file://{sys.argv[1]}/meet"
+torch.distributed.init_process_group("gloo", init_method=init, rank=int(os.environ["RANK"]), world_size=2)
+print("met again")
 """
 COMPILED = """
 import torch
@@ -93,15 +95,28 @@ def decision(audit: dict[str, Any], overlay_id: str = "double-fix") -> str:
 # --- the audit ---
 
 
-def test_a_launcher_leaves_the_audit_of_what_it_imported_before_its_first_step(
+CAUGHT = """
+    try:
+        optimizer.step()
+    except Exception as error:
+        print(type(error).__name__, error, sep=": ", flush=True)
+        assert not optimizer.state, "it has made the step"
+        os._exit(7)  # no handler of its end runs
+"""
+
+
+def test_a_launcher_leaves_the_audit_of_what_it_imported_and_makes_no_step_without_what_is_required(
     upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
 ) -> None:
     (tmp_path / "audit.json").write_text("of yesterday")
-    stops = TRAINS.replace("    optimizer.step()", "    optimizer.step(); os._exit(7)")  # no handler of its end runs
+    stops = TRAINS.replace("    optimizer.step()", CAUGHT)
+    asked = ("--audit", "audit.json", "--require", "double-fix=retired,absent")
 
-    done = launch(*RUN, "--audit", "audit.json", write(upstream, stops), env=env, cwd=tmp_path)
+    done = launch(*RUN, *asked, write(upstream, stops), env=env, cwd=tmp_path)
 
-    assert (done.returncode, done.stdout) == (7, "before step 0\n"), done.stderr
+    step, said = done.stdout.splitlines()
+    assert (done.returncode, step) == (7, "before step 0"), done.stderr
+    assert said.startswith("RequirementError: double-fix has to be retired or absent and is active: ")
     assert decision(left()) == "active"
     assert "ranks" not in left()
 
@@ -132,24 +147,40 @@ def test_a_launcher_that_ends_before_a_step_leaves_what_was_armed(
     assert decision(left()) == "armed"
 
 
-@pytest.mark.parametrize(("rank", "calls"), [("0", 2), pytest.param("1", 0, marks=pytest.mark.full)])
 def test_rank_0_of_what_takes_no_step_leaves_at_its_end_what_it_called(
-    upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]], rank: str, calls: int
+    upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
 ) -> None:
+    calls = "import importlib, os, torch\nlayers = importlib.import_module(os.environ['NAME'] + '.layers')\nlayers.double(1)"
     evaluates = "\n".join(
         [
-            "import importlib, os, subprocess, sys, torch",
-            "layers = importlib.import_module(os.environ['NAME'] + '.layers')",
-            "layers.double(1.0); layers.double(1.0)",
-            "subprocess.run([sys.executable, '-c', 'import torch'], check=True)",  # a helper that calls nothing
+            f"{calls}; layers.double(1)",
+            "import subprocess, sys",
+            f"rank_1 = subprocess.run([sys.executable, '-c', {calls!r}], env={{**os.environ, 'RANK': '1'}}, check=True)",
         ]
     )
 
-    done = launch(*RUN, "--audit", tmp_path / "audit.json", write(upstream, evaluates), env={**env, "RANK": rank})
+    done = launch(*RUN, "--audit", tmp_path / "audit.json", write(upstream, evaluates), env={**env, "RANK": "0"})
 
     assert done.returncode == 0, done.stderr
     (part,) = [each for each in left()["decisions"] if each["id"] == "double-fix"]
-    assert sum(part["calls"].values()) == calls
+    assert sum(part["calls"].values()) == 2
+
+
+@pytest.mark.full
+def test_a_helper_that_calls_nothing_leaves_the_audit_of_what_called(
+    upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
+) -> None:
+    evaluates = (
+        "import importlib, os, subprocess, sys, torch\n"
+        "importlib.import_module(os.environ['NAME'] + '.layers').double(1)\n"
+        "subprocess.run([sys.executable, '-c', 'import torch'], check=True)"
+    )
+
+    done = launch(*RUN, "--audit", tmp_path / "audit.json", write(upstream, evaluates), env=env)
+
+    assert done.returncode == 0, done.stderr
+    (part,) = [each for each in left()["decisions"] if each["id"] == "double-fix"]
+    assert sum(part["calls"].values()) == 1
 
 
 @pytest.mark.full
@@ -210,6 +241,7 @@ def test_a_file_that_cannot_be_written_is_found_before_the_launcher_starts(
 # --- what is required ---
 
 
+@pytest.mark.full
 def test_no_optimizer_steps_without_what_is_required(upstream: Upstream, env: dict[str, str]) -> None:
     done = launch(*RUN, "--require", "double-fix=retired,absent", write(upstream, TRAINS), env=env)
 
@@ -281,28 +313,17 @@ def test_the_variables_say_the_same_and_are_checked_at_import() -> None:
 # --- ranks ---
 
 
-def torchrun(upstream: Upstream, env: dict[str, str], tmp_path: Path, *words: str) -> Any:
+def test_ranks_are_compared_where_a_group_is_made_and_audits_keep_that_and_ranks_that_differ_end_there(
+    upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
+) -> None:
+    """Two groups, made by two names of one function; before the second one rank undoes what both had."""
     options = ("--audit", tmp_path / "audit.json", "--verify-ranks")
-    return launch(*RUN, *options, *TORCHRUN, write(upstream, RANKS), *words, env=env)
 
+    done = launch(*RUN, *options, *TORCHRUN, write(upstream, RANKS), tmp_path, env=env)
 
-def test_ranks_are_compared_where_their_group_is_made_and_the_audit_of_the_first_step_keeps_that(
-    upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
-) -> None:
-    done = torchrun(upstream, env, tmp_path, "by name", "step")
-
-    assert (done.returncode, done.stdout) == (0, "armed True\nmet\n" * 2), done.stderr
-    assert left()["ranks"] == {"size": 2, "agreed": True}
-    assert decision(left()) == "active"
-
-
-def test_ranks_that_differ_end_there_and_the_page_of_the_run_says_so(
-    upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
-) -> None:
-    done = torchrun(upstream, env, tmp_path, "differ")
-
+    agreed = {"size": 2, "agreed": True}
+    assert done.stdout.splitlines() == [f"met armed {agreed}", f"made a step active {agreed}"], done.stderr
     assert done.returncode == 1
-    assert done.stdout == ""
     assert done.stderr.count("RanksError: 2 ranks do not run the same code: rank 0 against rank 1") == 2
     assert left()["ranks"] == {"size": 2, "agreed": False}
     page = tmp_path / "run.html"

@@ -156,7 +156,7 @@ def worlds(draw: st.DrawFn) -> tuple[dict[int, int], frozenset[int], dict[int, f
 
 
 @pytest.mark.unmeasured
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(worlds())
 def test_every_rank_that_is_there_is_told_the_same_and_the_truth(
     world: tuple[dict[int, int], frozenset[int], dict[int, float]],
@@ -177,7 +177,7 @@ def test_every_rank_that_is_there_is_told_the_same_and_the_truth(
 
 
 @pytest.mark.unmeasured
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(worlds(), st.data())
 def test_a_rank_that_crashes_on_the_way_hangs_nobody(
     world: tuple[dict[int, int], frozenset[int], dict[int, float]], data: st.DataObject

@@ -45,7 +45,7 @@ def launch(tmp_path: Path) -> Ranks:
 
 @pytest.mark.parametrize("size", [2, pytest.param(8, marks=pytest.mark.full)])
 def test_ranks_that_run_the_same_code_get_their_audit(launch: Ranks, size: int) -> None:
-    found = only(launch.torchrun(size, measured=size == 2, fresh=size == 2))
+    found = only(launch.torchrun(size, measured=size == 2, fresh=size == 8))
 
     assert [each["outcome"] for each in found] == ["agreed"] * size
     assert len({each["fingerprint"] for each in found}) == 1
@@ -86,7 +86,9 @@ def test_another_liger_kernel_and_a_rank_that_is_off_are_told_together(
     assert f"- {LIGER} and 1 more: install the same liger-kernel everywhere" in error["text"]
 
 
-@pytest.mark.parametrize("imported", [True, False], ids=["imported", "not yet imported"])
+@pytest.mark.parametrize(
+    "imported", [True, pytest.param(False, marks=pytest.mark.full)], ids=["imported", "not yet imported"]
+)
 def test_an_edited_file_of_one_host_stops_both(launch: Ranks, tmp_path: Path, imported: bool) -> None:
     other = Upstream("upstream_of_ranks", tmp_path / "edited")
     other.folder.mkdir()
@@ -127,18 +129,18 @@ def test_one_rank_that_imported_us_too_late_stops_both(launch: Ranks, tmp_path: 
 
 
 def test_a_rank_that_left_is_named_on_all_others(launch: Ranks) -> None:
-    seen = launch.torchrun(4, timeout=2, absent=1, measured=True, **{"2": {"leaves": "exit"}})
+    seen = launch.torchrun(4, timeout=0.5, absent=1, measured=True, **{"2": {"leaves": "exit"}})
 
     assert seen.pop(2) is None
     error = same_error(only(seen))
     assert error["missing"] == [2]
-    assert error["text"].startswith("rank 2 of 4 did not arrive within 2 s; the other 3 run the same code\n")
+    assert error["text"].startswith("rank 2 of 4 did not arrive within 0.5 s; the other 3 run the same code\n")
     assert "rank 2: see the log there. It never called verify_ranks: it crashed" in error["text"]
     assert "does not import megacpp_overlays" in error["text"]
 
 
 def test_a_rank_that_calls_once_more_is_not_left_waiting(launch: Ranks) -> None:
-    first, second = launch.torchrun(2, timeout=2, **{"1": {"calls": 2}})
+    first, second = launch.torchrun(2, timeout=0.5, **{"1": {"calls": 2}})
 
     assert [each["outcome"] for each in first] == ["agreed"]
     assert [each["outcome"] for each in second] == ["agreed", "RanksError"]
@@ -194,14 +196,16 @@ def test_all_read_the_table_before_the_rank_that_keeps_the_store_is_gone(
 def test_a_rank_that_was_killed_is_named_on_all_others(
     launch: Ranks, started: Callable[..., list[WarmProcess]]
 ) -> None:
-    running = started(3, timeout=2, absent=1, **{"1": {"leaves": "kill"}})
+    running = started(3, timeout=0.5, absent=1, **{"1": {"leaves": "kill"}})
     assert [running[0].wait(HANG_S), running[2].wait(HANG_S)] == [0, 0]
 
     error = same_error([launch.seen(3)[0][0], launch.seen(3)[2][0]])
     assert error["missing"] == [1]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["is killed", "hangs"])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)], ids=["is killed", "hangs"]
+)
 def test_a_rank_says_so_when_the_process_that_keeps_the_store(
     launch: Ranks, started: Callable[..., list[WarmProcess]], how: signal.Signals
 ) -> None:
