@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pack_claims_sources as made
 import pytest
+import warm_python
 from hypothesis import given
 from hypothesis import strategies as st
 from places import HANG_S, ROOT
@@ -327,7 +329,26 @@ def test_pack_45_releases_before_have_no_adapter(version: str, wheel: Wheel) -> 
 
 
 @pytest.mark.upstream
-@pytest.mark.parametrize("case", ["refused-cpu", pytest.param("behind-cpu", marks=pytest.mark.full)])
+def test_pack_45_no_stage_is_wrapped_on_ranks(tmp_path: Path) -> None:
+    """The case in a copy of a process that has torch, with the einops of another lane beside the packages of this one."""
+    [einops] = (ROOT / ".envs/mamba3-pinned/lib").glob("python*/site-packages/einops")
+    (tmp_path / "einops").symlink_to(einops)
+    report = tmp_path / "report"
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    words = ["-W", "ignore", "-m", "megacpp_overlays.repro.child", str(STAGES.__file__), "refused-cpu", str(report)]
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+    done = warm_python.run(words, env, after=warm_python.MEGATRON, cwd=tmp_path, timeout=HANG_S)
+
+    assert done.returncode == 0, done.stderr
+    events = {each["event"]: each for each in map(json.loads, report.read_text().splitlines())}
+    assert events["result"]["kind"] == "sound", events["result"]
+    assert "no stages: taken; 2 stages: _get_dp_tp_mesh raises " in events["result"]["seen"]
+
+
+@pytest.mark.full
+@pytest.mark.upstream
+@pytest.mark.parametrize("case", ["refused-cpu", "behind-cpu"])
 def test_pack_45_holds_on_ranks(case: str) -> None:
     python = ROOT / ".envs/mamba3-pinned/bin/python"  # it has einops
     assert python.exists(), f"there is no {python}: run `make setup`"

@@ -119,6 +119,7 @@ def sentinels(text: str) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.upstream
 def test_pack_09_reproduces_the_defect_of_the_installed_release_and_validates_the_overlay() -> None:
     installed = version("liger-kernel")

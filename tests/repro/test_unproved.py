@@ -1,4 +1,4 @@
-"""A release of Megatron-Core that no probe recognises: reproducers decide, and only on the very code that they ran on."""
+"""A release that no probe recognises: reproducers decide, and only on the very code that they ran on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from places import HANG_S, ROOT
@@ -22,7 +22,7 @@ from megacpp_overlays import cli
 from megacpp_overlays.loader import decide, probing, session
 from megacpp_overlays.source.trees import InstalledTree
 
-ID, FILE, EDITS = "masked-aux-loss-tokens", pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
+ID, FILE, EDITS = sys.argv[1], pathlib.Path(sys.argv[2]), json.loads(sys.argv[3])
 released = FILE.read_text()
 
 
@@ -53,6 +53,20 @@ found["edited again"] = ask()
 print(json.dumps(found))
 """
 
+
+class Release(NamedTuple):
+    """A release that is edited, and the overlay of what is edited there."""
+
+    overlay: str
+    distribution: str
+    version: str
+    file: str
+
+
+MEGATRON = Release("masked-aux-loss-tokens", "megatron-core", "0.19.2", "megatron/core/transformer/moe/moe_utils.py")
+LIGER = Release("liger-flce-none-backward", "liger-kernel", "0.8.1", "liger_kernel/ops/fused_linear_cross_entropy.py")
+
+OTHER_WORDS = [("        BT, H = grad_input.shape\n        n_rows = BT\n", "        n_rows, H = grad_input.shape\n")]
 SUM = "    local_tokens_per_expert = routing_map.sum(dim=0)\n    global_tokens"
 COUNT = "        local_num_tokens = local_tokens_per_expert.sum() / topk\n"
 ANOTHER_FORM = [
@@ -78,18 +92,18 @@ GONE = [
 
 @pytest.fixture
 def found(wheel: Callable[[str, str], Path], tmp_path: Path) -> Callable[..., Any]:
-    """Return decisions about edits of the newest release, each before and after `witness`."""
+    """Return decisions about edits of a release, each before and after `witness`."""
 
-    def ask(**edits: list[tuple[str, str]]) -> Any:
-        zipfile.ZipFile(wheel("megatron-core", "0.19.2")).extractall(tmp_path / "unpacked")
-        file = tmp_path / "unpacked/megatron/core/transformer/moe/moe_utils.py"
+    def ask(release: Release, **edits: list[tuple[str, str]]) -> Any:
+        zipfile.ZipFile(wheel(release.distribution, release.version)).extractall(tmp_path / "unpacked")
+        file = tmp_path / "unpacked" / release.file
         env = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(tmp_path / "unpacked"), str(ROOT)]),
             "MEGACPP_OVERLAYS_WITNESSES": str(tmp_path / "witnesses"),
             "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(file), json.dumps(edits)]
+        command = [sys.executable, "-W", "ignore", "-c", SCRIPT, release.overlay, str(file), json.dumps(edits)]
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=HANG_S)
         assert done.returncode == 0, done.stdout + done.stderr[-4000:]
         return json.loads(done.stdout.splitlines()[-1])
@@ -97,23 +111,31 @@ def found(wheel: Callable[[str, str], Path], tmp_path: Path) -> Callable[..., An
     return ask
 
 
+@pytest.mark.parametrize(
+    ("release", "edits", "shape"),
+    [
+        (LIGER, OTHER_WORDS, "per-token-scalar-backward-input-grad"),
+        pytest.param(MEGATRON, ANOTHER_FORM, "counted-twice", marks=pytest.mark.full),
+    ],
+    ids=["liger", "megatron"],
+)
 def test_the_defect_in_another_form_is_installed_on_once_it_was_witnessed_and_until_the_code_changes(
-    found: Callable[..., Any],
+    found: Callable[..., Any], release: Release, edits: list[tuple[str, str]], shape: str
 ) -> None:
-    answers = found(another_form=ANOTHER_FORM)
+    answers = found(release, another_form=edits)
 
     before, proved, after = (answers["another_form"][each] for each in ("before", "witness", "after"))
     assert (before["decision"], before["proof"]) == ("unproved", None)
     assert "`megacpp-overlays witness` runs it here" in before["reason"]
     assert proved["code"] == 0, proved["said"]
-    assert proved["said"].startswith("proved BROKEN: masked-aux-loss-tokens on ")
-    assert (after["decision"], after["proof"], after["shape"]) == ("active", "witnessed", "counted-twice")
+    assert proved["said"].startswith(f"proved BROKEN: {release.overlay} on ")
+    assert (after["decision"], after["proof"], after["shape"]) == ("active", "witnessed", shape)
     assert answers["edited again"]["decision"] == "unproved"
-    assert "moe_utils is not as it was witnessed" in answers["edited again"]["reason"]
+    assert f"{Path(release.file).stem} is not as it was witnessed" in answers["edited again"]["reason"]
 
 
 def test_a_part_whose_seams_cannot_be_placed_is_a_conflict_that_names_the_clause(found: Callable[..., Any]) -> None:
-    answer = found(gone=GONE)["gone"]
+    answer = found(MEGATRON, gone=GONE)["gone"]
 
     assert answer["before"]["decision"] == "conflict"
     assert "names: " in answer["before"]["reason"]
@@ -124,7 +146,7 @@ def test_a_part_whose_seams_cannot_be_placed_is_a_conflict_that_names_the_clause
 def test_a_repair_that_nobody_read_retires_and_another_defect_beside_it_is_not_covered_up(
     found: Callable[..., Any],
 ) -> None:
-    answers = found(repaired=REPAIRED, worse=WORSE)
+    answers = found(MEGATRON, repaired=REPAIRED, worse=WORSE)
 
     repaired, worse = answers["repaired"], answers["worse"]
     assert repaired["before"]["decision"] == "unproved"

@@ -332,6 +332,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.full
 @pytest.mark.upstream
 def test_a_release_that_was_edited_without_harm_is_proved_and_one_with_the_defect_is_not(
     wheel: Callable[[str, str], Path], tmp_path: Path
