@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import warm_python
 from hypothesis import given
 from hypothesis import strategies as st
 from launchers import environment, launch, write
@@ -321,15 +322,10 @@ def test_help_is_about_the_command(env: dict[str, str], word: str) -> None:
 
 RANK = """
 import importlib, json, os, sys
-import torch
-import torch.distributed as dist
 
-dist.init_process_group("gloo")
-doubled = torch.tensor([importlib.import_module(os.environ["NAME"] + ".layers").double(1)])
-dist.all_reduce(doubled)
+doubled = importlib.import_module(os.environ["NAME"] + ".layers").double(1)
 with open(os.path.join(sys.argv[2], os.environ["RANK"]), "w") as file:
-    json.dump([sys.argv[1:2], doubled.item(), sys.path[0], __name__], file)
-dist.destroy_process_group()
+    json.dump([sys.argv[1:2], doubled, os.environ["WORLD_SIZE"], sys.path[0], __name__], file)
 sys.exit(int(sys.argv[3]))
 """
 
@@ -340,8 +336,12 @@ def test_it_works_under_torchrun(upstream: Upstream, env: dict[str, str], tmp_pa
     launcher = write(upstream, RANK)
     torchrun = ("-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0")
 
-    done = launch(*torchrun, "--standalone", *MODULE, launcher, "--x", tmp_path, "0", env=env)
+    done = warm_python.run(
+        [*torchrun, "--standalone", *MODULE, launcher, "--x", tmp_path, "0"],
+        {**env, "OMP_NUM_THREADS": "1"},
+        timeout=HANG_S,
+    )
 
     assert done.returncode == 0, done.stderr
     said = [json.loads((tmp_path / rank).read_text()) for rank in "01"]
-    assert said == [[["--x"], 4, str(launcher.parent), "__main__"]] * 2
+    assert said == [[["--x"], 2, "2", str(launcher.parent), "__main__"]] * 2
