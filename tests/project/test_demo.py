@@ -1,4 +1,7 @@
-"""The demo on real releases, in processes of its own: what it measures, what it claims, and how it exits."""
+"""The demo on real releases, in processes of its own: what it measures, what it claims, and how it exits.
+
+`.ci/run` starts the demo itself every day, and ends with it where a claim fails.
+"""
 
 from __future__ import annotations
 
@@ -72,11 +75,13 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run_demo(tmp_path_factory.mktemp("ranks"), *launcher)
 
 
+@pytest.mark.full
 def test_both_overlays_are_active_and_every_claim_holds(current: Run) -> None:
     assert (current.decision(EXEMPTION), current.decision(LOSS)) == ("active", "active")
     assert (current.code, current.outcomes()) == (0, ["ok", "ok", "ok"])
 
 
+@pytest.mark.full
 def test_the_output_starts_with_the_audit(current: Run) -> None:
     audit, measurements = current.output.index("fingerprint"), current.output.index("Exempt parameters")
 
@@ -85,23 +90,27 @@ def test_the_output_starts_with_the_audit(current: Run) -> None:
     assert LOSS in current.output[audit:measurements]
 
 
+@pytest.mark.full
 def test_all_seven_parameters_of_the_contract_are_compared(current: Run) -> None:
     names = {name.rpartition(".")[2] for name in current.report["off"]["exempt"]}
 
     assert names == {"dt_bias", "D", "B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o"}
 
 
+@pytest.mark.full
 def test_upstream_rounds_every_exempt_parameter_and_the_overlay_keeps_every_bit(current: Run) -> None:
     assert set(current.exempt("off")) == {("bfloat16", True)}
     assert set(current.exempt("on")) == {("float32", False)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("role", ["input", "weight"])
 def test_upstream_gets_the_masked_gradient_wrong_and_the_overlay_right(current: Run, role: str) -> None:
     assert current.report["off"]["gradient_error"][role] > 0.1
     assert current.report["on"]["gradient_error"][role] < 1e-5
 
 
+@pytest.mark.full
 def test_the_model_learns(current: Run) -> None:
     first, *_, last = current.report["losses"]
 
