@@ -348,7 +348,7 @@ def test_undoing_and_arming_between_two_graphs_of_one_function_act_as_they_do_un
         return first, second, block.method(x)
 
     whole = torch.compile(step, backend="eager")
-    for _ in range(3):
+    for _ in range(2):
         assert [each.item() for each in whole(torch.ones(1))] == [20, 2, 20]
 
 
@@ -561,6 +561,8 @@ STEPS = {
 other `float16-...` overlays, whose seams are in code that saves checkpoints, which nobody compiles."""
 DAILY = ("packed_lengths", "sparse_mla", "token_losses")
 """With breaks, without, and one whose seam is left alone by Dynamo; the others are `full`."""
+WITH_OVERLAYS = ("token_losses",)
+"""Of these, what is counted with overlays alone: upstream's graphs are many, and nothing of ours."""
 
 
 @pytest.fixture(scope="module")
@@ -569,14 +571,15 @@ def chosen(grid_size: str) -> dict[str, Counted]:
 
 
 @pytest.fixture(scope="module")
-def counts(chosen: dict[str, Counted]) -> dict[str, dict[str, Any]]:
+def counts(chosen: dict[str, Counted], grid_size: str) -> dict[str, dict[str, Any]]:
     """Return the report of each step without and with overlays; a process for each tree and each of the two."""
     folder = SUPPORT
     running = {}
     for stand_in, mode in itertools.product({about.stand_in for about in chosen.values()}, ("off", "auto")):
         path = [STAND_INS[stand_in], ROOT, folder] if stand_in else [ROOT, folder]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "MEGACPP_OVERLAYS": mode}
-        steps = [step for step, about in chosen.items() if about.stand_in == stand_in]
+        left_out = WITH_OVERLAYS if mode == "off" and grid_size == "few" else ()
+        steps = [step for step, about in chosen.items() if about.stand_in == stand_in and step not in left_out]
         command = ["-W", "ignore", folder / "compile_cases.py", *steps]
         running[stand_in, mode] = warm_python.start(command, env, after=warm_python.MEGATRON)
     found: dict[str, dict[str, Any]] = {"off": {"active": set()}, "auto": {"active": set()}}
@@ -612,14 +615,19 @@ def test_a_step_breaks_and_compiles_as_often_with_the_overlay_as_without(
 
 @pytest.mark.upstream
 @pytest.mark.skipif(not LIGER_IS_BROKEN, reason="upstream is right in this environment")
-def test_token_losses_break_once_with_the_overlay_and_at_every_read_from_the_host_without(
-    counts: dict[str, dict[str, Any]],
-) -> None:
+def test_token_losses_break_once_with_the_overlay(counts: dict[str, dict[str, Any]]) -> None:
     """Dynamo leaves our passes alone; what is before and after them is compiled, once more with sizes left open."""
-    off, on = counts["off"]["token_losses"], counts["auto"]["token_losses"]
+    on = counts["auto"]["token_losses"]
 
-    assert (off["breaks"], on["breaks"]) == (STEPS["token_losses"].breaks, 1)
+    assert on["breaks"] == 1
     assert on["unique graphs after each size"] == [2, 4, 4, 4, 4]
+
+
+@pytest.mark.full
+@pytest.mark.upstream
+@pytest.mark.skipif(not LIGER_IS_BROKEN, reason="upstream is right in this environment")
+def test_token_losses_break_at_every_read_from_the_host_without(counts: dict[str, dict[str, Any]]) -> None:
+    assert counts["off"]["token_losses"]["breaks"] == STEPS["token_losses"].breaks
 
 
 @pytest.mark.full
