@@ -127,7 +127,8 @@ def audit(lane: str, **variables: str) -> Preflight:
     assert python.exists(), f"there is no {python}: run `make setup`"
     words = ["-W", "ignore", "-m", "megacpp_overlays", "audit", "--json"]
     log = Path(tempfile.mkstemp(suffix=".log")[1])
-    env = {**os.environ, "PYTHONPATH": str(STAND_IN), "MEGACPP_OVERLAYS_LOG": str(log), **variables}
+    ours = {"PYTHONPATH": str(STAND_IN), "MEGACPP_OVERLAYS_LOG": str(log), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, **ours, **variables}
     env.pop("MEGACPP_OVERLAYS_SAID", None)  # of this worker, which may have armed
     if python == Path(sys.executable):
         done = warm_python.run(words, env, cwd=Path("/"), after=warm_python.MEGATRON, timeout=HANG_S)
@@ -262,7 +263,7 @@ for seam in seams:
     assert pickle.loads(pickle.dumps(reached)) is reached, seam
 """
     on = {each.variable: "on" for each in registry.load() if each.off_by_default}
-    env = {**os.environ, "PYTHONPATH": str(STAND_IN), **on}
+    env = {**os.environ, "PYTHONPATH": str(STAND_IN), "OMP_NUM_THREADS": "1", **on}
     done = warm_python.run(["-W", "ignore", "-c", code], env, after=warm_python.MEGATRON, timeout=HANG_S)
 
     assert done.returncode == 0, done.stderr

@@ -577,7 +577,8 @@ def counts(chosen: dict[str, Counted], grid_size: str) -> dict[str, dict[str, An
     running = {}
     for stand_in, mode in itertools.product({about.stand_in for about in chosen.values()}, ("off", "auto")):
         path = [STAND_INS[stand_in], ROOT, folder] if stand_in else [ROOT, folder]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "MEGACPP_OVERLAYS": mode}
+        ours = {"PYTHONPATH": os.pathsep.join(map(str, path)), "MEGACPP_OVERLAYS": mode, "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, **ours}
         left_out = WITH_OVERLAYS if mode == "off" and grid_size == "few" else ()
         steps = [step for step, about in chosen.items() if about.stand_in == stand_in and step not in left_out]
         command = ["-W", "ignore", folder / "compile_cases.py", *steps]
