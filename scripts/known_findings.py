@@ -3,6 +3,7 @@ every fingerprint, megacpp_overlays/source/knowledge.json.
 
 known_findings.py           write it, from the releases in .cache/wheels
 known_findings.py --check   exit 1 if it is not what the probes find, naming what differs
+known_findings.py --newest  check only what is written of the newest release of each distribution, which takes seconds
 
 Of each distribution that an overlay is about: the oldest release that a lane pins, and every later one.
 """
@@ -42,7 +43,12 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if they are out of step")
     parser.add_argument("--archives", type=Path, default=ROOT / ".cache/wheels", metavar="FOLDER")
     parser.add_argument("--findings", type=Path, metavar="FOLDER", help="keep what probes find here, and read it again")
+    parser.add_argument("--newest", action="store_true", help="check only what is written of the newest releases")
     given = parser.parse_args()
+    if given.newest:
+        strange = list(differing_of_newest(given.archives))
+        print("\n".join(strange) or "as the probes find it")
+        return int(bool(strange))
     found = json.dumps(collected(given.archives, FindingCache(given.findings)), indent=1, sort_keys=True) + "\n"
     firsts = json.dumps(first_releases(given.archives), indent=0, sort_keys=True) + "\n"
     texts = {known.FILE: found, knowledge.FILE: firsts}
@@ -74,6 +80,40 @@ def first_releases(archives: Path) -> dict[str, dict[str, str]]:
                 firsts.setdefault(digest, str(version))
     knowledge.recorded = None
     return found
+
+
+def differing_of_newest(archives: Path) -> Iterator[str]:
+    """Yield what is written otherwise than the probes find it in the newest release of each distribution."""
+    kept, firsts = (json.loads(path.read_text(encoding="utf-8")) for path in (known.FILE, knowledge.FILE))
+    if (kept["probes"], tuple(kept["pythons"])) != (known.code(), PYTHONS):
+        yield f"{known.FILE.name}: it was written with other probes"
+    errata, cache = registry.load(), FindingCache()
+    for distribution in sorted({each.target.distribution for each in errata}):
+        version, path = max(each for each in _archives(distribution, archives).items() if not each[0].is_prerelease)
+        knowledge.recorded = set()
+        with ArchiveTree(path) as archive, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = Remembered(archive)
+            for each in (each for each in errata if each.target.distribution == distribution):
+                found, names = cache.derive(each, tree)
+                if isinstance(each, Overlay) and names is not None:
+                    sources = [tree.module(name) for name in names]
+                    data = known.as_data(each, found, [source for source in sources if source is not None])
+                    if _written(kept, each, names, known.digest(names, sources)) != json.loads(json.dumps(data)):
+                        yield f"{known.FILE.name}: {known.name_of(each)} on {distribution} {version}"
+        written = {digest for digest, first in firsts[distribution].items() if Version(first) <= version}
+        if unknown := knowledge.recorded - written:
+            yield f"{knowledge.FILE.name}: {len(unknown)} fingerprints of {distribution} {version}"
+    knowledge.recorded = None
+
+
+def _written(kept: dict[str, Any], overlay: Overlay, names: tuple[str, ...], digest: str) -> dict[str, Any] | None:
+    """Return the finding that is written of these texts, or None."""
+    for row in kept["parts"][known.name_of(overlay)]:
+        if tuple(row["asked"]) == names and digest in row["found"]:
+            found = kept["findings"][row["found"][digest]]
+            return {**found, "read": [kept["readings"][int(number)] for number in found["read"].split()]}
+    return None
 
 
 def collected(archives: Path, cache: FindingCache) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A hundred mutants and more of what probes read, the same in each run; `make adversary` runs thirty thousand."""
+"""Some seventy mutants of what probes read, the same in each run; `make adversary` runs thirty thousand."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class {CLASS}(Base):
 '''
 
 
-TEXTS, OF_EACH = 36, 4
+TEXTS, OF_EACH = 36, 2
 """Texts that are mutated, and mutants of each."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from probing import Texts, ask
+from probing import Texts, ask, parsed_once
 from repair_cases import CASES, archive, edited_release
 
 from megacpp_overlays.feature_probes.cp_local_loss_mean import (
@@ -17,7 +17,7 @@ from megacpp_overlays.feature_probes.cp_local_loss_mean import (
     probe,
 )
 from megacpp_overlays.model import Finding, Verdict
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 NO_COUNT = ("0.5.0", "0.6.0")
 OF_ALL_RANKS = ("0.7.0", "0.12.3")
@@ -31,7 +31,7 @@ def edited(old: str, new: str, module: str = TARGET.module, release: str = "0.19
 
 @pytest.mark.parametrize("version", [*NO_COUNT, *OF_ALL_RANKS])
 def test_launchers_of_old_releases_divide_or_count_the_tokens_of_all_ranks(version: str, wheel: Wheel) -> None:
-    finding = probe(ArchiveTree(wheel("megatron-core", version)))
+    finding = probe(parsed_once(wheel("megatron-core", version)))
 
     assert finding.verdict is Verdict.ABSENT
     assert ("of all ranks" if version in OF_ALL_RANKS else "no number of tokens") in finding.summary()

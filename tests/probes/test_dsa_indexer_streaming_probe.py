@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 from dsa_source import EditedTree, statement_edits, text_of
+from probing import ParsedOnce, parsed_once
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import dsa_indexer_streaming as feature
 from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.model import Finding, Verdict
 from megacpp_overlays.overlays.dsa_indexer_streaming import OVERLAY
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 from megacpp_overlays.source.fingerprint import fingerprint
 from megacpp_overlays.source.trees import ModuleSource, SourceTree
 from megacpp_overlays.upkeep.ledger import due
@@ -38,13 +39,13 @@ class Texts:
 
 
 @pytest.fixture(params=FIRST)
-def release(request: pytest.FixtureRequest, wheel: Wheel) -> ArchiveTree:
-    return ArchiveTree(wheel("megatron-core", request.param))
+def release(request: pytest.FixtureRequest, wheel: Wheel) -> ParsedOnce:
+    return parsed_once(wheel("megatron-core", request.param))
 
 
 @pytest.fixture
-def newest(wheel: Wheel) -> ArchiveTree:
-    return ArchiveTree(wheel("megatron-core", "0.19.2"))
+def newest(wheel: Wheel) -> ParsedOnce:
+    return parsed_once(wheel("megatron-core", "0.19.2"))
 
 
 def replaced(tree: SourceTree, old: str, new: str, *, last: bool = False) -> Finding:
@@ -71,7 +72,7 @@ def only_what_counts(tree: SourceTree) -> str:
 # Verdicts
 
 
-def test_the_evidence_names_both_places(newest: ArchiveTree) -> None:
+def test_the_evidence_names_both_places(newest: ParsedOnce) -> None:
     seen = examine(OVERLAY, newest).summary()
 
     assert f"{feature.SCORES} builds [queries, batch, heads, keys] in float32 (dsa.py:542)" in seen
@@ -103,7 +104,7 @@ def test_every_broken_shape_has_seams() -> None:
 
 @pytest.mark.full
 @pytest.mark.unmeasured
-def test_no_statement_of_the_scores_or_of_their_backward_may_change(release: ArchiveTree) -> None:
+def test_no_statement_of_the_scores_or_of_their_backward_may_change(release: ParsedOnce) -> None:
     text, edits = only_what_counts(release), 0
     assert examine(OVERLAY, Texts(dsa=text)).verdict is Verdict.BROKEN
 
@@ -129,7 +130,7 @@ def test_no_statement_of_the_scores_or_of_their_backward_may_change(release: Arc
     ],
     ids=["another equation", "another dtype", "another gradient", "another order"],
 )
-def test_the_backward_may_not_change(newest: ArchiveTree, old: str, new: str) -> None:
+def test_the_backward_may_not_change(newest: ParsedOnce, old: str, new: str) -> None:
     assert replaced(newest, old, new, last=True).verdict is Verdict.UNRECOGNISED
 
 
@@ -154,11 +155,11 @@ def test_the_backward_may_not_change(newest: ArchiveTree, old: str, new: str) ->
         *("rebound from a function", "renamed argument", "swapped arguments", "function and method"),
     ],
 )  # fmt: skip
-def test_names_must_mean_one_plain_definition(newest: ArchiveTree, old: str, new: str) -> None:
+def test_names_must_mean_one_plain_definition(newest: ParsedOnce, old: str, new: str) -> None:
     assert replaced(newest, old, new).verdict is Verdict.UNRECOGNISED
 
 
-def test_comments_and_docstrings_may_change(newest: ArchiveTree) -> None:
+def test_comments_and_docstrings_may_change(newest: ParsedOnce) -> None:
     finding = replaced(newest, "Naive implementation of backward pass for indexer loss.", "Slow.")
 
     assert finding.shape == feature.EXACT_LOSS
@@ -196,7 +197,7 @@ def test_comments_and_docstrings_may_change(newest: ArchiveTree) -> None:
     ],
 )  # fmt: skip
 def test_a_listed_body_is_refused_if_the_seam_would_misread_it(
-    newest: ArchiveTree, monkeypatch: pytest.MonkeyPatch, old: str, new: str, says: str
+    newest: ParsedOnce, monkeypatch: pytest.MonkeyPatch, old: str, new: str, says: str
 ) -> None:
     text = text_of(newest, DSA)
     assert text.count(old) == 1
@@ -220,7 +221,7 @@ def test_a_listed_body_is_refused_if_the_seam_would_misread_it(
     [("0.17.0", feature.SOFTENED_LOSS), ("0.18.2", feature.SOFTENED_LOSS), ("0.19.0", feature.EXACT_LOSS)],
 )
 def test_a_release_whose_loss_was_read_has_it_replaced(version: str, shape: str, wheel: Wheel) -> None:
-    finding = examine(OVERLAY, ArchiveTree(wheel("megatron-core", version)))
+    finding = examine(OVERLAY, parsed_once(wheel("megatron-core", version)))
 
     assert finding.shape == shape
     assert f"{feature.LOSS} builds [batch, attention heads, queries, keys]" in finding.summary()
@@ -229,7 +230,7 @@ def test_a_release_whose_loss_was_read_has_it_replaced(version: str, shape: str,
 @pytest.mark.full
 @pytest.mark.parametrize("version", ["0.17.0", "0.19.2"])
 def test_a_loss_that_was_not_read_is_left_to_upstream(version: str, wheel: Wheel) -> None:
-    tree = ArchiveTree(wheel("megatron-core", version))
+    tree = parsed_once(wheel("megatron-core", version))
     text = text_of(tree, DSA)
     shape = examine(OVERLAY, tree).shape
     assert shape is not None
@@ -247,7 +248,7 @@ def test_a_loss_that_was_not_read_is_left_to_upstream(version: str, wheel: Wheel
 
 
 @pytest.mark.parametrize("place", feature._EXACT_HELPERS, ids=".".join)
-def test_what_the_loss_calls_must_have_been_read(newest: ArchiveTree, place: tuple[str, str]) -> None:
+def test_what_the_loss_calls_must_have_been_read(newest: ParsedOnce, place: tuple[str, str]) -> None:
     module, function = place
     text = text_of(newest, module)
     assert text.count(f"def {function}(") == 1
@@ -268,7 +269,7 @@ def test_what_the_loss_calls_must_have_been_read(newest: ArchiveTree, place: tup
     ],
 )
 def test_another_body_of_what_the_loss_calls_leaves_it_to_upstream(
-    newest: ArchiveTree, name: str, old: str, new: str
+    newest: ParsedOnce, name: str, old: str, new: str
 ) -> None:
     module = DSA.replace(".dsa", f".{name}")
     text = text_of(newest, module)
@@ -285,7 +286,7 @@ def test_another_body_of_what_the_loss_calls_leaves_it_to_upstream(
 @pytest.mark.full
 @pytest.mark.parametrize("version", ["0.17.0", "0.19.2"])
 def test_a_choice_of_keys_that_was_not_read_is_left_to_upstream_and_nothing_else_is(version: str, wheel: Wheel) -> None:
-    tree = ArchiveTree(wheel("megatron-core", version))
+    tree = parsed_once(wheel("megatron-core", version))
     text, shape = text_of(tree, DSA), examine(OVERLAY, tree).shape
     assert shape is not None
     choice = ast.get_source_segment(
@@ -320,7 +321,7 @@ def test_a_choice_of_keys_that_was_not_read_is_left_to_upstream_and_nothing_else
     ],
     ids=["decorated", "gone", "rebound", "another mark"],
 )
-def test_another_choice_of_keys_is_left_alone(newest: ArchiveTree, old: str, new: str, says: str) -> None:
+def test_another_choice_of_keys_is_left_alone(newest: ParsedOnce, old: str, new: str, says: str) -> None:
     finding = replaced(newest, old.replace("'", '"'), new.replace("'", '"'))
 
     assert finding.shape == feature.OTHER_TOP_K[feature.EXACT_LOSS]
@@ -330,7 +331,7 @@ def test_another_choice_of_keys_is_left_alone(newest: ArchiveTree, old: str, new
 # Gone, moved, repaired
 
 
-def test_dsa_whose_scores_have_moved_is_not_called_absent(release: ArchiveTree) -> None:
+def test_dsa_whose_scores_have_moved_is_not_called_absent(release: ParsedOnce) -> None:
     text = text_of(release, DSA).replace(feature.SCORES, "_index_scores_elsewhere")
 
     finding = examine(OVERLAY, EditedTree(release, DSA, text))
@@ -339,7 +340,7 @@ def test_dsa_whose_scores_have_moved_is_not_called_absent(release: ArchiveTree) 
     assert f"there is DSA but no {feature.SCORES}" in finding.summary()
 
 
-def test_a_backward_that_is_gone_is_not_recognised(newest: ArchiveTree) -> None:
+def test_a_backward_that_is_gone_is_not_recognised(newest: ParsedOnce) -> None:
     text = text_of(newest, DSA).replace(feature.BACKWARD, "bwd_streaming_indexer_loss")
 
     assert examine(OVERLAY, EditedTree(newest, DSA, text)).verdict is Verdict.UNRECOGNISED
@@ -363,7 +364,7 @@ def test_what_only_looks_repaired_is_not_called_fixed() -> None:
     assert due([OVERLAY], Texts(dsa=REPAIRED)) == []
 
 
-def test_no_release_is_due(release: ArchiveTree) -> None:
+def test_no_release_is_due(release: ParsedOnce) -> None:
     assert due([OVERLAY], release) == []
 
 
@@ -372,7 +373,7 @@ def test_no_release_is_due(release: ArchiveTree) -> None:
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.18.2", "0.19.0", "0.19.2"])
 def test_the_decision_names_the_backends_that_the_tree_has(version: str, wheel: Wheel) -> None:
-    seen = examine(OVERLAY, ArchiveTree(wheel("megatron-core", version))).summary()
+    seen = examine(OVERLAY, parsed_once(wheel("megatron-core", version))).summary()
 
     named = "where dsa_kernel_backend is tilelang or cudnn and attention_backend is not unfused" in seen
     assert named is version.startswith("0.19")
@@ -399,7 +400,7 @@ class Without:
     ],
 )
 def test_a_backend_that_the_tree_does_not_bring_is_not_named(
-    newest: ArchiveTree, missing: list[str], says: str | None
+    newest: ParsedOnce, missing: list[str], says: str | None
 ) -> None:
     seen = examine(OVERLAY, Without(newest, *missing)).summary()
 
@@ -413,7 +414,7 @@ def test_a_backend_that_the_tree_does_not_bring_is_not_named(
         ("_BACKEND_MODULE_NAME_BY_BACKEND = {", "_MODULES = {", "backends are not listed in a way that is known"),
     ],
 )
-def test_backends_are_read_from_the_tree(newest: ArchiveTree, old: str, new: str, says: str) -> None:
+def test_backends_are_read_from_the_tree(newest: ParsedOnce, old: str, new: str, says: str) -> None:
     text = text_of(newest, KERNELS).replace(old, new)
 
     finding = examine(OVERLAY, EditedTree(newest, KERNELS, text))

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from dsa_source import statement_edits
-from probing import Texts, ask
+from probing import Texts, ask, parsed_once
 from repair_cases import archive
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes.dsa_sparse_attention import ALL_KEYS, FUNCTION, MASKING, TARGET, probe
 from megacpp_overlays.model import Verdict
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 Wheel = Callable[[str, str], Path]
 
@@ -26,7 +26,7 @@ def newest(module: str) -> str:
 
 @pytest.mark.parametrize("version", ["0.19.0", "0.19.2"])
 def test_releases_that_build_all_scores_are_broken(version: str, wheel: Wheel) -> None:
-    finding = probe(ArchiveTree(wheel("megatron-core", version)))
+    finding = probe(parsed_once(wheel("megatron-core", version)))
 
     assert (finding.verdict, finding.shape) == (Verdict.BROKEN, ALL_KEYS)
     assert "builds [batch, heads, queries, keys] in float32 (dsa.py:111)" in finding.summary()

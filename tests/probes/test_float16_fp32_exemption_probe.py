@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from probing import Texts
+from probing import Texts, parsed_once
 from repair_cases import IDS, ORDER, SHARDING
 
 from megacpp_overlays.feature_probes import float16_distributed_order, float16_optimizer_state_ids
@@ -22,7 +22,6 @@ from megacpp_overlays.loader.decide import before_import
 from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Decision, Finding, Verdict
 from megacpp_overlays.overlays.float16_fp32_exemption import OVERLAY
-from megacpp_overlays.source.file_trees import ArchiveTree
 from megacpp_overlays.source.trees import ModuleSource, SourceTree
 
 CONVERSION = '''
@@ -58,7 +57,7 @@ def examine(text: str, mamba3: str | None = None) -> Finding:
 @pytest.fixture(scope="module")
 def released(wheel: Callable[[str, str], Path]) -> str:
     """The text of the newest release."""
-    source = ArchiveTree(wheel("megatron-core", "0.19.2")).module(TARGET.module)
+    source = parsed_once(wheel("megatron-core", "0.19.2")).module(TARGET.module)
     assert source is not None
     return source.text
 
@@ -395,7 +394,7 @@ OPTIMIZERS = {
 def test_where_an_optimizer_only_looks_repaired_a_kept_witness_of_that_counts(
     repaired: str, wheel: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
-    release = ArchiveTree(wheel("megatron-core", "0.19.2"))
+    release = parsed_once(wheel("megatron-core", "0.19.2"))
     tree, folder = Texts(OPTIMIZERS[repaired], release), Settings(witnesses=str(tmp_path / "witnesses"))
     (needed,) = [each for each in registry.load() if each.id == repaired]
     finding = probing.examine(OVERLAY, tree)
@@ -403,7 +402,6 @@ def test_where_an_optimizer_only_looks_repaired_a_kept_witness_of_that_counts(
     before = needs.expected(before_import(needed, folder), folder, tree)
     keep_witness(needed, tree, folder)
     after = needs.expected(before_import(needed, folder), folder, tree)
-    release.close()
 
     assert repaired in OVERLAY.needs
     assert (finding.verdict, finding.shape) == (Verdict.BROKEN, BLANKET_CAST)
@@ -437,7 +435,7 @@ def test_where_an_optimizer_is_not_known_fp32_parameters_are_not_kept(
     module: str, edit: tuple[str, str], wheel: Callable[[str, str], Path]
 ) -> None:
     old, new = edit
-    release = ArchiveTree(wheel("megatron-core", "0.19.2"))
+    release = parsed_once(wheel("megatron-core", "0.19.2"))
 
     class Edited:
         def module(self, name: str) -> ModuleSource | None:
@@ -448,7 +446,6 @@ def test_where_an_optimizer_is_not_known_fp32_parameters_are_not_kept(
 
     assert probe(release).verdict is Verdict.BROKEN
     finding = probing.examine(OVERLAY, Edited())
-    release.close()
 
     assert finding.verdict is Verdict.UNRECOGNISED
     assert "saved under wrong names" in finding.summary()

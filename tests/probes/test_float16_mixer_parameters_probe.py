@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from probing import ParsedOnce, parsed_once
 
 from megacpp_overlays.feature_probes.float16_mixer_parameters import (
     GATED_DELTA_PRODUCT,
@@ -17,7 +18,7 @@ from megacpp_overlays.feature_probes.float16_mixer_parameters import (
 from megacpp_overlays.loader import probing
 from megacpp_overlays.model import Finding, Verdict
 from megacpp_overlays.overlays.float16_mixer_parameters import PARTS
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 from megacpp_overlays.source.trees import ModuleSource, SourceTree
 
 Wheel = Callable[[str, str], Path]
@@ -37,11 +38,9 @@ class Edited:
 
 
 @pytest.fixture(scope="module")
-def newest(wheel: Wheel) -> Iterator[ArchiveTree]:
+def newest(wheel: Wheel) -> ParsedOnce:
     """The newest release."""
-    tree = ArchiveTree(wheel("megatron-core", "0.19.2"))
-    yield tree
-    tree.close()
+    return parsed_once(wheel("megatron-core", "0.19.2"))
 
 
 def text_of(tree: SourceTree, module: str = MAMBA.target.module) -> str:
@@ -75,7 +74,7 @@ def test_given_trees_that_honour_marks_are_recognised(upstream_trees: list[Path]
             assert probing.examine(part, tree).verdict in {Verdict.BROKEN, Verdict.FIXED, Verdict.ABSENT}, path
 
 
-def test_a_tree_without_the_mixer_is_absent(newest: ArchiveTree) -> None:
+def test_a_tree_without_the_mixer_is_absent(newest: ParsedOnce) -> None:
     assert examine(newest, None).verdict is Verdict.ABSENT
     assert examine(newest, "class Other: pass").verdict is Verdict.ABSENT
 
@@ -90,19 +89,19 @@ def test_a_tree_without_the_mixer_is_absent(newest: ArchiveTree) -> None:
         "class MambaMixer(",
     ],
 )
-def test_a_mixer_that_is_made_in_another_way_is_not_recognised(newest: ArchiveTree, text: str) -> None:
+def test_a_mixer_that_is_made_in_another_way_is_not_recognised(newest: ParsedOnce, text: str) -> None:
     assert examine(newest, text).verdict is Verdict.UNRECOGNISED
 
 
 @pytest.mark.parametrize("how", ["mark_keep_in_fp32(self.{name})", "self.{name}.keep_in_fp32 = True"])
-def test_a_mixer_that_marks_both_by_itself_looks_repaired(newest: ArchiveTree, how: str) -> None:
+def test_a_mixer_that_marks_both_by_itself_looks_repaired(newest: ParsedOnce, how: str) -> None:
     text = marked(text_of(newest), "A_log", "D", how=how)
 
     assert examine(newest, text).looks_repaired
     assert not examine(newest, text_of(newest)).looks_repaired
 
 
-def test_marks_where_the_parameters_are_created_count_too(newest: ArchiveTree) -> None:
+def test_marks_where_the_parameters_are_created_count_too(newest: ParsedOnce) -> None:
     text = edited(text_of(newest), "nn.Parameter(A_log)", "mark_keep_in_fp32(nn.Parameter(A_log))")
     one = examine(newest, text)
     both = examine(newest, marked(text, "D"))
@@ -113,7 +112,7 @@ def test_marks_where_the_parameters_are_created_count_too(newest: ArchiveTree) -
 
 
 @pytest.mark.parametrize("name", ["A_log", "D"])
-def test_one_mark_is_not_enough(newest: ArchiveTree, name: str) -> None:
+def test_one_mark_is_not_enough(newest: ParsedOnce, name: str) -> None:
     finding = examine(newest, marked(text_of(newest), name))
 
     assert (finding.verdict, finding.shape) == (Verdict.BROKEN, UNMARKED)
@@ -136,9 +135,7 @@ def test_one_mark_is_not_enough(newest: ArchiveTree, name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["A_log", "D"])
-def test_anything_else_that_is_done_with_a_parameter_is_not_recognised(
-    newest: ArchiveTree, name: str, how: str
-) -> None:
+def test_anything_else_that_is_done_with_a_parameter_is_not_recognised(newest: ParsedOnce, name: str, how: str) -> None:
     assert examine(newest, marked(text_of(newest), name, how=how)).verdict is Verdict.UNRECOGNISED
 
 
@@ -156,7 +153,7 @@ def test_anything_else_that_is_done_with_a_parameter_is_not_recognised(
         ("self.D = nn.Parameter(", "self.D = nn.Parameter(torch.ones(4)) if self.rmsnorm else nn.Parameter("),
     ],
 )
-def test_parameters_that_are_created_in_another_way_are_not_recognised(newest: ArchiveTree, old: str, new: str) -> None:
+def test_parameters_that_are_created_in_another_way_are_not_recognised(newest: ParsedOnce, old: str, new: str) -> None:
     assert examine(newest, edited(text_of(newest), old, new)).verdict is Verdict.UNRECOGNISED
 
 
@@ -172,14 +169,14 @@ def test_parameters_that_are_created_in_another_way_are_not_recognised(newest: A
     ],
 )
 def test_a_place_that_reads_a_parameter_in_another_way_is_not_recognised(
-    newest: ArchiveTree, old: str, new: str
+    newest: ParsedOnce, old: str, new: str
 ) -> None:
     assert examine(newest, edited(text_of(newest), old, new)).verdict is Verdict.UNRECOGNISED
 
 
 @pytest.mark.full
 @pytest.mark.unmeasured
-def test_no_mention_of_a_parameter_may_be_doubled_with_a_change(newest: ArchiveTree) -> None:
+def test_no_mention_of_a_parameter_may_be_doubled_with_a_change(newest: ParsedOnce) -> None:
     text = text_of(newest)
     syntax = ast.parse(text)
     places = [
@@ -195,7 +192,7 @@ def test_no_mention_of_a_parameter_may_be_doubled_with_a_change(newest: ArchiveT
         assert finding.verdict is Verdict.UNRECOGNISED, ast.unparse(node)
 
 
-def test_comments_layout_and_other_edits_of_the_mixer_do_not_matter(newest: ArchiveTree) -> None:
+def test_comments_layout_and_other_edits_of_the_mixer_do_not_matter(newest: ParsedOnce) -> None:
     text = edited(text_of(newest), "self.d_conv = d_conv", "self.d_conv = d_conv\n        self.extra = 1")
 
     assert examine(newest, ast.unparse(ast.parse(text))).verdict is Verdict.BROKEN
@@ -213,7 +210,7 @@ def test_comments_layout_and_other_edits_of_the_mixer_do_not_matter(newest: Arch
     ],
 )
 def test_context_parallelism_that_holds_them_in_another_way_is_not_recognised(
-    newest: ArchiveTree, old: str, new: str
+    newest: ParsedOnce, old: str, new: str
 ) -> None:
     text = edited(text_of(newest, MAMBA.parallel_module), old, new)
 
@@ -221,7 +218,7 @@ def test_context_parallelism_that_holds_them_in_another_way_is_not_recognised(
 
 
 @pytest.mark.parametrize("text", [None, "class Float16Module: pass"])
-def test_where_nothing_is_known_to_honour_marks_none_are_set(newest: ArchiveTree, text: str | None) -> None:
+def test_where_nothing_is_known_to_honour_marks_none_are_set(newest: ParsedOnce, text: str | None) -> None:
     finding = examine(newest, text, "megatron.core.transformer.module")
 
     assert finding.verdict is Verdict.UNRECOGNISED
@@ -254,7 +251,7 @@ class GatedDeltaProductMixer(MegatronModule):
         ("", ""),
     ],
 )
-def test_a_gated_delta_product_needs_the_slices_that_are_known(newest: ArchiveTree, old: str, new: str) -> None:
+def test_a_gated_delta_product_needs_the_slices_that_are_known(newest: ParsedOnce, old: str, new: str) -> None:
     texts = {GATED_DELTA_PRODUCT.target.module: edited(PRODUCT, old, new)}
 
     assert probing.examine(PARTS[1], Edited(newest, texts)).verdict is Verdict.UNRECOGNISED

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from probing import Texts, ask
+from probing import Texts, ask, parsed_once
 from repair_cases import CASES, edited_release
 
 from megacpp_overlays.feature_probes.fsdp_optimizer_under_update import FUNCTION, TARGET, probe
 from megacpp_overlays.model import Finding, Verdict
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 WITHOUT_FSDP = ("0.1.0", "0.13.1")
 WITHOUT_STEP = ("0.14.0", "0.16.1")
@@ -25,7 +25,7 @@ def edited(old: str, new: str, release: str = "0.19.2") -> Finding:
 
 @pytest.mark.parametrize("version", [*WITHOUT_FSDP, *WITHOUT_STEP])
 def test_releases_that_take_no_step_are_absent(version: str, wheel: Wheel) -> None:
-    finding = probe(ArchiveTree(wheel("megatron-core", version)))
+    finding = probe(parsed_once(wheel("megatron-core", version)))
 
     assert finding.verdict is Verdict.ABSENT
     assert ("no step is taken" in finding.summary()) is (version in WITHOUT_STEP)

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from probing import Texts, ask
+from probing import Texts, ask, parsed_once
 from repair_cases import CASES
 
 from megacpp_overlays.feature_probes.fully_reshardable_padding import LOAD, SAVE, TARGET, probe
 from megacpp_overlays.model import Finding, Verdict
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 NONE = ("0.6.0", "0.14.0")
 OPTIMIZERS = "megatron.core.optimizer.optimizer"
@@ -22,7 +22,7 @@ Wheel = Callable[[str, str], Path]
 
 @pytest.fixture(scope="module")
 def newest(wheel: Wheel) -> str:
-    source = ArchiveTree(wheel("megatron-core", "0.19.2")).module(TARGET.module)
+    source = parsed_once(wheel("megatron-core", "0.19.2")).module(TARGET.module)
     assert source is not None
     return source.text
 
@@ -33,7 +33,7 @@ def examine(text: str | None, **others: str) -> Finding:
 
 @pytest.mark.parametrize("version", NONE)
 def test_releases_without_the_format_are_absent(version: str, wheel: Wheel) -> None:
-    finding = probe(ArchiveTree(wheel("megatron-core", version)))
+    finding = probe(parsed_once(wheel("megatron-core", version)))
 
     assert finding.verdict is Verdict.ABSENT
     assert finding.evidence[0].seen == "DistributedOptimizer has no fully reshardable format"
@@ -86,7 +86,7 @@ def test_an_edit_is_not_recognised(newest: str, old: str, new: str) -> None:
 
 
 def test_a_format_that_another_class_may_give_is_not_absent(wheel: Wheel) -> None:
-    source = ArchiveTree(wheel("megatron-core", "0.14.0")).module(TARGET.module)
+    source = parsed_once(wheel("megatron-core", "0.14.0")).module(TARGET.module)
     assert source is not None
     base = f"class MixedPrecisionOptimizer:\n    def {SAVE}(self): ...\n"
 

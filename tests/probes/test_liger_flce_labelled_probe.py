@@ -6,12 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from probing import ask
+from probing import ask, parsed_once
 
 from megacpp_overlays.feature_probes.liger_flce_labelled import EVERY_TOKEN, OLDER
 from megacpp_overlays.model import Verdict
 from megacpp_overlays.overlays.liger_flce_labelled import OVERLAY
-from megacpp_overlays.source.file_trees import ArchiveTree
 
 Wheel = Callable[[str, str], Path]
 
@@ -21,7 +20,7 @@ RELEASES = {"0.1.0": OLDER, "0.8.1": OLDER, "0.8.2": EVERY_TOKEN, "0.8.5": EVERY
 @pytest.mark.upstream
 @pytest.mark.parametrize("version", RELEASES)
 def test_releases_compute_every_token(wheel: Wheel, version: str) -> None:
-    found = ask(OVERLAY.probe, ArchiveTree(wheel("liger-kernel", version)))
+    found = ask(OVERLAY.probe, parsed_once(wheel("liger-kernel", version)))
 
     assert (found.verdict, found.shape) == (Verdict.BROKEN, RELEASES[version]), found.summary()
     assert "every token goes through the products" in found.summary()
@@ -29,4 +28,4 @@ def test_releases_compute_every_token(wheel: Wheel, version: str) -> None:
 
 @pytest.mark.upstream
 def test_a_release_that_was_read_is_named(wheel: Wheel) -> None:
-    assert "as in 0.8.3" in OVERLAY.probe(ArchiveTree(wheel("liger-kernel", "0.8.3"))).summary()
+    assert "as in 0.8.3" in OVERLAY.probe(parsed_once(wheel("liger-kernel", "0.8.3"))).summary()

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from probing import ask
+from probing import ask, parsed_once
 from releases import daily
 from repair_cases import CASES, appended
 
 from megacpp_overlays.feature_probes import liger_flce_none_backward as feature
 from megacpp_overlays.model import Body, Finding, Proof, Verdict
 from megacpp_overlays.overlays.liger_flce_none_backward import OVERLAY
-from megacpp_overlays.source.file_trees import ArchiveTree
 from megacpp_overlays.source.trees import ModuleSource
 
 Wheel = Callable[[str, str], Path]
@@ -40,7 +39,7 @@ class Edited:
     """A release in which the text of some modules is ours."""
 
     def __init__(self, wheel: Path, **texts: str) -> None:
-        self._wheel = ArchiveTree(wheel)
+        self._wheel = parsed_once(wheel)
         self._texts = texts
 
     def module(self, name: str) -> ModuleSource | None:
@@ -51,7 +50,7 @@ class Edited:
 
 @functools.cache
 def text_of(wheel: Path, name: str) -> str:
-    source = ArchiveTree(wheel).module(name)
+    source = parsed_once(wheel).module(name)
     assert source is not None
     return source.text
 
@@ -67,7 +66,7 @@ def is_installable(finding: Finding) -> bool:
 
 @pytest.mark.parametrize("version", DISTINCT)
 def test_the_evidence_names_the_releases_that_the_text_is_from(wheel: Wheel, version: str) -> None:
-    finding = OVERLAY.probe(ArchiveTree(wheel("liger-kernel", version)))
+    finding = OVERLAY.probe(parsed_once(wheel("liger-kernel", version)))
 
     named = next(known for known in feature.KNOWN if f"as in {known.releases}" in finding.summary())
     assert named.shape == finding.shape

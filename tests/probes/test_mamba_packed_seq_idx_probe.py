@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import ast
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from probing import Texts, ask
+from probing import ParsedOnce, Texts, ask, parsed_once
 
 from megacpp_overlays.feature_probes import packed_params
 from megacpp_overlays.feature_probes.mamba_packed_seq_idx import FROM_CALLER, METHOD, TARGET, probe
 from megacpp_overlays.model import Finding, Proof, Verdict
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 from megacpp_overlays.source.trees import SourceTree
 
 Wheel = Callable[[str, str], Path]
@@ -21,10 +21,8 @@ MIXER = TARGET.module
 
 
 @pytest.fixture(scope="module")
-def newest(wheel: Wheel) -> Iterator[ArchiveTree]:
-    tree = ArchiveTree(wheel("megatron-core", "0.19.2"))
-    yield tree
-    tree.close()
+def newest(wheel: Wheel) -> ParsedOnce:
+    return parsed_once(wheel("megatron-core", "0.19.2"))
 
 
 def text_of(tree: SourceTree, module: str = MIXER) -> str:
@@ -49,7 +47,7 @@ def edited(tree: SourceTree, old: str, new: str, module: str = MIXER) -> Finding
     ],
 )
 def test_releases_were_read_that_are_right_up_to_0_16(wheel: Wheel, release: str, verdict: Verdict) -> None:
-    finding = probe(ArchiveTree(wheel("megatron-core", release)))
+    finding = probe(parsed_once(wheel("megatron-core", release)))
 
     assert finding.verdict is verdict
     assert finding.shape == (FROM_CALLER if verdict is Verdict.BROKEN else None)
@@ -64,7 +62,7 @@ def test_given_trees_are_recognised(upstream_trees: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "class Other:\n    pass\n"])
-def test_a_tree_without_the_mixer_is_absent(newest: ArchiveTree, text: str | None) -> None:
+def test_a_tree_without_the_mixer_is_absent(newest: ParsedOnce, text: str | None) -> None:
     assert ask(probe, Texts({MIXER: text}, newest)).verdict is Verdict.ABSENT
 
 
@@ -80,12 +78,12 @@ def test_a_tree_without_the_mixer_is_absent(newest: ArchiveTree, text: str | Non
         "class MambaMixer(",
     ],
 )
-def test_a_mixer_of_another_form_is_not_recognised(newest: ArchiveTree, text: str) -> None:
+def test_a_mixer_of_another_form_is_not_recognised(newest: ParsedOnce, text: str) -> None:
     assert ask(probe, Texts({MIXER: text}, newest)).verdict is Verdict.UNRECOGNISED
 
 
 @pytest.mark.unmeasured
-def test_no_statement_of_the_method_may_be_left_out(newest: ArchiveTree) -> None:
+def test_no_statement_of_the_method_may_be_left_out(newest: ParsedOnce) -> None:
     text = text_of(newest)
     source = newest.module(MIXER)
     assert source is not None
@@ -121,7 +119,7 @@ def test_no_statement_of_the_method_may_be_left_out(newest: ArchiveTree) -> None
         ("def _check_mamba_sequence_packing_support(", "MambaMixer._ssm_training = packed\n\n\ndef _check_mamba_sequence_packing_support("),
     ],
 )  # fmt: skip
-def test_a_mixer_that_hands_on_something_else_is_not_recognised(newest: ArchiveTree, old: str, new: str) -> None:
+def test_a_mixer_that_hands_on_something_else_is_not_recognised(newest: ParsedOnce, old: str, new: str) -> None:
     assert edited(newest, old, new).verdict is Verdict.UNRECOGNISED
 
 
@@ -140,7 +138,7 @@ def test_a_mixer_that_hands_on_something_else_is_not_recognised(newest: ArchiveT
         ("from torch import Tensor\n", "from torch import Tensor\nif PACKED:\n    from vendor import PackedSeqParams\n"),
     ],
 )  # fmt: skip
-def test_parameters_of_another_form_are_not_recognised(newest: ArchiveTree, old: str, new: str) -> None:
+def test_parameters_of_another_form_are_not_recognised(newest: ParsedOnce, old: str, new: str) -> None:
     assert edited(newest, old, new, packed_params.MODULE).verdict is Verdict.UNRECOGNISED
 
 
@@ -162,7 +160,7 @@ def test_parameters_of_another_form_are_not_recognised(newest: ArchiveTree, old:
     ids=["in the method", "before the method", "in the parameters"],
 )  # fmt: skip
 def test_a_repair_in_any_of_three_places_is_not_installed_on(
-    newest: ArchiveTree, module: str, old: str, new: str
+    newest: ParsedOnce, module: str, old: str, new: str
 ) -> None:
     finding = edited(newest, old, new, module)
 
@@ -170,7 +168,7 @@ def test_a_repair_in_any_of_three_places_is_not_installed_on(
     assert finding.looks_repaired or module == packed_params.MODULE
 
 
-def test_parameters_that_never_ask_for_the_tokens_look_repaired(newest: ArchiveTree) -> None:
+def test_parameters_that_never_ask_for_the_tokens_look_repaired(newest: ParsedOnce) -> None:
     text = text_of(newest, packed_params.MODULE)
     start = text.index("    def __post_init__")
     body = textwrap.indent("def __post_init__(self):\n    self.seq_idx = derive(self.cu_seqlens_q)\n", "    ")
@@ -178,7 +176,7 @@ def test_parameters_that_never_ask_for_the_tokens_look_repaired(newest: ArchiveT
     assert ask(probe, Texts({packed_params.MODULE: text[:start] + body}, newest)).looks_repaired
 
 
-def test_more_fields_methods_comments_and_layout_do_not_matter(newest: ArchiveTree) -> None:
+def test_more_fields_methods_comments_and_layout_do_not_matter(newest: ParsedOnce) -> None:
     text = text_of(newest, packed_params.MODULE)
     more = text.replace("    seq_idx: Tensor = None", "    seq_idx: Tensor = None\n    more: object = None")
     method = more.replace(
@@ -189,5 +187,5 @@ def test_more_fields_methods_comments_and_layout_do_not_matter(newest: ArchiveTr
     assert ask(probe, Texts({packed_params.MODULE: method, MIXER: plain}, newest)).verdict is Verdict.BROKEN
 
 
-def test_without_the_module_of_the_parameters_nothing_is_recognised(newest: ArchiveTree) -> None:
+def test_without_the_module_of_the_parameters_nothing_is_recognised(newest: ParsedOnce) -> None:
     assert ask(probe, Texts({packed_params.MODULE: None}, newest)).verdict is Verdict.UNRECOGNISED

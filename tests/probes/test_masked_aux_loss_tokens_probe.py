@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from probing import Texts, ask
+from probing import Texts, ask, parsed_once
 from repair_cases import CASES, archive, edited_release
 
 from megacpp_overlays.feature_probes.masked_aux_loss_tokens import FUNCTION, ROUTER, TARGET, probe
 from megacpp_overlays.model import Finding, Verdict
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 COUNTED_ONCE = ("0.16.0", "0.18.2")
 MAPPINGS = "megatron.core.tensor_parallel.mappings"
@@ -25,7 +25,7 @@ def edited(module: str, old: str, new: str, *, release: str = "0.19.2") -> Findi
 
 @pytest.mark.parametrize("version", COUNTED_ONCE)
 def test_releases_that_multiply_by_a_count_alone_are_absent(version: str, wheel: Wheel) -> None:
-    finding = probe(ArchiveTree(wheel("megatron-core", version)))
+    finding = probe(parsed_once(wheel("megatron-core", version)))
 
     assert finding.verdict is Verdict.ABSENT
     assert "by a count alone" in finding.summary()

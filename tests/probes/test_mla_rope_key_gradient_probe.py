@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from probing import Texts, ask
+from probing import Texts, ask, parsed_once
 from repair_cases import CASES
 
 from megacpp_overlays.feature_probes.mla_rope_key_gradient import (
@@ -17,7 +17,7 @@ from megacpp_overlays.feature_probes.mla_rope_key_gradient import (
     probe,
 )
 from megacpp_overlays.model import Finding, Verdict
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 MODULES = (TARGET.module, MAPPINGS, FINALIZE)
 
@@ -25,7 +25,7 @@ Wheel = Callable[[str, str], Path]
 
 
 def texts_of(wheel: Wheel, version: str) -> dict[str, str | None]:
-    tree = ArchiveTree(wheel("megatron-core", version))
+    tree = parsed_once(wheel("megatron-core", version))
     return {name: found.text for name in MODULES if (found := tree.module(name)) is not None}
 
 

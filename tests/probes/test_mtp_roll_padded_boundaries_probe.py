@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from probing import Texts, ask
+from probing import Texts, ask, parsed_once
 from repair_cases import CASES
 
 from megacpp_overlays.feature_probes import packed_params
@@ -17,7 +17,7 @@ from megacpp_overlays.feature_probes.mtp_roll_padded_boundaries import (
     probe,
 )
 from megacpp_overlays.model import Finding, Verdict
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 WITHOUT_PACKED_ROWS = ("0.12.0", "0.15.3")
 
@@ -26,7 +26,7 @@ Wheel = Callable[[str, str], Path]
 
 @pytest.fixture(scope="module")
 def newest(wheel: Wheel) -> Texts:
-    tree = ArchiveTree(wheel("megatron-core", "0.19.2"))
+    tree = parsed_once(wheel("megatron-core", "0.19.2"))
     found = {name: tree.module(name) for name in (TARGET.module, packed_params.MODULE)}
     return Texts({name: each.text for name, each in found.items() if each is not None})
 
@@ -43,7 +43,7 @@ def edited(newest: Texts, old: str, new: str, module: str = TARGET.module) -> Fi
 
 @pytest.mark.parametrize("version", WITHOUT_PACKED_ROWS)
 def test_releases_that_roll_no_packed_rows_are_absent(version: str, wheel: Wheel) -> None:
-    finding = probe(ArchiveTree(wheel("megatron-core", version)))
+    finding = probe(parsed_once(wheel("megatron-core", version)))
 
     assert finding.verdict is Verdict.ABSENT
     assert finding.evidence[0].seen == "roll_tensor takes no packed rows"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from probing import Texts, ask
+from probing import Texts, ask, parsed_once
 from repair_cases import CASES, edited_release
 
 from megacpp_overlays.feature_probes.mtp_token_counts_local import (
@@ -20,7 +20,7 @@ from megacpp_overlays.feature_probes.mtp_token_counts_local import (
     probe,
 )
 from megacpp_overlays.model import Finding, Verdict
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 WITHOUT_COUNTS = ("0.12.0", "0.16.1")
 
@@ -33,7 +33,7 @@ def edited(old: str, new: str) -> Finding:
 
 @pytest.mark.parametrize("version", WITHOUT_COUNTS)
 def test_releases_that_weigh_with_no_counts_are_absent(version: str, wheel: Wheel) -> None:
-    finding = probe(ArchiveTree(wheel("megatron-core", version)))
+    finding = probe(parsed_once(wheel("megatron-core", version)))
 
     assert finding.verdict is Verdict.ABSENT
     assert finding.evidence[0].seen == f"defines no {LOSS}"

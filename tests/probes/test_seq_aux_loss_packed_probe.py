@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from probing import Texts, ask
+from probing import Texts, ask, parsed_once
 from repair_cases import CASES, archive, edited_release
 
 from megacpp_overlays.feature_probes.seq_aux_loss_packed import (
@@ -25,7 +25,7 @@ from megacpp_overlays.feature_probes.seq_aux_loss_packed import (
     probe_router,
 )
 from megacpp_overlays.model import Finding, Verdict
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 BROKEN = ("0.19.0", "0.19.2")
 PROBES = (probe, probe_router, probe_experts)
@@ -41,7 +41,7 @@ def edited(module: str, old: str, new: str) -> list[Finding]:
 
 @pytest.mark.parametrize("version", BROKEN)
 def test_releases_that_count_in_the_shard_are_broken(version: str, wheel: Wheel) -> None:
-    tree = ArchiveTree(wheel("megatron-core", version))
+    tree = parsed_once(wheel("megatron-core", version))
 
     for each, target in zip(PROBES, (TARGET, ROUTER_TARGET, EXPERTS_TARGET), strict=True):
         finding = each(tree)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from dsa_source import statement_edits
-from probing import Texts, ask
+from probing import Texts, ask, parsed_once
 from repair_cases import archive
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes.sparse_mla_dimensions import DISPATCHER, FUNCTION, ONE_KERNEL, TARGET, probe
 from megacpp_overlays.model import Verdict
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 WITH = ("0.19.0", "0.19.2")
 Wheel = Callable[[str, str], Path]
@@ -21,7 +21,7 @@ Wheel = Callable[[str, str], Path]
 
 @pytest.mark.parametrize("version", WITH)
 def test_releases_with_one_kernel_are_broken(version: str, wheel: Wheel) -> None:
-    finding = probe(ArchiveTree(wheel("megatron-core", version)))
+    finding = probe(parsed_once(wheel("megatron-core", version)))
 
     assert (finding.verdict, finding.shape) == (Verdict.BROKEN, ONE_KERNEL)
     assert "declines other channels than 576 and 512 (tilelang_dsa.py:786)" in finding.summary()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from probing import Texts, ask
+from probing import Texts, ask, parsed_once
 from repair_cases import CASES, archive, edited_release
 
 from megacpp_overlays.feature_probes.tp_norm_gradients import (
@@ -20,7 +20,7 @@ from megacpp_overlays.feature_probes.tp_norm_gradients import (
     probe,
 )
 from megacpp_overlays.model import Finding, Verdict
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 SHAPES = {"0.12.3": OLD_BY_NAME, "0.15.3": BY_NAME, "0.16.0": BY_NAME, "0.19.2": BY_NAME}
 WITH_NETS = ("0.16.0", "0.19.2")
@@ -35,7 +35,7 @@ def edited(module: str, old: str, new: str, *, release: str = "0.19.2") -> Findi
 
 @pytest.mark.parametrize("version", SHAPES)
 def test_a_broken_release_names_the_norms_whose_gradients_are_summed(version: str, wheel: Wheel) -> None:
-    finding = probe(ArchiveTree(wheel("megatron-core", version)))
+    finding = probe(parsed_once(wheel("megatron-core", version)))
 
     assert (finding.verdict, finding.shape) == (Verdict.BROKEN, SHAPES[version])
     assert ("output norms" in finding.summary()) == (version in WITH_NETS)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from installed import Edited, tree_of
-from probing import ask
+from probing import ask, parsed_once
 
 from megacpp_overlays.feature_probes.triton_register_operands import WRITTEN_AGAIN, probe
 from megacpp_overlays.loader import probing
@@ -15,7 +15,7 @@ from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Verdict
 from megacpp_overlays.overlays.triton_register_operands import OVERLAY
 from megacpp_overlays.runtime import gpus
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 pytestmark = pytest.mark.upstream
 
@@ -26,7 +26,7 @@ WRONG = ("3.4.0", "3.5.0", "3.5.1", "3.6.0")
 
 @pytest.mark.parametrize("version", RIGHT + WRONG)
 def test_the_verdict_on_each_release(version: str, wheel: Callable[[str, str], Path]) -> None:
-    found = ask(probe, ArchiveTree(wheel("triton", version)))
+    found = ask(probe, parsed_once(wheel("triton", version)))
 
     assert (found.verdict, found.shape) == (
         (Verdict.BROKEN, WRITTEN_AGAIN) if version in WRONG else (Verdict.FIXED, None)

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from installed import tree_of
+from probing import ParsedOnce, parsed_once
 from repair_cases import OLD_COPY, OLD_REDUCE, REDUCE, UTILS, Case, Edit, appended, archive, switched_on
 from trees import STAND_INS
 
@@ -64,7 +65,6 @@ from megacpp_overlays.feature_probes import (
     triton_register_operands,
 )
 from megacpp_overlays.model import Verdict
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +79,12 @@ class Otherwise(Case):
     """What stands in the probe's module, where no tree at hand has the defect."""
 
 
-def megatron() -> ArchiveTree:
+def megatron() -> ParsedOnce:
     return archive("megatron_core-0.19.2")
 
 
-def stand_in(name: str) -> Callable[[], DirectoryTree]:
-    return lambda: DirectoryTree(STAND_INS[name])
+def stand_in(name: str) -> Callable[[], ParsedOnce]:
+    return lambda: parsed_once(STAND_INS[name])
 
 
 def replaced_all(old: str, new: str) -> Callable[[str], str]:
@@ -775,7 +775,7 @@ CASES = {
             "a warning": (f"tilelang:{REDUCE}", "  ICHECK(analyzer->CanProveEqual(projected_index, simplified_index))\n", "  if (!analyzer->CanProveEqual(projected_index, simplified_index))\n    LOG(WARNING)\n"),
             "proved": (f"tilelang:{REDUCE}", "  PrimExpr simplified_index = analyzer->Simplify(index_expr);\n", "  PrimExpr simplified_index = analyzer->Simplify(Projected(index_expr, reduce_var, steps));\n"),
         },
-        tree=lambda: tree_of("edge"),
+        tree=lambda: parsed_once(tree_of("edge").root),
     ),
     "offsets of a scan": Otherwise(
         mamba2_int32_offsets,
@@ -838,7 +838,7 @@ CASES = {
             "chosen before": ("Stmt CopyNode::LowerBulkCopy(", "static bool as_plain_copies = LetThreeAxesBePlainCopies();\nStmt CopyNode::LowerBulkCopy("),
             "flat in the kernel": (tilelang_bulk_copy_rank.TARGET.module, "T.alloc_shared([chunk_size, R, R], dtype)", "T.alloc_shared([chunk_size * R, R], dtype)"),
         },
-        tree=lambda: tree_of("mamba3-pinned"),
+        tree=lambda: parsed_once(tree_of("mamba3-pinned").root),
     ),
     "grouped sums": Otherwise(
         tilelang_grouped_reduce,
@@ -850,7 +850,7 @@ CASES = {
             "another layout": ("          ->BindThreadRange(src_layout->ThreadRange());\n  return reducer_layout;", "          ->BindThreadRange(src_layout->ThreadRange());\n  return AlignedToGroups(reducer_layout);"),
         },
         patched={"_WRONG": {"0.1.8"}, "_REFUSING": set[str]()},
-        tree=lambda: tree_of("mamba3-pinned"),
+        tree=lambda: parsed_once(tree_of("mamba3-pinned").root),
     ),
     "register operands": Otherwise(
         triton_register_operands,
@@ -862,7 +862,7 @@ CASES = {
             "waits in PTX": ("            print(ret)\n        return ret", "            print(ret)\n        return wait_for_all_products(ret)"),
             "another compiler": ("from triton._C.libtriton import", "from our_triton.libtriton import"),
         },
-        tree=lambda: tree_of("newest"),
+        tree=lambda: parsed_once(tree_of("newest").root),
     ),
     "extents": Otherwise(
         tilelang_zero_extent_iterator,
@@ -874,6 +874,6 @@ CASES = {
             "left out": ("  if (!match_full_iter) {", "  if (!match_full_iter && !is_zero(analyzer->Simplify(FloorDiv(mark->extent, expected_lower_factor)))) {"),
             "dropped by the caller": ("    auto complement_splits = get_unused_iters(mark, existing_splits, analyzer);", "    auto complement_splits = WithoutZeroExtent(get_unused_iters(mark, existing_splits, analyzer));"),
         },
-        tree=lambda: tree_of("mamba3-pinned"),
+        tree=lambda: parsed_once(tree_of("mamba3-pinned").root),
     ),
 }  # fmt: skip

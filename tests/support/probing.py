@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from megacpp_overlays.feature_probes.repairs import Repairs, meaning
 from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.model import Body, Finding
-from megacpp_overlays.source.trees import ModuleSource, ShippedFile, SourceTree, shipped
+from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
+from megacpp_overlays.source.trees import ModuleSource, ShippedFile, ShippingTree, SourceTree, shipped
 
 
 def ask(probe: Callable[[SourceTree], Finding], tree: SourceTree) -> Finding:
@@ -29,6 +32,37 @@ def places_of(finding: Finding) -> list[str]:
     return [f"{each.module}:{each.symbol}" for each in finding.repair if isinstance(each, Body)]
 
 
+@functools.lru_cache(maxsize=48)
+def source_of(name: str, path: str, text: str) -> ModuleSource:
+    """Return the source of a text, the same one for the same text: probes that are asked in a row parse it once."""
+    return ModuleSource(name, path, text)
+
+
+class ParsedOnce:
+    """A tree whose modules are parsed once for the probes that are asked about it in a row."""
+
+    def __init__(self, tree: ShippingTree) -> None:
+        self._tree = tree
+
+    @functools.cache  # noqa: B019 - it lives as long as the tests that read it
+    def _module(self, name: str) -> ModuleSource | None:
+        return self._tree.module(name)
+
+    def module(self, name: str) -> ModuleSource | None:
+        found = self._module(name)
+        return None if found is None else source_of(name, found.path, found.text)
+
+    @functools.cache  # noqa: B019
+    def shipped(self, package: str, path: str) -> ShippedFile | None:
+        return shipped(self._tree, package, path)
+
+
+@functools.cache
+def parsed_once(path: Path) -> ParsedOnce:
+    """Return the tree of an archive, or of a folder; the same one for the same path."""
+    return ParsedOnce(DirectoryTree(path) if path.is_dir() else ArchiveTree(path))
+
+
 class Texts:
     """A tree with other texts for some modules, or with nothing else; a file that is none is named `package:path`."""
 
@@ -40,7 +74,7 @@ class Texts:
         if name not in self._texts:
             return None if self._tree is None else self._tree.module(name)
         text = self._texts[name]
-        return None if text is None else ModuleSource(name, f"{name.rpartition('.')[2]}.py", text)
+        return None if text is None else source_of(name, f"{name.rpartition('.')[2]}.py", text)
 
     def shipped(self, package: str, path: str) -> ShippedFile | None:
         if (name := f"{package}:{path}") not in self._texts:

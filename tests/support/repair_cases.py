@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from installed import tree_of
 from places import WHEELS
-from probing import Texts, as_if_read, ask, places_of
+from probing import ParsedOnce, Texts, as_if_read, ask, parsed_once, places_of
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import (
@@ -71,7 +71,6 @@ from megacpp_overlays.feature_probes import (
 from megacpp_overlays.feature_probes.repairs import Repairs
 from megacpp_overlays.fp32_marks import MAMBA3, MAMBA3_ALWAYS, MAMBA3_MIMO
 from megacpp_overlays.model import Finding, Target, Verdict
-from megacpp_overlays.source.file_trees import ArchiveTree
 from megacpp_overlays.source.trees import SourceTree
 
 Edit = tuple[str, str] | tuple[str, str, str] | Callable[[str], str]
@@ -240,11 +239,11 @@ def released(prefix: str, module: str) -> str:
 
 
 @functools.cache
-def archive(prefix: str) -> ArchiveTree:
+def archive(prefix: str) -> ParsedOnce:
     found = sorted(WHEELS.glob(f"{prefix}*"))
     if not found:
         pytest.skip(f"no {prefix} in {WHEELS}")
-    return ArchiveTree(found[0])
+    return parsed_once(found[0])
 
 
 def edited_release(module: str, old: str, new: str, *, release: str = "0.19.2") -> Texts:
@@ -1582,7 +1581,7 @@ CASES = {
             "defined away": ("Stmt Copy::LowerBulk(", "#define has_value() has_no_value()\nStmt Copy::LowerBulk("),
             "another plan": ("  TMADesc desc = plan.desc;\n", "  TMADesc desc = FlatDesc(plan.desc);\n"),
         },
-        tree=lambda: tree_of("edge"),
+        tree=lambda: parsed_once(tree_of("edge").root),
         is_made_up=False,
     ),
     "zero extent": Case(
@@ -1600,7 +1599,7 @@ CASES = {
             "the other way round": (_COVERED, f"!{_COVERED}"),
             "added by the caller": ("    results.insert(results.end(), complement_splits.rbegin(),", "    results.push_back(IterSplitExpr(mark, 1, 0, 1));\n    results.insert(results.end(), complement_splits.rbegin(),"),
         },
-        tree=lambda: tree_of("edge"),
+        tree=lambda: parsed_once(tree_of("edge").root),
         is_made_up=False,
     ),
     "grouped sums": Case(
@@ -1616,7 +1615,7 @@ CASES = {
             "counted twice": ("        remaining_thread_owned_factor /= factor;\n", ""),
             "under #if 0": ("  ICHECK(analyzer->CanProveEqual(projected_index", "#if 0\n#endif\n  ICHECK(analyzer->CanProveEqual(projected_index"),
         },
-        tree=lambda: tree_of("edge"),
+        tree=lambda: parsed_once(tree_of("edge").root),
         is_made_up=False,
     ),
     "register operands": Case(
@@ -1632,7 +1631,7 @@ CASES = {
             "assembled elsewhere": appended("CUDABackend.make_cubin = make_cubin_of_3_6"),
             "a method on top": ("class CUDABackend(BaseBackend):", "class CUDABackend(OlderBackend):"),
         },
-        tree=lambda: tree_of("edge"),
+        tree=lambda: parsed_once(tree_of("edge").root),
         is_made_up=False,
     ),
     "sums of a layout": Case(
@@ -1648,7 +1647,7 @@ CASES = {
             "the words of the check": ("  auto src_scope = this->src.scope();\n", f'  LOG(FATAL) << "{tilelang_sums.CHECK}";\n  auto src_scope = this->src.scope();\n'),
             "another scope": ('src_scope == "local.fragment"', 'src_scope == "shared"'),
         },
-        tree=lambda: tree_of("mamba3-pinned"),
+        tree=lambda: parsed_once(tree_of("mamba3-pinned").root),
         is_made_up=False,
     ),
 }  # fmt: skip

@@ -75,8 +75,8 @@ class Installation:
         """
         above = self.root.parents  # PREFIX/lib/python3.12/site-packages
         is_prefix = len(above) > 3 and above[1].name.startswith("lib")  # never the root of the file system
-        named = Path(os.path.normpath(path))
-        return named.is_relative_to(self.root) or (is_prefix and named.is_relative_to(above[2]))
+        named = os.path.join(os.path.normpath(path), "")
+        return any(named.startswith(os.path.join(each, "")) for each in (self.root, *above[2:3] * is_prefix))
 
 
 def find_all(path: Sequence[str] | None = None) -> Mapping[str, Installation]:

@@ -98,9 +98,10 @@ def compare(installation: Installation, owners: Owners, *, quick: bool = False, 
 
 
 def _place(installation: Installation, file: str) -> Path:
-    path, name = installation.path(file), PurePosixPath(file).name
-    is_there = installation.is_within(path) and path.exists()
-    if file.startswith("../") and not is_there and (moved := installation.root / "bin" / name).exists():
+    path = installation.path(file)
+    if not file.startswith("../") or (installation.is_within(path) and path.exists()):
+        return path
+    if (moved := installation.root / "bin" / PurePosixPath(file).name).exists():
         return moved  # `pip install --target` moves scripts there, and leaves RECORD as it was
     return path
 
@@ -127,8 +128,8 @@ def _folders(files: Iterable[str]) -> frozenset[str]:
     """Return all package folders that hold these files, or hold a folder that does."""
     return frozenset(
         str(above)
-        for file in files
-        for above in PurePosixPath(file).parents
+        for folder in {file.rpartition("/")[0] for file in files}  # most files share theirs
+        for above in PurePosixPath(folder, "file").parents
         if above.parts and ".." not in above.parts and not above.is_absolute() and not _is_metadata(above.parts[0])
     )
 
@@ -146,10 +147,10 @@ def _walk(root: Path, top: str) -> Iterator[str]:
     for folder, inner, files in os.walk(root / top):
         inner.sort()
         links = [name for name in inner if Path(folder, name).is_symlink()]  # which os.walk does not follow
+        within = Path(folder).relative_to(root).as_posix()
         for name in sorted([*files, *links]):
-            path = Path(folder, name)
-            file = PurePosixPath(path.relative_to(root).as_posix())
-            if not records.is_bytecode(file) or _hides(path):
+            file = PurePosixPath(within, name)
+            if not records.is_bytecode(file) or _hides(Path(folder, name)):
                 yield str(file)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from places import ROOT, WHEELS
-from probing import Texts
+from probing import ParsedOnce, Texts, source_of
 from repair_cases import CASES, Case
 from trees import STAND_INS
 
@@ -98,7 +99,7 @@ class Read:
         if name not in self.texts:
             return self.more.module(name) if self.more is not None else None
         text = self.texts[name]
-        return None if text is None else ModuleSource(name, f"{name.replace('.', '/')}.py", text)
+        return None if text is None else source_of(name, f"{name.replace('.', '/')}.py", text)
 
     def shipped(self, package: str, path: str) -> ShippedFile | None:
         """Return a file that is no module."""
@@ -177,10 +178,15 @@ def _places(sources: dict[str, ModuleSource | None], taken: Iterable[object]) ->
     for name, source in sources.items():
         if source is None or "syntax" not in vars(source):
             continue
-        outline = Outline(source.text, source.syntax)
+        outline = _outline(source)
         for node, symbols in outline.of_node.items():
             if node in nodes:
                 yield from (Place(name, symbol) for symbol in symbols)
+
+
+@functools.lru_cache(maxsize=48)
+def _outline(source: ModuleSource) -> Outline:
+    return Outline(source.text, source.syntax)
 
 
 def _flat(node: object) -> Iterator[ast.AST]:
@@ -233,8 +239,9 @@ def bases(parts: Sequence[Erratum], only: Sequence[str] | None = None) -> list[B
     known = set[tuple[object, ...]]()
     for each in sources(only):
         tree = each.open()
+        read = ParsedOnce(tree)
         for part in parts:
-            made = base(part, each.name, tree)
+            made = base(part, each.name, read)
             made.tree.more = None  # an archive is closed; what a mutant's probe asks for beside is not here
             key = (part.id, part.target.module, made.tree.key())
             if key not in known and any(text is not None for text in made.tree.texts.values()):
