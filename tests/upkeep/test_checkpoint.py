@@ -6,6 +6,7 @@ tests/overlays/test_fully_reshardable_padding.py; here torch writes most of them
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -17,7 +18,7 @@ import sys
 import tracemalloc
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from launched_reshardable import launch, step
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
 from megacpp_overlays import cli
 from megacpp_overlays.cli.codes import ExitCode
@@ -169,17 +172,52 @@ def test_an_empty_parameter_is_right(tmp_path: Path, said: Said) -> None:
     assert said(write(tmp_path, none))[0] == 0
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of a parameter in shards: the state of each is its own, or begins so many elements too far on, or is zeros."""
+STATES = {"right": [0, 0, 0], "broken": [0, 0, 64], "grown": [0, None]}
+"""Parameters in shards: the state of each shard is its own, or begins so many elements too far on, or is zeros."""
+
+
+@pytest.fixture(
+    scope="module", params=["torch", pytest.param("megatron", marks=[pytest.mark.full, pytest.mark.upstream])]
+)
+def shards(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of `STATES`: torch writes them in shards as Megatron has it do, or Megatron does, which has to be imported."""
     folder = tmp_path_factory.mktemp("shards")
-    states = {"right": [0, 0, 0], "broken": [0, 0, 64], "grown": [0, None]}
-    steps = [step("save_shards", to=folder / name, displaced=displaced) for name, displaced in states.items()]
-    launch(folder / "plan", 1, *steps)
+    if request.param == "megatron":
+        launch(folder / "plan", 1, *(step("save_shards", to=folder / name, displaced=STATES[name]) for name in STATES))
+    else:
+        with one_rank():
+            for name, displaced in STATES.items():
+                write(folder / name, in_shards(displaced))
     return folder
 
 
-@pytest.mark.upstream
+def in_shards(displaced: list[int | None]) -> dict[str, Any]:
+    """Return a parameter whose shards are `parameter`s, the state of each cut too far on by so much."""
+    parts = [parameter("x" * (number + 1), ahead=ahead or 0) for number, ahead in enumerate(displaced)]
+    found = {}
+    for keys in zip(*parts, strict=True):
+        pieces = [part[key] for part, key in zip(parts, keys, strict=True)]
+        if keys[0].startswith(STATE):
+            pieces = [piece * (ahead is not None) for piece, ahead in zip(pieces, displaced, strict=True)]
+        local = [
+            Shard(piece, ShardMetadata([number * ROWS, 0], [ROWS, COLUMNS], "rank:0/cpu"))
+            for number, piece in enumerate(pieces)
+        ]
+        name = f"{keys[0].removesuffix('x')}rows"
+        found[name] = ShardedTensor._init_from_local_shards(local, (ROWS * len(pieces), COLUMNS))
+    return found
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """Tensors in shards belong to a process group, of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_each_shard_of_a_parameter_is_compared(shards: Path, said: Said) -> None:
     assert said(shards / "right")[0] == 0
     code, text = said(shards / "broken")
@@ -187,7 +225,6 @@ def test_each_shard_of_a_parameter_is_compared(shards: Path, said: Said) -> None
     assert "rows: its fp32 weights begin 64 elements too far on" in text
 
 
-@pytest.mark.upstream
 def test_a_shard_of_zeros_beside_one_that_is_right_cannot_be_told(shards: Path, said: Said) -> None:
     """As where a vocabulary grew at a restart, by the rows of a whole rank, and was saved before it was trained on."""
     code, text = said(shards / "grown")

@@ -126,7 +126,9 @@ def test_an_environment_that_this_package_does_not_run_in_is_refused(tmp_path: P
     [
         ("os.abort()", 60, "was killed by signal 6"),
         ("time.sleep(60)", 3, "took more than 3 seconds"),
-        ("raise RuntimeError('no such kernel')", 60, "RuntimeError: no such kernel"),
+        pytest.param(
+            "raise RuntimeError('no such kernel')", 60, "RuntimeError: no such kernel", marks=pytest.mark.full
+        ),
     ],
 )
 def test_a_case_that_does_not_come_to_an_answer_has_failed(

@@ -184,7 +184,9 @@ def test_a_receipt_of_another_day_stands_for_nothing(packs: Packs, tmp_path: Pat
     ("text", "passes", "fails"),
     [
         (BROKEN_TEXT, ("overlay", "fork", "held", "bug report"), ("regression guard",)),
-        (FIXED_TEXT, ("regression guard",), ("overlay", "fork", "held", "bug report")),
+        pytest.param(
+            FIXED_TEXT, ("regression guard",), ("overlay", "fork", "held", "bug report"), marks=pytest.mark.full
+        ),
     ],
     ids=["broken", "fixed"],
 )
@@ -220,7 +222,9 @@ def test_the_defect_and_its_repair_must_be_of_the_same_overlay(shown: list[tuple
     [
         (("cpu", "cuda"), "nothing ran: every case is BLOCKED on this host"),
         (("value != 2", "value == 2"), "exit code 1: a case failed"),
-        (("CASES =", "OTHER ="), "it cannot run: 99-double/reproduce.py declares no CASES"),
+        pytest.param(
+            ("CASES =", "OTHER ="), "it cannot run: 99-double/reproduce.py declares no CASES", marks=pytest.mark.full
+        ),
     ],
 )
 def test_a_run_that_shows_nothing_or_fails_does_not_pass(packs: Packs, edit: tuple[str, str], says: str) -> None:

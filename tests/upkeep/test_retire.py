@@ -240,7 +240,9 @@ def test_runs_of_the_reproducer_are_named_where_the_pack_has_no_overlay_left(che
     ("release", "item", "says"),
     [
         ("1.0", "probe", "BROKEN on made-target 1.0: return x + x + 1"),
-        ("3.0", "probe", "that a target is not there does not say that it will not come back"),
+        pytest.param(
+            "3.0", "probe", "that a target is not there does not say that it will not come back", marks=pytest.mark.full
+        ),
     ],
 )
 def test_a_lock_on_which_the_probe_does_not_say_fixed_refuses(
@@ -266,12 +268,18 @@ def test_a_lock_on_which_the_probe_does_not_say_fixed_refuses(
             'return Behaviour(broken=True, seen="still wrong")\n    return Behaviour(',
             "FAILED: the probe says FIXED, the behaviour is broken: still wrong (case double)",
         ),
-        (
+        pytest.param(
             "if not hasattr",
             'raise Blocked("no such device")\n    if not hasattr',
             "no case that runs on this host, and no kept receipt of these versions, shows BUG_NOT_PRESENT for made_target.l",
+            marks=pytest.mark.full,
         ),
-        ('overlay="double-fix"', 'overlay="other-fix"', "99-double has no case of double-fix"),
+        pytest.param(
+            'overlay="double-fix"',
+            'overlay="other-fix"',
+            "99-double has no case of double-fix",
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["it shows the bug", "it cannot run", "it is about something else"],
 )
@@ -339,6 +347,7 @@ def in_two_parts(checkout: Checkout) -> None:
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_every_part_that_is_fixed_needs_a_case_that_shows_it(checkout: Checkout) -> None:
     in_two_parts(checkout)
     checkout.commit()
@@ -445,20 +454,31 @@ def test_a_lock_without_environment_refuses_and_says_how_to_make_one(checkout: C
     ("arguments", "code", "says"),
     [
         (["double-fxi", "--lock", "locks/fixed.txt"], 2, "there is no overlay double-fxi; did you mean double-fix?"),
-        ([ID, "--lock", "locks/fixed.txt", "--leave", "brokn"], 2, "no such lane; did you mean broken? known: broken"),
+        pytest.param(
+            [ID, "--lock", "locks/fixed.txt", "--leave", "brokn"],
+            2,
+            "no such lane; did you mean broken? known: broken",
+            marks=pytest.mark.full,
+        ),
         ([ID, "--lock", "locks/fixed.txt", "--since", "soon"], 2, "--since soon is no version"),
-        (
+        pytest.param(
             [ID, "--lock", "locks/fixed.txt", "--since", "2.1"],
             2,
             "--since 2.1 is newer than 2.0, which locks/fixed.txt",
+            marks=pytest.mark.full,
         ),
         (
             [ID, "--lock", "locks/other.txt"],
             ExitCode.NOT_CHECKED,
             "locks/other.txt: it does not pin made-target, so it shows nothing",
         ),
-        ([ID, "--lock", "locks/none.txt"], ExitCode.NOT_CHECKED, "locks/none.txt: cannot read this lock"),
-        ([ID], 2, "the following arguments are required: --lock"),
+        pytest.param(
+            [ID, "--lock", "locks/none.txt"],
+            ExitCode.NOT_CHECKED,
+            "locks/none.txt: cannot read this lock",
+            marks=pytest.mark.full,
+        ),
+        pytest.param([ID], 2, "the following arguments are required: --lock", marks=pytest.mark.full),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_what_can(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ _INVISIBLE = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u206
 """Control characters but line ends and tabs, marks that turn the direction of text, and halves of characters."""
 
 
+@functools.cache
 def named(name: str, folder: Path) -> jinja2.Template:
     """Return a template of a folder; whatever is put into it is text, all of which can be seen, and never markup."""
     environment = jinja2.Environment(
