@@ -1,7 +1,7 @@
 """Interrupt the loader at every line, and say what is then not true.
 
 Run as a program with the name of an error, it raises that at every line that a scenario executes and none before it did, and
-at every third of the others; with `--few` at an eighth of these, chosen by where they stand; with `--all` at each line in each
+at every third of the others; with `--few` at a sixteenth of these, chosen by where they stand; with `--all` at each line in each
 scenario, the first and the last time. A process of its own, because the loader walks over the heap, which is small here.
 """
 
@@ -272,7 +272,7 @@ def main() -> None:
     gc.get_freeze_count = lambda: 0
     aliases._modules = lambda: [each for name, each in sys.modules.items() if name.partition(".")[0] == NAME]
     done: set[Place] | None = None if "--all" in words else set()
-    share = 8 if "--few" in words else 1
+    share = 16 if "--few" in words else 1
     for name in names:
         where = points(upstream, SCENARIOS[name], done, share)
         sys.stdout.write(f"{name}: {error} at {len(where)} points\n")

@@ -195,10 +195,10 @@ def test_a_process_that_does_not_end_is_ended_with_what_it_started(
     packs.write(f"open({str(note)!r}, 'w').write(str(os.getpid()))\ntime.sleep(300)")
     arguments = ["run", str(packs.folder / "99-double" / "reproduce.py"), "double", "200"]
 
-    asked = other_python.ask(broken.python, arguments, 8)
+    asked = other_python.ask(broken.python, arguments, 5)
 
     assert asked.problem is not None
-    assert asked.problem.startswith("the process took more than 8 seconds")
+    assert asked.problem.startswith("the process took more than 5 seconds")
     assert has_ended(int(note.read_text()))
 
 

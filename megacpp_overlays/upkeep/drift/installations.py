@@ -75,8 +75,9 @@ class Installation:
         """
         above = self.root.parents  # PREFIX/lib/python3.12/site-packages
         is_prefix = len(above) > 3 and above[1].name.startswith("lib")  # never the root of the file system
-        named = os.path.join(os.path.normpath(path), "")
-        return any(named.startswith(os.path.join(each, "")) for each in (self.root, *above[2:3] * is_prefix))
+        folders = (self.root, above[2]) if is_prefix else (self.root,)
+        named = os.path.join(os.path.normpath(path), "")  # as text: a RECORD has ten thousand of them
+        return any(named.startswith(os.path.join(each, "")) for each in folders)
 
 
 def find_all(path: Sequence[str] | None = None) -> Mapping[str, Installation]:
