@@ -47,12 +47,14 @@ def judged(
         turns: how many there are.
         chunk: mutants of one text that come one after the other.
     """
-    known = known_bodies(bases)
     by_part: defaultdict[str, list[Base]] = defaultdict(list)
     for base in bases:
         by_part[base.name].append(base)
     parts = sorted(by_part)
-    for number in range(turn, -(-count // chunk), turns):
+    numbers = range(turn, -(-count // chunk), turns)
+    asked = {parts[number % len(parts)] for number in numbers}
+    known = known_bodies(base for base in bases if base.name in asked)
+    for number in numbers:
         rng = Random(f"{seed}/{number}")
         base = _chosen(by_part[parts[number % len(parts)]], rng)
         for where, mutant in islice(_mutants(base, rng), min(chunk, count - number * chunk)):
