@@ -118,6 +118,7 @@ def test_the_printed_entry_tracks_the_change_until_the_release_has_it(
     assert "next: retire the stale entries" in absorbed.stdout
 
 
+@pytest.mark.full
 def test_many_files_leave_the_entries_to_the_json(drift: Drift, target: Path) -> None:
     for number in range(12):
         (target / "liger_kernel" / f"hot_{number}.py").write_text("")

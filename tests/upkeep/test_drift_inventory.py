@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import sys
 from pathlib import Path
 
@@ -24,11 +25,19 @@ PUBLISHED = "X = 1\n"
 FIXED = "X = 2\n"
 
 
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that pip installed one distribution into."""
+    folder = tmp_path_factory.mktemp("installed")
+    make_wheel(folder / "wheels", "lab_ops", "1.0", {"lab_ops/__init__.py": "", "lab_ops/ops.py": PUBLISHED})
+    install(folder / "target", "lab_ops", find_links=folder / "wheels")
+    return folder / "target"
+
+
 @pytest.fixture
-def target(tmp_path: Path) -> Path:
-    files = {"lab_ops/__init__.py": "", "lab_ops/ops.py": PUBLISHED}
-    make_wheel(tmp_path / "wheels", "lab_ops", "1.0", files)
-    install(tmp_path / "target", "lab_ops", find_links=tmp_path / "wheels")
+def target(installed: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    shutil.copytree(installed, tmp_path / "target")
     return tmp_path / "target"
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -137,11 +138,24 @@ def test_a_probe_of_a_plugin_is_asked_each_time(release: SourceTree, runs: list[
 # The code of a probe
 
 KEYS = """
-import sys
+import json, sys
+from pathlib import Path
 from megacpp_overlays.loader import registry
-from megacpp_overlays.upkeep.finding_cache import key_of
-assert sys.modules["megacpp_overlays"].__file__.startswith(sys.argv[1])
-print(*(f"{each.id}:{each.target.module}:{key_of(each)}" for each in registry.load()))
+from megacpp_overlays.upkeep import finding_cache
+folder = sys.argv[1]
+assert sys.modules["megacpp_overlays"].__file__.startswith(folder)
+
+def keys(edited):
+    texts = {path: path.read_text() for path in (Path(folder, "megacpp_overlays", file) for file in edited)}
+    for path, text in texts.items():
+        path.write_text(text + "# edited")
+    finding_cache._code.cache_clear()
+    found = {f"{each.id}:{each.target.module}": finding_cache.key_of(each) for each in registry.load()}
+    for path, text in texts.items():
+        path.write_text(text)
+    return found
+
+print(json.dumps([keys(edited) for edited in json.loads(sys.argv[2])]))
 """
 
 
@@ -154,35 +168,27 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def keys(folder: Path) -> dict[str, str]:
-    """Return the key of each part, as a package in a folder has it."""
-    words = [sys.executable, "-c", KEYS, str(folder)]
+def changed_by(folder: Path, *edits: Sequence[str]) -> Iterator[set[str]]:
+    """Yield the ids of the parts whose keys change with a comment in each of some files, for each of some edits."""
+    words = [sys.executable, "-c", KEYS, str(folder), json.dumps([[], *edits])]
     done = subprocess.run(words, cwd=folder, env={}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return dict(each.rsplit(":", 1) for each in done.stdout.split())
-
-
-def changed_by(folder: Path, before: dict[str, str], *edited: str) -> set[str]:
-    """Return the ids of the parts whose keys change with a comment in each of some files."""
-    texts = {path: path.read_text() for path in (folder / "megacpp_overlays" / file for file in edited)}
-    for path, text in texts.items():
-        path.write_text(f"{text}\n# edited\n")
-    try:
-        after = keys(folder)
-    finally:
-        for path, text in texts.items():
-            path.write_text(text)
-    assert before.keys() == after.keys()
-    return {part.partition(":")[0] for part, key in after.items() if key != before[part]}
+    before, *edited = json.loads(done.stdout)
+    for after in edited:
+        assert before.keys() == after.keys()
+        yield {part.partition(":")[0] for part, key in after.items() if key != before[part]}
 
 
 def test_code_that_a_probe_is_made_of_derives_anew_and_no_other_does(copied: Path) -> None:
-    everything, before = {each.id for each in registry.load()}, keys(copied)
-
-    assert changed_by(copied, before, "feature_probes/mtp_z_loss.py") == {"mtp-z-loss"}
-    assert "mtp-z-loss" in (shared := changed_by(copied, before, "feature_probes/repairs.py"))
-    assert shared < everything
-    for file in ("source/bindings.py", "model.py", "loader/probing.py"):
-        assert changed_by(copied, before, file) == everything, file
+    everything = {each.id for each in registry.load()}
     others = ("overlays/mtp_z_loss.py", "loader/session.py", "cli/__init__.py", "kernels/measured.py")
-    assert changed_by(copied, before, *others) == set()
+    of_all = ("source/bindings.py", "model.py", "loader/probing.py")
+    edits = [["feature_probes/mtp_z_loss.py"], ["feature_probes/repairs.py"], others, *([file] for file in of_all)]
+
+    own, shared, none, *whole = changed_by(copied, *edits)
+
+    assert own == {"mtp-z-loss"}
+    assert "mtp-z-loss" in shared
+    assert shared < everything
+    assert none == set()
+    assert whole == [everything] * len(of_all)

@@ -84,6 +84,7 @@ def test_a_finding_that_was_recognised_and_is_no_longer_is_lost(
     assert done.stdout.endswith("does not take what is known\n      1: main 2026-08-13\n")
 
 
+@pytest.mark.full
 def test_what_is_recognised_since_is_shown_and_not_lost(repository: Path, kept: dict[str, Any], tmp_path: Path) -> None:
     kept["findings"][PART]["main"] = ["UNRECOGNISED", None, "nobody read it"]
     kept["findings"][PART]["main 2026-08-13"] = ["UNRECOGNISED", None, "for another reason"]

@@ -638,6 +638,7 @@ def test_a_crash_a_timeout_and_a_broken_pack_are_conflicts_and_no_tracebacks(
     assert "nothing else shows it: 99-double/reproduce.py cannot be loaded" in one_line(capsys.readouterr().out)
 
 
+@pytest.mark.full
 def test_a_case_for_a_gpu_without_one_or_a_receipt_is_no_evidence(
     run: Callable[..., int], packs: Packs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
