@@ -233,7 +233,10 @@ LISTED: tuple[Listed, ...] = (
         targets=("megatron.core.transformer.module",),
     ),
     Listed(
-        id="tp-attention-sinks", installs=True, off_by_default=False, targets=("megatron.core.transformer.attention",)
+        id="tp-attention-sinks",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.transformer.attention", "megatron.core.transformer.multi_latent_attention"),
     ),
     Listed(
         id="residual-norm-recompute-alias",

@@ -15,12 +15,14 @@ from placed_seams import placed, without_overlays
 from places import SUPPORT
 from releases import newest, weekly
 
-from megacpp_overlays.feature_probes.tp_attention_sinks import NOT_MARKED, TARGET
-from megacpp_overlays.overlays.tp_attention_sinks import OVERLAY, observe
+from megacpp_overlays.feature_probes.tp_attention_sinks import NOT_MARKED
+from megacpp_overlays.model import Overlay
+from megacpp_overlays.overlays.tp_attention_sinks import LATENT, OVERLAY, PARTS
 
 pytestmark = pytest.mark.upstream
 
 RELEASES = ("0.15.0", "0.16.1", "0.17.1", "0.18.2", newest())
+CASES = ("norm-cpu", "norm-latent-cpu")
 
 
 @pytest.fixture(scope="module", params=weekly(*RELEASES))
@@ -29,34 +31,56 @@ def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) 
     return megatron_says(request.param, SUPPORT / "reproduced.py", "37")
 
 
-def test_upstream_s_norm_lacks_sinks_of_the_second_rank(measured: Any) -> None:
-    assert measured["off"]["norm-cpu"]["broken"]
+@pytest.mark.parametrize("case", CASES)
+def test_upstream_s_norm_lacks_sinks_of_the_second_rank(case: str, measured: Any) -> None:
+    assert measured["off"][case]["broken"]
 
 
-def test_norms_and_clipped_gradients_are_those_of_one_rank(measured: Any) -> None:
-    ((_, decision, reason),) = measured["decisions"]
-
-    assert decision == "active", reason
-    assert not measured["on"]["norm-cpu"]["broken"], measured["on"]["norm-cpu"]["seen"]
+@pytest.mark.parametrize("case", CASES)
+def test_norms_and_clipped_gradients_are_those_of_one_rank(case: str, measured: Any) -> None:
+    assert {decision for _, decision, _ in measured["decisions"]} == {"active"}, measured["decisions"]
+    assert not measured["on"][case]["broken"], measured["on"][case]["seen"]
 
 
 # In this process
 
 
+@pytest.fixture(scope="module", params=PARTS, ids=["attention", "latent attention"])
+def part(request: pytest.FixtureRequest) -> Overlay:
+    overlay: Overlay = request.param
+    return overlay
+
+
 @pytest.fixture(scope="module")
-def module() -> Iterator[ModuleType]:
+def module(part: Overlay) -> Iterator[ModuleType]:
     """The newest release, without any overlay."""
-    with without_overlays(TARGET.module) as found:
+    with without_overlays(part.target.module) as found:
         yield found
 
 
-def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: ModuleType) -> None:
+def test_the_witness_sees_the_defect_and_the_self_test_its_absence(part: Overlay, module: ModuleType) -> None:
+    observe = part.witness
+    assert observe is not None
+    assert observe is part.self_test
+    before = dict(vars(module))
     assert observe(module).broken
-    with placed(OVERLAY, NOT_MARKED, module):
+    with placed(part, NOT_MARKED, module):
         assert not observe(module).broken
         with torch.device("meta"), torch.inference_mode():
             assert not observe(module).broken
     assert observe(module).broken
+    assert vars(module) == before
+
+
+def test_the_witness_of_latent_attention_needs_no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.16.1 says that it has Transformer Engine's layers where it has mocks."""
+    with without_overlays(LATENT.target.module) as module:
+        monkeypatch.setattr(module, "HAVE_TE", True)
+        monkeypatch.setattr(module, "TELinear", SimpleNamespace())
+
+        assert LATENT.witness is not None
+        assert LATENT.witness(module).broken
+        assert isinstance(module.TELinear, SimpleNamespace)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from probing import Texts, ask
 from repair_cases import CASES, edited_release
 
-from megacpp_overlays.feature_probes.tp_attention_sinks import CORE, TARGET, probe
+from megacpp_overlays.feature_probes.tp_attention_sinks import CORE, LATENT_TARGET, TARGET, probe, probe_latent
 from megacpp_overlays.model import Finding, Verdict
 from megacpp_overlays.source.file_trees import DirectoryTree
 
@@ -19,7 +19,8 @@ def edited(module: str, old: str, new: str) -> Finding:
 
 def test_given_trees_are_broken(upstream_trees: list[Path]) -> None:
     for path in upstream_trees:
-        assert ask(probe, DirectoryTree(path)).verdict is Verdict.BROKEN, path
+        for each in (probe, probe_latent):
+            assert ask(each, DirectoryTree(path)).verdict is Verdict.BROKEN, path
 
 
 def test_what_is_not_there_is_absent() -> None:
@@ -78,3 +79,54 @@ def test_what_marks_and_was_not_read_looks_repaired() -> None:
     finding = case.ask(case.texts())
 
     assert (finding.verdict, finding.looks_repaired) == (Verdict.UNRECOGNISED, True)
+
+
+def edited_latent(old: str, new: str) -> Finding:
+    return ask(probe_latent, edited_release(LATENT_TARGET.module, old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("        self.core_attention = build_module(", "        self.core_attention = other("),
+        ("        self.core_attention = build_module(", "        self.core = build_module("),
+        ("        self.softmax_scale = mscale", "        self.softmax_scale = other(mscale)"),
+        ("class MultiLatentAttention(Attention)", "class MultiLatentAttention(Other)"),
+        ("class MultiLatentAttention(Attention)", "@other\nclass MultiLatentAttention(Attention)"),
+    ],
+    ids=["another core", "no core", "another scale", "a base", "a decorated class"],
+)
+def test_the_constructor_of_latent_attention_must_be_as_it_was_read(old: str, new: str) -> None:
+    assert edited_latent(old, new).verdict is Verdict.UNRECOGNISED
+
+
+def test_a_latent_attention_that_marks_looks_repaired() -> None:
+    """As does one with a core that marks, which was not read."""
+    made = "        self.core_attention = build_module("
+    marked = edited_latent(made, "        self.marks = set_tensor_model_parallel_attributes\n" + made)
+    drawn = "                self.softmax_offset = config.init_method(self.softmax_offset)\n"
+    of_core = edited_release(CORE, drawn, drawn + "                self.softmax_offset.tensor_model_parallel = True\n")
+
+    assert (marked.verdict, marked.looks_repaired) == (Verdict.UNRECOGNISED, True)
+    assert ask(probe_latent, of_core).looks_repaired
+
+
+def test_without_latent_attention_or_sinks_there_is_nothing_to_mark() -> None:
+    latent = "class MultiLatentAttention:\n    def __init__(self): pass\n"
+    for texts in (
+        {LATENT_TARGET.module: None, CORE: "softmax_offset = None"},
+        {LATENT_TARGET.module: "class Other: pass", CORE: "softmax_offset = None"},
+        {LATENT_TARGET.module: latent, CORE: None},
+        {LATENT_TARGET.module: latent, CORE: "class Other: pass"},
+    ):
+        assert ask(probe_latent, Texts(texts)).verdict is Verdict.ABSENT
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["from vendor import MultiLatentAttention\n", "from vendor import *\n", "class MultiLatentAttention: pass\n"],
+)
+def test_a_latent_attention_from_elsewhere_is_not_absent(text: str) -> None:
+    texts = {LATENT_TARGET.module: text, CORE: "softmax_offset = None"}
+
+    assert ask(probe_latent, Texts(texts)).verdict is Verdict.UNRECOGNISED
