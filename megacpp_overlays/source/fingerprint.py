@@ -8,6 +8,7 @@ layout and whatever differs between Python versions do not count.
 from __future__ import annotations
 
 import ast
+import functools
 
 from megacpp_overlays.source import knowledge
 from megacpp_overlays.source.trees import FunctionNode
@@ -19,23 +20,34 @@ def fingerprint(node: object) -> str:
     """Return 16 hexadecimal digits for the meaning-bearing syntax of a node, a list of nodes, or None."""
     import hashlib  # noqa: PLC0415 - not needed to arm
 
-    return knowledge.as_known(hashlib.sha256(repr(_plain(node)).encode()).hexdigest()[:16])
+    return knowledge.as_known(hashlib.sha256(_text(node).encode()).hexdigest()[:16])
 
 
-def _plain(node: object) -> object:
+def _text(node: object) -> str:
+    """Return a node as text: its type and its fields, as `repr` has tuples; texts of older versions of this package are the same."""
     if isinstance(node, list):
-        return tuple(_plain(item) for item in node)
+        return f"({_text(node[0])},)" if len(node) == 1 else f"({', '.join([_text(item) for item in node])})"
     if not isinstance(node, ast.AST):
-        return repr(node)
-    fields: list[tuple[str, object]] = []
-    for name, value in ast.iter_fields(node):
+        return repr(repr(node))
+    kind, fields = _form(type(node))  # type: ignore[arg-type] # mypy asks for the hash of an instance
+    found = [kind]
+    for name, begin, has_docstring in fields:
+        value = getattr(node, name, None)
         # A newer Python adds fields, and leaves them empty for code that older ones can read.
-        if value is None or value == [] or name in _SKIPPED:
+        if value is None or value == []:
             continue
-        if name == "body" and isinstance(node, ast.ClassDef | FunctionNode) and is_docstring(value[0]):
+        if has_docstring and is_docstring(value[0]):
             value = value[1:]  # the same body, without its text
-        fields.append((name, _plain(value)))
-    return (type(node).__name__, *fields)
+        found.append(f"{begin}{_text(value)})")
+    return f"({', '.join(found)})" if len(found) > 1 else f"({found[0]},)"
+
+
+@functools.cache
+def _form(kind: type[ast.AST]) -> tuple[str, tuple[tuple[str, str, bool], ...]]:
+    """Return the name of a type of node, and its fields that count: how each begins in a text, and whether it may have a docstring."""
+    with_docstring = issubclass(kind, ast.ClassDef | FunctionNode)
+    fields = [name for name in kind._fields if name not in _SKIPPED]
+    return repr(kind.__name__), tuple((name, f"({name!r}, ", with_docstring and name == "body") for name in fields)
 
 
 def is_docstring(node: ast.stmt) -> bool:
