@@ -168,6 +168,14 @@ matrix: wheels ## probe every release of every target; write packs/matrix.json, 
 	@$(BIN)/python -m megacpp_overlays matrix --archives .cache/wheels --write packs
 	@$(BIN)/python -m megacpp_overlays reference --write docs
 
+.PHONY: derived
+derived: wheels ## write all that is derived from declarations, probes and packs; PACK=NN runs its reproducer first and keeps the receipt
+	@$(BIN)/python scripts/list_overlays.py
+	@$(if $(PACK),$(BIN)/python -m megacpp_overlays repro $(PACK) --keep packs)
+	@$(BIN)/python -m megacpp_overlays receipts --sync
+	@$(BIN)/python -m megacpp_overlays ledger --write RETIREMENT.md
+	@$(MAKE) --no-print-directory matrix
+
 .PHONY: docs
 docs: .venv/.ready ## build the documentation as a static site in .cache/site/html, all links checked
 	@scripts/site.sh $(BIN)/properdocs
