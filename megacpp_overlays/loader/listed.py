@@ -301,5 +301,11 @@ LISTED: tuple[Listed, ...] = (
         off_by_default=False,
         targets=("megatron.core.transformer.experimental_attention_variant.dsa",),
     ),
+    Listed(
+        id="scheduler-restore",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.optimizer_param_scheduler",),
+    ),
 )
 """Every declaration, by pack and id."""

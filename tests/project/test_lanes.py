@@ -75,6 +75,7 @@ EXPECTED = {
     "mtp-token-counts-local": (M, ("disabled",) * 6),
     "pipeline-padding-mask": (M, ("active",) * 6),
     "sparse-mla-dimensions": (M, ("absent", "absent", *("active",) * 4)),
+    "scheduler-restore": (M, ("active",) * 6),
     "seq-aux-loss-packed": (M, ("absent", "absent", *("active",) * 4)),
     "residual-norm-recompute-alias": (M, ("absent", *("active",) * 5)),
     "quant-recipe-stale-weights": (M, ("active", "active", *("retired",) * 4)),

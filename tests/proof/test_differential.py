@@ -30,6 +30,7 @@ BEYOND: dict[str, Callable[[Found], bool]] = {
     "fsdp-optimizer-under-update": lambda _: (
         True
     ),  # for optimizers of one's own: no training step of Megatron-Core calls it
+    "scheduler-restore": lambda _: True,  # a launcher restores a schedule, and no training step does
 }
 """Overlays that no row can call, and whether that is so here."""
 

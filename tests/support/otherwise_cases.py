@@ -10,8 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from installed import tree_of
-from probing import ParsedOnce, parsed_once
-from repair_cases import OLD_COPY, OLD_REDUCE, REDUCE, UTILS, Case, Edit, appended, archive, switched_on
+from repair_cases import COUNTED, OLD_COPY, OLD_REDUCE, REDUCE, UTILS, Case, Edit, appended, archive, switched_on
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import (
@@ -54,6 +53,7 @@ from megacpp_overlays.feature_probes import (
     pipeline_padding_mask,
     quant_recipe_stale_weights,
     residual_norm_recompute_alias,
+    scheduler_restore,
     seq_aux_loss_packed,
     sparse_mla_dimensions,
     tilelang_bulk_copy_rank,
@@ -480,6 +480,22 @@ CASES = {
             "by a base": ("class LanguageModule(MegatronModule)", "class LanguageModule(TakesShares)"),
             "by a decorator": ("    def compute_language_model_loss(", "    @of_shares\n    def compute_language_model_loss("),
             "from the outside": appended("LanguageModule.compute_language_model_loss = of_shares(LanguageModule.compute_language_model_loss)"),
+        },
+        tree=megatron,
+    ),
+    "counter of a restored schedule": Otherwise(
+        scheduler_restore,
+        scheduler_restore.TARGET.module,
+        edits={
+            "by the difference": (COUNTED, "        self.step(increment=num_steps - self.num_steps)\n"),
+            "zeroed at first": ("        if 'start_lr' in state_dict:\n", "        self.num_steps = 0\n        if 'start_lr' in state_dict:\n"),
+            "by a helper": (COUNTED, "        self._jump_to(num_steps)\n"),
+            "by a helper at first": ("        if 'start_lr' in state_dict:\n", "        self.reset()\n        if 'start_lr' in state_dict:\n"),
+            "by a copy of the state": ("        if 'start_lr' in state_dict:\n", "        state_dict = self._since(state_dict)\n        if 'start_lr' in state_dict:\n"),
+            "by a step that is told": ("    def step(self, increment: int)", "    def step(self, increment: int, since: int | None = None)"),
+            "by a base": ("class OptimizerParamScheduler:", "class OptimizerParamScheduler(SetsCounter):"),
+            "by a decorator": ("    def load_state_dict(", "    @of_zero\n    def load_state_dict("),
+            "from the outside": appended("OptimizerParamScheduler.load_state_dict = of_zero(OptimizerParamScheduler.load_state_dict)"),
         },
         tree=megatron,
     ),

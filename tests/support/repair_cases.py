@@ -57,6 +57,7 @@ from megacpp_overlays.feature_probes import (
     pipeline_padding_mask,
     quant_recipe_stale_weights,
     residual_norm_recompute_alias,
+    scheduler_restore,
     seq_aux_loss_packed,
     sparse_mla_dimensions,
     tilelang_bulk_copy_rank,
@@ -155,6 +156,18 @@ def shared_logits() -> dict[str, str | None]:
     first = "        # [b s] => [s b]\n        labels = labels.transpose(0, 1).contiguous()\n"
     assert first in text
     return {target: text.replace(first, SHARED_LOGITS + first, 1)}
+
+
+COUNTED = "        self.step(increment=num_steps)\n"
+STARTS_DECAY = "        if 'start_wd' in state_dict:\n            self.start_wd ="
+
+
+def set_counter() -> dict[str, str | None]:
+    """Return a module that sets the counter, and sets rates at the end; made up, no pull request sets it."""
+    target = scheduler_restore.TARGET.module
+    text = released("megatron_core-0.19.2", target)
+    assert text.count(COUNTED) == 1
+    return {target: text.replace(COUNTED, "        self.num_steps = num_steps\n") + "        self.step(increment=0)\n"}
 
 
 MARKED_SINKS = "            tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)\n"
@@ -1156,6 +1169,23 @@ CASES = {
             "set from outside": appended("LanguageModule.compute_language_model_loss = of_old"),
         },
         tree=lambda: archive("megatron_core-0.19.2"),
+    ),
+    "counter of a restored schedule": Case(
+        scheduler_restore,
+        scheduler_restore.TARGET.module,
+        set_counter,
+        {
+            "the sum": ("        self.num_steps = num_steps\n", "        self.num_steps = self.num_steps + num_steps\n"),
+            "added to": ("        self.num_steps = num_steps\n", "        self.num_steps += num_steps\n"),
+            "of a fresh one alone": ("        self.num_steps = num_steps\n", "        self.num_steps = self.num_steps or num_steps\n"),
+            "never": ("        self.num_steps = num_steps\n", "        if False:\n            self.num_steps = num_steps\n"),
+            "and stepped by it": ("        self.step(increment=0)\n", "        self.step(increment=num_steps)\n"),
+            "rates before weight decay": (STARTS_DECAY, "        self.step(increment=0)\n        return\n" + STARTS_DECAY),
+            "rates not set": ("        self.step(increment=0)\n", ""),
+            "counted twice": ("        self.num_steps += increment\n", "        self.num_steps += 2 * increment or self.num_steps\n"),
+            "decorated": ("    def load_state_dict(", "    @of_old\n    def load_state_dict("),
+            "set from outside": appended("OptimizerParamScheduler.load_state_dict = of_old"),
+        },
     ),
     "told layers": Case(
         hybrid_mtp_aux_loss,

@@ -1,0 +1,177 @@
+"""Restored schedules with the overlay: steps, learning rates and weight decay are those of the run that saved them.
+
+Cases of pack 48 run on releases, in a process of its own for each; everything else runs on the newest one in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from placed_seams import placed, without_overlays
+from places import ROOT, SUPPORT
+from releases import daily, newest
+
+from megacpp_overlays.feature_probes.scheduler_restore import ADDED, ADDED_EARLY, CLASS, TARGET
+from megacpp_overlays.overlays.scheduler_restore import OVERLAY, observe
+from megacpp_overlays.repro import beside, neighbour
+
+pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore:Could not determine rank:UserWarning")]
+
+FOLDER = ROOT / "packs/48-scheduler-restore"
+PACK = beside(str(FOLDER / "neighbours.py"))
+CHECKED = {"use_checkpoint_opt_param_scheduler": False}
+STEPS = st.integers(0, 1100)
+ARGUMENTS = st.fixed_dictionaries(
+    {
+        "lr_decay_style": st.sampled_from(["cosine", "linear", "constant", "inverse-square-root"]),
+        "lr_warmup_steps": st.integers(0, 50),
+        "max_lr": st.floats(1e-3, 1.0),
+        "end_wd": st.floats(0.0, 1.0),
+        "wd_incr_style": st.sampled_from(["cosine", "linear"]),
+    }
+)
+
+
+@pytest.fixture(scope="module", params=daily("0.12.0", "0.16.1", newest()))
+def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
+    """What a release does with the overlay and without it."""
+    return megatron_says(request.param, SUPPORT / "reproduced.py", "48")
+
+
+def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any) -> None:
+    ((_, decision, reason),) = measured["decisions"]
+
+    assert decision == "active", reason
+    assert all(case["broken"] for case in measured["off"].values())
+    assert not any(case["broken"] for case in measured["on"].values())
+
+
+# In this process
+
+
+@pytest.fixture(scope="module")
+def module() -> Iterator[ModuleType]:
+    """The newest release, without any overlay."""
+    with without_overlays(TARGET.module) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def restoring(module: ModuleType) -> Iterator[ModuleType]:
+    """The newest release with the seam, for the rest of the file."""
+    with placed(OVERLAY, ADDED_EARLY, module):
+        yield module
+
+
+def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: ModuleType) -> None:
+    assert observe(module).broken
+    for shape in (ADDED, ADDED_EARLY):
+        with placed(OVERLAY, shape, module):
+            assert not observe(module).broken
+    assert observe(module).broken
+
+
+@pytest.mark.parametrize("each", neighbour.load(FOLDER), ids=lambda each: each.name)
+def test_what_is_right_without_the_overlay_has_the_same_bits(each: neighbour.Neighbour, module: ModuleType) -> None:
+    without = neighbour.measured(each)
+    with placed(OVERLAY, ADDED_EARLY, module):
+        found = neighbour.measured(each)
+
+    assert neighbour.problem(each, without, found) is None
+
+
+@given(saved=STEPS, used=STEPS, more=STEPS, arguments=ARGUMENTS, other=ARGUMENTS)
+def test_a_restored_schedule_goes_on_as_the_one_that_was_saved(
+    restoring: ModuleType, saved: int, used: int, more: int, arguments: Mapping[str, Any], other: Mapping[str, Any]
+) -> None:
+    straight, restored = PACK.scheduler(saved, **arguments), PACK.scheduler(used, **other)
+    state = straight.state_dict()
+
+    for _ in range(2):
+        restored.load_state_dict(state)
+        assert PACK.rates(restored) == PACK.rates(straight)
+        assert restored.state_dict() == state
+    for each in (straight, restored):
+        each.step(more)
+    assert PACK.rates(restored) == PACK.rates(straight)
+
+
+@given(saved=STEPS, used=STEPS, arguments=ARGUMENTS)
+def test_an_overridden_schedule_is_that_of_its_arguments_at_the_saved_step(
+    restoring: ModuleType, saved: int, used: int, arguments: Mapping[str, Any]
+) -> None:
+    made = PACK.scheduler(used, **arguments, **CHECKED, override_opt_param_scheduler=True)
+
+    made.load_state_dict(PACK.scheduler(saved).state_dict())
+
+    assert PACK.rates(made) == PACK.rates(PACK.scheduler(saved, **arguments))
+
+
+@given(used=STEPS, refused=st.sampled_from(["lr_decay_style", *PACK.LR.keys() - {"init_lr"}, *PACK.DECAY]))
+def test_a_state_that_upstream_refuses_leaves_the_schedule_as_it_was(
+    restoring: ModuleType, used: int, refused: str
+) -> None:
+    made = PACK.scheduler(used, **CHECKED)
+    before, rates = dict(vars(made)), PACK.rates(made)
+    saved = PACK.scheduler(PACK.SAVED).state_dict()
+
+    with pytest.raises(AssertionError, match="do not match"):
+        made.load_state_dict({**saved, refused: "other"})
+    with pytest.raises(KeyError):
+        made.load_state_dict({key: value for key, value in saved.items() if key != "min_lr"})
+
+    assert vars(made) == before
+    assert PACK.rates(made) == rates
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_that_tensor(restoring: ModuleType) -> None:
+    """A CUDA graph reads it where it is."""
+    straight, made = PACK.scheduler(PACK.SAVED), PACK.scheduler(PACK.LATER)
+    tensors = [torch.zeros((), dtype=torch.float64) for _ in PACK.GROUPS]
+    for group, tensor in zip(made.optimizer.param_groups, tensors, strict=True):
+        group["lr"] = tensor
+
+    made.load_state_dict(straight.state_dict())
+
+    assert all(group["lr"] is tensor for group, tensor in zip(made.optimizer.param_groups, tensors, strict=True))
+    assert PACK.rates(made) == PACK.rates(straight)
+
+
+def test_a_subclass_that_calls_upstream_is_restored(restoring: ModuleType) -> None:
+    class Counting(getattr(restoring, CLASS)):
+        taken = 0
+
+        def step(self, increment: int) -> None:
+            self.taken += increment
+            super().step(increment)
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+            self.taken = state_dict["taken"]
+
+    arguments = {"lr_decay_style": "cosine", **PACK.LR, **PACK.DECAY}
+    made = Counting(SimpleNamespace(param_groups=[{}]), **arguments)
+    made.step(PACK.LATER)
+    made.load_state_dict({**PACK.scheduler(PACK.SAVED).state_dict(), "taken": 7})
+
+    assert (made.num_steps, made.taken) == (PACK.SAVED, 7)
+
+
+def test_a_seam_on_a_repair_or_on_another_seam_changes_nothing(restoring: ModuleType) -> None:
+    straight, made = PACK.scheduler(PACK.SAVED), PACK.scheduler(PACK.LATER)
+    ((replacement,),) = {*OVERLAY.replacements.values()}
+
+    def repaired(self: Any, state_dict: Any) -> None:
+        self.num_steps = state_dict["num_steps"]
+        self.step(0)
+
+    for original in (repaired, getattr(restoring, CLASS).load_state_dict):
+        replacement.make(original, restoring)(made, straight.state_dict())
+        assert PACK.rates(made) == PACK.rates(straight)
+        made.step(PACK.LATER)
