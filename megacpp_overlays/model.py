@@ -141,6 +141,8 @@ class Finding(FrozenValue):
     """How FIXED was earned, or another verdict where its reproducer showed it; None where the probe says it."""
     looks_repaired: bool = False
     """Whether something UNRECOGNISED has the structure of a repair, though nobody read it."""
+    unpublished: bool = False
+    """Whether what looks repaired is a repair that was read, in a tree that is no published release."""
     candidates: tuple[str, ...] = ()
     """Shapes whose seams can be placed in something UNRECOGNISED, see `loader.contract`; the reproducer tells which repairs."""
     read: tuple[Reading, ...] = ()
@@ -159,6 +161,8 @@ class Finding(FrozenValue):
             raise ValueError("what is UNRECOGNISED is not proved")
         if (self.looks_repaired or self.candidates) and self.verdict is not Verdict.UNRECOGNISED:
             raise ValueError("only what is UNRECOGNISED merely looks repaired, or has candidates")
+        if self.unpublished and not self.looks_repaired:
+            raise ValueError("only a repair is one that was read in no release")
         if bool(self.repair) is not (self.verdict is Verdict.FIXED or self.looks_repaired):
             raise ValueError("a repair, proved or not, and nothing else, names the bodies that hold it")
 

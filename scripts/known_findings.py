@@ -1,5 +1,5 @@
-"""Write findings of every probe in the releases of the lanes, megacpp_overlays/loader/known.json, and the first release of
-every fingerprint, megacpp_overlays/source/knowledge.json.
+"""Write findings of every probe in the releases of the lanes, megacpp_overlays/loader/known.json, the first release of every
+fingerprint, and the digest of every release, knowledge.json and published.json of megacpp_overlays/source.
 
 known_findings.py           write it, from the releases in .cache/wheels
 known_findings.py --check   exit 1 if it is not what the probes find, naming what differs
@@ -25,7 +25,7 @@ from packaging.version import Version
 
 from megacpp_overlays.loader import known, registry
 from megacpp_overlays.model import Overlay
-from megacpp_overlays.source import knowledge
+from megacpp_overlays.source import knowledge, published
 from megacpp_overlays.source.file_trees import ArchiveTree
 from megacpp_overlays.source.trees import Remembered, SourceTree, answer
 from megacpp_overlays.upkeep.finding_cache import FindingCache
@@ -51,7 +51,8 @@ def main() -> int:
         return int(bool(strange))
     found = json.dumps(collected(given.archives, FindingCache(given.findings)), indent=1, sort_keys=True) + "\n"
     firsts = json.dumps(first_releases(given.archives), indent=0, sort_keys=True) + "\n"
-    texts = {known.FILE: found, knowledge.FILE: firsts}
+    digests = json.dumps(published_releases(given.archives), indent=0, sort_keys=True) + "\n"
+    texts = {known.FILE: found, knowledge.FILE: firsts, published.FILE: digests}
     if not given.check:
         for path, text in texts.items():
             path.write_text(text, encoding="utf-8")
@@ -79,6 +80,17 @@ def first_releases(archives: Path) -> dict[str, dict[str, str]]:
             for digest in knowledge.recorded:
                 firsts.setdefault(digest, str(version))
     knowledge.recorded = None
+    return found
+
+
+def published_releases(archives: Path) -> dict[str, dict[str, str]]:
+    """Return the digest of the package of each release, by distribution and version, of all distributions of overlays."""
+    found: dict[str, dict[str, str]] = {}
+    for target in {each.target.distribution: each.target for each in registry.load() if each.installs}.values():
+        releases_of = found.setdefault(target.distribution, {})
+        for version, path in _archives(target.distribution, archives).items():
+            with ArchiveTree(path) as archive:
+                releases_of[str(version)] = published.digest(archive.python_files(published.package_of(target)))
     return found
 
 

@@ -30,6 +30,10 @@ _OFF = {
 """The policies under which nothing is done, each with the words that say why."""
 
 _LOOKS_REPAIRED = "it looks repaired and nobody read this; `megacpp-overlays witness {id}` can prove it here"
+_UNPUBLISHED = (
+    "this repair was read, but these files are of no published release, so an edit elsewhere may have undone it; "
+    "`megacpp-overlays witness {id}` can prove it here"
+)
 
 _NOT_BROKEN = {
     Verdict.FIXED: Decision.RETIRED,
@@ -72,7 +76,7 @@ def apply(policy: Policy, erratum: Erratum, finding: Finding) -> Decision:
     """Return what to do about a finding. `ACTIVE` is an order to install: it becomes true only after the self-test."""
     if policy in _OFF:
         return Decision.DISABLED
-    if finding.candidates:
+    if finding.candidates or finding.unpublished:
         return Decision.UNPROVED
     if finding.verdict is not Verdict.BROKEN:
         return _NOT_BROKEN[finding.verdict]
@@ -103,7 +107,9 @@ def decide(erratum: Erratum, settings: Settings, finding: Finding) -> Record:
 
 def _reason(policy: Policy, erratum: Erratum, finding: Finding, decision: Decision) -> str:
     seen, advice = finding.summary(), erratum.unsupported.get(finding.shape or "")
-    if finding.looks_repaired:
+    if finding.unpublished:
+        seen = f"{seen}; {_UNPUBLISHED.format(id=erratum.id)}"
+    elif finding.looks_repaired:
         seen = f"{seen}; {_LOOKS_REPAIRED.format(id=erratum.id)}"
     elif finding.candidates:
         seen = f"{_UNPROVED}; seen: {seen}"

@@ -16,7 +16,7 @@ from megacpp_overlays.errors import SourceError
 from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader.decide import decide
 from megacpp_overlays.loader.settings import Settings
-from megacpp_overlays.model import Body, Decision, Erratum, Evidence, Finding, Gate, Overlay, Record, Verdict
+from megacpp_overlays.model import Body, Decision, Erratum, Evidence, Finding, Gate, Overlay, Proof, Record, Verdict
 from megacpp_overlays.source.trees import SourceTree, answer, readable
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def examine_installed(
     from megacpp_overlays.source.readings import ReadingTree  # noqa: PLC0415 - not needed to arm
 
     reading = ReadingTree(tree)
-    finding = _examined(erratum, reading, unless)
+    finding = unless_published(erratum, _examined(erratum, reading, unless), tree)
     if finding.verdict is not Verdict.UNRECOGNISED:
         return finding
     from megacpp_overlays.loader import contract  # noqa: PLC0415 - a launch that recognises all pays nothing
@@ -104,6 +104,32 @@ def examine_installed(
     elif not finding.looks_repaired:
         return replace(finding, evidence=(*finding.evidence, *map(Evidence, found.failed)))
     return _witnessed(erratum, finding, tree, settings)
+
+
+def unless_published(erratum: Erratum, finding: Finding, tree: SourceTree) -> Finding:
+    """Return a finding, or of a repair that was read in no published release that it merely looks repaired.
+
+    An edit of a caller, a flag or a configuration that no probe reads may keep the repair from being reached. The reproducers of this
+    package can tell, so it is about its own overlays alone.
+
+    Args:
+        erratum: the declaration.
+        finding: of its probe.
+        tree: an `InstalledTree`.
+    """
+    if finding.verdict is not Verdict.FIXED or finding.proof is not Proof.READ:
+        return finding
+    from megacpp_overlays.loader import contract  # noqa: PLC0415 - a launch without a repair pays nothing
+    from megacpp_overlays.source import published  # noqa: PLC0415 - the same
+
+    if not contract.has_reproducer(erratum):
+        return finding
+    try:
+        if published.release_of(erratum.target, tree) is not None:
+            return finding
+    except OSError as error:
+        finding = replace(finding, evidence=(*finding.evidence, Evidence(f"{error.filename}: {error.strerror}")))
+    return replace(finding, verdict=Verdict.UNRECOGNISED, proof=None, looks_repaired=True, unpublished=True)
 
 
 def _witnessed(erratum: Erratum, finding: Finding, tree: SourceTree, settings: Settings) -> Finding:
@@ -129,7 +155,9 @@ def known_or_examined(erratum: Erratum, tree: SourceTree, settings: Settings) ->
     from megacpp_overlays.loader import known  # noqa: PLC0415 - gates are decided without it, when there is no time
 
     found = known.finding(erratum, tree)
-    return examine_installed(erratum, tree, settings, unless=(MemoryError,)) if found is None else found
+    if found is not None and not unless_published(erratum, found, tree).unpublished:
+        return found
+    return examine_installed(erratum, tree, settings, unless=(MemoryError,))
 
 
 def assess_overlay(overlay: Overlay, module: ModuleType, settings: Settings, tree: SourceTree) -> Record:

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megacpp_overlays.loader import live, session, witnesses
-from megacpp_overlays.loader.probing import examine, examine_installed
+from megacpp_overlays.loader.probing import examine, examine_installed, unless_published
 from megacpp_overlays.model import Erratum, Finding, Record, Target, Verdict
 from megacpp_overlays.repro import inventory, neighbour
 from megacpp_overlays.repro.case import CUDA, Behaviour, Blocked, Case, TargetAbsent
@@ -56,7 +56,10 @@ def main(arguments: Sequence[str]) -> None:
             print(json.dumps({"event": event, **facts}), file=lines)
 
         def look(part: Erratum) -> Finding:
-            return examine_installed(part, InstalledTree(), current.settings)
+            found = examine_installed(part, InstalledTree(), current.settings)
+            return (
+                examine(part, InstalledTree()) if found.unpublished else found
+            )  # the case is there to say whether it holds
 
         witness = _Witness() if _WITNESS in options else None
         probed = {target: _probed((witness.look if witness else look)(part)) for target, part in parts.items()}
@@ -95,7 +98,7 @@ class _Witness:
     def look(self, part: Erratum) -> Finding:
         """Return what the probe of a part finds, and note what it reads."""
         self._trees[part] = witnesses.Recorded(InstalledTree())
-        self._findings[part] = examine(part, self._trees[part])
+        self._findings[part] = unless_published(part, examine(part, self._trees[part]), InstalledTree())
         return self._findings[part]
 
     def seen(self, part: Erratum) -> dict[str, object]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megacpp_overlays.loader import contract, witnesses
-from megacpp_overlays.loader.probing import examine, examine_installed
+from megacpp_overlays.loader.probing import examine, examine_installed, unless_published
 from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Decision, Erratum, Finding, Proof, Verdict
 from megacpp_overlays.repro import inventory, judge, neighbour, runner, stamp
@@ -396,7 +396,7 @@ def nothing_to_prove(part: Erratum, finding: Finding) -> Attempt:
 def asked_for(overlays: Sequence[Erratum], ids: Sequence[str], how: WitnessOptions) -> tuple[Attempt, ...]:
     """Prove anew what probes do not recognise of the overlays with these ids; of the others say why there is nothing to prove."""
     tree = Remembered(InstalledTree())
-    findings = {part: examine(part, tree) for part in overlays if part.id in ids}
+    findings = {part: unless_published(part, examine(part, tree), tree) for part in overlays if part.id in ids}
     looking = [part for part, finding in findings.items() if _can_be_proved(part, finding, tree)]
     found = {part.id for part in looking}
     others = [nothing_to_prove(part, each) for part, each in findings.items() if part.id not in found]

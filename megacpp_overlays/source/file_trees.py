@@ -14,7 +14,7 @@ import tarfile
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from datetime import datetime, timezone
 from pathlib import Path, PurePosixPath
 from typing import IO, TypeVar, cast
@@ -188,6 +188,20 @@ class ArchiveTree(FileTree):
         """
         self._demand_no_link(path)
         return any(name.startswith(f"{path}/") and name.endswith(".py") for name in self._names)
+
+    def python_files(self, package: str) -> Iterator[tuple[str, bytes]]:
+        """Yield the Python files of a package, each with its path below the folder of the package.
+
+        Raises:
+            SourceError: see `read`.
+        """
+        folder = package.replace(".", "/")
+        for prefix in (f"{folder}/", f"src/{folder}/"):
+            names = [name for name in self._names if name.startswith(prefix) and name.endswith(".py")]
+            for name in names:
+                yield name.removeprefix(prefix), self.read(name) or b""
+            if names:
+                return
 
     def _demand_no_link(self, path: str) -> None:
         """Raise where unpacking would put a link: it may lead anywhere, and what it leads to is not here under this name."""

@@ -12,9 +12,12 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megacpp_overlays.errors import SettingsError
+
+if TYPE_CHECKING:
+    from packaging.version import Version
 
 VARIABLE = "MEGACPP_KNOWN_UNTIL"
 FILE = Path(__file__).with_name("knowledge.json")
@@ -43,29 +46,45 @@ def allowed() -> frozenset[str] | None:
     """Return the fingerprints that this process knows; None for all of them.
 
     Raises:
-        SettingsError: the variable has another form, or names a distribution or a release that is not known.
+        SettingsError: see `until`.
+    """
+    last = until()
+    return frozenset(_known(_firsts(), last)) if last else None
+
+
+@functools.cache
+def until() -> dict[str, Version]:
+    """Return the newest release of each distribution of which something is remembered; empty where nothing is forgotten.
+
+    Raises:
+        SettingsError: the variable has another form, or names a distribution that is not known.
     """
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
-        return None
+        return {}
     from packaging.version import InvalidVersion, Version  # noqa: PLC0415 - of rehearsals alone
 
-    firsts: dict[str, dict[str, str]] = json.loads(FILE.read_text(encoding="utf-8"))
-    until: dict[str, Version] = {}
+    firsts = _firsts()
+    found: dict[str, Version] = {}
     for each in text.split(","):
         name, _, version = each.strip().partition("=")
         try:
-            until[name] = Version(version)
+            found[name] = Version(version)
         except InvalidVersion as error:
             raise SettingsError(f"{VARIABLE}={text}: {each.strip()!r} is not DISTRIBUTION=VERSION") from error
         if name not in firsts:
             raise SettingsError(f"{VARIABLE}={text}: {name} is not known; one of {', '.join(sorted(firsts))}")
-    return frozenset(_known(firsts, until))
+    return found
 
 
-def _known(firsts: dict[str, dict[str, str]], until: dict[str, Any]) -> Iterator[str]:
+def _firsts() -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return found
+
+
+def _known(firsts: dict[str, dict[str, str]], last: dict[str, Version]) -> Iterator[str]:
     from packaging.version import Version  # noqa: PLC0415 - of rehearsals alone
 
     for distribution, found in firsts.items():
-        last = until.get(distribution)
-        yield from (digest for digest, first in found.items() if last is None or Version(first) <= last)
+        newest = last.get(distribution)
+        yield from (digest for digest, first in found.items() if newest is None or Version(first) <= newest)

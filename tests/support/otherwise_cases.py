@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from installed import tree_of
+from probing import ParsedOnce, parsed_once
 from repair_cases import COUNTED, OLD_COPY, OLD_REDUCE, REDUCE, UTILS, Case, Edit, appended, archive, switched_on
 from trees import STAND_INS
 

@@ -1,0 +1,141 @@
+"""Published releases: the files of a package are those of a release, or of none, and a repair that was read counts in a release alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from releases import newest
+from unpacked import unpacked
+
+from megacpp_overlays.loader import probing, registry
+from megacpp_overlays.loader.decide import decide
+from megacpp_overlays.loader.settings import Settings
+from megacpp_overlays.model import Decision, Erratum, Proof, Verdict
+from megacpp_overlays.source import knowledge, published
+from megacpp_overlays.source.file_trees import ArchiveTree
+from megacpp_overlays.source.trees import ModuleSource
+
+OVERLAY = "quant-recipe-stale-weights"
+"""Repaired in the newest release."""
+CALLER = "transformer/transformer_layer.py"
+"""No probe of that overlay reads it."""
+
+
+@pytest.fixture(scope="module")
+def wheels(wheel: Callable[[str, str], Path]) -> Path:
+    return wheel("megatron-core", newest())
+
+
+@pytest.fixture
+def copy(wheels: Path, tmp_path: Path) -> Iterator[Path]:
+    """The package of the newest release, as it is installed; a test may edit it."""
+    folder = tmp_path / "megatron" / "core"
+    shutil.copytree(unpacked(wheels) / "megatron" / "core", folder)
+    forget = published._digest_of_folder.cache_clear
+    forget()
+    yield folder
+    forget()
+
+
+class Below:
+    """Modules in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def module(self, name: str) -> ModuleSource | None:
+        path = self._folder.joinpath(*name.split("."))
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        return ModuleSource(name, str(file), file.read_text()) if file.is_file() else None
+
+
+def part() -> Erratum:
+    return next(each for each in registry.load() if each.id == OVERLAY)
+
+
+def finding(folder: Path, tmp_path: Path) -> Any:
+    settings = Settings(witnesses=str(tmp_path / "witnesses"))
+    return probing.known_or_examined(part(), Below(folder.parents[1]), settings)
+
+
+def test_the_newest_release_is_known_whatever_was_compiled_of_it(copy: Path) -> None:
+    (copy / "__pycache__").mkdir(exist_ok=True)
+    (copy / "__pycache__" / "made.cpython-312.pyc").write_bytes(b"")
+    (copy / "notes.txt").write_text("")
+
+    for target in (
+        part().target,
+        part().target._replace(module="megatron.core"),
+        part().target._replace(module="megatron.core.fusions"),
+    ):
+        assert published.release_of(target, Below(copy.parents[1])) == newest()
+
+
+@pytest.mark.parametrize("change", ["edited", "removed", "renamed", "added"])
+def test_one_file_that_is_another_makes_it_no_release(change: str, copy: Path) -> None:
+    file = copy / CALLER
+    if change == "edited":
+        file.write_bytes(file.read_bytes() + b"\n")
+    elif change == "removed":
+        file.unlink()
+    elif change == "renamed":
+        file.rename(file.with_name("layer.py"))
+    else:
+        (copy / "transformer" / "new.py").write_text("")
+
+    assert published.release_of(part().target, Below(copy.parents[1])) is None
+
+
+def test_a_repair_that_was_read_is_proved_on_the_release(copy: Path, tmp_path: Path) -> None:
+    found = finding(copy, tmp_path)
+
+    assert (found.verdict, found.proof) == (Verdict.FIXED, Proof.READ)
+
+
+def test_in_an_edited_tree_it_is_unproved_though_nothing_that_the_probe_reads_changed(
+    copy: Path, tmp_path: Path
+) -> None:
+    (copy / CALLER).write_bytes((copy / CALLER).read_bytes() + b"\n")
+
+    found = finding(copy, tmp_path)
+
+    assert (found.verdict, found.looks_repaired, found.unpublished) == (Verdict.UNRECOGNISED, True, True)
+    record = decide(part(), Settings(), found)
+    assert record.decision is Decision.UNPROVED
+    assert "these files are of no published release" in record.reason
+
+
+def test_a_release_that_is_forgotten_is_none(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for each in (knowledge.until, published._releases):
+        each.cache_clear()
+    monkeypatch.setenv(knowledge.VARIABLE, "megatron-core=0.18.2")
+    try:
+        assert published.release_of(part().target, Below(copy.parents[1])) is None
+    finally:
+        for each in (knowledge.until, published._releases):
+            each.cache_clear()
+
+
+def test_a_file_that_cannot_be_read_is_said(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(_: Any) -> None:
+        raise PermissionError(13, "Permission denied", "layer.py")
+
+    monkeypatch.setattr(published, "_digest_of_folder", read)
+
+    found = finding(copy, tmp_path)
+
+    assert found.unpublished
+    assert "layer.py: Permission denied" in found.summary()
+
+
+def test_every_release_of_the_matrix_has_a_digest_of_its_own_files(wheels: Path) -> None:
+    kept = json.loads(published.FILE.read_text())
+
+    assert set(kept) == {each.target.distribution for each in registry.load() if each.installs}
+    with ArchiveTree(wheels) as archive:
+        assert kept["megatron-core"][newest()] == published.digest(archive.python_files("megatron.core"))
