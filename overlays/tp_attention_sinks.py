@@ -131,11 +131,11 @@ def _part() -> type:
     """Return a class of parts that take any arguments."""
     import torch
 
-    class Part(torch.nn.Module):  # type: ignore[misc]
+    class AnyPart(torch.nn.Module):  # type: ignore[misc]
         def __init__(self, *_: Any, **__: Any) -> None:
             super().__init__()
 
-    return Part
+    return AnyPart
 
 
 class _PartsAsAsked(SimpleNamespace):

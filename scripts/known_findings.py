@@ -4,6 +4,7 @@ fingerprint, and the digest of every release, knowledge.json and published.json 
 known_findings.py           write it, from the releases in .cache/wheels
 known_findings.py --check   exit 1 if it is not what the probes find, naming what differs
 known_findings.py --newest  check only what is written of the newest release of each distribution, which takes seconds
+known_findings.py --head 'main d98e8a64dd=PATH'  add the digest of a checkout of Megatron-LM on which reproducers agreed with probes
 
 Of each distribution that an overlay is about: the oldest release that a lane pins, and every later one.
 """
@@ -44,7 +45,16 @@ def main() -> int:
     parser.add_argument("--archives", type=Path, default=ROOT / ".cache/wheels", metavar="FOLDER")
     parser.add_argument("--findings", type=Path, metavar="FOLDER", help="keep what probes find here, and read it again")
     parser.add_argument("--newest", action="store_true", help="check only what is written of the newest releases")
+    parser.add_argument(
+        "--head", action="append", default=[], metavar="NAME=PATH", help="a checkout whose digest is kept"
+    )
     given = parser.parse_args()
+    if given.head:
+        texts = json.loads(published.FILE.read_text(encoding="utf-8"))
+        for name, _, path in (each.partition("=") for each in given.head):
+            texts["megatron-core"][name] = published.digest_of_folder(str(Path(path, "megatron", "core").resolve()))
+        published.FILE.write_text(json.dumps(texts, indent=0, sort_keys=True) + "\n", encoding="utf-8")
+        return 0
     if given.newest:
         strange = list(differing_of_newest(given.archives))
         print("\n".join(strange) or "as the probes find it")
@@ -84,8 +94,12 @@ def first_releases(archives: Path) -> dict[str, dict[str, str]]:
 
 
 def published_releases(archives: Path) -> dict[str, dict[str, str]]:
-    """Return the digest of the package of each release, by distribution and version, of all distributions of overlays."""
-    found: dict[str, dict[str, str]] = {}
+    """Return the digest of the package of each release, by distribution and version, of all distributions of overlays.
+
+    Those of branch heads, whose names have a space, are kept.
+    """
+    kept = json.loads(published.FILE.read_text(encoding="utf-8"))
+    found = {name: {head: digest for head, digest in of.items() if " " in head} for name, of in kept.items()}
     for target in {each.target.distribution: each.target for each in registry.load() if each.installs}.values():
         releases_of = found.setdefault(target.distribution, {})
         for version, path in _archives(target.distribution, archives).items():

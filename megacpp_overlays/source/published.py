@@ -1,8 +1,8 @@
 """Published releases, byte for byte: a digest of all Python files of a package tells a release from an edited tree.
 
 A repair that was read is proved on a release, whose callers were looked at and run. In any other tree the same text may be one
-that its callers, a flag or a configuration no longer lead to. `published.json` has a digest for each release of each
-distribution that an overlay is about; `scripts/known_findings.py` writes it.
+that its callers, a flag or a configuration no longer lead to. `published.json` has a digest for each release of each distribution that an overlay is about, and for
+heads of branches on which reproducers agreed with every repair that was read; `scripts/known_findings.py` writes it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def release_of(target: Target, tree: SourceTree) -> str | None:
     names = target.module.removeprefix(package_of(target)).count(".")
     path = Path(source.path)
     folder = (path.parent if path.name == "__init__.py" else path).parents[names - 1] if names else path.parent
-    return _releases(target.distribution).get(_digest_of_folder(str(folder)))
+    return _releases(target.distribution).get(digest_of_folder(str(folder)))
 
 
 def digest(files: Iterable[tuple[str, bytes]]) -> str:
@@ -60,7 +60,7 @@ def digest(files: Iterable[tuple[str, bytes]]) -> str:
 
 
 @functools.cache
-def _digest_of_folder(folder: str) -> str:
+def digest_of_folder(folder: str) -> str:
     """Return the digest of what is in a folder, read once a process: 500 files take 30 ms."""
     return digest(
         (path.relative_to(folder).as_posix(), path.read_bytes())
@@ -77,7 +77,7 @@ def _releases(distribution: str) -> dict[str, str]:
     releases: dict[str, dict[str, str]] = json.loads(FILE.read_text(encoding="utf-8"))
     last = knowledge.until().get(distribution)
     return {
-        found: version
-        for version, found in releases.get(distribution, {}).items()
-        if last is None or Version(version) <= last
+        found: name
+        for name, found in releases.get(distribution, {}).items()
+        if last is None or (" " not in name and Version(name) <= last)
     }

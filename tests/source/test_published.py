@@ -36,7 +36,7 @@ def copy(wheels: Path, tmp_path: Path) -> Iterator[Path]:
     """The package of the newest release, as it is installed; a test may edit it."""
     folder = tmp_path / "megatron" / "core"
     shutil.copytree(unpacked(wheels) / "megatron" / "core", folder)
-    forget = published._digest_of_folder.cache_clear
+    forget = published.digest_of_folder.cache_clear
     forget()
     yield folder
     forget()
@@ -125,7 +125,7 @@ def test_a_file_that_cannot_be_read_is_said(copy: Path, tmp_path: Path, monkeypa
     def read(_: Any) -> None:
         raise PermissionError(13, "Permission denied", "layer.py")
 
-    monkeypatch.setattr(published, "_digest_of_folder", read)
+    monkeypatch.setattr(published, "digest_of_folder", read)
 
     found = finding(copy, tmp_path)
 
