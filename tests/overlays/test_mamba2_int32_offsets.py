@@ -38,6 +38,7 @@ def facts() -> Any:
     return json.loads(out)
 
 
+@pytest.mark.full
 @pytest.mark.upstream
 @pytest.mark.parametrize(
     ("way", "rows"),

@@ -24,9 +24,10 @@ OTHERS = ("nothing_of_the_input",)
 
 
 @pytest.fixture(scope="module", params=daily(*BROKEN))
-def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
+def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any], grid_size: str) -> Any:
     """What a release computes with the overlay and without it."""
-    return megatron_says(request.param, SUPPORT / "residual_norms.py")
+    storage = {"RESIDUAL_NORMS_STORAGE": "copied"} if grid_size == "few" else {}
+    return megatron_says(request.param, SUPPORT / "residual_norms.py", **storage)
 
 
 def test_values_and_gradients_are_those_without_recompute(measured: Any) -> None:

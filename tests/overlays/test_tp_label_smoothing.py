@@ -37,7 +37,7 @@ def off(tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., A
     return megatron_says(newest(), SUPPORT / "smoothed_losses.py", folder, MEGACPP_OVERLAYS="off")
 
 
-@pytest.fixture(scope="module", params=daily(*ONE_GROUP, ANY_GROUP, older=ONE_GROUP[-1]))
+@pytest.fixture(scope="module", params=daily(*ONE_GROUP, ANY_GROUP))
 def on(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, megatron_says: Callable[..., Any]
 ) -> tuple[str, Any]:

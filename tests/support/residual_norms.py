@@ -23,6 +23,8 @@ import megacpp_overlays
 
 RANDOM = "megatron.core.tensor_parallel.random"
 OVERLAY = "residual-norm-recompute-alias"
+STORAGE = "RESIDUAL_NORMS_STORAGE"
+"""The variable that says `copied` where upstream is not to compile its extension, which takes half a minute."""
 TOKENS, BATCH, HIDDEN = 64, 2, 32
 
 
@@ -190,10 +192,17 @@ def as_on_a_cpu(module: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
         importlib.import_module("megatron.core.parallel_state").initialize_model_parallel()
+    if os.environ.get(STORAGE) == "copied" or not is_compiled(module):
+        module._share_storage_ext = SimpleNamespace(share_storage=copied)
+
+
+def is_compiled(module: Any) -> bool:
+    """Let upstream compile its extension, and return whether it could; releases up to 0.16.1 have none."""
     try:
         module._get_share_storage()
     except Exception:  # noqa: BLE001 - torch raises what its compilers do
-        module._share_storage_ext = SimpleNamespace(share_storage=copied)
+        return False
+    return True
 
 
 def copied(to: Tensor, what: Tensor) -> None:
