@@ -148,6 +148,14 @@ def witness_case(job: Job, case: Case, transcript: Transcript) -> Run:
     return alone
 
 
+def without_case(job: Job, case: Case, transcript: Transcript) -> Run:
+    """Run one case of a job with every overlay but its own."""
+    with tempfile.TemporaryDirectory(prefix="repro-") as folder:
+        found = _Process(job, case, Path(folder), transcript).run({DISABLE: str(case.overlay)})
+    transcript.say(f"  with the other overlays alone: {_in_words(found)}")
+    return found
+
+
 def trial_case(job: Job, case: Case, shapes: Mapping[str, str], transcript: Transcript) -> Run:
     """Run one case of a job with every overlay, and with the seams of shapes that no probe found.
 

@@ -267,9 +267,18 @@ class _Measuring:
                 return judge.decisions(out)
             if not any(part.decision is Decision.ACTIVE for part in tried):
                 return "it is not broken, but no seam is in"
-        neighbours = neighbour.of(ran.case, self._cases, self._pack.folder)
+        if self._neighbour_problem(ran.case, ran.alone, run) is None:
+            return None
+        # Other overlays that were proved here may change a neighbour, too: it is to be the same with them as with them and this one.
+        with_others = runner.without_case(self._job(ran.case), ran.case, self._transcript)
+        return self._neighbour_problem(ran.case, with_others, run)
+
+    def _neighbour_problem(self, case: Case, without: Run, repaired: Run) -> str | None:
+        """Return which neighbour of a case is not the same with the seams, or None."""
+        neighbours = neighbour.of(case, self._cases, self._pack.folder)
         problems = (
-            neighbour.problem(each, ran.alone.beside.get(each.name), run.beside.get(each.name)) for each in neighbours
+            neighbour.problem(each, without.beside.get(each.name), repaired.beside.get(each.name))
+            for each in neighbours
         )
         return next(filter(None, problems), None)
 

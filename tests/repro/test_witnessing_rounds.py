@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from made_up import Upstream
 
 from megacpp_overlays.loader.settings import Settings
-from megacpp_overlays.model import Verdict
-from megacpp_overlays.repro import witnessing
+from megacpp_overlays.model import Decision, Verdict
+from megacpp_overlays.repro import Behaviour, Case, Neighbour, neighbour, runner, witnessing
+from megacpp_overlays.repro.judge import Part, Run, RunKind
+from megacpp_overlays.repro.neighbour import Measured
 from megacpp_overlays.repro.witnessing import Attempt, WitnessOptions
 
 
@@ -64,3 +67,28 @@ def test_where_nothing_else_was_proved_no_case_runs_twice(tmp_path: Path, monkey
 
     assert rounds.tried == ["first", "second"]
     assert not any(each.proved for each in found)
+
+
+def ended(number: float, decision: Decision = Decision.ACTIVE) -> Run:
+    """A run that is not broken, and what its neighbour came to."""
+    part = Part(
+        module="made", verdict=Verdict.UNRECOGNISED, shape="one", evidence="", decision=decision, reason="", sources={}
+    )
+    return Run(kind=RunKind.SOUND, seen="", parts=(part,), beside={"no-mask": Measured(numbers={"loss": [number]})})
+
+
+@pytest.mark.parametrize(("with_others", "problem"), [(2.0, None), (3.0, "neighbour no-mask is not the same")])
+def test_a_neighbour_that_another_overlay_changes_is_compared_with_that_one_in(
+    with_others: float, problem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(name="made", overlay="first", device="cpu", versions=(), run=lambda: Behaviour(broken=True, seen=""))
+    beside = Neighbour(name="no-mask", overlay="first", run=dict)
+    monkeypatch.setattr(neighbour, "of", lambda *_: (beside,))
+    monkeypatch.setattr(runner, "without_case", lambda *_: ended(with_others))
+    how = WitnessOptions(packs=tmp_path, settings=Settings())
+    pack = SimpleNamespace(folder=tmp_path, reproducer=tmp_path / "reproduce.py")
+    measuring = witnessing._Measuring(pack, (case,), (), how)  # type: ignore[arg-type] # it has what is asked for
+
+    found = measuring._problem(witnessing._Ran(case, ended(1.0), ended(2.0)), {"made": "one"})
+
+    assert found is None if problem is None else str(found).startswith(problem)
