@@ -131,12 +131,18 @@ GROUPS = (
         (
             "optimizer",
             "test_optimizer.py",
+            "test_optimizer_param_scheduler.py",
             "distributed/test_distributed_data_parallel.py",
             "distributed/test_param_and_grad_buffer.py",
             "distributed/test_param_layout.py",
             "distributed/mfsdp_v1/test_mfsdp_fully_shard.py",
         ),
-        ("float16-distributed-order", "float16-optimizer-state-ids", "fsdp-optimizer-under-update"),
+        (
+            "float16-distributed-order",
+            "float16-optimizer-state-ids",
+            "fsdp-optimizer-under-update",
+            "scheduler-restore",
+        ),
     ),
     Group(
         "checkpoints",

@@ -106,6 +106,15 @@ def examine_installed(
     return _witnessed(erratum, finding, tree, settings)
 
 
+def examine_to_measure(erratum: Erratum, tree: SourceTree, settings: Settings) -> Finding:
+    """Return the finding of `examine_installed`, but for a repair in no published release that of the probe.
+
+    For commands that run the reproducer on this very tree, which says whether the repair works there.
+    """
+    found = examine_installed(erratum, tree, settings)
+    return examine(erratum, tree) if found.unpublished else found
+
+
 def unless_published(erratum: Erratum, finding: Finding, tree: SourceTree) -> Finding:
     """Return a finding, or of a repair that was read in no published release that it merely looks repaired.
 

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megacpp_overlays.loader import live, session, witnesses
-from megacpp_overlays.loader.probing import examine, examine_installed, unless_published
+from megacpp_overlays.loader.probing import examine, examine_to_measure, unless_published
 from megacpp_overlays.model import Erratum, Finding, Record, Target, Verdict
 from megacpp_overlays.repro import inventory, neighbour
 from megacpp_overlays.repro.case import CUDA, Behaviour, Blocked, Case, TargetAbsent
@@ -56,10 +56,7 @@ def main(arguments: Sequence[str]) -> None:
             print(json.dumps({"event": event, **facts}), file=lines)
 
         def look(part: Erratum) -> Finding:
-            found = examine_installed(part, InstalledTree(), current.settings)
-            return (
-                examine(part, InstalledTree()) if found.unpublished else found
-            )  # the case is there to say whether it holds
+            return examine_to_measure(part, InstalledTree(), current.settings)
 
         witness = _Witness() if _WITNESS in options else None
         probed = {target: _probed((witness.look if witness else look)(part)) for target, part in parts.items()}

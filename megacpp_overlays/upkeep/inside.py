@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megacpp_overlays.loader import session
-from megacpp_overlays.loader.probing import examine_installed
+from megacpp_overlays.loader.probing import examine_to_measure
 from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro import ending, inventory, runner, witnessing
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _probed(part: Erratum, overlays: Sequence[Erratum], settings: Settings) -> dict[str, object]:
-    finding = examine_installed(part, InstalledTree(), settings)
+    finding = examine_to_measure(part, InstalledTree(), settings)
     return {
         "overlay": part.id,
         "module": part.target.module,
@@ -57,7 +57,7 @@ def _probed(part: Erratum, overlays: Sequence[Erratum], settings: Settings) -> d
         "opt_in": part.off_by_default,
         "beside": {name: distributions.version(name) for name in part.companions},
         "left_alone": part.unsupported.get(finding.shape or ""),
-        "due": is_due([each for each in overlays if each.id == part.id], InstalledTree(), settings),
+        "due": is_due([each for each in overlays if each.id == part.id], InstalledTree(), settings, measured=True),
     }
 
 

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacpp_overlays.loader.probing import examine, examine_installed
+from megacpp_overlays.loader.probing import examine, examine_installed, examine_to_measure
 from megacpp_overlays.loader.retired import RetiredOverlay, read
 from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Erratum, Verdict
@@ -51,15 +51,19 @@ def due(overlays: Sequence[Erratum], tree: SourceTree, settings: Settings | None
     return [parts[0] for parts in _by_id(overlays) if is_due(parts, tree, settings)]
 
 
-def is_due(parts: Sequence[Erratum], tree: SourceTree, settings: Settings | None = None) -> bool:
+def is_due(
+    parts: Sequence[Erratum], tree: SourceTree, settings: Settings | None = None, *, measured: bool = False
+) -> bool:
     """Return whether an overlay, in parts, can be deleted: the probe of one says FIXED, and no other finds work to do.
 
     Args:
         parts: all parts of one overlay.
         tree: what is asked about.
         settings: of this process, where the tree is what is installed in it: kept witnesses count then.
+        measured: whether a reproducer runs there as well, see `examine_to_measure`.
     """
-    found = (examine_installed(part, tree, settings) if settings else examine(part, tree) for part in parts)
+    ask = examine_to_measure if measured else examine_installed
+    found = (ask(part, tree, settings) if settings else examine(part, tree) for part in parts)
     verdicts = {each.verdict for each in found}
     return Verdict.FIXED in verdicts and verdicts <= {Verdict.FIXED, Verdict.ABSENT}
 

@@ -829,7 +829,9 @@ print(json.dumps(out))
 
 @pytest.mark.full  # rows of the differential test have sparse attention every day
 @pytest.mark.upstream
-@pytest.mark.parametrize(("dtype", "relu"), itertools.product((torch.float32, torch.bfloat16), (True, False)), ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "relu"), [*itertools.product((torch.float32, torch.bfloat16), (True, False))], ids=str
+)
 def test_the_installed_megatron_trains_alike_with_the_overlay_and_without(
     dtype: torch.dtype, relu: bool, run_python: Callable[..., Any]
 ) -> None:
