@@ -52,6 +52,7 @@ def test_real_kernels_give_in_parts_what_they_give_at_once(way: str, rows: list[
     assert facts["ways"][way]["far"] < ROUNDING
 
 
+@pytest.mark.full
 @pytest.mark.upstream
 def test_one_row_with_too_many_states_is_refused_in_words(facts: Any) -> None:
     assert "index states of one row of 32 tokens" in facts["refused"]
