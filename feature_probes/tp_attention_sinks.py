@@ -68,7 +68,7 @@ _LATENT = {
     "b5e5703e861f79f3": "0.18.0 to 0.19.2 and main d98e8a64dd",
     "6c7b38d217a25f04": "dev d48bd6be0a",
 }
-"""What the constructor of multi-latent attention is."""
+"""Fingerprints of the constructor of multi-latent attention."""
 _CORES = {"f489efef12262097", "20a7b76ee8fb75d6", "72da68aca16f10c0"}
 """What makes sinks: in 0.15, since 0.16.0, and on dev."""
 _REPAIRED: Repairs = {}

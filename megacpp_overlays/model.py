@@ -142,7 +142,7 @@ class Finding(FrozenValue):
     looks_repaired: bool = False
     """Whether something UNRECOGNISED has the structure of a repair, though nobody read it."""
     unpublished: bool = False
-    """Whether what looks repaired is a repair that was read, in a tree that is no published release."""
+    """Whether the repair was read, and is here in a tree that is no published release."""
     candidates: tuple[str, ...] = ()
     """Shapes whose seams can be placed in something UNRECOGNISED, see `loader.contract`; the reproducer tells which repairs."""
     read: tuple[Reading, ...] = ()

@@ -4,7 +4,7 @@ fingerprint, and the digest of every release, knowledge.json and published.json 
 known_findings.py           write it, from the releases in .cache/wheels
 known_findings.py --check   exit 1 if it is not what the probes find, naming what differs
 known_findings.py --newest  check only what is written of the newest release of each distribution, which takes seconds
-known_findings.py --head 'main d98e8a64dd=PATH'  add the digest of a checkout of Megatron-LM on which reproducers agreed with probes
+known_findings.py --head 'main d98e8a64dd=PATH'  add the digest of a checkout of Megatron-LM that was read
 
 Of each distribution that an overlay is about: the oldest release that a lane pins, and every later one.
 """

@@ -15,7 +15,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from megacpp_overlays.upkeep.rehearsal import Rehearsed
+from megacpp_overlays.upkeep.rehearsal import Rehearsed, UpgradeRehearsal
+from megacpp_overlays.upkeep.rehearsal import lines as rehearsal_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = ROOT / ".envs" / "mamba3-pinned" / "bin" / "python"
@@ -23,7 +24,6 @@ WHEELS = ROOT / ".cache" / "wheels"
 RESULTS = ROOT / "proof" / "results" / "rehearsals.json"
 UPGRADES = {"0.19.0": "0.18.2", "0.18.0": "0.17.1", "0.17.0": "0.16.1"}
 """The newest release that is remembered, by the one that comes out."""
-RIGHT = {"active", "retired", "absent", "gated"}
 
 
 def rehearse(version: str, folder: Path) -> dict[str, Any]:
@@ -42,42 +42,26 @@ def rehearse(version: str, folder: Path) -> dict[str, Any]:
 
 
 def page(results: list[dict[str, Any]]) -> str:
-    """Return the results as Markdown: one table of upgrades, and what is not as it should be after `witness`."""
+    """Return the results as Markdown."""
     lines = [
         "# Upgrades that nobody prepared",
         "",
         "Written by `make rehearse`. Everything that was learnt of releases after the first version is forgotten, the second one is",
-        "put on the path, and an audit decides: on the day it comes out, and after one `megacpp-overlays witness`. *Right* is the",
-        "decision with all that is known. An overlay is wrong if it is active and must not be, or out as repaired and is needed.",
-        "",
-        "| from | to | overlays that are needed | active on the day | active after `witness` | unproved | wrong | `witness` |",
-        "|---|---|---|---|---|---|---|---|",
+        "put on the path, and an audit decides: on the day it comes out, and after one `megacpp-overlays witness`. The decision",
+        "beside is the one with all that is known. An overlay is wrong if it is active and must not be, or out as repaired and is",
+        "needed.",
     ]
     for each in results:
-        needed = [row for row in each["rows"] if row["right"] == "active"]
-        before, after = (sum(row[when] == "active" for row in needed) for when in ("before", "after"))
-        open_ = sum(row["after"] not in RIGHT for row in needed)
-        took = f"{each['seconds'] / 60:.1f} min on {each['cpus']} cores"
-        lines.append(
-            f"| {each['from']} | {each['to']} | {len(needed)} | {before} | {after} | {open_} | {len(wrong(each))} | {took} |"
-        )
-    for each in results:
-        other = [row for row in each["rows"] if row["after"] != row["right"]]
-        lines += ["", f"## {each['from']} to {each['to']}", ""]
-        if not other:
-            lines.append("After `witness` every decision is the right one.")
-            continue
-        lines += ["| overlay | right | on the day | after `witness` | reason |", "|---|---|---|---|---|"]
-        for row in other:
-            reason = " ".join(row["reason"].split()).replace("|", "/")
-            reason = f"{reason[:280]} ..." if len(reason) > 280 else reason
-            lines.append(f"| {row['overlay']} | {row['right']} | {row['before']} | {row['after']} | {reason} |")
+        rehearsal = read(each)
+        took = f"`witness` took {rehearsal.seconds / 60:.1f} min on {each['cpus']} cores."
+        lines += ["", f"## {each['from']} to {each['to']}", "", took, "", *rehearsal_lines(rehearsal)]
     return "\n".join(lines) + "\n"
 
 
-def wrong(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the overlays that were installed and must not be, or were left out as repaired and are needed."""
-    return [row for row in result["rows"] if Rehearsed(**row).is_wrong]
+def read(result: dict[str, Any]) -> UpgradeRehearsal:
+    """Return a kept result as the rehearsal that it was."""
+    rows = tuple(Rehearsed(**row) for row in result["rows"])
+    return UpgradeRehearsal(result["known_until"], result["release"], rows, result["seconds"])
 
 
 def main(versions: list[str]) -> int:
@@ -91,7 +75,7 @@ def main(versions: list[str]) -> int:
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     RESULTS.with_suffix(".md").write_text(page(results))
     print(page(results))
-    return int(any(wrong(each) for each in results))
+    return int(any(read(each).wrong for each in results))
 
 
 if __name__ == "__main__":

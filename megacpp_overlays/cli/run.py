@@ -112,7 +112,7 @@ class Asked(NamedTuple):
 
     variables: dict[str, str]
     has_to_prove: bool
-    """Whether what is unproved is proved before the launcher starts."""
+    """Whether `witness` runs before the launcher starts."""
     rest: list[str]
     """The other words."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 _OURS = f"{__name__.partition('.')[0]}."
 _namespace_of = type.__dict__["__dict__"].__get__
-"""Returns the proxy of the namespace of a class, whatever its metaclass answers."""
+"""Return the namespace proxy of a class, without asking its metaclass."""
 
 
 class HeapSnapshot:

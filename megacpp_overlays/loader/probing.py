@@ -116,7 +116,7 @@ def examine_to_measure(erratum: Erratum, tree: SourceTree, settings: Settings) -
 
 
 def unless_published(erratum: Erratum, finding: Finding, tree: SourceTree) -> Finding:
-    """Return a finding, or of a repair that was read in no published release that it merely looks repaired.
+    """Return a finding; in a tree that is no published release, a repair that was read merely looks repaired.
 
     An edit of a caller, a flag or a configuration that no probe reads may keep the repair from being reached. The reproducers of this
     package can tell, so it is about its own overlays alone.

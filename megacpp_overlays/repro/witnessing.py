@@ -61,7 +61,7 @@ class Attempt:
     verdict: Verdict | None = None
     """What was proved."""
     unrepaired: bool = False
-    """Whether a case shows the defect with the seams of this overlay: those of another one may be missing."""
+    """Whether a case shows the defect with the seams of this overlay in; seams of another overlay may be missing."""
 
 
 class _Ran(NamedTuple):
@@ -269,7 +269,7 @@ class _Measuring:
                 return "it is not broken, but no seam is in"
         if self._neighbour_problem(ran.case, ran.alone, run) is None:
             return None
-        # Other overlays that were proved here may change a neighbour, too: it is to be the same with them as with them and this one.
+        # Other overlays that were proved here may change a neighbour; then both sides of the comparison have them in.
         with_others = runner.without_case(self._job(ran.case), ran.case, self._transcript)
         return self._neighbour_problem(ran.case, with_others, run)
 

@@ -1,8 +1,8 @@
 """Published releases, byte for byte: a digest of all Python files of a package tells a release from an edited tree.
 
-A repair that was read is proved on a release, whose callers were looked at and run. In any other tree the same text may be one
-that its callers, a flag or a configuration no longer lead to. `published.json` has a digest for each release of each distribution that an overlay is about, and for
-heads of branches on which reproducers agreed with every repair that was read; `scripts/known_findings.py` writes it.
+A repair that was read counts as proved in a published release. In any other tree a caller, a flag or a configuration may no
+longer lead to the same text. `published.json` has a digest for each release of each distribution that an overlay is about, and
+for the heads of branches that were read; `scripts/known_findings.py` writes it.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ from megacpp_overlays.loader.decide import decide
 from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Decision, Erratum, Proof, Verdict
 from megacpp_overlays.source import knowledge, published
-from megacpp_overlays.source.file_trees import ArchiveTree
-from megacpp_overlays.source.trees import ModuleSource
+from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
 
 OVERLAY = "quant-recipe-stale-weights"
 """Repaired in the newest release."""
@@ -42,25 +41,13 @@ def copy(wheels: Path, tmp_path: Path) -> Iterator[Path]:
     forget()
 
 
-class Below:
-    """Modules in a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def module(self, name: str) -> ModuleSource | None:
-        path = self._folder.joinpath(*name.split("."))
-        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        return ModuleSource(name, str(file), file.read_text()) if file.is_file() else None
-
-
 def part() -> Erratum:
     return next(each for each in registry.load() if each.id == OVERLAY)
 
 
 def finding(folder: Path, tmp_path: Path) -> Any:
     settings = Settings(witnesses=str(tmp_path / "witnesses"))
-    return probing.known_or_examined(part(), Below(folder.parents[1]), settings)
+    return probing.known_or_examined(part(), DirectoryTree(folder.parents[1]), settings)
 
 
 def test_the_newest_release_is_known_whatever_was_compiled_of_it(copy: Path) -> None:
@@ -73,7 +60,7 @@ def test_the_newest_release_is_known_whatever_was_compiled_of_it(copy: Path) -> 
         part().target._replace(module="megatron.core"),
         part().target._replace(module="megatron.core.fusions"),
     ):
-        assert published.release_of(target, Below(copy.parents[1])) == newest()
+        assert published.release_of(target, DirectoryTree(copy.parents[1])) == newest()
 
 
 @pytest.mark.parametrize("change", ["edited", "removed", "renamed", "added"])
@@ -88,7 +75,7 @@ def test_one_file_that_is_another_makes_it_no_release(change: str, copy: Path) -
     else:
         (copy / "transformer" / "new.py").write_text("")
 
-    assert published.release_of(part().target, Below(copy.parents[1])) is None
+    assert published.release_of(part().target, DirectoryTree(copy.parents[1])) is None
 
 
 def test_a_repair_that_was_read_is_proved_on_the_release(copy: Path, tmp_path: Path) -> None:
@@ -115,7 +102,7 @@ def test_a_release_that_is_forgotten_is_none(copy: Path, monkeypatch: pytest.Mon
         each.cache_clear()
     monkeypatch.setenv(knowledge.VARIABLE, "megatron-core=0.18.2")
     try:
-        assert published.release_of(part().target, Below(copy.parents[1])) is None
+        assert published.release_of(part().target, DirectoryTree(copy.parents[1])) is None
     finally:
         for each in (knowledge.until, published._releases):
             each.cache_clear()
