@@ -4,24 +4,29 @@
     wheels.py fetch --sources LIST FOLDER     the same for a list of source archives
     wheels.py record LIST FOLDER              write the list anew from the wheels in the folder
 
-The offline probe tests read many releases of one package, which no requirements file can name together, so each
-line of the list becomes one `pip download`. To add a release: `pip download --no-deps --dest FOLDER name==version`
-(with PLATFORM and one of PYTHONS below), then `record`. What is published as source alone is fetched without pip, which
-would run its setup.
+The offline probe tests read many releases of one package, which no requirements file can name together. So files are fetched from
+the index by their hashes; a wheel that it does not list is left to `pip download`, which also looks elsewhere. To add a release:
+`pip download --no-deps --dest FOLDER name==version` (with PLATFORM and one of PYTHONS below), then `record`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+
+from megacpp_overlays.errors import OverlayError
+from megacpp_overlays.upkeep.matrix.package_index import PackageIndex, configured
+from megacpp_overlays.upkeep.matrix.releases import ArchiveFile
 
 # The listed wheels are read and never imported, so every host fetches the same ones. Old releases have none for 3.12.
 PYTHONS = ("3.12", "3.11", "3.10")
@@ -35,7 +40,7 @@ PLATFORM = (
     "--platform=any",
 )
 SOURCES = frozenset({"mamba-ssm"})
-"""Published as source alone."""
+"""Published as source alone, which pip would run."""
 LINE = re.compile(r"(?P<name>[a-z0-9-]+)==(?P<version>[0-9a-z.+]+) --hash=sha256:(?P<sha256>[0-9a-f]{64})")
 
 
@@ -81,12 +86,23 @@ def read(path: Path) -> list[Wheel]:
 def fetch(wheels: list[Wheel], folder: Path, workers: int, *, sources: bool = False) -> int:
     """Download what is missing, source archives or wheels; return how many could not be had."""
     folder.mkdir(parents=True, exist_ok=True)
-    missing = [wheel for wheel in wheels if not wheel.lies_in(folder)]
+    with ThreadPoolExecutor(workers) as pool:
+        missing = [
+            wheel for wheel, there in zip(wheels, pool.map(lambda each: each.lies_in(folder), wheels), strict=True) if not there
+        ]
     kind = "source archives" if sources else "upstream wheels"
     print(f"== {folder}: {len(wheels) - len(missing)} of {len(wheels)} {kind} are there", flush=True)
-    failed = 0
-    with ThreadPoolExecutor(workers) as pool:
-        jobs = {pool.submit(download_source if sources else download, wheel, folder): wheel for wheel in missing}
+    if not missing:
+        return 0
+    failed, index = 0, PackageIndex(configured())
+    with contextlib.closing(index), ThreadPoolExecutor(workers) as pool:
+        files, problems = _listed(index, {wheel.name for wheel in missing})
+
+        def download(wheel: Wheel) -> str | None:
+            problem = _from_index(wheel, folder, index, files) or problems.get(wheel.name)
+            return _through_pip(wheel, folder) if problem and not sources and wheel.name not in SOURCES else problem
+
+        jobs = {pool.submit(download, wheel): wheel for wheel in missing}
         for number, job in enumerate(as_completed(jobs), start=1):
             wheel, problem = jobs[job], job.result()
             failed += bool(problem)
@@ -94,11 +110,34 @@ def fetch(wheels: list[Wheel], folder: Path, workers: int, *, sources: bool = Fa
     return failed
 
 
-def download(wheel: Wheel, folder: Path) -> str | None:
-    """Let pip fetch one wheel and check its hash; return what went wrong, if anything did."""
-    if wheel.name in SOURCES:
-        return download_source(wheel, folder)
+def _listed(index: PackageIndex, names: Iterable[str]) -> tuple[dict[str, ArchiveFile], dict[str, str]]:
+    """Return the files that an index lists for distributions, by SHA-256, and why it lists none, by distribution."""
+    files: dict[str, ArchiveFile] = {}
+    problems: dict[str, str] = {}
+    for name in sorted(names):
+        try:
+            files |= {file.sha256: file for release in index.ask(name).releases for file in release.files}
+        except OverlayError as error:  # noqa: PERF203 - a few names
+            problems[name] = f"FAILED\n{error}"
+    return files, problems
+
+
+def _from_index(wheel: Wheel, folder: Path, index: PackageIndex, files: Mapping[str, ArchiveFile]) -> str | None:
+    """Fetch one file from the index and check its hash; return what went wrong, if anything did."""
+    if (file := files.get(wheel.sha256)) is None:
+        return "FAILED\nthe index has no file with this hash"
     # The file appears in the folder complete or not at all, whoever else is fetching it at the same time.
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        try:
+            index.download(file, path := Path(temporary, file.name))
+        except OverlayError as error:
+            return f"FAILED\n{error}"
+        os.replace(path, folder / file.name)
+    return None
+
+
+def _through_pip(wheel: Wheel, folder: Path) -> str | None:
+    """Let pip fetch one wheel, which also looks where it is configured to; return what went wrong, if anything did."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         wanted = Path(temporary, "wanted.txt")
         wanted.write_text(f"{wheel}\n")
@@ -114,25 +153,6 @@ def download(wheel: Wheel, folder: Path) -> str | None:
         for path in Path(temporary).glob("*.whl"):
             os.replace(path, folder / path.name)
     return None
-
-
-def download_source(wheel: Wheel, folder: Path) -> str | None:
-    """Fetch one source archive from the index and check its hash; return what went wrong, if anything did."""
-    from megacpp_overlays.errors import OverlayError  # noqa: PLC0415 - only where a source archive is missing
-    from megacpp_overlays.upkeep.matrix.package_index import PackageIndex, configured  # noqa: PLC0415
-
-    index = PackageIndex(configured())
-    try:
-        files = [file for release in index.ask(wheel.name).releases for file in release.files]
-        for file in files:
-            if file.sha256 == wheel.sha256:
-                index.download(file, folder / file.name)
-                return None
-    except OverlayError as error:
-        return f"FAILED\n{error}"
-    finally:
-        index.close()
-    return "FAILED\nthe index has no file with this hash"
 
 
 def record(folder: Path) -> list[Wheel]:
