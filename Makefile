@@ -127,8 +127,8 @@ in-step: .venv/.ready ## the ledger, the generated pages and their links
 
 .PHONY: test
 test: setup lint in-step ## set up everything, then lint, type checks, contracts, documentation, and tests: each overlay on the newest release
-	$(say) 'pytest, without what is marked `full`'
-	@$(BIN)/pytest $(WORKERS) -m 'not full' --durations 20
+	$(say) 'pytest, without what is marked `full` and without files that passed and of which nothing has changed'
+	@$(BIN)/pytest $(WORKERS) -m 'not full' --kept --durations 20
 	@$(BIN)/python scripts/full_run.py show
 
 .PHONY: test-all
@@ -151,6 +151,10 @@ edge: setup ## all tests once more in the lane `edge`: the newest torch and Trit
 .PHONY: answers
 answers: setup ## derive what scripts of tests print and keep it in tests/answers, so that `make test` derives only what has changed
 	@$(BIN)/python scripts/keep_answers.py $(WORKERS) tests/kernels
+
+.PHONY: passes
+passes: setup ## run the tests of overlays and kernels that something has changed for, and keep in tests/answers/passed.json which files passed
+	@$(BIN)/pytest $(WORKERS) -m 'not full' --kept --keep --quiet tests/kernels tests/overlays
 
 MUTANTS ?= 30000
 SEED ?= 1

@@ -5,7 +5,7 @@ plant_faults.py --only ID      plant this one; may be repeated
 plant_faults.py --write PATH   write the table there as well
 
 The named tests run on the unchanged tree first, and must pass. Then the script edits one file at a time, runs the tests of
-that fault except those marked `full` or `gpu`, and restores the content and the modification time of the file. A killed
+that fault except those marked `full` or `gpu` and those that `make test` leaves out (--kept), and restores the content and the modification time of the file. A killed
 process leaves its fault in the file; `git checkout -- FILE` removes it. Files with uncommitted changes are refused. Exit 1
 if a fault went unnoticed.
 """
@@ -82,8 +82,8 @@ class Fault:
         return text.replace(self.old, self.new)
 
     def run(self) -> Run:
-        """Run what has to notice the fault, up to the first test that fails."""
-        return run(shlex.split(self.command) if self.command else [*PYTEST, "-x", *self.caught_by])
+        """Run what has to notice the fault as `make test` would, up to the first test that fails."""
+        return run(shlex.split(self.command) if self.command else [*PYTEST, "--kept", "-x", *self.caught_by])
 
 
 class Run(NamedTuple):

@@ -88,7 +88,9 @@ def fetch(wheels: list[Wheel], folder: Path, workers: int, *, sources: bool = Fa
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(workers) as pool:
         missing = [
-            wheel for wheel, there in zip(wheels, pool.map(lambda each: each.lies_in(folder), wheels), strict=True) if not there
+            wheel
+            for wheel, there in zip(wheels, pool.map(lambda each: each.lies_in(folder), wheels), strict=True)
+            if not there
         ]
     kind = "source archives" if sources else "upstream wheels"
     print(f"== {folder}: {len(wheels) - len(missing)} of {len(wheels)} {kind} are there", flush=True)

@@ -16,6 +16,7 @@ from typing import Any
 import coverage
 import distribution
 import kept_answers
+import passes_plugin
 import pytest
 import released_megatron
 import seeds
@@ -56,11 +57,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Let real source trees be tested beside the stand-ins."""
     text = "a folder that holds the package folder of an upstream, such as a Megatron-LM checkout; may be repeated"
     parser.addoption("--upstream-tree", action="append", default=[], type=Path, metavar="PATH", help=text)
+    passes_plugin.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Measure no process that is started, but where `clean_environment` has it so; workers of pytest-xdist are measured."""
     config.stash[BEGAN] = time.time()
+    config.pluginmanager.register(passes_plugin.plugin(config))
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         measure_no_child()
 

@@ -149,17 +149,18 @@ def closure(script: Path) -> tuple[Path, ...]:
 
     Scripts of this folder that it names in a text, such as one that it starts, are among them.
     """
-    return tuple(sorted(_reached(script, SUPPORT / "warm_server.py")))
+    return tuple(sorted(reached(script, SUPPORT / "warm_server.py")))
 
 
-def _reached(*starts: Path) -> set[Path]:
+def reached(*starts: Path) -> set[Path]:
+    """Return files and all modules of this checkout that they import, and the scripts of this folder that they name."""
     found: set[Path] = set()
     waiting = [*starts]
     while waiting:
         path = waiting.pop()
         if path not in found:
             found.add(path)
-            waiting += [each for name in _imported(path) for each in _files(name)]
+            waiting += [each for name in _imported(path) for each in files(name)]
             waiting += [SUPPORT / name for name in _named(path)]
     return found
 
@@ -167,20 +168,22 @@ def _reached(*starts: Path) -> set[Path]:
 @functools.cache
 def _imported(path: Path) -> frozenset[str]:
     """Return all names that a file imports, and those of modules in its strings, which may be imported by name."""
-    return frozenset(imported_names(_syntax(path))) | {text for text in _texts(path) if text.startswith(f"{PACKAGE}.")}
+    return frozenset(imported_names(_syntax(path))) | {text for text in texts(path) if text.startswith(f"{PACKAGE}.")}
 
 
-def _named(path: Path) -> Iterator[str]:
-    """Yield the scripts of this folder that a file names in a string."""
-    yield from (
-        text for text in _texts(path) if text.endswith(".py") and "/" not in text and (SUPPORT / text).is_file()
+@functools.cache
+def _named(path: Path) -> frozenset[str]:
+    """Return the scripts of this folder that a file names in a string."""
+    return frozenset(
+        each for each in texts(path) if each.endswith(".py") and "/" not in each and (SUPPORT / each).is_file()
     )
 
 
-def _texts(path: Path) -> Iterator[str]:
-    for node in ast.walk(_syntax(path)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+@functools.cache
+def texts(path: Path) -> tuple[str, ...]:
+    """Return the strings of a file, in order."""
+    walked = ast.walk(_syntax(path))
+    return tuple(each.value for each in walked if isinstance(each, ast.Constant) and isinstance(each.value, str))
 
 
 @functools.cache
@@ -188,8 +191,13 @@ def _syntax(path: Path) -> ast.Module:
     return ast.parse(path.read_bytes())
 
 
+@functools.cache
+def files(name: str) -> tuple[Path, ...]:
+    """Return the file of a module of this checkout, and those of the packages that it is in; the package itself is left out."""
+    return tuple(_files(name))
+
+
 def _files(name: str) -> Iterator[Path]:
-    """Yield the file of a module of this checkout, and of the packages that it is in; the package itself is left out."""
     first, *rest = name.split(".")
     folder = ROOT / first if first == PACKAGE else SUPPORT / first
     if not rest and (file := folder.with_suffix(".py")).is_file():
@@ -201,5 +209,5 @@ def _files(name: str) -> Iterator[Path]:
 
 def uncovered(loaded: Iterable[str], script: Path) -> list[str]:
     """Return which files of this checkout that a process loaded are not covered by the key of its script."""
-    covered = {*closure(script), *_reached(ROOT / PACKAGE / "__init__.py")}
+    covered = {*closure(script), *reached(ROOT / PACKAGE / "__init__.py")}
     return sorted({*loaded} - {str(path) for path in covered})
