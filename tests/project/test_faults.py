@@ -182,6 +182,7 @@ def made_up(tmp_path: Path) -> Iterator[Checkout]:
             "double.py": DOUBLE,
             "test_double.py": TEST,
             "pytest.ini": "[pytest]\nmarkers =\n    full\n    gpu\n",
+            "conftest.py": "def pytest_addoption(parser):\n    parser.addoption('--kept', action='store_true')\n",
             ".gitignore": "/.venv\n__pycache__\n",
             "tests/faults.toml": TABLE,
             "scripts/plant_faults.py": SCRIPT.read_text(),
