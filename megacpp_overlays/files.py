@@ -230,14 +230,19 @@ def read_text(path: Path, limit: int = LARGEST) -> str:
     return read(path, limit).decode()
 
 
-def read_own(path: Path, limit: int) -> bytes:
+def read_own(path: Path, limit: int, *, or_of_root: bool = False) -> bytes:
     """Return what a regular file of this user holds, found without following a link to it.
+
+    Args:
+        path: of the file.
+        limit: bytes.
+        or_of_root: whether it may also be one of root.
 
     Raises:
         OSError: it cannot be read, or is not what is said above.
     """
     descriptor = os.open(path, _TO_READ | os.O_NOFOLLOW)
-    if (owner := os.fstat(descriptor).st_uid) != os.geteuid():
+    if (owner := os.fstat(descriptor).st_uid) not in _owners(or_of_root):
         os.close(descriptor)
         raise PermissionError(errno.EPERM, f"it belongs to user {owner}", os.fspath(path))
     return _read(descriptor, path, limit)
@@ -297,14 +302,31 @@ def make_private_folder(folder: Path) -> None:
     demand_private_folder(folder)
 
 
-def demand_private_folder(folder: Path) -> None:
+def is_of_root_alone(folder: Path) -> bool:
+    """Return whether a folder is there that root has made, that root alone can write into, and this process is not root."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return False
+    return found.st_uid == _ROOT != os.geteuid() and not found.st_mode & _WRITABLE_BY_OTHERS
+
+
+def _owners(or_of_root: bool) -> set[int]:
+    return {os.geteuid(), *([_ROOT] if or_of_root else [])}
+
+
+def demand_private_folder(folder: Path, *, or_of_root: bool = False) -> None:
     """Raise where somebody else could put files into a folder, or take them out.
+
+    Args:
+        folder: which one.
+        or_of_root: whether root may, too, as it can anyway.
 
     Raises:
         OSError: it belongs to another user, or others may write into it.
     """
     found = folder.stat()
-    if found.st_uid != os.geteuid():
+    if found.st_uid not in _owners(or_of_root):
         raise PermissionError(errno.EPERM, f"it belongs to user {found.st_uid}", os.fspath(folder))
     if found.st_mode & _WRITABLE_BY_OTHERS:
         raise PermissionError(errno.EPERM, "others may write into it (chmod go-w)", os.fspath(folder))

@@ -170,7 +170,8 @@ RECEIPTS = Setting(
 WITNESSES = Setting(
     "MEGACPP_OVERLAYS_WITNESSES",
     "The folder in which `megacpp-overlays witness` keeps what it proved, and in which a process looks for that; without it "
-    "`megacpp-overlays/witness` in the cache folder of the user. It must belong to the user, and nobody else may write into it.",
+    "`megacpp-overlays/witness` in the cache folder of the user. It must belong to the user, or to root as in an image, and nobody "
+    "else may write into it. What a user proves beside the witnesses of root is kept in the cache folder.",
     form="an absolute path",
     fits=os.path.isabs,
     advice=", and processes may start in any folder",

@@ -9,7 +9,10 @@ A witness is one small JSON file for a part of an overlay in one environment. `m
 It counts as long as nothing that it is about has changed: the source of every module that the probe read and of every module
 of the upstream that was loaded in the run, what was not there, the probe, the reproducer, the versions of what it ran with,
 and for BROKEN the code of the seams. Otherwise the finding is as it is without one, and says why. Nothing of a file is
-believed beyond that: it must belong to this user, in a folder that nobody else writes into.
+believed beyond that: it must belong to this user or to root, in a folder that nobody else writes into.
+
+The witnesses of an image are written by root and count for every user. What such a user proves or disproves is kept in the
+user's own cache, which is asked first.
 """
 
 from __future__ import annotations
@@ -66,6 +69,10 @@ class UnprovedError(OverlayError):
     """Raised where a kept witness does not count; the text says why."""
 
 
+class DisprovedError(UnprovedError):
+    """Raised where a case showed the defect to this user; no other witness of this environment counts."""
+
+
 class Recorded:
     """A tree that notes what it was asked for, and the hash of each answer."""
 
@@ -115,20 +122,36 @@ def proved(erratum: Erratum, finding: Finding, tree: SourceTree, settings: Setti
     tried = _trials.get((erratum.id, erratum.target.module))
     if tried is not None and tried in finding.candidates:
         return _of_verdict(Verdict.BROKEN, tried, finding, "tried out by its reproducer")
-    try:
-        path = path_of(erratum, settings)
-        if not path.exists():
-            return finding
-        data = _read(path)
-        _compare(data, erratum, tree)
-        _demand_candidate(data, finding)
-        cases = ", ".join(each["case"] for each in data["cases"])
-        seen = one_line(f"witnessed here on {data['date']} by {cases}: {data['cases'][0]['seen']}")
-    except MemoryError:
-        raise  # which says nothing of the witness
-    except Exception as error:  # noqa: BLE001 - whatever is wrong with it, it is no proof
-        why = one_line(str(error) if isinstance(error, UnprovedError) else f"{type(error).__name__}: {error}")
-        return replace(finding, evidence=(*finding.evidence, Evidence(f"the kept witness does not count: {why}")))
+    reasons = []
+    for path in _paths(erratum, settings):
+        try:
+            if (found := _witnessed(path, erratum, finding, tree)) is not None:
+                return found
+        except MemoryError:  # noqa: PERF203 - two files at most
+            raise  # which says nothing of the witness
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with it, it is no proof
+            why = one_line(str(error) if isinstance(error, UnprovedError) else f"{type(error).__name__}: {error}")
+            reasons.append(Evidence(f"the kept witness does not count: {why}"))
+            if isinstance(error, DisprovedError):
+                break
+    return replace(finding, evidence=(*finding.evidence, *reasons)) if reasons else finding
+
+
+def _witnessed(path: Path, erratum: Erratum, finding: Finding, tree: SourceTree) -> Finding | None:
+    """Return a finding with the verdict of a kept witness, or None where none is kept.
+
+    Raises:
+        UnprovedError: it does not count.
+    """
+    if not path.exists():
+        return None
+    data = _read(path)
+    if is_disproof(data):
+        raise DisprovedError(f"disproved here on {data['date']}: {data['disproved']}")
+    _compare(data, erratum, tree)
+    _demand_candidate(data, finding)
+    cases = ", ".join(each["case"] for each in data["cases"])
+    seen = one_line(f"witnessed here on {data['date']} by {cases}: {data['cases'][0]['seen']}")
     return _of_verdict(Verdict(data["verdict"]), data.get("shape"), finding, seen)
 
 
@@ -145,11 +168,16 @@ def _of_verdict(verdict: Verdict, shape: str | None, finding: Finding, seen: str
     )
 
 
+def folders_of(settings: Settings) -> tuple[Path, ...]:
+    """Return the folders in which witnesses are looked for. The first is this user's: new ones are kept there."""
+    own = files.cache_folder() / "witness"
+    given = Path(settings.witnesses) if settings.witnesses is not None else own
+    return (own, given) if files.is_of_root_alone(given) else (given,)
+
+
 def folder_of(settings: Settings) -> Path:
     """Return the folder in which witnesses are kept."""
-    if settings.witnesses is not None:
-        return Path(settings.witnesses)
-    return files.cache_folder() / "witness"
+    return folders_of(settings)[0]
 
 
 @contextlib.contextmanager
@@ -166,25 +194,66 @@ def one_at_a_time(settings: Settings) -> Iterator[None]:
 
 
 def path_of(erratum: Erratum, settings: Settings) -> Path:
-    """Return the file for a part of an overlay in this environment."""
+    """Return the file in which a witness of a part of an overlay in this environment is kept."""
+    return _paths(erratum, settings)[0]
+
+
+def _paths(erratum: Erratum, settings: Settings) -> list[Path]:
     about = "\0".join([this_environment(), erratum.id, erratum.target.module])
-    return folder_of(settings) / f"{erratum.id}-{_sha256(about.encode())[:16]}.json"
+    name = f"{erratum.id}-{_sha256(about.encode())[:16]}.json"
+    return [folder / name for folder in folders_of(settings)]
 
 
-def keep(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a witness, for this user alone.
+def keep(path: Path, data: Mapping[str, Any], *, shared: bool = False) -> None:
+    """Write a witness.
+
+    Args:
+        path: of `path_of`.
+        data: of `content` or of `disproof`.
+        shared: whether other users may read it.
 
     Raises:
         OSError: it cannot be written, or the folder is not this user's own.
     """
+    if shared:
+        path.parent.mkdir(parents=True, exist_ok=True)
     files.make_private_folder(path.parent)
     files.write({path: (json.dumps(data, indent=1) + "\n").encode()}, private=True)
+    if shared:
+        path.chmod(0o644)
 
 
-def forget(path: Path) -> None:
-    """Remove a witness, because somebody saw otherwise; one that cannot be removed stays."""
+def is_shared(settings: Settings) -> bool:
+    """Return whether others may read what this process keeps: root was given a folder, as in the build of an image."""
+    return settings.witnesses is not None and os.geteuid() == 0
+
+
+def forget(erratum: Erratum, settings: Settings, reason: str | None) -> None:
+    """Remove a witness, because a case saw otherwise; one that cannot be removed stays.
+
+    Args:
+        erratum: the part.
+        settings: say where witnesses are kept.
+        reason: where a case showed the defect. Then a witness of root does not count for this user either.
+    """
+    own, *of_root = _paths(erratum, settings)
     with contextlib.suppress(OSError):
-        path.unlink()
+        own.unlink()
+    if reason is not None and any(path.exists() for path in of_root):
+        with contextlib.suppress(OSError):
+            keep(own, disproof(erratum, reason))
+
+
+def disproof(erratum: Erratum, reason: str) -> dict[str, Any]:
+    """Return what is kept where a case showed the defect: with it no witness of root counts for this user."""
+    about = {"overlay": erratum.id, "target": erratum.target.module}
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    return {"schema": SCHEMA, **about, "date": today, "disproved": one_line(reason)}
+
+
+def is_disproof(data: Mapping[str, Any]) -> bool:
+    """Return whether what is kept says that a case showed the defect."""
+    return "disproved" in data
 
 
 def content(
@@ -298,8 +367,8 @@ def _read(path: Path) -> Mapping[str, Any]:
         OSError: it cannot be read.
     """
     try:
-        files.demand_private_folder(path.parent)
-        data = json.loads(files.read_own(path, LARGEST))
+        files.demand_private_folder(path.parent, or_of_root=True)
+        data = json.loads(files.read_own(path, LARGEST, or_of_root=True))
     except OSError as error:
         raise UnprovedError(f"{error.filename}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -311,7 +380,11 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _is_witness(data: Any) -> bool:
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA or data.get("verdict") not in _WITNESSED:
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        return False
+    if is_disproof(data):
+        return isinstance(data["disproved"], str) and isinstance(data.get("date"), str) and _is_day(data["date"])
+    if data.get("verdict") not in _WITNESSED:
         return False
     if isinstance(data.get("shape"), str) is not (data["verdict"] == Verdict.BROKEN.value):
         return False

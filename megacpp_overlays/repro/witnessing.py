@@ -166,7 +166,8 @@ def _prove_one(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: Witne
             proof = measuring.verdict(part, parts, about, trials)
             yield _kept(part, proof if own else _of_others(proof), pack.reproducer, how)
         except _NoProofError as reason:
-            witnesses.forget(witnesses.path_of(part, how.settings))
+            is_shown = any(each.alone.kind is RunKind.BROKEN for each in reason.ran or about)
+            witnesses.forget(part, how.settings, str(reason) if is_shown else None)
             words = tuple((each.case.name, each.word) for each in reason.ran or about)
             yield replace(_failed(part, str(reason), words), unrepaired=reason.unrepaired)
 
@@ -372,7 +373,7 @@ def _kept(part: Erratum, proof: _Proof, reproducer: Path, how: WitnessOptions) -
         shape=shape,
     )
     try:
-        witnesses.keep(path, data)
+        witnesses.keep(path, data, shared=witnesses.is_shared(how.settings))
     except OSError as error:
         raise _NoProofError(
             f"it was shown and cannot be kept: {error.filename}: {error.strerror}", proof.ran

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -235,14 +235,103 @@ def test_a_file_that_somebody_else_may_have_put_there_is_no_witness(kept: Kept, 
     assert "the kept witness does not count" in record.reason
 
 
-def test_a_file_of_somebody_else_is_no_witness(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+NOBODY = 65534
 
-    record = kept.decide()
 
-    assert record.decision is Decision.CONFLICT
-    assert f"it belongs to user {owner}" in record.reason
+@pytest.fixture
+def as_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Let a test of root become a user who can read what it has written, and has a cache folder."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    home = tmp_path / "home"
+    home.mkdir()
+    os.chown(home, NOBODY, NOBODY)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    for folder in (tmp_path, *tmp_path.parents[:-2]):
+        folder.chmod(folder.stat().st_mode | 0o055)
+    yield lambda: os.seteuid(NOBODY)
+    os.seteuid(0)
+
+
+def shared(kept: Kept) -> None:
+    """Have root keep the witness as in the build of an image."""
+    data = json.loads(kept.file.read_text())
+    kept.file.unlink()
+    kept.folder.rmdir()
+    witnesses.keep(kept.file, data, shared=witnesses.is_shared(Settings(witnesses=str(kept.folder))))
+
+
+def examined(kept: Kept) -> Finding:
+    settings = Settings(witnesses=str(kept.folder))
+    return witnesses.proved(kept.overlay, kept.overlay.probe(InstalledTree()), InstalledTree(), settings)
+
+
+def test_a_file_of_another_user_is_no_witness(kept: Kept, as_nobody: Callable[[], None]) -> None:
+    for path in (kept.file, kept.folder):
+        os.chown(path, NOBODY - 1, NOBODY - 1)
+        path.chmod(path.stat().st_mode | 0o055)
+    as_nobody()
+
+    found = examined(kept)
+
+    assert found.proof is not Proof.WITNESSED
+    assert f"it belongs to user {NOBODY - 1}" in found.summary()
+
+
+def test_a_witness_of_root_counts_for_every_user(kept: Kept, as_nobody: Callable[[], None]) -> None:
+    shared(kept)
+    as_nobody()
+
+    assert examined(kept).proof is Proof.WITNESSED
+
+
+def test_a_witness_that_root_keeps_for_itself_is_read_by_nobody_else(kept: Kept, as_nobody: Callable[[], None]) -> None:
+    as_nobody()
+
+    assert examined(kept).proof is not Proof.WITNESSED
+
+
+def test_a_folder_of_root_that_others_may_write_into_proves_nothing(kept: Kept, as_nobody: Callable[[], None]) -> None:
+    shared(kept)
+    kept.folder.chmod(0o777)
+    as_nobody()
+
+    found = examined(kept)
+
+    assert found.proof is not Proof.WITNESSED
+    assert "others may write into it" in found.summary()
+
+
+def test_what_a_user_proves_beside_the_witnesses_of_root_is_kept_in_the_user_s_cache(
+    kept: Kept, as_nobody: Callable[[], None], tmp_path: Path
+) -> None:
+    shared(kept)
+    data = json.loads(kept.file.read_text())
+    of_root = kept.file
+    as_nobody()
+    witnesses.keep(kept.file, {**data, "date": "2026-11-27"})
+
+    assert kept.file.is_relative_to(tmp_path / "home")
+    assert kept.file != of_root
+    assert "witnessed here on 2026-11-27" in examined(kept).summary()
+
+
+def test_a_witness_of_root_does_not_count_for_a_user_to_whom_a_case_showed_the_defect(
+    kept: Kept, as_nobody: Callable[[], None]
+) -> None:
+    shared(kept)
+    as_nobody()
+    settings = Settings(witnesses=str(kept.folder))
+
+    witnesses.forget(kept.overlay, settings, None)
+    without_a_reason = examined(kept)
+    witnesses.forget(kept.overlay, settings, "case double: double(1) = 3")
+    disproved = examined(kept)
+
+    assert without_a_reason.proof is Proof.WITNESSED
+    assert disproved.proof is not Proof.WITNESSED
+    assert "disproved here on" in disproved.summary()
+    assert "double(1) = 3" in disproved.summary()
 
 
 def test_a_changed_reproducer_of_the_package_ends_it(
