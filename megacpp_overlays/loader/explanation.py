@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megacpp_overlays.loader.overview import Line, seams, wrapped
+from megacpp_overlays.loader.provenance import of_note
 from megacpp_overlays.loader.rendering import consequence
 from megacpp_overlays.model import Decision, Overlay, Record
 
@@ -44,8 +45,8 @@ def _part(record: Record) -> Iterator[Line]:
         yield from _field("" if number else "seen", each.seen)
         if each.file:
             yield from _field("", f"  {_place(each.file)}:{each.line}" if each.line else f"  {_place(each.file)}")
-    if record.proof:
-        yield from _field("proof", record.proof)
+    if (known := of_note(record)) is not None:
+        yield from _field("proved by", known.value)
     for number, seam in enumerate(seams(record)):
         yield from _field("" if number else "replaced", seam)
     if (effect := consequence(record)) and record.decision is not Decision.ACTIVE:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megacpp_overlays import terminal_text
+from megacpp_overlays.loader import provenance
 from megacpp_overlays.loader.lines import ATTENTION, WARNED, WITNESS, by_overlay, calls, counted
 from megacpp_overlays.loader.rendering import CAN_BE_DELETED, CAN_BE_SWITCHED_OFF, consequence
 from megacpp_overlays.model import Decision, Record
@@ -43,7 +44,8 @@ def full(version: str, mode: str, fingerprint: str, records: Sequence[Record]) -
 
 def _head(version: str, mode: str, fingerprint: str, records: Sequence[Record]) -> list[Line]:
     head = f"megacpp_overlays {version}   mode {mode}   fingerprint {fingerprint}"
-    return [Line(head), *_plain(wrapped(counted(records), "", ""))]
+    known = provenance.counted(records)
+    return [Line(head), *_plain(wrapped(counted(records), "", "")), *_plain(wrapped(known, "", "") if known else ())]
 
 
 def _attention(records: Sequence[Record]) -> Iterable[Line]:
@@ -94,7 +96,7 @@ def _active(records: Sequence[Record]) -> Iterable[Line]:
     yield _heading("active", Decision.ACTIVE)
     counts = calls(records)
     for name, record in chosen.items():
-        yield Line(f"  {_name(record)}")
+        yield Line(f"  {_name(record)}{_unless_release(record)}")
         called = f"; {_called(counts[name])}" if name in counts else ""
         yield from _plain(_indented([record.overlay.title + called, f"delete when {record.overlay.retire_when}"]))
 
@@ -107,8 +109,7 @@ def _quiet(records: Sequence[Record]) -> Iterable[Line]:
         yield Line("")
         yield _heading("retired: upstream is right here, without it", Decision.RETIRED)
         for record in retired.values():
-            how = f", {record.proof}" if record.proof else ""
-            yield from _plain(wrapped(f"{_name(record)}{how}", "  ", "      "))
+            yield from _plain(wrapped(f"{_name(record)}{_unless_release(record)}", "  ", "      "))
     names = {decision: [name for name, each in decided.items() if each is decision] for decision in _QUIET}
     if any(names.values()):
         yield Line("")
@@ -122,6 +123,12 @@ def _name(record: Record) -> str:
     return f"{overlay.id} (pack {overlay.pack:02}), {overlay.target.distribution} {record.version or ''}".rstrip()
 
 
+def _unless_release(record: Record) -> str:
+    """Return what the verdict rests on, where that is no release."""
+    found = provenance.of_note(record)
+    return "" if found in {None, provenance.Provenance.RELEASE} else f", proved by: {found.value}"
+
+
 def _called(count: int) -> str:
     return {0: "not called so far", 1: "called once"}.get(count, f"called {count:,} times")
 
@@ -130,7 +137,9 @@ def _notes(record: Record) -> list[str]:
     """Return all that is known of a decision."""
     overlay = record.overlay
     shape = f", shape {record.shape}" if record.finding and record.finding.shape else ""
-    notes = [f"{record.verdict}{shape}" if record.finding else "", record.reason, consequence(record)]
+    known = provenance.of_note(record)
+    proved = f", proved by: {known.value}" if known else ""
+    notes = [f"{record.verdict}{shape}{proved}" if record.finding else "", record.reason, consequence(record)]
     if record.seams:
         notes.append(f"replaced in {overlay.target.module}: {', '.join(seams(record))}")
     for name, count in record.calls if calls([record]) else ():

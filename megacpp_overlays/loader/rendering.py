@@ -27,6 +27,7 @@ class DecisionData(TypedDict):
     target: str
     reason: str
     proof: str | None
+    proved_by: str | None
     repair: list[str]
     looks_repaired: bool
     evidence: list[str]
@@ -86,7 +87,9 @@ def consequence(record: Record) -> str:
 
 def as_dict(record: Record) -> DecisionData:
     """Return a decision as plain data with stable keys."""
-    overlay, finding = record.overlay, record.finding
+    from megacpp_overlays.loader.provenance import provenance  # noqa: PLC0415 - only a report asks for it
+
+    overlay, finding, known = record.overlay, record.finding, provenance(record)
     return {
         "id": overlay.id,
         "pack": overlay.pack,
@@ -98,6 +101,7 @@ def as_dict(record: Record) -> DecisionData:
         "target": str(overlay.target),
         "reason": record.reason,
         "proof": record.proof,
+        "proved_by": known.value if known else None,
         "repair": [str(item) for item in finding.repair] if finding else [],
         "looks_repaired": finding.looks_repaired if finding else False,
         "evidence": [str(item) for item in finding.evidence] if finding else [],

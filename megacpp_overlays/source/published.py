@@ -36,13 +36,21 @@ def release_of(target: Target, tree: SourceTree) -> str | None:
     Raises:
         OSError: a file of the package cannot be read.
     """
-    source = readable(tree, target.module)
+    module = target.module
+    if (source := readable(tree, module)) is None:  # a release in which there is no such module
+        module = package_of(target)
+        source = readable(tree, module)
     if source is None or not Path(source.path).is_absolute():
         return None
-    names = target.module.removeprefix(package_of(target)).count(".")
+    names = module.removeprefix(package_of(target)).count(".")
     path = Path(source.path)
     folder = (path.parent if path.name == "__init__.py" else path).parents[names - 1] if names else path.parent
     return _releases(target.distribution).get(digest_of_folder(str(folder)))
+
+
+def has_releases_of(distribution: str) -> bool:
+    """Return whether releases of a distribution are told from edited trees."""
+    return bool(_releases(distribution))
 
 
 def digest(files: Iterable[tuple[str, bytes]]) -> str:

@@ -192,6 +192,7 @@ def test_json_round_trips_with_stable_keys(audit: Audit) -> None:
         "target",
         "reason",
         "proof",
+        "proved_by",
         "repair",
         "looks_repaired",
         "evidence",
