@@ -15,14 +15,16 @@ from megacpp_overlays.loader import session
 from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro import ending
 from megacpp_overlays.upkeep import environments, evidence, locks
-from megacpp_overlays.upkeep.triage import triage, triage_report
+from megacpp_overlays.upkeep.environments import Environment
+from megacpp_overlays.upkeep.triage import preview, triage, triage_report
 
 _TEXT = "Say for each overlay what an upgrade from one lock to another does to it: keep, conflict or retire."
 _MORE = """\
 The reproducers run in the environment of the lock `to`, which takes minutes; where this host cannot run a case, a kept
-receipt of the same versions counts.
+receipt of the same versions counts. With --quick none runs: seconds, and what contracts and kept records say of both sides.
 """
 _EXAMPLES = (
+    "triage --from locks/summer-2026.txt --to locks/newest.txt --quick",
     "triage --from locks/summer-2026.txt --to locks/newest.txt --create",
     "triage --from locks/summer-2026.txt --to locks/newest.txt --only liger-flce-none-backward --brief",
 )
@@ -47,6 +49,7 @@ def add_to(commands: Subparsers) -> None:
     parser.add_argument(
         "--timeout", metavar="SECONDS", type=float, default=evidence.TIMEOUT, help="for one process (default 900)"
     )
+    parser.add_argument("--quick", action="store_true", help="run no reproducer: say what is expected, in seconds")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--brief", action="store_true", help="print one line for each overlay, and no evidence")
     how.add_argument("--json", action="store_true", help="print JSON instead of the table")
@@ -68,12 +71,33 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
         here = find(before, python=arguments.from_python)
         there = find(after, python=arguments.to_python)
         changes = triage.changes(here.lock, there.lock, overlays)
-        triaged = triage.triage(here, there, _chosen(overlays, arguments.only), how)
+        chosen = _chosen(overlays, arguments.only)
+        if not arguments.json:
+            print(triage_report.heading(before, after, changes), flush=True)
+        if arguments.quick:
+            return _preview(arguments, (here, there), changes, chosen)
+        triaged = triage.triage(here, there, chosen, how)
     if arguments.json:
         print(json.dumps(triage_report.as_dict(before, after, changes, triaged), indent=2))
     else:
-        print(triage_report.table(before, after, changes, triaged, brief=arguments.brief))
+        print(triage_report.table(triaged, brief=arguments.brief))
     return triage_report.is_clean(triaged)
+
+
+def _preview(
+    arguments: argparse.Namespace,
+    sides: tuple[Environment, Environment],
+    changes: Sequence[triage.VersionChange],
+    overlays: Sequence[Erratum],
+) -> bool:
+    """Print the preview; return whether nothing of it needs a person or a reproducer."""
+    previewed = preview.preview(*sides, overlays)
+    if arguments.json:
+        before, after = (each.lock for each in sides)
+        print(json.dumps(triage_report.preview_as_dict(before, after, changes, previewed), indent=2))
+    else:
+        print(triage_report.preview_table(previewed))
+    return triage_report.is_nothing_expected(previewed)
 
 
 def _chosen(overlays: Sequence[Erratum], names: Sequence[str] | None) -> tuple[Erratum, ...]:

@@ -107,11 +107,12 @@ def examine_installed(
 
 
 def examine_to_measure(erratum: Erratum, tree: SourceTree, settings: Settings) -> Finding:
-    """Return the finding of `examine_installed`, but for a repair in no published release that of the probe.
+    """Return the finding about what is installed, but for a repair in no published release that of the probe.
 
     For commands that run the reproducer on this very tree, which says whether the repair works there.
     """
-    found = examine_installed(erratum, tree, settings)
+    is_gate = isinstance(erratum, Gate)
+    found = examine_installed(erratum, tree, settings) if is_gate else known_or_examined(erratum, tree, settings)
     return examine(erratum, tree) if found.unpublished else found
 
 

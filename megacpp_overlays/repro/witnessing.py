@@ -99,10 +99,10 @@ class _NoProofError(Exception):
 def unproved(overlays: Sequence[Erratum], settings: Settings) -> tuple[Erratum, ...]:
     """Return the parts that no probe recognises here, that could be proved, and of which no kept witness counts."""
     tree = Remembered(InstalledTree())
-    return tuple(part for part in overlays if _can_be_proved(part, examine_installed(part, tree, settings), tree))
+    return tuple(part for part in overlays if can_be_proved(part, examine_installed(part, tree, settings), tree))
 
 
-def _can_be_proved(part: Erratum, finding: Finding, tree: SourceTree) -> bool:
+def can_be_proved(part: Erratum, finding: Finding, tree: SourceTree) -> bool:
     """Return whether a reproducer may say more of a part than its probe does."""
     if finding.verdict is not Verdict.UNRECOGNISED:
         return False
@@ -407,7 +407,7 @@ def asked_for(overlays: Sequence[Erratum], ids: Sequence[str], how: WitnessOptio
     """Prove anew what probes do not recognise of the overlays with these ids; of the others say why there is nothing to prove."""
     tree = Remembered(InstalledTree())
     findings = {part: unless_published(part, examine(part, tree), tree) for part in overlays if part.id in ids}
-    looking = [part for part, finding in findings.items() if _can_be_proved(part, finding, tree)]
+    looking = [part for part, finding in findings.items() if can_be_proved(part, finding, tree)]
     found = {part.id for part in looking}
     others = [nothing_to_prove(part, each) for part, each in findings.items() if part.id not in found]
     return (*prove(overlays, looking, how), *others)

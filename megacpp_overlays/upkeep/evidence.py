@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -60,6 +60,8 @@ class ProbedPart:
     """Why it declares none, where it says so."""
     looks_repaired: bool = False
     """Whether it has the structure of a repair that nobody read, and no witness of it counts."""
+    can_be_proved: bool = False
+    """Whether it is not recognised, and `megacpp-overlays witness` can decide what it is."""
 
 
 class HasTargets(Protocol):
@@ -192,6 +194,18 @@ def probe(environment: Environment) -> Mapping[str, ProbeReport]:
         parts.setdefault(overlay, []).append(ProbedPart(verdict=verdict, **each))
         due[overlay] = due_here
     return {id: ProbeReport(overlay=id, parts=tuple(found), due=due[id]) for id, found in parts.items()}
+
+
+def probe_all(environment: Environment, ids: Collection[str]) -> Mapping[str, ProbeReport]:
+    """Return what the probes of overlays read, by overlay id; see `probe`.
+
+    Raises:
+        UpkeepError: this package does not run in that environment, or knows other overlays there.
+    """
+    found = probe(environment)
+    if missing := [each for each in ids if each not in found]:
+        raise UpkeepError(f"{environment.lock.path}: its environment knows no overlay {', '.join(missing)}")
+    return found
 
 
 def witness(environment: Environment, packs: Path, ids: Sequence[str], timeout: float) -> Mapping[tuple[str, str], str]:

@@ -17,11 +17,11 @@ from pathlib import Path
 from megacpp_overlays.loader import session
 from megacpp_overlays.loader.probing import examine_to_measure
 from megacpp_overlays.loader.settings import Settings
-from megacpp_overlays.model import Erratum
+from megacpp_overlays.model import Erratum, Verdict
 from megacpp_overlays.repro import ending, inventory, runner, witnessing
 from megacpp_overlays.repro.transcript import Transcript
 from megacpp_overlays.source import distributions
-from megacpp_overlays.source.trees import InstalledTree
+from megacpp_overlays.source.trees import InstalledTree, Remembered
 from megacpp_overlays.upkeep.ledger import is_due
 
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> None:
     report, what, *rest = arguments
     overlays, settings = session.current().overlays, session.current().settings
     if what == "probe":
-        answer: object = [_probed(part, overlays, settings) for part in overlays]
+        answer: object = _probed(overlays, settings)
     elif what == "witness":
         packs, timeout, *ids = rest
         answer = _witnessed(Path(packs), float(timeout), [each for each in overlays if each.id in ids], settings)
@@ -40,25 +40,34 @@ def main(arguments: Sequence[str]) -> None:
     Path(report).write_text(json.dumps(answer))
 
 
-def _probed(part: Erratum, overlays: Sequence[Erratum], settings: Settings) -> dict[str, object]:
-    finding = examine_to_measure(part, InstalledTree(), settings)
-    return {
-        "overlay": part.id,
-        "module": part.target.module,
-        "target": str(part.target),
-        "distribution": part.target.distribution,
-        "version": distributions.version(part.target.distribution),
-        "verdict": finding.verdict.value,
-        "shape": finding.shape,
-        "evidence": finding.summary(),
-        "looks_repaired": finding.looks_repaired,
-        "has_seams": part.answers(finding.shape),
-        "gate": not part.installs,
-        "opt_in": part.off_by_default,
-        "beside": {name: distributions.version(name) for name in part.companions},
-        "left_alone": part.unsupported.get(finding.shape or ""),
-        "due": is_due([each for each in overlays if each.id == part.id], InstalledTree(), settings, measured=True),
-    }
+def _probed(overlays: Sequence[Erratum], settings: Settings) -> list[dict[str, object]]:
+    """Return what the probe of each part found; known findings are looked up, and each file is read once."""
+    tree = Remembered(InstalledTree())
+    findings = [examine_to_measure(part, tree, settings) for part in overlays]
+    verdicts: dict[str, set[Verdict]] = {}
+    for part, finding in zip(overlays, findings, strict=True):
+        verdicts.setdefault(part.id, set()).add(finding.verdict)
+    return [
+        {
+            "overlay": part.id,
+            "module": part.target.module,
+            "target": str(part.target),
+            "distribution": part.target.distribution,
+            "version": distributions.version(part.target.distribution),
+            "verdict": finding.verdict.value,
+            "shape": finding.shape,
+            "evidence": finding.summary(),
+            "looks_repaired": finding.looks_repaired,
+            "can_be_proved": witnessing.can_be_proved(part, finding, tree),
+            "has_seams": part.answers(finding.shape),
+            "gate": not part.installs,
+            "opt_in": part.off_by_default,
+            "beside": {name: distributions.version(name) for name in part.companions},
+            "left_alone": part.unsupported.get(finding.shape or ""),
+            "due": is_due(verdicts[part.id]),
+        }
+        for part, finding in zip(overlays, findings, strict=True)
+    ]
 
 
 def _witnessed(packs: Path, timeout: float, overlays: Sequence[Erratum], settings: Settings) -> list[dict[str, object]]:

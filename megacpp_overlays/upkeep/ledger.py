@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megacpp_overlays.loader.probing import examine, examine_installed, examine_to_measure
+from megacpp_overlays.loader.probing import examine, examine_installed
 from megacpp_overlays.loader.retired import RetiredOverlay, read
 from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Erratum, Verdict
@@ -47,25 +47,24 @@ def difference(overlays: Sequence[Erratum], path: Path, retired: Sequence[Retire
 
 
 def due(overlays: Sequence[Erratum], tree: SourceTree, settings: Settings | None = None) -> list[Erratum]:
-    """Return the overlays and gates that are due in one environment; imports nothing of it. See `is_due`."""
-    return [parts[0] for parts in _by_id(overlays) if is_due(parts, tree, settings)]
-
-
-def is_due(
-    parts: Sequence[Erratum], tree: SourceTree, settings: Settings | None = None, *, measured: bool = False
-) -> bool:
-    """Return whether an overlay, in parts, can be deleted: the probe of one says FIXED, and no other finds work to do.
+    """Return the overlays and gates that are due in one environment; imports nothing of it. See `is_due`.
 
     Args:
-        parts: all parts of one overlay.
+        overlays: the declarations, in parts.
         tree: what is asked about.
         settings: of this process, where the tree is what is installed in it: kept witnesses count then.
-        measured: whether a reproducer runs there as well, see `examine_to_measure`.
     """
-    ask = examine_to_measure if measured else examine_installed
-    found = (ask(part, tree, settings) if settings else examine(part, tree) for part in parts)
-    verdicts = {each.verdict for each in found}
-    return Verdict.FIXED in verdicts and verdicts <= {Verdict.FIXED, Verdict.ABSENT}
+
+    def verdict(part: Erratum) -> Verdict:
+        return (examine_installed(part, tree, settings) if settings else examine(part, tree)).verdict
+
+    return [parts[0] for parts in _by_id(overlays) if is_due(map(verdict, parts))]
+
+
+def is_due(verdicts: Iterable[Verdict]) -> bool:
+    """Return whether an overlay can be deleted, by the verdicts on its parts: one is FIXED, and no other leaves work to do."""
+    found = {*verdicts}
+    return Verdict.FIXED in found and found <= {Verdict.FIXED, Verdict.ABSENT}
 
 
 def _by_id(overlays: Sequence[Erratum]) -> list[list[Erratum]]:

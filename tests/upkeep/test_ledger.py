@@ -16,8 +16,7 @@ from megacpp_overlays import cli
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.loader import registry
 from megacpp_overlays.loader.retired import RetiredOverlay
-from megacpp_overlays.model import Evidence, Finding, Overlay, Proof, Text, Verdict
-from megacpp_overlays.source.trees import InstalledTree
+from megacpp_overlays.model import Verdict
 from megacpp_overlays.upkeep.ledger import difference, is_due, render
 
 
@@ -64,21 +63,10 @@ def test_a_ledger_that_is_not_there_is_no_diff_of_all_of_it(tmp_path: Path, caps
     ids=lambda value: value.value if isinstance(value, Verdict) else "",
 )
 def test_an_overlay_is_due_where_one_part_is_repaired_and_no_other_has_work_left(
-    upstream: Upstream, other: Verdict, expected: bool
+    other: Verdict, expected: bool
 ) -> None:
-    def part(verdict: Verdict) -> Overlay:
-        is_fixed, shape = verdict is Verdict.FIXED, "off-by-one" if verdict is Verdict.BROKEN else None
-        found = Finding(
-            verdict=verdict,
-            shape=shape,
-            evidence=(Evidence("seen"),),
-            repair=(Text("layers.py", "0"),) if is_fixed else (),
-            proof=Proof.READ if is_fixed else None,
-        )
-        return upstream.overlay(probe=lambda _: found)
-
-    assert is_due([part(Verdict.FIXED), part(other)], InstalledTree()) is expected
-    assert is_due([part(other), part(Verdict.ABSENT)], InstalledTree()) is (other is Verdict.FIXED)
+    assert is_due([Verdict.FIXED, other]) is expected
+    assert is_due([other, Verdict.ABSENT]) is (other is Verdict.FIXED)
 
 
 def test_history_is_kept(upstream: Upstream, tmp_path: Path) -> None:

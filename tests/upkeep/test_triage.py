@@ -32,6 +32,7 @@ from megacpp_overlays.upkeep.evidence import CaseResult, KeptReceipt, PartDecisi
 from megacpp_overlays.upkeep.triage import outcomes, triage, triage_report
 from megacpp_overlays.upkeep.triage.facts import Facts, shown
 from megacpp_overlays.upkeep.triage.outcomes import UpgradeOutcome
+from megacpp_overlays.upkeep.triage.preview import Expected, expect
 
 B, F, A, U = Verdict.BROKEN, Verdict.FIXED, Verdict.ABSENT, Verdict.UNRECOGNISED
 REPRODUCED, VALIDATED, NOT_PRESENT, BLOCKED, FAILED = (
@@ -720,7 +721,7 @@ def test_targets_come_first_and_what_was_added_or_removed_is_marked(
     found = triage.changes(before, after, [Upstream("made_target", tmp_path).overlay()])
 
     assert [each.distribution for each in found] == ["made-target", "aa-added", "aa-removed"]
-    lines = triage_report.table(before, after, found, ()).splitlines()
+    lines = triage_report.heading(before, after, found).splitlines()
     assert [one_line(line) for line in lines[4:7]] == [
         "made-target 1.0 2.0 target of overlays",
         f"aa-added - {after.version('wrapt')} added",
@@ -760,3 +761,82 @@ def test_a_real_upgrade_keeps_what_is_broken_there_by_a_case_that_ran_and_by_rec
     assert [said["sentinel"] for said in elsewhere["said"]] == ["BUG_REPRODUCED", "FIX_VALIDATED"]
     assert here["receipt"] is None
     assert "nvidia-h200" in elsewhere["receipt"]
+
+
+# A preview, for which nothing runs
+
+
+def provable(report: ProbeReport) -> ProbeReport:
+    """Return a report whose unrecognised parts a reproducer can decide."""
+    return replace(report, parts=tuple(replace(part, can_be_proved=part.verdict is U) for part in report.parts))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected", "says"),
+    [
+        (probed(B), probed(B), Expected.KEEP, "still broken"),
+        (probed(A), probed(B), Expected.KEEP, "broken from here on"),
+        (probed(F), probed(B), Expected.KEEP, "broken from here on"),
+        (probed(B), probed(F), Expected.RETIRE, "upstream repaired it: seen 0"),
+        (probed(B), probed(F, A), Expected.RETIRE, "upstream repaired it"),
+        (probed(F), probed(A), Expected.RETIRE, "its target is gone"),
+        (probed(A), probed(A), Expected.ABSENT, "seen 0"),
+        (probed(B), probed(A, version=None), Expected.ABSENT, "seen 0"),
+        (probed(B), probed(A), Expected.CONFLICT, "it was broken and is gone: made.m0: seen 0"),
+        (probed(B, A), probed(A, B), Expected.KEEP, "still broken"),
+        (probed(B, B), probed(A, B), Expected.CONFLICT, "it was broken and is gone: made.m0"),
+        (probed(B), probed(B, seams=False), Expected.CONFLICT, "no seam for its shape: made.m0: nobody needs it"),
+        (probed(B), probed(U), Expected.CONFLICT, "no seam can be placed: made.m0: seen 0"),
+        (probed(B, B), provable(probed(U, B)), Expected.WITNESS, "not recognised: made.m0"),
+    ],
+)
+def test_what_is_expected_follows_from_what_the_probes_say(
+    before: ProbeReport, after: ProbeReport, expected: Expected, says: str
+) -> None:
+    found, reason = expect(before, after)
+
+    assert found is expected
+    assert says in reason
+
+
+@pytest.mark.parametrize(
+    ("after", "code", "row"),
+    [
+        ("broken-still", 0, "made_target 1.0 -> 1.1 BROKEN BROKEN keep"),
+        ("fixed", 1, "made_target 1.0 -> 2.0 BROKEN FIXED retire"),
+        ("deadly", 0, "made_target 1.0 -> 5.0 BROKEN BROKEN keep"),
+    ],
+)
+def test_a_preview_runs_nothing_of_upstream(
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str], after: str, code: int, row: str
+) -> None:
+    assert run("broken", after, "--quick") == code
+
+    said = capsys.readouterr()
+    assert said.out.startswith("from ")
+    assert f"double-fix 99 {row}" in one_line(said.out)
+    assert "No reproducer ran" in said.out
+    assert "case double" not in said.err
+
+
+def test_a_preview_as_json_has_what_the_table_has(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    run("broken", "fixed", "--quick", "--json")
+
+    data = json.loads(capsys.readouterr().out)
+    (overlay,) = data["overlays"]
+    assert (overlay["id"], overlay["expected"]) == ("double-fix", "retire")
+    assert (overlay["from"]["verdict"], overlay["to"]["verdict"]) == ("BROKEN", "FIXED")
+    assert [each["distribution"] for each in data["changes"]] == ["made-target"]
+
+
+@pytest.mark.skipif(not (ROOT / ".envs/newest/.ready").is_file(), reason="needs the lanes")
+def test_a_preview_of_a_real_upgrade_knows_both_releases(capsys: pytest.CaptureFixture[str]) -> None:
+    locks = [str(ROOT / f"locks/{lane}.txt") for lane in ("summer-2026", "newest")]
+    cli.main(
+        ["triage", "--from", locks[0], "--to", locks[1], "--environments", str(ROOT / ".envs"), "--quick", "--json"]
+    )
+
+    expected = {each["id"]: each["expected"] for each in json.loads(capsys.readouterr().out)["overlays"]}
+    assert expected["liger-flce-none-backward"] == "retire"
+    assert expected["scheduler-restore"] == "keep"
+    assert {"witness", "conflict"}.isdisjoint(expected.values())

@@ -102,10 +102,7 @@ def triage(
 
 def _probe(environment: Environment, ids: Collection[str], how: RunOptions) -> Mapping[str, ProbeReport]:
     how.progress(f"{environment.lock.path}: probing")
-    found = evidence.probe(environment)
-    if missing := [id for id in ids if id not in found]:
-        raise UpkeepError(f"{environment.lock.path}: its environment knows no overlay {', '.join(missing)}")
-    return found
+    return evidence.probe_all(environment, ids)
 
 
 def _with_witnesses(

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from megacpp_overlays.loader.rendering import aligned
+from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro.judge import Sentinel
 from megacpp_overlays.upkeep.evidence import PartDecision, ProbeReport
 from megacpp_overlays.upkeep.locks import Lock
 from megacpp_overlays.upkeep.triage.facts import CaseEvidence, shown
 from megacpp_overlays.upkeep.triage.outcomes import UpgradeOutcome
+from megacpp_overlays.upkeep.triage.preview import Expected, OverlayPreview
 from megacpp_overlays.upkeep.triage.triage import OverlayTriage, VersionChange
 
 SCHEMA = 1
@@ -23,30 +25,61 @@ _COLUMNS = ("overlay", "pack", "target", "from", "to", "outcome")
 _CHANGES = ("distribution", "from", "to", "")
 
 
-def table(
-    before: Lock,
-    after: Lock,
-    changes: Sequence[VersionChange],
-    triaged: Sequence[OverlayTriage],
-    *,
-    brief: bool = False,
-) -> str:
-    """Return what the upgrade changes, a row for each overlay, and a line that sums it up.
-
-    Args:
-        before: the lock in use.
-        after: the lock to move to.
-        changes: the distributions in which they differ.
-        triaged: the overlays.
-        brief: leave the evidence out.
-    """
+def heading(before: Lock, after: Lock, changes: Sequence[VersionChange]) -> str:
+    """Return what the upgrade is: both locks, and the distributions in which they differ."""
     rows = [(each.distribution, each.before or "-", each.after or "-", _what(each)) for each in changes]
-    lines = [f"from {_lock(before)} to {_lock(after)}", "", *aligned(_CHANGES, rows), ""]
-    head, rule, *rows_of_overlays = aligned(_COLUMNS, [_row(each) for each in triaged])
-    lines += [head, rule]
-    for row, each in zip(rows_of_overlays, triaged, strict=True):
+    return "\n".join([f"from {_lock(before)} to {_lock(after)}", "", *aligned(_CHANGES, rows), ""])
+
+
+def table(triaged: Sequence[OverlayTriage], *, brief: bool = False) -> str:
+    """Return a row for each overlay, and a line that sums them up; without the evidence where it is to be brief."""
+    outcomes = [(each.overlay, each.facts.before, each.facts.after, each.ruling.outcome.value) for each in triaged]
+    head, rule, *rows = aligned(_COLUMNS, [_row(*each) for each in outcomes])
+    lines = [head, rule]
+    for row, each in zip(rows, triaged, strict=True):
         lines += [row, *([] if brief else _notes(each))]
     return "\n".join([*lines, "", summary(triaged)])
+
+
+def preview_table(previewed: Sequence[OverlayPreview]) -> str:
+    """Return a row for each overlay that there is something about, and lines that say what to do next."""
+    shown_here = [each for each in previewed if each.expected is not Expected.ABSENT]
+    columns = (*_COLUMNS[:-1], "expected")
+    rows = [_row(each.overlay, each.before, each.after, each.expected.value) for each in shown_here]
+    head, rule, *aligned_rows = aligned(columns, rows)
+    lines = [head, rule]
+    for row, each in zip(aligned_rows, shown_here, strict=True):
+        is_news = each.expected is not Expected.KEEP
+        lines += [row, *(_wrapped([each.reason]) if is_news else [])]
+    count = Counter(each.expected for each in previewed)
+    counted = ", ".join(f"{count[each]} {each.value}" for each in Expected if count[each])
+    lines += ["", f"{counted}. No reproducer ran; without --quick they do."]
+    if count[Expected.WITNESS]:
+        lines.append("`megacpp-overlays witness` in the new environment decides what is not recognised.")
+    return "\n".join(lines)
+
+
+def preview_as_dict(
+    before: Lock, after: Lock, changes: Sequence[VersionChange], previewed: Sequence[OverlayPreview]
+) -> dict[str, Any]:
+    """Return plain data with stable keys."""
+    overlays = [
+        {
+            "id": each.overlay.id,
+            "pack": each.overlay.pack,
+            "expected": each.expected.value,
+            "reason": each.reason,
+            "from": _probed_as_dict(each.before),
+            "to": _probed_as_dict(each.after),
+        }
+        for each in previewed
+    ]
+    return {**_upgrade_as_dict(before, after, changes), "overlays": overlays}
+
+
+def is_nothing_expected(previewed: Sequence[OverlayPreview]) -> bool:
+    """Return whether no overlay needs a person, or a reproducer, on the other side."""
+    return all(each.expected in {Expected.KEEP, Expected.ABSENT} for each in previewed)
 
 
 def summary(triaged: Sequence[OverlayTriage]) -> str:
@@ -64,6 +97,10 @@ def as_dict(
     before: Lock, after: Lock, changes: Sequence[VersionChange], triaged: Sequence[OverlayTriage]
 ) -> dict[str, Any]:
     """Return plain data with stable keys."""
+    return {**_upgrade_as_dict(before, after, changes), "overlays": [_overlay_as_dict(each) for each in triaged]}
+
+
+def _upgrade_as_dict(before: Lock, after: Lock, changes: Sequence[VersionChange]) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "from": _lock_as_dict(before),
@@ -72,7 +109,6 @@ def as_dict(
             {"distribution": each.distribution, "from": each.before, "to": each.after, "target": each.is_target}
             for each in changes
         ],
-        "overlays": [_overlay_as_dict(each) for each in triaged],
     }
 
 
@@ -90,21 +126,23 @@ def _what(change: VersionChange) -> str:
     return ", ".join(filter(None, [word, "target of overlays" if change.is_target else ""]))
 
 
-def _row(each: OverlayTriage) -> tuple[str, ...]:
-    before, after = each.facts.before, each.facts.after
+def _row(overlay: Erratum, before: ProbeReport, after: ProbeReport, outcome: str) -> tuple[str, ...]:
     versions = [
         f"{name} {old or '-'} -> {new or '-'}" if (old := before.versions.get(name)) != new else f"{name} {new or '-'}"
         for name, new in after.versions.items()
     ]
     verdicts = (before.verdict.value, after.verdict.value)
-    return each.overlay.id, f"{each.overlay.pack:02}", ", ".join(versions), *verdicts, each.ruling.outcome.value
+    return overlay.id, f"{overlay.pack:02}", ", ".join(versions), *verdicts, outcome
 
 
 def _notes(each: OverlayTriage) -> list[str]:
     notes = [f"{each.ruling.outcome.value}: {each.ruling.reason}", *_shapes(each.facts.before, each.facts.after)]
     notes += _cases(shown(each.facts))
     notes += [f"next: {each.ruling.to_do}"] if each.ruling.to_do else []
-    notes += [f"delete when: {each.overlay.retire_when}"]
+    return _wrapped([*notes, f"delete when: {each.overlay.retire_when}"])
+
+
+def _wrapped(notes: Sequence[str]) -> list[str]:
     return [
         line
         for note in notes

@@ -1,0 +1,109 @@
+"""Preview of an upgrade: what contracts and kept records say of each overlay, without running a reproducer.
+
+    expected    what the probes say of `to`
+    keep        BROKEN, in a shape that the overlay has seams for
+    witness     a part is not recognised, and a reproducer can decide: `megacpp-overlays witness` has to run there
+    conflict    a part is not recognised, and its seams cannot be placed; BROKEN without a seam; gone where it was broken
+    retire      FIXED, or gone after it was FIXED
+    absent      there is nothing on either side, or the distribution is not pinned any more
+
+It takes seconds and proves nothing; `triage` without `--quick` runs the reproducers.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megacpp_overlays.model import Erratum, Verdict
+from megacpp_overlays.upkeep import evidence
+from megacpp_overlays.upkeep.environments import Environment
+from megacpp_overlays.upkeep.evidence import ProbedPart, ProbeReport
+
+
+class Expected(enum.Enum):
+    """The outcome that a triage would have if every reproducer agreed with the probes."""
+
+    KEEP = "keep"
+    WITNESS = "witness"
+    CONFLICT = "conflict"
+    RETIRE = "retire"
+    ABSENT = "absent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlayPreview:
+    """One overlay on both sides of an upgrade, and what is expected of it."""
+
+    overlay: Erratum
+    """The first of its parts."""
+    before: ProbeReport
+    after: ProbeReport
+    expected: Expected
+    reason: str
+
+
+def preview(before: Environment, after: Environment, overlays: Sequence[Erratum]) -> tuple[OverlayPreview, ...]:
+    """Preview an upgrade for overlays.
+
+    Args:
+        before: where the upgrade starts.
+        after: where it leads to.
+        overlays: the declarations, in parts.
+
+    Raises:
+        UpkeepError: this package does not run in one of the environments, or knows other overlays there.
+    """
+    firsts = {overlay.id: overlay for overlay in reversed(overlays)}
+    here, there = (evidence.probe_all(each, firsts) for each in (before, after))
+    found = []
+    for name in dict.fromkeys(overlay.id for overlay in overlays):
+        expected, reason = expect(here[name], there[name])
+        found.append(
+            OverlayPreview(overlay=firsts[name], before=here[name], after=there[name], expected=expected, reason=reason)
+        )
+    return tuple(found)
+
+
+def expect(before: ProbeReport, after: ProbeReport) -> tuple[Expected, str]:
+    """Return what is expected of an overlay, and why."""
+    unknown = [part for part in after.parts if part.verdict is Verdict.UNRECOGNISED]
+    if unproved := [part for part in unknown if part.can_be_proved]:
+        return Expected.WITNESS, f"not recognised: {_modules(unproved)}"
+    if unknown:
+        return Expected.CONFLICT, f"not recognised, and no seam can be placed: {_seen(unknown)}"
+    if bare := [part for part in after.parts if part.verdict is Verdict.BROKEN and not part.has_seams]:
+        return Expected.CONFLICT, f"no seam for its shape: {_seen(bare)}"
+    if gone := _gone(before, after):
+        return Expected.CONFLICT, f"it was broken and is gone: {_seen(gone)}"
+    match after.verdict:
+        case Verdict.FIXED:
+            return Expected.RETIRE, f"upstream repaired it: {after.evidence}"
+        case Verdict.ABSENT if before.verdict is Verdict.FIXED and any(after.versions.values()):
+            return Expected.RETIRE, f"upstream had repaired it, and its target is gone: {after.evidence}"
+        case Verdict.ABSENT:
+            return Expected.ABSENT, after.evidence
+    was_right = before.verdict in {Verdict.ABSENT, Verdict.FIXED}
+    return Expected.KEEP, "broken from here on" if was_right else "still broken"
+
+
+def _gone(before: ProbeReport, after: ProbeReport) -> list[ProbedPart]:
+    """Return the parts that were broken and are gone from a distribution that is still there, unless a new part is broken."""
+    was = {part.target: part.verdict for part in before.parts}
+    broken = {Verdict.BROKEN, Verdict.UNRECOGNISED}
+    if any(part.verdict in broken and was.get(part.target, Verdict.ABSENT) is Verdict.ABSENT for part in after.parts):
+        return []  # the code was moved, and is recognised in its new place
+    return [
+        part
+        for part in after.parts
+        if part.verdict is Verdict.ABSENT and part.version is not None and was.get(part.target) in broken
+    ]
+
+
+def _modules(parts: Sequence[ProbedPart]) -> str:
+    return ", ".join(part.module for part in parts)
+
+
+def _seen(parts: Sequence[ProbedPart]) -> str:
+    return "; ".join(f"{part.module}: {part.left_alone or part.evidence}" for part in parts)
