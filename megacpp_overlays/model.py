@@ -61,6 +61,8 @@ class Proof(enum.Enum):
     WITNESSED = "witnessed"
     """The reproducer was run on this very source in this environment: it saw no defect (FIXED), nothing that could have it
     (ABSENT), or a defect that the overlay repairs (BROKEN)."""
+    LEARNED = "learned"
+    """The same on this very release, when this package was made."""
 
 
 class Body(NamedTuple):

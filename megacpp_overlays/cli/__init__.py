@@ -18,6 +18,7 @@ from megacpp_overlays.cli import (
     compare,
     completion,
     drift,
+    learn,
     ledger,
     matrix,
     pack,
@@ -41,7 +42,7 @@ from megacpp_overlays.terminal_text import PlainStream
 from megacpp_overlays.version import VERSION
 
 FOR_A_RUN = (audit, run, compare, drift, repro, witness, checkpoint, report)
-FOR_THE_LANE = (ledger, reference, matrix, rehearse, triage, sweep, retire, receipts, pack, wave, completion)
+FOR_THE_LANE = (ledger, reference, matrix, learn, rehearse, triage, sweep, retire, receipts, pack, wave, completion)
 
 _EXAMPLES = (
     "audit                                   # what is repaired here, and why",

@@ -129,13 +129,14 @@ def unless_published(erratum: Erratum, finding: Finding, tree: SourceTree) -> Fi
     """
     if finding.verdict is not Verdict.FIXED or finding.proof is not Proof.READ:
         return finding
-    from megacpp_overlays.loader import contract  # noqa: PLC0415 - a launch without a repair pays nothing
+    from megacpp_overlays.loader import contract, learned  # noqa: PLC0415 - a launch without a repair pays nothing
     from megacpp_overlays.source import published  # noqa: PLC0415 - the same
 
     if not contract.has_reproducer(erratum):
         return finding
     try:
-        if published.release_of(erratum.target, tree) is not None:
+        release = published.release_of(erratum.target, tree)
+        if release is not None and not learned.is_doubted(erratum, release):
             return finding
     except OSError as error:
         finding = replace(finding, evidence=(*finding.evidence, Evidence(f"{error.filename}: {error.strerror}")))
@@ -143,9 +144,11 @@ def unless_published(erratum: Erratum, finding: Finding, tree: SourceTree) -> Fi
 
 
 def _witnessed(erratum: Erratum, finding: Finding, tree: SourceTree, settings: Settings) -> Finding:
-    from megacpp_overlays.loader import witnesses  # noqa: PLC0415 - a launch that recognises all pays nothing
+    from megacpp_overlays.loader import learned, witnesses  # noqa: PLC0415 - a launch that recognises all pays nothing
 
-    return witnesses.proved(erratum, finding, tree, settings)
+    found = witnesses.proved(erratum, finding, tree, settings)
+    is_open = found.verdict is Verdict.UNRECOGNISED and not witnesses.is_disproved(erratum, settings)
+    return learned.finding(erratum, found, tree) if is_open else found
 
 
 def _elsewhere(gate: Gate) -> str | None:

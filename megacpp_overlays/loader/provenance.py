@@ -32,6 +32,8 @@ def provenance(record: Record) -> Provenance | None:
         return None
     if finding.proof is Proof.WITNESSED:
         return Provenance.HERE
+    if finding.proof is Proof.LEARNED:
+        return Provenance.RELEASE
     try:
         release = release_of(record.overlay.target, InstalledTree())
     except OSError:  # a file of the package cannot be read

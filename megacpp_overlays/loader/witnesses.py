@@ -234,14 +234,24 @@ def forget(erratum: Erratum, settings: Settings, reason: str | None) -> None:
     Args:
         erratum: the part.
         settings: say where witnesses are kept.
-        reason: where a case showed the defect. Then a witness of root does not count for this user either.
+        reason: where a case showed the defect. Then neither a witness of root nor a learned verdict counts for this user.
     """
+    from megacpp_overlays.loader import learned  # noqa: PLC0415 - it imports this module
+
     own, *of_root = _paths(erratum, settings)
     with contextlib.suppress(OSError):
         own.unlink()
-    if reason is not None and any(path.exists() for path in of_root):
+    if reason is not None and (learned.knows(erratum) or any(path.exists() for path in of_root)):
         with contextlib.suppress(OSError):
             keep(own, disproof(erratum, reason))
+
+
+def is_disproved(erratum: Erratum, settings: Settings) -> bool:
+    """Return whether a case showed the defect to this user, which no other witness or record of this code outweighs."""
+    try:
+        return is_disproof(_read(path_of(erratum, settings)))
+    except UnprovedError:
+        return False
 
 
 def disproof(erratum: Erratum, reason: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from megacpp_overlays.errors import SourceError, UpkeepError
+from megacpp_overlays.loader import learned
 from megacpp_overlays.model import Erratum, Evidence, Overlay, Target, Verdict
 from megacpp_overlays.near_names import suggestion
 from megacpp_overlays.repro import judge
@@ -177,6 +178,7 @@ def probe(
     tree: FileTree,
     beside: Mapping[str, Partner] = MappingProxyType({}),
     findings: FindingCache | None = None,
+    release: str | None = None,
 ) -> dict[str, Cell]:
     """Return what every probe finds in a tree, by overlay; a probe that raises has recognised nothing.
 
@@ -185,6 +187,7 @@ def probe(
         tree: what is read.
         beside: what the tree is laid beside for those with a `partner`.
         findings: what was found before.
+        release: which one the tree is: verdicts that were learned of it count.
 
     Raises:
         UpkeepError: the tree cannot be read.
@@ -197,6 +200,7 @@ def probe(
         warnings.simplefilter("ignore")  # old releases have escapes that newer Pythons warn about
         for overlay in overlays:
             finding = cache.derive(overlay, trees[partner(overlay)], unless=(UpkeepError,)).finding
+            finding = finding if release is None else learned.in_release(overlay, release, finding)
             part = PartFinding(
                 module=overlay.target.module,
                 verdict=finding.verdict,
@@ -208,14 +212,18 @@ def probe(
 
 
 def _probe_whole(
-    overlays: Sequence[Erratum], archive: ArchiveTree, beside: Mapping[str, Partner], findings: FindingCache
+    overlays: Sequence[Erratum],
+    archive: ArchiveTree,
+    beside: Mapping[str, Partner],
+    findings: FindingCache,
+    release: str,
 ) -> dict[str, Cell]:
     """Return what every probe finds in an archive; see `probe`.
 
     Raises:
         UpkeepError: a file that a probe asked for is damaged; the probe may have taken that for a form of upstream's.
     """
-    found = probe(overlays, archive, beside, findings)
+    found = probe(overlays, archive, beside, findings, release)
     for each in (archive, *(each.tree for each in beside.values())):
         if each.damage is not None:
             raise UpkeepError(each.damage)
@@ -248,7 +256,7 @@ def release_row(
                 break
             with ArchiveTree(path, prefix="") as tree:
                 has_source = any(tree.has_package(name) for name in packages(overlays))
-                found = _probe_whole(overlays, tree, beside, archives.findings)
+                found = _probe_whole(overlays, tree, beside, archives.findings, release.version)
                 row = _row(release, file.name, file.sha256, found, tree.newest)
         except (SourceError, UpkeepError) as error:
             problem = str(error)

@@ -1,0 +1,143 @@
+"""`megacpp-overlays learn`: run the reproducers on a release that came out, and ship what they show with this package."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tarfile
+import tempfile
+from io import BytesIO
+from pathlib import Path
+
+from megacpp_overlays.cli.codes import ExitCode
+from megacpp_overlays.cli.commands import Subparsers, add, check_ids, extra
+from megacpp_overlays.cli.witness import default_workers
+from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.loader import session
+from megacpp_overlays.model import Decision
+from megacpp_overlays.repro import git, inventory
+from megacpp_overlays.upkeep import learning
+from megacpp_overlays.upkeep.learning import Learned, LearnOptions, ReleaseTree
+
+_TEXT = "Learn a release, or a commit: run its reproducers, and write down for all users what no probe recognises."
+_MORE = """\
+For maintainers, in a checkout. It fetches the release from the index, or takes a folder or a commit; runs the reproducers of all that
+is unproved there, in minutes and without a word of it read; writes `loader/learned.json` and the digest in `source/published.json`;
+and says what is still broken, what upstream repaired, and which few need a person. A GPU is asked where this host has one.
+"""
+_EXAMPLES = (
+    "learn megatron-core==0.20.0 --python .envs/newest/bin/python",
+    "learn megatron-core --tree Megatron-LM@dev --python .envs/mamba3-pinned/bin/python",
+)
+_CODES = {
+    ExitCode.CLEAN: "everything is decided",
+    ExitCode.FOUND: "a person has to look at something: a contract is broken, or a case could not be asked",
+    ExitCode.NOT_CHECKED: "the release cannot be had, or a process gave no answer",
+    ExitCode.MISSING_EXTRA: "the extra `upkeep` is not installed",
+}
+
+
+def add_to(commands: Subparsers) -> None:
+    """Add the command to the parser."""
+    parser = add(commands, "learn", _TEXT, more=_MORE, examples=_EXAMPLES, codes=_CODES)
+    parser.add_argument("what", metavar="DISTRIBUTION[==VERSION]", help="a release, or with --tree what the folder has")
+    parser.add_argument(
+        "--tree", metavar="PATH[@REV]", help="a folder that holds its packages, or a repository and a revision"
+    )
+    parser.add_argument(
+        "--only", metavar="ID", action="append", default=[], help="ask about this overlay; can be repeated"
+    )
+    parser.add_argument("--name", metavar="NAME", help="of a folder, for people (default: its branch and commit)")
+    parser.add_argument(
+        "--python", metavar="PYTHON", type=Path, default=Path(sys.executable), help="with what it needs"
+    )
+    parser.add_argument("--workers", metavar="N", type=int, default=default_workers(), help="overlays at the same time")
+    parser.set_defaults(run=lambda arguments: run(arguments, parser))
+
+
+def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
+    """Learn, print what is known, and return whether everything is decided."""
+    distribution, sign, version = arguments.what.partition("==")
+    if bool(sign) is bool(arguments.tree):
+        parser.error("name DISTRIBUTION==VERSION, or DISTRIBUTION and --tree")
+    overlays = session.current().overlays
+    check_ids(arguments.only, overlays, parser, "--only")
+    if distribution not in {each.target.distribution for each in overlays}:
+        parser.error(f"{distribution}: no overlay is about it")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        tree = (
+            _commit(distribution, arguments.tree, arguments.name, folder)
+            if arguments.tree
+            else _release(distribution, version, folder)
+        )
+        found = learning.learn(tree, overlays, LearnOptions(arguments.python, arguments.workers, tuple(arguments.only)))
+    print("\n".join(learning.lines(found, _newest(distribution))))
+    return is_decided(found)
+
+
+def is_decided(found: Learned) -> bool:
+    """Return whether no overlay needs a person."""
+    return not {Decision.CONFLICT.value, Decision.UNPROVED.value} & {each for each, _ in found.decisions.values()}
+
+
+def _release(distribution: str, version: str, folder: Path) -> ReleaseTree:
+    """Return a release, fetched from the index and unpacked.
+
+    Raises:
+        UpkeepError: it cannot be had.
+    """
+    with extra():
+        from megacpp_overlays.upkeep.matrix import archives, package_index  # noqa: PLC0415 - see `extra`
+
+    cache = archives.default_folder()
+    with package_index.IndexAnswers(cache / "index", offline=False, tell=_tell) as index:
+        answer = index.get(distribution)
+        release = next((each for each in answer.releases if each.version == version), None)
+        if release is None:
+            raise UpkeepError(
+                f"{distribution}: the index has no {version}; the newest is {answer.releases[-1].version}"
+            )
+        for file in release.files:
+            if (path := archives.Archives(cache / "files", index=index.index).get(file)) is not None:
+                return ReleaseTree(distribution, version, learning.unpack(path, folder))
+    raise UpkeepError(f"{distribution} {version}: none of its files can be had")
+
+
+def _commit(distribution: str, text: str, name: str | None, folder: Path) -> ReleaseTree:
+    """Return a folder as it is, or a commit of a repository as a folder.
+
+    Raises:
+        UpkeepError: there is no such folder or commit, or a folder has no name.
+    """
+    if Path(text).is_dir():
+        if name is None:
+            raise UpkeepError(f"--tree {text}: a folder needs a --name, such as 'dev d48bd6be0a'")
+        return ReleaseTree(distribution, name, Path(text))
+    before, _, revision = text.rpartition("@")
+    path = Path(before)
+    commit = (
+        git.ask(path, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+        if path.is_dir()
+        else None
+    )
+    if commit is None:
+        raise UpkeepError(f"--tree {text}: there is no such folder, and no such commit")
+    with tarfile.open(fileobj=BytesIO(git.content(path, "archive", "--format=tar", commit))) as opened:
+        opened.extractall(folder, filter="data")
+    branch = revision.rpartition("/")[2] if not commit.startswith(revision) else "commit"
+    return ReleaseTree(distribution, name or f"{branch} {commit[:10]}", folder)
+
+
+def _newest(distribution: str) -> dict[str, str]:
+    """Return the verdict on each overlay in the newest release of the kept matrix."""
+    tables = json.loads((inventory.own_folder() / "matrix.json").read_text(encoding="utf-8"))
+    for table in tables["distributions"]:
+        if table["distribution"] == distribution:
+            return {name: cell["verdict"] for name, cell in table["releases"][-1]["overlays"].items()}
+    return {}
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

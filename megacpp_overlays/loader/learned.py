@@ -1,0 +1,103 @@
+"""Learned verdicts: what reproducers showed on releases that no probe recognises, shipped with this package.
+
+`megacpp-overlays learn` runs reproducers on a release and writes the verdict of each part that it asked about into `learned.json`.
+A verdict counts where the installed package is that release byte for byte (see `source.published`), as long as probe, seams, reproducer
+and neighbour cases are what they were then. A part that was asked about and earned no verdict is `unproved` there, whatever was read.
+What a user's own `witness` says comes first.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megacpp_overlays.frozen import replace
+from megacpp_overlays.loader import witnesses
+from megacpp_overlays.model import Body, Erratum, Evidence, Finding, Proof, Verdict
+from megacpp_overlays.source import published
+from megacpp_overlays.source.trees import SourceTree
+
+FILE = Path(__file__).with_name("learned.json")
+
+
+def name_of(erratum: Erratum) -> str:
+    """Return the name of a part among the verdicts on a release."""
+    return f"{erratum.id} {erratum.target.module}"
+
+
+def finding(erratum: Erratum, found: Finding, tree: SourceTree) -> Finding:
+    """Return the verdict that was learned of what is installed, or the finding where none was.
+
+    Args:
+        erratum: the declaration.
+        found: what its probe says, which is UNRECOGNISED.
+        tree: an `InstalledTree`.
+    """
+    if erratum.target.distribution not in _kept():
+        return found
+    try:
+        release = published.release_of(erratum.target, tree)
+    except OSError:  # a file of the package cannot be read, so that it is no release
+        return found
+    return found if release is None else in_release(erratum, release, found)
+
+
+def in_release(erratum: Erratum, release: str, found: Finding) -> Finding:
+    """Return the verdict that was learned of a part in a release, or the finding where none was."""
+    data = _kept().get(erratum.target.distribution, {}).get(release, {}).get(name_of(erratum))
+    if data is None or data["verdict"] is None or found.verdict is not Verdict.UNRECOGNISED:
+        return found
+    if data["code"] != code_of(erratum, data["shape"]):
+        stale = Evidence(f"learned on {data['date']} in {release}, with another probe, seam or reproducer")
+        return replace(found, evidence=(*found.evidence, stale))
+    verdict = Verdict(data["verdict"])
+    bodies = found.repair or tuple(Body(each.module, each.symbol) for each in found.read)
+    if verdict is Verdict.FIXED and not bodies:
+        bodies = (Body(erratum.target.module, ""),)
+    return Finding(
+        verdict=verdict,
+        shape=data["shape"],
+        evidence=(*found.evidence, Evidence(f"learned on {data['date']} in {release}: {data['seen']}")),
+        repair=bodies if verdict is Verdict.FIXED else (),
+        proof=Proof.LEARNED,
+        read=found.read,
+    )
+
+
+def knows(erratum: Erratum) -> bool:
+    """Return whether a verdict on a part was learned of any release."""
+    return any(name_of(erratum) in parts for parts in _kept().get(erratum.target.distribution, {}).values())
+
+
+def is_doubted(erratum: Erratum, release: str) -> bool:
+    """Return whether reproducers were asked about a part in a release and gave no verdict that holds."""
+    data = _kept().get(erratum.target.distribution, {}).get(release, {}).get(name_of(erratum))
+    return data is not None and data["verdict"] is None
+
+
+@functools.cache
+def code_of(erratum: Erratum, shape: str | None) -> str:
+    """Return 16 hexadecimal digits for the code that a verdict depends on: probe, seams where there is a shape, and reproducer."""
+    code = (witnesses.seam_sources if shape is not None else witnesses.probe_sources)(erratum)
+    reproducers = sorted(witnesses.PACKS.glob(f"{erratum.pack:02}-*/reproduce.py"))
+    cases = [[hashlib.sha256(each.read_bytes()).hexdigest(), witnesses.beside(each)] for each in reproducers]
+    return hashlib.sha256(json.dumps([sorted(code.items()), cases], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+    """Return all that is kept, by distribution, release and part."""
+    found: dict[str, dict[str, dict[str, dict[str, Any]]]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return found
+
+
+@functools.cache
+def _kept() -> Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]]:
+    """Return what is kept; nothing where it cannot be read."""
+    try:
+        return read()
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,264 @@
+"""Learning of a release: its reproducers run once here, and what they show is written down for every user of this package.
+
+The release is put first on the path of a Python that has what it needs. Two processes answer: `witness`, which proves what no probe
+recognises and every repair that was read, and an audit afterwards.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megacpp_overlays.errors import UpkeepError
+from megacpp_overlays.files import write
+from megacpp_overlays.loader import learned
+from megacpp_overlays.loader.settings import WITNESSES
+from megacpp_overlays.model import Decision, Erratum, Verdict
+from megacpp_overlays.source import published
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The folder that this package is imported from."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseTree:
+    """A release, or a commit, as a folder that can be put on the path of Python."""
+
+    distribution: str
+    name: str
+    """A version, or a branch and the first digits of a commit."""
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class LearnOptions:
+    """How to learn."""
+
+    python: Path
+    """An interpreter whose environment has what the release needs."""
+    workers: int
+    only: tuple[str, ...] = ()
+    """Ids of overlays to ask about, also where they are proved; all that is unproved without one."""
+    root: Path = ROOT
+    """The checkout in which it is written down."""
+
+    def beside(self, file: Path) -> Path:
+        """Return the file of the checkout that a file of this package is a copy of."""
+        return self.root / file.relative_to(ROOT)
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What was learned of one part of an overlay."""
+
+    overlay: str
+    module: str
+    verdict: Verdict | None
+    """None where reproducers gave none."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What is known of a release now."""
+
+    tree: ReleaseTree
+    lessons: tuple[Lesson, ...]
+    decisions: Mapping[str, tuple[str, str]]
+    """Decision and reason of each overlay of the distribution, with what was learned."""
+
+
+def learn(tree: ReleaseTree, overlays: Sequence[Erratum], how: LearnOptions) -> Learned:
+    """Run the reproducers on a release, write what they show, and audit it with that.
+
+    Args:
+        tree: the release.
+        overlays: every declaration of this package, in parts.
+        how: how to learn.
+
+    Raises:
+        UpkeepError: a process gave no answer, or the folder has no package of the distribution.
+        OSError: what was learned cannot be written.
+    """
+    parts = [each for each in overlays if each.target.distribution == tree.distribution]
+    digest = _digest(tree, parts)
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["witness", "--json", "--workers", str(how.workers), *how.only]
+        said = _ask(tree, how, words, Path(folder))["witnesses"]
+        kept = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    lessons = tuple(_lessons(said, parts))
+    write_down(tree, digest, parts, lessons, kept, how)
+    return Learned(tree, lessons, audit(tree, how))
+
+
+def audit(tree: ReleaseTree, how: LearnOptions) -> dict[str, tuple[str, str]]:
+    """Return decision and reason of each overlay of a release, with what was learned and without a witness of this user.
+
+    Raises:
+        UpkeepError: the process gave no answer.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        decisions = _ask(tree, how, ["audit", "--json"], Path(folder))["decisions"]
+    ours = (each for each in decisions if each["distribution"] == tree.distribution)
+    return {each["id"]: (each["decision"], each["reason"]) for each in ours}
+
+
+def _digest(tree: ReleaseTree, parts: Sequence[Erratum]) -> str:
+    if not parts:
+        raise UpkeepError(f"{tree.distribution}: no overlay is about it")
+    folder = tree.folder.joinpath(*published.package_of(parts[0].target).split("."))
+    if not folder.is_dir():
+        raise UpkeepError(f"{tree.folder}: it has no package {published.package_of(parts[0].target)}")
+    return published.digest_of_folder(str(folder.resolve()))
+
+
+def _ask(tree: ReleaseTree, how: LearnOptions, words: Sequence[str], witnesses: Path) -> dict[str, Any]:
+    """Return what a command of this package answers, as JSON, with the release first on its path.
+
+    Raises:
+        UpkeepError: it gave no answer.
+    """
+    path = os.pathsep.join([str(tree.folder.resolve()), str(how.root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [str(how.python.absolute()), "-W", "ignore", "-m", "megacpp_overlays", *words]
+    done = subprocess.run(  # noqa: S603 - a Python that was named, and words of ours
+        command,
+        env={**os.environ, "PYTHONPATH": path, WITNESSES: str(witnesses)},
+        cwd=witnesses,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    try:
+        found: dict[str, Any] = json.loads(done.stdout)
+    except ValueError as error:
+        said = (
+            f"`megacpp-overlays {' '.join(words)}` in {how.python} ended with {done.returncode}: {done.stdout[-500:]}"
+        )
+        raise UpkeepError(said) from error
+    return found
+
+
+def _lessons(said: Iterable[Mapping[str, Any]], parts: Sequence[Erratum]) -> Iterable[Lesson]:
+    ours = {(each.id, each.target.module) for each in parts}
+    for each in said:
+        if (each["id"], each["target"]) in ours:
+            verdict = Verdict(each["verdict"]) if each["proved"] and each["verdict"] else None
+            yield Lesson(each["id"], each["target"], verdict, each["reason"])
+
+
+def write_down(
+    tree: ReleaseTree,
+    digest: str,
+    parts: Sequence[Erratum],
+    lessons: Sequence[Lesson],
+    kept: Sequence[Mapping[str, Any]],
+    how: LearnOptions,
+) -> None:
+    """Write what was learned of a release beside what is known of others, and the digest by which it is known.
+
+    Args:
+        tree: the release.
+        digest: of its Python files, see `source.published`.
+        parts: every declaration that is about it.
+        lessons: what was learned.
+        kept: the witnesses of what was proved, see `loader.witnesses`.
+        how: where it is written, and whether it is added to what is known of the release.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    declared = {learned.name_of(part): part for part in parts}
+    shapes = {f"{each['overlay']} {each['target']}": each for each in kept if "verdict" in each}
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    found: dict[str, dict[str, Any]] = {}
+    for lesson in lessons:
+        name = f"{lesson.overlay} {lesson.module}"
+        witness = shapes.get(name) if lesson.verdict is not None else None
+        shape = witness["shape"] if witness else None
+        found[name] = {
+            "verdict": lesson.verdict.value if witness and lesson.verdict else None,
+            "shape": shape,
+            "seen": "; ".join(f"{each['case']}: {each['seen']}" for each in witness["cases"])
+            if witness
+            else lesson.reason,
+            "date": today,
+            "code": learned.code_of(declared[name], shape),
+        }
+    of_learned, of_published = how.beside(learned.FILE), how.beside(published.FILE)
+    texts = json.loads(of_learned.read_text(encoding="utf-8"))
+    before = texts.setdefault(tree.distribution, {}).get(tree.name, {}) if how.only else {}
+    texts[tree.distribution][tree.name] = {**before, **found}
+    digests = json.loads(of_published.read_text(encoding="utf-8"))
+    digests.setdefault(tree.distribution, {})[tree.name] = digest
+    write(
+        {
+            of_learned: (json.dumps(texts, indent=1, sort_keys=True) + "\n").encode(),
+            of_published: (json.dumps(digests, indent=0, sort_keys=True) + "\n").encode(),
+        }
+    )
+
+
+def unpack(archive: Path, folder: Path) -> Path:
+    """Unpack a wheel or a source distribution into a folder, and return the one that has its packages."""
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as opened:
+            opened.extractall(folder)  # noqa: S202 - a release whose hash was checked
+        return folder
+    with tarfile.open(archive) as opened:
+        opened.extractall(folder, filter="data")
+    (top,) = folder.iterdir()
+    return top
+
+
+_WORDS = {
+    Decision.ACTIVE: "still broken and repaired",
+    Decision.RETIRED: "repaired upstream",
+    Decision.ABSENT: "absent",
+    Decision.DISABLED: "off by default",
+    Decision.CONFLICT: "contract broken",
+    Decision.UNPROVED: "could not ask",
+}
+
+
+def lines(found: Learned, before: Mapping[str, str]) -> list[str]:
+    """Return what is known of a release as lines: counts, what changed, and what needs a person.
+
+    Args:
+        found: what was learned.
+        before: the verdict on each overlay in the newest release before.
+    """
+    counts = {
+        word: [name for name, (decision, _) in found.decisions.items() if decision == each.value]
+        for each, word in _WORDS.items()
+    }
+    by_reproducer = {each.overlay for each in found.lessons if each.verdict is not None}
+    text = ", ".join(f"{word} {len(names)}" for word, names in counts.items() if names)
+    head = f"{found.tree.distribution} {found.tree.name}: {text}; {len(by_reproducer)} decided by reproducers"
+    changed = [
+        f"  {name}: {before[name]} before, {decision} now"
+        for name, (decision, _) in found.decisions.items()
+        if name in before and decision in _DECIDED and before[name] not in _DECIDED[decision]
+    ]
+    person = [
+        f"  {decision}: {name}: {reason}"
+        for name, (decision, reason) in found.decisions.items()
+        if decision in {Decision.CONFLICT.value, Decision.UNPROVED.value}
+    ]
+    return [head, *(["changed:", *changed] if changed else []), *(["for a person:", *person] if person else [])]
+
+
+_DECIDED = {
+    Decision.ACTIVE.value: {Verdict.BROKEN.value},
+    Decision.RETIRED.value: {Verdict.FIXED.value},
+    Decision.ABSENT.value: {Verdict.ABSENT.value},
+}
+"""The verdicts with which a decision is no change."""

@@ -1,0 +1,257 @@
+"""`megacpp-overlays learn`: what reproducers show on a release decides for everybody who has it, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import ROOT
+
+from megacpp_overlays import cli
+from megacpp_overlays.cli.codes import ExitCode
+from megacpp_overlays.frozen import replace
+from megacpp_overlays.loader import learned, registry, witnesses
+from megacpp_overlays.loader.provenance import Provenance, provenance
+from megacpp_overlays.loader.settings import Settings
+from megacpp_overlays.model import Decision, Erratum, Evidence, Finding, Proof, Record, Verdict
+from megacpp_overlays.source import published
+from megacpp_overlays.source.file_trees import DirectoryTree
+from megacpp_overlays.upkeep import learning
+from megacpp_overlays.upkeep.learning import Learned, LearnOptions, Lesson, ReleaseTree
+
+OVERLAY = "liger-flce-none-backward"
+SHAPE = "per-token-scalar-backward-input-grad"
+FILE = "liger_kernel/ops/fused_linear_cross_entropy.py"
+OTHER_WORDS = ("        BT, H = grad_input.shape\n        n_rows = BT\n", "        n_rows, H = grad_input.shape\n")
+"""The defect in another form: no probe recognises it."""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of this package, in which something can be written down."""
+    folder = tmp_path / "checkout"
+    skipped = shutil.ignore_patterns("__pycache__", "receipts", "matrix.html")
+    shutil.copytree(ROOT / "megacpp_overlays", folder / "megacpp_overlays", ignore=skipped)
+    return folder
+
+
+@pytest.fixture
+def release(wheel: Callable[[str, str], Path], tmp_path: Path) -> ReleaseTree:
+    """A release of liger-kernel that came out, with the defect in another form."""
+    folder = tmp_path / "release"
+    zipfile.ZipFile(wheel("liger-kernel", "0.8.1")).extractall(folder)
+    text = (folder / FILE).read_text()
+    assert text.count(OTHER_WORDS[0]) == 1
+    (folder / FILE).write_text(text.replace(*OTHER_WORDS))
+    return ReleaseTree("liger-kernel", "0.9.0", folder)
+
+
+@pytest.mark.full
+@pytest.mark.upstream
+@pytest.mark.unmeasured_children
+def test_what_was_learned_of_a_release_decides_without_a_witness_until_a_byte_of_it_changes(
+    checkout: Path, release: ReleaseTree
+) -> None:
+    how = LearnOptions(Path(sys.executable), workers=2, only=(OVERLAY,), root=checkout)
+    before = learning.audit(release, how)[OVERLAY]
+
+    found = learning.learn(release, registry.load(), how)
+    with (release.folder / "liger_kernel/utils.py").open("a") as file:
+        file.write("# a fork\n")
+    edited = learning.audit(release, how)[OVERLAY]
+
+    assert before[0] == "unproved"
+    assert {each.overlay: each.verdict for each in found.lessons}[OVERLAY] is Verdict.BROKEN
+    assert found.decisions[OVERLAY][0] == "active"
+    assert "learned on " in found.decisions[OVERLAY][1]
+    assert edited[0] == "unproved"
+    kept = json.loads((checkout / "megacpp_overlays/loader/learned.json").read_text())
+    assert kept["liger-kernel"]["0.9.0"][f"{OVERLAY} liger_kernel.ops.fused_linear_cross_entropy"]["shape"] == SHAPE
+
+
+@pytest.mark.parametrize("only", [(), (OVERLAY,)], ids=["a whole release", "one overlay once more"])
+def test_what_was_shown_is_written_beside_what_is_known_of_other_releases(
+    tmp_path: Path, part: Erratum, only: tuple[str, ...]
+) -> None:
+    how = LearnOptions(Path(sys.executable), workers=1, only=only, root=tmp_path)
+    files = [how.beside(each) for each in (learned.FILE, published.FILE)]
+    for file in files:
+        file.parent.mkdir(parents=True)
+    files[0].write_text(json.dumps({"liger-kernel": {"0.8.9": {"a b": 1}, "0.9.0": {"other module": 2}}}))
+    files[1].write_text(json.dumps({"liger-kernel": {"0.8.9": "1" * 16}}))
+    module = part.target.module
+    lessons = (Lesson(OVERLAY, module, Verdict.BROKEN, "shown"), Lesson("other", module, None, "no case can run here"))
+    kept = {
+        "overlay": OVERLAY,
+        "target": module,
+        "verdict": "BROKEN",
+        "shape": SHAPE,
+        "cases": [{"case": "none", "seen": "3.2 off"}],
+    }
+
+    learning.write_down(
+        ReleaseTree("liger-kernel", "0.9.0", tmp_path),
+        "2" * 16,
+        [part, replace(part, id="other")],
+        lessons,
+        [kept],
+        how,
+    )
+
+    found, digests = (json.loads(file.read_text())["liger-kernel"] for file in files)
+    assert digests == {"0.8.9": "1" * 16, "0.9.0": "2" * 16}
+    assert found["0.8.9"] == {"a b": 1}
+    assert ("other module" in found["0.9.0"]) is bool(only)
+    written, not_proved = (found["0.9.0"][f"{each} {module}"] for each in (OVERLAY, "other"))
+    assert (written["verdict"], written["shape"], written["seen"]) == ("BROKEN", SHAPE, "none: 3.2 off")
+    assert (not_proved["verdict"], not_proved["seen"]) == (None, "no case can run here")
+
+
+# One record
+
+
+@pytest.fixture
+def part() -> Erratum:
+    return next(each for each in registry.load() if each.id == OVERLAY)
+
+
+@pytest.fixture
+def record(part: Erratum, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What was learned of the overlay in a release; a test may change it before it is looked up."""
+    code = learned.code_of(part, SHAPE)
+    data = {"verdict": "BROKEN", "shape": SHAPE, "seen": "none: 3.2 off", "date": "2026-11-27", "code": code}
+    monkeypatch.setattr(learned, "_kept", lambda: {"liger-kernel": {"0.9.0": {learned.name_of(part): data}}})
+    return data
+
+
+UNRECOGNISED = Finding(
+    verdict=Verdict.UNRECOGNISED, shape=None, evidence=(Evidence("nobody read it"),), candidates=(SHAPE,)
+)
+
+
+def test_a_record_says_what_when_and_where_and_is_proved_by_the_release(part: Erratum, record: dict[str, Any]) -> None:
+    found = learned.in_release(part, "0.9.0", UNRECOGNISED)
+
+    assert (found.verdict, found.shape, found.proof) == (Verdict.BROKEN, SHAPE, Proof.LEARNED)
+    assert "learned on 2026-11-27 in 0.9.0: none: 3.2 off" in found.summary()
+    decided = Record(overlay=part, decision=Decision.ACTIVE, reason="", finding=found, version="0.9.0")
+    assert provenance(decided) is Provenance.RELEASE
+
+
+def test_a_record_of_other_code_of_ours_is_stale(part: Erratum, record: dict[str, Any]) -> None:
+    record["code"] = "0" * 16
+
+    found = learned.in_release(part, "0.9.0", UNRECOGNISED)
+
+    assert found.verdict is Verdict.UNRECOGNISED
+    assert "with another probe, seam or reproducer" in found.summary()
+
+
+def test_a_record_is_about_its_release_alone(part: Erratum, record: dict[str, Any]) -> None:
+    assert learned.in_release(part, "0.9.1", UNRECOGNISED) is UNRECOGNISED
+
+
+def test_what_a_probe_recognises_needs_no_record(part: Erratum, record: dict[str, Any]) -> None:
+    recognised = Finding(verdict=Verdict.BROKEN, shape="another", evidence=(Evidence("read"),))
+
+    assert learned.in_release(part, "0.9.0", recognised) is recognised
+
+
+def test_a_repair_that_was_read_is_unproved_where_reproducers_gave_no_verdict(
+    part: Erratum,
+    record: dict[str, Any],
+    wheel: Callable[[str, str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megacpp_overlays.loader import probing
+
+    zipfile.ZipFile(wheel("liger-kernel", "0.8.5")).extractall(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    tree, settings = DirectoryTree(tmp_path), Settings(witnesses=str(tmp_path / "none"))
+    kept = {"liger-kernel": {"0.8.5": {learned.name_of(part): record}}}
+    monkeypatch.setattr(learned, "_kept", lambda: kept)
+    trusted = probing.known_or_examined(part, tree, settings)
+    record["verdict"] = None
+    doubted = probing.known_or_examined(part, tree, settings)
+
+    assert trusted.verdict is Verdict.FIXED
+    assert (doubted.verdict, doubted.unpublished) == (Verdict.UNRECOGNISED, True)
+
+
+def test_a_case_that_showed_a_user_the_defect_outweighs_the_record(
+    part: Erratum, record: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megacpp_overlays.loader import probing
+
+    settings = Settings(witnesses=str(tmp_path / "witnesses"))
+    monkeypatch.setattr(published, "release_of", lambda *_: "0.9.0")
+    before = probing._witnessed(part, UNRECOGNISED, DirectoryTree(tmp_path), settings)
+    witnesses.forget(part, settings, "case none: 3.2 off with the overlay, too")
+    after = probing._witnessed(part, UNRECOGNISED, DirectoryTree(tmp_path), settings)
+
+    assert before.verdict is Verdict.BROKEN
+    assert after.verdict is Verdict.UNRECOGNISED
+    assert "disproved here on" in after.summary()
+
+
+# What is printed, and what is refused
+
+
+def test_lines_count_name_what_changed_and_what_needs_a_person() -> None:
+    tree = ReleaseTree("megatron-core", "0.20.0", Path("nowhere"))
+    lessons = (Lesson("one", "m", Verdict.BROKEN, "seen"), Lesson("three", "m", None, "no GPU"))
+    decisions = {
+        "one": ("active", "learned"),
+        "two": ("retired", "read"),
+        "three": ("unproved", "no GPU"),
+        "four": ("conflict", "names: m defines no function f"),
+    }
+
+    lines = learning.lines(Learned(tree, lessons, decisions), {"one": "BROKEN", "two": "BROKEN", "three": "FIXED"})
+
+    assert lines == [
+        "megatron-core 0.20.0: still broken and repaired 1, repaired upstream 1, contract broken 1, could not ask 1; "
+        "1 decided by reproducers",
+        "changed:",
+        "  two: BROKEN before, retired now",
+        "for a person:",
+        "  unproved: three: no GPU",
+        "  conflict: four: names: m defines no function f",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["megatron-core"], "name DISTRIBUTION==VERSION, or DISTRIBUTION and --tree"),
+        (["megatron-core==0.19.2", "--tree", "."], "name DISTRIBUTION==VERSION, or DISTRIBUTION and --tree"),
+        (["made-up==1.0"], "made-up: no overlay is about it"),
+    ],
+)
+def test_wrong_usage_exits_2(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["learn", *words])
+
+    assert ended.value.code == ExitCode.USAGE
+    assert says in capsys.readouterr().err
+
+
+def test_a_folder_without_a_name_and_a_commit_that_is_not_there_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+
+    codes = [cli.main(["learn", "liger-kernel", "--tree", each]) for each in (str(tmp_path), f"{tmp_path}@main")]
+
+    said = capsys.readouterr().err
+    assert codes == [ExitCode.NOT_CHECKED, ExitCode.NOT_CHECKED]
+    assert "a folder needs a --name" in said
+    assert f"--tree {tmp_path}@main: there is no such folder, and no such commit" in said
