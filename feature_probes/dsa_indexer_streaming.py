@@ -7,8 +7,8 @@ that size against three in the forward; since 0.19 the relu is an option.
 Loss and backward build the main attention's scores, (batch, attention heads, queries, keys), as well. Where the bodies of
 both, and of what they call, are known, the shape says so and both are replaced whole. Where only scores and backward are
 known, the seam on the backward lets upstream's code work out the gradient of the scores and takes over where heads come
-in, so it relies on the order inside. A body of these two that was not read is UNRECOGNISED. Where the loss is known, the function that chooses keys is replaced if its body is known, too;
-another shape says that it is not. No repair has been seen yet: whether code builds
+in, so it relies on the order inside. A body of these two that was not read is UNRECOGNISED. Where the loss is known, the function that chooses keys is replaced if its body is known, too,
+and since 0.19 the autograd function of the loss with it; another shape says that one of them is not. No repair has been seen yet: whether code builds
 such a tensor does not show in its names, and FIXED takes the fingerprints of a repair that was read.
 """
 
@@ -18,7 +18,7 @@ import ast
 from collections.abc import Iterator, Mapping
 
 from megacpp_overlays.errors import SourceError
-from megacpp_overlays.feature_probes.definitions import calls, plain_function
+from megacpp_overlays.feature_probes.definitions import calls, plain_class, plain_function
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
 from megacpp_overlays.feature_probes.repairs import Repairs, judged
 from megacpp_overlays.model import Evidence, Finding, Target
@@ -37,6 +37,8 @@ FOUR_AXIS = "four-axis-functions"
 FOUR_AXIS_OPTIONAL_RELU = "four-axis-functions-optional-relu"
 LOSS = "compute_dsa_indexer_loss"
 TOP_K = "fused_qk_topk_naive"
+FUSED_LOSS = "FusedDSAIndexerLoss"
+"""The autograd function of the loss."""
 SOFTENED_LOSS = "four-axis-functions-softened-loss"
 EXACT_LOSS = "four-axis-functions-exact-loss"
 EXACT_LOSS_EXTERNAL_MASS = "four-axis-functions-exact-loss-external-mass"
@@ -100,6 +102,9 @@ _TOP_K = {
     EXACT_LOSS_EXTERNAL_MASS: "e8a39725d77b9764",
 }
 """Fingerprints of what chooses keys; all that it calls is among `_HELPERS` or is the scores."""
+_FUSED = {EXACT_LOSS: ("7e24510c970e55c6", "ede3ee50592d23d5")}
+"""Fingerprints of the autograd function of a loss, and of what its forward pass calls, where seams rely on them."""
+_FUSED_FORWARD = "fwd_fused_indexer_loss_naive"
 _REPAIRED: Repairs = {}
 """No repair was read yet."""
 
@@ -164,7 +169,7 @@ def _with_loss(tree: SourceTree, source: ModuleSource, backward: str | None) -> 
         if found is None or fingerprint(found) != known:
             return None, [at(source, loss, f"{name}.{function}, which it calls, is not known: {_LEFT}")]
     seen = [at(source, loss, f"{LOSS} builds [batch, attention heads, queries, keys] in float32")]
-    if (other := _other_top_k(source, _TOP_K[shape])) is not None:
+    if (other := _other_top_k(source, _TOP_K[shape]) or _other_function(source, shape)) is not None:
         return OTHER_TOP_K[shape], [*seen, other]
     return shape, seen
 
@@ -180,6 +185,23 @@ def _other_top_k(source: ModuleSource, known: str) -> Evidence | None:
         return Evidence(seen=f"there is no {TOP_K}: {left}", file=source.path)
     if fingerprint(found) != known:
         return at(source, found, f"{TOP_K} has an unknown body, {fingerprint(found)}: {left}")
+    return None
+
+
+def _other_function(source: ModuleSource, shape: str) -> Evidence | None:
+    """Return what is not known of the autograd function of the loss, if seams rely on it."""
+    if shape not in _FUSED:
+        return None
+    left = "keys are chosen, and a sparse loss is computed, as upstream has it"
+    try:
+        found = plain_class(source, FUSED_LOSS), plain_function(source, _FUSED_FORWARD)
+    except SourceError as error:
+        return Evidence(seen=f"{error}: {left}", file=source.path)
+    for name, body, known in zip((FUSED_LOSS, _FUSED_FORWARD), found, _FUSED[shape], strict=True):
+        if body is None:
+            return Evidence(seen=f"there is no {name}: {left}", file=source.path)
+        if fingerprint(body) != known:
+            return at(source, body, f"{name} has an unknown body, {fingerprint(body)}: {left}")
     return None
 
 

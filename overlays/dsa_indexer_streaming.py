@@ -14,6 +14,12 @@ masks they are scattered into, in the losses and in attention; to attention that
 what is negative, in PyTorch and in TileLang; to cuDNN's, which moves what is negative to the end and sorts the rest; and on dev to
 compressed attention, which adds an offset and does the same. The order of the sums over keys changes with it, as rounding does.
 
+Since 0.19 a sparse loss looks at nothing but the keys that were chosen. There the autograd function of the fused loss is replaced as
+well, if its body is known: keys are chosen in blocks of queries, whose bounds the kernels are told, target and loss are found for
+them alone, and so are the gradients, of the difference that the forward pass keeps for each slot (`kernels.chosen_keys`). Nothing of
+(batch, queries, keys) is held. That is for bounds of keys without a mask or positions of their own, and for attention whose heads share
+their keys, as absorbed latent attention has it; everything else goes the way above.
+
 Where only the backward's body is known, it is upstream's own up to the gradient of the scores, bit for bit; only where it
 takes the gradients of queries, weights and keys from it (see `score_gradient`), ours do. Where there is no such backward,
 as in 0.16, autograd reaches ours through the scores.
@@ -130,6 +136,18 @@ def _make_exact_backward_external_mass(original: Callable[..., Any], module: Mod
 
     traced = _make_backward(original, module)
     return megatron.exact_backward_external_mass(original, module, _scores_of(module), traced)
+
+
+def _make_chosen_forward(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    from megacpp_overlays.kernels.chosen_keys import megatron
+
+    return megatron.forward(original, module)
+
+
+def _make_chosen_backward(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    from megacpp_overlays.kernels.chosen_keys import megatron
+
+    return megatron.backward(original, module)
 
 
 def _make_top_k(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
@@ -291,6 +309,13 @@ _WITH_LOSS = {
         Replacement(symbol=feature.BACKWARD, make=_make_exact_backward_external_mass),
     ),
 }
+_OVER_CHOSEN_KEYS = {
+    feature.EXACT_LOSS: (
+        Replacement(symbol=f"{feature.FUSED_LOSS}.forward", make=_make_chosen_forward),
+        Replacement(symbol=f"{feature.FUSED_LOSS}.backward", make=_make_chosen_backward),
+    ),
+}
+"""What has a sparse loss look at chosen keys alone."""
 _MARKED_TOP_K = Replacement(symbol=feature.TOP_K, make=_make_marked_top_k)
 _TOP_K = {
     feature.SOFTENED_LOSS: Replacement(symbol=feature.TOP_K, make=_make_top_k),
@@ -309,7 +334,7 @@ OVERLAY = Overlay(
         feature.FOUR_AXIS: (_SCORES, _BACKWARD),
         feature.FOUR_AXIS_OPTIONAL_RELU: (_SCORES_WITH_OPTIONAL_RELU, _BACKWARD),
         **{feature.OTHER_TOP_K[shape]: seams for shape, seams in _WITH_LOSS.items()},
-        **{shape: (*seams, _TOP_K[shape]) for shape, seams in _WITH_LOSS.items()},
+        **{shape: (*seams, _TOP_K[shape], *_OVER_CHOSEN_KEYS.get(shape, ())) for shape, seams in _WITH_LOSS.items()},
     },
     unsupported={},
     witness=_witness,

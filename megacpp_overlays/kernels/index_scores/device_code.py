@@ -76,6 +76,8 @@ def score_tiles(
     q,
     weights,
     k,
+    starts,
+    ends,
     out,
     queries,
     keys,
@@ -89,6 +91,7 @@ def score_tiles(
     w_batch,
     one,
     RELU: tl.constexpr,
+    BOUNDED: tl.constexpr,
     DIM: tl.constexpr,
     REST: tl.constexpr,
     FULL: tl.constexpr,
@@ -99,12 +102,14 @@ def score_tiles(
 ):
     """Write the scores of a few tiles, one below the other, float32; with ADD, to what is there.
 
-    Over heads, the products leave the tensor cores and are added up here.
+    Over heads, the products leave the tensor cores and are added up here. BOUNDED: tiles that lie outside the bounds of all
+    their rows, from `starts` to before `ends`, (queries,), are passed over.
     """
     column_tiles = tl.cdiv(keys, COLUMNS)
     program = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
-    columns = (program % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    left = (program % column_tiles) * COLUMNS
+    columns = left + tl.arange(0, COLUMNS)
     d = tl.arange(0, DIM)
     k_tile = k + batch * k_batch + tl.minimum(columns, keys - 1).to(tl.int64)[None, :] * k_row
     key = _load(k_tile + d[:, None], d[:, None] < dim, FULL)
@@ -119,7 +124,12 @@ def score_tiles(
         q_tile = q + batch * q_batch + inside[:, None] * q_row
         w_tile = weights + batch * w_batch + inside
         total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-        for _ in range(heads):
+        some = heads
+        if BOUNDED:
+            start, end = tl.load(starts + inside), tl.load(ends + inside)
+            is_seen = (start < end) & (left < end) & (left + COLUMNS > start)
+            some = tl.where(tl.max(is_seen.to(tl.int32), axis=0) > 0, heads, 0)
+        for _ in range(some):
             product = _dot(_load(q_tile + d[None, :], d[None, :] < dim, FULL), key)
             if REST > 0:
                 rest = _dot(_load(q_tile + e[None, :], e[None, :] < dim, FULL), key_rest)
@@ -132,6 +142,8 @@ def score_tiles(
             w_tile += queries
         place = out + (batch * queries + inside[:, None]) * keys + columns[None, :]
         inside_out = (rows < queries)[:, None] & (columns < keys)[None, :]
+        if BOUNDED:
+            inside_out = inside_out & (some > 0)
         if ADD:
             total += tl.load(place, mask=inside_out, other=0.0)
         tl.store(place, total, mask=inside_out, eviction_policy="evict_first")

@@ -53,8 +53,17 @@ def takes(dim: int, device: torch.device) -> bool:
     return bool(found.major >= 8 and found.shared_memory_per_block_optin >= needed)
 
 
-def scores(q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, use_relu: bool) -> torch.Tensor:
-    """Return the index scores: see `index_scores.scores`. q and k are bfloat16."""
+def scores(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    k: torch.Tensor,
+    use_relu: bool,
+    within: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Return the index scores: see `index_scores.scores`. q and k are bfloat16.
+
+    With bounds, starts and ends of (queries,), int32, what lies outside them need not be written.
+    """
     q, k = _rows(q), _rows(k)
     queries, batch, heads, dim = q.shape
     keys = k.size(0)
@@ -70,15 +79,17 @@ def scores(q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, use_relu: bo
     tiles = _tiles(triton.cdiv(queries, tile["ROWS"]), across * batch, q.device)
     programs = triton.cdiv(queries, tiles * tile["ROWS"]) * across
     by_head = _by_head(weights)
+    starts, ends = (by_head, by_head) if within is None else within
     with _on(q):
         for start in range(0, heads, _HEADS):
             some = slice(start, start + _HEADS)
             device_code.score_tiles[programs, batch](
-                *(q[:, :, some], by_head[:, some], k, result),
+                *(q[:, :, some], by_head[:, some], k, starts, ends, result),
                 *(queries, keys, min(_HEADS, heads - start), dim),
                 *(*q.stride()[:3], *k.stride()[:2], by_head.stride(0)),
                 one=1.0,
                 RELU=use_relu,
+                BOUNDED=within is not None,
                 DIM=first,
                 REST=rest,
                 FULL=first + rest == dim,

@@ -16,7 +16,13 @@ _BLOCK_ELEMENTS, _BLOCK_ELEMENTS_ON_A_GPU = 1 << 22, 1 << 25
 """Elements of one block: large enough for the products, small beside any score matrix worth streaming."""
 
 
-def scores(q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, use_relu: bool) -> torch.Tensor:
+def scores(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    k: torch.Tensor,
+    use_relu: bool,
+    within: tuple[torch.Tensor, torch.Tensor] | None = None,  # noqa: ARG001 - nothing is passed over
+) -> torch.Tensor:
     """Return the index scores: see `index_scores.scores`."""
     queries, batch, heads, _ = q.shape
     result = torch.zeros((batch, queries, k.size(0)), dtype=torch.float32, device=q.device)

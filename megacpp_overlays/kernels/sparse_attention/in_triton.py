@@ -26,13 +26,12 @@ if Version(triton.__version__) < Version("3.6"):
 
 from megacpp_overlays.kernels import measured
 from megacpp_overlays.kernels.devices import on_device_of
-from megacpp_overlays.kernels.sparse_attention import device_code, quantized_keys, tiles
+from megacpp_overlays.kernels.sparse_attention import device_code, quantized_keys, slot_order, tiles
 
 _KEPT_BYTES = 1 << 30
 """What weights and gradients of scores of some rows may take."""
 _SLOT_BYTES = 1 << 30
 """What gradients of the slots of some rows may take."""
-_KEYS_OF_16_BITS = 1 << 16
 _READS_WORTH_OPENING = 4
 """Of each key, on average: to scale it for each query anew took up to three times as long on an H200."""
 
@@ -172,7 +171,7 @@ def backward(
             KEPT=remainder.numel() > 0,
         )
         due = of_lse if sink is None else torch.addcmul(of_lse, mean, torch.exp(sink.float() - lse))
-        places = _places(indices, keys)
+        places = slot_order.places(indices, keys)
         for start in range(0, rows, kept_rows):
             some = min(kept_rows, rows - start)
             _query_side(
@@ -181,7 +180,7 @@ def backward(
             )
             for first in range(start, start + some, slot_rows):
                 fewer = min(slot_rows, start + some - first)
-                order, ends = _order(places[first : first + fewer], keys * batch)
+                order, ends = slot_order.sort(places[first : first + fewer], keys * batch)
                 for tile in channel_tiles:
                     _slot_side(
                         query, grad, weights, of_scores, counts, of_slots, units, scale, first, fewer, start, tile
@@ -354,25 +353,6 @@ def _counts(query: torch.Tensor, key: torch.Tensor, indices: torch.Tensor) -> to
         *(indices, counts, batch, key.size(0), indices.size(2), *indices.stride()[:2]), SLOTS=1024
     )
     return counts
-
-
-def _places(indices: torch.Tensor, keys: int) -> torch.Tensor:
-    """Return (rows, slots): which row of the keys, (keys * batch), a slot holds, and keys * batch for none."""
-    batch = indices.size(0)
-    elements = torch.arange(batch, device=indices.device)[:, None, None]
-    chosen = (indices >= 0) & (indices < keys)
-    places = torch.where(chosen, indices * batch + elements, keys * batch)
-    if keys * batch < _KEYS_OF_16_BITS:  # a sort of half as many bits
-        places = (places - (1 << 15)).to(torch.int16)
-    return places.transpose(0, 1).reshape(-1, indices.size(2))
-
-
-def _order(places: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slots in the order of their keys, and where those of each key start, one more at the end."""
-    sorted_places, order = torch.sort(places.reshape(-1), stable=True)
-    first = -(1 << 15) if places.dtype == torch.int16 else 0
-    every = torch.arange(first, first + keys + 1, device=places.device).to(places.dtype)
-    return order, torch.searchsorted(sorted_places, every)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

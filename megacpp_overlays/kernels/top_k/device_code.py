@@ -23,6 +23,8 @@ where many numbers are equal those that are left may all be.
 """
 _FILLED = tl.constexpr(512)
 """How many places that stay without a position are written together."""
+_ALIGNED = tl.constexpr(16)
+"""Columns at whose multiples loads begin and end."""
 
 
 @triton.jit
@@ -54,15 +56,29 @@ def _ranks(chosen):
 
 
 @triton.jit
-def _load(row, column, keys):
-    """Return numbers of a row in float32: infinity for a NaN, and negative infinity where the row has ended."""
-    value = tl.load(row + column, mask=column < keys, other=-_INFINITY)
+def _load(scores, listed, column, low, high, total, BOUNDED: tl.constexpr, LISTED: tl.constexpr):
+    """Return numbers of a row in float32: infinity for a NaN, and negative infinity outside of its columns.
+
+    LISTED: a column holds the place of its number, or -1 for none. BOUNDED: what is loaded is rounded to whole groups, which
+    one instruction loads, and what that brings in besides is left out afterwards.
+    """
+    if LISTED:
+        place = tl.load(listed + column, mask=column < high, other=-1)
+        value = tl.load(scores + place, mask=place >= 0, other=-_INFINITY)
+    elif BOUNDED:
+        about = (column >= low // _ALIGNED * _ALIGNED) & (column < tl.cdiv(high, _ALIGNED) * _ALIGNED)
+        value = tl.load(scores + column, mask=about & (column < total), other=-_INFINITY)
+    else:
+        value = tl.load(scores + column, mask=column < high, other=-_INFINITY)
     if value.dtype == tl.bfloat16:  # the upper half of a float32; the interpreter converts subnormal ones to others
         bits = value.to(tl.int16, bitcast=True).to(tl.int32) << 16
         number = bits.to(tl.float32, bitcast=True)
     else:
         number = value.to(tl.float32)
-    return tl.where(number != number, _INFINITY, number)
+    number = tl.where(number != number, _INFINITY, number)
+    if BOUNDED and not LISTED:
+        number = tl.where((column >= low) & (column < high), number, -_INFINITY)
+    return number
 
 
 @triton.jit
@@ -119,8 +135,11 @@ def _threshold(numbers, k):
 
 
 @triton.jit
-def _write(numbers, column, out, low, equal, before, is_exact):
-    """Write the positions of some numbers of a row that reach `low`, of equal ones the first `equal`; return what is next."""
+def _write(numbers, column, listed, out, low, equal, before, is_exact, high, LISTED: tl.constexpr):
+    """Write the places of some numbers of a row that reach `low`, of equal ones the first `equal`; return what is next.
+
+    -1 for a column that holds no number: it is taken only where others are too few.
+    """
     if not is_exact:
         is_equal = numbers == low
         rank, found = _ranks(is_equal.to(tl.int32))
@@ -129,40 +148,65 @@ def _write(numbers, column, out, low, equal, before, is_exact):
         equal -= found
     chosen = numbers >= low
     rank, found = _ranks(chosen.to(tl.int32))
-    tl.store(out + before + rank - 1, column.to(tl.int64), mask=chosen)
+    if LISTED:
+        place = tl.load(listed + column, mask=chosen & (column < high), other=-1)
+    else:
+        place = tl.where(column < high, column, -1)
+    tl.store(out + before + rank - 1, place.to(out.dtype.element_ty), mask=chosen)
     return equal, before + found
 
 
 @triton.jit
-def choose_rows(
-    scores, out, keys, k, row_stride,
-    MARKED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Write the positions of the k largest of one row, int64, in ascending order; see `top_k.function.choose`.
+def _fill(out, first, k):
+    """Write -1 to what is left of k places."""
+    for start in range(first, k, _FILLED):
+        rest = start + tl.arange(0, _FILLED)
+        tl.store(out + rest, tl.full((_FILLED,), -1, out.dtype.element_ty), mask=rest < k)
 
-    The row is GROUPS groups of GROUP numbers that follow each other. Positions are written in so many parts, for which it
-    is read again if there are several: the ranks of all of it at once would take the registers of others.
+
+@triton.jit
+def choose_rows(
+    scores, listed, starts, ends, out, total, span, k, queries, row_stride,
+    MARKED: tl.constexpr, BOUNDED: tl.constexpr, LISTED: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Write the places of the k largest of some columns of a row in ascending order; see `top_k.function.choose`.
+
+    `out` is (rows, stretches, k). A stretch is `span` columns of `total`, held as GROUPS groups of GROUP that follow each other.
+    LISTED: `listed` is (rows, total), and columns hold places of scores. BOUNDED: the columns of a row are those from `starts` to
+    before `ends`, (queries,). Places are written in so many parts, for which columns are read again if there are several: the
+    ranks of all at once would take the registers of others.
     """
     row = tl.program_id(0).to(tl.int64)
     scores += row * row_stride
-    out += row * k
-    place = tl.arange(0, GROUP)[:, None]
-    column = tl.arange(0, GROUPS)[None, :] * GROUP + place
-    numbers = _load(scores, column, keys)
-    low, is_exact = _threshold(numbers, k)
-    equal = 0
-    if MARKED and low == -_INFINITY:
-        low, is_exact = _LOWEST, True
-        for first in range(_count(numbers >= low), k, _FILLED):
-            rest = first + tl.arange(0, _FILLED)
-            tl.store(out + rest, tl.full((_FILLED,), -1, tl.int64), mask=rest < k)
-    elif not is_exact:
-        equal = k - _count(numbers > low)
-    if PARTS == 1:
-        _write(numbers, column, out, low, equal, 0, is_exact)
+    listed += row * total
+    out += (row * tl.num_programs(1) + tl.program_id(1)) * k
+    first = tl.program_id(1) * span
+    low_end, high_end = first, tl.minimum(first + span, total)
+    if BOUNDED:
+        query = row % queries
+        low_end = tl.maximum(low_end, tl.load(starts + query))
+        high_end = tl.minimum(high_end, tl.load(ends + query))
+    if BOUNDED and low_end >= high_end:
+        _fill(out, 0, k)
     else:
-        before = 0
-        of_part = tl.arange(0, GROUPS // PARTS)[None, :] * GROUP + place
-        for first in range(0, keys, GROUP * (GROUPS // PARTS)):
-            part = _load(scores, first + of_part, keys)
-            equal, before = _write(part, first + of_part, out, low, equal, before, is_exact)
+        place = tl.arange(0, GROUP)[:, None]
+        column = first + tl.arange(0, GROUPS)[None, :] * GROUP + place
+        numbers = _load(scores, listed, column, low_end, high_end, total, BOUNDED, LISTED)
+        low, is_exact = _threshold(numbers, k)
+        equal = 0
+        if MARKED and low == -_INFINITY:
+            low, is_exact = _LOWEST, True
+            _fill(out, _count(numbers >= low), k)
+        elif not is_exact:
+            equal = k - _count(numbers > low)
+        if PARTS == 1:
+            _write(numbers, column, listed, out, low, equal, 0, is_exact, high_end, LISTED)
+        else:
+            before = 0
+            of_part = tl.arange(0, GROUPS // PARTS)[None, :] * GROUP + place
+            for start in range(first, first + GROUP * GROUPS, GROUP * (GROUPS // PARTS)):
+                part = _load(scores, listed, start + of_part, low_end, high_end, total, BOUNDED, LISTED)
+                equal, before = _write(
+                    part, start + of_part, listed, out, low, equal, before, is_exact, high_end, LISTED
+                )

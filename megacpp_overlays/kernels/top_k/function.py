@@ -4,8 +4,8 @@
 asks for neither the order nor the numbers, so here nothing is sorted, and of equal numbers the first ones are taken.
 
 One custom operator, so that CUDA graphs and torch.compile treat it as one step. Which way it computes is settled by
-dtype, length of a row and device, of which the last is asked once: a kernel that reads every row once on NVIDIA devices of
-capability 9, sorting in PyTorch for everything else.
+dtype, length of a row, how many are chosen and device, of which the last is asked once: a kernel that reads every row once on NVIDIA
+devices of capability 9, sorting in PyTorch for everything else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from megacpp_overlays.kernels.top_k import in_torch
 from megacpp_overlays.runtime import dynamo
 
 LONGEST = 32768
-"""Numbers of a row that the kernel takes: 512 threads hold 64 each."""
+"""Numbers of a row that a program takes, 512 threads 64 each; of longer rows it chooses stretch by stretch."""
+MOST_OF_LONG_ROWS = LONGEST // 2
+"""How many the kernel chooses of a longer row: what is chosen of two stretches has to fit into one."""
 
 
 def choose(scores: torch.Tensor, k: int, *, mark_infinite: bool = False) -> torch.Tensor:
@@ -52,7 +54,9 @@ def choose(scores: torch.Tensor, k: int, *, mark_infinite: bool = False) -> torc
 def _choose(scores: torch.Tensor, k: int, mark_infinite: bool) -> torch.Tensor:
     if k == 0 or scores.numel() == 0:
         return torch.empty((*scores.shape[:-1], k), dtype=torch.int64, device=scores.device)
-    found: torch.Tensor = implementation(scores.dtype, scores.size(-1), scores.device).choose(scores, k, mark_infinite)
+    found: torch.Tensor = implementation(scores.dtype, scores.size(-1), k, scores.device).choose(
+        scores, k, mark_infinite
+    )
     return found
 
 
@@ -61,16 +65,21 @@ def _(scores: torch.Tensor, k: int, _mark_infinite: bool) -> torch.Tensor:
     return scores.new_empty((*scores.shape[:-1], k), dtype=torch.int64)
 
 
-def implementation(dtype: torch.dtype, keys: int, device: torch.device) -> ModuleType:
+def implementation(dtype: torch.dtype, keys: int, k: int, device: torch.device) -> ModuleType:
     """Return the module that computes: a kernel where it takes these rows, else PyTorch."""
-    if dtype in {torch.float32, torch.bfloat16, torch.float16} and keys <= LONGEST:
+    if dtype in {torch.float32, torch.bfloat16, torch.float16} and takes(keys, k):
         return _of_device(device)
     return in_torch
 
 
+def takes(keys: int, k: int) -> bool:
+    """Return whether the kernel, where there is one, chooses so many of so many."""
+    return keys <= LONGEST or k <= MOST_OF_LONG_ROWS
+
+
 @dynamo.constant
 def has_kernel(device: torch.device) -> bool:
-    """Return whether rows of at most LONGEST numbers go to the kernel on a device, and are not sorted there.
+    """Return whether rows that the kernel takes go to it on a device, and are not sorted there.
 
     For callers who would rather leave them to `torch.topk`. torch.compile takes the answer for a constant.
     """

@@ -8,9 +8,15 @@ from __future__ import annotations
 import torch
 
 
-def choose(scores: torch.Tensor, k: int, mark_infinite: bool) -> torch.Tensor:
-    """Return the positions: see `top_k.choose`."""
+def choose(
+    scores: torch.Tensor, k: int, mark_infinite: bool, within: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Return the positions: see `top_k.choose`. With bounds, (queries,) each, what is outside counts as negative infinity."""
     keys = scores.size(-1)
+    if within is not None:
+        place = torch.arange(keys, device=scores.device)
+        starts, ends = (each[:, None] for each in within)
+        scores = scores.masked_fill((place < starts) | (place >= ends), -torch.inf)
     places = _without_bits_that_mean_nothing(scores).argsort(dim=-1, descending=True, stable=True)[..., :k]
     if mark_infinite:
         places = places.masked_fill(scores.gather(-1, places) == -torch.inf, keys)

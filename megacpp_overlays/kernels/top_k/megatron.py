@@ -21,7 +21,7 @@ def chosen(original: Function, scores: Function) -> Function:
     """Return the function of 0.17 and 0.18: a mask at most, and every position is written."""
 
     def function(q: Any, k: Any, weights: Any, index_topk: int, mask: Any = None) -> Any:
-        if not _chooses(k):
+        if not _chooses(k, index_topk):
             return original(q, k, weights, index_topk, mask)
         found = scores(q, weights, k)
         if mask is not None:
@@ -46,7 +46,7 @@ def chosen_and_marked(original: Function, masking: ModuleType, scores: Function)
         use_relu: bool = True,
     ) -> Any:
         bounds = (varlen_starts, varlen_ends, key_positions)
-        if not _chooses(k):
+        if not _chooses(k, index_topk):
             return original(q, k, weights, index_topk, mask, *bounds, use_relu)
         keys = k.size(0)
         found = scores(q, weights, k, use_relu=use_relu)
@@ -63,8 +63,8 @@ def chosen_and_marked(original: Function, masking: ModuleType, scores: Function)
     return function
 
 
-def _chooses(keys: torch.Tensor) -> bool:
-    return keys.size(0) <= top_k.LONGEST and bool(top_k.has_kernel(keys.device))
+def _chooses(keys: torch.Tensor, k: int) -> bool:
+    return top_k.takes(keys.size(0), k) and bool(top_k.has_kernel(keys.device))
 
 
 def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
