@@ -88,8 +88,8 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
     return attention
 
 
-def _read(query: Any, key: Any, topk_indices: Any) -> tuple[Any, Any, Any]:
-    """Return the indices on the device of the query, whether each is a key, and int64 ones that all are."""
+def _taken(query: Any, key: Any, topk_indices: Any) -> Any:
+    """Return the indices on the device of the query."""
     from megacpp_overlays.kernels.sparse_attention import function as sparse_attention
     from megacpp_overlays.runtime import multi_query
     from megacpp_overlays.variables import SPARSE_ATTENTION_CHOICES, chosen
@@ -97,6 +97,12 @@ def _read(query: Any, key: Any, topk_indices: Any) -> tuple[Any, Any, Any]:
     indices = multi_query.to_take(topk_indices, query.device)
     if chosen(SPARSE_ATTENTION_CHOICES) == "check":  # before masks: what is hidden later is not forgiven
         sparse_attention.check_choices(indices, key.size(0))
+    return indices
+
+
+def _read(query: Any, key: Any, topk_indices: Any) -> tuple[Any, Any, Any]:
+    """Return the indices on the device of the query, whether each is a key, and int64 ones that all are."""
+    indices = _taken(query, key, topk_indices)
     return indices, (indices >= 0) & (indices < key.size(0)), indices.clamp(0, key.size(0) - 1).long()
 
 
@@ -112,7 +118,7 @@ def _counted(
 
 
 def _chosen(indices: Any, counts: Any, bias: Any = None) -> Slots:
-    return Slots(indices.masked_fill(~counts, -1), bias)
+    return Slots(indices.where(counts, -1), bias)
 
 
 def _within_bounds(
@@ -125,10 +131,12 @@ def _within_bounds(
         return None
     if starts.shape != rows or ends.shape != rows or (positions is not None and positions.shape != (key.size(0),)):
         return None
-    indices, is_key, safe = _read(query, key, topk_indices)
     starts, ends = (each.to(query.device)[:, None] for each in (starts, ends))
-    if positions is not None:
-        safe = positions.to(query.device)[safe]
+    if positions is None:  # bounds of keys themselves: within them an index is a key
+        indices = _taken(query, key, topk_indices)
+        return _chosen(indices, (indices >= starts.clamp(min=0)) & (indices < ends.clamp(max=key.size(0))))
+    indices, is_key, safe = _read(query, key, topk_indices)
+    safe = positions.to(query.device)[safe]
     return _chosen(indices, is_key & (safe >= starts) & (safe < ends))
 
 

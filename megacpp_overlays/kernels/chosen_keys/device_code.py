@@ -131,6 +131,30 @@ def sum_heads(
 
 
 @triton.jit
+def compare_rows(scores, sums, indices, divergences, slots, smallest, SLOTS: tl.constexpr):
+    """Write the divergence of a row's softmax over scores from its target, and over the scores their difference.
+
+    `scores`, `sums` and `indices` are (rows, slots), contiguous; a row fits into one tile. The difference is 0 where no key is.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, SLOTS)
+    at = row * slots + slot
+    valid = tl.load(indices + at, mask=slot < slots, other=-1) >= 0
+    score = tl.load(scores + at, mask=valid, other=float("-inf"))
+    target = tl.load(sums + at, mask=valid, other=0.0)
+    peak = tl.max(tl.where(valid, score, -3.4028234663852886e38), axis=0)
+    # A NaN is larger than nothing: it reaches the row through the differences.
+    away = tl.where(valid, score - peak, 0.0)
+    number = tl.where(valid, tl.exp(away), 0.0)
+    total = tl.sum(number, axis=0)
+    total = tl.where(total == 0.0, 1.0, total)
+    target = target / tl.maximum(tl.sum(target, axis=0), smallest, propagate_nan=tl.PropagateNan.ALL)
+    terms = target * (tl.log(tl.maximum(target, smallest)) - (away - tl.log(total)))
+    tl.store(divergences + row, tl.sum(tl.where(valid, terms, 0.0), axis=0))
+    tl.store(scores + at, tl.where(valid, number / total - target, 0.0), mask=slot < slots)
+
+
+@triton.jit
 def _exponent(peak):
     """Return the biased exponent of the power of two that brings a peak just below 2**14; of 1 if it is not finite."""
     biased = (peak.to(tl.int32, bitcast=True) >> 23) & 255

@@ -1,6 +1,6 @@
 """The choice of keys by index scores, the target of the sparse indexer loss and its gradients, in tokens times chosen.
 
-Three custom operators, so that CUDA graphs and torch.compile treat each as one step. Scores of all keys exist for some
+Four custom operators, so that CUDA graphs and torch.compile treat each as one step. Scores of all keys exist for some
 queries at a time; of the rest only scores, targets and gradients of what was chosen are kept. Products run on tensor cores
 for bfloat16 where they were measured, in plain PyTorch for everything else.
 
@@ -82,6 +82,30 @@ def target(query: torch.Tensor, key: torch.Tensor, indices: torch.Tensor, scale:
     return result
 
 
+def compare(scores: torch.Tensor, sums: torch.Tensor, indices: torch.Tensor, smallest: float) -> torch.Tensor:
+    """Return the divergence of the softmax over chosen scores from the normalised target; write their difference over the scores.
+
+    Args:
+        scores: (batch, queries, slots), float32, contiguous; prediction less target is written over them, 0 where no key is.
+        sums: (batch, queries, slots), float32: the target before it is normalised, 0 where no key is.
+        indices: (batch, queries, slots), int64: a key, or -1 behind all others.
+        smallest: of the sum of a row's target, and of what a logarithm is taken of.
+
+    Returns:
+        (batch, queries), float32.
+
+    Raises:
+        ValueError: the shapes do not belong together, or scores are not contiguous.
+    """
+    if not scores.shape == sums.shape == indices.shape or scores.ndim != 3 or not scores.is_contiguous():
+        raise ValueError(
+            "scores, sums and indices must be (batch, queries, slots), and scores contiguous, not "
+            f"{tuple(scores.shape)}, {tuple(sums.shape)} and {tuple(indices.shape)}"
+        )
+    result: torch.Tensor = _compare(scores, sums, indices, smallest)
+    return result
+
+
 def gradients(
     grad: torch.Tensor,
     indices: torch.Tensor,
@@ -131,6 +155,14 @@ def _target(query: torch.Tensor, key: torch.Tensor, indices: torch.Tensor, scale
     return found
 
 
+@torch.library.custom_op("megacpp_overlays::compare_chosen", mutates_args={"scores"})  # type: ignore[untyped-decorator]
+def _compare(scores: torch.Tensor, sums: torch.Tensor, indices: torch.Tensor, smallest: float) -> torch.Tensor:
+    kernels = _kernels(scores.device)
+    way = kernels if kernels is not None and kernels.takes_rows(scores.size(2)) else in_torch
+    found: torch.Tensor = way.compare(scores, sums, indices, smallest)
+    return found
+
+
 @torch.library.custom_op("megacpp_overlays::chosen_gradients", mutates_args=())  # type: ignore[untyped-decorator]
 def _gradients(
     grad: torch.Tensor,
@@ -161,6 +193,11 @@ def _(
 @_target.register_fake  # type: ignore[untyped-decorator]
 def _(query: torch.Tensor, _key: torch.Tensor, indices: torch.Tensor, _scale: float) -> torch.Tensor:
     return query.new_empty(indices.shape, dtype=torch.float32)
+
+
+@_compare.register_fake  # type: ignore[untyped-decorator]
+def _(scores: torch.Tensor, _sums: torch.Tensor, _indices: torch.Tensor, _smallest: float) -> torch.Tensor:
+    return scores.new_empty(scores.shape[:2])
 
 
 @_gradients.register_fake  # type: ignore[untyped-decorator]

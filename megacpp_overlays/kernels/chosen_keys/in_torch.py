@@ -29,6 +29,19 @@ def target(query: torch.Tensor, key: torch.Tensor, indices: torch.Tensor, scale:
     return result
 
 
+def compare(scores: torch.Tensor, sums: torch.Tensor, indices: torch.Tensor, smallest: float) -> torch.Tensor:
+    """Return the divergence of each row, and write differences over the scores: see `function.compare`."""
+    found = torch.zeros(indices.shape[:2], dtype=torch.float32, device=scores.device)
+    for rows in _blocks(indices, 1, scores.device.type):
+        none = indices[:, rows] < 0
+        logits = scores[:, rows].masked_fill(none, torch.finfo(torch.float32).min)
+        predicted = torch.log_softmax(logits, dim=-1).masked_fill_(none, 0.0)
+        wanted = sums[:, rows] / sums[:, rows].sum(dim=-1, keepdim=True).clamp_min(smallest)
+        found[:, rows] = (wanted * (wanted.clamp_min(smallest).log() - predicted)).sum(dim=-1)
+        scores[:, rows] = predicted.exp_().masked_fill_(none, 0.0).sub_(wanted)
+    return found
+
+
 def gradients(
     grad: torch.Tensor,
     indices: torch.Tensor,

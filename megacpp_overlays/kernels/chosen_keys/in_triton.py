@@ -1,7 +1,8 @@
 """The indexer over chosen keys on tensor cores: bfloat16 in, float32 sums; memory has a bound that is no matrix of all pairs.
 
 The target: a program gathers the keys of a row by tiles of slots and writes one score for each slot and head, for some rows
-at a time; another reads them twice, once for the softmax and once for the sum over heads. Gradients: a program gathers the
+at a time; another reads them twice, once for the softmax and once for the sum over heads. Rows are compared with it one by one, each
+read once. Gradients: a program gathers the
 keys of a row once, keeps the gradients of its query and weights in registers, and writes for each slot what it adds to the
 gradient of its key; the slots that hold a key are added up in their order, which a sort finds. No atomics, so a rerun gives the
 same bits.
@@ -26,11 +27,12 @@ from megacpp_overlays.kernels.sparse_attention import slot_order, tiles
 
 _SCORE_BYTES = 1 << 28
 """What the scores of some rows' pairs may take."""
-_SLOT_BYTES = 1 << 29
-"""What gradients of the slots of some rows may take."""
+_LONGEST_ROW = 16384
+"""Slots that a program compares, 32 a thread."""
 _MOST_HEADS, _LARGEST_DIM = 64, 128
 """Of the indexer: a program holds all of a row."""
-_SCORE_TILE = {"SLOTS": 64, "STAGES": 2, "num_warps": 4}
+_SCORE_TILE = {"SLOTS": 32, "STAGES": 2, "num_warps": 1}
+_SCORE_TILE_OF_MANY_HEADS = {"SLOTS": 32, "STAGES": 2, "num_warps": 4}
 _GRADIENT_TILE = {"SLOTS": 64, "STAGES": 2, "num_warps": 4}
 _SUMMED = 4096
 """Scores that a program of the second pass over the target holds at a time."""
@@ -51,6 +53,11 @@ def takes_target(query: torch.Tensor) -> bool:
 def takes_gradients(q: torch.Tensor) -> bool:
     """Return whether the gradients of queries of the indexer, (queries, batch, heads, dim), are computed here."""
     return q.dtype == torch.bfloat16 and 0 < q.size(2) <= _MOST_HEADS and 0 < q.size(3) <= _LARGEST_DIM
+
+
+def takes_rows(slots: int) -> bool:
+    """Return whether rows of so many slots are compared here."""
+    return slots <= _LONGEST_ROW
 
 
 def target(query: torch.Tensor, key: torch.Tensor, indices: torch.Tensor, scale: float) -> torch.Tensor:
@@ -76,7 +83,7 @@ def target(query: torch.Tensor, key: torch.Tensor, indices: torch.Tensor, scale:
                 FIRST=parts.first,
                 REST=parts.rest,
                 HEADS=block,
-                **_SCORE_TILE,
+                **(_SCORE_TILE if block == 16 else _SCORE_TILE_OF_MANY_HEADS),
             )
             device_code.sum_heads[(fewer,)](
                 *(scores, counts, result, start, batch, queries, heads, slots),
@@ -85,6 +92,21 @@ def target(query: torch.Tensor, key: torch.Tensor, indices: torch.Tensor, scale:
                 num_warps=4,
             )
     return result
+
+
+def compare(scores: torch.Tensor, sums: torch.Tensor, indices: torch.Tensor, smallest: float) -> torch.Tensor:
+    """Return the divergence of each row, and write differences over the scores: see `function.compare`."""
+    batch, queries, slots = indices.shape
+    divergences = torch.zeros((batch, queries), dtype=torch.float32, device=scores.device)
+    if scores.numel() > 0:
+        wide = int(triton.next_power_of_2(slots))
+        with on_device_of(scores):
+            device_code.compare_rows[(batch * queries,)](
+                *(scores, sums.contiguous(), indices.contiguous(), divergences, slots, smallest),
+                SLOTS=wide,
+                num_warps=max(1, min(16, wide // 512)),
+            )
+    return divergences
 
 
 def gradients(
@@ -104,7 +126,7 @@ def gradients(
     of_k = torch.zeros((keys * batch, dim), dtype=torch.float32, device=q.device)
     if grad.numel() == 0:
         return of_q.zero_(), of_weights.zero_(), of_k.view(k.shape).to(k.dtype)
-    some = max(1, min(rows, _SLOT_BYTES // (2 * slots * dim)))
+    some = max(1, min(rows, tiles.slot_bytes(keys * batch, dim) // (2 * slots * dim)))
     of_slots = torch.empty((some, slots, dim), dtype=torch.float16, device=q.device)
     units = torch.empty((some, slots, 1), dtype=torch.float32, device=q.device)
     padded = max(16, int(triton.next_power_of_2(dim)))

@@ -2,9 +2,8 @@
 
 Arguments have upstream's names, order and meaning. Carried are calls with bounds of keys and attention whose heads share
 theirs, as absorbed latent attention has it; every other call goes to upstream's code, and from there to the seams of its
-parts. Loss and difference from the target are found where keys are chosen: softmax, normalisation, divergence and reduction
-are upstream's own functions, which are given slots in the place of keys. What a backward pass needs of all that is the
-difference of prediction and target in each slot.
+parts. Divergences and the difference of prediction and target, all that a backward pass needs, are found where keys are chosen;
+checks, layouts, bounds and the reduction are upstream's own functions.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 
-from megacpp_overlays.kernels.attention_target.blocks import row_blocks
 from megacpp_overlays.kernels.chosen_keys import function as chosen_keys
 from megacpp_overlays.kernels.index_scores import function as index_scores
 
@@ -110,25 +108,17 @@ def _loss(
     """Return the loss; write the difference of prediction and target, 0 where no key is, over the scores.
 
     Args:
-        module: upstream's, with `dsa_masking` and `dsa_indexer_loss`.
+        module: upstream's, with `dsa_indexer_loss`.
         indices: (batch, queries, slots), -1 where no key is.
         scores: of the slots.
         sums: the target of the slots, summed over heads.
         counted: (batch, queries), bool: which queries count.
         per_token: whether rows are added up and not averaged.
     """
-    divergences, of_rows = module.dsa_indexer_loss, []
-    batch, queries, slots = indices.shape
-    for rows in row_blocks(queries, batch * slots, indices.device.type):
-        valid = indices[:, rows] >= 0
-        predicted = module.dsa_masking.masked_log_softmax(scores[:, rows], valid, dim=-1)
-        wanted = divergences.normalize_indexer_target(sums[:, rows])
-        of_rows.append(divergences.indexer_kl_per_row(wanted, predicted))
-        difference = predicted.exp_().mul_(valid).sub_(wanted)
-        scores[:, rows] = difference if counted is None else difference.mul_(counted[:, rows, None])
-    found = torch.cat(of_rows, dim=1) if of_rows else sums.new_zeros((batch, queries))
-    number = None
+    divergences, number = module.dsa_indexer_loss, None
+    found = chosen_keys.compare(scores, sums, indices, divergences.INDEXER_LOSS_EPS)
     if counted is not None:
+        scores.mul_(counted.unsqueeze(-1))
         found, number = found * counted, counted.sum().float()
     loss: torch.Tensor = divergences.reduce_indexer_kl_sum(
         found.sum(), num_rows=found.numel(), calculate_per_token_loss=per_token, valid_row_count=number

@@ -33,6 +33,17 @@ def target(query: torch.Tensor, key: torch.Tensor, indices: torch.Tensor, scale:
     return found.gather(-1, indices.clamp(min=0)).masked_fill(indices < 0, 0.0)
 
 
+def compare(
+    scores: torch.Tensor, sums: torch.Tensor, indices: torch.Tensor, smallest: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the divergence of each row and the difference of each slot: see `function.compare`."""
+    valid = indices >= 0
+    wanted = sums / sums.sum(dim=-1, keepdim=True).clamp_min(smallest)
+    predicted = torch.where(valid, scores, -torch.inf).softmax(dim=-1).nan_to_num(0.0)
+    terms = wanted * (wanted.clamp_min(smallest).log() - torch.where(valid, predicted, 1.0).log())
+    return terms.masked_fill(~valid, 0.0).sum(dim=-1), (predicted - wanted).masked_fill(~valid, 0.0)
+
+
 def gradients(
     grad: torch.Tensor,
     indices: torch.Tensor,

@@ -3,7 +3,7 @@
 Forward: a program has a row (a query of a batch element) and some heads, gathers keys by tiles of slots, and keeps a running
 softmax; for a backward pass it keeps what rounding took from the output, too, 16 bits of each number. Backward: programs compute weights and gradients of scores again and keep both, rounded to the dtype of the inputs,
 for a part of the rows; the gradient of the query is added up from them. Then each slot gets the gradient of its key from
-all heads at once, as float16 numbers times a power of two of its own, and the slots that hold a key are added up in their
+all heads at once, as float16 numbers times a power of two of its own (in the same program, where it has all heads), and the slots that hold a key are added up in their
 order, which a sort finds. So a rerun gives the same bits. All buffers have a bound, whatever the number of queries.
 
 Where they were measured (see `measured`), and for CPU tensors in the Triton interpreter.
@@ -28,10 +28,8 @@ from megacpp_overlays.kernels import measured
 from megacpp_overlays.kernels.devices import on_device_of
 from megacpp_overlays.kernels.sparse_attention import device_code, quantized_keys, slot_order, tiles
 
-_KEPT_BYTES = 1 << 30
+_KEPT_BYTES = 1 << 29
 """What weights and gradients of scores of some rows may take."""
-_SLOT_BYTES = 1 << 30
-"""What gradients of the slots of some rows may take."""
 _READS_WORTH_OPENING = 4
 """Of each key, on average: to scale it for each query anew took up to three times as long on an H200."""
 
@@ -150,17 +148,18 @@ def backward(
     rows = queries * batch
     if 0 in {rows * heads, slots}:
         return of_q.zero_(), of_k.view(key.shape).to(query.dtype), mean
-    slot_rows = max(1, min(rows, _SLOT_BYTES // (slots * dim * 2)))
-    kept_rows = min(rows, slot_rows * max(1, _KEPT_BYTES // (slots * heads * 4 * slot_rows)))
+    parts = tiles.parts_of(dim, value)
+    adds = tiles.adds_slots(parts, dim, heads)
+    slot_rows = max(1, min(rows, tiles.slot_bytes(keys * batch, dim) // (slots * dim * 2)))
+    kept_rows = min(rows, slot_rows * (1 if adds else max(1, _KEPT_BYTES // (slots * heads * 4 * slot_rows))))
     weights, of_scores = (
         torch.empty((kept_rows, heads, slots), dtype=query.dtype, device=query.device) for _ in range(2)
     )
     channel_tiles = tiles.channel_tiles(dim)
     of_slots = torch.empty((slot_rows, slots, dim), dtype=torch.float16, device=query.device)
-    units = torch.empty(
-        (slot_rows, slots, sum(each.tiles for each in channel_tiles)), dtype=torch.float32, device=query.device
-    )
-    ring = tiles.score_ring(tiles.parts_of(dim, value), heads) if bias is None and query.is_cuda else None
+    units_of_a_slot = 1 + (parts.rest > 0) if adds else sum(each.tiles for each in channel_tiles)
+    units = torch.empty((slot_rows, slots, units_of_a_slot), dtype=torch.float32, device=query.device)
+    ring = tiles.score_ring(parts, heads) if bias is None and query.is_cuda else None
     with on_device_of(query):
         key, scales = _as_read(query, key, key_scales, indices, ring)
         counts = _counts(query, key, indices)
@@ -176,20 +175,22 @@ def backward(
             some = min(kept_rows, rows - start)
             _query_side(
                 *(query, key, scales, ring, indices, counts, scale, bias, grad, lse, mean, due),
-                *(of_q, weights, of_scores, start, some),
+                *(of_q, weights, of_scores, of_slots, units, adds, start, some),
             )
             for first in range(start, start + some, slot_rows):
                 fewer = min(slot_rows, start + some - first)
                 order, ends = slot_order.sort(places[first : first + fewer], keys * batch)
                 for tile in channel_tiles:
-                    _slot_side(
-                        query, grad, weights, of_scores, counts, of_slots, units, scale, first, fewer, start, tile
-                    )
+                    if not adds:
+                        _slot_side(
+                            query, grad, weights, of_scores, counts, of_slots, units, scale, first, fewer, start, tile
+                        )
                     device_code.sum_slots[(keys * batch, tile.tiles)](
                         *(of_slots, units, order, ends, of_k, dim, tile.start, tile.before, units.size(2)),
                         FIRST_TIME=first == 0,
                         SLOTS=tiles.SUM_SLOTS.slots,
                         CHANNELS=tile.width,
+                        FIRST=parts.first if adds else 0,
                         num_warps=tiles.SUM_SLOTS.warps,
                     )
     return of_q, of_k.view(key.shape).to(query.dtype), mean
@@ -279,10 +280,16 @@ def _query_side(
     of_q: torch.Tensor,
     weights: torch.Tensor,
     of_scores: torch.Tensor,
+    of_slots: torch.Tensor,
+    units: torch.Tensor,
+    adds: bool,
     start: int,
     rows: int,
 ) -> None:
-    """Write the gradient of the query of some rows; keep weights and gradients of scores of these rows."""
+    """Write the gradient of the query of some rows; keep weights and gradients of scores of these rows.
+
+    With `adds` what slots add to the gradients of their keys is written, too.
+    """
     _, batch, heads, dim = query.shape
     value = grad.size(3)
     parts = tiles.parts_of(dim, value)
@@ -327,7 +334,7 @@ def _query_side(
     block = tiles.head_block(heads, tile)
     device_code.query_side[(rows * triton.cdiv(heads, block),)](
         *(query, key, indices, counts, scales.held, indices if bias is None else bias, grad, lse, mean, due),
-        *(of_q, weights, of_scores, *sizes, *strides, *scales.strides),
+        *(of_q, weights, of_scores, of_slots, units, *sizes, *strides, *scales.strides),
         *(*(indices if bias is None else bias).stride()[:2], *grad.stride()[:3]),
         FIRST=parts.first,
         REST=parts.rest,
@@ -336,6 +343,7 @@ def _query_side(
         SLOTS=tiles.slots_of(tile, block, parts, parts.channels + parts.values, scaled=scales.blocks > 0),
         SCALES=scales.blocks,
         BIAS=bias is not None,
+        ADDS=adds,
         STAGES=tile.stages,
         num_warps=tile.warps,
     )

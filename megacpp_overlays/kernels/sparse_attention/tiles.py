@@ -14,6 +14,8 @@ import triton
 SMALLEST_DIM = 16
 LARGEST_DIM = 640
 FEW_HEADS = 32
+_FEWEST_HEADS = 16
+"""As many as tensor cores take at once."""
 SPECIALISED_HEADS = 64
 """How many heads a program takes whose warps share out the work."""
 _FEW_CHANNELS = 192
@@ -23,6 +25,9 @@ _WIDE_CHANNELS = 128
 _SHARED = 227 * 1024 - 512
 """Bytes of shared memory that a program on Hopper may fill, less what barriers take."""
 _LONGEST_RING = 4
+_LEAST_SLOT_BYTES, _MOST_SLOT_BYTES = 1 << 28, 1 << 31
+_SLOTS_OF_A_KEY = 16
+"""Of a key, on average, whose gradients are held at a time: its sum in float32, read and written, takes as much as four slots do."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,18 +42,21 @@ class SlotTile:
 
 
 FORWARD = SlotTile(slots=64, warps=8, stages=2)
+FORWARD_OF_FEW_HEADS = SlotTile(slots=32, warps=4, stages=2)
+"""A program waits for keys and hardly multiplies: several share a multiprocessor."""
 FORWARD_OF_FEW_CHANNELS = SlotTile(slots=64, warps=4, stages=2)
 """Two programs share a multiprocessor: one takes a softmax while the other multiplies."""
 FORWARD_OF_SOME_CHANNELS = SlotTile(slots=64, warps=8, stages=2, heads=128)
 """Each key is gathered once for twice as many heads."""
 QUERY_SIDE = SlotTile(slots=32, warps=8, stages=2)
+QUERY_SIDE_OF_FEW_HEADS = SlotTile(slots=32, warps=4, stages=2)
 QUERY_SIDE_OF_FEW_CHANNELS = SlotTile(slots=64, warps=4, stages=2)
 QUERY_SIDE_OF_SOME_CHANNELS = SlotTile(slots=32, warps=4, stages=1)
 QUERY_SIDE_OF_SOME_CHANNELS_AND_MANY_HEADS = SlotTile(slots=64, warps=8, stages=1, heads=128)
 ADD_KEYS = SlotTile(slots=64, warps=8, stages=2)
 SLOT_SIDE = SlotTile(slots=64, warps=4, stages=2)
 SLOT_BLOCKS = SlotTile(slots=128, warps=4, stages=3)
-SUM_SLOTS = SlotTile(slots=32, warps=1, stages=1)
+SUM_SLOTS = SlotTile(slots=8, warps=1, stages=1)
 """A program spends its time waiting for memory: the fewer warps it has, the more of them a multiprocessor waits for."""
 
 
@@ -110,13 +118,23 @@ def channel_tiles(dim: int) -> list[ChannelTiles]:
     return [ChannelTiles(0, wide, whole, 0), *last]
 
 
+def adds_slots(parts: Parts, dim: int, heads: int) -> bool:
+    """Return whether a program of the backward pass has all heads, and writes what slots add to the gradients of their keys, too."""
+    return heads <= _FEWEST_HEADS and not parts.wide and parts.first % min(_WIDE_CHANNELS, _floor(dim)) == 0
+
+
+def slot_bytes(keys: int, dim: int) -> int:
+    """Return what gradients of the slots of some rows may take: so much that sums of all keys are read and written few times."""
+    return max(_LEAST_SLOT_BYTES, min(_MOST_SLOT_BYTES, _SLOTS_OF_A_KEY * keys * dim * 2))
+
+
 def forward_tile(parts: Parts, heads: int) -> SlotTile:
     """Return how the forward pass is launched where its warps do not share out the work."""
     if heads > FEW_HEADS and parts.channels <= _FEW_CHANNELS:
         return FORWARD_OF_FEW_CHANNELS
     if heads > SPECIALISED_HEADS and parts.channels <= _SOME_CHANNELS and not parts.wide:
         return FORWARD_OF_SOME_CHANNELS
-    return FORWARD
+    return FORWARD if heads > _FEWEST_HEADS else FORWARD_OF_FEW_HEADS
 
 
 def query_side_tile(parts: Parts, heads: int) -> SlotTile:
@@ -126,7 +144,7 @@ def query_side_tile(parts: Parts, heads: int) -> SlotTile:
     if heads > FEW_HEADS and parts.channels <= _SOME_CHANNELS and not parts.wide:
         many = heads > SPECIALISED_HEADS
         return QUERY_SIDE_OF_SOME_CHANNELS_AND_MANY_HEADS if many else QUERY_SIDE_OF_SOME_CHANNELS
-    return QUERY_SIDE
+    return QUERY_SIDE if heads > _FEWEST_HEADS else QUERY_SIDE_OF_FEW_HEADS
 
 
 def forward_ring(parts: Parts, heads: int) -> Ring | None:
