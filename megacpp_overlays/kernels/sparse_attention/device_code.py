@@ -310,52 +310,6 @@ def mean_gradients(
 
 
 @triton.jit
-def _exponent(peak):
-    """Return the biased exponent of the power of two that brings a peak just below 2**14; of 1 if it is not finite."""
-    biased = (peak.to(tl.int32, bitcast=True) >> 23) & 255
-    return tl.where(biased == 255, 127, tl.minimum(267 - biased, 253))
-
-
-@triton.jit
-def _power(exponent):
-    return (exponent << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _add_slots(
-    of_score,
-    weight,
-    q_first,
-    q_rest,
-    grad_first,
-    at,
-    there,
-    of_slots,
-    units,
-    dim,
-    scale,
-    FIRST: tl.constexpr,
-    REST: tl.constexpr,
-):
-    """Write what the slots at some places, given (heads, slots) of each, add to their keys, as float16 times two units."""
-    tiles: tl.constexpr = 2 if REST > 0 else 1
-    channel = tl.arange(0, FIRST)[None, :]
-    part = _product(tl.trans(of_score), q_first) * scale
-    part = _dot(tl.trans(weight), grad_first, part)
-    exponent = _exponent(tl.max(tl.abs(part), axis=1))
-    tl.store(units + at * tiles, _power(254 - exponent), mask=there)
-    part = (part * _power(exponent)[:, None]).to(tl.float16)
-    tl.store(of_slots + at[:, None] * dim + channel, part, mask=there[:, None])
-    if REST > 0:
-        channel = FIRST + tl.arange(0, REST)[None, :]
-        part = _product(tl.trans(of_score), q_rest) * scale
-        exponent = _exponent(tl.max(tl.abs(part), axis=1))
-        tl.store(units + at * tiles + 1, _power(254 - exponent), mask=there)
-        part = (part * _power(exponent)[:, None]).to(tl.float16)
-        tl.store(of_slots + at[:, None] * dim + channel, part, mask=there[:, None] & (channel < dim))
-
-
-@triton.jit
 def query_side(
     q,
     k,
@@ -370,8 +324,6 @@ def query_side(
     of_q,
     weights,
     of_scores,
-    of_slots,
-    units,
     row_start,
     batch,
     heads,
@@ -402,13 +354,9 @@ def query_side(
     SLOTS: tl.constexpr,
     SCALES: tl.constexpr,
     BIAS: tl.constexpr,
-    ADDS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Write the gradient of some heads' query in a row; weights and gradients of scores as (rows, heads, slots).
-
-    ADDS: these are all heads, and what slots add to the gradients of their keys is written as well, as `slot_side` does for more
-    heads, with one unit for FIRST and one for REST.
 
     Gradients of the scores of a row add up to `due`. That of a heavy slot, one with more than HEAVY of all weight, is a small
     difference of large numbers; it is taken as what the others leave of `due`, so it is as exact as they are.
@@ -502,27 +450,11 @@ def query_side(
         sum_first = _dot(of_score, k_first, sum_first)
         if REST > 0:
             sum_rest = _dot(of_score, k_rest, sum_rest)
-        if ADDS:
-            at = local.to(tl.int64) * slots + slot
-            rounded = weight.to(k_first.dtype)
-            _add_slots(
-                of_score, rounded, q_first, q_rest, grad_first, at, slot < slots, of_slots, units, dim, scale, FIRST, REST
-            )
     if tl.max(heavy, axis=0) >= 0:
         has_heavy = inside & (heavy >= 0)
         tl.debug_barrier()  # the loop has written 0 there, in another thread perhaps
         of_heavy = (tl.load(due + place, mask=inside, other=0.0) - others).to(q_first.dtype)
         tl.store(of_scores + (local.to(tl.int64) * heads + head) * slots + heavy, of_heavy, mask=has_heavy)
-        if ADDS:
-            tl.debug_barrier()
-            kept_at = (local.to(tl.int64) * heads + head)[:, None] * slots + heavy[None, :]
-            kept = inside[:, None] & has_heavy[None, :]
-            of_score = tl.load(of_scores + kept_at, mask=kept, other=0.0)
-            rounded = tl.load(weights + kept_at, mask=kept, other=0.0)
-            at = local.to(tl.int64) * slots + heavy
-            _add_slots(
-                of_score, rounded, q_first, q_rest, grad_first, at, has_heavy, of_slots, units, dim, scale, FIRST, REST
-            )
         # One more tile, whose slots are the heavy ones of the heads: a head takes part in its own.
         local_head = tl.arange(0, HEADS)
         own = has_heavy[:, None] & (local_head[:, None] == local_head[None, :])
@@ -628,6 +560,18 @@ def add_keys(
 
 
 @triton.jit
+def _exponent(peak):
+    """Return the biased exponent of the power of two that brings a peak just below 2**14; of 1 if it is not finite."""
+    biased = (peak.to(tl.int32, bitcast=True) >> 23) & 255
+    return tl.where(biased == 255, 127, tl.minimum(267 - biased, 253))
+
+
+@triton.jit
+def _power(exponent):
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def slot_side(
     q,
     grad,
@@ -719,6 +663,68 @@ def slot_side(
 
 
 @triton.jit
+def slot_side_of_few_heads(
+    q,
+    grad,
+    weights,
+    of_scores,
+    counts,
+    of_slots,
+    units,
+    row_start,
+    kept_start,
+    batch,
+    heads,
+    slots,
+    dim,
+    value,
+    scale,
+    channel_start,
+    unit_start,
+    unit_tiles,
+    tiles,
+    q_row,
+    q_batch,
+    q_head,
+    g_row,
+    g_batch,
+    g_head,
+    SLOTS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    HEADS: tl.constexpr,
+    VALUES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Write what `slot_side` does, where one tile has all heads: a program goes over tiles of channels with what it read of slots."""
+    down = tl.program_id(0) % tl.cdiv(slots, SLOTS)
+    local = tl.program_id(0) // tl.cdiv(slots, SLOTS)
+    row = row_start + local
+    count = tl.load(counts + row)
+    if down * SLOTS < count:
+        slot = down * SLOTS + tl.arange(0, SLOTS)
+        there = slot < count
+        query, element = (row // batch).to(tl.int64), (row % batch).to(tl.int64)
+        head = tl.arange(0, HEADS)[:, None]
+        kept_at = (row - kept_start).to(tl.int64) * heads * slots + slot[None, :] + head * slots
+        kept = (head < heads) & there[None, :]
+        of_score = tl.trans(tl.load(of_scores + kept_at, mask=kept, other=0.0))
+        weight = tl.trans(tl.load(weights + kept_at, mask=kept, other=0.0))
+        q_at = q + query * q_row + element * q_batch + head.to(tl.int64) * q_head
+        grad_at = grad + query * g_row + element * g_batch + head.to(tl.int64) * g_head
+        place = local.to(tl.int64) * slots + slot
+        for across in tl.range(0, tiles, num_stages=STAGES):
+            channel = (channel_start + across * CHANNELS + tl.arange(0, CHANNELS))[None, :]
+            sum = _product(of_score, tl.load(q_at + channel, mask=(head < heads) & (channel < dim), other=0.0)) * scale
+            if VALUES:
+                above = tl.load(grad_at + channel, mask=(head < heads) & (channel < value), other=0.0)
+                sum = _dot(weight, above, sum)
+            exponent = _exponent(tl.max(tl.abs(sum), axis=1))
+            tl.store(units + place * unit_tiles + unit_start + across, _power(254 - exponent), mask=there)
+            part = (sum * _power(exponent)[:, None]).to(tl.float16)
+            tl.store(of_slots + place[:, None] * dim + channel, part, mask=there[:, None] & (channel < dim))
+
+
+@triton.jit
 def sum_slots(
     of_slots,
     units,
@@ -732,25 +738,16 @@ def sum_slots(
     FIRST_TIME: tl.constexpr,
     SLOTS: tl.constexpr,
     CHANNELS: tl.constexpr,
-    FIRST: tl.constexpr = 0,
 ):
-    """Add up what all slots that hold a key add to its gradient, in their order; `ends` has where the slots of each key end.
-
-    A slot has a unit for each tile of channels; with FIRST, one for so many channels and one for the rest.
-    """
+    """Add up what all slots that hold a key add to its gradient, in their order; `ends` has where the slots of each key end."""
     key = tl.program_id(0)
-    left = channel_start + tl.program_id(1) * CHANNELS
-    channel = left + tl.arange(0, CHANNELS)
-    if FIRST > 0:
-        units += tl.where(left >= FIRST, 1, 0)
-    else:
-        units += unit_start + tl.program_id(1)
+    channel = channel_start + tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     begin, end = tl.load(ends + key), tl.load(ends + key + 1)
     sum = tl.zeros((SLOTS, CHANNELS), dtype=tl.float32)
     for start in range(begin, end, SLOTS):
         place = start + tl.arange(0, SLOTS)
         slot = tl.load(order + place, mask=place < end, other=0).to(tl.int64)
-        unit = tl.load(units + slot * unit_tiles, mask=place < end, other=0.0)
+        unit = tl.load(units + slot * unit_tiles + unit_start + tl.program_id(1), mask=place < end, other=0.0)
         part = tl.load(
             of_slots + slot[:, None] * dim + channel[None, :],
             mask=(place < end)[:, None] & (channel < dim)[None, :],

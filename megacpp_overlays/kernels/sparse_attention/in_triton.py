@@ -3,7 +3,7 @@
 Forward: a program has a row (a query of a batch element) and some heads, gathers keys by tiles of slots, and keeps a running
 softmax; for a backward pass it keeps what rounding took from the output, too, 16 bits of each number. Backward: programs compute weights and gradients of scores again and keep both, rounded to the dtype of the inputs,
 for a part of the rows; the gradient of the query is added up from them. Then each slot gets the gradient of its key from
-all heads at once, as float16 numbers times a power of two of its own (in the same program, where it has all heads), and the slots that hold a key are added up in their
+all heads at once, as float16 numbers times a power of two of its own, and the slots that hold a key are added up in their
 order, which a sort finds. So a rerun gives the same bits. All buffers have a bound, whatever the number of queries.
 
 Where they were measured (see `measured`), and for CPU tensors in the Triton interpreter.
@@ -28,7 +28,7 @@ from megacpp_overlays.kernels import measured
 from megacpp_overlays.kernels.devices import on_device_of
 from megacpp_overlays.kernels.sparse_attention import device_code, quantized_keys, slot_order, tiles
 
-_KEPT_BYTES = 1 << 29
+_KEPT_BYTES = 1 << 28
 """What weights and gradients of scores of some rows may take."""
 _READS_WORTH_OPENING = 4
 """Of each key, on average: to scale it for each query anew took up to three times as long on an H200."""
@@ -148,18 +148,17 @@ def backward(
     rows = queries * batch
     if 0 in {rows * heads, slots}:
         return of_q.zero_(), of_k.view(key.shape).to(query.dtype), mean
-    parts = tiles.parts_of(dim, value)
-    adds = tiles.adds_slots(parts, dim, heads)
     slot_rows = max(1, min(rows, tiles.slot_bytes(keys * batch, dim) // (slots * dim * 2)))
-    kept_rows = min(rows, slot_rows * (1 if adds else max(1, _KEPT_BYTES // (slots * heads * 4 * slot_rows))))
+    kept_rows = min(rows, slot_rows * max(1, _KEPT_BYTES // (slots * heads * 4 * slot_rows)))
     weights, of_scores = (
         torch.empty((kept_rows, heads, slots), dtype=query.dtype, device=query.device) for _ in range(2)
     )
     channel_tiles = tiles.channel_tiles(dim)
     of_slots = torch.empty((slot_rows, slots, dim), dtype=torch.float16, device=query.device)
-    units_of_a_slot = 1 + (parts.rest > 0) if adds else sum(each.tiles for each in channel_tiles)
-    units = torch.empty((slot_rows, slots, units_of_a_slot), dtype=torch.float32, device=query.device)
-    ring = tiles.score_ring(parts, heads) if bias is None and query.is_cuda else None
+    units = torch.empty(
+        (slot_rows, slots, sum(each.tiles for each in channel_tiles)), dtype=torch.float32, device=query.device
+    )
+    ring = tiles.score_ring(tiles.parts_of(dim, value), heads) if bias is None and query.is_cuda else None
     with on_device_of(query):
         key, scales = _as_read(query, key, key_scales, indices, ring)
         counts = _counts(query, key, indices)
@@ -175,22 +174,20 @@ def backward(
             some = min(kept_rows, rows - start)
             _query_side(
                 *(query, key, scales, ring, indices, counts, scale, bias, grad, lse, mean, due),
-                *(of_q, weights, of_scores, of_slots, units, adds, start, some),
+                *(of_q, weights, of_scores, start, some),
             )
             for first in range(start, start + some, slot_rows):
                 fewer = min(slot_rows, start + some - first)
                 order, ends = slot_order.sort(places[first : first + fewer], keys * batch)
                 for tile in channel_tiles:
-                    if not adds:
-                        _slot_side(
-                            query, grad, weights, of_scores, counts, of_slots, units, scale, first, fewer, start, tile
-                        )
+                    _slot_side(
+                        query, grad, weights, of_scores, counts, of_slots, units, scale, first, fewer, start, tile
+                    )
                     device_code.sum_slots[(keys * batch, tile.tiles)](
                         *(of_slots, units, order, ends, of_k, dim, tile.start, tile.before, units.size(2)),
                         FIRST_TIME=first == 0,
                         SLOTS=tiles.SUM_SLOTS.slots,
                         CHANNELS=tile.width,
-                        FIRST=parts.first if adds else 0,
                         num_warps=tiles.SUM_SLOTS.warps,
                     )
     return of_q, of_k.view(key.shape).to(query.dtype), mean
@@ -234,6 +231,20 @@ def _slot_side(
     """Write what the slots of some rows add to the gradients of their keys."""
     _, batch, heads, dim = query.shape
     slots, value = of_slots.size(1), grad.size(3)
+    if heads <= tiles.FEWEST_HEADS:
+        way = tiles.SLOT_SIDE_OF_FEW_HEADS
+        device_code.slot_side_of_few_heads[(rows * triton.cdiv(slots, way.slots),)](
+            *(query, grad, weights, of_scores, counts, of_slots, units, start, kept_start),
+            *(batch, heads, slots, dim, value, scale, tile.start, tile.before, units.size(2), tile.tiles),
+            *(*query.stride()[:3], *grad.stride()[:3]),
+            SLOTS=way.slots,
+            CHANNELS=tile.width,
+            HEADS=tiles.FEWEST_HEADS,
+            VALUES=tile.start < value,
+            STAGES=way.stages,
+            num_warps=way.warps,
+        )
+        return
     blocks = _come_in_blocks(query, grad, slots)
     way = tiles.SLOT_BLOCKS if blocks else tiles.SLOT_SIDE
     described: list[Any] = [query, grad, weights, of_scores, of_slots]
@@ -280,16 +291,10 @@ def _query_side(
     of_q: torch.Tensor,
     weights: torch.Tensor,
     of_scores: torch.Tensor,
-    of_slots: torch.Tensor,
-    units: torch.Tensor,
-    adds: bool,
     start: int,
     rows: int,
 ) -> None:
-    """Write the gradient of the query of some rows; keep weights and gradients of scores of these rows.
-
-    With `adds` what slots add to the gradients of their keys is written, too.
-    """
+    """Write the gradient of the query of some rows; keep weights and gradients of scores of these rows."""
     _, batch, heads, dim = query.shape
     value = grad.size(3)
     parts = tiles.parts_of(dim, value)
@@ -334,7 +339,7 @@ def _query_side(
     block = tiles.head_block(heads, tile)
     device_code.query_side[(rows * triton.cdiv(heads, block),)](
         *(query, key, indices, counts, scales.held, indices if bias is None else bias, grad, lse, mean, due),
-        *(of_q, weights, of_scores, of_slots, units, *sizes, *strides, *scales.strides),
+        *(of_q, weights, of_scores, *sizes, *strides, *scales.strides),
         *(*(indices if bias is None else bias).stride()[:2], *grad.stride()[:3]),
         FIRST=parts.first,
         REST=parts.rest,
@@ -343,7 +348,6 @@ def _query_side(
         SLOTS=tiles.slots_of(tile, block, parts, parts.channels + parts.values, scaled=scales.blocks > 0),
         SCALES=scales.blocks,
         BIAS=bias is not None,
-        ADDS=adds,
         STAGES=tile.stages,
         num_warps=tile.warps,
     )

@@ -14,7 +14,7 @@ import triton
 SMALLEST_DIM = 16
 LARGEST_DIM = 640
 FEW_HEADS = 32
-_FEWEST_HEADS = 16
+FEWEST_HEADS = 16
 """As many as tensor cores take at once."""
 SPECIALISED_HEADS = 64
 """How many heads a program takes whose warps share out the work."""
@@ -55,6 +55,7 @@ QUERY_SIDE_OF_SOME_CHANNELS = SlotTile(slots=32, warps=4, stages=1)
 QUERY_SIDE_OF_SOME_CHANNELS_AND_MANY_HEADS = SlotTile(slots=64, warps=8, stages=1, heads=128)
 ADD_KEYS = SlotTile(slots=64, warps=8, stages=2)
 SLOT_SIDE = SlotTile(slots=64, warps=4, stages=2)
+SLOT_SIDE_OF_FEW_HEADS = SlotTile(slots=64, warps=4, stages=2)
 SLOT_BLOCKS = SlotTile(slots=128, warps=4, stages=3)
 SUM_SLOTS = SlotTile(slots=8, warps=1, stages=1)
 """A program spends its time waiting for memory: the fewer warps it has, the more of them a multiprocessor waits for."""
@@ -118,11 +119,6 @@ def channel_tiles(dim: int) -> list[ChannelTiles]:
     return [ChannelTiles(0, wide, whole, 0), *last]
 
 
-def adds_slots(parts: Parts, dim: int, heads: int) -> bool:
-    """Return whether a program of the backward pass has all heads, and writes what slots add to the gradients of their keys, too."""
-    return heads <= _FEWEST_HEADS and not parts.wide and parts.first % min(_WIDE_CHANNELS, _floor(dim)) == 0
-
-
 def slot_bytes(keys: int, dim: int) -> int:
     """Return what gradients of the slots of some rows may take: so much that sums of all keys are read and written few times."""
     return max(_LEAST_SLOT_BYTES, min(_MOST_SLOT_BYTES, _SLOTS_OF_A_KEY * keys * dim * 2))
@@ -134,7 +130,7 @@ def forward_tile(parts: Parts, heads: int) -> SlotTile:
         return FORWARD_OF_FEW_CHANNELS
     if heads > SPECIALISED_HEADS and parts.channels <= _SOME_CHANNELS and not parts.wide:
         return FORWARD_OF_SOME_CHANNELS
-    return FORWARD if heads > _FEWEST_HEADS else FORWARD_OF_FEW_HEADS
+    return FORWARD if heads > FEWEST_HEADS else FORWARD_OF_FEW_HEADS
 
 
 def query_side_tile(parts: Parts, heads: int) -> SlotTile:
@@ -144,7 +140,7 @@ def query_side_tile(parts: Parts, heads: int) -> SlotTile:
     if heads > FEW_HEADS and parts.channels <= _SOME_CHANNELS and not parts.wide:
         many = heads > SPECIALISED_HEADS
         return QUERY_SIDE_OF_SOME_CHANNELS_AND_MANY_HEADS if many else QUERY_SIDE_OF_SOME_CHANNELS
-    return QUERY_SIDE if heads > _FEWEST_HEADS else QUERY_SIDE_OF_FEW_HEADS
+    return QUERY_SIDE if heads > FEWEST_HEADS else QUERY_SIDE_OF_FEW_HEADS
 
 
 def forward_ring(parts: Parts, heads: int) -> Ring | None:
