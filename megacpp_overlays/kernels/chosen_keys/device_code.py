@@ -227,13 +227,11 @@ def pair_gradients(
         slot = start + tl.arange(0, SLOTS)
         there = slot < count
         taken = tl.load(indices + slot, mask=there, other=0).to(tl.int64)
-        key = tl.load(
-            k + taken[:, None] * k_row + d[None, :], mask=there[:, None] & (d < dim)[None, :], other=0.0
-        )
+        key = tl.load(k + taken[:, None] * k_row + d[None, :], mask=there[:, None] & (d < dim)[None, :], other=0.0)
         above = tl.load(grad + slot, mask=there, other=0.0)
         product = _product(query, tl.trans(key))
         # The gate multiplies, as upstream's does, so that a NaN behind a closed one is not lost.
-        if RELU:
+        if RELU:  # noqa: SIM108 - settled when it is compiled
             gate = tl.where(product > 0, 1.0, 0.0)
         else:
             gate = tl.full((HEADS, SLOTS), 1.0, dtype=tl.float32)

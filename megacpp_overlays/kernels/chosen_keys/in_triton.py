@@ -47,12 +47,13 @@ def runs_on(device: torch.device) -> bool:
 
 def takes_target(query: torch.Tensor) -> bool:
     """Return whether the target of queries of attention, (queries, batch, heads, dim), is computed here."""
-    return query.dtype in {torch.bfloat16, torch.float16} and tiles.SMALLEST_DIM <= query.size(3) <= tiles.LARGEST_DIM
+    is_half = query.dtype in {torch.bfloat16, torch.float16}
+    return bool(is_half and tiles.SMALLEST_DIM <= query.size(3) <= tiles.LARGEST_DIM)
 
 
 def takes_gradients(q: torch.Tensor) -> bool:
     """Return whether the gradients of queries of the indexer, (queries, batch, heads, dim), are computed here."""
-    return q.dtype == torch.bfloat16 and 0 < q.size(2) <= _MOST_HEADS and 0 < q.size(3) <= _LARGEST_DIM
+    return bool(q.dtype == torch.bfloat16 and 0 < q.size(2) <= _MOST_HEADS and 0 < q.size(3) <= _LARGEST_DIM)
 
 
 def takes_rows(slots: int) -> bool:

@@ -57,7 +57,12 @@ def forward(original: Function, module: ModuleType) -> Function:
         queries, batch, keys = query.size(0), query.size(1), k.size(0)
         rows = module.dsa_masking.normalize_query_valid_rows(query_valid_rows, b=batch, sq=queries, device=q.device)
         starts, ends, _ = module.dsa_masking.normalize_varlen_bounds(
-            mask=None, varlen_starts=varlen_starts, varlen_ends=varlen_ends, key_positions=None, sk=keys, device=q.device
+            mask=None,
+            varlen_starts=varlen_starts,
+            varlen_ends=varlen_ends,
+            key_positions=None,
+            sk=keys,
+            device=q.device,
         )
         count = max(0, min(topk, keys))
         indices, scores = chosen_keys.choose(q, weights, k, count, starts, ends, use_relu)
@@ -82,14 +87,17 @@ def backward(original: Function, _module: ModuleType) -> Function:
         q, weights, k, indices, difference = ctx.saved_tensors
         loss_coeff, counted, use_relu = getattr(ctx, _MARK)
         grad = difference * (grad_loss * loss_coeff / counted)
-        return (*chosen_keys.gradients(grad, indices, q, weights, k, use_relu), *(None,) * (len(ctx.needs_input_grad) - 3))
+        return (
+            *chosen_keys.gradients(grad, indices, q, weights, k, use_relu),
+            *(None,) * (len(ctx.needs_input_grad) - 3),
+        )
 
     return carried
 
 
 def _shares_keys(query: torch.Tensor, key: torch.Tensor) -> bool:
     """Return whether all heads of attention have the same keys in memory."""
-    return key.size(2) == 1 or (key.size(2) == query.size(2) and key.stride(2) == 0)
+    return bool(key.size(2) == 1 or (key.size(2) == query.size(2) and key.stride(2) == 0))
 
 
 def _counted(rows: torch.Tensor | None, every: int) -> torch.Tensor | float:

@@ -21,9 +21,9 @@ def scores(
     weights: torch.Tensor,
     k: torch.Tensor,
     use_relu: bool,
-    within: tuple[torch.Tensor, torch.Tensor] | None = None,  # noqa: ARG001 - nothing is passed over
+    within: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Return the index scores: see `index_scores.scores`."""
+    """Return the index scores: see `index_scores.scores`. What lies outside of bounds is computed as well."""
     queries, batch, heads, _ = q.shape
     result = torch.zeros((batch, queries, k.size(0)), dtype=torch.float32, device=q.device)
     keys = k.permute(1, 2, 0).float()

@@ -609,7 +609,8 @@ def slot_side(
 
     `of_slots` is (rows, slots, dim) and `units` (rows, slots, tiles of channels). `weights` and `of_scores` begin with row
     `kept_start`. Programs side by side read the same row. BLOCKS: tensors come as descriptors of matrices whose rows are
-    (row, head) or (row, slot), and tiles of heads and slots are whole; slots behind the count get numbers that nobody reads.
+    (row, head) or (row, slot), the first four from `kept_start` on, and tiles of heads and slots are whole; slots behind the
+    count get numbers that nobody reads.
     """
     across = tl.program_id(0) % tiles
     down = (tl.program_id(0) // tiles) % tl.cdiv(slots, SLOTS)
@@ -623,12 +624,12 @@ def slot_side(
         if BLOCKS:
             for start in tl.range(0, heads, HEADS, num_stages=STAGES):
                 left = of_scores.load([(row - kept_start) * heads + start, down * SLOTS])
-                sum = _dot(tl.trans(left), q.load([row * heads + start, first]), sum)
+                sum = _dot(tl.trans(left), q.load([(row - kept_start) * heads + start, first]), sum)
             sum *= scale
             if VALUES:
                 for start in tl.range(0, heads, HEADS, num_stages=STAGES):
                     left = weights.load([(row - kept_start) * heads + start, down * SLOTS])
-                    sum = _dot(tl.trans(left), grad.load([row * heads + start, first]), sum)
+                    sum = _dot(tl.trans(left), grad.load([(row - kept_start) * heads + start, first]), sum)
         else:
             query, element = (row // batch).to(tl.int64), (row % batch).to(tl.int64)
             channel = first + tl.arange(0, CHANNELS)

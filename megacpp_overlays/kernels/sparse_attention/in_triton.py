@@ -176,12 +176,14 @@ def backward(
                 *(query, key, scales, ring, indices, counts, scale, bias, grad, lse, mean, due),
                 *(of_q, weights, of_scores, start, some),
             )
+            held = tuple(_held(each, slots, start, some) for each in (query, grad))
             for first in range(start, start + some, slot_rows):
                 fewer = min(slot_rows, start + some - first)
                 order, ends = slot_order.sort(places[first : first + fewer], keys * batch)
                 for tile in channel_tiles:
                     _slot_side(
-                        query, grad, weights, of_scores, counts, of_slots, units, scale, first, fewer, start, tile
+                        *(query, grad, held, weights, of_scores, counts, of_slots, units, scale, first, fewer, start),
+                        tile,
                     )
                     device_code.sum_slots[(keys * batch, tile.tiles)](
                         *(of_slots, units, order, ends, of_k, dim, tile.start, tile.before, units.size(2)),
@@ -217,6 +219,7 @@ def _as_read(
 def _slot_side(
     query: torch.Tensor,
     grad: torch.Tensor,
+    held: tuple[torch.Tensor, ...],
     weights: torch.Tensor,
     of_scores: torch.Tensor,
     counts: torch.Tensor,
@@ -228,7 +231,7 @@ def _slot_side(
     kept_start: int,
     tile: tiles.ChannelTiles,
 ) -> None:
-    """Write what the slots of some rows add to the gradients of their keys."""
+    """Write what the slots of some rows add to the gradients of their keys; `held` is query and gradient from `kept_start` on."""
     _, batch, heads, dim = query.shape
     slots, value = of_slots.size(1), grad.size(3)
     if heads <= tiles.FEWEST_HEADS:
@@ -245,12 +248,12 @@ def _slot_side(
             num_warps=way.warps,
         )
         return
-    blocks = _come_in_blocks(query, grad, slots)
+    blocks = _come_in_blocks(held, slots)
     way = tiles.SLOT_BLOCKS if blocks else tiles.SLOT_SIDE
     described: list[Any] = [query, grad, weights, of_scores, of_slots]
     if blocks:
         described = [
-            *(TensorDescriptor.from_tensor(each.view(-1, each.size(3)), [64, tile.width]) for each in (query, grad)),
+            *(TensorDescriptor.from_tensor(each.flatten(0, 1), [64, tile.width]) for each in held),
             *(TensorDescriptor.from_tensor(each.view(-1, slots), [64, way.slots]) for each in (weights, of_scores)),
             TensorDescriptor.from_tensor(of_slots.view(-1, dim), [way.slots, tile.width]),
         ]
@@ -268,11 +271,21 @@ def _slot_side(
     )
 
 
-def _come_in_blocks(query: torch.Tensor, grad: torch.Tensor, slots: int) -> bool:
-    """Return whether tiles of heads and slots are whole, so that the copy engine can bring and store them."""
-    whole = query.size(2) % 64 == 0 and slots % tiles.SLOT_BLOCKS.slots == 0
-    aligned = all(each.size(3) % 8 == 0 and each.data_ptr() % 16 == 0 for each in (query, grad))
-    return whole and aligned and query.is_contiguous() and grad.is_contiguous()
+def _held(tensor: torch.Tensor, slots: int, start: int, rows: int) -> torch.Tensor:
+    """Return some rows of (queries, batch, heads, channels), (rows, heads, channels): contiguous if they can come in blocks."""
+    of_rows = tensor.squeeze(1) if tensor.size(1) == 1 else tensor.flatten(0, 1)
+    some = of_rows[start : start + rows]
+    return some.contiguous() if _are_whole(some, slots) else some
+
+
+def _are_whole(rows: torch.Tensor, slots: int) -> bool:
+    """Return whether tiles of heads and slots of (rows, heads, channels) are whole."""
+    return rows.size(1) % 64 == 0 and slots % tiles.SLOT_BLOCKS.slots == 0 and rows.size(2) % 8 == 0
+
+
+def _come_in_blocks(held: tuple[torch.Tensor, ...], slots: int) -> bool:
+    """Return whether the copy engine can bring tiles of queries and gradients, and store those of slots."""
+    return all(_are_whole(each, slots) and each.data_ptr() % 16 == 0 for each in held)
 
 
 def _query_side(
