@@ -65,8 +65,7 @@ def panel(left: float, title: str, series: dict[str, list[tuple[float, float]]])
         body.append(line(left, y, left + PANEL, y, "faint"))
         body.append(text(left - 8, y + 4, f"{2.0**power:g}", kind="quiet", size=11, anchor="end"))
     body.append(line(left, bottom, left + PANEL, bottom, "axis"))
-    for tokens in lengths:
-        body.append(text(at(tokens, 1)[0], bottom + 16, f"{tokens:g}", kind="quiet", size=11, anchor="middle"))
+    body += [text(at(each, 1)[0], bottom + 16, f"{each:g}", kind="quiet", size=11, anchor="middle") for each in lengths]
     for name, each in series.items():
         body.append(curve([at(*point) for point in each], LINES.get(name, "axis"), 2.4))
     return body

@@ -14,7 +14,7 @@ import torch
 from top_k_cases import DTYPES, KINDS, rows, some_of
 
 from megacpp_overlays.kernels.top_k import function as top_k
-from megacpp_overlays.kernels.top_k import in_torch
+from megacpp_overlays.kernels.top_k import in_torch, in_triton
 
 # Triton, inductor and torch's debug modes warn as they like.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -35,10 +35,12 @@ def assert_right(scores: Any, k: int, what: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_up_to_32768_go_to_the_kernel(dtype: torch.dtype) -> None:
+def test_rows_go_to_the_kernel_unless_too_many_are_chosen_of_long_ones(dtype: torch.dtype) -> None:
     device = torch.device(DEVICE, 0)
-    assert {top_k.implementation(dtype, keys, device).__name__.rpartition(".")[2] for keys in KEYS} == {"in_triton"}
-    assert top_k.implementation(dtype, 32769, device) is in_torch
+    ways = {top_k.implementation(dtype, keys, keys, device).__name__.rpartition(".")[2] for keys in KEYS}
+    assert ways == {"in_triton"}
+    assert top_k.implementation(dtype, 131072, 16384, device).__name__.endswith("in_triton")
+    assert top_k.implementation(dtype, 32769, 16385, device) is in_torch
 
 
 @pytest.mark.parametrize("keys", KEYS)
@@ -69,10 +71,28 @@ def test_sizes_of_a_model_are_right(name: str, kind: str) -> None:
     assert torch.equal(taken.nan_to_num(nan=torch.inf), numbers.nan_to_num(nan=torch.inf))
 
 
-def test_longer_rows_and_other_dtypes_are_sorted() -> None:
-    assert_right(rows("whole", 3, 40000, device=DEVICE), 2048, "longer rows")
+@pytest.mark.parametrize(("keys", "k"), [(32769, 2048), (131072, 2048), (100000, 1), (65536, 16384)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_longer_rows_are_chosen_from_stretch_by_stretch(kind: str, keys: int, k: int) -> None:
+    assert_right(rows(kind, 1, 3, keys, device=DEVICE), k, kind)
+
+
+@pytest.mark.parametrize("keys", [4096, 40000, 131072])
+def test_bounds_are_those_of_a_mask(keys: int) -> None:
+    scores = rows("whole", 2, 5, keys, device=DEVICE)
+    starts, ends = (
+        torch.tensor(each, dtype=torch.int32, device=DEVICE)
+        for each in ([0, 7, 300, 3000, 9], [keys, 17, 300, keys - 3, 4001])
+    )
+
+    found = in_triton.choose(scores, 1000, True, (starts, ends))
+
+    assert torch.equal(found, in_torch.choose(scores, 1000, True, (starts, ends)))
+
+
+def test_other_dtypes_and_most_of_long_rows_are_sorted() -> None:
     assert_right(rows("whole", 3, 400, device=DEVICE).double(), 100, "float64")
-    assert_right(rows("NaNs", 3, 40000, device=DEVICE), 2048, "longer rows with NaNs")
+    assert_right(rows("NaNs", 3, 40000, device=DEVICE), 20000, "most of longer rows with NaNs")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -165,6 +165,7 @@ def way(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
     def name(
         dtype: torch.dtype = torch.float32,
         keys: int = 4096,
+        k: int = 1,
         device: torch.device = CUDA,
         found: str = "H200",
         triton: str = "3.6.0",
@@ -173,8 +174,8 @@ def way(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: capability)
         monkeypatch.setattr(measured, "_triton", lambda: triton)
         top_k._of_device.cache_clear()
-        assert top_k.has_kernel(device) is (top_k.implementation(torch.float32, 1, device) is not in_torch)
-        return top_k.implementation(dtype, keys, device).__name__.rpartition(".")[2]
+        assert top_k.has_kernel(device) is (top_k.implementation(torch.float32, 1, 1, device) is not in_torch)
+        return top_k.implementation(dtype, keys, k, device).__name__.rpartition(".")[2]
 
     yield name
     top_k._of_device.cache_clear()
@@ -182,7 +183,8 @@ def way(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
 
 def test_the_kernel_is_for_hopper(way: Callable[..., str]) -> None:
     for dtype in DTYPES:
-        assert {way(dtype, keys) for keys in (1, 4096, 32768)} == {"in_triton"}
+        assert {way(dtype, keys, keys) for keys in (1, 4096, 32768)} == {"in_triton"}
+        assert {way(dtype, keys, 16384) for keys in (32769, 1 << 20)} == {"in_triton"}
 
 
 @pytest.mark.parametrize(
@@ -193,7 +195,7 @@ def test_the_kernel_is_for_hopper(way: Callable[..., str]) -> None:
         {"device": CPU},
         {"dtype": torch.float64},
         {"dtype": torch.int32},
-        {"keys": 32769},
+        {"keys": 32769, "k": 16385},
     ],
     ids=str,
 )
@@ -204,12 +206,16 @@ def test_all_else_is_sorted(way: Callable[..., str], odd: dict[str, Any]) -> Non
 # The kernel, in interpreters of its own.
 
 
-CASES = [f"{keys}:{marked}" for keys in (1, 100, 4096, 8192, 16384, 32767, 32768) for marked in (0, 1)]
+CASES = [f"{keys}:{marked}" for keys in (1, 100, 4096, 8192, 16384, 32767, 32768, 131072) for marked in (0, 1)]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_hopper_can_run_what_is_taken_there(programs: dict[str, Any], case: str) -> None:
-    assert [each["kernel"] for each in programs[case]] == ["choose_rows"] * len(DTYPES)
+    keys, marked = map(int, case.split(":"))
+    launches = (
+        1 if keys <= top_k.LONGEST else 3
+    ) + marked  # stretches, lists of them and what is left; with bounds once more
+    assert [each["kernel"] for each in programs[case]] == ["choose_rows"] * launches * len(DTYPES)
     assert max(each["shared"] for each in programs[case]) <= DEVICES["H200"].shared_memory_per_block_optin
 
 
@@ -230,7 +236,7 @@ def test_the_interpreter_takes_the_kernel(facts: dict[str, Any]) -> None:
     assert facts["way"].endswith("top_k.in_triton")
 
 
-@pytest.mark.parametrize("what", ["kinds", "dtypes", "long_rows", "layouts", "nothing"])
+@pytest.mark.parametrize("what", ["kinds", "dtypes", "long_rows", "layouts", "nothing", "stretches", "bounds"])
 def test_the_kernel_is_right_about(facts: dict[str, Any], what: str) -> None:
     assert facts[what]
     assert [name for name, is_right in facts[what].items() if not is_right] == []

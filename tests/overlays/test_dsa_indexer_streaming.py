@@ -29,7 +29,7 @@ from dsa_indexer import (
     supported,
     trained,
 )
-from dsa_source import install
+from dsa_source import edited, install, text_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import SUPPORT
@@ -38,6 +38,8 @@ from warm_python import MEGATRON
 from megacpp_overlays.feature_probes import dsa_indexer_streaming as feature
 from megacpp_overlays.kernels import measured
 from megacpp_overlays.kernels.attention_target import blocks, indexer_loss
+from megacpp_overlays.kernels.chosen_keys import function as chosen_keys
+from megacpp_overlays.kernels.chosen_keys import in_torch, query_blocks
 from megacpp_overlays.kernels.index_scores import function as index_scores
 from megacpp_overlays.kernels.index_scores import reference as index_scores_reference
 from megacpp_overlays.kernels.top_k import function as top_k
@@ -368,6 +370,158 @@ def test_the_fused_loss_trains_as_upstreams(upstream: ModuleType, patched: Modul
             assert_alike([found_loss], [expected_loss])
             assert_alike(found, expected, tolerance=1e-5 if dtype == torch.float32 else 1e-2)
             assert all(each.count_nonzero() for each in found)
+
+
+CHOSEN: dict[str, dict[str, Any]] = {
+    "packed": {},
+    "per token": {"calculate_per_token_loss": True},
+    "padded rows": {"query_valid_rows": torch.tensor([True] * 5 + [False] * 2)},
+    "all keys": {"topk": 20},
+    "a query that sees nothing": {"varlen_ends": torch.tensor([1, 2, 3, 3, 5, 6, 9])},
+    "bare products": {"use_relu": False},
+}
+"""Sparse losses of attention whose heads share their keys, beside `over_chosen_keys`."""
+
+
+def over_chosen_keys(queries: int = 7, keys: int = 9) -> dict[str, Any]:
+    return {
+        "sparse_loss": True,
+        "mask": None,
+        "varlen_starts": torch.tensor([0, 0, 0] + [3] * (queries - 3)),
+        "varlen_ends": torch.tensor([*range(1, queries), keys]),
+        "query": numbers(queries, 2, 3, 5, seed=7),
+        "key": numbers(keys, 2, 1, 5, seed=8).expand(-1, -1, 3, -1),
+    }
+
+
+@pytest.fixture
+def chosen_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Note each choice of keys in blocks of queries."""
+    calls: list[str] = []
+    choose = chosen_keys.choose
+
+    def noted(*args: Any) -> Any:
+        calls.append("choose")
+        return choose(*args)
+
+    monkeypatch.setattr(chosen_keys, "choose", noted)
+    return calls
+
+
+@pytest.mark.parametrize("kind", CHOSEN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_sparse_loss_over_chosen_keys_trains_as_upstreams(
+    kind: str, dtype: torch.dtype, newest: SourceTree, chosen_calls: list[str]
+) -> None:
+    upstream, patched = indexer_of(newest), indexer_of(newest)
+    undo = installed(newest, patched)
+    given = {**over_chosen_keys(), **CHOSEN[kind]}
+
+    expected_loss, expected = trained(upstream, inputs_of(7, 9, dtype=dtype), **given)
+    found_loss, found = trained(patched, inputs_of(7, 9, dtype=dtype), **given)
+    undo()
+
+    assert chosen_calls == ["choose"]
+    assert_alike([found_loss], [expected_loss])
+    assert_alike(found, expected, tolerance=1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"sparse_loss": False},
+        {"mask": causal(7, 9), "varlen_starts": None, "varlen_ends": None},
+        {"key_positions": torch.arange(9).flip(0)},
+        {"key": numbers(9, 2, 3, 5, seed=8)},
+    ],
+    ids=["dense", "mask", "positions of keys", "keys of each head"],
+)
+def test_other_losses_go_the_way_of_all_scores(
+    other: dict[str, Any], newest: SourceTree, chosen_calls: list[str]
+) -> None:
+    upstream, patched = indexer_of(newest), indexer_of(newest)
+    undo = installed(newest, patched)
+    given = {**over_chosen_keys(), **other}
+
+    expected_loss, expected = trained(upstream, inputs_of(7, 9), **given)
+    found_loss, found = trained(patched, inputs_of(7, 9), **given)
+    undo()
+
+    assert chosen_calls == []
+    assert_alike([found_loss, *found], [expected_loss, *expected], tolerance=1e-5)
+
+
+def test_a_small_sparse_loss_is_upstreams_own(
+    newest: SourceTree, chosen_calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "_calls_of_every_size", 0)
+    upstream, patched = indexer_of(newest), indexer_of(newest)
+    undo = installed(newest, patched)
+
+    expected = trained(upstream, inputs_of(7, 9), **over_chosen_keys())
+    found = trained(patched, inputs_of(7, 9), **over_chosen_keys())
+    undo()
+
+    assert chosen_calls == []
+    assert torch.equal(found[0], expected[0])
+    assert all(torch.equal(one, other) for one, other in zip(found[1], expected[1], strict=True))
+
+
+def test_targets_of_chosen_keys_are_summed_over_ranks(newest: SourceTree, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks with the same heads: the sum is twice as large, and once it is normalised the loss is that of one rank."""
+    summed: list[tuple[int, ...]] = []
+
+    def twice(tensor: Any, group: Any) -> None:  # noqa: ARG001 - as torch.distributed calls it
+        summed.append(tuple(tensor.shape))
+        tensor.mul_(2)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", twice)
+    patched = indexer_of(newest)
+    undo = installed(newest, patched)
+    ranks = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2))
+
+    alone = trained(patched, inputs_of(7, 9), **over_chosen_keys())
+    together = trained(patched, inputs_of(7, 9), ranks, **over_chosen_keys())
+    undo()
+
+    assert summed == [(2, 7, 3)]
+    assert_alike([together[0], *together[1]], [alone[0], *alone[1]])
+
+
+def test_nothing_of_all_queries_and_keys_is_held(newest: SourceTree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(query_blocks, "_BLOCK_BYTES", 4 * 2 * 300 * 20)
+    monkeypatch.setattr(in_torch, "_BLOCK_ELEMENTS", 1000)
+    patched = indexer_of(newest)
+    undo = installed(newest, patched)
+    with Largest() as largest:
+        trained(patched, inputs_of(300, 300, dim=2), **over_chosen_keys(300, 300))
+    undo()
+
+    assert 0 < largest.elements < 2 * 300 * 300 / 4
+
+
+@pytest.mark.parametrize("name", [feature.FUSED_LOSS, "fwd_fused_indexer_loss_naive"])
+def test_another_autograd_function_keeps_its_choice_and_its_sparse_loss(newest: SourceTree, name: str) -> None:
+    text = text_of(newest, feature.TARGET.module)
+    assert name in text
+    edits = {
+        feature.FUSED_LOSS: ("ctx.softmax_scale = softmax_scale", "ctx.softmax_scale = 2 * softmax_scale"),
+        "fwd_fused_indexer_loss_naive": (
+            "    return topk_indices, indexer_loss\n",
+            "    return topk_indices, -indexer_loss\n",
+        ),
+    }
+
+    finding = edited(newest, OVERLAY, *edits[name])
+
+    assert finding.shape == feature.OTHER_TOP_K[feature.EXACT_LOSS]
+    assert any(f"{name} has an unknown body" in each.seen for each in finding.evidence)
+
+
+def test_a_missing_autograd_function_keeps_upstreams_choice(newest: SourceTree) -> None:
+    finding = edited(newest, OVERLAY, f"class {feature.FUSED_LOSS}(", "class AnotherLoss(")
+
+    assert finding.shape == feature.OTHER_TOP_K[feature.EXACT_LOSS]
 
 
 @pytest.mark.usefixtures("with_loss")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megacpp_overlays.kernels.sparse_attention import function, reference
+from megacpp_overlays.kernels.sparse_attention import function, reference, slot_order, tiles
 from megacpp_overlays.kernels.sparse_attention.quantized_keys import BLOCK, QuantizedKeys
 
 
@@ -284,7 +284,8 @@ def main(device: str, sizes: str = "all") -> None:
         made = inputs(entry, device=device)
         module = function.implementation(entry.dtype, entry.dtype, entry.dim, made["above"].device)
         if entry.parts:
-            module._SLOT_BYTES, module._KEPT_BYTES, module._KEYS_OF_16_BITS = 3000, 20000, 0
+            tiles._LEAST_SLOT_BYTES = tiles._MOST_SLOT_BYTES = 3000
+            module._KEPT_BYTES, slot_order._KEYS_OF_16_BITS = 20000, 0
         opened = results(function.attend, made, None) if entry.scales else {}
         module._READS_WORTH_OPENING = math.inf  # else no key is read as it is here, where few keys are read often
         found, again = (results(function.attend, made, None) for _ in range(2))

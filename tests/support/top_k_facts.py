@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import sys
 from typing import Any
+from unittest import mock
 
 import torch
 from top_k_cases import DTYPES, KINDS, definition, rows, some_of
 
 from megacpp_overlays.kernels.top_k import function as top_k
-from megacpp_overlays.kernels.top_k import in_torch
+from megacpp_overlays.kernels.top_k import in_torch, in_triton
 
 FEW = "few" in sys.argv
 KEYS = (2, 33, 128) if FEW else (1, 2, 33, 128, 700)
@@ -71,6 +72,32 @@ def nothing() -> dict[str, bool]:
     }
 
 
+def stretches() -> dict[str, bool]:
+    """Hold rows that are cut into stretches of 64 numbers to the definition: up to three levels of lists."""
+    found = {}
+    with mock.patch.object(in_triton, "_STRETCH", 64):
+        for kind in KINDS[::2] if FEW else KINDS:
+            for keys, k in ((65, 32), (200, 20)) if FEW else ((65, 32), (128, 1), (200, 20), (333, 32)):
+                found[f"{kind}, {keys} keys, {k}"] = _is_right(rows(kind, 2, keys), k)
+    return found
+
+
+def bounds() -> dict[str, bool]:
+    """Hold rows with bounds to a mask: of none and of one number, beside groups that are loaded at once, and of several stretches."""
+    starts = torch.tensor([0, 5, 17, 40, 3], dtype=torch.int32)
+    ends = torch.tensor([100, 6, 33, 40, 70], dtype=torch.int32)
+    found = {}
+    for stretch in (64, in_triton._STRETCH):
+        with mock.patch.object(in_triton, "_STRETCH", stretch):
+            for kind in ("whole", "NaNs", "infinities"):
+                for keys in (100, 128):
+                    scores = rows(kind, 2, 5, keys)
+                    mine = in_triton.choose(scores, 24, True, (starts, ends))
+                    expected = in_torch.choose(scores, 24, True, (starts, ends))
+                    found[f"{kind}, {keys} keys, stretches of {stretch}"] = torch.equal(mine, expected)
+    return found
+
+
 def _is_right(scores: Any, k: int) -> bool:
     found = [top_k.choose(scores, k, mark_infinite=marked) for marked in (False, True)]
     return all(torch.equal(each, definition(scores, k, mark_infinite=marked)) for marked, each in enumerate(found))
@@ -78,8 +105,8 @@ def _is_right(scores: Any, k: int) -> bool:
 
 def main() -> None:
     """Print what was found."""
-    way = top_k.implementation(torch.float32, 100, torch.device("cpu")).__name__
-    facts = {each.__name__: each() for each in (kinds, dtypes, long_rows, layouts, nothing)}
+    way = top_k.implementation(torch.float32, 100, 1, torch.device("cpu")).__name__
+    facts = {each.__name__: each() for each in (kinds, dtypes, long_rows, layouts, nothing, stretches, bounds)}
     sys.stdout.write(json.dumps({"way": way, **facts}))
 
 

@@ -14,10 +14,16 @@ def compile_for(keys: int, is_marked: int) -> None:
     from triton.runtime import driver
 
     from megacpp_overlays.kernels.top_k import in_triton
+    from megacpp_overlays.kernels.top_k.function import LONGEST, MOST_OF_LONG_ROWS
 
     driver.set_active(Device(90))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        in_triton.choose(torch.zeros(4, keys, dtype=dtype), max(1, keys // 2), bool(is_marked))
+        scores = torch.zeros(4, keys, dtype=dtype)
+        k = min(max(1, keys // 2), MOST_OF_LONG_ROWS)
+        in_triton.choose(scores, k, bool(is_marked))
+        if is_marked:
+            bounds = torch.zeros(4, dtype=torch.int32)
+            in_triton.choose(scores[:, :LONGEST], k, True, (bounds, bounds))
 
 
 if __name__ == "__main__":

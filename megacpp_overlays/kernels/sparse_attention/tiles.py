@@ -25,7 +25,7 @@ _WIDE_CHANNELS = 128
 _SHARED = 227 * 1024 - 512
 """Bytes of shared memory that a program on Hopper may fill, less what barriers take."""
 _LONGEST_RING = 4
-_LEAST_SLOT_BYTES, _MOST_SLOT_BYTES = 1 << 28, 1 << 31
+_LEAST_SLOT_BYTES, _MOST_SLOT_BYTES = 3 << 27, 1 << 31
 _SLOTS_OF_A_KEY = 16
 """Of a key, on average, whose gradients are held at a time: its sum in float32, read and written, takes as much as four slots do."""
 
