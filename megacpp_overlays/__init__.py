@@ -161,13 +161,20 @@ def _count_at_exit() -> None:
 
 
 _PID = os.getpid()
+_startup_file: str = globals().get("_startup_file", "")
+"""The `.pth` file of `megacpp-overlays enable` that armed this process; empty where something else did."""
 
 
 def _arm_at_import() -> None:
     atexit.unregister(_count_at_exit)
     atexit.register(_count_at_exit)
     try:
-        arm()
+        if _startup_file:
+            from megacpp_overlays.processes import startup_arming  # noqa: PLC0415
+
+            startup_arming.arm(current(), _startup_file)
+        else:
+            arm()
         if current().settings.receipts:
             from megacpp_overlays.processes.child_reports import write_receipts_that_are_asked_for  # noqa: PLC0415
 

@@ -10,6 +10,7 @@
     +-- RanksError        ranks do not run the same code, or one of them did not say so in time
     +-- AuditFileError    a file has no audit that can be compared
     +-- ChildrenError     a child process runs other code than its parent, or did not say so in time
+    +-- StartupFileError  the `.pth` that arms an environment cannot be written, or does not arm it
     +-- LockError         a lock cannot be read, or an environment is not what its lock says
     +-- CheckpointError   a checkpoint was written broken, or cannot be read
     +-- UpkeepError       a command that looks after overlays cannot do what was asked
@@ -81,6 +82,10 @@ class RanksError(OverlayError, RuntimeError):
 
 class ChildrenError(OverlayError, RuntimeError):
     """Raised in a parent whose child process runs other code, or gave no receipt in time."""
+
+
+class StartupFileError(OverlayError, RuntimeError):
+    """Raised when the start-up file of an environment cannot be written, or a Python does not start armed with it."""
 
 
 class AuditFileError(OverlayError, ValueError):

@@ -17,8 +17,10 @@ from megacpp_overlays.cli import (
     codes,
     compare,
     completion,
+    disable,
     drift,
-    learn,
+    enable,
+    env,
     ledger,
     matrix,
     pack,
@@ -29,6 +31,7 @@ from megacpp_overlays.cli import (
     repro,
     retire,
     run,
+    status,
     sweep,
     triage,
     wave,
@@ -42,7 +45,8 @@ from megacpp_overlays.terminal_text import PlainStream
 from megacpp_overlays.version import VERSION
 
 FOR_A_RUN = (audit, run, compare, drift, repro, witness, checkpoint, report)
-FOR_THE_LANE = (ledger, reference, matrix, learn, rehearse, triage, sweep, retire, receipts, pack, wave, completion)
+FOR_AN_IMAGE = (enable, disable, status, env)
+FOR_THE_LANE = (ledger, reference, matrix, rehearse, triage, sweep, retire, receipts, pack, wave, completion)
 
 _EXAMPLES = (
     "audit                                   # what is repaired here, and why",
@@ -100,7 +104,7 @@ def parsers() -> tuple[argparse.ArgumentParser, Subparsers]:
     )
     parser.add_argument("--version", action="version", version=f"megacpp_overlays {VERSION}")
     commands = parser.add_subparsers(metavar="command", required=True)
-    for each in (*FOR_A_RUN, *FOR_THE_LANE):
+    for each in (*FOR_A_RUN, *FOR_AN_IMAGE, *FOR_THE_LANE):
         each.add_to(commands)
     parser.epilog = "\n".join(
         [
@@ -108,6 +112,9 @@ def parsers() -> tuple[argparse.ArgumentParser, Subparsers]:
             "",
             "for a run:",
             *_listed(commands, FOR_A_RUN),
+            "",
+            "for an environment or an image:",
+            *_listed(commands, FOR_AN_IMAGE),
             "",
             "for keeping a lane:",
             *_listed(commands, FOR_THE_LANE),

@@ -58,6 +58,7 @@ def add_to(commands: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> bool:
     """Print what drifted; return whether nothing did."""
     # The other commands do not need these.
+    from megacpp_overlays.processes import startup_file  # noqa: PLC0415
     from megacpp_overlays.repro import inventory  # noqa: PLC0415
     from megacpp_overlays.upkeep.drift import accounts, drift, drift_report, installations, substitutions  # noqa: PLC0415
 
@@ -77,6 +78,7 @@ def run(arguments: argparse.Namespace) -> bool:
             names, installed, entries, overlays, quick=arguments.quick, required=bool(arguments.distribution)
         ),
         process=substitutions.look() if arguments.modules else None,
+        startup=() if arguments.distribution else tuple(startup_file.found()),
     )
     print(json.dumps(outcome.as_dict(), indent=2) if arguments.json else outcome)
     return outcome.clean

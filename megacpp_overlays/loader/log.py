@@ -109,6 +109,11 @@ class Log:
         """Say that what was asked for is about a retired overlay."""
         self._write(sentence, {"event": "outlived", "text": sentence}, logging.INFO)
 
+    def other_copy(self, text: str) -> None:
+        """Say that a process is armed by one copy of this package although its path leads to another; a child does not repeat it."""
+        if self._is_news("another copy", text):
+            self._write(f"WARNING {text}", {"event": "other copy", "text": text}, logging.WARNING)
+
     def not_loaded(self, module: str, error: Exception) -> None:
         """Say that nothing was done about a target, because the declarations could not be loaded."""
         text = f"WARNING conflict: the overlays of {module} cannot be loaded, and none of them is in: {type(error).__name__}: {error}"

@@ -107,17 +107,20 @@ class Session:
         """Return the overlays that are settled when this module has been imported."""
         return [overlay for overlay in self._declared.overlays if overlay.target.module == name]
 
-    def arm(self) -> None:
+    def arm(self, *, with_gates: bool = True) -> None:
         """Decide the gates and watch every target. Arming again settles what was undone and changes nothing else.
 
         What an interrupt or a lack of memory ended, and a target that was executed past every hook, count as undone.
+
+        Args:
+            with_gates: decide gates now; without it `decide_gates`, the first target or an audit does.
         """
         tree = Remembered(self._tree)
         self._say_what_waits()
         if self._declared.are_loaded or not sys.modules.keys().isdisjoint(self._declared.targets):
             self._complete(tree)
-        else:
-            self._note(self._gates_that_are_there(tree), tree)
+        elif with_gates:
+            self.decide_gates(tree)
         self.log.obsolete_variables()
         if self.settings.mode is Mode.OFF:
             return
@@ -134,6 +137,11 @@ class Session:
         self._changed()
         if conflicts:  # strict: every target has been settled before the first of them is raised
             raise ActivationError("\n".join(conflicts))
+
+    def decide_gates(self, tree: SourceTree | None = None) -> None:
+        """Decide the gates whose packages are there, and say what they found."""
+        tree = tree or Remembered(self._tree)
+        self._note(self._gates_that_are_there(tree), tree)
 
     @contextlib.contextmanager
     def _one_heap_walk(self) -> Iterator[None]:

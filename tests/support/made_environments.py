@@ -54,7 +54,7 @@ def make(folder: Path, text: str, version: str, *, needed: tuple[str, ...] = NEE
     """
     venv.EnvBuilder(with_pip=False, symlinks=True).create(folder)
     site = next((folder / "lib").glob("python*/site-packages"))
-    pins = {name: _install(site, name) for name in _with_what_they_need(needed)} | {"made-target": version}
+    pins = {name: link(site, name) for name in with_what_they_need(needed)} | {"made-target": version}
     (site / "made_up.py").symlink_to(SUPPORT / "made_up.py")
     (site / "made_up_plugin.py").write_text(PLUGIN)
     points = "[megacpp_overlays.overlays]\ndouble = made_up_plugin:OVERLAY\n"
@@ -77,7 +77,8 @@ def site_of(environment: Environment) -> Path:
     return next((environment.python.parent.parent / "lib").glob("python*/site-packages"))
 
 
-def _with_what_they_need(names: Iterable[str]) -> list[str]:
+def with_what_they_need(names: Iterable[str]) -> list[str]:
+    """Return distributions with everything that they need, as far as it is installed here."""
     found: list[str] = []
     left = list(names)
     while left:
@@ -91,7 +92,7 @@ def _with_what_they_need(names: Iterable[str]) -> list[str]:
     return found
 
 
-def _install(site: Path, name: str) -> str:
+def link(site: Path, name: str) -> str:
     """Link an installed distribution into an environment; return its version."""
     found = importlib.metadata.distribution(name)
     for top in {file.parts[0] for file in found.files or () if file.parts[0] not in {"..", "__pycache__"}}:

@@ -3,6 +3,9 @@
 Python imports the first module of this name at start-up. This folder comes first on the PYTHONPATH of every child of
 a process that asked for it, so any Python may find it here, of any environment and version: it must run on all since
 3.6, and does nothing at all where it is not meant.
+
+The start-up file of `megacpp-overlays enable` executes this file as well, under another name. It is found by the Pythons of its
+environment alone, all of which are meant, and no `sitecustomize` waits behind it.
 """
 
 import os
@@ -10,9 +13,13 @@ import sys
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _MEANT = "MEGACPP_OVERLAYS_CHILDREN"
+_STARTUP_FILE = globals().get("STARTUP_FILE", "")
+"""The `.pth` file that executes this; empty where PYTHONPATH led here."""
 
 
 def _is_meant() -> bool:
+    if _STARTUP_FILE:
+        return True
     this = f"{sys.implementation.cache_tag}:{os.path.realpath(sys.prefix)}"  # the same as in loader/settings.py
     return os.environ.get(_MEANT, "").strip() == this
 
@@ -30,6 +37,8 @@ def _arm() -> None:
     assert spec is not None  # noqa: S101 - a `.py` file always has a spec and a loader
     assert spec.loader is not None  # noqa: S101
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    if _STARTUP_FILE:
+        vars(module)["_startup_file"] = _STARTUP_FILE
     spec.loader.exec_module(module)
 
 
@@ -40,10 +49,15 @@ def _stop(error: BaseException) -> None:
     is_setting = type(error).__name__ == "SettingsError"
     if not is_setting:
         traceback.print_exc()
+    way_out = f"unset {_MEANT}"
+    if _STARTUP_FILE:
+        way_out = (
+            f"run `megacpp-overlays disable`, or delete {_STARTUP_FILE}, which arms every Python of this environment,"
+        )
     text = (
         f"megacpp_overlays: {type(error).__name__}: {error}\n"
         "megacpp_overlays: this Python was to be armed before its first line and is not, so it ends here.\n"
-        f"megacpp_overlays: unset {_MEANT} to start it without overlays.\n"
+        f"megacpp_overlays: {way_out} to start it without overlays.\n"
     )
     try:
         sys.stderr.write(text)
@@ -85,5 +99,5 @@ if _meant:
         _arm()
     except BaseException as error:  # noqa: BLE001 - whatever it is, it must not pass in silence
         _stop(error)
-if __name__ != "megacpp_overlays_startup":  # beside this, which has no next one
+if __name__ == "sitecustomize":  # under another name there is no next one
     _run_the_next(_meant)

@@ -10,6 +10,7 @@ from typing import Any
 
 from megacpp_overlays import terminal_text
 from megacpp_overlays.loader.rendering import aligned
+from megacpp_overlays.processes.startup_file import StartupFile
 from megacpp_overlays.upkeep.drift.accounts import Account, DriftState, PackDiff
 from megacpp_overlays.upkeep.drift.drift import DistributionDrift, DriftReport
 from megacpp_overlays.upkeep.drift.records import Kind
@@ -29,6 +30,8 @@ class DriftOutcome:
     report: DriftReport
     process: ProcessDrift | None
     """None where no module was asked for."""
+    startup: tuple[StartupFile, ...] = ()
+    """The files that arm every Python of this environment, see `megacpp-overlays enable`; no RECORD names them."""
 
     @property
     def foreign(self) -> tuple[Substitution, ...]:
@@ -39,7 +42,7 @@ class DriftOutcome:
     def clean(self) -> bool:
         """Whether everything that was looked at is as published, or accounted for."""
         in_process = self.process is None or not (self.foreign or self.process.unchecked)
-        return self.report.clean and in_process
+        return self.report.clean and in_process and all(each.is_ours for each in self.startup)
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON types."""
@@ -49,6 +52,10 @@ class DriftOutcome:
             "quick": self.report.quick,
             "distributions": [_row_dict(row) for row in self.report.rows],
             "not_installed": list(self.report.absent),
+            "startup_files": [
+                {"file": str(each.path), "package": each.package, "state": _startup_state(each).value}
+                for each in self.startup
+            ],
             "stale": [{"pack": each.pack, **dataclasses.asdict(each.diff)} for each in self.report.stale],
             "running": None
             if process is None
@@ -66,6 +73,7 @@ class DriftOutcome:
             list(_files(self.report, DriftState.UNTRACKED)),
             list(_files(self.report, DriftState.TRACKED)),
             list(_unchecked(self.report.rows)),
+            list(_startup(self.startup)),
             list(_stale(self.report.stale)),
             list(_process(self.process, self.foreign)) if self.process else [],
         ]
@@ -98,6 +106,8 @@ class DriftOutcome:
             yield f"install what was asked for, or put its checkout on PYTHONPATH: {', '.join(self.report.absent)}"
         if self.foreign:
             yield "make an overlay of what was replaced, or take it out of what replaces it"
+        if not all(each.is_ours for each in self.startup):
+            yield "write the start-up file anew with `megacpp-overlays enable`, or remove it with `megacpp-overlays disable`"
         if self.report.stale:
             yield "retire the stale entries from their packs"
 
@@ -135,6 +145,20 @@ def _unchecked(rows: Sequence[DistributionDrift]) -> Iterator[str]:
 
 def _stale(entries: Sequence[PackDiff]) -> Iterator[str]:
     yield from (f"stale: {each.pack}: {each.diff.distribution}: {each.diff.file}: {RETIRE}" for each in entries)
+
+
+def _startup_state(file: StartupFile) -> DriftState:
+    return DriftState.TRACKED if file.is_ours else DriftState.UNTRACKED
+
+
+def _startup(found: Sequence[StartupFile]) -> Iterator[str]:
+    for each in found:
+        how = (
+            "as `megacpp-overlays enable` wrote it"
+            if each.is_ours
+            else "edited, or of another copy of megacpp_overlays"
+        )
+        yield f"start-up file: {_startup_state(each).value}: {each.path} arms every Python with {each.package}; {how}"
 
 
 def _process(process: ProcessDrift, foreign: Sequence[Substitution]) -> Iterator[str]:
