@@ -21,6 +21,8 @@ from megacpp_overlays.cli import (
     drift,
     enable,
     env,
+    explain,
+    info,
     ledger,
     matrix,
     pack,
@@ -44,12 +46,13 @@ from megacpp_overlays.near_names import suggestion
 from megacpp_overlays.terminal_text import PlainStream
 from megacpp_overlays.version import VERSION
 
-FOR_A_RUN = (audit, run, compare, drift, repro, witness, checkpoint, report)
+FOR_A_RUN = (audit, explain, info, run, compare, drift, repro, witness, checkpoint, report)
 FOR_AN_IMAGE = (enable, disable, status, env)
 FOR_THE_LANE = (ledger, reference, matrix, rehearse, triage, sweep, retire, receipts, pack, wave, completion)
 
 _EXAMPLES = (
     "audit                                   # what is repaired here, and why",
+    "audit --quick                           # the same from files, in a second or two",
     "run train.py --steps 10                 # a launcher that nobody edits",
     "repro 9                                 # see a defect, and see it gone",
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +15,9 @@ from typing import Any, cast
 from megacpp_overlays.cli import colours, commands, witness
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.cli.commands import Subparsers, add, check_ids
+from megacpp_overlays.cli.others_output import OthersOutput
 from megacpp_overlays.errors import AuditFileError, OverlayError, RequirementError
-from megacpp_overlays.loader import explanation, overview, rendering, requirements, session
+from megacpp_overlays.loader import explanation, overview, quick, rendering, requirements, session
 from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.model import UNDECIDED, Decision, Erratum, Record
 from megacpp_overlays.repro import inventory
@@ -26,6 +29,7 @@ _TEXT = "Import every installed target in a fresh process and say what was decid
 _EXAMPLES = (
     "audit",
     "audit -v",
+    "audit --quick      # from files, in a second or two: nothing is imported",
     "audit liger-flce-none-backward",
     "audit --require liger-flce-none-backward=active,retired",
     "audit --html audit.html",
@@ -44,6 +48,12 @@ _CODES = {
 }
 
 
+_NO_FINGERPRINT = "none (--quick)"
+_QUICK = """\
+quick: read from files. Nothing was imported, no seam was placed and no self-test
+  ran; \"active\" is what an import of the target would try. `audit` imports them."""
+
+
 def add_to(subparsers: Subparsers) -> None:
     """Add the command to the parser."""
     parser = add(subparsers, "audit", _TEXT, examples=_EXAMPLES, codes=_CODES)
@@ -58,6 +68,11 @@ def add_to(subparsers: Subparsers) -> None:
         type=Path,
         metavar="FILE",
         help="with --html: the page of an audit that a run left, and look at nothing here",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="import nothing: look contracts and known findings up in files, and run no self-test",
     )
     parser.add_argument("--witness", action="store_true", help="first prove what is unproved, as `witness` does")
     parser.add_argument(
@@ -97,21 +112,41 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(f"--require {error}")
     except AuditFileError as error:
         parser.error(f"--expect {error}")
+    if arguments.quick and (arguments.json or arguments.html or arguments.witness or arguments.deep or arguments.ids):
+        parser.error("--quick places no seam: it goes with -v, --require and --expect; for an ID there is `explain`")
     current.log.leave_it_to_the_caller()
+    if arguments.quick:
+        return _report(arguments, current, quick.audit(current.overlays, current.settings), required, kept)
     current.arm()
     if arguments.witness:
         attempts = witness.witness(current, WitnessOptions(packs=inventory.own_folder(), settings=current.settings))
         print(*map(witness.line, attempts), sep="\n", end="\n" if attempts else "", file=sys.stderr)
-    audit = pre_flight(current, deep=arguments.deep, ids=arguments.ids)
+    said = OthersOutput()
+    audit = pre_flight(current, deep=arguments.deep, ids=arguments.ids, said=said)
+    said.show(everything=arguments.verbose or bool(arguments.ids))
     if arguments.ids:
         return _explain(audit, arguments.ids)
     if arguments.html:
         commands.write_page(arguments.html, cast("Mapping[str, Any]", audit.as_dict()))
+    return _report(arguments, current, audit, required, kept)
+
+
+def _report(
+    arguments: argparse.Namespace,
+    current: session.Session,
+    audit: Audit,
+    required: Sequence[requirements.Requirement],
+    kept: Mapping[str, Any] | None,
+) -> int:
+    """Print an audit; return the exit code."""
     if arguments.json:
         print(audit.to_json())
     else:
         how = overview.full if arguments.verbose else overview.short
-        colours.show(how(audit.version, audit.mode, audit.fingerprint, audit.decisions))
+        fingerprint = _NO_FINGERPRINT if arguments.quick else audit.fingerprint
+        colours.show(how(audit.version, audit.mode, fingerprint, audit.decisions))
+    if arguments.quick:
+        print(f"\n{_QUICK}")
     unmet = requirements.unmet(required, audit)
     if kept is not None:
         unmet += requirements.unexpected(kept, audit)
@@ -170,7 +205,9 @@ def _nothing_here(overlays: Sequence[Erratum]) -> str:
     )
 
 
-def pre_flight(current: session.Session, *, deep: bool = False, ids: Sequence[str] = ()) -> Audit:
+def pre_flight(
+    current: session.Session, *, deep: bool = False, ids: Sequence[str] = (), said: OthersOutput | None = None
+) -> Audit:
     """Import every target that is installed, and audit.
 
     A target that cannot be imported here cannot be vouched for, so it counts as a conflict.
@@ -179,23 +216,36 @@ def pre_flight(current: session.Session, *, deep: bool = False, ids: Sequence[st
         current: the session of this process.
         deep: see `megacpp_overlays.audit`.
         ids: import the targets of these overlays alone; of none, those of all.
+        said: keeps what other libraries say meanwhile, and has it told on stderr what is imported; None lets them speak.
     """
     failures: dict[str, str] = {}
-    for module in dict.fromkeys(_to_import(current.audit().records, ids)):
+    waiting = dict(_to_import(current.audit().records, ids))
+    counts = Counter(waiting.values())
+    last = ""
+    for module, distribution in waiting.items():
+        if said is not None and distribution != last:
+            last, count = distribution, counts[distribution]
+            print(
+                f"megacpp-overlays: importing {count} module{'s' if count > 1 else ''} of {distribution}",
+                file=sys.stderr,
+            )
+            sys.stderr.flush()
         try:
-            importlib.import_module(module)
-        except Exception as error:  # noqa: BLE001, PERF203 - upstream code may fail in any way; the report says how
+            with said.kept() if said is not None else contextlib.nullcontext():
+                importlib.import_module(module)
+        except Exception as error:  # noqa: BLE001 - upstream code may fail in any way; the report says how
             failures[module] = f"{type(error).__name__}: {error}"
     audit = current.audit(deep=deep)
     return replace(audit, records=tuple(_with_failure(record, failures) for record in audit.records))
 
 
-def _to_import(records: Sequence[Record], ids: Sequence[str]) -> Iterator[str]:
+def _to_import(records: Sequence[Record], ids: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield modules to import, each with its distribution."""
     for record in records:
         waits = record.decision is Decision.ARMED
         # Whoever asks about one that is off wants to know what is here all the same.
         if (waits and not ids) or (record.overlay.id in ids and (waits or record.decision is Decision.DISABLED)):
-            yield record.overlay.target.module
+            yield record.overlay.target.module, record.overlay.target.distribution
 
 
 def _with_failure(record: Record, failures: dict[str, str]) -> Record:

@@ -106,10 +106,13 @@ def extra() -> Iterator[None]:
         ) from error
 
 
+def extra_requirements() -> dict[str, str]:
+    """Return what the extra `upkeep` needs on this Python, by top-level module."""
+    return {name: text for name, text in EXTRA.items() if not (name == "tomli" and sys.version_info >= (3, 11))}
+
+
 def _how_to_install() -> str:
-    names = dict.fromkeys(
-        each for each in EXTRA.values() if not (each.startswith("tomli") and sys.version_info >= (3, 11))
-    )
+    names = dict.fromkeys(extra_requirements().values())
     return f"pip install {shlex.join(names)}, or in a clone pip install '.[upkeep]'"
 
 

@@ -12,11 +12,16 @@ from megacpp_overlays.model import Decision, Overlay, Record
 _KEY = 11
 
 
-def explained(records: Sequence[Record]) -> list[Line]:
-    """Return the lines that explain one overlay or gate, of which these are the records: one for each part."""
+def explained(records: Sequence[Record], facts: Sequence[tuple[str, str]] = ()) -> list[Line]:
+    """Return the lines that explain one overlay or gate.
+
+    Args:
+        records: of it, one for each part.
+        facts: further fields behind the defect, each with its key: the releases that have it.
+    """
     erratum = records[0].overlay
     lines = [Line(f"{erratum.id} (pack {erratum.pack:02}), {erratum.kind} for {erratum.target.distribution}"), Line("")]
-    for key, text in (("does" if erratum.installs else "finds", erratum.title), ("defect", erratum.breaks)):
+    for key, text in (("does" if erratum.installs else "finds", erratum.title), ("defect", erratum.breaks), *facts):
         lines += _field(key, text)
     for record in records:
         lines += [Line(""), *_part(record)]
