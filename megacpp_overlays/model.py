@@ -220,7 +220,7 @@ _Kind = TypeVar("_Kind", bound="Erratum")
 class Erratum(Frozen):
     """The declaration of one upstream defect, and of what to do about it: an `Overlay` repairs, a `Gate` warns.
 
-    No field that each has something to say about has a default, but for two that say the same once more in brief. When an erratum is over is no field: it is when its probe says FIXED.
+    No field that each has something to say about has a default, but for those that say the same in other words. When an erratum is over is no field: it is when its probe says FIXED.
 
     Raises:
         RegistryError: `retired` is given, a check of its own that an overlay had up to 0.1: delete it.
@@ -260,6 +260,9 @@ class Erratum(Frozen):
     the line has the beginning of the title."""
     until: str = ""
     """`retire_when` in as few words."""
+    symptoms: tuple[str, ...] = ()
+    """What a person sees who has the defect, in the words of an experiment log or of a traceback: `grad_norm is 0`. The command
+    `symptom` searches them, and docs/symptoms.md lists them."""
 
     def __new__(cls: type[_Kind], **fields: object) -> _Kind:
         """Refuse a field of 0.1 by name: the error about an unknown argument would not say what to do."""

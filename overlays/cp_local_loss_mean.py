@@ -187,6 +187,10 @@ OVERLAY = Overlay(
     witness=observe,
     self_test=observe,
     opt_in=True,
+    symptoms=(
+        "loss changes with the context parallel size",
+        "loss with CP is not that of one rank, with masked tokens",
+    ),
     breaks="with context parallelism a token weighs more where a rank's part of the sequence has fewer tokens that count",
     brief="weights of tokens over CP ranks",
     until="Megatron divides by all ranks' tokens",

@@ -103,6 +103,10 @@ def _part(target: Target, probe: Callable[[SourceTree], Finding]) -> Overlay:
         witness=_witness(target.symbol),
         self_test=_self_test(target.symbol),
         opt_in=False,
+        symptoms=(
+            "CUDA graph capture of sparse attention fails",
+            "operation not permitted when stream is capturing, in DSA's index mask",
+        ),
         breaks="capturing DSA's unfused attention or its indexer loss into a CUDA graph raises",
         brief="DSA's mask scatter under CUDA graphs",
         until="Megatron scatters without a readback",

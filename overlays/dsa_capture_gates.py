@@ -311,6 +311,10 @@ def _part(
         witness=witness,
         self_test=self_test,
         opt_in=False,
+        symptoms=(
+            "CUDA graph capture of sparse attention fails",
+            "operation not permitted when stream is capturing, where DSA validates masks or lengths",
+        ),
         breaks="capturing a DSA layer into a CUDA graph raises at a validation that waits for the device",
         brief="DSA's validations under CUDA graphs",
         until="Megatron validates DSA on the device",

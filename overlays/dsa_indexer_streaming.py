@@ -340,6 +340,11 @@ OVERLAY = Overlay(
     witness=_witness,
     self_test=_self_test,
     opt_in=False,
+    symptoms=(
+        "step takes tens of GB in the indexer of sparse attention",
+        "out of memory in DSA index scores with long sequences",
+        "peak memory grows with the square of the sequence length",
+    ),
     breaks="the DSA indexer needs several float32 tensors of (queries, batch, heads, keys), in the backward most of all",
     brief="the memory of DSA's index scores",
     until="Megatron builds no such tensor",

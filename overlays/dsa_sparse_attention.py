@@ -251,6 +251,11 @@ OVERLAY = Overlay(
     witness=_witness,
     self_test=_self_test,
     opt_in=False,
+    symptoms=(
+        "step takes tens of GB in sparse attention",
+        "out of memory in DSA without fused kernels",
+        "sparse attention is as slow as attention to all keys",
+    ),
     breaks="absorbed DSA attention needs several float32 tensors of (batch, heads, queries, keys), and reads all keys for each query",
     brief="the memory of DSA's attention",
     until="Megatron builds no such tensor",

@@ -79,6 +79,11 @@ OVERLAY = Overlay(
     witness=observe,
     self_test=observe,
     opt_in=False,
+    symptoms=(
+        "shape mismatch in the router with an expert bias and a padding mask",
+        "expert bias counts padding tokens",
+        "MoE training with a padding mask ends in an error",
+    ),
     breaks="training with a padding mask and an expert bias ends in an error, or counts padding where there are as many tokens as experts",
     brief="expert bias under padding masks",
     until="_apply_expert_bias masks tokens",

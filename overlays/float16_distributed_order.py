@@ -95,6 +95,11 @@ OVERLAY = Overlay(
     witness=observe,
     self_test=observe,
     opt_in=False,
+    symptoms=(
+        "KeyError or shape mismatch when the distributed optimizer saves or loads",
+        "loss jumps after resume with fp32 parameters in a bf16 model",
+        "optimizer state is mixed up after loading a checkpoint",
+    ),
     breaks="the distributed optimizer fails to save or load, or mixes up, the state of fp32 parameters",
     brief="optimizer state of mixed fp32 groups",
     until="DistributedOptimizer keeps positions",

@@ -185,6 +185,11 @@ OVERLAY = Overlay(
     self_test=observe,
     opt_in=False,
     needs=("float16-optimizer-state-ids", "float16-distributed-order"),
+    symptoms=(
+        "fp32 parameters become bf16",
+        "Mamba-3 kernel complains of the dtype of its parameters",
+        "A_log, D or dt_bias are bf16 and lose precision",
+    ),
     breaks="Mamba-3's fp32 parameters are rounded to half precision when the model is wrapped; its kernels want fp32",
     brief="fp32 parameters that are rounded",
     until="Float16Module honours their marks",

@@ -132,6 +132,10 @@ def _part(mixer: feature.Mixer, probe: Callable[[SourceTree], Finding]) -> Overl
         self_test=functools.partial(observe, mixer=mixer, unbuilt=False),
         opt_in=True,
         needs=("float16-optimizer-state-ids", "float16-distributed-order"),
+        symptoms=(
+            "A_log and D of Mamba are bf16",
+            "Mamba loses precision in a bf16 model",
+        ),
         breaks="A_log and D of a Mamba mixer, created in fp32 to keep them so, are rounded when the model is wrapped",
         brief="A_log and D that are rounded",
         until="mixers mark their fp32 parameters",

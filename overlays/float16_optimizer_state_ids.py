@@ -128,6 +128,11 @@ OVERLAY = Overlay(
     witness=observe,
     self_test=observe,
     opt_in=False,
+    symptoms=(
+        "loading optimizer state fails with fp32 and bf16 parameters mixed",
+        "loss jumps after resume with fp32 parameters in a bf16 model",
+        "moments of Adam belong to other parameters after resume",
+    ),
     breaks="a checkpoint of a model with fp32 and half-precision parameters fails or mixes up their optimizer state",
     brief="optimizer state under wrong ids",
     until="ids follow the inner optimizer",

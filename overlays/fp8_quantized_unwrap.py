@@ -190,6 +190,10 @@ def _part(target: Target, probe: Callable[[SourceTree], Finding], shapes: tuple[
         witness=ask,
         self_test=ask,
         opt_in=False,
+        symptoms=(
+            "illegal memory access or null pointer in SparseMLA under FP8",
+            "FP8 sparse attention is no faster than bf16",
+        ),
         breaks=(
             "a query or key that a projection left quantized reaches SparseMLA as a null pointer (spring 2026), or is "
             "dequantized without a word (0.19)"

@@ -182,6 +182,11 @@ OVERLAY = Overlay(
     witness=observe,
     self_test=observe,
     opt_in=False,
+    symptoms=(
+        "first steps of Megatron-FSDP differ from DDP",
+        "weights change before the first step with FSDP",
+        "learning is too slow in the first FSDP steps",
+    ),
     breaks="weights decay once before the first step of a Megatron-FSDP optimizer, and its first updates are corrected for the bias of "
     "later ones: Adam's first is 1.34 times too small",
     retire_when="fully_shard_optimizer takes a step without learning rate and decay, and does not count it",

@@ -235,6 +235,11 @@ OVERLAY = Overlay(
     witness=observe,
     self_test=observe,
     opt_in=False,
+    symptoms=(
+        "loss jumps after resume from a fully_reshardable checkpoint",
+        "optimizer state is that of other parameters after loading a checkpoint",
+        "fp32 weights are zeros in a checkpoint",
+    ),
     breaks="a fully reshardable checkpoint holds the fp32 weights and moments of other parameters, or zeros, without a word",
     brief="checkpoints with a neighbour's state",
     until="saving subtracts the padding",

@@ -176,6 +176,10 @@ def _part(target: Target, probe: Callable[[SourceTree], Finding]) -> Overlay:
         witness=_witness(target.symbol),
         self_test=_self_test(target.symbol),
         opt_in=False,
+        symptoms=(
+            "CUDA graph capture of a gated delta net with packed sequences fails",
+            "operation not permitted when stream is capturing, in cu_seqlens",
+        ),
         breaks="capturing a gated delta net with packed sequences into a CUDA graph raises",
         brief="packed delta nets under CUDA graphs",
         until="Megatron reads no lengths from the host",

@@ -129,6 +129,11 @@ OVERLAY = Overlay(
     witness=None,
     self_test=observe,
     opt_in=False,
+    symptoms=(
+        "layer norms do not learn with CUDA graphs and recompute",
+        "gradients are zero with cuda_graph_impl local",
+        "grad_norm is too small with CUDA graphs",
+    ),
     breaks="with local CUDA graphs, layer norms and MLA's up projections that are recomputed learn nothing",
     retire_when="local CUDA graphs find the parameters that only recomputed code uses",
     brief="gradients lost in local CUDA graphs",

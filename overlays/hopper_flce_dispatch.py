@@ -192,6 +192,10 @@ OVERLAY = Overlay(
     witness=_witness,
     self_test=_self_test,
     opt_in=False,
+    symptoms=(
+        "Unsupported architecture in fused linear cross entropy",
+        "cross_entropy_fusion_impl linear fails on H100, H200 or A100",
+    ),
     breaks='cross_entropy_fusion_impl="linear" ends in "Unsupported architecture" at the first step on these GPUs',
     brief="the fused loss on GPUs it has no branch for",
     until="Megatron has branches for them",

@@ -264,6 +264,10 @@ OVERLAY = Overlay(
     witness=_witness,
     self_test=_self_test,
     opt_in=False,
+    symptoms=(
+        "UnboundLocalError in a hybrid model at the first step",
+        "TypeError in MTP with cross_entropy_fusion_impl linear",
+    ),
     breaks=(
         'a hybrid model with cross_entropy_fusion_impl="linear" ends in UnboundLocalError at the first step, and with '
         "MTP in a TypeError"

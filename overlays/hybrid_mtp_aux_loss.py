@@ -102,6 +102,10 @@ OVERLAY = Overlay(
     witness=witness,
     self_test=self_test,
     opt_in=False,
+    symptoms=(
+        "load balancing loss is too large in a hybrid model with MTP",
+        "aux loss of the last decoder layer is too high in the log",
+    ),
     breaks="the balancing loss of a hybrid model's repeated prediction layer counts once for each prediction, and is logged for "
     "a layer of the decoder",
     retire_when="HybridStack tells the MoE layers that it makes whether they are for multi-token prediction",

@@ -139,6 +139,10 @@ def _part(
         witness=_observe(layer),
         self_test=_observe(layer),
         opt_in=True,
+        symptoms=(
+            "routed experts of a latent MoE learn slowly at first",
+            "output of experts is too small at initialization",
+        ),
         breaks="routed experts of a latent MoE begin as if their latent were the residual, so what they add to that is scaled down twice",
         retire_when="linear_fc2 of an expert that writes a latent begins with init_method",
         brief="how latent MoE experts begin",

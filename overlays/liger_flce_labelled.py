@@ -231,6 +231,11 @@ OVERLAY = Overlay(
     witness=_witness,
     self_test=_self_test,
     opt_in=True,
+    symptoms=(
+        "loss takes as long with few labels as with all",
+        "SFT is slow with mostly masked prompts, with Liger",
+        "fused linear cross entropy is slow",
+    ),
     breaks="a loss with a tenth of its tokens labelled takes as long as with all, in Liger's fused linear cross entropy",
     brief="Liger's loss at the cost of its labels",
     until="liger-kernel computes labelled tokens alone",

@@ -310,6 +310,12 @@ OVERLAY = Overlay(
     witness=_witness,
     self_test=_self_test,
     opt_in=False,
+    symptoms=(
+        "grad_norm is 0",
+        "loss does not go down with Liger and token weights",
+        "gradients are zero where the first tokens are masked",
+        "reduction none gives wrong gradients in fused linear cross entropy",
+    ),
     breaks=(
         'with reduction="none", the gradients of the input, weight and bias are all scaled by the first '
         "token's upstream gradient; with it, the hidden states and the output layer must not be written between the forward "

@@ -351,6 +351,11 @@ def _part(
         witness=observe,
         self_test=observe,
         opt_in=False,
+        symptoms=(
+            "NaN or garbage from Mamba-2 with long sequences or large batches",
+            "illegal memory access in Mamba-2",
+            "CUDA error with more than 60 thousand tokens",
+        ),
         breaks="Mamba-2 is wrong without an error, or ends with an illegal access, where a tensor reaches over 2**31 elements",
         brief="Mamba-2 tensors over 2**31 elements",
         until="its kernels have offsets of 64 bits",

@@ -23,6 +23,10 @@ OVERLAY = Gate(
         "the configurations of mamba3_siso_fwd_kernel before its first call: kernel.configs = [c for c in kernel.configs if "
         "c.num_stages == 1]; other GPUs are not concerned",
     },
+    symptoms=(
+        "Mamba-3 is wrong on Blackwell, B200 or GB200",
+        "loss of Mamba-3 differs between Hopper and Blackwell",
+    ),
     breaks="the SISO forward pass may be wrong on Blackwell without an error",
     retire_when="every supported mamba-ssm has #997, or Triton compiles the kernel right",
     threads=(

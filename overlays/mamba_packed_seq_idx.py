@@ -198,6 +198,11 @@ OVERLAY = Overlay(
     witness=observe,
     self_test=observe,
     opt_in=False,
+    symptoms=(
+        "state leaks from one packed document into the next",
+        "loss with packed sequences is worse than without, in Mamba or hybrid models",
+        "packed and unpacked runs of Mamba differ",
+    ),
     breaks="conv and SSM state run from one packed document into the next unless the caller gives total_tokens",
     brief="state that leaks between packed documents",
     until="MambaMixer derives seq_idx",

@@ -16,6 +16,11 @@ OVERLAY = Gate(
         feature.WITH_THE_PACKAGE: "call torch.cuda.set_device(LOCAL_RANK) before the first import of megatron, and start workers with spawn or forkserver",
         feature.WITH_HYBRID_MODELS: "call torch.cuda.set_device(LOCAL_RANK) before hybrid models are imported, and start workers with spawn or forkserver",
     },
+    symptoms=(
+        "every rank takes memory on GPU 0",
+        "Cannot re-initialize CUDA in forked subprocess",
+        "CUDA is initialised by an import of Megatron",
+    ),
     breaks="every rank initialises CUDA on import, asks device 0, and forked workers cannot use CUDA",
     retire_when="no supported Megatron asks for a device while it is imported",
     threads=(

@@ -211,6 +211,12 @@ OVERLAY = Overlay(
     witness=_witness,
     self_test=_self_test,
     opt_in=False,
+    symptoms=(
+        "some heads of attention are wrong with apply_rope_fusion",
+        "one head of attention is wrong and the others are right",
+        "results change from run to run with fused rotary embeddings of MLA",
+        "loss with apply_rope_fusion is worse than without, in multi-latent attention",
+    ),
     breaks="with apply_rope_fusion queries, keys and gradients of MLA are rotated twice, or half, where the tuner takes such a block",
     retire_when="masks of the fused MLA kernels know their block, and warps in place wait for each other",
     brief="fused MLA rotary embeddings",

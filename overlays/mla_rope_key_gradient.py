@@ -229,6 +229,11 @@ OVERLAY = Overlay(
     witness=observe,
     self_test=observe,
     opt_in=False,
+    symptoms=(
+        "replicas drift apart under tensor parallelism with MLA",
+        "weights differ between tensor parallel ranks",
+        "loss with TP is worse than without, with multi-latent attention",
+    ),
     breaks="with tensor parallelism MLA's down projections learn rotary keys from some heads only, and replicas drift apart",
     brief="gradients of MLA's rotary keys under TP",
     until="Megatron sums them over heads",

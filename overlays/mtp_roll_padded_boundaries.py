@@ -87,6 +87,10 @@ OVERLAY = Overlay(
     witness=observe,
     self_test=observe,
     opt_in=False,
+    symptoms=(
+        "MTP loss is too high with packed, padded sequences",
+        "MTP learns labels of the next document",
+    ),
     breaks="multi-token prediction learns labels of neighbouring documents where documents of a packed row are padded",
     brief="MTP labels of other documents",
     until="roll_tensor takes padded boundaries",

@@ -221,6 +221,11 @@ OVERLAY = Overlay(
     witness=observe,
     self_test=observe,
     opt_in=True,
+    symptoms=(
+        "MTP loss depends on the number of ranks",
+        "mtp loss is different with context parallelism",
+        "MTP weighs ranks with few tokens too much",
+    ),
     breaks="with calculate_per_token_loss multi-token predictions weigh the more the fewer tokens a rank has, or nothing at all",
     brief="weights of MTP losses over ranks",
     until="process_mtp_loss counts all tokens",

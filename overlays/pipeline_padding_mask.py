@@ -103,6 +103,10 @@ OVERLAY = Overlay(
     witness=observe,
     self_test=observe,
     opt_in=False,
+    symptoms=(
+        "shape mismatch in MoE layers behind the first pipeline stage",
+        "padding mask fails with pipeline and sequence parallelism",
+    ),
     breaks="with sequence and pipeline parallelism MoE layers behind the first stage end in an error under a padding mask",
     brief="padding masks of later stages",
     until="_preprocess cuts on all stages",

@@ -62,6 +62,11 @@ OVERLAY = Overlay(
     witness=observe,
     self_test=observe,
     opt_in=False,
+    symptoms=(
+        "loss stops going down with a quantization recipe",
+        "quantized layers do not learn",
+        "FP8 weights never change after the first step",
+    ),
     breaks="layers that a recipe alone quantizes compute with the weights of the first step for ever",
     retire_when="every supported megatron-core is 0.19.0 or newer",
     brief="stale weights of quantization recipes",

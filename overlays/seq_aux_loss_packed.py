@@ -416,6 +416,10 @@ def _part(
         self_test=watch,
         opt_in=False,
         needs_parts=tuple(each.module for each in needed),
+        symptoms=(
+            "seq_aux_loss differs with sequence parallelism",
+            "experts are unbalanced with packed samples and seq_aux_loss",
+        ),
         breaks="under sequence parallelism seq_aux_loss balances several packed samples of a microbatch as one",
         brief="seq_aux_loss of packed shards",
         until="a router knows of which samples a shard is",

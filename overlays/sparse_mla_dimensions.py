@@ -105,6 +105,11 @@ OVERLAY = Overlay(
     witness=observe,
     self_test=observe,
     opt_in=False,
+    symptoms=(
+        "sparse attention is slow although dsa_kernel_backend is tilelang",
+        "out of memory in sparse attention with other than 576 and 512 channels",
+        "step takes tens of GB in DSA with tilelang",
+    ),
     breaks="with dsa_kernel_backend=tilelang a model of other than 576 and 512 channels, 48 heads or a top-k of 100 has no fused attention",
     brief="sparse attention of other dimensions",
     until="its kernels take them",

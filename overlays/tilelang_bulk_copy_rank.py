@@ -16,6 +16,10 @@ OVERLAY = Gate(
     unsupported={
         feature.TWO_AXES_ONLY: "switch TMA lowering off again, as mamba-ssm publishes its kernels, or use tilelang 0.1.9 to 0.1.12, where it is harmless and gains nothing",
     },
+    symptoms=(
+        "Mamba-3 MIMO does not compile: Check failed: InputDim() == 2",
+        "TileLang compile error with TMA lowering",
+    ),
     breaks="the Mamba-3 MIMO backward does not compile: Check failed: InputDim() == 2",
     retire_when="every supported TileLang is 0.1.9 or newer",
     threads=(Thread(repository="tile-ai/tilelang", number=2023, state="merged 2026-04-11, in 0.1.9, the repair"),),

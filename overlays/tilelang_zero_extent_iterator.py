@@ -18,6 +18,10 @@ OVERLAY = Gate(
         "and apache-tvm-ffi, and mind that it gets some grouped sums wrong (tilelang-grouped-reduce); without MIMO, 0.1.13 or "
         "newer",
     },
+    symptoms=(
+        "Divide by zero in layout inference of TileLang",
+        "TileLang kernel of an odd width does not compile",
+    ),
     breaks="kernels that spread a fragment over a number of columns that is no power of two do not compile: Divide by "
     "zero in layout inference",
     retire_when="every supported TileLang is 0.1.12 or newer",

@@ -177,6 +177,10 @@ OVERLAY = Overlay(
     witness=observe,
     self_test=observe,
     opt_in=True,
+    symptoms=(
+        "loss differs between tensor parallel ranks with label smoothing",
+        "label smoothing changes with the TP size",
+    ),
     breaks="with label smoothing each tensor parallel rank has a loss of its own, and its gradients push classes too hard",
     brief="label smoothing under TP",
     until="Megatron smooths over all ranks",

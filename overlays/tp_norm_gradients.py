@@ -176,6 +176,11 @@ OVERLAY = Overlay(
     witness=observe,
     self_test=observe,
     opt_in=False,
+    symptoms=(
+        "grad_norm changes with the TP size without sequence parallelism",
+        "replicas drift apart under tensor parallelism with gated delta nets",
+        "q_layernorm has a gradient that is too large",
+    ),
     breaks="without sequence parallelism MLA's q_layernorm has a gradient as many times too large as there are tensor parallel ranks, and "
     "replicas of a gated delta net's out_norm drift apart",
     retire_when="_allreduce_non_tensor_model_parallel_grads sums gradients of out_norm, and those of q_layernorm of norms of heads alone",

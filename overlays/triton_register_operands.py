@@ -23,6 +23,10 @@ OVERLAY = Gate(
         "loop, use 4 warps, or Triton 3.7.0 or newer; kernels of mamba-ssm 2.3.2.post1 (Mamba-2, Mamba-3 SISO) "
         "were right in every configuration of their tuners",
     },
+    symptoms=(
+        "a Triton kernel is wrong on Hopper with 8 warps",
+        "tl.dot gives wrong numbers on H100",
+    ),
     breaks="with 8 warps up to half of such a product's numbers are wrong, in every launch, without an error",
     retire_when="every supported Triton is 3.7.0 or newer",
     threads=(

@@ -35,6 +35,7 @@ from megacpp_overlays.cli import (
     run,
     status,
     sweep,
+    symptom,
     triage,
     wave,
     witness,
@@ -46,13 +47,14 @@ from megacpp_overlays.near_names import suggestion
 from megacpp_overlays.terminal_text import PlainStream
 from megacpp_overlays.version import VERSION
 
-FOR_A_RUN = (audit, explain, info, run, compare, drift, repro, witness, checkpoint, report)
+FOR_A_RUN = (audit, explain, symptom, info, run, compare, drift, repro, witness, checkpoint, report)
 FOR_AN_IMAGE = (enable, disable, status, env)
 FOR_THE_LANE = (ledger, reference, matrix, rehearse, triage, sweep, retire, receipts, pack, wave, completion)
 
 _EXAMPLES = (
     "audit                                   # what is repaired here, and why",
     "audit --quick                           # the same from files, in a second or two",
+    "symptom loss jumps after resume         # is it one of these?",
     "run train.py --steps 10                 # a launcher that nobody edits",
     "repro 9                                 # see a defect, and see it gone",
 )

@@ -13,10 +13,10 @@ from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.cli.commands import Subparsers, add
 from megacpp_overlays.loader import session
 from megacpp_overlays.repro import inventory
-from megacpp_overlays.upkeep import reference_pages
+from megacpp_overlays.upkeep import reference_pages, symptoms
 from megacpp_overlays.upkeep.settings_page import settings_page
 
-_TEXT = "Write or check the pages of docs/ that are generated: settings, commands and overlays."
+_TEXT = "Write or check the pages of docs/ that are generated: settings, commands, symptoms and overlays."
 _EXAMPLES = ("reference --check docs", "reference --write docs")
 _CODES = {
     ExitCode.CLEAN: "written, or in step",
@@ -43,6 +43,9 @@ def run(commands: Subparsers, parser: argparse.ArgumentParser, arguments: argpar
     pages = {
         "settings.md": settings_page(overlays, reference_pages.GENERATED),
         "commands.md": reference_pages.commands_page(commands.choices, list(codes.MEANINGS.items())),
+        "symptoms.md": symptoms.page(
+            overlays, reference_pages.broken_ranges(overlays, inventory.own_folder()), reference_pages.GENERATED
+        ),
         "overlays.md": reference_pages.overlays_page(overlays, inventory.own_folder()),
     }
     if arguments.write is not None:

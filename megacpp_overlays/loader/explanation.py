@@ -21,6 +21,8 @@ def explained(records: Sequence[Record], facts: Sequence[tuple[str, str]] = ()) 
     """
     erratum = records[0].overlay
     lines = [Line(f"{erratum.id} (pack {erratum.pack:02}), {erratum.kind} for {erratum.target.distribution}"), Line("")]
+    for number, symptom in enumerate(erratum.symptoms):
+        lines += _field("" if number else "symptoms", symptom)
     for key, text in (("does" if erratum.installs else "finds", erratum.title), ("defect", erratum.breaks), *facts):
         lines += _field(key, text)
     for record in records:

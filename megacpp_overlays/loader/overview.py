@@ -98,7 +98,10 @@ def _active(records: Sequence[Record]) -> Iterable[Line]:
     for name, record in chosen.items():
         yield Line(f"  {_name(record)}{_unless_release(record)}")
         called = f"; {_called(counts[name])}" if name in counts else ""
-        yield from _plain(_indented([record.overlay.title + called, f"delete when {record.overlay.retire_when}"]))
+        symptom = f"without it: {record.overlay.symptoms[0]}" if record.overlay.symptoms else ""
+        yield from _plain(
+            _indented([symptom, record.overlay.title + called, f"delete when {record.overlay.retire_when}"])
+        )
 
 
 def _quiet(records: Sequence[Record]) -> Iterable[Line]:

@@ -124,6 +124,18 @@ _ABOUT_OVERLAYS = (
 )
 
 
+def broken_ranges(overlays: Sequence[Erratum], packs: Path) -> dict[str, str]:
+    """Return the releases that each overlay repairs or gates by id; those that are in none, without a range."""
+    parts: dict[str, list[Erratum]] = {}
+    for overlay in overlays:
+        parts.setdefault(overlay.id, []).append(overlay)
+    found: dict[str, str] = {}
+    for name, each in read_releases(packs / "matrix.json", parts).items():
+        ranges = each.with_outcome(REPAIRED if parts[name][0].installs else LEFT_ALONE) if name in parts else "none"
+        found[name] = f"{each.distribution}, in no release" if ranges == "none" else ranges
+    return found
+
+
 def read_releases(matrix: Path, parts: Mapping[str, Sequence[Erratum]]) -> dict[str, Releases]:
     """Return the releases of each overlay, from a kept matrix.
 

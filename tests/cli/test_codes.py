@@ -76,7 +76,7 @@ def test_help_lists_commands_by_what_they_are_for(capsys: pytest.CaptureFixture[
 
     out = capsys.readouterr().out
     run, _, lane = out.partition("for a run:")[2].partition("for keeping a lane:")
-    assert re.findall(r"^  (\S+)", run, re.MULTILINE)[:5] == ["audit", "explain", "info", "run", "compare"]
+    assert re.findall(r"^  (\S+)", run, re.MULTILINE)[:5] == ["audit", "explain", "symptom", "info", "run"]
     assert all(f"\n  {name} " in run or f"\n  {name} " in lane for name in NAMES)
     assert max(map(len, lane.partition("examples:")[0].splitlines())) < 80
 

@@ -78,6 +78,7 @@ def test_an_overlay_has_no_field_that_can_be_forgotten(upstream: Upstream) -> No
     assert [field.name for field in fields if field.default is not dataclasses.MISSING] == [
         "brief",
         "until",
+        "symptoms",
         "needs",
         "needs_parts",
     ]
