@@ -11,7 +11,7 @@ from megacpp_overlays.cli.commands import Subparsers, add
 from megacpp_overlays.loader import overview, quick, session
 from megacpp_overlays.model import Decision, Record
 from megacpp_overlays.upkeep import symptoms
-from megacpp_overlays.upkeep.symptoms import Match
+from megacpp_overlays.upkeep.symptoms import FoundSymptom
 
 _TEXT = (
     "Find the overlay whose defect has a symptom, by words such as those of an experiment log, and say what is so here."
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     return ExitCode.CLEAN if found else ExitCode.NOTHING_HERE
 
 
-def _as_dict(match: Match, record: Record) -> dict[str, object]:
+def _as_dict(match: FoundSymptom, record: Record) -> dict[str, object]:
     return {
         "id": match.overlay.id,
         "symptom": match.symptom,
@@ -81,7 +81,7 @@ def _as_dict(match: Match, record: Record) -> dict[str, object]:
     }
 
 
-def _lines(number: int, match: Match, record: Record) -> list[str]:
+def _lines(number: int, match: FoundSymptom, record: Record) -> list[str]:
     overlay = match.overlay
     version = f" {record.version}" if record.version else ""
     here = _HERE[record.decision].format(reason=record.reason, id=overlay.id)

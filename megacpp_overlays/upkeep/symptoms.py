@@ -133,7 +133,7 @@ _AREAS = (
 )
 
 
-class Match(NamedTuple):
+class FoundSymptom(NamedTuple):
     """An overlay that a query may be about."""
 
     overlay: Erratum
@@ -143,7 +143,7 @@ class Match(NamedTuple):
     """Between 0 and 1: how much of the query was found, by weight."""
 
 
-def search(query: str, overlays: Sequence[Erratum], most: int = 5) -> list[Match]:
+def search(query: str, overlays: Sequence[Erratum], most: int = 5) -> list[FoundSymptom]:
     """Return the overlays that a query may be about, the best first.
 
     Args:
@@ -165,7 +165,9 @@ def search(query: str, overlays: Sequence[Erratum], most: int = 5) -> list[Match
     return sorted(found, key=lambda each: (-round(each.score, 6), each.overlay.pack, each.overlay.id))[:most]
 
 
-def _match(overlay: Erratum, asked: set[str], weights: Mapping[str, float], other: set[str], total: float) -> Match:
+def _match(
+    overlay: Erratum, asked: set[str], weights: Mapping[str, float], other: set[str], total: float
+) -> FoundSymptom:
     def closeness(symptom: str) -> tuple[float, float]:
         words = _words(symptom)
         shared = asked & words
@@ -175,7 +177,7 @@ def _match(overlay: Erratum, asked: set[str], weights: Mapping[str, float], othe
     share, of_symptom = closeness(best)
     beside = sum(weights[word] for word in (asked & other) - _words(best)) / total
     # How much of the symptom is in the query decides between overlays that have as much of the query.
-    return Match(overlay, best, min(1.0, share * (0.9 + 0.1 * of_symptom) + _OTHER_TEXTS * beside))
+    return FoundSymptom(overlay, best, min(1.0, share * (0.9 + 0.1 * of_symptom) + _OTHER_TEXTS * beside))
 
 
 def _words(text: str) -> set[str]:
