@@ -8,6 +8,8 @@ from difflib import get_close_matches
 
 _MOST = 3
 """Names in one suggestion; of more that are as near, the shortest stands for all."""
+_LEAST_INSIDE = 3
+"""Letters of a word that may be found inside of a name; fewer are in any."""
 _MOST_LISTED = 8
 """Known names that are all listed. More of them would bury the sentence that they follow."""
 
@@ -53,7 +55,7 @@ def _near_plain(word: str, known: Sequence[str]) -> list[str]:
     common = sum(1 for _ in alike) if len(known) > 1 else 0
     tail = word[common:]
     close = [name for name in known if name.startswith(word)]
-    close = close or [name for name in known if tail and tail in name]
+    close = close or [name for name in known if len(tail) >= _LEAST_INSIDE and tail in name]
     for length, cutoff in ((None, 0.6), (len(word), 0.7)):  # spelt like a whole name, or else like the beginning of one
         tails = {name[common:length]: name for name in known}
         close = close or [tails[each] for each in get_close_matches(tail, tails, n=1, cutoff=cutoff)]

@@ -41,7 +41,7 @@ from megacpp_overlays.cli import (
     witness,
 )
 from megacpp_overlays.cli.codes import ExitCode
-from megacpp_overlays.cli.commands import Subparsers
+from megacpp_overlays.cli.commands import OneSentenceParser, Subparsers
 from megacpp_overlays.errors import OverlayError
 from megacpp_overlays.near_names import suggestion
 from megacpp_overlays.terminal_text import PlainStream
@@ -102,13 +102,13 @@ class _Grouped(argparse.RawDescriptionHelpFormatter):
 
 def parsers() -> tuple[argparse.ArgumentParser, Subparsers]:
     """Return the parser of the command line, and the commands that it has."""
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = OneSentenceParser(
         prog="megacpp-overlays",
         description="Overlays over defects of training libraries: what is repaired in this environment, and why.",
         formatter_class=_Grouped,
     )
     parser.add_argument("--version", action="version", version=f"megacpp_overlays {VERSION}")
-    commands = parser.add_subparsers(metavar="command", required=True)
+    commands: Subparsers = parser.add_subparsers(metavar="command", required=True, parser_class=OneSentenceParser)
     for each in (*FOR_A_RUN, *FOR_AN_IMAGE, *FOR_THE_LANE):
         each.add_to(commands)
     parser.epilog = "\n".join(

@@ -17,6 +17,7 @@ class ExitCode(enum.IntEnum):
     NOT_AS_ASKED = 4
     NOT_CHECKED = 5
     MISSING_EXTRA = 6
+    OLD = 7
     NOBODY_READS = 141
 
 
@@ -26,8 +27,9 @@ MEANINGS = {
     ExitCode.USAGE: "wrong usage, or a setting that is not known",
     ExitCode.NOTHING_HERE: "nothing is here that the command could be about, so nothing was looked at",
     ExitCode.NOT_AS_ASKED: "a decision is not one that `--require` or `--expect` allows",
-    ExitCode.NOT_CHECKED: "it could not be checked or done: a file, an environment or a network does not answer, or an answer is too old",
+    ExitCode.NOT_CHECKED: "it could not be checked or done: a file, an environment or a network does not answer",
     ExitCode.MISSING_EXTRA: "a library is missing that only this command needs; the message says how to install it",
+    ExitCode.OLD: "done, with nothing to do, on saved answers of which some are older than `--max-age`",
     ExitCode.NOBODY_READS: "whoever reads the output closed it; a shell says so of a command that SIGPIPE ended",
 }
 """The table of docs/commands.md."""

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from megacpp_overlays import files
 from megacpp_overlays.cli.codes import MEANINGS, ExitCode
@@ -35,6 +35,14 @@ EXTRA = {
 no index has a distribution of this project: a name that nobody owns there is not safe to install."""
 
 _WIDTH = 79
+
+
+class OneSentenceParser(argparse.ArgumentParser):
+    """A parser whose errors are one sentence and name the help, and do not bury it under all options."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with wrong usage."""
+        self.exit(ExitCode.USAGE, f"{self.prog}: error: {message}\n(`{self.prog} --help` has the options)\n")
 
 
 def add(

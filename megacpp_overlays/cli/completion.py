@@ -25,7 +25,7 @@ _CODES = {
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
     parser = add(commands, "completion", _TEXT, examples=_EXAMPLES, codes=_CODES)
-    parser.add_argument("shell", choices=SHELLS, help="for which shell")
+    parser.add_argument("shell", type=str.lower, choices=SHELLS, help="for which shell")
     parser.set_defaults(run=run)
 
 

@@ -28,7 +28,7 @@ _CODES = {
     ExitCode.CLEAN: "every release was read; with --check, the kept matrix is what the probes say",
     ExitCode.FOUND: "a release could not be read, or the kept matrix is stale",
     ExitCode.NOT_CHECKED: "no release could be looked at: the index does not answer, or a folder is not there",
-    ExitCode.MISSING_EXTRA: "the extra `upkeep` is not installed",
+    ExitCode.MISSING_EXTRA: "without --offline, or with --write or --check, and the extra `upkeep` is not installed",
 }
 
 
@@ -61,7 +61,12 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     if missing := next((folder for folder in arguments.archives if not folder.is_dir()), None):
         parser.error(f"--archives {missing}: there is no such folder")
     with commands.extra():
-        from megacpp_overlays.upkeep.matrix import matrix_build, matrix_file, matrix_text  # noqa: PLC0415 - see `extra`
+        return _matrix(arguments)
+
+
+def _matrix(arguments: argparse.Namespace) -> bool:
+    from megacpp_overlays.upkeep.matrix import matrix_build, matrix_file, matrix_text  # noqa: PLC0415 - the other commands do not need these
+
     places = matrix_build.Places(
         cache=arguments.cache or archives.default_folder(),
         archives=tuple(arguments.archives),

@@ -8,9 +8,13 @@ import os
 import tempfile
 from pathlib import Path
 
+from packaging.version import InvalidVersion, Version
+
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.cli.commands import Subparsers, add
 from megacpp_overlays.cli.witness import default_workers
+from megacpp_overlays.loader import session
+from megacpp_overlays.near_names import suggestion
 from megacpp_overlays.upkeep import rehearsal
 
 _TEXT = (
@@ -43,11 +47,23 @@ def add_to(commands: Subparsers) -> None:
     parser.set_defaults(run=lambda arguments: run(arguments, parser))
 
 
+def _check(text: str, distribution: str, version: str, parser: argparse.ArgumentParser) -> None:
+    """End with wrong usage before minutes of reproducers, where nothing would be forgotten."""
+    known = sorted({each.target.distribution for each in session.current().overlays})
+    if distribution not in known:
+        parser.error(f"--known-until {text}: no overlay is about {distribution}; {suggestion(distribution, known)}")
+    try:
+        Version(version)
+    except InvalidVersion:
+        parser.error(f"--known-until {text}: {version!r} is no version")
+
+
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Rehearse, print, and return the exit code."""
-    distribution, sign, _ = arguments.known_until.partition("=")
+    distribution, sign, version = arguments.known_until.partition("=")
     if not sign:
         parser.error(f"--known-until {arguments.known_until}: DISTRIBUTION=VERSION is wanted")
+    _check(arguments.known_until, distribution, version, parser)
     if arguments.tree and not arguments.tree.is_dir():
         parser.error(f"--tree {arguments.tree}: there is no such folder")
     path = [*([str(arguments.tree.resolve())] if arguments.tree else []), os.environ.get("PYTHONPATH", "")]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megacpp_overlays.cli.codes import ExitCode
-from megacpp_overlays.cli.commands import Subparsers, add, packs_folder
+from megacpp_overlays.cli.commands import Subparsers, add, check_ids, packs_folder
 from megacpp_overlays.loader import session
 from megacpp_overlays.repro import ending, inventory, receipts, runner
 from megacpp_overlays.repro.case import Case, PackError
@@ -30,7 +30,7 @@ _CODES = {
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
     parser = add(commands, "repro", _TEXT, examples=_EXAMPLES, codes=_CODES)
-    parser.add_argument("number", metavar="NN", type=int, nargs="?", help="number of the pack")
+    parser.add_argument("pack", metavar="NN", nargs="?", help="number of the pack, or the id of its overlay")
     parser.add_argument("--list", action="store_true", help="list the packs and their cases, and run nothing")
     parser.add_argument("--case", metavar="NAME", action="append", help="run only this case; can be repeated")
     parser.add_argument("--tree", metavar="PATH", type=Path, help="use the packages in this folder, such as a checkout")
@@ -44,12 +44,13 @@ def add_to(commands: Subparsers) -> None:
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Do what was asked; return the exit code."""
     folder = packs_folder(arguments, parser)
-    if arguments.list and arguments.number is None:
+    if arguments.list and arguments.pack is None:
         for each in inventory.list_packs(folder):
             _list(each)
         return 0
-    if arguments.number is None:
-        parser.error("which pack? give its number, or --list")
+    if arguments.pack is None:
+        parser.error("which pack? give its number, the id of an overlay, or --list")
+    arguments.number = _number(arguments.pack, parser)
     if arguments.tree is not None and not arguments.tree.is_dir():
         parser.error("--tree: there is no such folder")
     if arguments.tree is not None and os.pathsep in str(arguments.tree.resolve()):
@@ -79,6 +80,15 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         log = receipts.keep(arguments.keep, kept, pack, stamp, transcript.text, job.command)
         print(f"kept: {log}")
     return code
+
+
+def _number(text: str, parser: argparse.ArgumentParser) -> int:
+    """Return the number of a pack, which may be given as the id of its overlay; end with wrong usage where it is neither."""
+    if text.isdecimal():
+        return int(text)
+    overlays = session.current().overlays
+    check_ids([text], overlays, parser)
+    return next(each.pack for each in overlays if each.id == text)
 
 
 def _list(pack: inventory.Pack) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from megacpp_overlays.cli.codes import ExitCode
@@ -66,7 +67,9 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     )
     try:
         with ending.by_exception():
-            outcome = preparation.prepare(request, session.current().overlays, _ignore if arguments.json else _show)
+            outcome = preparation.prepare(
+                request, session.current().overlays, _ignore if arguments.json else _show, _tell
+            )
     except WrongNameError as error:
         parser.error(str(error))
     if arguments.json:
@@ -78,6 +81,10 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
 
 def _show(item: ChecklistItem) -> None:
     print(f"{item.state.value:<11}  {item.name:<16}  {steps.shortened(item.said)}", flush=True)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _ignore(_: ChecklistItem) -> None:

@@ -34,9 +34,9 @@ _EXAMPLES = ("sweep", "sweep --write", "sweep --offline --max-age 90", "sweep --
 _CODES = {
     ExitCode.CLEAN: "nothing to do",
     ExitCode.FOUND: "something landed, is declared otherwise, or got no answer",
-    ExitCode.NOT_CHECKED: "nothing of that in the saved answers, but some of them are older than --max-age; or the token is "
-    "refused, or a file cannot be read",
-    ExitCode.MISSING_EXTRA: "the extra `upkeep` is not installed",
+    ExitCode.NOT_CHECKED: "the token is refused, or a file cannot be read",
+    ExitCode.MISSING_EXTRA: "without --offline, and the extra `upkeep` is not installed",
+    ExitCode.OLD: "nothing to do in the saved answers, but some of them are older than --max-age",
 }
 MAX_AGE_DAYS = 30
 
@@ -72,20 +72,22 @@ def _day(text: str) -> date:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what was asked; return the exit code."""
-    with commands.extra():
-        from megacpp_overlays.upkeep.sweep import github, sweep, sweep_report, threads, waiting  # noqa: PLC0415
+    from megacpp_overlays.upkeep.sweep import host_errors, sweep, sweep_report, threads, waiting  # noqa: PLC0415
+
     folder = arguments.packs or inventory.own_folder()
     saved = threads.read(folder)
     waited = waiting.listed(session.current().overlays, folder)
     today = datetime.now(timezone.utc).date()
     swept = sweep.from_saved(waited, saved, today, arguments.since)
     if not arguments.offline:
+        with commands.extra():  # what is saved is read without an HTTP library
+            from megacpp_overlays.upkeep.sweep import github  # noqa: PLC0415
         api = arguments.api or os.environ.get("GITHUB_API_URL") or github.DEFAULT
         client = github.Client(api, _token(), arguments.cache or _cache())
         try:
             swept = sweep.from_host(waited, saved, client, today, arguments.since)
             _say(f"{client.asked} requests to {client.api}, {client.unchanged} of them unchanged{_budget(client)}")
-        except github.UnreachableError as error:
+        except host_errors.UnreachableError as error:
             _say(f"{error}; using the saved answers")
     if arguments.write and swept.online:
         threads.write(folder, swept.answers(saved))
@@ -100,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if not swept.clean:
         return ExitCode.FOUND
-    return ExitCode.NOT_CHECKED if old else ExitCode.CLEAN
+    return ExitCode.OLD if old else ExitCode.CLEAN
 
 
 def _token() -> str | None:

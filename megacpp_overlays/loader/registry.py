@@ -215,8 +215,10 @@ def _load_plugin(name: str) -> object:
 
     found = importlib_metadata.entry_points(group=PLUGIN_GROUP)
     if name not in found.names:
-        known = ", ".join(sorted(found.names)) or "none"
-        raise SettingsError(f"MEGACPP_OVERLAYS_PLUGINS names {name}, which is not installed; installed: {known}")
+        from megacpp_overlays.near_names import suggestion  # noqa: PLC0415 - only on the way to an error
+
+        near = suggestion(name, sorted(found.names), where="`megacpp-overlays info`")
+        raise SettingsError(f"MEGACPP_OVERLAYS_PLUGINS names {name}, which is not installed; {near}")
     module = sys.modules.get(found[name].module)
     if module is not None and is_initializing(module):
         raise HalfImportedPluginError(f"plugin {name} imports megacpp_overlays and is not imported to its end", module)

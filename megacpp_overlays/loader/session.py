@@ -440,8 +440,10 @@ class Session:
             if (gone := retired.find(overlay_id)) is not None:
                 self.log.retired(f"{gone}: there is nothing to undo")
                 return
-            known = ", ".join(dict.fromkeys(overlay.id for overlay in self.overlays))
-            raise RegistryError(f"there is no overlay {overlay_id}; known: {known}")
+            from megacpp_overlays.near_names import suggestion
+
+            near = suggestion(overlay_id, sorted({each.id for each in self.overlays}), where="`megacpp-overlays audit`")
+            raise RegistryError(f"there is no overlay {overlay_id}; {near}")
         needing = [each for each in self._declared.overlays for one in chosen if each.depends_on(one)]
         if any(self._is_somewhere(overlay) for overlay in (*chosen, *needing)):
             from megacpp_overlays.runtime import dynamo

@@ -16,6 +16,7 @@ from pathlib import Path
 from megacpp_overlays import packs as own
 from megacpp_overlays.loader import retired
 from megacpp_overlays.model import Erratum, Target
+from megacpp_overlays.near_names import suggestion
 from megacpp_overlays.repro import neighbour
 from megacpp_overlays.repro.case import Case, PackError
 
@@ -75,7 +76,9 @@ def find(folder: Path, number: int) -> Pack:
     for pack in every:
         if pack.number == number:
             return pack
-    raise PackError(f"there is no pack {number:02}; known: {', '.join(pack.name for pack in every) or 'none'}")
+    raise PackError(
+        f"there is no pack {number:02}; `megacpp-overlays repro --list` lists the {len(every)} that there are"
+    )
 
 
 def digest(reproducer: Path) -> str:
@@ -116,7 +119,9 @@ def choose(cases: Sequence[Case], name: str) -> Case:
     for case in cases:
         if case.name == name:
             return case
-    raise PackError(f"there is no case {name}; known: {', '.join(case.name for case in cases)}")
+    raise PackError(
+        f"there is no case {name}; {suggestion(name, [case.name for case in cases], where='`megacpp-overlays repro --list`')}"
+    )
 
 
 def parts_of(case: Case, overlays: Sequence[Erratum]) -> tuple[Erratum, ...]:

@@ -22,6 +22,7 @@ from megacpp_overlays.model import Decision, Erratum, Finding, Proof, Verdict
 from megacpp_overlays.repro import inventory, judge, neighbour, runner, stamp
 from megacpp_overlays.repro.case import Case, PackError
 from megacpp_overlays.repro.judge import Part, Run, RunKind
+from megacpp_overlays.repro.progress import Progress
 from megacpp_overlays.repro.transcript import Transcript
 from megacpp_overlays.source import distributions
 from megacpp_overlays.source.trees import InstalledTree, Remembered, SourceTree
@@ -121,7 +122,7 @@ def prove(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessOpt
         how: how to run reproducers.
     """
     waiting = list(dict.fromkeys(part.id for part in parts))
-    number, total = itertools.count(1), len(waiting)
+    progress = Progress(len(waiting))
     tried: dict[str, list[Attempt]] = {}
 
     def one(overlay_id: str) -> list[Attempt]:
@@ -129,8 +130,8 @@ def prove(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessOpt
         lines: list[str] = []
         found = list(_prove_one(overlays, chosen, replace(how, progress=lines.append)))
         verdicts = ", ".join(dict.fromkeys(each.verdict.value if each.verdict else "not proved" for each in found))
-        count = "once more" if overlay_id in tried else f"{next(number)} of {total}"
-        how.progress("\n".join([*lines, f"{count}: {overlay_id}: {verdicts}"]))
+        text = f"{overlay_id}: {verdicts}"
+        how.progress("\n".join([*lines, f"once more: {text}" if overlay_id in tried else progress.done(text)]))
         return found
 
     with ThreadPoolExecutor(how.workers) as pool:

@@ -113,7 +113,7 @@ def test_two_overlays_cannot_replace_the_same_symbol(upstream: Upstream) -> None
 
 
 def test_a_plugin_that_is_not_installed_is_refused_by_name() -> None:
-    with pytest.raises(SettingsError, match="names no-such-plugin, which is not installed; installed: none"):
+    with pytest.raises(SettingsError, match="names no-such-plugin, which is not installed; known: none"):
         registry.load(["no-such-plugin"])
 
 

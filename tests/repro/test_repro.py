@@ -772,13 +772,13 @@ def test_the_command_lists_packs_and_cases_and_runs_nothing(
     ("arguments", "says"),
     [
         ([], "which pack?"),
-        (["12"], "there is no pack 12; known: 99-double"),
+        (["12"], "there is no pack 12; `megacpp-overlays repro --list` lists the 1 that there are"),
         (["99", "--case", "treble"], "there is no case treble; known: double"),
         (["99", "--tree", "/nowhere/at/all"], "--tree: there is no such folder"),
         (["99", "--tree", "colon:ed"], "cannot be on the path of a process"),
         (["99", "--keep", "/proc/nowhere"], "--keep: /proc/nowhere cannot be written"),
         (["--list", "--packs", "/nowhere/at/all"], "--packs: there is no such folder"),
-        (["ninety"], "invalid int value"),
+        (["ninety"], "there is no overlay ninety"),
     ],
 )
 def test_wrong_usage_exits_2_and_says_what_is_known(

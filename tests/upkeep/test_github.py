@@ -17,8 +17,8 @@ from github_host import NOT_FOUND, Host, Reply
 
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.upkeep import bounded_http
-from megacpp_overlays.upkeep.sweep.github import (
-    Client,
+from megacpp_overlays.upkeep.sweep.github import Client
+from megacpp_overlays.upkeep.sweep.host_errors import (
     GoneError,
     NoAnswerError,
     RateLimitError,

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_answers import answer, merged
 
-from megacpp_overlays.upkeep.sweep.github import Client, GoneError, NoAnswerError
+from megacpp_overlays.upkeep.sweep.github import Client
+from megacpp_overlays.upkeep.sweep.host_errors import GoneError, NoAnswerError
 from megacpp_overlays.upkeep.sweep.lookup import Lookup, ReleaseSearch, ask, version_of
 from megacpp_overlays.upkeep.sweep.threads import Answer
 

@@ -12,7 +12,7 @@ from megacpp_overlays.errors import OverlayError
 from megacpp_overlays.repro import manifest
 from megacpp_overlays.upkeep.drift import installations
 from megacpp_overlays.upkeep.filing import approvals
-from megacpp_overlays.upkeep.matrix import matrix_file, package_index
+from megacpp_overlays.upkeep.matrix import index_answers, matrix_file
 from megacpp_overlays.upkeep.sweep import threads
 from megacpp_overlays.upkeep.sweep.answer_cache import AnswerCache
 
@@ -44,10 +44,10 @@ def test_an_answer_that_was_kept_is_as_good_as_none(tmp_path: Path) -> None:
 
 
 def test_what_an_index_said_before_is_as_good_as_none(tmp_path: Path) -> None:
-    with package_index.IndexAnswers(tmp_path, offline=True, tell=lambda _: None) as answers:
+    with index_answers.IndexAnswers(tmp_path, offline=True, tell=lambda _: None) as answers:
         answers._folder.mkdir()
         (answers._folder / "liger-kernel.json").write_text(NESTED)
-        with pytest.raises(package_index.NoNetworkError, match="no answer of the index is in the cache"):
+        with pytest.raises(index_answers.NoNetworkError, match="no answer of the index is in the cache"):
             answers.get("liger-kernel")
 
 

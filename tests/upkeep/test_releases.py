@@ -29,7 +29,8 @@ from megacpp_overlays.upkeep import bounded_http
 from megacpp_overlays.upkeep.matrix import archives as archives_module
 from megacpp_overlays.upkeep.matrix.archives import Archives
 from megacpp_overlays.upkeep.matrix.commit_tree import CommitTree
-from megacpp_overlays.upkeep.matrix.package_index import IndexAnswers, NoNetworkError, PackageIndex, configured
+from megacpp_overlays.upkeep.matrix.index_answers import IndexAnswers, NoNetworkError, configured
+from megacpp_overlays.upkeep.matrix.package_index import PackageIndex
 from megacpp_overlays.upkeep.matrix.releases import ArchiveFile, from_data, is_read, release, to_data
 
 PURE = f"{PACKAGE}-1.0-py3-none-any.whl"

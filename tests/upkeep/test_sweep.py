@@ -567,7 +567,7 @@ def test_offline_asks_nobody_and_says_how_old_each_answer_is(scene: Scene, capsy
     assert scene.host.requests == []
 
 
-@pytest.mark.parametrize(("final", "code"), [(False, ExitCode.NOT_CHECKED), (True, ExitCode.CLEAN)])
+@pytest.mark.parametrize(("final", "code"), [(False, ExitCode.OLD), (True, ExitCode.CLEAN)])
 def test_saved_answers_that_are_too_old_are_no_answers_but_for_what_cannot_change(
     scene: Scene, capsys: pytest.CaptureFixture[str], final: bool, code: ExitCode
 ) -> None:

@@ -11,6 +11,7 @@ from packaging.utils import canonicalize_name
 
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.model import Erratum
+from megacpp_overlays.near_names import suggestion
 from megacpp_overlays.repro.git import GitError
 from megacpp_overlays.source.trees import InstalledTree, readable
 from megacpp_overlays.upkeep.drift import accounts, checkouts, published
@@ -139,7 +140,8 @@ def demand(names: Sequence[str], installed: Mapping[str, Installation]) -> tuple
     wanted = tuple(dict.fromkeys(map(canonicalize_name, names)))
     for name in wanted:
         if name not in installed and name not in STACK:
-            raise UpkeepError(f"--distribution {name}: no such distribution is installed here; see `pip list`")
+            near = suggestion(name, sorted({*installed, *STACK}), where="`pip list`")
+            raise UpkeepError(f"--distribution {name}: no such distribution is installed here; {near}")
     return wanted
 
 

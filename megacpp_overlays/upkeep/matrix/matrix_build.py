@@ -11,10 +11,10 @@ from pathlib import Path
 from megacpp_overlays import files
 from megacpp_overlays.model import Erratum
 from megacpp_overlays.upkeep.finding_cache import FindingCache
-from megacpp_overlays.upkeep.matrix import combinations, matrix, matrix_file, matrix_page, matrix_trees
+from megacpp_overlays.upkeep.matrix import combinations, matrix, matrix_file, matrix_trees
 from megacpp_overlays.upkeep.matrix.archives import Archives
+from megacpp_overlays.upkeep.matrix.index_answers import IndexAnswers, NoNetworkError
 from megacpp_overlays.upkeep.matrix.matrix import Table
-from megacpp_overlays.upkeep.matrix.package_index import IndexAnswers, NoNetworkError
 from megacpp_overlays.upkeep.matrix.releases import IndexAnswer
 
 
@@ -98,7 +98,7 @@ def write(tables: Sequence[Table], folder: Path) -> None:
     matrix_file.complete(tables)
     folder.mkdir(parents=True, exist_ok=True)
     text = matrix_file.to_text(tables)
-    page = matrix_page.render(matrix_file.parse(text, str(folder / matrix_file.NAME)))
+    page = _page(matrix_file.parse(text, str(folder / matrix_file.NAME)))
     files.write({folder / matrix_file.NAME: text.encode(), folder / matrix_file.PAGE: page.encode()})
 
 
@@ -123,10 +123,16 @@ def check(overlays: Sequence[Erratum], folder: Path, places: Places) -> list[str
     if not found and (folder / matrix_file.NAME).read_text() != matrix_file.to_text(now):
         found.append(f"{matrix_file.NAME} is not what --write makes of these releases: its flips or its order differ")
     page = folder / matrix_file.PAGE
-    if not page.exists() or page.read_text() != matrix_page.render(kept):
+    if not page.exists() or page.read_text() != _page(kept):
         found.append(f"{matrix_file.PAGE} is not made from the {matrix_file.NAME} beside it")
     return found + newer
 
 
 def _is_there(folder: Path) -> bool:
     return (folder / matrix_file.NAME).exists()
+
+
+def _page(tables: Sequence[Table]) -> str:
+    from megacpp_overlays.upkeep.matrix import matrix_page  # noqa: PLC0415 - a table for a terminal needs no templates
+
+    return matrix_page.render(tables)

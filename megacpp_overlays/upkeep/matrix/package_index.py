@@ -1,4 +1,4 @@
-"""A package index: what releases there are, and what it said of them before.
+"""A package index: what releases there are, as it answers now; `index_answers` remembers what it said before.
 
 The index is the one that pip or uv would ask: UV_DEFAULT_INDEX, UV_INDEX_URL or PIP_INDEX_URL, else PyPI. The simple
 API says which files there are, their hashes and what was yanked (PEP 503, 592 and 691). Dates are in its JSON form
@@ -8,54 +8,34 @@ API says which files there are, their hashes and what was yanked (PEP 503, 592 a
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
-import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 import requests
 from packaging.version import InvalidVersion, Version
-from pypi_simple import PYPI_SIMPLE_ENDPOINT, DistributionPackage, NoSuchProjectError, PyPISimple
+from pypi_simple import DistributionPackage, NoSuchProjectError, PyPISimple
 from pypi_simple.errors import DigestMismatchError, UnsupportedContentTypeError, UnsupportedRepoVersionError
 
-from megacpp_overlays import json_text
 from megacpp_overlays.errors import UpkeepError
-from megacpp_overlays.files import write_text
 from megacpp_overlays.upkeep.bounded_http import BodyError, BoundedAdapter
+from megacpp_overlays.upkeep.matrix.index_answers import NoNetworkError, today
 from megacpp_overlays.upkeep.matrix.releases import (
     ArchiveFile,
     IndexAnswer,
     Release,
-    from_data,
     in_order,
     is_plain,
     release,
-    to_data,
 )
 
-VARIABLES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")
 _TIMEOUT = (10.0, 60.0)
 """Seconds to connect and to wait for bytes."""
 _WRONG_TYPES = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
 """What comes of JSON in which something is of another type than it should be."""
 _KINDS = (".whl", ".tar.gz")
-
-
-class NoNetworkError(UpkeepError):
-    """Raised when the index cannot be reached, or must not be asked."""
-
-
-def configured(env: Mapping[str, str] = os.environ) -> str:
-    """Return the address of the index that the environment configures; never print it, it may hold a password."""
-    for name in VARIABLES:
-        if value := env.get(name, "").strip():
-            named, _, address = value.partition("=")  # uv: NAME=URL
-            return address if address and "/" not in named else value
-    return PYPI_SIMPLE_ENDPOINT
 
 
 class PackageIndex:
@@ -159,74 +139,6 @@ def _releases(packages: Sequence[DistributionPackage], dates: Mapping[str, str])
         )
         for version, of_it in by_version.items()
     )
-
-
-class IndexAnswers:
-    """What an index says, with what it said before where it does not answer."""
-
-    def __init__(self, folder: Path, *, offline: bool, tell: Callable[[str], None]) -> None:
-        """Prepare to ask.
-
-        Args:
-            folder: where answers are remembered.
-            offline: ask nothing.
-            tell: gets one sentence for people when an old answer is used.
-        """
-        endpoint = configured()
-        parts = urlsplit(endpoint)
-        place = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
-        self._folder = folder / hashlib.sha256(place.encode()).hexdigest()[:12]
-        self._tell = tell
-        self.index = None if offline else PackageIndex(endpoint)
-
-    def __enter__(self) -> IndexAnswers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.index is not None:
-            self.index.close()
-
-    def get(self, distribution: str) -> IndexAnswer:
-        """Return the answer of today, or the last one.
-
-        Raises:
-            NoNetworkError: there is no answer, and none is remembered.
-            UpkeepError: there is one, and no release in it.
-        """
-        answer = self._get(distribution)
-        if not answer.releases:
-            raise UpkeepError(f"{distribution}: the configured index has no release of it")
-        return answer
-
-    def _get(self, distribution: str) -> IndexAnswer:
-        path = self._folder / f"{distribution}.json"
-        if self.index is not None:
-            try:
-                answer = self.index.ask(distribution)
-            except NoNetworkError as error:
-                reason = str(error)
-            else:
-                try:
-                    self._folder.mkdir(parents=True, exist_ok=True)
-                    write_text(path, json.dumps(to_data(answer)))
-                except OSError as error:
-                    said = f"{self._folder}: answers cannot be kept here: {error.strerror}; see --cache"
-                    raise UpkeepError(said) from error
-                return answer
-        else:
-            reason = "offline"
-        try:
-            answer = from_data(json_text.parse(path.read_text()))
-        except (OSError, ValueError, UpkeepError) as error:
-            raise NoNetworkError(f"{distribution}: {reason}, and no answer of the index is in the cache") from error
-        if self.index is not None:
-            self._tell(f"{reason}: what it said of {distribution} on {answer.asked} is used")
-        return answer
-
-
-def today() -> str:
-    """Return the date in UTC."""
-    return _date(datetime.now(timezone.utc))
 
 
 def _date(time: datetime) -> str:

@@ -45,10 +45,16 @@ def of_checkout(root: Path) -> tuple[Lock, ...]:
     return tuple(locks.read(path) for path in paths if _IS_LANE.search(path.read_text(errors="replace")))
 
 
+def concerned(distributions: Collection[str], lanes: Sequence[Lock], proven: Lock) -> list[Lock]:
+    """Return the locks of the other lanes that pin a target of an overlay."""
+    others = [lock for lock in lanes if lock.path.resolve() != proven.path.resolve()]
+    return [lock for lock in others if any(name in lock.pins for name in distributions)]
+
+
 def look(
     overlay_id: str, distributions: Collection[str], lanes: Sequence[Lock], proven: Lock, folder: Path
 ) -> Iterator[Lane]:
-    """Yield what an overlay is to each other lane that pins a target of it.
+    """Yield what an overlay is to each of some lanes.
 
     An environment is asked where there is one. Without it, a lane is known only if it pins the very files of the lock
     for which the rest has been shown.
@@ -56,7 +62,7 @@ def look(
     Args:
         overlay_id: the overlay.
         distributions: its targets.
-        lanes: the locks of all lanes.
+        lanes: their locks, see `concerned`.
         proven: the lock for which all has been shown.
         folder: where environments are.
 
@@ -65,8 +71,6 @@ def look(
     """
     for lock in lanes:
         pins = [lock.pins[name] for name in sorted(distributions) if name in lock.pins]
-        if lock.path.resolve() == proven.path.resolve() or not pins:
-            continue
         pinned = ", ".join(f"{pin.name} {pin.version}" for pin in pins)
         need, why = _need(overlay_id, lock, folder)
         if need is Need.UNKNOWN and all(_is_same(lock, proven, name) for name in distributions):

@@ -18,6 +18,7 @@ from megacpp_overlays.loader import retired
 from megacpp_overlays.loader.retired import RetiredOverlay
 from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro import git, receipts
+from megacpp_overlays.repro.progress import Progress
 from megacpp_overlays.upkeep import environments, locks
 from megacpp_overlays.upkeep.locks import Lock
 from megacpp_overlays.upkeep.retire import lanes, leavings, retirement
@@ -71,13 +72,19 @@ class RetirementOutcome:
         return all(item.state is retirement.ItemState.DONE for item in self.items)
 
 
-def prepare(request: Request, overlays: Sequence[Erratum], show: Callable[[ChecklistItem], None]) -> RetirementOutcome:
+def prepare(
+    request: Request,
+    overlays: Sequence[Erratum],
+    show: Callable[[ChecklistItem], None],
+    tell: Callable[[str], object] = lambda line: None,
+) -> RetirementOutcome:
     """Go through the checklist; if all of it holds, write the history entry and keep the receipt that shows it.
 
     Args:
         request: what was asked for.
         overlays: every declared overlay, in parts.
         show: called with each item of the checklist when it is known.
+        tell: gets a line about the progress of what takes minutes.
 
     Raises:
         WrongNameError: the overlay, a lane or a version is none.
@@ -99,8 +106,8 @@ def prepare(request: Request, overlays: Sequence[Erratum], show: Callable[[Check
     folder = request.environments or root / ENVIRONMENTS
     with tempfile.TemporaryDirectory(prefix="retire-") as name:
         kept = Path(name, "kept")
-        has_receipt = _examine(checklist, request, overlay, lock, folder, left, kept)
-        unpatched = _look_at_lanes(checklist, request, parts, lock, every_lane, folder)
+        has_receipt = _examine(checklist, request, overlay, lock, folder, left, kept, tell)
+        unpatched = _look_at_lanes(checklist, request, parts, lock, every_lane, folder, tell)
         written: list[str] = []
         if checklist.holds and not request.dry_run:
             logs = receipts.adopt(kept, root / "packs") if has_receipt else []
@@ -176,7 +183,14 @@ def _entry(parts: Sequence[Erratum], lock: Lock, since: str | None) -> RetiredOv
 
 
 def _examine(
-    checklist: Checklist, request: Request, overlay: Erratum, lock: Lock, folder: Path, left: Leavings, kept: Path
+    checklist: Checklist,
+    request: Request,
+    overlay: Erratum,
+    lock: Lock,
+    folder: Path,
+    left: Leavings,
+    kept: Path,
+    tell: Callable[[str], object],
 ) -> bool:
     """Ask the probe, the condition and the reproducer; return whether a receipt of the last is in the folder `kept`."""
     try:
@@ -190,12 +204,23 @@ def _examine(
     if not checklist.holds:
         checklist.skip("reproducer", "not run")
         return False
-    return retirement.reproduce(checklist, environment, left.pack, probed, kept)
+    return retirement.reproduce(checklist, environment, left.pack, probed, kept, tell)
 
 
 def _look_at_lanes(
-    checklist: Checklist, request: Request, parts: Sequence[Erratum], lock: Lock, every: Sequence[Lock], folder: Path
+    checklist: Checklist,
+    request: Request,
+    parts: Sequence[Erratum],
+    lock: Lock,
+    every: Sequence[Lock],
+    folder: Path,
+    tell: Callable[[str], object],
 ) -> list[Lane]:
     names = {canonicalize_name(part.target.distribution) for part in parts}
-    looked = list(lanes.look(parts[0].id, names, every, lock, folder))
+    chosen = lanes.concerned(names, every, lock)
+    progress = Progress(len(chosen))
+    looked = []
+    for lane in lanes.look(parts[0].id, names, chosen, lock, folder):
+        looked.append(lane)
+        tell(progress.done(f"lane {lane.name}"))
     return retirement.other_lanes(checklist, looked, request.leave)

@@ -89,7 +89,14 @@ def probe(checklist: Checklist, environment: Environment, overlay_id: str, retir
     return probed
 
 
-def reproduce(checklist: Checklist, environment: Environment, pack: Pack, probed: ProbeReport, folder: Path) -> bool:
+def reproduce(
+    checklist: Checklist,
+    environment: Environment,
+    pack: Pack,
+    probed: ProbeReport,
+    folder: Path,
+    tell: Callable[[str], object] = lambda line: None,
+) -> bool:
     """Run the cases of the overlay, and keep the receipt in a folder; return whether it shows the bug gone.
 
     Every part that is FIXED needs a case about it that shows so. Where this host cannot run it, one in a kept receipt
@@ -101,11 +108,16 @@ def reproduce(checklist: Checklist, environment: Environment, pack: Pack, probed
         pack: its cases.
         probed: what the probe said.
         folder: an empty folder, for the receipt.
+        tell: gets a line before cases run, which takes minutes.
     """
     cases = {case.name: case for case in inventory.load_cases(pack.reproducer) if case.overlay == probed.overlay}
     if not cases:
         checklist.add("reproducer", f"{pack.name} has no case of {probed.overlay}", holds=False)
         return False
+    many = "case" if len(cases) == 1 else "cases"
+    tell(
+        f"running {len(cases)} {many} of {pack.name} in {environment.python}, at most {2 * evidence.TIMEOUT / 60:g} min each"
+    )
     command = ["-m", "megacpp_overlays", "repro", str(pack.number), "--keep", str(folder)]
     command += [word for name in cases for word in ("--case", name)]
     text, ended = other_python.output(environment.python, command, 2 * len(cases) * evidence.TIMEOUT + _MARGIN)

@@ -27,6 +27,13 @@ from urllib3.exceptions import NewConnectionError
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.upkeep.bounded_http import BoundedAdapter
 from megacpp_overlays.upkeep.sweep.answer_cache import AnswerCache, CacheEntry
+from megacpp_overlays.upkeep.sweep.host_errors import (
+    GoneError,
+    NoAnswerError,
+    RateLimitError,
+    TokenRefusedError,
+    UnreachableError,
+)
 from megacpp_overlays.version import VERSION
 
 DEFAULT = "https://api.github.com"
@@ -35,38 +42,6 @@ _LONGEST = timedelta(days=7)
 _REDIRECTS, _HOPS = {301, 302, 307, 308}, 5
 _BROKEN, _TRIES = {500, 502, 503, 504}, 3
 """What is tried again, and how often."""
-
-
-class HostError(UpkeepError):
-    """Base class of what can go wrong with the host."""
-
-
-class UnreachableError(HostError):
-    """Raised when no connection comes about: no network, no such host, a proxy or a certificate that refuses."""
-
-
-class RateLimitError(HostError):
-    """Raised when the host wants no more requests for now.
-
-    Attributes:
-        until: when it takes requests again, UTC.
-    """
-
-    def __init__(self, until: datetime) -> None:
-        super().__init__(f"the host takes no more requests until {until:%Y-%m-%d %H:%M:%S} UTC")
-        self.until = until
-
-
-class TokenRefusedError(HostError):
-    """Raised when the host does not take the token."""
-
-
-class GoneError(HostError):
-    """Raised when the host knows no such thing, or does not show it."""
-
-
-class NoAnswerError(HostError):
-    """Raised when one answer did not come, or is not what it should be."""
 
 
 def checked_address(text: str) -> str:

@@ -6,13 +6,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import date, datetime, timezone
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from packaging.version import InvalidVersion, Version
 
-from megacpp_overlays.upkeep.sweep.github import Client, GoneError, NoAnswerError
+from megacpp_overlays.upkeep.sweep.host_errors import GoneError, NoAnswerError
 from megacpp_overlays.upkeep.sweep.threads import API, CLOSED, DRAFT, ISSUE, MERGED, OPEN, PULL, Answer
+
+if TYPE_CHECKING:
+    from megacpp_overlays.upkeep.sweep.github import Client
 
 _COMMON = ("number", "html_url", "state", "draft", "created_at", "closed_at")
 _ISSUE_FIELDS = (*_COMMON, "state_reason", "pull_request")

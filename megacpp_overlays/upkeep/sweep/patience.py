@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megacpp_overlays.upkeep.sweep.github import (
+from megacpp_overlays.upkeep.sweep.host_errors import (
     HostError,
     NoAnswerError,
     RateLimitError,

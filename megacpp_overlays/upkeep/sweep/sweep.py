@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import date
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megacpp_overlays.upkeep.sweep.github import Client, HostError, UnreachableError
+from megacpp_overlays.upkeep.sweep.host_errors import HostError, UnreachableError
 from megacpp_overlays.upkeep.sweep.lookup import Lookup, ReleaseSearch, ask
 from megacpp_overlays.upkeep.sweep.patience import one_by_one
 from megacpp_overlays.upkeep.sweep.threads import API, CLOSED, DRAFT, MERGED, OPEN, Answer, Key
 from megacpp_overlays.upkeep.sweep.waiting import ThreadMention, WatchedThread
+
+if TYPE_CHECKING:
+    from megacpp_overlays.upkeep.sweep.github import Client
 
 _BOOKKEEPING = {"checked", "source", "releases_checked", "declared"}
 

@@ -12,6 +12,7 @@ from megacpp_overlays.errors import LockError, UpkeepError
 from megacpp_overlays.model import Erratum, Verdict
 from megacpp_overlays.repro import inventory
 from megacpp_overlays.repro.case import PackError
+from megacpp_overlays.repro.progress import Progress
 from megacpp_overlays.upkeep import evidence
 from megacpp_overlays.upkeep.environments import Environment
 from megacpp_overlays.upkeep.evidence import CaseResult, PartDecision, ProbeReport
@@ -91,12 +92,14 @@ def triage(
     there = _with_witnesses(after, _probe(after, firsts, how), firsts, how)
     decided = _pre_flight(after, how) if any(there[id].verdict is Verdict.BROKEN for id in firsts) else "not asked"
     triaged = []
-    for id in dict.fromkeys(overlay.id for overlay in overlays):
+    ids = tuple(dict.fromkeys(overlay.id for overlay in overlays))
+    progress = Progress(len(ids))
+    for id in ids:
         overlay = firsts[id]
         of_this = decided if isinstance(decided, str) else decided.get(id, ())
         facts = _facts((before, after), overlay, here[id], there[id], of_this, how)
         triaged.append(OverlayTriage(overlay=overlay, facts=facts, ruling=judge(facts)))
-        how.progress(f"{id}: {triaged[-1].ruling.outcome.value}")
+        how.progress(progress.done(f"{id}: {triaged[-1].ruling.outcome.value}"))
     return tuple(triaged)
 
 
