@@ -307,5 +307,6 @@ LISTED: tuple[Listed, ...] = (
         off_by_default=False,
         targets=("megatron.core.optimizer_param_scheduler",),
     ),
+    Listed(id="loss-mask-cache", installs=True, off_by_default=False, targets=("megatron.core.datasets.gpt_dataset",)),
 )
 """Every declaration, by pack and id."""

@@ -75,6 +75,7 @@ EXPECTED = {
     "mtp-token-counts-local": (M, ("disabled",) * 6),
     "pipeline-padding-mask": (M, ("active",) * 6),
     "sparse-mla-dimensions": (M, ("absent", "absent", *("active",) * 4)),
+    "loss-mask-cache": (M, ("active",) * 6),
     "scheduler-restore": (M, ("active",) * 6),
     "seq-aux-loss-packed": (M, ("absent", "absent", *("active",) * 4)),
     "residual-norm-recompute-alias": (M, ("absent", *("active",) * 5)),

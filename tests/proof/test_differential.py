@@ -31,6 +31,7 @@ BEYOND: dict[str, Callable[[Found], bool]] = {
         True
     ),  # for optimizers of one's own: no training step of Megatron-Core calls it
     "scheduler-restore": lambda _: True,  # a launcher restores a schedule, and no training step does
+    "loss-mask-cache": lambda _: True,  # rows have tokens of their own, and no dataset
 }
 """Overlays that no row can call, and whether that is so here."""
 

@@ -41,6 +41,7 @@ from megacpp_overlays.feature_probes import (
     latent_moe_fc2_init,
     liger_flce_labelled,
     liger_flce_none_backward,
+    loss_mask_cache,
     mamba2_int32_offsets,
     mamba3_mimo_gqa_backward,
     mamba3_mimo_reduce_layout,
@@ -156,6 +157,18 @@ def shared_logits() -> dict[str, str | None]:
     first = "        # [b s] => [s b]\n        labels = labels.transpose(0, 1).contiguous()\n"
     assert first in text
     return {target: text.replace(first, SHARED_LOGITS + first, 1)}
+
+
+CACHED = "                self.cached_loss_mask = loss_mask\n"
+COPIED = "                self.cached_loss_mask = loss_mask.clone()\n"
+
+
+def copied_mask() -> dict[str, str | None]:
+    """Return a module that caches a copy of the loss mask, as pull request 6981 does."""
+    target = loss_mask_cache.TARGET.module
+    text = released("megatron_core-0.19.2", target)
+    assert text.count(CACHED) == 1
+    return {target: text.replace(CACHED, COPIED)}
 
 
 COUNTED = "        self.step(increment=num_steps)\n"
@@ -1169,6 +1182,20 @@ CASES = {
             "set from outside": appended("LanguageModule.compute_language_model_loss = of_old"),
         },
         tree=lambda: archive("megatron_core-0.19.2"),
+    ),
+    "cached loss mask": Case(
+        loss_mask_cache,
+        loss_mask_cache.TARGET.module,
+        copied_mask,
+        {
+            "and the mask itself": (COPIED, COPIED + CACHED),
+            "of one sample alone": (COPIED, "                self.cached_loss_mask = loss_mask.clone() if idx else loss_mask\n"),
+            "masked before": (COPIED, "                loss_mask[labels == self._pad_token_id] = 0.0\n" + COPIED),
+            "read without a copy": ("self.cached_loss_mask.clone()", "self.cached_loss_mask"),
+            "of a mask that another holds": ("    loss_mask = torch.ones(seq_length", "    loss_mask = shared(seq_length"),
+            "decorated": ("    def __getitem__(self, idx: Optional[int])", "    @of_old\n    def __getitem__(self, idx: Optional[int])"),
+            "set from outside": appended("GPTDataset.__getitem__ = of_old"),
+        },
     ),
     "counter of a restored schedule": Case(
         scheduler_restore,
