@@ -308,5 +308,11 @@ LISTED: tuple[Listed, ...] = (
         targets=("megatron.core.optimizer_param_scheduler",),
     ),
     Listed(id="loss-mask-cache", installs=True, off_by_default=False, targets=("megatron.core.datasets.gpt_dataset",)),
+    Listed(
+        id="qk-clip-negative-head",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.transformer.attention", "megatron.core.transformer.multi_latent_attention"),
+    ),
 )
 """Every declaration, by pack and id."""

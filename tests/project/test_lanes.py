@@ -76,6 +76,7 @@ EXPECTED = {
     "pipeline-padding-mask": (M, ("active",) * 6),
     "sparse-mla-dimensions": (M, ("absent", "absent", *("active",) * 4)),
     "loss-mask-cache": (M, ("active",) * 6),
+    "qk-clip-negative-head": (M, ("active",) * 6),
     "scheduler-restore": (M, ("active",) * 6),
     "seq-aux-loss-packed": (M, ("absent", "absent", *("active",) * 4)),
     "residual-norm-recompute-alias": (M, ("absent", *("active",) * 5)),

@@ -32,6 +32,7 @@ BEYOND: dict[str, Callable[[Found], bool]] = {
     ),  # for optimizers of one's own: no training step of Megatron-Core calls it
     "scheduler-restore": lambda _: True,  # a launcher restores a schedule, and no training step does
     "loss-mask-cache": lambda _: True,  # rows have tokens of their own, and no dataset
+    "qk-clip-negative-head": lambda _: True,  # largest logits are Transformer Engine's, and no row clips
 }
 """Overlays that no row can call, and whether that is so here."""
 

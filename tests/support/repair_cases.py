@@ -56,6 +56,7 @@ from megacpp_overlays.feature_probes import (
     mtp_z_loss,
     packed_params,
     pipeline_padding_mask,
+    qk_clip_negative_head,
     quant_recipe_stale_weights,
     residual_norm_recompute_alias,
     scheduler_restore,
@@ -169,6 +170,19 @@ def copied_mask() -> dict[str, str | None]:
     text = released("megatron_core-0.19.2", target)
     assert text.count(CACHED) == 1
     return {target: text.replace(CACHED, COPIED)}
+
+
+DIVIDED_BY = {
+    qk_clip_negative_head.GROUPED.module: "grouped_max_attn_logits",
+    qk_clip_negative_head.LATENT.module: "self.core_attention.current_max_attn_logits",
+}
+
+
+def clamped_logits(target: str) -> dict[str, str | None]:
+    """Return a module that divides the threshold by nothing less than itself, as pull request 7517 does."""
+    text, divided = released("megatron_core-0.19.2", target), f"self.config.qk_clip_threshold / {DIVIDED_BY[target]}"
+    assert text.count(divided) == 1
+    return {target: text.replace(divided, f"{divided}.clamp(min=self.config.qk_clip_threshold)")}
 
 
 COUNTED = "        self.step(increment=num_steps)\n"
@@ -1197,6 +1211,25 @@ CASES = {
             "set from outside": appended("GPTDataset.__getitem__ = of_old"),
         },
     ),
+    **{
+        f"clipped heads, {probe}": Case(
+            qk_clip_negative_head,
+            target,
+            functools.partial(clamped_logits, target),
+            {
+                "at nothing": (".clamp(min=self.config.qk_clip_threshold)", ".clamp(min=-1e9)"),
+                "at the other end": (".clamp(min=self.config.qk_clip_threshold)", ".clamp(max=self.config.qk_clip_threshold)"),
+                "of other logits": ("        if torch.any(" + DIVIDED_BY[target], "        self._negate()\n        if torch.any(" + DIVIDED_BY[target]),
+                "decorated": ("    def clip_qk(self):\n        \"\"\"\n", "    @of_old\n    def clip_qk(self):\n        \"\"\"\n"),
+                "set from outside": appended(f"{cls}.clip_qk = of_old"),
+            },
+            probe=probe,
+        )
+        for probe, target, cls in (
+            ("probe", qk_clip_negative_head.GROUPED.module, "SelfAttention"),
+            ("probe_latent", qk_clip_negative_head.LATENT.module, "MLASelfAttention"),
+        )
+    },
     "counter of a restored schedule": Case(
         scheduler_restore,
         scheduler_restore.TARGET.module,
