@@ -314,5 +314,11 @@ LISTED: tuple[Listed, ...] = (
         off_by_default=False,
         targets=("megatron.core.transformer.attention", "megatron.core.transformer.multi_latent_attention"),
     ),
+    Listed(
+        id="cpu-offload-reload",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.optimizer.distrib_optimizer",),
+    ),
 )
 """Every declaration, by pack and id."""

@@ -75,6 +75,7 @@ EXPECTED = {
     "mtp-token-counts-local": (M, ("disabled",) * 6),
     "pipeline-padding-mask": (M, ("active",) * 6),
     "sparse-mla-dimensions": (M, ("absent", "absent", *("active",) * 4)),
+    "cpu-offload-reload": (M, ("active",) * 6),
     "loss-mask-cache": (M, ("active",) * 6),
     "qk-clip-negative-head": (M, ("active",) * 6),
     "scheduler-restore": (M, ("active",) * 6),

@@ -31,6 +31,7 @@ BEYOND: dict[str, Callable[[Found], bool]] = {
         True
     ),  # for optimizers of one's own: no training step of Megatron-Core calls it
     "scheduler-restore": lambda _: True,  # a launcher restores a schedule, and no training step does
+    "cpu-offload-reload": lambda _: True,  # no row loads weights into a model whose optimizer is offloaded
     "loss-mask-cache": lambda _: True,  # rows have tokens of their own, and no dataset
     "qk-clip-negative-head": lambda _: True,  # largest logits are Transformer Engine's, and no row clips
 }

@@ -11,11 +11,24 @@ from collections.abc import Callable, Mapping
 
 from installed import tree_of
 from probing import ParsedOnce, parsed_once
-from repair_cases import COUNTED, OLD_COPY, OLD_REDUCE, REDUCE, UTILS, Case, Edit, appended, archive, switched_on
+from repair_cases import (
+    COUNTED,
+    OLD_COPY,
+    OLD_REDUCE,
+    REDUCE,
+    REFRESHED,
+    UTILS,
+    Case,
+    Edit,
+    appended,
+    archive,
+    switched_on,
+)
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import (
     cp_local_loss_mean,
+    cpu_offload_reload,
     dsa_branchless_scatter,
     dsa_capture_gates,
     dsa_indexer_streaming,
@@ -543,6 +556,21 @@ CASES = {
             "from the outside": appended("MLASelfAttention.clip_qk = floored(MLASelfAttention.clip_qk)"),
         },
         probe="probe_latent",
+        tree=megatron,
+    ),
+    "copies of an offloaded optimizer": Otherwise(
+        cpu_offload_reload,
+        cpu_offload_reload.TARGET.module,
+        edits={
+            "by a helper": (REFRESHED, "            self._refresh_copies()\n            return\n"),
+            "as for any other": (REFRESHED, "            self.optimizer.update_fp32_param_by_new_param()\n"),
+            "afterwards": (REFRESHED, "            self.optimizer.update_fp32_param_by_new_param()\n            self._refresh_copies()\n            return\n"),
+            "of all copies": (cpu_offload_reload.COPIES, "        for param, fp32_param in self.param_to_fp32_param.items():\n", "        for param, fp32_param in self.param_to_inner_param.items():\n"),
+            "copies that are not kept": (cpu_offload_reload.COPIES, "                self.param_to_inner_param[param] = inner_param\n", "                self._keep(param, inner_param)\n"),
+            "main weights otherwise": ("        copy_group_params(self.model_float16_groups, self.shard_fp32_from_float16_groups)\n        copy_group_params(self.model_fp32", "        self._copy_groups()\n        copy_group_params(self.model_fp32"),
+            "by a decorator": ("    def _copy_model_params_to_main_params(", "    @of_copies\n    def _copy_model_params_to_main_params("),
+            "from the outside": appended("DistributedOptimizer._copy_model_params_to_main_params = of_copies(DistributedOptimizer._copy_model_params_to_main_params)"),
+        },
         tree=megatron,
     ),
     "told layers": Otherwise(

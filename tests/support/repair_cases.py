@@ -19,6 +19,7 @@ from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import (
     cp_local_loss_mean,
+    cpu_offload_reload,
     dsa_branchless_scatter,
     dsa_capture_gates,
     dsa_indexer_streaming,
@@ -158,6 +159,26 @@ def shared_logits() -> dict[str, str | None]:
     first = "        # [b s] => [s b]\n        labels = labels.transpose(0, 1).contiguous()\n"
     assert first in text
     return {target: text.replace(first, SHARED_LOGITS + first, 1)}
+
+
+REFRESHED = "            self.optimizer.update_fp32_param_by_new_param()\n            return\n"
+REFRESHES = (
+    "        for param, fp32_param in self.param_to_fp32_param.items():\n            fp32_param.data.copy_(param)\n"
+)
+ALL_COPIES = (
+    "        for param, inner_param in self.param_to_inner_param.items():\n            inner_param.data.copy_(param)\n"
+)
+
+
+def refreshed_copies() -> dict[str, str | None]:
+    """Return modules in which all copies are refreshed once main weights are; made up, after pull request 5071."""
+    target, copies = cpu_offload_reload.TARGET.module, cpu_offload_reload.COPIES
+    text, hybrid = released("megatron_core-0.19.2", target), released("megatron_core-0.19.2", copies)
+    assert text.count(REFRESHED) == hybrid.count(REFRESHES) == 1
+    return {
+        target: text.replace(REFRESHED, "            self._copy_shards()\n" + REFRESHED),
+        copies: hybrid.replace(REFRESHES, ALL_COPIES),
+    }
 
 
 CACHED = "                self.cached_loss_mask = loss_mask\n"
@@ -1196,6 +1217,19 @@ CASES = {
             "set from outside": appended("LanguageModule.compute_language_model_loss = of_old"),
         },
         tree=lambda: archive("megatron_core-0.19.2"),
+    ),
+    "copies of an offloaded optimizer": Case(
+        cpu_offload_reload,
+        cpu_offload_reload.TARGET.module,
+        refreshed_copies,
+        {
+            "of fp32 copies alone": (cpu_offload_reload.COPIES, ALL_COPIES, REFRESHES),
+            "of nothing": (cpu_offload_reload.COPIES, ALL_COPIES, "        return\n"),
+            "the other way round": (cpu_offload_reload.COPIES, "inner_param.data.copy_(param)", "param.data.copy_(inner_param)"),
+            "after it returned": (REFRESHED, "            return\n" + REFRESHED),
+            "decorated": ("    def _copy_model_params_to_main_params(", "    @of_old\n    def _copy_model_params_to_main_params("),
+            "set from outside": appended("DistributedOptimizer._copy_model_params_to_main_params = of_old"),
+        },
     ),
     "cached loss mask": Case(
         loss_mask_cache,

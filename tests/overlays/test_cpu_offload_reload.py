@@ -1,0 +1,154 @@
+"""Offloaded optimizers with the overlay: a step starts from the weights that are in the model, whatever was there before.
+
+Cases of pack 51 run on releases, in a process of its own for each; everything else runs on the newest one in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from placed_seams import placed, without_overlays
+from places import ROOT, SUPPORT
+from releases import newest, only
+
+from megacpp_overlays.feature_probes.cpu_offload_reload import CLASS, METHOD, STALE, TARGET
+from megacpp_overlays.overlays.cpu_offload_reload import OVERLAY, observe
+from megacpp_overlays.repro import beside, neighbour
+
+pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore")]
+
+FOLDER = ROOT / "packs/51-cpu-offload-reload"
+PACK = beside(str(FOLDER / "neighbours.py"))
+
+
+@pytest.fixture(scope="module", params=only(("0.12.0", "0.13.1", "0.16.1", "0.18.2", newest()), ()))
+def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
+    """What a release does with the overlay and without it."""
+    return megatron_says(request.param, SUPPORT / "reproduced.py", "51")
+
+
+def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any) -> None:
+    ((_, decision, reason),) = measured["decisions"]
+
+    assert decision == "active", reason
+    assert all(case["broken"] for case in measured["off"].values())
+    assert not any(case["broken"] for case in measured["on"].values())
+
+
+# In this process
+
+
+@pytest.fixture(scope="module")
+def module() -> Iterator[ModuleType]:
+    """The newest release, without any overlay."""
+    with without_overlays(TARGET.module) as found:
+        yield found
+
+
+@pytest.fixture
+def refreshing(module: ModuleType) -> Iterator[ModuleType]:
+    """The newest release with the seam."""
+    with placed(OVERLAY, STALE, module):
+        yield module
+
+
+def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: ModuleType) -> None:
+    assert observe(module).broken
+    with placed(OVERLAY, STALE, module):
+        assert not observe(module).broken
+    assert observe(module).broken
+
+
+def test_the_newest_release_is_broken_without_the_overlay_and_right_with_it(module: ModuleType) -> None:
+    assert all(case.run().broken for case in PACK.CASES)
+    with placed(OVERLAY, STALE, module):
+        assert not any(case.run().broken for case in PACK.CASES)
+
+
+@pytest.mark.parametrize("each", neighbour.load(FOLDER), ids=lambda each: each.name)
+def test_what_is_right_without_the_overlay_has_the_same_bits(each: neighbour.Neighbour, module: ModuleType) -> None:
+    without = neighbour.measured(each)
+    with placed(OVERLAY, STALE, module):
+        found = neighbour.measured(each)
+
+    assert not without.failed
+    assert neighbour.problem(each, without, found) is None
+
+
+def test_moments_stay_as_they_are(module: ModuleType) -> None:
+    stock = PACK.trained(before=3, after=0)
+    with placed(OVERLAY, STALE, module):
+        ours = PACK.trained(before=3, after=0)
+
+    assert ours["masters"] == [[PACK.LOADED] * PACK.WIDTH] * 2
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert ours[name] == stock[name] != []
+
+
+def test_training_after_loading_is_that_of_a_model_which_was_built_with_the_weights(refreshing: ModuleType) -> None:
+    offloaded = PACK.trained(after=3)
+    ordinary = PACK.trained(after=3, optimizer_cpu_offload=False)
+
+    for name in (*PACK.NAMES, "masters"):
+        assert offloaded[name] == ordinary[name]
+
+
+def whole(module: ModuleType, **held: Any) -> Any:
+    """Return an optimizer of one weight that was loaded, without what it is not asked for."""
+    made = object.__new__(getattr(module, CLASS))
+    hybrid = object.__new__(module.HybridDeviceOptimizer)
+    main, inner = torch.full((2,), 7.0), torch.full((2,), 7.0)
+    vars(hybrid).update(param_to_inner_param={main: inner}, param_to_fp32_param={})
+    vars(made).update(
+        optimizer=hybrid,
+        is_stub_optimizer=True,
+        ddp_config=SimpleNamespace(use_megatron_fsdp=False),
+        config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=False),
+        model_float16_groups=[[torch.ones(3)]],
+        shard_fp32_from_float16_groups=[[main]],
+        model_fp32_groups=[],
+        shard_fp32_groups=[],
+        _get_model_param_range_map=lambda _: {"param": SimpleNamespace(start=1, end=3, size=2)},
+    )
+    vars(made).update(held)
+    return made
+
+
+def reloaded(made: Any, **given: Any) -> list[float]:
+    """Let an optimizer take its weights, and return the first number of its main weight and of its copy."""
+    getattr(made, METHOD.rpartition(".")[2])(**given)
+    ((main, inner),) = made.optimizer.param_to_inner_param.items()
+    return [float(main[0]), float(inner[0])]
+
+
+def test_main_weights_of_megatron_fsdp_are_left_alone(refreshing: ModuleType) -> None:
+    made = whole(refreshing, ddp_config=SimpleNamespace(use_megatron_fsdp=True))
+
+    assert reloaded(made) == [7.0, 7.0]
+
+
+def test_a_state_dict_has_the_weights_where_one_is_given(refreshing: ModuleType) -> None:
+    made = whole(refreshing)
+    ((model,),) = made.model_float16_groups
+    made._build_model_param_to_state_dict_param_map = {"a": {model: torch.full((3,), 3.0)}}.__getitem__
+
+    assert reloaded(made, state_dict="a") == [3.0, 3.0]
+
+
+def test_an_error_leaves_the_optimizer_in_its_place(refreshing: ModuleType) -> None:
+    made = whole(refreshing, _get_model_param_range_map={}.__getitem__)
+    hybrid = made.optimizer
+
+    with pytest.raises(KeyError):
+        reloaded(made)
+
+    assert made.optimizer is hybrid
+
+
+def test_a_seam_on_another_seam_changes_nothing(refreshing: ModuleType) -> None:
+    with placed(OVERLAY, STALE, refreshing):
+        assert reloaded(whole(refreshing)) == [1.0, 1.0]
