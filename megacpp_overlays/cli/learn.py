@@ -89,10 +89,10 @@ def _release(distribution: str, version: str, folder: Path) -> ReleaseTree:
         UpkeepError: it cannot be had.
     """
     with extra():
-        from megacpp_overlays.upkeep.matrix import archives, package_index  # noqa: PLC0415 - see `extra`
+        from megacpp_overlays.upkeep.matrix import archives, index_answers  # noqa: PLC0415 - see `extra`
 
     cache = archives.default_folder()
-    with package_index.IndexAnswers(cache / "index", offline=False, tell=_tell) as index:
+    with index_answers.IndexAnswers(cache / "index", offline=False, tell=_tell) as index:
         answer = index.get(distribution)
         release = next((each for each in answer.releases if each.version == version), None)
         if release is None:
