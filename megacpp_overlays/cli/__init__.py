@@ -23,6 +23,7 @@ from megacpp_overlays.cli import (
     env,
     explain,
     info,
+    learn,
     ledger,
     matrix,
     pack,
@@ -49,7 +50,7 @@ from megacpp_overlays.version import VERSION
 
 FOR_A_RUN = (audit, explain, symptom, info, run, compare, drift, repro, witness, checkpoint, report)
 FOR_AN_IMAGE = (enable, disable, status, env)
-FOR_THE_LANE = (ledger, reference, matrix, rehearse, triage, sweep, retire, receipts, pack, wave, completion)
+FOR_THE_LANE = (ledger, reference, matrix, learn, rehearse, triage, sweep, retire, receipts, pack, wave, completion)
 
 _EXAMPLES = (
     "audit                                   # what is repaired here, and why",
