@@ -120,7 +120,7 @@ _ABOUT_OVERLAYS = (
     "An overlay repairs, a gate only warns. What the words mean is in [Concepts](concepts.md#glossary). The releases are "
     "those of the kept matrix, in which every probe read every release of its target; a gate about two packages read every "
     "release of the one that decides beside the newest of the other. Trees between releases, such as main, are not in it: "
-    "the table of the [README](../README.md#is-it-for-me) has them."
+    "[Defects](defects.md) has them."
 )
 
 
