@@ -17,8 +17,8 @@ compressed attention, which adds an offset and does the same. The order of the s
 Since 0.19 a sparse loss looks at nothing but the keys that were chosen. There the autograd function of the fused loss is replaced as
 well, if its body is known: keys are chosen in blocks of queries, whose bounds the kernels are told, target and loss are found for
 them alone, and so are the gradients, of the difference that the forward pass keeps for each slot (`kernels.chosen_keys`). Nothing of
-(batch, queries, keys) is held. That is for bounds of keys without a mask or positions of their own, and for attention whose heads share
-their keys, as absorbed latent attention has it; everything else goes the way above.
+(batch, queries, keys) is held. That is for bounds of keys without a mask or positions of their own, for attention whose heads share
+their keys, as absorbed latent attention has it, and where kernels take all of it; everything else goes the way above.
 
 Where only the backward's body is known, it is upstream's own up to the gradient of the scores, bit for bit; only where it
 takes the gradients of queries, weights and keys from it (see `score_gradient`), ours do. Where there is no such backward,

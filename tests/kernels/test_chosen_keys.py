@@ -14,6 +14,7 @@ from index_scores_cases import DEVICES
 from megacpp_overlays.kernels import measured
 from megacpp_overlays.kernels.chosen_keys import function as chosen_keys
 from megacpp_overlays.kernels.chosen_keys import in_torch, query_blocks, reference
+from megacpp_overlays.kernels.top_k import function as top_k
 
 CUDA = torch.device("cuda", 0)
 SMALL = Sizes(7, 9, 2, 3, 8, 4, 3, 16, 4)
@@ -210,6 +211,17 @@ def test_kernels_are_for_hopper_and_for_sizes_that_they_hold(hopper: Callable[..
     assert chosen_keys.target_way(hopper(8, 1, 16, 641), k) is in_torch
     assert chosen_keys.target_way(hopper(8, 1, 16, 576, dtype=torch.float32), k) is in_torch
     assert chosen_keys.gradient_way(hopper(8, 1, 64, 128, found="A100"), k) is in_torch
+
+
+def test_all_four_have_kernels_or_none_counts(hopper: Callable[..., Any]) -> None:
+    top_k._of_device.cache_clear()
+    q, k, query = hopper(8, 1, 64, 128), hopper(40000, 1, 128), hopper(8, 1, 16, 576)
+
+    assert chosen_keys.has_kernels(q, k, query, query, 2048)
+    assert not chosen_keys.has_kernels(q, k, query, query, 16385)
+    assert not chosen_keys.has_kernels(hopper(8, 1, 65, 128), k, query, query, 2048)
+    assert not chosen_keys.has_kernels(q, k, hopper(8, 1, 16, 641), query, 2048)
+    top_k._of_device.cache_clear()
 
 
 # Kernels, in an interpreter of their own.

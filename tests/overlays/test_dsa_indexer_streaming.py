@@ -396,7 +396,8 @@ def over_chosen_keys(queries: int = 7, keys: int = 9) -> dict[str, Any]:
 
 @pytest.fixture
 def chosen_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Note each choice of keys in blocks of queries."""
+    """Note each choice of keys in blocks of queries, where PyTorch's are taken for kernels."""
+    monkeypatch.setattr(chosen_keys, "has_kernels", lambda *_: True)
     calls: list[str] = []
     choose = chosen_keys.choose
 
@@ -467,6 +468,20 @@ def test_a_small_sparse_loss_is_upstreams_own(
     assert all(torch.equal(one, other) for one, other in zip(found[1], expected[1], strict=True))
 
 
+def test_without_kernels_a_sparse_loss_goes_the_way_of_all_scores(
+    newest: SourceTree, chosen_calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    patched = indexer_of(newest)
+    undo = installed(newest, patched)
+    with measured.serving_calls_of_every_size():
+        found, _ = trained(patched, inputs_of(7, 9), **over_chosen_keys())
+    undo()
+
+    assert chosen_calls == []
+    assert found > 0
+
+
 def test_targets_of_chosen_keys_are_summed_over_ranks(newest: SourceTree, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks with the same heads: the sum is twice as large, and once it is normalised the loss is that of one rank."""
     summed: list[tuple[int, ...]] = []
@@ -476,6 +491,7 @@ def test_targets_of_chosen_keys_are_summed_over_ranks(newest: SourceTree, monkey
         tensor.mul_(2)
 
     monkeypatch.setattr(torch.distributed, "all_reduce", twice)
+    monkeypatch.setattr(chosen_keys, "has_kernels", lambda *_: True)
     patched = indexer_of(newest)
     undo = installed(newest, patched)
     ranks = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2))
@@ -489,6 +505,7 @@ def test_targets_of_chosen_keys_are_summed_over_ranks(newest: SourceTree, monkey
 
 
 def test_nothing_of_all_queries_and_keys_is_held(newest: SourceTree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chosen_keys, "has_kernels", lambda *_: True)
     monkeypatch.setattr(query_blocks, "_BLOCK_BYTES", 4 * 2 * 300 * 20)
     monkeypatch.setattr(in_torch, "_BLOCK_ELEMENTS", 1000)
     patched = indexer_of(newest)

@@ -16,6 +16,7 @@ from types import ModuleType
 import torch
 
 from megacpp_overlays.kernels.chosen_keys import in_torch, query_blocks
+from megacpp_overlays.kernels.top_k import function as top_k
 
 
 def choose(
@@ -210,6 +211,12 @@ def _(
     _use_relu: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), weights.new_empty(weights.shape), k.new_empty(k.shape)
+
+
+def has_kernels(q: torch.Tensor, k: torch.Tensor, query: torch.Tensor, key: torch.Tensor, count: int) -> bool:
+    """Return whether kernels compute all four for these: for callers who have another way where they do not."""
+    is_chosen = top_k.takes(k.size(0), count) and bool(top_k.has_kernel(q.device))
+    return is_chosen and in_torch not in {target_way(query, key), gradient_way(q, k)}
 
 
 def target_way(query: torch.Tensor, key: torch.Tensor) -> ModuleType:

@@ -1,7 +1,7 @@
 """Megatron's autograd function of the indexer loss with a sparse loss, in tokens times chosen.
 
 Arguments have upstream's names, order and meaning. Carried are calls with bounds of keys and attention whose heads share
-theirs, as absorbed latent attention has it; every other call goes to upstream's code, and from there to the seams of its
+theirs, as absorbed latent attention has it, where kernels take their sizes; every other call goes to upstream's code, and from there to the seams of its
 parts. Divergences and the difference of prediction and target, all that a backward pass needs, are found where keys are chosen;
 checks, layouts, bounds and the reduction are upstream's own functions.
 """
@@ -46,10 +46,17 @@ def forward(original: Function, module: ModuleType) -> Function:
         calculate_per_token_loss: bool = False,
         use_relu: bool = True,
     ) -> Any:
-        is_carried = sparse_loss and mask is None and None not in (varlen_starts, varlen_ends) and key_positions is None
-        if is_carried:
+        count = max(0, min(topk, k.size(0)))
+        has_bounds = mask is None and None not in (varlen_starts, varlen_ends) and key_positions is None
+        if sparse_loss and has_bounds:
             query, key = (module.dsa_layout.ensure_sbhd(*each)[0] for each in ((query, "query"), (key, "key")))
-        if not (is_carried and _shares_keys(query, key) and index_scores.serves(q, k, query.size(-2))):
+        if not (
+            sparse_loss
+            and has_bounds
+            and _shares_keys(query, key)
+            and index_scores.serves(q, k, query.size(-2))
+            and chosen_keys.has_kernels(q, k, query, key, count)
+        ):
             return original(
                 *(ctx, q, weights, k, query, key, softmax_scale, topk, loss_coeff, mask, sparse_loss, pg_collection),
                 *(varlen_starts, varlen_ends, key_positions, query_valid_rows, calculate_per_token_loss, use_relu),
@@ -64,7 +71,6 @@ def forward(original: Function, module: ModuleType) -> Function:
             sk=keys,
             device=q.device,
         )
-        count = max(0, min(topk, keys))
         indices, scores = chosen_keys.choose(q, weights, k, count, starts, ends, use_relu)
         sums = chosen_keys.target(query, key[:, :, :1], indices, softmax_scale)
         if pg_collection.tp.size() > 1:  # heads are spread over ranks
