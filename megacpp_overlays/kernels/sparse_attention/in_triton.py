@@ -170,13 +170,15 @@ def backward(
         )
         due = of_lse if sink is None else torch.addcmul(of_lse, mean, torch.exp(sink.float() - lse))
         places = slot_order.places(indices, keys)
+        whole = all(_are_whole(each, slots) for each in (query, grad))
+        of_rows = [each.squeeze(1) if batch == 1 else each.flatten(0, 1) for each in (query, grad)] if whole else []
         for start in range(0, rows, kept_rows):
             some = min(kept_rows, rows - start)
             _query_side(
                 *(query, key, scales, ring, indices, counts, scale, bias, grad, lse, mean, due),
                 *(of_q, weights, of_scores, start, some),
             )
-            held = tuple(_held(each, slots, start, some) for each in (query, grad))
+            held = [each[start : start + some].contiguous() for each in of_rows]
             for first in range(start, start + some, slot_rows):
                 fewer = min(slot_rows, start + some - first)
                 order, ends = slot_order.sort(places[first : first + fewer], keys * batch)
@@ -219,7 +221,7 @@ def _as_read(
 def _slot_side(
     query: torch.Tensor,
     grad: torch.Tensor,
-    held: tuple[torch.Tensor, ...],
+    held: list[torch.Tensor],
     weights: torch.Tensor,
     of_scores: torch.Tensor,
     counts: torch.Tensor,
@@ -231,7 +233,10 @@ def _slot_side(
     kept_start: int,
     tile: tiles.ChannelTiles,
 ) -> None:
-    """Write what the slots of some rows add to the gradients of their keys; `held` is query and gradient from `kept_start` on."""
+    """Write what the slots of some rows add to the gradients of their keys.
+
+    `held` is query and gradient from `kept_start` on, (rows, heads, channels), contiguous, where tiles of them are whole.
+    """
     _, batch, heads, dim = query.shape
     slots, value = of_slots.size(1), grad.size(3)
     if heads <= tiles.FEWEST_HEADS:
@@ -248,7 +253,8 @@ def _slot_side(
             num_warps=way.warps,
         )
         return
-    blocks = _come_in_blocks(held, slots)
+    # The copy engine brings tiles of queries and gradients, and stores those of slots.
+    blocks = len(held) > 0 and all(each.data_ptr() % 16 == 0 for each in held)
     way = tiles.SLOT_BLOCKS if blocks else tiles.SLOT_SIDE
     described: list[Any] = [query, grad, weights, of_scores, of_slots]
     if blocks:
@@ -271,21 +277,9 @@ def _slot_side(
     )
 
 
-def _held(tensor: torch.Tensor, slots: int, start: int, rows: int) -> torch.Tensor:
-    """Return some rows of (queries, batch, heads, channels), (rows, heads, channels): contiguous if they can come in blocks."""
-    of_rows = tensor.squeeze(1) if tensor.size(1) == 1 else tensor.flatten(0, 1)
-    some = of_rows[start : start + rows]
-    return some.contiguous() if _are_whole(some, slots) else some
-
-
-def _are_whole(rows: torch.Tensor, slots: int) -> bool:
-    """Return whether tiles of heads and slots of (rows, heads, channels) are whole."""
-    return rows.size(1) % 64 == 0 and slots % tiles.SLOT_BLOCKS.slots == 0 and rows.size(2) % 8 == 0
-
-
-def _come_in_blocks(held: tuple[torch.Tensor, ...], slots: int) -> bool:
-    """Return whether the copy engine can bring tiles of queries and gradients, and store those of slots."""
-    return all(_are_whole(each, slots) and each.data_ptr() % 16 == 0 for each in held)
+def _are_whole(tensor: torch.Tensor, slots: int) -> bool:
+    """Return whether tiles of heads and slots of (queries, batch, heads, channels) are whole."""
+    return tensor.size(2) % 64 == 0 and slots % tiles.SLOT_BLOCKS.slots == 0 and tensor.size(3) % 8 == 0
 
 
 def _query_side(
