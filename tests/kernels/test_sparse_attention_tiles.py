@@ -107,3 +107,16 @@ def test_few_heads_have_a_block_of_their_number() -> None:
     parts = tiles.parts_of(192, 128)
 
     assert [tiles.head_block(heads, tiles.forward_tile(parts, heads)) for heads in (1, 16, 24, 32)] == [16, 16, 32, 32]
+
+
+def test_few_heads_have_tiles_of_their_own() -> None:
+    parts = tiles.parts_of(576, 512)
+    for heads, is_few in ((1, True), (16, True), (17, False), (32, False)):
+        assert (tiles.forward_tile(parts, heads) is tiles.FORWARD_OF_FEW_HEADS) is is_few
+        assert (tiles.query_side_tile(parts, heads) is tiles.QUERY_SIDE_OF_FEW_HEADS) is is_few
+        assert tiles.forward_ring(parts, heads) is tiles.score_ring(parts, heads) is None
+
+
+@pytest.mark.parametrize(("keys", "dim", "mib"), [(4096, 576, 384), (32768, 576, 576), (1 << 20, 576, 2048)])
+def test_gradients_of_slots_take_memory_by_the_keys_they_are_added_to(keys: int, dim: int, mib: int) -> None:
+    assert tiles.slot_bytes(keys, dim) == mib << 20
