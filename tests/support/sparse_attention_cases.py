@@ -66,6 +66,8 @@ GRID = {
     "scales of blocks that parts cut": Entry(2, 1, 3, 140, 12, 7, 16, scales="blocks"),
     "scales of one block": Entry(3, 1, 3, 96, 12, 7, 96, scales="blocks"),
     "scales of blocks, values in both parts": Entry(2, 1, 3, 300, 9, 7, 290, strided=True, scales="blocks"),
+    "more heads than one tile": Entry(2, 2, 18, 48, 20, 10, 32),
+    "whole tiles of heads and slots": Entry(2, 1, 64, 16, 140, 128, 16, strided=True),
     "scales, bfloat16": Entry(4, 1, 16, 160, 20, 33, 128, scales="blocks", dtype=torch.bfloat16),
 }
 
@@ -89,6 +91,8 @@ FEW = (
     "rows in several parts",
     "scales of blocks that parts cut",
     "a key with nearly all, values in both parts",
+    "more heads than one tile",
+    "whole tiles of heads and slots",
 )
 """An entry for each path."""
 
