@@ -26,6 +26,7 @@ from megacpp_overlays.cli import (
     learn,
     ledger,
     matrix,
+    new_overlay,
     pack,
     receipts,
     reference,
@@ -50,7 +51,20 @@ from megacpp_overlays.version import VERSION
 
 FOR_A_RUN = (audit, explain, symptom, info, run, compare, drift, repro, witness, checkpoint, report)
 FOR_AN_IMAGE = (enable, disable, status, env)
-FOR_THE_LANE = (ledger, reference, matrix, learn, rehearse, triage, sweep, retire, receipts, pack, wave, completion)
+FOR_THE_LANE = (
+    new_overlay,
+    ledger,
+    reference,
+    matrix,
+    rehearse,
+    triage,
+    sweep,
+    retire,
+    receipts,
+    pack,
+    wave,
+    completion,
+)
 
 _EXAMPLES = (
     "audit                                   # what is repaired here, and why",
@@ -135,7 +149,7 @@ def parsers() -> tuple[argparse.ArgumentParser, Subparsers]:
 def _listed(commands: Subparsers, chosen: Sequence[ModuleType]) -> list[str]:
     lines: list[str] = []
     for each in chosen:
-        name = each.__name__.rpartition(".")[2]
+        name = each.__name__.rpartition(".")[2].replace("_", "-")
         text = " ".join((commands.choices[name].description or "").split())
         lines += textwrap.wrap(text, 79, initial_indent=f"  {name:12}", subsequent_indent=" " * 14)
     return lines

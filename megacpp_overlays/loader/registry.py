@@ -171,14 +171,15 @@ def _replaced(declared: Erratum) -> set[str]:
     return {item.symbol for items in declared.repairs.values() for item in items}
 
 
-def _is_id(text: str) -> bool:
+def is_id(text: str) -> bool:
+    """Return whether a text can be the id of an overlay: lower-case words joined by hyphens."""
     words = text.split("-")
     return text[:1] in _LETTERS and all(word and _LETTERS_AND_DIGITS.issuperset(word) for word in words)
 
 
 def _check_fields(origin: str, declared: Erratum) -> None:
     """Check the fields of a declaration, those of every kind first."""
-    if not _is_id(declared.id):
+    if not is_id(declared.id):
         raise RegistryError(f"{origin}: id {declared.id!r} is not lower-case words joined by hyphens")
     for name in ("title", "breaks", "retire_when", "last_validated"):
         if not getattr(declared, name).strip():

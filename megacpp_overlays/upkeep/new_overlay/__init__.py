@@ -1,0 +1,1 @@
+"""Files of a new overlay, in the form of those that are there."""
