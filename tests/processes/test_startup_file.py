@@ -239,21 +239,40 @@ def test_enable_in_read_only_site_packages_says_so(environment: TriedEnvironment
     assert not environment.file.exists()
 
 
-def test_enable_of_a_python_of_the_host_has_to_be_asked_for() -> None:
-    system = Path(sys.base_prefix, "bin", "python3")
-    path = os.pathsep.join([str(ROOT), *(each for each in sys.path if each.endswith("site-packages"))])
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> TriedEnvironment:
+    return enabled_environments.make_system_python(tmp_path_factory.mktemp("system") / "usr")
 
-    done = subprocess.run(
-        [str(system), "-m", "megacpp_overlays", "enable"],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
 
-    assert done.returncode == 2
-    assert "say --site to arm all of them" in done.stderr
+def test_a_python_that_other_programs_share_has_to_be_asked_for(system: TriedEnvironment) -> None:
+    refused = system.command("enable")
+    asked = system.command("enable", "--site")
+
+    assert refused.returncode == 2
+    assert "is in no virtual or conda environment" in refused.stderr
+    assert "say --site to arm all of them" in refused.stderr
+    assert asked.returncode == 0, asked.stderr
+    assert system.is_armed("-I")
+
+
+def test_a_conda_environment_is_an_environment(system: TriedEnvironment) -> None:
+    (system.folder / "conda-meta").mkdir()
+    try:
+        assert system.command("enable").returncode == 0
+    finally:
+        (system.folder / "conda-meta").rmdir()
+
+
+@pytest.mark.parametrize("armed", [True, False], ids=["with its packages", "on its own"])
+def test_a_virtual_environment_on_the_python_of_an_image_is_armed_if_it_has_its_packages(
+    system: TriedEnvironment, tmp_path: Path, armed: bool
+) -> None:
+    system.command("enable", "--site")
+    options = ["--system-site-packages"] if armed else []
+    done = system.start("-m", "venv", "--without-pip", *options, str(tmp_path / "venv"))
+    assert done.returncode == 0, done.stderr
+
+    assert TriedEnvironment(tmp_path / "venv").is_armed() is armed
 
 
 # --- what else sees it ----------------------------------------------------------------------------------------

@@ -60,11 +60,29 @@ class TriedEnvironment:
 def make(folder: Path, python: str = sys.executable) -> TriedEnvironment:
     """Make an environment of a Python, with this checkout and what it needs on its path."""
     subprocess.run([python, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=HANG_S)
-    made = TriedEnvironment(folder)
+    return _filled(TriedEnvironment(folder))
+
+
+def _filled(made: TriedEnvironment) -> TriedEnvironment:
     for name in made_environments.with_what_they_need(made_environments.NEEDED):
         made_environments.link(made.site, name)
     (made.site / "checkout.pth").write_text(f"{ROOT}\n")
     return made
+
+
+def make_system_python(folder: Path) -> TriedEnvironment:
+    """Make a Python that is in no virtual environment, as that of an image: the library of this one, and site-packages of its own."""
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    library = Path(os.__file__).parent
+    (folder / "bin").mkdir(parents=True)
+    shutil.copy(Path(sys.base_prefix, "bin", version).resolve(), folder / "bin" / "python")
+    shutil.copy(folder / "bin" / "python", folder / "bin" / version)
+    own = folder / "lib" / version
+    (own / "site-packages").mkdir(parents=True)
+    for each in library.iterdir():
+        if each.name != "site-packages":
+            (own / each.name).symlink_to(each)
+    return _filled(TriedEnvironment(folder))
 
 
 def other_copy(folder: Path) -> Path:

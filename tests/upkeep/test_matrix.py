@@ -1052,7 +1052,7 @@ def test_the_command_says_what_to_install_where_the_extra_is_missing(
 ) -> None:
     code = (
         "import sys; sys.modules['pypi_simple'] = None\n"
-        "from megacpp_overlays import cli; sys.exit(cli.main(['matrix', '--offline']))"
+        "from megacpp_overlays import cli; sys.exit(cli.main(['matrix']))"
     )
 
     done = run_python(code, check=False, MEGACPP_OVERLAYS_LOG="logging")
