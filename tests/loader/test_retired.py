@@ -143,7 +143,7 @@ def test_to_undo_a_retired_overlay_is_answered_with_a_word(
     made.undo("old-fix")
 
     assert "old-fix was retired on 2026-11-21, with made-up 2.0: there is nothing to undo" in capsys.readouterr().err
-    with pytest.raises(RegistryError, match="there is no overlay older-fix; known: double-fix"):
+    with pytest.raises(RegistryError, match="there is no overlay older-fix; did you mean double-fix"):
         made.undo("older-fix")
 
 
