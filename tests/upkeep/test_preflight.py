@@ -128,7 +128,11 @@ def test_for_machines_every_check_has_its_outcome_and_the_code_says_whether_all_
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["check", "12345"], ExitCode.NOT_CHECKED, "there is no pack 12345; `megacpp-overlays repro --list` lists the 1 that there are"),
+        (
+            ["check", "12345"],
+            ExitCode.NOT_CHECKED,
+            "there is no pack 12345; `megacpp-overlays repro --list` lists the 1 that there are",
+        ),
         (["check", "99", "--tree", "/nowhere/at/all"], 2, "--tree: there is no such folder"),
         (
             ["check", "99", "--private-words", "/nowhere/at/all"],
