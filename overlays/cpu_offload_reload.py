@@ -94,6 +94,6 @@ OVERLAY = Overlay(
             state="merged, opened 2026-05-29: refreshes copies itself",
         ),
     ),
-    last_validated="2026-11-27, x86-64 without GPU, torch 2.11.0: megatron-core 0.13.1, 0.16.1, 0.18.2 and 0.19.2, main d98e8a64dd and dev "
-    "d48bd6be0a; 0.12.0 to 0.19.2 read",
+    last_validated="2026-11-27, x86-64 without GPU, torch 2.11.0: megatron-core 0.12.0, 0.13.1, 0.16.1, 0.18.2 and 0.19.2, and main "
+    "d98e8a64dd; 0.12.0 to 0.19.2 read; dev d48bd6be0a is broken and a conflict",
 )

@@ -104,6 +104,6 @@ OVERLAY = Overlay(
             repository="NVIDIA/Megatron-LM", number=1711, state="closed, clones where the cache is read, from 0.15.0"
         ),
     ),
-    last_validated="2026-11-27, x86-64 without GPU, torch 2.11.0: megatron-core 0.7.0, 0.14.0, 0.16.1 and 0.19.2, main d98e8a64dd and dev "
+    last_validated="2026-11-27, x86-64 without GPU, torch 2.11.0: megatron-core 0.12.0, 0.14.0, 0.16.1 and 0.19.2, main d98e8a64dd and dev "
     "d48bd6be0a; 0.7.0 to 0.19.2 read",
 )

@@ -29,7 +29,7 @@ PACK = beside(str(FOLDER / "neighbours.py"))
 ORDERS = st.lists(st.none() | st.integers(0, len(PACK.DOCUMENTS) - 1), min_size=1, max_size=6)
 
 
-@pytest.fixture(scope="module", params=only(("0.7.0", "0.14.0", "0.16.1", newest()), ()))
+@pytest.fixture(scope="module", params=only(("0.12.0", "0.14.0", "0.16.1", newest()), ()))
 def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
     """What a release does with the overlay and without it."""
     return megatron_says(request.param, SUPPORT / "reproduced.py", "49")
