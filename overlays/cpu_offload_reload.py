@@ -81,6 +81,11 @@ OVERLAY = Overlay(
     witness=observe,
     self_test=observe,
     opt_in=False,
+    symptoms=(
+        "loss jumps in the first step after loading pretrained weights with CPU offload",
+        "the first optimizer step after loading weights goes back to random initialisation",
+        "pretrained weights are lost with `optimizer_cpu_offload`",
+    ),
     breaks="the first step of an offloaded optimizer after weights were loaded without its state starts from the weights before, "
     "such as random initialisation, unless it is precision-aware",
     brief="weights loaded under offloading",

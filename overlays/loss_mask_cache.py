@@ -93,6 +93,11 @@ OVERLAY = Overlay(
     witness=observe,
     self_test=observe,
     opt_in=False,
+    symptoms=(
+        "tokens have no loss after a padded sample",
+        "loss is lower or noisier with padded samples in a GPTDataset",
+        "data loader workers count different numbers of tokens",
+    ),
     breaks="where the first sample that a process of a data loader serves has padding, all later ones have no loss at its places; up to "
     "0.14.0 every padded sample takes its places from all later ones",
     brief="padding in cached loss masks",

@@ -69,6 +69,11 @@ def _part(target: Target, probe: Callable[..., Any]) -> Overlay:
         witness=observe,
         self_test=observe,
         opt_in=False,
+        symptoms=(
+            "NaN in one head with `qk_clip`",
+            "weights of a head become NaN after a clip of query and key weights",
+            "loss is NaN after a step with `qk_clip`",
+        ),
         breaks="with qk_clip, when a head is clipped, weights of a head whose largest logit is negative become NaN, and rotary rows grow "
         "with a negative factor",
         brief="QK clipping of negative heads",

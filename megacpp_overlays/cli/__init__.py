@@ -56,6 +56,7 @@ FOR_THE_LANE = (
     ledger,
     reference,
     matrix,
+    learn,
     rehearse,
     triage,
     sweep,
