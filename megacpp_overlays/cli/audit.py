@@ -221,15 +221,10 @@ def pre_flight(
     failures: dict[str, str] = {}
     waiting = dict(_to_import(current.audit().records, ids))
     counts = Counter(waiting.values())
-    last = ""
     for module, distribution in waiting.items():
-        if said is not None and distribution != last:
-            last, count = distribution, counts[distribution]
-            print(
-                f"megacpp-overlays: importing {count} module{'s' if count > 1 else ''} of {distribution}",
-                file=sys.stderr,
-            )
-            sys.stderr.flush()
+        if said is not None and (count := counts.pop(distribution, 0)):
+            many = "module" if count == 1 else "modules"
+            print(f"megacpp-overlays: importing {count} {many} of {distribution}", file=sys.stderr, flush=True)
         try:
             with said.kept() if said is not None else contextlib.nullcontext():
                 importlib.import_module(module)

@@ -11,8 +11,6 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import importlib_metadata
-
 from megacpp_overlays import terminal_text, variables
 from megacpp_overlays.cli import commands, status
 from megacpp_overlays.cli.codes import ExitCode
@@ -127,6 +125,8 @@ def _armed_by() -> str:
 
 
 def _plugins(asked: Sequence[str]) -> dict[str, str]:
+    import importlib_metadata  # noqa: PLC0415 - the other commands do not need it
+
     installed = sorted(importlib_metadata.entry_points(group=PLUGIN_GROUP).names)
     return {name: "asked for" if name in asked else "not asked for" for name in installed}
 
