@@ -796,35 +796,35 @@ def test_the_list_says_where_every_pack_stands_and_what_is_next(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     packs = Packs(tmp_path)
-    packs.ready(51, more=thread(1) + thread(2))
+    packs.ready(91, more=thread(1) + thread(2))
     packs.answer(1, "merged")
     packs.answer(2)
-    packs.write(52, kind="regression guard", reproducer=None)
-    (packs.write(53, kind="held") / "pack.toml").unlink()
-    packs.write(54, kind="bug report", state="reproduced", more=thread(9, state="not merged"))
-    (packs.write(55, kind="fork", reproducer=None) / "pack.toml").unlink()
+    packs.write(92, kind="regression guard", reproducer=None)
+    (packs.write(93, kind="held") / "pack.toml").unlink()
+    packs.write(94, kind="bug report", state="reproduced", more=thread(9, state="not merged"))
+    (packs.write(95, kind="fork", reproducer=None) / "pack.toml").unlink()
     packs.synchronise()
-    packs.write(56)
+    packs.write(96)
 
     assert cli.main(["pack", "list", "--packs", str(tmp_path)]) == 0
 
     text = capsys.readouterr().out
-    assert "51    bug report        ready       made/up     new       crash     1, 1 now       1 merged, 1 open" in text
-    assert "next: megacpp-overlays pack check 51" in text
+    assert "91    bug report        ready       made/up     new       crash     1, 1 now       1 merged, 1 open" in text
+    assert "next: megacpp-overlays pack check 91" in text
     assert "next: needs a reproduce.py that shows BUG_NOT_PRESENT; there is nothing to file" in text
     assert "next: it is held: not filed until its class is another one" in text
-    assert "next: needs a kept receipt with BUG_REPRODUCED (megacpp-overlays repro 54 --keep packs)" in text
+    assert "next: needs a kept receipt with BUG_REPRODUCED (megacpp-overlays repro 94 --keep packs)" in text
     assert "next: needs a pack.toml, with its repository, upstream and priority" in text
     assert "1 unknown" in text
     assert cli.main(["pack", "list", "--packs", str(tmp_path), "--json"]) == 0
     data = {each["number"]: each for each in json.loads(capsys.readouterr().out)}
-    assert data[51]["threads"] == [
+    assert data[91]["threads"] == [
         {"thread": "made/up#1", "state": "merged", "checked": str(today())},
         {"thread": "made/up#2", "state": "open", "checked": str(today())},
     ]
-    assert data[51]["receipts"] == {"kept": 1, "current": 1}
-    assert data[55]["repository"] is None
-    assert "a manifest in step (megacpp-overlays receipts --sync)" in packs_lacks(packs, 56)
+    assert data[91]["receipts"] == {"kept": 1, "current": 1}
+    assert data[95]["repository"] is None
+    assert "a manifest in step (megacpp-overlays receipts --sync)" in packs_lacks(packs, 96)
 
 
 def packs_lacks(packs: Packs, number: int) -> tuple[str, ...]:

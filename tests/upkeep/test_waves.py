@@ -133,12 +133,12 @@ def test_the_order_in_which_packs_are_given_changes_nothing(ready: list[ReadyPac
 def packs(tmp_path: Path) -> Packs:
     """Three ready packs and one that is none, for one repository; one alone for another; one that is fixed."""
     made = Packs(tmp_path / "packs")
-    made.ready(51, priority="report")
-    made.ready(52, priority="piggyback", upstream="overlap", more=thread(7))
-    (made.ready(53, priority="crash") / "0001-fix.diff").write_text("--- a/layers.py\n")
-    made.ready(54, repository="lone/ly")
-    made.write(55, kind="bug report", reproducer=None)
-    made.write(56, kind="bug report", upstream="fixed")
+    made.ready(91, priority="report")
+    made.ready(92, priority="piggyback", upstream="overlap", more=thread(7))
+    (made.ready(93, priority="crash") / "0001-fix.diff").write_text("--- a/layers.py\n")
+    made.ready(94, repository="lone/ly")
+    made.write(95, kind="bug report", reproducer=None)
+    made.write(96, kind="bug report", upstream="fixed")
     made.answer(7)
     made.synchronise()
     return made
@@ -151,12 +151,12 @@ def test_the_plan_says_when_and_how_each_is_sent_and_what_the_others_lack(
 
     text = capsys.readouterr().out
     assert "wave 1: 2026-11-23, made/up" in text
-    rows = [line.split()[:2] for line in text.splitlines() if line.startswith("  5") and "crash" in line]
-    assert rows == [["53", "crash"]]
+    rows = [line.split()[:2] for line in text.splitlines() if line.startswith("  9") and "crash" in line]
+    assert rows == [["93", "crash"]]
     assert "comment on made/up#7, and open no competing one" in text
     assert "new pull request in made/up" in text
     assert "new issue in made/up" in text
-    assert text.index("  53  ") < text.index("  52  ") < text.index("  51  ")
+    assert text.index("  93  ") < text.index("  92  ") < text.index("  91  ")
     assert "the only ready pack for lone/ly: it waits for a second one" in text
     assert "lacks a reproduce.py" in text
     assert "fixed upstream: it is not filed" in text
@@ -172,20 +172,20 @@ def test_the_plan_for_machines_says_the_same(packs: Packs, capsys: pytest.Captur
     (wave,) = data["waves"]
     assert (wave["date"], wave["repository"]) == ("2026-11-23", "made/up")
     assert [(each["number"], each["priority"]) for each in wave["packs"]] == [
-        (53, "crash"),
-        (52, "piggyback"),
-        (51, "report"),
+        (93, "crash"),
+        (92, "piggyback"),
+        (91, "report"),
     ]
     assert {each["number"]: each["reasons"][0] for each in data["others"]} == {
-        54: "the only ready pack for lone/ly: it waits for a second one",
-        55: "lacks a reproduce.py",
-        56: "fixed upstream: it is not filed, and becomes a regression guard",
+        94: "the only ready pack for lone/ly: it waits for a second one",
+        95: "lacks a reproduce.py",
+        96: "fixed upstream: it is not filed, and becomes a regression guard",
     }
 
 
 def test_where_nothing_is_ready_that_is_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     packs = Packs(tmp_path)
-    packs.write(51, kind="held")
+    packs.write(91, kind="held")
     packs.synchronise()
 
     assert cli.main(["wave", "plan", "--packs", str(tmp_path)]) == 0
@@ -196,13 +196,13 @@ def test_where_nothing_is_ready_that_is_the_plan(tmp_path: Path, capsys: pytest.
 
 
 def test_a_ready_pack_whose_claims_do_not_hold_is_in_no_wave(packs: Packs, capsys: pytest.CaptureFixture[str]) -> None:
-    (packs.folder / "51-double" / "reproduce.py").write_text("CASES = ()\n")
+    (packs.folder / "91-double" / "reproduce.py").write_text("CASES = ()\n")
 
     assert cli.main(["wave", "plan", "--packs", str(packs.folder), "--json"]) == 0
 
     data = json.loads(capsys.readouterr().out)
-    assert [each["number"] for each in data["waves"][0]["packs"]] == [53, 52]
-    (lacks,) = next(each["reasons"] for each in data["others"] if each["number"] == 51)
+    assert [each["number"] for each in data["waves"][0]["packs"]] == [93, 92]
+    (lacks,) = next(each["reasons"] for each in data["others"] if each["number"] == 91)
     assert lacks == "lacks a claim that holds: its state is ready, and no receipt shows BUG_REPRODUCED"
 
 
@@ -214,8 +214,8 @@ def test_an_overlap_whose_threads_are_all_closed_is_in_no_wave(
     assert cli.main(["wave", "plan", "--packs", str(packs.folder), "--json"]) == 0
 
     data = json.loads(capsys.readouterr().out)
-    assert [each["number"] for each in data["waves"][0]["packs"]] == [53, 51]
-    (reason,) = next(each["reasons"] for each in data["others"] if each["number"] == 52)
+    assert [each["number"] for each in data["waves"][0]["packs"]] == [93, 91]
+    (reason,) = next(each["reasons"] for each in data["others"] if each["number"] == 92)
     assert reason.endswith("its pack.toml says overlap, and none of its threads there is open")
 
 
@@ -223,8 +223,8 @@ def test_where_every_pack_is_in_a_wave_nothing_else_is_listed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     packs = Packs(tmp_path)
-    packs.ready(51)
-    packs.ready(52)
+    packs.ready(91)
+    packs.ready(92)
     packs.synchronise()
 
     assert cli.main(["wave", "plan", "--packs", str(tmp_path)]) == 0
