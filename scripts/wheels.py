@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacpp_overlays.errors import OverlayError
-from megacpp_overlays.upkeep.matrix.package_index import PackageIndex, configured
+from megacpp_overlays.upkeep.matrix.index_answers import configured
+from megacpp_overlays.upkeep.matrix.package_index import PackageIndex
 from megacpp_overlays.upkeep.matrix.releases import ArchiveFile
 
 # The listed wheels are read and never imported, so every host fetches the same ones. Old releases have none for 3.12.
@@ -155,26 +156,6 @@ def _through_pip(wheel: Wheel, folder: Path) -> str | None:
         for path in Path(temporary).glob("*.whl"):
             os.replace(path, folder / path.name)
     return None
-
-
-def download_source(wheel: Wheel, folder: Path) -> str | None:
-    """Fetch one source archive from the index and check its hash; return what went wrong, if anything did."""
-    from megacpp_overlays.errors import OverlayError  # noqa: PLC0415 - only where a source archive is missing
-    from megacpp_overlays.upkeep.matrix.index_answers import configured  # noqa: PLC0415
-    from megacpp_overlays.upkeep.matrix.package_index import PackageIndex  # noqa: PLC0415
-
-    index = PackageIndex(configured())
-    try:
-        files = [file for release in index.ask(wheel.name).releases for file in release.files]
-        for file in files:
-            if file.sha256 == wheel.sha256:
-                index.download(file, folder / file.name)
-                return None
-    except OverlayError as error:
-        return f"FAILED\n{error}"
-    finally:
-        index.close()
-    return "FAILED\nthe index has no file with this hash"
 
 
 def record(folder: Path) -> list[Wheel]:
