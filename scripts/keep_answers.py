@@ -28,7 +28,7 @@ def main(words: list[str]) -> int:
             return done.returncode
         keys = {path.name for path in Path(used).iterdir()}
     COMMITTED.mkdir(exist_ok=True)
-    for path in COMMITTED.glob("*.json"):
+    for path in COMMITTED.glob("*.*.json"):  # NAME.KEY.json, and not the kept passes
         if path.stem.rpartition(".")[2] not in keys:
             path.unlink()
     for key in keys:
