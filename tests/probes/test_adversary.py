@@ -56,7 +56,7 @@ class {CLASS}(Base):
 '''
 
 
-TEXTS, OF_EACH = 36, 2
+TEXTS, OF_EACH = 40, 2
 """Texts that are mutated, and mutants of each."""
 
 
