@@ -50,6 +50,7 @@ def release(
     return Tree(tmp_path, run_python)
 
 
+@pytest.mark.full
 def test_on_a_release_every_verdict_is_proved_by_it_and_by_reading_once_any_file_was_edited(release: Tree) -> None:
     published = release.proved_by()
     with (release.folder / "megatron/core/utils.py").open("a") as file:

@@ -163,14 +163,11 @@ def pytest_in(checkout: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("words", [(), ("-n", "2")], ids=["in this process", "in workers"])
-def test_what_passed_is_left_out_until_something_that_it_is_made_of_changes(
-    checkout: Path, words: tuple[str, ...]
-) -> None:
-    first = pytest_in(checkout, "--keep", *words)
-    again = pytest_in(checkout, "--kept", *words)
+def test_what_passed_is_left_out_until_something_that_it_is_made_of_changes(checkout: Path) -> None:
+    first = pytest_in(checkout, "--keep", "-n", "2")
+    again = pytest_in(checkout, "--kept", "-n", "2")
     (checkout / "tests/overlays/numbers.txt").write_text("2")
-    changed = pytest_in(checkout, "--kept", *words)
+    changed = pytest_in(checkout, "--kept")
 
     assert "4 passed" in first.stdout, first.stdout + first.stderr
     assert json.loads((checkout / "tests/answers/passed.json").read_text())[FILE]["tests"] == 2
