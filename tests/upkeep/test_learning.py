@@ -114,6 +114,21 @@ def test_what_was_shown_is_written_beside_what_is_known_of_other_releases(
     assert (not_proved["verdict"], not_proved["seen"]) == (None, "no case can run here")
 
 
+def test_what_is_shipped_was_learned_with_the_code_that_is_here() -> None:
+    parts = {learned.name_of(each): each for each in registry.load()}
+    kept = {
+        (release, name): data
+        for releases in learned.read().values()
+        for release, found in releases.items()
+        for name, data in found.items()
+    }
+
+    stale = [each for each, data in kept.items() if data["code"] != learned.code_of(parts[each[1]], data["shape"])]
+
+    assert kept
+    assert stale == [], "run `megacpp-overlays learn` once more"
+
+
 # One record
 
 
