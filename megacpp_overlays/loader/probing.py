@@ -233,8 +233,10 @@ def _in_place_of_the_repair(record: Record, tree: SourceTree, module: ModuleType
         return None
     from megacpp_overlays.loader import live  # noqa: PLC0415 - a launch without a repair pays nothing
 
+    # What a reproducer showed through the callers outweighs the witness, which sees the target alone.
+    asked = module if finding.proof is Proof.READ else None
     try:
-        return live.difference(finding, tree, module) or (live.misbehaviour(record.overlay, module) if module else None)
+        return live.difference(finding, tree, module) or (live.misbehaviour(record.overlay, asked) if asked else None)
     except Exception as error:  # noqa: BLE001 - what cannot be compared is not known to be repaired
         return f"what is loaded could not be held against what was read: {type(error).__name__}: {error}"
 

@@ -118,6 +118,15 @@ def test_what_was_witnessed_is_retired_and_says_when_and_by_which_case(kept: Kep
     )
 
 
+def test_what_the_reproducer_showed_outweighs_what_the_overlay_sees_in_its_target_alone(kept: Kept) -> None:
+    kept.overlay = kept.upstream.overlay(witness=lambda _: Observation(broken=True, seen="double(1) = 3"))
+    kept.keep(probe=CODE_OF(kept.overlay))
+
+    record = kept.decide()
+
+    assert record.decision is Decision.RETIRED, record.reason
+
+
 def test_without_a_witness_the_finding_is_what_it_was(kept: Kept) -> None:
     kept.file.unlink()
 
