@@ -173,6 +173,8 @@ def test_what_passed_is_left_out_until_something_that_it_is_made_of_changes(chec
     assert json.loads((checkout / "tests/answers/passed.json").read_text())[FILE]["tests"] == 2
     assert "2 passed" in again.stdout, again.stdout + again.stderr
     assert "2 tests of 1 files did not run" in again.stdout
+    assert "deselected" in first.stdout
+    assert "deselected" not in again.stdout, "a file that is kept was imported"
     assert "1 failed, 3 passed" in changed.stdout, changed.stdout + changed.stderr
 
 

@@ -6,6 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import kept_passes
@@ -77,6 +78,10 @@ class Passes:
     def pytest_configure_node(self, node: Any) -> None:
         """Tell a worker of pytest-xdist what is left out."""
         node.workerinput[_UNCHANGED] = sorted(self._unchanged)
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        """Import no file that is kept. One that pytest was given by its name is imported, and left out below."""
+        return True if str(collection_path.relative_to(ROOT)) in self._unchanged else None
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Leave out the tests of files that are kept."""
