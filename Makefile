@@ -144,6 +144,10 @@ test-all: setup lint in-step ## all of `make test`, and every release, lane, siz
 	@$(MAKE) --no-print-directory faults
 	@$(BIN)/python scripts/full_run.py record --junit .cache/full-run.xml
 
+.PHONY: test-kernels
+test-kernels: .venv/.ready ## the tests of kernels alone, all sizes, in Triton's interpreter and in PyTorch; on a GPU: pytest -m gpu tests/gpu
+	@KEPT_ANSWERS=no $(BIN)/pytest $(WORKERS) tests/kernels
+
 .PHONY: edge
 edge: setup ## all tests once more in the lane `edge`: the newest torch and Triton, with the newest of every target
 	@.envs/edge/bin/python -m pytest $(WORKERS) --durations 20

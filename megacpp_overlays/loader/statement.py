@@ -1,8 +1,8 @@
 """Statement of one process, as plain data: two processes run the same code when their statements are equal.
 
 An audit records what became of each overlay. A statement adds what a target that waits *will* be, read from its file
-without importing it; one hash for the files of this package, because a checkout keeps its version while it is edited; and
-every setting that changes what a run computes. It leaves out what honest processes differ in: hosts, paths, times, log
+without importing it; a hash of the files of this package and one of its kernels, because a checkout keeps its version while
+it is edited; and every setting that changes what a run computes. It leaves out what honest processes differ in: hosts, paths, times, log
 forms, aliases that were found and rebound. `variables` says of each setting how it is compared, or why it is not.
 """
 
@@ -45,7 +45,6 @@ RUN = (
     "fp8_sparse_mla.py",
     "frozen.py",
     "gpus.py",
-    "kernels",
     "loader",
     "model.py",
     "near_names.py",
@@ -57,7 +56,9 @@ RUN = (
     "variables.py",
     "version.py",
 )
-"""Files and folders of this package that a training process may execute or read, folders with all that is below them."""
+"""Files and folders of this package, but for kernels, that a training process may execute or read, folders with all that is below them."""
+KERNELS = ("kernels",)
+"""The folder of kernels, which has a hash of its own: a kernel may change while the loader and its decisions do not."""
 NOT_RUN = ("__main__.py", "cli", "json_text.py", "packs", "repro", "upkeep")
 """The others. `megacpp-overlays run` has replaced itself by the launcher before that begins."""
 _SUFFIXES = frozenset({".py", ".json"})
@@ -75,7 +76,8 @@ def of(audit: Audit, tree: SourceTree) -> Statement:
     return {
         "schema": SCHEMA,
         "version": audit.version,
-        "package_sha256": _own_package_sha256(),
+        "package_sha256": _own_sha256(RUN),
+        "kernels_sha256": _own_sha256(KERNELS),
         "mode": audit.mode,
         "python": platform.python_version(),
         "versions": {name: version(name) for name in BESIDE_TARGETS},
@@ -129,7 +131,7 @@ def _is_named_texts(value: Any) -> bool:
 
 
 _FORM: Mapping[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("version", "package_sha256", "mode", "python"), _is_text),
+    **dict.fromkeys(("version", "package_sha256", "kernels_sha256", "mode", "python"), _is_text),
     **dict.fromkeys(("versions", "settings"), _is_named_texts),
     "off": _is_texts,
     "decisions": lambda value: isinstance(value, list),
@@ -182,24 +184,25 @@ def _shortened(text: str) -> str:
     return f"{text[:LONGEST_TEXT]} ... ({len(text)} characters, SHA-256 {short})"
 
 
-def package_sha256(package: Path = Path(__file__).parents[1]) -> str:
-    """Return one hash for every file of this package that a training process may execute or read.
+def package_sha256(package: Path = Path(__file__).parents[1], names: Sequence[str] = RUN) -> str:
+    """Return one hash for every file of this package, or of a part of it, that a training process may execute or read.
 
     The same for a wheel and for the checkout that it was built from.
 
     Args:
         package: its folder.
+        names: files and folders in it, `RUN` or `KERNELS`.
     """
-    found = [path for name in RUN for path in _files(package / name)]
+    found = [path for name in names for path in _files(package / name)]
     # Overlays and probes are a link in a checkout and a folder in a wheel, so names are relative to the package.
     named = {path.relative_to(package).as_posix(): path for path in found}
     return _hash_of((name, named[name]) for name in sorted(named))
 
 
 @functools.cache
-def _own_package_sha256() -> str:
+def _own_sha256(names: tuple[str, ...]) -> str:
     """Return the hash of this package as it was when this process first asked: what is edited later does not run here."""
-    return package_sha256()
+    return package_sha256(names=names)
 
 
 def _files(path: Path) -> list[Path]:

@@ -83,9 +83,11 @@ def _with_reason(decision: Mapping[str, Any]) -> str:
 _OF_PACKAGE = {
     "version": "install the same megacpp_overlays everywhere",
     "package_sha256": "the version is the same and the files are not: install the same megacpp_overlays everywhere",
+    "kernels_sha256": "the kernels are not the same and the rest of the package is: install the same megacpp_overlays everywhere",
     "mode": "give every process the same MEGACPP_OVERLAYS",
     "python": "run every process with the same Python",
 }
+_EXPLAINED_BY = {"package_sha256": ("version",), "kernels_sha256": ("version", "package_sha256")}
 _EXPLAIN_CONSEQUENCES = ("version", "package_sha256", "mode")
 _PROBE = "the probe answers differently: compare what {module} imports, and report it"
 _DECLARED = "declared"
@@ -137,7 +139,7 @@ def find(groups: Sequence[StatementGroup]) -> tuple[Difference, ...]:
     found: list[Difference] = []
     for field, advice in _OF_PACKAGE.items():
         values = [each.get(field) for each in said]
-        explained = [each.get("version") if field == "package_sha256" else None for each in said]
+        explained = [[each.get(cause) for cause in _EXPLAINED_BY.get(field, ())] for each in said]
         if _differs(values, explained):
             found.append(_difference(PACKAGE, field, values, groups, advice))
     for name in dict.fromkeys(itertools.chain.from_iterable(each.get("versions", ()) for each in said)):

@@ -19,7 +19,7 @@ from megacpp_overlays.source.distributions import without_place
 
 _KEPT_UNDER = ("audit", "megacpp_overlays", "statement")
 """Keys under which trackers, reports and receipts keep an audit."""
-_OF_PACKAGE = ("version", "package_sha256", "mode", "python")
+_OF_PACKAGE = ("version", "package_sha256", "kernels_sha256", "mode", "python")
 _OF_OVERLAY = ("version", "source_sha256", "overlay_sha256", "verdict", "shape", "decision", "seams")
 
 

@@ -165,12 +165,16 @@ def test_every_file_and_folder_with_python_is_named_as_one_that_runs_or_as_one_t
     """A room that is added must be named in one of the two lists; what is below it is in with it."""
     there = {each.name for each in PACKAGE.iterdir() if each.suffix == ".py" or any(each.rglob("*.py"))}
 
-    assert there == {*statement.RUN, *statement.NOT_RUN}
-    assert not {*statement.RUN} & {*statement.NOT_RUN}
+    assert there == {*statement.RUN, *statement.KERNELS, *statement.NOT_RUN}
+    assert not {*statement.RUN, *statement.KERNELS} & {*statement.NOT_RUN}
 
 
 def test_nothing_that_runs_imports_what_does_not() -> None:
-    files = [path for name in statement.RUN for path in [PACKAGE / name, *(PACKAGE / name).rglob("*.py")]]
+    files = [
+        path
+        for name in (*statement.RUN, *statement.KERNELS)
+        for path in [PACKAGE / name, *(PACKAGE / name).rglob("*.py")]
+    ]
     names = "|".join(name.removesuffix(".py") for name in statement.NOT_RUN)
     imports = re.compile(rf"(from|import) megacpp_overlays(\.| import )({names})\b")
 
@@ -193,19 +197,27 @@ def edit(path: Path) -> None:
     path.write_text(f"{path.read_text()}# edited\n")
 
 
-def test_an_edit_changes_the_hash_in_every_folder_that_a_run_can_execute(copy: Path) -> None:
-    tops = [copy / name for name in statement.RUN]
+@pytest.mark.parametrize(
+    ("names", "folder"), [(statement.RUN, "processes/startup"), (statement.KERNELS, "kernels/linear_cross_entropy")]
+)
+def test_an_edit_changes_the_hash_in_every_folder_that_a_run_can_execute(
+    copy: Path, names: tuple[str, ...], folder: str
+) -> None:
+    others = statement.KERNELS if names is statement.RUN else statement.RUN
+    of_others = statement.package_sha256(copy, others)
+    tops = [copy / name for name in names]
     folders = {
         path.parent: path for top in tops for path in [*top.rglob("*.py"), *copy.glob(top.name)] if path.is_file()
     }
-    seen = [statement.package_sha256(copy)]
+    seen = [statement.package_sha256(copy, names)]
 
     for path in folders.values():
         edit(path)
-        seen.append(statement.package_sha256(copy))
+        seen.append(statement.package_sha256(copy, names))
 
     assert len({*seen}) == len(folders) + 1
-    assert {copy, copy / "kernels" / "linear_cross_entropy", copy / "processes" / "startup"} <= folders.keys()
+    assert copy / folder in folders
+    assert statement.package_sha256(copy, others) == of_others
 
 
 def test_an_edit_of_what_no_run_executes_changes_nothing(copy: Path) -> None:
@@ -218,7 +230,7 @@ def test_an_edit_of_what_no_run_executes_changes_nothing(copy: Path) -> None:
     assert statement.package_sha256(copy) == before
 
 
-@pytest.mark.parametrize("name", ["loader/retired.json", "overlays/scale_pad.py", "kernels/new/room/one.py"])
+@pytest.mark.parametrize("name", ["loader/retired.json", "overlays/scale_pad.py", "runtime/new/room/one.py"])
 def test_data_and_files_that_are_added_count(copy: Path, name: str) -> None:
     before = statement.package_sha256(copy)
     (copy / name).parent.mkdir(parents=True, exist_ok=True)

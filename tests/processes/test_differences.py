@@ -39,6 +39,7 @@ def stated(*decisions: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "schema": 1,
         "version": "0.1.0",
         "package_sha256": "b" * 64,
+        "kernels_sha256": "c" * 64,
         "mode": "auto",
         "python": "3.12.1",
         "versions": {"torch": "2.11.0", "triton": "3.6.0"},
@@ -91,6 +92,7 @@ def test_of_one_overlay_the_cause_is_told_and_not_what_follows(changes: dict[str
     [
         ({"version": "0.2.0", "package_sha256": "e" * 64}, "version"),
         ({"package_sha256": "e" * 64}, "package_sha256"),
+        ({"package_sha256": "e" * 64, "kernels_sha256": "f" * 64}, "package_sha256"),
         ({"mode": "off"}, "mode"),
         ({"python": "3.11.9"}, "python"),
     ],
@@ -101,6 +103,15 @@ def test_what_concerns_the_package_explains_its_decisions(changes: dict[str, Any
     assert [(subject, told) for subject, told, _ in found(stated(), stated(off, **changes))] == [
         ("megacpp_overlays", field)
     ]
+
+
+def test_other_kernels_under_the_same_loader_are_named() -> None:
+    (difference,) = differences.find(
+        [StatementGroup(stated(), (0, 1)), StatementGroup(stated(kernels_sha256="f" * 64), (2,))]
+    )
+
+    assert (difference.subject, difference.field) == ("megacpp_overlays", "kernels_sha256")
+    assert "the kernels are not the same" in difference.advice
 
 
 def test_a_switch_is_told_by_its_variable() -> None:
@@ -197,6 +208,7 @@ def test_statements_with_unequal_digests_never_go_without_a_difference(data: st.
         optional={
             "version": st.sampled_from(["0.1.0", "0.2.0"]),
             "package_sha256": hashes,
+            "kernels_sha256": hashes,
             "mode": st.sampled_from(["auto", "off"]),
             "python": st.sampled_from(["3.12.1", "3.11.9"]),
             "versions": st.sampled_from([{"torch": "2.11.0"}, {"torch": "2.10.0"}, {}]),
