@@ -25,6 +25,7 @@ from megacpp_overlays.loader.decide import before_import, is_off
 from megacpp_overlays.loader.declarations import Declarations
 from megacpp_overlays.loader.import_hooks import Hooks, is_half_imported
 from megacpp_overlays.loader.log import Log
+from megacpp_overlays.loader.part_state import Change, PartState
 from megacpp_overlays.loader.settings import Mode, Settings, plugin_names
 from megacpp_overlays.loader.turns import Turns
 from megacpp_overlays.model import UNDECIDED, Decision, Erratum, Gate, Overlay, Record
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from megacpp_overlays.loader.aliases import MarkedName
     from megacpp_overlays.loader.heap import HeapSnapshot
     from megacpp_overlays.loader.seams import Seam
-    from megacpp_overlays.loader.traces import Traces
 
 _OURS = {"megacpp_overlays", "wrapt"}
 """Packages of finders that find nothing on their own."""
@@ -61,16 +61,7 @@ class Session:
         self._hooks = Hooks(self)
         self._tree = ParsedOnce(InstalledTree())
         # By declaration, not by id: an overlay may have several parts, and each is decided on its own.
-        self._records: dict[Erratum, Record] = {}
-        self._traces: dict[Erratum, Traces] = {}
-        self._undone: set[Erratum] = set()
-        # What is being changed. It is noted first and forgotten last, so that what was interrupted is known. The value
-        # tells whether it was undone on purpose before.
-        self._unfinished: dict[Erratum, bool] = {}
-        self._short_of_memory: set[Erratum] = set()
-        # What was kept out, or taken out, for the sake of an overlay that it needs; and what such a one is expected to be.
-        self._refused: set[Erratum] = set()
-        self._expected: dict[Erratum, Record] = {}
+        self._parts: dict[Erratum, PartState] = {}
         self._has_said_what_waits = False
         self._heap: HeapSnapshot | None = None
         self._gates_looked: tuple[object, ...] = ()
@@ -103,6 +94,11 @@ class Session:
         """Make fresh locks, as a forked child needs them."""
         self._turns.renew()
 
+    def _part(self, erratum: Erratum) -> PartState:
+        """Return the state of a part; the first call makes it."""
+        found = self._parts.get(erratum)
+        return found or self._parts.setdefault(erratum, PartState(before_import(erratum, self.settings)))
+
     def _about(self, name: str) -> list[Overlay]:
         """Return the overlays that are settled when this module has been imported."""
         return [overlay for overlay in self._declared.overlays if overlay.target.module == name]
@@ -124,8 +120,9 @@ class Session:
         self.log.obsolete_variables()
         if self.settings.mode is Mode.OFF:
             return
-        for erratum in [each for each in self._records if each in self._undone]:
-            self._begin_again(erratum, tree)
+        for erratum, part in list(self._parts.items()):
+            if part.is_undone:
+                self._begin_again(erratum, tree)
         conflicts: list[str] = []
         with self._one_heap_walk():
             for name in self._declared.targets:
@@ -189,7 +186,7 @@ class Session:
         Raises:
             RegistryError: see `overlays`.
         """
-        missing = [each for each in self.overlays if each not in self._records]
+        missing = [each for each in self.overlays if each not in self._parts]
         if missing:
             self._gates_looked = self._where_gates_look()
         self._note(missing, tree or Remembered(self._tree))
@@ -197,16 +194,17 @@ class Session:
 
     def _note(self, errata: Sequence[Erratum], tree: SourceTree) -> None:
         # setdefault: another thread may be arming too, and may have settled a target already.
-        waiting = [self._first_record(each, tree) for each in errata if each not in self._records]
-        fresh = [record for record in waiting if self._records.setdefault(record.overlay, record) is record]
+        waiting = [PartState(self._first_record(each, tree)) for each in errata if each not in self._parts]
+        fresh = [part.record for part in waiting if self._parts.setdefault(part.record.overlay, part) is part]
         self.log.gates([record for record in fresh if not record.overlay.installs])
 
     def _begin_again(self, erratum: Erratum, tree: SourceTree) -> None:
         """Let what was undone be settled anew."""
+        part = self._part(erratum)
         if isinstance(erratum, Overlay):
-            self._unfinished[erratum] = True
-        self._records[erratum] = self._first_record(erratum, tree)
-        self._undone.discard(erratum)
+            part.change = Change.ARMED_AGAIN
+        part.record = self._first_record(erratum, tree)
+        part.is_undone = False
 
     def _settle_again(self, name: str) -> None:
         """Settle what was undone, what was interrupted, and what is upstream's own again."""
@@ -216,30 +214,25 @@ class Session:
         try:
             module = sys.modules.get(name)
             is_there = module is not None and not is_half_imported(module)
-            for overlay in self._about(name):
-                if not is_there and not self._is_somewhere(overlay):
-                    self._unfinished.pop(overlay, None)  # it waits for the import, as if nothing had been
-            again = self._unfinished.keys() | self._short_of_memory | self._refused
-            chosen = [each for each in self._about(name) if each in again or self._has_changed(each)]
+            about = [(each, self._part(each)) for each in self._about(name)]
+            for _, part in about:
+                if not is_there and not part.is_placed:
+                    part.change = None  # it waits for the import, as if nothing had been
+            chosen = [each for each, part in about if part.is_settled_by_arming or self._has_changed(each)]
             if module is not None and is_there and chosen:
                 self._settle_all(name, chosen, module, late=True)
         finally:
             turn.give_back()
 
-    def _is_somewhere(self, overlay: Erratum) -> bool:
-        """Return whether a place is known in which the overlay was put and from which it was not taken."""
-        traces = self._traces.get(overlay)
-        return traces is not None and any(True for _ in traces.places())
-
     def _has_changed(self, overlay: Overlay) -> bool:
         """Return whether upstream's own code is live where a seam was, or a seam where none should be."""
-        if not self._is_somewhere(overlay) or before_import(overlay, self.settings).decision is Decision.DISABLED:
+        part = self._part(overlay)
+        if not part.is_placed or before_import(overlay, self.settings).decision is Decision.DISABLED:
             return False
         from megacpp_overlays.loader import reached
 
-        record = self._records[overlay]
-        if record.decision is Decision.ACTIVE:
-            return reached.look(overlay, record.shape, explain=True).upstreams_own
+        if part.is_active:
+            return reached.look(overlay, part.record.shape, explain=True).upstreams_own
         return bool(reached.look(overlay).seams)
 
     def _first_record(self, erratum: Erratum, tree: SourceTree) -> Record:
@@ -259,11 +252,11 @@ class Session:
         self._gates_looked = self._where_gates_look()
         tree = Remembered(self._tree)
         for gate in self._declared.gates:
-            record = self._records.get(gate)
-            if record is not None and derived_records.may_be_answered_now(record):
+            part = self._parts.get(gate)
+            if part is not None and derived_records.may_be_answered_now(part.record):
                 found = self._first_record(gate, tree)
-                if found.decision is not record.decision:
-                    self._records[gate] = found
+                if found.decision is not part.record.decision:
+                    part.record = found
                     self.log.gates([found])
 
     def _where_gates_look(self) -> tuple[object, ...]:
@@ -298,7 +291,7 @@ class Session:
     def _settle_all(self, name: str, overlays: Sequence[Overlay], module: ModuleType, *, late: bool) -> None:
         """Settle overlays of one target, but for those that are undone."""
         with self._turns.at(name):
-            chosen = [overlay for overlay in overlays if overlay not in self._undone]
+            chosen = [overlay for overlay in overlays if not self._part(overlay).is_undone]
             settled = [self._settle(overlay, module, late=late) for overlay in chosen]
             settled += [self._withdraw(overlay, why) for overlay in chosen if (why := self._lost(overlay))]
         settled += self._withdraw_what_needs(chosen)
@@ -308,21 +301,21 @@ class Session:
     def failed(self, name: str, error: Exception) -> None:
         """Record that the loader itself failed on a module (called by the hooks)."""
         for overlay in self._about(name):
-            record = self._records.get(overlay)
-            if overlay in self._unfinished or record is None or record.decision is Decision.ARMED:
-                self._note_kind(overlay, error)
+            part = self._part(overlay)
+            if part.change is not None or part.record.decision is Decision.ARMED:
+                part.is_short_of_memory |= isinstance(error, MemoryError)
                 self._keep(derived_records.conflict(before_import(overlay, self.settings), error))
         self._withdraw_what_needs(self._about(name))
 
-    def _standing(self, part: Overlay, tree: SourceTree) -> Record:
+    def _standing(self, needed: Overlay, tree: SourceTree) -> Record:
         """Return what an overlay that another one needs is now, or what it would be; see `needs`."""
         from megacpp_overlays.loader import needs
 
-        record = self._records.get(part) or before_import(part, self.settings)
-        if needs.is_known(record):
-            return self._review(record)
-        self._expected[part] = needs.expected(record, self.settings, tree)
-        return self._expected[part]
+        part = self._part(needed)
+        if needs.is_known(part.record):
+            return self._review(part.record)
+        part.expected = needs.expected(part.record, self.settings, tree)
+        return part.expected
 
     def _unmet(self, overlay: Overlay, tree: SourceTree) -> str:
         """Return why an overlay must not be in, for the sake of what it needs; an empty text if it may."""
@@ -335,7 +328,7 @@ class Session:
             return why
         for record in standing:
             module = sys.modules.get(record.overlay.target.module)
-            settled = needs.is_known(record) and record is not self._expected.get(record.overlay)
+            settled = needs.is_known(record) and record is not self._part(record.overlay).expected
             if settled and module is not None and (why := needs.misbehaves(record, module)):
                 return why
         return ""
@@ -363,13 +356,13 @@ class Session:
 
     def _foreign_code_under(self, overlay: Overlay) -> str:
         """Return which definition under an active overlay is another library's, in words."""
-        record = self._records.get(overlay)
-        if record is None or record.decision is not Decision.ACTIVE or self._turns.at(overlay.target.module).is_taken():
+        part = self._part(overlay)
+        if not part.is_active or self._turns.at(overlay.target.module).is_taken():
             return ""
         from megacpp_overlays.loader import probing
 
-        held = probing.held_against_its_readings(record)
-        return held.reason if held is not record else ""
+        held = probing.held_against_its_readings(part.record)
+        return held.reason if held is not part.record else ""
 
     def _is_over_foreign_code(self, overlay: Overlay) -> bool:
         """Return whether a seam must not be used, and take it out then; asked before its first call.
@@ -393,8 +386,7 @@ class Session:
 
     def _lost(self, overlay: Overlay) -> str:
         """Return what an active overlay needs and has lost, in words; no probe is asked."""
-        record = self._records.get(overlay)
-        if not (overlay.needs or overlay.needs_parts) or record is None or record.decision is not Decision.ACTIVE:
+        if not (overlay.needs or overlay.needs_parts) or not self._part(overlay).is_active:
             return ""
         from megacpp_overlays.loader import needs
 
@@ -408,19 +400,18 @@ class Session:
 
         with self._turns.at(overlay.target.module):
             kept: tuple[str, ...] = ()
-            self._unfinished.setdefault(overlay, False)
-            self._refused.add(overlay)
+            part = self._part(overlay)
+            part.begin()
+            part.is_refused = True
             try:
                 with dynamo.changing(dropped=functools.partial(self.log.dropped, overlay)):
-                    problems, kept = install.take_out(overlay, self._traces_of(overlay))
+                    problems, kept = install.take_out(overlay, part.written_traces())
                 self._forget_heap()
                 why = "; ".join([why, *problems])
             except SeamError as error:  # a compiled graph cannot be dropped now
-                why, kept = f"{why}; and it cannot be taken out: {error}", self._records[overlay].seams
-            conflict = replace(
-                self._records[overlay], decision=Decision.CONFLICT, reason=why, seams=kept, rebound=(), around=()
-            )
-            return self._keep(conflict)
+                why, kept = f"{why}; and it cannot be taken out: {error}", part.record.seams
+            out = replace(part.record, decision=Decision.CONFLICT, reason=why, seams=kept, rebound=(), around=())
+            return self._keep(out)
 
     def undo(self, overlay_id: str | None = None) -> None:
         """Put back what one overlay, or every overlay, replaced. It stays off until `arm` is called again.
@@ -445,7 +436,7 @@ class Session:
             near = suggestion(overlay_id, sorted({each.id for each in self.overlays}), where="`megacpp-overlays audit`")
             raise RegistryError(f"there is no overlay {overlay_id}; {near}")
         needing = [each for each in self._declared.overlays for one in chosen if each.depends_on(one)]
-        if any(self._is_somewhere(overlay) for overlay in (*chosen, *needing)):
+        if any(self._part(overlay).is_placed for overlay in (*chosen, *needing)):
             from megacpp_overlays.runtime import dynamo
 
             dynamo.check()
@@ -472,49 +463,40 @@ class Session:
         with self._turns.at(erratum.target.module):
             problems: tuple[str, ...] = ()
             kept: tuple[str, ...] = ()
+            part = self._part(erratum)
             was_in = False
             if isinstance(erratum, Overlay) and self._may_be_in(erratum):
                 from megacpp_overlays.loader import install
                 from megacpp_overlays.runtime import dynamo
 
                 was_in = True
-                traces = self._traces_of(erratum)
+                traces = part.written_traces()
                 with dynamo.changing(dropped=functools.partial(self.log.dropped, erratum)):
-                    self._unfinished.setdefault(erratum, False)
-                    self._undone.add(erratum)
+                    part.begin()
+                    part.is_undone = True
                     problems, kept = install.take_out(erratum, traces, names)
-            self._undone.add(erratum)
-            was_in = was_in or erratum in self._refused
-            self._refused.discard(erratum)
-            record = self._records.get(erratum)
-            if record is not None and problems:
-                reason = "; ".join(problems)
-                self._records[erratum] = replace(
-                    record, decision=Decision.CONFLICT, reason=reason, seams=kept, rebound=()
+            part.is_undone = True
+            was_in = was_in or part.is_refused
+            part.is_refused = False
+            if problems:
+                part.record = replace(
+                    part.record, decision=Decision.CONFLICT, reason="; ".join(problems), seams=kept, rebound=()
                 )
-            elif record is not None and derived_records.ends_when_undone(record, was_in=was_in):
-                self._records[erratum] = replace(
-                    record, decision=Decision.DISABLED, reason=_UNDONE, seams=(), rebound=()
-                )
-            self._unfinished.pop(erratum, None)
+            elif derived_records.ends_when_undone(part.record, was_in=was_in):
+                part.record = replace(part.record, decision=Decision.DISABLED, reason=_UNDONE, seams=(), rebound=())
+            part.change = None
             return "; ".join(problems)
 
     def _may_be_in(self, overlay: Overlay) -> bool:
         """Return whether anything may have to be put back."""
-        if overlay in self._unfinished or self._is_somewhere(overlay):
-            return True
-        if (traces := self._traces.get(overlay)) is not None and traces.has_seams():
+        part = self._part(overlay)
+        if part.change is not None or part.is_placed or part.has_seams:
             return True
         if overlay.target.module not in sys.modules:
             return False
         from megacpp_overlays.loader import reached
 
         return bool(reached.look(overlay).seams)
-
-    def _traces_of(self, overlay: Overlay) -> Traces:
-        from megacpp_overlays.loader.traces import Traces
-
-        return self._traces.setdefault(overlay, Traces())
 
     def audit(self, *, deep: bool = False) -> Audit:
         """Return all decisions as they stand now, and settle what no hook heard of; it does not raise for a conflict.
@@ -543,12 +525,13 @@ class Session:
         return self._audit_of(lambda record: record if record.decision is Decision.ARMED else self._review(record))
 
     def _audit_of(self, told: Callable[[Record], Record]) -> Audit:
-        records = tuple(told(self._records[each]) for each in self.overlays if each in self._records)
+        records = tuple(told(self._parts[each].record) for each in self.overlays if each in self._parts)
         return Audit(version=VERSION, mode=self.settings.mode.value, settings=self.settings, records=records)
 
     def count_at_exit(self) -> None:
         """Say at the end of the process what became of the overlays, if a target was settled; what an audit told is not repeated."""
-        was_settled = any(each.finding is not None and each.overlay.installs for each in self._records.values())
+        records = [each.record for each in self._parts.values()]
+        was_settled = any(each.finding is not None and each.overlay.installs for each in records)
         if was_settled and self.log.has_to_count(at_exit=True):
             with contextlib.suppress(Exception):  # whatever is left of the interpreter, an end must not fail
                 self.log.count(self.audit_as_it_stands(), at_exit=True)
@@ -557,7 +540,7 @@ class Session:
         """Settle a target that was loaded past every hook, by a loader or a recipe of somebody's own."""
         for name in self._declared.targets:
             module = sys.modules.get(name)
-            waits = any((r := self._records.get(o)) and r.decision is Decision.ARMED for o in self._about(name))
+            waits = any(self._part(each).record.decision is Decision.ARMED for each in self._about(name))
             if waits and module is not None and not is_half_imported(module) and self.settings.mode is not Mode.OFF:
                 with _collecting([]):  # the audit that asks for this raises for every conflict itself
                     self._hooks.complete(name, module, late=True)
@@ -566,10 +549,9 @@ class Session:
         from megacpp_overlays.loader import install, probing
 
         tree = Remembered(self._tree)
-        again = self._unfinished.get(overlay)
-        traces = self._traces_of(overlay)
-        last = self._records.get(overlay)
-        is_half_in = again is not None or last is None or last.decision is not Decision.ACTIVE
+        part = self._part(overlay)
+        traces = part.written_traces()
+        is_half_in = part.change is not None or not part.is_active
         placed: list[Seam] = []
 
         def note(seam: Seam) -> None:
@@ -577,27 +559,30 @@ class Session:
                 traces.note(seam)
             placed.append(seam)
 
-        self._unfinished[overlay] = bool(again)
-        self._short_of_memory.discard(overlay)
+        part.begin()
+        part.is_short_of_memory = False
         record = before_import(overlay, self.settings)
         try:
-            if is_half_in and self._is_somewhere(overlay):
+            if is_half_in and part.is_placed:
                 install.take_out(overlay, traces)  # what cannot be put back is refused below, or found to be in
                 self._forget_heap()
             traces.forget_what_was_overwritten()
             record = probing.assess_overlay(overlay, module, self.settings, tree)
-            self._refused.discard(overlay)
-            if record.around:  # code of another library, which may be gone when this is armed again
-                self._refused.add(overlay)
+            part.is_refused = bool(record.around)  # code of another library, which may be gone when this is armed again
             if record.decision is Decision.ACTIVE and (why := self._unmet(overlay, tree)):
-                self._refused.add(overlay)
+                part.is_refused = True
                 problems, kept = install.take_out(overlay, traces)
                 self._forget_heap()
                 record = replace(record, decision=Decision.CONFLICT, reason="; ".join([why, *problems]), seams=kept)
             if record.decision is Decision.ACTIVE:
                 dropped = functools.partial(self.log.dropped, overlay)
                 circumstances = install.Circumstances(
-                    late, bool(again), dropped, note, self._heap, signature=_is_witnessed(record)
+                    late,
+                    part.change is Change.ARMED_AGAIN,
+                    dropped,
+                    note,
+                    self._heap,
+                    signature=_is_witnessed(record),
                 )
                 installed = install.install(overlay, record.shape, module, tree, circumstances)
                 for seam in installed.seams:
@@ -609,7 +594,7 @@ class Session:
                     rebound=tuple(str(seam) for seam in installed.rebound),
                 )
         except Exception as error:  # noqa: BLE001 - undone already; upstream must go on as if we were not here
-            self._note_kind(overlay, error)
+            part.is_short_of_memory = isinstance(error, MemoryError)
             with contextlib.suppress(SeamError):
                 install.undo_all([seam for seam in placed if not seam.adopted])
             self._forget_heap()
@@ -618,14 +603,10 @@ class Session:
             record = replace(derived_records.conflict(record, error), seams=left, rebound=())
         return self._keep(record)
 
-    def _note_kind(self, overlay: Overlay, error: Exception) -> None:
-        """Note what says nothing of upstream, so that arming tries again."""
-        if isinstance(error, MemoryError):
-            self._short_of_memory.add(overlay)
-
     def _keep(self, record: Record) -> Record:
-        self._records[record.overlay] = record
-        self._unfinished.pop(record.overlay, None)
+        part = self._part(record.overlay)
+        part.record = record
+        part.change = None
         self.log.decided(record)
         self._changed()
         return record
@@ -639,7 +620,8 @@ class Session:
         overlay = record.overlay
         if not isinstance(overlay, Overlay):
             return record
-        if overlay in self._unfinished:
+        part = self._part(overlay)
+        if part.change is not None:
             if self._turns.at(overlay.target.module).is_taken():
                 return record  # another thread is at it
             return replace(record, decision=Decision.CONFLICT, reason=_INTERRUPTED)
@@ -647,19 +629,17 @@ class Session:
             return derived_records.if_absent(record, self._tree) if record.decision is Decision.ARMED else record
         from megacpp_overlays.loader import review
 
-        reviewed = review.review(record, overlay, self._traces.get(overlay), deep=deep)
+        reviewed = review.review(record, overlay, part.traces, deep=deep)
         if reviewed.decision is Decision.ACTIVE and (why := self._lost(overlay)):
             return replace(reviewed, decision=Decision.CONFLICT, reason=why)
         return reviewed
 
-    def _as_last_told(self, part: Overlay) -> Record | None:
+    def _as_last_told(self, needed: Overlay) -> Record | None:
         """Return what an overlay that another one needs is, or what it was expected to be; None where nobody asked."""
         from megacpp_overlays.loader import needs
 
-        record = self._records.get(part)
-        if record is not None and (part in self._undone or needs.is_known(record)):
-            return self._review(record)
-        return self._expected.get(part)
+        part = self._part(needed)
+        return self._review(part.record) if part.is_undone or needs.is_known(part.record) else part.expected
 
 
 def _may_be_there(name: str, tree: SourceTree) -> bool:

@@ -155,7 +155,7 @@ def test_an_error_after_the_seams_are_in_takes_them_out(
         patch.setattr("megacpp_overlays.loader.seams.Seam.__str__", nameless)
         current.arm()
         module = upstream.load()
-        decision = next(iter(current._records.values())).decision
+        decision = next(iter(current._parts.values())).record.decision
 
     assert (decision, module.double(1)) in [(Decision.CONFLICT, 3), (Decision.ACTIVE, 2)]
     assert only(current).decision is decision

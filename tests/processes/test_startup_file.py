@@ -296,7 +296,7 @@ def test_gates_wait_for_torch(enabled: TriedEnvironment, tmp_path: Path) -> None
     (tmp_path / "tilelang").mkdir()
     for name in ("torch.py", "tilelang/__init__.py", "tilelang/language.py"):
         (tmp_path / name).touch()
-    code = "from megacpp_overlays.loader.session import current as c; print(len(c()._records)); import torch; print(len(c()._records))"
+    code = "from megacpp_overlays.loader.session import current as c; print(len(c()._parts)); import torch; print(len(c()._parts))"
 
     done = enabled.start("-c", code, PYTHONPATH=str(tmp_path))
 
