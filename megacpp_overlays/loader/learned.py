@@ -16,17 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_overlays.frozen import replace
-from megacpp_overlays.loader import witnesses
+from megacpp_overlays.loader import known, witnesses
 from megacpp_overlays.model import Body, Erratum, Evidence, Finding, Proof, Verdict
 from megacpp_overlays.source import published
 from megacpp_overlays.source.trees import SourceTree
 
 FILE = Path(__file__).with_name("learned.json")
-
-
-def name_of(erratum: Erratum) -> str:
-    """Return the name of a part among the verdicts on a release."""
-    return f"{erratum.id} {erratum.target.module}"
 
 
 def finding(erratum: Erratum, found: Finding, tree: SourceTree) -> Finding:
@@ -48,7 +43,7 @@ def finding(erratum: Erratum, found: Finding, tree: SourceTree) -> Finding:
 
 def in_release(erratum: Erratum, release: str, found: Finding) -> Finding:
     """Return the verdict that was learned of a part in a release, or the finding where none was."""
-    data = _kept().get(erratum.target.distribution, {}).get(release, {}).get(name_of(erratum))
+    data = _kept().get(erratum.target.distribution, {}).get(release, {}).get(known.name_of(erratum))
     if data is None or data["verdict"] is None or found.verdict is not Verdict.UNRECOGNISED:
         return found
     if data["code"] != code_of(erratum, data["shape"]):
@@ -70,19 +65,22 @@ def in_release(erratum: Erratum, release: str, found: Finding) -> Finding:
 
 def knows(erratum: Erratum) -> bool:
     """Return whether a verdict on a part was learned of any release."""
-    return any(name_of(erratum) in parts for parts in _kept().get(erratum.target.distribution, {}).values())
+    return any(known.name_of(erratum) in parts for parts in _kept().get(erratum.target.distribution, {}).values())
 
 
 def is_doubted(erratum: Erratum, release: str) -> bool:
     """Return whether reproducers were asked about a part in a release and gave no verdict that holds."""
-    data = _kept().get(erratum.target.distribution, {}).get(release, {}).get(name_of(erratum))
+    data = _kept().get(erratum.target.distribution, {}).get(release, {}).get(known.name_of(erratum))
     return data is not None and data["verdict"] is None
 
 
 @functools.cache
 def code_of(erratum: Erratum, shape: str | None) -> str:
-    """Return 16 hexadecimal digits for the code that a verdict depends on: probe, seams where there is a shape, and reproducer."""
-    code = (witnesses.seam_sources if shape is not None else witnesses.probe_sources)(erratum)
+    """Return 16 hexadecimal digits for the code that a verdict depends on: probe, seams where there is a shape, and reproducer.
+
+    Comments, docstrings and what a declaration says to people do not count.
+    """
+    code = witnesses.meaning(erratum, with_seams=shape is not None)
     reproducers = sorted(witnesses.PACKS.glob(f"{erratum.pack:02}-*/reproduce.py"))
     cases = [[hashlib.sha256(each.read_bytes()).hexdigest(), witnesses.beside(each)] for each in reproducers]
     return hashlib.sha256(json.dumps([sorted(code.items()), cases], sort_keys=True).encode()).hexdigest()[:16]

@@ -36,8 +36,16 @@ from megacpp_overlays.errors import OverlayError, SourceError
 from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader.settings import Settings, this_environment
 from megacpp_overlays.model import Body, Erratum, Evidence, Finding, Proof, Verdict
-from megacpp_overlays.source import distributions
-from megacpp_overlays.source.trees import InstalledTree, ModuleSource, ShippedFile, SourceTree, readable, shipped
+from megacpp_overlays.source import distributions, fingerprint
+from megacpp_overlays.source.trees import (
+    FunctionNode,
+    InstalledTree,
+    ModuleSource,
+    ShippedFile,
+    SourceTree,
+    readable,
+    shipped,
+)
 from megacpp_overlays.terminal_text import one_line
 from megacpp_overlays.version import VERSION
 
@@ -57,6 +65,9 @@ _OF_SEAMS = (
     *(f"{_OURS}.{name}" for name in ("overlays.", "runtime.", "kernels.", "fp32_marks", "fp8_sparse_mla")),
 )
 """Where the code of seams is, as well."""
+_DECLARATIONS = frozenset({"Gate", "Overlay"})
+PROSE = frozenset({"breaks", "brief", "last_validated", "retire_when", "symptoms", "threads", "title", "until"})
+"""Fields of a declaration that are for people: no verdict and no seam depends on them."""
 _WITNESSED = frozenset({Verdict.FIXED.value, Verdict.ABSENT.value, Verdict.BROKEN.value})
 
 _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
@@ -313,12 +324,21 @@ def content(
 
 def probe_sources(erratum: Erratum) -> dict[str, str | None]:
     """Return the hashes of the code of a probe: the modules of its declaration, and what they import for probes."""
-    return _code(erratum, _OF_PROBES)
+    return {name: source.sha256 for name, source in _code(erratum, _OF_PROBES).items()}
 
 
 def seam_sources(erratum: Erratum) -> dict[str, str | None]:
     """Return the hashes of the code of a probe and of the seams, kernels included."""
-    return _code(erratum, _OF_SEAMS)
+    return {name: source.sha256 for name, source in _code(erratum, _OF_SEAMS).items()}
+
+
+def meaning(erratum: Erratum, *, with_seams: bool) -> dict[str, str]:
+    """Return the hashes of the same code without comments, docstrings and the fields of `PROSE`.
+
+    They take milliseconds for each module, so only a verdict that is to outlast edits of prose is bound to them.
+    """
+    found = _code(erratum, _OF_SEAMS if with_seams else _OF_PROBES)
+    return {name: _meaning(source.text) for name, source in found.items()}
 
 
 def beside(reproducer: Path) -> dict[str, str]:
@@ -327,18 +347,30 @@ def beside(reproducer: Path) -> dict[str, str]:
     return {path.name: _sha256(path.read_bytes()) for path in files_beside}
 
 
-def _code(erratum: Erratum, folders: tuple[str, ...]) -> dict[str, str | None]:
+def _code(erratum: Erratum, folders: tuple[str, ...]) -> dict[str, ModuleSource]:
     tree = InstalledTree()
     waiting = _declared_in(erratum)
     top_levels = {name.partition(".")[0] for name in waiting}
-    found: dict[str, str | None] = {}
+    found: dict[str, ModuleSource] = {}
     while waiting:
         source = tree.module(name := waiting.pop())
         if source is not None and name not in found:
-            found[name] = source.sha256
+            found[name] = source
             imported = {each for each in _imported(source.syntax) if _is_in(each, folders, top_levels)}
             waiting |= imported - found.keys()
     return found
+
+
+@functools.cache
+def _meaning(text: str) -> str:
+    """Return the hash of a module without its prose."""
+    syntax = ast.parse(text)
+    for node in ast.walk(syntax):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _DECLARATIONS:
+            node.keywords = [each for each in node.keywords if each.arg not in PROSE]
+        elif isinstance(node, ast.Module | ast.ClassDef | FunctionNode):
+            node.body = [each for each in node.body if not fingerprint.is_docstring(each)]
+    return fingerprint.digest(syntax)
 
 
 def _declared_in(erratum: Erratum) -> set[str]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.files import write
-from megacpp_overlays.loader import learned
+from megacpp_overlays.loader import known, learned
 from megacpp_overlays.loader.settings import WITNESSES
 from megacpp_overlays.model import Decision, Erratum, Verdict
 from megacpp_overlays.source import published
@@ -176,7 +176,7 @@ def write_down(
     Raises:
         OSError: it cannot be written.
     """
-    declared = {learned.name_of(part): part for part in parts}
+    declared = {known.name_of(part): part for part in parts}
     shapes = {f"{each['overlay']} {each['target']}": each for each in kept if "verdict" in each}
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     found: dict[str, dict[str, Any]] = {}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import platform
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import (
     Body,
     Decision,
+    Erratum,
     Evidence,
     Finding,
     Observation,
@@ -357,6 +360,58 @@ def test_a_changed_reproducer_of_the_package_ends_it(
 
     assert before is Decision.RETIRED
     assert "the reproducer is another one since" in finding.summary()
+
+
+DECLARED = """
+# a comment
+def make(original):
+    'A docstring.'
+    return 1 + original
+
+OVERLAY = Overlay(
+    id="scale",
+    title="scale what is scaled",
+    symptoms=("loss is doubled",),
+    replacements={"unpadded": (make,)},
+)
+"""
+
+
+def digest_of_a_plugin(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    folder.mkdir()
+    (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(folder)
+    probe = type("Probe", (), {"__module__": name, "__call__": lambda *_: None})()
+    (digest,) = witnesses.meaning(SimpleNamespace(functions=(probe,)), with_seams=False).values()  # type: ignore[arg-type]
+    return digest
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "is_the_same"),
+    [
+        ("# a comment", "# another comment", True),
+        ("A docstring.", "Another docstring.", True),
+        ("loss is doubled", "gradients are doubled", True),
+        ("scale what is scaled", "double what is doubled", True),
+        ("1 + original", "2 + original", False),
+        ('"unpadded": (make,)', '"padded": (make,)', False),
+        ('id="scale"', 'id="scales"', False),
+    ],
+)
+def test_the_prose_of_a_declaration_is_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, is_the_same: bool
+) -> None:
+    assert old in DECLARED
+    name = f"declared_{uuid.uuid4().hex}"
+
+    before = digest_of_a_plugin(tmp_path / "before", name, DECLARED, monkeypatch)
+    after = digest_of_a_plugin(tmp_path / "after", name, DECLARED.replace(old, new), monkeypatch)
+
+    assert (before == after) is is_the_same
+
+
+def test_every_field_of_prose_is_a_field_of_declarations() -> None:
+    assert {*Erratum.__annotations__} >= witnesses.PROSE
 
 
 def test_the_code_of_a_probe_is_what_it_is_written_with() -> None:

@@ -17,7 +17,7 @@ from places import ROOT
 from megacpp_overlays import cli
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.frozen import replace
-from megacpp_overlays.loader import learned, registry, witnesses
+from megacpp_overlays.loader import known, learned, registry, witnesses
 from megacpp_overlays.loader.provenance import Provenance, provenance
 from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Decision, Erratum, Evidence, Finding, Proof, Record, Verdict
@@ -115,7 +115,7 @@ def test_what_was_shown_is_written_beside_what_is_known_of_other_releases(
 
 
 def test_what_is_shipped_was_learned_with_the_code_that_is_here() -> None:
-    parts = {learned.name_of(each): each for each in registry.load()}
+    parts = {known.name_of(each): each for each in registry.load()}
     kept = {
         (release, name): data
         for releases in learned.read().values()
@@ -142,7 +142,7 @@ def record(part: Erratum, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What was learned of the overlay in a release; a test may change it before it is looked up."""
     code = learned.code_of(part, SHAPE)
     data = {"verdict": "BROKEN", "shape": SHAPE, "seen": "none: 3.2 off", "date": "2026-11-27", "code": code}
-    monkeypatch.setattr(learned, "_kept", lambda: {"liger-kernel": {"0.9.0": {learned.name_of(part): data}}})
+    monkeypatch.setattr(learned, "_kept", lambda: {"liger-kernel": {"0.9.0": {known.name_of(part): data}}})
     return data
 
 
@@ -191,7 +191,7 @@ def test_a_repair_that_was_read_is_unproved_where_reproducers_gave_no_verdict(
     zipfile.ZipFile(wheel("liger-kernel", "0.8.5")).extractall(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     tree, settings = DirectoryTree(tmp_path), Settings(witnesses=str(tmp_path / "none"))
-    kept = {"liger-kernel": {"0.8.5": {learned.name_of(part): record}}}
+    kept = {"liger-kernel": {"0.8.5": {known.name_of(part): record}}}
     monkeypatch.setattr(learned, "_kept", lambda: kept)
     trusted = probing.known_or_examined(part, tree, settings)
     record["verdict"] = None
