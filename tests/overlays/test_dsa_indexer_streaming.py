@@ -1017,7 +1017,7 @@ def test_the_installed_megatron_trains_alike_with_the_overlay_and_without(
     )
     found = json.loads(done.stdout.splitlines()[-1])
 
-    assert (found["decision"], found["again"], found["seams"]) == ("active", "active", 4)
+    assert (found["decision"], found["again"], found["seams"]) == ("active", "active", 6)
     assert found["unchanged"]
     assert not found["cuda"]
     assert "dsa_kernel_backend" in found["reason"]

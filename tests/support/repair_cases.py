@@ -1254,7 +1254,7 @@ CASES = {
                 "at nothing": (".clamp(min=self.config.qk_clip_threshold)", ".clamp(min=-1e9)"),
                 "at the other end": (".clamp(min=self.config.qk_clip_threshold)", ".clamp(max=self.config.qk_clip_threshold)"),
                 "of other logits": ("        if torch.any(" + DIVIDED_BY[target], "        self._negate()\n        if torch.any(" + DIVIDED_BY[target]),
-                "decorated": ("    def clip_qk(self):\n        \"\"\"\n", "    @of_old\n    def clip_qk(self):\n        \"\"\"\n"),
+                "decorated": (lambda text: "    @of_old\n    def clip_qk(self):".join(text.rsplit("    def clip_qk(self):", 1)),),
                 "set from outside": appended(f"{cls}.clip_qk = of_old"),
             },
             probe=probe,
