@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from megacpp_overlays.loader.traces import Traces
 
 
-class Change(enum.Enum):
+class PartChange(enum.Enum):
     """Why a part is being changed, or was when an exception ended it."""
 
     SETTLED = "put in or taken out"
@@ -33,7 +33,7 @@ class PartState:
         """What another overlay expected this one to become, before its target was imported."""
         self.traces: Traces | None = None
         """Places; None before the first."""
-        self.change: Change | None = None
+        self.change: PartChange | None = None
         """None where no change was begun, or it was finished."""
         self.is_undone = False
         """Whether `undo` took it out; it stays out until `arm` is called."""
@@ -62,7 +62,7 @@ class PartState:
         """Whether a function that it put somewhere still exists."""
         return self.traces is not None and self.traces.has_seams()
 
-    def begin(self, change: Change = Change.SETTLED) -> None:
+    def begin(self, change: PartChange = PartChange.SETTLED) -> None:
         """Note that a change begins. One that was begun before and not finished keeps its reason."""
         if self.change is None:
             self.change = change

@@ -25,7 +25,7 @@ from megacpp_overlays.loader.decide import before_import, is_off
 from megacpp_overlays.loader.declarations import Declarations
 from megacpp_overlays.loader.import_hooks import Hooks, is_half_imported
 from megacpp_overlays.loader.log import Log
-from megacpp_overlays.loader.part_state import Change, PartState
+from megacpp_overlays.loader.part_state import PartChange, PartState
 from megacpp_overlays.loader.settings import Mode, Settings, plugin_names
 from megacpp_overlays.loader.turns import Turns
 from megacpp_overlays.model import UNDECIDED, Decision, Erratum, Gate, Overlay, Record
@@ -202,7 +202,7 @@ class Session:
         """Let what was undone be settled anew."""
         part = self._part(erratum)
         if isinstance(erratum, Overlay):
-            part.change = Change.ARMED_AGAIN
+            part.change = PartChange.ARMED_AGAIN
         part.record = self._first_record(erratum, tree)
         part.is_undone = False
 
@@ -578,7 +578,7 @@ class Session:
                 dropped = functools.partial(self.log.dropped, overlay)
                 circumstances = install.Circumstances(
                     late,
-                    part.change is Change.ARMED_AGAIN,
+                    part.change is PartChange.ARMED_AGAIN,
                     dropped,
                     note,
                     self._heap,
