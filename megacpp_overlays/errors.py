@@ -9,6 +9,7 @@
     +-- RequirementError  a decision is not one that a run asks for, or what it asks for cannot be read
     +-- RanksError        ranks do not run the same code, or one of them did not say so in time
     +-- AuditFileError    a file has no audit that can be compared
+    +-- ConfigurationError  a file says nothing of a model that can be read
     +-- ChildrenError     a child process runs other code than its parent, or did not say so in time
     +-- StartupFileError  the `.pth` that arms an environment cannot be written, or does not arm it
     +-- LockError         a lock cannot be read, or an environment is not what its lock says
@@ -90,6 +91,10 @@ class StartupFileError(OverlayError, RuntimeError):
 
 class AuditFileError(OverlayError, ValueError):
     """Raised when a file that should hold an audit cannot be read, or holds none that this version knows."""
+
+
+class ConfigurationError(OverlayError, ValueError):
+    """Raised when a file that should say how a model is configured cannot be read, or is of no kind that is known."""
 
 
 class LockError(OverlayError, ValueError):

@@ -263,6 +263,9 @@ class Erratum(Frozen):
     symptoms: tuple[str, ...] = ()
     """What a person sees who has the defect, in the words of an experiment log or of a traceback: `grad_norm is 0`. The command
     `symptom` searches them, and docs/symptoms.md lists them."""
+    concerns: str = ""
+    """Features of a model without which it has nothing to do, as a predicate of `concerns.features`: `mla and tensor_parallel`, or
+    `every model`. Without one it is taken to concern every model. Nothing that decides or installs reads it."""
 
     def __new__(cls: type[_Kind], **fields: object) -> _Kind:
         """Refuse a field of 0.1 by name: the error about an unknown argument would not say what to do."""

@@ -191,6 +191,7 @@ OVERLAY = Overlay(
         "loss changes with the context parallel size",
         "loss with CP is not that of one rank, with masked tokens",
     ),
+    concerns="context_parallel and not per_token_loss",
     breaks="with context parallelism a token weighs more where a rank's part of the sequence has fewer tokens that count",
     brief="weights of tokens over CP ranks",
     until="Megatron divides by all ranks' tokens",

@@ -86,6 +86,7 @@ OVERLAY = Overlay(
         "the first optimizer step after loading weights goes back to random initialisation",
         "pretrained weights are lost with `optimizer_cpu_offload`",
     ),
+    concerns="optimizer_offload and distributed_optimizer",
     breaks="the first step of an offloaded optimizer after weights were loaded without its state starts from the weights before, "
     "such as random initialisation, unless it is precision-aware",
     brief="weights loaded under offloading",

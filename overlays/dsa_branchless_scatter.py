@@ -107,6 +107,7 @@ def _part(target: Target, probe: Callable[[SourceTree], Finding]) -> Overlay:
             "CUDA graph capture of sparse attention fails",
             "operation not permitted when stream is capturing, in DSA's index mask",
         ),
+        concerns="dsa",
         breaks="capturing DSA's unfused attention or its indexer loss into a CUDA graph raises",
         brief="DSA's mask scatter under CUDA graphs",
         until="Megatron scatters without a readback",

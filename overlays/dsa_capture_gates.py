@@ -315,6 +315,7 @@ def _part(
             "CUDA graph capture of sparse attention fails",
             "operation not permitted when stream is capturing, where DSA validates masks or lengths",
         ),
+        concerns="dsa",
         breaks="capturing a DSA layer into a CUDA graph raises at a validation that waits for the device",
         brief="DSA's validations under CUDA graphs",
         until="Megatron validates DSA on the device",

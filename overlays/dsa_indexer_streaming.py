@@ -345,6 +345,7 @@ OVERLAY = Overlay(
         "out of memory in DSA index scores with long sequences",
         "peak memory grows with the square of the sequence length",
     ),
+    concerns="dsa",
     breaks="the DSA indexer needs several float32 tensors of (queries, batch, heads, keys), in the backward most of all",
     brief="the memory of DSA's index scores",
     until="Megatron builds no such tensor",

@@ -256,6 +256,7 @@ OVERLAY = Overlay(
         "out of memory in DSA without fused kernels",
         "sparse attention is as slow as attention to all keys",
     ),
+    concerns="dsa",
     breaks="absorbed DSA attention needs several float32 tensors of (batch, heads, queries, keys), and reads all keys for each query",
     brief="the memory of DSA's attention",
     until="Megatron builds no such tensor",

@@ -84,6 +84,7 @@ OVERLAY = Overlay(
         "expert bias counts padding tokens",
         "MoE training with a padding mask ends in an error",
     ),
+    concerns="experts and expert_bias",
     breaks="training with a padding mask and an expert bias ends in an error, or counts padding where there are as many tokens as experts",
     brief="expert bias under padding masks",
     until="_apply_expert_bias masks tokens",

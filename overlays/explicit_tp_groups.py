@@ -270,6 +270,7 @@ def _part(
             "loss is wrong with a ProcessGroupCollection of one's own",
             "two models with different TP sizes in one job give wrong results",
         ),
+        concerns="tensor_parallel",
         breaks="with tensor parallel groups other than the default ones cross attention, multi-latent attention and LLaVA exchange values with ranks "
         "of other groups, and so do layers that share out what they save to recompute",
         retire_when="cross attention, multi-latent attention, LLaVA, and what shares out saved activations pass their own tensor parallel group",

@@ -100,6 +100,7 @@ OVERLAY = Overlay(
         "loss jumps after resume with fp32 parameters in a bf16 model",
         "optimizer state is mixed up after loading a checkpoint",
     ),
+    concerns="half and distributed_optimizer",
     breaks="the distributed optimizer fails to save or load, or mixes up, the state of fp32 parameters",
     brief="optimizer state of mixed fp32 groups",
     until="DistributedOptimizer keeps positions",

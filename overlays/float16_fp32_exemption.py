@@ -190,6 +190,7 @@ OVERLAY = Overlay(
         "Mamba-3 kernel complains of the dtype of its parameters",
         "A_log, D or dt_bias are bf16 and lose precision",
     ),
+    concerns="half",
     breaks="Mamba-3's fp32 parameters are rounded to half precision when the model is wrapped; its kernels want fp32",
     brief="fp32 parameters that are rounded",
     until="Float16Module honours their marks",

@@ -136,6 +136,7 @@ def _part(mixer: feature.Mixer, probe: Callable[[SourceTree], Finding]) -> Overl
             "A_log and D of Mamba are bf16",
             "Mamba loses precision in a bf16 model",
         ),
+        concerns="half and (mamba_mixer or gated_delta)",
         breaks="A_log and D of a Mamba mixer, created in fp32 to keep them so, are rounded when the model is wrapped",
         brief="A_log and D that are rounded",
         until="mixers mark their fp32 parameters",

@@ -133,6 +133,7 @@ OVERLAY = Overlay(
         "loss jumps after resume with fp32 parameters in a bf16 model",
         "moments of Adam belong to other parameters after resume",
     ),
+    concerns="half",
     breaks="a checkpoint of a model with fp32 and half-precision parameters fails or mixes up their optimizer state",
     brief="optimizer state under wrong ids",
     until="ids follow the inner optimizer",

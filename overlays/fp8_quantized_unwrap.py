@@ -194,6 +194,7 @@ def _part(target: Target, probe: Callable[[SourceTree], Finding], shapes: tuple[
             "illegal memory access or null pointer in SparseMLA under FP8",
             "FP8 sparse attention is no faster than bf16",
         ),
+        concerns="dsa",
         breaks=(
             "a query or key that a projection left quantized reaches SparseMLA as a null pointer (spring 2026), or is "
             "dequantized without a word (0.19)"

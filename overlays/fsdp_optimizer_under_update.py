@@ -187,6 +187,7 @@ OVERLAY = Overlay(
         "weights change before the first step with FSDP",
         "learning is too slow in the first FSDP steps",
     ),
+    concerns="megatron_fsdp",
     breaks="weights decay once before the first step of a Megatron-FSDP optimizer, and its first updates are corrected for the bias of "
     "later ones: Adam's first is 1.34 times too small",
     retire_when="fully_shard_optimizer takes a step without learning rate and decay, and does not count it",

@@ -240,6 +240,7 @@ OVERLAY = Overlay(
         "optimizer state is that of other parameters after loading a checkpoint",
         "fp32 weights are zeros in a checkpoint",
     ),
+    concerns="distributed_optimizer",
     breaks="a fully reshardable checkpoint holds the fp32 weights and moments of other parameters, or zeros, without a word",
     brief="checkpoints with a neighbour's state",
     until="saving subtracts the padding",

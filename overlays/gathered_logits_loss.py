@@ -90,6 +90,7 @@ OVERLAY = Overlay(
         "loss at the first step is higher with tensor parallelism",
         "loss differs between TP 1 and TP 2 with gathered logits",
     ),
+    concerns="tensor_parallel",
     breaks="with tensor parallelism the loss of a model that gathers its logits is the logarithm of the number of ranks too large, and its "
     "gradients are wrong",
     retire_when="compute_language_model_loss, or the models that call it, keep gathered logits from the cross entropy over shares",

@@ -180,6 +180,7 @@ def _part(target: Target, probe: Callable[[SourceTree], Finding]) -> Overlay:
             "CUDA graph capture of a gated delta net with packed sequences fails",
             "operation not permitted when stream is capturing, in cu_seqlens",
         ),
+        concerns="gated_delta",
         breaks="capturing a gated delta net with packed sequences into a CUDA graph raises",
         brief="packed delta nets under CUDA graphs",
         until="Megatron reads no lengths from the host",

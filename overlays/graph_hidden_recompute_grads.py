@@ -134,6 +134,7 @@ OVERLAY = Overlay(
         "gradients are zero with cuda_graph_impl local",
         "grad_norm is too small with CUDA graphs",
     ),
+    concerns="local_graphs and recompute",
     breaks="with local CUDA graphs, layer norms and MLA's up projections that are recomputed learn nothing",
     retire_when="local CUDA graphs find the parameters that only recomputed code uses",
     brief="gradients lost in local CUDA graphs",

@@ -196,6 +196,7 @@ OVERLAY = Overlay(
         "Unsupported architecture in fused linear cross entropy",
         "cross_entropy_fusion_impl linear fails on H100, H200 or A100",
     ),
+    concerns="linear_loss",
     breaks='cross_entropy_fusion_impl="linear" ends in "Unsupported architecture" at the first step on these GPUs',
     brief="the fused loss on GPUs it has no branch for",
     until="Megatron has branches for them",

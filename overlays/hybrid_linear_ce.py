@@ -268,6 +268,7 @@ OVERLAY = Overlay(
         "UnboundLocalError in a hybrid model at the first step",
         "TypeError in MTP with cross_entropy_fusion_impl linear",
     ),
+    concerns="hybrid and linear_loss",
     breaks=(
         'a hybrid model with cross_entropy_fusion_impl="linear" ends in UnboundLocalError at the first step, and with '
         "MTP in a TypeError"

@@ -106,6 +106,7 @@ OVERLAY = Overlay(
         "load balancing loss is too large in a hybrid model with MTP",
         "aux loss of the last decoder layer is too high in the log",
     ),
+    concerns="hybrid and mtp and experts",
     breaks="the balancing loss of a hybrid model's repeated prediction layer counts once for each prediction, and is logged for "
     "a layer of the decoder",
     retire_when="HybridStack tells the MoE layers that it makes whether they are for multi-token prediction",

@@ -143,6 +143,7 @@ def _part(
             "routed experts of a latent MoE learn slowly at first",
             "output of experts is too small at initialization",
         ),
+        concerns="experts and latent_experts",
         breaks="routed experts of a latent MoE begin as if their latent were the residual, so what they add to that is scaled down twice",
         retire_when="linear_fc2 of an expert that writes a latent begins with init_method",
         brief="how latent MoE experts begin",

@@ -236,6 +236,7 @@ OVERLAY = Overlay(
         "SFT is slow with mostly masked prompts, with Liger",
         "fused linear cross entropy is slow",
     ),
+    concerns="liger_loss",
     breaks="a loss with a tenth of its tokens labelled takes as long as with all, in Liger's fused linear cross entropy",
     brief="Liger's loss at the cost of its labels",
     until="liger-kernel computes labelled tokens alone",

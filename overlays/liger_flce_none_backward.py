@@ -316,6 +316,7 @@ OVERLAY = Overlay(
         "gradients are zero where the first tokens are masked",
         "reduction none gives wrong gradients in fused linear cross entropy",
     ),
+    concerns="liger_loss",
     breaks=(
         'with reduction="none", the gradients of the input, weight and bias are all scaled by the first '
         "token's upstream gradient; with it, the hidden states and the output layer must not be written between the forward "

@@ -98,6 +98,7 @@ OVERLAY = Overlay(
         "loss is lower or noisier with padded samples in a GPTDataset",
         "data loader workers count different numbers of tokens",
     ),
+    concerns="every model",
     breaks="where the first sample that a process of a data loader serves has padding, all later ones have no loss at its places; up to "
     "0.14.0 every padded sample takes its places from all later ones",
     brief="padding in cached loss masks",

@@ -356,6 +356,7 @@ def _part(
             "illegal memory access in Mamba-2",
             "CUDA error with more than 60 thousand tokens",
         ),
+        concerns="mamba",
         breaks="Mamba-2 is wrong without an error, or ends with an illegal access, where a tensor reaches over 2**31 elements",
         brief="Mamba-2 tensors over 2**31 elements",
         until="its kernels have offsets of 64 bits",

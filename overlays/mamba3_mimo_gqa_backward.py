@@ -216,6 +216,7 @@ def _part(target: Target, probe: Callable[[SourceTree], Finding]) -> Overlay:
             "first backward of Mamba-3 MIMO raises",
             "error about ngroups and nheads in Mamba-3",
         ),
+        concerns="mamba3",
         breaks="the first backward pass of a Mamba-3 MIMO layer with 1 < ngroups < nheads raises",
         brief="gradients with 1 < ngroups < nheads",
         until="mamba-ssm sums them into groups",

@@ -17,6 +17,7 @@ OVERLAY = Gate(
         feature.REFUSED: "install tilelang 0.1.8, which mamba-ssm 2.3.2.post1 pins together with apache-tvm-ffi<=0.1.9, or at most 0.1.12, past those pins; Mamba-3 SISO and the MIMO forward pass are not concerned",
     },
     symptoms=("Mamba-3 MIMO backward does not compile: ReduceOp cannot lower a layout",),
+    concerns="mamba3",
     breaks="the first backward pass of Mamba-3 MIMO stops while it compiles: ReduceOp cannot lower a layout",
     retire_when="TileLang lowers that sum again, or mamba-ssm writes it in another way",
     threads=(

@@ -27,6 +27,7 @@ OVERLAY = Gate(
         "Mamba-3 is wrong on Blackwell, B200 or GB200",
         "loss of Mamba-3 differs between Hopper and Blackwell",
     ),
+    concerns="mamba3",
     breaks="the SISO forward pass may be wrong on Blackwell without an error",
     retire_when="every supported mamba-ssm has #997, or Triton compiles the kernel right",
     threads=(

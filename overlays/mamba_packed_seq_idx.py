@@ -203,6 +203,7 @@ OVERLAY = Overlay(
         "loss with packed sequences is worse than without, in Mamba or hybrid models",
         "packed and unpacked runs of Mamba differ",
     ),
+    concerns="mamba_mixer and packed",
     breaks="conv and SSM state run from one packed document into the next unless the caller gives total_tokens",
     brief="state that leaks between packed documents",
     until="MambaMixer derives seq_idx",

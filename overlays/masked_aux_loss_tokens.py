@@ -79,6 +79,7 @@ OVERLAY = Overlay(
         "load balancing loss is too strong with a padding mask",
         "aux loss grows with the number of ranks, with calculate_per_token_loss",
     ),
+    concerns="experts and per_token_loss",
     breaks="with calculate_per_token_loss and a padding mask gradients of MoE balancing losses are as many times too large "
     "as ranks share a batch",
     retire_when="under a padding mask balancing losses are multiplied by the same share of all tokens on each rank",

@@ -21,6 +21,7 @@ OVERLAY = Gate(
         "Cannot re-initialize CUDA in forked subprocess",
         "CUDA is initialised by an import of Megatron",
     ),
+    concerns="every model",
     breaks="every rank initialises CUDA on import, asks device 0, and forked workers cannot use CUDA",
     retire_when="no supported Megatron asks for a device while it is imported",
     threads=(

@@ -217,6 +217,7 @@ OVERLAY = Overlay(
         "results change from run to run with fused rotary embeddings of MLA",
         "loss with apply_rope_fusion is worse than without, in multi-latent attention",
     ),
+    concerns="mla and rope_fusion",
     breaks="with apply_rope_fusion queries, keys and gradients of MLA are rotated twice, or half, where the tuner takes such a block",
     retire_when="masks of the fused MLA kernels know their block, and warps in place wait for each other",
     brief="fused MLA rotary embeddings",

@@ -234,6 +234,7 @@ OVERLAY = Overlay(
         "weights differ between tensor parallel ranks",
         "loss with TP is worse than without, with multi-latent attention",
     ),
+    concerns="mla and tensor_parallel",
     breaks="with tensor parallelism MLA's down projections learn rotary keys from some heads only, and replicas drift apart",
     brief="gradients of MLA's rotary keys under TP",
     until="Megatron sums them over heads",

@@ -91,6 +91,7 @@ OVERLAY = Overlay(
         "MTP loss is too high with packed, padded sequences",
         "MTP learns labels of the next document",
     ),
+    concerns="mtp and packed",
     breaks="multi-token prediction learns labels of neighbouring documents where documents of a packed row are padded",
     brief="MTP labels of other documents",
     until="roll_tensor takes padded boundaries",

@@ -226,6 +226,7 @@ OVERLAY = Overlay(
         "mtp loss is different with context parallelism",
         "MTP weighs ranks with few tokens too much",
     ),
+    concerns="mtp and per_token_loss",
     breaks="with calculate_per_token_loss multi-token predictions weigh the more the fewer tokens a rank has, or nothing at all",
     brief="weights of MTP losses over ranks",
     until="process_mtp_loss counts all tokens",

@@ -85,6 +85,7 @@ OVERLAY = Overlay(
         "z-loss is too strong with MTP",
         "MoE z-loss grows with the number of predictions, with mtp_use_repeated_layer",
     ),
+    concerns="experts and z_loss and repeated_mtp",
     breaks="gradients of the z-loss of a prediction layer that is used several times count once for each use",
     retire_when="apply_z_loss divides by mtp_num_layers before it attaches the loss",
     brief="z-losses of repeated MTP layers",

@@ -107,6 +107,7 @@ OVERLAY = Overlay(
         "shape mismatch in MoE layers behind the first pipeline stage",
         "padding mask fails with pipeline and sequence parallelism",
     ),
+    concerns="experts and sequence_parallel and tensor_parallel",
     breaks="with sequence and pipeline parallelism MoE layers behind the first stage end in an error under a padding mask",
     brief="padding masks of later stages",
     until="_preprocess cuts on all stages",

@@ -74,6 +74,7 @@ def _part(target: Target, probe: Callable[..., Any]) -> Overlay:
             "weights of a head become NaN after a clip of query and key weights",
             "loss is NaN after a step with `qk_clip`",
         ),
+        concerns="qk_clip",
         breaks="with qk_clip, when a head is clipped, weights of a head whose largest logit is negative become NaN, and rotary rows grow "
         "with a negative factor",
         brief="QK clipping of negative heads",

@@ -67,6 +67,7 @@ OVERLAY = Overlay(
         "quantized layers do not learn",
         "FP8 weights never change after the first step",
     ),
+    concerns="quant_recipe",
     breaks="layers that a recipe alone quantizes compute with the weights of the first step for ever",
     retire_when="every supported megatron-core is 0.19.0 or newer",
     brief="stale weights of quantization recipes",

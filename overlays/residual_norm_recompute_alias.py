@@ -130,6 +130,7 @@ OVERLAY = Overlay(
         "segmentation fault with fused_residual_rmsnorm and recompute",
         "process dies in the first steps with recomputed layer norms",
     ),
+    concerns="fused_residual_norm and recompute",
     breaks="with fused_residual_rmsnorm and recomputed layer norms the residual is freed before it is added: the process reads memory that is "
     "gone, and dies",
     retire_when="CheckpointWithoutOutput keeps outputs that share their storage with an input",

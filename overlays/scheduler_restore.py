@@ -66,6 +66,7 @@ OVERLAY = Overlay(
         "learning rate decays too early after a rollback in the same process",
         "weight decay is wrong in the first step after resume",
     ),
+    concerns="every model",
     breaks="after a rollback the schedule goes on from the sum of both counters, and the first update after a resume may have "
     "the weight decay of the arguments",
     retire_when="load_state_dict sets the counter, and sets rates after weight decay is restored",

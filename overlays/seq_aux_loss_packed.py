@@ -420,6 +420,7 @@ def _part(
             "seq_aux_loss differs with sequence parallelism",
             "experts are unbalanced with packed samples and seq_aux_loss",
         ),
+        concerns="experts and seq_aux_loss and sequence_parallel and tensor_parallel and packed",
         breaks="under sequence parallelism seq_aux_loss balances several packed samples of a microbatch as one",
         brief="seq_aux_loss of packed shards",
         until="a router knows of which samples a shard is",

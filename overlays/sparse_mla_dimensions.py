@@ -110,6 +110,7 @@ OVERLAY = Overlay(
         "out of memory in sparse attention with other than 576 and 512 channels",
         "step takes tens of GB in DSA with tilelang",
     ),
+    concerns="dsa",
     breaks="with dsa_kernel_backend=tilelang a model of other than 576 and 512 channels, 48 heads or a top-k of 100 has no fused attention",
     brief="sparse attention of other dimensions",
     until="its kernels take them",

@@ -20,6 +20,7 @@ OVERLAY = Gate(
         "Mamba-3 MIMO does not compile: Check failed: InputDim() == 2",
         "TileLang compile error with TMA lowering",
     ),
+    concerns="mamba3",
     breaks="the Mamba-3 MIMO backward does not compile: Check failed: InputDim() == 2",
     retire_when="every supported TileLang is 0.1.9 or newer",
     threads=(Thread(repository="tile-ai/tilelang", number=2023, state="merged 2026-04-11, in 0.1.9, the repair"),),

@@ -20,6 +20,7 @@ OVERLAY = Gate(
         "a TileLang sum is a multiple of what it should be",
         "T.reduce_sum is wrong for groups that are no power of two",
     ),
+    concerns="every model",
     breaks="T.reduce_sum over groups whose number is no power of two gives a multiple of the sum, without an error",
     retire_when="every supported TileLang is 0.1.13 or newer, or 0.1.8",
     threads=(Thread(repository="tile-ai/tilelang", number=2424, state="merged 2026-07-13, in 0.1.13, the repair"),),

@@ -22,6 +22,7 @@ OVERLAY = Gate(
         "Divide by zero in layout inference of TileLang",
         "TileLang kernel of an odd width does not compile",
     ),
+    concerns="every model",
     breaks="kernels that spread a fragment over a number of columns that is no power of two do not compile: Divide by "
     "zero in layout inference",
     retire_when="every supported TileLang is 0.1.12 or newer",

@@ -170,6 +170,7 @@ def _overlay(target: Target, probe: Callable[..., Any], symbol: str, watch: Call
             "grad_norm changes with the TP size, with attention sinks",
             "gradient clipping is too weak with softmax_offset learnable",
         ),
+        concerns="attention_sinks and tensor_parallel",
         breaks="the norm by which gradients are clipped lacks the learnable attention sinks of all tensor parallel ranks but the first",
         retire_when="DotProductAttention and TEDotProductAttention mark softmax_offset as tensor parallel",
         brief="norms without attention sinks under TP",

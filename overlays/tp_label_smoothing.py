@@ -181,6 +181,7 @@ OVERLAY = Overlay(
         "loss differs between tensor parallel ranks with label smoothing",
         "label smoothing changes with the TP size",
     ),
+    concerns="tensor_parallel",
     breaks="with label smoothing each tensor parallel rank has a loss of its own, and its gradients push classes too hard",
     brief="label smoothing under TP",
     until="Megatron smooths over all ranks",

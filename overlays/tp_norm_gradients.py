@@ -181,6 +181,7 @@ OVERLAY = Overlay(
         "replicas drift apart under tensor parallelism with gated delta nets",
         "q_layernorm has a gradient that is too large",
     ),
+    concerns="tensor_parallel and not sequence_parallel and (mla or gated_delta)",
     breaks="without sequence parallelism MLA's q_layernorm has a gradient as many times too large as there are tensor parallel ranks, and "
     "replicas of a gated delta net's out_norm drift apart",
     retire_when="_allreduce_non_tensor_model_parallel_grads sums gradients of out_norm, and those of q_layernorm of norms of heads alone",

@@ -27,6 +27,7 @@ OVERLAY = Gate(
         "a Triton kernel is wrong on Hopper with 8 warps",
         "tl.dot gives wrong numbers on H100",
     ),
+    concerns="every model",
     breaks="with 8 warps up to half of such a product's numbers are wrong, in every launch, without an error",
     retire_when="every supported Triton is 3.7.0 or newer",
     threads=(

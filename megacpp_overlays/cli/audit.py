@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,8 @@ from megacpp_overlays.cli import colours, commands, witness
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.cli.commands import Subparsers, add, check_ids
 from megacpp_overlays.cli.others_output import OthersOutput
-from megacpp_overlays.errors import AuditFileError, OverlayError, RequirementError
+from megacpp_overlays.concerns import config_files, report
+from megacpp_overlays.errors import AuditFileError, ConfigurationError, OverlayError, RequirementError
 from megacpp_overlays.loader import explanation, overview, quick, rendering, requirements, session
 from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.model import UNDECIDED, Decision, Erratum, Record
@@ -29,6 +31,7 @@ _TEXT = "Import every installed target in a fresh process and say what was decid
 _EXAMPLES = (
     "audit",
     "audit -v",
+    "audit --quick --config train.sh      # which of them concern the model that train.sh trains",
     "audit --quick      # from files, in a second or two: nothing is imported",
     "audit liger-flce-none-backward",
     "audit --require liger-flce-none-backward=active,retired",
@@ -68,6 +71,13 @@ def add_to(subparsers: Subparsers) -> None:
         type=Path,
         metavar="FILE",
         help="with --html: the page of an audit that a run left, and look at nothing here",
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="say which active overlays concern the model that FILE configures: Megatron's arguments (a launch script, YAML, JSON, a "
+        "log), the repr of a TransformerConfig, or a config.json of transformers",
     )
     parser.add_argument(
         "--quick",
@@ -112,11 +122,15 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(f"--require {error}")
     except AuditFileError as error:
         parser.error(f"--expect {error}")
+    try:
+        about = report.concerns(current.overlays, config_files.read(arguments.config)) if arguments.config else None
+    except ConfigurationError as error:
+        parser.error(f"--config {error}")
     if arguments.quick and (arguments.json or arguments.html or arguments.witness or arguments.deep or arguments.ids):
         parser.error("--quick places no seam: it goes with -v, --require and --expect; for an ID there is `explain`")
     current.log.leave_it_to_the_caller()
     if arguments.quick:
-        return _report(arguments, current, quick.audit(current.overlays, current.settings), required, kept)
+        return _report(arguments, current, quick.audit(current.overlays, current.settings), required, kept, about)
     current.arm()
     if arguments.witness:
         attempts = witness.witness(current, WitnessOptions(packs=inventory.own_folder(), settings=current.settings))
@@ -125,10 +139,10 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     audit = pre_flight(current, deep=arguments.deep, ids=arguments.ids, said=said)
     said.show(everything=arguments.verbose or bool(arguments.ids))
     if arguments.ids:
-        return _explain(audit, arguments.ids)
+        return _explain(audit, arguments.ids, about)
     if arguments.html:
         commands.write_page(arguments.html, cast("Mapping[str, Any]", audit.as_dict()))
-    return _report(arguments, current, audit, required, kept)
+    return _report(arguments, current, audit, required, kept, about)
 
 
 def _report(
@@ -137,14 +151,14 @@ def _report(
     audit: Audit,
     required: Sequence[requirements.Requirement],
     kept: Mapping[str, Any] | None,
+    about: report.Concerns | None,
 ) -> int:
     """Print an audit; return the exit code."""
     if arguments.json:
-        print(audit.to_json())
+        data = audit.as_dict() if about is None else {**audit.as_dict(), "model": report.as_dict(about)}
+        print(json.dumps(data, indent=2))
     else:
-        how = overview.full if arguments.verbose else overview.short
-        fingerprint = _NO_FINGERPRINT if arguments.quick else audit.fingerprint
-        colours.show(how(audit.version, audit.mode, fingerprint, audit.decisions))
+        _show(arguments, audit, about)
     if arguments.quick:
         print(f"\n{_QUICK}")
     unmet = requirements.unmet(required, audit)
@@ -162,6 +176,16 @@ def _report(
     return ExitCode.CLEAN
 
 
+def _show(arguments: argparse.Namespace, audit: Audit, about: report.Concerns | None) -> None:
+    """Print an audit as text."""
+    head = (audit.version, audit.mode, _NO_FINGERPRINT if arguments.quick else audit.fingerprint, audit.decisions)
+    active = report.active(audit.decisions)
+    unconcerned = [each for each in active if about is not None and not about.is_concerned(each)]
+    colours.show(overview.full(*head) if arguments.verbose else overview.short(*head, unconcerned))
+    if about is not None:
+        colours.show(report.lines(about, active))
+
+
 def _page_of(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Write the page of an audit that was kept; return the exit code."""
     others = (arguments.ids, arguments.verbose, arguments.json, arguments.witness, arguments.deep, arguments.require)
@@ -176,12 +200,13 @@ def _page_of(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
     return ExitCode.FOUND if any(each["decision"] in undecided for each in kept["decisions"]) else ExitCode.CLEAN
 
 
-def _explain(audit: Audit, ids: Sequence[str]) -> int:
+def _explain(audit: Audit, ids: Sequence[str], about: report.Concerns | None) -> int:
     """Print what there is to know of some overlays; return the exit code."""
     shown = [record for record in audit.records if record.overlay.id in ids]
     for number, overlay_id in enumerate(dict.fromkeys(ids)):
         parts = [record for record in audit.decisions if record.overlay.id == overlay_id]
-        colours.show([*([overview.Line("")] if number else []), *explanation.explained(parts)])
+        facts = [("this model", report.sentence(about, overlay_id))] if about is not None else []
+        colours.show([*([overview.Line("")] if number else []), *explanation.explained(parts, facts)])
     if any(record.decision in UNDECIDED for record in shown):
         return ExitCode.FOUND
     return ExitCode.CLEAN

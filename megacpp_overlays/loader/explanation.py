@@ -27,7 +27,8 @@ def explained(records: Sequence[Record], facts: Sequence[tuple[str, str]] = ()) 
         lines += _field(key, text)
     for record in records:
         lines += [Line(""), *_part(record)]
-    lines += [Line(""), *_field("switch", _switch(records[0]))]
+    lines += [Line(""), *_field("bears on", erratum.concerns or "not said")]
+    lines += [*_field("switch", _switch(records[0]))]
     if isinstance(erratum, Overlay) and erratum.needs:
         lines += _field("needs", ", ".join(erratum.needs))
     lines += _field("deleted", f"when {erratum.retire_when}")

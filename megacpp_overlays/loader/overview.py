@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from megacpp_overlays import terminal_text
@@ -25,9 +25,24 @@ class Line(NamedTuple):
     about: str = ""
 
 
-def short(version: str, mode: str, fingerprint: str, records: Sequence[Record]) -> list[Line]:
-    """Return the lines of an audit: a few for what needs a person or is active, one for what needs nobody."""
-    return [*_head(version, mode, fingerprint, records), *_attention(records), *_active(records), *_quiet(records)]
+def short(
+    version: str, mode: str, fingerprint: str, records: Sequence[Record], unconcerned: Collection[str] = ()
+) -> list[Line]:
+    """Return the lines of an audit: a few for what needs a person or is active, one for what needs nobody.
+
+    Args:
+        version: of this package.
+        mode: of this process.
+        fingerprint: of the audit.
+        records: its decisions.
+        unconcerned: ids of active overlays that do not concern the model; they are counted and not listed.
+    """
+    return [
+        *_head(version, mode, fingerprint, records),
+        *_attention(records),
+        *_active(records, unconcerned),
+        *_quiet(records),
+    ]
 
 
 def full(version: str, mode: str, fingerprint: str, records: Sequence[Record]) -> list[Line]:
@@ -86,8 +101,8 @@ def _unproved(waiting: Sequence[Record]) -> Iterable[Line]:
         yield from _plain(_indented(notes))
 
 
-def _active(records: Sequence[Record]) -> Iterable[Line]:
-    conflicts = {record.overlay.id for record in records if record.decision is Decision.CONFLICT}
+def _active(records: Sequence[Record], unconcerned: Collection[str]) -> Iterable[Line]:
+    conflicts = {record.overlay.id for record in records if record.decision is Decision.CONFLICT} | {*unconcerned}
     chosen = {each.overlay.id: each for each in records if each.decision is Decision.ACTIVE}
     chosen = {name: each for name, each in chosen.items() if name not in conflicts}
     if not chosen:

@@ -133,7 +133,7 @@ def check(declared: Iterable[tuple[str, object]]) -> tuple[Erratum, ...]:
 
 def _check_part(origin: str, one: Erratum, other: Erratum) -> None:
     """Check that two parts are one overlay: one switch, one ledger entry, one sentence each."""
-    for name in ("id", "pack", "title", "breaks", "retire_when", "threads", "needs", "symptoms"):
+    for name in ("id", "pack", "title", "breaks", "retire_when", "threads", "needs", "symptoms", "concerns"):
         if getattr(one, name, ()) != getattr(other, name, ()):
             raise RegistryError(f"{origin}: the parts of {one.id} do not agree on {name}")
 
@@ -186,6 +186,8 @@ def _check_fields(origin: str, declared: Erratum) -> None:
             raise RegistryError(f"{origin}: {name} is empty")
     if type(declared.symptoms) is not tuple or not all(each.strip() for each in declared.symptoms):
         raise RegistryError(f"{origin}: symptoms {declared.symptoms!r} is no tuple of texts")
+    if not isinstance(declared.concerns, str):
+        raise RegistryError(f"{origin}: concerns {declared.concerns!r} is no text")
     if not isinstance(declared.pack, int):
         raise RegistryError(f"{origin}: pack {declared.pack!r} is no number")
     if not callable(declared.probe):

@@ -37,6 +37,7 @@ class DecisionData(TypedDict):
     calls: dict[str, int]
     retire_when: str
     variable: str
+    concerns: str
 
 
 class AuditData(TypedDict):
@@ -111,6 +112,7 @@ def as_dict(record: Record) -> DecisionData:
         "calls": dict(record.calls),
         "retire_when": overlay.retire_when,
         "variable": overlay.variable,
+        "concerns": overlay.concerns,
     }
 
 

@@ -1,0 +1,79 @@
+"""A configuration as plain data: what is known of a model and of its run, and what the silence about a key means."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from megacpp_overlays.frozen import NamedTuple
+
+
+class _Unknown:
+    """Type of the value that nothing is known of."""
+
+    def __repr__(self) -> str:
+        return "UNKNOWN"
+
+
+UNKNOWN = _Unknown()
+"""A value that cannot be read, such as a variable of a shell that its environment sets."""
+
+ARGUMENTS_OF_A_RUN = "arguments"
+"""Stands among configuration classes for the arguments that a run printed or kept."""
+FEWEST_ARGUMENTS = 300
+"""Arguments that a run has at least: 0.12.0 has 420, 0.19.2 has 630. Fewer are not all of them."""
+
+Values = Mapping[str, tuple[object, ...]]
+"""The values that a key may have, one where it is sure."""
+
+
+class Vocabulary(enum.Enum):
+    """Whose names the keys of a configuration are."""
+
+    CONFIG = "fields of Megatron's configuration classes"
+    ARGUMENTS = "arguments of Megatron-LM"
+    TRANSFORMERS = "a model of transformers"
+
+
+class Configuration(NamedTuple):
+    """What a file, or a process, says of a model and of its run.
+
+    A feature is ruled out by what is said and by nothing else, so a reader that is in doubt leaves a key out, or gives it `UNKNOWN`
+    as a further value.
+    """
+
+    origin: str
+    """What it was read from, in the words of a report."""
+    vocabulary: Vocabulary
+    values: Values = MappingProxyType({})
+    has_defaults: bool = False
+    """Whether an argument that is not there has Megatron-LM's default: all arguments of a run were read."""
+    whole: frozenset[str] = frozenset()
+    """Configuration classes all of whose fields were read, and `ARGUMENTS_OF_A_RUN` where all arguments were: a key that is not
+    there is none of the release."""
+    decided: Mapping[str, bool] = MappingProxyType({})
+    """Features that were decided by something else than keys, such as the type of a model."""
+
+
+def of_a_run(values: Values) -> frozenset[str]:
+    """Return what `whole` is for arguments: all of a run where there are as many as a run has."""
+    return frozenset({ARGUMENTS_OF_A_RUN} if len(values) >= FEWEST_ARGUMENTS else ())
+
+
+def possible(*alternatives: Values) -> dict[str, tuple[object, ...]]:
+    """Return what keys may be where each of several records may hold.
+
+    A key that a record lacks is as the others have it.
+    """
+    found: dict[str, tuple[object, ...]] = {}
+    for values in alternatives:
+        for key, each in values.items():
+            known = found.get(key, ())
+            found[key] = (*known, *(value for value in each if not any(_is_same(value, one) for one in known)))
+    return found
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Return whether two values are one, without asking an object of another library for its opinion."""
+    return one is other or (type(one) is type(other) and isinstance(one, str | int | float) and one == other)

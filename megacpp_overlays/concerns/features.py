@@ -1,0 +1,243 @@
+"""Features of a model and of its run on which overlays bear, and the keys of a configuration that decide each.
+
+Keys are fields of Megatron-Core's configuration classes and arguments of Megatron-LM, as releases 0.12.0 to 0.19.2 have them.
+`tests/concerns` holds each field and each default against these releases.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+from megacpp_overlays.frozen import NamedTuple
+
+
+class Test(enum.Enum):
+    """What a value is asked for."""
+
+    TRUE = "is on"
+    GIVEN = "is not None"
+    COUNT = "is a number above 0"
+    SEVERAL = "is a number above 1"
+    ONE_OF = "is one of some values"
+    HAS = "has one of some words, or letters, in it"
+    ABSENT = "is None, or else decides nothing"
+
+
+class Sign(NamedTuple):
+    """A key of a configuration and the test that tells whether a feature is on."""
+
+    key: str
+    test: Test
+    on: tuple[object, ...] = ()
+    """Values that the feature is on with, for `ONE_OF` and `HAS`."""
+    off: tuple[object, ...] = ()
+    """Values that it is off with, for `ONE_OF`; any other value decides nothing."""
+    default: tuple[object, ...] = ()
+    """Default of the argument in every release of Megatron-LM that has it, as the only item; empty where there is none."""
+    of: str = "TransformerConfig"
+    """The configuration class that has the field."""
+
+
+class Feature(NamedTuple):
+    """One feature.
+
+    It is on where one sign is, and off where all signs of the vocabulary are off. Without signs in a vocabulary a configuration
+    in it does not rule the feature out.
+    """
+
+    name: str
+    """The word for it in `concerns` of a declaration."""
+    title: str
+    """What a report calls it, such that `no` may stand before it."""
+    config: tuple[Sign, ...] = ()
+    """Signs among fields of Megatron's configuration classes."""
+    arguments: tuple[Sign, ...] = ()
+    """Signs among arguments of Megatron-LM."""
+    shows: tuple[Sign, ...] = ()
+    """Signs that show it, and rule nothing out where they are off."""
+    classes: tuple[str, ...] = ()
+    """Classes of modules whose instances are the feature; with `by_class` a model without any does not have it."""
+    by_class: bool = False
+
+
+GPT, HYBRID_PROGRAMS = "pretrain_gpt.py", ("pretrain_hybrid.py", "pretrain_mamba.py")
+PROGRAMS = (GPT, *HYBRID_PROGRAMS)
+"""Launchers of Megatron-LM whose arguments, and nothing else, decide what runs."""
+PROGRAM = "program"
+"""Stands among arguments for the launcher that they are given to."""
+PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern")
+
+_OPTIMIZER, _DDP = "OptimizerConfig", "DistributedDataParallelConfig"
+_VARIANTS = ("gated_delta_net", "dsa")
+
+
+def _switch(name: str, title: str, *keys: str, of: str = "TransformerConfig") -> Feature:
+    """Return a feature that is on where one of several fields is, which are arguments of the same name."""
+    signs = tuple(Sign(key, Test.TRUE, default=(False,), of=of) for key in keys or (name,))
+    return Feature(name, title, config=signs, arguments=signs)
+
+
+def _in_pattern(*letters: str) -> tuple[Sign, ...]:
+    return tuple(Sign(key, Test.HAS, on=letters, default=(None,)) for key in PATTERNS)
+
+
+def _variant(chosen: str) -> Sign:
+    others = tuple(each for each in _VARIANTS if each != chosen)
+    return Sign("experimental_attention_variant", Test.ONE_OF, on=(chosen,), off=(None, *others), default=(None,))
+
+
+_OWN_SPEC = Sign("spec", Test.ABSENT, default=(None,))
+_IS_GPT = Sign(PROGRAM, Test.ONE_OF, off=(GPT,))
+_IS_MEGATRON_LM = Sign(PROGRAM, Test.ONE_OF, off=PROGRAMS)
+_TENSOR = Sign("tensor_model_parallel_size", Test.SEVERAL, default=(1,))
+_CONTEXT = (
+    Sign("context_parallel_size", Test.SEVERAL, default=(1,)),
+    Sign("hybrid_context_parallel", Test.TRUE, default=(False,)),
+)
+_MTP = Sign("mtp_num_layers", Test.COUNT, default=(None,))
+_HALF = tuple(Sign(key, Test.TRUE, default=(False,)) for key in ("fp16", "bf16"))
+_BALANCING = Sign("moe_router_load_balancing_type", Test.HAS, on=("seq_aux_loss",), default=("aux_loss",))
+_LATENT_EXPERTS = Sign("moe_latent_size", Test.GIVEN, default=(None,))
+_Z_LOSS = Sign("moe_z_loss_coeff", Test.COUNT, default=(None,))
+_LOSS = Sign("cross_entropy_fusion_impl", Test.ONE_OF, on=("linear",), off=("native", "te"), default=("native",))
+_SINKS = Sign("softmax_type", Test.ONE_OF, on=("learnable",), off=("vanilla", "off-by-one"), default=("vanilla",))
+_RECOMPUTE = Sign("recompute_granularity", Test.GIVEN, default=(None,))
+_GRAPHS = (
+    Sign(
+        "cuda_graph_impl",
+        Test.ONE_OF,
+        on=("local",),
+        off=("none", "transformer_engine", "full_iteration"),
+        default=("none",),
+    ),
+    Sign("enable_cuda_graph", Test.TRUE, default=(False,)),
+)
+_FSDP = tuple(Sign(key, Test.TRUE, default=(False,), of=_DDP) for key in ("use_megatron_fsdp", "use_custom_fsdp"))
+_RECIPES = ("te_precision_config_file", "kitchen_config_file", "kitchen_recipe_number")
+
+FEATURES: tuple[Feature, ...] = (
+    Feature(
+        "mla",
+        "multi-latent attention",
+        config=(Sign("multi_latent_attention", Test.TRUE),),
+        arguments=(Sign("multi_latent_attention", Test.TRUE, default=(False,)), *_in_pattern("+", "D")),
+        classes=("MultiLatentAttention",),
+    ),
+    Feature(
+        "dsa",
+        "DeepSeek sparse attention",
+        # A hybrid model may have such layers without the variant, and then its indexer has a size.
+        config=(_variant("dsa"), Sign("dsa_indexer_topk", Test.ABSENT)),
+        arguments=(_variant("dsa"), *_in_pattern("D"), _OWN_SPEC),
+        classes=("DSAttention",),
+    ),
+    Feature(
+        "gated_delta",
+        "gated delta nets",
+        shows=(_variant("gated_delta_net"),),  # a hybrid model may have such layers without the variant
+        arguments=(_variant("gated_delta_net"), *_in_pattern("G"), _OWN_SPEC),
+        classes=("GatedDeltaNet", "GatedDeltaProduct"),
+        by_class=True,
+    ),
+    Feature(
+        "hybrid",
+        "hybrid model",
+        shows=(Sign("is_hybrid_model", Test.TRUE), *(Sign(key, Test.GIVEN) for key in PATTERNS[:2])),
+        arguments=(Sign(PROGRAM, Test.ONE_OF, on=HYBRID_PROGRAMS, off=(GPT,)),),
+        classes=("HybridModel", "MambaModel"),
+        by_class=True,
+    ),
+    Feature(
+        "mamba_mixer",
+        "Mamba layers of Megatron",
+        arguments=(_IS_GPT, _OWN_SPEC, *_in_pattern("M")),
+        classes=("MambaMixer",),
+        by_class=True,
+    ),
+    Feature(
+        "mamba", "Mamba-2 layers", arguments=(_IS_GPT, _OWN_SPEC, *_in_pattern("M")), classes=("MambaMixer", "Mamba2")
+    ),
+    Feature("mamba3", "Mamba-3 layers", arguments=(_IS_GPT, _OWN_SPEC), classes=("Mamba3",)),
+    Feature(
+        "experts",
+        "mixture of experts",
+        config=(Sign("num_moe_experts", Test.COUNT),),
+        arguments=(Sign("num_experts", Test.COUNT, default=(None,)),),
+    ),
+    Feature("latent_experts", "latent mixture of experts", config=(_LATENT_EXPERTS,), arguments=(_LATENT_EXPERTS,)),
+    _switch("expert_bias", "bias of experts", "moe_router_enable_expert_bias"),
+    Feature("seq_aux_loss", "seq_aux_loss", config=(_BALANCING,), arguments=(_BALANCING,)),
+    Feature("z_loss", "z-loss of routers", config=(_Z_LOSS,), arguments=(_Z_LOSS,)),
+    Feature("mtp", "multi-token prediction", config=(_MTP,), arguments=(_MTP, *_in_pattern("/"))),
+    _switch("repeated_mtp", "repeated prediction layer", "mtp_use_repeated_layer"),
+    Feature(
+        "packed",
+        "packed rows",
+        shows=tuple(Sign(key, Test.TRUE) for key in ("sft", "rl_use_sequence_packing")),
+    ),
+    Feature("tensor_parallel", "tensor parallelism", config=(_TENSOR,), arguments=(_TENSOR,)),
+    _switch("sequence_parallel", "sequence parallelism"),
+    Feature("context_parallel", "context parallelism", config=_CONTEXT, arguments=_CONTEXT),
+    Feature(
+        "half",
+        "fp16 or bf16",
+        config=(
+            *_HALF,
+            Sign("params_dtype", Test.ONE_OF, on=("torch.bfloat16", "torch.float16"), off=("torch.float32",)),
+        ),
+        arguments=_HALF,
+    ),
+    _switch("per_token_loss", "calculate_per_token_loss", "calculate_per_token_loss"),
+    Feature(
+        "distributed_optimizer",
+        "distributed optimizer",
+        config=(Sign("use_distributed_optimizer", Test.TRUE, of=_OPTIMIZER), *_FSDP),
+        arguments=(Sign("use_distributed_optimizer", Test.TRUE, default=(False,)), *_FSDP),
+        classes=("DistributedOptimizer",),
+    ),
+    _switch("optimizer_offload", "optimizer on the CPU", "optimizer_cpu_offload", of=_OPTIMIZER),
+    Feature(
+        "megatron_fsdp",
+        "Megatron-FSDP",
+        shows=_FSDP,  # it may be used on its own
+        arguments=(*_FSDP, _IS_MEGATRON_LM),
+        classes=("MegatronFSDP",),
+    ),
+    Feature(
+        "recompute",
+        "recomputation",
+        config=(_RECOMPUTE,),
+        arguments=(
+            _RECOMPUTE,
+            *(Sign(key, Test.TRUE, default=(False,)) for key in ("recompute_activations", "moe_layer_recompute")),
+        ),
+    ),
+    _switch("fused_residual_norm", "fused_residual_rmsnorm", "fused_residual_rmsnorm"),
+    Feature("local_graphs", "local CUDA graphs", config=_GRAPHS, arguments=_GRAPHS),
+    Feature("linear_loss", "fused linear cross entropy", config=(_LOSS,), arguments=(_LOSS,)),
+    Feature(
+        "rope_fusion",
+        "fused rotary embeddings",
+        config=(Sign("apply_rope_fusion", Test.TRUE),),
+        arguments=(Sign("apply_rope_fusion", Test.TRUE, default=(True,)),),
+    ),
+    Feature("attention_sinks", "learnable attention sinks", config=(_SINKS,), arguments=(_SINKS,)),
+    _switch("qk_clip", "QK clipping"),
+    Feature(
+        "quant_recipe",
+        "quantization recipe",
+        config=(Sign("quant_recipe", Test.GIVEN),),
+        arguments=tuple(Sign(key, Test.GIVEN, default=(None,)) for key in _RECIPES),
+    ),
+    Feature(
+        "liger_loss",
+        "Liger's loss",
+        shows=(Sign("use_liger_kernel", Test.TRUE),),
+        arguments=(_IS_MEGATRON_LM,),
+    ),
+)
+
+BY_NAME: Mapping[str, Feature] = {each.name: each for each in FEATURES}
+EVERYTHING = "every model"
+"""What a declaration says that bears on every model."""

@@ -1,0 +1,110 @@
+"""Which of some overlays concern a model, and why the others do not, as records, as lines and as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypedDict
+
+from megacpp_overlays.concerns.configuration import Configuration
+from megacpp_overlays.concerns.predicates import Answer, because, of_predicate
+from megacpp_overlays.errors import RegistryError
+from megacpp_overlays.frozen import NamedTuple
+from megacpp_overlays.loader.lines import by_overlay
+from megacpp_overlays.loader.overview import Line, wrapped
+from megacpp_overlays.model import Decision, Erratum, Record
+
+
+class Concern(NamedTuple):
+    """Whether one overlay or gate concerns a model."""
+
+    id: str
+    answer: Answer
+    because: str
+    """For no, features that the model does not have or has; for undecided those that are not known."""
+
+
+class Concerns(NamedTuple):
+    """Whether each overlay and each gate concerns a model."""
+
+    origin: str
+    """What is known of the model, and from where."""
+    by_id: Mapping[str, Concern]
+
+    def is_concerned(self, overlay_id: str) -> bool:
+        """Return whether a model may be concerned; so it is by what nothing is known of."""
+        concern = self.by_id.get(overlay_id)
+        return concern is None or concern.answer.concerns
+
+
+class ModelData(TypedDict):
+    """What is known of a model in an audit as plain data."""
+
+    origin: str
+    concerns: dict[str, str]
+    """`yes`, `no` or `undecided` by id."""
+    because: dict[str, str]
+    """What a no or an undecided rests on, by id."""
+
+
+def concerns(declared: Iterable[Erratum], configuration: Configuration) -> Concerns:
+    """Return what a configuration says about each declaration."""
+    predicates = {each.id: each.concerns for each in declared}
+    found = {name: _concern(name, predicate, configuration) for name, predicate in predicates.items()}
+    return Concerns(configuration.origin, found)
+
+
+def _concern(name: str, predicate: str, configuration: Configuration) -> Concern:
+    try:
+        return Concern(name, of_predicate(predicate, configuration), ", ".join(because(predicate, configuration)))
+    except RegistryError as error:  # of a plugin
+        return Concern(name, Answer.UNDECIDED, str(error))
+
+
+def active(records: Sequence[Record]) -> list[str]:
+    """Return the ids of active overlays, in order."""
+    return [name for name, decision in by_overlay(records).items() if decision is Decision.ACTIVE]
+
+
+def headline(found: Concerns, names: Sequence[str]) -> str:
+    """Return how many of some active overlays concern the model."""
+    concerned = [each for each in names if found.is_concerned(each)]
+    unsure = [each for each in concerned if found.by_id[each].answer is Answer.UNDECIDED]
+    doubt = f", {len(unsure)} of them perhaps" if unsure else ""
+    return f"{len(concerned)} of {len(names)} active concern this model ({found.origin}){doubt}"
+
+
+def line(found: Concerns, names: Sequence[str]) -> str:
+    """Return the line of a log: which of some active overlays concern the model, and which do not."""
+    parts = {answer: [each for each in names if found.by_id[each].answer is answer] for answer in Answer}
+    concerned = [*parts[Answer.YES], *(f"{each} perhaps" for each in parts[Answer.UNDECIDED])]
+    others = f"; not {', '.join(parts[Answer.NO])}" if parts[Answer.NO] else ""
+    return f"{headline(found, names)}: {', '.join(concerned) or 'none'}{others}"
+
+
+def sentence(found: Concerns, overlay_id: str) -> str:
+    """Return whether an overlay concerns the model, in a few words."""
+    concern = found.by_id[overlay_id]
+    return f"{concern.answer.value} ({concern.because})" if concern.because else concern.answer.value
+
+
+def lines(found: Concerns, names: Sequence[str]) -> list[Line]:
+    """Return the lines of an audit about a model: which of some active overlays concern it, and by what reason the others do not."""
+    shown = [Line(""), *(Line(each) for each in wrapped(headline(found, names), "", "  "))]
+    for answer, word in ((Answer.YES, "concern it"), (Answer.UNDECIDED, "may"), (Answer.NO, "do not")):
+        by_reason: dict[str, list[str]] = {}
+        for each in names:
+            if found.by_id[each].answer is answer:
+                by_reason.setdefault(found.by_id[each].because, []).append(each)
+        for number, (reason, ids) in enumerate(by_reason.items()):
+            text = f"{reason}: {', '.join(ids)}" if reason else ", ".join(ids)
+            shown += [Line(each) for each in wrapped(text, f"  {'' if number else word:12}", " " * 16)]
+    return shown
+
+
+def as_dict(found: Concerns) -> ModelData:
+    """Return plain data with stable keys."""
+    return {
+        "origin": found.origin,
+        "concerns": {name: each.answer.value for name, each in found.by_id.items()},
+        "because": {name: each.because for name, each in found.by_id.items() if each.because},
+    }

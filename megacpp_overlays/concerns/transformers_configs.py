@@ -1,0 +1,102 @@
+"""Models of transformers by their `config.json`: what a model is made of, and nothing about how it is trained.
+
+Keys decide what they name. That a part is not there is said of types of models that are known to be made without it.
+
+Source: the configuration classes of transformers 5.23.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megacpp_overlays.concerns.configuration import Configuration, Vocabulary
+
+_PLAIN = frozenset(
+    {
+        "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2",
+        "gpt_neox", "gpt_oss", "granite", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "mistral", "mixtral", "nemotron",
+        "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
+        "stablelm", "starcoder2",
+    }
+)  # fmt: skip
+"""Types of decoders with attention alone, which is not latent and chooses no keys."""
+_LATENT = frozenset(
+    {
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "kimi_k2",
+        "longcat_flash",
+        "minicpm3",
+    }
+)
+"""Types of decoders with multi-latent attention in every layer."""
+_SPARSE = frozenset({"deepseek_v32", "glm_moe_dsa"})
+_MAMBA2 = frozenset({"bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"})
+"""Types with Mamba-2 layers, beside attention that is not latent."""
+_GATED_DELTA = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
+"""Types with gated delta nets, beside attention that is not latent."""
+_COUNTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+
+
+def is_config(data: Mapping[str, object]) -> bool:
+    """Return whether a mapping is the configuration of a model of transformers."""
+    return isinstance(data.get("model_type"), str) or isinstance(data.get("architectures"), list)
+
+
+def from_mapping(data: Mapping[str, object], origin: str) -> Configuration:
+    """Return what the configuration of a model says; of a model of several parts, what that of its text says."""
+    text = data.get("text_config")
+    inner = text if isinstance(text, Mapping) else data
+    kind = inner.get("model_type")
+    decided = _kept_in_words(inner) if isinstance(kind, str) else {}
+    if isinstance(kind, str) and kind in _PLAIN | _LATENT | _MAMBA2 | _GATED_DELTA and inner is data:
+        decided = {**_of_type(kind, inner), **decided}
+    return Configuration(origin=origin, vocabulary=Vocabulary.TRANSFORMERS, decided=decided)
+
+
+def _of_type(kind: str, data: Mapping[str, object]) -> dict[str, bool]:
+    has_mamba = kind in _MAMBA2
+    experts = [data.get(key) for key in _COUNTS if key in data]
+    found = {
+        "mla": kind in _LATENT,
+        "dsa": kind in _SPARSE,
+        "mamba": has_mamba,
+        "mamba3": False,
+        "gated_delta": kind in _GATED_DELTA,
+        "attention_sinks": kind == "gpt_oss",
+    }
+    if not has_mamba:
+        found["mamba_mixer"] = False
+    if kind in _PLAIN | _LATENT:
+        found["hybrid"] = False
+    if kind in _PLAIN and not experts and "moe" not in kind:
+        found["experts"] = False
+    return found
+
+
+def _kept_in_words(data: Mapping[str, object]) -> dict[str, bool]:
+    """Return the features that a key shows."""
+    found: dict[str, bool] = {}
+    if _is_count(data.get("kv_lora_rank")):
+        found["mla"] = True
+    if _is_count(data.get("index_topk")):
+        found["dsa"] = True
+    if any(_is_count(data.get(key), above=1) for key in _COUNTS):
+        found["experts"] = True
+    if _is_count(data.get("num_nextn_predict_layers")):
+        found["mtp"] = True
+    if _is_count(data.get("moe_latent_size")):
+        found["latent_experts"] = True
+    if _is_count(data.get("linear_num_value_heads")):
+        found["gated_delta"] = True
+    pattern = data.get("hybrid_override_pattern")
+    if isinstance(pattern, str) and "M" in pattern:
+        found["mamba"] = found["hybrid"] = True
+    return found
+
+
+def _is_count(value: object, above: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > above
