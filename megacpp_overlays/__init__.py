@@ -39,6 +39,7 @@ from megacpp_overlays.version import VERSION
 if TYPE_CHECKING:
     from datetime import timedelta
 
+    from megacpp_overlays.model import Record
     from megacpp_overlays.processes.children import Children
 
 __all__ = [
@@ -160,6 +161,18 @@ def _count_at_exit() -> None:
         current().count_at_exit()
 
 
+def _is_concerned(overlay_id: str) -> bool:
+    from megacpp_overlays.processes import model_at_hand  # noqa: PLC0415 - nothing is active when the package is imported
+
+    return model_at_hand.is_concerned(current(), overlay_id)
+
+
+def _wait_for_the_model(record: Record) -> bool:
+    from megacpp_overlays.processes import model_at_hand  # noqa: PLC0415
+
+    return model_at_hand.ModelLine(current()).active(record)
+
+
 _PID = os.getpid()
 _startup_file: str = globals().get("_startup_file", "")
 """The `.pth` file of `megacpp-overlays enable` that armed this process; empty where something else did."""
@@ -169,6 +182,8 @@ def _arm_at_import() -> None:
     atexit.unregister(_count_at_exit)
     atexit.register(_count_at_exit)
     try:
+        current().when_active = _wait_for_the_model
+        current().log.is_concerned = _is_concerned
         if _startup_file:
             from megacpp_overlays.processes import startup_arming  # noqa: PLC0415
 

@@ -187,6 +187,15 @@ AUDIT = Setting(
     advice=", and ranks may start in any folder",
     ranks="Not compared: one rank writes it, and computes the same.",
 )
+CONFIG = Setting(
+    "MEGACPP_OVERLAYS_CONFIG",
+    "A file that configures the model of the run, of a kind that `megacpp-overlays audit --config` takes. An active overlay that does "
+    "not concern that model has no line in the log. Arguments of Megatron-LM's own launchers are read without it.",
+    form="an absolute path",
+    fits=os.path.isabs,
+    advice=", and ranks may start in any folder",
+    ranks="Not compared: it changes lines of a log, and nothing that runs.",
+)
 VERIFY_RANKS = Setting(
     "MEGACPP_OVERLAYS_VERIFY_RANKS",
     "Whether ranks are compared, as by `verify_ranks()`, at the end of every `init_process_group`, without a line in the "
@@ -286,6 +295,7 @@ SETTINGS = (
     RECEIPTS,
     WITNESSES,
     AUDIT,
+    CONFIG,
     VERIFY_RANKS,
     REQUIRE,
     CHILDREN,

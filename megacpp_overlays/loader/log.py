@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -46,6 +46,9 @@ class Log:
         self._last: dict[str, str] = {}
         self._said = set(settings.said)
         self._has_told = self._has_counted = self._is_silent = False
+        self.is_concerned: Callable[[str], bool] | None = None
+        """Says of the id of an active overlay whether the model may be concerned; None where nothing can say so."""
+        self._unconcerned: dict[str, None] = {}
         # Absolute, because a launcher may change its folder later.
         self._path = None if settings.log_path is None else Path(settings.log_path).absolute()
         if self._path is not None:
@@ -129,12 +132,38 @@ class Log:
             return
         if self._tells_details and level < logging.WARNING:
             self._write(lines.detail(record), {}, logging.DEBUG)
+        if record.decision is Decision.ACTIVE and not self._is_concerned(record.overlay.id):
+            self._unconcerned[record.overlay.id] = None
+            return
         if (
             (text := lines.told(record))
             and self._is_news(_subject(record), text)
             and not self._shows_details_alone(level)
         ):
             self._write(text, {}, level)
+
+    def _is_concerned(self, overlay_id: str) -> bool:
+        if self.is_concerned is None or self._is_kept_back(logging.INFO):
+            return True
+        try:
+            return self.is_concerned(overlay_id)
+        except Exception:  # noqa: BLE001 - a line too many is no reason to stop an import
+            return True
+
+    def model(self, text: str, data: dict[str, object]) -> None:
+        """Say which active overlays concern the model that is about to make its first step."""
+        if self._is_news("the model", text):
+            self._write(text, data, logging.INFO)
+
+    def unread(self, text: str) -> None:
+        """Say that a file that should configure the model cannot be read."""
+        if self._is_news("the configuration", text):
+            self._write(f"WARNING {text}", {"event": "unread", "text": text}, logging.WARNING)
+
+    @property
+    def tells_everyday(self) -> bool:
+        """Whether a line that is no warning is written at all."""
+        return not self._is_kept_back(logging.INFO)
 
     def has_to_count(self, *, at_exit: bool) -> bool:
         """Return whether `count` may write anything; an audit for it alone is not worth taking otherwise."""
@@ -164,6 +193,8 @@ class Log:
         self._has_counted = True
         fingerprint = audit.fingerprint
         text = lines.summary(audit.version, audit.mode, audit.decisions, fingerprint, at_exit=at_exit)
+        if self._unconcerned:
+            text += f"; {len(self._unconcerned)} active that do not concern this model have no line"
         counts: dict[str, list[str]] = {}
         for name, decision in lines.by_overlay(audit.decisions).items():
             counts.setdefault(decision.value, []).append(name)

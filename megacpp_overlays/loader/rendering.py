@@ -59,12 +59,6 @@ class AgreementData(TypedDict):
     """False also where one did not arrive."""
 
 
-class LeftAuditData(AuditData, total=False):
-    """An audit that rank 0 left in a file."""
-
-    ranks: AgreementData
-
-
 def consequence(record: Record) -> str:
     """Return what the decision means for the run; empty where upstream is fixed, absent or not known yet."""
     breaks = record.overlay.breaks

@@ -67,6 +67,8 @@ class Session:
         self._gates_looked: tuple[object, ...] = ()
         self.when_changed: Callable[[], None] | None = None
         """Called after every decision, inside the hooks; it must not raise and must not settle anything."""
+        self.when_active: Callable[[Record], bool] | None = None
+        """Called with the record of each overlay that becomes active, until it returns True; as `when_changed`."""
         names = [name for each in self._declared.listed for name in each.targets]
         self._turns = Turns(names, (Session._settle_all, Session._settle_again, Session._undo_one))
 
@@ -608,6 +610,8 @@ class Session:
         part.record = record
         part.change = None
         self.log.decided(record)
+        if record.decision is Decision.ACTIVE and self.when_active is not None and self.when_active(record):
+            self.when_active = None
         self._changed()
         return record
 

@@ -89,6 +89,8 @@ class Settings(NamedTuple):
     """Folder, as an absolute path; None for the one in the cache folder of the user."""
     audit: str | None = None
     """File, as an absolute path."""
+    config: str | None = None
+    """File that configures the model, as an absolute path."""
     verify_ranks: bool = False
     """Whether ranks are compared as soon as they can be."""
     required: tuple[Requirement, ...] = ()
@@ -155,6 +157,7 @@ class Settings(NamedTuple):
             receipts=variables.RECEIPTS.read(env) or None,
             witnesses=variables.WITNESSES.read(env) or None,
             audit=variables.AUDIT.read(env) or None,
+            config=variables.CONFIG.read(env) or None,
             verify_ranks=variables.VERIFY_RANKS.read(env) == "on",
             required=_requirements(env, known_ids),
             parent_is_armed=variables.CHILDREN.read(env) == this_environment(),

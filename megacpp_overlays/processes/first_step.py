@@ -8,8 +8,7 @@
                             takes no step, since it evaluates, leaves it at its end alone, if it called a seam and nobody
                             has left one that tells of calls
 
-torch is asked for its own hook of optimizers, which is taken out before it does anything: a first step that is compiled has
-a graph break there, and cannot be compiled with `fullgraph=True`. torch has no hook for process groups, so
+What is done before a step is in `runtime.optimizers`. torch has no hook for process groups, so
 `init_process_group` is called through a wrapper where ranks are to be compared, and only there.
 """
 
@@ -26,16 +25,19 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from megacpp_overlays import files
+from megacpp_overlays.concerns import report
 from megacpp_overlays.errors import RanksError, RequirementError
 from megacpp_overlays.loader import requirements
 from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.loader.import_hooks import Hooks
 from megacpp_overlays.loader.log import logger
 from megacpp_overlays.loader.session import Session
-from megacpp_overlays.processes import ranks
+from megacpp_overlays.processes import model_at_hand, ranks
+from megacpp_overlays.runtime import optimizers
 
 if TYPE_CHECKING:
-    from megacpp_overlays.loader.rendering import AgreementData, AuditData, LeftAuditData
+    from megacpp_overlays.concerns.report import ModelData
+    from megacpp_overlays.loader.rendering import AgreementData, AuditData
 
 GROUPS = "torch.distributed.distributed_c10d"
 OPTIMIZERS = "torch.optim.optimizer"
@@ -49,6 +51,7 @@ class FirstStep:
         self._session = session
         self._hooks = Hooks(self)
         self._agreement: AgreementData | None = None
+        self._model: ModelData | None = None
         self._left_in: int | None = None
         """The process that left an audit, and will once more."""
 
@@ -70,7 +73,7 @@ class FirstStep:
     def loaded(self, name: str, module: ModuleType, *, late: bool) -> None:
         """Hook into torch (called by the hooks)."""
         if name == OPTIMIZERS:
-            self._before_the_first_step(module)
+            optimizers.before_the_first_step(module, self._check)
             if self._session.settings.audit:
                 atexit.register(self._leave_without_a_step, Path(self._session.settings.audit), os.getpid())
         else:
@@ -114,16 +117,6 @@ class FirstStep:
         self._agreement = {"size": size, "agreed": True}
         self._leave(audit)
 
-    def _before_the_first_step(self, module: ModuleType) -> None:
-        handle: Any = None
-
-        def first(*_: object) -> None:
-            handle.remove()
-            self._check()
-
-        vars(first)["_torchdynamo_disable"] = True  # torch.compile calls it, and does not look into it
-        handle = module.register_optimizer_step_pre_hook(first)
-
     def _check(self) -> None:
         """Leave the audit, and see whether what is required was decided.
 
@@ -131,9 +124,16 @@ class FirstStep:
             RequirementError: it was not; the text names each decision.
         """
         audit = self._session.audit()
+        if self._session.settings.audit and self._is_first():
+            self._look_at_the_model()
         self._leave(audit)
         if unmet := requirements.unmet(self._session.settings.required, audit):
             raise RequirementError("; ".join(map(str, unmet)))
+
+    def _look_at_the_model(self) -> None:
+        with contextlib.suppress(Exception):  # an audit without it is as good
+            found = model_at_hand.before_the_first_step(self._session)
+            self._model = None if found is None else report.as_dict(found)
 
     def _leave(self, audit: Audit) -> None:
         """Write the audit, where this is rank 0 and a file is named; a run does not end because it cannot be written."""
@@ -141,7 +141,7 @@ class FirstStep:
         if path is None or not self._is_first():
             return
         try:
-            leave(Path(path), audit, self._agreement)
+            leave(Path(path), audit, self._agreement, self._model)
         except OSError as error:
             logger.warning("%s: the audit cannot be written: %s", path, error.strerror)
             return
@@ -167,17 +167,18 @@ class FirstStep:
         """Leave what became of it; nothing is settled now, and a forked child that ends leaves nothing."""
         if pid == os.getpid():
             with contextlib.suppress(Exception):  # whatever is left of the interpreter, an end must not fail
-                leave(path, self._session.audit_as_it_stands(), self._agreement)
+                leave(path, self._session.audit_as_it_stands(), self._agreement, self._model)
 
 
-def leave(path: Path, audit: Audit, agreement: AgreementData | None = None) -> None:
-    """Write an audit as JSON, with what is known of the agreement of ranks.
+def leave(path: Path, audit: Audit, agreement: AgreementData | None = None, model: ModelData | None = None) -> None:
+    """Write an audit as JSON, with what is known of the agreement of ranks and of the model.
 
     Raises:
         OSError: it cannot be written; what was there is as it was.
     """
     told = audit.as_dict()
-    data: AuditData | LeftAuditData = told if agreement is None else {**told, "ranks": agreement}
+    more = {"ranks": agreement, "model": model}
+    data = {**told, **{key: value for key, value in more.items() if value is not None}}
     files.write_text(path, json.dumps(data, indent=2) + "\n")
 
 

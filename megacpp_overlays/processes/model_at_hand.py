@@ -1,0 +1,102 @@
+"""What is known of the model that this process trains, and the line that says before its first step which overlays concern it.
+
+    at start-up             a configuration file that `MEGACPP_OVERLAYS_CONFIG` names, or the arguments of one of Megatron-LM's launchers
+    before the first step   the configuration objects of Megatron in this process
+
+At start-up an overlay that does not concern the model has no line of its own. Nothing else depends on it: it is installed all the same.
+torch's own hook of optimizers is taken out before it does anything, as in `first_step`; it is there on rank 0 alone, and only where an
+overlay of Megatron-Core is active.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megacpp_overlays.concerns import command_lines, config_files, process, report
+from megacpp_overlays.concerns.configuration import Configuration
+from megacpp_overlays.concerns.features import PROGRAMS
+from megacpp_overlays.errors import ConfigurationError
+from megacpp_overlays.loader.import_hooks import Hooks
+from megacpp_overlays.loader.session import Session
+from megacpp_overlays.model import Record
+from megacpp_overlays.runtime import optimizers
+
+DISTRIBUTION = "megatron-core"
+OPTIMIZERS = "torch.optim.optimizer"
+
+
+def is_concerned(session: Session, overlay_id: str) -> bool:
+    """Return whether the model of this process may be concerned by an overlay, by what is known at start-up."""
+    known = _at_startup(session)
+    return known is None or known.is_concerned(overlay_id)
+
+
+def origin(session: Session) -> str:
+    """Return what is known of the model at start-up, and from where; empty where nothing is."""
+    known = _at_startup(session)
+    return "" if known is None else known.origin
+
+
+@functools.lru_cache(maxsize=1)
+def _at_startup(session: Session) -> report.Concerns | None:
+    configuration = _given(session)
+    return None if configuration is None else report.concerns(session.overlays, configuration)
+
+
+def _given(session: Session) -> Configuration | None:
+    if session.settings.config is not None:
+        try:
+            return config_files.read(Path(session.settings.config))
+        except ConfigurationError as error:
+            session.log.unread(str(error))
+            return None
+    words = sys.argv
+    if words and Path(words[0]).name in PROGRAMS:
+        return command_lines.from_words(words, f"the arguments of {Path(words[0]).name}")
+    return None
+
+
+def before_the_first_step(session: Session) -> report.Concerns | None:
+    """Return which overlays concern the model that is configured in this process, else that of the start-up; None for neither."""
+    configuration = process.of_this_process()
+    return _at_startup(session) if configuration is None else report.concerns(session.overlays, configuration)
+
+
+class ModelLine:
+    """Writes one line before the first step of an optimizer: which active overlays concern the model, and which do not."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._hooks = Hooks(self)
+
+    def active(self, record: Record) -> bool:
+        """Wait for the first step once an overlay of Megatron-Core is active; return whether no other need be told.
+
+        Args:
+            record: of the overlay that is.
+        """
+        if record.overlay.target.distribution != DISTRIBUTION:
+            return False
+        if self._session.settings.rank == 0 and self._session.log.tells_everyday:
+            self._hooks.watch(OPTIMIZERS)
+        return True
+
+    def loaded(self, name: str, module: ModuleType, *, late: bool) -> None:
+        """Hook into torch (called by the hooks)."""
+        optimizers.before_the_first_step(module, self._say)
+
+    def failed(self, name: str, error: Exception) -> None:
+        """Leave the line out (called by the hooks)."""
+
+    def _say(self) -> None:
+        with contextlib.suppress(Exception):  # a line of a log must not end a run
+            found = before_the_first_step(self._session)
+            if found is not None:
+                names = report.active(self._session.audit_as_it_stands().decisions)
+                data: dict[str, Any] = {"event": "model", **report.as_dict(found)}
+                self._session.log.model(report.line(found, names), data)
