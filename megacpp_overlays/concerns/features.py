@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from megacpp_overlays.frozen import NamedTuple
 
 
-class Test(enum.Enum):
+class Criterion(enum.Enum):
     """What a value is asked for."""
 
     TRUE = "is on"
@@ -25,10 +25,10 @@ class Test(enum.Enum):
 
 
 class Sign(NamedTuple):
-    """A key of a configuration and the test that tells whether a feature is on."""
+    """A key of a configuration, and what tells by its value whether a feature is on."""
 
     key: str
-    test: Test
+    criterion: Criterion
     on: tuple[object, ...] = ()
     """Values that the feature is on with, for `ONE_OF` and `HAS`."""
     off: tuple[object, ...] = ()
@@ -74,61 +74,61 @@ _VARIANTS = ("gated_delta_net", "dsa")
 
 def _switch(name: str, title: str, *keys: str, of: str = "TransformerConfig") -> Feature:
     """Return a feature that is on where one of several fields is, which are arguments of the same name."""
-    signs = tuple(Sign(key, Test.TRUE, default=(False,), of=of) for key in keys or (name,))
+    signs = tuple(Sign(key, Criterion.TRUE, default=(False,), of=of) for key in keys or (name,))
     return Feature(name, title, config=signs, arguments=signs)
 
 
 def _in_pattern(*letters: str) -> tuple[Sign, ...]:
-    return tuple(Sign(key, Test.HAS, on=letters, default=(None,)) for key in PATTERNS)
+    return tuple(Sign(key, Criterion.HAS, on=letters, default=(None,)) for key in PATTERNS)
 
 
 def _variant(chosen: str) -> Sign:
     others = tuple(each for each in _VARIANTS if each != chosen)
-    return Sign("experimental_attention_variant", Test.ONE_OF, on=(chosen,), off=(None, *others), default=(None,))
+    return Sign("experimental_attention_variant", Criterion.ONE_OF, on=(chosen,), off=(None, *others), default=(None,))
 
 
-_OWN_SPEC = Sign("spec", Test.ABSENT, default=(None,))
-_IS_GPT = Sign(PROGRAM, Test.ONE_OF, off=(GPT,))
-_IS_MEGATRON_LM = Sign(PROGRAM, Test.ONE_OF, off=PROGRAMS)
-_TENSOR = Sign("tensor_model_parallel_size", Test.SEVERAL, default=(1,))
+_OWN_SPEC = Sign("spec", Criterion.ABSENT, default=(None,))
+_IS_GPT = Sign(PROGRAM, Criterion.ONE_OF, off=(GPT,))
+_IS_MEGATRON_LM = Sign(PROGRAM, Criterion.ONE_OF, off=PROGRAMS)
+_TENSOR = Sign("tensor_model_parallel_size", Criterion.SEVERAL, default=(1,))
 _CONTEXT = (
-    Sign("context_parallel_size", Test.SEVERAL, default=(1,)),
-    Sign("hybrid_context_parallel", Test.TRUE, default=(False,)),
+    Sign("context_parallel_size", Criterion.SEVERAL, default=(1,)),
+    Sign("hybrid_context_parallel", Criterion.TRUE, default=(False,)),
 )
-_MTP = Sign("mtp_num_layers", Test.COUNT, default=(None,))
-_HALF = tuple(Sign(key, Test.TRUE, default=(False,)) for key in ("fp16", "bf16"))
-_BALANCING = Sign("moe_router_load_balancing_type", Test.HAS, on=("seq_aux_loss",), default=("aux_loss",))
-_LATENT_EXPERTS = Sign("moe_latent_size", Test.GIVEN, default=(None,))
-_Z_LOSS = Sign("moe_z_loss_coeff", Test.COUNT, default=(None,))
-_LOSS = Sign("cross_entropy_fusion_impl", Test.ONE_OF, on=("linear",), off=("native", "te"), default=("native",))
-_SINKS = Sign("softmax_type", Test.ONE_OF, on=("learnable",), off=("vanilla", "off-by-one"), default=("vanilla",))
-_RECOMPUTE = Sign("recompute_granularity", Test.GIVEN, default=(None,))
+_MTP = Sign("mtp_num_layers", Criterion.COUNT, default=(None,))
+_HALF = tuple(Sign(key, Criterion.TRUE, default=(False,)) for key in ("fp16", "bf16"))
+_BALANCING = Sign("moe_router_load_balancing_type", Criterion.HAS, on=("seq_aux_loss",), default=("aux_loss",))
+_LATENT_EXPERTS = Sign("moe_latent_size", Criterion.GIVEN, default=(None,))
+_Z_LOSS = Sign("moe_z_loss_coeff", Criterion.COUNT, default=(None,))
+_LOSS = Sign("cross_entropy_fusion_impl", Criterion.ONE_OF, on=("linear",), off=("native", "te"), default=("native",))
+_SINKS = Sign("softmax_type", Criterion.ONE_OF, on=("learnable",), off=("vanilla", "off-by-one"), default=("vanilla",))
+_RECOMPUTE = Sign("recompute_granularity", Criterion.GIVEN, default=(None,))
 _GRAPHS = (
     Sign(
         "cuda_graph_impl",
-        Test.ONE_OF,
+        Criterion.ONE_OF,
         on=("local",),
         off=("none", "transformer_engine", "full_iteration"),
         default=("none",),
     ),
-    Sign("enable_cuda_graph", Test.TRUE, default=(False,)),
+    Sign("enable_cuda_graph", Criterion.TRUE, default=(False,)),
 )
-_FSDP = tuple(Sign(key, Test.TRUE, default=(False,), of=_DDP) for key in ("use_megatron_fsdp", "use_custom_fsdp"))
+_FSDP = tuple(Sign(key, Criterion.TRUE, default=(False,), of=_DDP) for key in ("use_megatron_fsdp", "use_custom_fsdp"))
 _RECIPES = ("te_precision_config_file", "kitchen_config_file", "kitchen_recipe_number")
 
 FEATURES: tuple[Feature, ...] = (
     Feature(
         "mla",
         "multi-latent attention",
-        config=(Sign("multi_latent_attention", Test.TRUE),),
-        arguments=(Sign("multi_latent_attention", Test.TRUE, default=(False,)), *_in_pattern("+", "D")),
+        config=(Sign("multi_latent_attention", Criterion.TRUE),),
+        arguments=(Sign("multi_latent_attention", Criterion.TRUE, default=(False,)), *_in_pattern("+", "D")),
         classes=("MultiLatentAttention",),
     ),
     Feature(
         "dsa",
         "DeepSeek sparse attention",
         # A hybrid model may have such layers without the variant, and then its indexer has a size.
-        config=(_variant("dsa"), Sign("dsa_indexer_topk", Test.ABSENT)),
+        config=(_variant("dsa"), Sign("dsa_indexer_topk", Criterion.ABSENT)),
         arguments=(_variant("dsa"), *_in_pattern("D"), _OWN_SPEC),
         classes=("DSAttention",),
     ),
@@ -143,8 +143,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "hybrid",
         "hybrid model",
-        shows=(Sign("is_hybrid_model", Test.TRUE), *(Sign(key, Test.GIVEN) for key in PATTERNS[:2])),
-        arguments=(Sign(PROGRAM, Test.ONE_OF, on=HYBRID_PROGRAMS, off=(GPT,)),),
+        shows=(Sign("is_hybrid_model", Criterion.TRUE), *(Sign(key, Criterion.GIVEN) for key in PATTERNS[:2])),
+        arguments=(Sign(PROGRAM, Criterion.ONE_OF, on=HYBRID_PROGRAMS, off=(GPT,)),),
         classes=("HybridModel", "MambaModel"),
         by_class=True,
     ),
@@ -162,8 +162,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "experts",
         "mixture of experts",
-        config=(Sign("num_moe_experts", Test.COUNT),),
-        arguments=(Sign("num_experts", Test.COUNT, default=(None,)),),
+        config=(Sign("num_moe_experts", Criterion.COUNT),),
+        arguments=(Sign("num_experts", Criterion.COUNT, default=(None,)),),
     ),
     Feature("latent_experts", "latent mixture of experts", config=(_LATENT_EXPERTS,), arguments=(_LATENT_EXPERTS,)),
     _switch("expert_bias", "bias of experts", "moe_router_enable_expert_bias"),
@@ -174,7 +174,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "packed",
         "packed rows",
-        shows=tuple(Sign(key, Test.TRUE) for key in ("sft", "rl_use_sequence_packing")),
+        shows=tuple(Sign(key, Criterion.TRUE) for key in ("sft", "rl_use_sequence_packing")),
     ),
     Feature("tensor_parallel", "tensor parallelism", config=(_TENSOR,), arguments=(_TENSOR,)),
     _switch("sequence_parallel", "sequence parallelism"),
@@ -184,7 +184,7 @@ FEATURES: tuple[Feature, ...] = (
         "fp16 or bf16",
         config=(
             *_HALF,
-            Sign("params_dtype", Test.ONE_OF, on=("torch.bfloat16", "torch.float16"), off=("torch.float32",)),
+            Sign("params_dtype", Criterion.ONE_OF, on=("torch.bfloat16", "torch.float16"), off=("torch.float32",)),
         ),
         arguments=_HALF,
     ),
@@ -192,8 +192,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "distributed_optimizer",
         "distributed optimizer",
-        config=(Sign("use_distributed_optimizer", Test.TRUE, of=_OPTIMIZER), *_FSDP),
-        arguments=(Sign("use_distributed_optimizer", Test.TRUE, default=(False,)), *_FSDP),
+        config=(Sign("use_distributed_optimizer", Criterion.TRUE, of=_OPTIMIZER), *_FSDP),
+        arguments=(Sign("use_distributed_optimizer", Criterion.TRUE, default=(False,)), *_FSDP),
         classes=("DistributedOptimizer",),
     ),
     _switch("optimizer_offload", "optimizer on the CPU", "optimizer_cpu_offload", of=_OPTIMIZER),
@@ -210,7 +210,7 @@ FEATURES: tuple[Feature, ...] = (
         config=(_RECOMPUTE,),
         arguments=(
             _RECOMPUTE,
-            *(Sign(key, Test.TRUE, default=(False,)) for key in ("recompute_activations", "moe_layer_recompute")),
+            *(Sign(key, Criterion.TRUE, default=(False,)) for key in ("recompute_activations", "moe_layer_recompute")),
         ),
     ),
     _switch("fused_residual_norm", "fused_residual_rmsnorm", "fused_residual_rmsnorm"),
@@ -219,21 +219,21 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "rope_fusion",
         "fused rotary embeddings",
-        config=(Sign("apply_rope_fusion", Test.TRUE),),
-        arguments=(Sign("apply_rope_fusion", Test.TRUE, default=(True,)),),
+        config=(Sign("apply_rope_fusion", Criterion.TRUE),),
+        arguments=(Sign("apply_rope_fusion", Criterion.TRUE, default=(True,)),),
     ),
     Feature("attention_sinks", "learnable attention sinks", config=(_SINKS,), arguments=(_SINKS,)),
     _switch("qk_clip", "QK clipping"),
     Feature(
         "quant_recipe",
         "quantization recipe",
-        config=(Sign("quant_recipe", Test.GIVEN),),
-        arguments=tuple(Sign(key, Test.GIVEN, default=(None,)) for key in _RECIPES),
+        config=(Sign("quant_recipe", Criterion.GIVEN),),
+        arguments=tuple(Sign(key, Criterion.GIVEN, default=(None,)) for key in _RECIPES),
     ),
     Feature(
         "liger_loss",
         "Liger's loss",
-        shows=(Sign("use_liger_kernel", Test.TRUE),),
+        shows=(Sign("use_liger_kernel", Criterion.TRUE),),
         arguments=(_IS_MEGATRON_LM,),
     ),
 )

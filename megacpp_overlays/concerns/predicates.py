@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable
 
 from megacpp_overlays.concerns.configuration import ARGUMENTS_OF_A_RUN, UNKNOWN, Configuration, Vocabulary
-from megacpp_overlays.concerns.features import BY_NAME, EVERYTHING, PROGRAM, Feature, Sign, Test
+from megacpp_overlays.concerns.features import BY_NAME, EVERYTHING, PROGRAM, Feature, Sign, Criterion
 from megacpp_overlays.errors import RegistryError
 
 
@@ -85,9 +85,10 @@ def of_feature(feature: Feature, configuration: Configuration) -> Answer:
         return Answer.YES if decided else Answer.NO
     signs = {Vocabulary.CONFIG: feature.config, Vocabulary.ARGUMENTS: feature.arguments}
     values = [_of_sign(sign, configuration) for sign in signs.get(configuration.vocabulary, ())]
-    if Answer.YES in values or any(_of_sign(sign, configuration) is Answer.YES for sign in feature.shows):
+    shown = [_of_sign(sign, configuration) for sign in feature.shows if sign.key in configuration.values]
+    if Answer.YES in values or Answer.YES in shown:
         return Answer.YES
-    return Answer.NO if values and set(values) == {Answer.NO} else Answer.UNDECIDED
+    return Answer.NO if values and {*values, *shown} == {Answer.NO} else Answer.UNDECIDED
 
 
 @functools.lru_cache(maxsize=256)
@@ -131,20 +132,20 @@ def _of_sign(sign: Sign, configuration: Configuration) -> Answer:
 def _of_value(sign: Sign, value: object) -> Answer:
     if value is UNKNOWN:
         return Answer.UNDECIDED
-    if value is None and sign.test is not Test.ONE_OF:
+    if value is None and sign.criterion is not Criterion.ONE_OF:
         return Answer.NO
-    if sign.test is Test.GIVEN:
+    if sign.criterion is Criterion.GIVEN:
         return Answer.YES
-    if sign.test is Test.TRUE:
+    if sign.criterion is Criterion.TRUE:
         return _answer(value) if isinstance(value, bool) else Answer.UNDECIDED
-    if sign.test in {Test.COUNT, Test.SEVERAL}:
-        least = 0 if sign.test is Test.COUNT else 1
+    if sign.criterion in {Criterion.COUNT, Criterion.SEVERAL}:
+        least = 0 if sign.criterion is Criterion.COUNT else 1
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             return Answer.UNDECIDED
         return _answer(value > least)
-    if sign.test is Test.HAS:
+    if sign.criterion is Criterion.HAS:
         return _has(value, sign.on)
-    if sign.test is Test.ONE_OF:
+    if sign.criterion is Criterion.ONE_OF:
         word = _word(value)
         return Answer.YES if word in sign.on else Answer.NO if word in sign.off else Answer.UNDECIDED
     return Answer.UNDECIDED

@@ -79,6 +79,7 @@ def test_an_overlay_has_no_field_that_can_be_forgotten(upstream: Upstream) -> No
         "brief",
         "until",
         "symptoms",
+        "concerns",
         "needs",
         "needs_parts",
     ]
