@@ -266,7 +266,7 @@ def test_what_is_no_configuration_is_refused_with_the_kinds_that_are(
 ) -> None:
     (tmp_path / name).write_text(text)
 
-    with pytest.raises(ConfigurationError, match="config.json of a model of transformers") as refused:
+    with pytest.raises(ConfigurationError, match=r"config\.json of a model of transformers") as refused:
         read(tmp_path / name)
 
     assert says in str(refused.value)

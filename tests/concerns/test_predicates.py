@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from made_up import Upstream
 
 from megacpp_overlays.concerns.configuration import UNKNOWN, Configuration, Vocabulary, possible
-from megacpp_overlays.concerns.features import BY_NAME, FEATURES, Sign, Criterion
+from megacpp_overlays.concerns.features import BY_NAME, FEATURES, Criterion, Sign
 from megacpp_overlays.concerns.predicates import Answer, because, features_of, of_feature, of_predicate
 from megacpp_overlays.errors import RegistryError
 from megacpp_overlays.loader import registry

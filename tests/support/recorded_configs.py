@@ -15,25 +15,34 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megacpp_overlays.concerns.process import _CONFIGS, _fields
+from megacpp_overlays.concerns.process import _CONFIGS, _KEYS, _fields
 from megacpp_overlays.repro import Blocked, TargetAbsent, inventory
 
 PACKS = Path(__file__).parents[2] / "packs"
 
 
 def _record_into(file: Path) -> None:
-    """Have every object of a configuration class write down its fields when it is made."""
+    """Have every object of a configuration class write down its fields when it is made, and each that is set."""
 
     def recording(name: str, kind: type[Any]) -> None:
         original = kind.__init__
 
+        def write(fields: dict[str, Any]) -> None:
+            plain = {key: value if _is_plain(value) else str(value) for key, value in fields.items()}
+            with file.open("a") as lines:
+                lines.write(json.dumps([name, plain]) + "\n")
+
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             original(self, *args, **kwargs)
-            fields = {key: value if _is_plain(value) else str(value) for key, (value,) in _fields(self).items()}
-            with file.open("a") as lines:
-                lines.write(json.dumps([name, fields]) + "\n")
+            write({key: value for key, (value,) in _fields(self).items()})
+
+        def __setattr__(self: Any, key: str, value: Any) -> None:  # noqa: N807
+            object.__setattr__(self, key, value)
+            if key in _KEYS:
+                write({key: value})
 
         kind.__init__ = __init__  # type: ignore[method-assign]
+        kind.__setattr__ = __setattr__  # type: ignore[method-assign,assignment]
 
     for name, module in _CONFIGS.items():
         recording(name, vars(importlib.import_module(module))[name])
@@ -64,7 +73,7 @@ def main() -> None:
             except (TargetAbsent, Blocked):
                 continue
             except Exception as error:  # noqa: BLE001 - stock upstream may end in the error that the case is about
-                print(f"{case.name}: {type(error).__name__}: {error}", file=sys.stderr)
+                sys.stderr.write(f"{case.name}: {type(error).__name__}: {error}\n")
             found.setdefault(case.overlay, []).extend(json.loads(line) for line in file.read_text().splitlines())
     os.write(said, json.dumps(found).encode())
 
