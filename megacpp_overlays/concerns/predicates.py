@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable
 
 from megacpp_overlays.concerns.configuration import ARGUMENTS_OF_A_RUN, UNKNOWN, Configuration, Vocabulary
-from megacpp_overlays.concerns.features import BY_NAME, EVERYTHING, PROGRAM, Feature, Sign, Criterion
+from megacpp_overlays.concerns.features import BY_NAME, EVERYTHING, PROGRAM, Criterion, Feature, Sign
 from megacpp_overlays.errors import RegistryError
 
 

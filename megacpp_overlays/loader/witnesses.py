@@ -66,7 +66,9 @@ _OF_SEAMS = (
 )
 """Where the code of seams is, as well."""
 _DECLARATIONS = frozenset({"Gate", "Overlay"})
-PROSE = frozenset({"breaks", "brief", "last_validated", "retire_when", "symptoms", "threads", "title", "until"})
+PROSE = frozenset(
+    {"breaks", "brief", "concerns", "last_validated", "retire_when", "symptoms", "threads", "title", "until"}
+)
 """Fields of a declaration that are for people: no verdict and no seam depends on them."""
 _WITNESSED = frozenset({Verdict.FIXED.value, Verdict.ABSENT.value, Verdict.BROKEN.value})
 
@@ -368,9 +370,15 @@ def _meaning(text: str) -> str:
     for node in ast.walk(syntax):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _DECLARATIONS:
             node.keywords = [each for each in node.keywords if each.arg not in PROSE]
-        elif isinstance(node, ast.Module | ast.ClassDef | FunctionNode):
+        if isinstance(node, ast.Module | ast.ClassDef | FunctionNode):
             node.body = [each for each in node.body if not fingerprint.is_docstring(each)]
+        if isinstance(node, ast.ClassDef):
+            node.body = [each for each in node.body if not _is_field_of_prose(each)]
     return fingerprint.digest(syntax)
+
+
+def _is_field_of_prose(node: ast.stmt) -> bool:
+    return isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id in PROSE
 
 
 def _declared_in(erratum: Erratum) -> set[str]:
