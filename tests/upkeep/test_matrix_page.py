@@ -299,6 +299,56 @@ def test_versions_are_picked_with_the_keyboard(open_page: Open) -> None:
     assert page.locator(".pick [role=status]").inner_text().endswith("in what you picked:")
 
 
+OLDER = {"megacpp": "0", "megatron-core": "0.18.2", "liger-kernel": "0.8.1"}
+"""What the address names: two releases, and a distribution that is not on the page."""
+
+
+def values(page: Any) -> dict[str, str]:
+    return {table.distribution: page.locator(f"select[name='{table.distribution}']").input_value() for table in KEPT}
+
+
+def test_an_address_leads_to_a_release_with_what_is_broken_in_it(open_page: Open) -> None:
+    page = open_page(at="#megatron-core=0.18.2")
+
+    assert values(page) == {table.distribution: table.rows[-1].name for table in KEPT} | {"megatron-core": "0.18.2"}
+    newest = {table.distribution.replace("-", "_"): table.rows[-1].name for table in KEPT}
+    shown = set(page.locator(".answers li:visible a").all_inner_texts())
+    assert shown == expected(**newest | {"megatron_core": "0.18.2"})
+    page.wait_for_function("Math.abs(document.getElementById('pick').getBoundingClientRect().top) < 200")
+
+
+def test_an_address_can_name_several_releases_and_one_that_is_not_here_is_passed_over(open_page: Open) -> None:
+    page = open_page(at="#" + "&".join(f"{name}={release}" for name, release in OLDER.items()))
+
+    assert values(page)["megatron-core"] == "0.18.2"
+    assert values(page)["liger-kernel"] == "0.8.1"
+
+
+def test_what_was_picked_is_there_after_a_reload(open_page: Open) -> None:
+    page = open_page()
+    before = picked(page, megatron_core="0.17.1", triton="")
+
+    page.reload()
+
+    assert (values(page)["megatron-core"], values(page)["triton"]) == ("0.17.1", "")
+    assert set(page.locator(".answers li:visible a").all_inner_texts()) == before
+
+
+def test_each_release_has_a_place_that_lists_its_defects_without_script_too(browser: Any) -> None:
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(PAGE.as_uri() + "#megatron-core=0.18.2")
+
+    assert page.locator(":target").is_visible()
+    table = next(table for table in KEPT if table.distribution == "megatron-core")
+    row = next(row for row in table.rows if row.name == "0.18.2")
+    broken = [name for name in columns_of(table) if row.cells[name].verdict is Verdict.BROKEN]
+    assert page.locator(":target a").all_inner_texts() == broken
+    context.close()
+    ids = set(read(PAGE.read_text()).ids)
+    assert {f"{table.distribution}={row.name}" for table in KEPT for row in table.rows} <= ids
+
+
 def test_without_script_the_newest_releases_are_answered_for(browser: Any) -> None:
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
@@ -371,7 +421,8 @@ def test_a_flip_leads_to_its_evidence_and_opens_it(open_page: Open) -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "scheme"), only(itertools.product([320, 1280, 1920], ["light", "dark"]), [(320, "light"), (1920, "dark")])
+    ("width", "scheme"),
+    only(itertools.product([320, 390, 1280, 1920], ["light", "dark"]), [(320, "light"), (390, "dark")]),
 )
 def test_nothing_is_cut_at_any_width(open_page: Open, width: int, scheme: str) -> None:
     check_nothing_is_cut(open_page(width=width, scheme=scheme), width)

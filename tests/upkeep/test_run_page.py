@@ -29,6 +29,7 @@ PACKS = ROOT / "packs"
 MADE = datetime(2026, 11, 23, 12, 30, tzinfo=timezone.utc)
 NASTY = "<script>alert(1)</script>"
 OVERLAYS = registry.load()
+IDS = {each.id for each in OVERLAYS}
 ONE_OF_EACH = dict(zip(Decision, dict.fromkeys(each.id for each in OVERLAYS if each.installs), strict=False))
 
 
@@ -76,7 +77,7 @@ class Reader(HTMLParser):
 def test_it_loads_nothing_and_every_link_leads_to_a_place_on_it_or_to_a_thread(page: Path) -> None:
     read = Reader(page.read_text())
 
-    assert read.loads == ["data:,"]
+    assert read.loads == ["data:,"], "no address of a script or a style"
     inside = [link[1:] for link in read.links if link.startswith("#")]
     assert set(inside) <= set(read.ids)
     assert len(read.ids) == len(set(read.ids))
@@ -86,7 +87,8 @@ def test_it_loads_nothing_and_every_link_leads_to_a_place_on_it_or_to_a_thread(p
 
 
 def test_what_upstream_wrote_is_text_and_never_markup(page: Path) -> None:
-    assert "<script" not in page.read_text()
+    assert page.read_text().count("<script") == 1, "our own"
+    assert "alert(1)</script" not in page.read_text()
     assert "&lt;script&gt;" in page.read_text()
 
 
@@ -118,7 +120,7 @@ def test_each_overlay_is_there_once_under_the_decision_that_matters_most(page: P
 
 def test_an_active_overlay_says_why_since_when_and_what_would_retire_it(page: Path) -> None:
     overlay = next(each for each in OVERLAYS if each.id == ONE_OF_EACH[Decision.ACTIVE])
-    article = page.read_text().partition(f'id="active-{overlay.id}"')[2].partition("</article>")[0]
+    article = page.read_text().partition(f'id="active-{overlay.id}"')[2].partition("</details>")[0]
     text = " ".join(article.replace("&#39;", "'").replace("&#34;", '"').split())
 
     for words in (
@@ -177,7 +179,8 @@ def shown(browser: Any, page: Path) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.mark.parametrize(
-    ("width", "scheme"), only(itertools.product([320, 1280, 1920], ["light", "dark"]), [(320, "light"), (1920, "dark")])
+    ("width", "scheme"),
+    only(itertools.product([320, 390, 1280, 1920], ["light", "dark"]), [(320, "light"), (390, "dark")]),
 )
 def test_nothing_is_cut_at_any_width(shown: Callable[..., Any], width: int, scheme: str) -> None:
     check_nothing_is_cut(shown(width=width, scheme=scheme), width)
@@ -190,13 +193,74 @@ def test_an_accessibility_checker_finds_nothing(shown: Callable[..., Any], schem
 
 def test_evidence_opens_with_the_keyboard(shown: Callable[..., Any]) -> None:
     tab = shown()
-    details = tab.locator("article details").first
+    details = tab.locator(".overlay:visible").first
     assert not details.locator("ul").first.is_visible()
 
     details.locator("summary").focus()
     tab.keyboard.press("Enter")
 
     assert details.locator("ul").first.is_visible()
+
+
+@pytest.mark.parametrize("decision", [Decision.ACTIVE, pytest.param(Decision.CONFLICT, marks=pytest.mark.full)])
+def test_the_page_of_all_overlays_is_at_most_4000_pixels_high_at_first_sight(
+    browser: Any, audit: dict[str, Any], tmp_path: Path, decision: Decision
+) -> None:
+    """With each overlay in the longest group and with a reason of many lines."""
+    data = json.loads(json.dumps(audit))
+    for each in data["decisions"]:
+        each |= {"decision": decision.value, "reason": "a reason that goes on and on, " * 40, "evidence": ["seen"] * 9}
+    path = tmp_path / "page.html"
+    path.write_text(run_page.render(run_page.RunOnPage(data, MADE), OVERLAYS, PACKS))
+
+    for load in opener(browser, path):
+        tab = load(width=1280)
+        assert tab.locator(".overlay:visible").count() == len(IDS)
+        assert tab.evaluate("document.documentElement.scrollHeight") <= 4000
+
+
+def ids_shown(tab: Any) -> set[str]:
+    return set(tab.locator(".overlay:visible > summary b").all_inner_texts())
+
+
+def test_words_leave_the_overlays_that_have_all_of_them_and_open_their_groups(shown: Callable[..., Any]) -> None:
+    tab = shown()
+    groups = tab.locator(".group[open]").count()
+
+    tab.locator("[type=search]").fill("resume rollback")
+
+    assert ids_shown(tab) == {each.id for each in OVERLAYS if "resume or rollback" in " ".join(each.symptoms)}
+    assert tab.locator(".filter [role=status]").inner_text() == f"1 of {len(IDS)} overlays and gates"
+
+    tab.locator("[type=search]").fill("")
+    assert tab.locator(".group[open]").count() == groups
+
+
+def test_a_decision_that_is_unticked_is_not_shown(shown: Callable[..., Any]) -> None:
+    tab = shown()
+    assert ONE_OF_EACH[Decision.CONFLICT] in ids_shown(tab)
+
+    tab.get_by_label("conflict").uncheck()
+
+    assert ONE_OF_EACH[Decision.CONFLICT] not in ids_shown(tab)
+    assert ONE_OF_EACH[Decision.ACTIVE] in ids_shown(tab)
+
+
+def test_without_script_nothing_is_hidden_and_no_filter_is_offered(browser: Any, page: Path) -> None:
+    context = browser.new_context(java_script_enabled=False)
+    tab = context.new_page()
+    tab.goto(page.as_uri())
+
+    assert not tab.locator(".filter").is_visible()
+    assert tab.locator(".group:visible").count() == len(ONE_OF_EACH)
+    context.close()
+
+
+def test_a_link_to_an_overlay_opens_the_group_that_it_is_in(shown: Callable[..., Any]) -> None:
+    overlay_id = ONE_OF_EACH[Decision.ABSENT]
+    tab = shown(at=f"#absent-{overlay_id}")
+
+    assert tab.locator(f"#absent-{overlay_id} > summary").is_visible()
 
 
 def test_a_count_leads_to_its_overlays(shown: Callable[..., Any]) -> None:

@@ -1,7 +1,7 @@
 """The kept matrix as one HTML page: it asks for nothing, and is the same bytes for the same tables.
 
-A reader picks the versions of a run and is told which overlays matter to it, by a few lines of script that show and hide what
-is there. Without script the page answers for the newest releases, and all the rest of it is plain.
+A reader picks the versions of a run, in the form or in the address (`#megatron-core=0.18.2`), and a few lines of script show the
+overlays that matter to it. Without script the page answers for the newest releases, and the address leads to the list of a release.
 """
 
 from __future__ import annotations
@@ -52,6 +52,11 @@ def _distribution(table: Table, declared: Mapping[str, Erratum]) -> dict[str, An
                 "file": row.source,
                 "sha256": row.sha256,
                 "yanked": row.yanked,
+                "broken": [
+                    column.overlay
+                    for column in table.columns
+                    if row.problem is None and row.cells[column.overlay].verdict is Verdict.BROKEN
+                ],
             }
             for row in reversed(table.rows)
         ],

@@ -1,1 +1,1 @@
-"""Static HTML pages: one file each, without a script and without a request."""
+"""Static HTML pages: one file each, without a request; a script only filters what is there."""

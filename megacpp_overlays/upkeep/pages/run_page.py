@@ -26,7 +26,8 @@ HEADINGS = {
 }
 """What a reader sees above the overlays of each decision, in the order of the page."""
 _SHA256 = re.compile("[0-9a-f]{64}")
-_OPEN = frozenset({Decision.CONFLICT, Decision.UNPROVED, Decision.GATED, Decision.ACTIVE})
+_NEEDS_A_PERSON = frozenset({Decision.CONFLICT, Decision.UNPROVED, Decision.GATED})
+_OPEN = _NEEDS_A_PERSON | {Decision.ACTIVE}
 
 
 class RunOnPage(NamedTuple):
@@ -138,6 +139,8 @@ def _overlay(
         "id": overlay_id,
         "pack": first.get("pack"),
         "title": declared.title if declared else "",
+        "brief": _brief(parts, declared),
+        "symptoms": declared.symptoms if declared else (),
         "breaks": declared.breaks if declared else "",
         "retire_when": first.get("retire_when", ""),
         "variable": first.get("variable", ""),
@@ -160,3 +163,12 @@ def _overlay(
             for part in parts
         ],
     }
+
+
+def _brief(parts: Sequence[Mapping[str, Any]], declared: Erratum | None) -> str:
+    """Return the line beside a folded overlay: the reason where a person has to act, else the symptom or the title."""
+    decision = _of(parts)
+    reasons = [part.get("reason", "") for part in parts if part["decision"] == decision.value]
+    if decision in _NEEDS_A_PERSON or declared is None:
+        return next(filter(None, reasons), "")
+    return declared.symptoms[0] if declared.symptoms else declared.title
