@@ -95,6 +95,11 @@ proof-bridge: .envs/bridge/.ready ## the same of the pretrain function of megatr
 other-patches: .envs/foreign/.ready ## apply the patches of other libraries before overlays and after; writes docs/other-patches.md, and fails if the audit does not name one that matters
 	@.envs/foreign/bin/python -W ignore proof/other_patches.py --json proof/results/other-patches.json --write docs/other-patches.md
 
+LAUNCHER_LANES := launchers swift foreign engines
+.PHONY: launchers
+launchers: .venv/.ready $(LAUNCHER_LANES:%=.envs/%/.ready) ## run the recipes of docs/launchers.md with the releases that it names, on a CPU
+	@$(BIN)/pytest --numprocesses 1 --quiet tests/proof/test_launchers.py tests/processes/test_engines.py
+
 .PHONY: rehearse
 rehearse: setup wheels ## forget each of the last minor releases of Megatron-Core, and say what is decided on the day and after `witness`; writes proof/results/rehearsals.md
 	@$(BIN)/python -W ignore scripts/rehearse.py
@@ -289,8 +294,9 @@ $(LOADER_PYTHONS:%=.envs/loader-%/.ready): .envs/loader-%/.ready: locks/loader.t
 
 # --- locks: never changed by the commands above ----------------------------------------------------------------
 
-# In this order: `dev`, `bench`, `engines`, `proof` and `bridge` keep to what `current` pins, `foreign` to what `newest` does.
-LANES := loader current newest summer-2026 spring-2026 mamba3-pinned edge te dev bench engines proof bridge foreign loader-oldest uv
+# In this order: `dev`, `bench`, `engines`, `proof`, `launchers` and `bridge` keep to what `current` pins, `foreign` and `swift` to what
+# `newest` does.
+LANES := loader current newest summer-2026 spring-2026 mamba3-pinned edge te dev bench engines proof launchers bridge foreign swift loader-oldest uv
 
 .PHONY: lock
 lock: ## recompile the locks, keeping versions where they still fit; UPGRADE=1 takes the newest, LANES=name one of them

@@ -178,7 +178,8 @@ def _report(
 
 def _show(arguments: argparse.Namespace, audit: Audit, about: report.Concerns | None) -> None:
     """Print an audit as text."""
-    head = (audit.version, audit.mode, _NO_FINGERPRINT if arguments.quick else audit.fingerprint, audit.decisions)
+    fingerprint = _NO_FINGERPRINT if arguments.quick else audit.fingerprint
+    head = (audit.version, audit.mode, fingerprint, audit.decisions, audit.hub_copies)
     active = report.active(audit.decisions)
     unconcerned = [each for each in active if about is not None and not about.is_concerned(each)]
     colours.show(overview.full(*head) if arguments.verbose else overview.short(*head, unconcerned))

@@ -15,7 +15,7 @@ from megacpp_overlays.loader.settings import Mode, Settings
 from megacpp_overlays.model import UNDECIDED, Decision, Record
 
 if TYPE_CHECKING:
-    from megacpp_overlays.loader.rendering import AuditData
+    from megacpp_overlays.loader.rendering import AuditWithCopiesData
 
 SCHEMA = 1
 """Version of the JSON form. It changes when a key changes its meaning."""
@@ -34,6 +34,8 @@ class Audit(Frozen):
     """Of the process."""
     records: tuple[Record, ...]
     """Every part of every overlay, in order."""
+    hub_copies: tuple[str, ...] = ()
+    """Sentences on copies of upstream code that came from the Hugging Face Hub, which no overlay repairs."""
 
     @property
     def decisions(self) -> tuple[Record, ...]:
@@ -59,11 +61,11 @@ class Audit(Frozen):
         """
         return _fingerprint(self)
 
-    def as_dict(self) -> AuditData:
+    def as_dict(self) -> AuditWithCopiesData:
         """Return plain data with stable keys, fit for a checkpoint or an experiment tracker."""
         from megacpp_overlays.loader.rendering import as_dict
 
-        return {
+        data: AuditWithCopiesData = {
             "schema": SCHEMA,
             "package": "megacpp_overlays",
             "version": self.version,
@@ -71,6 +73,9 @@ class Audit(Frozen):
             "fingerprint": self.fingerprint,
             "decisions": [as_dict(record) for record in self.decisions],
         }
+        if self.hub_copies:
+            data["hub_copies"] = list(self.hub_copies)
+        return data
 
     def to_json(self) -> str:
         """Return `as_dict` as indented JSON."""
@@ -82,7 +87,7 @@ class Audit(Frozen):
         """Return what a terminal shows: what needs a person first."""
         from megacpp_overlays.loader import overview
 
-        lines = overview.short(self.version, self.mode, self.fingerprint, self.decisions)
+        lines = overview.short(self.version, self.mode, self.fingerprint, self.decisions, self.hub_copies)
         return "\n".join(line.text for line in lines)
 
     def raise_if_strict(self) -> None:

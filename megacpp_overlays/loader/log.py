@@ -117,6 +117,12 @@ class Log:
         if self._is_news("another copy", text):
             self._write(f"WARNING {text}", {"event": "other copy", "text": text}, logging.WARNING)
 
+    def hub_copies(self, sentences: Sequence[str]) -> None:
+        """Warn once of each copy of upstream code that came from the Hugging Face Hub; a child does not repeat its parent."""
+        for text in sentences:
+            if self._is_news(f"copy {text}", text):
+                self._write(f"WARNING copy: {text}", {"event": "hub copy", "text": text}, logging.WARNING)
+
     def not_loaded(self, module: str, error: Exception) -> None:
         """Say that nothing was done about a target, because the declarations could not be loaded."""
         text = f"WARNING conflict: the overlays of {module} cannot be loaded, and none of them is in: {type(error).__name__}: {error}"
@@ -129,6 +135,7 @@ class Log:
         level = logging.WARNING if lines.is_warning(record) else logging.INFO
         if self._is_json:
             self._write("", {"event": "decision", **rendering.as_dict(record)}, level)
+            self._has_told = True
             return
         if self._tells_details and level < logging.WARNING:
             self._write(lines.detail(record), {}, logging.DEBUG)

@@ -26,7 +26,12 @@ class Line(NamedTuple):
 
 
 def short(
-    version: str, mode: str, fingerprint: str, records: Sequence[Record], unconcerned: Collection[str] = ()
+    version: str,
+    mode: str,
+    fingerprint: str,
+    records: Sequence[Record],
+    hub_copies: Sequence[str] = (),
+    unconcerned: Collection[str] = (),
 ) -> list[Line]:
     """Return the lines of an audit: a few for what needs a person or is active, one for what needs nobody.
 
@@ -35,19 +40,23 @@ def short(
         mode: of this process.
         fingerprint: of the audit.
         records: its decisions.
+        hub_copies: sentences about copies of upstream code that overlays do not reach.
         unconcerned: ids of active overlays that do not concern the model; they are counted and not listed.
     """
     return [
         *_head(version, mode, fingerprint, records),
         *_attention(records),
+        *_out_of_reach(hub_copies),
         *_active(records, unconcerned),
         *_quiet(records),
     ]
 
 
-def full(version: str, mode: str, fingerprint: str, records: Sequence[Record]) -> list[Line]:
+def full(
+    version: str, mode: str, fingerprint: str, records: Sequence[Record], hub_copies: Sequence[str] = ()
+) -> list[Line]:
     """Return the lines of an audit with all that is known of each decision, in the same order."""
-    lines = _head(version, mode, fingerprint, records)
+    lines = [*_head(version, mode, fingerprint, records), *_out_of_reach(hub_copies)]
     for decision in (*WARNED, Decision.ACTIVE, Decision.RETIRED, *_QUIET):
         chosen = [record for record in records if record.decision is decision]
         if chosen:
@@ -99,6 +108,15 @@ def _unproved(waiting: Sequence[Record]) -> Iterable[Line]:
             f"what to do: {WITNESS}",
         ]
         yield from _plain(_indented(notes))
+
+
+def _out_of_reach(hub_copies: Sequence[str]) -> Iterable[Line]:
+    """Yield the copies of upstream code that overlays do not reach."""
+    if hub_copies:
+        yield Line("")
+        yield Line("out of reach: code from the Hugging Face Hub", Decision.CONFLICT.value)
+    for each in hub_copies:
+        yield from _plain(wrapped(each, "  ", "      "))
 
 
 def _active(records: Sequence[Record], unconcerned: Collection[str]) -> Iterable[Line]:

@@ -59,6 +59,12 @@ class AgreementData(TypedDict):
     """False also where one did not arrive."""
 
 
+class AuditWithCopiesData(AuditData, total=False):
+    """An audit of a process in which a kernel of the Hugging Face Hub copies code of an upstream."""
+
+    hub_copies: list[str]
+
+
 def consequence(record: Record) -> str:
     """Return what the decision means for the run; empty where upstream is fixed, absent or not known yet."""
     breaks = record.overlay.breaks

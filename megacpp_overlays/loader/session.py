@@ -528,10 +528,25 @@ class Session:
 
     def _audit_of(self, told: Callable[[Record], Record]) -> Audit:
         records = tuple(told(self._parts[each].record) for each in self.overlays if each in self._parts)
-        return Audit(version=VERSION, mode=self.settings.mode.value, settings=self.settings, records=records)
+        copies = self._hub_copies()
+        return Audit(
+            version=VERSION, mode=self.settings.mode.value, settings=self.settings, records=records, hub_copies=copies
+        )
+
+    def _hub_copies(self) -> tuple[str, ...]:
+        """Look for copies of upstream code that the package `kernels` loaded, and warn of each once."""
+        if "kernels" not in sys.modules or self.settings.mode is Mode.OFF:
+            return ()
+        from megacpp_overlays.loader import hub_copies
+
+        found = hub_copies.find(self.overlays)
+        self.log.hub_copies(found)
+        return found
 
     def count_at_exit(self) -> None:
         """Say at the end of the process what became of the overlays, if a target was settled; what an audit told is not repeated."""
+        with contextlib.suppress(Exception):
+            self._hub_copies()
         records = [each.record for each in self._parts.values()]
         was_settled = any(each.finding is not None and each.overlay.installs for each in records)
         if was_settled and self.log.has_to_count(at_exit=True):

@@ -91,8 +91,8 @@ def on_post_build(config: Any) -> None:
     site = Path(config.site_dir)
     docs = json.loads((site / INDEX).read_text())["docs"]
     with_sections = {page for page, mark, _ in (each["location"].partition("#") for each in docs) if mark}
-    docs = [
-        each for each in docs if each["location"] not in with_sections
-    ]  # its text is that of its sections once more
+    docs = [  # the text of a page is that of its sections once more
+        {**each, "title": html.unescape(each["title"])} for each in docs if each["location"] not in with_sections
+    ]
     text = json.dumps(docs, ensure_ascii=True, separators=(",", ":")).replace("</", "<\\/")
     (site / PAGES).write_text(f"const SEARCHED_PAGES = {text};\n")

@@ -168,7 +168,8 @@ def test_the_schema_that_is_shipped_says_what_plain_data_has() -> None:
     decision = schema["$defs"]["decision"]
 
     assert schema["required"] == list(rendering.AuditData.__annotations__)
-    assert [*schema["required"], "ranks"] == list(schema["properties"]) == list(get_type_hints(rendering.LeftAuditData))
+    assert list(schema["properties"]) == [*schema["required"], "model", "hub_copies", "ranks"]
+    assert "hub_copies" in get_type_hints(rendering.AuditWithCopiesData)
     assert list(schema["properties"]["ranks"]["properties"]) == list(rendering.AgreementData.__annotations__)
     assert list(decision["properties"]) == decision["required"] == list(rendering.DecisionData.__annotations__)
     assert decision["properties"]["decision"]["enum"] == [each.value for each in Decision]

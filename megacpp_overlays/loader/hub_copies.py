@@ -1,0 +1,69 @@
+"""Copies of upstream code that the package `kernels` has loaded from the Hugging Face Hub: found and named, never patched.
+
+A kernel of the Hub is a folder of Python files under a module name of its own. `kernels-community/liger-kernels`, which
+transformers takes with `use_kernels=True`, has Liger's files in it, so a defect of Liger can be in a process where no target of
+an overlay was ever imported. Overlays go into the modules of a distribution, and such a copy is none.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+
+from megacpp_overlays.model import Erratum
+
+PACKAGE = "kernels"
+"""The distribution that loads kernels of the Hub: https://pypi.org/project/kernels."""
+_IN_A_CACHE = ("/models--", "/kernels--")
+"""Folders of the Hub's cache, for releases of `kernels` that do not list what they loaded."""
+
+
+def find(overlays: Iterable[Erratum]) -> tuple[str, ...]:
+    """Return a sentence for each overlay whose target symbol is defined once more in a kernel of the Hub.
+
+    Args:
+        overlays: the declarations to look for; those without seams are left out.
+    """
+    if PACKAGE not in sys.modules:
+        return ()
+    roots = dict(_kernels())
+    modules = [(name, module, root) for name, module in list(sys.modules.items()) if (root := _root_of(name, roots))]
+    found = {}
+    for overlay in overlays:
+        symbol = overlay.target.symbol.partition(".")[0]
+        for name, module, root in modules if overlay.installs else ():
+            if getattr(getattr(module, "__dict__", {}).get(symbol), "__module__", None) == name:
+                what = f"{overlay.target.distribution}'s {symbol}"
+                found[overlay.id, name] = (
+                    f"{overlay.id}: {roots[root]} was loaded from the Hub by `kernels` and has a copy of {what}, which no "
+                    f"overlay repairs ({module.__file__})"
+                )
+    return tuple(found.values())
+
+
+def _kernels() -> Iterator[tuple[str, str]]:
+    """Yield the module name of each kernel that is loaded, and what a reader knows it by."""
+    try:
+        loaded = list(sys.modules[PACKAGE].get_loaded_kernels())
+    except Exception:  # noqa: BLE001 - of another release, or half imported
+        loaded = []
+    for each in loaded:
+        repository = getattr(each.repo_info, "repo_id", None)
+        yield each.module.__name__, str(repository or f"the kernel {each.metadata.name}")
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__dict__", {}).get("__file__")  # a lazy module would import something for getattr
+        if isinstance(file, str) and "." not in name and (repository := _repository_of(file)):
+            yield name, repository
+
+
+def _repository_of(file: str) -> str:
+    """Return the repository whose snapshot in the Hub's cache has a file; empty for any other file."""
+    for mark in _IN_A_CACHE:
+        _, is_in_a_cache, rest = file.partition(mark)
+        if is_in_a_cache and "/snapshots/" in rest:
+            return "/".join(rest.partition("/")[0].split("--", 1))
+    return ""
+
+
+def _root_of(name: str, roots: Iterable[str]) -> str:
+    return next((root for root in roots if name == root or name.startswith(f"{root}.")), "")
