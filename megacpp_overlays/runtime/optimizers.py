@@ -6,22 +6,39 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+_waiting: list[Callable[[], None]] = []
+"""Functions to call; they share one hook of torch."""
+
 
 def before_the_first_step(module: ModuleType, call: Callable[[], None]) -> None:
     """Call a function once, before the first step; what it raises ends that step.
 
-    torch is asked for its own hook of optimizers, which is taken out before the function is called. A step that is compiled has a graph
-    break there, and cannot be compiled with `fullgraph=True`.
+    torch is asked for its own hook of optimizers. A step that is compiled has a graph break there, and cannot be compiled with
+    `fullgraph=True`. The hook is taken out before the function is called, but for one behind which another library has registered
+    its own: torch goes over them meanwhile, and one that is missing ends the step with an error. It does nothing from then on.
 
     Args:
         module: `torch.optim.optimizer`.
         call: the function.
     """
+    _waiting.append(call)
+    if len(_waiting) > 1:
+        return
     handle: Any = None
 
     def first(*_: object) -> None:
-        handle.remove()
-        call()
+        calls = [*_waiting]
+        _waiting.clear()
+        if _is_last(handle):
+            handle.remove()
+        for each in calls:
+            each()
 
     vars(first)["_torchdynamo_disable"] = True  # torch.compile calls it, and does not look into it
     handle = module.register_optimizer_step_pre_hook(first)
+
+
+def _is_last(handle: Any) -> bool:
+    """Return whether a hook is the last of those that torch calls, so that it can be taken out while torch calls them."""
+    hooks = handle.hooks_dict_ref()
+    return bool(hooks) and next(reversed(hooks)) == handle.id

@@ -137,6 +137,21 @@ def test_what_is_left_at_the_end_tells_how_often_each_seam_was_called(
     assert part["version"] is not None
 
 
+def test_a_hook_of_another_library_behind_ours_does_not_end_the_first_step(
+    upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
+) -> None:
+    hooks = (
+        "from torch.optim.optimizer import register_optimizer_step_pre_hook\n"
+        "register_optimizer_step_pre_hook(lambda *_: print('theirs', flush=True))\n"
+    )
+
+    done = launch(*RUN, "--audit", tmp_path / "audit.json", write(upstream, hooks + TRAINS), env=env)
+
+    steps = "".join(f"before step {step}\ntheirs\n" for step in range(2))
+    assert (done.returncode, done.stdout) == (0, f"{steps}trained\n"), done.stderr
+    assert decision(left()) == "active"
+
+
 def test_a_launcher_that_ends_before_a_step_leaves_what_was_armed(
     upstream: Upstream, env: dict[str, str], tmp_path: Path, left: Callable[[], dict[str, Any]]
 ) -> None:
