@@ -52,7 +52,8 @@ def main() -> int:
     if given.head:
         texts = json.loads(published.FILE.read_text(encoding="utf-8"))
         for name, _, path in (each.partition("=") for each in given.head):
-            texts["megatron-core"][name] = published.digest_of_folder(str(Path(path, "megatron", "core").resolve()))
+            for key, package in {"megatron-core": "core", "megatron-core megatron.training": "training"}.items():
+                texts[key][name] = published.digest_of_folder(str(Path(path, "megatron", package).resolve()))
         published.FILE.write_text(json.dumps(texts, indent=0, sort_keys=True) + "\n", encoding="utf-8")
         return 0
     if given.newest:
@@ -94,17 +95,19 @@ def first_releases(archives: Path) -> dict[str, dict[str, str]]:
 
 
 def published_releases(archives: Path) -> dict[str, dict[str, str]]:
-    """Return the digest of the package of each release, by distribution and version, of all distributions of overlays.
+    """Return the digest of the package of each release, by `published.key_of` and version, of all packages of overlays.
 
     Those of branch heads, whose names have a space, are kept.
     """
     kept = json.loads(published.FILE.read_text(encoding="utf-8"))
     found = {name: {head: digest for head, digest in of.items() if " " in head} for name, of in kept.items()}
-    for target in {each.target.distribution: each.target for each in registry.load() if each.installs}.values():
-        releases_of = found.setdefault(target.distribution, {})
+    targets = {published.key_of(each.target): each.target for each in registry.load() if each.installs}
+    for key, target in targets.items():
+        releases_of = found.setdefault(key, {})
         for version, path in _archives(target.distribution, archives).items():
             with ArchiveTree(path) as archive:
-                releases_of[str(version)] = published.digest(archive.python_files(published.package_of(target)))
+                if files := list(archive.python_files(published.package_of(target))):
+                    releases_of[str(version)] = published.digest(files)
     return found
 
 

@@ -320,5 +320,6 @@ LISTED: tuple[Listed, ...] = (
         off_by_default=False,
         targets=("megatron.core.optimizer.distrib_optimizer",),
     ),
+    Listed(id="expert-rng-resume", installs=True, off_by_default=False, targets=("megatron.training.checkpointing",)),
 )
 """Every declaration, by pack and id."""

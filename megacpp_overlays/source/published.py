@@ -1,7 +1,7 @@
 """Published releases, byte for byte: a digest of all Python files of a package tells a release from an edited tree.
 
 A repair that was read counts as proved in a published release. In any other tree a caller, a flag or a configuration may no
-longer lead to the same text. `published.json` has a digest for each release of each distribution that an overlay is about, and
+longer lead to the same text. `published.json` has a digest for each release of each package that an overlay is about, and
 for the heads of branches that were read; `scripts/known_findings.py` writes it.
 """
 
@@ -21,9 +21,16 @@ FILE = Path(__file__).with_name("published.json")
 
 
 def package_of(target: Target) -> str:
-    """Return the package of a distribution that a target is in: `megatron.core` of megatron-core, else the first name."""
-    named = target.distribution.replace("-", ".")
-    return named if f"{target.module}.".startswith(f"{named}.") else target.module.partition(".")[0]
+    """Return the package of a distribution that a target is in: `megatron.core` or `megatron.training` of megatron-core, else the first name."""
+    namespace, *within = target.distribution.split("-")
+    first, *names = target.module.split(".")
+    return ".".join([first, *names[: len(within)]]) if first == namespace else first
+
+
+def key_of(target: Target) -> str:
+    """Return the name in `published.json` of the package that a target is in: its distribution, and `megatron-core megatron.training` for another one of it."""
+    package, named = package_of(target), target.distribution.replace("-", ".")
+    return f"{target.distribution} {package}" if "." in package and package != named else target.distribution
 
 
 def release_of(target: Target, tree: SourceTree) -> str | None:
@@ -45,7 +52,7 @@ def release_of(target: Target, tree: SourceTree) -> str | None:
     names = module.removeprefix(package_of(target)).count(".")
     path = Path(source.path)
     folder = (path.parent if path.name == "__init__.py" else path).parents[names - 1] if names else path.parent
-    return _releases(target.distribution).get(digest_of_folder(str(folder)))
+    return _releases(key_of(target)).get(digest_of_folder(str(folder)))
 
 
 def has_releases_of(distribution: str) -> bool:
@@ -78,14 +85,14 @@ def digest_of_folder(folder: str) -> str:
 
 
 @functools.cache
-def _releases(distribution: str) -> dict[str, str]:
-    """Return the releases that this process knows, by their digests."""
+def _releases(key: str) -> dict[str, str]:
+    """Return the releases that this process knows of a package, by their digests."""
     from packaging.version import Version  # noqa: PLC0415 - not needed to arm
 
     releases: dict[str, dict[str, str]] = json.loads(FILE.read_text(encoding="utf-8"))
-    last = knowledge.until().get(distribution)
+    last = knowledge.until().get(key.partition(" ")[0])
     return {
         found: name
-        for name, found in releases.get(distribution, {}).items()
+        for name, found in releases.get(key, {}).items()
         if last is None or (" " not in name and Version(name) <= last)
     }

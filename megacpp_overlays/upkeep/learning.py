@@ -90,13 +90,13 @@ def learn(tree: ReleaseTree, overlays: Sequence[Erratum], how: LearnOptions) -> 
         OSError: what was learned cannot be written.
     """
     parts = [each for each in overlays if each.target.distribution == tree.distribution]
-    digest = _digest(tree, parts)
+    digests = _digests(tree, parts)
     with tempfile.TemporaryDirectory() as folder:
         words = ["witness", "--json", "--workers", str(how.workers), *how.only]
         said = _ask(tree, how, words, Path(folder))["witnesses"]
         kept = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
     lessons = tuple(_lessons(said, parts))
-    write_down(tree, digest, parts, lessons, kept, how)
+    write_down(tree, digests, parts, lessons, kept, how)
     return Learned(tree, lessons, audit(tree, how))
 
 
@@ -112,13 +112,15 @@ def audit(tree: ReleaseTree, how: LearnOptions) -> dict[str, tuple[str, str]]:
     return {each["id"]: (each["decision"], each["reason"]) for each in ours}
 
 
-def _digest(tree: ReleaseTree, parts: Sequence[Erratum]) -> str:
+def _digests(tree: ReleaseTree, parts: Sequence[Erratum]) -> dict[str, str]:
     if not parts:
         raise UpkeepError(f"{tree.distribution}: no overlay is about it")
-    folder = tree.folder.joinpath(*published.package_of(parts[0].target).split("."))
-    if not folder.is_dir():
-        raise UpkeepError(f"{tree.folder}: it has no package {published.package_of(parts[0].target)}")
-    return published.digest_of_folder(str(folder.resolve()))
+    packages = {published.key_of(each.target): published.package_of(each.target) for each in parts}
+    folders = {key: tree.folder.joinpath(*package.split(".")) for key, package in packages.items()}
+    found = {key: published.digest_of_folder(str(each.resolve())) for key, each in folders.items() if each.is_dir()}
+    if tree.distribution not in found:
+        raise UpkeepError(f"{tree.folder}: it has no package {packages.get(tree.distribution, tree.distribution)}")
+    return found
 
 
 def _ask(tree: ReleaseTree, how: LearnOptions, words: Sequence[str], witnesses: Path) -> dict[str, Any]:
@@ -157,7 +159,7 @@ def _lessons(said: Iterable[Mapping[str, Any]], parts: Sequence[Erratum]) -> Ite
 
 def write_down(
     tree: ReleaseTree,
-    digest: str,
+    digests: Mapping[str, str],
     parts: Sequence[Erratum],
     lessons: Sequence[Lesson],
     kept: Sequence[Mapping[str, Any]],
@@ -167,7 +169,7 @@ def write_down(
 
     Args:
         tree: the release.
-        digest: of its Python files, see `source.published`.
+        digests: of the Python files of its packages by `published.key_of`.
         parts: every declaration that is about it.
         lessons: what was learned.
         kept: the witnesses of what was proved, see `loader.witnesses`.
@@ -197,12 +199,13 @@ def write_down(
     texts = json.loads(of_learned.read_text(encoding="utf-8"))
     before = texts.setdefault(tree.distribution, {}).get(tree.name, {}) if how.only else {}
     texts[tree.distribution][tree.name] = {**before, **found}
-    digests = json.loads(of_published.read_text(encoding="utf-8"))
-    digests.setdefault(tree.distribution, {})[tree.name] = digest
+    published_digests = json.loads(of_published.read_text(encoding="utf-8"))
+    for key, digest in digests.items():
+        published_digests.setdefault(key, {})[tree.name] = digest
     write(
         {
             of_learned: (json.dumps(texts, indent=1, sort_keys=True) + "\n").encode(),
-            of_published: (json.dumps(digests, indent=0, sort_keys=True) + "\n").encode(),
+            of_published: (json.dumps(published_digests, indent=0, sort_keys=True) + "\n").encode(),
         }
     )
 

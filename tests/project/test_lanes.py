@@ -57,6 +57,7 @@ EXPECTED = {
     "float16-distributed-order": (M, ("active", "active", "active", "active", "active", "active")),
     "float16-fp32-exemption": (M, ("active", "active", "active", "active", "active", "active")),
     "float16-optimizer-state-ids": (M, ("active", "active", "active", "active", "active", "active")),
+    "expert-rng-resume": (M, ("absent", *("active",) * 5)),
     "fsdp-optimizer-under-update": (M, ("absent", *("active",) * 5)),
     "fully-reshardable-padding": (M, ("active",) * 6),
     "hybrid-linear-ce": (M, ("absent",) * 6),

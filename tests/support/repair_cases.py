@@ -25,6 +25,7 @@ from megacpp_overlays.feature_probes import (
     dsa_indexer_streaming,
     dsa_sparse_attention,
     expert_bias_padding_mask,
+    expert_rng_resume,
     explicit_tp_groups,
     float16_distributed_order,
     float16_fp32_exemption,
@@ -179,6 +180,20 @@ def refreshed_copies() -> dict[str, str | None]:
         target: text.replace(REFRESHED, "            self._copy_shards()\n" + REFRESHED),
         copies: hybrid.replace(REFRESHES, ALL_COPIES),
     }
+
+
+REPLICA = "            replica_id=dp_cp_rank,\n"
+OWN = "            replica_id=0,\n"
+SHAPE = "            (pp_size, tp_size),\n            (pp_rank, tp_rank),\n" + REPLICA
+OF_RANKS = "            (pp_size, tp_size, dp_cp_size),\n            (pp_rank, tp_rank, dp_cp_rank),\n" + OWN
+
+
+def states_of_ranks() -> dict[str, str | None]:
+    """Return a module that saves the states of each rank; made up, after what pull request 6858 says of itself."""
+    target = expert_rng_resume.TARGET.module
+    text = released("megatron_core-0.19.2", target)
+    assert text.count(SHAPE) == 1
+    return {target: text.replace(SHAPE, OF_RANKS)}
 
 
 CACHED = "                self.cached_loss_mask = loss_mask\n"
@@ -1230,6 +1245,19 @@ CASES = {
             "decorated": ("    def _copy_model_params_to_main_params(", "    @of_old\n    def _copy_model_params_to_main_params("),
             "set from outside": appended("DistributedOptimizer._copy_model_params_to_main_params = of_old"),
         },
+    ),
+    "states of expert ranks": Case(
+        expert_rng_resume,
+        expert_rng_resume.TARGET.module,
+        states_of_ranks,
+        {
+            "of one for all": (OF_RANKS, SHAPE.replace("dp_cp_rank", "dp_cp_rank or 0")),
+            "under one name": ("(pp_rank, tp_rank, dp_cp_rank),\n", "(pp_rank, tp_rank, 0),\n"),
+            "and read of the first": ("        dp_rank = (\n                        get_pg_rank(dp_group)", "        dp_rank = first(\n                        get_pg_rank(dp_group)"),
+            "decorated": ("def get_rng_state(", "@of_old\ndef get_rng_state("),
+            "set from outside": appended("get_rng_state = of_old"),
+        },
+        tree=lambda: archive("megatron_core-0.19.2"),
     ),
     "cached loss mask": Case(
         loss_mask_cache,

@@ -98,7 +98,7 @@ def test_what_was_shown_is_written_beside_what_is_known_of_other_releases(
 
     learning.write_down(
         ReleaseTree("liger-kernel", "0.9.0", tmp_path),
-        "2" * 16,
+        {"liger-kernel": "2" * 16},
         [part, replace(part, id="other")],
         lessons,
         [kept],

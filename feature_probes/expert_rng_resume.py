@@ -1,0 +1,57 @@
+"""Random streams of experts in checkpoints of `megatron.training`, of which one rank saves its own for all that share its pipeline and tensor rank.
+
+`get_rng_state` makes all ranks of a data and context parallel group replicas of one object, though their expert streams differ. The seam adds those of all to what it
+returns, and each rank finds its own in what `_load_base_checkpoint` returns. So states must be in a list of one dictionary, which is read by names.
+
+Source: https://github.com/NVIDIA/Megatron-LM/pull/6858
+"""
+
+from __future__ import annotations
+
+import ast
+
+from megacpp_overlays.errors import SourceError
+from megacpp_overlays.feature_probes.definitions import plain_function
+from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
+from megacpp_overlays.feature_probes.repairs import Repairs, judged
+from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source.patterns import Pattern
+from megacpp_overlays.source.trees import SourceTree
+
+SAVED, READ, LOADED = "get_rng_state", "_load_base_checkpoint", "load_checkpoint"
+TARGET = Target(distribution="megatron-core", module="megatron.training.checkpointing", symbol=SAVED)
+STREAMS = "megatron.core.tensor_parallel.random"
+SEED = "model_parallel_cuda_manual_seed"
+REPLICAS = "one-of-replicas"
+
+_REPAIRED: Repairs = {}  # no release has it
+_STATES = Pattern("tensor_parallel.get_cuda_rng_tracker().get_states()")
+_ONE = Pattern("$states = [$state]")
+_SHARDED = Pattern("$states = ShardedObject($_, $states, (pp_size, tp_size), (pp_rank, tp_rank), replica_id=$replica)")
+_REPLICA = {"dp_cp_rank", "mpu.get_data_parallel_rank(with_context_parallel=True)"}
+_BASE = Pattern("state_dict, checkpoint_name, release, ckpt_type = _load_base_checkpoint($$_)")
+_FIRST = Pattern("rng_state = rng_state[0]")
+_TAKEN = Pattern("rng_state['rng_tracker_states'].items()")
+_SET = Pattern("cuda_rng_tracker.set_states(rng_tracker_states)")
+_SEED = Pattern("$_.add(_EXPERT_PARALLEL_RNG_TRACKER_NAME, $seed)")
+
+
+def probe(tree: SourceTree) -> Finding:
+    """Return whether expert ranks share what one of them saved."""
+    source, streams = tree.module(TARGET.module), tree.module(STREAMS)
+    method = plain_function(source, SAVED) if source else None
+    if source is None or method is None:
+        return absent(f"there is no {TARGET.module}.{SAVED}", source)
+    base = plain_function(source, READ)
+    seeds = plain_function(streams, SEED) if streams else None
+    if seeds is None or not any(_SEED.find(seeds)):
+        raise SourceError("streams of experts are seeded otherwise", file=source.path)
+    if base is None or not all(any(each.find(source.syntax)) for each in (_BASE, _FIRST, _TAKEN, _SET)):
+        raise unknown(source, base, "what was saved is taken over otherwise")
+    found = [each for each in _SHARDED.find(method) if each.text("replica") in _REPLICA]
+    if len(found) != 1 or "expert" in ast.unparse(method):
+        places = [f"{TARGET.module}:{each}" for each in (SAVED, READ, LOADED)]
+        return judged(tree, _REPAIRED, at(source, method, "states are saved for other ranks"), places=places)
+    if not any(_ONE.find(method)) or not any(_STATES.find(method)):
+        raise unknown(source, method, "other states are saved")
+    return broken(REPLICAS, at(source, found[0].node, "ranks that differ in their expert stream are replicas"))
