@@ -17,6 +17,7 @@ from megacpp_overlays import cli
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.loader import session as sessions
 from megacpp_overlays.loader.session import Session
+from megacpp_overlays.model import Target
 
 SessionMaker = Callable[..., Session]
 
@@ -60,6 +61,22 @@ def test_audit_exits_1_on_a_conflict_and_on_a_target_it_cannot_vouch_for(
     assert cli.main(["audit"]) == 1
 
     assert says in " ".join(capsys.readouterr().out.split())  # the table wraps its lines
+
+
+def test_a_target_beside_the_package_of_its_distribution_waits_where_another_package_is_missing(
+    upstream: Upstream, session: SessionMaker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    upstream.write("import a_package_that_is_missing\n" + BROKEN_TEXT)
+    target = Target(distribution=f"{upstream.name}-core", module=upstream.module_name, symbol="double")
+    made = session(upstream.overlay(target=target))
+    made.arm()
+    monkeypatch.setattr(sessions, "current", lambda: made)
+
+    assert cli.main(["audit", "--json"]) == 0
+
+    (found,) = json.loads(capsys.readouterr().out)["decisions"]
+    assert found["decision"] == "armed"
+    assert found["reason"].endswith("cannot be imported here and waits: No module named 'a_package_that_is_missing'")
 
 
 @pytest.mark.parametrize("arguments", [[], ["audti"], ["audit", "--jsn"], ["ledger", "--check"]])
