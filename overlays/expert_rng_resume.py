@@ -168,6 +168,6 @@ OVERLAY = Overlay(
     until="checkpoints have a stream for each rank",
     retire_when="checkpoints of megatron.training have the expert stream of each expert rank",
     threads=(Thread(repository="NVIDIA/Megatron-LM", number=6858, state="merged, opened 2026-08-25, in no release"),),
-    last_validated="2026-11-27, x86-64 without GPU, torch 2.11.0, two gloo ranks: megatron-core 0.17.0, 0.18.2 and 0.19.2; 0.17.0 to "
+    last_validated="2026-11-27, x86-64 without GPU, torch 2.11.0, two gloo ranks: megatron-core 0.18.2 and 0.19.2; 0.17.0 to "
     "0.19.2 and main d98e8a64dd read",
 )
