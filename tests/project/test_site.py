@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from pages_in_browser import check_accessible, chromium
-from places import ROOT
+from places import HANG_S, ROOT
 
 BUILT = ROOT / ".cache/site/html"
 QUICK = ("index.html", "docs/overlays.html", "docs/operating.html", "docs/other-patches.html")
@@ -43,6 +43,7 @@ def open_page(browser: Any, site: Path) -> Iterator[Open]:
 
     def load(name: str, *, width: int = 1280, scheme: str = "light", query: str = "") -> Any:
         contexts.append(browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme))
+        contexts[-1].set_default_timeout(1000 * HANG_S)
         tab = contexts[-1].new_page()
         tab.on("request", lambda request: asked.append(request.url))
         tab.on("pageerror", lambda error: said.append(str(error)))
