@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypedDict
 
 from megacpp_overlays.concerns.configuration import Configuration
 from megacpp_overlays.concerns.predicates import Answer, because, of_predicate
@@ -11,6 +10,7 @@ from megacpp_overlays.errors import RegistryError
 from megacpp_overlays.frozen import NamedTuple
 from megacpp_overlays.loader.lines import by_overlay
 from megacpp_overlays.loader.overview import Line, wrapped
+from megacpp_overlays.loader.rendering import ModelData
 from megacpp_overlays.model import Decision, Erratum, Record
 
 
@@ -34,16 +34,6 @@ class Concerns(NamedTuple):
         """Return whether a model may be concerned; so it is by what nothing is known of."""
         concern = self.by_id.get(overlay_id)
         return concern is None or concern.answer.concerns
-
-
-class ModelData(TypedDict):
-    """What is known of a model in an audit as plain data."""
-
-    origin: str
-    concerns: dict[str, str]
-    """`yes`, `no` or `undecided` by id."""
-    because: dict[str, str]
-    """What a no or an undecided rests on, by id."""
 
 
 def concerns(declared: Iterable[Erratum], configuration: Configuration) -> Concerns:

@@ -65,6 +65,23 @@ class AuditWithCopiesData(AuditData, total=False):
     hub_copies: list[str]
 
 
+class ModelData(TypedDict):
+    """What is known of a model, and which overlays concern it; see `concerns.report`."""
+
+    origin: str
+    concerns: dict[str, str]
+    """`yes`, `no` or `undecided` by id."""
+    because: dict[str, str]
+    """What a no or an undecided rests on, by id."""
+
+
+class LeftAuditData(AuditWithCopiesData, total=False):
+    """An audit that rank 0 left in a file, or that was asked for with the configuration of a model."""
+
+    model: ModelData
+    ranks: AgreementData
+
+
 def consequence(record: Record) -> str:
     """Return what the decision means for the run; empty where upstream is fixed, absent or not known yet."""
     breaks = record.overlay.breaks

@@ -36,8 +36,7 @@ from megacpp_overlays.processes import model_at_hand, ranks
 from megacpp_overlays.runtime import optimizers
 
 if TYPE_CHECKING:
-    from megacpp_overlays.concerns.report import ModelData
-    from megacpp_overlays.loader.rendering import AgreementData, AuditData
+    from megacpp_overlays.loader.rendering import AgreementData, AuditData, ModelData
 
 GROUPS = "torch.distributed.distributed_c10d"
 OPTIMIZERS = "torch.optim.optimizer"
