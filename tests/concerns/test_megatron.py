@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import ast
-import json
-import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import warm_python
-from places import HANG_S, ROOT, SUPPORT
+from places import SUPPORT
 from releases import newest
 
 from megacpp_overlays.concerns.command_lines import _TAKES_A_VALUE
@@ -134,16 +131,14 @@ PACKS = [f"{number:02}" for number in (21, 22, 23, 25, 28, 30, 32, 33, 34, 36, 3
 @pytest.mark.parametrize(
     "pack", [each if each == "34" else pytest.param(each, marks=pytest.mark.full) for each in PACKS]
 )
-def test_no_predicate_rules_out_what_the_reproducer_of_its_pack_builds(pack: str) -> None:
+def test_no_predicate_rules_out_what_the_reproducer_of_its_pack_builds(
+    pack: str, megatron_says: Callable[..., Any]
+) -> None:
     """The defect shows with these objects, so a no would be wrong."""
-    env = {**os.environ, "MEGACPP_OVERLAYS": "off", "PYTHONPATH": os.pathsep.join(map(str, (ROOT, SUPPORT)))}
-    done = warm_python.run(
-        ["-W", "ignore", SUPPORT / "recorded_configs.py", pack], env, after=warm_python.UNCOMPILED, timeout=HANG_S
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    said = megatron_says(newest(), SUPPORT / "recorded_configs.py", pack, MEGACPP_OVERLAYS="off")
     predicates = {each.id: each.concerns for each in registry.load()}
 
-    made = {overlay: objects for overlay, objects in json.loads(done.stdout).items() if objects}
+    made = {overlay: objects for overlay, objects in said.items() if objects}
 
     assert made, f"pack {pack} makes no configuration object any more"
     for overlay, objects in made.items():

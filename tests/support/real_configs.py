@@ -52,7 +52,7 @@ def _latent() -> Any:
     )
     return (
         model,
-        OptimizerConfig(use_distributed_optimizer=True),
+        OptimizerConfig(use_distributed_optimizer=True, bf16=True),
         DistributedDataParallelConfig(use_distributed_optimizer=True),
     )
 
