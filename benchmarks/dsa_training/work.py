@@ -102,8 +102,8 @@ def one_rank(device: str) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def model(size: Size, way: Way, device: str) -> Any:
-    """Return a model; its weights are to be loaded."""
+def model(size: Size, way: Way, device: str, ranks: int = 1) -> Any:
+    """Return a model for one of the context-parallel ranks; its weights are to be loaded."""
     from local_stack import hybrid_stack_spec
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -132,6 +132,8 @@ def model(size: Size, way: Way, device: str) -> Any:
         dsa_indexer_loss_coeff=0.01,
         dsa_indexer_use_sparse_loss=True,
         dsa_indexer_rotate_activation=False,
+        context_parallel_size=ranks,
+        cp_comm_type="allgather",
     )
     config.dsa_kernel_backend = way.backend
     made = HybridModel(

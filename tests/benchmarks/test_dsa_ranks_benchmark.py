@@ -1,0 +1,63 @@
+"""The benchmark of sparse attention on context-parallel ranks, on a CPU: two ranks over gloo, a real layer of Megatron, tiny sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import HANG_S, ROOT
+
+pytestmark = [pytest.mark.upstream, pytest.mark.full]
+
+FOLDER = ROOT / "benchmarks/dsa_ranks"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run it; return the folder of what it wrote."""
+    folder = tmp_path_factory.mktemp("dsa")
+    files = ["--json", folder / "found.json", "--write", folder / "page.md"]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", FOLDER / "run.py", "--device", "cpu", "--quick", "--sizes", "1", "2", *files],
+        env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture
+def found(written: Path) -> dict[str, Any]:
+    kept: dict[str, Any] = json.loads((written / "found.json").read_text())
+    return kept
+
+
+def test_gradients_of_two_ranks_are_those_of_one(found: dict[str, Any]) -> None:
+    gradients = found["ranks"]["2"]["gradients"]
+
+    assert max(gradients["float32"]["ranks"].values()) < 1e-5
+    assert max(gradients["bfloat16"]["ranks"].values()) < 2e-2
+    assert len(gradients["float32"]["ranks"]) == 14
+
+
+def test_two_ranks_learn_what_one_does(found: dict[str, Any]) -> None:
+    (one,), (two,) = (found["ranks"][ranks]["runs"] for ranks in ("1", "2"))
+
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-2)
+    assert two["losses"][-1] < two["losses"][0]
+
+
+def test_the_page_is_made_again_from_the_numbers_without_torch(written: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-S", FOLDER / "page.py", written / "found.json", "--write", tmp_path / "page.md"]
+    subprocess.run(command, check=True, capture_output=True, timeout=HANG_S)
+
+    assert (tmp_path / "page.md").read_text() == (written / "page.md").read_text()
