@@ -117,6 +117,25 @@ def test_few_heads_have_tiles_of_their_own() -> None:
         assert tiles.forward_ring(parts, heads) is tiles.score_ring(parts, heads) is None
 
 
-@pytest.mark.parametrize(("keys", "dim", "mib"), [(4096, 576, 384), (32768, 576, 576), (1 << 20, 576, 2048)])
+@pytest.mark.parametrize(("keys", "dim", "mib"), [(4096, 576, 384), (32768, 576, 1152), (1 << 20, 576, 2048)])
 def test_gradients_of_slots_take_memory_by_the_keys_they_are_added_to(keys: int, dim: int, mib: int) -> None:
     assert tiles.slot_bytes(keys, dim) == mib << 20
+
+
+@pytest.mark.parametrize("dim", [16, 48, 80, 128, 192, 208, 320, 448, 576, 640])
+def test_programs_add_up_every_tile_of_channels_once(dim: int) -> None:
+    every = [
+        (tile.start + at * tile.width, tile.width, tile.before + at)
+        for tile in tiles.channel_tiles(dim)
+        for at in range(tile.tiles)
+    ]
+
+    found = []
+    for each in tiles.sum_tiles(dim):
+        assert each.tiles & (each.tiles - 1) == 0
+        found += [(each.start + at * each.width, each.width, each.before + at) for at in range(each.tiles)]
+        if each.rest:
+            found.append((each.start + each.tiles * each.width, each.rest, each.before + each.tiles))
+
+    assert found == every
+    assert len(tiles.sum_tiles(dim)) == (2 if dim == 448 else 1)  # three wide tiles and a rest

@@ -23,6 +23,7 @@ from megacpp_overlays.kernels import measured
 from megacpp_overlays.kernels.chosen_keys import device_code
 from megacpp_overlays.kernels.devices import on_device_of
 from megacpp_overlays.kernels.sparse_attention import device_code as attention_code
+from megacpp_overlays.kernels.sparse_attention import in_triton as attention
 from megacpp_overlays.kernels.sparse_attention import slot_order, tiles
 
 _SCORE_BYTES = 1 << 28
@@ -31,10 +32,10 @@ _LONGEST_ROW = 16384
 """Slots that a program compares, 32 a thread."""
 _MOST_HEADS, _LARGEST_DIM = 64, 128
 """Of the indexer: a program holds all of a row."""
-_SCORE_TILE = {"SLOTS": 32, "STAGES": 2, "num_warps": 1}
+_SCORE_TILE = {"SLOTS": 32, "STAGES": 3, "num_warps": 1}
 _SCORE_TILE_OF_MANY_HEADS = {"SLOTS": 32, "STAGES": 2, "num_warps": 4}
 _GRADIENT_TILE = {"SLOTS": 64, "STAGES": 2, "num_warps": 4}
-_SUMMED = 4096
+_SUMMED = 16384
 """Scores that a program of the second pass over the target holds at a time."""
 
 
@@ -133,7 +134,6 @@ def gradients(
     padded = max(16, int(triton.next_power_of_2(dim)))
     with on_device_of(q):
         counts = _counts(indices, keys)
-        places = slot_order.places(indices, keys)
         for start in range(0, rows, some):
             fewer = min(some, rows - start)
             device_code.pair_gradients[(fewer,)](
@@ -146,14 +146,8 @@ def gradients(
                 HEADS=max(16, int(triton.next_power_of_2(heads))),
                 **_GRADIENT_TILE,
             )
-            order, ends = slot_order.sort(places[start : start + fewer], keys * batch)
-            attention_code.sum_slots[(keys * batch, 1)](
-                *(of_slots, units, order, ends, of_k, dim, 0, 0, 1),
-                FIRST_TIME=start == 0,
-                SLOTS=tiles.SUM_SLOTS.slots,
-                CHANNELS=padded,
-                num_warps=tiles.SUM_SLOTS.warps,
-            )
+            order, ends = slot_order.sorted_slots(indices, keys, start, fewer)
+            attention.sum_slots(of_slots, units, order, ends, of_k, [tiles.SumTiles(0, 1, padded, 0, 0)], start == 0)
     return of_q, of_weights, of_k.view(k.shape).to(k.dtype)
 
 

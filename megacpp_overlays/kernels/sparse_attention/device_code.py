@@ -104,11 +104,85 @@ def _keys(
 
 
 @triton.jit
+def _parts(at, inside, channels, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    """Return FIRST channels of rows as a tuple of tiles of WIDTH; 0 from `channels` on."""
+    parts = ()
+    for part in tl.static_range(FIRST // WIDTH):
+        channel = part * WIDTH + tl.arange(0, WIDTH)
+        parts = parts + (tl.load(at + channel[None, :], mask=inside & (channel < channels)[None, :], other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+    return parts
+
+
+@triton.jit
+def _key_parts(
+    at, like, key_scales, taken, chosen, s_row, s_block, FIRST: tl.constexpr, WIDTH: tl.constexpr, SCALES: tl.constexpr
+):
+    """Return FIRST channels of keys, which none is cut short of, as a tuple of tiles of WIDTH: see `_keys`."""
+    parts = ()
+    for part in tl.static_range(FIRST // WIDTH):
+        channel = part * WIDTH + tl.arange(0, WIDTH)
+        tile = _keys(
+            at + channel[None, :],
+            chosen[:, None],
+            like,
+            key_scales,
+            taken,
+            chosen,
+            channel,
+            s_row,
+            s_block,
+            part * WIDTH,
+            WIDTH,
+            SCALES,
+        )
+        parts = parts + (tile,)  # type: ignore[assignment]  # noqa: RUF005
+    return parts
+
+
+@triton.jit
+def _no_sums(ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+    sums = ()
+    for _ in tl.static_range(PARTS):
+        sums = sums + (tl.zeros((ROWS, WIDTH), dtype=tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    return sums
+
+
+@triton.jit
+def _added(left, right, sums, shrunk, PARTS: tl.constexpr, SHRINKS: tl.constexpr):
+    """Return the sums, shrunk, with the products of one tile and each tile on the right added."""
+    added = ()
+    for part in tl.static_range(PARTS):
+        sum = sums[part] * shrunk if SHRINKS else sums[part]
+        added = added + (_dot(left, right[part], sum),)  # type: ignore[assignment]  # noqa: RUF005
+    return added
+
+
+@triton.jit
+def _products(left, right, PARTS: tl.constexpr):
+    """Return products of rows with rows, whose channels come in tiles."""
+    sum = _product(left[0], tl.trans(right[0]))
+    for part in tl.static_range(1, PARTS):
+        sum = _dot(left[part], tl.trans(right[part]), sum)
+    return sum
+
+
+@triton.jit
 def _scores(
-    q_first, q_rest, k_first, k_rest, chosen, bias, slot, slots, factor, REST: tl.constexpr, BIAS: tl.constexpr
+    q_parts,
+    q_rest,
+    k_parts,
+    k_rest,
+    chosen,
+    bias,
+    slot,
+    slots,
+    factor,
+    PARTS: tl.constexpr,
+    REST: tl.constexpr,
+    BIAS: tl.constexpr,
 ):
     """Return the scores of a tile (heads, slots) as powers of two, -inf where there is no choice."""
-    score = _product(q_first, tl.trans(k_first))
+    score = _products(q_parts, k_parts, PARTS)
     if REST > 0:
         score = _dot(q_rest, tl.trans(k_rest), score)
     score = score * factor
@@ -149,6 +223,7 @@ def attend_rows(
     b_batch,
     b_row,
     FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
     REST: tl.constexpr,
     WIDE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -164,11 +239,11 @@ def attend_rows(
     KEEPS: the output is divided by the sum of the weights as they are multiplied, rounded, so that its shares add up to 1, and
     what rounding takes from it is written, too. A backward pass needs both.
     """
+    PARTS: tl.constexpr = FIRST // WIDTH
     blocks = tl.cdiv(heads, HEADS)
     row = tl.program_id(0) // blocks
     head = (tl.program_id(0) % blocks) * HEADS + tl.arange(0, HEADS)
     query, element = (row // batch).to(tl.int64), (row % batch).to(tl.int64)
-    first = tl.arange(0, FIRST)
     q_at = q + query * q_row + element * q_batch + head.to(tl.int64)[:, None] * q_head
     k += element * k_batch
     indices += element * i_batch + query * i_row
@@ -176,13 +251,13 @@ def attend_rows(
         key_scales += element * s_batch
     if BIAS:
         bias += element * b_batch + query * b_row
-    q_first = tl.load(q_at + first[None, :], mask=head[:, None] < heads, other=0.0)
-    sum_first = tl.zeros((HEADS, FIRST), dtype=tl.float32)
+    q_parts = _parts(q_at, head[:, None] < heads, dim, FIRST, WIDTH)
+    sums = _no_sums(HEADS, WIDTH, PARTS)
     if REST > 0:
         rest = FIRST + tl.arange(0, REST)
         q_rest = tl.load(q_at + rest[None, :], mask=(head[:, None] < heads) & (rest[None, :] < dim), other=0.0)
     else:
-        q_rest = q_first
+        q_rest = q_parts[0]
     if WIDE:
         sum_rest = tl.zeros((HEADS, REST), dtype=tl.float32)
     if SINK:
@@ -198,20 +273,7 @@ def attend_rows(
         chosen = (index >= 0) & (index < keys)
         taken = tl.where(chosen, index, 0).to(tl.int64)
         k_at = k + taken[:, None] * k_row
-        k_first = _keys(
-            k_at + first[None, :],
-            chosen[:, None],
-            q,
-            key_scales,
-            taken,
-            chosen,
-            first,
-            s_row,
-            s_block,
-            0,
-            FIRST,
-            SCALES,
-        )
+        k_parts = _key_parts(k_at, q, key_scales, taken, chosen, s_row, s_block, FIRST, WIDTH, SCALES)
         if REST > 0:
             inside_rest = chosen[:, None] & (rest[None, :] < dim)
             k_rest = _keys(
@@ -229,22 +291,22 @@ def attend_rows(
                 SCALES,
             )
         else:
-            k_rest = k_first
-        score = _scores(q_first, q_rest, k_first, k_rest, chosen, bias, slot, slots, factor, REST, BIAS)
+            k_rest = k_parts[0]
+        score = _scores(q_parts, q_rest, k_parts, k_rest, chosen, bias, slot, slots, factor, PARTS, REST, BIAS)
         above = tl.maximum(largest, tl.max(score, axis=1))
         base = tl.where(above == float("-inf"), 0.0, above)
         weight = tl.exp2(score - base[:, None])
         shrunk = tl.exp2(largest - base)
         largest = above
         if KEEPS:  # in one reduction: each waits for other warps
-            rounded = weight.to(k_first.dtype).to(tl.float32)
+            rounded = weight.to(q_rest.dtype).to(tl.float32)
             added, rounded_added = tl.reduce((weight, rounded), axis=1, combine_fn=_add_both)
             rounded_total = rounded_total * shrunk + rounded_added
         else:
             added = tl.sum(weight, axis=1)
         total = total * shrunk + added
-        weight = weight.to(k_first.dtype)
-        sum_first = _dot(weight, k_first, sum_first * shrunk[:, None])
+        weight = weight.to(q_rest.dtype)
+        sums = _added(weight, k_parts, sums, shrunk[:, None], PARTS, True)
         if WIDE:
             sum_rest = _dot(weight, k_rest, sum_rest * shrunk[:, None])
     divisor = rounded_total if KEEPS else total
@@ -252,12 +314,14 @@ def attend_rows(
     place = (query * batch + element) * heads + head
     inside = head[:, None] < heads
     out_at = place[:, None] * value
-    sum_first *= share
-    of_first = inside & (first[None, :] < value)
-    rounded_first = sum_first.to(out.dtype.element_ty)
-    tl.store(out + out_at + first[None, :], rounded_first, mask=of_first)
-    if KEEPS:
-        tl.store(remainder + out_at + first[None, :], _remainder(sum_first, rounded_first), mask=of_first)
+    for part in tl.static_range(PARTS):
+        exact = sums[part] * share
+        channel = part * WIDTH + tl.arange(0, WIDTH)
+        of_part = inside & (channel[None, :] < value)
+        rounded = exact.to(out.dtype.element_ty)
+        tl.store(out + out_at + channel[None, :], rounded, mask=of_part)
+        if KEEPS:
+            tl.store(remainder + out_at + channel[None, :], _remainder(exact, rounded), mask=of_part)
     if WIDE:
         sum_rest *= share
         of_rest = inside & (rest[None, :] < value)
@@ -348,6 +412,7 @@ def query_side(
     g_batch,
     g_head,
     FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
     REST: tl.constexpr,
     WIDE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -361,13 +426,13 @@ def query_side(
     Gradients of the scores of a row add up to `due`. That of a heavy slot, one with more than HEAVY of all weight, is a small
     difference of large numbers; it is taken as what the others leave of `due`, so it is as exact as they are.
     """
+    PARTS: tl.constexpr = FIRST // WIDTH
     blocks = tl.cdiv(heads, HEADS)
     local = tl.program_id(0) // blocks
     row = row_start + local
     head = (tl.program_id(0) % blocks) * HEADS + tl.arange(0, HEADS)
     query, element = (row // batch).to(tl.int64), (row % batch).to(tl.int64)
     inside = head < heads
-    first = tl.arange(0, FIRST)
     head_at = head.to(tl.int64)[:, None]
     q_at = q + query * q_row + element * q_batch + head_at * q_head
     grad_at = grad + query * g_row + element * g_batch + head_at * g_head
@@ -377,15 +442,15 @@ def query_side(
         key_scales += element * s_batch
     if BIAS:
         bias += element * b_batch + query * b_row
-    q_first = tl.load(q_at + first[None, :], mask=inside[:, None], other=0.0)
-    grad_first = tl.load(grad_at + first[None, :], mask=inside[:, None] & (first[None, :] < value), other=0.0)
-    sum_first = tl.zeros((HEADS, FIRST), dtype=tl.float32)
+    q_parts = _parts(q_at, inside[:, None], dim, FIRST, WIDTH)
+    grad_parts = _parts(grad_at, inside[:, None], value, FIRST, WIDTH)
+    sums = _no_sums(HEADS, WIDTH, PARTS)
     if REST > 0:
         rest = FIRST + tl.arange(0, REST)
         q_rest = tl.load(q_at + rest[None, :], mask=inside[:, None] & (rest[None, :] < dim), other=0.0)
         sum_rest = tl.zeros((HEADS, REST), dtype=tl.float32)
     else:
-        q_rest = q_first
+        q_rest = q_parts[0]
     if WIDE:
         grad_rest = tl.load(grad_at + rest[None, :], mask=inside[:, None] & (rest[None, :] < value), other=0.0)
     place = (query * batch + element) * heads + head
@@ -401,20 +466,7 @@ def query_side(
         chosen = (index >= 0) & (index < keys)
         taken = tl.where(chosen, index, 0).to(tl.int64)
         k_at = k + taken[:, None] * k_row
-        k_first = _keys(
-            k_at + first[None, :],
-            chosen[:, None],
-            q,
-            key_scales,
-            taken,
-            chosen,
-            first,
-            s_row,
-            s_block,
-            0,
-            FIRST,
-            SCALES,
-        )
+        k_parts = _key_parts(k_at, q, key_scales, taken, chosen, s_row, s_block, FIRST, WIDTH, SCALES)
         if REST > 0:
             inside_rest = chosen[:, None] & (rest[None, :] < dim)
             k_rest = _keys(
@@ -432,50 +484,37 @@ def query_side(
                 SCALES,
             )
         else:
-            k_rest = k_first
-        score = _scores(q_first, q_rest, k_first, k_rest, chosen, bias, slot, slots, factor, REST, BIAS)
+            k_rest = k_parts[0]
+        score = _scores(q_parts, q_rest, k_parts, k_rest, chosen, bias, slot, slots, factor, PARTS, REST, BIAS)
         weight = tl.exp2(score - base)
-        of_weight = _product(grad_first, tl.trans(k_first))
+        of_weight = _products(grad_parts, k_parts, PARTS)
         if WIDE:
             of_weight = _dot(grad_rest, tl.trans(k_rest), of_weight)
         is_heavy = weight > HEAVY
         heavy = tl.maximum(heavy, tl.max(tl.where(is_heavy, slot[None, :], -1), axis=1))
         of_score = tl.where(is_heavy, 0.0, weight * (of_weight - middle))
         others += tl.sum(of_score, axis=1)
-        of_score = of_score.to(k_first.dtype)
+        of_score = of_score.to(q_rest.dtype)
         kept_at = (local.to(tl.int64) * heads + head)[:, None] * slots + slot[None, :]
         kept = inside[:, None] & (slot < slots)[None, :]
-        tl.store(weights + kept_at, weight.to(k_first.dtype), mask=kept)
+        tl.store(weights + kept_at, weight.to(q_rest.dtype), mask=kept)
         tl.store(of_scores + kept_at, of_score, mask=kept)
-        sum_first = _dot(of_score, k_first, sum_first)
+        sums = _added(of_score, k_parts, sums, 1.0, PARTS, False)
         if REST > 0:
             sum_rest = _dot(of_score, k_rest, sum_rest)
     if tl.max(heavy, axis=0) >= 0:
         has_heavy = inside & (heavy >= 0)
         tl.debug_barrier()  # the loop has written 0 there, in another thread perhaps
-        of_heavy = (tl.load(due + place, mask=inside, other=0.0) - others).to(q_first.dtype)
+        of_heavy = (tl.load(due + place, mask=inside, other=0.0) - others).to(q_rest.dtype)
         tl.store(of_scores + (local.to(tl.int64) * heads + head) * slots + heavy, of_heavy, mask=has_heavy)
         # One more tile, whose slots are the heavy ones of the heads: a head takes part in its own.
         local_head = tl.arange(0, HEADS)
         own = has_heavy[:, None] & (local_head[:, None] == local_head[None, :])
-        of_heavy = tl.where(own, of_heavy[:, None], 0.0).to(q_first.dtype)
+        of_heavy = tl.where(own, of_heavy[:, None], 0.0).to(q_rest.dtype)
         taken = tl.load(indices + heavy, mask=has_heavy, other=0).to(tl.int64)
         k_at = k + taken[:, None] * k_row
-        k_heavy = _keys(
-            k_at + first[None, :],
-            has_heavy[:, None],
-            q,
-            key_scales,
-            taken,
-            has_heavy,
-            first,
-            s_row,
-            s_block,
-            0,
-            FIRST,
-            SCALES,
-        )
-        sum_first = _dot(of_heavy, k_heavy, sum_first)
+        k_parts = _key_parts(k_at, q, key_scales, taken, has_heavy, s_row, s_block, FIRST, WIDTH, SCALES)
+        sums = _added(of_heavy, k_parts, sums, 1.0, PARTS, False)
         if REST > 0:
             k_heavy = _keys(
                 k_at + rest[None, :],
@@ -493,7 +532,9 @@ def query_side(
             )
             sum_rest = _dot(of_heavy, k_heavy, sum_rest)
     of_q_at = of_q + place[:, None] * dim
-    tl.store(of_q_at + first[None, :], (sum_first * scale).to(of_q.dtype.element_ty), mask=inside[:, None])
+    for part in tl.static_range(PARTS):
+        channel = (part * WIDTH + tl.arange(0, WIDTH))[None, :]
+        tl.store(of_q_at + channel, (sums[part] * scale).to(of_q.dtype.element_ty), mask=inside[:, None])
     if REST > 0:
         tl.store(
             of_q_at + rest[None, :],
@@ -664,6 +705,16 @@ def slot_side(
 
 
 @triton.jit
+def _store_slots(of_slots, units, sum, place, inside, channel, dim):
+    """Store float32 numbers of a tile of channels of slots as float16 times a unit of each slot."""
+    exponent = _exponent(tl.max(tl.abs(sum), axis=1))
+    part = (sum * _power(exponent)[:, None]).to(tl.float16)
+    at = of_slots + place[:, None] * dim + channel
+    tl.store(at, part, mask=inside[:, None] & (channel < dim), eviction_policy="evict_first")
+    tl.store(units, _power(254 - exponent), mask=inside)
+
+
+@triton.jit
 def slot_side_of_few_heads(
     q,
     grad,
@@ -680,10 +731,6 @@ def slot_side_of_few_heads(
     dim,
     value,
     scale,
-    channel_start,
-    unit_start,
-    unit_tiles,
-    tiles,
     q_row,
     q_batch,
     q_head,
@@ -691,12 +738,16 @@ def slot_side_of_few_heads(
     g_batch,
     g_head,
     SLOTS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    REST: tl.constexpr,
     HEADS: tl.constexpr,
-    VALUES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write what `slot_side` does, where one tile has all heads: a program goes over tiles of channels with what it read of slots."""
+    """Write what `slot_side` does, where one tile has all heads: a program goes over all channels with what it read of slots.
+
+    These are TILES tiles of WIDTH channels and one of REST (0 for none).
+    """
     down = tl.program_id(0) % tl.cdiv(slots, SLOTS)
     local = tl.program_id(0) // tl.cdiv(slots, SLOTS)
     row = row_start + local
@@ -713,16 +764,32 @@ def slot_side_of_few_heads(
         q_at = q + query * q_row + element * q_batch + head.to(tl.int64) * q_head
         grad_at = grad + query * g_row + element * g_batch + head.to(tl.int64) * g_head
         place = local.to(tl.int64) * slots + slot
-        for across in tl.range(0, tiles, num_stages=STAGES):
-            channel = (channel_start + across * CHANNELS + tl.arange(0, CHANNELS))[None, :]
+        units_at = units + place * (TILES + (1 if REST > 0 else 0))
+        for tile in tl.range(0, TILES, num_stages=STAGES):
+            channel = (tile * WIDTH + tl.arange(0, WIDTH))[None, :]
             sum = _product(of_score, tl.load(q_at + channel, mask=(head < heads) & (channel < dim), other=0.0)) * scale
-            if VALUES:
-                above = tl.load(grad_at + channel, mask=(head < heads) & (channel < value), other=0.0)
-                sum = _dot(weight, above, sum)
-            exponent = _exponent(tl.max(tl.abs(sum), axis=1))
-            tl.store(units + place * unit_tiles + unit_start + across, _power(254 - exponent), mask=there)
-            part = (sum * _power(exponent)[:, None]).to(tl.float16)
-            tl.store(of_slots + place[:, None] * dim + channel, part, mask=there[:, None] & (channel < dim))
+            above = tl.load(grad_at + channel, mask=(head < heads) & (channel < value), other=0.0)
+            _store_slots(of_slots, units_at + tile, _dot(weight, above, sum), place, there, channel, dim)
+        if REST > 0:
+            channel = (TILES * WIDTH + tl.arange(0, REST))[None, :]
+            sum = _product(of_score, tl.load(q_at + channel, mask=(head < heads) & (channel < dim), other=0.0)) * scale
+            above = tl.load(grad_at + channel, mask=(head < heads) & (channel < value), other=0.0)
+            _store_slots(of_slots, units_at + TILES, _dot(weight, above, sum), place, there, channel, dim)
+
+
+@triton.jit
+def place_slots(indices, places, row_start, batch, keys, slots, offset, i_batch, i_row, SLOTS: tl.constexpr):
+    """Write for each slot of a row which row of the keys, key * batch + element, it holds, and keys * batch for none, less `offset`."""
+    local = tl.program_id(0)
+    row = row_start + local
+    element = row % batch
+    at = indices + element.to(tl.int64) * i_batch + (row // batch).to(tl.int64) * i_row
+    for start in range(0, slots, SLOTS):
+        slot = start + tl.arange(0, SLOTS)
+        index = tl.load(at + slot, mask=slot < slots, other=-1)
+        chosen = (index >= 0) & (index < keys)
+        place = tl.where(chosen, index.to(tl.int32) * batch + element, keys * batch) - offset
+        tl.store(places + local.to(tl.int64) * slots + slot, place.to(places.dtype.element_ty), mask=slot < slots)
 
 
 @triton.jit
@@ -738,25 +805,50 @@ def sum_slots(
     unit_tiles,
     FIRST_TIME: tl.constexpr,
     SLOTS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    REST: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Add up what all slots that hold a key add to its gradient, in their order; `ends` has where the slots of each key end."""
+    """Add up what all slots that hold a key add to its gradient, in their order; `ends` has where the slots of each key end.
+
+    Of TILES tiles of WIDTH channels, a power of two, and of one more of REST channels (0 for none).
+    """
     key = tl.program_id(0)
-    channel = channel_start + tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    tile = tl.arange(0, TILES)
+    channel = channel_start + tile[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    within = channel < dim
     begin, end = tl.load(ends + key), tl.load(ends + key + 1)
-    sum = tl.zeros((SLOTS, CHANNELS), dtype=tl.float32)
-    for start in range(begin, end, SLOTS):
+    units += unit_start
+    sum = tl.zeros((SLOTS, TILES, WIDTH), dtype=tl.float32)
+    if REST > 0:
+        rest = channel_start + TILES * WIDTH + tl.arange(0, REST)
+        sum_rest = tl.zeros((SLOTS, REST), dtype=tl.float32)
+    for start in tl.range(begin, end, SLOTS, num_stages=STAGES):
         place = start + tl.arange(0, SLOTS)
-        slot = tl.load(order + place, mask=place < end, other=0).to(tl.int64)
-        unit = tl.load(units + slot * unit_tiles + unit_start + tl.program_id(1), mask=place < end, other=0.0)
+        there = place < end
+        slot = tl.load(order + place, mask=there, other=0).to(tl.int64)
+        unit = tl.load(units + slot[:, None] * unit_tiles + tile[None, :], mask=there[:, None], other=0.0)
+        at = of_slots + slot * dim
         part = tl.load(
-            of_slots + slot[:, None] * dim + channel[None, :],
-            mask=(place < end)[:, None] & (channel < dim)[None, :],
+            at[:, None, None] + channel[None, :, :],
+            mask=there[:, None, None] & within[None, :, :],
             other=0.0,
+            eviction_policy="evict_first",
         )
-        sum += part.to(tl.float32) * unit[:, None]
-    at = of_k + key.to(tl.int64) * dim + channel
+        sum += part.to(tl.float32) * unit[:, :, None]
+        if REST > 0:
+            unit = tl.load(units + slot * unit_tiles + TILES, mask=there, other=0.0)
+            inside = there[:, None] & (rest < dim)[None, :]
+            part = tl.load(at[:, None] + rest[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+            sum_rest += part.to(tl.float32) * unit[:, None]
+    at = of_k + key.to(tl.int64) * dim
     result = tl.sum(sum, axis=0)
     if not FIRST_TIME:
-        result += tl.load(at, mask=channel < dim, other=0.0)
-    tl.store(at, result, mask=channel < dim)
+        result += tl.load(at + channel, mask=within, other=0.0)
+    tl.store(at + channel, result, mask=within)
+    if REST > 0:
+        result = tl.sum(sum_rest, axis=0)
+        if not FIRST_TIME:
+            result += tl.load(at + rest, mask=rest < dim, other=0.0)
+        tl.store(at + rest, result, mask=rest < dim)

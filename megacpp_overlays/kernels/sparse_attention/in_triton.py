@@ -105,6 +105,7 @@ def forward(
             *(lse if sink is None else sink, out, remainder, lse, *sizes),
             *(*strides, *scales.strides, *(indices if bias is None else bias).stride()[:2]),
             FIRST=parts.first,
+            WIDTH=min(tile.width, parts.first),
             REST=parts.rest,
             WIDE=parts.wide,
             HEADS=block,
@@ -169,7 +170,6 @@ def backward(
             KEPT=remainder.numel() > 0,
         )
         due = of_lse if sink is None else torch.addcmul(of_lse, mean, torch.exp(sink.float() - lse))
-        places = slot_order.places(indices, keys)
         whole = all(_are_whole(each, slots) for each in (query, grad))
         of_rows = [each.squeeze(1) if batch == 1 else each.flatten(0, 1) for each in (query, grad)] if whole else []
         for start in range(0, rows, kept_rows):
@@ -181,20 +181,50 @@ def backward(
             held = [each[start : start + some].contiguous() for each in of_rows]
             for first in range(start, start + some, slot_rows):
                 fewer = min(slot_rows, start + some - first)
-                order, ends = slot_order.sort(places[first : first + fewer], keys * batch)
-                for tile in channel_tiles:
-                    _slot_side(
-                        *(query, grad, held, weights, of_scores, counts, of_slots, units, scale, first, fewer, start),
-                        tile,
-                    )
-                    device_code.sum_slots[(keys * batch, tile.tiles)](
-                        *(of_slots, units, order, ends, of_k, dim, tile.start, tile.before, units.size(2)),
-                        FIRST_TIME=first == 0,
-                        SLOTS=tiles.SUM_SLOTS.slots,
-                        CHANNELS=tile.width,
-                        num_warps=tiles.SUM_SLOTS.warps,
-                    )
+                kept = (weights, of_scores, counts, of_slots, units, scale, first, fewer, start)
+                if heads <= tiles.FEWEST_HEADS:
+                    _slot_side_of_few_heads(query, grad, *kept)
+                else:
+                    for tile in channel_tiles:
+                        _slot_side(query, grad, held, *kept, tile)
+                order, ends = slot_order.sorted_slots(indices, keys, first, fewer)
+                sum_slots(of_slots, units, order, ends, of_k, tiles.sum_tiles(dim), first == 0)
     return of_q, of_k.view(key.shape).to(query.dtype), mean
+
+
+def sum_slots(
+    of_slots: torch.Tensor,
+    units: torch.Tensor,
+    order: torch.Tensor,
+    ends: torch.Tensor,
+    of_k: torch.Tensor,
+    parts: list[tiles.SumTiles],
+    first_time: bool,
+) -> None:
+    """Add to the gradients of keys, or write the first time, what the slots add that hold them.
+
+    Args:
+        of_slots: (rows, slots, dim), float16.
+        units: (rows, slots, tiles of channels), float32: what numbers of a tile are multiplied with.
+        order: slots in the order of their keys, see `slot_order`.
+        ends: where those of each key start.
+        of_k: (keys, dim), float32.
+        parts: the tiles of channels, as `units` has them.
+        first_time: whether nothing is in `of_k`.
+    """
+    keys, dim = of_k.shape
+    for each in parts:
+        way = tiles.SUM_SLOTS if each.tiles > 1 else tiles.SUM_SLOTS_OF_FEW_CHANNELS
+        device_code.sum_slots[(keys,)](
+            *(of_slots, units, order, ends, of_k, dim, each.start, each.before, units.size(2)),
+            FIRST_TIME=first_time,
+            SLOTS=way.slots,
+            TILES=each.tiles,
+            WIDTH=each.width,
+            REST=each.rest,
+            STAGES=way.stages,
+            num_warps=way.warps,
+        )
 
 
 def _as_read(
@@ -239,20 +269,6 @@ def _slot_side(
     """
     _, batch, heads, dim = query.shape
     slots, value = of_slots.size(1), grad.size(3)
-    if heads <= tiles.FEWEST_HEADS:
-        way = tiles.SLOT_SIDE_OF_FEW_HEADS
-        device_code.slot_side_of_few_heads[(rows * triton.cdiv(slots, way.slots),)](
-            *(query, grad, weights, of_scores, counts, of_slots, units, start, kept_start),
-            *(batch, heads, slots, dim, value, scale, tile.start, tile.before, units.size(2), tile.tiles),
-            *(*query.stride()[:3], *grad.stride()[:3]),
-            SLOTS=way.slots,
-            CHANNELS=tile.width,
-            HEADS=tiles.FEWEST_HEADS,
-            VALUES=tile.start < value,
-            STAGES=way.stages,
-            num_warps=way.warps,
-        )
-        return
     # The copy engine brings tiles of queries and gradients, and stores those of slots.
     blocks = len(held) > 0 and all(each.data_ptr() % 16 == 0 for each in held)
     way = tiles.SLOT_BLOCKS if blocks else tiles.SLOT_SIDE
@@ -272,6 +288,36 @@ def _slot_side(
         HEADS=tiles.head_block(heads, way),
         VALUES=tile.start < value,
         BLOCKS=blocks,
+        STAGES=way.stages,
+        num_warps=way.warps,
+    )
+
+
+def _slot_side_of_few_heads(
+    query: torch.Tensor,
+    grad: torch.Tensor,
+    weights: torch.Tensor,
+    of_scores: torch.Tensor,
+    counts: torch.Tensor,
+    of_slots: torch.Tensor,
+    units: torch.Tensor,
+    scale: float,
+    start: int,
+    rows: int,
+    kept_start: int,
+) -> None:
+    """Write what the slots of some rows add to the gradients of their keys, where one tile has all heads."""
+    _, batch, heads, dim = query.shape
+    slots, way = of_slots.size(1), tiles.SLOT_SIDE_OF_FEW_HEADS
+    wide, *last = tiles.channel_tiles(dim)
+    device_code.slot_side_of_few_heads[(rows * triton.cdiv(slots, way.slots),)](
+        *(query, grad, weights, of_scores, counts, of_slots, units, start, kept_start),
+        *(batch, heads, slots, dim, grad.size(3), scale, *query.stride()[:3], *grad.stride()[:3]),
+        SLOTS=way.slots,
+        TILES=wide.tiles,
+        WIDTH=wide.width,
+        REST=last[0].width if last else 0,
+        HEADS=tiles.FEWEST_HEADS,
         STAGES=way.stages,
         num_warps=way.warps,
     )
@@ -349,6 +395,7 @@ def _query_side(
         *(of_q, weights, of_scores, *sizes, *strides, *scales.strides),
         *(*(indices if bias is None else bias).stride()[:2], *grad.stride()[:3]),
         FIRST=parts.first,
+        WIDTH=min(tile.width, parts.first),
         REST=parts.rest,
         WIDE=parts.wide,
         HEADS=block,

@@ -1,31 +1,35 @@
-"""Which slots hold a key, in their order: sorted, so that whoever adds up what they hold adds in one order."""
+"""The order in which slots are added up: those that hold one key side by side, in their own order."""
 
 from __future__ import annotations
 
 import torch
 
+from megacpp_overlays.kernels.sparse_attention import device_code
+
 _KEYS_OF_16_BITS = 1 << 16
 
 
-def places(indices: torch.Tensor, keys: int) -> torch.Tensor:
-    """Return (rows, slots): which row of the keys, (keys * batch), a slot holds, and keys * batch for none.
+def sorted_slots(indices: torch.Tensor, keys: int, start: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the slots of some rows in the order of their keys, and where those of each key start, one more at the end.
 
     Args:
-        indices: (batch, queries, slots), integers; what is no key is no choice. A row is a query of a batch element.
+        indices: (batch, queries, slots), integers, the last axis of unit stride; an index that is no key is no choice. A row is a
+            query of a batch element, query * batch + element, and what slots are ordered by is a row of the keys, (keys, batch).
         keys: of a batch element, fewer than 2**31 in all.
+        start: the first row.
+        rows: how many.
+
+    Returns:
+        (rows * slots,), int64, and (keys * batch + 1,), int64.
     """
-    batch = indices.size(0)
-    elements = torch.arange(batch, device=indices.device)[:, None, None]
-    chosen = (indices >= 0) & (indices < keys)
-    found = torch.where(chosen, indices * batch + elements, keys * batch)
+    batch, _, slots = indices.shape
     # A sort takes as long as its numbers have bits.
-    found = (found - (1 << 15)).to(torch.int16) if keys * batch < _KEYS_OF_16_BITS else found.to(torch.int32)
-    return found.transpose(0, 1).reshape(-1, indices.size(2))
-
-
-def sort(places: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slots in the order of their keys, and where those of each key start, one more at the end."""
-    sorted_places, order = torch.sort(places.reshape(-1), stable=True)
-    first = -(1 << 15) if places.dtype == torch.int16 else 0
-    every = torch.arange(first, first + keys + 1, device=places.device).to(places.dtype)
-    return order, torch.searchsorted(sorted_places, every)
+    is_short = keys * batch < _KEYS_OF_16_BITS
+    offset, dtype = (1 << 15, torch.int16) if is_short else (0, torch.int32)
+    places = torch.empty((rows, slots), dtype=dtype, device=indices.device)
+    device_code.place_slots[(rows,)](
+        *(indices, places, start, batch, keys, slots, offset, *indices.stride()[:2]), SLOTS=1024
+    )
+    ordered, order = torch.sort(places.view(-1), stable=True)
+    every = torch.arange(-offset, keys * batch + 1 - offset, device=indices.device, dtype=dtype)
+    return order, torch.searchsorted(ordered, every)

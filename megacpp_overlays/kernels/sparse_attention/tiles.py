@@ -26,7 +26,7 @@ _SHARED = 227 * 1024 - 512
 """Bytes of shared memory that a program on Hopper may fill, less what barriers take."""
 _LONGEST_RING = 4
 _LEAST_SLOT_BYTES, _MOST_SLOT_BYTES = 3 << 27, 1 << 31
-_SLOTS_OF_A_KEY = 16
+_SLOTS_OF_A_KEY = 32
 """Of a key, on average, whose gradients are held at a time: its sum in float32, read and written, takes as much as four slots do."""
 
 
@@ -39,25 +39,28 @@ class SlotTile:
     stages: int
     heads: int = 64
     """At most: fewer where there are no more."""
+    width: int = LARGEST_DIM
+    """Channels of a key at most that are read as one tensor: with few heads narrow ones take fewer registers of a thread."""
 
 
 FORWARD = SlotTile(slots=64, warps=8, stages=2)
-FORWARD_OF_FEW_HEADS = SlotTile(slots=32, warps=4, stages=2)
+FORWARD_OF_FEW_HEADS = SlotTile(slots=64, warps=4, stages=2, width=64)
 """A program waits for keys and hardly multiplies: several share a multiprocessor."""
 FORWARD_OF_FEW_CHANNELS = SlotTile(slots=64, warps=4, stages=2)
 """Two programs share a multiprocessor: one takes a softmax while the other multiplies."""
 FORWARD_OF_SOME_CHANNELS = SlotTile(slots=64, warps=8, stages=2, heads=128)
 """Each key is gathered once for twice as many heads."""
 QUERY_SIDE = SlotTile(slots=32, warps=8, stages=2)
-QUERY_SIDE_OF_FEW_HEADS = SlotTile(slots=32, warps=4, stages=2)
+QUERY_SIDE_OF_FEW_HEADS = SlotTile(slots=32, warps=4, stages=2, width=64)
 QUERY_SIDE_OF_FEW_CHANNELS = SlotTile(slots=64, warps=4, stages=2)
 QUERY_SIDE_OF_SOME_CHANNELS = SlotTile(slots=32, warps=4, stages=1)
 QUERY_SIDE_OF_SOME_CHANNELS_AND_MANY_HEADS = SlotTile(slots=64, warps=8, stages=1, heads=128)
 ADD_KEYS = SlotTile(slots=64, warps=8, stages=2)
 SLOT_SIDE = SlotTile(slots=64, warps=4, stages=2)
-SLOT_SIDE_OF_FEW_HEADS = SlotTile(slots=64, warps=4, stages=2)
+SLOT_SIDE_OF_FEW_HEADS = SlotTile(slots=64, warps=4, stages=4)
 SLOT_BLOCKS = SlotTile(slots=128, warps=4, stages=3)
-SUM_SLOTS = SlotTile(slots=8, warps=1, stages=1)
+SUM_SLOTS = SlotTile(slots=2, warps=1, stages=3)
+SUM_SLOTS_OF_FEW_CHANNELS = SlotTile(slots=16, warps=1, stages=1)
 """A program spends its time waiting for memory: the fewer warps it has, the more of them a multiprocessor waits for."""
 
 
@@ -92,6 +95,17 @@ class ChannelTiles:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SumTiles:
+    """Tiles of channels that one program adds up: a power of two of one width, and one of `rest` channels, 0 for none."""
+
+    start: int
+    tiles: int
+    width: int
+    rest: int
+    before: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Ring:
     """How many keys a tile of the ring in shared memory holds, and how many tiles there are."""
 
@@ -117,6 +131,16 @@ def channel_tiles(dim: int) -> list[ChannelTiles]:
     whole, rest = divmod(dim, wide)
     last = [ChannelTiles(whole * wide, max(16, int(triton.next_power_of_2(rest))), 1, whole)] if rest else []
     return [ChannelTiles(0, wide, whole, 0), *last]
+
+
+def sum_tiles(dim: int) -> list[SumTiles]:
+    """Return the tiles of `channel_tiles` as programs add them up: most of them at once, so that a slot is found once for all."""
+    wide, *last = channel_tiles(dim)
+    count = _floor(wide.tiles)
+    # Of at most five wide tiles one may be left.
+    left = [ChannelTiles(count * wide.width, wide.width, 1, count)] * (wide.tiles - count) + last
+    first = SumTiles(0, count, wide.width, left[0].width if left else 0, 0)
+    return [first, *(SumTiles(each.start, 1, each.width, 0, each.before) for each in left[1:])]
 
 
 def slot_bytes(keys: int, dim: int) -> int:
