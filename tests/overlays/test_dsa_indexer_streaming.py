@@ -45,6 +45,7 @@ from megacpp_overlays.kernels.index_scores import reference as index_scores_refe
 from megacpp_overlays.kernels.top_k import function as top_k
 from megacpp_overlays.model import Verdict
 from megacpp_overlays.overlays.dsa_indexer_streaming import OVERLAY
+from megacpp_overlays.runtime import large_results
 from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
 from megacpp_overlays.source.trees import SourceTree
 
@@ -720,6 +721,28 @@ def test_the_chosen_keys_are_upstreams_in_the_order_of_positions(
         assert torch.equal((found < 0).sum(dim=-1), (theirs < 0).sum(dim=-1))
         ascending = [row[row >= 0] for row in found.flatten(0, 1)]
         assert all(torch.equal(row, row.sort().values) for row in ascending)
+
+
+@pytest.mark.usefixtures("with_known_loss", "by_the_kernel")
+def test_scores_of_all_keys_are_computed_only_when_they_are_read(
+    upstream: ModuleType, patched: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CHOICES["packed"]
+    if not set(case) <= set(signature(upstream.fused_qk_topk_naive)):
+        pytest.skip("this version takes no bounds")
+    monkeypatch.setattr(query_blocks, "_BLOCK_BYTES", 1)  # a query at a time
+    q, weights, keys = inputs_of(7, 9, heads=16)
+    of_theirs, theirs = upstream.fused_qk_topk_naive(q, keys, weights, 4, **case)
+    large: list[str] = []
+
+    with torch.no_grad(), large_results.watch(of_theirs.numel(), large):
+        scores, found = patched.fused_qk_topk_naive(q, keys, weights, 4, **case)
+
+    assert large == []
+    assert torch.equal(found.sort(dim=-1).values, theirs.sort(dim=-1).values)
+    assert_alike([scores.where(of_theirs.isfinite(), 0)], [of_theirs.where(of_theirs.isfinite(), 0)])
+    learnt, _ = patched.fused_qk_topk_naive(q.clone().requires_grad_(), keys, weights, 4, **case)
+    assert learnt.requires_grad
 
 
 @pytest.mark.usefixtures("with_known_loss", "by_the_kernel")

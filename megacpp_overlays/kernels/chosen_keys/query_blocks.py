@@ -49,8 +49,17 @@ def choose(
     return indices, chosen
 
 
+def is_one_block(queries: int, scores_of_a_row: int, device: str) -> bool:
+    """Return whether scores of so many queries on a device, cpu or cuda, are one block."""
+    return queries <= _step(4 * scores_of_a_row, device)
+
+
 def _blocks(queries: int, bytes_of_a_row: int, device: str) -> Iterator[slice]:
+    step = _step(bytes_of_a_row, device)
+    return (slice(first, min(first + step, queries)) for first in range(0, queries, step))
+
+
+def _step(bytes_of_a_row: int, device: str) -> int:
     most = _BLOCK_BYTES if device == "cpu" else _BLOCK_BYTES_ON_A_GPU
     step = max(1, most // max(1, bytes_of_a_row))
-    step = step // _TILE * _TILE or step
-    return (slice(first, min(first + step, queries)) for first in range(0, queries, step))
+    return step // _TILE * _TILE or step
