@@ -58,7 +58,7 @@ QUERY_SIDE_OF_SOME_CHANNELS_AND_MANY_HEADS = SlotTile(slots=64, warps=8, stages=
 ADD_KEYS = SlotTile(slots=64, warps=8, stages=2)
 SLOT_SIDE = SlotTile(slots=64, warps=4, stages=2)
 SLOT_SIDE_OF_FEW_HEADS = SlotTile(slots=64, warps=4, stages=4)
-SLOT_BLOCKS = SlotTile(slots=128, warps=4, stages=3)
+SLOT_BLOCKS = SlotTile(slots=128, warps=4, stages=2)
 SUM_SLOTS = SlotTile(slots=2, warps=1, stages=3)
 SUM_SLOTS_OF_FEW_CHANNELS = SlotTile(slots=16, warps=1, stages=1)
 """A program spends its time waiting for memory: the fewer warps it has, the more of them a multiprocessor waits for."""
