@@ -163,6 +163,7 @@ OVERLAY = Overlay(
         "router noise or expert dropout is the same on all expert parallel ranks after resume",
         "`expert-parallel-rng` differs from the saved value after loading a checkpoint",
     ),
+    concerns="experts",
     breaks="after a resume all expert parallel ranks draw the random numbers of the first one, for the rest of the run",
     brief="random streams of resumed experts",
     until="checkpoints have a stream for each rank",
