@@ -145,9 +145,11 @@ test-all: setup lint in-step ## all of `make test`, and every release, lane, siz
 	@$(BIN)/coverage combine --quiet
 	@rm -f .coverage.* # what is left is empty: the data file of a child that was killed
 	@$(BIN)/coverage report --fail-under=$(MINIMUM_COVERAGE)
+	@$(BIN)/python scripts/full_run.py record tests --junit .cache/full-run.xml
 	@$(MAKE) --no-print-directory adversary MUTANTS=3000
+	@$(BIN)/python scripts/full_run.py record mutants
 	@$(MAKE) --no-print-directory faults
-	@$(BIN)/python scripts/full_run.py record --junit .cache/full-run.xml
+	@$(BIN)/python scripts/full_run.py record faults
 
 .PHONY: test-kernels
 test-kernels: .venv/.ready ## the tests of kernels alone, all sizes, in Triton's interpreter and in PyTorch; on a GPU: pytest -m gpu tests/gpu
