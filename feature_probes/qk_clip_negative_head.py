@@ -9,7 +9,6 @@ Source: https://github.com/NVIDIA/Megatron-LM/pull/7517
 from __future__ import annotations
 
 import ast
-import functools
 
 from megacpp_overlays.feature_probes.definitions import plain_class, plain_function
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
@@ -80,5 +79,11 @@ def _refuses(node: ast.AST) -> bool:
     return False
 
 
-probe = functools.partial(_probe, GROUPED)
-probe_latent = functools.partial(_probe, LATENT)
+def probe(tree: SourceTree) -> Finding:
+    """Return whether factors of grouped queries may be negative."""
+    return _probe(GROUPED, tree)
+
+
+def probe_latent(tree: SourceTree) -> Finding:
+    """Return whether factors of latent attention may be negative."""
+    return _probe(LATENT, tree)
