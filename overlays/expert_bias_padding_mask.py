@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from megacpp_overlays.feature_probes import expert_bias_padding_mask as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
+from megacpp_overlays.runtime.bare_instances import bare
 
 
 def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
     import torch
 
-    def _apply_expert_bias(self: Any, routing_map: Any, padding_mask: Any = None) -> Any:
+    def _apply_expert_bias(self: Any, routing_map: Any, padding_mask: Any = None, **more: Any) -> Any:
         counts = padding_mask is not None and self.enable_expert_bias and torch.is_grad_enabled()
         if not counts or padding_mask.numel() != routing_map.shape[0]:
-            return original(self, routing_map, padding_mask)
-        return original(self, routing_map & ~padding_mask.reshape(-1, 1), None)
+            return original(self, routing_map, padding_mask, **more)
+        return original(self, routing_map & ~padding_mask.reshape(-1, 1), None, **more)
 
     return _apply_expert_bias
 
@@ -42,7 +43,8 @@ def observe(module: ModuleType) -> Observation:
     seen, broken = [], False
     with torch.inference_mode(False), torch.enable_grad(), _eagerly():
         for tokens in (len(_MAP), _PADDED):
-            router = SimpleNamespace(
+            router = bare(
+                module.TopKRouter,
                 enable_expert_bias=True,
                 local_tokens_per_expert=torch.zeros(len(_MAP), dtype=torch.float32, device="cpu"),
             )
@@ -51,7 +53,7 @@ def observe(module: ModuleType) -> Observation:
             mask = torch.tensor([_MASK[min(each, len(_MAP) - 1)] for each in range(tokens)], device="cpu")
             found: list[object] = []
             try:
-                module.TopKRouter._apply_expert_bias(router, chosen, mask)  # noqa: SLF001 - it is what is replaced
+                router._apply_expert_bias(chosen, mask)  # noqa: SLF001 - it is what is replaced
                 found += [int(each) for each in router.local_tokens_per_expert]
             except RuntimeError as error:
                 found += [type(error).__name__]

@@ -59,18 +59,18 @@ def exempt_registrations(module: Any) -> list[Registration]:
 
 
 def _keep_out_of_the_cast(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
-    def __init__(self: Any, config: Any, module: Any) -> None:  # noqa: N807 - it becomes a constructor
+    def __init__(self: Any, config: Any, module: Any, **more: Any) -> None:  # noqa: N807 - it becomes a constructor
         with _out_of_reach(module, exempt_registrations(module)):
-            original(self, config, module)
+            original(self, config, module, **more)
 
     return __init__
 
 
 def _mark_before_the_cast(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
-    def __init__(self: Any, config: Any, module: Any) -> None:  # noqa: N807 - it becomes a constructor
+    def __init__(self: Any, config: Any, module: Any, **more: Any) -> None:  # noqa: N807 - it becomes a constructor
         for _, _, parameter in exempt_registrations(module):
             fp32_marks.keep_in_fp32(parameter)
-        original(self, config, module)
+        original(self, config, module, **more)
 
     return __init__
 

@@ -34,7 +34,7 @@ _AT_FIRST: Mapping[str, Mapping[str, float | str]] = {
 
 
 def _make(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    def fully_shard_optimizer(optimizer: Any, preproc_state_dict_for_dcp_ckpt: bool = True) -> Any:
+    def fully_shard_optimizer(optimizer: Any, preproc_state_dict_for_dcp_ckpt: bool = True, **more: Any) -> Any:
         own = vars(optimizer).get(_STEP)  # a scheduler of learning rates puts one there
         theirs = optimizer.step
 
@@ -44,7 +44,7 @@ def _make(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any
 
         optimizer.step = build_state
         try:
-            return original(optimizer, preproc_state_dict_for_dcp_ckpt)
+            return original(optimizer, preproc_state_dict_for_dcp_ckpt, **more)
         finally:
             if vars(optimizer).get(_STEP) is build_state:  # upstream raised before it put its own there
                 del optimizer.step

@@ -18,6 +18,7 @@ from typing import Any
 
 from megacpp_overlays.feature_probes import gathered_logits_loss as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
+from megacpp_overlays.runtime.bare_instances import bare
 from megacpp_overlays.runtime.in_this_thread import answer
 
 
@@ -25,13 +26,13 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
     from megatron.core.parallel_state import get_tensor_model_parallel_group
     from megatron.core.tensor_parallel.mappings import _ScatterToModelParallelRegion
 
-    def compute_language_model_loss(self: Any, labels: Any, logits: Any) -> Any:
+    def compute_language_model_loss(self: Any, labels: Any, logits: Any, **more: Any) -> Any:
         """Take the loss of labels, [b, s], and logits, [s, b, classes of all ranks or of this one]."""
         if logits.size(-1) == getattr(self, "vocab_size", None):
             group = self.pg_collection.tp if hasattr(self, "pg_collection") else get_tensor_model_parallel_group()
             if group.size() > 1:
                 logits = _ScatterToModelParallelRegion.apply(logits, group).clone()  # upstream writes to its logits
-        return original(self, labels, logits)
+        return original(self, labels, logits, **more)
 
     return compute_language_model_loss
 
@@ -51,7 +52,8 @@ def observe(module: ModuleType) -> Observation:
 
     group = SimpleNamespace(size=lambda: _RANKS, rank=lambda: _RANK)
     groups = SimpleNamespace(tp=group)
-    model = SimpleNamespace(
+    model = bare(
+        getattr(module, feature.CLASS),
         config=SimpleNamespace(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="native"),
         vocab_size=_CLASSES,
         tp_group=group,
@@ -65,7 +67,7 @@ def observe(module: ModuleType) -> Observation:
     module.fused_vocab_parallel_cross_entropy = answer(fused, theirs)  # type: ignore[attr-defined]
     try:
         for logits in (whole, share):
-            getattr(module, feature.CLASS).compute_language_model_loss(model, labels, logits)
+            model.compute_language_model_loss(labels, logits)
     finally:
         module.fused_vocab_parallel_cross_entropy = theirs  # type: ignore[attr-defined]
     expected = [share.flatten().tolist()] * 2

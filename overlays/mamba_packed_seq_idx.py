@@ -30,8 +30,8 @@ _ROWS_OF_ONE_SAMPLE = frozenset({"sbhd", "bshd"})
 
 
 def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
-    def _ssm_training(self: Any, zxBCdt: Any, packed_seq_params: Any = None) -> Any:  # noqa: N803 - upstream's name
-        return original(self, zxBCdt, _with_seq_idx(packed_seq_params, zxBCdt))
+    def _ssm_training(self: Any, zxBCdt: Any, packed_seq_params: Any = None, **more: Any) -> Any:  # noqa: N803 - upstream's name
+        return original(self, zxBCdt, _with_seq_idx(packed_seq_params, zxBCdt), **more)
 
     return _ssm_training
 

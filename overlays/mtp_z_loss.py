@@ -15,6 +15,7 @@ from typing import Any
 
 from megacpp_overlays.feature_probes import mtp_z_loss as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
+from megacpp_overlays.runtime.bare_instances import bare
 from megacpp_overlays.runtime.in_this_thread import Instead
 
 
@@ -42,7 +43,8 @@ def observe(module: ModuleType) -> Observation:
     with torch.inference_mode(False), torch.enable_grad():
         for predicts in (True, False):
             logits = torch.zeros(1, 1, dtype=torch.float32, device="cpu").add(2.0).requires_grad_()
-            router = SimpleNamespace(
+            router = bare(
+                getattr(module, feature.ROUTER),
                 config=SimpleNamespace(
                     moe_z_loss_coeff=0.5, num_layers=1, mtp_num_layers=_PREDICTIONS, mtp_use_repeated_layer=True
                 ),
@@ -53,7 +55,7 @@ def observe(module: ModuleType) -> Observation:
                 tp_cp_group=SimpleNamespace(size=lambda: 1),
                 tp_dp_cp_group=None,
             )
-            attached = getattr(module, feature.ROUTER).apply_z_loss(router, logits)
+            attached = router.apply_z_loss(logits)
             (loss,) = attached.grad_fn.saved_tensors
             found[predicts] = float(loss.detach())
     expected = {True: 2.0 / _PREDICTIONS, False: 2.0}

@@ -18,6 +18,7 @@ from typing import Any
 
 from megacpp_overlays.feature_probes import pipeline_padding_mask as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
+from megacpp_overlays.runtime.bare_instances import bare
 
 _PLACE = 5
 """Of the mask in what upstream returns."""
@@ -73,15 +74,16 @@ def observe(module: ModuleType) -> Observation:
     found, right = [], []
     for rank in range(_RANKS):
         rows = torch.zeros(_TOKENS // _RANKS, 1, 1, dtype=torch.float32, device="cpu")
-        model = SimpleNamespace(
+        model = bare(
+            module.GPTModel,
             pre_process=False,
             config=SimpleNamespace(sequence_parallel=True, multi_latent_attention=True, cuda_graph_impl="none"),
             pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: _RANKS, rank=lambda rank=rank: rank)),
             position_embedding_type="none",
             decoder=SimpleNamespace(input_tensor=rows),
         )
-        prepared = module.GPTModel._preprocess(  # noqa: SLF001 - it is what is replaced
-            model, input_ids=None, position_ids=None, padding_mask=mask
+        prepared = model._preprocess(  # noqa: SLF001 - it is what is replaced
+            input_ids=None, position_ids=None, padding_mask=mask
         )
         found.append([int(each) for each in prepared[_PLACE].flatten()])
         right.append([int(each) for each in mask[0].chunk(_RANKS)[rank]])

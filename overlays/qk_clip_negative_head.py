@@ -14,19 +14,20 @@ from typing import Any
 
 from megacpp_overlays.feature_probes import qk_clip_negative_head as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Target, Thread
+from megacpp_overlays.runtime.bare_instances import bare
 
 
 def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
     import torch
 
-    def clip_qk(self: Any) -> Any:
+    def clip_qk(self: Any, **more: Any) -> Any:
         core, threshold = self.core_attention, self.config.qk_clip_threshold
         logits = getattr(core, "current_max_attn_logits", None)
         if not isinstance(logits, torch.Tensor) or threshold <= 0:
-            return original(self)
+            return original(self, **more)
         core.current_max_attn_logits = logits.clamp(min=threshold / 2)  # whatever the dtype, no more than it
         try:
-            return original(self)
+            return original(self, **more)
         except BaseException:
             core.current_max_attn_logits = logits
             raise
@@ -41,7 +42,8 @@ def _observe(cls: str, module: ModuleType) -> Observation:
     weight = SimpleNamespace(weight=torch.ones(1, device="cpu"))
     layers = ("linear_qkv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
     clips = ("_clip_linear_qkv", "_clip_q_proj_weight", "_clip_kv_proj_weight")
-    attention = SimpleNamespace(
+    attention = bare(
+        getattr(module, cls),
         config=SimpleNamespace(qk_clip=True, qk_clip_threshold=1.0, q_lora_rank=None),
         core_attention=SimpleNamespace(current_max_attn_logits=torch.tensor([2.0, -1.0, 0.0], device="cpu")),
         cache_mla_latents=False,
@@ -49,7 +51,7 @@ def _observe(cls: str, module: ModuleType) -> Observation:
         **dict.fromkeys(layers, weight),
         **dict.fromkeys(clips, lambda given: given),
     )
-    getattr(module, cls).clip_qk(attention)
+    attention.clip_qk()
     factors = attention.qk_clip_balancing_eta.flatten().tolist()
     return Observation(broken=factors != [0.5, 1.0, 1.0], seen=f"factors of 0.5, 1 and 1 are {factors}")
 

@@ -18,11 +18,11 @@ from megacpp_overlays.runtime.in_this_thread import answer
 
 
 def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
-    def load_state_dict(self: Any, state_dict: Any) -> None:
+    def load_state_dict(self: Any, state_dict: Any, **more: Any) -> None:
         found = dict(vars(self))
         self.num_steps = 0
         try:
-            original(self, state_dict)
+            original(self, state_dict, **more)
         except BaseException:
             vars(self).update(found)
             raise

@@ -103,7 +103,7 @@ def _make_caller(original: Callable[..., Any], _module: ModuleType) -> Callable[
 
 def _make_unflatten(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
     def _maybe_unflatten_for_moe(
-        self: Any, hidden_states: Any, padding_mask: Any, packed_seq_params: Any
+        self: Any, hidden_states: Any, padding_mask: Any, packed_seq_params: Any, **more: Any
     ) -> tuple[Any, Any, Any]:
         call = getattr(_here, "call", None)
         if call is not None and self.is_moe_layer and self.training and hidden_states.shape[1] == 1:
@@ -112,7 +112,7 @@ def _make_unflatten(original: Callable[..., Any], _module: ModuleType) -> Callab
             if share is not None and _listens(self.mlp):
                 call.routed = _Routed(self.mlp.router, (rows, 1), share)
                 return hidden_states, padding_mask, None
-        unflattened: tuple[Any, Any, Any] = original(self, hidden_states, padding_mask, packed_seq_params)
+        unflattened: tuple[Any, Any, Any] = original(self, hidden_states, padding_mask, packed_seq_params, **more)
         return unflattened
 
     return _maybe_unflatten_for_moe
