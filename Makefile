@@ -104,6 +104,16 @@ launchers: .venv/.ready $(LAUNCHER_LANES:%=.envs/%/.ready) ## run the recipes of
 rehearse: setup wheels ## forget each of the last minor releases of Megatron-Core, and say what is decided on the day and after `witness`; writes proof/results/rehearsals.md
 	@$(BIN)/python -W ignore scripts/rehearse.py
 
+.PHONY: unprepared
+unprepared: .envs/mamba3-pinned/.ready ## prove 0.19.2 with what was known at 0.18.2, then run the demo and the table of configurations with that; writes proof/results/unprepared-upgrade.md
+	@.envs/mamba3-pinned/bin/python -W ignore proof/unprepared_upgrade.py --known-until megatron-core=0.18.2 \
+	    --json proof/results/unprepared-upgrade.json --write proof/results/unprepared-upgrade.md
+
+.PHONY: held-out
+held-out: .envs/mamba3-pinned/.ready wheels ## edit upstream in ways that nothing was told of, and judge what is decided: MEGATRON_LM=CHECKOUT has the branches; writes proof/results/held-out-edits.md
+	@.envs/mamba3-pinned/bin/python -W ignore proof/held_out/run.py $(if $(MEGATRON_LM),--megatron-lm $(MEGATRON_LM)) \
+	    --json proof/results/held-out-edits.json --write proof/results/held-out-edits.md
+
 .PHONY: lint
 lint: .venv/.ready
 	$(say) 'ruff check'

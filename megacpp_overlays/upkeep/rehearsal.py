@@ -100,11 +100,11 @@ def rehearse(
     full = {**environment, WITNESSES: str(witnesses / "none")}
     forgetful = {**environment, WITNESSES: str(witnesses), VARIABLE: known_until}
     known = _decisions(full, distribution)
-    right, before = _by_overlay(known), _by_overlay(_decisions(forgetful, distribution))
+    right, before = by_overlay(known), by_overlay(_decisions(forgetful, distribution))
     began = time.monotonic()
     _said(["witness", "--workers", str(workers)], forgetful)
     seconds = time.monotonic() - began
-    after = _by_overlay(_decisions(forgetful, distribution))
+    after = by_overlay(_decisions(forgetful, distribution))
     rows = tuple(
         Rehearsed(name, right[name][0], before[name][0], *after[name])
         for name in right
@@ -114,7 +114,7 @@ def rehearse(
     return UpgradeRehearsal(known_until, f"{distribution} {version}".rstrip(), rows, round(seconds, 1))
 
 
-def _by_overlay(decisions: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+def by_overlay(decisions: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
     """Return the decision and the reason of each overlay: of parts the one that matters most."""
     found: dict[str, tuple[str, str]] = {}
     order = [each.value for each in FIRST]
