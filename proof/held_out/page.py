@@ -52,6 +52,8 @@ def markdown(edits: Sequence[Edit], found: Mapping[str, Mapping[str, Any]], note
         lines += [
             _row(each, found[each.id], notes.get(each.id)) for each in edits if each.kind is kind and each.id in found
         ]
+    if left := [each.id for each in edits if each.id not in found]:
+        lines += ["", "## Not judged yet", "", f"{len(left)} edits have no receipt: {', '.join(left)}."]
     return "\n".join(lines) + "\n"
 
 

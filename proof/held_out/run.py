@@ -122,8 +122,9 @@ def batches(edits: Iterable[Edit]) -> list[list[Edit]]:
 
 def holds(edits: Sequence[Edit], found: Mapping[str, Mapping[str, Any]]) -> bool:
     """Return whether no decision is wrong, and enough overlays stay active where nothing changes."""
-    same = [found[each.id]["after"] == "active" for each in edits if each.kind is Kind.SAME]
-    return sum(same) >= SHARE_ACTIVE * len(same) and not any(each.is_wrong(found[each.id]["after"]) for each in edits)
+    judged = [(each, found[each.id]["after"]) for each in edits if each.id in found]
+    same = [after == "active" for each, after in judged if each.kind is Kind.SAME]
+    return sum(same) >= SHARE_ACTIVE * len(same) and not any(each.is_wrong(after) for each, after in judged)
 
 
 def main() -> int:
