@@ -1,8 +1,9 @@
 """Megatron's MoE losses of a multi-token prediction layer that is used twice: do they count once?
 
 A real router routes the same tokens twice, as the repeated layer of two predictions does, and nothing else is learnt from than its
-auxiliary loss. The gradient of its weights is to be the one of a single use. In `hybrid-cpu` a real `HybridStack` makes the layer,
-and the loss is the one that balances load; in `z-loss-cpu` the router is told that it predicts, and the loss is the z-loss.
+auxiliary loss, with and without `calculate_per_token_loss`. The gradient of its weights is to be the one of a single use. In `hybrid-cpu` a
+real `MultiTokenPredictionLayer` makes a real `HybridStack`, and that a real `MoELayer`, and the loss is the one that balances load; in
+`z-loss-cpu` the router is told that it predicts, and the loss is the z-loss.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from megacpp_overlays.repro import Behaviour, Case, TargetAbsent
 
 STACK = "megatron.core.models.hybrid.hybrid_block"
 ROUTER = "megatron.core.transformer.moe.router"
+EXPERTS = "megatron.core.transformer.moe.moe_layer"
+PREDICTION = "megatron.core.transformer.multi_token_prediction"
+INFERENCE = "is_inference_column_parallel_linear"
 PREDICTIONS, LAYERS, TOKENS, HIDDEN = 2, 3, 6, 8
 ROUNDING = 1e-5
 
@@ -48,10 +52,11 @@ def _in_a_process(make: Callable[..., Any], *, aux_loss: bool) -> Behaviour:
         process = context.Process(target=_measured, args=(make, aux_loss, Path(folder)))
         process.start()
         process.join()
-        times, slot = Path(folder, "times").read_text().split()
-    words = f"used {PREDICTIONS} times, the gradient is {float(times):.4f} times that of one use"
+        mean, of_tokens, slot = Path(folder, "times").read_text().split()
+    words = f"used {PREDICTIONS} times, the gradient is {float(mean):.4f} times that of one use, and {float(of_tokens):.4f} times with the loss of each token"
     logged = f", and is logged for layer {slot} of {LAYERS} and {PREDICTIONS} predictions"
-    return Behaviour(broken=abs(float(times) - 1) > ROUNDING or int(slot) <= LAYERS, seen=words + logged)
+    is_wrong = any(abs(float(each) - 1) > ROUNDING for each in (mean, of_tokens))
+    return Behaviour(broken=is_wrong or int(slot) <= LAYERS, seen=words + logged)
 
 
 def _measured(make: Callable[..., Any], aux_loss: bool, folder: Path) -> None:
@@ -66,14 +71,17 @@ def _measured(make: Callable[..., Any], aux_loss: bool, folder: Path) -> None:
 
     parallel_state.initialize_model_parallel()
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    repeated, once = (_gradient(make, groups, aux_loss, predictions) for predictions in (PREDICTIONS, 1))
+    times = []
+    for of_tokens in (True, False):
+        repeated, once = (_gradient(make, groups, aux_loss, predictions, of_tokens) for predictions in (PREDICTIONS, 1))
+        times.insert(0, float(repeated.norm() / once.norm()))
     (entry,) = get_moe_metrics_tracker()._metrics.values()  # noqa: SLF001 - of the use that came last
     slot = int(entry.values.nonzero()[0]) + 1
-    (folder / "times").write_text(f"{float(repeated.norm() / once.norm())} {slot}")
+    (folder / "times").write_text(f"{times[0]} {times[1]} {slot}")
     torch.distributed.destroy_process_group()
 
 
-def _gradient(make: Callable[..., Any], groups: Any, aux_loss: bool, predictions: int) -> Any:
+def _gradient(make: Callable[..., Any], groups: Any, aux_loss: bool, predictions: int, of_tokens: bool) -> Any:
     import torch
     from megatron.core.transformer.moe.moe_utils import get_moe_metrics_tracker
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -90,6 +98,7 @@ def _gradient(make: Callable[..., Any], groups: Any, aux_loss: bool, predictions
         moe_z_loss_coeff=None if aux_loss else 0.5,
         mtp_num_layers=predictions,
         mtp_use_repeated_layer=True,
+        calculate_per_token_loss=of_tokens,
         add_bias_linear=False,
         use_cpu_initialization=True,
     )
@@ -105,30 +114,48 @@ def _gradient(make: Callable[..., Any], groups: Any, aux_loss: bool, predictions
 
 
 def _stacked(config: Any, groups: Any) -> Any:
-    """Return the router of a layer that a hybrid stack made for predictions."""
+    """Return the router of a layer that the stack of a prediction layer made."""
     import torch
     from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
     from megatron.core.transformer.spec_utils import ModuleSpec
 
+    class Nothing(torch.nn.Module):  # type: ignore[misc]
+        """Norms, projections and experts, which are not asked."""
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            super().__init__()
+
     class Layer(torch.nn.Module):  # type: ignore[misc]
-        """What of a transformer layer is about the router."""
+        """What of a transformer layer is about its experts."""
 
         def __init__(
             self, config: Any, layer_number: int, pg_collection: Any, *, is_mtp_layer: bool = False, **_: Any
         ) -> None:
             super().__init__()
-            self.router = _router(config, pg_collection, is_mtp_layer=is_mtp_layer)
-            self.router.set_layer_number(layer_number)
+            self.mlp = importlib.import_module(EXPERTS).MoELayer(
+                config,
+                SimpleNamespace(router=_router_of_layer, experts=Nothing, shared_experts=None),
+                pg_collection=pg_collection,
+                is_mtp_layer=is_mtp_layer,
+            )
+            self.mlp.set_layer_number(layer_number)
 
-    stack = importlib.import_module(STACK).HybridStack(
-        config=config,
-        submodules=SimpleNamespace(moe_layer=ModuleSpec(module=Layer)),
-        layer_type_list=[Symbols.MOE],
-        post_layer_norm=False,
+    blank = ModuleSpec(module=Nothing)
+    prediction: Any = importlib.import_module(PREDICTION)
+    if hasattr(prediction, INFERENCE):  # it asks for classes of Transformer Engine, and raises without it
+        setattr(prediction, INFERENCE, lambda _: False)
+    layer = prediction.MultiTokenPredictionLayer(
+        config,
+        SimpleNamespace(enorm=Nothing, hnorm=Nothing, layer_norm=Nothing, eh_proj=blank, mtp_model_layer=None),
         pg_collection=groups,
-        is_mtp_layer=True,
+        mtp_layer_pattern=Symbols.MOE,
+        hybrid_submodules=SimpleNamespace(moe_layer=ModuleSpec(module=Layer)),
     )
-    return stack.layers[0].router
+    return layer.mtp_model_layer.layers[0].mlp.router
+
+
+def _router_of_layer(*args: Any, **kwargs: Any) -> Any:
+    return importlib.import_module(ROUTER).TopKRouter(*args, **kwargs)
 
 
 def _told(config: Any, groups: Any) -> Any:
