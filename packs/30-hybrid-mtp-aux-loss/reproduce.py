@@ -71,7 +71,7 @@ def _measured(make: Callable[..., Any], aux_loss: bool, folder: Path) -> None:
 
     parallel_state.initialize_model_parallel()
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    times = []
+    times: list[float] = []
     for of_tokens in (True, False):
         repeated, once = (_gradient(make, groups, aux_loss, predictions, of_tokens) for predictions in (PREDICTIONS, 1))
         times.insert(0, float(repeated.norm() / once.norm()))
