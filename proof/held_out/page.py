@@ -52,8 +52,20 @@ def markdown(edits: Sequence[Edit], found: Mapping[str, Mapping[str, Any]], note
         lines += [
             _row(each, found[each.id], notes.get(each.id)) for each in edits if each.kind is kind and each.id in found
         ]
-    if left := [each.id for each in edits if each.id not in found]:
-        lines += ["", "## Not judged yet", "", f"{len(left)} edits have no receipt: {', '.join(left)}."]
+    if left := [each for each in edits if each.id not in found]:
+        lines += [
+            "",
+            "## Without a receipt",
+            "",
+            f"{len(left)} edits have none; where a note says so, what `witness` said of one is known.",
+        ]
+        lines += [
+            "",
+            *(
+                f"- {each.id}, of {each.overlay} in {each.tree.name}. {notes.get(each.id, '')}".rstrip()
+                for each in left
+            ),
+        ]
     return "\n".join(lines) + "\n"
 
 
