@@ -41,6 +41,9 @@ def markdown(edits: Sequence[Edit], found: Mapping[str, Mapping[str, Any]], note
         before, after = (_counts([found[each.id][when] for each in chosen]) for when in ("before", "after"))
         wrong = sum(each.is_wrong(found[each.id]["after"]) for each in chosen)
         lines.append(f"| {title.partition(':')[0].lower()} | {len(chosen)} | {before} | {after} | {wrong} |")
+    unseen = [each for each in edits if each.id not in found]
+    if known := [each.id for each in unseen if notes.get(each.id, "").startswith("**WRONG**")]:
+        lines += ["", f"Not counted, and wrong when they were tried: {', '.join(known)} ([below](#without-a-receipt))."]
     for kind, title in TITLES.items():
         lines += [
             "",
@@ -52,18 +55,18 @@ def markdown(edits: Sequence[Edit], found: Mapping[str, Mapping[str, Any]], note
         lines += [
             _row(each, found[each.id], notes.get(each.id)) for each in edits if each.kind is kind and each.id in found
         ]
-    if left := [each for each in edits if each.id not in found]:
+    if unseen:
         lines += [
             "",
             "## Without a receipt",
             "",
-            f"{len(left)} edits have none; where a note says so, what `witness` said of one is known.",
+            f"{len(unseen)} edits have none; where a note says so, what `witness` said of one is known.",
         ]
         lines += [
             "",
             *(
                 f"- {each.id}, of {each.overlay} in {each.tree.name}. {notes.get(each.id, '')}".rstrip()
-                for each in left
+                for each in unseen
             ),
         ]
     return "\n".join(lines) + "\n"
