@@ -48,6 +48,8 @@ def probe(tree: SourceTree) -> Finding:
         raise SourceError("streams of experts are seeded otherwise", file=source.path)
     if base is None or not all(any(each.find(source.syntax)) for each in (_BASE, _FIRST, _TAKEN, _SET)):
         raise unknown(source, base, "what was saved is taken over otherwise")
+    if "sharded_state_dict" not in {each.arg for each in base.args.args}:
+        raise unknown(source, base, f"{READ} is not given the states of this process")
     found = [each for each in _SHARDED.find(method) if each.text("replica") in _REPLICA]
     if len(found) != 1 or "expert" in ast.unparse(method):
         places = [f"{TARGET.module}:{each}" for each in (SAVED, READ, LOADED)]
