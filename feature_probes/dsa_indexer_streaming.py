@@ -195,10 +195,11 @@ def _other_function(source: ModuleSource, shape: str) -> Evidence | None:
     left = "keys are chosen, and a sparse loss is computed, as upstream has it"
     try:
         found = plain_class(source, FUSED_LOSS), plain_function(source, _FUSED_FORWARD)
-        for each in ("forward", "backward"):
-            plain_function(source, f"{FUSED_LOSS}.{each}")  # which may be set from outside its class
     except SourceError as error:
         return Evidence(seen=f"{error}: {left}", file=source.path)
+    for each in (f"{FUSED_LOSS}.forward", f"{FUSED_LOSS}.backward"):
+        if len(source.bindings.of(each)) > 1:
+            return Evidence(seen=f"{each} is set from outside its class: {left}", file=source.path)
     for name, body, known in zip((FUSED_LOSS, _FUSED_FORWARD), found, _FUSED[shape], strict=True):
         if body is None:
             return Evidence(seen=f"there is no {name}: {left}", file=source.path)

@@ -31,7 +31,7 @@ _TAKES_A_VALUE = re.compile(
     r"--(?!no-|disable-|use-|is-|async-|auto-|freeze-|account-for-|output-|mtp-detach|optimizer-cpu|ckpt-|biencoder|dataloader-fast)"
     r"[\w-]*-?(?:path|dir|file|model|type|size|name|project|iters|interval|samples|steps|length|layers|heads|groups|experts|topk|coeff"
     r"|std|decay|beta1|beta2|prefix|entity|format|backend|style|ratio|pattern|method|granularity|rank|impl|lr|seed|load|save|split"
-    r"|embeddings|workers|channels|dim)"
+    r"|embeddings|workers|channels|dim)(?<!profile)"
 )
 """Arguments of Megatron-LM that are no switches, by the ends of their names: a variable behind one is its value."""
 _FROM_ELSEWHERE = ("use_checkpoint_args", "use_mp_args_from_checkpoint_args", "yaml_cfg")
