@@ -17,7 +17,7 @@ from megacpp_overlays.concerns.features import BY_NAME, EVERYTHING, PROGRAM, Cri
 from megacpp_overlays.errors import RegistryError
 
 
-class Answer(enum.Enum):
+class Ternary(enum.Enum):
     """The value of a predicate."""
 
     YES = "yes"
@@ -27,21 +27,21 @@ class Answer(enum.Enum):
     @property
     def concerns(self) -> bool:
         """Whether the model is taken to be concerned."""
-        return self is not Answer.NO
+        return self is not Ternary.NO
 
 
-_ORDER = (Answer.NO, Answer.UNDECIDED, Answer.YES)
+_ORDER = (Ternary.NO, Ternary.UNDECIDED, Ternary.YES)
 
 
-def of_predicate(text: str, configuration: Configuration) -> Answer:
+def of_predicate(text: str, configuration: Configuration) -> Ternary:
     """Return the value of a predicate; that of an empty one is undecided.
 
     Raises:
         RegistryError: it is no expression of names with and, or, not and parentheses.
     """
     if text == EVERYTHING:
-        return Answer.YES
-    return _value(_parsed(text), configuration) if text else Answer.UNDECIDED
+        return Ternary.YES
+    return _value(_parsed(text), configuration) if text else Ternary.UNDECIDED
 
 
 def features_of(text: str) -> tuple[str, ...]:
@@ -61,34 +61,34 @@ def because(text: str, configuration: Configuration) -> tuple[str, ...]:
     Raises:
         RegistryError: see `of_predicate`.
     """
-    if text in {"", EVERYTHING} or (answer := of_predicate(text, configuration)) is Answer.YES:
+    if text in {"", EVERYTHING} or (answer := of_predicate(text, configuration)) is Ternary.YES:
         return ()
     return tuple(dict.fromkeys(_reasons(_parsed(text), configuration, answer)))
 
 
-def _reasons(node: ast.expr, configuration: Configuration, answer: Answer) -> list[str]:
+def _reasons(node: ast.expr, configuration: Configuration, answer: Ternary) -> list[str]:
     """Return the features that give an expression the value that it has; of several that would each do, the first."""
     if isinstance(node, ast.BoolOp):
         found = [_reasons(each, configuration, answer) for each in node.values if _value(each, configuration) is answer]
-        is_enough = answer is (Answer.NO if isinstance(node.op, ast.And) else Answer.YES)
+        is_enough = answer is (Ternary.NO if isinstance(node.op, ast.And) else Ternary.YES)
         return found[0] if is_enough else [name for names in found for name in names]
     if isinstance(node, ast.UnaryOp):
         return _reasons(node.operand, configuration, _ORDER[-1 - _ORDER.index(answer)])
     name = node.id if isinstance(node, ast.Name) else ""
     title = BY_NAME[name].title if name in BY_NAME else name
-    return [f"no {title}" if answer is Answer.NO else title]
+    return [f"no {title}" if answer is Ternary.NO else title]
 
 
-def of_feature(feature: Feature, configuration: Configuration) -> Answer:
+def of_feature(feature: Feature, configuration: Configuration) -> Ternary:
     """Return whether a model has a feature."""
     if (decided := configuration.decided.get(feature.name)) is not None:
-        return Answer.YES if decided else Answer.NO
+        return Ternary.YES if decided else Ternary.NO
     signs = {Vocabulary.CONFIG: feature.config, Vocabulary.ARGUMENTS: feature.arguments}
     values = [_of_sign(sign, configuration) for sign in signs.get(configuration.vocabulary, ())]
     shown = [_of_sign(sign, configuration) for sign in feature.shows if sign.key in configuration.values]
-    if Answer.YES in values or Answer.YES in shown:
-        return Answer.YES
-    return Answer.NO if values and {*values, *shown} == {Answer.NO} else Answer.UNDECIDED
+    if Ternary.YES in values or Ternary.YES in shown:
+        return Ternary.YES
+    return Ternary.NO if values and {*values, *shown} == {Ternary.NO} else Ternary.UNDECIDED
 
 
 @functools.lru_cache(maxsize=256)
@@ -107,48 +107,48 @@ def _no_predicate(text: str) -> RegistryError:
     return RegistryError(f"{text!r} is no predicate: it takes names of features, `and`, `or`, `not` and parentheses")
 
 
-def _value(node: ast.expr, configuration: Configuration) -> Answer:
+def _value(node: ast.expr, configuration: Configuration) -> Ternary:
     if isinstance(node, ast.BoolOp):
         values = [_value(each, configuration) for each in node.values]
         return (min if isinstance(node.op, ast.And) else max)(values, key=_ORDER.index)
     if isinstance(node, ast.UnaryOp):
         return _ORDER[-1 - _ORDER.index(_value(node.operand, configuration))]
     feature = BY_NAME.get(node.id) if isinstance(node, ast.Name) else None
-    return of_feature(feature, configuration) if feature else Answer.UNDECIDED
+    return of_feature(feature, configuration) if feature else Ternary.UNDECIDED
 
 
-def _of_sign(sign: Sign, configuration: Configuration) -> Answer:
+def _of_sign(sign: Sign, configuration: Configuration) -> Ternary:
     """Return what a key says: of several values that it may have, what all of them say."""
     values = configuration.values.get(sign.key)
     if values is None:
         owner = sign.of if configuration.vocabulary is Vocabulary.CONFIG else ARGUMENTS_OF_A_RUN
         if owner in configuration.whole and sign.key != PROGRAM:
-            return Answer.NO  # the release has no such key, and so no such feature
+            return Ternary.NO  # the release has no such key, and so no such feature
         values = sign.default if configuration.has_defaults else ()
     found = {_of_value(sign, value) for value in values}
-    return found.pop() if len(found) == 1 else Answer.UNDECIDED
+    return found.pop() if len(found) == 1 else Ternary.UNDECIDED
 
 
-def _of_value(sign: Sign, value: object) -> Answer:
+def _of_value(sign: Sign, value: object) -> Ternary:
     if value is UNKNOWN:
-        return Answer.UNDECIDED
+        return Ternary.UNDECIDED
     if value is None and sign.criterion is not Criterion.ONE_OF:
-        return Answer.NO
+        return Ternary.NO
     if sign.criterion is Criterion.GIVEN:
-        return Answer.YES
+        return Ternary.YES
     if sign.criterion is Criterion.TRUE:
-        return _answer(value) if isinstance(value, bool) else Answer.UNDECIDED
+        return _answer(value) if isinstance(value, bool) else Ternary.UNDECIDED
     if sign.criterion in {Criterion.COUNT, Criterion.SEVERAL}:
         least = 0 if sign.criterion is Criterion.COUNT else 1
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            return Answer.UNDECIDED
+            return Ternary.UNDECIDED
         return _answer(value > least)
     if sign.criterion is Criterion.HAS:
         return _has(value, sign.on)
     if sign.criterion is Criterion.ONE_OF:
         word = _word(value)
-        return Answer.YES if word in sign.on else Answer.NO if word in sign.off else Answer.UNDECIDED
-    return Answer.UNDECIDED
+        return Ternary.YES if word in sign.on else Ternary.NO if word in sign.off else Ternary.UNDECIDED
+    return Ternary.UNDECIDED
 
 
 def _word(value: object) -> object:
@@ -158,13 +158,13 @@ def _word(value: object) -> object:
     return str(value) if type(value).__module__ == "torch" else value
 
 
-def _has(value: object, words: Iterable[object]) -> Answer:
+def _has(value: object, words: Iterable[object]) -> Ternary:
     """Return whether a text has one of some texts in it, or a list one of some words."""
     if isinstance(value, list | tuple):
         texts = [each for each in value if isinstance(each, str)]
-        return _answer(any(word in texts for word in words)) if len(texts) == len(value) else Answer.UNDECIDED
-    return _answer(any(str(word) in value for word in words)) if isinstance(value, str) else Answer.UNDECIDED
+        return _answer(any(word in texts for word in words)) if len(texts) == len(value) else Ternary.UNDECIDED
+    return _answer(any(str(word) in value for word in words)) if isinstance(value, str) else Ternary.UNDECIDED
 
 
-def _answer(is_on: object) -> Answer:
-    return Answer.YES if is_on else Answer.NO
+def _answer(is_on: object) -> Ternary:
+    return Ternary.YES if is_on else Ternary.NO

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from megacpp_overlays.concerns.configuration import Configuration
-from megacpp_overlays.concerns.predicates import Answer, because, of_predicate
+from megacpp_overlays.concerns.predicates import Ternary, because, of_predicate
 from megacpp_overlays.errors import RegistryError
 from megacpp_overlays.frozen import NamedTuple
 from megacpp_overlays.loader.lines import by_overlay
@@ -18,7 +18,7 @@ class Concern(NamedTuple):
     """Whether one overlay or gate concerns a model."""
 
     id: str
-    answer: Answer
+    answer: Ternary
     because: str
     """For no, features that the model does not have or has; for undecided those that are not known."""
 
@@ -47,7 +47,7 @@ def _concern(name: str, predicate: str, configuration: Configuration) -> Concern
     try:
         return Concern(name, of_predicate(predicate, configuration), ", ".join(because(predicate, configuration)))
     except RegistryError as error:  # of a plugin
-        return Concern(name, Answer.UNDECIDED, str(error))
+        return Concern(name, Ternary.UNDECIDED, str(error))
 
 
 def active(records: Sequence[Record]) -> list[str]:
@@ -58,16 +58,16 @@ def active(records: Sequence[Record]) -> list[str]:
 def headline(found: Concerns, names: Sequence[str]) -> str:
     """Return how many of some active overlays concern the model."""
     concerned = [each for each in names if found.is_concerned(each)]
-    unsure = [each for each in concerned if found.by_id[each].answer is Answer.UNDECIDED]
+    unsure = [each for each in concerned if found.by_id[each].answer is Ternary.UNDECIDED]
     doubt = f", {len(unsure)} of them perhaps" if unsure else ""
     return f"{len(concerned)} of {len(names)} active concern this model ({found.origin}){doubt}"
 
 
 def line(found: Concerns, names: Sequence[str]) -> str:
     """Return the line of a log: which of some active overlays concern the model, and which do not."""
-    parts = {answer: [each for each in names if found.by_id[each].answer is answer] for answer in Answer}
-    concerned = [*parts[Answer.YES], *(f"{each} perhaps" for each in parts[Answer.UNDECIDED])]
-    others = f"; not {', '.join(parts[Answer.NO])}" if parts[Answer.NO] else ""
+    parts = {answer: [each for each in names if found.by_id[each].answer is answer] for answer in Ternary}
+    concerned = [*parts[Ternary.YES], *(f"{each} perhaps" for each in parts[Ternary.UNDECIDED])]
+    others = f"; not {', '.join(parts[Ternary.NO])}" if parts[Ternary.NO] else ""
     return f"{headline(found, names)}: {', '.join(concerned) or 'none'}{others}"
 
 
@@ -80,7 +80,7 @@ def sentence(found: Concerns, overlay_id: str) -> str:
 def lines(found: Concerns, names: Sequence[str]) -> list[Line]:
     """Return the lines of an audit about a model: which of some active overlays concern it, and by what reason the others do not."""
     shown = [Line(""), *(Line(each) for each in wrapped(headline(found, names), "", "  "))]
-    for answer, word in ((Answer.YES, "concern it"), (Answer.UNDECIDED, "may"), (Answer.NO, "do not")):
+    for answer, word in ((Ternary.YES, "concern it"), (Ternary.UNDECIDED, "may"), (Ternary.NO, "do not")):
         by_reason: dict[str, list[str]] = {}
         for each in names:
             if found.by_id[each].answer is answer:

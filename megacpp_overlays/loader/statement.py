@@ -38,6 +38,7 @@ LONGEST_TEXT = 1000
 
 RUN = (
     "__init__.py",
+    "concerns",
     "errors.py",
     "files.py",
     "feature_probes",

@@ -11,7 +11,7 @@ import pytest
 
 from megacpp_overlays.concerns.config_files import read
 from megacpp_overlays.concerns.features import FEATURES
-from megacpp_overlays.concerns.predicates import Answer, of_feature
+from megacpp_overlays.concerns.predicates import Ternary, of_feature
 from megacpp_overlays.errors import ConfigurationError
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -27,7 +27,7 @@ def answers(tmp_path: Path) -> Callable[..., Answers]:
         if isinstance(text, str):
             path.write_text(textwrap.dedent(text))
         found = read(path)
-        return {each.value: {one.name for one in FEATURES if of_feature(one, found) is each} for each in Answer}
+        return {each.value: {one.name for one in FEATURES if of_feature(one, found) is each} for each in Ternary}
 
     return of
 

@@ -15,7 +15,7 @@ from releases import newest
 from megacpp_overlays.concerns.command_lines import _TAKES_A_VALUE
 from megacpp_overlays.concerns.configuration import Configuration, Vocabulary, possible
 from megacpp_overlays.concerns.features import FEATURES, PROGRAM, Sign
-from megacpp_overlays.concerns.predicates import Answer, _of_value, of_predicate
+from megacpp_overlays.concerns.predicates import Ternary, _of_value, of_predicate
 from megacpp_overlays.loader import registry
 
 RELEASES = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
@@ -61,7 +61,7 @@ def test_each_field_is_one_of_some_release_and_off_by_default(wheel: Wheels) -> 
     for name, sign in {**_signs("config"), **_signs("shows")}.items():
         defaults = [fields[sign.of, sign.key] for fields in releases if (sign.of, sign.key) in fields]
         assert defaults or sign.key in IN_NO_CLASS, f"{name}: no release has the field"
-        assert {_of_value(sign, default) for default in defaults} <= {Answer.NO}, f"{name} is on by default"
+        assert {_of_value(sign, default) for default in defaults} <= {Ternary.NO}, f"{name} is on by default"
 
 
 @pytest.fixture(scope="module")
@@ -145,4 +145,4 @@ def test_no_predicate_rules_out_what_the_reproducer_of_its_pack_builds(
         values = possible(*({key: (value,) for key, value in fields.items()} for _, fields in objects))
         whole = frozenset(name for name, _ in objects)
         found = of_predicate(predicates[overlay], Configuration(pack, Vocabulary.CONFIG, values, whole=whole))
-        assert found is not Answer.NO, f"{overlay}: {predicates[overlay]} is ruled out by {values}"
+        assert found is not Ternary.NO, f"{overlay}: {predicates[overlay]} is ruled out by {values}"

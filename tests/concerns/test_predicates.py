@@ -12,11 +12,11 @@ from made_up import Upstream
 
 from megacpp_overlays.concerns.configuration import UNKNOWN, Configuration, Vocabulary, possible
 from megacpp_overlays.concerns.features import BY_NAME, FEATURES, Criterion, Sign
-from megacpp_overlays.concerns.predicates import Answer, because, features_of, of_feature, of_predicate
+from megacpp_overlays.concerns.predicates import Ternary, because, features_of, of_feature, of_predicate
 from megacpp_overlays.errors import RegistryError
 from megacpp_overlays.loader import registry
 
-YES, NO, UNDECIDED = Answer.YES, Answer.NO, Answer.UNDECIDED
+YES, NO, UNDECIDED = Ternary.YES, Ternary.NO, Ternary.UNDECIDED
 DECLARED = registry.load()
 
 
@@ -24,7 +24,7 @@ def configured(vocabulary: Vocabulary = Vocabulary.CONFIG, **values: Any) -> Con
     return Configuration("a test", vocabulary, {key: (value,) for key, value in values.items()})
 
 
-def answer(name: str, configuration: Configuration) -> Answer:
+def answer(name: str, configuration: Configuration) -> Ternary:
     return of_feature(BY_NAME[name], configuration)
 
 

@@ -17,11 +17,11 @@ from typing import Any
 from megacpp_overlays.concerns import config_files, process
 from megacpp_overlays.concerns.configuration import Configuration
 from megacpp_overlays.concerns.features import FEATURES
-from megacpp_overlays.concerns.predicates import Answer, of_feature
+from megacpp_overlays.concerns.predicates import Ternary, of_feature
 
 
 def _features(configuration: Configuration) -> dict[str, list[str]]:
-    return {each.value: [one.name for one in FEATURES if of_feature(one, configuration) is each] for each in Answer}
+    return {each.value: [one.name for one in FEATURES if of_feature(one, configuration) is each] for each in Ternary}
 
 
 def _dense() -> Any:
@@ -73,7 +73,7 @@ CASES: dict[str, Callable[[], Any]] = {"dense": _dense, "latent": _latent, "hybr
 
 
 def main() -> None:
-    """Answer on standard output."""
+    """Ternary on standard output."""
     said = os.dup(1)
     os.dup2(2, 1)  # what upstream prints is no answer
     report: dict[str, Any] = {}

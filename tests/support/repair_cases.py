@@ -1255,6 +1255,7 @@ CASES = {
             "under one name": ("(pp_rank, tp_rank, dp_cp_rank),\n", "(pp_rank, tp_rank, 0),\n"),
             "and read of the first": ("        dp_rank = (\n                        get_pg_rank(dp_group)", "        dp_rank = first(\n                        get_pg_rank(dp_group)"),
             "decorated": ("def get_rng_state(", "@of_old\ndef get_rng_state("),
+            "read by a decorated function": ("def _load_base_checkpoint(", "@of_old\ndef _load_base_checkpoint("),
             "set from outside": appended("get_rng_state = of_old"),
         },
         tree=lambda: archive("megatron_core-0.19.2"),
