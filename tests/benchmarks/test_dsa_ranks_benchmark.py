@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_runs import run_quickly
 from places import HANG_S, ROOT
 
 pytestmark = [pytest.mark.upstream, pytest.mark.full]
@@ -20,19 +20,7 @@ FOLDER = ROOT / "benchmarks/dsa_ranks"
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run it; return the folder of what it wrote."""
-    folder = tmp_path_factory.mktemp("dsa")
-    files = ["--json", folder / "found.json", "--write", folder / "page.md"]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", FOLDER / "run.py", "--device", "cpu", "--quick", "--sizes", "1", "2", *files],
-        env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+    return run_quickly(FOLDER, tmp_path_factory.mktemp("dsa"), "--sizes", "1", "2")
 
 
 @pytest.fixture

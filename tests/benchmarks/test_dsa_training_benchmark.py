@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_runs import run_quickly
 from places import HANG_S, ROOT
 
 pytestmark = [pytest.mark.upstream, pytest.mark.full]
@@ -23,18 +24,7 @@ WAYS = ["stock, float32", "stock", "stock, again", "stock, channels in another o
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run it; return the folder of what it wrote."""
     folder = tmp_path_factory.mktemp("dsa")
-    files = ["--json", folder / "found.json", "--write", folder / "page.md", "--plot", folder / "plot.svg"]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", FOLDER / "run.py", "--device", "cpu", "--quick", *files],
-        env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+    return run_quickly(FOLDER, folder, "--plot", str(folder / "plot.svg"))
 
 
 @pytest.fixture

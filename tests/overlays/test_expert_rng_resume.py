@@ -5,15 +5,16 @@ Cases of pack 52 run on releases, in a process of its own for each; everything e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from placed_seams import placed, without_overlays
-from places import ROOT, SUPPORT
-from releases import newest, only
+from places import ROOT
+from releases import newest
+from reproduced_pack import assert_repaired, measured_on
 
 from megacpp_overlays.feature_probes.expert_rng_resume import REPLICAS, TARGET
 from megacpp_overlays.overlays.expert_rng_resume import KEY, OVERLAY, observe
@@ -26,18 +27,11 @@ PACK = beside(str(FOLDER / "neighbours.py"))
 ORDINARY = {"seeds-of-data-parallel-ranks", "other-streams"}
 
 
-@pytest.fixture(scope="module", params=only((newest(),), ("0.18.2",)))
-def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
-    """What a release does with the overlay and without it."""
-    return megatron_says(request.param, SUPPORT / "reproduced.py", "52")
+measured = measured_on("52", "0.18.2", newest())
 
 
 def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any) -> None:
-    ((_, decision, reason),) = measured["decisions"]
-
-    assert decision == "active", reason
-    assert all(case["broken"] for case in measured["off"].values())
-    assert not any(case["broken"] for case in measured["on"].values())
+    assert_repaired(measured)
 
 
 # In this process

@@ -5,7 +5,7 @@ Cases of pack 49 run on releases, in a process of its own for each; everything e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,8 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from placed_seams import placed, without_overlays
-from places import ROOT, SUPPORT
-from releases import newest, only
+from places import ROOT
+from releases import newest
+from reproduced_pack import assert_repaired, measured_on
 
 from megacpp_overlays.feature_probes.loss_mask_cache import EVERY, FIRST, TARGET
 from megacpp_overlays.overlays.loss_mask_cache import OVERLAY, observe
@@ -29,18 +30,11 @@ PACK = beside(str(FOLDER / "neighbours.py"))
 ORDERS = st.lists(st.none() | st.integers(0, len(PACK.DOCUMENTS) - 1), min_size=1, max_size=6)
 
 
-@pytest.fixture(scope="module", params=only(("0.12.0", "0.14.0", "0.16.1", newest()), ()))
-def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
-    """What a release does with the overlay and without it."""
-    return megatron_says(request.param, SUPPORT / "reproduced.py", "49")
+measured = measured_on("49", "0.12.0", "0.14.0", "0.16.1", newest())
 
 
 def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any) -> None:
-    ((_, decision, reason),) = measured["decisions"]
-
-    assert decision == "active", reason
-    assert all(case["broken"] for case in measured["off"].values())
-    assert not any(case["broken"] for case in measured["on"].values())
+    assert_repaired(measured)
 
 
 # In this process

@@ -16,8 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from placed_seams import overlays_out, placed
-from places import ROOT, SUPPORT
-from releases import newest, only
+from places import ROOT
+from releases import newest
+from reproduced_pack import assert_repaired, measured_on
 from upstream_imports import upstream_module
 
 from megacpp_overlays.feature_probes.qk_clip_negative_head import DIVIDED, GROUPED
@@ -31,16 +32,11 @@ PACK = beside(str(FOLDER / "neighbours.py"))
 LOGITS = st.lists(st.floats(-1e4, 1e4, width=32), min_size=4, max_size=4)
 
 
-@pytest.fixture(scope="module", params=only(("0.16.1", "0.18.2", newest()), ()))
-def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
-    """What a release does with the overlay and without it."""
-    return megatron_says(request.param, SUPPORT / "reproduced.py", "50")
+measured = measured_on("50", "0.16.1", "0.18.2", newest())
 
 
 def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any) -> None:
-    assert [decision for _, decision, _ in measured["decisions"]] == ["active"] * 2, measured["decisions"]
-    assert all(case["broken"] for case in measured["off"].values())
-    assert not any(case["broken"] for case in measured["on"].values())
+    assert_repaired(measured, parts=2)
 
 
 # In this process

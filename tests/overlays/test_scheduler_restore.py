@@ -5,7 +5,7 @@ Cases of pack 48 run on releases, in a process of its own for each; everything e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,8 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from placed_seams import placed, without_overlays
-from places import ROOT, SUPPORT
-from releases import newest, only
+from places import ROOT
+from releases import newest
+from reproduced_pack import assert_repaired, measured_on
 
 from megacpp_overlays.feature_probes.scheduler_restore import ADDED, ADDED_EARLY, CLASS, TARGET
 from megacpp_overlays.overlays.scheduler_restore import OVERLAY, observe
@@ -38,18 +39,11 @@ ARGUMENTS = st.fixed_dictionaries(
 )
 
 
-@pytest.fixture(scope="module", params=only(("0.12.0", "0.16.1", newest()), ()))
-def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
-    """What a release does with the overlay and without it."""
-    return megatron_says(request.param, SUPPORT / "reproduced.py", "48")
+measured = measured_on("48", "0.12.0", "0.16.1", newest())
 
 
 def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any) -> None:
-    ((_, decision, reason),) = measured["decisions"]
-
-    assert decision == "active", reason
-    assert all(case["broken"] for case in measured["off"].values())
-    assert not any(case["broken"] for case in measured["on"].values())
+    assert_repaired(measured)
 
 
 # In this process

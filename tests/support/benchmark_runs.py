@@ -1,0 +1,32 @@
+"""A benchmark that is run on a CPU at tiny sizes, and the folder of what it wrote."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from places import HANG_S, ROOT
+
+
+def run_quickly(benchmark: Path, folder: Path, *words: str) -> Path:
+    """Run a benchmark with `--device cpu --quick`; return the folder, which has found.json and page.md then.
+
+    Args:
+        benchmark: its folder in `benchmarks`.
+        folder: what it writes into.
+        words: further arguments.
+    """
+    files = ["--json", folder / "found.json", "--write", folder / "page.md"]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", benchmark / "run.py", "--device", "cpu", "--quick", *words, *files],
+        env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder

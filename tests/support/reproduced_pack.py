@@ -1,0 +1,34 @@
+"""Fixture and assertion of a pack whose cases run on real releases, in a process for each: without its overlay and with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from places import SUPPORT
+from releases import only
+
+
+def measured_on(pack: str, *releases: str) -> Any:
+    """Return a fixture, to be bound to `measured`: what each release does with the overlay and without it.
+
+    Its tests are marked `full`: those of every day run the newest release in their own process.
+
+    Args:
+        pack: two digits of its number.
+        releases: of megatron-core.
+    """
+
+    @pytest.fixture(scope="module", params=only(releases, ()), name="measured")
+    def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
+        return megatron_says(request.param, SUPPORT / "reproduced.py", pack)
+
+    return measured
+
+
+def assert_repaired(measured: Any, *, parts: int = 1) -> None:
+    """Check that the overlay is active in all of its parts, and that each case is broken without it and right with it."""
+    assert [decision for _, decision, _ in measured["decisions"]] == ["active"] * parts, measured["decisions"]
+    assert all(case["broken"] for case in measured["off"].values())
+    assert not any(case["broken"] for case in measured["on"].values())
