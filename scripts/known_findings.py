@@ -25,7 +25,7 @@ from packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel
 from packaging.version import Version
 
 from megacpp_overlays.loader import known, registry
-from megacpp_overlays.model import Overlay
+from megacpp_overlays.model import Overlay, Target
 from megacpp_overlays.source import knowledge, published
 from megacpp_overlays.source.file_trees import ArchiveTree
 from megacpp_overlays.source.trees import Remembered, SourceTree, answer
@@ -52,8 +52,10 @@ def main() -> int:
     if given.head:
         texts = json.loads(published.FILE.read_text(encoding="utf-8"))
         for name, _, path in (each.partition("=") for each in given.head):
-            for key, package in {"megatron-core": "core", "megatron-core megatron.training": "training"}.items():
-                texts[key][name] = published.digest_of_folder(str(Path(path, "megatron", package).resolve()))
+            for key, target in packages().items():
+                if target.distribution == "megatron-core":
+                    folder = Path(path, *published.package_of(target).split("."))
+                    texts[key][name] = published.digest_of_folder(str(folder.resolve()))
         published.FILE.write_text(json.dumps(texts, indent=0, sort_keys=True) + "\n", encoding="utf-8")
         return 0
     if given.newest:
@@ -94,6 +96,11 @@ def first_releases(archives: Path) -> dict[str, dict[str, str]]:
     return found
 
 
+def packages() -> dict[str, Target]:
+    """Return a target in each package of upstream that an overlay changes, by `published.key_of`."""
+    return {published.key_of(each.target): each.target for each in registry.load() if each.installs}
+
+
 def published_releases(archives: Path) -> dict[str, dict[str, str]]:
     """Return the digest of the package of each release, by `published.key_of` and version, of all packages of overlays.
 
@@ -101,8 +108,7 @@ def published_releases(archives: Path) -> dict[str, dict[str, str]]:
     """
     kept = json.loads(published.FILE.read_text(encoding="utf-8"))
     found = {name: {head: digest for head, digest in of.items() if " " in head} for name, of in kept.items()}
-    targets = {published.key_of(each.target): each.target for each in registry.load() if each.installs}
-    for key, target in targets.items():
+    for key, target in packages().items():
         releases_of = found.setdefault(key, {})
         for version, path in _archives(target.distribution, archives).items():
             with ArchiveTree(path) as archive:

@@ -1,1 +1,1 @@
-"""Which overlays bear on a model: features, predicates over them, and the configurations that decide them."""
+"""Relevance of overlays to a model: features, predicates over them, and the configurations that decide them."""

@@ -37,14 +37,14 @@ class Vocabulary(enum.Enum):
 
 
 class Configuration(NamedTuple):
-    """What a file, or a process, says of a model and of its run.
+    """Values of configuration keys, read from a file or a process, for a model and its run.
 
     A feature is ruled out by what is said and by nothing else, so a reader that is in doubt leaves a key out, or gives it `UNKNOWN`
     as a further value.
     """
 
     origin: str
-    """What it was read from, in the words of a report."""
+    """Source of the values, as a report names it."""
     vocabulary: Vocabulary
     values: Values = MappingProxyType({})
     has_defaults: bool = False

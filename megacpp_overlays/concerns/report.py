@@ -1,4 +1,4 @@
-"""Which of some overlays concern a model, and why the others do not, as records, as lines and as plain data."""
+"""Report on the overlays that concern a model, with the reason where one does not: records, lines and plain data."""
 
 from __future__ import annotations
 

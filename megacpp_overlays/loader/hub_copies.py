@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from megacpp_overlays.model import Erratum
 
 PACKAGE = "kernels"
-"""The distribution that loads kernels of the Hub: https://pypi.org/project/kernels."""
+"""The distribution, and its module, that loads kernels of the Hub."""
 _IN_A_CACHE = ("/models--", "/kernels--")
 """Folders of the Hub's cache, for releases of `kernels` that do not list what they loaded."""
 

@@ -545,13 +545,13 @@ class Session:
 
     def count_at_exit(self) -> None:
         """Say at the end of the process what became of the overlays, if a target was settled; what an audit told is not repeated."""
-        with contextlib.suppress(Exception):
-            self._hub_copies()
         records = [each.record for each in self._parts.values()]
         was_settled = any(each.finding is not None and each.overlay.installs for each in records)
-        if was_settled and self.log.has_to_count(at_exit=True):
-            with contextlib.suppress(Exception):  # whatever is left of the interpreter, an end must not fail
-                self.log.count(self.audit_as_it_stands(), at_exit=True)
+        with contextlib.suppress(Exception):  # whatever is left of the interpreter, an end must not fail
+            if was_settled and self.log.has_to_count(at_exit=True):
+                self.log.count(self.audit_as_it_stands(), at_exit=True)  # which looks for copies of the Hub, too
+            else:
+                self._hub_copies()
 
     def _settle_missed_imports(self) -> None:
         """Settle a target that was loaded past every hook, by a loader or a recipe of somebody's own."""

@@ -1,4 +1,4 @@
-"""What is known of the model that this process trains, and the line that says before its first step which overlays concern it.
+"""Configuration of the model that this process trains, and the log line before its first step about the overlays that concern it.
 
     at start-up             a configuration file that `MEGACPP_OVERLAYS_CONFIG` names, or the arguments of one of Megatron-LM's launchers
     before the first step   the configuration objects of Megatron in this process
