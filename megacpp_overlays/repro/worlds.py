@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -15,7 +16,11 @@ from megacpp_overlays.errors import OverlayError
 from megacpp_overlays.repro.neighbour import flat
 
 LIMIT_S = 300
-"""Of one world. A rank that is forked from a process with gloo groups can wait for threads that it has not."""
+"""Of one world."""
+
+
+_inherited: list[dict[str, object]] = []
+"""Names of modules as a rank found them, which keeps the objects alive until it ends."""
 
 
 class RankError(OverlayError):
@@ -62,6 +67,7 @@ def _rank(rank: int, count: int, run: Callable[[int], Mapping[str, object]], fol
     import torch
 
     torch.set_num_threads(1)
+    _keep_inherited_groups()
     answer = Path(folder, str(rank))
     try:
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
@@ -75,3 +81,12 @@ def _rank(rank: int, count: int, run: Callable[[int], Mapping[str, object]], fol
         os._exit(1)  # others that wait for it see its connection close
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+def _keep_inherited_groups() -> None:
+    """Keep process groups of the process that was copied: the end of one waits for its threads, which a copy has not.
+
+    Megatron's `destroy_model_parallel` leaves some in its globals, and the next `initialize_model_parallel` drops them.
+    """
+    if (state := sys.modules.get("megatron.core.parallel_state")) is not None:
+        _inherited.append(dict(vars(state)))
