@@ -33,7 +33,7 @@ def section(found: Found) -> Iterator[str]:
         f"{size['hidden']}, {size['latent'] + size['rotary']}/{size['latent']} channels,",
         f"an indexer of {size['indexer_heads']} heads of {size['indexer']} channels that learns by its sparse loss, {size['chosen']} keys chosen; "
         "one document of all tokens a step. Stock is megatron-core",
-        "without an overlay and with `dsa_kernel_backend=none`. Milliseconds are medians of the later half of the steps; memory is above weights and optimizer.",
+        "without an overlay and with `dsa_kernel_backend=none`, or `tilelang` where the row says so. Milliseconds are medians of the later half of the steps; memory is above weights and optimizer.",
         "",
         f"![Time and memory of a step by length]({found.get('plot', 'dsa_lengths.svg')})",
         "",

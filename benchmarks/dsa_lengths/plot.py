@@ -8,8 +8,8 @@ from drawing import curve, line, sheet, text
 from report import Found
 
 TITLE = "A layer of DeepSeek sparse attention, by length"
-LINES = {"stock": "other-line", "overlays": "ours-line"}
-"""The kind of the line of each way."""
+LINES = {"stock": ("other-line", ""), "stock, tilelang": ("other-line", "6 3"), "overlays": ("ours-line", "")}
+"""The kind of the line of each way, and how it is dashed."""
 WIDTH, HEIGHT, PANEL, TOP, GAP = 940, 440, 380, 100, 80
 
 
@@ -28,7 +28,8 @@ def svg(found: Found) -> str:
     body += panel(60 + PANEL + GAP, "Peak of memory, GiB", points(runs, "mib", 1024.0))
     across = 20.0
     for name in dict.fromkeys(each["way"] for each in runs):
-        body.append(curve([(across, HEIGHT - 16), (across + 24, HEIGHT - 16)], LINES.get(name, "axis"), 2.4))
+        kind, dash = LINES.get(name, ("axis", ""))
+        body.append(curve([(across, HEIGHT - 16), (across + 24, HEIGHT - 16)], kind, 2.4, dash=dash))
         body.append(text(across + 30, HEIGHT - 12, name, size=12))
         across += 46 + 6.4 * len(name)
     said = ", ".join(f"{each['way']} {each['tokens']} tokens {each['ms']:.1f} ms" for each in runs)
@@ -67,5 +68,6 @@ def panel(left: float, title: str, series: dict[str, list[tuple[float, float]]])
     body.append(line(left, bottom, left + PANEL, bottom, "axis"))
     body += [text(at(each, 1)[0], bottom + 16, f"{each:g}", kind="quiet", size=11, anchor="middle") for each in lengths]
     for name, each in series.items():
-        body.append(curve([at(*point) for point in each], LINES.get(name, "axis"), 2.4))
+        kind, dash = LINES.get(name, ("axis", ""))
+        body.append(curve([at(*point) for point in each], kind, 2.4, dash=dash))
     return body

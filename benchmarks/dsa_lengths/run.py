@@ -36,6 +36,7 @@ from dsa_training.run import DISTRIBUTIONS, QUICK_SIZE, SIZE
 
 RUNS = (
     *(f"stock:{tokens}" for tokens in (4096, 8192)),
+    *(f"stock, tilelang:{tokens}" for tokens in (4096, 8192, 16384, 32768)),
     *(f"overlays:{tokens}" for tokens in (4096, 8192, 16384, 32768, 65536)),
     "overlays:131072:16:20",
     "overlays:32768:128",

@@ -36,6 +36,8 @@ def key_of(target: Target) -> str:
 def release_of(target: Target, tree: SourceTree) -> str | None:
     """Return the release that the package of a target is, or None where its files are those of none that is known.
 
+    Another package of a distribution, as `megatron.training`, calls the one that the distribution is named after: both must be of one release.
+
     Args:
         target: of an overlay.
         tree: an `InstalledTree`.
@@ -43,16 +45,25 @@ def release_of(target: Target, tree: SourceTree) -> str | None:
     Raises:
         OSError: a file of the package cannot be read.
     """
-    module = target.module
+    package, named, key = package_of(target), target.distribution.replace("-", "."), key_of(target)
+    found = _releases_of(key, package, target.module, tree)
+    if key != target.distribution:
+        beside = _releases_of(target.distribution, named, named, tree)
+        found = [each for each in found if each in beside]
+    return found[-1] if found else None
+
+
+def _releases_of(key: str, package: str, module: str, tree: SourceTree) -> list[str]:
+    """Return the releases with the very files of a package; `module` is one of it, and says where the package is."""
     if (source := readable(tree, module)) is None:  # a release in which there is no such module
-        module = package_of(target)
+        module = package
         source = readable(tree, module)
     if source is None or not Path(source.path).is_absolute():
-        return None
-    names = module.removeprefix(package_of(target)).count(".")
+        return []
+    names = module.removeprefix(package).count(".")
     path = Path(source.path)
     folder = (path.parent if path.name == "__init__.py" else path).parents[names - 1] if names else path.parent
-    return _releases(key_of(target)).get(digest_of_folder(str(folder)))
+    return _releases(key).get(digest_of_folder(str(folder)), [])
 
 
 def has_releases_of(distribution: str) -> bool:
@@ -85,14 +96,14 @@ def digest_of_folder(folder: str) -> str:
 
 
 @functools.cache
-def _releases(key: str) -> dict[str, str]:
+def _releases(key: str) -> dict[str, list[str]]:
     """Return the releases that this process knows of a package, by their digests."""
     from packaging.version import Version  # noqa: PLC0415 - not needed to arm
 
     releases: dict[str, dict[str, str]] = json.loads(FILE.read_text(encoding="utf-8"))
     last = knowledge.until().get(key.partition(" ")[0])
-    return {
-        found: name
-        for name, found in releases.get(key, {}).items()
-        if last is None or (" " not in name and Version(name) <= last)
-    }
+    found: dict[str, list[str]] = {}
+    for name, its_digest in releases.get(key, {}).items():
+        if last is None or (" " not in name and Version(name) <= last):
+            found.setdefault(its_digest, []).append(name)
+    return found

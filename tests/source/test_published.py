@@ -78,6 +78,22 @@ def test_one_file_that_is_another_makes_it_no_release(change: str, copy: Path) -
     assert published.release_of(part().target, DirectoryTree(copy.parents[1])) is None
 
 
+def test_the_half_of_launchers_is_a_release_only_beside_the_core_that_it_calls(wheels: Path, tmp_path: Path) -> None:
+    def release() -> str | None:
+        published.digest_of_folder.cache_clear()
+        training = part().target._replace(module="megatron.training.checkpointing")
+        return published.release_of(training, DirectoryTree(tmp_path))
+
+    shutil.copytree(unpacked(wheels) / "megatron" / "training", tmp_path / "megatron" / "training")
+    assert release() is None  # without the core there is nothing that it calls
+    shutil.copytree(unpacked(wheels) / "megatron" / "core", tmp_path / "megatron" / "core")
+    assert release() == newest()
+    core = tmp_path / "megatron" / "core" / CALLER
+    core.write_bytes(core.read_bytes() + b"\n")
+    assert release() is None
+    published.digest_of_folder.cache_clear()
+
+
 def test_a_repair_that_was_read_is_proved_on_the_release(copy: Path, tmp_path: Path) -> None:
     found = finding(copy, tmp_path)
 
