@@ -109,6 +109,10 @@ unprepared: .envs/mamba3-pinned/.ready ## prove 0.19.2 with what was known at 0.
 	@.envs/mamba3-pinned/bin/python -W ignore proof/unprepared_upgrade.py --known-until megatron-core=0.18.2 \
 	    --json proof/results/unprepared-upgrade.json --write proof/results/unprepared-upgrade.md
 
+.PHONY: new-user
+new-user: .venv/.ready ## ask four questions in a fresh environment as a new user does; writes proof/results/new-user.md
+	@$(BIN)/python -W ignore proof/new_user.py --lock locks/summer-2026.txt --json proof/results/new-user.json --write proof/results/new-user.md
+
 .PHONY: held-out
 held-out: .envs/mamba3-pinned/.ready wheels ## edit upstream in ways that nothing was told of, and judge what is decided: MEGATRON_LM=CHECKOUT has the branches; writes proof/results/held-out-edits.md
 	@.envs/mamba3-pinned/bin/python -W ignore proof/held_out/run.py $(if $(MEGATRON_LM),--megatron-lm $(MEGATRON_LM)) \

@@ -142,7 +142,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if arguments.ids:
         return _explain(audit, arguments.ids, about)
     if arguments.html:
-        commands.write_page(arguments.html, cast("Mapping[str, Any]", audit.as_dict()))
+        commands.write_page(arguments.html, _as_dict(audit, about))
     return _report(arguments, current, audit, required, kept, about)
 
 
@@ -156,8 +156,7 @@ def _report(
 ) -> int:
     """Print an audit; return the exit code."""
     if arguments.json:
-        data = audit.as_dict() if about is None else {**audit.as_dict(), "model": report.as_dict(about)}
-        print(json.dumps(data, indent=2))
+        print(json.dumps(_as_dict(audit, about), indent=2))
     else:
         _show(arguments, audit, about)
     if arguments.quick:
@@ -175,6 +174,12 @@ def _report(
         print(f"megacpp-overlays: {_nothing_here(current.overlays)}", file=sys.stderr)
         return ExitCode.NOTHING_HERE
     return ExitCode.CLEAN
+
+
+def _as_dict(audit: Audit, about: report.Concerns | None) -> Mapping[str, Any]:
+    """Return an audit as plain data, with what concerns the model where that was asked."""
+    data = cast("Mapping[str, Any]", audit.as_dict())
+    return data if about is None else {**data, "model": report.as_dict(about)}
 
 
 def _show(arguments: argparse.Namespace, audit: Audit, about: report.Concerns | None) -> None:

@@ -1,4 +1,4 @@
-"""`megacpp-overlays triage --from LOCK --to LOCK`: what an upgrade does to each carried fix."""
+"""`megacpp-overlays triage --from LOCK --to LOCK`, or `--to NAME==VERSION`: what an upgrade does to each carried fix."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.cli.commands import Subparsers, add, check_ids, check_timeout, packs_folder
 from megacpp_overlays.loader import session
 from megacpp_overlays.model import Erratum
-from megacpp_overlays.repro import ending
+from megacpp_overlays.repro import ending, inventory
 from megacpp_overlays.upkeep import environments, evidence, locks
 from megacpp_overlays.upkeep.environments import Environment
-from megacpp_overlays.upkeep.triage import preview, triage, triage_report
+from megacpp_overlays.upkeep.triage import preview, release_preview, triage, triage_report
 
-_TEXT = "Say for each overlay what an upgrade from one lock to another does to it: keep, conflict or retire."
+_TEXT = "Say for each overlay what an upgrade does to it: keep, conflict or retire."
 _MORE = """\
+With --to NAME==VERSION the upgrade starts at what is installed here: what is known of both releases is compared, in a second.
 The reproducers run in the environment of the lock `to`, which takes minutes; where this host cannot run a case, a kept
 receipt of the same versions counts. With --quick none runs: seconds, and what contracts and kept records say of both sides.
 """
 _EXAMPLES = (
+    "triage --to megatron-core==0.19.2",
     "triage --from locks/summer-2026.txt --to locks/newest.txt --quick",
     "triage --from locks/summer-2026.txt --to locks/newest.txt --create",
     "triage --from locks/summer-2026.txt --to locks/newest.txt --only liger-flce-none-backward --brief",
@@ -31,15 +33,18 @@ _EXAMPLES = (
 _CODES = {
     ExitCode.CLEAN: "every overlay is kept, or has nothing to do on either side",
     ExitCode.FOUND: "a conflict, or an overlay past its retirement",
-    ExitCode.NOT_CHECKED: "a lock or an environment cannot be used",
+    ExitCode.NOT_CHECKED: "a lock, a release or an environment cannot be used",
 }
 
 
 def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
     parser = add(commands, "triage", _TEXT, more=_MORE, examples=_EXAMPLES, codes=_CODES)
-    parser.add_argument("--from", dest="before", metavar="LOCK", type=Path, required=True, help="the lock in use")
-    parser.add_argument("--to", dest="after", metavar="LOCK", type=Path, required=True, help="the lock to move to")
+    parser.add_argument("--from", dest="before", metavar="LOCK", type=Path, help="the lock in use")
+    parser.add_argument(
+        "--to", dest="after", metavar="LOCK", nargs="+", required=True,
+        help="the lock to move to, or releases, each NAME==VERSION, in the place of what is installed here",
+    )  # fmt: skip
     parser.add_argument("--only", metavar="ID", action="append", help="triage only this overlay; can be repeated")
     parser.add_argument("--environments", metavar="FOLDER", type=Path, help="environments by lane (default: .envs)")
     parser.add_argument("--from-python", metavar="PYTHON", type=Path, help="interpreter of the environment of --from")
@@ -62,7 +67,11 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     check_timeout(arguments, parser)
     overlays = session.current().overlays
     check_ids(arguments.only or (), overlays, parser, "--only")
-    before, after = locks.read(arguments.before), locks.read(arguments.after)
+    if all(map(release_preview.is_release, arguments.after)):
+        return _to_releases(arguments, parser, overlays)
+    if len(arguments.after) > 1 or arguments.before is None:
+        parser.error("an upgrade between locks takes --from LOCK and one --to LOCK; releases are NAME==VERSION")
+    before, after = locks.read(arguments.before), locks.read(Path(arguments.after[0]))
     triage.changes(before, after, overlays)  # no environment is made for what is no upgrade
     find = functools.partial(environments.of, folder=arguments.environments, create=arguments.create)
     progress = functools.partial(print, file=sys.stderr, flush=True)
@@ -82,6 +91,21 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     else:
         print(triage_report.table(triaged, brief=arguments.brief))
     return triage_report.is_clean(triaged)
+
+
+def _to_releases(arguments: argparse.Namespace, parser: argparse.ArgumentParser, overlays: Sequence[Erratum]) -> bool:
+    """Print what a move to releases does; return whether nothing of it needs a person or a reproducer."""
+    if arguments.before is not None:
+        parser.error("--to NAME==VERSION starts at what is installed here: leave out --from")
+    changes = release_preview.moves(arguments.after, overlays)
+    matrix = inventory.own_folder() / "matrix.json"
+    previewed = release_preview.preview(matrix, changes, _chosen(overlays, arguments.only))
+    if arguments.json:
+        print(json.dumps(triage_report.preview_as_dict(None, None, changes, previewed), indent=2))
+    else:
+        print(triage_report.heading_of_releases(changes))
+        print(triage_report.move_table(previewed))
+    return triage_report.is_nothing_expected(previewed)
 
 
 def _preview(

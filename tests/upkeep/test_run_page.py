@@ -74,6 +74,24 @@ class Reader(HTMLParser):
         self.levels += [int(tag[1])] if tag in {"h1", "h2", "h3"} else []
 
 
+def test_a_page_with_a_model_says_what_concerns_it_and_what_does_not(audit: dict[str, Any]) -> None:
+    active = [each["id"] for each in audit["decisions"] if each["decision"] == "active"]
+    first, *others = dict.fromkeys(each["id"] for each in audit["decisions"])
+    answers = {first: "no", active[0]: "undecided", **dict.fromkeys(set(others) - {active[0]}, "yes")}
+    model = {
+        "origin": f"train.sh {NASTY}",
+        "concerns": answers,
+        "because": {first: "no experts", active[0]: "packed rows"},
+    }
+
+    shown = run_page.render(run_page.RunOnPage({**audit, "model": model}, MADE), OVERLAYS, PACKS)
+
+    assert f"{len(set(active))} of {len(set(active))} active overlays concern it, train.sh &lt;script&gt;" in shown
+    assert shown.count("does not concern this model: no experts") == 1
+    assert shown.count("may concern this model: packed rows") == 1
+    assert "this model" not in run_page.render(run_page.RunOnPage(audit, MADE), OVERLAYS, PACKS)
+
+
 def test_it_loads_nothing_and_every_link_leads_to_a_place_on_it_or_to_a_thread(page: Path) -> None:
     read = Reader(page.read_text())
 

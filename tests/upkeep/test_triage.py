@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import made_environments
@@ -840,3 +841,77 @@ def test_a_preview_of_a_real_upgrade_knows_both_releases(capsys: pytest.CaptureF
     assert expected["liger-flce-none-backward"] == "retire"
     assert expected["scheduler-restore"] == "keep"
     assert {"witness", "conflict"}.isdisjoint(expected.values())
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have megatron-core 0.18.2 and no other target of overlays, as far as the command can see."""
+
+    def version(name: str) -> str:
+        if name != "megatron-core":
+            raise metadata.PackageNotFoundError(name)
+        return "0.18.2"
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_move_to_a_release_is_compared_with_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["triage", "--to", "megatron-core==0.19.2", "--json"]) == 1
+
+    data = json.loads(capsys.readouterr().out)
+    expected = {each["id"]: each["expected"] for each in data["overlays"]}
+    assert (data["from"], data["to"], data["changes"][0]["from"]) == (None, None, "0.18.2")
+    assert expected["quant-recipe-stale-weights"] == "retire"
+    assert (expected["scheduler-restore"], expected["dsa-sparse-attention"]) == ("keep", "keep")
+    assert "liger-flce-none-backward" not in expected
+    assert {"witness", "conflict"}.isdisjoint(expected.values())
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_a_move_changes_comes_first_and_the_rest_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["triage", "--to", "megatron-core==0.19.2"])
+
+    said = capsys.readouterr().out
+    news, same = said.split("broken on both sides, and repaired: ")
+    assert one_line(news).startswith("from what is installed here to other releases")
+    assert news.index("quant-recipe-stale-weights") < news.index("dsa-sparse-attention")
+    assert "broken from here on: " in news
+    assert "scheduler-restore" in same
+    assert "scheduler-restore" not in news
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_move_back_says_what_becomes_absent(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["triage", "--to", "megatron-core==0.16.1", "--only", "expert-rng-resume"]) == 0
+
+    assert "broken here, and not there any more: expert-rng-resume" in one_line(capsys.readouterr().out)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("release", "says"),
+    [
+        ("megatron-core==9.9", "does not know it (of megatron-core it knows 0.1.0 to"),
+        ("megatron-core==0.18.2", "what is installed here, so nothing changes"),
+        ("liger-kernel==0.8.5", "liger-kernel is not installed here"),
+        ("numpy==2.0", "no overlay is about numpy"),
+        ("megatron-core==0.19.*", "NAME==VERSION with one version"),
+        ("megatron-core==", "no release, which is NAME==VERSION"),
+    ],
+)
+def test_a_release_that_cannot_be_compared_is_named(
+    release: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["triage", "--to", release]) == 5
+
+    assert says in one_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("words", [["--from", "a.txt", "--to", "liger-kernel==1"], ["--to", "a.txt"]])
+def test_locks_and_releases_are_not_mixed(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["triage", *words])
+
+    assert ended.value.code == 2
+    assert "NAME==VERSION" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megacpp_overlays.loader.rendering import aligned
-from megacpp_overlays.model import Erratum
+from megacpp_overlays.model import Erratum, Verdict
 from megacpp_overlays.repro.judge import Sentinel
 from megacpp_overlays.upkeep.evidence import PartDecision, ProbeReport
 from megacpp_overlays.upkeep.locks import Lock
@@ -27,8 +27,17 @@ _CHANGES = ("distribution", "from", "to", "")
 
 def heading(before: Lock, after: Lock, changes: Sequence[VersionChange]) -> str:
     """Return what the upgrade is: both locks, and the distributions in which they differ."""
+    return _heading(f"from {_lock(before)} to {_lock(after)}", changes)
+
+
+def heading_of_releases(changes: Sequence[VersionChange]) -> str:
+    """Return what a move to releases is: from what is installed here."""
+    return _heading("from what is installed here to other releases", changes)
+
+
+def _heading(first: str, changes: Sequence[VersionChange]) -> str:
     rows = [(each.distribution, each.before or "-", each.after or "-", _what(each)) for each in changes]
-    return "\n".join([f"from {_lock(before)} to {_lock(after)}", "", *aligned(_CHANGES, rows), ""])
+    return "\n".join([first, "", *aligned(_CHANGES, rows), ""])
 
 
 def table(triaged: Sequence[OverlayTriage], *, brief: bool = False) -> str:
@@ -44,25 +53,51 @@ def table(triaged: Sequence[OverlayTriage], *, brief: bool = False) -> str:
 def preview_table(previewed: Sequence[OverlayPreview]) -> str:
     """Return a row for each overlay that there is something about, and lines that say what to do next."""
     shown_here = [each for each in previewed if each.expected is not Expected.ABSENT]
-    columns = (*_COLUMNS[:-1], "expected")
-    rows = [_row(each.overlay, each.before, each.after, each.expected.value) for each in shown_here]
-    head, rule, *aligned_rows = aligned(columns, rows)
+    return "\n".join([*_previews(shown_here), "", *_counted(previewed, "No reproducer ran; without --quick they do.")])
+
+
+def move_table(previewed: Sequence[OverlayPreview]) -> str:
+    """Return a row for each overlay for which a move to releases changes something, and lines for the others and what to do next."""
+    same = [each for each in previewed if each.expected is Expected.KEEP and not _is_news(each)]
+    gone = [each for each in previewed if each.expected is Expected.ABSENT and each.before.verdict is Verdict.BROKEN]
+    news = [each for each in previewed if _is_news(each)]
+    lines = _previews(news) if news else ["no overlay is needed anew, and none can be retired"]
+    for said, those in (("broken on both sides, and repaired", same), ("broken here, and not there any more", gone)):
+        if those:
+            lines += ["", *_wrapped([f"{said}: {', '.join(each.overlay.id for each in those)}"])]
+    return "\n".join([*lines, "", *_counted(previewed, "From what is known of both releases: nothing ran.")])
+
+
+def _previews(previewed: Sequence[OverlayPreview]) -> list[str]:
+    """Return a row for each overlay, with a reason where it is news."""
+    rows = [_row(each.overlay, each.before, each.after, each.expected.value) for each in previewed]
+    head, rule, *aligned_rows = aligned((*_COLUMNS[:-1], "expected"), rows)
     lines = [head, rule]
-    for row, each in zip(aligned_rows, shown_here, strict=True):
-        is_news = each.expected is not Expected.KEEP
-        lines += [row, *(_wrapped([each.reason]) if is_news else [])]
+    for row, each in zip(aligned_rows, previewed, strict=True):
+        lines += [row, *(_wrapped([each.reason]) if _is_news(each) else [])]
+    return lines
+
+
+def _is_news(each: OverlayPreview) -> bool:
+    """Return whether an upgrade changes something for an overlay."""
+    if each.expected is Expected.KEEP:
+        return each.before.verdict in {Verdict.ABSENT, Verdict.FIXED}
+    return each.expected is not Expected.ABSENT
+
+
+def _counted(previewed: Sequence[OverlayPreview], rests_on: str) -> list[str]:
+    """Return how many are expected to be what, what that rests on, and what to do next."""
     count = Counter(each.expected for each in previewed)
-    counted = ", ".join(f"{count[each]} {each.value}" for each in Expected if count[each])
-    lines += ["", f"{counted}. No reproducer ran; without --quick they do."]
+    lines = [f"{', '.join(f'{count[each]} {each.value}' for each in Expected if count[each])}. {rests_on}"]
     if count[Expected.WITNESS]:
         lines.append("`megacpp-overlays witness` in the new environment decides what is not recognised.")
-    return "\n".join(lines)
+    return lines
 
 
 def preview_as_dict(
-    before: Lock, after: Lock, changes: Sequence[VersionChange], previewed: Sequence[OverlayPreview]
+    before: Lock | None, after: Lock | None, changes: Sequence[VersionChange], previewed: Sequence[OverlayPreview]
 ) -> dict[str, Any]:
-    """Return plain data with stable keys."""
+    """Return plain data with stable keys; both locks are None for a move to releases."""
     overlays = [
         {
             "id": each.overlay.id,
@@ -100,11 +135,11 @@ def as_dict(
     return {**_upgrade_as_dict(before, after, changes), "overlays": [_overlay_as_dict(each) for each in triaged]}
 
 
-def _upgrade_as_dict(before: Lock, after: Lock, changes: Sequence[VersionChange]) -> dict[str, Any]:
+def _upgrade_as_dict(before: Lock | None, after: Lock | None, changes: Sequence[VersionChange]) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
-        "from": _lock_as_dict(before),
-        "to": _lock_as_dict(after),
+        "from": None if before is None else _lock_as_dict(before),
+        "to": None if after is None else _lock_as_dict(after),
         "changes": [
             {"distribution": each.distribution, "from": each.before, "to": each.after, "target": each.is_target}
             for each in changes
