@@ -183,6 +183,10 @@ def _of_switches(decided: Collection[str], groups: Sequence[StatementGroup]) -> 
     return found
 
 
+_UNDECLARED = "not declared"
+"""What stands for any field of a process that does not know an overlay."""
+
+
 def _of_overlay(decisions: Sequence[Mapping[str, Any] | None], groups: Sequence[StatementGroup]) -> list[Difference]:
     one = next(each for each in decisions if each is not None)
     words = {
@@ -195,11 +199,14 @@ def _of_overlay(decisions: Sequence[Mapping[str, Any] | None], groups: Sequence[
     answers: dict[str, list[Any]] = {"package": package, _DECLARED: [each is not None for each in decisions]}
     found: list[Difference] = []
     if _differs(answers[_DECLARED], [each[:2] for each in package]):
-        shown = ["declared" if here else "not declared" for here in answers[_DECLARED]]
+        shown = ["declared" if here else _UNDECLARED for here in answers[_DECLARED]]
         advice = "load the same plugins and the same megacpp_overlays everywhere"
         found.append(_difference(one["id"], _DECLARED, shown, groups, advice))
     for place, field in enumerate(_OF_OVERLAY):
-        values = [each and field.value(each, group.statement) for each, group in zip(decisions, groups, strict=True)]
+        values = [
+            _UNDECLARED if each is None else field.value(each, group.statement)
+            for each, group in zip(decisions, groups, strict=True)
+        ]
         names = list(answers) if field.explained_by is None else [_DECLARED, *field.explained_by]
         explained = list(zip(*(answers[name] for name in names), strict=True))
         if _differs(values, explained):
@@ -207,8 +214,8 @@ def _of_overlay(decisions: Sequence[Mapping[str, Any] | None], groups: Sequence[
             if field.shown is None:
                 found.append(_difference(one["id"], field.name, values, groups, advice))
             else:
-                held = [each and each.get(field.name) for each in decisions]
-                shown = [_plain(each and field.shown(each)) for each in decisions]
+                held = [_UNDECLARED if each is None else each.get(field.name) for each in decisions]
+                shown = [_UNDECLARED if each is None else _plain(field.shown(each)) for each in decisions]
                 found.append(_difference(one["id"], field.name, held, groups, advice, shown))
         answers[field.name if field.name not in answers else f"{field.name} {place}"] = values
     return found

@@ -188,6 +188,19 @@ def test_a_switch_of_an_overlay_that_nobody_decided_about_is_told() -> None:
     assert told.advice == "set MEGACPP_OVERLAY_SCALE_PAD the same everywhere, or nowhere"
 
 
+def test_a_process_that_does_not_know_an_overlay_is_not_taken_for_one_without_a_verdict() -> None:
+    said = [
+        stated(decisions=[decided(verdict="BROKEN")]),
+        stated(decisions=[]),
+        stated(decisions=[decided(verdict="-")]),
+    ]
+
+    found = differences.find([StatementGroup(each, (number,)) for number, each in enumerate(said)])
+
+    (verdict,) = (each for each in found if each.field == "verdict")
+    assert verdict.values == (("-", (2,)), ("BROKEN", (0,)), ("not declared", (1,)))
+
+
 @given(st.data())
 def test_statements_with_unequal_digests_never_go_without_a_difference(data: st.DataObject) -> None:
     hashes = st.sampled_from(["a" * 64, "c" * 64])
