@@ -17,6 +17,7 @@ if __name__ == "__main__":  # parts are named from the folder of all benchmarks
 import argparse
 import csv
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -42,8 +43,19 @@ METRICS = {
 }
 """Of ncu, by the names that they are kept under."""
 _BUSIEST = re.compile(r"(\w+) is the highest-utilized pipeline \((\d+\.\d+)%\)")
+FORWARD = "attend_rows"
+"""The kernel of which it is sampled where the warps that take the softmax spend their time."""
+_SCORES, _WAITED, _HANDED_ON = "HGMMA.64x64x16", "WARPGROUP.DEPBAR", "SYNCS.ARRIVE"
+"""Instructions of its machine code: the product of queries and keys, the wait for it, and the sign that weights are there."""
 TENSOR = ("Tensor", "Shared")
 """The tensor cores, and the pipe that they share with 64-bit arithmetic, which these kernels have none of."""
+SLOTS = 2048
+"""Chosen keys of a shape that does not say how many."""
+_SHARES = {
+    "keys": "of them until keys are there,",
+    "product": "in the product of queries and keys,",
+    "softmax": "in the softmax.",
+}
 OPERATIONS_OF_A_CYCLE = 4096
 """Of bfloat16 on the tensor cores of one multiprocessor of Hopper, multiplications and additions: 989 TFLOP/s at 1.83 GHz."""
 
@@ -63,7 +75,7 @@ def main() -> None:
     found["multiprocessors"] = multiprocessors()
     watch = progress.Progress()
     for shape in watch.each([(each, each) for each in chosen.shape]):
-        found["shapes"].append({"shape": shape, "kernels": counted(shape)})
+        found["shapes"].append({"shape": shape, "kernels": counted(shape), "samples": sampled(shape)})
         found["seconds"] = round(watch.seconds, 1)
         report.keep(found, chosen.json)
     report.publish(found, chosen, markdown)
@@ -89,14 +101,49 @@ def run_once(text: str) -> None:
 
 def counted(shape: str) -> dict[str, Any]:
     """Return the counters of the first launch of each kernel that such a shape has."""
-    command = ["ncu", "--clock-control", "none", "--csv", "--page", "details"]
-    command += [word for section in SECTIONS for word in ("--section", section)]
-    command += ["--kernel-name", f"regex:{'|'.join(KERNELS)}", "--launch-count", "6"]
+    words = [word for section in SECTIONS for word in ("--section", section)]
+    return read(_ncu(shape, "details", *words, "--kernel-name", f"regex:{'|'.join(KERNELS)}", "--launch-count", "6"))
+
+
+def sampled(shape: str) -> dict[str, float] | None:
+    """Return the shares of the time of the warps that take the softmax of a forward pass; None where that kernel has no such warps."""
+    words = ("--section", "SourceCounters", "--kernel-name", f"regex:{FORWARD}", "--launch-count", "1")
+    return shares(_ncu(shape, "source", *words))
+
+
+def _ncu(shape: str, page: str, *words: str) -> str:
+    """Return what ncu prints of a shape on one of its pages."""
+    command = ["ncu", "--clock-control", "none", "--csv", "--page", page, *words]
     command += [sys.executable, "-W", "ignore", __file__, "--work", shape]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"ncu ended with {done.returncode}: {(done.stderr or done.stdout)[-2000:]}")
-    return read(done.stdout)
+    return done.stdout
+
+
+def shares(printed: str) -> dict[str, float] | None:
+    """Return shares of samples in the loop over tiles: until keys are there, product of queries and keys, softmax.
+
+    Args:
+        printed: machine code with samples, as ncu prints it.
+    """
+    lines = printed[printed.index('"Address"') :].splitlines()
+    rows = [(each["Source"], int(each["# Samples"] or 0)) for each in csv.DictReader(lines)]
+    code = [text for text, _ in rows]
+    products = [place for place, text in enumerate(code) if _SCORES in text]
+    if not products:
+        return None
+    first, last = products[0], products[-1]
+    begin = max(place for place in range(first) if "SYNCS.PHASECHK" in code[place])
+    waited = _next(code, last, _WAITED)
+    end = _next(code, _next(code, waited, _HANDED_ON), "BRA")
+    parts = {"keys": (begin, first), "product": (first, waited + 1), "softmax": (waited + 1, end + 1)}
+    counts = {name: sum(samples for _, samples in rows[start:stop]) for name, (start, stop) in parts.items()}
+    return {name: count / sum(counts.values()) for name, count in counts.items()}
+
+
+def _next(code: list[str], start: int, word: str) -> int:
+    return next(place for place in range(start + 1, len(code)) if word in code[place])
 
 
 def read(printed: str) -> dict[str, Any]:
@@ -131,7 +178,19 @@ def markdown(found: dict[str, Any]) -> str:
         head += ("issue slots", "warps a multiprocessor", "registers")
         rows = [row(name, one, found["multiprocessors"]) for name, one in each["kernels"].items()]
         lines += report.table(head, rows)
+        if each.get("samples"):
+            lines += ["", said_of_samples(each, found["multiprocessors"])]
     return report.whole("What holds attention over chosen keys back", found, lines)
+
+
+def said_of_samples(each: dict[str, Any], multiprocessors: int) -> str:
+    """Return where the warps that take the softmax spend the cycles of a tile of 64 heads and 64 slots, in a sentence."""
+    queries, _, heads, _, _, *chosen = map(int, each["shape"].split("x"))
+    one = each["kernels"][FORWARD]
+    tiles = queries * math.ceil(heads / 64) * (chosen[0] if chosen else SLOTS) / 64
+    cycles = one["ns"] / 1e9 * one["hz"] * multiprocessors / tiles
+    shares_of = " ".join(f"{each['samples'][name]:.0%} {words}" for name, words in _SHARES.items())
+    return f"In `{FORWARD}` a tile of 64 heads and 64 slots takes {cycles:,.0f} cycles of a multiprocessor. The warps that take the softmax spend {shares_of}"
 
 
 def row(name: str, one: dict[str, Any], multiprocessors: int) -> list[str]:

@@ -77,3 +77,45 @@ def test_a_rate_is_that_of_tensor_cores_at_the_clock_of_the_launch(counters: Mod
 
     assert rows[0][:5] == ["attend_rows", "4.69", "1.80", "Tensor, 50%", "488"]
     assert rows[1][3:5] == ["-", "-"]
+
+
+def sampled(*code: tuple[str, int]) -> str:
+    """Return what ncu prints of machine code with samples."""
+    text = io.StringIO()
+    write = csv.writer(text, quoting=csv.QUOTE_ALL)
+    write.writerow(("Kernel Name", "attend_rows"))
+    write.writerow(("Address", "Source", "# Samples"))
+    for place, (instruction, samples) in enumerate(code):
+        write.writerow((hex(place), instruction, samples))
+    return f"==PROF== Connected to process 1\n{text.getvalue()}"
+
+
+def test_samples_are_shared_out_over_what_the_softmax_waits_for(counters: ModuleType) -> None:
+    code = sampled(
+        *(("SYNCS.PHASECHK.TRANS64.TRYWAIT P0", 1000), ("HGMMA.64x256x16.F32.BF16 R24", 1000)),  # other warps
+        *(("SYNCS.PHASECHK.TRANS64.TRYWAIT P1", 1), ("@!P1 BRA 0x1", 9), ("FENCE.VIEW.ASYNC.S", 0)),
+        *(("HGMMA.64x64x16.F32.BF16 R24", 20), ("HGMMA.64x64x16.F32.BF16 R24", 30), ("WARPGROUP.DEPBAR.LE gsb0", 10)),
+        *(("MUFU.EX2 R24", 20), ("@!P1 BRA 0x2", 5), ("SYNCS.ARRIVE.TRANS64.A1T0 RZ", 3), ("@P1 BRA 0x3", 2)),
+        ("FMUL R79", 1000),
+    )
+
+    assert counters.shares(code) == {"keys": 0.1, "product": 0.6, "softmax": 0.3}
+
+
+def test_a_kernel_whose_warps_do_not_share_out_the_work_has_no_shares(counters: ModuleType) -> None:
+    assert counters.shares(sampled(("HGMMA.64x128x16.F32.BF16 R24", 4))) is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "tiles"), [("4096x4096x128x576x512", 4096 * 2 * 32), ("64x64x65x576x512x128", 64 * 2 * 2)]
+)
+def test_the_cycles_of_a_tile_are_said_with_the_shares(counters: ModuleType, shape: str, tiles: int) -> None:
+    kernels = {"attend_rows": {"ns": 1e3 * tiles, "hz": 1e9}}
+    each = {"shape": shape, "kernels": kernels, "samples": {"keys": 0.1, "product": 0.6, "softmax": 0.3}}
+
+    said = counters.said_of_samples(each, 2)
+
+    assert "takes 2,000 cycles" in said
+    assert said.endswith(
+        "spend 10% of them until keys are there, 60% in the product of queries and keys, 30% in the softmax."
+    )
