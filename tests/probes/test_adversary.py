@@ -16,10 +16,11 @@ from adversary.otherwise import WAYS
 from adversary.outline import Outline, hits
 from probing import Texts, ask
 
+from megacpp_overlays.feature_probes import dsa_indexer_streaming
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed
 from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader import registry
-from megacpp_overlays.model import Body, Erratum, Finding, Verdict
+from megacpp_overlays.model import Body, Erratum, Finding, Replacement, Verdict
 from megacpp_overlays.overlays import float16_optimizer_state_ids
 from megacpp_overlays.source import fingerprint
 from megacpp_overlays.source.trees import SourceTree
@@ -207,6 +208,31 @@ def test_a_mutant_may_be_what_another_release_is() -> None:
     found = judge(one, MODULE, Mutant("operand", "", TEXT, newer), known_bodies([one, other]))
 
     assert (found.violation, found.verdict) == (None, Verdict.FIXED)
+
+
+@pytest.mark.parametrize(
+    ("changed", "violation"), [(("return 1", "return 2"), None), (("+ second", "- second"), INSTALLED)]
+)
+def test_a_probe_may_leave_a_changed_body_to_upstream_and_no_other(
+    changed: tuple[str, str], violation: str | None
+) -> None:
+    other = f"{CLASS}.other"
+
+    def narrows(tree: SourceTree) -> Finding:
+        source = tree.module(MODULE)
+        assert source is not None
+        for symbol in (METHOD, other):
+            dsa_indexer_streaming.fingerprint(source.function(symbol))  # where the adversary notes what is taken
+        shape = "both" if source.text == TEXT else "without other"
+        return broken(shape, at(source, ast.Pass(), "there is such a class"))
+
+    method, second = (Replacement(symbol=each, make=lambda original, _: original) for each in (METHOD, other))
+    part = replace(fooled(narrows), replacements={"both": (method, second), "without other": (method,)})
+    made = base(part, "made up", Texts({MODULE: TEXT}))
+
+    found = judge(made, MODULE, Mutant("operand", "", TEXT, TEXT.replace(*changed)), {})
+
+    assert (found.violation, found.verdict) == (violation, Verdict.BROKEN)
 
 
 # Mutants

@@ -69,7 +69,11 @@ class Base:
     @property
     def seams(self) -> frozenset[Place]:
         """Return what would be replaced here."""
-        found = self.part.repairs.get(self.finding.shape or "", ())
+        return self.seams_of(self.finding.shape)
+
+    def seams_of(self, shape: str | None) -> frozenset[Place]:
+        """Return what would be replaced in a shape."""
+        found = self.part.repairs.get(shape or "", ())
         return frozenset(Place(self.part.target.module, each.symbol) for each in found)
 
     @contextlib.contextmanager

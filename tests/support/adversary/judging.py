@@ -152,6 +152,9 @@ def _violation(
         return (RETIRED, _said(hit)) if hit else (None, "")
     if decision is Decision.ACTIVE:
         hit = [each for each in base.bodies if each.module == where and hits(changed, each.symbol)]
+        seams = base.seams_of(finding.shape)
+        if seams < base.seams:  # the probe saw the change, and took a shape that leaves that body to upstream
+            hit = [each for each in hit if each in seams]
         hit += [each for each in base.seams if each.module == where and hits(mutant.rebound, each.symbol)]
         hit = [each for each in hit if not _as_elsewhere(base, each, mutant, outline, known)]
         return (INSTALLED, _said(hit)) if hit else (None, "")
