@@ -78,7 +78,7 @@ QUESTIONS = (
     Question(
         "Is my run concerned?",
         5,
-        "README, Is it for me?",
+        'README, "Is it for me?"',
         (
             Command(
                 "megacpp-overlays audit --quick --config train.sh",
@@ -111,7 +111,7 @@ QUESTIONS = (
     Question(
         "My loss jumped after a resume: is it one of yours?",
         2,
-        "README, Is it for me?",
+        'README, "Is it for me?"',
         (
             Command("megacpp-overlays symptom my loss jumped after a resume", ("scheduler-restore", "broken here")),
             Command("megacpp-overlays explain scheduler-restore", ("MEGACPP_OVERLAY_SCHEDULER_RESTORE", "7468")),
@@ -121,7 +121,7 @@ QUESTIONS = (
     Question(
         "What changes if we take 0.19.2?",
         5,
-        "README, Is it for me?",
+        'README, "Is it for me?"',
         (
             Command(
                 "megacpp-overlays triage --to megatron-core==0.19.2",
@@ -216,7 +216,7 @@ def page(found: dict[str, Any]) -> str:
         lines += [
             f"## {one['asked']}",
             "",
-            f"{question.found_in}. {seconds:.0f} s of at most {question.minutes} minutes.",
+            f"Commands of {question.found_in}; {seconds:.0f} s of at most {question.minutes} minutes.",
             "",
         ]
         for each in one["answers"]:
