@@ -65,7 +65,7 @@ class Command(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What a user wants to know, how long that may take, and the commands that answer it."""
+    """A question of a user, its time limit in minutes, and the commands that answer it."""
 
     asked: str
     minutes: int

@@ -98,8 +98,7 @@ def _to_releases(arguments: argparse.Namespace, parser: argparse.ArgumentParser,
     if arguments.before is not None:
         parser.error("--to NAME==VERSION starts at what is installed here: leave out --from")
     changes = release_preview.moves(arguments.after, overlays)
-    matrix = inventory.own_folder() / "matrix.json"
-    previewed = release_preview.preview(matrix, changes, _chosen(overlays, arguments.only))
+    previewed = release_preview.preview(inventory.own_folder(), changes, _chosen(overlays, arguments.only))
     if arguments.json:
         print(json.dumps(triage_report.preview_as_dict(None, None, changes, previewed), indent=2))
     else:

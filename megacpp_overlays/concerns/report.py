@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from megacpp_overlays.concerns.configuration import Configuration
 from megacpp_overlays.concerns.predicates import Ternary, because, of_predicate
@@ -89,6 +90,19 @@ def lines(found: Concerns, names: Sequence[str]) -> list[Line]:
             text = f"{reason}: {', '.join(ids)}" if reason else ", ".join(ids)
             shown += [Line(each) for each in wrapped(text, f"  {'' if number else word:12}", " " * 16)]
     return shown
+
+
+def from_dict(data: Mapping[str, Any]) -> Concerns:
+    """Return what `as_dict` wrote; an answer that is none of this version is undecided."""
+    known = {each.value: each for each in Ternary}
+    because_of = data.get("because", {})
+    return Concerns(
+        data.get("origin", ""),
+        {
+            name: Concern(name, known.get(answer, Ternary.UNDECIDED), because_of.get(name, ""))
+            for name, answer in data.get("concerns", {}).items()
+        },
+    )
 
 
 def as_dict(found: Concerns) -> ModelData:

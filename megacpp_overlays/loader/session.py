@@ -547,7 +547,9 @@ class Session:
         """Say at the end of the process what became of the overlays, if a target was settled; what an audit told is not repeated."""
         records = [each.record for each in self._parts.values()]
         was_settled = any(each.finding is not None and each.overlay.installs for each in records)
-        with contextlib.suppress(Exception):  # whatever is left of the interpreter, an end must not fail
+        with contextlib.suppress(
+            Exception
+        ):  # the interpreter may be half gone: an error here must not change the exit code
             if was_settled and self.log.has_to_count(at_exit=True):
                 self.log.count(self.audit_as_it_stands(), at_exit=True)  # which looks for copies of the Hub, too
             else:

@@ -184,7 +184,7 @@ def _of_switches(decided: Collection[str], groups: Sequence[StatementGroup]) -> 
 
 
 _UNDECLARED = "not declared"
-"""What stands for any field of a process that does not know an overlay."""
+"""Value of each field where a process has no decision about an overlay."""
 
 
 def _of_overlay(decisions: Sequence[Mapping[str, Any] | None], groups: Sequence[StatementGroup]) -> list[Difference]:

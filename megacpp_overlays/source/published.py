@@ -36,7 +36,7 @@ def key_of(target: Target) -> str:
 def release_of(target: Target, tree: SourceTree) -> str | None:
     """Return the release that the package of a target is, or None where its files are those of none that is known.
 
-    Another package of a distribution, as `megatron.training`, calls the one that the distribution is named after: both must be of one release.
+    A second package of a distribution, as `megatron.training`, calls the main one, here `megatron.core`: the files of both must be those of one release.
 
     Args:
         target: of an overlay.
@@ -45,16 +45,17 @@ def release_of(target: Target, tree: SourceTree) -> str | None:
     Raises:
         OSError: a file of the package cannot be read.
     """
-    package, named, key = package_of(target), target.distribution.replace("-", "."), key_of(target)
-    found = _releases_of(key, package, target.module, tree)
+    key = key_of(target)
+    found = _releases_of(key, package_of(target), target.module, tree)
     if key != target.distribution:
-        beside = _releases_of(target.distribution, named, named, tree)
-        found = [each for each in found if each in beside]
+        main = target.distribution.replace("-", ".")
+        of_main = _releases_of(target.distribution, main, main, tree)
+        found = [release for release in found if release in of_main]
     return found[-1] if found else None
 
 
 def _releases_of(key: str, package: str, module: str, tree: SourceTree) -> list[str]:
-    """Return the releases with the very files of a package; `module` is one of it, and says where the package is."""
+    """Return the releases whose files are those of an installed package, which is found by one of its modules."""
     if (source := readable(tree, module)) is None:  # a release in which there is no such module
         module = package
         source = readable(tree, module)

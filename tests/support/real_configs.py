@@ -73,7 +73,7 @@ CASES: dict[str, Callable[[], Any]] = {"dense": _dense, "latent": _latent, "hybr
 
 
 def main() -> None:
-    """Ternary on standard output."""
+    """Print as JSON what is known of each configuration."""
     said = os.dup(1)
     os.dup2(2, 1)  # what upstream prints is no answer
     report: dict[str, Any] = {}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megacpp_overlays.concerns import report
 from megacpp_overlays.concerns.predicates import Ternary
+from megacpp_overlays.concerns.report import Concerns
 from megacpp_overlays.loader.lines import FIRST
 from megacpp_overlays.model import Decision, Erratum
 from megacpp_overlays.upkeep.audit_diff import Change
@@ -43,39 +45,26 @@ class RunOnPage(NamedTuple):
     """What the audit was compared with, and what changed since."""
 
 
-class _Model(NamedTuple):
-    """What an audit knows of the model: nothing without `--config`, or where no optimizer took a step."""
+def _model(audit: Mapping[str, Any]) -> Concerns:
+    """Return what an audit says of the model; no answers without `--config`, or where no optimizer took a step."""
+    data = audit.get("model")
+    return report.from_dict(data if isinstance(data, Mapping) else {})
 
-    origin: str
-    answers: Mapping[str, str]
-    because: Mapping[str, str]
 
-    @classmethod
-    def of(cls, audit: Mapping[str, Any]) -> _Model:
-        model = audit.get("model")
-        if not isinstance(model, Mapping):
-            return cls("", {}, {})
-        return cls(model.get("origin", ""), model.get("concerns", {}), model.get("because", {}))
+def _of_model(model: Concerns, overlay_id: str) -> str:
+    """Return why an overlay does not concern the model, or may; empty where it does."""
+    concern = model.by_id.get(overlay_id)
+    if concern is None or concern.answer is Ternary.YES:
+        return ""
+    verb = "may concern" if concern.answer.concerns else "does not concern"
+    return f"{verb} this model: {concern.because}".removesuffix(": ")
 
-    def rules_out(self, overlay_id: str) -> bool:
-        """Return whether an overlay does not concern the model."""
-        return self.answers.get(overlay_id) == Ternary.NO.value
 
-    def said(self, overlay_id: str) -> str:
-        """Return what there is to say of an overlay: why it does not concern the model, or why that is open; else nothing."""
-        answer, reason = self.answers.get(overlay_id), self.because.get(overlay_id, "")
-        if answer == Ternary.NO.value:
-            return f"does not concern this model: {reason}" if reason else "does not concern this model"
-        return f"may concern this model: {reason}" if answer == Ternary.UNDECIDED.value else ""
-
-    def headline(self, active: Iterable[str]) -> str | None:
-        """Return how many of some active overlays concern the model; None where nothing is known of it."""
-        if not self.answers:
-            return None
-        ids = list(active)
-        return (
-            f"{sum(not self.rules_out(each) for each in ids)} of {len(ids)} active overlays concern it, {self.origin}"
-        )
+def _headline(model: Concerns, active: Collection[str]) -> str | None:
+    """Return how many of some active overlays concern the model; None where nothing is known of it."""
+    if not model.by_id:
+        return None
+    return f"{sum(map(model.is_concerned, active))} of {len(active)} active overlays concern it, {model.origin}"
 
 
 def agreement(audit: Mapping[str, Any]) -> str | None:
@@ -104,10 +93,10 @@ def render(run: RunOnPage, overlays: Sequence[Erratum], packs: Path) -> str:
     """
     declared = {each.id: each for each in overlays}
     histories = _histories(packs)
-    model = _Model.of(run.audit)
+    model = _model(run.audit)
     by_decision: dict[Decision, dict[str, list[Mapping[str, Any]]]] = {decision: {} for decision in HEADINGS}
     overlays_of_run = _by_overlay(run.audit["decisions"])
-    for overlay_id in sorted(overlays_of_run, key=model.rules_out):
+    for overlay_id in sorted(overlays_of_run, key=model.is_concerned, reverse=True):
         parts = overlays_of_run[overlay_id]
         by_decision[_of(parts)][overlay_id] = parts
     sections = [
@@ -118,7 +107,7 @@ def render(run: RunOnPage, overlays: Sequence[Erratum], packs: Path) -> str:
             "overlays": [
                 {
                     **_overlay(overlay_id, parts, declared.get(overlay_id), histories.get(overlay_id, ())),
-                    "of_model": model.said(overlay_id),
+                    "of_model": _of_model(model, overlay_id),
                 }
                 for overlay_id, parts in by_decision[decision].items()
             ],
@@ -131,7 +120,7 @@ def render(run: RunOnPage, overlays: Sequence[Erratum], packs: Path) -> str:
         counts_calls=any(count for each in run.audit["decisions"] for count in each.get("calls", {}).values()),
         made=f"{run.made:%Y-%m-%d %H:%M} UTC",
         ranks=run.ranks,
-        model=model.headline(by_decision[Decision.ACTIVE]),
+        model=_headline(model, by_decision[Decision.ACTIVE]),
         compared=(run.compared[0], _by_subject(run.compared[1])) if run.compared else None,
         sections=sections,
         counts=[(decision.value, len(each)) for decision, each in by_decision.items() if each],

@@ -5,11 +5,9 @@ It needs no lock, no environment and no file of the new release, and takes a sec
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
@@ -18,11 +16,13 @@ from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.model import Erratum, Verdict
 from megacpp_overlays.upkeep.evidence import ProbedPart, ProbeReport
 from megacpp_overlays.upkeep.locks import same_version
+from megacpp_overlays.upkeep.matrix import matrix_file
+from megacpp_overlays.upkeep.matrix.matrix import Row, Table
 from megacpp_overlays.upkeep.triage.preview import Expected, OverlayPreview, expect
 from megacpp_overlays.upkeep.triage.triage import VersionChange
 
 _ORDER = (Expected.CONFLICT, Expected.WITNESS, Expected.RETIRE, Expected.KEEP, Expected.ABSENT)
-"""What needs a person comes first."""
+"""Order of outcomes in a preview: those that need a person first."""
 
 
 def is_release(text: str) -> bool:
@@ -58,32 +58,27 @@ def moves(releases: Sequence[str], overlays: Sequence[Erratum]) -> tuple[Version
     return tuple(found)
 
 
-def preview(matrix: Path, changes: Sequence[VersionChange], overlays: Sequence[Erratum]) -> tuple[OverlayPreview, ...]:
+def preview(packs: Path, changes: Sequence[VersionChange], overlays: Sequence[Erratum]) -> tuple[OverlayPreview, ...]:
     """Preview the overlays of what changes, those first that need a person.
 
     Args:
-        matrix: `matrix.json`.
+        packs: the folder of `matrix.json`.
         changes: as `moves` returns them.
         overlays: the declarations, in parts; others than these are left out.
 
     Raises:
-        UpkeepError: there is no matrix, or it does not know a release.
+        UpkeepError: the matrix cannot be read, or does not know a release.
     """
-    if not matrix.is_file():
-        raise UpkeepError(f"there is no {matrix}: run `make matrix` in a checkout")
-    known = {each["distribution"]: each for each in json.loads(matrix.read_text())["distributions"]}
+    tables = {each.distribution: each for each in matrix_file.read(packs)}
     found: list[OverlayPreview] = []
     for change in changes:
-        entry = known.get(change.distribution, {"releases": (), "overlays": ()})
-        before, after = (
-            _answers(entry, change.distribution, version or "") for version in (change.before, change.after)
-        )
-        for name in (each["id"] for each in entry["overlays"]):
-            parts = {each.target.module: each for each in overlays if each.id == name}
+        table = tables.get(change.distribution)
+        before, after = (_row(table, change.distribution, version or "") for version in (change.before, change.after))
+        for column in table.columns if table else ():
+            parts = {each.target.module: each for each in overlays if each.id == column.overlay}
             if not parts:
                 continue
-            here = _report(parts, before[name], change.distribution, change.before)
-            there = _report(parts, after[name], change.distribution, change.after)
+            here, there = (_report(parts, row, change.distribution) for row in (before, after))
             expected, reason = expect(here, there)
             overlay = next(iter(parts.values()))
             if expected is Expected.KEEP and here.verdict is not Verdict.BROKEN:
@@ -106,43 +101,39 @@ def _parsed(text: str) -> tuple[str, str]:
     return canonicalize_name(requirement.name), exact[0]
 
 
-def _answers(entry: Mapping[str, Any], distribution: str, version: str) -> Mapping[str, Any]:
-    """Return what the matrix says of a release, by overlay."""
-    for release in entry["releases"]:
-        if same_version(release["name"], version) and release.get("overlays"):
-            answers: Mapping[str, Any] = release["overlays"]
-            return answers
-    names = [each["name"] for each in entry["releases"]]
-    known = f"{names[0]} to {names[-1]}" if names else "none"
+def _row(table: Table | None, distribution: str, version: str) -> Row:
+    """Return the row of a release."""
+    rows = table.rows if table else ()
+    for row in rows:
+        if row.cells and same_version(row.name, version):
+            return row
+    known = f"{rows[0].name} to {rows[-1].name}" if rows else "none"
     raise UpkeepError(
         f"{distribution}=={version}: the matrix of releases does not know it (of {distribution} it knows {known}); install it in an "
         "environment of its own, and run `megacpp-overlays audit --quick` there, then `witness`"
     )
 
 
-def _report(
-    parts: Mapping[str, Erratum], answer: Mapping[str, Any], distribution: str, version: str | None
-) -> ProbeReport:
-    """Return an answer of the matrix as the report of an environment."""
+def _report(parts: Mapping[str, Erratum], row: Row, distribution: str) -> ProbeReport:
+    """Return what the matrix says of an overlay in a release, as the report of an environment."""
     overlay = next(iter(parts.values()))
     probed = []
-    for each in answer["parts"]:
-        part = parts.get(each["module"], overlay)
-        verdict = Verdict(each["verdict"])
+    for each in row.cells[overlay.id].parts:
+        part = parts.get(each.module, overlay)
         probed.append(
             ProbedPart(
-                module=each["module"],
+                module=each.module,
                 target=str(part.target),
                 distribution=distribution,
-                version=version,
-                verdict=verdict,
-                shape=each["shape"],
-                evidence=", ".join(one["seen"] for one in each["evidence"]),
-                has_seams=part.answers(each["shape"]),
+                version=row.name,
+                verdict=each.verdict,
+                shape=each.shape,
+                evidence=", ".join(one.seen for one in each.evidence),
+                has_seams=part.answers(each.shape),
                 gate=not part.installs,
                 opt_in=part.off_by_default,
-                left_alone=part.unsupported.get(each["shape"] or ""),
-                can_be_proved=verdict is Verdict.UNRECOGNISED,
+                left_alone=part.unsupported.get(each.shape or ""),
+                can_be_proved=each.verdict is Verdict.UNRECOGNISED,
             )
         )
     return ProbeReport(overlay=overlay.id, parts=tuple(probed), due=False)
