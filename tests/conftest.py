@@ -45,7 +45,8 @@ settings.load_profile("any host")
 MEASURED = {"cli", "loader", "processes", "repro", "source", "upkeep"}
 """Rooms whose tests start processes that run lines of the package which no other test runs.
 
-The mark `unmeasured_children` takes out those that only repeat such lines: many times, or after an import of torch.
+The mark `unmeasured_children` takes out those that only repeat such lines. Copies of a process that has imported torch already,
+see `warm_python.py`, are measured in every room.
 """
 
 

@@ -17,8 +17,6 @@ from megacpp_overlays.errors import RegistryError
 from megacpp_overlays.loader import session
 from megacpp_overlays.repro.progress import Progress
 
-pytestmark = pytest.mark.unmeasured_children
-
 LONGEST = 300
 """Characters of an error that can be read in the log of a scheduler."""
 

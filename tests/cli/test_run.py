@@ -24,8 +24,6 @@ from releases import only
 from megacpp_overlays import cli
 from megacpp_overlays.cli import run
 
-pytestmark = pytest.mark.unmeasured_children
-
 MODULE = ("-m", "megacpp_overlays", "run")
 CONSOLE = ("-c", "import sys; from megacpp_overlays.cli import main; sys.exit(main())", "run")
 

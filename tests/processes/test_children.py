@@ -26,8 +26,6 @@ from megacpp_overlays.errors import ChildrenError, SettingsError
 from megacpp_overlays.loader.settings import this_environment
 from megacpp_overlays.processes import children
 
-pytestmark = pytest.mark.unmeasured_children
-
 PYTHONS = {name: ROOT / ".envs" / f"loader-{name}" / "bin" / "python" for name in ("3.10", "3.11", "3.13")}
 
 LAUNCHER = """

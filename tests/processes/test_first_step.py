@@ -21,7 +21,7 @@ from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.processes import first_step
 
-pytestmark = [pytest.mark.upstream, pytest.mark.unmeasured_children]
+pytestmark = pytest.mark.upstream
 
 RUN = ("-m", "megacpp_overlays", "run")
 TORCHRUN = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

@@ -31,8 +31,6 @@ import megacpp_overlays
 from megacpp_overlays.errors import RanksError
 from megacpp_overlays.processes import rank_exchange, ranks
 
-pytestmark = pytest.mark.unmeasured_children
-
 pytest.importorskip("torch")
 
 LIGER = "liger-flce-none-backward"

@@ -18,8 +18,6 @@ from places import HANG_S, ROOT
 
 from megacpp_overlays import cli
 
-pytestmark = pytest.mark.unmeasured_children
-
 PACKAGE = ROOT / "megacpp_overlays"
 
 

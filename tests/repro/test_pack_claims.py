@@ -25,8 +25,6 @@ from places import HANG_S, ROOT
 
 from megacpp_overlays.repro import TargetAbsent, inventory
 
-pytestmark = pytest.mark.unmeasured_children
-
 Wheel = Callable[[str, str], Path]
 EXPERIMENTAL = "megatron/core/transformer/experimental_attention_variant"
 

@@ -18,8 +18,6 @@ from unpacked import unpacked
 from megacpp_overlays.loader import registry, retired
 from megacpp_overlays.repro import inventory, manifest, pack_file, receipts
 
-pytestmark = pytest.mark.unmeasured_children
-
 PACKS = inventory.list_packs(inventory.own_folder())
 OVERLAYS = registry.load()
 SECTIONS = (

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 from places import HANG_S, ROOT
 
-pytestmark = [pytest.mark.upstream, pytest.mark.unmeasured_children]
+pytestmark = pytest.mark.upstream
 
 SCRIPT = """
 import contextlib, io, json, pathlib, sys

@@ -22,8 +22,6 @@ from megacpp_overlays.loader.session import Session
 from megacpp_overlays.model import Decision, Record, Verdict
 from megacpp_overlays.repro import inventory, witnessing
 
-pytestmark = pytest.mark.unmeasured_children
-
 UPSTREAM = "made_target"
 HELPERS = "def twice(x):\n    return x + x\n"
 WRONG_HELPERS = "def twice(x):\n    return x + x + 1\n"

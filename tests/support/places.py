@@ -23,7 +23,8 @@ def measure_no_child() -> None:
 
     On Python 3.12 branches are measured by tracing every line of every library: importing torch then takes twice as long, and
     pip ten times. So a process is measured where no other test runs its lines of the package: in the rooms that
-    `tests/conftest.py` names, and where a test gives it the variables of `measuring`.
+    `tests/conftest.py` names, where it is copied from one that has imported torch, and where a test gives it the variables of
+    `measuring`.
     """
     _measuring.update({name: os.environ.pop(name) for name in _OF_COVERAGE if name in os.environ})
 

@@ -31,6 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, NoReturn
 
+from places import measuring
 from warm_server import SIZE
 
 OF_EXTENSIONS = "TORCH_CUDA_ARCH_LIST"
@@ -127,7 +128,8 @@ def start(
     out, error = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 - read by WarmProcess.wait
     with open(os.devnull, "rb") as nothing:
         streams = (nothing.fileno(), out.fileno(), error.fileno())
-        connection = _ask_server(lambda: address(env, after, python, path), words, env, cwd, streams)
+        measured = measuring() if str(python) == sys.executable else {}  # other lanes have no coverage.py
+        connection = _ask_server(lambda: address(env, after, python, path), words, {**measured, **env}, cwd, streams)
         return WarmProcess(connection, out, error)
 
 

@@ -15,8 +15,6 @@ from megacpp_overlays.source import DirectoryTree
 from megacpp_overlays.upkeep.new_overlay import files_of_overlay
 from megacpp_overlays.upkeep.new_overlay.files_of_overlay import NewOverlay
 
-pytestmark = pytest.mark.unmeasured_children
-
 BOUNDS = '''
 def clip(values: list, low: int, high: int) -> list:
     """Return the values, none of them below `low` or above `high`."""
