@@ -40,7 +40,12 @@ _NOT_BROKEN = {
     Verdict.ABSENT: Decision.ABSENT,
     Verdict.UNRECOGNISED: Decision.CONFLICT,
 }
-_UNPROVED = "not a release that this package knows, and its reproducer has not run on it; `megacpp-overlays witness` runs it here"
+_UNPROVED = "not a release that this package knows, and nothing is proved of it here; `megacpp-overlays witness` runs its reproducer"
+_NOT_REPAIRED = "broken here, and its reproducer showed no repair; `megacpp-overlays witness {id}` runs it again"
+
+
+NOT_REPAIRED = "not repaired"
+"""The shape of what a reproducer showed to be broken, alone and under every seam that can be placed."""
 
 
 class Switchable(Protocol):
@@ -113,6 +118,8 @@ def _reason(policy: Policy, erratum: Erratum, finding: Finding, decision: Decisi
         seen = f"{seen}; {_LOOKS_REPAIRED.format(id=erratum.id)}"
     elif finding.candidates:
         seen = f"{_UNPROVED}; seen: {seen}"
+    elif finding.shape == NOT_REPAIRED:
+        seen = f"{_NOT_REPAIRED.format(id=erratum.id)}; seen: {seen}"
     elif finding.verdict is Verdict.BROKEN and finding.proof is not None:
         seen = f"{finding.proof.value}: {seen}"
     if policy in _OFF:
@@ -126,7 +133,7 @@ def _reason(policy: Policy, erratum: Erratum, finding: Finding, decision: Decisi
     if decision is Decision.CONFLICT and erratum.remedy is Decision.ACTIVE:
         if advice is not None:
             return f"{advice}: {seen}"
-        if finding.verdict is Verdict.BROKEN:
+        if finding.verdict is Verdict.BROKEN and finding.shape != NOT_REPAIRED:
             return f"no seam for shape {finding.shape}: {seen}"
     return seen
 

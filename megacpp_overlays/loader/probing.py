@@ -147,8 +147,7 @@ def _witnessed(erratum: Erratum, finding: Finding, tree: SourceTree, settings: S
     from megacpp_overlays.loader import learned, witnesses  # noqa: PLC0415 - a launch that recognises all pays nothing
 
     found = witnesses.proved(erratum, finding, tree, settings)
-    is_open = found.verdict is Verdict.UNRECOGNISED and not witnesses.is_disproved(erratum, settings)
-    return learned.finding(erratum, found, tree) if is_open else found
+    return learned.finding(erratum, found, tree) if found.verdict is Verdict.UNRECOGNISED else found
 
 
 def _elsewhere(gate: Gate) -> str | None:

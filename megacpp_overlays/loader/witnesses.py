@@ -6,6 +6,9 @@ A witness is one small JSON file for a part of an overlay in one environment. `m
     ABSENT   upstream alone has nothing that could have the defect
     BROKEN   upstream alone has it, with the seams of the named shape it has not, and neighbour cases are the same
 
+Where upstream alone has the defect and no seams were shown to repair it, the witness is BROKEN too, and says so in place of a
+shape: nothing is installed, and no other witness or record counts.
+
 It counts as long as nothing that it is about has changed: the source of every module that the probe read and of every module
 of the upstream that was loaded in the run, what was not there, the probe, the reproducer, the versions of what it ran with,
 and for BROKEN the code of the seams. Otherwise the finding is as it is without one, and says why. Nothing of a file is
@@ -34,6 +37,7 @@ from typing import Any
 from megacpp_overlays import files
 from megacpp_overlays.errors import OverlayError, SourceError
 from megacpp_overlays.frozen import replace
+from megacpp_overlays.loader.decide import NOT_REPAIRED
 from megacpp_overlays.loader.settings import Settings, this_environment
 from megacpp_overlays.model import Body, Erratum, Evidence, Finding, Proof, Verdict
 from megacpp_overlays.source import distributions, fingerprint
@@ -80,10 +84,6 @@ Sources = Mapping[str, str | None]
 
 class UnprovedError(OverlayError):
     """Raised where a kept witness does not count; the text says why."""
-
-
-class DisprovedError(UnprovedError):
-    """Raised where a case showed the defect to this user; no other witness of this environment counts."""
 
 
 class Recorded:
@@ -145,8 +145,6 @@ def proved(erratum: Erratum, finding: Finding, tree: SourceTree, settings: Setti
         except Exception as error:  # noqa: BLE001 - whatever is wrong with it, it is no proof
             why = one_line(str(error) if isinstance(error, UnprovedError) else f"{type(error).__name__}: {error}")
             reasons.append(Evidence(f"the kept witness does not count: {why}"))
-            if isinstance(error, DisprovedError):
-                break
     return replace(finding, evidence=(*finding.evidence, *reasons)) if reasons else finding
 
 
@@ -159,9 +157,11 @@ def _witnessed(path: Path, erratum: Erratum, finding: Finding, tree: SourceTree)
     if not path.exists():
         return None
     data = _read(path)
-    if is_disproof(data):
-        raise DisprovedError(f"disproved here on {data['date']}: {data['disproved']}")
     _compare(data, erratum, tree)
+    if (unrepaired := data.get("unrepaired")) is not None:
+        return _of_verdict(
+            Verdict.BROKEN, NOT_REPAIRED, finding, one_line(f"shown here on {data['date']}: {unrepaired}")
+        )
     _demand_candidate(data, finding)
     cases = ", ".join(each["case"] for each in data["cases"])
     seen = one_line(f"witnessed here on {data['date']} by {cases}: {data['cases'][0]['seen']}")
@@ -222,7 +222,7 @@ def keep(path: Path, data: Mapping[str, Any], *, shared: bool = False) -> None:
 
     Args:
         path: of `path_of`.
-        data: of `content` or of `disproof`.
+        data: of `content`.
         shared: whether other users may read it.
 
     Raises:
@@ -241,42 +241,10 @@ def is_shared(settings: Settings) -> bool:
     return settings.witnesses is not None and os.geteuid() == 0
 
 
-def forget(erratum: Erratum, settings: Settings, reason: str | None) -> None:
-    """Remove a witness, because a case saw otherwise; one that cannot be removed stays.
-
-    Args:
-        erratum: the part.
-        settings: say where witnesses are kept.
-        reason: where a case showed the defect. Then neither a witness of root nor a learned verdict counts for this user.
-    """
-    from megacpp_overlays.loader import learned  # noqa: PLC0415 - it imports this module
-
-    own, *of_root = _paths(erratum, settings)
+def forget(erratum: Erratum, settings: Settings) -> None:
+    """Remove this user's witness, because no case shows anything now; one that cannot be removed stays."""
     with contextlib.suppress(OSError):
-        own.unlink()
-    if reason is not None and (learned.knows(erratum) or any(path.exists() for path in of_root)):
-        with contextlib.suppress(OSError):
-            keep(own, disproof(erratum, reason))
-
-
-def is_disproved(erratum: Erratum, settings: Settings) -> bool:
-    """Return whether a case showed the defect to this user, which no other witness or record of this code outweighs."""
-    try:
-        return is_disproof(_read(path_of(erratum, settings)))
-    except UnprovedError:
-        return False
-
-
-def disproof(erratum: Erratum, reason: str) -> dict[str, Any]:
-    """Return what is kept where a case showed the defect: with it no witness of root counts for this user."""
-    about = {"overlay": erratum.id, "target": erratum.target.module}
-    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    return {"schema": SCHEMA, **about, "date": today, "disproved": one_line(reason)}
-
-
-def is_disproof(data: Mapping[str, Any]) -> bool:
-    """Return whether what is kept says that a case showed the defect."""
-    return "disproved" in data
+        path_of(erratum, settings).unlink()
 
 
 def content(
@@ -290,6 +258,7 @@ def content(
     date: str,
     verdict: Verdict = Verdict.FIXED,
     shape: str | None = None,
+    unrepaired: str | None = None,
 ) -> dict[str, Any]:
     """Return what is kept of a witness of the process that runs.
 
@@ -303,13 +272,16 @@ def content(
         date: the day.
         verdict: what the cases showed.
         shape: whose seams repair it, where it is BROKEN.
+        unrepaired: what was shown instead, where it is BROKEN and no seams were shown to repair it.
     """
+    code = seam_sources if verdict is Verdict.BROKEN else probe_sources
     return {
         "schema": SCHEMA,
         "overlay": erratum.id,
         "target": erratum.target.module,
         "verdict": verdict.value,
         "shape": shape,
+        **({} if unrepaired is None else {"unrepaired": one_line(unrepaired)}),
         "date": date,
         "cases": cases,
         "reproducer": _sha256(reproducer.read_bytes()),
@@ -319,7 +291,7 @@ def content(
         "python": platform.python_version(),
         "machine": platform.machine(),
         "versions": dict(sorted(versions.items())),
-        "probe": dict(sorted((seam_sources if shape is not None else probe_sources)(erratum).items())),
+        "probe": dict(sorted(code(erratum).items())),
         "sources": dict(sorted(sources.items())),
     }
 
@@ -432,11 +404,9 @@ def _read(path: Path) -> Mapping[str, Any]:
 def _is_witness(data: Any) -> bool:
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         return False
-    if is_disproof(data):
-        return isinstance(data["disproved"], str) and isinstance(data.get("date"), str) and _is_day(data["date"])
     if data.get("verdict") not in _WITNESSED:
         return False
-    if isinstance(data.get("shape"), str) is not (data["verdict"] == Verdict.BROKEN.value):
+    if not _says_how_it_is_repaired(data):
         return False
     texts = ("overlay", "target", "date", "reproducer", "python", "machine")
     tables = [data.get(name) for name in ("sources", "versions", "probe")]
@@ -452,6 +422,12 @@ def _is_witness(data: Any) -> bool:
             isinstance(each, dict) and all(isinstance(each.get(k), str) for k in ("case", "seen")) for each in cases
         )
     )
+
+
+def _says_how_it_is_repaired(data: Mapping[str, Any]) -> bool:
+    """Return whether what is BROKEN has a shape or says that no repair was shown, and nothing else has either."""
+    found = [isinstance(data.get(name), str) for name in ("shape", "unrepaired")]
+    return sum(found) == (data["verdict"] == Verdict.BROKEN.value) and isinstance(data.get("unrepaired", ""), str)
 
 
 def _is_day(text: str) -> bool:

@@ -3,11 +3,13 @@
 Every case of an overlay that this host can run measures upstream alone. Where none sees the defect, the verdict is FIXED, or
 ABSENT if there is nothing that could have it. Where one does, the seams of each shape that can be placed are tried out: no case
 may see the defect then, every part that was tried must be in, and neighbour cases must be the same. That is BROKEN, with the
-shape that repairs it. A case that fails is no answer, and one that cannot run here has none.
+shape that repairs it; where no shape does, it is kept as BROKEN and not repaired. A case that fails is no answer, and one that cannot run
+here has none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -79,6 +81,13 @@ class _Ran(NamedTuple):
             return self.alone.kind.value
         return f"{self.alone.kind.value}, with the overlay {self.repaired.kind.value}"
 
+    @property
+    def seen(self) -> str:
+        """What it measured."""
+        if self.repaired is None:
+            return self.alone.seen
+        return f"{self.alone.seen}; with the overlay {self.repaired.seen}"
+
 
 class _Proof(NamedTuple):
     """A verdict that cases earned, and for each part that was tried out the shape."""
@@ -95,6 +104,10 @@ class _NoProofError(Exception):
         super().__init__(reason)
         self.ran = tuple(ran)
         self.unrepaired = unrepaired
+
+
+class _NotKeptError(_NoProofError):
+    """Raised where cases show no defect that stays, and no verdict of a part can be kept."""
 
 
 def unproved(overlays: Sequence[Erratum], settings: Settings) -> tuple[Erratum, ...]:
@@ -167,9 +180,12 @@ def _prove_one(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: Witne
             proof = measuring.verdict(part, parts, about, trials)
             yield _kept(part, proof if own else _of_others(proof), pack.reproducer, how)
         except _NoProofError as reason:
-            is_shown = any(each.alone.kind is RunKind.BROKEN for each in reason.ran or about)
-            witnesses.forget(part, how.settings, str(reason) if is_shown else None)
-            words = tuple((each.case.name, each.word) for each in reason.ran or about)
+            used = reason.ran or about
+            witnesses.forget(part, how.settings)
+            shown = [each for each in own if each.alone.kind is RunKind.BROKEN]
+            if shown and not isinstance(reason, _NotKeptError):
+                _keep_unrepaired(part, str(reason), shown, pack.reproducer, how)
+            words = tuple((each.case.name, each.word) for each in used)
             yield replace(_failed(part, str(reason), words), unrepaired=reason.unrepaired)
 
 
@@ -335,11 +351,44 @@ def _kept(part: Erratum, proof: _Proof, reproducer: Path, how: WitnessOptions) -
         _NoProofError: another source was read than can be proved, or it cannot be kept.
     """
     module = part.target.module
-    shape = proof.shapes.get(module)
     if proof.verdict is Verdict.BROKEN and not any(
         _of(each.repaired, part).decision is Decision.ACTIVE for each in proof.ran if each.repaired
     ):
-        raise _NoProofError("the defect is repaired by other parts; no case has loaded this one", proof.ran)
+        raise _NotKeptError("the defect is repaired by other parts; no case has loaded this one", proof.ran)
+    try:
+        _keep(part, proof, reproducer, how)
+    except OSError as error:
+        raise _NotKeptError(
+            f"it was shown and cannot be kept: {error.filename}: {error.strerror}", proof.ran
+        ) from error
+    finding = examine_installed(part, Remembered(InstalledTree()), how.settings)
+    if finding.proof is not Proof.WITNESSED:
+        raise _NotKeptError(f"it was shown, and does not hold any more: {finding.evidence[-1]}", proof.ran)
+    return Attempt(
+        overlay=part.id,
+        target=module,
+        proved=True,
+        reason=str(finding.evidence[-1]),
+        cases=tuple((each.case.name, each.word) for each in proof.ran),
+        verdict=proof.verdict,
+    )
+
+
+def _keep_unrepaired(part: Erratum, reason: str, shown: Sequence[_Ran], reproducer: Path, how: WitnessOptions) -> None:
+    """Keep that cases showed the defect and no repair of it. Where that cannot be kept the part is unproved, and no seam is in either."""
+    with contextlib.suppress(_NoProofError, OSError):
+        _keep(part, _Proof(Verdict.BROKEN, {}, tuple(shown)), reproducer, how, unrepaired=reason)
+
+
+def _keep(
+    part: Erratum, proof: _Proof, reproducer: Path, how: WitnessOptions, *, unrepaired: str | None = None
+) -> None:
+    """Write the witness of a part.
+
+    Raises:
+        _NoProofError: another source was read than can be proved.
+        OSError: it cannot be written.
+    """
     sources: dict[str, str | None] = {}
     for each in proof.ran:
         read = _of(each.alone, part).sources
@@ -351,45 +400,20 @@ def _kept(part: Erratum, proof: _Proof, reproducer: Path, how: WitnessOptions) -
     if not sources:
         raise _NoProofError("no case says which source it ran on", proof.ran)
     names = {name for each in proof.ran for name in each.case.versions} | {part.target.distribution, *part.companions}
-    path = witnesses.path_of(part, how.settings)
     taken = stamp.take(reproducer, [each.case for each in proof.ran], [part.target], None)
     data = witnesses.content(
         part,
         sources=sources,
         versions={name: distributions.version(name) for name in names},
         reproducer=reproducer,
-        cases=[
-            {
-                "case": each.case.name,
-                "device": each.case.device,
-                "seen": each.alone.seen
-                if each.repaired is None
-                else f"{each.alone.seen}; with the overlay {each.repaired.seen}",
-            }
-            for each in proof.ran
-        ],
+        cases=[{"case": each.case.name, "device": each.case.device, "seen": each.seen} for each in proof.ran],
         host=taken.host,
         date=taken.date,
         verdict=proof.verdict,
-        shape=shape,
+        shape=proof.shapes.get(part.target.module),
+        unrepaired=unrepaired,
     )
-    try:
-        witnesses.keep(path, data, shared=witnesses.is_shared(how.settings))
-    except OSError as error:
-        raise _NoProofError(
-            f"it was shown and cannot be kept: {error.filename}: {error.strerror}", proof.ran
-        ) from error
-    finding = examine_installed(part, Remembered(InstalledTree()), how.settings)
-    if finding.proof is not Proof.WITNESSED:
-        raise _NoProofError(f"it was shown, and does not hold any more: {finding.evidence[-1]}", proof.ran)
-    return Attempt(
-        overlay=part.id,
-        target=module,
-        proved=True,
-        reason=str(finding.evidence[-1]),
-        cases=tuple((each.case.name, each.word) for each in proof.ran),
-        verdict=proof.verdict,
-    )
+    witnesses.keep(witnesses.path_of(part, how.settings), data, shared=witnesses.is_shared(how.settings))
 
 
 def _failed(part: Erratum, reason: str, cases: tuple[tuple[str, str], ...] = ()) -> Attempt:

@@ -2,23 +2,23 @@
 
 Two ranks, which are forked and meet with gloo, train a real `MegatronFSDP` of two linear layers for three steps, and the same layers as
 they are with the sum of the ranks' gradients. Compared are all weights before the first step, what the first step changes, and
-how far weights are apart in the end, with Adam and AdamW of torch and where parameters are sharded or gradients alone.
+how far weights are apart in the end, with Adam and AdamW of torch, where parameters are sharded or gradients alone, and whether the
+optimizer is prepared with its model or by itself.
 Megatron-FSDP asks for a GPU in several places, and gets the CPU: streams do nothing, and tensors are where they are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
-import json
-import multiprocessing
-import tempfile
-from pathlib import Path
+import itertools
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from megacpp_overlays.repro import Behaviour, Case, TargetAbsent
+from megacpp_overlays.repro import Behaviour, Case, TargetAbsent, on_ranks
 
 PACKAGE = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 MODULE = f"{PACKAGE}.fully_shard"
@@ -26,6 +26,9 @@ RANKS, STEPS, HIDDEN = 2, 3, 4
 RATE, DECAY = 0.01, 0.1
 OPTIMIZERS = ("Adam", "AdamW")
 SHARDED = ("optim_grads", "optim_grads_params")
+TOGETHER = "fully_shard"
+ENTRIES = (TOGETHER, "fully_shard_optimizer")
+"""Functions that prepare an optimizer: with its model, or by itself."""
 ROUNDING = 1e-5
 
 
@@ -38,35 +41,24 @@ def _run() -> Behaviour:
         raise TargetAbsent("there is no Megatron-FSDP") from error
     if "model" in inspect.signature(module.fully_shard_optimizer).parameters:
         raise TargetAbsent("optimizers are sharded with their model, and no state is built")
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        started = [context.Process(target=_rank, args=(module, rank, folder)) for rank in range(RANKS)]
-        for each in started:
-            each.start()
-        for each in started:
-            each.join()
-        found = json.loads(Path(folder, "found").read_text())
-    if None in found.values():
+    trainings = list(itertools.product(OPTIMIZERS, SHARDED, ENTRIES))
+
+    def run(rank: int) -> Mapping[str, object]:
+        _answer_for_a_gpu()
+        return {", ".join(training): _train(module, rank, *training) for training in trainings}
+
+    numbers = on_ranks(RANKS, run)
+    found = {name: kept for name in map(", ".join, trainings) if (kept := numbers[f"rank 0, {name}"])}
+    if not found:
         raise TargetAbsent("no state is built before the first step")
-    words = [
-        f"{name}: {moved:.1e} off before the first step, which is {times:.4f} of what it should be; {apart:.1e} off after {STEPS}"
-        for name, (moved, times, apart) in found.items()
-    ]
-    broken = any(max(moved, abs(times - 1), apart) > ROUNDING for moved, times, apart in found.values())
-    return Behaviour(broken=broken, seen=f"weights are, with {'; with '.join(words)}")
-
-
-def _rank(module: ModuleType, rank: int, folder: str) -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
-    _answer_for_a_gpu()
-    found = {f"{name}, {sharded}": _train(module, name, sharded, rank) for name in OPTIMIZERS for sharded in SHARDED}
-    if rank == 0:
-        Path(folder, "found").write_text(json.dumps(found))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    errors = {name: max(moved, abs(times - 1), apart) for name, (moved, times, apart) in found.items()}
+    worst = max(errors, key=errors.__getitem__)
+    moved, times, apart = found[worst]
+    return Behaviour(
+        broken=errors[worst] > ROUNDING,
+        seen=f"of {len(found)} optimizers the one of {worst} leaves weights {moved:.1e} off before the first step, which is "
+        f"{times:.4f} of what it should be, and {apart:.1e} off after {STEPS}",
+    )
 
 
 def _answer_for_a_gpu() -> None:
@@ -96,10 +88,10 @@ def _answer_for_a_gpu() -> None:
     vars(importlib.import_module(f"{PACKAGE}.megatron_fsdp"))["torch"] = OnTheCpu()
 
 
-def _train(module: ModuleType, name: str, sharded: str, rank: int) -> tuple[float, float, float] | None:
+def _train(module: ModuleType, rank: int, name: str, sharded: str, entry: str) -> tuple[float, ...]:
     """Return how far weights are off before the first step, how much of its change that makes, and how far they are off at the end.
 
-    None where the optimizer has no state before that.
+    Nothing where the optimizer has no state before that.
     """
     import torch
     from torch.distributed.device_mesh import init_device_mesh
@@ -107,23 +99,24 @@ def _train(module: ModuleType, name: str, sharded: str, rank: int) -> tuple[floa
     torch.manual_seed(31)
     plain, copied = (torch.nn.Sequential(*(torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(2))) for _ in range(2))
     copied.load_state_dict(plain.state_dict())
-    model = module.fully_shard_model(
-        module=copied,
-        device_mesh=init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("dp", "tp")),
-        dp_shard_dim="dp",
-        tp_dim="tp",
-        fsdp_unit_modules=[torch.nn.Linear],
-        zero_dp_strategy=sharded,
-        device=torch.device("cpu"),
-        calculate_per_token_loss=True,  # sums over ranks: gloo has no means
-    )
-    make = getattr(torch.optim, name)
-    optimizers = [
-        module.fully_shard_optimizer(make(model.parameters(), lr=RATE, weight_decay=DECAY)),
-        make(plain.parameters(), lr=RATE, weight_decay=DECAY),
-    ]
-    if not optimizers[0].state:
-        return None
+    make = functools.partial(getattr(torch.optim, name), lr=RATE, weight_decay=DECAY)
+    options: dict[str, Any] = {
+        "device_mesh": init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("dp", "tp")),
+        "dp_shard_dim": "dp",
+        "tp_dim": "tp",
+        "fsdp_unit_modules": [torch.nn.Linear],
+        "zero_dp_strategy": sharded,
+        "device": torch.device("cpu"),
+        "calculate_per_token_loss": True,  # sums over ranks: gloo has no means
+    }
+    if entry == TOGETHER:
+        model, optimizer = module.fully_shard(module=copied, optimizer=make(copied.parameters()), **options)
+    else:
+        model = module.fully_shard_model(module=copied, **options)
+        optimizer = module.fully_shard_optimizer(make(model.parameters()))
+    optimizers = [optimizer, make(plain.parameters())]
+    if not optimizer.state:
+        return ()
     weights = [(_whole(model), _whole(plain))]
     generator = torch.Generator().manual_seed(rank)
     for _ in range(STEPS):

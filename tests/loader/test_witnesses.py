@@ -17,6 +17,7 @@ from made_up import BROKEN_TEXT, FIXED_TEXT, LOOKS_REPAIRED_TEXT, Upstream, gate
 
 from megacpp_overlays.loader import probing, statement, witnesses
 from megacpp_overlays.loader.audit import Audit
+from megacpp_overlays.loader.decide import NOT_REPAIRED, decide
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import (
@@ -60,7 +61,8 @@ class Kept:
         tree.module(f"{self.upstream.name}.helpers")
         tree.module(f"{self.upstream.name}.absent")
         reproducer = self.folder.parent / "reproduce.py"
-        reproducer.write_text("CASES = ()\n")
+        if not reproducer.exists():
+            reproducer.write_text("CASES = ()\n")
         data = witnesses.content(
             self.overlay,
             sources=tree.sources,
@@ -71,6 +73,12 @@ class Kept:
             date=DATE,
         )
         witnesses.keep(self.file, {**data, **changes})
+
+    def keep_unrepaired(self) -> None:
+        """Keep for this user that a case showed the defect, and no repair of it."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(witnesses, "seam_sources", witnesses.probe_sources)
+            self.keep(verdict=Verdict.BROKEN.value, unrepaired="case double: double(1) = 3")
 
     def edit(self, **changes: Any) -> None:
         """Write the file anew with other fields."""
@@ -335,15 +343,31 @@ def test_a_witness_of_root_does_not_count_for_a_user_to_whom_a_case_showed_the_d
     as_nobody()
     settings = Settings(witnesses=str(kept.folder))
 
-    witnesses.forget(kept.overlay, settings, None)
-    without_a_reason = examined(kept)
-    witnesses.forget(kept.overlay, settings, "case double: double(1) = 3")
-    disproved = examined(kept)
+    witnesses.forget(kept.overlay, settings)
+    without_a_case = examined(kept)
+    kept.keep_unrepaired()
+    shown = examined(kept)
+    record = decide(kept.overlay, settings, shown)
 
-    assert without_a_reason.proof is Proof.WITNESSED
-    assert disproved.proof is not Proof.WITNESSED
-    assert "disproved here on" in disproved.summary()
-    assert "double(1) = 3" in disproved.summary()
+    assert without_a_case.proof is Proof.WITNESSED
+    assert (shown.verdict, shown.shape, shown.proof) == (Verdict.BROKEN, NOT_REPAIRED, Proof.WITNESSED)
+    assert record.decision is Decision.CONFLICT
+    assert record.reason == (
+        "broken here, and its reproducer showed no repair; `megacpp-overlays witness double-fix` runs it again; seen: "
+        f"return twice(x) (layers.py:9); shown here on {DATE}: case double: double(1) = 3"
+    )
+
+
+def test_the_defect_that_a_case_showed_counts_until_the_code_changes(kept: Kept) -> None:
+    kept.keep_unrepaired()
+    before = kept.decide()
+    kept.upstream.write(f"{HELPERS}# repaired\n", "helpers")
+    after = examined(kept)
+
+    assert before.decision is Decision.CONFLICT
+    assert "shown here on" in before.reason
+    assert after.looks_repaired
+    assert f"{kept.upstream.name}.helpers is not as it was witnessed" in after.summary()
 
 
 def test_a_changed_reproducer_of_the_package_ends_it(

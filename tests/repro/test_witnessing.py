@@ -141,7 +141,9 @@ def test_a_case_that_measures_nothing_proves_nothing(
     assert made.kept == []
 
 
-def test_where_the_defect_is_still_there_nothing_is_kept(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_defect_that_is_still_there_is_a_conflict_until_the_code_changes(
+    made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
     made.upstream.write(WRONG_HELPERS, "helpers")
 
     code = made.witness("double-fix", "--json")
@@ -156,7 +158,14 @@ def test_where_the_defect_is_still_there_nothing_is_kept(made: Made, capsys: pyt
         "reason": "case double: it shows the defect: double(1) = 3",
         "cases": [{"case": "double", "said": "broken"}],
     }
-    assert made.kept == []
+    shown = made.decide()
+    assert shown.decision is Decision.CONFLICT
+    assert shown.reason.startswith("broken here, and its reproducer showed no repair; ")
+    assert shown.reason.endswith(": case double: it shows the defect: double(1) = 3")
+    made.upstream.write(HELPERS, "helpers")
+    assert "the kept witness does not count: made_target.helpers is not" in made.decide().reason
+    assert made.witness("double-fix") == 0
+    assert made.decide().decision is Decision.RETIRED
 
 
 def test_a_pack_without_a_case_for_it_proves_nothing(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,7 +290,9 @@ def test_every_case_that_can_run_has_to_agree(made: Made, capsys: pytest.Capture
     assert (both, disagreeing) == (0, 1)
     assert [each["case"] for each in kept] == ["double", "again"]
     assert "case wrong: it shows the defect: it is 2" in capsys.readouterr().out
-    assert made.kept == [], "what was kept before is no proof any more"
+    record = made.decide()
+    assert record.decision is Decision.CONFLICT, "what was kept before is no proof any more"
+    assert record.reason.endswith(": case wrong: it shows the defect: it is 2")
 
 
 # A real release, edited
@@ -325,7 +336,7 @@ found = {"edited": ask(), "proving": witness(), "proved": ask()}
 write(("grad_logits_t", "slopes"), ("grad_logits_chunk = logits_chunk\\n", "grad_logits_chunk = logits_chunk  # twice\\n"))
 found["edited again"] = ask()
 write(("* token_grad_output[start_idx:end_idx].unsqueeze(-1).to(", "* token_grad_output[0].to("))
-found |= {"broken": ask(), "proving what is broken": witness()}
+found |= {"broken": ask(), "proving what is broken": witness(), "shown": ask()}
 print(json.dumps(found))
 """
 
@@ -368,7 +379,9 @@ def test_a_release_that_was_edited_without_harm_is_proved_and_one_with_the_defec
     assert code == 1
     assert "case interpreter: it shows the defect: relative gradient error against float64" in said
     assert "broken, not repaired: " in said
-    assert list((tmp_path / "witnesses").iterdir()) == []
+    decision, proof, reason = found["shown"]
+    assert (decision, proof) == ("conflict", "witnessed")
+    assert "case interpreter: it shows the defect: relative gradient error against float64" in reason
 
 
 def test_cases_of_other_parts_prove_a_repair_by_seams_and_never_one_by_upstream() -> None:

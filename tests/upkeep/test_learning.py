@@ -18,6 +18,7 @@ from megacpp_overlays import cli
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader import known, learned, registry, witnesses
+from megacpp_overlays.loader.decide import NOT_REPAIRED
 from megacpp_overlays.loader.provenance import Provenance, provenance
 from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Decision, Erratum, Evidence, Finding, Proof, Record, Verdict
@@ -209,12 +210,24 @@ def test_a_case_that_showed_a_user_the_defect_outweighs_the_record(
     settings = Settings(witnesses=str(tmp_path / "witnesses"))
     monkeypatch.setattr(published, "release_of", lambda *_: "0.9.0")
     before = probing._witnessed(part, UNRECOGNISED, DirectoryTree(tmp_path), settings)
-    witnesses.forget(part, settings, "case none: 3.2 off with the overlay, too")
-    after = probing._witnessed(part, UNRECOGNISED, DirectoryTree(tmp_path), settings)
+    tree = DirectoryTree(tmp_path)
+    data = witnesses.content(
+        part,
+        sources={part.target.module: None},
+        versions={},
+        reproducer=next(witnesses.PACKS.glob(f"{part.pack:02}-*/reproduce.py")),
+        cases=[{"case": "none", "device": "cpu", "seen": "3.2 off"}],
+        host={},
+        date="2026-11-27",
+        verdict=Verdict.BROKEN,
+        unrepaired="case none: 3.2 off with the overlay, too",
+    )
+    witnesses.keep(witnesses.path_of(part, settings), data)
+    after = probing._witnessed(part, UNRECOGNISED, tree, settings)
 
-    assert before.verdict is Verdict.BROKEN
-    assert after.verdict is Verdict.UNRECOGNISED
-    assert "disproved here on" in after.summary()
+    assert (before.shape, before.proof) == (SHAPE, Proof.LEARNED)
+    assert (after.shape, after.proof) == (NOT_REPAIRED, Proof.WITNESSED)
+    assert "shown here on 2026-11-27: case none: 3.2 off with the overlay, too" in after.summary()
 
 
 # What is printed, and what is refused
