@@ -154,6 +154,7 @@ LEFT_OUT = "it fills the memory of its host on purpose"
 UNTESTED = {
     "cpu-offload-reload": "newer than the kept runs; Megatron's tests of offloading ask for a GPU",
     "expert-rng-resume": "newer than the kept runs; Megatron's tests of a launcher's checkpoints ask for a GPU",
+    "global-aux-loss-scale": "newer than the kept runs; Megatron's tests of routers ask for a GPU",
     "hopper-flce-dispatch": "Megatron has no unit test of the fused linear cross entropy",
     "megatron-cuda-on-import": "a process that imports tests has asked for CUDA",
     "loss-mask-cache": "newer than the kept runs, and Megatron's tests of datasets look at no loss mask",

@@ -97,7 +97,10 @@ _CONTEXT = (
 )
 _MTP = Sign("mtp_num_layers", Criterion.COUNT, default=(None,))
 _HALF = tuple(Sign(key, Criterion.TRUE, default=(False,)) for key in ("fp16", "bf16"))
-_BALANCING = Sign("moe_router_load_balancing_type", Criterion.HAS, on=("seq_aux_loss",), default=("aux_loss",))
+_BALANCING, _GLOBAL_BALANCING = (
+    Sign("moe_router_load_balancing_type", Criterion.HAS, on=(each,), default=("aux_loss",))
+    for each in ("seq_aux_loss", "global_aux_loss")
+)
 _LATENT_EXPERTS = Sign("moe_latent_size", Criterion.GIVEN, default=(None,))
 _Z_LOSS = Sign("moe_z_loss_coeff", Criterion.COUNT, default=(None,))
 _LOSS = Sign("cross_entropy_fusion_impl", Criterion.ONE_OF, on=("linear",), off=("native", "te"), default=("native",))
@@ -168,6 +171,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("latent_experts", "latent mixture of experts", config=(_LATENT_EXPERTS,), arguments=(_LATENT_EXPERTS,)),
     _switch("expert_bias", "bias of experts", "moe_router_enable_expert_bias"),
     Feature("seq_aux_loss", "seq_aux_loss", config=(_BALANCING,), arguments=(_BALANCING,)),
+    Feature("global_aux_loss", "global_aux_loss", config=(_GLOBAL_BALANCING,), arguments=(_GLOBAL_BALANCING,)),
     Feature("z_loss", "z-loss of routers", config=(_Z_LOSS,), arguments=(_Z_LOSS,)),
     Feature("mtp", "multi-token prediction", config=(_MTP,), arguments=(_MTP, *_in_pattern("/"))),
     _switch("repeated_mtp", "repeated prediction layer", "mtp_use_repeated_layer"),

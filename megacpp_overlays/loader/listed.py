@@ -321,5 +321,11 @@ LISTED: tuple[Listed, ...] = (
         targets=("megatron.core.optimizer.distrib_optimizer",),
     ),
     Listed(id="expert-rng-resume", installs=True, off_by_default=False, targets=("megatron.training.checkpointing",)),
+    Listed(
+        id="global-aux-loss-scale",
+        installs=True,
+        off_by_default=True,
+        targets=("megatron.core.transformer.moe.router",),
+    ),
 )
 """Every declaration, by pack and id."""

@@ -60,6 +60,7 @@ EXPECTED = {
     "expert-rng-resume": (M, ("absent", "armed", *("active",) * 4)),
     "fsdp-optimizer-under-update": (M, ("absent", *("active",) * 5)),
     "fully-reshardable-padding": (M, ("active",) * 6),
+    "global-aux-loss-scale": (M, ("disabled",) * 6),
     "hybrid-linear-ce": (M, ("absent",) * 6),
     "float16-mixer-parameters": (M, ("disabled",) * 6),
     "mamba-packed-seq-idx": (M, ("retired", "active", "active", "active", "active", "active")),

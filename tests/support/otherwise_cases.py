@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from installed import tree_of
 from probing import ParsedOnce, parsed_once
 from repair_cases import (
+    ATTACHED_GLOBALLY,
     COUNTED,
     OLD_COPY,
     OLD_REDUCE,
@@ -45,6 +46,7 @@ from megacpp_overlays.feature_probes import (
     fully_reshardable_padding,
     gathered_logits_loss,
     gdn_capture_gates,
+    global_aux_loss_scale,
     graph_hidden_recompute_grads,
     hopper_flce_dispatch,
     hybrid_linear_ce,
@@ -573,6 +575,22 @@ CASES = {
             "from the outside": appended("MLASelfAttention.clip_qk = floored(MLASelfAttention.clip_qk)"),
         },
         probe="probe_latent",
+        tree=megatron,
+    ),
+    "balancing over the global batch": Otherwise(
+        global_aux_loss_scale,
+        global_aux_loss_scale.TARGET.module,
+        edits={
+            "by a helper": (ATTACHED_GLOBALLY, "        global_aux_loss = self._over_ranks(global_aux_loss)\n" + ATTACHED_GLOBALLY),
+            "by the coefficient": ("            moe_aux_loss_coeff=global_aux_loss_coeff,\n", "            moe_aux_loss_coeff=global_aux_loss_coeff * self.data_parallel_ranks,\n"),
+            "by all coefficients": ("        if isinstance(self.routing_type, str):\n            if self.routing_type == aux_loss_type:\n                return self.config.moe_aux_loss_coeff\n", "        if isinstance(self.routing_type, str):\n            if self.routing_type == aux_loss_type:\n                return self.config.moe_aux_loss_coeff * self.tp_dp_cp_group.size()\n"),
+            "over tokens of a batch": ("            total_num_tokens=total_num_tokens,\n            topk=self.topk,\n            num_experts=self.config.num_moe_experts,\n            moe_aux_loss_coeff=global", "            total_num_tokens=local_num_tokens,\n            topk=self.topk,\n            num_experts=self.config.num_moe_experts,\n            moe_aux_loss_coeff=global"),
+            "where it is attached": ("            activation = MoEAuxLossAutoScaler.apply(activation, aux_loss)\n", "            activation = MoEAuxLossAutoScaler.apply(activation, self._over_ranks(aux_loss, aux_loss_name))\n"),
+            "before it is logged": ("        num_layers = self.config.num_layers\n        if self.config.mtp_num_layers is not None:\n            num_layers += self.config.mtp_num_layers\n\n        if self.is_mtp_layer:\n", "        if aux_loss_name.startswith('global'):\n            aux_loss = aux_loss * self.data_parallel_ranks\n        num_layers = self.config.num_layers\n        if self.is_mtp_layer:\n"),
+            "in the loss": (global_aux_loss_scale.UTILS, "        num_experts * moe_aux_loss_coeff / (topk * total_num_tokens * total_num_tokens)\n", "        num_experts * moe_aux_loss_coeff / (topk * total_num_tokens * probs.shape[0])\n"),
+            "by a decorator": ("    def _apply_global_aux_loss(", "    @over_ranks\n    def _apply_global_aux_loss("),
+            "from the outside": appended("TopKRouter._apply_global_aux_loss = over_ranks(TopKRouter._apply_global_aux_loss)"),
+        },
         tree=megatron,
     ),
     "copies of an offloaded optimizer": Otherwise(

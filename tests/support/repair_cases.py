@@ -36,6 +36,7 @@ from megacpp_overlays.feature_probes import (
     fully_reshardable_padding,
     gathered_logits_loss,
     gdn_capture_gates,
+    global_aux_loss_scale,
     graph_hidden_recompute_grads,
     hopper_flce_dispatch,
     hybrid_linear_ce,
@@ -219,6 +220,22 @@ def clamped_logits(target: str) -> dict[str, str | None]:
     text, divided = released("megatron_core-0.19.2", target), f"self.config.qk_clip_threshold / {DIVIDED_BY[target]}"
     assert text.count(divided) == 1
     return {target: text.replace(divided, f"{divided}.clamp(min=self.config.qk_clip_threshold)")}
+
+
+ATTACHED_GLOBALLY = (
+    "        probs = self.attach_and_log_load_balancing_loss(\n            probs,\n            global_aux_loss_coeff,\n"
+)
+
+
+def times_data_parallel_ranks() -> dict[str, str | None]:
+    """Return a router that multiplies loss and coefficient by the number of data parallel ranks, as pull request 3769 does."""
+    target = global_aux_loss_scale.TARGET.module
+    text = released("megatron_core-0.19.2", target)
+    assert text.count(ATTACHED_GLOBALLY) == 1
+    ranks = "        dp_size = self.tp_dp_cp_group.size() // self.tp_cp_group.size()\n"
+    scaled = ranks + "        global_aux_loss = global_aux_loss * dp_size\n        global_aux_loss_coeff *= dp_size\n"
+    utils = released("megatron_core-0.19.2", global_aux_loss_scale.UTILS)
+    return {target: text.replace(ATTACHED_GLOBALLY, scaled + ATTACHED_GLOBALLY), global_aux_loss_scale.UTILS: utils}
 
 
 COUNTED = "        self.step(increment=num_steps)\n"
@@ -1293,6 +1310,21 @@ CASES = {
             ("probe_latent", qk_clip_negative_head.LATENT.module, "MLASelfAttention"),
         )
     },
+    "balancing over the global batch": Case(
+        global_aux_loss_scale,
+        global_aux_loss_scale.TARGET.module,
+        times_data_parallel_ranks,
+        {
+            "by nothing": ("global_aux_loss = global_aux_loss * dp_size", "global_aux_loss = global_aux_loss * 1"),
+            "divided instead": ("global_aux_loss = global_aux_loss * dp_size", "global_aux_loss = global_aux_loss / dp_size"),
+            "by all ranks": ("self.tp_dp_cp_group.size() // self.tp_cp_group.size()", "self.tp_dp_cp_group.size()"),
+            "of detached scores": ("probs=scores_for_aux_loss,\n            tokens_per_expert=averated", "probs=scores_for_aux_loss.detach(),\n            tokens_per_expert=averated"),
+            "of a microbatch": ("reduce_group=self.tp_dp_cp_group", "reduce_group=self.tp_cp_group"),
+            "divided where it is attached": ("            activation = MoEAuxLossAutoScaler.apply(activation, aux_loss)\n", "            activation = MoEAuxLossAutoScaler.apply(activation, aux_loss / self.tp_dp_cp_group.size())\n"),
+            "decorated": ("    def _apply_global_aux_loss(", "    @of_old\n    def _apply_global_aux_loss("),
+            "set from outside": appended("TopKRouter._apply_global_aux_loss = of_old"),
+        },
+    ),
     "counter of a restored schedule": Case(
         scheduler_restore,
         scheduler_restore.TARGET.module,
