@@ -20,6 +20,7 @@ from typing import Any
 from megacpp_overlays.feature_probes import global_aux_loss_scale as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
 from megacpp_overlays.runtime.bare_instances import bare
+from megacpp_overlays.runtime.gradients import gradients
 from megacpp_overlays.runtime.in_this_thread import answer
 
 
@@ -111,7 +112,7 @@ def _gradient(module: ModuleType, ranks_of_a_batch: int) -> float:
         probs = torch.zeros(1, device="cpu", requires_grad=True) * 1.0
         attached = router._apply_global_aux_loss(probs, scores, routed)  # noqa: SLF001 - the target
         (loss,) = attached.grad_fn.saved_tensors
-        (gradient,) = torch.autograd.grad(loss, scores)
+        (gradient,) = gradients(loss, scores)
     return float(gradient[0, 0])
 
 

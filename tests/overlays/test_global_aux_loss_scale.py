@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore::UserWarn
 FOLDER = ROOT / "packs/53-global-aux-loss-scale"
 PACK = beside(str(FOLDER / "neighbours.py"))
 ROUNDING = 1e-6
-measured = measured_on("53", "0.15.0", "0.16.1", "0.18.2", newest())
+measured = measured_on("53", "0.15.0", "0.16.1", "0.18.2", newest(), switched_on=True)
 
 
 def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any) -> None:

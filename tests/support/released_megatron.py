@@ -16,7 +16,13 @@ MODELS = ("megatron.core.transformer.transformer_layer", "megatron.core.models.g
 
 ALL_ON = {
     f"MEGACPP_OVERLAY_{name}": "on"
-    for name in ("CP_LOCAL_LOSS_MEAN", "LATENT_MOE_FC2_INIT", "MTP_TOKEN_COUNTS_LOCAL", "TP_LABEL_SMOOTHING")
+    for name in (
+        "CP_LOCAL_LOSS_MEAN",
+        "GLOBAL_AUX_LOSS_SCALE",
+        "LATENT_MOE_FC2_INIT",
+        "MTP_TOKEN_COUNTS_LOCAL",
+        "TP_LABEL_SMOOTHING",
+    )
 }
 """Variables of a process in which these overlays are on, too, which are off by default: one process is copied for all of them."""
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 from places import SUPPORT
+from released_megatron import ALL_ON
 from releases import only
 
 
-def measured_on(pack: str, *releases: str) -> Any:
+def measured_on(pack: str, *releases: str, switched_on: bool = False) -> Any:
     """Return a fixture, to be bound to `measured`: what each release does with the overlay and without it.
 
     Its tests are marked `full`: those of every day run the newest release in their own process.
@@ -18,11 +19,12 @@ def measured_on(pack: str, *releases: str) -> Any:
     Args:
         pack: two digits of its number.
         releases: of megatron-core.
+        switched_on: whether overlays that are off by default are on.
     """
 
     @pytest.fixture(scope="module", params=only(releases, ()), name="measured")
     def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
-        return megatron_says(request.param, SUPPORT / "reproduced.py", pack)
+        return megatron_says(request.param, SUPPORT / "reproduced.py", pack, **(ALL_ON if switched_on else {}))
 
     return measured
 
