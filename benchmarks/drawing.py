@@ -1,4 +1,4 @@
-"""What all plots share: a sheet that a screen reader can name and that is dark where its reader's screen is, and text on it.
+"""Shared parts of plots: a sheet that a screen reader can name and that is dark where its reader's screen is, and text on it.
 
 A browser that shows an SVG as an image follows the reader's choice of dark or light, too (`prefers-color-scheme`).
 """

@@ -1,4 +1,4 @@
-"""What a benchmark says while it runs: what it measures now, which of how many that is, and how long it has taken."""
+"""Progress lines of a benchmark: the current measurement, its number of how many, and the time so far."""
 
 from __future__ import annotations
 

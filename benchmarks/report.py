@@ -1,4 +1,4 @@
-"""What the pages of the benchmarks share: how they begin and end, tables, numbers, and the command that makes one again.
+"""Shared parts of the pages of benchmarks: heads and ends, tables, numbers, and the command that makes one again.
 
 Standard library only, so that any host can make a page from the numbers that were kept.
 """

@@ -1,4 +1,4 @@
-"""What the benchmarks of kernels share: where they ran, how long calls take side by side, how much memory they need."""
+"""Shared parts of benchmarks of kernels: the host, times of calls side by side, memory."""
 
 from __future__ import annotations
 

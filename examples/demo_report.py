@@ -1,4 +1,4 @@
-"""What the demo says about its measurements, and whether the overlays did what they say. Standard library only."""
+"""Report of the demo on its measurements, with a check that the overlays did what they say. Standard library only."""
 
 from __future__ import annotations
 

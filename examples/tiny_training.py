@@ -1,4 +1,4 @@
-"""What surrounds the model in a run: process group, data, and one optimizer for each kind of device."""
+"""Surroundings of the model in a run: process group, data, and one optimizer for each kind of device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether DSA's absorbed attention without fused kernels builds scores of all queries, heads and keys.
+"""Probe DSA's absorbed attention without fused kernels for scores of all queries, heads and keys.
 
 `_unfused_absorbed_dsa_fn` is the attention of every absorbed layer where `dsa_kernel_backend` is none, the default, and
 wherever a backend declines. It multiplies every query with every key, masks what the indexer did not choose, and takes a

@@ -1,4 +1,4 @@
-"""Whether a router's counts of tokens by expert, which its bias follows, leave padding out as the tokens that it is.
+"""Probe a router's token counts by expert, which its bias follows, for padding that is masked along the wrong axis.
 
 `TopKRouter._apply_expert_bias` takes a mask of tokens for one of experts. Where there are other numbers of either, a training step
 with a padding mask ends in an error; where they are equal, experts lose counts and padding is counted.

@@ -1,4 +1,4 @@
-"""Whether modules of Megatron that were given tensor parallel groups hand work on without them.
+"""Probe modules of Megatron that were given tensor parallel groups for calls that do not pass them on.
 
 A helper that is given no group takes the default one of the process. Where a model was built with other groups, ranks that have
 nothing to do with each other then exchange values. Nothing raises where both groups have as many ranks.

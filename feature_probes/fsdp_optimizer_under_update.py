@@ -1,4 +1,4 @@
-"""Whether `fully_shard_optimizer` of the Megatron-FSDP that megatron-core brings takes a step with the optimizer that it prepares.
+"""Probe `fully_shard_optimizer` of the Megatron-FSDP in megatron-core for a step with the optimizer that it prepares.
 
 It lets the optimizer step once with gradients of zero, so that there is state for a checkpoint to be loaded into. Weights decay in that
 step, and it counts.

@@ -1,4 +1,4 @@
-"""Where `DistributedOptimizer` cuts the state of a parameter out of its gathered buffer, for a fully reshardable checkpoint.
+"""Probe the offsets at which `DistributedOptimizer` cuts a parameter's state out of its gathered buffer, for a fully reshardable checkpoint.
 
 `get_parameter_state_dp_zero` gathers the buckets of a grad buffer one behind the other, without the padding at their ends.
 `param_index_map` counts that padding. The releases 0.15.0 to 0.19.2 and dev cut with its numbers as they are, so every

@@ -1,4 +1,4 @@
-"""Whether Megatron's language models take the loss of gathered logits as if they were a rank's share of the vocabulary.
+"""Probe Megatron's language models for a loss that takes gathered logits for a rank's share of the vocabulary.
 
 `parallel_output=False` and `runtime_gather_output=True` give each tensor parallel rank the logits of all classes. With labels those go to a cross
 entropy over shares of the vocabulary, which counts all classes once for each rank, and looks for labels of other ranks at the wrong places.

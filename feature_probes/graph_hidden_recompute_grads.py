@@ -1,4 +1,4 @@
-"""Whether Megatron's local CUDA graphs lose gradients of what `CheckpointWithoutOutput` recomputes.
+"""Probe Megatron's local CUDA graphs for gradients that are lost where `CheckpointWithoutOutput` recomputes.
 
 A graph's backward pass gives gradients to the parameters that are found by walking back from what the forward pass returned. What
 `CheckpointWithoutOutput` runs is not on that way: it runs without gradients, and once more in a hook. Parameters that only it uses are

@@ -1,4 +1,4 @@
-"""Whether `HybridStack` tells the MoE layers that it makes for multi-token prediction that they predict.
+"""Probe `HybridStack` for MoE layers of multi-token prediction that are not marked as such.
 
 A router that does not know it takes its layer for one of the decoder. Where one layer stands for all predictions its balancing loss
 then counts once for each of them, and it is logged for a layer of the decoder.

@@ -1,4 +1,4 @@
-"""Where `MambaMixer` gets the document of each token of a packed row from, and whether that may be nowhere.
+"""Probe the source from which `MambaMixer` gets the document of each token of a packed row, which may be missing.
 
 The convolution and the scan begin anew where `seq_idx`, one number for each token, changes. Without it the conv and SSM
 state of one document runs into the next.

@@ -1,4 +1,4 @@
-"""Whether Megatron's MoE routers multiply balancing losses by the tokens of all ranks where those of one are meant.
+"""Probe MoE routers of Megatron for balancing losses that are multiplied by the tokens of all ranks in place of one rank's.
 
 Where losses are taken for each token, a router multiplies its balancing loss by the tokens of the rank and by the
 number of ranks. Under a padding mask it counts the tokens of the rank in the very sums that were just added up over ranks

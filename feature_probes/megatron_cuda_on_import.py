@@ -1,4 +1,4 @@
-"""What `import megatron.core` asks CUDA about the device.
+"""Probe for calls to CUDA in `import megatron.core`.
 
 Megatron-LM main has constants in `megatron.core.ssm.ops.gdp.common` that hold the name and the capability of device 0
 (#6538, 2026-08-17), evaluated when the module is executed. Since #6595 (2026-08-20) an import of `megatron.core` alone

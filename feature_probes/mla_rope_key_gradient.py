@@ -1,4 +1,4 @@
-"""Whether the rotary keys of Megatron's MLA, which all heads share, get their gradient from the heads of every tensor parallel rank.
+"""Probe Megatron's MLA for rotary keys, shared by all heads, whose gradient lacks the heads of other tensor parallel ranks.
 
 `k_pos_emb` is one vector for each token. A rank expands it over its own heads, and its gradient is theirs; the sum over ranks
 is taken only where the vector was gathered from parts of the sequence. Down projections that each rank has all of need

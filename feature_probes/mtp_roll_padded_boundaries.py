@@ -1,4 +1,4 @@
-"""Which boundaries `roll_tensor` of multi-token prediction rolls the documents of a packed row between.
+"""Probe `roll_tensor` of multi-token prediction for the boundaries between which it rolls documents of a packed row.
 
 Where documents are padded, `cu_seqlens_q` counts their tokens and `cu_seqlens_q_padded` says where they lie. From the second
 document on a roll between the former takes labels and masks of neighbours, and zeros in the midst of documents.

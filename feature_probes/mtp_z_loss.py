@@ -1,4 +1,4 @@
-"""Whether the z-loss of a layer that stands for several predictions is divided by their number before it is attached.
+"""Probe for a z-loss of a repeated prediction layer that is divided by the number of predictions after it is attached.
 
 `TopKRouter.apply_z_loss` attaches the loss to the logits, and divides it afterwards: what is logged is divided, gradients are not.
 

@@ -1,4 +1,4 @@
-"""Whether `GPTModel` cuts a padding mask for sequence parallelism on every pipeline stage, and for the ranks of its own group.
+"""Probe `GPTModel` for padding masks that are cut for sequence parallelism on the first pipeline stage alone, or for another group.
 
 `_preprocess` cuts the mask where it embeds tokens: on the first stage. Those behind it have a shard of the tokens and the whole mask, and
 their MoE routers end in an error. And it cuts for the ranks of the process's default group, whatever groups the model was given.

@@ -1,4 +1,4 @@
-"""Whether Megatron tells layers that a step begins where a recipe says which of them are quantized.
+"""Probe for layers that a recipe quantizes and that do not learn when a step begins.
 
 Transformer Engine keeps a quantized copy of a weight for the microbatches of a step, and makes a new one when it is told that the first one
 is computed. Megatron tells it with `set_is_first_microbatch`.

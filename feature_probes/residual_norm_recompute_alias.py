@@ -1,4 +1,4 @@
-"""Whether `CheckpointWithoutOutput` frees an output that is its own input.
+"""Probe `CheckpointWithoutOutput` for outputs that are freed although they are its own input.
 
 It frees the storage of what a function returned, and computes it again in the backward pass. A norm that hands on its input as the residual,
 as Transformer Engine's fused one does, has an output in the storage of the input, which the layer adds and the recomputation reads.

@@ -1,4 +1,4 @@
-"""Whether a layer that un-flattens packed samples for its MoE router knows that it may hold a shard of them alone.
+"""Probe layers that un-flatten packed samples for their MoE router: a rank may hold a shard of them alone.
 
 A packed microbatch of several samples is one row of all their tokens. `TransformerLayer._maybe_unflatten_for_moe` gives it an axis of
 samples back, so that the router balances each of them. It counts samples in what the layer holds, with the length that a sample has

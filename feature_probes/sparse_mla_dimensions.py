@@ -1,4 +1,4 @@
-"""Whether the TileLang backend of DSA hands on only what its one kernel was written for.
+"""Probe the TileLang backend of DSA for the dimensions that it hands to its one kernel.
 
 `fused_sparse_mla_absorbed` returns None, and its caller builds all scores, unless the query has 576 channels and the value
 512, the number of heads is a power of two once it is 16 or more, indices come in blocks of 64, and everything is bfloat16.

@@ -1,4 +1,4 @@
-"""How the installed TileLang lowers sums, from the C++ that it ships: which release's text it is, and what it checks."""
+"""Identify how the installed TileLang lowers sums, from the C++ that it ships: the release of the text, and its checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether learnable attention sinks of tensor parallel ranks are marked as shares of one parameter.
+"""Probe for learnable attention sinks of tensor parallel ranks that are not marked as shares of one parameter.
 
 With `softmax_type="learnable"` a rank has the sinks of its own heads. A parameter without `tensor_model_parallel` is taken for a replica,
 which counts on the first rank only wherever norms are taken.

@@ -1,4 +1,4 @@
-"""Whether Megatron sums gradients of norms over tensor parallel ranks by the names of their weights.
+"""Probe for gradients of norms that Megatron sums over tensor parallel ranks by the names of their weights.
 
 Without sequence parallelism a replica has a part of its gradient where its rank has some heads alone behind it, and all of it else. The
 finalizer sums what has `q_layernorm` or `k_layernorm` in its name, which is right for norms of heads.

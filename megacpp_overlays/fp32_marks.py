@@ -1,4 +1,4 @@
-"""Which parameters stay in fp32 when Megatron casts a model to half precision.
+"""Parameters that stay in fp32 when Megatron casts a model to half precision, and the mark that says so.
 
 A model author says it in one of three ways, from the narrowest to the widest:
 

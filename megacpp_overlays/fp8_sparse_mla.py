@@ -1,4 +1,4 @@
-"""Where a SparseMLA kernel that takes quantized query and key tensors makes itself known.
+"""Registration of a SparseMLA kernel that takes quantized query and key tensors.
 
 Upstream has none. With the overlay `fp8-quantized-unwrap` active, a kernel that is registered here is asked first
 whenever the query or the key of an absorbed sparse attention is quantized:

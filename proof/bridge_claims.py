@@ -1,4 +1,4 @@
-"""What is claimed of megatron-bridge's pretrain function under overlays: judged as Megatron-LM's own launcher is."""
+"""Claims about megatron-bridge's pretrain function under overlays, judged as those about Megatron-LM's own launcher are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a proof is made of: claims, what is said of each, and the subjects that they are about."""
+"""Parts of a proof: claims, judgements, and the subjects of both."""
 
 from __future__ import annotations
 

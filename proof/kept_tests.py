@@ -1,4 +1,4 @@
-"""What is claimed of upstream's own tests under overlays: how each ended without them and with them."""
+"""Claims about upstream's own tests under overlays: outcomes without them and with them."""
 
 from __future__ import annotations
 

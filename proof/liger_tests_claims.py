@@ -1,4 +1,4 @@
-"""What is claimed of Liger's own tests under overlays, and how each claim is judged."""
+"""Claims about Liger's own tests under overlays, and their judgement."""
 
 from __future__ import annotations
 

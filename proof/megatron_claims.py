@@ -1,4 +1,4 @@
-"""What is claimed of Megatron-LM's own launcher under overlays, and how each claim is judged."""
+"""Claims about Megatron-LM's own launcher under overlays, and their judgement."""
 
 from __future__ import annotations
 

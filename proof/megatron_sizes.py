@@ -1,4 +1,4 @@
-"""How large Megatron's model is, on a CPU and on GPUs, and what a launch of it needs there."""
+"""Sizes of Megatron's model on a CPU and on GPUs, and the needs of a launch there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is claimed of Megatron-LM's own unit tests under overlays."""
+"""Claims about Megatron-LM's own unit tests under overlays."""
 
 from __future__ import annotations
 

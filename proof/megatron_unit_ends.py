@@ -1,4 +1,4 @@
-"""How tests ended in both ways, compared test by test; what stock does otherwise when it is run once more is its own."""
+"""Compare the outcomes of tests in both ways, test by test; tests of stock that end otherwise in a second run are flaky."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of Megatron-LM's own unit tests are run under overlays: those of what overlays replace, in groups."""
+"""Megatron-LM's own unit tests that are run under overlays, in groups: those of code that overlays replace."""
 
 from __future__ import annotations
 

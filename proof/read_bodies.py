@@ -1,4 +1,4 @@
-"""Which findings depend on a function: a probe is asked again of a source tree in which the body of that function is gone."""
+"""Findings that depend on a function: a probe is asked again of a source tree without the body of that function."""
 
 from __future__ import annotations
 

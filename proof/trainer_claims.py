@@ -1,4 +1,4 @@
-"""What is claimed of the Trainer of transformers with Liger's loss of each token, and how each claim is judged."""
+"""Claims about the Trainer of transformers with Liger's loss of each token, and their judgement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large the Trainer's model is, on a CPU and on a GPU, and how near two ways have to be there to be the same."""
+"""Sizes of the Trainer's model on a CPU and on a GPU, and the tolerance for equality there."""
 
 from __future__ import annotations
 

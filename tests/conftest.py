@@ -1,4 +1,4 @@
-"""What every test may use: a clean environment, throw-away targets, and the wheels of real releases."""
+"""Fixtures of all tests: a clean environment, throw-away targets, and the wheels of real releases."""
 
 from __future__ import annotations
 

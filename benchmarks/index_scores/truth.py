@@ -1,4 +1,4 @@
-"""How right index scores are: errors against float64, and top-k choices of two ways to compute them."""
+"""Reference for index scores: errors against float64, and top-k choices of two ways to compute them."""
 
 from __future__ import annotations
 

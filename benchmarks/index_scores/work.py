@@ -1,4 +1,4 @@
-"""What the benchmark of index scores runs: sizes, inputs, and the same work done in several ways."""
+"""Workload of the benchmark of index scores: sizes, inputs, and the same work done in several ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was asked of the fused linear cross entropy, beside what linear_cross_entropy.py found. Standard library only."""
+"""Goals of the fused linear cross entropy, beside the results of linear_cross_entropy.py. Standard library only."""
 
 from __future__ import annotations
 

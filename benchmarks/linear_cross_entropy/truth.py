@@ -1,4 +1,4 @@
-"""How right a linear cross entropy is: losses and gradients in float64, and the errors of others against them.
+"""Reference for a linear cross entropy: losses and gradients in float64, and errors against them.
 
 The logits of all tokens in float64 would not fit; those of a slice do, and the products of a slice run on the tensor
 cores, which know float64 on the GPUs of data centres.

@@ -1,4 +1,4 @@
-"""What the benchmark of linear cross entropy runs: sizes, data, and ways to get a loss and its gradients."""
+"""Workload of the benchmark of linear cross entropy: sizes, data, and ways to a loss and its gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the names of the ways of a group say, and the products that each cannot avoid. Standard library only."""
+"""Names of the ways of a group, and the products that none of them can avoid. Standard library only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What linear_cross_entropy_ranks.py runs on a rank: its place among the others, the inputs, and the ways.
+"""Workload of linear_cross_entropy_ranks.py on a rank: its place among the others, the inputs, and the ways.
 
 Every rank makes the whole problem from one seed, so each can do the work of one GPU on its own, hold its shard of the
 parallel result against that, and no input has to be sent.

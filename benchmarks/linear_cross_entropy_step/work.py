@@ -1,4 +1,4 @@
-"""What linear_cross_entropy_step.py trains, and the ways in which it can have its loss."""
+"""Workload of linear_cross_entropy_step.py: the model that it trains, and the ways to its loss."""
 
 from __future__ import annotations
 

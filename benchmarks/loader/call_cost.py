@@ -1,4 +1,4 @@
-"""What it costs that a seam counts its calls: a call through a counting function beside the same call without it.
+"""Cost of counting the calls of a seam: a call through a counting function beside the same call without it.
 
     make bench                                     writes benchmarks/results/call_cost.md
     python benchmarks/loader/call_cost.py          prints the same

@@ -1,4 +1,4 @@
-"""What a checkpoint of a hybrid model holds of A_log and D, and which runs can read it: through real files.
+"""A_log and D in checkpoints of a hybrid model, and the runs that can read them: through real files.
 
 Each pair trains one model two steps, saves it with Megatron's dist_checkpointing, loads it into another that was
 trained on other data, and compares. A pair that cannot be loaded is reported with the error.

@@ -1,4 +1,4 @@
-"""What rounding A_log and D to bf16 does to a state-space recurrence, in float64 on the CPU.
+"""Effects of rounding A_log and D to bf16 on a state-space recurrence, in float64 on the CPU.
 
 decay      how far a decay rate moves, for the values that Megatron's constructor draws
 outputs    how far the outputs of a whole recurrence move, beside what rounding its inputs to bf16 does anyway

@@ -1,4 +1,4 @@
-"""What it changes to keep A_log and D of Megatron's own Mamba mixers in fp32 (overlay float16-mixer-parameters).
+"""Effects of keeping A_log and D of Megatron's own Mamba mixers in fp32 (overlay float16-mixer-parameters).
 
     MEGACPP_OVERLAY_FLOAT16_MIXER_PARAMETERS=on python benchmarks/mixer_parameters/run.py --json FILE --write FILE.md
     python benchmarks/mixer_parameters/run.py --page FILE.json --write FILE.md    make the page again, on any host

@@ -1,4 +1,4 @@
-"""What it costs a run that Mamba state goes on from one packed document into the next (overlay mamba-packed-seq-idx).
+"""Cost to a run of Mamba state that goes on from one packed document into the next (overlay mamba-packed-seq-idx).
 
     python benchmarks/packed_documents/run.py --json FILE --write FILE.md --plot FILE.svg
     python benchmarks/packed_documents/run.py --device cpu --steps 150 ...    reduced, on any host

@@ -1,4 +1,4 @@
-"""What it costs to ask all ranks whether they run the same code.
+"""Cost of verifying that all ranks run the same code.
 
     python benchmarks/processes/verify_ranks.py --write        measures, and writes verify_ranks.md
 

@@ -1,4 +1,4 @@
-"""What holds each kernel of attention over chosen keys back, by the counters of the GPU: run under NVIDIA Nsight Compute.
+"""Bottleneck of each kernel of attention over chosen keys, by the counters of the GPU: run under NVIDIA Nsight Compute.
 
     python benchmarks/sparse_attention/counters.py [--json FILE] [--write FILE.md]
     python benchmarks/sparse_attention/counters.py --page FILE.json [--write FILE.md]      make the page again, on any host

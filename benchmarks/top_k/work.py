@@ -1,4 +1,4 @@
-"""What the benchmark of the top-k runs: sizes, rows of scores, and who chooses of them."""
+"""Workload of the benchmark of the top-k: sizes, rows of scores, and implementations."""
 
 from __future__ import annotations
 

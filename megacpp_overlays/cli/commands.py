@@ -1,4 +1,4 @@
-"""What the commands share: how one is added, options that several have, and what is not installed."""
+"""Shared parts of the commands: registration, common options, and errors for extras that are not installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What arming needs to know of each declaration of this package, so that it need not load them: `scripts/list_overlays.py`
+"""A summary of each declaration of this package, so that arming need not load the declarations: `scripts/list_overlays.py`
 writes this file, a test holds it in step, and a process that loads the declarations refuses a list that is not theirs."""
 
 from __future__ import annotations

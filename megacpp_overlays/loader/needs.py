@@ -1,4 +1,4 @@
-"""Whether an overlay may be in, for the sake of others that it needs: told by decisions and not by texts.
+"""Dependencies between overlays, checked against their decisions.
 
 An overlay that leaves a model in a state which unrepaired code handles wrongly is only right together with the repair of
 that code. So each overlay that it `needs` must be in, or must have nothing to repair. One whose target has not been

@@ -1,4 +1,4 @@
-"""What a decision means for a run, as text, and what is kept of it, as plain data."""
+"""Render an audit as text for people and as plain data to be kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job asks of the decisions in an audit before it may start, and which of it does not hold."""
+"""Requirements of a job on the decisions of an audit, and those that do not hold."""
 
 from __future__ import annotations
 

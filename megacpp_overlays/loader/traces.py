@@ -1,4 +1,4 @@
-"""Where an overlay put something in, remembered without keeping any of it alive.
+"""Weak references to every place that an overlay patched.
 
 A place is noted before it is changed, so that it is known whatever ends a change half-way. What is in it is told by the
 mark of the function that is found there, not by what was remembered. A module that is executed again leaves nothing here

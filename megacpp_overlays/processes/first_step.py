@@ -1,4 +1,4 @@
-"""What a run is asked to do before its first step, without a line in its launcher.
+"""Checks before the first optimizer step of a run, without a line in its launcher.
 
     ranks are compared      at the end of every `init_process_group`, where all ranks meet anyway. Later, such as before a
                             forward pass, a rank may wait for one that waits for it: a stage of a pipeline does

@@ -1,4 +1,4 @@
-"""What two runs of a case and the probe together have shown: one pure function.
+"""Judge a case by its two runs and the probe: one pure function.
 
 A sentinel is earned by a measurement that the probe agrees with:
 

@@ -1,4 +1,4 @@
-"""What a run prints and keeps. Nothing in it says where on a disk, or on whose machine, it was made.
+"""The transcript of a reproducer run, printed and kept. It names no path and no host.
 
 Paths are taken out of every line. The names of the host and of the user, and addresses, are taken out of what others
 wrote: the output of upstream and the words of a case. Our own words stay, also on a host that is named like one.

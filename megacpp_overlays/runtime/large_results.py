@@ -1,4 +1,4 @@
-"""What a witness needs to tell whether a function builds a tensor that it should not: numbers for it, and who watches.
+"""Detect whether a function builds a tensor that it should not: reproducible inputs and a dispatch mode that records large results.
 
 It runs on small tensors on a CPU. torch is imported when a function is called.
 """

@@ -1,4 +1,4 @@
-"""Whether tensors are those of Megatron's absorbed sparse attention: queries of many heads, one head of keys, chosen indices.
+"""Check that tensors are those of Megatron's absorbed sparse attention: queries of many heads, one head of keys, chosen indices.
 
 Standard library only at import.
 """

@@ -1,4 +1,4 @@
-"""Which GPUs are here, asked of the driver itself: no torch, no context, milliseconds."""
+"""List the GPUs of this host through the driver: no torch, no context, milliseconds."""
 
 from __future__ import annotations
 

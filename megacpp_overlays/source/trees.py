@@ -1,4 +1,4 @@
-"""What a probe sees: the text and syntax tree of a module, without importing it.
+"""Source trees that probes read: the text and syntax tree of a module, without importing it.
 
 One probe serves three callers because all of them hand it a `SourceTree`:
 

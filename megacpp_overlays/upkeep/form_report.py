@@ -1,4 +1,4 @@
-"""What somebody needs to know of one overlay here who maintains it elsewhere: plain data, without paths and secrets.
+"""A report on one overlay for its maintainer elsewhere: plain data, without paths and secrets.
 
 Where a form is not recognised, its maintainer has to see it before a probe can know it. The report has no code but the lines
 that the evidence quotes: it has hashes of the modules that the probe read, and a fingerprint of every function in them,

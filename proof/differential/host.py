@@ -1,4 +1,4 @@
-"""What the table needs of a process: upstream modules, and in PyTorch what their kernels compute.
+"""The host of the table: upstream modules, and their kernels' results computed in PyTorch.
 
 Mamba-2's convolution and scan, and the normalisation of gated delta nets, come from kernels for GPUs that know no float64. On every
 side of a comparison they are written out in PyTorch instead. What they stand for is not what is compared.

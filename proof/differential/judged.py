@@ -1,4 +1,4 @@
-"""What each row of the table comes to: stock and overlays against the truth, in terms of the rounding of the row's own dtype."""
+"""Judge each row of the table: stock and overlays against the truth, in terms of the rounding of the row's own dtype."""
 
 from __future__ import annotations
 

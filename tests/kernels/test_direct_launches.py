@@ -1,4 +1,4 @@
-"""What Triton's launcher gets from `direct_launches` is what it gets from Triton itself."""
+"""Direct launches give Triton's launcher the same arguments as Triton itself."""
 
 from __future__ import annotations
 

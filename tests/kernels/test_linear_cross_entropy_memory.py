@@ -1,4 +1,4 @@
-"""How much memory a linear cross entropy may take: what the environment says, and what follows for its blocks."""
+"""The memory budget of a linear cross entropy: its settings, and the sizes of blocks that follow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where kernels that are not plain PyTorch decline, and that they say so once."""
+"""Kernels that are not plain PyTorch decline where they were not measured, and log it once."""
 
 from __future__ import annotations
 

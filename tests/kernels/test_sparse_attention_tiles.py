@@ -1,4 +1,4 @@
-"""How kernels of attention over chosen keys are launched: everything fits, and each size goes the way that was quickest."""
+"""Launch configurations of attention over chosen keys: everything fits, and each size goes the way that was quickest."""
 
 from __future__ import annotations
 

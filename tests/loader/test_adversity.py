@@ -1,4 +1,4 @@
-"""What other code in a training process does to a session, and what the session then says."""
+"""Interference of other code in a training process with a session, and the session's reports of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other code does to the import system, to streams and to this package itself stops no import and is no lie."""
+"""Foreign changes of the import system, of streams and of this package itself: no import fails and no report is wrong."""
 
 from __future__ import annotations
 

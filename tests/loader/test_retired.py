@@ -1,4 +1,4 @@
-"""What is kept of retired overlays, and who reads it."""
+"""Records of retired overlays, and their readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process says of itself: its decisions, its settings, and one hash for the files that it may execute."""
+"""Statement of a process: its decisions, its settings, and one hash for the files that it may execute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which trees build index scores over four axes: told from bodies that were read, and from nothing else."""
+"""The probe for index scores over four axes: from bodies that were read and nothing else."""
 
 from __future__ import annotations
 

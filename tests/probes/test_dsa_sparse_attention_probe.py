@@ -1,4 +1,4 @@
-"""Whether absorbed attention builds scores of all keys: why a release is said to, and edits of the newest."""
+"""The probe for scores of all keys in absorbed attention: its evidence for a release, and edits of the newest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether work is handed on without explicit groups: edits of the newest release."""
+"""The probe for calls that do not pass explicit groups on: edits of the newest release."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Megatron's Mamba mixers do with A_log and D: given trees, and forms that nobody has seen yet."""
+"""The probe of A_log and D in Megatron's Mamba mixers: given trees, and unknown forms."""
 
 from __future__ import annotations
 

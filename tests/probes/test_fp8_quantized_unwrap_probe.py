@@ -1,4 +1,4 @@
-"""What the probe of pack 03 says of releases, of trees that are in no release, and of dispatchers that nobody wrote yet."""
+"""The probe of pack 03 on releases, on trees of no release, and on unknown dispatchers."""
 
 from __future__ import annotations
 

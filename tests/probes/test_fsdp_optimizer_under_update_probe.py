@@ -1,4 +1,4 @@
-"""Whether Megatron-FSDP takes a step with an optimizer that it prepares: releases that take none, given trees, and edits."""
+"""The probe for a step of Megatron-FSDP with an optimizer that it prepares: releases without one, given trees, and edits."""
 
 from __future__ import annotations
 

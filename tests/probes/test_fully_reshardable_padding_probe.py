@@ -1,4 +1,4 @@
-"""Where the state of a parameter is cut for a fully reshardable checkpoint: releases without one, given trees, and edits."""
+"""The probe of a parameter's offsets in a fully reshardable checkpoint: releases without one, given trees, and edits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether gathered logits are taken for a share of the vocabulary: given trees, and edits of the newest release."""
+"""The probe for gathered logits that are taken for a share of the vocabulary: given trees, and edits of the newest release."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether local CUDA graphs find what only recomputed code uses: given trees, and edits of the newest release."""
+"""The probe of local CUDA graphs with recomputed code: given trees, and edits of the newest release."""
 
 from __future__ import annotations
 

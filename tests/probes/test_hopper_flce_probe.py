@@ -1,4 +1,4 @@
-"""What the probe of pack 10 says of stand-ins, real trees, releases, and of code that nobody has read."""
+"""The probe of pack 10 on stand-ins, real trees, releases, and edited code."""
 
 from __future__ import annotations
 

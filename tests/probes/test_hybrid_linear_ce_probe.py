@@ -1,4 +1,4 @@
-"""What the probe of pack 11 says of the stand-in, real trees, releases, and of code that nobody has read."""
+"""The probe of pack 11 on the stand-in, real trees, releases, and edited code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether MoE layers of a prediction know it, and when their z-loss is divided: given trees, and edits of the newest release."""
+"""The probe of MoE layers of a prediction and of their z-loss: given trees, and edits of the newest release."""
 
 from __future__ import annotations
 

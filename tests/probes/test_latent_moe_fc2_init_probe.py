@@ -1,4 +1,4 @@
-"""How experts of a latent MoE begin: given trees, and edits of the newest release."""
+"""The probe of the initialization of latent MoE experts: given trees, and edits of the newest release."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How wide the offsets of Mamba-2's kernels are: where a release has them, and edits."""
+"""The probe of the width of offsets in Mamba-2's kernels: their places in a release, and edits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which MIMO backward sums gradients into which groups: told from texts that were read, and from nothing else."""
+"""The probe of the MIMO backward: the groups into which it sums gradients, from texts that were read and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where Megatron's Mamba mixer gets the documents of a packed row from: releases that were read, and forms that nobody has seen yet."""
+"""The probe of the documents of a packed row in Megatron's Mamba mixer: releases that were read, and unknown forms."""
 
 from __future__ import annotations
 

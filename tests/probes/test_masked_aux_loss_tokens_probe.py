@@ -1,4 +1,4 @@
-"""Whether tokens of all ranks are taken for those of one: releases that do not, and edits."""
+"""The probe for tokens of all ranks in place of one rank's: releases without the defect, and edits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether layers that a recipe quantizes are told that a step begins: given trees, and edits of the newest release."""
+"""The probe of layers that a recipe quantizes: given trees, and edits of the newest release."""
 
 from __future__ import annotations
 

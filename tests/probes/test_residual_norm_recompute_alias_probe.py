@@ -1,4 +1,4 @@
-"""Whether an output that is the input is freed: given trees, and edits of the newest release."""
+"""The probe for outputs that are freed although they are the input: given trees, and edits of the newest release."""
 
 from __future__ import annotations
 

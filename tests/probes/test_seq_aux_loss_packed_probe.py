@@ -1,4 +1,4 @@
-"""Where a layer counts packed samples: given trees, and edits of the newest release."""
+"""The probe of layers that count packed samples: given trees, and edits of the newest release."""
 
 from __future__ import annotations
 

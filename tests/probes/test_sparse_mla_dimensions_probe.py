@@ -1,4 +1,4 @@
-"""Whether the TileLang backend declines all dimensions but one: why a release is said to, and edits of the newest."""
+"""The probe for dimensions that the TileLang backend declines: its evidence for a release, and edits of the newest."""
 
 from __future__ import annotations
 

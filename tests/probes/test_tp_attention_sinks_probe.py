@@ -1,4 +1,4 @@
-"""Whether attention sinks are marked as shares: given trees, and edits of the newest release."""
+"""The probe of the marks of attention sinks: given trees, and edits of the newest release."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether gradients of norms are summed by name: releases of each form, and edits of the newest."""
+"""The probe for gradients of norms that are summed by name: releases of each form, and edits of the newest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of the difference between statements, from cause to consequence."""
+"""Reports of differences between statements, from cause to consequence."""
 
 from __future__ import annotations
 

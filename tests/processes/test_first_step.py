@@ -1,4 +1,4 @@
-"""What a run is asked to do before its first step: real torch, with launchers that know nothing of it."""
+"""Checks before the first step: real torch, with launchers that know nothing of them."""
 
 from __future__ import annotations
 

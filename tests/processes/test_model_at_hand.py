@@ -1,4 +1,4 @@
-"""What a run says of its model: at start-up by its arguments, and before its first step by its objects."""
+"""Reports of a run on its model: at start-up from its arguments, and before its first step from its objects."""
 
 from __future__ import annotations
 

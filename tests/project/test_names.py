@@ -19,3 +19,23 @@ def test_no_two_classes_have_one_name() -> None:
 
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
     assert len(places) > 100
+
+
+KEPT = ("packs/", "megacpp_overlays/kernels/", "megacpp_overlays/runtime/__init__.py", "proof/on_cpu/sitecustomize.py")
+"""Modules whose text is part of the key of receipts, or of answers that take minutes: they follow with their next edit."""
+CODE = ("megacpp_overlays", "overlays", "feature_probes", "tests", "proof", "benchmarks", "scripts", "examples")
+
+
+def test_a_module_is_named_by_a_noun_or_a_verb() -> None:
+    """A reader learns from the first word what is there; a question says what is asked of it."""
+    asked, read = [], 0
+    for folder in CODE:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            name = path.relative_to(ROOT).as_posix()
+            first = (ast.get_docstring(ast.parse(path.read_text())) or "").split(maxsplit=1)
+            read += bool(first)
+            if first and first[0] in {"What", "Whether", "Which", "How", "Who", "Where"} and not name.startswith(KEPT):
+                asked.append(name)
+
+    assert asked == []
+    assert read > 1000

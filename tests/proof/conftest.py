@@ -1,4 +1,4 @@
-"""What tests of proofs share: the modules of `proof/`, which are no package, and the receipts that are kept."""
+"""Fixtures of tests of proofs: the modules of `proof/`, which are no package, and the receipts that are kept."""
 
 from __future__ import annotations
 

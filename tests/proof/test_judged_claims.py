@@ -1,4 +1,4 @@
-"""How claims are judged: from the receipts that are kept, each changed in one place that must be noticed."""
+"""Judgement of claims: from the receipts that are kept, each changed in one place that must be noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other libraries replace: snapshots of names, the findings that depend on a function, and the page."""
+"""Patches of other libraries: snapshots of names, the findings that depend on a function, and the page."""
 
 from __future__ import annotations
 

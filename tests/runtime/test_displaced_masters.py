@@ -1,4 +1,4 @@
-"""What tells fp32 weights that were cut in the wrong place from any others, over blocks of any size."""
+"""Detection of fp32 weights that were cut in the wrong place, over blocks of any size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Transformer Engine stores, found in its own tensors: just what their `dequantize` reads, or nothing at all."""
+"""Payloads of Transformer Engine's tensors: exactly the fields that their `dequantize` reads, or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a witness needs: numbers that are always the same, and the names of operators with large results."""
+"""Tools of witnesses: reproducible numbers, and the names of operators with large results."""
 
 from __future__ import annotations
 

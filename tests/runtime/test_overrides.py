@@ -1,4 +1,4 @@
-"""Whether a call of a method gets to a base's definition: through overrides that call it, and through no others."""
+"""Calls of a method that reach a base's definition: through overrides that call it, and through no others."""
 
 from __future__ import annotations
 

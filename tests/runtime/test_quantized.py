@@ -1,4 +1,4 @@
-"""Which tensors are quantized, and what opening them keeps. Tensor classes of our own; upstream's are in test_fp8_engine*."""
+"""Recognition and dequantization of quantized tensors. Tensor classes of our own; upstream's are in test_fp8_engine*."""
 
 from __future__ import annotations
 

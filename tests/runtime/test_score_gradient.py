@@ -1,4 +1,4 @@
-"""What a backward multiplies with proxies is the gradient; anything else that it does is an error."""
+"""Gradients read from the products of a backward with proxies; anything else that the backward does is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which release it is: told truthfully, and never a reason to fail."""
+"""Versions of distributions: correct, and never a reason to fail."""
 
 from __future__ import annotations
 

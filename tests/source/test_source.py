@@ -1,4 +1,4 @@
-"""What a probe sees: the same text from an interpreter, a wheel and a folder, and nothing is imported."""
+"""Source trees: the same text from an interpreter, a wheel and a folder, and nothing is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What programs need that were compiled for a GPU, which this host need not have."""
+"""Stand-ins for a GPU that compiled programs need, on a host without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which matrix products a step computes."""
+"""Record the matrix products that a step computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tests begin, and which go to one worker of pytest-xdist together: a file, or a release that has a long run."""
+"""The order of tests, and their grouping on workers of pytest-xdist: by file, or by release where it has a long run."""
 
 from __future__ import annotations
 

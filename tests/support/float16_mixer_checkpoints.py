@@ -1,4 +1,4 @@
-"""What becomes of A_log in files of Megatron's dist_checkpointing, on the CPU: a script that prints one line for each way.
+"""A_log in files of Megatron's dist_checkpointing, on the CPU: a script that prints one line for each way.
 
 `cast` is a run whose A_log was cast to bf16, `kept` one that keeps it in fp32. Both have a bf16 weight beside it, and
 `Float16OptimizerWithFloat16Params` after one step. Its constructor takes CUDA tensors only and is left out.

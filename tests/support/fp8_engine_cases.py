@@ -1,4 +1,4 @@
-"""What the tests of the real, compiled Transformer Engine run: `python fp8_engine_cases.py`, in an environment of its own.
+"""Cases for the real, compiled Transformer Engine: `python fp8_engine_cases.py`, in an environment of its own.
 
 Every function `case_...` is one case. They share a process, because importing the engine takes longer than all of
 them. The output is one JSON object: case name to "passed" or to the error.

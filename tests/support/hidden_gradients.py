@@ -1,4 +1,4 @@
-"""What real layers of a release of Megatron recompute with CUDA graphs, and which parameters graphs find, as JSON.
+"""Layers of a release of Megatron that recompute under CUDA graphs, and the parameters that graphs find, as JSON.
 
 A graph needs a GPU. So what stands in for its manager runs what a graph would capture, and then asks the release's own walk back from the
 outputs for the parameters that it finds.

@@ -1,4 +1,4 @@
-"""What the tests of pack 09 ask of a liger-kernel release: data only, for the tests and for `liger_grid.py`."""
+"""Cases of pack 09 for a liger-kernel release: data only, for the tests and for `liger_grid.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Mamba-3's MIMO backward is measured by on a GPU: accuracy, steps, throughput, a captured graph. As a script:
+"""Measure Mamba-3's MIMO backward on a GPU: accuracy, steps, throughput, a captured graph. As a script:
 
     mamba3_mimo_numbers.py --compile NUMBER    compile one of the kernels into TileLang's cache; NUMBER from 0 to 8
     mamba3_mimo_numbers.py --json FILE         measure everything; needs the overlay to be on

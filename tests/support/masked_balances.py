@@ -1,4 +1,4 @@
-"""What real MoE routers learn from their balancing losses under padding masks, on one rank and on two, as JSON.
+"""Gradients of real MoE routers from balancing losses under padding masks, on one rank and on two, as JSON.
 
 The release is the one that is first on the path. It is asked with the overlays and without them, each time in ranks
 that are forked and meet with gloo. Two ranks have half of the tokens each, under tensor parallelism a half of each row,

@@ -1,4 +1,4 @@
-"""Where things lie in the checkout, and what processes of tests have in common: a limit, and whether they are measured."""
+"""Paths of the checkout, and settings of processes of tests: a limit, and whether their coverage is measured."""
 
 from __future__ import annotations
 

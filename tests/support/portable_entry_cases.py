@@ -1,4 +1,4 @@
-"""What the tests of pack 10 ask of the portable entry: data only, for the tests and for `portable_entry_grid.py`."""
+"""Cases of pack 10 for the portable entry: data only, for the tests and for `portable_entry_grid.py`."""
 
 from __future__ import annotations
 

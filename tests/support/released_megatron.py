@@ -1,4 +1,4 @@
-"""What a script says of a release of Megatron-Core as JSON, in a process of its own."""
+"""Run a script on a release of Megatron-Core in a process of its own, and read its JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a release of Megatron recomputes functions that return their input, with the overlay and without it, as JSON.
+"""Recomputed functions of a release of Megatron that return their input, with the overlay and without it, as JSON.
 
 A case is run in a fork, since upstream's memory errors end a process: it says whether outputs and gradients are those without recompute, bit
 by bit, or how the process ended.

@@ -1,4 +1,4 @@
-"""What `megacpp-overlays checkpoint` says of a checkpoint, and what it does with files that somebody else made up.
+"""`megacpp-overlays checkpoint`: its reports, and its handling of crafted files.
 
 Checkpoints of several ranks, written by megatron-core without the overlay and with it, are those of
 tests/overlays/test_fully_reshardable_padding.py; here torch writes most of them, in the same format.

@@ -1,4 +1,4 @@
-"""What somebody replaced in loaded modules is found and named, whatever it calls itself; what is upstream's own is not."""
+"""Drift finds and names foreign objects in loaded modules, whatever they call themselves, and none of upstream's own."""
 
 from __future__ import annotations
 

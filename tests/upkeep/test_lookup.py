@@ -1,4 +1,4 @@
-"""What the host's answers say: the state of a thread, and the first release that contains a merge."""
+"""Answers of the host of threads: the state of a thread, and the first release that contains a merge."""
 
 from __future__ import annotations
 

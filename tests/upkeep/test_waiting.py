@@ -1,4 +1,4 @@
-"""Who waits on a thread, and where it is declared."""
+"""Overlays and packs that wait on a thread, and their declarations of it."""
 
 from __future__ import annotations
 

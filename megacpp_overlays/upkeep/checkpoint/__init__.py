@@ -1,1 +1,1 @@
-"""Whether a checkpoint on disk holds the state of each parameter under its own name, told from its files alone."""
+"""Check that a checkpoint on disk holds the state of each parameter under its own name, from its files alone."""

@@ -1,4 +1,4 @@
-"""What a pickle of somebody else says, without making or calling anything that it names.
+"""Read a pickle from an untrusted source without making or calling anything that it names.
 
 A pickle may name any function and have it called. Here a name becomes a class of its own that does nothing: it keeps what it
 is called with and what state it is given. So nothing is imported, and what comes out is lists, dictionaries, tuples, numbers,

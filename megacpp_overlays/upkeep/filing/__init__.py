@@ -1,1 +1,1 @@
-"""Whether a pack is fit to be sent upstream, and when; nothing here can send anything."""
+"""Checks before a pack is sent upstream. Nothing here can send anything."""

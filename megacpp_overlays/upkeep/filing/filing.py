@@ -1,4 +1,4 @@
-"""What would be sent, and where: the notes, the files beside them, and the thread or the new one that takes them."""
+"""The contents and the destination of a filing: notes, files beside them, and a thread that exists or is to be opened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where every pack stands: its entry, what is wrong with its claims, and what it lacks before it can be sent."""
+"""Status of every pack: its entry, errors in its claims, and requirements that are missing before it can be sent."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What every probe says of every release, from archives that are read and never imported."""
+"""The matrix: the finding of every probe in every release, from archives that are read and never imported."""

@@ -1,4 +1,4 @@
-"""Where upstream shows a release: the page of its tag, for the tags that were seen.
+"""Addresses of upstream's pages of releases: the page of a tag, for the tags that were seen.
 
 Not every release on an index has a tag, and not every tag is named after its release alone, so nothing is guessed: what is
 not listed here has no link.

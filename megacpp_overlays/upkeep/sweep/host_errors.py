@@ -1,4 +1,4 @@
-"""What can go wrong with the host of threads. Apart from its client, so that saved answers are read without an HTTP library."""
+"""Errors of the host of threads. They are apart from its client, so that saved answers are read without an HTTP library."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What an upgrade from one lock to another does to each overlay."""
+"""The effect on each overlay of an upgrade from one lock to another."""

@@ -1,4 +1,4 @@
-"""What mutants are made of: a probe with a release or tree, what it says of that, and the bodies that it says so of."""
+"""Bases of mutants: a probe, a release or tree, the finding there, and the bodies that it rests on."""
 
 from __future__ import annotations
 

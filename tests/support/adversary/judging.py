@@ -1,4 +1,4 @@
-"""What must not be said of a mutant, whoever says it."""
+"""Judge findings about a mutant: the verdicts that are wrong of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a text defines, name by name, compared without the helpers of probes: what differs between a module and its mutant.
+"""Outline of a text, name by name, made without the helpers of probes: the difference between a module and its mutant.
 
 It is kept apart from `source.bindings` and `source.fingerprint` on purpose. A judge that asks the judged finds nothing.
 """
