@@ -49,7 +49,7 @@ REJECTED = "per-token-rejected"
 """The backward pass asserts that the upstream gradient is one number."""
 
 
-class Known(NamedTuple):
+class KnownRelease(NamedTuple):
     """Releases whose parts are the same, and the shape they have. Parts are fingerprints, see `fingerprints`."""
 
     releases: str
@@ -60,8 +60,8 @@ class Known(NamedTuple):
 _PARTS = (CORE_FORWARD, CORE_BACKWARD, FUNCTION, KERNEL, "the rest")
 
 
-def _known(releases: str, shape: str, parts: str) -> Known:
-    return Known(releases, shape, dict(zip(_PARTS, parts.split(), strict=True)))
+def _known(releases: str, shape: str, parts: str) -> KnownRelease:
+    return KnownRelease(releases, shape, dict(zip(_PARTS, parts.split(), strict=True)))
 
 
 KNOWN = (

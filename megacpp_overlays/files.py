@@ -62,7 +62,7 @@ def write(contents: Mapping[Path, bytes], *, private: bool = False) -> None:
             each.finish()
 
 
-class _Prepared(Protocol):
+class _PendingWrite(Protocol):
     """Content that only its last step is missing for."""
 
     def finish(self) -> None:
@@ -94,7 +94,7 @@ class _Stream:
             raise
 
 
-def _prepare(path: Path, content: bytes, stack: ExitStack, *, private: bool) -> _Prepared:
+def _prepare(path: Path, content: bytes, stack: ExitStack, *, private: bool) -> _PendingWrite:
     if private:
         _demand_replaceable(path)
         return _draft(path, content, 0o600, stack)

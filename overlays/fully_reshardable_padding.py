@@ -124,7 +124,7 @@ def check(optimizer: Any, state: Any, fixed: Collection[int] = ()) -> None:
     Raises:
         CheckpointError: they were written broken.
     """
-    from megacpp_overlays.runtime.displaced_masters import Held, first_difference, has_many_numbers, marks
+    from megacpp_overlays.runtime.displaced_masters import TensorValues, first_difference, has_many_numbers, marks
 
     shown: list[str] = []
     others: list[str] = []
@@ -134,12 +134,16 @@ def check(optimizer: Any, state: Any, fixed: Collection[int] = ()) -> None:
         weight, read = _plain(parameter), entry.get("param")
         if weight is None or read is None or read.numel() != weight.numel():
             continue
-        master = Held(read)
-        if first_difference(master, Held(weight), owned.start, owned.end) is None:
-            is_loaded = is_loaded or has_many_numbers(Held(weight), owned.end, owned.start)
+        master = TensorValues(read)
+        if first_difference(master, TensorValues(weight), owned.start, owned.end) is None:
+            is_loaded = is_loaded or has_many_numbers(TensorValues(weight), owned.end, owned.start)
             continue
-        rest = [Held(each) for key, each in entry.items() if key not in {"param", "step"} and hasattr(each, "reshape")]
-        found = marks(master, Held(weight), rest)
+        rest = [
+            TensorValues(each)
+            for key, each in entry.items()
+            if key not in {"param", "step"} and hasattr(each, "reshape")
+        ]
+        found = marks(master, TensorValues(weight), rest)
         name = _name_of(optimizer, parameter)
         if found.displaced_by:
             shown.append(f"{name} ({found.displaced_by} elements displaced)")

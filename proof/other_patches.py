@@ -26,7 +26,7 @@ from processes import start
 
 from megacpp_overlays.loader import registry
 from megacpp_overlays.model import Overlay
-from megacpp_overlays.source.trees import InstalledTree, Remembered, SourceTree
+from megacpp_overlays.source.trees import CachedTree, InstalledTree, SourceTree
 
 HERE = Path(__file__).resolve().parent
 CHILD = HERE / "launchers/patched_process.py"
@@ -76,7 +76,7 @@ def measure(found: Measured, libraries: Iterable[str]) -> Iterator[str]:
     """Run the processes and put what they saw among the receipts; yield each library when it is done."""
     overlays = [each for each in registry.load() if isinstance(each, Overlay)]
     targets = list(dict.fromkeys(each.target.module for each in overlays))
-    tree = Remembered(InstalledTree())
+    tree = CachedTree(InstalledTree())
     found["versions"] = {name: importlib.metadata.version(name) for name in VERSIONS}
     found["alone"] = process(ALONE, ALONE, overlays, targets)["decisions"]
     for library in libraries:

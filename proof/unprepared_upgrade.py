@@ -91,7 +91,7 @@ def holds(found: Mapping[str, Any]) -> bool:
 
 def read(kept: Mapping[str, Any]) -> rehearsal.UpgradeRehearsal:
     """Return kept receipts as the rehearsal that they are of, without its time."""
-    rows = tuple(rehearsal.Rehearsed(**row) for row in kept["rows"])
+    rows = tuple(rehearsal.RehearsalRow(**row) for row in kept["rows"])
     return rehearsal.UpgradeRehearsal(kept["known_until"], kept["release"], rows, seconds=0.0)
 
 

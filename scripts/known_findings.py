@@ -28,7 +28,7 @@ from megacpp_overlays.loader import known, registry
 from megacpp_overlays.model import Overlay, Target
 from megacpp_overlays.source import knowledge, published
 from megacpp_overlays.source.file_trees import ArchiveTree
-from megacpp_overlays.source.trees import Remembered, SourceTree, answer
+from megacpp_overlays.source.trees import CachedTree, SourceTree, answer
 from megacpp_overlays.upkeep.finding_cache import FindingCache
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,7 +86,7 @@ def first_releases(archives: Path) -> dict[str, dict[str, str]]:
             knowledge.recorded = set()
             with ArchiveTree(path) as archive, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                tree = Remembered(archive)
+                tree = CachedTree(archive)
                 for probe in probes:
                     with contextlib.suppress(Exception):  # it does not recognise this release; what it read counts
                         answer(probe, tree)
@@ -128,7 +128,7 @@ def differing_of_newest(archives: Path) -> Iterator[str]:
         knowledge.recorded = set()
         with ArchiveTree(path) as archive, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tree = Remembered(archive)
+            tree = CachedTree(archive)
             for each in (each for each in errata if each.target.distribution == distribution):
                 found, names = cache.derive(each, tree)
                 if isinstance(each, Overlay) and names is not None:
@@ -161,7 +161,7 @@ def collected(archives: Path, cache: FindingCache) -> dict[str, Any]:
         for path in releases(distribution, archives):
             with ArchiveTree(path) as archive, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of escapes in old releases
-                tree = Remembered(archive)
+                tree = CachedTree(archive)
                 for overlay in chosen:
                     _keep(overlay, tree, parts[known.name_of(overlay)], findings, cache)
     cache.save()

@@ -29,7 +29,9 @@ def main() -> int:
         return int(found != listed_module.LISTED)
     rows = "".join(f"    {each!r},\n" for each in found)
     text = FILE.read_text(encoding="utf-8")
-    FILE.write_text(_LIST.sub(lambda _: f"LISTED: tuple[Listed, ...] = (\n{rows})\n", text), encoding="utf-8")
+    FILE.write_text(
+        _LIST.sub(lambda _: f"LISTED: tuple[DeclarationSummary, ...] = (\n{rows})\n", text), encoding="utf-8"
+    )
     return subprocess.run([sys.executable, "-m", "ruff", "format", "--quiet", str(FILE)], check=False).returncode
 
 

@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from megacpp_overlays.upkeep.rehearsal import Rehearsed, UpgradeRehearsal
+from megacpp_overlays.upkeep.rehearsal import RehearsalRow, UpgradeRehearsal
 from megacpp_overlays.upkeep.rehearsal import lines as rehearsal_lines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,7 +60,7 @@ def page(results: list[dict[str, Any]]) -> str:
 
 def read(result: dict[str, Any]) -> UpgradeRehearsal:
     """Return a kept result as the rehearsal that it was."""
-    rows = tuple(Rehearsed(**row) for row in result["rows"])
+    rows = tuple(RehearsalRow(**row) for row in result["rows"])
     return UpgradeRehearsal(result["known_until"], result["release"], rows, result["seconds"])
 
 

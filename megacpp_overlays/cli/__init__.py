@@ -108,7 +108,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     return outcome
 
 
-class _Grouped(argparse.RawDescriptionHelpFormatter):
+class _GroupedHelp(argparse.RawDescriptionHelpFormatter):
     """Help without argparse's own list of commands, which knows no groups."""
 
     def add_argument(self, action: argparse.Action) -> None:
@@ -121,7 +121,7 @@ def parsers() -> tuple[argparse.ArgumentParser, Subparsers]:
     parser: argparse.ArgumentParser = OneSentenceParser(
         prog="megacpp-overlays",
         description="Overlays over defects of training libraries: what is repaired in this environment, and why.",
-        formatter_class=_Grouped,
+        formatter_class=_GroupedHelp,
     )
     parser.add_argument("--version", action="version", version=f"megacpp_overlays {VERSION}")
     commands: Subparsers = parser.add_subparsers(metavar="command", required=True, parser_class=OneSentenceParser)

@@ -18,7 +18,7 @@ from megacpp_overlays.loader import session
 from megacpp_overlays.model import Decision
 from megacpp_overlays.repro import git, inventory
 from megacpp_overlays.upkeep import learning
-from megacpp_overlays.upkeep.learning import Learned, LearnOptions, ReleaseTree
+from megacpp_overlays.upkeep.learning import LearnOptions, ReleaseKnowledge, ReleaseTree
 
 _TEXT = "Learn a release, or a commit: run its reproducers, and write down for all users what no probe recognises."
 _MORE = """\
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     return is_decided(found)
 
 
-def is_decided(found: Learned) -> bool:
+def is_decided(found: ReleaseKnowledge) -> bool:
     """Return whether no overlay needs a person."""
     return not {Decision.CONFLICT.value, Decision.UNPROVED.value} & {each for each, _ in found.decisions.values()}
 

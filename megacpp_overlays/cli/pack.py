@@ -19,7 +19,7 @@ from megacpp_overlays.loader.rendering import aligned
 from megacpp_overlays.repro import ending, inventory
 from megacpp_overlays.upkeep.filing import approvals, filing, standing, wording
 from megacpp_overlays.upkeep.filing.checks import Check, CheckOutcome
-from megacpp_overlays.upkeep.filing.standing import Standing
+from megacpp_overlays.upkeep.filing.standing import PackStatus
 
 _TEXT = "List the packs, check one before it is sent, or approve it. Nothing is ever sent."
 _LIST = "List every pack: what it is, where it would be sent, and the next step."
@@ -75,7 +75,7 @@ def _list(arguments: argparse.Namespace) -> bool:
     return True
 
 
-def _row(pack: Standing) -> tuple[str, ...]:
+def _row(pack: PackStatus) -> tuple[str, ...]:
     entry = pack.entry
     kept, now = pack.kept
     receipts = f"{kept}, {now} now" if pack.has_reproducer else "no reproducer"
@@ -83,13 +83,13 @@ def _row(pack: Standing) -> tuple[str, ...]:
     return (f"{pack.number:02}", entry["class"], entry["state"], *named, receipts, _threads(pack) or "-")
 
 
-def _threads(pack: Standing) -> str:
+def _threads(pack: PackStatus) -> str:
     return ", ".join(
         f"{count} {state}" for state, count in sorted(Counter(each.state for each in pack.threads).items())
     )
 
 
-def _as_data(pack: Standing) -> dict[str, object]:
+def _as_data(pack: PackStatus) -> dict[str, object]:
     names = ("number", "title", "class", "state", "repository", "upstream", "priority", "overlays")
     return {
         **{name: pack.entry[name] for name in names},

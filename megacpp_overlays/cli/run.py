@@ -107,7 +107,7 @@ def run(words: Sequence[str], parser: argparse.ArgumentParser) -> bool:
     return _become([word for option in (*before, *options) for word in option] + program)
 
 
-class Asked(NamedTuple):
+class LauncherOptions(NamedTuple):
     """Options of this command, in front of those of Python."""
 
     variables: dict[str, str]
@@ -117,7 +117,7 @@ class Asked(NamedTuple):
     """The other words."""
 
 
-def asked_of_us(words: Sequence[str]) -> Asked:
+def asked_of_us(words: Sequence[str]) -> LauncherOptions:
     """Return the options in front of Python's, in any order, and the other words.
 
     Raises:
@@ -144,7 +144,7 @@ def asked_of_us(words: Sequence[str]) -> Asked:
         else:
             required.append(value)
             asked[settings.REQUIRE] = " ".join(required)
-    return Asked(asked, has_to_prove, rest)
+    return LauncherOptions(asked, has_to_prove, rest)
 
 
 def _prove() -> None:

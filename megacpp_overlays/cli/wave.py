@@ -13,7 +13,7 @@ from megacpp_overlays.loader import session
 from megacpp_overlays.loader.rendering import aligned
 from megacpp_overlays.repro import inventory
 from megacpp_overlays.upkeep.filing import filing, standing, waves
-from megacpp_overlays.upkeep.filing.standing import Standing
+from megacpp_overlays.upkeep.filing.standing import PackStatus
 
 _TEXT = "Plan waves: two to four ready packs for one repository each, some days apart. Nothing is sent."
 _EXAMPLES = ("wave plan", "wave plan --start 2026-12-01 --pause 3")
@@ -79,11 +79,11 @@ def _sent(plan: waves.Plan) -> set[int]:
     return {number for wave in plan.waves for number in wave.numbers}
 
 
-def _row(pack: Standing) -> tuple[str, str, str]:
+def _row(pack: PackStatus) -> tuple[str, str, str]:
     return pack.entry["priority"], str(filing.of(pack)), pack.entry["title"]
 
 
-def _reasons(pack: Standing, waits: str | None) -> list[str]:
+def _reasons(pack: PackStatus, waits: str | None) -> list[str]:
     if waits:
         return [waits]
     if pack.is_ready:
@@ -92,7 +92,7 @@ def _reasons(pack: Standing, waits: str | None) -> list[str]:
 
 
 def _as_data(
-    packs: tuple[Standing, ...], plan: waves.Plan, others: list[tuple[Standing, str | None]]
+    packs: tuple[PackStatus, ...], plan: waves.Plan, others: list[tuple[PackStatus, str | None]]
 ) -> dict[str, object]:
     by_number = {each.number: each for each in packs}
     return {

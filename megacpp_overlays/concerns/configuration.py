@@ -9,14 +9,14 @@ from types import MappingProxyType
 from megacpp_overlays.frozen import NamedTuple
 
 
-class _Unknown:
+class _UnknownType:
     """Type of the value that nothing is known of."""
 
     def __repr__(self) -> str:
         return "UNKNOWN"
 
 
-UNKNOWN = _Unknown()
+UNKNOWN = _UnknownType()
 """A value that cannot be read, such as a variable of a shell that its environment sets."""
 
 ARGUMENTS_OF_A_RUN = "arguments"

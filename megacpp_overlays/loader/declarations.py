@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from megacpp_overlays.errors import RegistryError
 from megacpp_overlays.loader import registry
-from megacpp_overlays.loader.listed import LISTED, Listed
+from megacpp_overlays.loader.listed import LISTED, DeclarationSummary
 from megacpp_overlays.model import Erratum, Gate, Overlay
 
 _LIST = "loader/listed.py"
@@ -73,12 +73,14 @@ def of(plugins: Sequence[str]) -> Declarations:
     return Declarations() if as_listed and not plugins else Declarations(registry.load(plugins))
 
 
-def listed(errata: Sequence[Erratum]) -> tuple[Listed, ...]:
+def listed(errata: Sequence[Erratum]) -> tuple[DeclarationSummary, ...]:
     """Return what a list has to say of declarations."""
     parts: dict[str, list[Erratum]] = {}
     for each in errata:
         parts.setdefault(each.id, []).append(each)
     return tuple(
-        Listed(name, every[0].installs, every[0].off_by_default, tuple(part.target.module for part in every))
+        DeclarationSummary(
+            name, every[0].installs, every[0].off_by_default, tuple(part.target.module for part in every)
+        )
         for name, every in parts.items()
     )

@@ -2,7 +2,8 @@
 
 `megacpp-overlays learn` runs reproducers on a release and writes the verdict of each part that it asked about into `learned.json`.
 A verdict counts where the installed package is that release byte for byte (see `source.published`), as long as probe, seams, reproducer
-and neighbour cases are what they were then. A part that was asked about and earned no verdict is `unproved` there, whatever was read.
+and neighbour cases are what they were then. A part that was asked about and earned no verdict is `unproved` there, whatever was read; one
+that is broken and that no seams repair is a conflict.
 What a user's own `witness` says comes first.
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 
 from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader import known, witnesses
+from megacpp_overlays.loader.decide import NOT_REPAIRED
 from megacpp_overlays.model import Body, Erratum, Evidence, Finding, Proof, Verdict
 from megacpp_overlays.source import published
 from megacpp_overlays.source.trees import SourceTree
@@ -63,15 +65,10 @@ def in_release(erratum: Erratum, release: str, found: Finding) -> Finding:
     )
 
 
-def knows(erratum: Erratum) -> bool:
-    """Return whether a verdict on a part was learned of any release."""
-    return any(known.name_of(erratum) in parts for parts in _kept().get(erratum.target.distribution, {}).values())
-
-
 def is_doubted(erratum: Erratum, release: str) -> bool:
-    """Return whether reproducers were asked about a part in a release and gave no verdict that holds."""
+    """Return whether reproducers were asked about a part in a release and gave no verdict that holds, or show the defect."""
     data = _kept().get(erratum.target.distribution, {}).get(release, {}).get(known.name_of(erratum))
-    return data is not None and data["verdict"] is None
+    return data is not None and (data["verdict"] is None or data["shape"] == NOT_REPAIRED)
 
 
 @functools.cache

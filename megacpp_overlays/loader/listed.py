@@ -6,7 +6,7 @@ from __future__ import annotations
 from megacpp_overlays.frozen import NamedTuple
 
 
-class Listed(NamedTuple):
+class DeclarationSummary(NamedTuple):
     """One overlay or gate, with all its parts."""
 
     id: str
@@ -18,8 +18,8 @@ class Listed(NamedTuple):
     """The modules that it is about."""
 
 
-LISTED: tuple[Listed, ...] = (
-    Listed(
+LISTED: tuple[DeclarationSummary, ...] = (
+    DeclarationSummary(
         id="dsa-branchless-scatter",
         installs=True,
         off_by_default=False,
@@ -28,7 +28,7 @@ LISTED: tuple[Listed, ...] = (
             "megatron.core.transformer.experimental_attention_variant.dsa_masking",
         ),
     ),
-    Listed(
+    DeclarationSummary(
         id="dsa-capture-gates",
         installs=True,
         off_by_default=False,
@@ -38,19 +38,19 @@ LISTED: tuple[Listed, ...] = (
             "megatron.core.transformer.experimental_attention_variant.dsa_masking",
         ),
     ),
-    Listed(
+    DeclarationSummary(
         id="gdn-capture-gates",
         installs=True,
         off_by_default=False,
         targets=("megatron.core.ssm.gated_delta_net", "megatron.core.ssm.gated_delta_net.common"),
     ),
-    Listed(
+    DeclarationSummary(
         id="sparse-mla-dimensions",
         installs=True,
         off_by_default=False,
         targets=("megatron.core.transformer.experimental_attention_variant.ops.tilelang_dsa",),
     ),
-    Listed(
+    DeclarationSummary(
         id="fp8-quantized-unwrap",
         installs=True,
         off_by_default=False,
@@ -59,7 +59,7 @@ LISTED: tuple[Listed, ...] = (
             "megatron.core.transformer.experimental_attention_variant.dsa",
         ),
     ),
-    Listed(
+    DeclarationSummary(
         id="mamba3-mimo-gqa-backward",
         installs=True,
         off_by_default=False,
@@ -68,134 +68,142 @@ LISTED: tuple[Listed, ...] = (
             "mamba_ssm.ops.tilelang.mamba3.mamba3_mimo_bwd_varlen",
         ),
     ),
-    Listed(
+    DeclarationSummary(
         id="tilelang-bulk-copy-rank",
         installs=False,
         off_by_default=False,
         targets=("mamba_ssm.ops.tilelang.mamba3.mamba3_mimo_bwd",),
     ),
-    Listed(
+    DeclarationSummary(
         id="liger-flce-none-backward",
         installs=True,
         off_by_default=False,
         targets=("liger_kernel.ops.fused_linear_cross_entropy",),
     ),
-    Listed(
+    DeclarationSummary(
         id="hopper-flce-dispatch",
         installs=True,
         off_by_default=False,
         targets=("megatron.core.fusions.fused_linear_cross_entropy",),
     ),
-    Listed(
+    DeclarationSummary(
         id="hybrid-linear-ce",
         installs=True,
         off_by_default=False,
         targets=("megatron.core.models.hybrid.hybrid_model",),
     ),
-    Listed(
+    DeclarationSummary(
         id="dsa-indexer-streaming",
         installs=True,
         off_by_default=False,
         targets=("megatron.core.transformer.experimental_attention_variant.dsa",),
     ),
-    Listed(id="tilelang-zero-extent-iterator", installs=False, off_by_default=False, targets=("tilelang.transform",)),
-    Listed(
+    DeclarationSummary(
+        id="tilelang-zero-extent-iterator", installs=False, off_by_default=False, targets=("tilelang.transform",)
+    ),
+    DeclarationSummary(
         id="float16-distributed-order",
         installs=True,
         off_by_default=False,
         targets=("megatron.core.optimizer.distrib_optimizer",),
     ),
-    Listed(
+    DeclarationSummary(
         id="float16-fp32-exemption", installs=True, off_by_default=False, targets=("megatron.core.transformer.module",)
     ),
-    Listed(
+    DeclarationSummary(
         id="float16-optimizer-state-ids",
         installs=True,
         off_by_default=False,
         targets=("megatron.core.optimizer.optimizer",),
     ),
-    Listed(
+    DeclarationSummary(
         id="mamba3-mimo-reduce-layout",
         installs=False,
         off_by_default=False,
         targets=("mamba_ssm.ops.tilelang.mamba3.mamba3_mimo_bwd",),
     ),
-    Listed(id="tilelang-grouped-reduce", installs=False, off_by_default=False, targets=("tilelang.language",)),
-    Listed(
+    DeclarationSummary(
+        id="tilelang-grouped-reduce", installs=False, off_by_default=False, targets=("tilelang.language",)
+    ),
+    DeclarationSummary(
         id="mamba3-siso-pipelining",
         installs=False,
         off_by_default=False,
         targets=("mamba_ssm.ops.triton.mamba3.mamba3_siso_fwd",),
     ),
-    Listed(
+    DeclarationSummary(
         id="megatron-cuda-on-import",
         installs=False,
         off_by_default=False,
         targets=("megatron.core.ssm.ops.gdp.common",),
     ),
-    Listed(
+    DeclarationSummary(
         id="float16-mixer-parameters",
         installs=True,
         off_by_default=True,
         targets=("megatron.core.ssm.mamba_mixer", "megatron.core.ssm.gated_delta_product"),
     ),
-    Listed(id="mamba-packed-seq-idx", installs=True, off_by_default=False, targets=("megatron.core.ssm.mamba_mixer",)),
-    Listed(
+    DeclarationSummary(
+        id="mamba-packed-seq-idx", installs=True, off_by_default=False, targets=("megatron.core.ssm.mamba_mixer",)
+    ),
+    DeclarationSummary(
         id="fully-reshardable-padding",
         installs=True,
         off_by_default=False,
         targets=("megatron.core.optimizer.distrib_optimizer",),
     ),
-    Listed(
+    DeclarationSummary(
         id="mtp-roll-padded-boundaries",
         installs=True,
         off_by_default=False,
         targets=("megatron.core.transformer.multi_token_prediction",),
     ),
-    Listed(
+    DeclarationSummary(
         id="mla-rope-key-gradient",
         installs=True,
         off_by_default=False,
         targets=("megatron.core.transformer.multi_latent_attention",),
     ),
-    Listed(
+    DeclarationSummary(
         id="tp-label-smoothing",
         installs=True,
         off_by_default=True,
         targets=("megatron.core.tensor_parallel.cross_entropy",),
     ),
-    Listed(
+    DeclarationSummary(
         id="mtp-token-counts-local",
         installs=True,
         off_by_default=True,
         targets=("megatron.core.transformer.multi_token_prediction",),
     ),
-    Listed(
+    DeclarationSummary(
         id="cp-local-loss-mean",
         installs=True,
         off_by_default=True,
         targets=("megatron.core.pipeline_parallel.schedules",),
     ),
-    Listed(
+    DeclarationSummary(
         id="mamba2-int32-offsets",
         installs=True,
         off_by_default=False,
         targets=("mamba_ssm.ops.triton.ssd_combined", "mamba_ssm.ops.triton.layernorm_gated"),
     ),
-    Listed(
+    DeclarationSummary(
         id="hybrid-mtp-aux-loss",
         installs=True,
         off_by_default=False,
         targets=("megatron.core.models.hybrid.hybrid_block",),
     ),
-    Listed(id="mtp-z-loss", installs=True, off_by_default=False, targets=("megatron.core.transformer.moe.router",)),
-    Listed(
+    DeclarationSummary(
+        id="mtp-z-loss", installs=True, off_by_default=False, targets=("megatron.core.transformer.moe.router",)
+    ),
+    DeclarationSummary(
         id="fsdp-optimizer-under-update",
         installs=True,
         off_by_default=False,
         targets=("megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard",),
     ),
-    Listed(
+    DeclarationSummary(
         id="seq-aux-loss-packed",
         installs=True,
         off_by_default=False,
@@ -205,76 +213,76 @@ LISTED: tuple[Listed, ...] = (
             "megatron.core.transformer.transformer_layer",
         ),
     ),
-    Listed(
+    DeclarationSummary(
         id="latent-moe-fc2-init",
         installs=True,
         off_by_default=True,
         targets=("megatron.core.transformer.mlp", "megatron.core.transformer.moe.experts"),
     ),
-    Listed(
+    DeclarationSummary(
         id="expert-bias-padding-mask",
         installs=True,
         off_by_default=False,
         targets=("megatron.core.transformer.moe.router",),
     ),
-    Listed(
+    DeclarationSummary(
         id="pipeline-padding-mask", installs=True, off_by_default=False, targets=("megatron.core.models.gpt.gpt_model",)
     ),
-    Listed(
+    DeclarationSummary(
         id="mla-rope-head-blocks",
         installs=True,
         off_by_default=False,
         targets=("megatron.core.fusions.fused_mla_yarn_rope_apply",),
     ),
-    Listed(
+    DeclarationSummary(
         id="quant-recipe-stale-weights",
         installs=True,
         off_by_default=False,
         targets=("megatron.core.transformer.module",),
     ),
-    Listed(
+    DeclarationSummary(
         id="tp-attention-sinks",
         installs=True,
         off_by_default=False,
         targets=("megatron.core.transformer.attention", "megatron.core.transformer.multi_latent_attention"),
     ),
-    Listed(
+    DeclarationSummary(
         id="residual-norm-recompute-alias",
         installs=True,
         off_by_default=False,
         targets=("megatron.core.tensor_parallel.random",),
     ),
-    Listed(
+    DeclarationSummary(
         id="gathered-logits-loss",
         installs=True,
         off_by_default=False,
         targets=("megatron.core.models.common.language_module.language_module",),
     ),
-    Listed(
+    DeclarationSummary(
         id="graph-hidden-recompute-grads",
         installs=True,
         off_by_default=False,
         targets=("megatron.core.transformer.transformer_layer",),
     ),
-    Listed(
+    DeclarationSummary(
         id="masked-aux-loss-tokens",
         installs=True,
         off_by_default=False,
         targets=("megatron.core.transformer.moe.moe_utils",),
     ),
-    Listed(
+    DeclarationSummary(
         id="tp-norm-gradients",
         installs=True,
         off_by_default=False,
         targets=("megatron.core.distributed.finalize_model_grads",),
     ),
-    Listed(
+    DeclarationSummary(
         id="triton-register-operands",
         installs=False,
         off_by_default=False,
         targets=("triton.backends.nvidia.compiler",),
     ),
-    Listed(
+    DeclarationSummary(
         id="explicit-tp-groups",
         installs=True,
         off_by_default=False,
@@ -289,39 +297,43 @@ LISTED: tuple[Listed, ...] = (
             "megatron.core.tensor_parallel.random",
         ),
     ),
-    Listed(
+    DeclarationSummary(
         id="liger-flce-labelled",
         installs=True,
         off_by_default=True,
         targets=("liger_kernel.ops.fused_linear_cross_entropy",),
     ),
-    Listed(
+    DeclarationSummary(
         id="dsa-sparse-attention",
         installs=True,
         off_by_default=False,
         targets=("megatron.core.transformer.experimental_attention_variant.dsa",),
     ),
-    Listed(
+    DeclarationSummary(
         id="scheduler-restore",
         installs=True,
         off_by_default=False,
         targets=("megatron.core.optimizer_param_scheduler",),
     ),
-    Listed(id="loss-mask-cache", installs=True, off_by_default=False, targets=("megatron.core.datasets.gpt_dataset",)),
-    Listed(
+    DeclarationSummary(
+        id="loss-mask-cache", installs=True, off_by_default=False, targets=("megatron.core.datasets.gpt_dataset",)
+    ),
+    DeclarationSummary(
         id="qk-clip-negative-head",
         installs=True,
         off_by_default=False,
         targets=("megatron.core.transformer.attention", "megatron.core.transformer.multi_latent_attention"),
     ),
-    Listed(
+    DeclarationSummary(
         id="cpu-offload-reload",
         installs=True,
         off_by_default=False,
         targets=("megatron.core.optimizer.distrib_optimizer",),
     ),
-    Listed(id="expert-rng-resume", installs=True, off_by_default=False, targets=("megatron.training.checkpointing",)),
-    Listed(
+    DeclarationSummary(
+        id="expert-rng-resume", installs=True, off_by_default=False, targets=("megatron.training.checkpointing",)
+    ),
+    DeclarationSummary(
         id="global-aux-loss-scale",
         installs=True,
         off_by_default=True,

@@ -15,7 +15,7 @@ from megacpp_overlays.loader.decide import before_import, decide
 from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Decision, Erratum, Gate, Overlay, Record
 from megacpp_overlays.source import distributions
-from megacpp_overlays.source.trees import InstalledTree, ParsedOnce, Remembered, SourceTree
+from megacpp_overlays.source.trees import CachedTree, InstalledTree, ParsedOnce, SourceTree
 from megacpp_overlays.version import VERSION
 
 
@@ -27,7 +27,7 @@ def audit(overlays: Sequence[Erratum], settings: Settings, ids: Collection[str] 
         settings: of this process.
         ids: those that are asked about, also where they are off; of none, all that are on.
     """
-    tree = Remembered(ParsedOnce(InstalledTree()))
+    tree = CachedTree(ParsedOnce(InstalledTree()))
     chosen = [each for each in overlays if not ids or each.id in ids]
     found = {each: _record(each, settings, tree, even_if_off=bool(ids)) for each in chosen}
 

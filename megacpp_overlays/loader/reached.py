@@ -19,7 +19,7 @@ from megacpp_overlays.loader import known, ownership
 from megacpp_overlays.loader.seams import Owner, Seam, describe, identity, namespace, owner_name, raw_attribute, resolve
 from megacpp_overlays.model import Overlay
 from megacpp_overlays.runtime.seam_marks import Mark, mark_behind, mark_of, plain_function
-from megacpp_overlays.source.trees import InstalledTree, Remembered, readable
+from megacpp_overlays.source.trees import CachedTree, InstalledTree, readable
 
 
 class Sight(NamedTuple):
@@ -151,7 +151,7 @@ def _gone(where: str) -> Sight:
 
 
 def _is_upstreams_own(overlay: Overlay, module: Any, symbol: str) -> bool:
-    tree = Remembered(InstalledTree())
+    tree = CachedTree(InstalledTree())
     source = readable(tree, overlay.target.module)
     try:
         place = known.places(overlay, tree).get(symbol)

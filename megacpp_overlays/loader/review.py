@@ -13,7 +13,7 @@ from megacpp_overlays.loader.traces import Traces
 from megacpp_overlays.model import Decision, Overlay, Record
 from megacpp_overlays.runtime import dynamo
 from megacpp_overlays.runtime.seam_marks import mark_of, plain_function
-from megacpp_overlays.source.trees import InstalledTree, Remembered
+from megacpp_overlays.source.trees import CachedTree, InstalledTree
 
 _FROM_DISK = (
     "torch._dynamo.config.caching_precompile brings back compiled graphs of processes that may have run without this "
@@ -60,7 +60,7 @@ def _unless_replaced_since(record: Record, overlay: Overlay, *, deep: bool) -> R
     """Return the record of what upstream repaired, CONFLICT where something else was put there since it was decided."""
     if not deep:
         return probing.held_against_its_readings(record)
-    return probing.held_against_the_process(record, Remembered(InstalledTree()), sys.modules[overlay.target.module])
+    return probing.held_against_the_process(record, CachedTree(InstalledTree()), sys.modules[overlay.target.module])
 
 
 def _unless_it_is_in(record: Record, sight: Sight) -> Record:

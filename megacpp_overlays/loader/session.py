@@ -29,7 +29,7 @@ from megacpp_overlays.loader.part_state import PartChange, PartState
 from megacpp_overlays.loader.settings import Mode, Settings, plugin_names
 from megacpp_overlays.loader.turns import Turns
 from megacpp_overlays.model import UNDECIDED, Decision, Erratum, Gate, Overlay, Record
-from megacpp_overlays.source.trees import InstalledTree, ParsedOnce, Remembered, SourceTree
+from megacpp_overlays.source.trees import CachedTree, InstalledTree, ParsedOnce, SourceTree
 from megacpp_overlays.version import VERSION
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Session:
         Args:
             with_gates: decide gates now; without it `decide_gates`, the first target or an audit does.
         """
-        tree = Remembered(self._tree)
+        tree = CachedTree(self._tree)
         self._say_what_waits()
         if self._declared.are_loaded or not sys.modules.keys().isdisjoint(self._declared.targets):
             self._complete(tree)
@@ -139,7 +139,7 @@ class Session:
 
     def decide_gates(self, tree: SourceTree | None = None) -> None:
         """Decide the gates whose packages are there, and say what they found."""
-        tree = tree or Remembered(self._tree)
+        tree = tree or CachedTree(self._tree)
         self._note(self._gates_that_are_there(tree), tree)
 
     @contextlib.contextmanager
@@ -191,7 +191,7 @@ class Session:
         missing = [each for each in self.overlays if each not in self._parts]
         if missing:
             self._gates_looked = self._where_gates_look()
-        self._note(missing, tree or Remembered(self._tree))
+        self._note(missing, tree or CachedTree(self._tree))
         return bool(missing)
 
     def _note(self, errata: Sequence[Erratum], tree: SourceTree) -> None:
@@ -252,7 +252,7 @@ class Session:
         And those that look repaired: that may have been witnessed since.
         """
         self._gates_looked = self._where_gates_look()
-        tree = Remembered(self._tree)
+        tree = CachedTree(self._tree)
         for gate in self._declared.gates:
             part = self._parts.get(gate)
             if part is not None and derived_records.may_be_answered_now(part.record):
@@ -567,7 +567,7 @@ class Session:
     def _settle(self, overlay: Overlay, module: ModuleType, *, late: bool) -> Record:
         from megacpp_overlays.loader import install, probing
 
-        tree = Remembered(self._tree)
+        tree = CachedTree(self._tree)
         part = self._part(overlay)
         traces = part.written_traces()
         is_half_in = part.change is not None or not part.is_active

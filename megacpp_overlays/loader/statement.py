@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from megacpp_overlays.model import Decision, Erratum, Record
 from megacpp_overlays.source import distributions
-from megacpp_overlays.source.trees import Remembered, SourceTree, readable
+from megacpp_overlays.source.trees import CachedTree, SourceTree, readable
 
 if TYPE_CHECKING:
     from megacpp_overlays.loader.audit import Audit
@@ -73,7 +73,7 @@ def of(audit: Audit, tree: SourceTree) -> Statement:
         tree: where the source of targets that wait is read.
     """
     version = functools.cache(distributions.version)
-    sources = Remembered(tree)
+    sources = CachedTree(tree)
     return {
         "schema": SCHEMA,
         "version": audit.version,

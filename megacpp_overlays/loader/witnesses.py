@@ -86,7 +86,7 @@ class UnprovedError(OverlayError):
     """Raised where a kept witness does not count; the text says why."""
 
 
-class Recorded:
+class RecordingTree:
     """A tree that notes what it was asked for, and the hash of each answer."""
 
     def __init__(self, tree: SourceTree) -> None:
@@ -460,7 +460,7 @@ def _compare(data: Mapping[str, Any], erratum: Erratum, tree: SourceTree) -> Non
     for name, was in data["versions"].items():
         if (version := distributions.version(name)) != was:
             raise UnprovedError(f"{name} was {was or 'not installed'} and is {version or 'not installed'}")
-    code = Recorded(InstalledTree())  # with equal texts it imports what it imported
+    code = RecordingTree(InstalledTree())  # with equal texts it imports what it imported
     for name in dict.fromkeys([*_declared_in(erratum), *data["probe"]]):
         if sha256_of(code, name) != data["probe"].get(name):
             raise UnprovedError(f"the probe is another one since: {name}")
@@ -489,7 +489,7 @@ class _Hashes:
                     return kept[3]
         source = None if ":" in name else readable(tree, name)
         if source is None:
-            return sha256_of(Recorded(tree), name)
+            return sha256_of(RecordingTree(tree), name)
         with contextlib.suppress(OSError):
             self._kept[name] = tuple(sys.path), source.path, _signature(source.path), source.sha256
         return source.sha256
@@ -508,7 +508,7 @@ def _loaded_from(name: str, otherwise: str) -> str:
     return getattr(sys.modules.get(name), "__file__", None) or otherwise
 
 
-def sha256_of(tree: Recorded, name: str) -> str | None:
+def sha256_of(tree: RecordingTree, name: str) -> str | None:
     """Return the hash of one of the names of `Sources`, as it is in a tree."""
     package, _, path = name.partition(":")
     try:

@@ -32,7 +32,7 @@ PATIENCE_S = 15.0
 _LOOK_S = 0.5
 
 
-class _Meeting(NamedTuple):
+class _Rendezvous(NamedTuple):
     store: Store
     where: str
     """The store in words."""
@@ -67,7 +67,7 @@ def initialized() -> Any:
     return distributed if is_ready else None
 
 
-def _meeting(group: Any) -> _Meeting | None:
+def _meeting(group: Any) -> _Rendezvous | None:
     """Return where the ranks of a group meet, or None when there is nobody to meet."""
     if (distributed := initialized()) is None:
         _refuse_if_launched(group)
@@ -83,7 +83,7 @@ def _meeting(group: Any) -> _Meeting | None:
     store = _store(distributed)
     name = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
     prefix = f"megacpp_overlays/ranks/{name}{_attempt()}"
-    return _Meeting(store, _in_words(store), prefix, ranks, distributed.get_rank())
+    return _Rendezvous(store, _in_words(store), prefix, ranks, distributed.get_rank())
 
 
 def _attempt() -> str:
@@ -144,7 +144,7 @@ def _in_words(store: Any) -> str:
     return f"the {type(inner).__name__} at {host}:{inner.port} ({keeper})"
 
 
-def _run(meeting: _Meeting, digest: str, told: statement.Statement, timeout: float) -> RanksVerdict:
+def _run(meeting: _Rendezvous, digest: str, told: statement.Statement, timeout: float) -> RanksVerdict:
     """Take part in the exchange on a thread of its own.
 
     The exchange never waits inside the store, but one question to a host that went away without a word may take as long

@@ -89,12 +89,12 @@ class _Witness:
     """What the probes of the parts read, and what of it was loaded when the case had run."""
 
     def __init__(self) -> None:
-        self._trees: dict[Erratum, witnesses.Recorded] = {}
+        self._trees: dict[Erratum, witnesses.RecordingTree] = {}
         self._findings: dict[Erratum, Finding] = {}
 
     def look(self, part: Erratum) -> Finding:
         """Return what the probe of a part finds, and note what it reads."""
-        self._trees[part] = witnesses.Recorded(InstalledTree())
+        self._trees[part] = witnesses.RecordingTree(InstalledTree())
         self._findings[part] = unless_published(part, examine(part, self._trees[part]), InstalledTree())
         return self._findings[part]
 
@@ -106,7 +106,7 @@ class _Witness:
         if part.installs and part.target.module not in sys.modules:
             return {"difference": f"the case has not loaded {part.target.module}"}
         read = dict(self._trees[part].sources)
-        now = witnesses.Recorded(InstalledTree())
+        now = witnesses.RecordingTree(InstalledTree())
         top = part.target.module.partition(".")[0]
         loaded = [name for name in [*sys.modules] if name.partition(".")[0] == top and _has_text(sys.modules[name])]
         sources = {name: witnesses.sha256_of(now, name) for name in (*read, *loaded)}

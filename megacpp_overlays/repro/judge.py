@@ -33,7 +33,7 @@ from megacpp_overlays.loader.retired import RetiredOverlay
 from megacpp_overlays.model import Decision, Verdict
 
 if TYPE_CHECKING:
-    from megacpp_overlays.repro.neighbour import Measured
+    from megacpp_overlays.repro.neighbour import NeighbourResult
 
 
 class Sentinel(enum.Enum):
@@ -91,7 +91,7 @@ class Run:
     kind: RunKind
     seen: str
     parts: tuple[Part, ...]
-    beside: Mapping[str, Measured] = field(default_factory=dict)
+    beside: Mapping[str, NeighbourResult] = field(default_factory=dict)
     """What neighbours of the case came to, by name."""
 
 

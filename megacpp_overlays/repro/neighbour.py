@@ -62,7 +62,7 @@ class Neighbour:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class NeighbourResult:
     """What a neighbour came to in one process."""
 
     numbers: Numbers | None
@@ -139,20 +139,20 @@ def beside(file: str) -> Any:
     return loaded if loaded is not None and loaded.__file__ == str(path) else load_file(path)
 
 
-def measured(neighbour: Neighbour) -> Measured:
+def measured(neighbour: Neighbour) -> NeighbourResult:
     """Run a neighbour and return what it came to; raises nothing."""
     try:
         numbers = {what: list(flat(value)) for what, value in neighbour.run().items()}
     except (Blocked, TargetAbsent) as reason:
-        return Measured(numbers=None, why_not=str(reason))
+        return NeighbourResult(numbers=None, why_not=str(reason))
     except Exception as error:  # noqa: BLE001 - upstream code may fail in any way
         traceback.print_exc()
-        return Measured(numbers=None, why_not=f"{type(error).__name__}: {error}", failed=True)
+        return NeighbourResult(numbers=None, why_not=f"{type(error).__name__}: {error}", failed=True)
     if not numbers or not all(numbers.values()):
-        return Measured(numbers=None, why_not="it returned no numbers", failed=True)
+        return NeighbourResult(numbers=None, why_not="it returned no numbers", failed=True)
     if (count := sum(map(len, numbers.values()))) > MOST:
-        return Measured(numbers=None, why_not=f"it returned {count} numbers, more than {MOST}", failed=True)
-    return Measured(numbers=numbers)
+        return NeighbourResult(numbers=None, why_not=f"it returned {count} numbers, more than {MOST}", failed=True)
+    return NeighbourResult(numbers=numbers)
 
 
 def flat(value: Any) -> Iterator[float]:
@@ -168,7 +168,7 @@ def flat(value: Any) -> Iterator[float]:
             yield from flat(each)
 
 
-def problem(neighbour: Neighbour, without: Measured | None, with_all: Measured | None) -> str | None:
+def problem(neighbour: Neighbour, without: NeighbourResult | None, with_all: NeighbourResult | None) -> str | None:
     """Return in words why a neighbour was not kept as it was; None where it was, or this host or upstream has no such call.
 
     Args:
@@ -185,7 +185,7 @@ def problem(neighbour: Neighbour, without: Measured | None, with_all: Measured |
     return None if apart is None else f"neighbour {neighbour.name} is not the same: {apart}"
 
 
-def difference(neighbour: Neighbour, without: Measured, with_all: Measured) -> str | None:
+def difference(neighbour: Neighbour, without: NeighbourResult, with_all: NeighbourResult) -> str | None:
     """Return in words how a neighbour is not the same with overlays; None where it is, or was not measured without them."""
     if without.numbers is None:
         return None

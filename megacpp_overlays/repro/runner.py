@@ -273,10 +273,12 @@ def _facts(report: Path) -> dict[str, Any]:
     return facts
 
 
-def _beside(facts: Mapping[str, Any]) -> dict[str, neighbour.Measured]:
+def _beside(facts: Mapping[str, Any]) -> dict[str, neighbour.NeighbourResult]:
     """Return what neighbours came to, by name."""
     return {
-        event["name"]: neighbour.Measured(numbers=event["numbers"], why_not=event["why_not"], failed=event["failed"])
+        event["name"]: neighbour.NeighbourResult(
+            numbers=event["numbers"], why_not=event["why_not"], failed=event["failed"]
+        )
         for name, event in facts.items()
         if name.startswith("beside ")
     }

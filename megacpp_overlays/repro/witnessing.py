@@ -27,7 +27,7 @@ from megacpp_overlays.repro.judge import Part, Run, RunKind
 from megacpp_overlays.repro.progress import Progress
 from megacpp_overlays.repro.transcript import Transcript
 from megacpp_overlays.source import distributions
-from megacpp_overlays.source.trees import InstalledTree, Remembered, SourceTree
+from megacpp_overlays.source.trees import CachedTree, InstalledTree, SourceTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class _NotKeptError(_NoProofError):
 
 def unproved(overlays: Sequence[Erratum], settings: Settings) -> tuple[Erratum, ...]:
     """Return the parts that no probe recognises here, that could be proved, and of which no kept witness counts."""
-    tree = Remembered(InstalledTree())
+    tree = CachedTree(InstalledTree())
     return tuple(part for part in overlays if can_be_proved(part, examine_installed(part, tree, settings), tree))
 
 
@@ -167,7 +167,7 @@ def _prove_one(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: Witne
     try:
         pack = inventory.find(how.packs, parts[0].pack)
         cases = inventory.load_cases(pack.reproducer)
-        measuring = _Measuring(pack, cases, tuple(overlays), how)
+        measuring = _CaseRunner(pack, cases, tuple(overlays), how)
         ran = [_Ran(case, measuring.alone(case)) for case in cases if case.overlay == parts[0].id]
     except PackError as error:
         yield from (_failed(part, str(error)) for part in parts)
@@ -200,7 +200,7 @@ def _of_others(proof: _Proof) -> _Proof:
     return proof
 
 
-class _Measuring:
+class _CaseRunner:
     """The cases of a pack, ready to be run without overlays and with seams that are tried out."""
 
     def __init__(
@@ -251,7 +251,7 @@ class _Measuring:
 
     def _repaired(self, parts: Sequence[Erratum], asked: Sequence[_Ran]) -> _Proof | _NoProofError:
         """Try shapes of all parts at once, until the seams of one combination repair what the cases see."""
-        tree = Remembered(InstalledTree())
+        tree = CachedTree(InstalledTree())
         candidates = {part.target.module: contract.of(part, tree).candidates for part in parts}
         shapes = {module: found[::-1] for module, found in candidates.items() if found}
         broken = next(each for each in asked if each.alone.kind is RunKind.BROKEN)
@@ -361,7 +361,7 @@ def _kept(part: Erratum, proof: _Proof, reproducer: Path, how: WitnessOptions) -
         raise _NotKeptError(
             f"it was shown and cannot be kept: {error.filename}: {error.strerror}", proof.ran
         ) from error
-    finding = examine_installed(part, Remembered(InstalledTree()), how.settings)
+    finding = examine_installed(part, CachedTree(InstalledTree()), how.settings)
     if finding.proof is not Proof.WITNESSED:
         raise _NotKeptError(f"it was shown, and does not hold any more: {finding.evidence[-1]}", proof.ran)
     return Attempt(
@@ -430,7 +430,7 @@ def nothing_to_prove(part: Erratum, finding: Finding) -> Attempt:
 
 def asked_for(overlays: Sequence[Erratum], ids: Sequence[str], how: WitnessOptions) -> tuple[Attempt, ...]:
     """Prove anew what probes do not recognise of the overlays with these ids; of the others say why there is nothing to prove."""
-    tree = Remembered(InstalledTree())
+    tree = CachedTree(InstalledTree())
     findings = {part: unless_published(part, examine(part, tree), tree) for part in overlays if part.id in ids}
     looking = [part for part, finding in findings.items() if can_be_proved(part, finding, tree)]
     found = {part.id for part in looking}

@@ -44,7 +44,7 @@ class Values(Protocol):
         """Return a plain tensor [stop - start] on the CPU, in the dtype that they have."""
 
 
-class Held:
+class TensorValues:
     """Numbers of a tensor that is in memory, on any device."""
 
     def __init__(self, tensor: Any) -> None:

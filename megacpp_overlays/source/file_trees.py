@@ -278,7 +278,7 @@ _DAMAGE = (
 )
 
 
-class _Bounded(io.RawIOBase):
+class _LimitedStream(io.RawIOBase):
     """A stream that ends in an error where a source distribution would have ended long ago."""
 
     def __init__(self, stream: IO[bytes]) -> None:
@@ -305,10 +305,10 @@ class _Bounded(io.RawIOBase):
             raise _TooLargeError(f"more than {_MOST_INFLATED} bytes are packed into it")
 
 
-def _opened(raw: IO[bytes]) -> _Bounded:
+def _opened(raw: IO[bytes]) -> _LimitedStream:
     is_packed = raw.read(2) == b"\x1f\x8b"
     raw.seek(0)
-    return _Bounded(cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if is_packed else raw)
+    return _LimitedStream(cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if is_packed else raw)
 
 
 def _written(item: zipfile.ZipInfo) -> float | None:

@@ -365,7 +365,7 @@ def readable(tree: SourceTree, name: str) -> ModuleSource | None:
         return None
 
 
-class Remembered:
+class CachedTree:
     """A tree that reads each file and parses each module once; for decisions that are taken together."""
 
     def __init__(self, tree: SourceTree) -> None:
@@ -429,7 +429,7 @@ class ParsedOnce:
 
 def answer(ask: Callable[[SourceTree], _Answer], tree: SourceTree) -> _Answer:
     """Return what a probe says of a tree; a tree that remembers asks each probe once, also for one that builds on it."""
-    return tree.answer(ask) if isinstance(tree, Remembered) else ask(tree)
+    return tree.answer(ask) if isinstance(tree, CachedTree) else ask(tree)
 
 
 _COMPILED_SUFFIXES = (*EXTENSION_SUFFIXES, *BYTECODE_SUFFIXES)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from megacpp_overlays import files, json_text
 from megacpp_overlays.loader import known
 from megacpp_overlays.loader.probing import examine
-from megacpp_overlays.loader.witnesses import UNREADABLE, Recorded
+from megacpp_overlays.loader.witnesses import UNREADABLE, RecordingTree
 from megacpp_overlays.model import Erratum, Finding
 from megacpp_overlays.source.trees import SourceTree
 
@@ -34,7 +34,7 @@ _READERS = ("megacpp_overlays.source.file_trees", "megacpp_overlays.source.readi
 _BOUNDARY = "megacpp_overlays.loader.probing"
 
 
-class Derived(NamedTuple):
+class CachedFinding(NamedTuple):
     """A finding, and what its probe asked for."""
 
     finding: Finding
@@ -54,7 +54,7 @@ class FindingCache:
         self._rows: dict[str, list[dict[str, Any]]] = {}
         self._new: set[str] = set()
 
-    def derive(self, erratum: Erratum, tree: SourceTree, *, unless: tuple[type[Exception], ...] = ()) -> Derived:
+    def derive(self, erratum: Erratum, tree: SourceTree, *, unless: tuple[type[Exception], ...] = ()) -> CachedFinding:
         """Return what a probe finds in a tree, as `examine` does; the probe runs where nothing is kept.
 
         Args:
@@ -63,10 +63,10 @@ class FindingCache:
             unless: errors that leave, see `examine`.
         """
         if not erratum.probe.__module__.startswith(_PROBES):
-            return Derived(examine(erratum, tree, unless=unless), None)
+            return CachedFinding(examine(erratum, tree, unless=unless), None)
         rows = self._read(erratum)
         if (kept := known.look_up(rows, tree)) is not None:
-            return Derived(known.restored(kept.value, tree), kept.asked)
+            return CachedFinding(known.restored(kept.value, tree), kept.asked)
         return self._derive(erratum, tree, unless, rows)
 
     def _derive(
@@ -75,11 +75,11 @@ class FindingCache:
         tree: SourceTree,
         unless: tuple[type[Exception], ...],
         rows: list[dict[str, Any]],
-    ) -> Derived:
-        recorded = Recorded(tree)
+    ) -> CachedFinding:
+        recorded = RecordingTree(tree)
         finding = examine(erratum, recorded, unless=unless)
         if UNREADABLE in recorded.sources.values() or any(":" in name for name in recorded.sources):
-            return Derived(finding, None)
+            return CachedFinding(finding, None)
         asked = tuple(sorted(recorded.sources))
         sources = [tree.module(name) for name in asked]
         data = known.portable(finding, [each for each in sources if each is not None])
@@ -89,7 +89,7 @@ class FindingCache:
                 rows.append(row := {"asked": list(asked), "found": {}})
             row["found"][known.digest(asked, sources)] = data
             self._new.add(key_of(erratum))
-        return Derived(finding, asked)
+        return CachedFinding(finding, asked)
 
     def _read(self, erratum: Erratum) -> list[dict[str, Any]]:
         key = key_of(erratum)

@@ -18,7 +18,7 @@ from megacpp_overlays.loader import probing
 from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.loader.rendering import as_dict
 from megacpp_overlays.loader.statement import BESIDE_TARGETS
-from megacpp_overlays.loader.witnesses import Recorded
+from megacpp_overlays.loader.witnesses import RecordingTree
 from megacpp_overlays.model import Erratum
 from megacpp_overlays.source import distributions
 from megacpp_overlays.source.fingerprint import fingerprint
@@ -41,7 +41,7 @@ def of(overlay_id: str, audit: Audit, *, paths: bool = False) -> dict[str, Any]:
     """
     parts = [record for record in audit.records if record.overlay.id == overlay_id]
     tree = InstalledTree()
-    recorded = Recorded(tree)
+    recorded = RecordingTree(tree)
     for record in parts:
         probing.examine(record.overlay, recorded)
     report = {

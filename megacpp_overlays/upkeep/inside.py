@@ -21,7 +21,7 @@ from megacpp_overlays.model import Erratum, Verdict
 from megacpp_overlays.repro import ending, inventory, runner, witnessing
 from megacpp_overlays.repro.transcript import Transcript
 from megacpp_overlays.source import distributions
-from megacpp_overlays.source.trees import InstalledTree, Remembered
+from megacpp_overlays.source.trees import CachedTree, InstalledTree
 from megacpp_overlays.upkeep.ledger import is_due
 
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def _probed(overlays: Sequence[Erratum], settings: Settings) -> list[dict[str, object]]:
     """Return what the probe of each part found; known findings are looked up, and each file is read once."""
-    tree = Remembered(InstalledTree())
+    tree = CachedTree(InstalledTree())
     findings = [examine_to_measure(part, tree, settings) for part in overlays]
     verdicts: dict[str, set[Verdict]] = {}
     for part, finding in zip(overlays, findings, strict=True):

@@ -21,6 +21,7 @@ from typing import Any
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.files import write
 from megacpp_overlays.loader import known, learned
+from megacpp_overlays.loader.decide import NOT_REPAIRED
 from megacpp_overlays.loader.settings import WITNESSES
 from megacpp_overlays.model import Decision, Erratum, Verdict
 from megacpp_overlays.source import published
@@ -68,7 +69,7 @@ class Lesson:
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
+class ReleaseKnowledge:
     """What is known of a release now."""
 
     tree: ReleaseTree
@@ -77,7 +78,7 @@ class Learned:
     """Decision and reason of each overlay of the distribution, with what was learned."""
 
 
-def learn(tree: ReleaseTree, overlays: Sequence[Erratum], how: LearnOptions) -> Learned:
+def learn(tree: ReleaseTree, overlays: Sequence[Erratum], how: LearnOptions) -> ReleaseKnowledge:
     """Run the reproducers on a release, write what they show, and audit it with that.
 
     Args:
@@ -97,7 +98,7 @@ def learn(tree: ReleaseTree, overlays: Sequence[Erratum], how: LearnOptions) -> 
         kept = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
     lessons = tuple(_lessons(said, parts))
     write_down(tree, digests, parts, lessons, kept, how)
-    return Learned(tree, lessons, audit(tree, how))
+    return ReleaseKnowledge(tree, lessons, audit(tree, how))
 
 
 def audit(tree: ReleaseTree, how: LearnOptions) -> dict[str, tuple[str, str]]:
@@ -179,21 +180,21 @@ def write_down(
         OSError: it cannot be written.
     """
     declared = {known.name_of(part): part for part in parts}
-    shapes = {f"{each['overlay']} {each['target']}": each for each in kept if "verdict" in each}
+    shapes = {f"{each['overlay']} {each['target']}": each for each in kept}
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     found: dict[str, dict[str, Any]] = {}
     for lesson in lessons:
         name = f"{lesson.overlay} {lesson.module}"
-        witness = shapes.get(name) if lesson.verdict is not None else None
-        shape = witness["shape"] if witness else None
+        witness = shapes.get(name, {})
+        is_kept = lesson.verdict is not None or "unrepaired" in witness
+        shape = NOT_REPAIRED if "unrepaired" in witness else witness.get("shape")
+        cases = "; ".join(f"{each['case']}: {each['seen']}" for each in witness.get("cases", ()))
         found[name] = {
-            "verdict": lesson.verdict.value if witness and lesson.verdict else None,
-            "shape": shape,
-            "seen": "; ".join(f"{each['case']}: {each['seen']}" for each in witness["cases"])
-            if witness
-            else lesson.reason,
+            "verdict": witness.get("verdict") if is_kept else None,
+            "shape": shape if is_kept else None,
+            "seen": cases if lesson.verdict is not None and cases else lesson.reason,
             "date": today,
-            "code": learned.code_of(declared[name], shape),
+            "code": learned.code_of(declared[name], shape if is_kept else None),
         }
     of_learned, of_published = how.beside(learned.FILE), how.beside(published.FILE)
     texts = json.loads(of_learned.read_text(encoding="utf-8"))
@@ -227,12 +228,12 @@ _WORDS = {
     Decision.RETIRED: "repaired upstream",
     Decision.ABSENT: "absent",
     Decision.DISABLED: "off by default",
-    Decision.CONFLICT: "contract broken",
+    Decision.CONFLICT: "contract broken, or not repaired",
     Decision.UNPROVED: "could not ask",
 }
 
 
-def lines(found: Learned, before: Mapping[str, str]) -> list[str]:
+def lines(found: ReleaseKnowledge, before: Mapping[str, str]) -> list[str]:
     """Return what is known of a release as lines: counts, what changed, and what needs a person.
 
     Args:

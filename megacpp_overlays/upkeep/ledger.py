@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megacpp_overlays.loader.probing import examine, examine_installed
 from megacpp_overlays.loader.retired import RetiredOverlay, read
 from megacpp_overlays.loader.settings import Settings
-from megacpp_overlays.model import Erratum, Verdict
+from megacpp_overlays.model import Erratum, Overlay, Verdict
 from megacpp_overlays.source.trees import SourceTree
 
 HISTORY = "## History"
+FROM_DOCS = "../RETIREMENT.md"
+"""The ledger, as pages of docs/ refer to it."""
 
 _HEAD = """# Retirement ledger
 
@@ -36,6 +39,11 @@ def render(overlays: Sequence[Erratum], existing: Path | None, retired: Sequence
     """Return the ledger for these overlays and retired ones, with what people wrote into an existing file's history."""
     gone = read() if retired is None else retired
     return "\n".join([_HEAD, *map(_entry, _by_id(overlays)), _history(existing, gone)])
+
+
+def link(overlay: Erratum) -> str:
+    """Return the id of an overlay or a gate as a link to its entry, for a page of docs/."""
+    return f"[`{overlay.id}`]({FROM_DOCS}#{re.sub('[^a-z0-9 -]', '', _heading(overlay)).replace(' ', '-')})"
 
 
 def difference(overlays: Sequence[Erratum], path: Path, retired: Sequence[RetiredOverlay] | None = None) -> str:
@@ -107,6 +115,9 @@ def _entry(parts: Sequence[Erratum]) -> str:
             *((f"Replaces, shape `{shape}`", symbols) for shape, symbols in _replaced(part)),
             *((f"{part.advice}, shape `{shape}`", why) for shape, why in part.unsupported.items()),
         ]
+    if isinstance(overlay, Overlay) and overlay.needs:
+        needed = " and ".join(f"`{name}`" for name in overlay.needs)
+        rows.append(("Needs", f"{needed}: it goes in only where each of them is in or has nothing to repair"))
     rows += [
         (overlay.untreated, overlay.breaks),
         ("Switched off by", f"`{overlay.variable}=off`"),
@@ -115,9 +126,13 @@ def _entry(parts: Sequence[Erratum]) -> str:
         ("Upstream threads", "; ".join(map(str, overlay.threads)) or "none found"),
         ("Last validated", "; ".join(dict.fromkeys(part.last_validated for part in parts))),
     ]
-    kind = "" if overlay.installs else f"{overlay.kind}, "
-    lines = [f"## {overlay.id} ({kind}pack {overlay.pack:02})", "", "| | |", "|---|---|"]
+    lines = [f"## {_heading(overlay)}", "", "| | |", "|---|---|"]
     return "\n".join([*lines, *(f"| {name} | {text} |" for name, text in rows), ""])
+
+
+def _heading(overlay: Erratum) -> str:
+    kind = "" if overlay.installs else f"{overlay.kind}, "
+    return f"{overlay.id} ({kind}pack {overlay.pack:02})"
 
 
 def _name(part: Erratum) -> str:

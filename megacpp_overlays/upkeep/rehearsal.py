@@ -31,7 +31,7 @@ class RehearsalError(OverlayError):
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsed:
+class RehearsalRow:
     """One overlay: the decision that is right, and the decisions without knowledge of the release."""
 
     overlay: str
@@ -59,12 +59,12 @@ class UpgradeRehearsal:
     known_until: str
     release: str
     """Distribution and version that are installed."""
-    rows: tuple[Rehearsed, ...]
+    rows: tuple[RehearsalRow, ...]
     seconds: float
     """Of the command that proves."""
 
     @property
-    def wrong(self) -> tuple[Rehearsed, ...]:
+    def wrong(self) -> tuple[RehearsalRow, ...]:
         """Rows in which something is wrong after the proof."""
         return tuple(row for row in self.rows if row.is_wrong)
 
@@ -106,7 +106,7 @@ def rehearse(
     seconds = time.monotonic() - began
     after = by_overlay(_decisions(forgetful, distribution))
     rows = tuple(
-        Rehearsed(name, right[name][0], before[name][0], *after[name])
+        RehearsalRow(name, right[name][0], before[name][0], *after[name])
         for name in right
         if name in before and name in after
     )

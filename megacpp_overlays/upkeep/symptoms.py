@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from megacpp_overlays.model import Erratum
+from megacpp_overlays.upkeep import ledger
 
 _LEAST = 0.25
 """The share of a query, by weight, that has to be found. Less is a coincidence of one word."""
@@ -212,7 +213,7 @@ def page(overlays: Sequence[Erratum], ranges: Mapping[str, str], generated: str)
     for name, found in rows.items():
         lines += ["", f"## {name}", "", "| you see | overlay or gate | broken in |", "|---|---|---|"]
         lines += [
-            f"| {_cell(symptom)} | [`{each.id}`](overlays.md#{each.id}){_note(each)} | {ranges.get(each.id, each.target.distribution)} |"
+            f"| {_cell(symptom)} | {ledger.link(each)}{_note(each)} | {ranges.get(each.id, each.target.distribution)} |"
             for symptom, each in sorted(found, key=lambda row: (row[0].lower(), row[1].id))
         ]
     return "\n".join(lines) + "\n"

@@ -15,7 +15,7 @@ from made_up import FIXED_TEXT, Upstream
 from megacpp_overlays.errors import ActivationError, RegistryError
 from megacpp_overlays.loader import declarations, registry
 from megacpp_overlays.loader.declarations import Declarations
-from megacpp_overlays.loader.listed import LISTED, Listed
+from megacpp_overlays.loader.listed import LISTED, DeclarationSummary
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.loader.settings import LogLevel, Mode, Settings
 from megacpp_overlays.model import Decision, Erratum
@@ -105,7 +105,7 @@ class Listing:
 @pytest.fixture
 def listing(upstream: Upstream, monkeypatch: pytest.MonkeyPatch) -> Iterator[Listing]:
     made = Listing(upstream)
-    listed = Listed("double-fix", installs=True, off_by_default=False, targets=(upstream.module_name,))
+    listed = DeclarationSummary("double-fix", installs=True, off_by_default=False, targets=(upstream.module_name,))
     monkeypatch.setattr(declarations, "LISTED", (listed,))
     monkeypatch.setattr(registry, "built_in", lambda: ["double_fix"])
     monkeypatch.setattr(registry, "load", made.load)

@@ -343,14 +343,14 @@ def test_a_shipped_file_reads_the_same_from_every_kind_of_tree(upstream: Upstrea
     import zipfile
 
     from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
-    from megacpp_overlays.source.trees import Remembered
+    from megacpp_overlays.source.trees import CachedTree
 
     note(upstream, "works")
     wheel = tmp_path / "made_up-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(upstream.folder / upstream.name / "notes.txt", f"{upstream.name}/notes.txt")
     opened = ArchiveTree(wheel)
-    trees = [InstalledTree(), DirectoryTree(upstream.folder), opened, Remembered(opened)]
+    trees = [InstalledTree(), DirectoryTree(upstream.folder), opened, CachedTree(opened)]
 
     assert [getattr(shipped(tree, upstream.name, "notes.txt"), "text", None) for tree in trees] == ["works"] * 4
     assert [shipped(tree, upstream.name, "gone.txt") for tree in trees] == [None] * 4

@@ -17,12 +17,12 @@ from megacpp_overlays.errors import SourceError
 from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader import known, ownership, probing, registry
 from megacpp_overlays.loader.settings import Settings
-from megacpp_overlays.loader.witnesses import Recorded
+from megacpp_overlays.loader.witnesses import RecordingTree
 from megacpp_overlays.model import Evidence, Finding, Overlay, Verdict
-from megacpp_overlays.source.trees import InstalledTree, ModuleSource, Remembered
+from megacpp_overlays.source.trees import CachedTree, InstalledTree, ModuleSource
 
 OVERLAYS = [each for each in registry.load() if isinstance(each, Overlay)]
-INSTALLED = Remembered(InstalledTree())
+INSTALLED = CachedTree(InstalledTree())
 HERE = [each for each in OVERLAYS if known.finding(each, INSTALLED) is not None]
 """Parts of which something is known about the releases that are installed here."""
 
@@ -58,7 +58,7 @@ class Altered:
 
 def asked_of(overlay: Overlay) -> list[str]:
     """Return the modules that decide what a part finds."""
-    asked = Recorded(INSTALLED)
+    asked = RecordingTree(INSTALLED)
     overlay.probe(asked)
     return [*asked.sources]
 

@@ -56,7 +56,7 @@ class Kept:
         return witnesses.path_of(self.overlay, Settings(witnesses=str(self.folder)))
 
     def keep(self, **changes: Any) -> None:
-        tree = witnesses.Recorded(InstalledTree())
+        tree = witnesses.RecordingTree(InstalledTree())
         self.overlay.probe(tree)
         tree.module(f"{self.upstream.name}.helpers")
         tree.module(f"{self.upstream.name}.absent")

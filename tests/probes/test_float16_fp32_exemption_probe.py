@@ -414,7 +414,7 @@ def test_where_an_optimizer_only_looks_repaired_a_kept_witness_of_that_counts(
 
 def keep_witness(needed: Any, tree: SourceTree, kept_in: Settings) -> None:
     """Keep a witness of a part in a tree, as the command does after a run that saw no defect."""
-    recorded = witnesses.Recorded(tree)
+    recorded = witnesses.RecordingTree(tree)
     assert needed.probe(recorded).looks_repaired
     (reproducer,) = witnesses.PACKS.glob(f"{needed.pack:02}-*/reproduce.py")
     data = witnesses.content(

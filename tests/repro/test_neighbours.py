@@ -15,7 +15,7 @@ from places import SUPPORT
 from megacpp_overlays.loader import registry
 from megacpp_overlays.repro import Behaviour, Blocked, Case, Neighbour, TargetAbsent, inventory, neighbour, runner
 from megacpp_overlays.repro.case import PackError
-from megacpp_overlays.repro.neighbour import Measured
+from megacpp_overlays.repro.neighbour import NeighbourResult
 from megacpp_overlays.repro.transcript import Transcript
 
 DECLARATION = """
@@ -193,7 +193,7 @@ class Tensor:
     ids=["a number", "a truth", "sequences in sequences", "a tensor", "tensors in a sequence", "a generator"],
 )
 def test_what_is_returned_becomes_numbers_in_order(value: object, numbers: Sequence[float]) -> None:
-    assert measure(lambda: {"loss": value}) == Measured(numbers={"loss": numbers})
+    assert measure(lambda: {"loss": value}) == NeighbourResult(numbers={"loss": numbers})
 
 
 def raising(error: Exception) -> Callable[[], Mapping[str, object]]:
@@ -205,7 +205,7 @@ def raising(error: Exception) -> Callable[[], Mapping[str, object]]:
 
 @pytest.mark.parametrize("error", [Blocked("no such device"), TargetAbsent("no such call")])
 def test_a_host_or_an_upstream_that_cannot_is_no_failure(error: Exception) -> None:
-    assert measure(raising(error)) == Measured(numbers=None, why_not=str(error))
+    assert measure(raising(error)) == NeighbourResult(numbers=None, why_not=str(error))
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_whatever_else_is_a_failure(run: Callable[[], Mapping[str, object]], say
     assert found.why_not.startswith(says)
 
 
-def measure(run: Callable[[], Mapping[str, object]]) -> Measured:
+def measure(run: Callable[[], Mapping[str, object]]) -> NeighbourResult:
     return neighbour.measured(Neighbour(name="no-mask", overlay="double-fix", run=run))
 
 
@@ -295,7 +295,7 @@ def test_infinities_are_no_measure_of_rounding() -> None:
 
 
 def test_whatever_ends_with_an_overlay_is_a_difference_and_without_it_is_none() -> None:
-    right, ended = Measured(numbers={"loss": [1.0]}), Measured(numbers=None, why_not="no such call")
+    right, ended = NeighbourResult(numbers={"loss": [1.0]}), NeighbourResult(numbers=None, why_not="no such call")
 
     assert neighbour.difference(made(), right, ended) == "it ends with the overlay: no such call"
     assert neighbour.difference(made(), ended, right) is None
@@ -304,7 +304,7 @@ def test_whatever_ends_with_an_overlay_is_a_difference_and_without_it_is_none() 
 def difference(
     stock: Mapping[str, Sequence[float]], ours: Mapping[str, Sequence[float]], *, rounding: float = 0.0
 ) -> str | None:
-    return neighbour.difference(made(rounding=rounding), Measured(numbers=stock), Measured(numbers=ours))
+    return neighbour.difference(made(rounding=rounding), NeighbourResult(numbers=stock), NeighbourResult(numbers=ours))
 
 
 # The whole way, in processes

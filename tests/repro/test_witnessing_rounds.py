@@ -14,7 +14,7 @@ from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Decision, Verdict
 from megacpp_overlays.repro import Behaviour, Case, Neighbour, neighbour, runner, witnessing
 from megacpp_overlays.repro.judge import Part, Run, RunKind
-from megacpp_overlays.repro.neighbour import Measured
+from megacpp_overlays.repro.neighbour import NeighbourResult
 from megacpp_overlays.repro.witnessing import Attempt, WitnessOptions
 
 
@@ -75,7 +75,9 @@ def ended(number: float, decision: Decision = Decision.ACTIVE) -> Run:
     part = Part(
         module="made", verdict=Verdict.UNRECOGNISED, shape="one", evidence="", decision=decision, reason="", sources={}
     )
-    return Run(kind=RunKind.SOUND, seen="", parts=(part,), beside={"no-mask": Measured(numbers={"loss": [number]})})
+    return Run(
+        kind=RunKind.SOUND, seen="", parts=(part,), beside={"no-mask": NeighbourResult(numbers={"loss": [number]})}
+    )
 
 
 @pytest.mark.parametrize(("with_others", "problem"), [(2.0, None), (3.0, "neighbour no-mask is not the same")])
@@ -88,7 +90,7 @@ def test_a_neighbour_that_another_overlay_changes_is_compared_with_that_one_in(
     monkeypatch.setattr(runner, "without_case", lambda *_: ended(with_others))
     how = WitnessOptions(packs=tmp_path, settings=Settings())
     pack = SimpleNamespace(folder=tmp_path, reproducer=tmp_path / "reproduce.py")
-    measuring = witnessing._Measuring(pack, (case,), (), how)  # type: ignore[arg-type] # it has what is asked for
+    measuring = witnessing._CaseRunner(pack, (case,), (), how)  # type: ignore[arg-type] # it has what is asked for
 
     found = measuring._problem(witnessing._Ran(case, ended(1.0), ended(2.0)), {"made": "one"})
 

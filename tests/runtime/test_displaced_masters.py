@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as some
 
 from megacpp_overlays.runtime import displaced_masters
-from megacpp_overlays.runtime.displaced_masters import Held, Marks, marks
+from megacpp_overlays.runtime.displaced_masters import Marks, TensorValues, marks
 
 HALVES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -29,7 +29,7 @@ def cut(gathered: torch.Tensor, start: int, count: int) -> torch.Tensor:
 
 
 def compared(master: torch.Tensor, weight: torch.Tensor, *moments: torch.Tensor) -> Marks:
-    return marks(Held(master), Held(weight), [Held(each) for each in moments])
+    return marks(TensorValues(master), TensorValues(weight), [TensorValues(each) for each in moments])
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -18,7 +18,7 @@ from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes.definitions import plain_function
 from megacpp_overlays.loader.session import Session
 from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
-from megacpp_overlays.source.trees import InstalledTree, ModuleSource, ParsedOnce, Remembered, parameters
+from megacpp_overlays.source.trees import CachedTree, InstalledTree, ModuleSource, ParsedOnce, parameters
 
 
 def source(text: str) -> ModuleSource:
@@ -166,7 +166,7 @@ def test_parameters_keep_their_order_and_kind() -> None:
 
 
 def test_a_remembered_tree_reads_each_module_once(upstream: Upstream) -> None:
-    tree = Remembered(InstalledTree())
+    tree = CachedTree(InstalledTree())
     first = tree.module(upstream.module_name)
     upstream.write("changed = True\n")
 

@@ -12,7 +12,7 @@ from megacpp_overlays.model import Overlay
 from megacpp_overlays.repro import inventory, manifest, receipts
 from megacpp_overlays.repro.stamp import Stamp
 from megacpp_overlays.upkeep.filing import standing
-from megacpp_overlays.upkeep.filing.standing import Standing
+from megacpp_overlays.upkeep.filing.standing import PackStatus
 from megacpp_overlays.upkeep.sweep import threads
 
 HOST = {"machine": "x86_64", "processor": "a CPU", "cpus": 2, "system": "Linux 6.1", "python": "3.12.1", "gpu": None}
@@ -126,7 +126,7 @@ class Packs:
         """Bring the manifest in step."""
         manifest.write(self.folder, manifest.synchronise(self.folder, self.overlays))
 
-    def standing(self, number: int = 99) -> Standing:
+    def standing(self, number: int = 99) -> PackStatus:
         """Return where a pack stands, with a manifest that is in step."""
         self.synchronise()
         return standing.of_one(self.folder, number, self.overlays)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megacpp_overlays.feature_probes.definitions import signature
 from megacpp_overlays.loader.probing import examine
-from megacpp_overlays.loader.witnesses import Recorded
+from megacpp_overlays.loader.witnesses import RecordingTree
 from megacpp_overlays.model import Erratum, Finding, Verdict
 from megacpp_overlays.source.trees import FunctionNode, SourceTree
 
@@ -30,7 +30,7 @@ def imitated(errata: Sequence[Erratum], stand_in: SourceTree, tree: SourceTree) 
     """Return the modules of a stand-in that probes read which recognise the same in it as in another tree."""
     modules = dict[str, None]()
     for each in errata:
-        asked = Recorded(stand_in)
+        asked = RecordingTree(stand_in)
         found = examine(each, asked)
         if found.verdict is not Verdict.ABSENT and _said(found) == _said(examine(each, tree)):
             modules |= {name: None for name in asked.sources if stand_in.module(name) is not None}

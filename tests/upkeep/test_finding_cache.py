@@ -19,7 +19,7 @@ from megacpp_overlays.loader import registry
 from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.model import Evidence, Finding, Verdict
 from megacpp_overlays.source.file_trees import ArchiveTree
-from megacpp_overlays.source.trees import ModuleSource, Remembered, SourceTree
+from megacpp_overlays.source.trees import CachedTree, ModuleSource, SourceTree
 from megacpp_overlays.upkeep import finding_cache
 from megacpp_overlays.upkeep.finding_cache import FindingCache
 
@@ -29,7 +29,7 @@ MODULE = PART.target.module
 
 @pytest.fixture(scope="module")
 def release(wheel: Callable[[str, str], Path]) -> SourceTree:
-    return Remembered(ArchiveTree(wheel("megatron-core", "0.19.2")))
+    return CachedTree(ArchiveTree(wheel("megatron-core", "0.19.2")))
 
 
 @pytest.fixture

@@ -18,14 +18,14 @@ from megacpp_overlays import cli
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader import known, learned, registry, witnesses
-from megacpp_overlays.loader.decide import NOT_REPAIRED
+from megacpp_overlays.loader.decide import NOT_REPAIRED, decide
 from megacpp_overlays.loader.provenance import Provenance, provenance
 from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Decision, Erratum, Evidence, Finding, Proof, Record, Verdict
 from megacpp_overlays.source import published
 from megacpp_overlays.source.file_trees import DirectoryTree
 from megacpp_overlays.upkeep import learning
-from megacpp_overlays.upkeep.learning import Learned, LearnOptions, Lesson, ReleaseTree
+from megacpp_overlays.upkeep.learning import LearnOptions, Lesson, ReleaseKnowledge, ReleaseTree
 
 OVERLAY = "liger-flce-none-backward"
 SHAPE = "per-token-scalar-backward-input-grad"
@@ -88,21 +88,22 @@ def test_what_was_shown_is_written_beside_what_is_known_of_other_releases(
     files[0].write_text(json.dumps({"liger-kernel": {"0.8.9": {"a b": 1}, "0.9.0": {"other module": 2}}}))
     files[1].write_text(json.dumps({"liger-kernel": {"0.8.9": "1" * 16}}))
     module = part.target.module
-    lessons = (Lesson(OVERLAY, module, Verdict.BROKEN, "shown"), Lesson("other", module, None, "no case can run here"))
-    kept = {
-        "overlay": OVERLAY,
-        "target": module,
-        "verdict": "BROKEN",
-        "shape": SHAPE,
-        "cases": [{"case": "none", "seen": "3.2 off"}],
-    }
+    lessons = (
+        Lesson(OVERLAY, module, Verdict.BROKEN, "shown"),
+        Lesson("other", module, None, "no case can run here"),
+        Lesson("third", module, None, "case none: it shows the defect: 3.2 off; broken, not repaired: 3.2 off"),
+    )
+    kept = {"target": module, "verdict": "BROKEN", "cases": [{"case": "none", "seen": "3.2 off"}]}
 
     learning.write_down(
         ReleaseTree("liger-kernel", "0.9.0", tmp_path),
         {"liger-kernel": "2" * 16},
-        [part, replace(part, id="other")],
+        [part, replace(part, id="other"), replace(part, id="third")],
         lessons,
-        [kept],
+        [
+            {**kept, "overlay": OVERLAY, "shape": SHAPE},
+            {**kept, "overlay": "third", "shape": None, "unrepaired": lessons[2].reason},
+        ],
         how,
     )
 
@@ -110,9 +111,10 @@ def test_what_was_shown_is_written_beside_what_is_known_of_other_releases(
     assert digests == {"0.8.9": "1" * 16, "0.9.0": "2" * 16}
     assert found["0.8.9"] == {"a b": 1}
     assert ("other module" in found["0.9.0"]) is bool(only)
-    written, not_proved = (found["0.9.0"][f"{each} {module}"] for each in (OVERLAY, "other"))
+    written, not_proved, broken = (found["0.9.0"][f"{each} {module}"] for each in (OVERLAY, "other", "third"))
     assert (written["verdict"], written["shape"], written["seen"]) == ("BROKEN", SHAPE, "none: 3.2 off")
     assert (not_proved["verdict"], not_proved["seen"]) == (None, "no case can run here")
+    assert (broken["verdict"], broken["shape"], broken["seen"]) == ("BROKEN", NOT_REPAIRED, lessons[2].reason)
 
 
 def test_what_is_shipped_was_learned_with_the_code_that_is_here() -> None:
@@ -197,9 +199,13 @@ def test_a_repair_that_was_read_is_unproved_where_reproducers_gave_no_verdict(
     trusted = probing.known_or_examined(part, tree, settings)
     record["verdict"] = None
     doubted = probing.known_or_examined(part, tree, settings)
+    record |= {"verdict": "BROKEN", "shape": NOT_REPAIRED, "code": learned.code_of(part, NOT_REPAIRED)}
+    disproved = decide(part, settings, probing.known_or_examined(part, tree, settings))
 
     assert trusted.verdict is Verdict.FIXED
     assert (doubted.verdict, doubted.unpublished) == (Verdict.UNRECOGNISED, True)
+    assert disproved.decision is Decision.CONFLICT
+    assert disproved.reason.startswith("broken here, and its reproducer showed no repair; ")
 
 
 def test_a_case_that_showed_a_user_the_defect_outweighs_the_record(
@@ -243,10 +249,12 @@ def test_lines_count_name_what_changed_and_what_needs_a_person() -> None:
         "four": ("conflict", "names: m defines no function f"),
     }
 
-    lines = learning.lines(Learned(tree, lessons, decisions), {"one": "BROKEN", "two": "BROKEN", "three": "FIXED"})
+    lines = learning.lines(
+        ReleaseKnowledge(tree, lessons, decisions), {"one": "BROKEN", "two": "BROKEN", "three": "FIXED"}
+    )
 
     assert lines == [
-        "megatron-core 0.20.0: still broken and repaired 1, repaired upstream 1, contract broken 1, could not ask 1; "
+        "megatron-core 0.20.0: still broken and repaired 1, repaired upstream 1, contract broken, or not repaired 1, could not ask 1; "
         "1 decided by reproducers",
         "changed:",
         "  two: BROKEN before, retired now",

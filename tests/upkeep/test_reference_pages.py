@@ -70,10 +70,10 @@ def test_releases_are_ranges_of_what_is_repaired_left_alone_and_right(upstream: 
 
     row = next(line for line in page.splitlines() if line.startswith("| [`double-fix`]"))
     assert row.split(" | ")[2:] == ["double 1.0 to 1.1, 1.3", "double 1.2", "double 1.4 |"]
-    assert "| Without it | every double is one too large |" in page
-    assert "| Shape `off-by-one` | replaces `double` |" in page
-    assert "`MEGACPP_OVERLAY_DOUBLE_FIX=off` switches it off" in page
-    assert "pack [99](../packs/99-double/README.md)" in page
+    assert row.split(" | ")[:2] == [
+        "| [`double-fix`](../RETIREMENT.md#double-fix-pack-99)",
+        "[99](../packs/99-double/README.md)",
+    ]
 
 
 def test_an_overlay_that_the_matrix_does_not_know_is_said_to_be_outside_of_it(
@@ -81,7 +81,7 @@ def test_an_overlay_that_the_matrix_does_not_know_is_said_to_be_outside_of_it(
 ) -> None:
     page = reference_pages.overlays_page([upstream.overlay(id="new-fix")], matrix(tmp_path / "packs"))
 
-    assert "| Repaired releases | not in the matrix |" in page
+    assert "| not in the matrix | not in the matrix | not in the matrix |" in page
 
 
 def test_pages_that_were_written_are_in_step_until_somebody_edits_one(
@@ -96,7 +96,7 @@ def test_pages_that_were_written_are_in_step_until_somebody_edits_one(
     capsys.readouterr()
 
     assert main(["reference", "--check", str(tmp_path)]) == 1
-    assert "+## float16-fp32-exemption" in capsys.readouterr().err
+    assert "+| [`float16-fp32-exemption`](../RETIREMENT.md#float16-fp32-exemption-pack-16)" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_not_there_is_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,10 +116,10 @@ def test_the_page_has_every_symptom_under_a_heading_with_releases() -> None:
     page = symptoms.page(OVERLAYS, {"scheduler-restore": "megacore 1 to 2"}, "generated")
 
     for each in OVERLAYS:
-        assert f"[`{each.id}`](overlays.md#{each.id})" in page
+        assert f"| [`{each.id}`](../RETIREMENT.md#{each.id}-" in page
     [row] = [line for line in page.splitlines() if line.startswith("| Loss jumps after resume or rollback ")]
     assert "| `grad_norm` is 0 |" in page, "a name of code stays as it is"
-    assert row.endswith("[`scheduler-restore`](overlays.md#scheduler-restore) | megacore 1 to 2 |")
+    assert row.endswith("[`scheduler-restore`](../RETIREMENT.md#scheduler-restore-pack-48) | megacore 1 to 2 |")
     assert page.index("## Checkpoints and resume") < page.index(row) < page.index("## CUDA graphs")
 
 

@@ -36,7 +36,7 @@ class CheckpointVerdict(enum.Enum):
     """Some differ without a mark of it, or there is nothing to compare them with, and none has a mark."""
 
 
-class Checked(NamedTuple):
+class ParameterFinding(NamedTuple):
     """What is known of one parameter."""
 
     name: str
@@ -66,7 +66,7 @@ class Report(NamedTuple):
     """What is known of a checkpoint."""
 
     folder: Path
-    parameters: tuple[Checked, ...]
+    parameters: tuple[ParameterFinding, ...]
 
     @property
     def verdict(self) -> CheckpointVerdict:
@@ -116,9 +116,9 @@ def check(folder: Path, progress: Callable[[str], object] = lambda _: None) -> R
     return Report(folder, tuple(parameters))
 
 
-def _compare(folder: Path, tensors: Tensors, name: str, master: str, moments: Sequence[str]) -> Checked:
+def _compare(folder: Path, tensors: Tensors, name: str, master: str, moments: Sequence[str]) -> ParameterFinding:
     if name not in tensors:
-        return Checked(name, None, "the checkpoint has no weight of that name")
+        return ParameterFinding(name, None, "the checkpoint has no weight of that name")
     found, some_are_own = [], False
     for shard in tensors[master]:
         with ExitStack() as stack:
@@ -126,16 +126,16 @@ def _compare(folder: Path, tensors: Tensors, name: str, master: str, moments: Se
             for each in (master, name, *moments):
                 own = [one for one in tensors[each] if one.offsets == shard.offsets]
                 if len(own) != 1:
-                    return Checked(name, None, f"{each} has other shards")
+                    return ParameterFinding(name, None, f"{each} has other shards")
                 opened.append(stack.enter_context(StoredValues(folder, own[0], each)))
             if len({each.shape for each in opened}) != 1:
-                return Checked(name, None, "its tensors have different shapes")
+                return ParameterFinding(name, None, "its tensors have different shapes")
             found.append(marks(opened[0], opened[1], opened[2:]))
             some_are_own = some_are_own or (not found[-1].differs and has_many_numbers(opened[1], opened[1].numel))
     if some_are_own:
         # All shards of a parameter are cut alike, so the zeros of the others are those of rows that were added.
         found = [each._replace(zero_tail=each.zero_tail if each.displaced_by else 0) for each in found]
-    return Checked(name, max(found, key=_badness, default=Marks(differs=False)))
+    return ParameterFinding(name, max(found, key=_badness, default=Marks(differs=False)))
 
 
 def _badness(found: Marks) -> tuple[bool, int, int]:

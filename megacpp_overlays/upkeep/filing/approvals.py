@@ -19,7 +19,7 @@ from megacpp_overlays.files import write_text
 from megacpp_overlays.repro import manifest
 from megacpp_overlays.upkeep.filing import filing
 from megacpp_overlays.upkeep.filing.checks import Check, CheckOutcome
-from megacpp_overlays.upkeep.filing.standing import READY, Standing
+from megacpp_overlays.upkeep.filing.standing import READY, PackStatus
 
 NAME = "approvals.json"
 SCHEMA = 1
@@ -69,7 +69,7 @@ def read(folder: Path) -> tuple[Approval, ...]:
     return found
 
 
-def check(folder: Path, standing: Standing) -> Check:
+def check(folder: Path, standing: PackStatus) -> Check:
     """Return whether what would be sent now, and where, was approved.
 
     Raises:
@@ -86,7 +86,7 @@ def check(folder: Path, standing: Standing) -> Check:
     return Check(name="approval", outcome=CheckOutcome.FAILED, reason=f"{said}: {how}")
 
 
-def approve(folder: Path, standing: Standing, say: Callable[[str], None], ask: Callable[[str], str]) -> Approval:
+def approve(folder: Path, standing: PackStatus, say: Callable[[str], None], ask: Callable[[str], str]) -> Approval:
     """Show what would be sent and where, let a person type the words, and record that.
 
     Args:

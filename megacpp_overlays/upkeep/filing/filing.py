@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megacpp_overlays.repro import manifest, pack_file
 from megacpp_overlays.repro.inventory import Pack
-from megacpp_overlays.upkeep.filing.standing import Standing
+from megacpp_overlays.upkeep.filing.standing import PackStatus
 
 _DIFFS = (".diff", ".patch")
 
@@ -40,7 +40,7 @@ class Filing:
         return f"{self.way.value} in {self.repository}"
 
 
-def of(standing: Standing) -> Filing:
+def of(standing: PackStatus) -> Filing:
     """Return how a pack is sent: as a comment where a thread has it, else with its diff, else as an issue."""
     entry = standing.entry
     if entry["upstream"] == "overlap":
@@ -70,7 +70,7 @@ def contents(pack: Pack) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()}
 
 
-def digest(standing: Standing) -> str:
+def digest(standing: PackStatus) -> str:
     """Return the SHA-256 of what would be sent and where: when any of it changes, so does this."""
     lines = [str(of(standing)), *(f"{name} {value}" for name, value in sorted(contents(standing.pack).items()))]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

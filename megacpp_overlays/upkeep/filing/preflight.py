@@ -14,7 +14,7 @@ from megacpp_overlays.model import Erratum
 from megacpp_overlays.repro import manifest, pack_file
 from megacpp_overlays.upkeep.filing import approvals, filing, formatters, rendering, rerun, wording
 from megacpp_overlays.upkeep.filing.checks import Check, CheckOutcome, Spot, by_spots, read_text
-from megacpp_overlays.upkeep.filing.standing import READY, Standing
+from megacpp_overlays.upkeep.filing.standing import READY, PackStatus
 from megacpp_overlays.upkeep.filing.wording import Words
 
 MAXIMUM_AGE = 14
@@ -37,7 +37,7 @@ class Options:
     """Prints a line of the reproducer while it runs."""
 
 
-def checks(folder: Path, standing: Standing, overlays: Sequence[Erratum], options: Options) -> Iterator[Check]:
+def checks(folder: Path, standing: PackStatus, overlays: Sequence[Erratum], options: Options) -> Iterator[Check]:
     """Yield every check of a pack, each when it is done.
 
     Args:
@@ -60,7 +60,7 @@ def checks(folder: Path, standing: Standing, overlays: Sequence[Erratum], option
     yield looked_at(standing, datetime.datetime.now(datetime.timezone.utc).date(), options.maximum_age)
 
 
-def _renders(standing: Standing) -> Check:
+def _renders(standing: PackStatus) -> Check:
     home = {each.number for each in standing.threads if each.repository == standing.entry["repository"]}
     elsewhere = {each.number for each in standing.threads} - home
     attached = {path.name for path in filing.attachments(standing.pack)}
@@ -68,7 +68,7 @@ def _renders(standing: Standing) -> Check:
     return by_spots("text", _spots(flaws), "README.md renders, with all its sections", "README.md does not survive")
 
 
-def _attached(standing: Standing) -> Check:
+def _attached(standing: PackStatus) -> Check:
     name = "attachment"
     if not standing.has_reproducer:
         return Check(name=name, outcome=CheckOutcome.FAILED, reason="there is no reproduce.py to attach")
@@ -77,7 +77,7 @@ def _attached(standing: Standing) -> Check:
     return by_spots(name, _spots(pasted), f"to attach: {names}", "the reproducer is pasted into README.md")
 
 
-def _private(standing: Standing, words: Words | None) -> Check:
+def _private(standing: PackStatus, words: Words | None) -> Check:
     pack = standing.pack
     paths = [pack.folder / manifest.README, *filing.attachments(pack)]
     paths += [pack.folder.parent / receipt["log"] for receipt in standing.entry["receipts"]]
@@ -87,7 +87,7 @@ def _private(standing: Standing, words: Words | None) -> Check:
     return by_spots("private words", spots, f"none in {len(files)} files; built-in patterns, and {list_}", "found:")
 
 
-def _meant_to_be_sent(standing: Standing) -> Check:
+def _meant_to_be_sent(standing: PackStatus) -> Check:
     name = "to be sent"
     if standing.settled:
         return Check(name=name, outcome=CheckOutcome.FAILED, reason=standing.settled)
@@ -100,7 +100,7 @@ def _meant_to_be_sent(standing: Standing) -> Check:
     return Check(name=name, outcome=outcome, reason=str(where))
 
 
-def looked_at(standing: Standing, today: datetime.date, maximum_age: int) -> Check:
+def looked_at(standing: PackStatus, today: datetime.date, maximum_age: int) -> Check:
     """Return whether somebody looked at upstream lately: at each thread that can still change, or else by a search.
 
     Args:
@@ -126,12 +126,12 @@ def looked_at(standing: Standing, today: datetime.date, maximum_age: int) -> Che
     return Check(name=name, outcome=CheckOutcome.PASSED, reason=reason, details=tuple(said))
 
 
-def _searched(standing: Standing) -> datetime.date | None:
+def _searched(standing: PackStatus) -> datetime.date | None:
     there = (standing.pack.folder / pack_file.NAME).is_file()
     return pack_file.read(standing.pack.folder).searched if there else None
 
 
-def _notes(standing: Standing) -> rendering.Notes:
+def _notes(standing: PackStatus) -> rendering.Notes:
     return rendering.Notes(read_text(standing.pack.folder / manifest.README))
 
 

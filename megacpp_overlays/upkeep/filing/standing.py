@@ -45,7 +45,7 @@ class PackThread:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class PackStatus:
     """One pack."""
 
     pack: Pack
@@ -139,7 +139,7 @@ class Standing:
         return [*found, f"a person who moves its lifecycle state from {state} to {READY} in its {manifest.README}"]
 
 
-def of_all(folder: Path, overlays: Sequence[Erratum]) -> tuple[Standing, ...]:
+def of_all(folder: Path, overlays: Sequence[Erratum]) -> tuple[PackStatus, ...]:
     """Return every pack of a folder, by number.
 
     Raises:
@@ -154,7 +154,7 @@ def of_all(folder: Path, overlays: Sequence[Erratum]) -> tuple[Standing, ...]:
     )
 
 
-def of_one(folder: Path, number: int, overlays: Sequence[Erratum]) -> Standing:
+def of_one(folder: Path, number: int, overlays: Sequence[Erratum]) -> PackStatus:
     """Return one pack of a folder.
 
     Raises:
@@ -164,9 +164,11 @@ def of_one(folder: Path, number: int, overlays: Sequence[Erratum]) -> Standing:
     return next(each for each in of_all(folder, overlays) if each.number == number)
 
 
-def _standing(pack: Pack, entry: Mapping[str, Any], problems: Sequence[str], answers: Mapping[Key, Answer]) -> Standing:
+def _standing(
+    pack: Pack, entry: Mapping[str, Any], problems: Sequence[str], answers: Mapping[Key, Answer]
+) -> PackStatus:
     prefix = f"{pack.number:02}: "
-    return Standing(
+    return PackStatus(
         pack=pack,
         entry=entry,
         wrong=tuple(text.removeprefix(prefix) for text in problems if text.startswith(prefix)),

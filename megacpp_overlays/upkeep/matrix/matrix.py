@@ -20,7 +20,7 @@ from megacpp_overlays.model import Erratum, Evidence, Overlay, Target, Verdict
 from megacpp_overlays.near_names import suggestion
 from megacpp_overlays.repro import judge
 from megacpp_overlays.source.file_trees import ArchiveTree, BesideTree, FileTree
-from megacpp_overlays.source.trees import Remembered
+from megacpp_overlays.source.trees import CachedTree
 from megacpp_overlays.upkeep.finding_cache import FindingCache, closure, text_sha256
 from megacpp_overlays.upkeep.matrix.archives import Archives
 from megacpp_overlays.upkeep.matrix.combinations import Partner, decisive, partner
@@ -194,7 +194,7 @@ def probe(
     """
     cache = findings or FindingCache()
     names = dict.fromkeys(map(partner, overlays))
-    trees = {name: Remembered(tree if name is None else BesideTree(tree, beside[name].tree)) for name in names}
+    trees = {name: CachedTree(tree if name is None else BesideTree(tree, beside[name].tree)) for name in names}
     found: dict[str, list[PartFinding]] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # old releases have escapes that newer Pythons warn about

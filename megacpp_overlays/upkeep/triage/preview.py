@@ -22,7 +22,7 @@ from megacpp_overlays.upkeep.environments import Environment
 from megacpp_overlays.upkeep.evidence import ProbedPart, ProbeReport
 
 
-class Expected(enum.Enum):
+class ExpectedOutcome(enum.Enum):
     """The outcome that a triage would have if every reproducer agreed with the probes."""
 
     KEEP = "keep"
@@ -40,7 +40,7 @@ class OverlayPreview:
     """The first of its parts."""
     before: ProbeReport
     after: ProbeReport
-    expected: Expected
+    expected: ExpectedOutcome
     reason: str
 
 
@@ -66,26 +66,26 @@ def preview(before: Environment, after: Environment, overlays: Sequence[Erratum]
     return tuple(found)
 
 
-def expect(before: ProbeReport, after: ProbeReport) -> tuple[Expected, str]:
+def expect(before: ProbeReport, after: ProbeReport) -> tuple[ExpectedOutcome, str]:
     """Return what is expected of an overlay, and why."""
     unknown = [part for part in after.parts if part.verdict is Verdict.UNRECOGNISED]
     if unproved := [part for part in unknown if part.can_be_proved]:
-        return Expected.WITNESS, f"not recognised: {_modules(unproved)}"
+        return ExpectedOutcome.WITNESS, f"not recognised: {_modules(unproved)}"
     if unknown:
-        return Expected.CONFLICT, f"not recognised, and no seam can be placed: {_seen(unknown)}"
+        return ExpectedOutcome.CONFLICT, f"not recognised, and no seam can be placed: {_seen(unknown)}"
     if bare := [part for part in after.parts if part.verdict is Verdict.BROKEN and not part.has_seams]:
-        return Expected.CONFLICT, f"no seam for its shape: {_seen(bare)}"
+        return ExpectedOutcome.CONFLICT, f"no seam for its shape: {_seen(bare)}"
     if gone := _gone(before, after):
-        return Expected.CONFLICT, f"it was broken and is gone: {_seen(gone)}"
+        return ExpectedOutcome.CONFLICT, f"it was broken and is gone: {_seen(gone)}"
     match after.verdict:
         case Verdict.FIXED:
-            return Expected.RETIRE, f"upstream repaired it: {after.evidence}"
+            return ExpectedOutcome.RETIRE, f"upstream repaired it: {after.evidence}"
         case Verdict.ABSENT if before.verdict is Verdict.FIXED and any(after.versions.values()):
-            return Expected.RETIRE, f"upstream had repaired it, and its target is gone: {after.evidence}"
+            return ExpectedOutcome.RETIRE, f"upstream had repaired it, and its target is gone: {after.evidence}"
         case Verdict.ABSENT:
-            return Expected.ABSENT, after.evidence
+            return ExpectedOutcome.ABSENT, after.evidence
     was_right = before.verdict in {Verdict.ABSENT, Verdict.FIXED}
-    return Expected.KEEP, "broken from here on" if was_right else "still broken"
+    return ExpectedOutcome.KEEP, "broken from here on" if was_right else "still broken"
 
 
 def _gone(before: ProbeReport, after: ProbeReport) -> list[ProbedPart]:
