@@ -8,13 +8,15 @@ nothing, and walks over no heap.
 
 A module that is not loaded cannot differ, and counts when it is; nor can a name that its module lacks. Seams of this
 package, wrapped or not, count as upstream's own: behind them is the original. So does a name that a witness or self-test
-of this package replaces while it runs.
+of this package replaces while it runs, and None where the module itself has it for a library that is missing.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -71,9 +73,19 @@ def _foreign(readings: list[Reading]) -> ForeignDefinition | None:
             return None  # upstream defines it below `try` or `if`; a call of it raises
         is_complete = issubclass(type(module), ModuleType) and not is_half_imported(module)
         return ForeignDefinition(str(first), "not there", "nothing") if is_complete else None
-    if any(_is_as_read(raw, reading, module) for reading in readings):
+    if any(_is_as_read(raw, reading, module) for reading in readings) or (raw is None and _is_optional(module, first)):
         return None
     return ForeignDefinition(str(first), seams.describe(raw), seams.identity(raw))
+
+
+def _is_optional(module: Any, reading: Reading) -> bool:
+    """Return whether a module binds a name to None itself, below `try` or `if`, as where an optional library is missing."""
+    name = reading.symbol.partition(".")[0]
+    try:
+        text = Path(_own(module).get("__file__", "")).read_text(encoding="utf-8")
+    except (OSError, TypeError, ValueError):
+        return False
+    return re.search(rf"^[ \t]+{re.escape(name)}\b[^=\n]*=[ \t]*None\b", text, re.MULTILINE) is not None
 
 
 def _attribute(module: Any, symbol: str) -> Any:

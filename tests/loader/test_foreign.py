@@ -142,6 +142,7 @@ PATCHES: dict[str, Callable[[Rested], None]] = {
     "a property": lambda it: replace_in(it.helpers, "Router.size", property(foreign)),
     "a static method": lambda it: replace_in(it.helpers, "Router.name", staticmethod(foreign)),
     "a class": lambda it: replace_in(it.helpers, "Router", type("Router", (it.helpers.Router,), {})),
+    "a class, by nothing": lambda it: replace_in(it.helpers, "Router", None),
     "a class, by something else": lambda it: replace_in(it.helpers, "Router", SimpleNamespace()),
     "a class, by another of its name": lambda it: replace_in(it.layers, "Layer", another_of_its_name(it.layers.Layer)),
     "an imported name": lambda it: replace_in(it.layers, "half", foreign),
@@ -173,6 +174,40 @@ def test_upstream_as_it_was_read_is_active_and_stays_so(rested: Rested, session:
     assert the_record(current).decision is Decision.ACTIVE
     rested.helpers.Router.unread = foreign  # which the finding does not rest on
     assert the_record(current, deep=True).decision is Decision.ACTIVE
+
+
+OPTIONAL = """
+try:
+    import a_library_that_is_not_there
+except ImportError:
+    Fused = None
+else:
+    class Fused:
+        def route(self, x):
+            return x
+"""
+
+
+def test_a_class_that_needs_a_missing_library_is_upstreams_none(upstream: Upstream, session: SessionMaker) -> None:
+    upstream.write(BROKEN_TEXT + OPTIONAL)
+
+    def probe(tree: SourceTree) -> Finding:
+        source = tree.module(upstream.module_name)
+        assert source is not None
+        source.bindings.of("Fused")
+        return upstream.probe(tree)
+
+    overlay = upstream.overlay(probe=probe)
+    current = session(overlay)
+    current.arm()
+    module = upstream.load()
+
+    read = probing.examine(overlay, InstalledTree()).read
+    assert (ReadingKind.CLASS, "Fused") in {(each.kind, each.symbol) for each in read}
+    assert module.Fused is None
+    assert the_record(current).decision is Decision.ACTIVE
+    module.Fused = SimpleNamespace()
+    assert the_record(current).decision is Decision.CONFLICT
 
 
 @each_patch
