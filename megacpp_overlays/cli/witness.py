@@ -89,7 +89,6 @@ def witness(current: session.Session, how: WitnessOptions, ids: Sequence[str] = 
 _IN_WORDS = {
     Verdict.BROKEN: "broken and repaired",
     Verdict.FIXED: "right upstream",
-    Verdict.ABSENT: "absent",
     None: "not proved",
 }
 

@@ -3,7 +3,6 @@
 A witness is one small JSON file for a part of an overlay in one environment. `megacpp-overlays witness` writes it. Its verdict:
 
     FIXED    upstream alone has no defect
-    ABSENT   upstream alone has nothing that could have the defect
     BROKEN   upstream alone has it, with the seams of the named shape it has not, and neighbour cases are the same
 
 Where upstream alone has the defect and no seams were shown to repair it, the witness is BROKEN too, and says so in place of a
@@ -74,7 +73,7 @@ PROSE = frozenset(
     {"breaks", "brief", "concerns", "last_validated", "retire_when", "symptoms", "threads", "title", "until"}
 )
 """Fields of a declaration that are for people: no verdict and no seam depends on them."""
-_WITNESSED = frozenset({Verdict.FIXED.value, Verdict.ABSENT.value, Verdict.BROKEN.value})
+_WITNESSED = frozenset({Verdict.FIXED.value, Verdict.BROKEN.value})
 
 _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 

@@ -1,10 +1,9 @@
 """Prove by reproducers what probes do not recognise, and keep the verdicts for the loader.
 
-Every case of an overlay that this host can run measures upstream alone. Where none sees the defect, the verdict is FIXED, or
-ABSENT if there is nothing that could have it. Where one does, the seams of each shape that can be placed are tried out: no case
-may see the defect then, every part that was tried must be in, and neighbour cases must be the same. That is BROKEN, with the
-shape that repairs it; where no shape does, it is kept as BROKEN and not repaired. A case that fails is no answer, and one that cannot run
-here has none.
+Every case of an overlay that this host can run measures upstream alone. Where none sees the defect, the verdict is FIXED. Where one
+does, the seams of each shape that can be placed are tried out: no case may see the defect then, every part that was tried must be in, and
+neighbour cases must be the same. That is BROKEN, with the shape that repairs it; where no shape does, it is kept as BROKEN and not
+repaired. A case that fails, or finds nothing to ask although its target is there, is no answer, and one that cannot run here has none.
 """
 
 from __future__ import annotations
@@ -234,13 +233,12 @@ class _CaseRunner:
         asked = _asked(about)
         if all(each.alone.kind is not RunKind.BROKEN for each in asked):
             _demand_code_as_read(part, asked)
-            is_absent = all(each.alone.kind is RunKind.ABSENT for each in asked)
-            if is_absent and any(_of(each.alone, part).looks_repaired for each in asked):
+            if all(each.alone.kind is RunKind.ABSENT for each in asked):
+                # The target is there: it looks repaired, or its seams can be placed. Something else that a case needs is not.
                 raise _NoProofError(
-                    f"case {asked[0].case.name}: it failed: the probe sees what looks like a repair, and the case sees nothing to "
-                    f"repair: {asked[0].alone.seen}"
+                    f"case {asked[0].case.name}: it found nothing to ask, and its target is there: {asked[0].alone.seen}"
                 )
-            return _Proof(Verdict.ABSENT if is_absent else Verdict.FIXED, {}, tuple(asked))
+            return _Proof(Verdict.FIXED, {}, tuple(asked))
         names = tuple(each.case.name for each in asked)
         if names not in trials:
             trials[names] = self._repaired(parts, asked)

@@ -27,13 +27,12 @@ def _routed(
         learnt: whether gradients are right without it.
         settings: of the model.
     """
-    _prepare()
+    _prepare(PACK.STACK if overlay == HYBRID else PACK.ROUTER)
 
     def run(_: int) -> Mapping[str, Any]:
         import torch
         from megatron.core import parallel_state
         from megatron.core.process_groups_config import ProcessGroupCollection
-        from megatron.core.transformer.moe.moe_utils import get_moe_metrics_tracker
 
         torch.cuda.current_device = lambda: "cpu"  # where Megatron puts what it makes
         if hasattr(torch.compiler, "set_stance"):
@@ -53,26 +52,28 @@ def _routed(
         for _use in range(PACK.PREDICTIONS):
             found["shares"], found["chosen"] = router(states)
             (found["shares"] * slope).sum().backward()
-        metrics = get_moe_metrics_tracker()._metrics
         if learnt:
             found["gradient of weight"] = router.weight.grad
-        return {**found, **({name: each.values for name, each in metrics.items()} if logged else {})}
+        return {**found, **(PACK._logged() if logged else {})}
 
     return on_ranks(1, run)
 
 
-def _prepare() -> None:
+def _prepare(needed: str) -> None:
     """Import what the rank needs before it is forked.
 
+    Args:
+        needed: the module that makes the router, or the router's own.
+
     Raises:
-        TargetAbsent: no layer of multi-token prediction of a hybrid model is used more than once.
+        TargetAbsent: there is no such module, or no layer of multi-token prediction is used more than once.
     """
     try:
-        for each in (PACK.STACK, PACK.ROUTER):
+        for each in (needed, PACK.ROUTER):
             importlib.import_module(each)
         from megatron.core.transformer.transformer_config import TransformerConfig
     except ModuleNotFoundError as error:
-        raise TargetAbsent("there is no hybrid model") from error
+        raise TargetAbsent(f"there is no {needed}") from error
     if not hasattr(TransformerConfig, "mtp_use_repeated_layer"):
         raise TargetAbsent("no layer of multi-token prediction is used more than once")
 

@@ -20,6 +20,7 @@ from megacpp_overlays.repro import Behaviour, Case, TargetAbsent
 
 STACK = "megatron.core.models.hybrid.hybrid_block"
 ROUTER = "megatron.core.transformer.moe.router"
+UTILS = "megatron.core.transformer.moe.moe_utils"
 EXPERTS = "megatron.core.transformer.moe.moe_layer"
 PREDICTION = "megatron.core.transformer.multi_token_prediction"
 INFERENCE = "is_inference_column_parallel_linear"
@@ -28,23 +29,23 @@ ROUNDING = 1e-5
 
 
 def _hybrid() -> Behaviour:
-    return _in_a_process(_stacked, aux_loss=True)
+    return _in_a_process(_stacked, STACK, aux_loss=True)
 
 
 def _z_loss() -> Behaviour:
-    return _in_a_process(_told, aux_loss=False)
+    return _in_a_process(_told, ROUTER, aux_loss=False)
 
 
-def _in_a_process(make: Callable[..., Any], *, aux_loss: bool) -> Behaviour:
+def _in_a_process(make: Callable[..., Any], needed: str, *, aux_loss: bool) -> Behaviour:
     """Run in a fork, which may say where Megatron's tensors go."""
     import torch  # noqa: F401 - once, before the fork
 
     try:
-        for each in (STACK, ROUTER):
+        for each in (needed, ROUTER):
             importlib.import_module(each)
         from megatron.core.transformer.transformer_config import TransformerConfig
     except ModuleNotFoundError as error:
-        raise TargetAbsent("there is no hybrid model") from error
+        raise TargetAbsent(f"there is no {needed}") from error
     if not hasattr(TransformerConfig, "mtp_use_repeated_layer"):
         raise TargetAbsent("no layer of multi-token prediction is used more than once")
     context = multiprocessing.get_context("fork")
@@ -67,7 +68,6 @@ def _measured(make: Callable[..., Any], aux_loss: bool, folder: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.moe.moe_utils import get_moe_metrics_tracker
 
     parallel_state.initialize_model_parallel()
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -75,18 +75,17 @@ def _measured(make: Callable[..., Any], aux_loss: bool, folder: Path) -> None:
     for of_tokens in (True, False):
         repeated, once = (_gradient(make, groups, aux_loss, predictions, of_tokens) for predictions in (PREDICTIONS, 1))
         times.insert(0, float(repeated.norm() / once.norm()))
-    (entry,) = get_moe_metrics_tracker()._metrics.values()  # noqa: SLF001 - of the use that came last
-    slot = int(entry.values.nonzero()[0]) + 1
+    (values,) = _logged().values()  # of the use that came last
+    slot = int(values.nonzero()[0]) + 1
     (folder / "times").write_text(f"{times[0]} {times[1]} {slot}")
     torch.distributed.destroy_process_group()
 
 
 def _gradient(make: Callable[..., Any], groups: Any, aux_loss: bool, predictions: int, of_tokens: bool) -> Any:
     import torch
-    from megatron.core.transformer.moe.moe_utils import get_moe_metrics_tracker
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    get_moe_metrics_tracker()._metrics.clear()  # noqa: SLF001 - nothing of the other use
+    _log().clear()  # nothing of the other use
     config = TransformerConfig(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
@@ -111,6 +110,19 @@ def _gradient(make: Callable[..., Any], groups: Any, aux_loss: bool, predictions
         shares, _ = router(states)
         (shares * 0.0).sum().backward()
     return router.weight.grad
+
+
+def _log() -> Any:
+    """Return the losses that are logged, by name: a table of tables up to 0.17."""
+    utils: Any = importlib.import_module(UTILS)
+    if hasattr(utils, "get_moe_metrics_tracker"):
+        return utils.get_moe_metrics_tracker()._metrics  # noqa: SLF001
+    return utils.get_moe_layer_wise_logging_tracker()
+
+
+def _logged() -> dict[str, Any]:
+    """Return the losses that are logged, a number for each layer, by name."""
+    return {name: each["values"] if isinstance(each, dict) else each.values for name, each in _log().items()}
 
 
 def _stacked(config: Any, groups: Any) -> Any:
