@@ -126,7 +126,7 @@ def test_the_defect_in_another_form_is_installed_on_once_it_was_witnessed_and_un
 
     before, proved, after = (answers["another_form"][each] for each in ("before", "witness", "after"))
     assert (before["decision"], before["proof"]) == ("unproved", None)
-    assert "`megacpp-overlays witness` runs it here" in before["reason"]
+    assert "`megacpp-overlays witness` runs its reproducer" in before["reason"]
     assert proved["code"] == 0, proved["said"]
     assert proved["said"].startswith(f"proved BROKEN: {release.overlay} on ")
     assert (after["decision"], after["proof"], after["shape"]) == ("active", "witnessed", shape)
