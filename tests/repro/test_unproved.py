@@ -153,4 +153,5 @@ def test_a_repair_that_nobody_read_retires_and_another_defect_beside_it_is_not_c
     assert (repaired["after"]["decision"], repaired["after"]["proof"]) == ("retired", "witnessed")
     assert worse["witness"]["code"] == 1
     assert "broken, not repaired: " in worse["witness"]["said"]
-    assert worse["after"]["decision"] == "unproved"
+    assert worse["after"]["decision"] == "conflict"
+    assert "broken here, and its reproducer showed no repair" in worse["after"]["reason"]
