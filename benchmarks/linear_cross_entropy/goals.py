@@ -1,4 +1,4 @@
-"""Goals of the fused linear cross entropy, beside the results of linear_cross_entropy.py. Standard library only."""
+"""Compare the results of linear_cross_entropy.py with the goals of the fused linear cross entropy. Standard library only."""
 
 from __future__ import annotations
 

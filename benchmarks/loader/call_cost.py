@@ -1,4 +1,4 @@
-"""Cost of counting the calls of a seam: a call through a counting function beside the same call without it.
+"""Cost of counting the calls of a seam: calls with a counter against the same calls without one.
 
     make bench                                     writes benchmarks/results/call_cost.md
     python benchmarks/loader/call_cost.py          prints the same

@@ -1,4 +1,4 @@
-"""Cost of importing this package, beside others that work at import, and the time that its overlays add to their targets.
+"""Cost of importing this package against other packages that work at import, and of overlays at the import of their targets.
 
     make bench                                     in the lane that has all of them, and writes import_cost.md
     python benchmarks/loader/import_cost.py               in any environment; what is not installed is left out

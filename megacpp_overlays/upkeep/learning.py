@@ -180,21 +180,20 @@ def write_down(
         OSError: it cannot be written.
     """
     declared = {known.name_of(part): part for part in parts}
-    shapes = {f"{each['overlay']} {each['target']}": each for each in kept}
+    witnessed = {f"{each['overlay']} {each['target']}": each for each in kept}
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     found: dict[str, dict[str, Any]] = {}
     for lesson in lessons:
         name = f"{lesson.overlay} {lesson.module}"
-        witness = shapes.get(name, {})
-        is_kept = lesson.verdict is not None or "unrepaired" in witness
+        witness = witnessed.get(name, {})  # nothing is kept of a part that was neither proved nor shown to be broken
         shape = NOT_REPAIRED if "unrepaired" in witness else witness.get("shape")
         cases = "; ".join(f"{each['case']}: {each['seen']}" for each in witness.get("cases", ()))
         found[name] = {
-            "verdict": witness.get("verdict") if is_kept else None,
-            "shape": shape if is_kept else None,
+            "verdict": witness.get("verdict"),
+            "shape": shape,
             "seen": cases if lesson.verdict is not None and cases else lesson.reason,
             "date": today,
-            "code": learned.code_of(declared[name], shape if is_kept else None),
+            "code": learned.code_of(declared[name], shape),
         }
     of_learned, of_published = how.beside(learned.FILE), how.beside(published.FILE)
     texts = json.loads(of_learned.read_text(encoding="utf-8"))

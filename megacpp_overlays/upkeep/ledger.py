@@ -38,7 +38,7 @@ _HISTORY_HEAD = ("| overlay | pack | retired | upstream release | condition that
 def render(overlays: Sequence[Erratum], existing: Path | None, retired: Sequence[RetiredOverlay] | None = None) -> str:
     """Return the ledger for these overlays and retired ones, with what people wrote into an existing file's history."""
     gone = read() if retired is None else retired
-    return "\n".join([_HEAD, *map(_entry, _by_id(overlays)), _history(existing, gone)])
+    return "\n".join([_HEAD, *map(_entry, by_id(overlays).values()), _history(existing, gone)])
 
 
 def link(overlay: Erratum) -> str:
@@ -66,7 +66,7 @@ def due(overlays: Sequence[Erratum], tree: SourceTree, settings: Settings | None
     def verdict(part: Erratum) -> Verdict:
         return (examine_installed(part, tree, settings) if settings else examine(part, tree)).verdict
 
-    return [parts[0] for parts in _by_id(overlays) if is_due(map(verdict, parts))]
+    return [parts[0] for parts in by_id(overlays).values() if is_due(map(verdict, parts))]
 
 
 def is_due(verdicts: Iterable[Verdict]) -> bool:
@@ -75,12 +75,12 @@ def is_due(verdicts: Iterable[Verdict]) -> bool:
     return Verdict.FIXED in found and found <= {Verdict.FIXED, Verdict.ABSENT}
 
 
-def _by_id(overlays: Sequence[Erratum]) -> list[list[Erratum]]:
-    """Return the parts of each overlay, in order."""
+def by_id(overlays: Sequence[Erratum]) -> dict[str, list[Erratum]]:
+    """Return the parts of each overlay by its id, in order."""
     parts: dict[str, list[Erratum]] = {}
     for overlay in overlays:
         parts.setdefault(overlay.id, []).append(overlay)
-    return list(parts.values())
+    return parts
 
 
 def _history(path: Path | None, retired: Sequence[RetiredOverlay]) -> str:

@@ -96,9 +96,7 @@ def overlays_page(overlays: Sequence[Erratum], packs: Path) -> str:
         overlays: their declarations, the parts of one side by side.
         packs: the inventory, whose kept matrix says which releases are broken.
     """
-    parts: dict[str, list[Erratum]] = {}
-    for overlay in overlays:
-        parts.setdefault(overlay.id, []).append(overlay)
+    parts = ledger.by_id(overlays)
     releases = read_releases(packs / "matrix.json", parts)
     notes = {int(folder.name[:2]): folder.name for folder in sorted(packs.glob("[0-9][0-9]-*"))}
     lines = ["# Overlays and gates", "", GENERATED, ""]
@@ -125,9 +123,7 @@ _ABOUT_OVERLAYS = (
 
 def broken_ranges(overlays: Sequence[Erratum], packs: Path) -> dict[str, str]:
     """Return the releases that each overlay repairs or gates by id; those that are in none, without a range."""
-    parts: dict[str, list[Erratum]] = {}
-    for overlay in overlays:
-        parts.setdefault(overlay.id, []).append(overlay)
+    parts = ledger.by_id(overlays)
     found: dict[str, str] = {}
     for name, each in read_releases(packs / "matrix.json", parts).items():
         ranges = each.with_outcome(REPAIRED if parts[name][0].installs else LEFT_ALONE) if name in parts else "none"

@@ -1,4 +1,4 @@
-"""The contents and the destination of a filing: notes, files beside them, and a thread that exists or is to be opened."""
+"""The contents and the destination of a filing: notes and files, and a thread that exists or is to be opened."""
 
 from __future__ import annotations
 
