@@ -1,4 +1,4 @@
-"""Functions in C++ text that a package ships, compared by what they say and not by how they are laid out."""
+"""Text that a package ships, such as C++, compared by what it says and not by how it is laid out."""
 
 from __future__ import annotations
 
@@ -9,25 +9,6 @@ from megacpp_overlays.source.trees import ModuleSource, ShippedFile
 
 _COMMENT = r"//[^\n]*|/\*.*?\*/"
 """Compiled at its first use: importing this module is part of every start."""
-
-
-def function(file: ShippedFile, head: str) -> str | None:
-    """Return the text of the one function that begins with `head`, without comments and with single spaces.
-
-    Returns:
-        None when there is no such text, when it occurs more than once, or when its braces do not close.
-    """
-    text = _without_comments(file.text)
-    if text.count(head) != 1:
-        return None
-    start = text.index(head)
-    opening = text.find("{", start)
-    depth = 0
-    for place in range(opening, len(text)) if opening >= 0 else ():
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return " ".join(text[start : place + 1].split())
-    return None
 
 
 def at(file: ShippedFile | ModuleSource, mark: str, seen: str) -> Evidence:

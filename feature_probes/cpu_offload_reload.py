@@ -11,7 +11,6 @@ from __future__ import annotations
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes.definitions import plain_class, plain_function, words
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
-from megacpp_overlays.feature_probes.repairs import Repairs, judged
 from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import SourceTree
@@ -22,7 +21,6 @@ TARGET = Target(distribution="megatron-core", module="megatron.core.optimizer.di
 COPIES = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
 STALE = "copies-not-refreshed"
 
-_REPAIRED: Repairs = {}  # no repair was merged yet
 _HYBRID = Pattern("if isinstance(self.optimizer, HybridDeviceOptimizer): $$_")
 _RETURNS = (
     Pattern("if isinstance(self.optimizer, HybridDeviceOptimizer): return"),
@@ -64,13 +62,11 @@ def probe(tree: SourceTree) -> Finding:
     found = [each.node for each in _HYBRID.find(method) if each.node in method.body]
     if hybrid is None or len(found) != 1 or not any(_MAINS.find(method)):
         raise unknown(source, method, "weights are copied otherwise")
-    places = [f"{TARGET.module}:{METHOD}", f"{COPIES}:{UPDATE}"]
     if not any(any(each.find(found[0])) for each in _RETURNS):
-        seen = at(source, found[0], "more is done for an offloaded optimizer")
-        return judged(tree, _REPAIRED, seen, places=places)
+        raise unknown(source, found[0], "more is done for an offloaded optimizer")
     update, made = plain_function(hybrid, UPDATE), plain_function(hybrid, f"{HYBRID}._init_sub_optimizers")
     if update is not None and not _FP32.match(update):
-        return judged(tree, _REPAIRED, at(hybrid, update, "more than fp32 copies is refreshed"), places=places)
+        raise unknown(hybrid, update, "more than fp32 copies is refreshed")
     if made is None or not any(_INNER.find(made)) or not any(_KEPT.find(made)):
         raise SourceError(f"{HYBRID} does not keep what it steps from", file=hybrid.path)
     return broken(STALE, at(source, found[0], "main weights of an offloaded optimizer are not taken from the model"))

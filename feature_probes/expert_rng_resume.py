@@ -13,7 +13,6 @@ import ast
 from megacpp_overlays.errors import SourceError
 from megacpp_overlays.feature_probes.definitions import plain_function
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
-from megacpp_overlays.feature_probes.repairs import Repairs, judged
 from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import SourceTree
@@ -24,7 +23,6 @@ STREAMS = "megatron.core.tensor_parallel.random"
 SEED = "model_parallel_cuda_manual_seed"
 REPLICAS = "one-of-replicas"
 
-_REPAIRED: Repairs = {}  # no release has it
 _STATES = Pattern("tensor_parallel.get_cuda_rng_tracker().get_states()")
 _ONE = Pattern("$states = [$state]")
 _SHARDED = Pattern("$states = ShardedObject($_, $states, (pp_size, tp_size), (pp_rank, tp_rank), replica_id=$replica)")
@@ -52,8 +50,7 @@ def probe(tree: SourceTree) -> Finding:
         raise unknown(source, base, f"{READ} is not given the states of this process")
     found = [each for each in _SHARDED.find(method) if each.text("replica") in _REPLICA]
     if len(found) != 1 or "expert" in ast.unparse(method):
-        places = [f"{TARGET.module}:{each}" for each in (SAVED, READ, LOADED)]
-        return judged(tree, _REPAIRED, at(source, method, "states are saved for other ranks"), places=places)
+        raise unknown(source, method, "states are saved for other ranks")
     if not any(_ONE.find(method)) or not any(_STATES.find(method)):
         raise unknown(source, method, "other states are saved")
     return broken(REPLICAS, at(source, found[0].node, "ranks that differ in their expert stream are replicas"))

@@ -15,14 +15,9 @@ def at(source: ModuleSource, node: ast.AST, seen: str) -> Evidence:
     return Evidence(seen=seen, file=source.path, line=getattr(node, "lineno", None))
 
 
-def conclusion(verdict: Verdict, shape: str | None, *seen: Evidence) -> Finding:
-    """Return the finding of a verdict, a shape where it is BROKEN, and what was seen."""
-    return Finding(verdict=verdict, shape=shape, evidence=seen)
-
-
 def broken(shape: str, *seen: Evidence) -> Finding:
     """Return the finding of a recognised shape."""
-    return conclusion(Verdict.BROKEN, shape, *seen)
+    return Finding(verdict=Verdict.BROKEN, shape=shape, evidence=seen)
 
 
 def fixed(*seen: Evidence, repair: Sequence[Body | Text]) -> Finding:
@@ -30,19 +25,15 @@ def fixed(*seen: Evidence, repair: Sequence[Body | Text]) -> Finding:
     return Finding(verdict=Verdict.FIXED, shape=None, evidence=seen, repair=tuple(repair), proof=Proof.READ)
 
 
-def looks_repaired(*seen: Evidence, repair: Sequence[Body | Text]) -> Finding:
-    """Return the finding of what has the structure of a repair, and of which nobody read all."""
-    return Finding(verdict=Verdict.UNRECOGNISED, shape=None, evidence=seen, repair=tuple(repair), looks_repaired=True)
-
-
 def absent(seen: str, source: ModuleSource | None = None) -> Finding:
     """Return the finding where there is nothing to repair, with the module that was looked at."""
-    return conclusion(Verdict.ABSENT, None, Evidence(seen=seen, file=source.path if source else None))
+    where = Evidence(seen=seen, file=source.path if source else None)
+    return Finding(verdict=Verdict.ABSENT, shape=None, evidence=(where,))
 
 
 def unrecognised(*seen: Evidence) -> Finding:
     """Return the finding that installs nothing."""
-    return conclusion(Verdict.UNRECOGNISED, None, *seen)
+    return Finding(verdict=Verdict.UNRECOGNISED, shape=None, evidence=seen)
 
 
 def unknown(source: ModuleSource, node: ast.AST | None, seen: str) -> SourceError:

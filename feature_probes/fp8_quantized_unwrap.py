@@ -8,8 +8,7 @@ A quantized tensor of Transformer Engine says bf16 and has no storage. What was 
     bf16-guard-fooled   a guard asks for bf16 and is told so; the permutation that follows dequantizes silently.
                         0.19.0, 0.19.2, main since 2026-07-24, and the port to dev in pull request 6279
     ABSENT              0.18.2 and older, dev, and the head of pull request 3674, whose backends are elsewhere
-    FIXED               nothing yet: a dispatcher that asks for QuantizedTensor and dequantizes, or declines, and is a
-                        known one otherwise looks repaired
+    FIXED               nothing yet
 
 The seam hands the dispatcher plain tensors, so it fits any dispatcher that does not look for quantized ones. Every
 call and attribute in it must be one that was read, and nothing in it, in its guard or in the kernel's autograd function
@@ -24,9 +23,8 @@ from collections.abc import Iterator, Sequence
 
 from megacpp_overlays.feature_probes.definitions import called, plain_function, statements, words
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
-from megacpp_overlays.feature_probes.repairs import Repairs, judged
 from megacpp_overlays.model import Finding, Target
-from megacpp_overlays.source.patterns import Match, Pattern
+from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, parameters
 
 _PACKAGE = "megatron.core.transformer.experimental_attention_variant"
@@ -40,11 +38,7 @@ TENSORS = ("query", "key")
 PER_BATCH = "per-batch-pointer"
 GUARD_FOOLED = "bf16-guard-fooled"
 
-_REPAIRED: Repairs = {}
-"""No dispatcher that asks itself was read yet."""
-
 _PARAMETERS = (*TENSORS, "topk_indices", "softmax_scale", "v_channels")
-_QUANTIZED = "QuantizedTensor"
 _GUARD = "_all_bfloat16"
 _FUNCTIONS = {
     f"{KERNEL}.apply",
@@ -73,15 +67,6 @@ def {_GUARD}(*tensors):
     return all((tensor.dtype == torch.bfloat16 for tensor in tensors))
 """)
 
-_ASKS = Pattern(f"isinstance($tensor, {_QUANTIZED})")
-_DECLINES = (Pattern("if $asked: return None"), Pattern("if $asked: return"))
-_DEQUANTIZES = (
-    Pattern(f"if isinstance($tensor, {_QUANTIZED}): $tensor = $tensor.dequantize($$dtype)"),
-    Pattern(f"$tensor = $tensor.dequantize($$dtype) if isinstance($tensor, {_QUANTIZED}) else $tensor"),
-)
-_DTYPES = {"torch.bfloat16", *(f"{name}.dtype" for name in TENSORS)}
-_PADS = Pattern("$tensor = torch.nn.functional.pad($tensor, $$how)")
-
 
 def probe(tree: SourceTree) -> Finding:
     """Return what `ops.tilelang_dsa.fused_sparse_mla_absorbed` does to a quantized query or key.
@@ -106,14 +91,10 @@ def _probe(tree: SourceTree, target: Target) -> Finding:
     if not re.search(rf"\b{target.symbol}\b", source.text) and source.find(target.symbol) is None:
         return absent(f"defines no {target.symbol}", source)
     function = _dispatcher(source, target.symbol)
-    rest = _without_repair(source, function)
-    _check_known(source, rest or function)
+    _check_known(source, function)
     _check_names(source, function)
     _check_kernel(tree)
-    shape, call, seen = _shape(source, rest or function)
-    if rest is not None:
-        places = (f"{source.name}:{function.name}", f"{source.name}:{_QUANTIZED}", f"{source.name}:{KERNEL}")
-        return judged(tree, _REPAIRED, at(source, function, "asks for QuantizedTensor itself"), places=places)
+    shape, call, seen = _shape(source, function)
     return broken(shape, at(source, call, seen))
 
 
@@ -218,60 +199,3 @@ def _first_made(function: FunctionNode, argument: ast.AST) -> ast.AST | None:
 def _is_made(value: ast.AST | None, form: Pattern, tensor: str) -> bool:
     found = form.match(value)
     return found is not None and found.text("tensor") == tensor
-
-
-def _without_repair(source: ModuleSource, function: FunctionNode) -> FunctionNode | None:
-    """Return the function without the first-level statements that ask `isinstance(..., QuantizedTensor)`, for query
-    and key, and decline or dequantize; or None if it has no such repair.
-
-    Only refusals may come before them, and only padding may bind the query or the key again.
-    """
-    imports = [
-        node for node in source.syntax.body if isinstance(node, ast.ImportFrom) and _is_of_transformer_engine(node)
-    ]
-    brought = [alias for node in imports for alias in node.names if (alias.name, alias.asname) == (_QUANTIZED, None)]
-    handled: set[str] = set()
-    kept: list[ast.stmt] = []
-    early = len(brought) == 1
-    for statement in function.body:
-        if names := _handled_by(statement) if early else set():
-            handled |= names
-        else:
-            kept.append(statement)
-            early = early and (statement not in statements(function.body) or _declined(statement) is not None)
-    if handled != set(TENSORS):
-        return None
-    _check_bound(source, _QUANTIZED, brought)
-    import copy  # noqa: PLC0415 - neither is needed to arm
-
-    from megacpp_overlays.source.bindings import Bindings  # noqa: PLC0415
-
-    rest = copy.copy(function)
-    rest.body = kept
-    pads = [pad["tensor"] for pad in _PADS.find(rest)]
-    again = Bindings(ast.Module(body=kept, type_ignores=[]))
-    if others := [node for name in TENSORS for node in again.anywhere(name) if node not in pads]:
-        raise unknown(source, others[0], f"{function.name} binds the query or the key again")
-    return rest
-
-
-def _is_of_transformer_engine(node: ast.ImportFrom) -> bool:
-    return (node.module or "").partition(".")[0] == "transformer_engine"
-
-
-def _declined(statement: ast.stmt) -> Match | None:
-    return next(filter(None, (pattern.match(statement) for pattern in _DECLINES)), None)
-
-
-def _handled_by(statement: ast.stmt) -> set[str]:
-    """Return the tensors that a statement declines or dequantizes where they are quantized, and does no more."""
-    if (declined := _declined(statement)) is not None:
-        test = declined["asked"]
-        parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) else [test]
-        asked = [found.text("tensor") for part in parts if (found := _ASKS.match(part))]
-        return set(asked) & set(TENSORS) if len(asked) == len(parts) and set(asked) <= set(TENSORS) else set()
-    for found in filter(None, (pattern.match(statement) for pattern in _DEQUANTIZES)):
-        dtype = [ast.unparse(each).removeprefix("dtype=") for each in found.many("dtype")]
-        if found.text("tensor") in TENSORS and len(dtype) <= 1 and set(dtype) <= _DTYPES:
-            return {found.text("tensor")}
-    return set()

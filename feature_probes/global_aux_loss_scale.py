@@ -13,7 +13,6 @@ import ast
 
 from megacpp_overlays.feature_probes.definitions import binders, plain_class, plain_function, words
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
-from megacpp_overlays.feature_probes.repairs import Repairs, judged
 from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source.patterns import Match, Pattern
 from megacpp_overlays.source.trees import ModuleSource, SourceTree
@@ -25,7 +24,6 @@ TARGET = Target(distribution="megatron-core", module="megatron.core.transformer.
 UTILS, LOSS = "megatron.core.transformer.moe.moe_utils", "switch_load_balancing_loss_func"
 DIVIDED = "divided-twice"
 
-_REPAIRED: Repairs = {}  # no repair was merged yet
 _BEGIN = """
 def _apply_global_aux_loss($$_):
     $coeff = self.get_aux_loss_coeff("global_aux_loss")
@@ -101,9 +99,6 @@ def probe(tree: SourceTree) -> Finding:
     if loss is None or len(binders(loss, "aux_loss")) != 1 or not any(_SCALED.find(loss)):
         raise unknown(source, method, f"{LOSS} divides by other than the square of all tokens")
     found = next(filter(None, (each.match(method) for each in _METHODS)), None)
-    if found is None and words(method) & (_OF_RANKS - {"tp_dp_cp_group"}):
-        asks = at(source, method, "the loss over the global batch asks how many ranks there are")
-        return judged(tree, _REPAIRED, asks, places=[f"{TARGET.module}:{each}" for each in (METHOD, ATTACHED)])
     if found is None or not _more(found) <= _MORE | {f"valid_token_count={found.text('local')}"}:
         raise unknown(source, method, "the loss over the global batch is computed otherwise")
     _check_gradient(source, attached)

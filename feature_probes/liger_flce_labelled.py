@@ -11,24 +11,16 @@ on. Before them the same parts are only read for gradients per token.
 
 from __future__ import annotations
 
-import ast
-
 from megacpp_overlays.feature_probes import liger_flce_none_backward as per_token
 from megacpp_overlays.feature_probes.findings import absent, at, broken, finding_of, unknown, unrecognised
-from megacpp_overlays.feature_probes.repairs import Repairs, judged
 from megacpp_overlays.model import Evidence, Finding, Target, Verdict
-from megacpp_overlays.source.trees import FunctionNode, SourceTree
+from megacpp_overlays.source.trees import SourceTree
 
 TARGET = Target(distribution="liger-kernel", module=per_token.MODULE, symbol=per_token.FUNCTION)
 EVERY_TOKEN = "every-token"  # noqa: S105 - no password
 """All tokens are computed, in a release whose contract was read."""
 OLDER = "older"
 """All tokens are computed, in a release before gradients per token."""
-
-_REPAIRED: Repairs = {}
-"""No repair was read yet."""
-_INPUT = "_input"
-_SELECTING = frozenset({"index_select", "masked_select", "take_along_dim", "nonzero"})
 
 
 def probe(tree: SourceTree) -> Finding:
@@ -37,13 +29,6 @@ def probe(tree: SourceTree) -> Finding:
     if source is None:
         return absent(f"there is no {TARGET.module}")
     core = source.function(per_token.CORE_FORWARD)
-    if core is not None and (selected := _selection(core)) is not None:
-        return judged(
-            tree,
-            _REPAIRED,
-            at(source, selected, "tokens are selected before their product"),
-            places=[f"{per_token.MODULE}:", f"{per_token.KERNEL_MODULE}:"],
-        )
     found = finding_of(per_token.probe, tree)
     if found.verdict is Verdict.UNRECOGNISED:
         return unrecognised(*found.evidence)
@@ -54,18 +39,3 @@ def probe(tree: SourceTree) -> Finding:
     if found.verdict is Verdict.FIXED:
         return broken(EVERY_TOKEN, every, *found.evidence[-1:])
     return broken(OLDER, every, Evidence(seen="gradients are not computed per token"))
-
-
-def _selection(core: FunctionNode) -> ast.AST | None:
-    """Return where hidden states are bound to a part of themselves that is no range of tokens, or None."""
-    for node in ast.walk(core):
-        if isinstance(node, ast.Subscript) and _is_input(node.value) and not isinstance(node.slice, ast.Slice):
-            return node
-        called = node.func if isinstance(node, ast.Call) else None
-        if isinstance(called, ast.Attribute) and called.attr in _SELECTING and _is_input(called.value):
-            return node
-    return None
-
-
-def _is_input(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and node.id == _INPUT

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from megacpp_overlays.feature_probes.definitions import plain_class, plain_function, words
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
-from megacpp_overlays.feature_probes.repairs import Repairs, judged
 from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import SourceTree
@@ -20,8 +19,6 @@ METHOD, MASKS = f"{CLASS}.__getitem__", "_get_ltor_masks_and_position_ids"
 TARGET = Target(distribution="megatron-core", module="megatron.core.datasets.gpt_dataset", symbol=METHOD)
 FIRST, EVERY = "first-in-cache", "every-in-cache"
 
-_REPAIRED: Repairs = {}  # no repair was merged yet
-_COPIED = Pattern("self.cached_loss_mask = $_.clone()")
 _CACHE = Pattern("self.cached_loss_mask")
 _GET = Pattern("""
 def __getitem__(self, idx):
@@ -68,9 +65,6 @@ def probe(tree: SourceTree) -> Finding:
         return absent(f"{CLASS} masks no padding", source)
     if not any(_CACHEABLE.find(made)) or not _ONES.match(plain_function(source, MASKS)):
         raise unknown(source, cls, "masks that are cached may be others than of ones")
-    for copied in _COPIED.find(cls):
-        places = [f"{TARGET.module}:{each}" for each in (METHOD, MASKS)]
-        return judged(tree, _REPAIRED, at(source, copied.node, "a copy of the loss mask is cached"), places=places)
     found = _GET.match(method)
     shape = _READ.get(found.text("read")) if found else None
     if found is None or shape is None or sum(1 for _ in _CACHE.find(method)) != len(_READ):

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from megacpp_overlays.feature_probes.definitions import words
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
-from megacpp_overlays.feature_probes.repairs import Repairs, judged
-from megacpp_overlays.model import Evidence, Finding, Target
+from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source.trees import FunctionNode, SourceTree
 
 _PACKAGE = "megatron.core.ssm.ops.gdp"
@@ -23,8 +22,6 @@ WITH_HYBRID_MODELS = "asked-with-hybrid-models"
 
 _REACHED_FROM = "megatron.core.inference.contexts.dynamic_context"
 """What `import megatron.core` executes on main, and what has imported the kernels since #6595."""
-_REPAIRED: Repairs = {}
-"""No tree with the module that does not ask was read yet: it has asked in every commit of main that has it."""
 _HARMLESS = {"is_available", "is_initialized"}
 """What `torch.cuda` answers without initialising itself."""
 
@@ -36,8 +33,7 @@ def probe(tree: SourceTree) -> Finding:
         return absent(f"there is no {TARGET.module}")
     asking = next(_asking(source.syntax.body), None)
     if asking is None:
-        nothing = Evidence(seen="nothing is seen to ask for the device when it is imported", file=source.path)
-        return judged(tree, _REPAIRED, nothing, places=(f"{TARGET.module}:",))
+        raise unknown(source, None, "nothing is seen to ask for the device when it is imported")
     if "is_initialized" in words(source.syntax):
         raise unknown(source, asking, "it may only be asked where CUDA is initialised already")
     seen = at(source, asking, f"{ast.unparse(asking.func)} is called by the import")

@@ -10,27 +10,25 @@ A program of such a kernel rotates BLOCK_H heads of one token, and the tuner tri
     in place            queries are loaded in one order and stored in another, and nothing makes the warps of a program wait
                         for each other (https://github.com/NVIDIA/Megatron-LM/issues/4640)
 
-    up to 0.12.3                          no such kernels: ABSENT
-    0.13.0 to 0.19.2                      BROKEN, in kernels named after queries and keys
-    main since 2026-08-17, dev            BROKEN, in kernels for any tensor
+Up to 0.12.3 there are no such kernels. From 0.13.0 to 0.19.2 they are named after queries and keys; on main since 2026-08-17, and on
+dev, they take any tensor. No tree has a repair.
 
 The seam calls upstream's launches with other configurations of the tuner. What a launch passes, and which numbers a program
-reads, decides whether these are right, so the whole module must be one that was read.
+reads, decides whether these are right. So the verdict rests on the whole module.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from megacpp_overlays.feature_probes import cpp_source
-from megacpp_overlays.feature_probes.findings import absent, broken, unknown
-from megacpp_overlays.feature_probes.repairs import Repairs, judged, meaning
+from megacpp_overlays.feature_probes import forms
+from megacpp_overlays.frozen import NamedTuple
 from megacpp_overlays.model import Finding, Target
-from megacpp_overlays.source import knowledge
 from megacpp_overlays.source.trees import SourceTree
 
-MODULE = "megatron.core.fusions.fused_mla_yarn_rope_apply"
-TARGET = Target(distribution="megatron-core", module=MODULE, symbol="ApplyMLARotaryEmbQ")
+TARGET = Target(
+    distribution="megatron-core",
+    module="megatron.core.fusions.fused_mla_yarn_rope_apply",
+    symbol="ApplyMLARotaryEmbQ",
+)
 OF_QUERIES, OF_ANY = "queries-and-keys", "any-tensor"
 
 
@@ -57,39 +55,8 @@ LAUNCHES = {
     ),
 }
 """By shape."""
-_KNOWN = {
-    "84d4abd09bdeb9db": (OF_QUERIES, "0.13.0 and 0.13.1"),
-    "026fb461ed55e3a2": (OF_QUERIES, "0.14.0 to 0.15.3"),
-    "dd6cb3fc6671c770": (OF_QUERIES, "0.16.0 to 0.19.2"),
-    "a06b6a77e066ee16": (OF_ANY, "main since e4ba3a30f2 (2026-08-17)"),
-    "174202725a7a6a69": (OF_ANY, "dev since 9304a25642 (2026-07-27)"),
-}
-"""Fingerprints of whole modules."""
-_TEXTS = {
-    "fecc29b819e521f3": "84d4abd09bdeb9db",
-    "2dedb6fd48911f70": "026fb461ed55e3a2",
-    "e024229207a3f428": "dd6cb3fc6671c770",
-    "0688c81c84722c75": "a06b6a77e066ee16",
-    "c89560132a9ee837": "174202725a7a6a69",
-}
-"""The same by the hash of the text: to parse it takes twenty times as long."""
-_REPAIRED: Repairs = {}
-"""No repair was merged yet."""
-_BLOCK = "BLOCK_H"
 
 
 def probe(tree: SourceTree) -> Finding:
     """Return whether blocks of heads are tried that do not divide the heads."""
-    source = tree.module(MODULE)
-    if source is None:
-        return absent(f"there is no module {MODULE}")
-    body = _TEXTS.get(knowledge.as_known(source.sha256[:16])) or meaning(tree, f"{MODULE}:")
-    if (known := _KNOWN.get(body)) is not None:
-        shape, read_in = known
-        seen = f"the mask of a block does not know which block it is, as in {read_in}"
-        return broken(shape, cpp_source.at(source, "mask = x_off < head_num", seen))
-    masks = [line for line in source.text.splitlines() if "mask" in line and "head_num" in line]
-    if _BLOCK in source.text and any("pid_head" in line for line in masks):
-        knows = cpp_source.at(source, masks[0].strip(), "a mask knows which block it is")
-        return judged(tree, _REPAIRED, knows, places=(f"{MODULE}:",))
-    raise unknown(source, None, f"nobody read this text of {MODULE}: {body}")
+    return forms.finding("mla-rope-head-blocks", TARGET, tree)

@@ -12,7 +12,6 @@ import ast
 
 from megacpp_overlays.feature_probes.definitions import plain_class, plain_function
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
-from megacpp_overlays.feature_probes.repairs import Repairs, judged
 from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import SourceTree
@@ -25,8 +24,6 @@ def _target(module: str, cls: str) -> Target:
 GROUPED, LATENT = _target("attention", "SelfAttention"), _target("multi_latent_attention", "MLASelfAttention")
 DIVIDED = "divided-by-any-logit"
 
-_REPAIRED: Repairs = {}  # no repair was merged yet
-_DIVIDED = Pattern("torch.clamp(self.config.qk_clip_threshold / $logits, max=1.0)")
 _CLIP = Pattern("""
 def clip_qk(self):
     $$first
@@ -54,9 +51,6 @@ def _probe(target: Target, tree: SourceTree) -> Finding:
         return absent(f"{cls} clips no weights", source)
     found = _CLIP.match(method)
     if found is None:
-        for divided in _DIVIDED.find(method):
-            seen = at(source, divided.node, f"the threshold is divided by {divided.text('logits')}")
-            return judged(tree, _REPAIRED, seen, places=[f"{target.module}:{target.symbol}"])
         raise unknown(source, method, "clip_qk has other factors")
     grouped = [each for each in map(_OF_GROUPS.match, found.many("first")) if each]
     refusing = [found["shape"], *(each for each in found.many("first") if not _OF_GROUPS.match(each))]

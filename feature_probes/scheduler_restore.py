@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from megacpp_overlays.feature_probes.definitions import called, calls, plain_class, plain_function, ways_out
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
-from megacpp_overlays.feature_probes.repairs import Repairs, judged
 from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import SourceTree
@@ -20,7 +19,6 @@ METHOD = f"{CLASS}.load_state_dict"
 TARGET = Target(distribution="megatron-core", module="megatron.core.optimizer_param_scheduler", symbol=METHOD)
 ADDED, ADDED_EARLY = "added", "added-early"
 
-_REPAIRED: Repairs = {}  # no repair was merged yet
 _NO_BASES = Pattern(f"class {CLASS}: $$_")
 _COUNTER = Pattern("self.num_steps")
 _LOAD = Pattern("""
@@ -53,8 +51,7 @@ def probe(tree: SourceTree) -> Finding:
     if method is None or not _STEP.match(step) or not _NO_BASES.match(cls):
         raise unknown(source, cls, f"{CLASS} is derived, has no load_state_dict, or counts otherwise")
     if any(_COUNTER.find(method)):
-        where = [f"{TARGET.module}:{each}" for each in (METHOD, f"{CLASS}.step")]
-        return judged(tree, _REPAIRED, at(source, method, "load_state_dict knows the counter"), places=where)
+        raise unknown(source, method, "load_state_dict knows the counter")
     found = _LOAD.match(method)
     made = sorted(called(each) for each in calls(method))
     if found is None or any(ways_out(method)) or made.count("step") > 1 or not {*made} <= {*_CALLS}:

@@ -2,9 +2,11 @@
 
 The kernels keep shared memory with three axes. Up to tilelang 0.1.8 a bulk copy checks that a layout has exactly two and
 ends the compilation; 0.1.9 takes three. mamba-ssm as published switches TMA lowering off in every kernel, so the
-combination only exists where somebody switched it on. Whoever did may have made the memory flat, too; and a TileLang that was
-edited may have another way around its check. So a kernel must keep memory with three axes, and what TileLang says must
-be what a release says.
+combination only exists where somebody switched it on. Whoever did may have made the memory flat, too, so a kernel must keep
+memory with three axes.
+
+The verdict rests on the file of tilelang that lowers a bulk copy: `src/op/copy.cc` up to 0.1.9, `src/backend/cuda/op/copy.cc` in
+0.1.10, `src/cuda/op/copy.cc` since; and on what the decorators of the kernels say.
 """
 
 from __future__ import annotations
@@ -12,38 +14,17 @@ from __future__ import annotations
 import ast
 
 from megacpp_overlays.errors import SourceError
-from megacpp_overlays.feature_probes import cpp_source
+from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.feature_probes.definitions import calls
-from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed, unrecognised
-from megacpp_overlays.model import Evidence, Finding, Target, Text
-from megacpp_overlays.source.trees import ModuleSource, SourceTree, check_length, shipped
+from megacpp_overlays.feature_probes.findings import absent, at, broken, unrecognised
+from megacpp_overlays.model import Evidence, Finding, Target, Verdict
+from megacpp_overlays.source.trees import ModuleSource, SourceTree, check_length
 
 _PACKAGE = "mamba_ssm.ops.tilelang.mamba3"
 TARGET = Target(distribution="mamba-ssm", module=f"{_PACKAGE}.mamba3_mimo_bwd", symbol="mamba_mimo_bwd_bwd")
 TWO_AXES_ONLY = "two-axes-only"
 
 _MODULES = (TARGET.module, f"{_PACKAGE}.mamba3_mimo_bwd_varlen")
-_FILES = ("src/op/copy.cc", "src/backend/cuda/op/copy.cc", "src/cuda/op/copy.cc")
-"""Where the lowering of a bulk copy was, up to 0.1.9, in 0.1.10, and since 0.1.11."""
-_TAKES_TWO = {
-    "3d88abe333455b22": "0.1.6.post2",
-    "68776b41b8423d79": "0.1.7",
-    "a9e5ca53a5cf875d": "0.1.7.post1",
-    "d660ec2b2f2f34e3": "0.1.7.post2",
-    "7695e82c55f8ddc5": "0.1.7.post3",
-    "793d81d06e138d72": "0.1.8",
-}
-"""Releases whose bulk copy checks for two, by what the file says, comments and layout aside."""
-_TAKES_MORE = {
-    "d84f40822b67bb46": "0.1.9",
-    "039fd3d9ccaa9fec": "0.1.10",
-    "4e390249da185bd1": "0.1.11",
-    "0c528350d7222e89": "0.1.12",
-    "93dc4d94a2e347c3": "0.1.13",
-    "7c703c63d08f7060": "0.1.14",
-    "7c23a7ac88e6c3f2": "0.1.15",
-}
-"""Releases whose bulk copy takes more than two axes, by the text of the file that lowers it."""
 _SWITCH = "TL_DISABLE_TMA_LOWER"
 _AS_PUBLISHED = f"@tilelang.jit(out_idx=[],pass_configs={{tilelang.PassConfigKey.{_SWITCH}:True,"
 """How every kernel of 2.3.2.post1 and main begins, without spaces."""
@@ -56,22 +37,18 @@ def probe(tree: SourceTree) -> Finding:
         return absent(f"there is no {TARGET.module}")
     if tree.module("tilelang") is None:
         return absent("there is no tilelang")
-    files = [file for path in _FILES if (file := shipped(tree, "tilelang", path)) is not None]
-    for file in files:
-        if (seen := cpp_source.digest(file.text)) in _TAKES_MORE:
-            taken = f"a bulk copy takes more than two axes, as in {_TAKES_MORE[seen]}"
-            return fixed(Evidence(seen=taken, file=file.path), repair=[Text(file.path, seen)])
+    copies = forms.known("tilelang-bulk-copy-rank", TARGET, tree)
+    if copies is not None and copies.verdict is Verdict.FIXED:
+        return copies
     on_kernels = [found for source in kernels for found in _switched_on(source)]
     on = [seen for _, seen in on_kernels]
     if not on:
         return absent("every kernel switches TMA lowering off", kernels[0])
     if not any(_has_three_axes(node) for node, _ in on_kernels):
         return unrecognised(*on, Evidence(seen="none of these is known to keep shared memory with three axes"))
-    for file in files:
-        if (seen := cpp_source.digest(cpp_source.plain(file.text))) in _TAKES_TWO:
-            two = f"a bulk copy takes two axes, as in {_TAKES_TWO[seen]}"
-            return broken(TWO_AXES_ONLY, *on, Evidence(seen=two, file=file.path))
-    return unrecognised(*on, Evidence(seen="how tilelang lowers a bulk copy was not read"))
+    if copies is None:
+        return unrecognised(*on, Evidence(seen="how tilelang lowers a bulk copy was not read"))
+    return broken(TWO_AXES_ONLY, *on, *copies.evidence)
 
 
 def _switched_on(source: ModuleSource) -> list[tuple[ast.FunctionDef, Evidence]]:

@@ -322,6 +322,8 @@ _TOP_K = {
     feature.EXACT_LOSS: _MARKED_TOP_K,
     feature.EXACT_LOSS_EXTERNAL_MASS: _MARKED_TOP_K,
 }
+OTHER_TOP_K = {shape: f"{shape}-other-top-k" for shape in _WITH_LOSS}
+"""The shape whose choice of keys is left to upstream, by that with it; no recorded tree has one."""
 
 OVERLAY = Overlay(
     id=_ID,
@@ -333,7 +335,7 @@ OVERLAY = Overlay(
         feature.FOUR_AXIS_METHOD: (Replacement(symbol=feature.METHOD, make=_make_method),),
         feature.FOUR_AXIS: (_SCORES, _BACKWARD),
         feature.FOUR_AXIS_OPTIONAL_RELU: (_SCORES_WITH_OPTIONAL_RELU, _BACKWARD),
-        **{feature.OTHER_TOP_K[shape]: seams for shape, seams in _WITH_LOSS.items()},
+        **{OTHER_TOP_K[shape]: seams for shape, seams in _WITH_LOSS.items()},
         **{shape: (*seams, _TOP_K[shape], *_OVER_CHOSEN_KEYS.get(shape, ())) for shape, seams in _WITH_LOSS.items()},
     },
     unsupported={},

@@ -286,19 +286,19 @@ def _part(
 
 _LATENT = {feature.FORWARD: _running}
 """Where latents are gathered `mla-rope-key-gradient` has a seam of its own."""
-_SAVES = (feature.DEFAULT, feature.CHECKPOINT.target)
+_SAVES = (feature.DEFAULT, feature.CHECKPOINT)
 """Parts without which the group that a saving layer notes is not used, or not used when what it saved is gathered."""
 PARTS = (
     _part(feature.DEFAULT, feature.probe, {feature.UNTOLD: {feature.HELPER: _helper}}, _observe_helper),
     _part(
-        feature.CROSS.target,
+        feature.CROSS,
         feature.probe_cross,
-        {feature.PROJECTIONS: {feature.CROSS.target.symbol: _constructing}},
+        {feature.PROJECTIONS: {feature.CROSS.symbol: _constructing}},
         _observe(_cross, "the constructor of a cross attention"),
         feature.DEFAULT,
     ),
     _part(
-        feature.LATENT.target,
+        feature.LATENT,
         feature.probe_latent,
         {
             feature.ATTENTION: {"MLASelfAttention.__init__": _constructing, **_LATENT},
@@ -308,35 +308,35 @@ PARTS = (
         feature.DEFAULT,
     ),
     _part(
-        feature.LLAVA.target,
+        feature.LLAVA,
         feature.probe_llava,
-        {feature.EMBEDDINGS: {feature.LLAVA.target.symbol: _running}},
+        {feature.EMBEDDINGS: {feature.LLAVA.symbol: _running}},
         _observe(_llava, "what shares out embeddings"),
         feature.DEFAULT,
     ),
     _part(
-        feature.PREDICTION.target,
+        feature.PREDICTION,
         feature.probe_prediction,
-        {feature.SAVED: {feature.PREDICTION.target.symbol: _saving}},
+        {feature.SAVED: {feature.PREDICTION.symbol: _saving}},
         _observe(_prediction, "a prediction layer that saves what it is given"),
         *_SAVES,
     ),
     _part(
-        feature.LAYERS.target,
+        feature.LAYERS,
         feature.probe_layers,
-        {feature.STACK: {feature.LAYERS.target.symbol: _saving}},
+        {feature.STACK: {feature.LAYERS.symbol: _saving}},
         _observe(_layers, "a block that saves what it is given"),
         *_SAVES,
     ),
     _part(
-        feature.OLD_LAYERS.target,
+        feature.OLD_LAYERS,
         feature.probe_old_layers,
-        {feature.STACK: {feature.OLD_LAYERS.target.symbol: _saving}},
+        {feature.STACK: {feature.OLD_LAYERS.symbol: _saving}},
         _observe(_old_layers, "a block that saves what it is given"),
         *_SAVES,
     ),
     _part(
-        feature.CHECKPOINT.target,
+        feature.CHECKPOINT,
         feature.probe_checkpoint,
         {feature.PIECES: {"CheckpointFunction.forward": _cutting, "CheckpointFunction.backward": _gathering}},
         _observe(_checkpoint, "what gathers saved pieces"),

@@ -55,7 +55,7 @@ def _make(original: Callable[..., Any], _module: ModuleType) -> Callable[..., An
 
 _RANKS, _TOKENS, _EXPERTS = 4, 2, 2
 _SUMS = ("get_tokens_per_expert_and_token_count", "reduce_from_tensor_model_parallel_region")
-"""What counts tokens of all ranks, or adds counts up: one of them is there."""
+"""Functions that count tokens of all ranks, or add counts up: one of them is there."""
 
 
 def observe(module: ModuleType) -> Observation:

@@ -1,5 +1,5 @@
-"""Write findings of every probe in the releases of the lanes, megacpp_overlays/loader/known.json, the first release of every
-fingerprint, and the digest of every release, knowledge.json and published.json of megacpp_overlays/source.
+"""Write findings of every probe in the releases of the lanes, megacpp_overlays/loader/known.json, and the digest of every release,
+megacpp_overlays/source/published.json.
 
 known_findings.py           write it, from the releases in .cache/wheels
 known_findings.py --check   exit 1 if it is not what the probes find, naming what differs
@@ -12,7 +12,6 @@ Of each distribution that an overlay is about: the oldest release that a lane pi
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import re
 import sys
@@ -26,9 +25,9 @@ from packaging.version import Version
 
 from megacpp_overlays.loader import known, registry
 from megacpp_overlays.model import Overlay, Target
-from megacpp_overlays.source import knowledge, published
+from megacpp_overlays.source import published
 from megacpp_overlays.source.file_trees import ArchiveTree
-from megacpp_overlays.source.trees import CachedTree, SourceTree, answer
+from megacpp_overlays.source.trees import CachedTree, SourceTree
 from megacpp_overlays.upkeep.finding_cache import FindingCache
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,9 +62,8 @@ def main() -> int:
         print("\n".join(strange) or "as the probes find it")
         return int(bool(strange))
     found = json.dumps(collected(given.archives, FindingCache(given.findings)), indent=1, sort_keys=True) + "\n"
-    firsts = json.dumps(first_releases(given.archives), indent=0, sort_keys=True) + "\n"
     digests = json.dumps(published_releases(given.archives), indent=0, sort_keys=True) + "\n"
-    texts = {known.FILE: found, knowledge.FILE: firsts, published.FILE: digests}
+    texts = {known.FILE: found, published.FILE: digests}
     if not given.check:
         for path, text in texts.items():
             path.write_text(text, encoding="utf-8")
@@ -73,27 +71,6 @@ def main() -> int:
     other = [path.name for path, text in texts.items() if path.read_text(encoding="utf-8") != text]
     print(f"{', '.join(other)} out of step: run scripts/known_findings.py" if other else "as the probes find it")
     return int(bool(other))
-
-
-def first_releases(archives: Path) -> dict[str, dict[str, str]]:
-    """Return by distribution the oldest release, of all archives, in which a probe takes each fingerprint."""
-    errata = registry.load()
-    found: dict[str, dict[str, str]] = {}
-    for distribution in sorted({each.target.distribution for each in errata}):
-        firsts = found.setdefault(distribution, {})
-        probes = [each.probe for each in errata if each.target.distribution == distribution]
-        for version, path in sorted(_archives(distribution, archives).items()):
-            knowledge.recorded = set()
-            with ArchiveTree(path) as archive, warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                tree = CachedTree(archive)
-                for probe in probes:
-                    with contextlib.suppress(Exception):  # it does not recognise this release; what it read counts
-                        answer(probe, tree)
-            for digest in knowledge.recorded:
-                firsts.setdefault(digest, str(version))
-    knowledge.recorded = None
-    return found
 
 
 def packages() -> dict[str, Target]:
@@ -119,13 +96,12 @@ def published_releases(archives: Path) -> dict[str, dict[str, str]]:
 
 def differing_of_newest(archives: Path) -> Iterator[str]:
     """Yield what is written otherwise than the probes find it in the newest release of each distribution."""
-    kept, firsts = (json.loads(path.read_text(encoding="utf-8")) for path in (known.FILE, knowledge.FILE))
+    kept = json.loads(known.FILE.read_text(encoding="utf-8"))
     if (kept["probes"], tuple(kept["pythons"])) != (known.code(), PYTHONS):
         yield f"{known.FILE.name}: it was written with other probes"
     errata, cache = registry.load(), FindingCache()
     for distribution in sorted({each.target.distribution for each in errata}):
         version, path = max(each for each in _archives(distribution, archives).items() if not each[0].is_prerelease)
-        knowledge.recorded = set()
         with ArchiveTree(path) as archive, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree = CachedTree(archive)
@@ -136,10 +112,6 @@ def differing_of_newest(archives: Path) -> Iterator[str]:
                     data = known.as_data(each, found, [source for source in sources if source is not None])
                     if _written(kept, each, names, known.digest(names, sources)) != json.loads(json.dumps(data)):
                         yield f"{known.FILE.name}: {known.name_of(each)} on {distribution} {version}"
-        written = {digest for digest, first in firsts[distribution].items() if Version(first) <= version}
-        if unknown := knowledge.recorded - written:
-            yield f"{knowledge.FILE.name}: {len(unknown)} fingerprints of {distribution} {version}"
-    knowledge.recorded = None
 
 
 def _written(kept: dict[str, Any], overlay: Overlay, names: tuple[str, ...], digest: str) -> dict[str, Any] | None:

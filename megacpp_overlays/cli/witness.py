@@ -22,7 +22,7 @@ from megacpp_overlays.repro.witnessing import Attempt, WitnessOptions, asked_for
 
 _TEXT = "Run the reproducers of unproved overlays, on upstream alone and with seams, and keep their verdicts."
 _MORE = """\
-Without an ID the command proves every unproved overlay, and every gate that looks repaired; with IDs it proves those anew. Each
+Without an ID the command proves every unproved overlay, and every gate that is not recognised; with IDs it proves those anew. Each
 case that this host can run measures upstream alone. If no case shows the defect, the decision becomes `retired`, or `absent`. If
 one does, the seams that can be placed are installed in a process of their own: if no case shows the defect then, and neighbour
 cases are the same, the decision becomes `active`. The reason of such a decision begins with `witnessed`. The verdict is kept for

@@ -3,7 +3,7 @@
 A contract is static and quick. It says whether a seam can be placed, not whether it is needed: that is what the reproducer
 shows, and a kept witness of it. Its clauses:
 
-    names    every symbol that the seams of a shape replace is one plain function or method of the target module
+    names    every symbol that the seams of a shape replace is defined once in the target module, as a function or method
 
 A shape that keeps its clauses is a candidate. Overlays of plugins have no reproducer here and therefore no candidates.
 """
@@ -63,7 +63,7 @@ def has_reproducer(erratum: Erratum) -> bool:
 def _missing(source: ModuleSource, symbols: list[str]) -> str | None:
     """Return the clause that fails for symbols of a module, or None where each is one plain function."""
     try:
-        missing = next((symbol for symbol in symbols if source.function(symbol) is None), None)
+        missing = next((symbol for symbol in symbols if source.defined(symbol) is None), None)
     except SourceError as error:
         return f"names: {error}"
     return None if missing is None else f"names: {source.name} defines no function {missing}"

@@ -66,7 +66,7 @@ def read_from(erratum: Erratum) -> tuple[tuple[str, str], ...]:
 
 
 def _look_up(erratum: Erratum, tree: SourceTree) -> dict[str, Any] | None:
-    if not erratum.probe.__module__.startswith(_PROBES) or knowledge.allowed() is not None or (kept := _kept()) is None:
+    if not erratum.probe.__module__.startswith(_PROBES) or knowledge.until() or (kept := _kept()) is None:
         return None
     found = look_up(kept.parts.get(name_of(erratum), ()), tree)
     if found is None:
@@ -214,7 +214,8 @@ def code() -> str:
         OSError: it is not here as text.
     """
     folders = (_PACKAGE / "feature_probes", _PACKAGE / "source")
-    files = [*(path for folder in folders for path in sorted(folder.glob("*.py"))), _PACKAGE / "model.py"]
+    files = [path for folder in folders for path in sorted(folder.glob("*.py"))]
+    files += [_PACKAGE / "feature_probes/forms.json", _PACKAGE / "model.py"]
     found = hashlib.sha256()
     for path in files:
         found.update(f"{path.parent.name}/{path.name}\n".encode())

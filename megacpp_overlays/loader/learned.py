@@ -19,7 +19,7 @@ from typing import Any
 from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader import known, witnesses
 from megacpp_overlays.loader.decide import NOT_REPAIRED
-from megacpp_overlays.model import Body, Erratum, Evidence, Finding, Proof, Verdict
+from megacpp_overlays.model import Erratum, Evidence, Finding, Proof, Verdict
 from megacpp_overlays.source import published
 from megacpp_overlays.source.trees import SourceTree
 
@@ -51,18 +51,8 @@ def in_release(erratum: Erratum, release: str, found: Finding) -> Finding:
     if data["code"] != code_of(erratum, data["shape"]):
         stale = Evidence(f"learned on {data['date']} in {release}, with another probe, seam or reproducer")
         return replace(found, evidence=(*found.evidence, stale))
-    verdict = Verdict(data["verdict"])
-    bodies = found.repair or tuple(Body(each.module, each.symbol) for each in found.read)
-    if verdict is Verdict.FIXED and not bodies:
-        bodies = (Body(erratum.target.module, ""),)
-    return Finding(
-        verdict=verdict,
-        shape=data["shape"],
-        evidence=(*found.evidence, Evidence(f"learned on {data['date']} in {release}: {data['seen']}")),
-        repair=bodies if verdict is Verdict.FIXED else (),
-        proof=Proof.LEARNED,
-        read=found.read,
-    )
+    seen = Evidence(f"learned on {data['date']} in {release}: {data['seen']}")
+    return witnesses.of_verdict(erratum, found, Verdict(data["verdict"]), data["shape"], seen, Proof.LEARNED)
 
 
 def is_doubted(erratum: Erratum, release: str) -> bool:

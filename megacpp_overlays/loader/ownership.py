@@ -29,12 +29,12 @@ class Place(NamedTuple):
 
 
 def place_of(source: ModuleSource, symbol: str) -> Place | None:
-    """Return where a function or method is written, or None where its name is no function.
+    """Return where a function or method is written, or None where no function is defined under its name.
 
     Raises:
-        SourceError: the text does not say which definition is live.
+        SourceError: it is defined more than once.
     """
-    node = source.function(symbol)
+    node = source.defined(symbol)
     if node is None:
         return None
     return Place(first_line(node), wrappers(node))

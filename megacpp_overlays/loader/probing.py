@@ -88,7 +88,8 @@ def examine_installed(
         finding = examine(erratum, tree, unless=unless)
         if finding.verdict in _SPOKEN_OF and (why := _elsewhere(erratum)):
             return Finding(verdict=Verdict.ABSENT, shape=None, evidence=(*finding.evidence, Evidence(seen=why)))
-        return _witnessed(erratum, finding, tree, settings) if finding.looks_repaired else finding
+        is_known = finding.verdict is not Verdict.UNRECOGNISED
+        return finding if is_known else _witnessed(erratum, finding, tree, settings)
     from megacpp_overlays.source.readings import ReadingTree  # noqa: PLC0415 - not needed to arm
 
     reading = ReadingTree(tree)

@@ -133,7 +133,7 @@ def proved(erratum: Erratum, finding: Finding, tree: SourceTree, settings: Setti
     """
     tried = _trials.get((erratum.id, erratum.target.module))
     if tried is not None and tried in finding.candidates:
-        return _of_verdict(Verdict.BROKEN, tried, finding, "tried out by its reproducer")
+        return of_verdict(erratum, finding, Verdict.BROKEN, tried, Evidence("tried out by its reproducer"))
     reasons = []
     for path in _paths(erratum, settings):
         try:
@@ -158,24 +158,31 @@ def _witnessed(path: Path, erratum: Erratum, finding: Finding, tree: SourceTree)
     data = _read(path)
     _compare(data, erratum, tree)
     if (unrepaired := data.get("unrepaired")) is not None:
-        return _of_verdict(
-            Verdict.BROKEN, NOT_REPAIRED, finding, one_line(f"shown here on {data['date']}: {unrepaired}")
-        )
+        shown = Evidence(one_line(f"shown here on {data['date']}: {unrepaired}"))
+        return of_verdict(erratum, finding, Verdict.BROKEN, NOT_REPAIRED, shown)
     _demand_candidate(data, finding)
     cases = ", ".join(each["case"] for each in data["cases"])
     seen = one_line(f"witnessed here on {data['date']} by {cases}: {data['cases'][0]['seen']}")
-    return _of_verdict(Verdict(data["verdict"]), data.get("shape"), finding, seen)
+    return of_verdict(erratum, finding, Verdict(data["verdict"]), data.get("shape"), Evidence(seen))
 
 
-def _of_verdict(verdict: Verdict, shape: str | None, finding: Finding, seen: str) -> Finding:
-    """Return a finding with a witnessed verdict; a repair that no probe names is in whatever was read."""
+def of_verdict(
+    erratum: Erratum,
+    finding: Finding,
+    verdict: Verdict,
+    shape: str | None,
+    seen: Evidence,
+    proof: Proof = Proof.WITNESSED,
+) -> Finding:
+    """Return a finding with the verdict of a reproducer; a repair that no probe names is in whatever was read, or else in the target."""
     bodies = finding.repair or tuple(Body(each.module, each.symbol) for each in finding.read)
+    bodies = bodies or (Body(erratum.target.module, ""),)
     return Finding(
         verdict=verdict,
         shape=shape,
-        evidence=(*finding.evidence, Evidence(seen)),
+        evidence=(*finding.evidence, seen),
         repair=bodies if verdict is Verdict.FIXED else (),
-        proof=Proof.WITNESSED,
+        proof=proof,
         read=finding.read,
     )
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from megacpp_overlays.loader import contract, witnesses
 from megacpp_overlays.loader.probing import examine, examine_installed, unless_published
 from megacpp_overlays.loader.settings import Settings
-from megacpp_overlays.model import Decision, Erratum, Finding, Proof, Verdict
+from megacpp_overlays.model import Decision, Erratum, Finding, Gate, Proof, Verdict
 from megacpp_overlays.repro import inventory, judge, neighbour, runner, stamp
 from megacpp_overlays.repro.case import Case, PackError
 from megacpp_overlays.repro.judge import Part, Run, RunKind
@@ -75,7 +75,7 @@ class _Ran(NamedTuple):
 
     @property
     def word(self) -> str:
-        """What it showed."""
+        """Outcome of the case, such as `broken, with the overlay sound`."""
         if self.repaired is None:
             return self.alone.kind.value
         return f"{self.alone.kind.value}, with the overlay {self.repaired.kind.value}"
@@ -119,6 +119,8 @@ def can_be_proved(part: Erratum, finding: Finding, tree: SourceTree) -> bool:
     """Return whether a reproducer may say more of a part than its probe does."""
     if finding.verdict is not Verdict.UNRECOGNISED:
         return False
+    if isinstance(part, Gate):  # it has no seam to place
+        return contract.has_reproducer(part)
     return finding.looks_repaired or bool(contract.of(part, tree).candidates)
 
 

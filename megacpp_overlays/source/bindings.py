@@ -150,7 +150,7 @@ class Bindings:
         self._bind(node.arg, node, scope)
 
     def _visit_constant(self, node: ast.Constant, scope: _Scope) -> None:
-        if isinstance(node.value, str):
+        if isinstance(node.value, str) and scope.at_import:
             self._attributes[node.value].append(_Change(node, None, scope))
 
     def _visit_table(self, node: ast.Dict, scope: _Scope) -> None:

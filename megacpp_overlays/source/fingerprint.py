@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import functools
 
-from megacpp_overlays.source import knowledge
 from megacpp_overlays.source.trees import FunctionNode
 
 _SKIPPED = {"ctx", "kind", "type_comment"}
@@ -18,7 +17,7 @@ _SKIPPED = {"ctx", "kind", "type_comment"}
 
 def fingerprint(node: object) -> str:
     """Return 16 hexadecimal digits for the meaning-bearing syntax of a node, a list of nodes, or None."""
-    return knowledge.as_known(digest(node)[:16])
+    return digest(node)[:16]
 
 
 def digest(node: object) -> str:

@@ -99,12 +99,9 @@ def digest_of_folder(folder: str) -> str:
 @functools.cache
 def _releases(key: str) -> dict[str, list[str]]:
     """Return the releases that this process knows of a package, by their digests."""
-    from packaging.version import Version  # noqa: PLC0415 - not needed to arm
-
     releases: dict[str, dict[str, str]] = json.loads(FILE.read_text(encoding="utf-8"))
-    last = knowledge.until().get(key.partition(" ")[0])
     found: dict[str, list[str]] = {}
     for name, its_digest in releases.get(key, {}).items():
-        if last is None or (" " not in name and Version(name) <= last):
+        if knowledge.has(key.partition(" ")[0], [name]):
             found.setdefault(its_digest, []).append(name)
     return found

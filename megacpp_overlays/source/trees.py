@@ -117,6 +117,27 @@ class ModuleSource:
                 raise SourceError(f"{self.path}:{line}: {symbol} is bound elsewhere, too")
         return found
 
+    def defined(self, symbol: str) -> FunctionNode | None:
+        """Return the one function or method that is defined under a name, whatever else may set the name when code runs.
+
+        For those who hold the live object against it; `function` is for those who have the text alone.
+
+        Returns:
+            None where nothing is defined under the name, or a class is.
+
+        Raises:
+            SourceError: it is defined more than once.
+        """
+        found: ast.AST | None = None
+        name = ""
+        for part in symbol.split("."):
+            name = f"{name}.{part}" if name else part
+            matches = self.bindings.definitions(name)
+            if len(matches) > 1:
+                raise SourceError(f"{self.path}: {name} is defined {len(matches)} times")
+            found = matches[0] if matches else None
+        return found if isinstance(found, FunctionNode) else None
+
     def check_missing(self, symbol: str) -> None:
         """Check that a name which is not defined means nothing here: that no import, no star and no hook gives it.
 

@@ -4,7 +4,7 @@ A probe is a function of source texts: it imports nothing of an upstream and rea
 neither changes. The key is
 
     code    the module of the probe and all modules of this package that it imports, wherever it imports them; those that read
-            source; and the version of Python, whose parser is part of a finding
+            source; the record of forms; and the version of Python, whose parser is part of a finding
     texts   every module that the probe asked for, with its text, or that there was none
 
 A finding that rests on anything else, such as a file that is no module, is not kept and is derived each time.
@@ -31,6 +31,8 @@ from megacpp_overlays.source.trees import SourceTree
 
 _PROBES = "megacpp_overlays.feature_probes."
 _READERS = ("megacpp_overlays.source.file_trees", "megacpp_overlays.source.readings")
+_FORMS = "megacpp_overlays.feature_probes.forms"
+"""Reads what probes compare, `forms.json`."""
 _BOUNDARY = "megacpp_overlays.loader.probing"
 
 
@@ -123,8 +125,11 @@ def key_of(erratum: Erratum) -> str:
 @functools.cache
 def _code(module: str) -> str:
     found = hashlib.sha256()
-    for name in sorted({*closure([module, *_READERS]), _BOUNDARY}):
+    names = {*closure([module, *_READERS]), _BOUNDARY}
+    for name in sorted(names):
         found.update(f"{name} {text_sha256(name)}\n".encode())
+    if _FORMS in names:
+        found.update(hashlib.sha256(_path(_FORMS).with_name("forms.json").read_bytes()).digest())
     return found.hexdigest()
 
 

@@ -25,6 +25,7 @@ from megacpp_overlays.loader.decide import NOT_REPAIRED
 from megacpp_overlays.loader.settings import WITNESSES
 from megacpp_overlays.model import Decision, Erratum, Verdict
 from megacpp_overlays.source import published
+from megacpp_overlays.source.file_trees import DirectoryTree
 
 ROOT = Path(__file__).resolve().parents[2]
 """The folder that this package is imported from."""
@@ -166,7 +167,7 @@ def write_down(
     kept: Sequence[Mapping[str, Any]],
     how: LearnOptions,
 ) -> None:
-    """Write what was learned of a release beside what is known of others, and the digest by which it is known.
+    """Write what was learned of a release beside what is known of others, the digest by which it is known, and its forms.
 
     Args:
         tree: the release.
@@ -179,6 +180,8 @@ def write_down(
     Raises:
         OSError: it cannot be written.
     """
+    from megacpp_overlays.upkeep import form_record  # noqa: PLC0415 - of this command alone
+
     declared = {known.name_of(part): part for part in parts}
     witnessed = {f"{each['overlay']} {each['target']}": each for each in kept}
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
@@ -195,10 +198,15 @@ def write_down(
             "date": today,
             "code": learned.code_of(declared[name], shape),
         }
-    of_learned, of_published = how.beside(learned.FILE), how.beside(published.FILE)
+    of_learned, of_published, of_forms = map(how.beside, (learned.FILE, published.FILE, form_record.FILE))
+    record = json.loads(of_forms.read_text(encoding="utf-8"))
+    with DirectoryTree(tree.folder) as files:
+        for name in declared:
+            form_record.add(record, name, files, tree.name, found.get(name))
     texts = json.loads(of_learned.read_text(encoding="utf-8"))
-    before = texts.setdefault(tree.distribution, {}).get(tree.name, {}) if how.only else {}
-    texts[tree.distribution][tree.name] = {**before, **found}
+    before = texts.setdefault(tree.distribution, {}).get(tree.name, {})
+    holds = {name: each for name, each in before.items() if how.only or _is_current(declared.get(name), each)}
+    texts[tree.distribution][tree.name] = {**holds, **found}
     published_digests = json.loads(of_published.read_text(encoding="utf-8"))
     for key, digest in digests.items():
         published_digests.setdefault(key, {})[tree.name] = digest
@@ -206,8 +214,14 @@ def write_down(
         {
             of_learned: (json.dumps(texts, indent=1, sort_keys=True) + "\n").encode(),
             of_published: (json.dumps(published_digests, indent=0, sort_keys=True) + "\n").encode(),
+            of_forms: form_record.written(record).encode(),
         }
     )
+
+
+def _is_current(part: Erratum | None, data: Mapping[str, Any]) -> bool:
+    """Return whether what was learned of a part still holds, so that `witness` had no reason to ask about it again."""
+    return part is not None and bool(data["code"] == learned.code_of(part, data["shape"]))
 
 
 def unpack(archive: Path, folder: Path) -> Path:

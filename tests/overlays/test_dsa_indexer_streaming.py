@@ -18,6 +18,7 @@ import torch
 from dsa_indexer import (
     ALONE,
     LOSSES,
+    WITHOUT_LOSS,
     Largest,
     causal,
     indexer_of,
@@ -29,7 +30,7 @@ from dsa_indexer import (
     supported,
     trained,
 )
-from dsa_source import edited, install, text_of
+from dsa_source import install
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import SUPPORT
@@ -44,7 +45,7 @@ from megacpp_overlays.kernels.index_scores import function as index_scores
 from megacpp_overlays.kernels.index_scores import reference as index_scores_reference
 from megacpp_overlays.kernels.top_k import function as top_k
 from megacpp_overlays.model import Verdict
-from megacpp_overlays.overlays.dsa_indexer_streaming import OVERLAY
+from megacpp_overlays.overlays.dsa_indexer_streaming import OTHER_TOP_K, OVERLAY
 from megacpp_overlays.runtime import large_results
 from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
 from megacpp_overlays.source.trees import SourceTree
@@ -116,7 +117,7 @@ def with_loss(indexer_tree: SourceTree) -> None:
 
 @pytest.fixture
 def with_known_loss(with_loss: None, indexer_tree: SourceTree) -> None:
-    if shape_of(indexer_tree) not in feature.WITHOUT_LOSS:
+    if shape_of(indexer_tree) not in WITHOUT_LOSS:
         pytest.skip("the loss of this tree is left to upstream")
 
 
@@ -233,7 +234,7 @@ def test_the_self_test_notices_wrong_scores_wrong_gradients_and_a_wrong_loss(
         assert OVERLAY.self_test(patched).broken
     with monkeypatch.context() as patch:
         patch.setattr(indexer_loss, "per_row", lambda *args: 1.01 * per_row(*args))
-        assert OVERLAY.self_test(patched).broken is (shape_of(indexer_tree) in feature.WITHOUT_LOSS)
+        assert OVERLAY.self_test(patched).broken is (shape_of(indexer_tree) in WITHOUT_LOSS)
     assert not OVERLAY.self_test(patched).broken
 
 
@@ -518,30 +519,6 @@ def test_nothing_of_all_queries_and_keys_is_held(newest: SourceTree, monkeypatch
     assert 0 < largest.elements <= 300 * 300  # a mask that the case itself makes, and does not hand over
 
 
-@pytest.mark.parametrize("name", [feature.FUSED_LOSS, "fwd_fused_indexer_loss_naive"])
-def test_another_autograd_function_keeps_its_choice_and_its_sparse_loss(newest: SourceTree, name: str) -> None:
-    text = text_of(newest, feature.TARGET.module)
-    assert name in text
-    edits = {
-        feature.FUSED_LOSS: ("ctx.softmax_scale = softmax_scale", "ctx.softmax_scale = 2 * softmax_scale"),
-        "fwd_fused_indexer_loss_naive": (
-            "    return topk_indices, indexer_loss\n",
-            "    return topk_indices, -indexer_loss\n",
-        ),
-    }
-
-    finding = edited(newest, OVERLAY, *edits[name])
-
-    assert finding.shape == feature.OTHER_TOP_K[feature.EXACT_LOSS]
-    assert any(f"{name} has an unknown body" in each.seen for each in finding.evidence)
-
-
-def test_a_missing_autograd_function_keeps_upstreams_choice(newest: SourceTree) -> None:
-    finding = edited(newest, OVERLAY, f"class {feature.FUSED_LOSS}(", "class AnotherLoss(")
-
-    assert finding.shape == feature.OTHER_TOP_K[feature.EXACT_LOSS]
-
-
 @pytest.mark.usefixtures("with_loss")
 def test_neither_direction_holds_four_axes(upstream: ModuleType, patched: ModuleType) -> None:
     four_axes = 8 * 2 * 32 * 6
@@ -616,7 +593,7 @@ def test_a_rerun_gives_the_same_bits(patched: ModuleType) -> None:
 
 def without_loss(tree: SourceTree, module: ModuleType) -> Any:
     """Put in the seams that do where the body of the loss is not known; return what takes them out."""
-    return install(OVERLAY, feature.WITHOUT_LOSS[shape_of(tree)], module)
+    return install(OVERLAY, WITHOUT_LOSS[shape_of(tree)], module)
 
 
 @pytest.mark.parametrize("version", releases.daily(OLDER, releases.newest()))
@@ -813,7 +790,7 @@ def test_a_choice_that_is_not_known_is_left_to_upstream_and_the_rest_is_not(vers
     module = indexer_of(tree)
     choice, loss = getattr(module, feature.TOP_K), getattr(module, feature.LOSS)
 
-    undo = install(OVERLAY, feature.OTHER_TOP_K[shape_of(tree)], module)
+    undo = install(OVERLAY, OTHER_TOP_K[shape_of(tree)], module)
 
     assert getattr(module, feature.TOP_K) is choice
     assert getattr(module, feature.LOSS) is not loss

@@ -117,16 +117,16 @@ def test_default_groups_of_all_ranks_or_of_one_are_no_matter_either(
 # In this process
 
 
-PLACED = {part.target.module: part for part in PARTS if part.target != feature.OLD_LAYERS.target}
+PLACED = {part.target.module: part for part in PARTS if part.target != feature.OLD_LAYERS}
 HELPER = PLACED[feature.DEFAULT.module]
 SHAPES = {
     feature.DEFAULT.module: feature.UNTOLD,
-    feature.CROSS.target.module: feature.PROJECTIONS,
-    feature.LATENT.target.module: feature.LATENTS,
-    feature.LLAVA.target.module: feature.EMBEDDINGS,
-    feature.PREDICTION.target.module: feature.SAVED,
-    feature.LAYERS.target.module: feature.STACK,
-    feature.CHECKPOINT.target.module: feature.PIECES,
+    feature.CROSS.module: feature.PROJECTIONS,
+    feature.LATENT.module: feature.LATENTS,
+    feature.LLAVA.module: feature.EMBEDDINGS,
+    feature.PREDICTION.module: feature.SAVED,
+    feature.LAYERS.module: feature.STACK,
+    feature.CHECKPOINT.module: feature.PIECES,
 }
 
 
@@ -170,7 +170,7 @@ def running() -> Callable[[Any, Callable[[], Any]], Any]:
     """Call something from within the method of a module that has a group."""
 
     def run(group: Any, inside: Callable[[], Any]) -> Any:
-        method = made(PLACED[feature.LLAVA.target.module], feature.EMBEDDINGS, 0, lambda _: inside())
+        method = made(PLACED[feature.LLAVA.module], feature.EMBEDDINGS, 0, lambda _: inside())
         return method(SimpleNamespace(pg_collection=SimpleNamespace(tp=group)))
 
     return run
@@ -230,13 +230,13 @@ def test_a_note_is_of_its_thread(helper: Any, running: Any) -> None:
     ],
 )
 def test_only_what_megatron_itself_shares_out_has_a_note(helper: Any, config: dict[str, Any], noted: str) -> None:
-    save = made(PLACED[feature.LAYERS.target.module], feature.STACK, 0, lambda _: helper(None))
+    save = made(PLACED[feature.LAYERS.module], feature.STACK, 0, lambda _: helper(None))
 
     assert save(SimpleNamespace(config=SimpleNamespace(**config), tp_group="own")) == noted
 
 
 def test_what_is_recomputed_has_no_note_and_what_is_gathered_has_the_one_it_was_saved_with(helper: Any) -> None:
-    part, seen = PLACED[feature.CHECKPOINT.target.module], list[Any]()
+    part, seen = PLACED[feature.CHECKPOINT.module], list[Any]()
 
     def upstream_forward(ctx: Any, run: Any, _distribute: bool, *args: Any) -> None:
         ctx.run = run
@@ -249,7 +249,7 @@ def test_what_is_recomputed_has_no_note_and_what_is_gathered_has_the_one_it_was_
         made(part, feature.PIECES, index, each) for index, each in enumerate((upstream_forward, upstream_backward))
     )
     save = made(
-        PLACED[feature.LAYERS.target.module],
+        PLACED[feature.LAYERS.module],
         feature.STACK,
         0,
         lambda _, ctx, distribute: forward(ctx, lambda _: helper(None), distribute, 1),
@@ -271,7 +271,7 @@ def test_what_is_recomputed_has_no_note_and_what_is_gathered_has_the_one_it_was_
 
 def test_a_compiled_method_takes_the_group_of_its_module(helper: Any) -> None:
     """Upstream's helper warns, which cannot be compiled, so this is more than upstream can."""
-    factors, part = {"own": 2.0, "default False": 3.0}, PLACED[feature.LLAVA.target.module]
+    factors, part = {"own": 2.0, "default False": 3.0}, PLACED[feature.LLAVA.module]
     method = made(part, feature.EMBEDDINGS, 0, lambda _, values: values * factors[helper(None)])
     model = SimpleNamespace(pg_collection=SimpleNamespace(tp="own"))
     inside = torch.compile(lambda values: method(model, values), backend="eager", fullgraph=True)

@@ -18,7 +18,7 @@ import torch
 from upstream_imports import upstream_module
 
 import megacpp_overlays
-from megacpp_overlays.feature_probes import float16_distributed_order, float16_optimizer_state_ids
+from megacpp_overlays.feature_probes import float16_distributed_order, float16_optimizer_state_ids, forms
 from megacpp_overlays.loader import probing, seams
 from megacpp_overlays.model import Finding, Overlay, Verdict
 from megacpp_overlays.overlays import float16_distributed_order as distributed_order
@@ -48,8 +48,12 @@ def text_of(probe: ModuleType, wheel: Callable[[str, str], Path], version: str =
 
 
 def examine(probe: ModuleType, text: str) -> Finding:
+    return probing.examine(overlay_of(probe), TextTree(probe.TARGET.module, text))
+
+
+def overlay_of(probe: ModuleType) -> Overlay:
     (overlay,) = (each.OVERLAY for each in (state_ids, distributed_order) if each.OVERLAY.target == probe.TARGET)
-    return probing.examine(overlay, TextTree(probe.TARGET.module, text))
+    return overlay
 
 
 # Probes
@@ -67,9 +71,13 @@ def test_what_is_not_there_is_absent(probe: ModuleType) -> None:
 def test_a_statement_of_a_known_body_may_not_be(
     probe: ModuleType, times: int, wheel: Callable[[str, str], Path]
 ) -> None:
-    """The last one stands for all: a body is compared by its fingerprint, in which every statement counts."""
+    """The last one stands for all: a body is compared by its digest, in which every statement counts."""
     text = text_of(probe, wheel)
-    for method in probe._KNOWN:
+    record = forms.record(f"{overlay_of(probe).id} {probe.TARGET.module}")
+    within = f"{probe.TARGET.module}:{probe.TARGET.symbol}."
+    methods = [place.removeprefix(within) for place in record.places if place.startswith(within)]
+    assert len(methods) >= 3
+    for method in methods:
         syntax = ast.parse(text)
         body = function(syntax, probe.TARGET.symbol, method).body
         body[-1:] = [body[-1]] * times or [ast.Pass()]

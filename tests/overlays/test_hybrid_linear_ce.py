@@ -273,7 +273,9 @@ def test_code_that_looks_known_and_computes_something_else_stays_as_it_is(
     code = (
         "import megacpp_overlays;"
         "from megacpp_overlays.feature_probes import hybrid_linear_ce as feature;"
-        "feature.check_known = lambda *_: None;"  # the first lock: none of these bodies was read
+        "from megacpp_overlays.feature_probes.findings import broken;"
+        "from megacpp_overlays.model import Evidence;"
+        "feature.forms.finding = lambda *_: broken(feature.PLAIN_OUTPUT_LAYER, Evidence('as if read'));"  # the first lock: none of these bodies was read
         "import megatron.core.models.hybrid.hybrid_model as m;"
         "r = next(r for r in megacpp_overlays.audit().records if r.overlay.pack == 11);"
         "print(r.decision.value, hasattr(m.HybridModel.forward, '__wrapped__'), r.reason)"

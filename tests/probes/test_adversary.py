@@ -16,7 +16,7 @@ from adversary.otherwise import WAYS
 from adversary.outline import Outline, hits
 from probing import Texts, ask
 
-from megacpp_overlays.feature_probes import dsa_indexer_streaming
+from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed
 from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader import registry
@@ -222,7 +222,7 @@ def test_a_probe_may_leave_a_changed_body_to_upstream_and_no_other(
         source = tree.module(MODULE)
         assert source is not None
         for symbol in (METHOD, other):
-            dsa_indexer_streaming.fingerprint(source.function(symbol))  # where the adversary notes what is taken
+            forms.fingerprint(source.function(symbol))  # where the adversary notes what is taken
         shape = "both" if source.text == TEXT else "without other"
         return broken(shape, at(source, ast.Pass(), "there is such a class"))
 

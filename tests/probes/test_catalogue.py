@@ -1,7 +1,4 @@
-"""Every overlay has its catalogue of repairs that nobody read: some of another kind than upstream's, some that repair nothing any more.
-
-The latter are asked in `test_repairs.py`.
-"""
+"""Every overlay has its catalogue of repairs of another kind than upstream's, on which nothing is installed."""
 
 from __future__ import annotations
 
@@ -10,14 +7,13 @@ from collections import Counter
 
 import otherwise_cases
 import pytest
-import repair_cases
 from otherwise_cases import Otherwise
 from releases import only
 
 from megacpp_overlays.loader import registry
 from megacpp_overlays.model import Verdict
 
-FEWEST_OTHERWISE, FEWEST_AGAIN = 4, 6
+FEWEST = 4
 OVERLAYS = sorted({each.id for each in registry.load()})
 EDITS = [(name, edit) for name, case in otherwise_cases.CASES.items() for edit in case.edits]
 DAILY = [
@@ -26,16 +22,13 @@ DAILY = [
 """One repair of each case, of another kind each; `make test-all` takes all of them."""
 
 
-def test_an_overlay_has_repairs_of_another_kind_and_edits_that_break_its_own_again() -> None:
-    otherwise, again = Counter[str](), Counter[str]()
+def test_an_overlay_has_repairs_of_another_kind() -> None:
+    found = Counter[str]()
     for each in otherwise_cases.CASES.values():
-        otherwise[each.overlay] += len(each.edits)
-    for case in repair_cases.CASES.values():
-        again[case.overlay] += len(case.edits)
+        found[each.overlay] += len(each.edits)
 
-    assert [each for each in OVERLAYS if otherwise[each] < FEWEST_OTHERWISE] == [], "tests/support/otherwise_cases.py"
-    assert [each for each in OVERLAYS if again[each] < FEWEST_AGAIN] == [], "tests/support/repair_cases.py"
-    assert {*otherwise, *again} <= {*OVERLAYS}
+    assert [each for each in OVERLAYS if found[each] < FEWEST] == [], "tests/support/otherwise_cases.py"
+    assert {*found} <= {*OVERLAYS}
 
 
 @pytest.fixture

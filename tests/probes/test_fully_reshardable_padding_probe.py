@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from probing import Texts, ask, parsed_once
-from repair_cases import CASES
 
 from megacpp_overlays.feature_probes.fully_reshardable_padding import LOAD, SAVE, TARGET, probe
 from megacpp_overlays.model import Finding, Verdict
@@ -93,11 +92,3 @@ def test_a_format_that_another_class_may_give_is_not_absent(wheel: Wheel) -> Non
     assert examine(source.text).verdict is Verdict.ABSENT
     assert examine(source.text, **{OPTIMIZERS: base}).verdict is Verdict.UNRECOGNISED
     assert examine(f"{source.text}\n\nsetattr(Later, '{SAVE}', cut)\n").verdict is Verdict.UNRECOGNISED
-
-
-def test_what_subtracts_and_was_not_read_looks_repaired() -> None:
-    case = CASES["fully reshardable"]
-
-    finding = case.ask(case.texts())
-
-    assert (finding.verdict, finding.looks_repaired) == (Verdict.UNRECOGNISED, True)

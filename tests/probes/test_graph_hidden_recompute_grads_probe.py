@@ -8,15 +8,11 @@ import pytest
 from probing import Texts, ask
 from repair_cases import edited_release
 
-from megacpp_overlays.feature_probes.graph_hidden_recompute_grads import (
-    CONFIG,
-    GRAPHS,
-    RANDOM,
-    TARGET,
-    probe,
-)
+from megacpp_overlays.feature_probes.graph_hidden_recompute_grads import GRAPHS, TARGET, probe
 from megacpp_overlays.model import Finding, Verdict
 from megacpp_overlays.source.file_trees import DirectoryTree
+
+CONFIG, RANDOM = "megatron.core.transformer.transformer_config", "megatron.core.tensor_parallel.random"
 
 
 def edited(module: str, old: str, new: str, release: str = "0.19.2") -> Finding:
@@ -35,7 +31,8 @@ def test_what_is_not_there_is_absent() -> None:
 
 def test_what_is_handed_on_is_not_absent() -> None:
     for text in ("from vendor import TransformerLayer\n", "class TransformerLayer(Other): pass\n"):
-        assert ask(probe, Texts({TARGET.module: text})).verdict is Verdict.UNRECOGNISED
+        texts = Texts({TARGET.module: text, GRAPHS: "class Manager:\n    graphs = ()\n"})
+        assert ask(probe, texts).verdict is Verdict.UNRECOGNISED
 
 
 @pytest.mark.parametrize(

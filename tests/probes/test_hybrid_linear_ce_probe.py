@@ -91,12 +91,12 @@ def test_a_tree_without_the_models_has_nothing_to_wire(written: Callable[..., Di
 
 
 @pytest.mark.parametrize("name", ["hybrid", "mamba"])
-def test_a_model_that_makes_and_asks_it_looks_repaired(written: Callable[..., DirectoryTree], name: str) -> None:
-    """Under its former name as in dev of 2026-02-04."""
+def test_a_model_that_makes_and_asks_it_in_a_way_that_nobody_read_is_not_recognised(
+    written: Callable[..., DirectoryTree], name: str
+) -> None:
     model = {"hybrid": "HybridModel", "mamba": "MambaModel"}[name]
-    tree = written(layer="", **{name: WIRED.format(name=model)})
 
-    assert ask(feature.probe, tree).looks_repaired
+    assert ask(feature.probe, written(layer="", **{name: WIRED.format(name=model)})).verdict is Verdict.UNRECOGNISED
 
 
 @pytest.mark.parametrize("lost", ["output_cross_entropy_loss=True, ", "LinearCrossEntropyModule(config)"])
@@ -118,7 +118,6 @@ def test_the_model_under_its_former_name_is_not_recognised_without_the_wiring(
     found = ask(feature.probe, written(layer="", mamba=text))
 
     assert found.verdict is Verdict.UNRECOGNISED
-    assert "still MambaModel" in found.summary()
 
 
 def test_text_that_cannot_be_parsed_is_not_recognised(written: Callable[..., DirectoryTree]) -> None:
@@ -126,92 +125,66 @@ def test_text_that_cannot_be_parsed_is_not_recognised(written: Callable[..., Dir
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "reason"),
+    ("old", "new"),
     [
-        ("class HybridModel(LanguageModule, GraphableMegatronModule)", "class HybridModel(LanguageModule, Other)", "has other bases"),
-        ("class HybridModel(LanguageModule, GraphableMegatronModule)", "@wrapped\nclass HybridModel(LanguageModule, GraphableMegatronModule)", "is decorated"),
-        ("    def forward(\n        self,\n        input_ids", "    def _scale_logits(self, x): ...\n\n    def forward(\n        self,\n        input_ids", "a scale, a loss"),
-        ("    def forward(\n        self,\n        input_ids", "    def __getattr__(self, x): ...\n\n    def forward(\n        self,\n        input_ids", "attributes of its own"),
-        ("    def forward(\n        self,\n        input_ids", "    @wrapped\n    def forward(\n        self,\n        input_ids", "is decorated"),
-        ("    def forward(\n        self,\n        input_ids", "    def go(\n        self,\n        input_ids", "there is no HybridModel.forward"),
-        ("        decoder_input=None,\n        labels", "        decoder_input=None,\n        extra=None,\n        labels", "takes other arguments"),
-        ("tensor_parallel.ColumnParallelLinear(", "tensor_parallel.Other(", "not made once"),
-        ("        if post_process:\n", "        self.output_layer = None\n        if post_process:\n", "not made once"),
-        ("        if post_process:\n", "        self.output_layer: object = None\n        if post_process:\n", "not made once"),
-        ("        hidden_states = self.decoder(", "        super().forward()\n        hidden_states = self.decoder(", "other than through its attributes"),
-        ("        hidden_states = self.decoder(", "        note(self)\n        hidden_states = self.decoder(", "other than through its attributes"),
-        ("        hidden_states = self.decoder(", "        labels = labels.clone()\n        hidden_states = self.decoder(", "changes the labels"),
-        ("        hidden_states = self.decoder(", "        self.output_layer(None)\n        hidden_states = self.decoder(", "ends in another way"),
-        ("        return loss  #", "        return loss.mean()  #", "ends in another way"),
-        ("        loss = self.compute_language_model_loss(labels, logits)\n", "        loss = self.compute_language_model_loss(labels, logits.float())\n", "ends in another way"),
-        ("        logits = self._scale_logits(logits)\n", "        logits = self._scale_logits(logits)\n        logits = logits.float()\n", "ends in another way"),
-        ("        logits = self._scale_logits(logits)\n", "", "ends in another way"),
-        ("            return logits.transpose(0, 1)\n", "            return logits.transpose(0, 1)\n        else:\n            note()\n", "ends in another way"),
-        ("import torch\n", "import torch\nfrom megatron.core.transformer.linear_cross_entropy import LinearCrossEntropyModule\n", "does a part of what makes"),
+        ("class HybridModel(LanguageModule, GraphableMegatronModule)", "class HybridModel(LanguageModule, Other)"),
+        ("class HybridModel(LanguageModule, GraphableMegatronModule)", "@wrapped\nclass HybridModel(LanguageModule, GraphableMegatronModule)"),
+        ("    def forward(\n        self,\n        input_ids", "    def _scale_logits(self, x): ...\n\n    def forward(\n        self,\n        input_ids"),
+        ("    def forward(\n        self,\n        input_ids", "    def __getattr__(self, x): ...\n\n    def forward(\n        self,\n        input_ids"),
+        ("    def forward(\n        self,\n        input_ids", "    @wrapped\n    def forward(\n        self,\n        input_ids"),
+        ("    def forward(\n        self,\n        input_ids", "    def go(\n        self,\n        input_ids"),
+        ("        decoder_input=None,\n        labels", "        decoder_input=None,\n        extra=None,\n        labels"),
+        ("tensor_parallel.ColumnParallelLinear(", "tensor_parallel.Other("),
+        ("        if post_process:\n", "        self.output_layer = None\n        if post_process:\n"),
+        ("        if post_process:\n", "        self.output_layer: object = None\n        if post_process:\n"),
+        ("        hidden_states = self.decoder(", "        super().forward()\n        hidden_states = self.decoder("),
+        ("        hidden_states = self.decoder(", "        note(self)\n        hidden_states = self.decoder("),
+        ("        hidden_states = self.decoder(", "        labels = labels.clone()\n        hidden_states = self.decoder("),
+        ("        hidden_states = self.decoder(", "        self.output_layer(None)\n        hidden_states = self.decoder("),
+        ("        return loss  #", "        return loss.mean()  #"),
+        ("        loss = self.compute_language_model_loss(labels, logits)\n", "        loss = self.compute_language_model_loss(labels, logits.float())\n"),
+        ("        logits = self._scale_logits(logits)\n", "        logits = self._scale_logits(logits)\n        logits = logits.float()\n"),
+        ("        logits = self._scale_logits(logits)\n", ""),
+        ("            return logits.transpose(0, 1)\n", "            return logits.transpose(0, 1)\n        else:\n            note()\n"),
+        ("import torch\n", "import torch\nfrom megatron.core.transformer.linear_cross_entropy import LinearCrossEntropyModule\n"),
     ],
 )  # fmt: skip
-def test_an_edit_of_the_model_is_not_recognised(
-    edited: Callable[..., DirectoryTree], old: str, new: str, reason: str
-) -> None:
-    found = ask(feature.probe, edited(old, new))
-
-    assert found.verdict is Verdict.UNRECOGNISED
-    assert reason in found.summary()
-
-
-def test_what_the_view_does_not_rely_on_may_change(edited: Callable[..., DirectoryTree]) -> None:
-    """As from month to month on dev: bases, keyword arguments, what is done before the output layer and beside it."""
-    tree = edited("class HybridModel(LanguageModule, GraphableMegatronModule)", "class HybridModel(LanguageModule)")
-    path = tree.root / CORE / HYBRID
-    text = path.read_text().replace("        padding_mask=None,\n    ):", "        other_mask=None,\n    ):")
-    text = text.replace(
-        "        if labels is None:\n", "        if override:\n            note()\n        if labels is None:\n"
-    )
-    path.write_text(
-        text.replace(
-            "        hidden_states = self.decoder(",
-            "        note(self.training)\n        hidden_states = self.decoder(",
-        )
-    )
-
-    assert ask(feature.probe, DirectoryTree(tree.root)).verdict is Verdict.BROKEN
+def test_an_edit_of_the_model_is_not_recognised(edited: Callable[..., DirectoryTree], old: str, new: str) -> None:
+    assert ask(feature.probe, edited(old, new)).verdict is Verdict.UNRECOGNISED
 
 
 @pytest.mark.parametrize(
-    ("file", "old", "new", "reason"),
+    ("file", "old", "new"),
     [
-        (LAYER, "(tensor_parallel.ColumnParallelLinear)", "(tensor_parallel.Other)", "no LinearCrossEntropyModule that is"),
-        (LAYER, "    def forward(", "    def __init__(self): ...\n\n    def forward(", "other members"),
-        (LAYER, "    def forward(", "    bias = None\n\n    def forward(", "other members"),
-        (LAYER, '        reduction="none"', '        reduction="mean"', "takes other arguments"),
-        (LAYER, "        ignore_index=-100,\n", "        ignore_index=-100,\n        z_loss=0.0,\n", "takes other arguments"),
-        (LANGUAGE, "self.config.mup_output_mult", "self.config.logit_scale", "scaled by something else"),
-        (LANGUAGE, "return logits *", "return soft_cap(logits) *", "scaled by something else"),
-        (LANGUAGE, "def _scale_logits(", "def _scale(", "there is no LanguageModule._scale_logits"),
-        (LANGUAGE, '== "native"', '!= "linear"', "knows linear itself"),
-        (LANGUAGE, "        return loss\n", "        return loss + self.config.z_loss * logits.logsumexp(-1).t() ** 2\n", "compute_language_model_loss has an unknown body"),
-        (LANGUAGE, "        return loss\n", "        return self.add_z_loss(loss) if self.config.z_loss else loss\n", "compute_language_model_loss has an unknown body"),
-        (LANGUAGE, "return logits *", "return logits * 2 *", "_scale_logits has an unknown body"),
-        (LAYER, "linear_cross_entropy(\n            hidden,", "linear_cross_entropy(\n            hidden * self.config.mup_output_mult,", "LinearCrossEntropyModule has an unknown body"),
-        (LAYER, "linear_cross_entropy(\n            hidden,", "linear_cross_entropy(\n            self._scaled(hidden),", "LinearCrossEntropyModule has an unknown body"),
-        (LAYER, "class LinearCrossEntropyModule", "def later():\n    LinearCrossEntropyModule.weight_scale = 2\n\n\nclass LinearCrossEntropyModule", "is changed outside"),
-        (FUSED, "        return loss\n", "        return loss * 2\n", "LinearCrossEntropy has an unknown body"),
-        (MTP, "                labels=wanted,\n", "                labels=wanted + 0,\n", "process_mtp_loss has an unknown body"),
-        (MTP, "heads[number],\n                weight=output_weight,\n                runtime_gather_output=runtime_gather_output,\n                output", "heads[number] * 2,\n                weight=output_weight,\n                runtime_gather_output=runtime_gather_output,\n                output", "MTP asks"),
-        (MTP, "                labels=wanted,\n", "                labels=wanted,\n                scale=2,\n", "MTP asks"),
-        (MTP, "                labels=wanted,\n", "", "MTP asks"),
-        (MTP, "            loss = output_layer(\n", "            loss = other_layer(\n", "MTP asks"),
-        (MTP, "    main, *heads", "    module = isinstance(output_layer, torch.nn.Module)\n    main, *heads", "does more with the output layer"),
-        (MTP, "def process_mtp_loss(", "def process_loss(", "there is no process_mtp_loss"),
+        (LAYER, "(tensor_parallel.ColumnParallelLinear)", "(tensor_parallel.Other)"),
+        (LAYER, "    def forward(", "    def __init__(self): ...\n\n    def forward("),
+        (LAYER, "    def forward(", "    bias = None\n\n    def forward("),
+        (LAYER, '        reduction="none"', '        reduction="mean"'),
+        (LAYER, "        ignore_index=-100,\n", "        ignore_index=-100,\n        z_loss=0.0,\n"),
+        (LANGUAGE, "self.config.mup_output_mult", "self.config.logit_scale"),
+        (LANGUAGE, "return logits *", "return soft_cap(logits) *"),
+        (LANGUAGE, "def _scale_logits(", "def _scale("),
+        (LANGUAGE, '== "native"', '!= "linear"'),
+        (LANGUAGE, "        return loss\n", "        return loss + self.config.z_loss * logits.logsumexp(-1).t() ** 2\n"),
+        (LANGUAGE, "        return loss\n", "        return self.add_z_loss(loss) if self.config.z_loss else loss\n"),
+        (LANGUAGE, "return logits *", "return logits * 2 *"),
+        (LAYER, "linear_cross_entropy(\n            hidden,", "linear_cross_entropy(\n            hidden * self.config.mup_output_mult,"),
+        (LAYER, "linear_cross_entropy(\n            hidden,", "linear_cross_entropy(\n            self._scaled(hidden),"),
+        (LAYER, "class LinearCrossEntropyModule", "def later():\n    LinearCrossEntropyModule.weight_scale = 2\n\n\nclass LinearCrossEntropyModule"),
+        (FUSED, "        return loss\n", "        return loss * 2\n"),
+        (MTP, "                labels=wanted,\n", "                labels=wanted + 0,\n"),
+        (MTP, "heads[number],\n                weight=output_weight,\n                runtime_gather_output=runtime_gather_output,\n                output", "heads[number] * 2,\n                weight=output_weight,\n                runtime_gather_output=runtime_gather_output,\n                output"),
+        (MTP, "                labels=wanted,\n", "                labels=wanted,\n                scale=2,\n"),
+        (MTP, "                labels=wanted,\n", ""),
+        (MTP, "            loss = output_layer(\n", "            loss = other_layer(\n"),
+        (MTP, "    main, *heads", "    module = isinstance(output_layer, torch.nn.Module)\n    main, *heads"),
+        (MTP, "def process_mtp_loss(", "def process_loss("),
     ],
 )  # fmt: skip
 def test_an_edit_of_what_the_model_relies_on_is_not_recognised(
-    edited: Callable[..., DirectoryTree], file: str, old: str, new: str, reason: str
+    edited: Callable[..., DirectoryTree], file: str, old: str, new: str
 ) -> None:
-    found = ask(feature.probe, edited(old, new, file))
-
-    assert found.verdict is Verdict.UNRECOGNISED
-    assert reason in found.summary()
+    assert ask(feature.probe, edited(old, new, file)).verdict is Verdict.UNRECOGNISED
 
 
 @pytest.mark.parametrize("file", [LANGUAGE, MTP])
@@ -219,7 +192,4 @@ def test_a_tree_that_lacks_a_part_is_not_recognised(edited: Callable[..., Direct
     tree = edited("HybridModel", "HybridModel")
     (tree.root / CORE / file).unlink()
 
-    found = ask(feature.probe, tree)
-
-    assert found.verdict is Verdict.UNRECOGNISED
-    assert "there is no module" in found.summary()
+    assert ask(feature.probe, tree).verdict is Verdict.UNRECOGNISED

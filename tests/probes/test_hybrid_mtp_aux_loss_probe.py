@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from probing import Texts, ask
-from repair_cases import CASES, edited_release
+from repair_cases import edited_release
 
 from megacpp_overlays.feature_probes import hybrid_mtp_aux_loss as told
 from megacpp_overlays.feature_probes import mtp_z_loss as divided
@@ -36,8 +36,8 @@ def test_what_is_not_there_is_absent() -> None:
     [
         (told, "class HybridStack:\n    pass\n"),
         (told, "class HybridStack:\n    def __init__(self, config):\n        self.layers = made(config)\n"),
-        (divided, "class Router:\n    def z_loss(self, logits):\n        return logits\n"),
-        (divided, "class TopKRouter:\n    def z_loss(self, logits):\n        return logits\n"),
+        (divided, "from vendor import TopKRouter\n"),
+        (divided, "from vendor import *\n"),
         (
             divided,
             "class TopKRouter:\n    def apply_z_loss(self, logits):\n        return logits\n\n    def routing(self):\n"
@@ -52,8 +52,8 @@ def test_what_is_not_there_is_absent() -> None:
     ids=[
         "no constructor",
         "made elsewhere",
-        "another class",
-        "another method",
+        "imported",
+        "a star",
         "asked elsewhere",
         "attached elsewhere",
     ],
@@ -80,7 +80,7 @@ def test_the_stack_must_be_one_that_was_read(old: str, new: str) -> None:
 
 def test_so_must_what_divides_the_loss_of_a_router_that_is_told() -> None:
     finding = edited(
-        told, "aux_loss = aux_loss / self.config.mtp_num_layers", "aux_loss = aux_loss / FLAG", told.ROUTER
+        told, "aux_loss = aux_loss / self.config.mtp_num_layers", "aux_loss = aux_loss / FLAG", divided.TARGET.module
     )
 
     assert finding.verdict is Verdict.UNRECOGNISED
@@ -99,12 +99,3 @@ def test_so_must_what_divides_the_loss_of_a_router_that_is_told() -> None:
 )
 def test_the_z_loss_must_be_one_that_was_read(old: str, new: str) -> None:
     assert edited(divided, old, new).verdict is Verdict.UNRECOGNISED
-
-
-@pytest.mark.parametrize("name", ["told layers", "divided z-loss"])
-def test_what_looks_repaired_and_was_not_read_is_said_to_look_so(name: str) -> None:
-    case = CASES[name]
-
-    finding = case.ask(case.texts())
-
-    assert (finding.verdict, finding.looks_repaired) == (Verdict.UNRECOGNISED, True)

@@ -14,7 +14,7 @@ from releases import only
 
 from megacpp_overlays.loader import registry
 from megacpp_overlays.loader.probing import examine
-from megacpp_overlays.model import Verdict
+from megacpp_overlays.model import Gate, Verdict
 from megacpp_overlays.source.trees import ModuleSource, ShippedFile
 
 PARTS = {name_of(each): each for each in registry.load()}
@@ -85,6 +85,10 @@ def test_a_text_that_is_too_long_is_not_recognised_and_the_reason_names_its_size
     for place in places:
         finding = examine(of.part, Longer(of, place, cpp() if isinstance(place, tuple) else python()))
 
+        if isinstance(of.part, Gate) and finding.verdict in {Verdict.ABSENT, Verdict.FIXED}:
+            # Nothing asks for what the file does, or another file has the repair.
+            assert not any(str(each).endswith(str(place[1])) for each in finding.repair), (place, finding.summary())
+            continue
         assert finding.verdict is Verdict.UNRECOGNISED, (place, finding.summary())
         assert SIZE.search(finding.summary()), (place, finding.summary())
     for other in [other for other, text in of.tree.texts.items() if text]:

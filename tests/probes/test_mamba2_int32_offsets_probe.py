@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from probing import Texts, ask
-from repair_cases import CASES, archive
+from repair_cases import archive
 
 from megacpp_overlays.feature_probes.mamba2_int32_offsets import NARROW, NORM, SCAN, probe_norm, probe_scan
 from megacpp_overlays.model import Finding, Target, Verdict
@@ -49,7 +49,7 @@ def test_comments_do_not_count() -> None:
 def test_any_statement_of_any_module_that_differs_is_not_recognised(module: str) -> None:
     finding = edited(probe_scan, module, lambda text: f"{text}\nfaster = True\n")
 
-    assert (finding.verdict, finding.looks_repaired) == (Verdict.UNRECOGNISED, False)
+    assert finding.verdict is Verdict.UNRECOGNISED
     assert module in finding.summary()
 
 
@@ -68,18 +68,11 @@ def test_what_is_not_there_is_absent(probe: Probe, target: Target) -> None:
     assert ask(probe, Texts({target.module: "class Other: pass"})).verdict is Verdict.ABSENT
 
 
-def test_one_kernel_that_widens_its_products_looks_like_the_repair() -> None:
+def test_one_kernel_that_widens_its_products_is_not_recognised() -> None:
     step = f"{SCAN.module[:-8]}chunk_state"
 
     finding = edited(
         probe_scan, step, lambda text: text.replace("tl.program_id(axis=1)", "tl.program_id(axis=1).to(tl.int64)")
     )
 
-    assert (finding.verdict, finding.looks_repaired) == (Verdict.UNRECOGNISED, True)
-
-
-@pytest.mark.parametrize("name", ["offsets of the scan", "offsets of the norm"])
-def test_so_does_all_of_it(name: str) -> None:
-    finding = CASES[name].ask(CASES[name].texts())
-
-    assert (finding.verdict, finding.looks_repaired) == (Verdict.UNRECOGNISED, True)
+    assert finding.verdict is Verdict.UNRECOGNISED

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from probing import ParsedOnce, Texts, ask, parsed_once
 
-from megacpp_overlays.feature_probes import packed_params
 from megacpp_overlays.feature_probes.mamba_packed_seq_idx import FROM_CALLER, METHOD, TARGET, probe
 from megacpp_overlays.model import Finding, Proof, Verdict
 from megacpp_overlays.source.file_trees import DirectoryTree
@@ -139,7 +137,7 @@ def test_a_mixer_that_hands_on_something_else_is_not_recognised(newest: ParsedOn
     ],
 )  # fmt: skip
 def test_parameters_of_another_form_are_not_recognised(newest: ParsedOnce, old: str, new: str) -> None:
-    assert edited(newest, old, new, packed_params.MODULE).verdict is Verdict.UNRECOGNISED
+    assert edited(newest, old, new, "megatron.core.packed_seq_params").verdict is Verdict.UNRECOGNISED
 
 
 @pytest.mark.parametrize(
@@ -152,7 +150,7 @@ def test_parameters_of_another_form_are_not_recognised(newest: ParsedOnce, old: 
             "        packed_seq_params = with_documents(packed_seq_params, zxBCdt)\n\n        if in_inference_mode or not self.use_mem_eff_path:",
         ),
         (
-            packed_params.MODULE,
+            "megatron.core.packed_seq_params",
             "        if isinstance(cu_seqlens, Tensor) and self.total_tokens is not None:",
             "        if isinstance(cu_seqlens, Tensor):",
         ),
@@ -162,30 +160,19 @@ def test_parameters_of_another_form_are_not_recognised(newest: ParsedOnce, old: 
 def test_a_repair_in_any_of_three_places_is_not_installed_on(
     newest: ParsedOnce, module: str, old: str, new: str
 ) -> None:
-    finding = edited(newest, old, new, module)
-
-    assert finding.verdict is Verdict.UNRECOGNISED
-    assert finding.looks_repaired or module == packed_params.MODULE
+    assert edited(newest, old, new, module).verdict is Verdict.UNRECOGNISED
 
 
-def test_parameters_that_never_ask_for_the_tokens_look_repaired(newest: ParsedOnce) -> None:
-    text = text_of(newest, packed_params.MODULE)
-    start = text.index("    def __post_init__")
-    body = textwrap.indent("def __post_init__(self):\n    self.seq_idx = derive(self.cu_seqlens_q)\n", "    ")
-
-    assert ask(probe, Texts({packed_params.MODULE: text[:start] + body}, newest)).looks_repaired
-
-
-def test_more_fields_methods_comments_and_layout_do_not_matter(newest: ParsedOnce) -> None:
-    text = text_of(newest, packed_params.MODULE)
-    more = text.replace("    seq_idx: Tensor = None", "    seq_idx: Tensor = None\n    more: object = None")
-    method = more.replace(
-        "    def __post_init__", "    def documents(self):\n        return 1\n\n    def __post_init__"
+def test_comments_layout_and_more_methods_of_the_mixer_do_not_matter(newest: ParsedOnce) -> None:
+    more = text_of(newest).replace(
+        "    def forward(\n", "    def documents(self):\n        return 1\n\n    def forward(\n", 1
     )
-    plain = ast.unparse(ast.parse(text_of(newest)))
+    texts = {MIXER: more, "megatron.core.packed_seq_params": text_of(newest, "megatron.core.packed_seq_params")}
+    plain = {module: ast.unparse(ast.parse(text)) for module, text in texts.items()}
 
-    assert ask(probe, Texts({packed_params.MODULE: method, MIXER: plain}, newest)).verdict is Verdict.BROKEN
+    assert plain[MIXER].count("def documents(") == 1
+    assert ask(probe, Texts(plain, newest)).verdict is Verdict.BROKEN
 
 
 def test_without_the_module_of_the_parameters_nothing_is_recognised(newest: ParsedOnce) -> None:
-    assert ask(probe, Texts({packed_params.MODULE: None}, newest)).verdict is Verdict.UNRECOGNISED
+    assert ask(probe, Texts({"megatron.core.packed_seq_params": None}, newest)).verdict is Verdict.UNRECOGNISED

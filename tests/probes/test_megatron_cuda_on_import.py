@@ -71,12 +71,11 @@ def test_before_the_contexts_reached_it_only_hybrid_models_did(tmp_path: Path, c
         "A = torch.cuda.is_available()",
     ],
 )
-def test_a_module_that_does_not_seem_to_ask_looks_repaired(tmp_path: Path, text: str) -> None:
-    made = tree(tmp_path, common=text, context=REACHES)
+def test_a_module_that_does_not_seem_to_ask_is_not_recognised(tmp_path: Path, text: str) -> None:
+    found = ask(OVERLAY.probe, tree(tmp_path, common=text, context=REACHES))
 
-    found = ask(OVERLAY.probe, made)
-    assert found.looks_repaired
-    assert "no repair was read yet" in found.summary()
+    assert found.verdict is Verdict.UNRECOGNISED
+    assert "nothing is seen to ask" in found.summary()
 
 
 def test_a_text_that_cannot_be_parsed_is_not_recognised(tmp_path: Path) -> None:

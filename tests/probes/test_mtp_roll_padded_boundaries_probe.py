@@ -1,4 +1,4 @@
-"""Between which boundaries a packed row is rolled: given trees, and edits of the newest release."""
+"""The probe of the boundaries between which a packed row is rolled: given trees, and edits of the newest release."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 from probing import Texts, ask, parsed_once
-from repair_cases import CASES
 
-from megacpp_overlays.feature_probes import packed_params
 from megacpp_overlays.feature_probes.mtp_roll_padded_boundaries import (
     PACKED,
     ROLL,
@@ -27,14 +25,14 @@ Wheel = Callable[[str, str], Path]
 @pytest.fixture(scope="module")
 def newest(wheel: Wheel) -> Texts:
     tree = parsed_once(wheel("megatron-core", "0.19.2"))
-    found = {name: tree.module(name) for name in (TARGET.module, packed_params.MODULE)}
+    found = {name: tree.module(name) for name in (TARGET.module, "megatron.core.packed_seq_params")}
     return Texts({name: each.text for name, each in found.items() if each is not None})
 
 
 def edited(newest: Texts, old: str, new: str, module: str = TARGET.module) -> Finding:
     texts = {
         name: source.text
-        for name in (TARGET.module, packed_params.MODULE)
+        for name in (TARGET.module, "megatron.core.packed_seq_params")
         if (source := newest.module(name)) is not None
     }
     assert old in texts[module]
@@ -102,7 +100,7 @@ def test_both_functions_must_be_ones_that_were_read(newest: Texts, name: str, ho
     ids=["frozen", "base", "no field", "no default", "another default", "attributes made up", "property"],
 )
 def test_parameters_of_another_kind_are_not_recognised(newest: Texts, old: str, new: str) -> None:
-    assert edited(newest, old, new, packed_params.MODULE).verdict is Verdict.UNRECOGNISED
+    assert edited(newest, old, new, "megatron.core.packed_seq_params").verdict is Verdict.UNRECOGNISED
 
 
 def test_without_parameters_nothing_is_recognised(newest: Texts) -> None:
@@ -110,11 +108,3 @@ def test_without_parameters_nothing_is_recognised(newest: Texts) -> None:
     assert source is not None
 
     assert ask(probe, Texts({TARGET.module: source.text})).verdict is Verdict.UNRECOGNISED
-
-
-def test_what_asks_for_padded_boundaries_and_was_not_read_looks_repaired() -> None:
-    case = CASES["packed labels"]
-
-    finding = case.ask(case.texts())
-
-    assert (finding.verdict, finding.looks_repaired) == (Verdict.UNRECOGNISED, True)

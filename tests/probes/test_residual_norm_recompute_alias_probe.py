@@ -35,7 +35,6 @@ def test_what_is_handed_on_or_cannot_be_read_is_not_absent() -> None:
 
     assert ask(probe, Texts({TARGET.module: from_elsewhere, **HAS_THE_NORM})).verdict is Verdict.UNRECOGNISED
     assert ask(probe, Texts({TARGET.module: inherited, **HAS_THE_NORM})).verdict is Verdict.UNRECOGNISED
-    assert ask(probe, Texts({TARGET.module: inherited, ENGINE: None})).verdict is Verdict.UNRECOGNISED
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from probing import Texts, ask, parsed_once
-from repair_cases import CASES, archive, edited_release
+from repair_cases import archive, edited_release
 
 from megacpp_overlays.feature_probes.tp_norm_gradients import (
     ATTENTION,
@@ -118,11 +118,3 @@ def test_an_older_net_must_be_as_it_was_read_too(release: str) -> None:
 
 def test_an_older_finalizer_must_be_as_it_was_read_too() -> None:
     assert edited(TARGET.module, "or 'k_layernorm' in name", "", release="0.12.3").verdict is Verdict.UNRECOGNISED
-
-
-def test_what_sums_by_marks_looks_repaired() -> None:
-    case = CASES["marked norms"]
-
-    finding = case.ask(case.texts())
-
-    assert (finding.verdict, finding.looks_repaired) == (Verdict.UNRECOGNISED, True)

@@ -362,7 +362,7 @@ def test_a_release_that_was_edited_without_harm_is_proved_and_one_with_the_defec
     found = json.loads(done.stdout.splitlines()[-1])
     decision, proof, reason = found["edited"]
     assert (decision, proof) == ("unproved", None)
-    assert "`megacpp-overlays witness liger-flce-none-backward` can prove it here" in reason
+    assert "`megacpp-overlays witness` runs its reproducer" in reason
     code, said = found["proving"]
     assert code == 0, said
     assert said.startswith(

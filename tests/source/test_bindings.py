@@ -194,6 +194,7 @@ LEAVES_ALONE = r"""
 read()
 first = read
 def first(read): return read
+def first():\n    other("read", "forward")
 def first():\n    read = other
 def first():\n    for read in (1, 2): pass
 def first(self):\n    self.weight = 2

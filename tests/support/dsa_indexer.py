@@ -23,6 +23,12 @@ _VARIANT = feature.TARGET.module.rpartition(".")[0]
 _KEPT = {"FusedDSAIndexerLoss", "_FUSED_DSA_INDEXER_LOSS_INPUT_NAMES", "INDEXER_LOSS_EPS"}
 _METHOD = "DSAIndexer"
 
+WITHOUT_LOSS = {
+    feature.SOFTENED_LOSS: feature.FOUR_AXIS,
+    feature.EXACT_LOSS: feature.FOUR_AXIS_OPTIONAL_RELU,
+    feature.EXACT_LOSS_EXTERNAL_MASS: feature.FOUR_AXIS_OPTIONAL_RELU,
+}
+"""The shape of scores and backward alone, by that with the loss."""
 ALONE = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
 """Process groups of one rank."""
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megacpp_overlays.feature_probes.repairs import Repairs, meaning
 from megacpp_overlays.loader.probing import examine
-from megacpp_overlays.model import Body, Finding
+from megacpp_overlays.model import Finding
 from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
 from megacpp_overlays.source.trees import ModuleSource, ShippedFile, ShippingTree, SourceTree, shipped
 
@@ -19,17 +18,6 @@ def ask(probe: Callable[[SourceTree], Finding], tree: SourceTree) -> Finding:
     """Return the finding of a probe, UNRECOGNISED where it raises."""
     declared: Any = SimpleNamespace(probe=probe)
     return examine(declared, tree)
-
-
-def as_if_read(tree: SourceTree, *places: str) -> Repairs:
-    """Return the table that somebody would write who had read a repair in these places of a tree."""
-    return {"this tree": {place: meaning(tree, place) for place in places}}
-
-
-def places_of(finding: Finding) -> list[str]:
-    """Return the places in which what looks repaired would have to be read."""
-    assert finding.looks_repaired, finding
-    return [f"{each.module}:{each.symbol}" for each in finding.repair if isinstance(each, Body)]
 
 
 @functools.lru_cache(maxsize=48)

@@ -183,12 +183,19 @@ def test_code_that_a_probe_is_made_of_derives_anew_and_no_other_does(copied: Pat
     everything = {each.id for each in registry.load()}
     others = ("overlays/mtp_z_loss.py", "loader/session.py", "cli/__init__.py", "kernels/measured.py")
     of_all = ("source/bindings.py", "model.py", "loader/probing.py")
-    edits = [["feature_probes/mtp_z_loss.py"], ["feature_probes/repairs.py"], others, *([file] for file in of_all)]
+    record = ["feature_probes/forms.json"]
+    edits = [
+        ["feature_probes/mtp_z_loss.py"],
+        ["feature_probes/forms.py"],
+        record,
+        others,
+        *([file] for file in of_all),
+    ]
 
-    own, shared, none, *whole = changed_by(copied, *edits)
+    own, shared, recorded, none, *whole = changed_by(copied, *edits)
 
     assert own == {"mtp-z-loss"}
     assert "mtp-z-loss" in shared
-    assert shared < everything
+    assert recorded == shared < everything
     assert none == set()
     assert whole == [everything] * len(of_all)

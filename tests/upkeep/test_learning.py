@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 from places import ROOT
+from probing import Texts
 
 from megacpp_overlays import cli
 from megacpp_overlays.cli.codes import ExitCode
+from megacpp_overlays.feature_probes import forms
+from megacpp_overlays.feature_probes.forms import ANY
 from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader import known, learned, registry, witnesses
 from megacpp_overlays.loader.decide import NOT_REPAIRED, decide
@@ -24,7 +27,7 @@ from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Decision, Erratum, Evidence, Finding, Proof, Record, Verdict
 from megacpp_overlays.source import published
 from megacpp_overlays.source.file_trees import DirectoryTree
-from megacpp_overlays.upkeep import learning
+from megacpp_overlays.upkeep import form_record, learning
 from megacpp_overlays.upkeep.learning import LearnOptions, Lesson, ReleaseKnowledge, ReleaseTree
 
 OVERLAY = "liger-flce-none-backward"
@@ -82,12 +85,16 @@ def test_what_was_shown_is_written_beside_what_is_known_of_other_releases(
     tmp_path: Path, part: Erratum, only: tuple[str, ...]
 ) -> None:
     how = LearnOptions(Path(sys.executable), workers=1, only=only, root=tmp_path)
-    files = [how.beside(each) for each in (learned.FILE, published.FILE)]
+    files = [how.beside(each) for each in (learned.FILE, published.FILE, forms.FILE)]
     for file in files:
-        file.parent.mkdir(parents=True)
-    files[0].write_text(json.dumps({"liger-kernel": {"0.8.9": {"a b": 1}, "0.9.0": {"other module": 2}}}))
+        file.parent.mkdir(parents=True, exist_ok=True)
+    labelled = next(each for each in registry.load() if each.id == "liger-flce-labelled")
+    holds = {known.name_of(labelled): {"code": learned.code_of(labelled, None), "shape": None}}
+    stale = {"fourth module": {"code": "0" * 16, "shape": None}}
+    files[0].write_text(json.dumps({"liger-kernel": {"0.8.9": {"a b": 1}, "0.9.0": {**holds, **stale}}}))
     files[1].write_text(json.dumps({"liger-kernel": {"0.8.9": "1" * 16}}))
     module = part.target.module
+    files[2].write_text(json.dumps({f"{OVERLAY} {module}": {"places": [f"{module}:", f"{module}:f"], "forms": []}}))
     lessons = (
         Lesson(OVERLAY, module, Verdict.BROKEN, "shown"),
         Lesson("other", module, None, "no case can run here"),
@@ -98,7 +105,7 @@ def test_what_was_shown_is_written_beside_what_is_known_of_other_releases(
     learning.write_down(
         ReleaseTree("liger-kernel", "0.9.0", tmp_path),
         {"liger-kernel": "2" * 16},
-        [part, replace(part, id="other"), replace(part, id="third")],
+        [part, labelled, *(replace(part, id=each) for each in ("other", "third", "fourth"))],
         lessons,
         [
             {**kept, "overlay": OVERLAY, "shape": SHAPE},
@@ -107,14 +114,73 @@ def test_what_was_shown_is_written_beside_what_is_known_of_other_releases(
         how,
     )
 
-    found, digests = (json.loads(file.read_text())["liger-kernel"] for file in files)
+    found, digests = (json.loads(file.read_text())["liger-kernel"] for file in files[:2])
     assert digests == {"0.8.9": "1" * 16, "0.9.0": "2" * 16}
     assert found["0.8.9"] == {"a b": 1}
-    assert ("other module" in found["0.9.0"]) is bool(only)
+    assert ("fourth module" in found["0.9.0"]) is bool(only)
+    assert holds.items() <= found["0.9.0"].items()
     written, not_proved, broken = (found["0.9.0"][f"{each} {module}"] for each in (OVERLAY, "other", "third"))
     assert (written["verdict"], written["shape"], written["seen"]) == ("BROKEN", SHAPE, "none: 3.2 off")
     assert (not_proved["verdict"], not_proved["seen"]) == (None, "no case can run here")
     assert (broken["verdict"], broken["shape"], broken["seen"]) == ("BROKEN", NOT_REPAIRED, lessons[2].reason)
+    (added,) = json.loads(files[2].read_text())[f"{OVERLAY} {module}"]["forms"]
+    assert (added["shape"], added["trees"], added["digests"]) == (SHAPE, ["0.9.0"], "- -")
+
+
+# Forms
+
+
+TEXT = "def f(x):\n    return x + x\n"
+ASKED = ["package.layers:f", "package.layers:g"]
+SHOWN = {"verdict": "BROKEN", "shape": "twice"}
+
+
+def add(form: dict[str, Any] | None, text: str, shown: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the forms of a part after a release with a text was learned."""
+    record = {"adds package.layers": {"places": ASKED, "forms": [form] if form else []}}
+    form_record.add(record, "adds package.layers", Texts({"package.layers": text}), "0.8.10", shown)
+    form_record.add(record, "others package.layers", Texts({}), "0.8.10", shown)
+    assert record.keys() == {"adds package.layers"}
+    return record["adds package.layers"]["forms"]
+
+
+@pytest.fixture
+def form() -> dict[str, Any]:
+    """What is recorded of an older release, which does not depend on `g`."""
+    (made,) = add(None, TEXT, SHOWN)
+    first, _ = made["digests"].split()
+    return {**made, "digests": f"{first} *", "seen": [["it adds twice", ASKED[0]]], "trees": ["0.8.9", "main abc"]}
+
+
+def test_a_release_that_has_a_recorded_form_is_named_with_it(form: dict[str, Any]) -> None:
+    (found,) = add(form, f"{TEXT}\n\ndef g(): ...\n", None)
+
+    assert found["trees"] == ["0.8.9", "0.8.10", "main abc"]
+
+
+def test_a_form_that_was_shown_to_be_broken_is_recorded_with_what_others_of_its_shape_rest_on(
+    form: dict[str, Any],
+) -> None:
+    _, found = add(form, TEXT.replace("x + x", "2 * x"), SHOWN)
+
+    assert (found["verdict"], found["shape"], found["trees"]) == ("BROKEN", "twice", ["0.8.10"])
+    assert found["seen"] == form["seen"]
+    assert found["digests"].split()[1] == ANY
+    assert found["digests"] != form["digests"]
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [None, {"verdict": None, "shape": None}, {"verdict": "FIXED", "shape": None}, {**SHOWN, "shape": NOT_REPAIRED}],
+)
+def test_what_was_not_shown_to_be_repaired_is_no_form(form: dict[str, Any], shown: dict[str, Any] | None) -> None:
+    assert add(form, TEXT.replace("x + x", "2 * x"), shown) == [form]
+
+
+def test_a_release_that_reproducers_say_otherwise_of_is_not_named_with_a_form(form: dict[str, Any]) -> None:
+    (found,) = add(form, TEXT, {"verdict": "FIXED", "shape": None})
+
+    assert found["trees"] == ["0.8.9", "main abc"]
 
 
 def test_what_is_shipped_was_learned_with_the_code_that_is_here() -> None:

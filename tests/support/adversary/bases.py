@@ -9,17 +9,15 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 from unittest import mock
 
 from places import ROOT, WHEELS
-from probing import ParsedOnce, Texts, source_of
-from repair_cases import CASES, Case
+from probing import ParsedOnce, source_of
 from trees import STAND_INS
 
 from adversary.outline import Outline
 from megacpp_overlays.errors import OverlayError
+from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.model import Body, Erratum, Finding, Verdict
 from megacpp_overlays.source import fingerprint
@@ -52,9 +50,7 @@ class Base:
     tree: Read
     finding: Finding
     bodies: frozenset[Place]
-    """What the probe took fingerprints of: whole definitions, and statements of modules."""
-    learnt: tuple[ModuleType, object] | None = None
-    """A module of a probe, and the table that it would have if somebody had read this repair."""
+    """What the verdict rests on: the places of the form that was matched, or what the probe took fingerprints of."""
 
     @property
     def name(self) -> str:
@@ -75,15 +71,6 @@ class Base:
         """Return what would be replaced in a shape."""
         found = self.part.repairs.get(shape or "", ())
         return frozenset(Place(self.part.target.module, each.symbol) for each in found)
-
-    @contextlib.contextmanager
-    def known(self) -> Iterator[None]:
-        """Let the probe know what it is to know."""
-        if self.learnt is None:
-            yield
-        else:
-            with mock.patch.object(self.learnt[0], "_REPAIRED", self.learnt[1]):
-                yield
 
 
 @dataclass
@@ -147,18 +134,18 @@ class _Recording:
         return found
 
 
-def base(part: Erratum, release: str, tree: SourceTree, learnt: tuple[ModuleType, object] | None = None) -> Base:
+def base(part: Erratum, release: str, tree: SourceTree) -> Base:
     """Ask a probe about a tree, and note what it read and what it took fingerprints of."""
     recording = _Recording(tree)
     taken: list[object] = []
-    before = Base(part, release, recording.read, _NOTHING, frozenset(), learnt)
-    with before.known(), _fingerprints(taken):
+    with _fingerprints(taken):
         finding = examine(part, recording)
-    bodies = frozenset(_places(recording.sources, taken)) if finding.verdict is Verdict.BROKEN else frozenset[Place]()
-    return Base(part, release, recording.read, finding, bodies, learnt)
-
-
-_NOTHING: Any = None
+    bodies = frozenset[Place]()
+    if finding.verdict is Verdict.BROKEN:
+        asks_record = part.probe.__module__.startswith("megacpp_overlays.feature_probes.")
+        recorded = asks_record and f"{part.id} {part.target.module}" in forms.read()
+        bodies = frozenset(_of_form(part, tree) if recorded else _places(recording.sources, taken))
+    return Base(part, release, recording.read, finding, bodies)
 
 
 @contextlib.contextmanager
@@ -175,6 +162,20 @@ def _fingerprints(taken: list[object]) -> Iterator[None]:
             if vars(module).get("fingerprint") is original and name != fingerprint.__name__:
                 stack.enter_context(mock.patch.object(module, "fingerprint", noting))
         yield
+
+
+def _of_form(part: Erratum, tree: SourceTree) -> Iterator[Place]:
+    """Yield the places of the recorded form that a tree has; heads of classes and files that are no modules have no body."""
+    record, digests = forms.record(f"{part.id} {part.target.module}"), forms.TreeDigests(tree)
+    form = digests.form(record)
+    for place, known in zip(record.places, form.digests if form else (), strict=False):
+        module, _, symbol = place.partition(":")
+        if known in {forms.ANY, forms.MISSING} or "//" in place:
+            continue
+        source = tree.module(module)
+        found = source.bindings.definitions(symbol) if source and symbol and symbol[-1] not in "*#" else []
+        if not any(isinstance(each, ast.ClassDef) for each in found):
+            yield Place(module, symbol.rstrip("*#"))
 
 
 def _places(sources: dict[str, ModuleSource | None], taken: Iterable[object]) -> Iterator[Place]:
@@ -233,11 +234,11 @@ def sources(only: Sequence[str] | None = None) -> list[Source]:
 
 
 def bases(parts: Sequence[Erratum], only: Sequence[str] | None = None) -> list[Base]:
-    """Return what the probes of all parts say of all trees, and of the repairs that tests made up; each text once.
+    """Return what the probes of all parts say of all trees; each text once.
 
     Args:
         parts: of all overlays.
-        only: beginnings of names of wheels, as with `sources`; then one in eight of what tests made up is among them.
+        only: beginnings of names of wheels, as with `sources`.
     """
     found: list[Base] = []
     known = set[tuple[object, ...]]()
@@ -253,20 +254,4 @@ def bases(parts: Sequence[Erratum], only: Sequence[str] | None = None) -> list[B
                 found.append(made)
         if isinstance(tree, ArchiveTree):
             tree.close()
-    made_up = [name for name, case in CASES.items() if case.is_made_up][:: 1 if only is None else 8]
-    return [*found, *(made for name in made_up for made in _made_up(parts, name, CASES[name]))]
-
-
-def _made_up(parts: Sequence[Erratum], name: str, case: Case) -> Iterator[Base]:
-    """Yield the base of a repair in a few lines, that the probe is told to know."""
-    probe = getattr(case.feature, case.probe)
-    for part in parts:
-        if part.probe is probe:
-            learnt = case.to_learn()
-            made = base(
-                part,
-                f"made up, {name}",
-                Texts(case.texts(), case.tree()),
-                None if learnt is None else (case.feature, learnt),
-            )
-            yield made
+    return found

@@ -89,8 +89,7 @@ def judge(base: Base, where: str | tuple[str, str], mutant: Mutant, known: Known
     shown = where if isinstance(where, str) else "/".join(where)
     made = Judgement(base, shown, mutant, None, 0, None, "", is_equal=False, tripped=False)
     try:
-        with base.known():
-            finding = examine(base.part, tree)
+        finding = examine(base.part, tree)
         took = (time.thread_time() - began) * 1000
         decision = decide(base.part, settings, finding).decision
     except KeyboardInterrupt:

@@ -1,33 +1,17 @@
-"""FIXED is said of a repair that was read, and of no edit of it that leaves the defect in.
-
-No release has most of these repairs. So each is made up here in a few lines, its probe is given the table that somebody
-would write who had read it, and then it is edited.
-"""
+"""A table of repairs that were read, as probes of plugins keep one: FIXED is said of a tree that has one of them, all of it."""
 
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from probing import Texts, as_if_read, ask
-from releases import only
-from repair_cases import CASES, Case
+from probing import Texts
 
-from megacpp_overlays.feature_probes.repairs import judged, meaning, table
+from megacpp_overlays.feature_probes.repairs import Repairs, judged, meaning, table
 from megacpp_overlays.model import Body, Evidence, Proof, Verdict
-from megacpp_overlays.source.file_trees import DirectoryTree
+from megacpp_overlays.source.trees import SourceTree
 
 SEEN = Evidence(seen="it adds once")
-Edit = tuple[str, str] | tuple[str, str, str]
-"""Old and new text of the target, or of the module that is named first."""
-
-
-# What is compared
-
-
 LAYERS = '''
 """A module."""
 
@@ -67,6 +51,11 @@ PLACES = ("package.layers:repaired", "package.layers:Layer.forward", "package.la
 
 def layers(text: str = LAYERS) -> Texts:
     return Texts({"package.layers": text})
+
+
+def as_if_read(tree: SourceTree, *places: str) -> Repairs:
+    """Return the table that somebody would write who had read a repair in these places of a tree."""
+    return {"this tree": {place: meaning(tree, place) for place in places}}
 
 
 READ = as_if_read(layers(), *PLACES)
@@ -207,56 +196,3 @@ def test_a_repair_that_was_read_nowhere_only_looks_repaired() -> None:
 
     assert (finding.verdict, finding.summary()) == (Verdict.UNRECOGNISED, "it adds once; no repair was read yet")
     assert finding.repair == (Body("package.layers", "repaired"),)
-
-
-# Every probe
-
-
-EDITS = [(name, edit) for name, case in CASES.items() for edit in case.edits]
-DAILY = [(name, [*case.edits][number % len(case.edits)]) for number, (name, case) in enumerate(CASES.items())]
-"""One edit of each repair, of another kind each; `make test-all` takes all of them."""
-
-
-@pytest.fixture
-def learn(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Case]:
-    """Let a probe know the repair of a case, unless it does; return the case."""
-
-    def know(name: str) -> Case:
-        if (known := to_learn(name)) is not None:
-            monkeypatch.setattr(CASES[name].feature, "_REPAIRED", known)
-        return CASES[name]
-
-    return know
-
-
-@functools.cache
-def to_learn(name: str) -> object:
-    """Return what the probe of a case has to be told; that is read once for all edits."""
-    return CASES[name].to_learn()
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_repair_is_fixed_once_somebody_has_read_it(name: str, learn: Callable[[str], Case]) -> None:
-    case = learn(name)
-
-    finding = case.ask(case.texts())
-
-    assert (finding.verdict, finding.proof) == (Verdict.FIXED, Proof.READ), finding.summary()
-    assert finding.repair
-
-
-@pytest.mark.unmeasured
-@pytest.mark.parametrize(("name", "edit"), only(EDITS, DAILY))
-def test_an_edit_that_leaves_the_defect_in_is_never_fixed(name: str, edit: str, learn: Callable[[str], Case]) -> None:
-    case = learn(name)
-
-    finding = case.ask(case.edited(case.edits[edit]))
-
-    assert finding.verdict is not Verdict.FIXED, finding.summary()
-
-
-def test_a_given_tree_that_looks_repaired_names_what_would_have_to_be_read(upstream_trees: list[Path]) -> None:
-    for path in upstream_trees:
-        for case in CASES.values():
-            found = ask(getattr(case.feature, case.probe), DirectoryTree(path))
-            assert bool(found.repair) == (found.looks_repaired or found.verdict is Verdict.FIXED)

@@ -1,0 +1,87 @@
+"""Record of forms: add the form of upstream code that a release has, once its reproducer showed what is wrong with it.
+
+A form of a release is told from its code alone, so a fork that edits something else is recognised by it without a reproducer; see
+`feature_probes.forms`. FIXED is never added: outside of a release it has to be shown by a reproducer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from packaging.version import Version
+
+from megacpp_overlays.feature_probes import forms
+from megacpp_overlays.feature_probes.forms import ANY, TreeDigests
+from megacpp_overlays.loader.decide import NOT_REPAIRED
+from megacpp_overlays.model import Verdict
+from megacpp_overlays.source.trees import SourceTree
+
+FILE = forms.FILE
+
+
+def add(record: dict[str, Any], part: str, tree: SourceTree, release: str, learned: Mapping[str, Any] | None) -> None:
+    """Add a release to the recorded form that it has; where it has none, its own form, if it was shown to be broken.
+
+    Args:
+        record: all of `forms.json`, which is changed.
+        part: `id module` of the part of an overlay. One without a record is left alone: its probe asks for a structure.
+        tree: the source of the release.
+        release: a version, or the head of a branch such as `main d98e8a64dd`.
+        learned: verdict and shape that the reproducer gave there, as in `learned.json`; None where it did not run.
+
+    Raises:
+        SourceError: a place cannot be read.
+    """
+    if part not in record:
+        return
+    places, known = record[part]["places"], record[part]["forms"]
+    digests = TreeDigests(tree)
+    same = next((each for each in known if _is_form(each, places, digests)), None)
+    if same is not None and learned is None:
+        same["trees"] = sorted(dict.fromkeys([*same["trees"], release]), key=_order)
+    elif same is None and (shape := _repaired(learned)) is not None:
+        like = [each for each in known if (each["verdict"], each["shape"]) == (Verdict.BROKEN.value, shape)]
+        seen = like[-1]["seen"] if like else [["its reproducer shows the defect", ""]]
+        asked = _asked(like) or [True] * len(places)
+        taken = [forms.digest(tree, place) if is_asked else ANY for place, is_asked in zip(places, asked, strict=True)]
+        known.append(
+            {
+                "digests": " ".join(taken),
+                "repair": [],
+                "seen": seen,
+                "shape": shape,
+                "trees": [release],
+                "verdict": Verdict.BROKEN.value,
+            }
+        )
+
+
+def _repaired(learned: Mapping[str, Any] | None) -> str | None:
+    """Return the shape whose seams were shown to repair a defect, or None."""
+    if learned is None or learned["verdict"] != Verdict.BROKEN.value or learned["shape"] == NOT_REPAIRED:
+        return None
+    shape: str = learned["shape"]
+    return shape
+
+
+def _is_form(form: Mapping[str, Any], places: list[str], digests: TreeDigests) -> bool:
+    found = zip(places, form["digests"].split(), strict=True)
+    return all(known in {ANY, digests.of(place)} for place, known in found)
+
+
+def _asked(like: list[Mapping[str, Any]]) -> list[bool]:
+    """Return for each place whether the newest form of a shape depends on it."""
+    return [each != ANY for each in like[-1]["digests"].split()] if like else []
+
+
+def _order(tree: str) -> tuple[bool, Version]:
+    """Return what sorts releases before heads of branches, which stay in the order in which they were recorded."""
+    is_head = " " in tree
+    return is_head, Version("0" if is_head else tree)
+
+
+def written(record: Mapping[str, Any]) -> str:
+    """Return the text of `forms.json`."""
+    return json.dumps(record, indent=1, sort_keys=True) + "\n"
