@@ -13,19 +13,20 @@ of this package replaces while it runs, and None where the module itself has it 
 
 from __future__ import annotations
 
-import re
+import ast
 import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+from megacpp_overlays.errors import SourceError
 from megacpp_overlays.loader import seams
 from megacpp_overlays.loader.import_hooks import is_half_imported
 from megacpp_overlays.loader.ownership import layers, same_file
 from megacpp_overlays.model import Finding, Reading, ReadingKind
 from megacpp_overlays.runtime.in_this_thread import upstream_of
 from megacpp_overlays.runtime.seam_marks import mark_behind, mark_of, plain_function
+from megacpp_overlays.source.trees import InstalledTree, readable
 
 _NOTHING = object()
 
@@ -73,19 +74,26 @@ def _foreign(readings: list[Reading]) -> ForeignDefinition | None:
             return None  # upstream defines it below `try` or `if`; a call of it raises
         is_complete = issubclass(type(module), ModuleType) and not is_half_imported(module)
         return ForeignDefinition(str(first), "not there", "nothing") if is_complete else None
-    if any(_is_as_read(raw, reading, module) for reading in readings) or (raw is None and _is_optional(module, first)):
+    if any(_is_as_read(raw, reading, module) for reading in readings) or (raw is None and _is_optional(first)):
         return None
     return ForeignDefinition(str(first), seams.describe(raw), seams.identity(raw))
 
 
-def _is_optional(module: Any, reading: Reading) -> bool:
-    """Return whether a module binds a name to None itself, below `try` or `if`, as where an optional library is missing."""
-    name = reading.symbol.partition(".")[0]
+def _is_optional(reading: Reading) -> bool:
+    """Return whether a module binds a name to None itself, as where an optional library is missing."""
     try:
-        text = Path(_own(module).get("__file__", "")).read_text(encoding="utf-8")
-    except (OSError, TypeError, ValueError):
+        source = readable(InstalledTree(), reading.module)
+        bound = source.bindings.of(reading.symbol.partition(".")[0]) if source is not None else []
+    except SourceError:
         return False
-    return re.search(rf"^[ \t]+{re.escape(name)}\b[^=\n]*=[ \t]*None\b", text, re.MULTILINE) is not None
+    if source is None:
+        return False
+    assigned = [each for each in ast.walk(source.syntax) if isinstance(each, ast.Assign) and _is_none(each.value)]
+    return any(target is each for statement in assigned for target in statement.targets for each in bound)
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def _attribute(module: Any, symbol: str) -> Any:
