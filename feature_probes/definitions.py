@@ -50,17 +50,6 @@ def _plain(source: ModuleSource, symbol: str, scope: list[ast.stmt], kind: type[
     return found
 
 
-def signature(function: FunctionNode) -> str:
-    """Return the parameters of a function with their defaults, without annotations."""
-    import copy  # noqa: PLC0415 - not needed to arm
-
-    arguments = copy.deepcopy(function.args)
-    for node in ast.walk(arguments):
-        if isinstance(node, ast.arg):
-            node.annotation = None
-    return ast.unparse(arguments)
-
-
 def statements(body: list[ast.stmt]) -> list[ast.stmt]:
     """Return the statements of a body without its docstring."""
     return body[1:] if is_docstring(body[0]) else body

@@ -17,7 +17,7 @@ from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import SourceTree
 
-SAVED, READ, LOADED = "get_rng_state", "_load_base_checkpoint", "load_checkpoint"
+SAVED, READ = "get_rng_state", "_load_base_checkpoint"
 TARGET = Target(distribution="megatron-core", module="megatron.training.checkpointing", symbol=SAVED)
 STREAMS = "megatron.core.tensor_parallel.random"
 SEED = "model_parallel_cuda_manual_seed"

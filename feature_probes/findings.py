@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from megacpp_overlays.errors import SourceError
-from megacpp_overlays.model import Body, Evidence, Finding, Proof, Text, Verdict
+from megacpp_overlays.model import Evidence, Finding, Verdict
 from megacpp_overlays.source.trees import ModuleSource, SourceTree, answer
 
 
@@ -18,11 +18,6 @@ def at(source: ModuleSource, node: ast.AST, seen: str) -> Evidence:
 def broken(shape: str, *seen: Evidence) -> Finding:
     """Return the finding of a recognised shape."""
     return Finding(verdict=Verdict.BROKEN, shape=shape, evidence=seen)
-
-
-def fixed(*seen: Evidence, repair: Sequence[Body | Text]) -> Finding:
-    """Return the finding of upstream's own repair, all of which was read."""
-    return Finding(verdict=Verdict.FIXED, shape=None, evidence=seen, repair=tuple(repair), proof=Proof.READ)
 
 
 def absent(seen: str, source: ModuleSource | None = None) -> Finding:

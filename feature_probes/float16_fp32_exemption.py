@@ -1,8 +1,7 @@
 """Cast of fp32 parameters by `Float16Module`.
 
-Two forms of it are known. Releases 0.13.0 to 0.19.2 cast everything. Main since 2026-08-10 and dev since 2026-07-09 leave alone whatever
-carries `keep_in_fp32`; nothing marks Mamba-3, so its parameters are cast all the same. No release of mamba-ssm marks them, so that FIXED is
-said of none.
+Releases 0.13.0 to 0.19.2 cast every parameter. Main since 2026-08-10 and dev since 2026-07-09 leave alone whatever
+carries `keep_in_fp32`; nothing marks Mamba-3, so its parameters are cast all the same. No release of mamba-ssm marks them, so no tree is FIXED.
 
 A model that keeps some parameters in fp32 is what an unrepaired optimizer saves under wrong names, without an error; upstream's rounding
 is the lesser harm. So both optimizers must be known to save fp32 parameters, repaired or by themselves.

@@ -1,7 +1,7 @@
 """Recorded forms: upstream code that was judged, known by the digests of the definitions that decide.
 
 `forms.json` has for each part of an overlay the places that its verdict rests on, and for each form of them the verdict, the trees that
-have it, and the digest of each place. Commands write it (`megacpp-overlays learn`); no digest stands in code. A tree with the
+have it, and the digest of each place. The command `megacpp-overlays learn` writes the file; code has no digests. A tree with the
 digests of a form gets its verdict. Any other tree is UNRECOGNISED, with the places in which it differs from the nearest form.
 
 A place is one of
@@ -86,10 +86,12 @@ def finding(overlay: str, target: Target, tree: SourceTree, without: Mapping[str
     if source is None:
         return absent(f"there is no module {target.module}")
     for needed, said in without.items():
-        missing = _missing(tree, needed)
-        if missing is not None and not (missing.path and _is_elsewhere(source, target)):
-            return absent(said, missing if missing.path else None)
-    kept, digests = _remembered(record(f"{overlay} {target.module}"), target.distribution), TreeDigests(tree)
+        within = tree.module(re.split("[:#]", needed, maxsplit=1)[0])
+        if within is None:
+            return absent(said)
+        if _lacks(within, needed) and not _is_elsewhere(source, target):
+            return absent(said, within)
+    kept, digests = _recorded(overlay, target), TreeDigests(tree)
     if (form := digests.form(kept)) is not None:
         return _finding(kept, form, tree)
     raise unknown(source, next(iter(source.bindings.of(target.symbol)), None), difference(kept, digests))
@@ -104,14 +106,15 @@ def _is_elsewhere(source: ModuleSource, target: Target) -> bool:
 
 def known(overlay: str, target: Target, tree: SourceTree) -> Finding | None:
     """Return the verdict of the recorded form that a tree has, None where it has none; for a probe that asks more than that."""
-    kept = _remembered(record(f"{overlay} {target.module}"), target.distribution)
+    kept = _recorded(overlay, target)
     form = TreeDigests(tree).form(kept)
     return None if form is None else _finding(kept, form, tree)
 
 
-def _remembered(record: FormRecord, distribution: str) -> FormRecord:
-    """Return a record without the forms that this process is not to know; see `source.knowledge`."""
-    return record._replace(forms=tuple(each for each in record.forms if knowledge.has(distribution, each.trees)))
+def _recorded(overlay: str, target: Target) -> FormRecord:
+    """Return the record of a part without the forms that this process is not to know; see `source.knowledge`."""
+    kept = record(f"{overlay} {target.module}")
+    return kept._replace(forms=tuple(each for each in kept.forms if knowledge.has(target.distribution, each.trees)))
 
 
 def difference(record: FormRecord, digests: TreeDigests) -> str:
@@ -133,19 +136,15 @@ def span(trees: Sequence[str]) -> str:
     return ", ".join([*ends, *last.values()])
 
 
-def _missing(tree: SourceTree, needed: str) -> ModuleSource | None:
-    """Return the module in which something that is needed is not, without a path where that is not there; None where it is there.
+def _lacks(source: ModuleSource, needed: str) -> bool:
+    """Return whether a module has not what is needed of it: a word of its text, or a definition.
 
     Raises:
         SourceError: a name is not defined, and the module may have it otherwise, or mentions it.
     """
-    module, _, symbol = needed.partition(":")
-    module, _, word = module.partition("#")
-    source = tree.module(module)
-    if source is None:
-        return ModuleSource(module, "", "")
-    if word or not symbol:
-        return None if word in source.text else source
+    _, _, symbol = needed.partition(":")
+    if not symbol:
+        return needed.partition("#")[2] not in source.text
     name = ""
     for part in symbol.split("."):
         name = f"{name}.{part}" if name else part
@@ -156,10 +155,8 @@ def _missing(tree: SourceTree, needed: str) -> ModuleSource | None:
             source.check_missing(name)
             if re.search(rf"\b{part}\b", source.text):
                 raise unknown(source, None, f"{name} is mentioned and not defined")
-            return source
-        if not source.bindings.definitions(name):
-            return None  # it is from elsewhere, with whatever that has
-    return None
+            return True
+    return False
 
 
 def _finding(record: FormRecord, form: Form, tree: SourceTree) -> Finding:
@@ -205,7 +202,7 @@ def _repair(tree: SourceTree, place: str) -> Body | Text:
 
 
 class TreeDigests:
-    """Digests of places of one tree, each taken once. A `ReadingTree` is not told: most forms that are compared are not here."""
+    """Digests of places of one tree, each taken once. A `ReadingTree` does not record them: most compared forms do not match."""
 
     def __init__(self, tree: SourceTree) -> None:
         self._tree = _PlainTree(tree)
@@ -226,13 +223,9 @@ class TreeDigests:
             if known != ANY and self.of(place) != known:
                 yield place
 
-    def match(self, places: Iterable[str], form: Form) -> bool:
-        """Return whether every place is as in a form."""
-        return next(self.differing(places, form), None) is None
-
     def form(self, record: FormRecord) -> Form | None:
         """Return the first form of a record in which every place is as here."""
-        return next((each for each in record.forms if self.match(record.places, each)), None)
+        return next((each for each in record.forms if not any(self.differing(record.places, each))), None)
 
 
 class _PlainTree:
@@ -253,7 +246,7 @@ class _PlainTree:
 
 
 def digest(tree: SourceTree, place: str) -> str:
-    """Return 16 hexadecimal digits for what stands at a place, `-` where there is no such thing.
+    """Return the digest of a place, 16 hexadecimal digits of SHA-256; `-` where the tree has no such place.
 
     Raises:
         SourceError: its text cannot be read.
@@ -328,7 +321,11 @@ def read() -> Mapping[str, Any]:
 @functools.cache
 def record(part: str) -> FormRecord:
     """Return the recorded forms of a part, `id module`: a process asks for a few of them alone."""
-    data = read()[part]
+    return parsed(read()[part])
+
+
+def parsed(data: Mapping[str, Any]) -> FormRecord:
+    """Return the forms of a part from what the file has of it."""
     return FormRecord(tuple(data["places"]), tuple(map(_form, data["forms"])))
 
 

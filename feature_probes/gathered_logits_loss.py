@@ -2,7 +2,7 @@
 
 `parallel_output=False` and `runtime_gather_output=True` give each tensor parallel rank the logits of all classes. With labels those go
 to a cross entropy over shares of the vocabulary, which counts all classes once for each rank, and looks for labels of other ranks at
-the wrong places. Models have no such method up to 0.3.0, nobody read 0.4.0 to 0.13.1, and logits are taken for a share since 0.14.0. No
+the wrong places. Models have no such method up to 0.3.0, 0.4.0 to 0.13.1 were not read, and logits are taken for a share since 0.14.0. No
 tree has a repair.
 
 The verdict rests on the method, to which the seam gives a rank's share, and on what splits logits and gathers their gradient.

@@ -20,15 +20,16 @@ _PACKAGE = "megatron.core.ssm.gated_delta_net"
 SINGLE = Target(distribution="megatron-core", module=_PACKAGE, symbol="GatedDeltaNet._resolve_cu_seqlens")
 COMMON = Target(distribution="megatron-core", module=f"{_PACKAGE}.common", symbol="_GDNBase._resolve_cu_seqlens")
 
-_BASE = "_GDNBase"
+_CLASS, _BASE = "GatedDeltaNet", "_GDNBase"
 READ_LENGTHS = "packed-lengths-read-on-host"
 
 
 def probe_single(tree: SourceTree) -> Finding:
     """Return whether a gated delta net in one file reads packed lengths from the host."""
-    common = tree.module(COMMON.module)
-    if common is not None and common.bindings.definitions(_BASE):
-        return absent(f"{_BASE} is in a module of its own", common)
+    package, common = tree.module(SINGLE.module), tree.module(COMMON.module)
+    has_base = common is not None and bool(common.bindings.definitions(_BASE))
+    if has_base and package is not None and not package.bindings.definitions(_CLASS):
+        return absent(f"{_CLASS} is in a module of its own", package)
     return forms.finding(_ID, SINGLE, tree)
 
 

@@ -8,7 +8,7 @@ not found, and keep gradients of zero.
     0.9.0 to 0.15.3         a graph is given every parameter, and recomputing in it is an error: ABSENT
     0.16.0 to 0.19.2        not found: BROKEN
     main since 2026-08-14   found in a warm-up without recompute (#6373): FIXED
-    dev                     not found, and nobody read what else it recomputes: UNRECOGNISED
+    dev                     not found, as the reproducer showed on d48bd6be0a: BROKEN
 
 The verdict rests on the module of graphs, which sets names that are known to the running code alone, and on what recomputes; BROKEN also on
 the module of configurations and on how layers are made.

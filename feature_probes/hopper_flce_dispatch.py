@@ -5,7 +5,6 @@ branch, and raises `ValueError: Unsupported architecture` for any other.
 
     blackwell-only            10 alone: dev since 2025-12-05, core_dev_r0.16.0, the tags 26.04-alpha.rc1 and rc2
     blackwell-and-hopper      10, and 9 with an entry of upstream's own: the head of pull request 3345
-    blackwell-only-at-import  10 alone, and asked while the module is imported: the heads of pull requests 2206, 2216
     ABSENT                    every release and main; pull request 4312 has another module under that name
 
 No tree has a repair, and none of the pull requests is recorded. The verdict rests on the whole module and on both functions of
@@ -31,7 +30,6 @@ ENTRIES = "megatron.core.fusions.linear_cross_entropy"
 
 BLACKWELL_ONLY = "blackwell-only"
 BLACKWELL_AND_HOPPER = "blackwell-and-hopper"
-AT_IMPORT = "blackwell-only-at-import"
 
 SERVED = frozenset({8, 9, 12})
 """Major compute capabilities that the portable entry serves: those for which all its parts are made."""

@@ -4,7 +4,7 @@ A router that does not know it takes its layer for one of the decoder. Where one
 then counts once for each of them, and it is logged for a layer of the decoder.
 
     up to 0.16.1            no layer is used more than once: ABSENT
-    0.17.0 and 0.17.1       the stack is in `mamba_block`, and nobody read it: UNRECOGNISED
+    0.17.0 and 0.17.1       the stack is in `mamba_block`, which was not read: UNRECOGNISED
     0.18.0 to 0.19.2, main  not told: BROKEN
     main since 2026-08-21   told (#6748): FIXED. Dev since 2026-07-13
 

@@ -33,8 +33,6 @@ INPUT_NEEDS_GRADIENT = "per-token-scalar-backward-input-grad"
 """The forward pass fails when the input has no gradient."""
 SCALAR_NONE = "scalar-none"
 """`reduction="none"` returns one number."""
-REJECTED = "per-token-rejected"
-"""The backward pass asserts that the upstream gradient is one number."""
 
 _ABSENT_WITHOUT = {
     f"{MODULE}:{FUNCTION}": f"defines no {FUNCTION}",

@@ -23,9 +23,8 @@ VARLEN = Target(
 )
 FACTORIES = ("mamba_mimo_bwd_fwd", "mamba_mimo_bwd_bwd")
 """What makes the two kernels, in both modules."""
-REDUCER = "mamba_ssm.ops.triton.mamba3.grouped_head_reduction"
 REDUCE = "reduce_grouped_qk_grads_and_bias_triton"
-"""What main sums with."""
+"""The function that main sums gradients of groups with."""
 
 ONE_OR_ALL = "one-or-all-groups"
 

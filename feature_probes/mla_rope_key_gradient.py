@@ -8,7 +8,7 @@ it without sequence parallelism, too, and those of which a rank has some columns
     0.14.0 to 0.16.1        missing, down projections are called in `get_query_key_value_tensors`
     0.17.0 and newer        missing, `_qkv_down_projection` calls them; main and dev too
 
-There is no such attention up to 0.9.0, and nobody read 0.10.0 and 0.11.0. The seams stand behind the down projection, and what they
+There is no such attention up to 0.9.0, and 0.10.0 and 0.11.0 were not read. The seams stand behind the down projection, and what they
 sum goes through all of `get_query_key_value_tensors`. A sum that upstream takes as well would be one too many.
 
 The verdict rests on all that could sum: what makes keys, the down projections, the constructors, the forward pass, what gathers

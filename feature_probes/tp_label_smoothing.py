@@ -2,7 +2,7 @@
 
 `_VocabParallelCrossEntropy.forward` takes the number of classes, and the mean of their log-probabilities, from the tensor that
 it holds, which is the rank's share of the vocabulary. From 0.13.0 to 0.18.2 it does so in the group of the process, since 0.19.0
-in the group that its caller may give (#5128). Nobody tried 0.12.3 and older. No tree has a repair.
+in the group that its caller may give (#5128). 0.12.3 and older were not tried. No tree has a repair.
 
 The seam lets upstream's forward pass run without smoothing, reads what it saves, and counts on its backward pass to take the
 number of classes from the context.

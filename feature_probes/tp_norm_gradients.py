@@ -7,7 +7,7 @@ finalizer sums what has `q_layernorm` or `k_layernorm` in its name, which is rig
     0.13.0 to 0.15.3              the same, by `_allreduce_non_tensor_model_parallel_grads`
     0.16.0 to 0.19.2, main, dev   the same, and the output norm of gated delta nets is not
 
-Up to 0.9.0 there is neither a multi-latent attention nor a gated delta net, and nobody read 0.10.0 and 0.11.0. No tree has a repair.
+Up to 0.9.0 there is neither a multi-latent attention nor a gated delta net, and 0.10.0 and 0.11.0 were not read. No tree has a repair.
 A seam chooses anew what is summed, so the verdict rests on whatever else could choose: what finalizes, where latent queries come from
 and go to, and the classes that make and use both norms.
 

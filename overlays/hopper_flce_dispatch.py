@@ -183,12 +183,7 @@ OVERLAY = Overlay(
         feature.BLACKWELL_ONLY: _seams(feature.SERVED),
         feature.BLACKWELL_AND_HOPPER: _seams(feature.SERVED - {_HOPPER}),
     },
-    unsupported={
-        feature.AT_IMPORT: (
-            "this tree asks for the device while the module is imported, so on any other device the import itself "
-            "fails, before a seam can go in; use a tree that asks at the first call (dev since 2025-12-05)"
-        ),
-    },
+    unsupported={},
     witness=_witness,
     self_test=_self_test,
     opt_in=False,

@@ -302,10 +302,6 @@ OVERLAY = Overlay(
             'reduction="none" returns the sum of the losses in this release, so there are no per-token losses to '
             "repair the gradients of; use liger-kernel 0.8.2 or newer"
         ),
-        feature.REJECTED: (
-            'this build refuses the backward pass of reduction="none" instead of getting it wrong; '
-            "use liger-kernel 0.8.2 or newer"
-        ),
     },
     witness=_witness,
     self_test=_self_test,

@@ -41,6 +41,7 @@ RELEASED = {
 }
 """Releases by the day on which their wheels were made."""
 ACTIVE, UNPROVED, CONFLICT, WRONG, UNKNOWN = "active", "unproved", "conflict", "wrong", "not known"
+WORST_FIRST = (WRONG, CONFLICT, UNKNOWN, UNPROVED, ACTIVE)
 
 
 class Week(NamedTuple):
@@ -52,9 +53,6 @@ class Week(NamedTuple):
     until: str
     """The newest release that was out."""
     overlays: dict[str, str]
-
-
-WORST_FIRST = (WRONG, CONFLICT, UNKNOWN, UNPROVED, ACTIVE)
 
 
 def main() -> int:
@@ -105,6 +103,7 @@ def remember(until: str | None) -> None:
 
 
 def _said(part: Erratum, tree: SourceTree, now: Finding, then: Finding) -> Iterator[str]:
+    """Yield what the day of a commit would have said of a part, nothing of one that the commit does not need."""
     is_needed = now.verdict is Verdict.BROKEN and now.shape in part.repairs
     if then.verdict is Verdict.BROKEN and (now.verdict is Verdict.FIXED or (is_needed and then.shape != now.shape)):
         yield WRONG

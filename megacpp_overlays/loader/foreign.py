@@ -80,20 +80,25 @@ def _foreign(readings: list[Reading]) -> ForeignDefinition | None:
 
 
 def _is_optional(reading: Reading) -> bool:
-    """Return whether a module binds a name to None itself, as where an optional library is missing."""
+    """Return whether a module binds a name to None itself, below `try` or `if`, as where an optional library is missing."""
+    source = readable(InstalledTree(), reading.module)
     try:
-        source = readable(InstalledTree(), reading.module)
         bound = source.bindings.of(reading.symbol.partition(".")[0]) if source is not None else []
     except SourceError:
         return False
-    if source is None:
-        return False
-    assigned = [each for each in ast.walk(source.syntax) if isinstance(each, ast.Assign) and _is_none(each.value)]
-    return any(target is each for statement in assigned for target in statement.targets for each in bound)
+    top = source.syntax.body if source is not None else []
+    below = (node for each in top for node in ast.walk(each) if node is not each)
+    return any(target is each for node in below for target in _set_to_none(node) for each in bound)
 
 
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
+def _set_to_none(node: ast.AST) -> list[ast.expr]:
+    """Return what a statement assigns None to, by itself or with an annotation."""
+    match node:
+        case ast.Assign(value=ast.Constant(value=None)):
+            return node.targets
+        case ast.AnnAssign(value=ast.Constant(value=None)):
+            return [node.target]
+    return []
 
 
 def _attribute(module: Any, symbol: str) -> Any:

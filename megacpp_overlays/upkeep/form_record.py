@@ -13,12 +13,13 @@ from typing import Any
 from packaging.version import Version
 
 from megacpp_overlays.feature_probes import forms
-from megacpp_overlays.feature_probes.forms import ANY, TreeDigests
+from megacpp_overlays.feature_probes.forms import ANY
 from megacpp_overlays.loader.decide import NOT_REPAIRED
 from megacpp_overlays.model import Verdict
 from megacpp_overlays.source.trees import SourceTree
 
 FILE = forms.FILE
+_BROKEN = Verdict.BROKEN.value
 
 
 def add(record: dict[str, Any], part: str, tree: SourceTree, release: str, learned: Mapping[str, Any] | None) -> None:
@@ -36,44 +37,35 @@ def add(record: dict[str, Any], part: str, tree: SourceTree, release: str, learn
     """
     if part not in record:
         return
-    places, known = record[part]["places"], record[part]["forms"]
-    digests = TreeDigests(tree)
-    same = next((each for each in known if _is_form(each, places, digests)), None)
+    kept, known = forms.parsed(record[part]), record[part]["forms"]
+    same = forms.TreeDigests(tree).form(kept)
     if same is not None and learned is None:
-        same["trees"] = sorted(dict.fromkeys([*same["trees"], release]), key=_order)
+        row = known[kept.forms.index(same)]
+        row["trees"] = sorted(dict.fromkeys([*row["trees"], release]), key=_order)
     elif same is None and (shape := _repaired(learned)) is not None:
-        like = [each for each in known if (each["verdict"], each["shape"]) == (Verdict.BROKEN.value, shape)]
-        seen = like[-1]["seen"] if like else [["its reproducer shows the defect", ""]]
-        asked = _asked(like) or [True] * len(places)
-        taken = [forms.digest(tree, place) if is_asked else ANY for place, is_asked in zip(places, asked, strict=True)]
+        like = next((each for each in known[::-1] if (each["verdict"], each["shape"]) == (_BROKEN, shape)), None)
+        asked = like["digests"].split() if like else [""] * len(kept.places)
+        taken = [
+            ANY if each == ANY else forms.digest(tree, place) for place, each in zip(kept.places, asked, strict=True)
+        ]
         known.append(
             {
                 "digests": " ".join(taken),
                 "repair": [],
-                "seen": seen,
+                "seen": like["seen"] if like else [["its reproducer shows the defect", ""]],
                 "shape": shape,
                 "trees": [release],
-                "verdict": Verdict.BROKEN.value,
+                "verdict": _BROKEN,
             }
         )
 
 
 def _repaired(learned: Mapping[str, Any] | None) -> str | None:
     """Return the shape whose seams were shown to repair a defect, or None."""
-    if learned is None or learned["verdict"] != Verdict.BROKEN.value or learned["shape"] == NOT_REPAIRED:
+    if learned is None or learned["verdict"] != _BROKEN or learned["shape"] == NOT_REPAIRED:
         return None
     shape: str = learned["shape"]
     return shape
-
-
-def _is_form(form: Mapping[str, Any], places: list[str], digests: TreeDigests) -> bool:
-    found = zip(places, form["digests"].split(), strict=True)
-    return all(known in {ANY, digests.of(place)} for place, known in found)
-
-
-def _asked(like: list[Mapping[str, Any]]) -> list[bool]:
-    """Return for each place whether the newest form of a shape depends on it."""
-    return [each != ANY for each in like[-1]["digests"].split()] if like else []
 
 
 def _order(tree: str) -> tuple[bool, Version]:

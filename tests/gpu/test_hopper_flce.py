@@ -34,7 +34,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     chosen = {
         name: path
         for name, path in every.items()
-        if name == "dev-linear-cross-entropy" or ask(feature.probe, DirectoryTree(path)).shape == feature.BLACKWELL_ONLY
+        if ask(feature.probe, DirectoryTree(path)).shape == feature.BLACKWELL_ONLY
     }
     metafunc.parametrize("dispatcher", list(chosen.values()), ids=list(chosen), scope="module")
 

@@ -25,8 +25,6 @@ from megacpp_overlays.runtime import graph_capture
 from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
 
 SPRING, JUNE = STAND_INS["dsa-spring"], STAND_INS["dsa-june"]
-STAND_IN_PARTS = {SPRING: PARTS[0], JUNE: PARTS[1]}
-"""The part whose function each of them has."""
 Scatter = Callable[..., None]
 
 
@@ -35,9 +33,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def part_of(tree: Path) -> Overlay:
-    """Return the part whose target is broken in a tree, or skip; no form is recorded of the stand-ins."""
-    if tree in STAND_IN_PARTS:
-        return STAND_IN_PARTS[tree]
+    """Return the part whose target is broken in a tree, or skip."""
     broken = [part for part in PARTS if examine(part, DirectoryTree(tree)).verdict is Verdict.BROKEN]
     if not broken:
         pytest.skip("this tree has no branchy scatter")
@@ -86,6 +82,23 @@ def test_no_statement_of_the_branchy_scatter_may_change(dsa_tree: Path, part: Ov
     for what, changed in statement_edits(text, part.target.symbol):
         finding = examine(part, EditedTree(DirectoryTree(dsa_tree), part.target.module, changed))
         assert finding.verdict is Verdict.UNRECOGNISED, what
+
+
+@pytest.mark.parametrize(
+    "later", ["end = min(", "picked = topk_indices", "rows = first", "real = picked >= 0", "batches, offsets, slots ="]
+)
+def test_a_name_that_is_read_before_it_is_bound_is_not_recognised(later: str) -> None:
+    lines = text_of(DirectoryTree(JUNE), MASKING.module).splitlines(keepends=True)
+    start = next(n for n, line in enumerate(lines) if "def scatter_topk" in line)
+    at = next(n for n, line in enumerate(lines) if n > start and later in line)
+    changed = [*lines[:at], lines[at + 1], lines[at], *lines[at + 2 :]]
+    if lines[at + 1].rstrip().endswith(":"):  # into the block that reads it
+        indent = " " * (len(lines[at + 2]) - len(lines[at + 2].lstrip()))
+        changed[at + 1] = indent + lines[at].lstrip()
+
+    finding = examine(PARTS[1], EditedTree(DirectoryTree(JUNE), MASKING.module, "".join(changed)))
+
+    assert finding.verdict is Verdict.UNRECOGNISED
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from megacpp_overlays.model import Verdict
 from megacpp_overlays.source.file_trees import DirectoryTree
 
 OPTION = "--upstream-tree"
-STAND_INS_OF_DEV = ("dev-linear-cross-entropy", "pr3345-linear-cross-entropy")
 PORTABLE = "megacpp_overlays.kernels.linear_cross_entropy.entry"
 BLACKWELL = "megatron.core.fusions.linear_cross_entropy.blackwell.entry"
 HOPPER = "megatron.core.fusions.linear_cross_entropy.hopper.entry"
@@ -41,12 +40,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "dispatcher" in metafunc.fixturenames:
         given = {f"upstream-{path.resolve().name}": path.resolve() for path in metafunc.config.getoption(OPTION)}
         every = {**STAND_INS, **given}
-        broken = {
-            name: path
-            for name, path in every.items()
-            if name in STAND_INS_OF_DEV or ask(feature.probe, DirectoryTree(path)).verdict is Verdict.BROKEN
-        }
+        broken = {name: path for name, path in every.items() if verdict(path) is Verdict.BROKEN}
         metafunc.parametrize("dispatcher", list(broken.values()), ids=list(broken))
+
+
+@functools.cache
+def verdict(tree: Path) -> Verdict:
+    return ask(feature.probe, DirectoryTree(tree)).verdict
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ from adversary.outline import Outline, hits
 from probing import Texts, ask
 
 from megacpp_overlays.feature_probes import forms
-from megacpp_overlays.feature_probes.findings import absent, at, broken, fixed
+from megacpp_overlays.feature_probes.findings import absent, at, broken
 from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader import registry
-from megacpp_overlays.model import Body, Erratum, Finding, Replacement, Verdict
+from megacpp_overlays.model import Body, Erratum, Finding, Proof, Replacement, Verdict
 from megacpp_overlays.overlays import float16_optimizer_state_ids
 from megacpp_overlays.source import fingerprint
 from megacpp_overlays.source.trees import SourceTree
@@ -164,7 +164,10 @@ def takes_it_for_repaired(tree: SourceTree) -> Finding:
     source = tree.module(MODULE)
     if source is None or f"class {CLASS}" not in source.text:
         return absent("there is no such class")
-    return fixed(at(source, ast.Pass(), "there is such a class"), repair=[Body(MODULE, METHOD)])
+    seen = at(source, ast.Pass(), "there is such a class")
+    return Finding(
+        verdict=Verdict.FIXED, shape=None, evidence=(seen,), repair=(Body(MODULE, METHOD),), proof=Proof.READ
+    )
 
 
 def leaves(tree: SourceTree) -> Finding:

@@ -32,11 +32,8 @@ def test_an_overlay_has_repairs_of_another_kind() -> None:
 
 
 @pytest.fixture
-def case(name: str, monkeypatch: pytest.MonkeyPatch) -> Otherwise:
-    found = otherwise_cases.CASES[name]
-    for attribute, value in found.patched.items():
-        monkeypatch.setattr(found.feature, attribute, value)
-    return found
+def case(name: str) -> Otherwise:
+    return otherwise_cases.CASES[name]
 
 
 @pytest.mark.upstream

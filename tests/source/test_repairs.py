@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+from layers_text import LAYERS
 from probing import Texts
 
 from megacpp_overlays.feature_probes.repairs import Repairs, judged, meaning, table
@@ -12,40 +13,6 @@ from megacpp_overlays.model import Body, Evidence, Proof, Verdict
 from megacpp_overlays.source.trees import SourceTree
 
 SEEN = Evidence(seen="it adds once")
-LAYERS = '''
-"""A module."""
-
-import math
-from package.helpers import half as a_half
-
-SCALE = 2
-
-
-def helper(x):
-    return a_half(x) + math.floor(SCALE)
-
-
-@functools.cache
-def repaired(x, *, scale=SCALE):
-    """Say what it does."""
-    total = [helper(each) for each in x]
-    return isinstance(total, list) and len(total)
-
-
-class Base:
-    pass
-
-
-class Layer(Base):
-    def __init__(self):
-        self.positions = {}
-
-    def forward(self, x):
-        return repaired(x)
-
-    def other(self):
-        return 1
-'''
 PLACES = ("package.layers:repaired", "package.layers:Layer.forward", "package.layers:helper", "package.layers:a_half")
 
 

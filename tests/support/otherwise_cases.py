@@ -93,8 +93,6 @@ class Otherwise(Case):
     edits: Mapping[str, Edit] = dataclasses.field(default_factory=dict)
     said: Mapping[str, tuple[Verdict, str]] = dataclasses.field(default_factory=dict)
     """What is said of some edits, and why that is right; of any other, UNRECOGNISED."""
-    patched: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """What stands in the probe's module, where no tree at hand has the defect."""
 
 
 def megatron() -> ParsedOnce:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from megacpp_overlays.feature_probes.definitions import signature
 from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.loader.witnesses import RecordingTree
 from megacpp_overlays.model import Erratum, Finding, Verdict
@@ -69,7 +69,7 @@ def _outlines(body: Sequence[ast.stmt], owner: str = "", place: tuple[str, ...] 
         if isinstance(node, _Definition):
             name = f"{owner}{node.name}"
             is_class = isinstance(node, ast.ClassDef)
-            takes = ", ".join(map(ast.unparse, [*node.bases, *node.keywords])) if is_class else signature(node)
+            takes = ", ".join(map(ast.unparse, [*node.bases, *node.keywords])) if is_class else _signature(node)
             yield name, _Outline(type(node).__name__, place, tuple(map(ast.unparse, node.decorator_list)), takes)
             if is_class:
                 yield from _outlines(node.body, f"{name}.")
@@ -77,3 +77,12 @@ def _outlines(body: Sequence[ast.stmt], owner: str = "", place: tuple[str, ...] 
         for field in ("body", "orelse", "finalbody", "handlers"):
             if isinstance(below := getattr(node, field, None), list):
                 yield from _outlines(below, owner, (*place, f"{type(node).__name__}.{field}"))
+
+
+def _signature(function: FunctionNode) -> str:
+    """Return the parameters of a function with their defaults, without annotations."""
+    arguments = copy.deepcopy(function.args)
+    for node in ast.walk(arguments):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    return ast.unparse(arguments)
