@@ -64,10 +64,20 @@ def _run(
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
-            return f"took more than {timeout:g} seconds"
+            return too_long(timeout)
+    return in_words(code)
+
+
+def in_words(code: int) -> str | None:
+    """Return how a process ended by its exit code, which is negative for a signal; None where it ended well."""
     if code < 0:
         return f"was killed by signal {-code} ({signal.strsignal(-code)})"
     return f"ended with exit code {code}" if code else None
+
+
+def too_long(timeout: float) -> str:
+    """Return in words that a process was ended after so many seconds."""
+    return f"took more than {timeout:g} seconds"
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -21,8 +20,8 @@ from megacpp_overlays import json_text, variables
 from megacpp_overlays.loader import retired
 from megacpp_overlays.loader.settings import DISABLE, LOG, MODE, PLUGINS, WITNESSES, Mode, Switch
 from megacpp_overlays.model import Decision, Erratum, Verdict
-from megacpp_overlays.repro import inventory, judge, neighbour, process_group, stamp, trees
-from megacpp_overlays.repro.case import CUDA, Case
+from megacpp_overlays.repro import forked, inventory, judge, neighbour, stamp, trees
+from megacpp_overlays.repro.case import CPU, CUDA, Case
 from megacpp_overlays.repro.judge import EARNED, Conclusion, Part, Run, RunKind, Sentinel
 from megacpp_overlays.repro.transcript import Transcript
 from megacpp_overlays.runtime import visible_gpus
@@ -49,6 +48,8 @@ class Job:
     tree: Path | None = None
     timeout: float = 900.0
     """Seconds for one process."""
+    servers: forked.ForkServers | None = None
+    """What processes are copies of; without it each is a Python of its own."""
 
 
 def run(job: Job, transcript: Transcript) -> tuple[stamp.Stamp, int]:
@@ -200,17 +201,16 @@ class _Process:
         # A folder of its own: `-m` puts it on the path, and whatever upstream writes goes with it.
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         report, output = folder / "report", folder / "output"
-        command = [sys.executable, "-m", "megacpp_overlays.repro.child"]
-        command += [str(self._job.reproducer.resolve()), self._case.name, str(report)]
-        command += options
-        with output.open("wb") as stream:
-            ended = process_group.run(
-                command,
-                folder=folder,
-                environment={**self._environment(), **variables},
-                output=stream,
-                timeout=self._job.timeout,
-            )
+        words = ["megacpp_overlays.repro.child", str(self._job.reproducer.resolve()), self._case.name, str(report)]
+        run_module = self._job.servers.run if self._job.servers else forked.run_anew
+        ended = run_module(
+            [*words, *options],
+            folder=folder,
+            environment={**self._environment(), **variables},
+            output=output,
+            timeout=self._job.timeout,
+            eager=self._case.device == CPU,
+        )
         lines = output.read_text(errors="replace").splitlines()
         run = self._without_names(self._read(report, ended, lines, probe_only=_PROBE_ONLY in options))
         if len(lines) > _MOST:

@@ -22,6 +22,7 @@ from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Decision, Erratum, Finding, Gate, Proof, Verdict
 from megacpp_overlays.repro import inventory, judge, neighbour, runner, stamp
 from megacpp_overlays.repro.case import Case, PackError
+from megacpp_overlays.repro.forked import ForkServers
 from megacpp_overlays.repro.judge import Part, Run, RunKind
 from megacpp_overlays.repro.progress import Progress
 from megacpp_overlays.repro.transcript import Transcript
@@ -42,6 +43,8 @@ class WitnessOptions:
     """Gets a line for each step."""
     workers: int = 1
     """Overlays that are proved at the same time."""
+    servers: ForkServers | None = None
+    """What processes of cases are copies of; `prove` has its own."""
 
 
 MOST_TRIALS = 6
@@ -148,7 +151,8 @@ def prove(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessOpt
         how.progress("\n".join([*lines, f"once more: {text}" if overlay_id in tried else progress.done(text)]))
         return found
 
-    with ThreadPoolExecutor(how.workers) as pool:
+    with ForkServers() as servers, ThreadPoolExecutor(how.workers) as pool:
+        how = replace(how, servers=servers)
         while waiting:
             ready = [each for each in waiting if not _needs(parts, each) & {*waiting}] or waiting
             waiting = [each for each in waiting if each not in ready]
@@ -307,6 +311,7 @@ class _CaseRunner:
             overlays=self._overlays,
             command="",
             timeout=self._how.timeout,
+            servers=self._how.servers,
         )
 
 

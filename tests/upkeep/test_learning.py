@@ -60,22 +60,24 @@ def release(wheel: Callable[[str, str], Path], tmp_path: Path) -> ReleaseTree:
 @pytest.mark.full
 @pytest.mark.upstream
 @pytest.mark.unmeasured_children
-def test_what_was_learned_of_a_release_decides_without_a_witness_until_a_byte_of_it_changes(
+def test_what_was_learned_of_a_release_decides_without_a_witness_until_its_form_changes(
     checkout: Path, release: ReleaseTree
 ) -> None:
     how = LearnOptions(Path(sys.executable), workers=2, only=(OVERLAY,), root=checkout)
     before = learning.audit(release, how)[OVERLAY]
 
     found = learning.learn(release, registry.load(), how)
-    with (release.folder / "liger_kernel/utils.py").open("a") as file:
-        file.write("# a fork\n")
-    edited = learning.audit(release, how)[OVERLAY]
+    decisions = []
+    for file, line in (("liger_kernel/utils.py", "# a fork\n"), (FILE, "element_mul_kernel = None\n")):
+        with (release.folder / file).open("a") as opened:
+            opened.write(line)
+        decisions.append(learning.audit(release, how)[OVERLAY][0])
 
     assert before[0] == "unproved"
     assert {each.overlay: each.verdict for each in found.lessons}[OVERLAY] is Verdict.BROKEN
     assert found.decisions[OVERLAY][0] == "active"
-    assert "learned on " in found.decisions[OVERLAY][1]
-    assert edited[0] == "unproved"
+    assert "as in 0.9.0" in found.decisions[OVERLAY][1]
+    assert decisions == ["active", "unproved"]
     kept = json.loads((checkout / "megacpp_overlays/loader/learned.json").read_text())
     assert kept["liger-kernel"]["0.9.0"][f"{OVERLAY} liger_kernel.ops.fused_linear_cross_entropy"]["shape"] == SHAPE
 

@@ -1,0 +1,120 @@
+"""Fork server for cases: a Python that has imported torch, of which each case gets a copy; `fork_server.py DESCRIPTOR MODULE...`.
+
+The client is `repro.forked`. DESCRIPTOR is one end of a socket pair. First the server writes a line, which is empty where it can
+serve and says why not otherwise. Then each byte that the client sends has a socket with it, of which the server reads one job as a
+line of JSON, and to which it writes the exit code of that process. A job whose socket is closed early is killed with its process
+group; the server ends with its own socket, however the client ends.
+
+The file is run by its path and imports nothing of this package, whose import arms a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+PACKAGE = "megacpp_overlays"
+EAGER = "eager"
+"""Among the modules: what upstream gives to `torch.compile` runs as it is written."""
+
+
+def serve(control: socket.socket, modules: Sequence[str]) -> None:
+    """Import modules, then fork for each socket that arrives, until the client is gone."""
+    problem = _prepare(modules)
+    control.sendall(f"{problem}\n".encode())
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are not waited for
+    while not problem:
+        data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not data:
+            return
+        connection = socket.socket(fileno=descriptors[0])
+        if os.fork() == 0:
+            control.close()
+            _keep(connection)
+        connection.close()
+
+
+def _prepare(modules: Sequence[str]) -> str:
+    """Import what is there of the modules; return why this process cannot be copied, or nothing."""
+    try:
+        for name in modules:
+            with contextlib.suppress(ModuleNotFoundError):
+                _import(name)
+    except Exception as error:  # noqa: BLE001 - upstream may fail in any way, and a case that imports it says more
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if PACKAGE in sys.modules:
+        return f"{PACKAGE} is imported at the start of this Python, with the settings of that moment"
+    if threading.active_count() > 1:
+        return "there are threads, which no copy has"
+    return ""
+
+
+def _import(name: str) -> None:
+    if name == EAGER:
+        importlib.import_module("torch").compiler.set_stance("force_eager")
+    else:
+        importlib.import_module(name)
+
+
+def _keep(connection: socket.socket) -> NoReturn:
+    """Fork the process of a job, wait for it or for the end of the client, and write its exit code."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with connection.makefile("r") as lines:
+        job = json.loads(lines.readline() or "null")
+    if job is None:
+        os._exit(0)
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        _become(job)
+    ended = os.pidfd_open(pid)
+    if ended not in select.select([ended, connection.fileno()], [], [])[0]:
+        os.kill(pid, signal.SIGKILL)  # it may have no group yet
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    os._exit(0)
+
+
+def _become(job: dict[str, Any]) -> NoReturn:
+    """Run the module of a job as `python -m` does, to the end of this process."""
+    code = 1
+    try:
+        os.setsid()
+        output = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for stream, descriptor in enumerate((nothing, output, output)):
+            os.dup2(descriptor, stream)
+        os.chdir(job["folder"])
+        os.environ.clear()
+        os.environ.update(job["environment"])
+        sys.path.insert(0, job["folder"])
+        sys.argv = job["words"]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - as an interpreter does
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # the folder of this file, whose modules are of this package
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
