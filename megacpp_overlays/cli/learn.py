@@ -23,7 +23,7 @@ from megacpp_overlays.upkeep.learning import LearnOptions, ReleaseKnowledge, Rel
 _TEXT = "Learn a release, or a commit: run its reproducers, and write down for all users what no probe recognises."
 _MORE = """\
 For maintainers, in a checkout. It fetches the release from the index, or takes a folder or a commit; runs the reproducers of all that
-is unproved there, in minutes and without a word of it read; writes `loader/learned.json` and the digest in `source/published.json`;
+is unproved there, in minutes and without a word of it read, and then those of all that is recognised; writes `loader/learned.json` and the digest in `source/published.json`;
 and says what is still broken, what upstream repaired, and which few need a person. A GPU is asked where this host has one.
 """
 _EXAMPLES = (
@@ -32,7 +32,7 @@ _EXAMPLES = (
 )
 _CODES = {
     ExitCode.CLEAN: "everything is decided",
-    ExitCode.FOUND: "a person has to look at something: a contract is broken, or a case could not be asked",
+    ExitCode.FOUND: "a person has to look at something: a contract is broken, a case could not be asked, or contradicts a probe",
     ExitCode.NOT_CHECKED: "the release cannot be had, or a process gave no answer",
     ExitCode.MISSING_EXTRA: "the extra `upkeep` is not installed",
 }
@@ -79,7 +79,9 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
 
 def is_decided(found: ReleaseKnowledge) -> bool:
     """Return whether no overlay needs a person."""
-    return not {Decision.CONFLICT.value, Decision.UNPROVED.value} & {each for each, _ in found.decisions.values()}
+    return not found.contradicted and not {Decision.CONFLICT.value, Decision.UNPROVED.value} & {
+        each for each, _ in found.decisions.values()
+    }
 
 
 def _release(distribution: str, version: str, folder: Path) -> ReleaseTree:

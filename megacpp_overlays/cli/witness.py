@@ -18,21 +18,31 @@ from megacpp_overlays.loader import session
 from megacpp_overlays.loader.witnesses import folder_of
 from megacpp_overlays.model import Verdict
 from megacpp_overlays.repro import ending
-from megacpp_overlays.repro.witnessing import Attempt, WitnessOptions, asked_for, prove, unproved
+from megacpp_overlays.repro.witnessing import (
+    Attempt,
+    WitnessOptions,
+    asked_for,
+    confirm,
+    confirmation,
+    prove,
+    recognised,
+    unproved,
+)
 
 _TEXT = "Run the reproducers of unproved overlays, on upstream alone and with seams, and keep their verdicts."
 _MORE = """\
-Without an ID the command proves every unproved overlay, and every gate that is not recognised; with IDs it proves those anew. Each
+Without an ID the command proves every unproved overlay, and every gate that is not recognised; with IDs it proves those anew. With
+`--all` it then runs the cases of everything that is recognised, too, and says where behaviour is otherwise; that keeps nothing. Each
 case that this host can run measures upstream alone. If no case shows the defect, the decision becomes `retired`, or `absent`. If
 one does, the seams that can be placed are installed in a process of their own: if no case shows the defect then, and neighbour
 cases are the same, the decision becomes `active`. The reason of such a decision begins with `witnessed`. The verdict is kept for
 this user and this environment, with the hashes of the probe, the reproducer, the seams and every module of the upstream that was
 read or loaded, and counts until one of them changes.
 """
-_EXAMPLES = ("witness", "witness liger-flce-none-backward", "witness --workers 8")
+_EXAMPLES = ("witness", "witness liger-flce-none-backward", "witness --all --workers 8")
 _CODES = {
     ExitCode.CLEAN: "everything that is unproved was proved, or nothing is",
-    ExitCode.FOUND: "something was not: a case shows a defect that is not repaired, failed, or cannot run on this host",
+    ExitCode.FOUND: "something was not: a case shows a defect that is not repaired, failed, cannot run here, or contradicts a probe",
 }
 
 
@@ -40,6 +50,8 @@ def add_to(commands: Subparsers) -> None:
     """Add the command to the parser."""
     parser = add(commands, "witness", _TEXT, more=_MORE, examples=_EXAMPLES, codes=_CODES)
     parser.add_argument("ids", metavar="ID", nargs="*", help="an overlay or a gate")
+    parser.add_argument("--all", action="store_true", help="run the cases of what is recognised as well")
+    parser.add_argument("--of", metavar="DISTRIBUTION", help="only overlays of this distribution")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.add_argument("--packs", metavar="FOLDER", type=Path, help="where the packs are, if not in the package")
     parser.add_argument(
@@ -67,23 +79,52 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     if arguments.workers < 1:
         parser.error("--workers: at least one is needed")
     how = WitnessOptions(packs=packs, settings=current.settings, timeout=arguments.timeout, workers=arguments.workers)
-    attempts = witness(current, how, arguments.ids)
+    if arguments.of not in {None, *(part.target.distribution for part in current.overlays)}:
+        parser.error(f"--of {arguments.of}: no overlay is about it")
+    if arguments.of and arguments.ids:
+        parser.error("--of: name overlays, or a distribution")
+    attempts = witness(current, how, arguments.ids, of=arguments.of, everything=arguments.all)
     if arguments.json:
         print(json.dumps({"schema": 1, "witnesses": [_as_dict(each) for each in attempts]}, indent=2))
     else:
         print("\n".join(map(line, attempts)) or "nothing that is here is unproved")
-        if any(each.proved and each.cases for each in attempts):
+        if any(each.proved and each.cases and not each.confirms for each in attempts):
             print(f"{_total(attempts)}; kept in {folder_of(current.settings)}")
     return all(each.proved for each in attempts)
 
 
-def witness(current: session.Session, how: WitnessOptions, ids: Sequence[str] = ()) -> tuple[Attempt, ...]:
-    """Prove what is unproved, or what was named, and tell on stderr how that goes."""
+def witness(
+    current: session.Session,
+    how: WitnessOptions,
+    ids: Sequence[str] = (),
+    *,
+    of: str | None = None,
+    everything: bool = False,
+) -> tuple[Attempt, ...]:
+    """Prove what is unproved, or what was named, and print to stderr how that goes.
+
+    Args:
+        current: what is armed here.
+        how: how to run reproducers.
+        ids: of overlays that are proved anew; empty for all that is unproved.
+        of: the distribution that they are about, where only one is asked about.
+        everything: whether cases of what probes recognise are run afterwards, of these ids or of all.
+    """
     how = replace(how, progress=functools.partial(print, file=sys.stderr, flush=True))
+    overlays = current.overlays
     with ending.by_exception():
+        sure = [
+            part
+            for part in (recognised(overlays, how) if everything else ())
+            if (not ids or part.id in ids) and of in {None, part.target.distribution}
+        ]
+        confirmed = {part.id for part in sure}
         if ids:
-            return asked_for(current.overlays, ids, how)
-        return tuple(prove(current.overlays, unproved(current.overlays, how.settings), how))
+            found = [each for each in asked_for(overlays, ids, how) if each.overlay not in confirmed]
+        else:
+            parts = [part for part in unproved(overlays, how.settings) if of in {None, part.target.distribution}]
+            found = [*prove(overlays, parts, how)]
+        return (*found, *confirm(overlays, sure, how))
 
 
 _IN_WORDS = {
@@ -95,12 +136,15 @@ _IN_WORDS = {
 
 def _total(attempts: Sequence[Attempt]) -> str:
     """Return how many parts there are of each answer."""
-    counts = Counter(attempt.verdict for attempt in attempts if attempt.cases or not attempt.proved)
+    asked = [each for each in attempts if not each.confirms]
+    counts = Counter(attempt.verdict for attempt in asked if attempt.cases or not attempt.proved)
     return ", ".join(f"{counts[verdict]} {words}" for verdict, words in _IN_WORDS.items() if counts[verdict])
 
 
 def line(attempt: Attempt) -> str:
     """Return an attempt as one line."""
+    if attempt.confirms:
+        return f"{confirmation(attempt)}: {attempt.overlay} | {attempt.reason}"
     proved = f"proved {attempt.verdict.value}" if attempt.verdict else "nothing to prove"
     word = proved if attempt.proved else "not proved"
     return f"{word}: {attempt.overlay} on {attempt.target} | {attempt.reason}"
@@ -113,5 +157,7 @@ def _as_dict(attempt: Attempt) -> dict[str, object]:
         "proved": attempt.proved,
         "verdict": attempt.verdict.value if attempt.verdict else None,
         "reason": attempt.reason,
+        "confirms": attempt.confirms,
+        "confirmed": attempt.is_confirmed,
         "cases": [{"case": name, "said": word} for name, word in attempt.cases],
     }

@@ -23,7 +23,7 @@ from megacpp_overlays.model import Decision, Erratum, Finding, Gate, Proof, Verd
 from megacpp_overlays.repro import inventory, judge, neighbour, runner, stamp
 from megacpp_overlays.repro.case import Case, PackError
 from megacpp_overlays.repro.forked import ForkServers
-from megacpp_overlays.repro.judge import Part, Run, RunKind
+from megacpp_overlays.repro.judge import Conclusion, Part, Run, RunKind, Sentinel
 from megacpp_overlays.repro.progress import Progress
 from megacpp_overlays.repro.transcript import Transcript
 from megacpp_overlays.source import distributions
@@ -67,6 +67,13 @@ class Attempt:
     """What was proved."""
     unrepaired: bool = False
     """Whether a case shows the defect with the seams of this overlay in; seams of another overlay may be missing."""
+    confirms: bool = False
+    """Whether a probe recognises the part, and its cases were run to see whether that is so; `proved` says that none shows otherwise."""
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether a probe recognises the part, a case could run here, and none shows otherwise."""
+        return self.confirms and self.proved and any(word != Sentinel.BLOCKED.value for _, word in self.cases)
 
 
 class _Ran(NamedTuple):
@@ -116,6 +123,19 @@ def unproved(overlays: Sequence[Erratum], settings: Settings) -> tuple[Erratum, 
     """Return the parts that no probe recognises here, that could be proved, and of which no kept witness counts."""
     tree = CachedTree(InstalledTree())
     return tuple(part for part in overlays if can_be_proved(part, examine_installed(part, tree, settings), tree))
+
+
+def recognised(overlays: Sequence[Erratum], how: WitnessOptions) -> tuple[Erratum, ...]:
+    """Return the parts of overlays that probes recognise here, and of which a pack has a reproducer."""
+    tree = CachedTree(InstalledTree())
+    asked = [part for part in overlays if any(how.packs.glob(f"{part.pack:02}-*/reproduce.py"))]
+    found = {part: examine_installed(part, tree, how.settings) for part in asked}
+    unsure = {
+        part.id
+        for part, finding in found.items()
+        if finding.verdict is Verdict.UNRECOGNISED or finding.proof is Proof.WITNESSED
+    }
+    return tuple(part for part in found if part.id not in unsure)
 
 
 def can_be_proved(part: Erratum, finding: Finding, tree: SourceTree) -> bool:
@@ -217,6 +237,10 @@ class _CaseRunner:
     def alone(self, case: Case) -> Run:
         """Measure upstream alone."""
         return runner.witness_case(self._job(case), case, self._transcript)
+
+    def judged(self, case: Case) -> tuple[Conclusion, ...]:
+        """Measure upstream without the overlay of a case and with every overlay, and say what its probe has of that."""
+        return runner.run_case(self._job(case), case, self._transcript)
 
     def verdict(
         self,
@@ -431,6 +455,62 @@ def nothing_to_prove(part: Erratum, finding: Finding) -> Attempt:
     what = "there is nothing to prove" if needs_none else "its seams cannot be placed"
     reason = f"{what}: the probe says {finding.verdict.value}: {finding.summary()}"
     return Attempt(overlay=part.id, target=part.target.module, proved=needs_none, reason=reason)
+
+
+def confirm(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessOptions) -> Iterator[Attempt]:
+    """Run the cases of parts that probes recognise, without their overlay and with every one, and say where behaviour is otherwise.
+
+    A form that says BROKEN is out of date where a release repairs the defect elsewhere, and no text says so.
+
+    Args:
+        overlays: every declaration of this process, in parts.
+        parts: those that are recognised.
+        how: how to run reproducers.
+    """
+    ids = list(dict.fromkeys(part.id for part in parts))
+    progress = Progress(len(ids))
+
+    def one(overlay_id: str) -> Attempt:
+        part = next(each for each in parts if each.id == overlay_id)
+        lines: list[str] = []
+        try:
+            found = _confirm_one(overlays, part, replace(how, progress=lines.append))
+        except PackError as error:
+            found = _failed(part, str(error))
+        found = replace(found, confirms=True)
+        how.progress("\n".join([*lines, progress.done(f"{overlay_id}: {confirmation(found)}")]))
+        return found
+
+    with ForkServers() as servers, ThreadPoolExecutor(how.workers) as pool:
+        how = replace(how, servers=servers)
+        yield from pool.map(one, ids)
+
+
+def confirmation(attempt: Attempt) -> str:
+    """Return in words what cases say of a part that a probe recognises."""
+    if not attempt.proved:
+        return "contradicted"
+    return "as recognised" if attempt.is_confirmed else "recognised, and no case can run here"
+
+
+def _confirm_one(overlays: Sequence[Erratum], part: Erratum, how: WitnessOptions) -> Attempt:
+    """Return whether the cases of an overlay show what its probe says.
+
+    Raises:
+        PackError: its pack cannot be read.
+    """
+    pack = inventory.find(how.packs, part.pack)
+    cases = inventory.load_cases(pack.reproducer)
+    measuring = _CaseRunner(pack, cases, tuple(overlays), how)
+    found = [(case, each) for case in cases if case.overlay == part.id for each in measuring.judged(case)]
+    said = "; ".join(f"case {case.name}: {each.sentinel.value}: {each.reason}" for case, each in found)
+    return Attempt(
+        overlay=part.id,
+        target=part.target.module,
+        proved=all(each.sentinel is not Sentinel.FAILED for _, each in found),
+        reason=said or "its pack has no case for it",
+        cases=tuple((case.name, each.sentinel.value) for case, each in found),
+    )
 
 
 def asked_for(overlays: Sequence[Erratum], ids: Sequence[str], how: WitnessOptions) -> tuple[Attempt, ...]:

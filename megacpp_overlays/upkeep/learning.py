@@ -1,7 +1,7 @@
 """Learning of a release: its reproducers run once here, and what they show is written down for every user of this package.
 
 The release is put first on the path of a Python that has what it needs. Two processes answer: `witness`, which proves what no probe
-recognises and every repair that was read, and an audit afterwards.
+recognises and every repair that was read, and asks about what probes recognise, too; and an audit afterwards.
 """
 
 from __future__ import annotations
@@ -77,6 +77,10 @@ class ReleaseKnowledge:
     lessons: tuple[Lesson, ...]
     decisions: Mapping[str, tuple[str, str]]
     """Decision and reason of each overlay of the distribution, with what was learned."""
+    confirmed: int = 0
+    """Overlays that a probe recognises, and whose cases show what it says."""
+    contradicted: tuple[Lesson, ...] = ()
+    """Those whose cases show otherwise: the places of their forms leave something out."""
 
 
 def learn(tree: ReleaseTree, overlays: Sequence[Erratum], how: LearnOptions) -> ReleaseKnowledge:
@@ -94,12 +98,21 @@ def learn(tree: ReleaseTree, overlays: Sequence[Erratum], how: LearnOptions) -> 
     parts = [each for each in overlays if each.target.distribution == tree.distribution]
     digests = _digests(tree, parts)
     with tempfile.TemporaryDirectory() as folder:
-        words = ["witness", "--json", "--workers", str(how.workers), *how.only]
+        words = [
+            "witness",
+            "--json",
+            "--workers",
+            str(how.workers),
+            *(how.only or ["--all", "--of", tree.distribution]),
+        ]
         said = _ask(tree, how, words, Path(folder))["witnesses"]
         kept = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
-    lessons = tuple(_lessons(said, parts))
+    lessons = tuple(_lessons((each for each in said if not each["confirms"]), parts))
+    asked = [each for each in said if each["confirms"]]
+    contradicted = tuple(_lessons((each for each in asked if not each["proved"]), parts))
     write_down(tree, digests, parts, lessons, kept, how)
-    return ReleaseKnowledge(tree, lessons, audit(tree, how))
+    confirmed = sum(1 for each in asked if each["confirmed"])
+    return ReleaseKnowledge(tree, lessons, audit(tree, how), confirmed, contradicted)
 
 
 def audit(tree: ReleaseTree, how: LearnOptions) -> dict[str, tuple[str, str]]:
@@ -259,7 +272,10 @@ def lines(found: ReleaseKnowledge, before: Mapping[str, str]) -> list[str]:
     }
     by_reproducer = {each.overlay for each in found.lessons if each.verdict is not None}
     text = ", ".join(f"{word} {len(names)}" for word, names in counts.items() if names)
-    head = f"{found.tree.distribution} {found.tree.name}: {text}; {len(by_reproducer)} decided by reproducers"
+    head = (
+        f"{found.tree.distribution} {found.tree.name}: {text}; {len(by_reproducer)} decided by reproducers, "
+        f"{found.confirmed} recognised and confirmed by them"
+    )
     changed = [
         f"  {name}: {before[name]} before, {decision} now"
         for name, (decision, _) in found.decisions.items()
@@ -270,6 +286,7 @@ def lines(found: ReleaseKnowledge, before: Mapping[str, str]) -> list[str]:
         for name, (decision, reason) in found.decisions.items()
         if decision in {Decision.CONFLICT.value, Decision.UNPROVED.value}
     ]
+    person += [f"  contradicted: {each.overlay}: {each.reason}" for each in found.contradicted]
     return [head, *(["changed:", *changed] if changed else []), *(["for a person:", *person] if person else [])]
 
 

@@ -156,6 +156,8 @@ def test_a_defect_that_is_still_there_is_a_conflict_until_the_code_changes(
         "proved": False,
         "verdict": None,
         "reason": "case double: it shows the defect: double(1) = 3",
+        "confirms": False,
+        "confirmed": False,
         "cases": [{"case": "double", "said": "broken"}],
     }
     shown = made.decide()
@@ -390,3 +392,51 @@ def test_cases_of_other_parts_prove_a_repair_by_seams_and_never_one_by_upstream(
     assert witnessing._of_others(broken) is broken
     with pytest.raises(witnessing._NoProofError, match="its pack has no case for it"):
         witnessing._of_others(fixed)
+
+
+@pytest.mark.parametrize(
+    ("body", "says", "code"),
+    [
+        (
+            HONEST,
+            "as recognised: double-fix | case double: BUG_REPRODUCED: double(1) = 3; case double: FIX_VALIDATED",
+            0,
+        ),
+        (BLOCKED, "recognised, and no case can run here: double-fix | case double: BLOCKED: no such kernel", 0),
+        (
+            'return Behaviour(broken=double() == 5, seen="right by what calls it")',
+            "contradicted: double-fix | case double: FAILED: the probe says BROKEN, the behaviour is not broken",
+            1,
+        ),
+    ],
+    ids=["the defect", "nothing", "a repair that no place has"],
+)
+def test_with_all_the_cases_of_what_is_recognised_are_run_too(
+    made: Made, body: str, says: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made.upstream.write(BROKEN_TEXT)
+    made.packs.write(body)
+
+    assert made.witness() == 0
+    assert "nothing that is here is unproved" in capsys.readouterr().out
+    assert made.witness("--all") == code
+    assert says in capsys.readouterr().out
+    assert made.kept == []
+
+
+def test_of_limits_what_is_asked_to_a_distribution(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    made.upstream.write(BROKEN_TEXT)
+
+    assert made.witness("--all", "--of", made.upstream.overlay().target.distribution) == 0
+    assert "as recognised: double-fix" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        made.witness("--all", "--of", "no-such-library")
+    assert "--of no-such-library: no overlay is about it" in capsys.readouterr().err
+
+
+def test_what_is_unproved_is_proved_and_not_asked_about_twice(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    assert made.witness("--all") == 0
+
+    said = capsys.readouterr().out
+    assert said.startswith("proved FIXED: double-fix on made_target.layers")
+    assert "recognised" not in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from probing import Texts
 
 from megacpp_overlays import cli
 from megacpp_overlays.cli.codes import ExitCode
+from megacpp_overlays.cli.learn import is_decided
 from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.feature_probes.forms import ANY
 from megacpp_overlays.frozen import replace
@@ -317,18 +319,19 @@ def test_lines_count_name_what_changed_and_what_needs_a_person() -> None:
         "four": ("conflict", "names: m defines no function f"),
     }
 
-    lines = learning.lines(
-        ReleaseKnowledge(tree, lessons, decisions), {"one": "BROKEN", "two": "BROKEN", "three": "FIXED"}
-    )
+    contradicted = (Lesson("five", "m", None, "case c: FAILED: the probe says BROKEN, the behaviour is not broken"),)
+    found = ReleaseKnowledge(tree, lessons, decisions, confirmed=1, contradicted=contradicted)
+    lines = learning.lines(found, {"one": "BROKEN", "two": "BROKEN", "three": "FIXED"})
 
     assert lines == [
         "megatron-core 0.20.0: still broken and repaired 1, repaired upstream 1, contract broken, or not repaired 1, could not ask 1; "
-        "1 decided by reproducers",
+        "1 decided by reproducers, 1 recognised and confirmed by them",
         "changed:",
         "  two: BROKEN before, retired now",
         "for a person:",
         "  unproved: three: no GPU",
         "  conflict: four: names: m defines no function f",
+        "  contradicted: five: case c: FAILED: the probe says BROKEN, the behaviour is not broken",
     ]
 
 
@@ -359,3 +362,11 @@ def test_a_folder_without_a_name_and_a_commit_that_is_not_there_are_named(
     assert codes == [ExitCode.NOT_CHECKED, ExitCode.NOT_CHECKED]
     assert "a folder needs a --name" in said
     assert f"--tree {tmp_path}@main: there is no such folder, and no such commit" in said
+
+
+def test_a_case_that_contradicts_a_probe_needs_a_person() -> None:
+    tree = ReleaseTree("megatron-core", "0.20.0", Path("nowhere"))
+    found = ReleaseKnowledge(tree, (), {"one": ("active", "read")}, confirmed=1)
+
+    assert is_decided(found)
+    assert not is_decided(dataclasses.replace(found, contradicted=(Lesson("one", "m", None, "not broken"),)))
