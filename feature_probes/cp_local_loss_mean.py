@@ -3,12 +3,6 @@
 A loss function that returns a sum, a number of tokens and a report has its sum divided by that number. Since 0.13.0 the
 launcher's counts the tokens of its own part of the sequence, and DDP then takes the mean over ranks.
 
-    0.14.0 to 0.19.2, main, dev     divided by what the rank counts: BROKEN
-    0.13.0 and 0.13.1               the same within `forward_step`: BROKEN, and no seam
-    0.7.0 to 0.12.3                 launchers of these releases count the tokens of all ranks: ABSENT
-    up to 0.6.0                     the loss function divides: ABSENT
-    main, 2025-08-01 to 2025-08-16  not told how many ranks there are: UNRECOGNISED
-
 The verdict rests on the division, the step that asks for it and what both call, and on the constructor of DDP, which makes the mean.
 
 Source: https://github.com/NVIDIA/Megatron-LM/issues/7452 (finding 9), https://github.com/NVIDIA/Megatron-LM/pull/7513
@@ -16,8 +10,8 @@ Source: https://github.com/NVIDIA/Megatron-LM/issues/7452 (finding 9), https://g
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 FUNCTION = "forward_step_calc_loss"

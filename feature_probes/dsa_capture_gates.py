@@ -16,8 +16,8 @@ Source: https://github.com/NVIDIA/Megatron-LM/pull/5099
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 POSITIONS = "extract_query_positions_from_position_ids"

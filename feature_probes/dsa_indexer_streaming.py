@@ -17,8 +17,8 @@ Source: https://github.com/NVIDIA/Megatron-LM/pull/5049 and https://github.com/N
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 SCORES = "_compute_index_scores"
@@ -28,11 +28,7 @@ LOSS = "compute_dsa_indexer_loss"
 TOP_K = "fused_qk_topk_naive"
 FUSED_LOSS = "FusedDSAIndexerLoss"
 """The autograd function of the loss."""
-TARGET = Target(
-    distribution="megatron-core",
-    module="megatron.core.transformer.experimental_attention_variant.dsa",
-    symbol=SCORES,
-)
+TARGET = Target("megatron-core", "megatron.core.transformer.experimental_attention_variant.dsa", SCORES)
 
 FOUR_AXIS_METHOD = "four-axis-method"
 FOUR_AXIS = "four-axis-functions"

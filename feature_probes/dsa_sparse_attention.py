@@ -12,8 +12,8 @@ Source: https://github.com/NVIDIA/Megatron-LM/pull/5246
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 _VARIANT = "megatron.core.transformer.experimental_attention_variant"

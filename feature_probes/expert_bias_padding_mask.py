@@ -3,10 +3,6 @@
 `TopKRouter._apply_expert_bias` takes a mask of tokens for one of experts. Where there are other numbers of either, a training step
 with a padding mask ends in an error; where they are equal, experts lose counts and padding is counted.
 
-    up to 0.15.3            counts no padding mask: ABSENT
-    0.16.0 to 0.19.2        a mask of tokens is laid over experts: BROKEN. Main as well, until 2026-08-19
-    main since 2026-08-20   over tokens (#6114): FIXED. Dev since 2026-06-26, in another way
-
 The verdict rests on that method and on `TopKRouter.routing`, which calls it.
 
 Source: https://github.com/NVIDIA/Megatron-LM/issues/6111
@@ -14,8 +10,8 @@ Source: https://github.com/NVIDIA/Megatron-LM/issues/6111
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 COUNT = "TopKRouter._apply_expert_bias"

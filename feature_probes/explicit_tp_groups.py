@@ -3,14 +3,6 @@
 A helper that is given no group takes the default one of the process. Where a model was built with other groups, ranks that have
 nothing to do with each other then exchange values. Nothing raises where both groups have as many ranks.
 
-    up to 0.12.3            nothing takes groups: ABSENT
-    0.13.0 to 0.19.2, main  projections of a cross attention, and what blocks save to recompute: BROKEN
-    0.13.0 to 0.15.3        all of a multi-latent attention: BROKEN
-    0.16.0 to 0.19.2, main  latents that are cut by columns: BROKEN
-    0.14.0 to 0.19.2, main  combined embeddings of LLaVA: BROKEN
-    0.17, 0.19, main        what a prediction layer saves to recompute: BROKEN. Up to 0.16.1 the layer has no group of its own,
-                            and in 0.18 recomputing one ends in an error: ABSENT
-
 No tree has a repair. A seam names the group for as long as upstream's method runs. So each verdict rests on that method, on the
 helpers that it calls without a group, and on what answers them with the default one.
 
@@ -19,9 +11,9 @@ Source: https://github.com/NVIDIA/Megatron-LM/issues/7452
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.feature_probes.findings import absent, finding_of
 from megacpp_overlays.model import Finding, Target, Verdict
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 FORWARD = "MultiLatentAttention.forward"
@@ -104,7 +96,7 @@ _CALLERS = (
     probe_old_layers,
     probe_checkpoint,
 )
-"""Probes of what hands work on."""
+"""Probes of modules that hand work on."""
 
 
 def _found(tree: SourceTree, target: Target, word: str = "", said: str = "") -> Finding:

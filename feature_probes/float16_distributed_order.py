@@ -12,15 +12,11 @@ Source: https://github.com/NVIDIA/Megatron-LM/issues/2777, https://github.com/NV
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
-TARGET = Target(
-    distribution="megatron-core",
-    module="megatron.core.optimizer.distrib_optimizer",
-    symbol="DistributedOptimizer",
-)
+TARGET = Target("megatron-core", "megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer")
 STALE_ORDER = "stale-order"
 
 _ABSENT_WITHOUT = {f"{TARGET.module}:{TARGET.symbol}": f"defines no {TARGET.symbol}"}

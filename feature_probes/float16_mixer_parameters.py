@@ -14,10 +14,11 @@ megatron-core 0.19.2).
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import float16_fp32_exemption, forms
+from megacpp_overlays.feature_probes import float16_fp32_exemption
 from megacpp_overlays.feature_probes.findings import finding_of, unrecognised
 from megacpp_overlays.frozen import NamedTuple
 from megacpp_overlays.model import Evidence, Finding, Target, Verdict
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 UNMARKED = "unmarked-fp32-parameters"

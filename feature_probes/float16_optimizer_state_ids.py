@@ -11,15 +11,11 @@ Source: https://github.com/NVIDIA/Megatron-LM/pull/5929
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
-TARGET = Target(
-    distribution="megatron-core",
-    module="megatron.core.optimizer.optimizer",
-    symbol="Float16OptimizerWithFloat16Params",
-)
+TARGET = Target("megatron-core", "megatron.core.optimizer.optimizer", "Float16OptimizerWithFloat16Params")
 FLOAT16_IDS = "float16-ids"
 
 _ABSENT_WITHOUT = {f"{TARGET.module}:{TARGET.symbol}": f"defines no {TARGET.symbol}"}

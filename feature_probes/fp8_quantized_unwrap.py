@@ -7,8 +7,6 @@ A quantized tensor of Transformer Engine says bf16 and has no storage. What was 
                         `dsa.py`, early revisions of pull request 5049 in `ops/tilelang_dsa.py`
     bf16-guard-fooled   a guard asks for bf16 and is told so; the permutation that follows dequantizes silently.
                         0.19.0, 0.19.2, main since 2026-07-24, and the port to dev in pull request 6279
-    ABSENT              0.18.2 and older, dev, and the head of pull request 3674, whose backends are elsewhere
-    FIXED               nothing yet
 
 The seam hands the dispatcher plain tensors, so it fits any dispatcher that does not look for quantized ones. Every
 call and attribute in it must be one that was read, and nothing in it, in its guard or in the kernel's autograd function
@@ -21,9 +19,9 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 
-from megacpp_overlays.feature_probes.definitions import called, plain_function, statements, words
 from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source.definitions import called, plain_function, statements, words
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, parameters
 

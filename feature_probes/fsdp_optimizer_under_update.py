@@ -13,16 +13,12 @@ Source: https://github.com/NVIDIA/Megatron-LM/issues/5974, https://github.com/NV
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 FUNCTION = "fully_shard_optimizer"
-TARGET = Target(
-    distribution="megatron-core",
-    module="megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard",
-    symbol=FUNCTION,
-)
+TARGET = Target("megatron-core", "megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard", FUNCTION)
 COUNTED = "counted"
 
 _ABSENT_WITHOUT = {f"{TARGET.module}:{FUNCTION}": f"defines no {FUNCTION}"}

@@ -13,15 +13,11 @@ Source: https://github.com/NVIDIA/Megatron-LM/pull/5077
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
-TARGET = Target(
-    distribution="megatron-core",
-    module="megatron.core.optimizer.distrib_optimizer",
-    symbol="DistributedOptimizer",
-)
+TARGET = Target("megatron-core", "megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer")
 PADDED_SLICES = "padded-slices"
 
 SAVE = "sharded_param_state_fully_reshardable"

@@ -12,15 +12,13 @@ Source: https://github.com/NVIDIA/Megatron-LM/issues/7452
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 CLASS = "LanguageModule"
 METHOD = f"{CLASS}.compute_language_model_loss"
-TARGET = Target(
-    distribution="megatron-core", module="megatron.core.models.common.language_module.language_module", symbol=METHOD
-)
+TARGET = Target("megatron-core", "megatron.core.models.common.language_module.language_module", METHOD)
 TAKEN_FOR_A_SHARE = "taken-for-a-share"
 
 _ABSENT_WITHOUT = {f"{TARGET.module}:{CLASS}": f"defines no {CLASS}"}

@@ -4,12 +4,6 @@ A graph's backward pass gives gradients to the parameters that are found by walk
 `CheckpointWithoutOutput` runs is not on that way: it runs without gradients, and once more in a hook. Parameters that only it uses are
 not found, and keep gradients of zero.
 
-    up to 0.8.0             no local graphs: ABSENT
-    0.9.0 to 0.15.3         a graph is given every parameter, and recomputing in it is an error: ABSENT
-    0.16.0 to 0.19.2        not found: BROKEN
-    main since 2026-08-14   found in a warm-up without recompute (#6373): FIXED
-    dev                     not found, as the reproducer showed on d48bd6be0a: BROKEN
-
 The verdict rests on the module of graphs, which sets names that are known to the running code alone, and on what recomputes; BROKEN also on
 the module of configurations and on how layers are made.
 
@@ -18,8 +12,8 @@ Source: https://github.com/NVIDIA/Megatron-LM/pull/6373
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 METHOD = "TransformerLayer.__init__"

@@ -1,10 +1,7 @@
 """The output layer of Megatron's hybrid model, and whether it makes `cross_entropy_fusion_impl="linear"` work.
 
-    plain-output-layer  the tree has `LinearCrossEntropyModule`, and `HybridModel` makes a plain `ColumnParallelLinear`
-                        and hands logits to a loss that does not know `linear`: dev from 2026-04-28 to 2026-08-21
-    FIXED               the model makes a `LinearCrossEntropyModule` and asks it for the loss: dev from 2026-02-03 on,
-                        when it was called `MambaModel`, to 2026-02-26; nothing since
-    ABSENT              every release up to 0.19.2 and main: there is no such module, and `linear` is no choice
+Dev had a wired model from 2026-02-03 to 2026-02-26, when it was called `MambaModel`. Since 2026-04-28 its `HybridModel` makes a plain
+`ColumnParallelLinear`, and hands logits to a loss that does not know `linear`.
 
 The seam runs upstream's own `forward` on a view of the model. The verdict rests on all of the model, and on what numbers go
 through on their way to a loss, fused or not: the fused layer and its function, the scale of logits, the loss, and that of MTP.
@@ -14,8 +11,8 @@ Source: https://github.com/NVIDIA/Megatron-LM/pull/3226 (wired on dev) and https
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 TARGET = Target(distribution="megatron-core", module="megatron.core.models.hybrid.hybrid_model", symbol="HybridModel")
@@ -23,7 +20,6 @@ _EARLIER = Target(distribution="megatron-core", module="megatron.core.models.mam
 """The same model before 2026-04-28."""
 LINEAR = "megatron.core.transformer.linear_cross_entropy"
 LAYER = "LinearCrossEntropyModule"
-PLAIN_LAYER = "ColumnParallelLinear"
 PLAIN_OUTPUT_LAYER = "plain-output-layer"
 
 _ABSENT_WITHOUT = {f"{LINEAR}:": f"there is no module {LINEAR}"}

@@ -3,11 +3,6 @@
 A router that does not know it takes its layer for one of the decoder. Where one layer stands for all predictions its balancing loss
 then counts once for each of them, and it is logged for a layer of the decoder.
 
-    up to 0.16.1            no layer is used more than once: ABSENT
-    0.17.0 and 0.17.1       the stack is in `mamba_block`, which was not read: UNRECOGNISED
-    0.18.0 to 0.19.2, main  not told: BROKEN
-    main since 2026-08-21   told (#6748): FIXED. Dev since 2026-07-13
-
 The verdict rests on the constructor of the stack and on what divides a router's loss; FIXED also on the constructors that hand the mark on.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/6748
@@ -15,9 +10,9 @@ Source: https://github.com/NVIDIA/Megatron-LM/pull/6748
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.feature_probes.findings import unknown
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 CONSTRUCTOR = "HybridStack.__init__"

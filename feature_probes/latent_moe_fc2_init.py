@@ -4,10 +4,6 @@ Experts of a latent MoE read a latent of the hidden state and write one, and a p
 and the experts' second projection begin with the method for output layers, whose deviation is divided by the root of twice
 the number of layers.
 
-    up to 0.15.3            no latent MoE: ABSENT
-    0.16.0 and 0.16.1       by specifications: BROKEN, and no seam
-    0.17.0 to 0.19.2, main, dev   by builders: BROKEN
-
 The verdict rests on the constructor of the experts and on the functions that it builds with.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/6278, https://github.com/NVIDIA/Megatron-LM/issues/5225
@@ -15,8 +11,8 @@ Source: https://github.com/NVIDIA/Megatron-LM/pull/6278, https://github.com/NVID
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 SINGLE, GROUPED = (

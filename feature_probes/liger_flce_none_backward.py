@@ -4,19 +4,14 @@ With `reduction="none"` the backward pass receives one gradient per token. Until
 kernel that reads only its first element, and multiplies every gradient by that. From 0.8.2 on the gradients are
 computed in the backward pass, with `token_grad_output`.
 
-    0.0.0 to 0.2.1                  no `reduction`: ABSENT
-    0.3.0 to 0.5.2, 0.5.9 to 0.6.2  "none" returns the sum of the losses, one number
-    0.5.3 to 0.5.8, 0.6.3 to 0.8.1  per-token losses, gradients scaled by the first element
-    0.8.2 to 0.8.5                  per-token losses, per-token gradients: FIXED
-
 The verdict rests on the whole module and the whole module of its kernel, which the seam differentiates; a repair also on what calls
 the kernel since 0.8.3.
 """
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 MODULE = "liger_kernel.ops.fused_linear_cross_entropy"

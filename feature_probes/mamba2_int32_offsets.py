@@ -3,10 +3,6 @@
 A program of a kernel adds `pid_b * stride_batch + pid_c * chunk_size * stride_seqlen + ...` to its pointers. Program ids have
 32 bits, and so has every stride that fits into them: what reaches further comes out negative, without an error.
 
-    2.0.1 to 2.3.2.post1, main           no kernel widens a product: BROKEN
-    2.0.0                                imports what is not there, and was not read: UNRECOGNISED
-    up to 1.2.2                          no Mamba-2: ABSENT
-
 No tree has a repair. The kernels are in five modules, and the host code in one of them; the gated norm, which reads the same wide
 projections, has one of its own. The verdict rests on all of these modules, each as a whole: the seams run every statement of them.
 
@@ -15,8 +11,8 @@ Source: https://github.com/state-spaces/mamba/issues/1015
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 _PACKAGE = "mamba_ssm.ops.triton"

@@ -12,8 +12,8 @@ Source: https://github.com/state-spaces/mamba/pull/967
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 _PACKAGE = "mamba_ssm.ops.tilelang.mamba3"

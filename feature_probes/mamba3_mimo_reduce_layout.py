@@ -10,8 +10,8 @@ kernels as a whole, as their host functions may call something else.
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 _PACKAGE = "mamba_ssm.ops.tilelang.mamba3"

@@ -9,15 +9,11 @@ The verdict rests on the kernel with its decorators, which are the configuration
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
-TARGET = Target(
-    distribution="mamba-ssm",
-    module="mamba_ssm.ops.triton.mamba3.mamba3_siso_fwd",
-    symbol="mamba3_siso_fwd_kernel",
-)
+TARGET = Target("mamba-ssm", "mamba_ssm.ops.triton.mamba3.mamba3_siso_fwd", "mamba3_siso_fwd_kernel")
 ANY_STAGES = "any-number-of-stages"
 
 _ABSENT_WITHOUT = {f"{TARGET.module}#{TARGET.symbol}": f"defines no {TARGET.symbol}"}

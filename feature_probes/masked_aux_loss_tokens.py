@@ -12,8 +12,8 @@ Source: https://github.com/NVIDIA/Megatron-LM/issues/7452, https://github.com/NV
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 FUNCTION = "get_tokens_per_expert_and_token_count"

@@ -1,14 +1,9 @@
 """Blocks of heads that Megatron's fused rotary kernels of multi-latent attention are tuned over, and what they do at the ends.
 
-A program of such a kernel rotates BLOCK_H heads of one token, and the tuner tries 1 to 128. Two defects come with that:
-
-    the last block      its mask compares an offset in the block with all heads, whichever block it is. Where BLOCK_H is
-                        smaller than the heads and does not divide them, the first heads of the next token are rotated
-                        twice, or added up, and numbers behind the tensor are written: also while the tuner tries what it
-                        does not take
-                        (https://github.com/NVIDIA/Megatron-LM/issues/7103)
-    in place            queries are loaded in one order and stored in another, and nothing makes the warps of a program wait
-                        for each other (https://github.com/NVIDIA/Megatron-LM/issues/4640)
+A program of such a kernel rotates BLOCK_H heads of one token, and the tuner tries 1 to 128. Where BLOCK_H is smaller than the heads and does
+not divide them, the last block goes on into the next token, or behind the tensor: its mask compares an offset in the block with all heads
+(https://github.com/NVIDIA/Megatron-LM/issues/7103). And in place, queries are loaded in one order and stored in another, and nothing makes
+the warps of a program wait for each other (https://github.com/NVIDIA/Megatron-LM/issues/4640).
 
 Up to 0.12.3 there are no such kernels. From 0.13.0 to 0.19.2 they are named after queries and keys; on main since 2026-08-17, and on
 dev, they take any tensor. No tree has a repair.
@@ -19,42 +14,12 @@ reads, decides whether these are right. So the verdict rests on the whole module
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
-from megacpp_overlays.frozen import NamedTuple
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
-TARGET = Target(
-    distribution="megatron-core",
-    module="megatron.core.fusions.fused_mla_yarn_rope_apply",
-    symbol="ApplyMLARotaryEmbQ",
-)
+TARGET = Target("megatron-core", "megatron.core.fusions.fused_mla_yarn_rope_apply", "ApplyMLARotaryEmbQ")
 OF_QUERIES, OF_ANY = "queries-and-keys", "any-tensor"
-
-
-class Launch(NamedTuple):
-    """A function that launches a kernel."""
-
-    symbol: str
-    kernel: str
-    in_place: bool
-
-
-LAUNCHES = {
-    OF_QUERIES: (
-        Launch("ApplyMLARotaryEmbQ.forward", "rotary_fwd_q_kernel", in_place=True),
-        Launch("ApplyMLARotaryEmbQ.backward", "rotary_bwd_q_kernel", in_place=True),
-        Launch("ApplyMLARotaryEmbKV.forward", "rotary_fwd_kv_kernel", in_place=False),
-        Launch("ApplyMLARotaryEmbKV.backward", "rotary_bwd_kv_kernel", in_place=False),
-    ),
-    OF_ANY: (
-        Launch("_FusedMLARoPEInplace.forward", "_mla_rope_fwd_inplace_kernel", in_place=True),
-        Launch("_FusedMLARoPEInplace.backward", "_mla_rope_bwd_inplace_kernel", in_place=True),
-        Launch("_FusedMLARoPEKVSplit.forward", "_mla_rope_fwd_kv_split_kernel", in_place=False),
-        Launch("_FusedMLARoPEKVSplit.backward", "_mla_rope_bwd_kv_split_kernel", in_place=False),
-    ),
-}
-"""By shape."""
 
 
 def probe(tree: SourceTree) -> Finding:

@@ -4,10 +4,6 @@
 is taken only where the vector was gathered from parts of the sequence. Down projections that each rank has all of need
 it without sequence parallelism, too, and those of which a rank has some columns always: their gather splits.
 
-    0.12.0 to 0.13.1        missing; down projections are cut by columns there, and no seam can tell
-    0.14.0 to 0.16.1        missing, down projections are called in `get_query_key_value_tensors`
-    0.17.0 and newer        missing, `_qkv_down_projection` calls them; main and dev too
-
 There is no such attention up to 0.9.0, and 0.10.0 and 0.11.0 were not read. The seams stand behind the down projection, and what they
 sum goes through all of `get_query_key_value_tensors`. A sum that upstream takes as well would be one too many.
 
@@ -19,8 +15,8 @@ Source: https://github.com/NVIDIA/Megatron-LM/issues/1699, https://github.com/NV
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 _CLASS = "MLASelfAttention"

@@ -3,10 +3,6 @@
 Where documents are padded, `cu_seqlens_q` counts their tokens and `cu_seqlens_q_padded` says where they lie. From the second
 document on a roll between the former takes labels and masks of neighbours, and zeros in the midst of documents.
 
-    up to 0.15.3            a roll knows no packed rows: ABSENT
-    0.16.0 and newer, main  `_roll_tensor_packed_seq` rolls between `cu_seqlens_q`: BROKEN
-    dev since 2026-05-12    between `cu_seqlens_q_padded` where it is given: FIXED
-
 The verdict rests on `roll_tensor`, on what it calls for packed rows, and on the class of their parameters.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/4494
@@ -14,8 +10,8 @@ Source: https://github.com/NVIDIA/Megatron-LM/pull/4494
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 ROLL = "roll_tensor"

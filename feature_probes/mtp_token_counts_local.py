@@ -3,10 +3,6 @@
 With `calculate_per_token_loss` gradients are divided, once they are summed over ranks, by the tokens of the main loss. A further
 prediction has fewer, so its loss is multiplied by the one count over the other. Both are those of the rank.
 
-    up to 0.16.1            no count goes into that loss: ABSENT
-    0.17.0 to 0.19.2, main  the rank's own (#3159): BROKEN
-    dev                     the same, with rolls that take lists: BROKEN, and no seam
-
 The verdict rests on `process_mtp_loss`, on what scales its loss, and on all functions that it calls, rolls included.
 
 Source: https://github.com/NVIDIA/Megatron-LM/issues/7452, finding 3
@@ -14,8 +10,8 @@ Source: https://github.com/NVIDIA/Megatron-LM/issues/7452, finding 3
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 LOSS = "process_mtp_loss"

@@ -2,10 +2,6 @@
 
 `TopKRouter.apply_z_loss` attaches the loss to the logits, and divides it afterwards: what is logged is divided, gradients are not.
 
-    up to 0.16.1            no layer is used more than once: ABSENT
-    0.17.0 to 0.19.2, main  divided afterwards: BROKEN. Main says so in a comment since 2026-08-21 (#6748)
-    dev since 2026-07-03    divided before: FIXED
-
 The verdict rests on that method, the function that computes the loss and the class that attaches it.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/6748
@@ -13,8 +9,8 @@ Source: https://github.com/NVIDIA/Megatron-LM/pull/6748
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 ROUTER = "TopKRouter"

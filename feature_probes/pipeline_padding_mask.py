@@ -3,10 +3,6 @@
 `_preprocess` cuts the mask where it embeds tokens: on the first stage. Those behind it have a shard of the tokens and the whole mask, and
 their MoE routers end in an error. And it cuts for the ranks of the process's default group, whatever groups the model was given.
 
-    up to 0.15.3            takes no padding mask: ABSENT
-    0.16.0 to 0.19.2, main  cuts on the first stage alone: BROKEN
-    dev                     the MoE layer cuts what is too long, and all of it is for the default group: BROKEN
-
 No tree has a repair: #5563 was closed, #5088 is open. The verdict rests on that method and on the `forward` that unpacks what it returns.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/5563
@@ -14,8 +10,8 @@ Source: https://github.com/NVIDIA/Megatron-LM/pull/5563
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 PREPROCESS = "GPTModel._preprocess"

@@ -3,10 +3,6 @@
 Transformer Engine keeps a quantized copy of a weight for the microbatches of a step, and makes a new one when it is told that the first one
 is computed. Megatron tells it with `set_is_first_microbatch`.
 
-    up to 0.15.3                no recipe speaks of Transformer Engine: ABSENT
-    0.16.0 to 0.18.2            told for `fp8`, `fp4` and Kitchen alone: BROKEN
-    0.19.0 to 0.19.2, main, dev told for recipes, too (#5642): FIXED
-
 The verdict rests on that method.
 
 Source: https://github.com/NVIDIA/Megatron-LM/issues/5641, https://github.com/NVIDIA/Megatron-LM/pull/5642
@@ -14,8 +10,8 @@ Source: https://github.com/NVIDIA/Megatron-LM/issues/5641, https://github.com/NV
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 CLASS = "MegatronModule"

@@ -3,10 +3,6 @@
 It frees the storage of what a function returned, and computes it again in the backward pass. A norm that hands on its input as the residual,
 as Transformer Engine's fused one does, has an output in the storage of the input, which the layer adds and the recomputation reads.
 
-    up to 0.16.1            no norm of Megatron's returns its input: ABSENT. 0.12.0 to 0.16.1 free whatever is returned, too
-    0.17.0 to 0.19.2, dev   freed: BROKEN
-    main since 2026-08-19   kept where a norm says that it returns a residual (#4497): FIXED
-
 The verdict rests on the class, on what frees the outputs of several, and on what they call; FIXED also on the norm and the layers that ask.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/4497
@@ -14,8 +10,8 @@ Source: https://github.com/NVIDIA/Megatron-LM/pull/4497
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 CLASS = "CheckpointWithoutOutput"

@@ -4,9 +4,6 @@ A packed microbatch of several samples is one row of all their tokens. `Transfor
 samples back, so that the router balances each of them. It counts samples in what the layer holds, with the length that a sample has
 on all ranks. Under sequence parallelism a layer holds one of as many shards as there are tensor parallel ranks.
 
-    up to 0.18.2                 a row does not say how long its samples are: ABSENT
-    0.19.0 to 0.19.2, main, dev  counted in the shard (#5696): BROKEN
-
 The verdict rests on the methods that un-flatten, on what calls them, and on the loss with what calls it, counts for it and multiplies; that
 of an MoE layer also on its `forward` and `route`.
 
@@ -15,8 +12,8 @@ Source: https://github.com/NVIDIA/Megatron-LM/pull/5996
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 LAYER = "TransformerLayer"

@@ -14,17 +14,13 @@ Source: https://github.com/NVIDIA/Megatron-LM/pull/5049
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 FUNCTION = "run_fused_absorbed_sparse_attention"
 DISPATCHER = "fused_sparse_mla_absorbed"
-TARGET = Target(
-    distribution="megatron-core",
-    module="megatron.core.transformer.experimental_attention_variant.ops.tilelang_dsa",
-    symbol=FUNCTION,
-)
+TARGET = Target("megatron-core", "megatron.core.transformer.experimental_attention_variant.ops.tilelang_dsa", FUNCTION)
 ONE_KERNEL = "one-kernel"
 
 

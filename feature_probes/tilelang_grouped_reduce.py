@@ -11,8 +11,8 @@ since 0.1.10, `src/op/reduce.cc` before.
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 TARGET = Target(distribution="tilelang", module="tilelang.language", symbol="reduce_sum")

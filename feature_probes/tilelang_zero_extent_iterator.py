@@ -10,8 +10,8 @@ for Linux, macOS and Windows ship it, the same on all platforms, since 0.1.6.pos
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 TARGET = Target(distribution="tilelang", module="tilelang.transform", symbol="LayoutInference")

@@ -14,23 +14,17 @@ Source: https://github.com/NVIDIA/Megatron-LM/issues/7452, https://github.com/NV
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 CLASSES = ("SelfAttention", "CrossAttention")
 BASE = "Attention.__init__"
 """The constructor of both classes' base, which makes the core."""
-TARGET = Target(
-    distribution="megatron-core", module="megatron.core.transformer.attention", symbol=f"{CLASSES[0]}.__init__"
-)
+TARGET = Target("megatron-core", "megatron.core.transformer.attention", f"{CLASSES[0]}.__init__")
 LATENT_CLASS = "MultiLatentAttention"
 LATENT_CONSTRUCTOR = f"{LATENT_CLASS}.__init__"
-LATENT_TARGET = Target(
-    distribution="megatron-core",
-    module="megatron.core.transformer.multi_latent_attention",
-    symbol=LATENT_CONSTRUCTOR,
-)
+LATENT_TARGET = Target("megatron-core", "megatron.core.transformer.multi_latent_attention", LATENT_CONSTRUCTOR)
 CORE = "megatron.core.transformer.dot_product_attention"
 NOT_MARKED = "not-marked"
 SINKS = "softmax_offset"

@@ -15,8 +15,8 @@ Source: https://github.com/NVIDIA/Megatron-LM/issues/737
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 FORWARD = "_VocabParallelCrossEntropy.forward"

@@ -3,10 +3,6 @@
 Without sequence parallelism a replica has a part of its gradient where its rank has some heads alone behind it, and all of it else. The
 finalizer sums what has `q_layernorm` or `k_layernorm` in its name, which is right for norms of heads.
 
-    0.12.0 to 0.12.3              the norm of latent queries is summed as well, by `_allreduce_layernorm_grads`
-    0.13.0 to 0.15.3              the same, by `_allreduce_non_tensor_model_parallel_grads`
-    0.16.0 to 0.19.2, main, dev   the same, and the output norm of gated delta nets is not
-
 Up to 0.9.0 there is neither a multi-latent attention nor a gated delta net, and 0.10.0 and 0.11.0 were not read. No tree has a repair.
 A seam chooses anew what is summed, so the verdict rests on whatever else could choose: what finalizes, where latent queries come from
 and go to, and the classes that make and use both norms.
@@ -16,8 +12,8 @@ Source: https://github.com/NVIDIA/Megatron-LM/issues/7452
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 FUNCTION, OLD_FUNCTION = "_allreduce_non_tensor_model_parallel_grads", "_allreduce_layernorm_grads"

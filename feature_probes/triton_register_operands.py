@@ -10,8 +10,8 @@ text is the same on every platform.
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 TARGET = Target(distribution="triton", module="triton.backends.nvidia.compiler", symbol="CUDABackend")

@@ -36,7 +36,26 @@ _ID = "hopper-flce-dispatch"
 _HOPPER = 9
 _REFUSED_BY_ALL = (8, 12)
 """Major compute capabilities without a branch in every broken shape. To ask for 9 could import upstream's kernels."""
-_HOPPER_ENTRY = f"{feature.ENTRIES}.hopper.entry"
+_HOPPER_ENTRY = "megatron.core.fusions.linear_cross_entropy.hopper.entry"
+SERVED = frozenset({8, 9, 12})
+"""Major compute capabilities that the portable entry serves: those for which all its parts are made."""
+
+FORWARD = ("hidden", "weight", "labels", "tp_group", "reduction", "ignore_index", "sequence_parallel")
+BACKWARD = (
+    "dlogprobs",
+    "global_hidden",
+    "weight",
+    "labels",
+    "maximum",
+    "accu",
+    "num_valid_tokens",
+    "reduction",
+    "ignore_index",
+    "tp_group",
+    "tp_rank",
+    "tp_world_size",
+    "sequence_parallel",
+)
 
 
 def _getter_that_answers(refused: frozenset[int]) -> Callable[[Callable[..., Any], ModuleType], Callable[..., Any]]:
@@ -158,7 +177,7 @@ def _self_test(module: ModuleType) -> Observation:
     if importlib.util.find_spec("triton") is None:
         return Observation(broken=True, seen="triton is not installed, and the portable entry needs it")
     platform = _portable_platform(module)
-    for function, expected in ((platform.forward_func, feature.FORWARD), (platform.backward_func, feature.BACKWARD)):
+    for function, expected in ((platform.forward_func, FORWARD), (platform.backward_func, BACKWARD)):
         if (found := tuple(inspect.signature(function).parameters)) != expected:
             return Observation(broken=True, seen=f"the portable entry takes {', '.join(found)}")
     from megacpp_overlays.kernels.linear_cross_entropy import rehearsal
@@ -180,8 +199,8 @@ OVERLAY = Overlay(
     target=feature.TARGET,
     probe=feature.probe,
     replacements={
-        feature.BLACKWELL_ONLY: _seams(feature.SERVED),
-        feature.BLACKWELL_AND_HOPPER: _seams(feature.SERVED - {_HOPPER}),
+        feature.BLACKWELL_ONLY: _seams(SERVED),
+        feature.BLACKWELL_AND_HOPPER: _seams(SERVED - {_HOPPER}),
     },
     unsupported={},
     witness=_witness,

@@ -21,11 +21,37 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from megacpp_overlays.feature_probes import mla_rope_head_blocks as feature
-from megacpp_overlays.feature_probes.mla_rope_head_blocks import Launch
+from megacpp_overlays.feature_probes.mla_rope_head_blocks import OF_ANY, OF_QUERIES
+from megacpp_overlays.frozen import NamedTuple
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
 from megacpp_overlays.runtime.in_this_thread import answer
 
 _BLOCK = "BLOCK_H"
+
+
+class Launch(NamedTuple):
+    """A function that launches a kernel."""
+
+    symbol: str
+    kernel: str
+    in_place: bool
+
+
+LAUNCHES = {
+    OF_QUERIES: (
+        Launch("ApplyMLARotaryEmbQ.forward", "rotary_fwd_q_kernel", in_place=True),
+        Launch("ApplyMLARotaryEmbQ.backward", "rotary_bwd_q_kernel", in_place=True),
+        Launch("ApplyMLARotaryEmbKV.forward", "rotary_fwd_kv_kernel", in_place=False),
+        Launch("ApplyMLARotaryEmbKV.backward", "rotary_bwd_kv_kernel", in_place=False),
+    ),
+    OF_ANY: (
+        Launch("_FusedMLARoPEInplace.forward", "_mla_rope_fwd_inplace_kernel", in_place=True),
+        Launch("_FusedMLARoPEInplace.backward", "_mla_rope_bwd_inplace_kernel", in_place=True),
+        Launch("_FusedMLARoPEKVSplit.forward", "_mla_rope_fwd_kv_split_kernel", in_place=False),
+        Launch("_FusedMLARoPEKVSplit.backward", "_mla_rope_bwd_kv_split_kernel", in_place=False),
+    ),
+}
+"""By shape."""
 
 
 def allowed(configs: Sequence[Any], heads: int, *, in_place: bool) -> list[Any]:
@@ -106,7 +132,7 @@ _TOKENS, _WIDTH = 2, 4
 
 
 def _shape_of(module: ModuleType) -> str:
-    return next(shape for shape, launches in feature.LAUNCHES.items() if hasattr(module, launches[0].kernel))
+    return next(shape for shape, launches in LAUNCHES.items() if hasattr(module, launches[0].kernel))
 
 
 def _tried(module: ModuleType, launch: Launch, heads: int) -> list[tuple[int, int]]:
@@ -174,7 +200,7 @@ def _launch(module: ModuleType, launch: Launch, heads: int, torch: Any) -> None:
 
 
 def _observe(module: ModuleType, *, without_triton: bool) -> Observation:
-    launches = feature.LAUNCHES[_shape_of(module)]
+    launches = LAUNCHES[_shape_of(module)]
     if not all(_is_tuner(getattr(module, each.kernel)) for each in launches):
         return Observation(broken=without_triton, seen="nothing is tuned, since Triton is not here")
     wrong: list[str] = []
@@ -205,7 +231,7 @@ OVERLAY = Overlay(
     probe=feature.probe,
     replacements={
         shape: tuple(Replacement(symbol=each.symbol, make=_make(each)) for each in launches)
-        for shape, launches in feature.LAUNCHES.items()
+        for shape, launches in LAUNCHES.items()
     },
     unsupported={},
     witness=_witness,

@@ -31,7 +31,7 @@ from megacpp_overlays.source.trees import SourceTree
 
 _PROBES = "megacpp_overlays.feature_probes."
 _READERS = ("megacpp_overlays.source.file_trees", "megacpp_overlays.source.readings")
-_FORMS = "megacpp_overlays.feature_probes.forms"
+_FORMS = "megacpp_overlays.source.forms"
 """Reads what probes compare, `forms.json`."""
 _BOUNDARY = "megacpp_overlays.loader.probing"
 

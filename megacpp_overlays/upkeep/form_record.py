@@ -12,10 +12,10 @@ from typing import Any
 
 from packaging.version import Version
 
-from megacpp_overlays.feature_probes import forms
-from megacpp_overlays.feature_probes.forms import ANY
 from megacpp_overlays.loader.decide import NOT_REPAIRED
 from megacpp_overlays.model import Verdict
+from megacpp_overlays.source import forms
+from megacpp_overlays.source.forms import ANY
 from megacpp_overlays.source.trees import SourceTree
 
 FILE = forms.FILE

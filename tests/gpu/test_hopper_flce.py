@@ -18,6 +18,7 @@ from probing import ask
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import hopper_flce_dispatch as feature
+from megacpp_overlays.overlays.hopper_flce_dispatch import SERVED
 from megacpp_overlays.source.file_trees import DirectoryTree
 
 pytestmark = pytest.mark.gpu
@@ -44,7 +45,7 @@ def served_device() -> None:
     import torch
 
     major = torch.cuda.get_device_capability()[0]
-    if major not in feature.SERVED:
+    if major not in SERVED:
         pytest.skip(f"compute capability {major} is not the portable entry's")
 
 

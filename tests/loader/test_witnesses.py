@@ -448,9 +448,7 @@ def test_the_code_of_a_probe_is_what_it_is_written_with() -> None:
     assert {f"{package}.overlays.liger_flce_none_backward", f"{package}.feature_probes.liger_flce_none_backward"} <= {
         *read
     }
-    assert {f"{package}.feature_probes.findings", f"{package}.feature_probes.forms", f"{package}.source.bindings"} <= {
-        *read
-    }
+    assert {f"{package}.source.forms", f"{package}.source.bindings"} <= {*read}
     assert f"{package}.feature_probes.fp8_quantized_unwrap" not in read
 
 

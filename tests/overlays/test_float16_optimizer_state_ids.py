@@ -18,11 +18,12 @@ import torch
 from upstream_imports import upstream_module
 
 import megacpp_overlays
-from megacpp_overlays.feature_probes import float16_distributed_order, float16_optimizer_state_ids, forms
+from megacpp_overlays.feature_probes import float16_distributed_order, float16_optimizer_state_ids
 from megacpp_overlays.loader import probing, seams
 from megacpp_overlays.model import Finding, Overlay, Verdict
 from megacpp_overlays.overlays import float16_distributed_order as distributed_order
 from megacpp_overlays.overlays import float16_optimizer_state_ids as state_ids
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.file_trees import ArchiveTree
 from megacpp_overlays.source.fingerprint import fingerprint
 from megacpp_overlays.source.trees import ModuleSource

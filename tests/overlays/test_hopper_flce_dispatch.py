@@ -20,6 +20,7 @@ from warm_python import MEGATRON
 
 from megacpp_overlays.feature_probes import hopper_flce_dispatch as feature
 from megacpp_overlays.model import Verdict
+from megacpp_overlays.overlays.hopper_flce_dispatch import BACKWARD, FORWARD
 from megacpp_overlays.source.file_trees import DirectoryTree
 
 OPTION = "--upstream-tree"
@@ -109,7 +110,7 @@ def test_blackwell_keeps_the_entry_that_upstream_defines_once_its_kernels_are_im
     found, without_kernels = report(KERNELS="1"), report()
 
     assert found["decision"] == "active", found["reason"]
-    assert found["blackwell entry"] == {"forward": [*feature.FORWARD], "backward": [*feature.BACKWARD]}
+    assert found["blackwell entry"] == {"forward": [*FORWARD], "backward": [*BACKWARD]}
     assert found["answers"]["10"] == BLACKWELL
     assert (found["answers"]["8"], found["answers"]["12"]) == (PORTABLE, PORTABLE)
     assert found["answers"]["9"] == (PORTABLE if found["shape"] == feature.BLACKWELL_ONLY else HOPPER)

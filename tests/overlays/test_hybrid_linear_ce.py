@@ -124,7 +124,7 @@ def test_loss_and_every_gradient_are_those_of_the_model_that_is_not_fused(report
 def test_the_output_layer_is_the_one_that_other_parts_look_for_by_name(report: Report, name: str) -> None:
     found = report()["cases"][name]
 
-    assert found["layer"] == [feature.PLAIN_LAYER, feature.LAYER]
+    assert found["layer"] == ["ColumnParallelLinear", feature.LAYER]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -20,10 +20,10 @@ from liger_cases import CASES
 from liger_releases import Releases
 from releases import daily, only
 
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.feature_probes import liger_flce_none_backward as feature
 from megacpp_overlays.model import Observation
 from megacpp_overlays.overlays.liger_flce_none_backward import OVERLAY
+from megacpp_overlays.source import forms
 
 Report = Callable[..., dict[str, Any]]
 Whole = Callable[[str], dict[str, Any]]

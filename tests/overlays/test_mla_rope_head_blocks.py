@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from places import HANG_S, SUPPORT
 
-from megacpp_overlays.feature_probes.mla_rope_head_blocks import LAUNCHES, OF_QUERIES
-from megacpp_overlays.overlays.mla_rope_head_blocks import OVERLAY, allowed
+from megacpp_overlays.feature_probes.mla_rope_head_blocks import OF_QUERIES
+from megacpp_overlays.overlays.mla_rope_head_blocks import LAUNCHES, OVERLAY, allowed
 
 ROUNDING = 1e-5
 BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)

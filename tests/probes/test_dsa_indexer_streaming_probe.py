@@ -12,10 +12,10 @@ from probing import ParsedOnce, parsed_once
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import dsa_indexer_streaming as feature
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.model import Finding, Verdict
 from megacpp_overlays.overlays.dsa_indexer_streaming import OTHER_TOP_K, OVERLAY
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.file_trees import DirectoryTree
 from megacpp_overlays.source.trees import ModuleSource, SourceTree
 from megacpp_overlays.upkeep.ledger import due

@@ -8,11 +8,10 @@ import pytest
 from layers_text import LAYERS
 from probing import Texts, ask
 
-from megacpp_overlays.feature_probes import forms
-from megacpp_overlays.feature_probes.forms import ANY, MISSING, Form, FormRecord, TreeDigests
 from megacpp_overlays.loader import registry
 from megacpp_overlays.model import Body, Finding, Proof, Target, Text, Verdict
-from megacpp_overlays.source import knowledge
+from megacpp_overlays.source import forms, knowledge
+from megacpp_overlays.source.forms import ANY, MISSING, Form, FormRecord, TreeDigests
 from megacpp_overlays.source.trees import SourceTree
 
 TARGET = Target(distribution="liger-kernel", module="package.layers", symbol="Layer.forward")

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacpp_overlays.errors import SourceError
-from megacpp_overlays.feature_probes.definitions import binders
 from megacpp_overlays.source.bindings import Bindings
+from megacpp_overlays.source.definitions import binders
 from megacpp_overlays.source.trees import ModuleSource
 
 MODULE = """

@@ -15,8 +15,8 @@ import pytest
 from made_up import Upstream
 
 from megacpp_overlays.errors import SourceError
-from megacpp_overlays.feature_probes.definitions import plain_function
 from megacpp_overlays.loader.session import Session
+from megacpp_overlays.source.definitions import plain_function
 from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
 from megacpp_overlays.source.trees import CachedTree, InstalledTree, ModuleSource, ParsedOnce, parameters
 

@@ -183,10 +183,10 @@ def test_code_that_a_probe_is_made_of_derives_anew_and_no_other_does(copied: Pat
     everything = {each.id for each in registry.load()}
     others = ("overlays/mtp_z_loss.py", "loader/session.py", "cli/__init__.py", "kernels/measured.py")
     of_all = ("source/bindings.py", "model.py", "loader/probing.py")
-    record = ["feature_probes/forms.json"]
+    record = ["source/forms.json"]
     edits = [
         ["feature_probes/mtp_z_loss.py"],
-        ["feature_probes/forms.py"],
+        ["source/forms.py"],
         record,
         others,
         *([file] for file in of_all),

@@ -19,16 +19,15 @@ from probing import Texts
 from megacpp_overlays import cli
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.cli.learn import is_decided
-from megacpp_overlays.feature_probes import forms
-from megacpp_overlays.feature_probes.forms import ANY
 from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader import known, learned, registry, witnesses
 from megacpp_overlays.loader.decide import NOT_REPAIRED, decide
 from megacpp_overlays.loader.provenance import Provenance, provenance
 from megacpp_overlays.loader.settings import Settings
 from megacpp_overlays.model import Decision, Erratum, Evidence, Finding, Proof, Record, Verdict
-from megacpp_overlays.source import published
+from megacpp_overlays.source import forms, published
 from megacpp_overlays.source.file_trees import DirectoryTree
+from megacpp_overlays.source.forms import ANY
 from megacpp_overlays.upkeep import form_record, learning
 from megacpp_overlays.upkeep.learning import LearnOptions, Lesson, ReleaseKnowledge, ReleaseTree
 

@@ -17,10 +17,9 @@ from trees import STAND_INS
 
 from adversary.outline import Outline
 from megacpp_overlays.errors import OverlayError
-from megacpp_overlays.feature_probes import forms
 from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.model import Body, Erratum, Finding, Verdict
-from megacpp_overlays.source import fingerprint
+from megacpp_overlays.source import fingerprint, forms
 from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
 from megacpp_overlays.source.trees import ModuleSource, ShippedFile, SourceTree, shipped
 

@@ -30,11 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_overlays.errors import SourceError
-from megacpp_overlays.feature_probes import cpp_source
-from megacpp_overlays.feature_probes.findings import absent, unknown
 from megacpp_overlays.frozen import NamedTuple
 from megacpp_overlays.model import Body, Evidence, Finding, Proof, Target, Text, Verdict
-from megacpp_overlays.source import knowledge
+from megacpp_overlays.source import cpp_source, knowledge
 from megacpp_overlays.source.fingerprint import fingerprint, is_docstring
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, ShippedFile, SourceTree, shipped
 
@@ -84,17 +82,26 @@ def finding(overlay: str, target: Target, tree: SourceTree, without: Mapping[str
     """
     source = tree.module(target.module)
     if source is None:
-        return absent(f"there is no module {target.module}")
+        return _absent(f"there is no module {target.module}", None)
     for needed, said in without.items():
         within = tree.module(re.split("[:#]", needed, maxsplit=1)[0])
         if within is None:
-            return absent(said)
+            return _absent(said, None)
         if _lacks(within, needed) and not _is_elsewhere(source, target):
-            return absent(said, within)
+            return _absent(said, within)
     kept, digests = _recorded(overlay, target), TreeDigests(tree)
     if (form := digests.form(kept)) is not None:
         return _finding(kept, form, tree)
-    raise unknown(source, next(iter(source.bindings.of(target.symbol)), None), difference(kept, digests))
+    raise _unknown(source, next(iter(source.bindings.of(target.symbol)), None), difference(kept, digests))
+
+
+def _absent(seen: str, source: ModuleSource | None) -> Finding:
+    where = Evidence(seen, source.path if source else None)
+    return Finding(verdict=Verdict.ABSENT, shape=None, evidence=(where,))
+
+
+def _unknown(source: ModuleSource, node: ast.AST | None, seen: str) -> SourceError:
+    return SourceError(seen, file=source.path, line=getattr(node, "lineno", None))
 
 
 def _is_elsewhere(source: ModuleSource, target: Target) -> bool:
@@ -150,11 +157,11 @@ def _lacks(source: ModuleSource, needed: str) -> bool:
         name = f"{name}.{part}" if name else part
         bound = source.bindings.of(name)
         if bound and name != symbol and not any(isinstance(each, ast.ClassDef) for each in bound):
-            raise unknown(source, bound[0], f"{name} is no class that is defined here")
+            raise _unknown(source, bound[0], f"{name} is no class that is defined here")
         if not bound:
             source.check_missing(name)
             if re.search(rf"\b{part}\b", source.text):
-                raise unknown(source, None, f"{name} is mentioned and not defined")
+                raise _unknown(source, None, f"{name} is mentioned and not defined")
             return True
     return False
 
