@@ -1,9 +1,11 @@
 """Rehearse weekly commits of Megatron-LM's branches as they would have been met, and write `proof/results/weekly-trees.json` and its page.
 
-rehearse_weeks.py REPOSITORY [--weeks 26]
+rehearse_weeks.py REPOSITORY [--weeks 26] [--witness 4]
 
 REPOSITORY is a clone of Megatron-LM; a bare one will do. Of each commit two things are asked: the decision with all that is known, and that
-with what was known on its day, which is every release that was out and no head of a branch. Nothing of upstream is imported, and no reproducer runs.
+with what was known on its day, which is every release that was out and no head of a branch. Nothing of upstream is imported for that. With
+`--witness` so many commits of each branch, evenly spaced, are then put on the path of a lane's Python, where `megacpp-overlays rehearse` runs
+the reproducers of what is unproved: about three minutes for each.
 """
 
 from __future__ import annotations
@@ -11,10 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
+import tarfile
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +34,10 @@ from megacpp_overlays.source import knowledge
 from megacpp_overlays.source.trees import CachedTree, SourceTree
 from megacpp_overlays.upkeep.matrix import matrix, matrix_trees
 
-RESULTS = Path(__file__).resolve().parents[1] / "proof" / "results" / "weekly-trees.json"
+ROOT = Path(__file__).resolve().parents[1]
+PYTHON = ROOT / ".envs" / "mamba3-pinned" / "bin" / "python"
+RESULTS = ROOT / "proof" / "results" / "weekly-trees.json"
+BRANCHES = ("main", "dev")
 RELEASED = {
     "0.15.3": "2026-02-06",
     "0.16.0": "2026-02-26",
@@ -41,6 +50,8 @@ RELEASED = {
 }
 """Releases by the day on which their wheels were made."""
 ACTIVE, UNPROVED, CONFLICT, WRONG, UNKNOWN = "active", "unproved", "conflict", "wrong", "not known"
+OUT = ("retired", "absent")
+"""Decisions by which nothing is installed because nothing is wrong."""
 WORST_FIRST = (WRONG, CONFLICT, UNKNOWN, UNPROVED, ACTIVE)
 
 
@@ -53,6 +64,8 @@ class Week(NamedTuple):
     until: str
     """The newest release that was out."""
     overlays: dict[str, str]
+    proved: dict[str, list[str]] = {}  # noqa: RUF012 - of a tuple, and never written to
+    """Of some weeks, for each overlay the decision with all that is known, and that on the day once `witness` has run."""
 
 
 def main() -> int:
@@ -60,20 +73,48 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("repository", type=Path)
     parser.add_argument("--weeks", type=int, default=26, help="how many weekly commits of each branch (default: 26)")
+    parser.add_argument("--witness", type=int, default=0, help="how many commits of each branch to prove (default: 0)")
     given = parser.parse_args()
     parts = [each for each in registry.load() if each.target.distribution == "megatron-core" and each.repairs]
     found = []
-    for name, commit in branch_commits(given.repository, ("main", "dev"), given.weeks):
+    for name, commit in branch_commits(given.repository, BRANCHES, given.weeks):
         day = git.run(given.repository, "log", "-1", "--format=%cs", commit).strip()
         print(f"{name} {commit[:10]}", file=sys.stderr, flush=True)
         with ExitStack() as stack:
             tree = matrix_trees.open_tree(f"{given.repository}@{commit}", matrix.packages(parts), stack)
             said = rehearse(parts, CachedTree(tree.files), known_on(day))
         found.append(Week(name.partition(" ")[0], commit[:10], day, known_on(day), said))
+    for number in sampled(found, given.witness):
+        found[number] = found[number]._replace(proved=prove(given.repository, found[number]))
     RESULTS.write_text(json.dumps([each._asdict() for each in found], indent=1) + "\n")
     RESULTS.with_suffix(".md").write_text("\n".join(page(found)) + "\n")
     print(RESULTS.with_suffix(".md").read_text())
     return int(any(WRONG in each.overlays.values() for each in found))
+
+
+def sampled(found: Sequence[Week], count: int) -> list[int]:
+    """Return the places of so many commits of each branch, evenly spaced between its newest and its oldest."""
+    chosen: list[int] = []
+    for branch in BRANCHES:
+        places = [number for number, each in enumerate(found) if each.branch == branch]
+        chosen += [places[(2 * step + 1) * len(places) // (2 * count)] for step in range(count)]
+    return chosen
+
+
+def prove(repository: Path, week: Week) -> dict[str, list[str]]:
+    """Return what `megacpp-overlays rehearse` says of a commit: decisions with all that is known, and after `witness` on its day."""
+    print(f"witness: {week.branch} {week.commit}", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        content = git.content(repository, "archive", "--format=tar", week.commit, "megatron")
+        with tarfile.open(fileobj=BytesIO(content)) as opened:
+            opened.extractall(folder, filter="data")
+        command: list[str | Path] = [PYTHON, "-W", "ignore", "-m", "megacpp_overlays", "rehearse", "--json"]
+        command += ["--known-until", f"megatron-core={week.until}", "--tree", folder]
+        path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "empty_modules")])
+        environment = {**os.environ, "PYTHONPATH": path}
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+    rows = json.loads(done.stdout)["rows"]
+    return {row["overlay"]: [row["right"], row["after"]] for row in rows}
 
 
 def known_on(day: str) -> str:
@@ -134,7 +175,7 @@ def page(found: Sequence[Week]) -> Iterator[str]:
         "| branch | commits | pairs | active | unproved | conflict | wrong | not known |",
         "|---|---|---|---|---|---|---|---|",
     )
-    for branch in ("main", "dev"):
+    for branch in BRANCHES:
         weeks = [each for each in found if each.branch == branch]
         counts = Counter(said for each in weeks for said in each.overlays.values())
         pairs = sum(counts[each] for each in (ACTIVE, UNPROVED, CONFLICT, WRONG))
@@ -142,6 +183,33 @@ def page(found: Sequence[Week]) -> Iterator[str]:
         yield (
             f"| {branch} | {len(weeks)}, {first.day} to {last.day} | {pairs} | {counts[ACTIVE]} | {counts[UNPROVED]} "
             f"| {counts[CONFLICT]} | {counts[WRONG]} | {counts[UNKNOWN]} |"
+        )
+    if proved := [each for each in found if each.proved]:
+        yield from _proved(proved)
+
+
+def _proved(weeks: Sequence[Week]) -> Iterator[str]:
+    """Yield the lines about commits on which reproducers were run."""
+    yield from (
+        "",
+        "## After one `witness`",
+        "",
+        "Reproducers were run on these commits, on a CPU, with what was known on their day. Needed is an overlay that all that is known today says is",
+        "active; of the others it is not known, and reproducers alone say what is right.",
+        "",
+        "| commit | day | known until | needed | active | unproved | conflict | wrong | not known today: active, right upstream, unproved, conflict |",
+        "|---|---|---|---|---|---|---|---|---|",
+    )
+    for each in weeks:
+        needed = Counter(after for right, after in each.proved.values() if right == "active")
+        others = Counter(after for right, after in each.proved.values() if right in {"unproved", "conflict"})
+        wrong = sum(needed[out] for out in OUT) + sum(
+            1 for right, after in each.proved.values() if right in OUT and after == "active"
+        )
+        right_upstream = sum(others[out] for out in OUT)
+        yield (
+            f"| {each.branch} {each.commit} | {each.day} | {each.until} | {sum(needed.values())} | {needed['active']} | {needed['unproved']} "
+            f"| {needed['conflict']} | {wrong} | {others['active']}, {right_upstream}, {others['unproved']}, {others['conflict']} |"
         )
 
 

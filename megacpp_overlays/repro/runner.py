@@ -202,7 +202,8 @@ class _Process:
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         report, output = folder / "report", folder / "output"
         words = ["megacpp_overlays.repro.child", str(self._job.reproducer.resolve()), self._case.name, str(report)]
-        run_module = self._job.servers.run if self._job.servers else forked.run_anew
+        copies = self._job.servers if _PROBE_ONLY not in options else None  # a probe imports no torch
+        run_module = copies.run if copies else forked.run_anew
         ended = run_module(
             [*words, *options],
             folder=folder,

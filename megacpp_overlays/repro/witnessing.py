@@ -130,12 +130,15 @@ def recognised(overlays: Sequence[Erratum], how: WitnessOptions) -> tuple[Erratu
     tree = CachedTree(InstalledTree())
     asked = [part for part in overlays if any(how.packs.glob(f"{part.pack:02}-*/reproduce.py"))]
     found = {part: examine_installed(part, tree, how.settings) for part in asked}
-    unsure = {
-        part.id
-        for part, finding in found.items()
-        if finding.verdict is Verdict.UNRECOGNISED or finding.proof is Proof.WITNESSED
-    }
+    unsure = {part.id for part, finding in found.items() if not _has_an_answer(part, finding)}
     return tuple(part for part in found if part.id not in unsure)
+
+
+def _has_an_answer(part: Erratum, finding: Finding) -> bool:
+    """Return whether a probe says by itself what cases must show: that of a witness was measured, and no seam repairs some shapes."""
+    if finding.verdict is Verdict.BROKEN and part.installs and finding.shape not in part.repairs:
+        return False
+    return finding.verdict is not Verdict.UNRECOGNISED and finding.proof is not Proof.WITNESSED
 
 
 def can_be_proved(part: Erratum, finding: Finding, tree: SourceTree) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from megacpp_overlays.repro import Neighbour, beside
+from megacpp_overlays.repro import Neighbour, TargetAbsent, beside
 
 PACK = beside(__file__)
 KEPT = "A_log", "D"
@@ -41,7 +42,13 @@ def _others_of_a_subclass() -> Mapping[str, object]:
 
 
 def _cast_before() -> Mapping[str, object]:
-    """Wrap a mixer that was cast to fp16 as a whole: upstream casts what it made in fp32, too."""
+    """Wrap a mixer that was cast to fp16 as a whole: upstream casts what it made in fp32, too.
+
+    Raises:
+        TargetAbsent: upstream leaves a parameter that is marked as it is, whatever its dtype.
+    """
+    if "keep_in_fp32" in inspect.getsource(importlib.import_module("megatron.core.transformer.module")):
+        raise TargetAbsent("Float16Module casts nothing that has keep_in_fp32, whatever its dtype")
     return _parameters(_wrapped(_mixer().half()))
 
 

@@ -34,8 +34,10 @@ def _rows_by_position() -> Mapping[str, object]:
     """Roll two rows of the same documents, which a caller gives by position."""
     import torch
 
+    module = PACK._module()
     rows = torch.randn(2, 3, BOUNDS[-1], generator=torch.Generator().manual_seed(24)).requires_grad_()
-    rolled = PACK._module().roll_tensor(rows, -1, -1, None, _params(cu_seqlens_q=BOUNDS))[0]
+    given = [rows] if _takes_lists(module) else rows
+    rolled = module.roll_tensor(given, -1, -1, None, _params(cu_seqlens_q=BOUNDS))[0]
     rolled.square().sum().backward()
     return {"rows": rolled, "gradients": rows.grad}
 
@@ -70,11 +72,16 @@ def _rolled(params: Any) -> Mapping[str, Any]:
 
 
 def _roll(module: Any, values: Any, params: Any, group: Any) -> tuple[Any, dict[str, Any]]:
-    """Return a row that was rolled, and its sum. Since 2026-08-10 the function on dev takes and returns lists, and no sums."""
-    if "tensors" in inspect.signature(module.roll_tensor).parameters:
+    """Return a row that was rolled, and its sum, which a function that takes lists does not return."""
+    if _takes_lists(module):
         return module.roll_tensor([values], cp_group=group, packed_seq_params=params)[0], {}
     rolled, total = module.roll_tensor(values, cp_group=group, packed_seq_params=params)
     return rolled, {"sum": total}
+
+
+def _takes_lists(module: Any) -> bool:
+    """Return whether the function takes and returns lists, as on dev since 2026-08-10."""
+    return "tensors" in inspect.signature(module.roll_tensor).parameters
 
 
 def _params(**bounds: tuple[int, ...]) -> Any:
