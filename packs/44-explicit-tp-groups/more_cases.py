@@ -7,10 +7,12 @@ with what one rank does. Here a real `TransformerBlock` recomputes the first of 
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
 from typing import Any
 
-from megacpp_overlays.repro import Behaviour, Case, TargetAbsent, beside
+from megacpp_overlays.repro import Behaviour, Blocked, Case, TargetAbsent, beside
 
 PACK = beside(__file__)
 RECOMPUTE = "megatron.core.recompute"
@@ -63,6 +65,8 @@ def _predictions() -> Behaviour:
             "to recompute a prediction layer ends in an error: it is given a padding mask that it does not take"
         )
 
+    _demand_inference_layers()
+
     def build(groups: dict[str, Any]) -> Any:
         import torch
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -106,6 +110,20 @@ def _predictions() -> Behaviour:
         return Layer()
 
     return _measured(build, PREDICTION)
+
+
+def _demand_inference_layers() -> None:
+    """Check that a prediction layer can be made here: on main it asks its projection whether it is a layer of Transformer Engine.
+
+    Raises:
+        Blocked: it cannot, for want of Transformer Engine.
+    """
+    name = "megatron.core.tensor_parallel.inference_layers"
+    layers = importlib.import_module(name) if importlib.util.find_spec(name) else None
+    if getattr(layers, "is_inference_column_parallel_linear", None) and not isinstance(
+        layers.InferenceColumnParallelLinear, type
+    ):
+        raise Blocked("this upstream makes prediction layers with Transformer Engine alone, which is not installed")
 
 
 def _measured(build: Any, module: str) -> Behaviour:

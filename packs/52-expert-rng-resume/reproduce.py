@@ -113,6 +113,7 @@ def _arguments(folder: str, sizes: dict[str, int], **settings: Any) -> Any:
     vars(arguments).update(save=folder, load=folder, no_save_optim=True, no_load_optim=True, world_size=2)
     vars(arguments).update({"ckpt_fully_parallel_save": False, "data_parallel_size": 2, **sizes, **settings})
     arguments.use_dist_ckpt = arguments.ckpt_format != "torch"
+    arguments.save_tokenizer_assets = False  # main would ask for a tokenizer
     return arguments
 
 
