@@ -1,11 +1,7 @@
 """Validations of DSA that read device values from the host on the way of a captured forward pass.
 
-They lie in three modules:
-
-    dsa_layout    position ids are compared with `torch.equal`, on CUDA too (PR 3674 head, main 2026-06-25)
-    dsa_masking   so are masks and key positions; a mask that fails is no error: it declines the fused indexer (same)
-    dsa           the context-parallel length check reads what it gathered (PR 3674 head, main, dev, 0.19.x)
-                  and, in the single file of spring 2026, the two above
+In `dsa_layout` position ids are compared with `torch.equal`, on CUDA too, and in `dsa_masking` masks and key positions: a mask that fails is no
+error, it declines the fused indexer. In `dsa` the context-parallel length check reads what it gathered; the single file of spring 2026 had all three.
 
 While a stream is captured the seams answer for upstream: what its mask builder returns counts as contiguous, and its bounds are
 computed without its comparisons. The verdict rests on the checks and on every helper that makes or looks at a mask or a position.

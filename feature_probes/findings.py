@@ -37,10 +37,7 @@ def unknown(source: ModuleSource, node: ast.AST | None, seen: str) -> SourceErro
 
 
 def finding_of(probe: Callable[[SourceTree], Finding], tree: SourceTree) -> Finding:
-    """Return the finding of a probe that another one builds on, and which says in its own words why it matters.
-
-    Probes raise and leave it to the loader to turn that into UNRECOGNISED; this is for one that asks another.
-    """
+    """Return the finding of a probe that another one builds on; what it raises is UNRECOGNISED, as the loader has it."""
     try:
         return answer(probe, tree)
     except SourceError as error:

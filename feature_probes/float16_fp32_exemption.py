@@ -25,9 +25,7 @@ from megacpp_overlays.source.trees import SourceTree
 
 TARGET = Target(distribution="megatron-core", module="megatron.core.transformer.module", symbol="Float16Module")
 
-BLANKET_CAST = "blanket-cast"
-MARKS_HONOURED = "marks-honoured"
-
+BLANKET_CAST, MARKS_HONOURED = "blanket-cast", "marks-honoured"
 _ABSENT_WITHOUT = {f"{TARGET.module}:{TARGET.symbol}": f"defines no {TARGET.symbol}"}
 
 

@@ -4,8 +4,7 @@
 delta product, on main only, does so with `A_log`. Nothing marks them, so `Float16Module` casts them with everything
 else. The gated delta net is left out: it creates `A_log` and `dt_bias` in `params_dtype`, so there are no bits to keep.
 
-Whether anything honours marks is the matter of `float16-fp32-exemption`; where its probe recognises nothing, neither
-does this one.
+Whether anything honours marks is the matter of `float16-fp32-exemption`; where its probe recognises nothing, neither does this one.
 
 The verdict rests on the constructor, on every method that reads the parameters or did so in a release, and on what slices them for
 context parallelism. Kernels take `D` of any dtype: they load it as fp32 and return its gradient in its own dtype (mamba-ssm 2.3.2.post1,

@@ -1,12 +1,7 @@
 """The dispatcher of the fused SparseMLA kernel, and what it does to a quantized query or key.
 
-A quantized tensor of Transformer Engine says bf16 and has no storage. What was seen of the dispatcher:
-
-    per-batch-pointer   `query[:, i].contiguous()` for each batch element, and that goes to the kernel. Slices of a
-                        Float8Tensor stay what they are, so the kernel gets pointer 0. Source builds of spring 2026 in
-                        `dsa.py`, early revisions of pull request 5049 in `ops/tilelang_dsa.py`
-    bf16-guard-fooled   a guard asks for bf16 and is told so; the permutation that follows dequantizes silently.
-                        0.19.0, 0.19.2, main since 2026-07-24, and the port to dev in pull request 6279
+A quantized tensor of Transformer Engine says bf16 and has no storage. Source builds of spring 2026, and early revisions of pull request 5049, hand
+slices of it to the kernel, which gets pointer 0. Since 0.19.0 a guard asks for bf16 and is told so, and a permutation dequantizes silently.
 
 The seam hands the dispatcher plain tensors, so it fits any dispatcher that does not look for quantized ones. Every
 call and attribute in it must be one that was read, and nothing in it, in its guard or in the kernel's autograd function

@@ -16,10 +16,8 @@ from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 TARGET = Target("megatron-core", "megatron.core.fusions.fused_linear_cross_entropy", "Platform")
-GETTER = "_get_platform"
-FUNCTION = "LinearCrossEntropy"
-BLACKWELL_ONLY = "blackwell-only"
-BLACKWELL_AND_HOPPER = "blackwell-and-hopper"
+GETTER, FUNCTION = "_get_platform", "LinearCrossEntropy"
+BLACKWELL_ONLY, BLACKWELL_AND_HOPPER = "blackwell-only", "blackwell-and-hopper"
 
 _ABSENT_WITHOUT = {f"{TARGET.module}:{TARGET.symbol}": f"defines no {TARGET.symbol}"}
 

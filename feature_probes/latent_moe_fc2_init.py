@@ -19,8 +19,7 @@ SINGLE, GROUPED = (
     Target(distribution="megatron-core", module=f"megatron.core.transformer.{module}", symbol=f"{name}.__init__")
     for module, name in (("mlp", "MLP"), ("moe.experts", "TEGroupedMLP"))
 )
-SCALED = "scaled-twice"
-SCALED_BY_SPECIFICATION = "scaled-twice-by-specification"
+SCALED, SCALED_BY_SPECIFICATION = "scaled-twice", "scaled-twice-by-specification"
 
 
 def probe_single(tree: SourceTree) -> Finding:

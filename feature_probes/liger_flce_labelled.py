@@ -1,8 +1,7 @@
 """The fused linear cross entropy of liger-kernel, and what tokens without a label cost it.
 
-Every token goes through the output layer, and its gradient of zeros through both products behind it, whatever is
-labelled: a step takes as long for a tenth of the labels as for all. Its kernel returns at once for an ignored token,
-after it has set its logits to zero, and the products of those zeros follow.
+Every token goes through the output layer, and its gradient of zeros through both products behind it: a step takes as long for a tenth of the
+labels as for all. The kernel returns at once for an ignored token, with logits of zero, and the products of those zeros follow.
 
 The seam takes the place of the whole function, so a release is one that was read only where all parts that define
 the loss, its gradients and its further outputs are: those by which `liger_flce_none_backward` knows the releases from 0.8.2

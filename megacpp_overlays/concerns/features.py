@@ -202,6 +202,13 @@ FEATURES: tuple[Feature, ...] = (
     ),
     _switch("optimizer_offload", "optimizer on the CPU", "optimizer_cpu_offload", of=_OPTIMIZER),
     Feature(
+        "layer_wise",
+        "layer-wise optimizer",
+        config=(Sign("use_layer_wise_distributed_optimizer", Criterion.TRUE, of=_OPTIMIZER),),
+        arguments=(Sign("optimizer", Criterion.ONE_OF, on=("dist_muon",), off=("adam", "sgd"), default=("adam",)),),
+        classes=("LayerWiseDistributedOptimizer",),
+    ),
+    Feature(
         "megatron_fsdp",
         "Megatron-FSDP",
         shows=_FSDP,  # it may be used on its own

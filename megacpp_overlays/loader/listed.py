@@ -339,5 +339,11 @@ LISTED: tuple[DeclarationSummary, ...] = (
         off_by_default=True,
         targets=("megatron.core.transformer.moe.router",),
     ),
+    DeclarationSummary(
+        id="layerwise-norm-groups",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.optimizer.layer_wise_optimizer",),
+    ),
 )
 """Every declaration, by pack and id."""

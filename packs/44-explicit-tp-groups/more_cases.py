@@ -119,7 +119,7 @@ def _demand_inference_layers() -> None:
         Blocked: it cannot, for want of Transformer Engine.
     """
     name = "megatron.core.tensor_parallel.inference_layers"
-    layers = importlib.import_module(name) if importlib.util.find_spec(name) else None
+    layers: Any = importlib.import_module(name) if importlib.util.find_spec(name) else None
     if getattr(layers, "is_inference_column_parallel_linear", None) and not isinstance(
         layers.InferenceColumnParallelLinear, type
     ):

@@ -367,3 +367,12 @@ def test_a_name_that_nothing_gives_is_missing() -> None:
 def test_text_that_would_take_too_long_or_too_deep_is_an_error(text: str, said: str) -> None:
     with pytest.raises(SourceError, match=said):
         _ = source(text).syntax
+
+
+def test_definitions_are_where_probes_of_plugins_look_for_them() -> None:
+    from megacpp_overlays.feature_probes import definitions as old
+    from megacpp_overlays.source import definitions as new
+
+    assert {name: vars(old).get(name) for name in vars(new) if not name.startswith("_")} == {
+        name: each for name, each in vars(new).items() if not name.startswith("_")
+    }
