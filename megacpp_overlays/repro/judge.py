@@ -100,6 +100,8 @@ class Conclusion(NamedTuple):
 
     sentinel: Sentinel
     reason: str
+    shows_nothing: bool = False
+    """Whether it failed because its case shows no defect of an upstream that a probe calls BROKEN; another case may."""
 
 
 class HasVerdict(Protocol):
@@ -241,7 +243,8 @@ def decisions(parts: Sequence[Part]) -> str:
 
 def _disagreement(verdict: Verdict, run: Run) -> Conclusion:
     says = {RunKind.BROKEN: "broken", RunKind.SOUND: "not broken", RunKind.ABSENT: "absent"}[run.kind]
-    return _failed(f"the probe says {verdict.value}, the behaviour is {says}: {run.seen}")
+    found = _failed(f"the probe says {verdict.value}, the behaviour is {says}: {run.seen}")
+    return found._replace(shows_nothing=verdict is Verdict.BROKEN and run.kind is RunKind.SOUND)
 
 
 def _failed(reason: str) -> Conclusion:

@@ -69,8 +69,8 @@ def run(job: Job, transcript: Transcript) -> tuple[stamp.Stamp, int]:
     said: list[Conclusion] = []
     for case in job.cases:
         found = run_case(job, case, transcript)
-        for sentinel, reason in found:
-            transcript.say(f"{case.word(sentinel)}: {reason} (case {case.name})")
+        for each in found:
+            transcript.say(f"{case.word(each.sentinel)}: {each.reason} (case {case.name})")
         said += found
     code = exit_code([each.sentinel for each in said])
     transcript.say(f"exit code {code}")
@@ -243,6 +243,8 @@ class _Process:
         if root not in {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}:
             path.append(str(root))
         kept |= {LOG: "stderr", variables.SMALL_CALLS.name: "overlay"}  # problems of reproducers are small
+        if self._case.device == CPU:
+            kept["CUDA_VISIBLE_DEVICES"] = ""  # its ranks are forked, and a fork has no GPU that its parent has used
         return {**kept, "PYTHONPATH": os.pathsep.join(path), **self._case.environment}
 
     def _read(self, report: Path, ended: str | None, output: Sequence[str], *, probe_only: bool) -> Run:

@@ -497,7 +497,7 @@ def confirmation(attempt: Attempt) -> str:
 
 
 def _confirm_one(overlays: Sequence[Erratum], part: Erratum, how: WitnessOptions) -> Attempt:
-    """Return whether the cases of an overlay show what its probe says.
+    """Return whether the cases of an overlay show what its probe says; one that shows a defect is enough, as in a proof.
 
     Raises:
         PackError: its pack cannot be read.
@@ -506,11 +506,12 @@ def _confirm_one(overlays: Sequence[Erratum], part: Erratum, how: WitnessOptions
     cases = inventory.load_cases(pack.reproducer)
     measuring = _CaseRunner(pack, cases, tuple(overlays), how)
     found = [(case, each) for case in cases if case.overlay == part.id for each in measuring.judged(case)]
+    shown = any(each.sentinel is Sentinel.BUG_REPRODUCED for _, each in found)
     said = "; ".join(f"case {case.name}: {each.sentinel.value}: {each.reason}" for case, each in found)
     return Attempt(
         overlay=part.id,
         target=part.target.module,
-        proved=all(each.sentinel is not Sentinel.FAILED for _, each in found),
+        proved=all(each.sentinel is not Sentinel.FAILED or (shown and each.shows_nothing) for _, each in found),
         reason=said or "its pack has no case for it",
         cases=tuple((case.name, each.sentinel.value) for case, each in found),
     )

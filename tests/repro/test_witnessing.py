@@ -440,3 +440,27 @@ def test_what_is_unproved_is_proved_and_not_asked_about_twice(made: Made, capsys
     said = capsys.readouterr().out
     assert said.startswith("proved FIXED: double-fix on made_target.layers")
     assert "recognised" not in said
+
+
+TWO_CASES = """
+CASES = (*CASES, dataclasses.replace(CASES[0], name="quiet", run=lambda: Behaviour(broken=False, seen="not seen here")))
+"""
+
+
+def test_one_case_that_shows_the_defect_confirms_a_probe(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another may not show it on every host, such as one about what a tuner takes."""
+    made.upstream.write(BROKEN_TEXT)
+    reproducer = made.packs.write()
+    reproducer.write_text(f"import dataclasses\n{reproducer.read_text()}{TWO_CASES}")
+
+    assert made.witness("--all") == 0
+    assert "as recognised: double-fix | case double: BUG_REPRODUCED" in capsys.readouterr().out
+
+
+def test_a_case_of_a_cpu_sees_no_gpu(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    made.packs.write(
+        'import os\nreturn Behaviour(broken=False, seen=repr(os.environ["CUDA_VISIBLE_DEVICES"]) + str(double()))'
+    )
+
+    assert made.witness() == 0
+    assert "by double: ''2" in capsys.readouterr().out
