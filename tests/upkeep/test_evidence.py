@@ -27,7 +27,7 @@ from megacpp_overlays.loader.session import Session
 from megacpp_overlays.model import Decision, Finding, Verdict
 from megacpp_overlays.repro import inventory
 from megacpp_overlays.repro.case import PackError
-from megacpp_overlays.repro.judge import Sentinel
+from megacpp_overlays.repro.judge import Conclusion, Sentinel
 from megacpp_overlays.source.trees import SourceTree
 from megacpp_overlays.upkeep import evidence, inside, locks, other_python
 from megacpp_overlays.upkeep.environments import Environment
@@ -148,7 +148,7 @@ def test_a_case_that_this_host_cannot_run_is_blocked_and_progress_is_told(broken
 
     (result,) = evidence.reproduce(broken, double_of(packs), ID, progress=lines.append)
 
-    assert [tuple(each) for each in result.said] == [(Sentinel.BLOCKED, "no such library")]
+    assert [*result.said] == [Conclusion(Sentinel.BLOCKED, "no such library")]
     assert lines == [f"99-double: case double (overlay {ID}, cpu)", "  BLOCKED"]
 
 
@@ -183,9 +183,7 @@ def test_a_process_that_dies_without_an_answer_is_a_failed_case(
 
     (result,) = evidence.reproduce(Environment(broken.lock, dying), double_of(packs), ID)
 
-    assert [tuple(each) for each in result.said] == [
-        (Sentinel.FAILED, "the process was killed by signal 9 (Killed): no output")
-    ]
+    assert [*result.said] == [Conclusion(Sentinel.FAILED, "the process was killed by signal 9 (Killed): no output")]
 
 
 def test_a_process_that_does_not_end_is_ended_with_what_it_started(
