@@ -21,7 +21,7 @@ from megacpp_overlays import variables
 from megacpp_overlays.repro import fork_server, process_group
 
 MODULES = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "triton.language")
-"""What Megatron imports beside itself, and takes longest; none of it belongs to an overlay."""
+"""Dependencies of Megatron that take longest to import. No overlay has one of them as its target."""
 
 
 class ForkServers:
@@ -129,7 +129,7 @@ class _ForkServer:
         return process_group.in_words(int(said)) if said else "was lost with the process that it is a copy of"
 
     def close(self) -> None:
-        """End the server; a process that is running is ended by whoever waits for it."""
+        """End the server. A copy that still runs ends when its caller closes the connection."""
         self._socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)

@@ -1,7 +1,7 @@
 """Record of forms: add the form of upstream code that a release has, once its reproducer showed what is wrong with it.
 
 A form of a release is told from its code alone, so a fork that edits something else is recognised by it without a reproducer; see
-`feature_probes.forms`. FIXED is never added: outside of a release it has to be shown by a reproducer.
+`source.forms`. FIXED is never added: outside of a release it has to be shown by a reproducer.
 """
 
 from __future__ import annotations

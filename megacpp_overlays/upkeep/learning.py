@@ -49,7 +49,7 @@ class LearnOptions:
     """An interpreter whose environment has what the release needs."""
     workers: int
     only: tuple[str, ...] = ()
-    """Ids of overlays to ask about, also where they are proved; all that is unproved without one."""
+    """Ids of overlays to ask about, also where they are proved; without one everything, and what probes recognise is confirmed."""
     root: Path = ROOT
     """The checkout in which it is written down."""
 
