@@ -18,12 +18,14 @@ from megacpp_overlays.loader import session
 from megacpp_overlays.loader.witnesses import folder_of
 from megacpp_overlays.model import Verdict
 from megacpp_overlays.repro import ending
+from megacpp_overlays.repro.forked import ForkServers
 from megacpp_overlays.repro.witnessing import (
     Attempt,
     WitnessOptions,
     asked_for,
     confirm,
     confirmation,
+    found_here,
     prove,
     recognised,
     unproved,
@@ -110,21 +112,22 @@ def witness(
         of: the distribution that they are about, where only one is asked about.
         everything: whether cases of what probes recognise are run afterwards, of these ids or of all.
     """
-    how = replace(how, progress=functools.partial(print, file=sys.stderr, flush=True))
     overlays = current.overlays
-    with ending.by_exception():
+    with ending.by_exception(), ForkServers() as servers:
+        how = replace(how, progress=functools.partial(print, file=sys.stderr, flush=True), servers=servers)
+        found = found_here(overlays, how.settings)
         sure = [
             part
-            for part in (recognised(overlays, how) if everything else ())
+            for part in (recognised(found, how.packs) if everything else ())
             if (not ids or part.id in ids) and of in {None, part.target.distribution}
         ]
         confirmed = {part.id for part in sure}
         if ids:
-            found = [each for each in asked_for(overlays, ids, how) if each.overlay not in confirmed]
+            proved = [each for each in asked_for(overlays, ids, how) if each.overlay not in confirmed]
         else:
-            parts = [part for part in unproved(overlays, how.settings) if of in {None, part.target.distribution}]
-            found = [*prove(overlays, parts, how)]
-        return (*found, *confirm(overlays, sure, how))
+            parts = [part for part in unproved(found) if of in {None, part.target.distribution}]
+            proved = [*prove(overlays, parts, how)]
+        return (*proved, *confirm(overlays, sure, how))
 
 
 _IN_WORDS = {

@@ -1,7 +1,7 @@
 """Processes of cases that are copies of one which has imported torch: half of what a small case costs is that import.
 
-A copy has the variables, the folder and the output of its job, and nothing of this package is imported before. Cases of a CPU run
-eagerly: what `torch.compile` makes on a CPU is the same but for rounding, and costs a C++ compiler up to a minute.
+A copy has the variables, the folder and the output of its job, and nothing of this package is imported before. Where no GPU is seen
+it runs eagerly: what `torch.compile` makes on a CPU is the same but for rounding, and costs a C++ compiler up to a minute.
 """
 
 from __future__ import annotations
@@ -22,6 +22,23 @@ from megacpp_overlays.repro import fork_server, process_group
 
 MODULES = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "triton.language")
 """Dependencies of Megatron that take longest to import. No overlay has one of them as its target."""
+MODULES_ON_CPU = (
+    *MODULES,
+    "torch._inductor.compile_fx",
+    "torch.distributed._tensor.experimental",
+    "torch.distributed.fsdp",
+    "torch.utils.cpp_extension",
+    "setuptools",
+    "einops",
+    "yaml",
+    "packaging.version",
+    "wrapt",
+    "importlib_metadata",
+    fork_server.EAGER,
+)
+"""Those of a process that sees no GPU, and what makes it run eagerly. With a GPU some of them may ask CUDA for devices, and then no copy can use one."""
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+"""Variables of a process that sees no GPU."""
 
 
 class ForkServers:
@@ -29,7 +46,7 @@ class ForkServers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._servers: dict[tuple[bool, frozenset[tuple[str, str]]], _ForkServer] = {}
+        self._servers: dict[frozenset[tuple[str, str]], _ForkServer] = {}
 
     def __enter__(self) -> ForkServers:
         return self
@@ -48,7 +65,6 @@ class ForkServers:
         environment: Mapping[str, str],
         output: Path,
         timeout: float,
-        eager: bool,
     ) -> str | None:
         """Run a module to its end in a copy of a server; return in words how it ended, or None when it ended well.
 
@@ -60,29 +76,28 @@ class ForkServers:
             environment: all of its variables.
             output: the file that gets what it writes.
             timeout: seconds after which it is ended.
-            eager: whether `torch.compile` compiles nothing.
         """
-        server = self._server(environment, eager=eager)
+        server = self._server(environment)
         if server is not None and server.problem is None:
             return server.run(words, folder, environment, output, timeout)
-        return run_anew(words, folder=folder, environment=environment, output=output, timeout=timeout, eager=eager)
+        return run_anew(words, folder=folder, environment=environment, output=output, timeout=timeout)
 
-    def _server(self, environment: Mapping[str, str], *, eager: bool) -> _ForkServer | None:
+    def _server(self, environment: Mapping[str, str]) -> _ForkServer | None:
         if not hasattr(os, "pidfd_open"):
             return None
         inherited = {name: value for name, value in environment.items() if not variables.is_ours(name)}
-        key = eager, frozenset(inherited.items())
+        key = frozenset(inherited.items())
         with self._lock:
             if key not in self._servers:
-                self._servers[key] = _ForkServer(inherited, (*MODULES, fork_server.EAGER) if eager else MODULES)
+                modules = MODULES_ON_CPU if NO_GPU.items() <= inherited.items() else MODULES
+                self._servers[key] = _ForkServer(inherited, modules)
             return self._servers[key]
 
 
 def run_anew(
-    words: Sequence[str], *, folder: Path, environment: Mapping[str, str], output: Path, timeout: float, eager: bool
+    words: Sequence[str], *, folder: Path, environment: Mapping[str, str], output: Path, timeout: float
 ) -> str | None:
     """Run a module to its end in a Python of its own, which compiles what upstream has compiled; see `ForkServers.run`."""
-    del eager
     command = [sys.executable, "-m", *words]
     with output.open("wb") as stream:
         return process_group.run(command, folder=folder, environment=environment, output=stream, timeout=timeout)

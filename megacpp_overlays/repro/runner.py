@@ -28,6 +28,8 @@ from megacpp_overlays.runtime import visible_gpus
 
 PASSED, FAILED, NOTHING_RAN = 0, 1, 3
 
+NO_DEVICE = "needs a CUDA device"
+"""Reason why a case is blocked."""
 _PROBE_ONLY = "--probe-only"
 _TAIL = 15
 """Lines of a failed run that are shown."""
@@ -84,6 +86,11 @@ def exit_code(sentinels: Sequence[Sentinel]) -> int:
     return PASSED if EARNED & set(sentinels) else NOTHING_RAN
 
 
+def can_run(case: Case) -> bool:
+    """Return whether this host has the device of a case."""
+    return case.device != CUDA or bool(visible_gpus.visible())
+
+
 def run_case(job: Job, case: Case, transcript: Transcript) -> tuple[Conclusion, ...]:
     """Run one case of a job, and return what it earned."""
     own = "" if case.fix_sentinel == Sentinel.FIX_VALIDATED.value else f", fix shown by {case.fix_sentinel}"
@@ -93,10 +100,10 @@ def run_case(job: Job, case: Case, transcript: Transcript) -> tuple[Conclusion, 
     gone = retired.find(case.overlay) if case.overlay and not parts else None
     with tempfile.TemporaryDirectory(prefix="repro-") as folder:
         process = _Process(job, case, Path(folder), transcript)
-        if case.device == CUDA and not visible_gpus.visible():
+        if not can_run(case):
             if parts:
                 _show_probe(process.run({}, options=[_PROBE_ONLY]), transcript)
-            return (Conclusion(Sentinel.BLOCKED, "needs a CUDA device"),)
+            return (Conclusion(Sentinel.BLOCKED, NO_DEVICE),)
         if gone is not None:
             transcript.say(f"  regression guard: {gone}")
             alone = process.run({})  # other overlays of its pack may be what makes the measurement possible
@@ -142,8 +149,8 @@ def witness_case(job: Job, case: Case, transcript: Transcript) -> Run:
     transcript.say(f"case {case.name} (overlay {case.overlay}): {case.device}")
     with tempfile.TemporaryDirectory(prefix="repro-") as folder:
         process = _Process(job, case, Path(folder), transcript)
-        if case.device == CUDA and not visible_gpus.visible():
-            return Run(kind=RunKind.BLOCKED, seen="needs a CUDA device", parts=())
+        if not can_run(case):
+            return Run(kind=RunKind.BLOCKED, seen=NO_DEVICE, parts=())
         alone = process.run({MODE: Mode.OFF.value}, options=["--witness"])
     transcript.say(f"  upstream alone: {_in_words(alone)}")
     return alone
@@ -210,7 +217,6 @@ class _Process:
             environment={**self._environment(), **variables},
             output=output,
             timeout=self._job.timeout,
-            eager=self._case.device == CPU,
         )
         lines = output.read_text(errors="replace").splitlines()
         run = self._without_names(self._read(report, ended, lines, probe_only=_PROBE_ONLY in options))
@@ -244,7 +250,9 @@ class _Process:
             path.append(str(root))
         kept |= {LOG: "stderr", variables.SMALL_CALLS.name: "overlay"}  # problems of reproducers are small
         if self._case.device == CPU:
-            kept["CUDA_VISIBLE_DEVICES"] = ""  # its ranks are forked, and a fork has no GPU that its parent has used
+            kept |= forked.NO_GPU  # its ranks are forked, and a fork has no GPU that its parent has used
+            if self._job.servers is not None:
+                kept.setdefault("OMP_NUM_THREADS", "1")  # as many cases run at once as there are cores
         return {**kept, "PYTHONPATH": os.pathsep.join(path), **self._case.environment}
 
     def _read(self, report: Path, ended: str | None, output: Sequence[str], *, probe_only: bool) -> Run:

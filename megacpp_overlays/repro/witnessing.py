@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -44,7 +45,7 @@ class WitnessOptions:
     workers: int = 1
     """Overlays that are proved at the same time."""
     servers: ForkServers | None = None
-    """What processes of cases are copies of; `prove` has its own."""
+    """What processes of cases are copies of; without it `prove` and `confirm` have their own."""
 
 
 MOST_TRIALS = 6
@@ -119,19 +120,23 @@ class _NotKeptError(_NoProofError):
     """Raised where cases show no defect that stays, and no verdict of a part can be kept."""
 
 
-def unproved(overlays: Sequence[Erratum], settings: Settings) -> tuple[Erratum, ...]:
-    """Return the parts that no probe recognises here, that could be proved, and of which no kept witness counts."""
+def found_here(overlays: Sequence[Erratum], settings: Settings) -> dict[Erratum, Finding]:
+    """Return what probes find in the installed upstream, with the witnesses that count."""
     tree = CachedTree(InstalledTree())
-    return tuple(part for part in overlays if can_be_proved(part, examine_installed(part, tree, settings), tree))
+    return {part: examine_installed(part, tree, settings) for part in overlays}
 
 
-def recognised(overlays: Sequence[Erratum], how: WitnessOptions) -> tuple[Erratum, ...]:
-    """Return the parts of overlays that probes recognise here, and of which a pack has a reproducer."""
+def unproved(found: Mapping[Erratum, Finding]) -> tuple[Erratum, ...]:
+    """Return the parts that no probe recognises, that could be proved, and of which no kept witness counts."""
     tree = CachedTree(InstalledTree())
-    asked = [part for part in overlays if any(how.packs.glob(f"{part.pack:02}-*/reproduce.py"))]
-    found = {part: examine_installed(part, tree, how.settings) for part in asked}
-    unsure = {part.id for part, finding in found.items() if not _has_an_answer(part, finding)}
-    return tuple(part for part in found if part.id not in unsure)
+    return tuple(part for part, finding in found.items() if can_be_proved(part, finding, tree))
+
+
+def recognised(found: Mapping[Erratum, Finding], packs: Path) -> tuple[Erratum, ...]:
+    """Return the parts of overlays that probes recognise, and of which a pack has a reproducer."""
+    asked = {part: each for part, each in found.items() if any(packs.glob(f"{part.pack:02}-*/reproduce.py"))}
+    unsure = {part.id for part, finding in asked.items() if not _has_an_answer(part, finding)}
+    return tuple(part for part in asked if part.id not in unsure)
 
 
 def _has_an_answer(part: Erratum, finding: Finding) -> bool:
@@ -174,8 +179,7 @@ def prove(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessOpt
         how.progress("\n".join([*lines, f"once more: {text}" if overlay_id in tried else progress.done(text)]))
         return found
 
-    with ForkServers() as servers, ThreadPoolExecutor(how.workers) as pool:
-        how = replace(how, servers=servers)
+    with _with_servers(how) as how, ThreadPoolExecutor(how.workers) as pool:
         while waiting:
             ready = [each for each in waiting if not _needs(parts, each) & {*waiting}] or waiting
             waiting = [each for each in waiting if each not in ready]
@@ -184,6 +188,16 @@ def prove(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessOpt
         again = [name for name, found in tried.items() if any(each.unrepaired for each in found) and repaired - {name}]
         tried |= dict(zip(again, pool.map(one, again), strict=True))
     yield from itertools.chain.from_iterable(tried.values())
+
+
+@contextlib.contextmanager
+def _with_servers(how: WitnessOptions) -> Iterator[WitnessOptions]:
+    """Yield options with fork servers: their own, which outlive this, or some that do not."""
+    if how.servers is not None:
+        yield how
+        return
+    with ForkServers() as servers:
+        yield replace(how, servers=servers)
 
 
 def _needs(parts: Sequence[Erratum], overlay_id: str) -> set[str]:
@@ -241,9 +255,11 @@ class _CaseRunner:
         """Measure upstream alone."""
         return runner.witness_case(self._job(case), case, self._transcript)
 
-    def judged(self, case: Case) -> tuple[Conclusion, ...]:
+    def judged(self, case: Case, say: Callable[[str], None]) -> tuple[Conclusion, ...]:
         """Measure upstream without the overlay of a case and with every overlay, and say what its probe has of that."""
-        return runner.run_case(self._job(case), case, self._transcript)
+        if not runner.can_run(case):
+            return (Conclusion(Sentinel.BLOCKED, runner.NO_DEVICE),)
+        return runner.run_case(self._job(case), case, Transcript([], say))
 
     def verdict(
         self,
@@ -470,23 +486,22 @@ def confirm(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessO
         parts: those that are recognised.
         how: how to run reproducers.
     """
-    ids = list(dict.fromkeys(part.id for part in parts))
-    progress = Progress(len(ids))
+    with _with_servers(how) as how, ThreadPoolExecutor(how.workers) as pool:
+        asked = {part.id: _Confirmation(overlays, part, how) for part in parts}
+        progress = Progress(len(asked))
 
-    def one(overlay_id: str) -> Attempt:
-        part = next(each for each in parts if each.id == overlay_id)
-        lines: list[str] = []
-        try:
-            found = _confirm_one(overlays, part, replace(how, progress=lines.append))
-        except PackError as error:
-            found = _failed(part, str(error))
-        found = replace(found, confirms=True)
-        how.progress("\n".join([*lines, progress.done(f"{overlay_id}: {confirmation(found)}")]))
-        return found
+        def judge_one(name: str, case: Case) -> None:
+            lines: list[str] = []
+            is_last = asked[name].judge(case, lines.append)
+            done = [progress.done(f"{name}: {confirmation(asked[name].attempt())}")] if is_last else []
+            how.progress("\n".join([*lines, *done]))
 
-    with ForkServers() as servers, ThreadPoolExecutor(how.workers) as pool:
-        how = replace(how, servers=servers)
-        yield from pool.map(one, ids)
+        for name in (name for name, each in asked.items() if not each.cases):
+            how.progress(progress.done(f"{name}: {confirmation(asked[name].attempt())}"))
+        waiting = [pool.submit(judge_one, name, case) for name, each in asked.items() for case in each.cases]
+        for each in waiting:
+            each.result()
+    yield from (each.attempt() for each in asked.values())
 
 
 def confirmation(attempt: Attempt) -> str:
@@ -496,25 +511,55 @@ def confirmation(attempt: Attempt) -> str:
     return "as recognised" if attempt.is_confirmed else "recognised, and no case can run here"
 
 
-def _confirm_one(overlays: Sequence[Erratum], part: Erratum, how: WitnessOptions) -> Attempt:
-    """Return whether the cases of an overlay show what its probe says; one that shows a defect is enough, as in a proof.
+class _Confirmation:
+    """Whether the cases of an overlay show what its probe says; one that shows a defect is enough, as in a proof.
 
-    Raises:
-        PackError: its pack cannot be read.
+    Args:
+        overlays: every declaration of this process, in parts.
+        part: of the overlay.
+        how: how to run reproducers.
     """
-    pack = inventory.find(how.packs, part.pack)
-    cases = inventory.load_cases(pack.reproducer)
-    measuring = _CaseRunner(pack, cases, tuple(overlays), how)
-    found = [(case, each) for case in cases if case.overlay == part.id for each in measuring.judged(case)]
-    shown = any(each.sentinel is Sentinel.BUG_REPRODUCED for _, each in found)
-    said = "; ".join(f"case {case.name}: {each.sentinel.value}: {each.reason}" for case, each in found)
-    return Attempt(
-        overlay=part.id,
-        target=part.target.module,
-        proved=all(each.sentinel is not Sentinel.FAILED or (shown and each.shows_nothing) for _, each in found),
-        reason=said or "its pack has no case for it",
-        cases=tuple((case.name, each.sentinel.value) for case, each in found),
-    )
+
+    def __init__(self, overlays: Sequence[Erratum], part: Erratum, how: WitnessOptions) -> None:
+        self.cases: tuple[Case, ...] = ()
+        """Those of the overlay, which may be judged at the same time."""
+        self._part = part
+        self._judged: dict[str, tuple[Conclusion, ...]] = {}
+        self._lock = threading.Lock()
+        self._problem: str | None = None
+        try:
+            self._pack = inventory.find(how.packs, part.pack)
+            every = inventory.load_cases(self._pack.reproducer)
+        except PackError as error:
+            self._problem = str(error)
+            return
+        self.cases = tuple(case for case in every if case.overlay == part.id)
+        self._running = _CaseRunner(self._pack, every, tuple(overlays), how)
+
+    def judge(self, case: Case, say: Callable[[str], None]) -> bool:
+        """Run a case and keep what it shows; return whether it was the last."""
+        try:
+            found = self._running.judged(case, say)
+        except PackError as error:
+            found = (Conclusion(Sentinel.FAILED, str(error)),)
+        with self._lock:
+            self._judged[case.name] = found
+            return len(self._judged) == len(self.cases)
+
+    def attempt(self) -> Attempt:
+        """Return what the cases showed, in their order."""
+        found = [(case, each) for case in self.cases for each in self._judged[case.name]]
+        shown = any(each.sentinel is Sentinel.BUG_REPRODUCED for _, each in found)
+        said = "; ".join(f"case {case.name}: {each.sentinel.value}: {each.reason}" for case, each in found)
+        right = all(each.sentinel is not Sentinel.FAILED or (shown and each.shows_nothing) for _, each in found)
+        return Attempt(
+            overlay=self._part.id,
+            target=self._part.target.module,
+            proved=right and self._problem is None,
+            reason=said or self._problem or "its pack has no case for it",
+            cases=tuple((case.name, each.sentinel.value) for case, each in found),
+            confirms=True,
+        )
 
 
 def asked_for(overlays: Sequence[Erratum], ids: Sequence[str], how: WitnessOptions) -> tuple[Attempt, ...]:

@@ -72,7 +72,7 @@ def _probed(overlays: Sequence[Erratum], settings: Settings) -> list[dict[str, o
 
 def _witnessed(packs: Path, timeout: float, overlays: Sequence[Erratum], settings: Settings) -> list[dict[str, object]]:
     how = witnessing.WitnessOptions(packs=packs, settings=settings, timeout=timeout)
-    attempts = witnessing.prove(overlays, witnessing.unproved(overlays, settings), how)
+    attempts = witnessing.prove(overlays, witnessing.unproved(witnessing.found_here(overlays, settings)), how)
     return [{"overlay": e.overlay, "module": e.target, "proved": e.proved, "reason": e.reason} for e in attempts]
 
 

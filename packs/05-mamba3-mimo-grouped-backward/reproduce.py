@@ -8,14 +8,16 @@ transformers and the compiled kernels of Mamba-1, which Mamba-3 does not use.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 from megacpp_overlays.repro import Behaviour, Blocked, Case, TargetAbsent
 
@@ -48,23 +50,23 @@ def _varlen_on_cpu() -> Behaviour:
 def _on_cpu(module_name: str, symbol: str, *bounds: int) -> Behaviour:
     import torch
 
-    entry = _import(f"{PACKAGE}.mamba3_mimo", kernels=False)
     from megacpp_overlays.kernels import mamba3_mimo_reference as reference
 
+    stand_ins = reference.kernels()
+    entry = _import(f"{PACKAGE}.mamba3_mimo", stand_ins)
     combined = getattr(entry, symbol)  # the name that the autograd function calls
     module = sys.modules[module_name]
     if "states_dtype" in inspect.signature(combined).parameters:
         raise Blocked("this mamba-ssm sums gradients in a Triton kernel of its own, which needs a GPU")
-    for name, replacement in reference.kernels().items():
-        if hasattr(module, name):
-            setattr(module, name, replacement)
+    in_triton = {name: each for name, each in stand_ins.items() if "triton" in name and hasattr(module, name)}
     lengths = torch.tensor(bounds, dtype=torch.int32) if bounds else None
     said, broken = [], False
     for groups in GROUPS:
         inputs = _inputs(groups, batch=2, sequence=12, rank=2, dim=8, value_dim=4, dtype=torch.float64, device="cpu")
         dout = torch.randn(inputs.v.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
         try:
-            found = combined(*_upstream_order(inputs, dout), *([] if lengths is None else [lengths]))
+            with mock.patch.multiple(module, **in_triton):
+                found = combined(*_upstream_order(inputs, dout), *([] if lengths is None else [lengths]))
         except ValueError as error:
             said.append(f"G = {groups}: {error}")
             broken = True
@@ -140,7 +142,7 @@ def accuracy(bounds: tuple[int, ...] | None, groups: tuple[int, ...] = GROUPS) -
     """
     import torch
 
-    entry = _import(f"{PACKAGE}.mamba3_mimo", kernels=True)
+    entry = _import(f"{PACKAGE}.mamba3_mimo")
     take_one_configuration()
     from megacpp_overlays.kernels import mamba3_mimo_reference as reference
 
@@ -210,7 +212,7 @@ def train(groups: int, steps: int = 20) -> list[float]:
     """Return the losses of a small model of two real Mamba-3 layers; a NaN in a gradient shows as a loss of NaN."""
     import torch
 
-    mamba3 = _import("mamba_ssm.modules.mamba3", kernels=True).Mamba3
+    mamba3 = _import("mamba_ssm.modules.mamba3").Mamba3
     take_one_configuration()
     torch.manual_seed(groups)
     width = HEADS * VALUE_DIM // 2
@@ -306,8 +308,12 @@ def _distance(found: Any, expected: Any) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-def _import(name: str, *, kernels: bool) -> ModuleType:
+def _import(name: str, stand_ins: Mapping[str, Callable[..., Any]] | None = None) -> ModuleType:
     """Return a module of mamba_ssm.
+
+    Args:
+        name: of the module.
+        stand_ins: what computes in place of TileLang's kernels, by their names; None for the kernels as they are.
 
     Raises:
         Blocked: this host cannot import it.
@@ -319,15 +325,16 @@ def _import(name: str, *, kernels: bool) -> ModuleType:
     if sys.modules.get("mamba_ssm") is None:
         package = sys.modules["mamba_ssm"] = ModuleType("mamba_ssm")
         package.__spec__, package.__path__ = spec, list(spec.submodule_search_locations or ())
-    for needed in ("torch", "triton", *(("tilelang", "einops") if kernels else ())):
+    for needed in ("torch", "triton", *(("tilelang", "einops") if stand_ins is None else ())):
         if importlib.util.find_spec(needed) is None:
             raise Blocked(f"{needed} is not installed")
-    if kernels:
+    if stand_ins is None:
         _trace_once()
     else:
         _stand_in_for_compilers()
     try:
-        return importlib.import_module(name)
+        with contextlib.nullcontext() if stand_ins is None else _kernels_compiled_to(stand_ins):
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             raise TargetAbsent(f"this mamba-ssm has no {error.name}") from error
@@ -345,8 +352,37 @@ def _trace_once() -> None:
         language.dynamic = functools.cache(language.dynamic)
 
 
+class _StandIn:
+    """A kernel that TileLang's decorator was to compile, and that computes in PyTorch."""
+
+    def __init__(self, kernel: Callable[..., Any], stand_in: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, kernel)
+        self._stand_in = stand_in
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._stand_in(*arguments, **named)
+
+
+@contextlib.contextmanager
+def _kernels_compiled_to(stand_ins: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Let `tilelang.jit` make stand-ins of kernels; a name of a module that is replaced later would be another repair's."""
+    import tilelang
+
+    upstreams = tilelang.jit
+
+    def jit(*arguments: Any, **named: Any) -> Callable[[Any], Any]:
+        def compiled(kernel: Any) -> Any:
+            stand_in = stand_ins.get(kernel.__name__)
+            return upstreams(*arguments, **named)(kernel) if stand_in is None else _StandIn(kernel, stand_in)
+
+        return compiled
+
+    with mock.patch.object(tilelang, "jit", jit):
+        yield
+
+
 def _stand_in_for_compilers() -> None:
-    """Give what is not installed a module of that name: kernels are only defined here, and replaced before they run."""
+    """Give what is not installed a module of that name: kernels are only defined here, and none is compiled."""
 
     class Anything:
         def __getattr__(self, name: str) -> Any:

@@ -52,17 +52,16 @@ def _backward() -> Behaviour:
     kernel = _kernel()
     program = kernel.get_tir(**_arguments(kernel))
     named = {getattr(key, "value", key): value for key, value in kernel.pass_configs.items()}
-    is_off = bool(named.get(SWITCH, False))
+    published = "off" if named.get(SWITCH, False) else "on"
+    what = f"mamba_mimo_bwd_fwd for sm_90a, published with TMA lowering {published}"
+    if (refused := _error(tilelang, program, {**named, SWITCH: False})) is None:
+        return Behaviour(broken=False, seen=f"{what}: on it compiles")
     if (problem := _error(tilelang, program, {**named, SWITCH: True})) is not None:
         raise RuntimeError(f"mamba_mimo_bwd_fwd does not compile with TMA lowering off either: {problem}")
-    on = _error(tilelang, program, {**named, SWITCH: False})
-    seen = (
-        f"mamba_mimo_bwd_fwd for sm_90a, published with TMA lowering {'off' if is_off else 'on'}: "
-        f"off it compiles, on it {on or 'compiles'}"
-    )
-    if is_off and on is not None:
+    seen = f"{what}: off it compiles, on it {refused}"
+    if published == "off":
         raise TargetAbsent(seen)
-    return Behaviour(broken=on is not None, seen=seen)
+    return Behaviour(broken=True, seen=seen)
 
 
 def _error(tilelang: Any, program: Any, configuration: dict[str, Any]) -> str | None:

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 from places import HANG_S, ROOT
 
-from megacpp_overlays.repro.forked import ForkServers
+from megacpp_overlays.repro.forked import NO_GPU, ForkServers
 
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
     "PYTHONPATH": str(ROOT),
+    **NO_GPU,
 }
 
 
@@ -34,16 +35,13 @@ def run(
     folder: Path,
     *arguments: str,
     timeout: float = HANG_S,
-    eager: bool = True,
     **variables: str,
 ) -> tuple[str | None, str]:
     """Return in words how a module with this code ended, and what it wrote."""
     folder.joinpath("job.py").write_text(code)
     output = folder / "output"
     environment = {**ENVIRONMENT, **variables}
-    ended = servers.run(
-        ["job", *arguments], folder=folder, environment=environment, output=output, timeout=timeout, eager=eager
-    )
+    ended = servers.run(["job", *arguments], folder=folder, environment=environment, output=output, timeout=timeout)
     return ended, output.read_text()
 
 
@@ -152,7 +150,7 @@ def test_what_is_compiled_on_a_gpu_runs_as_it_is_written_on_a_cpu(servers: ForkS
     )
 
     assert run(servers, code, tmp_path)[1] == "1.0\n"
-    assert run(servers, code, tmp_path, eager=False)[1] == "compiled\n1.0\n"
+    assert run(servers, code, tmp_path, CUDA_VISIBLE_DEVICES="0")[1] == "compiled\n1.0\n"
 
 
 def test_where_the_start_of_python_arms_each_job_has_a_python_of_its_own(tmp_path: Path) -> None:
@@ -175,7 +173,7 @@ def test_a_job_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
         "from megacpp_overlays.repro.forked import ForkServers\n"
         "folder = Path(sys.argv[1])\n"
         "with ForkServers() as servers:\n"
-        "    servers.run(['job'], folder=folder, environment=dict(os.environ), output=folder / 'output', timeout=600, eager=True)\n"
+        "    servers.run(['job'], folder=folder, environment=dict(os.environ), output=folder / 'output', timeout=600)\n"
     )
     asking = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=ENVIRONMENT)
     output, ends = tmp_path / "output", time.monotonic() + HANG_S

@@ -42,7 +42,7 @@ def reproducer(heads: int = 8, dim: int = 64) -> ModuleType:
 
 
 def layer(pack: ModuleType) -> ModuleType:
-    entry: ModuleType = pack._import(f"{pack.PACKAGE}.mamba3_mimo", kernels=True)
+    entry: ModuleType = pack._import(f"{pack.PACKAGE}.mamba3_mimo")
     pack.take_one_configuration()
     return entry
 
