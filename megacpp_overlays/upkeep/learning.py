@@ -103,7 +103,8 @@ def learn(tree: ReleaseTree, overlays: Sequence[Erratum], how: LearnOptions) -> 
             "--json",
             "--workers",
             str(how.workers),
-            *(how.only or ["--all", "--of", tree.distribution]),
+            "--all",
+            *(how.only or ["--of", tree.distribution]),
         ]
         said = _ask(tree, how, words, Path(folder))["witnesses"]
         kept = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]

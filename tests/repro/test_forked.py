@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from places import HANG_S, ROOT
 
+from megacpp_overlays.loader import registry
 from megacpp_overlays.repro.forked import NO_GPU, ForkServers
 
 ENVIRONMENT = {
@@ -151,6 +152,14 @@ def test_what_is_compiled_on_a_gpu_runs_as_it_is_written_on_a_cpu(servers: ForkS
 
     assert run(servers, code, tmp_path)[1] == "1.0\n"
     assert run(servers, code, tmp_path, CUDA_VISIBLE_DEVICES="0")[1] == "compiled\n1.0\n"
+
+
+def test_no_target_of_an_overlay_is_imported_before_the_job(servers: ForkServers, tmp_path: Path) -> None:
+    """Its seams would come too late."""
+    targets = {part.target.module for part in registry.load() if part.installs}
+    assert targets
+
+    assert run(servers, f"import sys\nprint(*({targets!r} & sys.modules.keys()))\n", tmp_path) == (None, "\n")
 
 
 def test_where_the_start_of_python_arms_each_job_has_a_python_of_its_own(tmp_path: Path) -> None:
