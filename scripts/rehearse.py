@@ -37,7 +37,7 @@ def rehearse(version: str, folder: Path) -> dict[str, Any]:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
     if done.returncode not in {0, 1}:
         sys.exit(f"the rehearsal of {version} ended with exit code {done.returncode}")
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout.replace(f"{folder}/", ""))  # evidence names files
     return {"to": version, "from": UPGRADES[version], "cpus": os.cpu_count(), **found}
 
 

@@ -34,8 +34,6 @@ def serve(control: socket.socket, modules: Sequence[str]) -> None:
     """Import modules, then fork for each socket that arrives, until the client is gone."""
     problem = _prepare(modules)
     gc.collect()  # otherwise the first full collection of each copy goes through what was imported here
-    # A copy imports much that stays: collections are a sixth of its time.
-    gc.set_threshold(20_000, *gc.get_threshold()[1:])
     control.sendall(f"{problem}\n".encode())
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are not waited for
     while not problem:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-_versions: dict[str, str] = {}
-"""Versions by the text of the metadata that they are in, which takes milliseconds to parse."""
+_FIELD = "\nVersion: "
 
 
 def version(distribution: str) -> str | None:
@@ -53,10 +52,6 @@ def _look_up(distribution: str) -> tuple[str | None, Path | None]:
 
 
 def _version_of(found: Any) -> str:
-    """Return the version of an `importlib_metadata.Distribution`; the same metadata are parsed once."""
-    text = found.read_text("METADATA")
-    if not text:
-        return str(found.version)
-    if text not in _versions:
-        _versions[text] = str(found.version)
-    return _versions[text]
+    """Return the version of an `importlib_metadata.Distribution`, by its line: to parse all of the metadata takes milliseconds."""
+    _, field, rest = (found.read_text("METADATA") or "").partition(_FIELD)
+    return rest.partition("\n")[0].strip() if field else str(found.version)
