@@ -651,8 +651,8 @@ def test_the_reproducer_measures_the_defect_and_its_repair(name: str, release: P
 
     pack = reproducer()
     (case,) = (case for case in pack.CASES if case.name == name)
-    with imported(release, stand_ins) as load:
-        load(ENTRY)
+    with imported(release, stand_ins):
+        pack._import(ENTRY, reference.kernels())
         megacpp_overlays.undo(ID)
         broken = case.run()
         install()
