@@ -115,11 +115,11 @@ def witness(
     overlays = current.overlays
     with ending.by_exception(), ForkServers() as servers:
         how = replace(how, progress=functools.partial(print, file=sys.stderr, flush=True), servers=servers)
-        found = found_here(overlays, how.settings)
+        found = found_here([part for part in overlays if not ids or part.id in ids], how.settings)
         sure = [
             part
             for part in (recognised(found, how.packs) if everything else ())
-            if (not ids or part.id in ids) and of in {None, part.target.distribution}
+            if of in {None, part.target.distribution}
         ]
         confirmed = {part.id for part in sure}
         if ids:

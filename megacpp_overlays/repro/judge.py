@@ -101,7 +101,7 @@ class Conclusion(NamedTuple):
     sentinel: Sentinel
     reason: str
     shows_nothing: bool = False
-    """Whether it failed because its case shows no defect of an upstream that a probe calls BROKEN; another case may."""
+    """Whether the probe says BROKEN and this case measured no defect. Another case of the same overlay may show it."""
 
 
 class HasVerdict(Protocol):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -43,9 +42,9 @@ class WitnessOptions:
     progress: Callable[[str], None] = lambda line: None
     """Gets a line for each step."""
     workers: int = 1
-    """Overlays that are proved at the same time."""
+    """Overlays that are proved, or cases that are confirmed, at the same time."""
     servers: ForkServers | None = None
-    """What processes of cases are copies of; without it `prove` and `confirm` have their own."""
+    """Fork servers for the processes of cases. If None, `prove` and `confirm` start their own."""
 
 
 MOST_TRIALS = 6
@@ -192,7 +191,7 @@ def prove(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessOpt
 
 @contextlib.contextmanager
 def _with_servers(how: WitnessOptions) -> Iterator[WitnessOptions]:
-    """Yield options with fork servers: their own, which outlive this, or some that do not."""
+    """Yield the options with fork servers. Servers that are started here end with the block."""
     if how.servers is not None:
         yield how
         return
@@ -207,10 +206,8 @@ def _needs(parts: Sequence[Erratum], overlay_id: str) -> set[str]:
 def _prove_one(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessOptions) -> Iterator[Attempt]:
     """Prove the parts of one overlay."""
     try:
-        pack = inventory.find(how.packs, parts[0].pack)
-        cases = inventory.load_cases(pack.reproducer)
-        measuring = _CaseRunner(pack, cases, tuple(overlays), how)
-        ran = [_Ran(case, measuring.alone(case)) for case in cases if case.overlay == parts[0].id]
+        measuring = _CaseRunner.of(overlays, parts[0], how)
+        ran = [_Ran(case, measuring.alone(case)) for case in measuring.cases]
     except PackError as error:
         yield from (_failed(part, str(error)) for part in parts)
         return
@@ -220,13 +217,13 @@ def _prove_one(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: Witne
         about = own or ran
         try:
             proof = measuring.verdict(part, parts, about, trials)
-            yield _kept(part, proof if own else _of_others(proof), pack.reproducer, how)
+            yield _kept(part, proof if own else _of_others(proof), measuring.reproducer, how)
         except _NoProofError as reason:
             used = reason.ran or about
             witnesses.forget(part, how.settings)
             shown = [each for each in own if each.alone.kind is RunKind.BROKEN]
             if shown and not isinstance(reason, _NotKeptError):
-                _keep_unrepaired(part, str(reason), shown, pack.reproducer, how)
+                _keep_unrepaired(part, str(reason), shown, measuring.reproducer, how)
             words = tuple((each.case.name, each.word) for each in used)
             yield replace(_failed(part, str(reason), words), unrepaired=reason.unrepaired)
 
@@ -243,23 +240,46 @@ def _of_others(proof: _Proof) -> _Proof:
 
 
 class _CaseRunner:
-    """The cases of a pack, ready to be run without overlays and with seams that are tried out."""
+    """The cases of an overlay, ready to be run without overlays and with seams that are tried out."""
 
     def __init__(
-        self, pack: inventory.Pack, cases: tuple[Case, ...], overlays: tuple[Erratum, ...], how: WitnessOptions
+        self,
+        pack: inventory.Pack,
+        every: tuple[Case, ...],
+        overlays: tuple[Erratum, ...],
+        part: Erratum,
+        how: WitnessOptions,
     ) -> None:
-        self._pack, self._cases, self._overlays, self._how = pack, cases, overlays, how
+        self.cases = tuple(case for case in every if case.overlay == part.id)
+        self.reproducer = pack.reproducer
+        self._pack, self._every, self._overlays, self._how = pack, every, overlays, how
         self._transcript = Transcript([], how.progress)
+
+    @classmethod
+    def of(cls, overlays: Sequence[Erratum], part: Erratum, how: WitnessOptions) -> _CaseRunner:
+        """Load the cases of the overlay of a part.
+
+        Raises:
+            PackError: its pack cannot be read.
+        """
+        pack = inventory.find(how.packs, part.pack)
+        return cls(pack, inventory.load_cases(pack.reproducer), tuple(overlays), part, how)
 
     def alone(self, case: Case) -> Run:
         """Measure upstream alone."""
         return runner.witness_case(self._job(case), case, self._transcript)
 
-    def judged(self, case: Case, say: Callable[[str], None]) -> tuple[Conclusion, ...]:
-        """Measure upstream without the overlay of a case and with every overlay, and say what its probe has of that."""
+    def judged(self, case: Case) -> tuple[Conclusion, ...]:
+        """Measure upstream without the overlay of a case and with every overlay, and compare both with its probe."""
         if not runner.can_run(case):
             return (Conclusion(Sentinel.BLOCKED, runner.NO_DEVICE),)
-        return runner.run_case(self._job(case), case, Transcript([], say))
+        lines: list[str] = []
+        try:
+            return runner.run_case(self._job(case), case, Transcript([], lines.append))
+        except PackError as error:
+            return (Conclusion(Sentinel.FAILED, str(error)),)
+        finally:
+            self._how.progress("\n".join(lines))  # cases run beside each other
 
     def verdict(
         self,
@@ -340,7 +360,7 @@ class _CaseRunner:
 
     def _neighbour_problem(self, case: Case, without: Run, repaired: Run) -> str | None:
         """Return which neighbour of a case is not the same with the seams, or None."""
-        neighbours = neighbour.of(case, self._cases, self._pack.folder)
+        neighbours = neighbour.of(case, self._every, self._pack.folder)
         problems = (
             neighbour.problem(each, without.beside.get(each.name), repaired.beside.get(each.name))
             for each in neighbours
@@ -349,7 +369,7 @@ class _CaseRunner:
 
     def _job(self, case: Case) -> runner.Job:
         return runner.Job(
-            reproducer=self._pack.reproducer,
+            reproducer=self.reproducer,
             cases=(case,),
             overlays=self._overlays,
             command="",
@@ -486,22 +506,29 @@ def confirm(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessO
         parts: those that are recognised.
         how: how to run reproducers.
     """
+    first: dict[str, Erratum] = {}
+    for part in parts:
+        first.setdefault(part.id, part)
+    progress = Progress(len(first))
     with _with_servers(how) as how, ThreadPoolExecutor(how.workers) as pool:
-        asked = {part.id: _Confirmation(overlays, part, how) for part in parts}
-        progress = Progress(len(asked))
+        begun = [(part, _runner_or_problem(overlays, part, how)) for part in first.values()]
+        cases = [(each, case) for _, each in begun if isinstance(each, _CaseRunner) for case in each.cases]
+        judged = pool.map(lambda pair: pair[0].judged(pair[1]), cases)  # leaves out what waits when this is interrupted
+        for part, each in begun:
+            if isinstance(each, _CaseRunner):
+                found = _confirmed(part, [(case, one) for case in each.cases for one in next(judged)])
+            else:
+                found = replace(_failed(part, str(each)), confirms=True)
+            how.progress(progress.done(f"{part.id}: {confirmation(found)}"))
+            yield found
 
-        def judge_one(name: str, case: Case) -> None:
-            lines: list[str] = []
-            is_last = asked[name].judge(case, lines.append)
-            done = [progress.done(f"{name}: {confirmation(asked[name].attempt())}")] if is_last else []
-            how.progress("\n".join([*lines, *done]))
 
-        for name in (name for name, each in asked.items() if not each.cases):
-            how.progress(progress.done(f"{name}: {confirmation(asked[name].attempt())}"))
-        waiting = [pool.submit(judge_one, name, case) for name, each in asked.items() for case in each.cases]
-        for each in waiting:
-            each.result()
-    yield from (each.attempt() for each in asked.values())
+def _runner_or_problem(overlays: Sequence[Erratum], part: Erratum, how: WitnessOptions) -> _CaseRunner | PackError:
+    """Return the cases of the overlay of a part, ready to be run, or why its pack cannot be read."""
+    try:
+        return _CaseRunner.of(overlays, part, how)
+    except PackError as error:
+        return error
 
 
 def confirmation(attempt: Attempt) -> str:
@@ -511,55 +538,18 @@ def confirmation(attempt: Attempt) -> str:
     return "as recognised" if attempt.is_confirmed else "recognised, and no case can run here"
 
 
-class _Confirmation:
-    """Whether the cases of an overlay show what its probe says; one that shows a defect is enough, as in a proof.
-
-    Args:
-        overlays: every declaration of this process, in parts.
-        part: of the overlay.
-        how: how to run reproducers.
-    """
-
-    def __init__(self, overlays: Sequence[Erratum], part: Erratum, how: WitnessOptions) -> None:
-        self.cases: tuple[Case, ...] = ()
-        """Those of the overlay, which may be judged at the same time."""
-        self._part = part
-        self._judged: dict[str, tuple[Conclusion, ...]] = {}
-        self._lock = threading.Lock()
-        self._problem: str | None = None
-        try:
-            self._pack = inventory.find(how.packs, part.pack)
-            every = inventory.load_cases(self._pack.reproducer)
-        except PackError as error:
-            self._problem = str(error)
-            return
-        self.cases = tuple(case for case in every if case.overlay == part.id)
-        self._running = _CaseRunner(self._pack, every, tuple(overlays), how)
-
-    def judge(self, case: Case, say: Callable[[str], None]) -> bool:
-        """Run a case and keep what it shows; return whether it was the last."""
-        try:
-            found = self._running.judged(case, say)
-        except PackError as error:
-            found = (Conclusion(Sentinel.FAILED, str(error)),)
-        with self._lock:
-            self._judged[case.name] = found
-            return len(self._judged) == len(self.cases)
-
-    def attempt(self) -> Attempt:
-        """Return what the cases showed, in their order."""
-        found = [(case, each) for case in self.cases for each in self._judged[case.name]]
-        shown = any(each.sentinel is Sentinel.BUG_REPRODUCED for _, each in found)
-        said = "; ".join(f"case {case.name}: {each.sentinel.value}: {each.reason}" for case, each in found)
-        right = all(each.sentinel is not Sentinel.FAILED or (shown and each.shows_nothing) for _, each in found)
-        return Attempt(
-            overlay=self._part.id,
-            target=self._part.target.module,
-            proved=right and self._problem is None,
-            reason=said or self._problem or "its pack has no case for it",
-            cases=tuple((case.name, each.sentinel.value) for case, each in found),
-            confirms=True,
-        )
+def _confirmed(part: Erratum, found: Sequence[tuple[Case, Conclusion]]) -> Attempt:
+    """Compare what the cases of an overlay concluded with its probe. One case that shows the defect is enough, as in a proof."""
+    shown = any(each.sentinel is Sentinel.BUG_REPRODUCED for _, each in found)
+    said = "; ".join(f"case {case.name}: {each.sentinel.value}: {each.reason}" for case, each in found)
+    return Attempt(
+        overlay=part.id,
+        target=part.target.module,
+        proved=all(each.sentinel is not Sentinel.FAILED or (shown and each.shows_nothing) for _, each in found),
+        reason=said or "its pack has no case for it",
+        cases=tuple((case.name, each.sentinel.value) for case, each in found),
+        confirms=True,
+    )
 
 
 def asked_for(overlays: Sequence[Erratum], ids: Sequence[str], how: WitnessOptions) -> tuple[Attempt, ...]:

@@ -49,7 +49,7 @@ class LearnOptions:
     """An interpreter whose environment has what the release needs."""
     workers: int
     only: tuple[str, ...] = ()
-    """Ids of overlays to ask about, also where they are proved; without one everything, and what probes recognise is confirmed."""
+    """Ids of the overlays to prove or confirm, also where they are proved already; empty for all."""
     root: Path = ROOT
     """The checkout in which it is written down."""
 
