@@ -90,7 +90,8 @@ def test_a_neighbour_that_another_overlay_changes_is_compared_with_that_one_in(
     monkeypatch.setattr(runner, "without_case", lambda *_: ended(with_others))
     how = WitnessOptions(packs=tmp_path, settings=Settings())
     pack = SimpleNamespace(folder=tmp_path, reproducer=tmp_path / "reproduce.py")
-    measuring = witnessing._CaseRunner(pack, (case,), (), how)  # type: ignore[arg-type] # it has what is asked for
+    part = Upstream("first", tmp_path).overlay(id="first")
+    measuring = witnessing._CaseRunner(pack, (case,), (), part, how)  # type: ignore[arg-type] # it has what is asked for
 
     found = measuring._problem(witnessing._Ran(case, ended(1.0), ended(2.0)), {"made": "one"})
 
