@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -80,11 +81,15 @@ class HeapSnapshot:
         latest = _latest_module()
         if latest == self._latest:
             return True
-        new = sys.modules.keys() - self._loaded
-        if any(not name.startswith(_OURS) for name in new):
+        if others_were_loaded(self._loaded):
             return False
         self._latest = latest
         return True
+
+
+def others_were_loaded(before: AbstractSet[str]) -> bool:
+    """Return whether any module was loaded since `sys.modules` had some names but those of this package, which take no function of a target."""
+    return any(not name.startswith(_OURS) for name in sys.modules.keys() - before)
 
 
 def _latest_module() -> tuple[int, str]:

@@ -48,6 +48,13 @@ class Hooks:
         # The hook of each name that counts. An interrupt may leave another one with wrapt, which is dead then.
         self._hooks: dict[str, Callable[[ModuleType], None]] = {}
         self._watched: set[str] = set()
+        self._awaited: set[str] = set()
+
+    def once_imported(self, name: str, then: Callable[[], None]) -> None:
+        """Call `then` after the first import of a module, or at once where it is imported; a second call does nothing."""
+        if name not in self._awaited:
+            self._awaited.add(name)
+            wrapt.register_post_import_hook(lambda _: then(), name)
 
     def watch(self, name: str) -> None:
         """Tell the listener about every complete execution of a module. Watching twice is watching once."""

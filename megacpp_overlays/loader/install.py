@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from megacpp_overlays.errors import OverlayError, SeamError
 from megacpp_overlays.loader import aliases, known, ownership, reached, seams
 from megacpp_overlays.loader.aliases import MarkedName
-from megacpp_overlays.loader.heap import HeapSnapshot
+from megacpp_overlays.loader.heap import HeapSnapshot, others_were_loaded
 from megacpp_overlays.loader.import_hooks import unfinished_imports
 from megacpp_overlays.loader.seams import Note, Seam
 from megacpp_overlays.loader.traces import Traces
@@ -80,7 +80,7 @@ def install(
             held, instances were built without the seam, or the self-test fails.
         SeamError: an attribute cannot be replaced, or a compiled graph cannot be dropped.
     """
-    late, again, dropped, note, heap, signature = circumstances
+    late, again, dropped, note, shared, signature = circumstances
     graphs = None if late else dynamo.graphs()
     replacements = overlay.replacements[shape]
     source = tree.module(overlay.target.module)
@@ -103,6 +103,7 @@ def install(
     loaded = set(sys.modules)
     placed: list[Seam] = []
     rebound: list[Seam] = []
+    heap = shared or HeapSnapshot(lambda: [one for seam in placed for one in (seam.original, seam.original_function)])
 
     def keep(seam: Seam) -> None:
         note(seam)
@@ -114,7 +115,7 @@ def install(
                 _place(overlay, replacement, module, keep, signature=signature)
             # What is adopted was verified by whoever put it in, and is theirs to undo.
             fresh = [seam for seam in placed if not seam.adopted]
-            if is_known_elsewhere or sys.modules.keys() != loaded:  # the seams may have imported what takes an original
+            if is_known_elsewhere or others_were_loaded(loaded):  # the seams may have imported what takes an original
                 aliases.rebind(placed, rebound, deep=deep, note=note, heap=heap)
             if deep:
                 _refuse_holders(fresh, heap)

@@ -215,7 +215,7 @@ def code() -> str:
     """
     folders = (_PACKAGE / "feature_probes", _PACKAGE / "source")
     files = [path for folder in folders for path in sorted(folder.glob("*.py"))]
-    files += [_PACKAGE / "source/forms.json", _PACKAGE / "model.py"]
+    files += [*sorted((_PACKAGE / "source/recorded").glob("*.json")), _PACKAGE / "model.py"]
     found = hashlib.sha256()
     for path in files:
         found.update(f"{path.parent.name}/{path.name}\n".encode())

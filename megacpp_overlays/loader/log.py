@@ -128,6 +128,11 @@ class Log:
         text = f"WARNING conflict: the overlays of {module} cannot be loaded, and none of them is in: {type(error).__name__}: {error}"
         self._write(text, {"event": "not loaded", "module": module, "error": repr(error)}, logging.WARNING)
 
+    def gates_undecided(self, error: Exception) -> None:
+        """Say that gates could not be asked when torch was imported."""
+        text = f"WARNING conflict: the gates cannot be loaded, and none of them warns: {type(error).__name__}: {error}"
+        self._write(text, {"event": "not loaded", "module": "torch", "error": repr(error)}, logging.WARNING)
+
     def decided(self, record: Record) -> None:
         """Say what was decided about one overlay, or about a part of it."""
         from megacpp_overlays.loader import lines, rendering  # noqa: PLC0415 - at import there is nothing to say

@@ -1,6 +1,6 @@
 """The state of this process: settings, overlays, their records and what they changed.
 
-Gates are decided when the session is armed, overlays when their target has been imported.
+Gates are decided when torch has been imported, overlays when their target has been; a first target and an audit decide both.
 
 Arming is all that an import of this package does, so what is only needed to settle a target or to report is
 imported by the functions that do that.
@@ -105,20 +105,17 @@ class Session:
         """Return the overlays that are settled when this module has been imported."""
         return [overlay for overlay in self._declared.overlays if overlay.target.module == name]
 
-    def arm(self, *, with_gates: bool = True) -> None:
-        """Decide the gates and watch every target. Arming again settles what was undone and changes nothing else.
+    def arm(self) -> None:
+        """Watch torch for the gates, and every target. Arming again settles what was undone and changes nothing else.
 
         What an interrupt or a lack of memory ended, and a target that was executed past every hook, count as undone.
-
-        Args:
-            with_gates: decide gates now; without it `decide_gates`, the first target or an audit does.
         """
         tree = CachedTree(self._tree)
         self._say_what_waits()
         if self._declared.are_loaded or not sys.modules.keys().isdisjoint(self._declared.targets):
             self._complete(tree)
-        elif with_gates:
-            self.decide_gates(tree)
+        else:
+            self._hooks.once_imported("torch", self._decide_gates)
         self.log.obsolete_variables()
         if self.settings.mode is Mode.OFF:
             return
@@ -137,10 +134,16 @@ class Session:
         if conflicts:  # strict: every target has been settled before the first of them is raised
             raise ActivationError("\n".join(conflicts))
 
-    def decide_gates(self, tree: SourceTree | None = None) -> None:
-        """Decide the gates whose packages are there, and say what they found."""
-        tree = tree or CachedTree(self._tree)
-        self._note(self._gates_that_are_there(tree), tree)
+    def _decide_gates(self) -> None:
+        """Decide the gates whose packages are there, and say what they found.
+
+        Installers and other tools are Pythons of an environment, too: what never imports torch gets no advice about kernels.
+        """
+        try:
+            tree = CachedTree(self._tree)
+            self._note(self._gates_that_are_there(tree), tree)
+        except Exception as error:  # noqa: BLE001 - importing torch must not fail for us; the first target and an audit ask again
+            self.log.gates_undecided(error)
 
     @contextlib.contextmanager
     def _one_heap_walk(self) -> Iterator[None]:

@@ -6,8 +6,6 @@ import os
 import sys
 from pathlib import Path
 
-import wrapt
-
 from megacpp_overlays.loader.session import Session
 
 _PACKAGE = Path(__file__).absolute().parents[1]
@@ -18,15 +16,11 @@ _MOST_ENTRIES = 9
 def arm(session: Session, path: str) -> None:
     """Arm a process at its start.
 
-    Gates wait for the import of torch: installers and other tools are Pythons of the environment, too, and start with no
-    advice about kernels that they never run.
-
     Args:
         session: of this process.
         path: of the start-up file.
     """
-    session.arm(with_gates=False)
-    wrapt.register_post_import_hook(lambda _: session.decide_gates(), "torch")
+    session.arm()
     for other in other_copies():
         session.log.other_copy(
             f"PYTHONPATH leads to another copy of this package, {other}, which is not used: {path} arms every Python of this "

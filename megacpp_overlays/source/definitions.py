@@ -44,7 +44,9 @@ def _plain(source: ModuleSource, symbol: str, scope: list[ast.stmt], kind: type[
     found, line = bindings[-1], getattr(bindings[-1], "lineno", None)
     if len(bindings) > 1 or not isinstance(found, kind) or found not in scope:
         name = symbol.rpartition(".")[2]
-        raise SourceError(f"{source.path}:{line}: {name} is no plain definition that stands alone")
+        raise SourceError(
+            f"{source.path}:{line}: {name} is bound more than once, below a condition, or by no definition"
+        )
     if found.decorator_list:
         raise SourceError(f"{source.path}:{line}: {symbol} is decorated")
     return found

@@ -1,7 +1,7 @@
 """Recorded forms: upstream code that was judged, known by the digests of the definitions that decide.
 
-`forms.json` has for each part of an overlay the places that its verdict rests on, and for each form of them the verdict, the trees that
-have it, and the digest of each place. The command `megacpp-overlays learn` writes the file; code has no digests. A tree with the
+A file in `recorded` has for each part of an overlay the places that its verdict rests on, and for each form of them the verdict, the
+trees that have it, and the digest of each place. The command `megacpp-overlays learn` writes it; code has no digests. A tree with the
 digests of a form gets its verdict. Any other tree is UNRECOGNISED, with the places in which it differs from the nearest form.
 
 A place is one of
@@ -36,7 +36,8 @@ from megacpp_overlays.source import cpp_source, knowledge
 from megacpp_overlays.source.fingerprint import fingerprint, is_docstring
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, ShippedFile, SourceTree, shipped
 
-FILE = Path(__file__).with_name("forms.json")
+FOLDER = Path(__file__).with_name("recorded")
+"""Has one file for each overlay or gate: a start that decides gates reads theirs alone."""
 MISSING = "-"
 """Digest of a place that is not there."""
 ANY = "*"
@@ -120,7 +121,7 @@ def known(overlay: str, target: Target, tree: SourceTree) -> Finding | None:
 
 def _recorded(overlay: str, target: Target) -> FormRecord:
     """Return the record of a part without the forms that this process is not to know; see `source.knowledge`."""
-    kept = record(f"{overlay} {target.module}")
+    kept = record(overlay, target.module)
     return kept._replace(forms=tuple(each for each in kept.forms if knowledge.has(target.distribution, each.trees)))
 
 
@@ -316,19 +317,25 @@ def _statements(source: ModuleSource, scope: Sequence[ast.stmt], bound: Sequence
     return [each for each in (*scope, *source.syntax.body) if any(id(node) in inside for node in ast.walk(each))]
 
 
+def overlays() -> list[str]:
+    """Return the ids of the overlays and gates that have a record."""
+    return sorted(file.stem for file in FOLDER.glob("*.json"))
+
+
 @functools.cache
-def read() -> Mapping[str, Any]:
-    """Return what is recorded by part, `id module`, as the file has it."""
+def read(overlay: str) -> Mapping[str, Any]:
+    """Return what is recorded of an overlay by the module of each part, as its file has it; nothing where it has no file."""
     import json  # noqa: PLC0415 - not needed to arm
 
-    data: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    file = FOLDER / f"{overlay}.json"
+    data: dict[str, Any] = json.loads(file.read_bytes()) if file.is_file() else {}
     return data
 
 
 @functools.cache
-def record(part: str) -> FormRecord:
-    """Return the recorded forms of a part, `id module`: a process asks for a few of them alone."""
-    return parsed(read()[part])
+def record(overlay: str, module: str) -> FormRecord:
+    """Return the recorded forms of the part of an overlay whose target is a module."""
+    return parsed(read(overlay)[module])
 
 
 def parsed(data: Mapping[str, Any]) -> FormRecord:

@@ -1,7 +1,7 @@
 """Tables of repairs that were read, for probes of plugins: FIXED is said of a tree that has one of them, all of it.
 
-Probes of this package have their forms on record instead (`feature_probes.forms`). A probe keeps a table of the trees that it was read in. Each names the bodies that hold the repair and those that it goes
-through on its way: the caller that passes an argument, the helper that is called, the name that a module imports. An edit
+Probes of this package have their forms on record instead (`source.forms`). A probe keeps a table of the trees that it was read in.
+Each names the bodies that hold the repair and those that it goes through on its way: the caller that passes an argument, the helper that is called, the name that a module imports. An edit
 in any of them can bring the defect back with the repair in plain sight, so each is compared as a whole: a definition
 with its decorators, the head of its class and the names of its members, and how the module binds every name that it
 uses, the functions among them and what those use included. What differs anywhere looks repaired at best, and is UNRECOGNISED.
@@ -180,7 +180,11 @@ class _Reader:
         found = bindings[0] if bindings else None
         if len(bindings) > 1 or not isinstance(found, _Definition) or found not in scope:
             line = getattr(found, "lineno", None)
-            raise SourceError(f"{name} is no definition that stands alone", file=self._source.path, line=line)
+            raise SourceError(
+                f"{name} is bound more than once, below a condition, or by no definition",
+                file=self._source.path,
+                line=line,
+            )
         return found
 
     def _check_members(self, symbol: str, cls: ast.ClassDef) -> None:

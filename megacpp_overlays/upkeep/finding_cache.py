@@ -27,12 +27,11 @@ from megacpp_overlays.loader import known
 from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.loader.witnesses import UNREADABLE, RecordingTree
 from megacpp_overlays.model import Erratum, Finding
+from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 _PROBES = "megacpp_overlays.feature_probes."
 _READERS = ("megacpp_overlays.source.file_trees", "megacpp_overlays.source.readings")
-_FORMS = "megacpp_overlays.source.forms"
-"""Reads what probes compare, `forms.json`."""
 _BOUNDARY = "megacpp_overlays.loader.probing"
 
 
@@ -117,8 +116,8 @@ class FindingCache:
 
 
 def key_of(erratum: Erratum) -> str:
-    """Return 32 hexadecimal digits for a part of an overlay and all code that its probe is made of."""
-    words = (known.name_of(erratum), known.this_python(), _code(erratum.probe.__module__))
+    """Return 32 hexadecimal digits for a part of an overlay, all code that its probe is made of, and the forms on record of it."""
+    words = (known.name_of(erratum), known.this_python(), _code(erratum.probe.__module__), _recorded(erratum.id))
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:32]
 
 
@@ -128,9 +127,12 @@ def _code(module: str) -> str:
     names = {*closure([module, *_READERS]), _BOUNDARY}
     for name in sorted(names):
         found.update(f"{name} {text_sha256(name)}\n".encode())
-    if _FORMS in names:
-        found.update(hashlib.sha256(_path(_FORMS).with_name("forms.json").read_bytes()).digest())
     return found.hexdigest()
+
+
+def _recorded(overlay: str) -> str:
+    file = forms.FOLDER / f"{overlay}.json"
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
 
 
 def text_sha256(module: str) -> str:

@@ -18,16 +18,15 @@ from megacpp_overlays.source import forms
 from megacpp_overlays.source.forms import ANY
 from megacpp_overlays.source.trees import SourceTree
 
-FILE = forms.FILE
 _BROKEN = Verdict.BROKEN.value
 
 
-def add(record: dict[str, Any], part: str, tree: SourceTree, release: str, learned: Mapping[str, Any] | None) -> None:
+def add(record: dict[str, Any], module: str, tree: SourceTree, release: str, learned: Mapping[str, Any] | None) -> None:
     """Add a release to the recorded form that it has; where it has none, its own form, if it was shown to be broken.
 
     Args:
-        record: all of `forms.json`, which is changed.
-        part: `id module` of the part of an overlay. One without a record is left alone: its probe asks for a structure.
+        record: what is recorded of an overlay by the module of each part, which is changed.
+        module: of the target of the part. One without a record is left alone: its probe asks for a structure.
         tree: the source of the release.
         release: a version, or the head of a branch such as `main d98e8a64dd`.
         learned: verdict and shape that the reproducer gave there, as in `learned.json`; None where it did not run.
@@ -35,9 +34,9 @@ def add(record: dict[str, Any], part: str, tree: SourceTree, release: str, learn
     Raises:
         SourceError: a place cannot be read.
     """
-    if part not in record:
+    if module not in record:
         return
-    kept, known = forms.parsed(record[part]), record[part]["forms"]
+    kept, known = forms.parsed(record[module]), record[module]["forms"]
     same = forms.TreeDigests(tree).form(kept)
     if same is not None and learned is None:
         row = known[kept.forms.index(same)]
@@ -75,5 +74,5 @@ def _order(tree: str) -> tuple[bool, Version]:
 
 
 def written(record: Mapping[str, Any]) -> str:
-    """Return the text of `forms.json`."""
+    """Return the text of the file of an overlay."""
     return json.dumps(record, indent=1, sort_keys=True) + "\n"

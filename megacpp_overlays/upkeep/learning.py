@@ -24,7 +24,7 @@ from megacpp_overlays.loader import known, learned
 from megacpp_overlays.loader.decide import NOT_REPAIRED
 from megacpp_overlays.loader.settings import WITNESSES
 from megacpp_overlays.model import Decision, Erratum, Verdict
-from megacpp_overlays.source import published
+from megacpp_overlays.source import forms, published
 from megacpp_overlays.source.file_trees import DirectoryTree
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -212,11 +212,13 @@ def write_down(
             "date": today,
             "code": learned.code_of(declared[name], shape),
         }
-    of_learned, of_published, of_forms = map(how.beside, (learned.FILE, published.FILE, form_record.FILE))
-    record = json.loads(of_forms.read_text(encoding="utf-8"))
+    of_learned, of_published = map(how.beside, (learned.FILE, published.FILE))
+    of_forms = {each: how.beside(forms.FOLDER / f"{each}.json") for each in sorted({part.id for part in parts})}
+    records = {file: json.loads(file.read_bytes()) for file in of_forms.values() if file.is_file()}
     with DirectoryTree(tree.folder) as files:
-        for name in declared:
-            form_record.add(record, name, files, tree.name, found.get(name))
+        for name, part in declared.items():
+            if (record := records.get(of_forms[part.id])) is not None:
+                form_record.add(record, part.target.module, files, tree.name, found.get(name))
     texts = json.loads(of_learned.read_text(encoding="utf-8"))
     before = texts.setdefault(tree.distribution, {}).get(tree.name, {})
     holds = {name: each for name, each in before.items() if how.only or _is_current(declared.get(name), each)}
@@ -228,7 +230,7 @@ def write_down(
         {
             of_learned: (json.dumps(texts, indent=1, sort_keys=True) + "\n").encode(),
             of_published: (json.dumps(published_digests, indent=0, sort_keys=True) + "\n").encode(),
-            of_forms: form_record.written(record).encode(),
+            **{file: form_record.written(record).encode() for file, record in records.items()},
         }
     )
 

@@ -46,18 +46,37 @@ def test_arming_loads_no_declaration_whose_target_is_nowhere(
     assert loaded == []
 
 
-def test_a_gate_whose_target_is_there_is_asked_when_the_session_is_armed(
-    tmp_path: Path, run_python: Callable[..., CompletedProcess[str]]
-) -> None:
+@pytest.fixture
+def with_tilelang(tmp_path: Path) -> Path:
+    """A folder with a torch and a TileLang in which nothing is as in any release."""
     (tmp_path / "tilelang").mkdir()
-    for name in ("__init__", "language"):
-        (tmp_path / "tilelang" / f"{name}.py").touch()
+    for name in ("torch", "tilelang/__init__", "tilelang/language"):
+        (tmp_path / f"{name}.py").touch()
+    return tmp_path
 
-    done = run_python(LOADED, tmp_path)
 
-    assert "megacpp_overlays.overlays.tilelang_grouped_reduce" in done.stdout.split()
-    assert "megacpp_overlays.overlays.liger_flce_none_backward" not in done.stdout.split()
-    assert "conflict: tilelang-grouped-reduce" in done.stderr
+@pytest.mark.parametrize("first", ["", "import torch;"], ids=["torch is imported later", "torch is there"])
+def test_a_gate_whose_target_is_there_is_asked_when_torch_is(
+    with_tilelang: Path, run_python: Callable[..., CompletedProcess[str]], first: str
+) -> None:
+    done = run_python(f"{first}{LOADED};import torch;{LOADED}", with_tilelang)
+
+    before, after = (line.split() for line in done.stdout.splitlines())
+    assert bool(before) is bool(first)
+    assert "megacpp_overlays.overlays.tilelang_grouped_reduce" in after
+    assert "megacpp_overlays.overlays.liger_flce_none_backward" not in after
+    assert done.stderr.count("conflict: tilelang-grouped-reduce") == 1
+
+
+def test_torch_can_be_imported_where_a_gate_cannot_be_asked(
+    with_tilelang: Path, run_python: Callable[..., CompletedProcess[str]]
+) -> None:
+    absent = "import sys; sys.modules['megacpp_overlays.overlays.tilelang_grouped_reduce'] = None;"
+
+    done = run_python(f"{absent}import megacpp_overlays, torch;print(torch.__name__)", with_tilelang)
+
+    assert done.stdout.split() == ["torch"]
+    assert "WARNING conflict: the gates cannot be loaded, and none of them warns: " in done.stderr
 
 
 def test_what_is_switched_on_or_off_is_told_from_the_list(run_python: Callable[..., CompletedProcess[str]]) -> None:

@@ -74,7 +74,7 @@ def test_a_statement_of_a_known_body_may_not_be(
 ) -> None:
     """The last one stands for all: a body is compared by its digest, in which every statement counts."""
     text = text_of(probe, wheel)
-    record = forms.record(f"{overlay_of(probe).id} {probe.TARGET.module}")
+    record = forms.record(overlay_of(probe).id, probe.TARGET.module)
     within = f"{probe.TARGET.module}:{probe.TARGET.symbol}."
     methods = [place.removeprefix(within) for place in record.places if place.startswith(within)]
     assert len(methods) >= 3

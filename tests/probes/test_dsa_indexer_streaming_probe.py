@@ -21,7 +21,7 @@ from megacpp_overlays.source.trees import ModuleSource, SourceTree
 from megacpp_overlays.upkeep.ledger import due
 
 DSA = feature.TARGET.module
-RECORD = forms.record(f"{OVERLAY.id} {DSA}")
+RECORD = forms.record(OVERLAY.id, DSA)
 FIRST = ("0.16.1", "0.17.0", "0.19.2")
 """The first release of each shape that is in the lock, and the last of the newest."""
 Wheel = Callable[[str, str], Path]

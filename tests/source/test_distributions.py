@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,7 +43,10 @@ def test_what_is_not_installed_has_no_version() -> None:
 def test_damaged_metadata_is_said_and_does_not_switch_a_fix_off(
     upstream: Upstream, session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "importlib_metadata", None)  # importing it raises now
+    def broken(_: str) -> importlib.metadata.Distribution:
+        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+    monkeypatch.setattr(importlib.metadata, "distribution", broken)
     current = session(upstream.overlay())
     current.arm()
     upstream.load()
@@ -51,7 +54,7 @@ def test_damaged_metadata_is_said_and_does_not_switch_a_fix_off(
     record = current.audit().records[0]
 
     assert record.decision is Decision.ACTIVE
-    assert (record.version or "").startswith("unreadable version (ModuleNotFoundError: ")
+    assert (record.version or "").startswith("unreadable version (UnicodeDecodeError: ")
 
 
 def test_a_link_to_the_module_is_followed(upstream: Upstream, tmp_path: Path) -> None:

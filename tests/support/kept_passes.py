@@ -43,7 +43,7 @@ ALWAYS = ("tests/conftest.py", "tests/support/warm_server.py", "megacpp_overlays
 COMMON = (
     "pyproject.toml",
     "locks/*.txt",
-    "megacpp_overlays/source/forms.json",
+    "megacpp_overlays/source/recorded/*.json",
     "megacpp_overlays/loader/audit.schema.json",
     "megacpp_overlays/loader/retired.json",
     "megacpp_overlays/source/published.json",

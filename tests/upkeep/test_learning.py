@@ -88,7 +88,7 @@ def test_what_was_shown_is_written_beside_what_is_known_of_other_releases(
     tmp_path: Path, part: Erratum, only: tuple[str, ...]
 ) -> None:
     how = LearnOptions(Path(sys.executable), workers=1, only=only, root=tmp_path)
-    files = [how.beside(each) for each in (learned.FILE, published.FILE, forms.FILE)]
+    files = [how.beside(each) for each in (learned.FILE, published.FILE, forms.FOLDER / f"{OVERLAY}.json")]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
     labelled = next(each for each in registry.load() if each.id == "liger-flce-labelled")
@@ -97,7 +97,7 @@ def test_what_was_shown_is_written_beside_what_is_known_of_other_releases(
     files[0].write_text(json.dumps({"liger-kernel": {"0.8.9": {"a b": 1}, "0.9.0": {**holds, **stale}}}))
     files[1].write_text(json.dumps({"liger-kernel": {"0.8.9": "1" * 16}}))
     module = part.target.module
-    files[2].write_text(json.dumps({f"{OVERLAY} {module}": {"places": [f"{module}:", f"{module}:f"], "forms": []}}))
+    files[2].write_text(json.dumps({module: {"places": [f"{module}:", f"{module}:f"], "forms": []}}))
     lessons = (
         Lesson(OVERLAY, module, Verdict.BROKEN, "shown"),
         Lesson("other", module, None, "no case can run here"),
@@ -126,7 +126,7 @@ def test_what_was_shown_is_written_beside_what_is_known_of_other_releases(
     assert (written["verdict"], written["shape"], written["seen"]) == ("BROKEN", SHAPE, "none: 3.2 off")
     assert (not_proved["verdict"], not_proved["seen"]) == (None, "no case can run here")
     assert (broken["verdict"], broken["shape"], broken["seen"]) == ("BROKEN", NOT_REPAIRED, lessons[2].reason)
-    (added,) = json.loads(files[2].read_text())[f"{OVERLAY} {module}"]["forms"]
+    (added,) = json.loads(files[2].read_text())[module]["forms"]
     assert (added["shape"], added["trees"], added["digests"]) == (SHAPE, ["0.9.0"], "- -")
 
 
@@ -140,11 +140,11 @@ SHOWN = {"verdict": "BROKEN", "shape": "twice"}
 
 def add(form: dict[str, Any] | None, text: str, shown: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Return the forms of a part after a release with a text was learned."""
-    record = {"adds package.layers": {"places": ASKED, "forms": [form] if form else []}}
-    form_record.add(record, "adds package.layers", Texts({"package.layers": text}), "0.8.10", shown)
-    form_record.add(record, "others package.layers", Texts({}), "0.8.10", shown)
-    assert record.keys() == {"adds package.layers"}
-    return record["adds package.layers"]["forms"]
+    record = {"package.layers": {"places": ASKED, "forms": [form] if form else []}}
+    form_record.add(record, "package.layers", Texts({"package.layers": text}), "0.8.10", shown)
+    form_record.add(record, "package.others", Texts({}), "0.8.10", shown)
+    assert record.keys() == {"package.layers"}
+    return record["package.layers"]["forms"]
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ def base(part: Erratum, release: str, tree: SourceTree) -> Base:
     bodies = frozenset[Place]()
     if finding.verdict is Verdict.BROKEN:
         asks_record = part.probe.__module__.startswith("megacpp_overlays.feature_probes.")
-        recorded = asks_record and f"{part.id} {part.target.module}" in forms.read()
+        recorded = asks_record and part.target.module in forms.read(part.id)
         bodies = frozenset(_of_form(part, tree) if recorded else _places(recording.sources, taken))
     return Base(part, release, recording.read, finding, bodies)
 
@@ -165,7 +165,7 @@ def _fingerprints(taken: list[object]) -> Iterator[None]:
 
 def _of_form(part: Erratum, tree: SourceTree) -> Iterator[Place]:
     """Yield the places of the recorded form that a tree has; heads of classes and files that are no modules have no body."""
-    record, digests = forms.record(f"{part.id} {part.target.module}"), forms.TreeDigests(tree)
+    record, digests = forms.record(part.id, part.target.module), forms.TreeDigests(tree)
     form = digests.form(record)
     for place, known in zip(record.places, form.digests if form else (), strict=False):
         module, _, symbol = place.partition(":")
