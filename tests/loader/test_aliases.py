@@ -239,6 +239,23 @@ def test_a_late_session_walks_over_the_heap_once_for_all_of_its_overlays(
     assert len(walks) - late <= 1
 
 
+def test_what_a_seam_imports_and_what_takes_an_original_there_is_led_to_the_seam(
+    upstream: Upstream, session: Callable[..., Session]
+) -> None:
+    upstream.write("from .layers import double\n", module="user")
+
+    def make(original: Callable[[int], int], _: ModuleType) -> Callable[[int], int]:
+        upstream.load("user")
+        return lambda x: original(x) - 1
+
+    current = session(upstream.overlay(replacements={"off-by-one": (Replacement(symbol="double", make=make),)}))
+    current.arm()
+    module = upstream.load()
+
+    assert upstream.load("user").double is module.double
+    assert module.double(1) == 2
+
+
 def test_a_snapshot_of_the_heap_knows_what_a_module_holds_that_came_after_it(upstream: Upstream) -> None:
     upstream.write("from . import layers\nclass Borrower:\n    run = layers.double\n", module="user")
     module = upstream.load()
