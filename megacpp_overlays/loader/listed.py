@@ -345,5 +345,8 @@ LISTED: tuple[DeclarationSummary, ...] = (
         off_by_default=False,
         targets=("megatron.core.optimizer.layer_wise_optimizer",),
     ),
+    DeclarationSummary(
+        id="expert-grad-norm", installs=True, off_by_default=False, targets=("megatron.core.tensor_parallel.layers",)
+    ),
 )
 """Every declaration, by pack and id."""

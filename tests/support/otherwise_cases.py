@@ -35,6 +35,7 @@ from megacpp_overlays.feature_probes import (
     dsa_indexer_streaming,
     dsa_sparse_attention,
     expert_bias_padding_mask,
+    expert_grad_norm,
     expert_rng_resume,
     explicit_tp_groups,
     float16_distributed_order,
@@ -585,6 +586,19 @@ CASES = {
             "from the outside": appended("TopKRouter._apply_global_aux_loss = over_ranks(TopKRouter._apply_global_aux_loss)"),
         },
         tree=megatron,
+    ),
+    "experts in norms": Otherwise(
+        expert_grad_norm,
+        expert_grad_norm.TARGET.module,
+        edits={
+            "all but those of layers": ("    if hasattr(param, \"tensor_model_parallel\") and param.tensor_model_parallel:\n        return True\n", "    if getattr(param, \"tensor_model_parallel\", not getattr(param, \"allreduce\", True)):\n        return True\n"),
+            "by a group of their own": ("        return tp_group.rank() == 0\n", "        return _group_of(param, tp_group).rank() == 0\n"),
+            "by a rank of their own": ("    return get_tensor_model_parallel_rank() == 0\n\n\ndef set_tensor", "    return _rank_of(param) == 0\n\n\ndef set_tensor"),
+            "by a decorator": ("def param_is_not_tensor_parallel_duplicate(", "@experts_first\ndef param_is_not_tensor_parallel_duplicate("),
+            "in copies": ("    for attribute in _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS:\n        maybe_copy(attribute)\n", "    for attribute in (*_MODEL_PARALLEL_ATTRIBUTE_DEFAULTS, \"allreduce\"):\n        maybe_copy(attribute)\n"),
+            "from the outside": appended("param_is_not_tensor_parallel_duplicate = experts_first(param_is_not_tensor_parallel_duplicate)"),
+        },
+        tree=lambda: archive("megatron_core-0.18.2"),
     ),
     "groups of a layer-wise optimizer": Otherwise(
         layerwise_norm_groups,

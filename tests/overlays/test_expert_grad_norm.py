@@ -1,0 +1,124 @@
+"""Optimizers with the overlay: experts of all tensor parallel ranks are in the gradient norm, where ranks do not share them.
+
+Cases of pack 55 run on releases, in a process of its own for each; what they cannot show is asked of both functions in this process.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from placed_seams import placed, without_overlays
+from places import SUPPORT
+from reproduced_pack import assert_repaired, measured_on
+
+from megacpp_overlays.feature_probes.expert_grad_norm import BY_LAYER, COPY, TARGET, TEST
+from megacpp_overlays.overlays.expert_grad_norm import OVERLAY, observe
+
+pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore::UserWarning")]
+
+BROKEN = "0.18.2"
+EXPERT, LAYER = SimpleNamespace(allreduce=False), SimpleNamespace(allreduce=True)
+measured = measured_on("55", "0.12.0", "0.15.3", "0.16.1", BROKEN)
+
+
+def group(rank: int) -> Any:
+    """A group in which this process has a rank."""
+    return SimpleNamespace(rank=lambda: rank)
+
+
+def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any) -> None:
+    assert_repaired(measured)
+
+
+def test_the_last_release_that_is_broken_is_right_with_it(megatron_says: Callable[..., Any]) -> None:
+    assert_repaired(megatron_says(BROKEN, SUPPORT / "reproduced.py", "55"))
+
+
+# In this process: the functions of the newest release, which say of a parameter what those of 0.18.2 do
+
+
+@pytest.fixture(scope="module")
+def module() -> Iterator[ModuleType]:
+    """The newest release, without any overlay."""
+    with without_overlays(TARGET.module) as found:
+        yield found
+
+
+@pytest.fixture
+def states(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Any]:
+    """Let this process be the second rank of two, of which so many share an expert; return the group of both."""
+    found = importlib.import_module("megatron.core.parallel_state")
+
+    def of(sharing: int) -> Any:
+        own = group(1)
+        monkeypatch.setattr(found, "get_tensor_model_parallel_group", lambda check_initialized=True: own)
+        monkeypatch.setattr(found, "get_expert_tensor_parallel_world_size", lambda: sharing)
+        return own
+
+    return of
+
+
+@pytest.fixture
+def repaired(module: ModuleType) -> Iterator[ModuleType]:
+    """The newest release with the seams."""
+    with placed(OVERLAY, BY_LAYER, module):
+        yield module
+
+
+def test_the_self_test_sees_whether_copies_are_known(module: ModuleType) -> None:
+    assert observe(module).broken
+    with placed(OVERLAY, BY_LAYER, module):
+        assert not observe(module).broken
+    assert observe(module).broken
+
+
+@pytest.mark.parametrize(
+    ("param", "sharing", "counts"),
+    [(EXPERT, 1, True), (EXPERT, 2, False), (LAYER, 1, False), (SimpleNamespace(), 1, False)],
+    ids=["one rank's expert", "an expert that ranks share", "a layer", "anything else"],
+)
+def test_an_expert_counts_on_every_rank_where_ranks_do_not_share_it(
+    repaired: ModuleType, states: Callable[[int], Any], param: Any, sharing: int, counts: bool
+) -> None:
+    own = states(sharing)
+
+    assert getattr(repaired, TEST)(param, own) is counts
+    assert getattr(repaired, TEST)(param, tp_group=own) is counts
+
+
+@pytest.mark.parametrize(("rank", "counts"), [(0, True), (1, False)])
+def test_a_group_that_a_caller_made_is_upstreams_to_judge(
+    repaired: ModuleType, states: Callable[[int], Any], rank: int, counts: bool
+) -> None:
+    states(1)
+
+    assert getattr(repaired, TEST)(EXPERT, group(rank)) is counts
+
+
+def test_a_parameter_that_says_that_it_is_a_part_counts_as_before(
+    repaired: ModuleType, states: Callable[[int], Any]
+) -> None:
+    own = states(2)
+
+    assert getattr(repaired, TEST)(SimpleNamespace(allreduce=False, tensor_model_parallel=True), own) is True
+
+
+@pytest.mark.parametrize(("source", "known"), [(EXPERT, True), (LAYER, False), (SimpleNamespace(), False)])
+def test_only_a_copy_of_an_expert_is_told_so(repaired: ModuleType, source: Any, known: bool) -> None:
+    copied = SimpleNamespace()
+
+    getattr(repaired, COPY)(copied, source)
+
+    assert hasattr(copied, "allreduce") is known
+
+
+def test_what_a_copy_says_already_stays(repaired: ModuleType) -> None:
+    copied = SimpleNamespace(allreduce=True)
+
+    getattr(repaired, COPY)(copied, EXPERT)
+
+    assert copied.allreduce is True
