@@ -76,18 +76,20 @@ OVERLAY = Overlay(
     symptoms=(
         "gradient norm is too small with expert_tensor_parallel_size=1 and tensor parallelism",
         "gradient norm of a mixture of experts depends on the tensor parallel size",
+        "replicas of experts drift apart with expert_tensor_parallel_size=1 and tensor parallelism",
         "num_zeros_in_grad counts the experts of the first tensor parallel rank alone",
     ),
     concerns="experts and tensor_parallel",
     breaks="with tensor parallelism and whole experts on each rank (`expert_tensor_parallel_size=1`) the gradient norm has biases of experts, and "
-    "weights of grouped linear layers of newer Transformer Engines, from the first tensor parallel rank alone, and gradients are clipped too little",
+    "weights of grouped linear layers of newer Transformer Engines, from the first tensor parallel rank alone: gradients are clipped too little, and replicas "
+    "of an expert by different norms",
     retire_when="optimizers tell replicas of experts by the ranks that share an expert",
     brief="norms without experts of other ranks",
     until="replicas of experts are told by their own group",
     threads=(
         Thread(repository="NVIDIA/Megatron-LM", number=5916, state="merged 2026-07-25, released in 0.19.0"),
-        Thread(repository="NVIDIA/Megatron-LM", number=6470, state="closed; reports it on dev"),
+        Thread(repository="NVIDIA/Megatron-LM", number=6470, state="closed, ports it to dev"),
     ),
     last_validated="2026-11-28, x86-64 without GPU, torch 2.11.0: megatron-core 0.16.1 and 0.18.2, and 0.19.2 and main d98e8a64dd, which are right, "
-    "and dev d48bd6be0a, on two gloo ranks",
+    "and dev d48bd6be0a, on two and four gloo ranks",
 )

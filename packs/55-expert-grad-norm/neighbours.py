@@ -15,6 +15,7 @@ ASKED: Mapping[str, Mapping[str, Any]] = {
     "no-experts": {"ranks": 2, "expert_tensor_parallel": 1, "experts": False},
     "shared-experts": {"ranks": 2, "expert_tensor_parallel": 2},
     "shared-experts-without-marks": {"ranks": 2, "expert_tensor_parallel": 2, "marked": False, "dtype": "bfloat16"},
+    "replicas": {"ranks": 4, "expert_tensor_parallel": 1, "expert_parallel": 2},
     "one-rank": {"ranks": 1, "expert_tensor_parallel": 1, "marked": False},
     "not-clipped": {"ranks": 2, "expert_tensor_parallel": 1, "clip": 0.0},
 }

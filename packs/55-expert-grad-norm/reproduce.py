@@ -1,7 +1,7 @@
 """Megatron's optimizers under tensor and expert parallelism: are all experts in the norm that gradients are clipped by?
 
 Two ranks are forked and meet with gloo: tensor parallelism of two, and one whole expert on each (`expert_tensor_parallel_size=1`), with a norm that
-both have. A real `SequentialMLP` runs forwards and backwards, and real optimizers, one of the experts and one of all else, take the norm and count zeros,
+both have; or four, of which two and two have the same expert. A real `SequentialMLP` runs forwards and backwards, and real optimizers, one of the experts and one of all else, take the norm and count zeros,
 in fp32 and with fp32 copies of bf16 parameters. What both should be is added up from the gradients: experts of all ranks, and replicas once. Megatron makes
 a few scalars on a GPU; they are made on the CPU here.
 """
@@ -27,28 +27,31 @@ TOLERANCE = 1e-5
 """Relative: ranks add in another order, fp32 rounding, 1e-7."""
 
 
-def _run(*, marked: bool) -> Behaviour:
+def _run(ranks: int = RANKS, *, marked: bool) -> Behaviour:
     said, apart = [], []
     for dtype in ("float32", "bfloat16"):
-        found = stepped(RANKS, expert_tensor_parallel=1, bias=marked, marked=marked, dtype=dtype)
+        found = stepped(ranks, expert_tensor_parallel=1, expert_parallel=2, bias=marked, marked=marked, dtype=dtype)
         norms, rights = (_values(found, each) for each in ("norm", "right norm"))
         zeros, right_zeros = (_values(found, each) for each in ("zeros", "right zeros"))
         apart += [norm / right - 1 for norm, right in zip(norms, rights, strict=True)]
         apart += [counted - right for counted, right in zip(zeros, right_zeros, strict=True)]
-        said.append(f"{dtype}: the norm is {norms[0]:.5f} of {rights[0]:.5f}, and {zeros[0]:.0f} of {right_zeros[0]:.0f} zeros are counted")
-    return Behaviour(broken=any(abs(each) > TOLERANCE for each in apart), seen=f"one expert on each of {RANKS} ranks; {'; '.join(said)}")
+        taken = " and ".join(dict.fromkeys(f"{norm:.5f}" for norm in norms))
+        counted = " and ".join(dict.fromkeys(f"{each:.0f}" for each in zeros))
+        said.append(f"{dtype}: the norm is {taken} of {rights[0]:.5f}, and {counted} of {right_zeros[0]:.0f} zeros are counted")
+    return Behaviour(broken=any(abs(each) > TOLERANCE for each in apart), seen=f"two experts on {ranks} ranks; {'; '.join(said)}")
 
 
 def _values(found: Mapping[str, list[float]], what: str) -> list[float]:
     return [number for name, numbers in found.items() if name.endswith(f", {what}") for number in numbers]
 
 
-def stepped(ranks: int, *, expert_tensor_parallel: int, bias: bool = False, marked: bool = True, experts: bool = True, dtype: str = "float32", clip: float = 0.05) -> Mapping[str, list[float]]:
+def stepped(ranks: int, *, expert_tensor_parallel: int, expert_parallel: int | None = None, bias: bool = False, marked: bool = True, experts: bool = True, dtype: str = "float32", clip: float = 0.05) -> Mapping[str, list[float]]:
     """Return of each rank the norm, what is counted as zero, what both should be, and all parameters after a clipped step.
 
     Args:
         ranks: all of them, under tensor parallelism.
-        expert_tensor_parallel: how many share an expert; each group has experts of its own.
+        expert_tensor_parallel: how many share an expert.
+        expert_parallel: how many such groups have experts of their own; by default all.
         bias: whether linear layers have one, which Megatron allows where no ranks share an expert.
         marked: whether weights of experts have attributes of tensor parallelism; those of `GroupedLinear` of Transformer Engine 2.20 have none.
         experts: whether there are any, beside the norm.
@@ -59,7 +62,7 @@ def stepped(ranks: int, *, expert_tensor_parallel: int, bias: bool = False, mark
         TargetAbsent: this release has no group of ranks that share an expert.
     """
     prepare()
-    return on_ranks(ranks, functools.partial(_stepped, expert_tensor_parallel, bias, marked, experts, dtype, clip))
+    return on_ranks(ranks, functools.partial(_stepped, expert_tensor_parallel, expert_parallel or ranks // expert_tensor_parallel, bias, marked, experts, dtype, clip))
 
 
 def prepare() -> None:
@@ -82,7 +85,7 @@ def prepare() -> None:
         importlib.import_module(name)
 
 
-def _stepped(expert_tensor_parallel: int, bias: bool, marked: bool, experts: bool, dtype: str, clip: float, rank: int) -> Mapping[str, Any]:
+def _stepped(expert_tensor_parallel: int, expert_parallel: int, bias: bool, marked: bool, experts: bool, dtype: str, clip: float, rank: int) -> Mapping[str, Any]:
     import torch
     from megatron.core import parallel_state
 
@@ -90,40 +93,42 @@ def _stepped(expert_tensor_parallel: int, bias: bool, marked: bool, experts: boo
     with _on_cpu():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=ranks,
-            expert_model_parallel_size=ranks // expert_tensor_parallel,
+            expert_model_parallel_size=expert_parallel,
             expert_tensor_parallel_size=expert_tensor_parallel,
         )
         parts = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(HIDDEN, dtype=getattr(torch, dtype))})
         if experts:
-            parts["experts"] = _experts(ranks, expert_tensor_parallel, bias, dtype)
+            parts["experts"] = _experts(ranks, expert_tensor_parallel, expert_parallel, bias, dtype)
             for name, each in parts["experts"].named_parameters():
                 for attribute in ATTRIBUTES if name.endswith("weight") and not marked else ():
                     delattr(each, attribute)
-        _fill(parts, rank // expert_tensor_parallel)
+        _fill(parts, parallel_state.get_expert_model_parallel_rank())
         _learn(parts)
         optimizer = _optimizer(parts, clip, dtype)
-        right = _right(parts, rank, expert_tensor_parallel)
+        right = _right(parts, rank)
         optimizer.prepare_grads()
         found = {"norm": optimizer.get_grad_norm(), "zeros": optimizer.count_zeros()}
         optimizer.step()
     return {**found, **right, **{name: each.detach().float() for name, each in parts.named_parameters()}}
 
 
-def _right(parts: Any, rank: int, expert_tensor_parallel: int) -> dict[str, Any]:
+def _right(parts: Any, rank: int) -> dict[str, Any]:
     """Return the norm and the zeros of all gradients, each of which counts once: the norm of a layer is on every rank."""
     import torch
+    from megatron.core import parallel_state
 
     total = torch.zeros(2, dtype=torch.float64)
+    is_first_replica = parallel_state.get_expert_data_parallel_rank() == 0
     for name, each in parts.named_parameters():
         is_cut = name.endswith(("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight"))
-        place = rank % expert_tensor_parallel if "experts" in name else rank
-        if place == 0 or is_cut:
+        is_first = is_cut or parallel_state.get_expert_tensor_parallel_rank() == 0
+        if is_first_replica and is_first if "experts" in name else rank == 0:
             total += torch.tensor([each.grad.double().square().sum(), (each.grad == 0).sum()])
     torch.distributed.all_reduce(total)
     return {"right norm": total[0].sqrt(), "right zeros": total[1]}
 
 
-def _experts(ranks: int, expert_tensor_parallel: int, bias: bool, dtype: str) -> Any:
+def _experts(ranks: int, expert_tensor_parallel: int, expert_parallel: int, bias: bool, dtype: str) -> Any:
     """Return the experts of this rank, one, or its share of one."""
     import torch
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -135,9 +140,9 @@ def _experts(ranks: int, expert_tensor_parallel: int, bias: bool, dtype: str) ->
         num_layers=1,
         hidden_size=HIDDEN,
         num_attention_heads=ranks,
-        num_moe_experts=ranks // expert_tensor_parallel,
+        num_moe_experts=expert_parallel,
         tensor_model_parallel_size=ranks,
-        expert_model_parallel_size=ranks // expert_tensor_parallel,
+        expert_model_parallel_size=expert_parallel,
         expert_tensor_parallel_size=expert_tensor_parallel,
         sequence_parallel=ranks > 1,
         add_bias_linear=bias,
@@ -236,4 +241,5 @@ _case = functools.partial(Case, overlay=OVERLAY, device="cpu", versions=("torch"
 CASES = (
     _case(name="biases-cpu", run=functools.partial(_run, marked=True)),
     _case(name="unmarked-weights-cpu", run=functools.partial(_run, marked=False)),
+    _case(name="replicas-cpu", run=functools.partial(_run, 2 * RANKS, marked=False)),
 )
