@@ -56,8 +56,8 @@ class {CLASS}(Base):
 '''
 
 
-TEXTS, OF_EACH = 40, 2
-"""Texts that are mutated, and mutants of each."""
+TEXTS, OF_EACH = 48, 2
+"""Texts that are mutated, by parts of overlays in order of their names, and mutants of each."""
 
 
 @pytest.fixture(scope="module")
