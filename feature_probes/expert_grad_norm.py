@@ -1,8 +1,8 @@
-"""Probe the test for replicas of parameters for experts that tensor parallel ranks do not share, which it takes for replicas.
+"""Probe the filter of tensor parallel replicas, which takes parameters of experts for replicas where ranks share no expert.
 
 A parameter without an attribute of tensor parallelism counts on the first tensor parallel rank alone. With `expert_tensor_parallel_size=1` each
-rank has experts of its own. Since 0.19.0 the test takes the group of ranks that share an expert, and optimizers hand it over; on dev the test takes it, and
-no optimizer hands it over. The verdict rests on the test, and where it takes the group on what hands it over, and on what copies get of a parameter.
+rank has experts of its own. Since 0.19.0 optimizers pass the expert tensor parallel group to the filter; on dev the filter takes it, and no optimizer
+passes it. The verdict rests on the filter, on the function that copies attributes and, where the filter takes the group, on its callers.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/5916
 """
@@ -23,5 +23,5 @@ _ABSENT_WITHOUT = {
 
 
 def probe(tree: SourceTree) -> Finding:
-    """Return whether replicas of experts are told by the ranks that share a layer."""
+    """Return whether the filter compares parameters of experts within the tensor parallel group of other layers."""
     return forms.finding("expert-grad-norm", TARGET, tree, _ABSENT_WITHOUT)

@@ -57,10 +57,10 @@ def _switched_on(source: ModuleSource) -> list[tuple[ast.FunctionDef, Evidence]]
     Raises:
         SourceError: there is no kernel, one has no options that can be read, or the text is longer than what is read.
     """
+    check_length(source.path, source.text)
     text = "".join(source.text.split())
     if 0 < text.count("@tilelang.jit(") == text.count(_AS_PUBLISHED):
         return []  # as published; parsing 70 kilobytes takes longer than the rest of a start
-    check_length(source.path, source.text)
     kernels = [
         (node, decorator)
         for node in source.syntax.body

@@ -25,6 +25,11 @@ _FROZEN_BY_PYTHON = 10_000
 """Python freezes some hundred objects of its own at start; `gc.freeze()` in a launcher hides hundreds of thousands."""
 
 
+def snapshot(placed: Sequence[Seam]) -> HeapSnapshot:
+    """Return a snapshot of the heap for the originals of seams, which may be placed until it is first asked."""
+    return HeapSnapshot(lambda: [each for seam in placed for each in (seam.original, seam.original_function)])
+
+
 def rebind(
     placed: Sequence[Seam],
     changed: list[Seam],
@@ -45,7 +50,7 @@ def rebind(
     Raises:
         SeamError: an owner does not let a name be assigned.
     """
-    heap = heap or HeapSnapshot(lambda: [each for seam in placed for each in (seam.original, seam.original_function)])
+    heap = heap or snapshot(placed)
     for seam in placed:
         owners = heap.owners(seam.original, seam.original_function) if deep else loaded_modules()
         for owner, name, raw in list(_names_of(seam.original, seam.original_function, owners)):
@@ -166,7 +171,7 @@ def holders(placed: Sequence[Seam], heap: HeapSnapshot | None = None) -> list[st
         placed: the seams of one overlay, or of several.
         heap: a snapshot that overlays share which are armed together; None walks over the heap once.
     """
-    shared = heap or HeapSnapshot(lambda: [seam.original_function for seam in placed])
+    shared = heap or snapshot(placed)
     if not _found(placed, shared):
         return []
     shared.forget()  # it keeps alive what it found

@@ -54,7 +54,7 @@ class Hooks:
         """Call `then` after the first import of a module, or at once where it is imported; a second call does nothing."""
         if name not in self._awaited:
             self._awaited.add(name)
-            wrapt.register_post_import_hook(lambda _: then(), name)
+            wrapt.register_post_import_hook(lambda _: then() if name in self._awaited else None, name)
 
     def watch(self, name: str) -> None:
         """Tell the listener about every complete execution of a module. Watching twice is watching once."""
@@ -68,6 +68,7 @@ class Hooks:
 
     def close(self) -> None:
         """Watch nothing any more. Hooks that wrapt still holds do nothing when they fire."""
+        self._awaited.clear()
         self._watched.clear()
         self._finder.names.clear()
         if self._finder in sys.meta_path:

@@ -103,7 +103,7 @@ def install(
     loaded = set(sys.modules)
     placed: list[Seam] = []
     rebound: list[Seam] = []
-    heap = shared or HeapSnapshot(lambda: [one for seam in placed for one in (seam.original, seam.original_function)])
+    heap = shared or aliases.snapshot(placed)
 
     def keep(seam: Seam) -> None:
         note(seam)

@@ -125,13 +125,15 @@ class Log:
 
     def not_loaded(self, module: str, error: Exception) -> None:
         """Say that nothing was done about a target, because the declarations could not be loaded."""
-        text = f"WARNING conflict: the overlays of {module} cannot be loaded, and none of them is in: {type(error).__name__}: {error}"
-        self._write(text, {"event": "not loaded", "module": module, "error": repr(error)}, logging.WARNING)
+        self._not_loaded(module, f"the overlays of {module} cannot be loaded, and none of them is in", error)
 
     def gates_undecided(self, error: Exception) -> None:
         """Say that gates could not be asked when torch was imported."""
-        text = f"WARNING conflict: the gates cannot be loaded, and none of them warns: {type(error).__name__}: {error}"
-        self._write(text, {"event": "not loaded", "module": "torch", "error": repr(error)}, logging.WARNING)
+        self._not_loaded("torch", "the gates cannot be loaded, and none of them warns", error)
+
+    def _not_loaded(self, module: str, what: str, error: Exception) -> None:
+        text = f"WARNING conflict: {what}: {type(error).__name__}: {error}"
+        self._write(text, {"event": "not loaded", "module": module, "error": repr(error)}, logging.WARNING)
 
     def decided(self, record: Record) -> None:
         """Say what was decided about one overlay, or about a part of it."""

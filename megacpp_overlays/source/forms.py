@@ -322,12 +322,17 @@ def overlays() -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.json"))
 
 
+def file_of(overlay: str) -> Path:
+    """Return the file with the record of an overlay or a gate; most have one."""
+    return FOLDER / f"{overlay}.json"
+
+
 @functools.cache
 def read(overlay: str) -> Mapping[str, Any]:
     """Return what is recorded of an overlay by the module of each part, as its file has it; nothing where it has no file."""
     import json  # noqa: PLC0415 - not needed to arm
 
-    file = FOLDER / f"{overlay}.json"
+    file = file_of(overlay)
     data: dict[str, Any] = json.loads(file.read_bytes()) if file.is_file() else {}
     return data
 

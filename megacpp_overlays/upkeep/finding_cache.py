@@ -131,7 +131,7 @@ def _code(module: str) -> str:
 
 
 def _recorded(overlay: str) -> str:
-    file = forms.FOLDER / f"{overlay}.json"
+    file = forms.file_of(overlay)
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
 
 

@@ -213,7 +213,7 @@ def write_down(
             "code": learned.code_of(declared[name], shape),
         }
     of_learned, of_published = map(how.beside, (learned.FILE, published.FILE))
-    of_forms = {each: how.beside(forms.FOLDER / f"{each}.json") for each in sorted({part.id for part in parts})}
+    of_forms = {each: how.beside(forms.file_of(each)) for each in sorted({part.id for part in parts})}
     records = {file: json.loads(file.read_bytes()) for file in of_forms.values() if file.is_file()}
     with DirectoryTree(tree.folder) as files:
         for name, part in declared.items():

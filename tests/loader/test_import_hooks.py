@@ -75,6 +75,19 @@ def test_every_later_execution_is_heard(upstream: Upstream, ear: Ear, watching: 
     assert type(sys.modules[upstream.module_name].__spec__.loader) is importlib.machinery.SourceFileLoader  # type: ignore[union-attr]
 
 
+def test_a_first_import_is_told_once_and_not_after_closing(upstream: Upstream, watching: Hooks) -> None:
+    told: list[str] = []
+    upstream.write("", module="other")
+    for name in (upstream.module_name, upstream.module_name, f"{upstream.name}.other"):
+        watching.once_imported(name, lambda name=name: told.append(name))  # type: ignore[misc]
+
+    upstream.load()
+    watching.close()
+    upstream.load("other")
+
+    assert told == [upstream.module_name]
+
+
 def test_after_closing_nothing_is_heard(upstream: Upstream, ear: Ear, watching: Hooks) -> None:
     watching.watch(upstream.module_name)
     watching.close()

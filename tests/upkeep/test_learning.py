@@ -88,7 +88,7 @@ def test_what_was_shown_is_written_beside_what_is_known_of_other_releases(
     tmp_path: Path, part: Erratum, only: tuple[str, ...]
 ) -> None:
     how = LearnOptions(Path(sys.executable), workers=1, only=only, root=tmp_path)
-    files = [how.beside(each) for each in (learned.FILE, published.FILE, forms.FOLDER / f"{OVERLAY}.json")]
+    files = [how.beside(each) for each in (learned.FILE, published.FILE, forms.file_of(OVERLAY))]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
     labelled = next(each for each in registry.load() if each.id == "liger-flce-labelled")
