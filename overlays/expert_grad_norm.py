@@ -83,9 +83,9 @@ OVERLAY = Overlay(
     breaks="with tensor parallelism and whole experts on each rank (`expert_tensor_parallel_size=1`) the gradient norm has biases of experts, and "
     "weights of grouped linear layers of newer Transformer Engines, from the first tensor parallel rank alone: gradients are clipped too little, and replicas "
     "of an expert by different norms",
-    retire_when="optimizers tell replicas of experts by the ranks that share an expert",
+    retire_when="optimizers pass the expert tensor parallel group to the filter of replicas",
     brief="norms without experts of other ranks",
-    until="replicas of experts are told by their own group",
+    until="optimizers pass the expert tensor parallel group",
     threads=(
         Thread(repository="NVIDIA/Megatron-LM", number=5916, state="merged 2026-07-25, released in 0.19.0"),
         Thread(repository="NVIDIA/Megatron-LM", number=6470, state="closed, ports it to dev"),

@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from megacpp_overlays.repro import Behaviour, Case, TargetAbsent, beside, on_ranks
+from megacpp_overlays.repro import Behaviour, Case, TargetAbsent, beside, cpu_for_gpu, on_ranks
 
 PACK = beside(__file__)
 MODULE = "megatron.core.transformer.multi_latent_attention"
@@ -37,7 +37,7 @@ def _clipped(module: Any) -> Mapping[str, Any]:
     from megatron.core import parallel_state
 
     PACK._build = _build
-    with PACK._on_cpu():
+    with cpu_for_gpu():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
         whole, right = PACK._clipped(module, 1, PACK.SINKS)
         parallel_state.destroy_model_parallel()

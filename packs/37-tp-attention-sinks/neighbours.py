@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from megacpp_overlays.repro import Neighbour, beside, on_ranks
+from megacpp_overlays.repro import Neighbour, beside, cpu_for_gpu, on_ranks
 
 PACK = beside(__file__)
 CONFIG = "megatron.core.transformer.transformer_config"
@@ -39,7 +39,7 @@ def _normed(
             core.DotProductAttention = _marking(core.DotProductAttention)
         if inherited:
             module.SelfAttention = _inheriting(module.SelfAttention)
-        with PACK._on_cpu():
+        with cpu_for_gpu():
             parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
             attention = PACK._build(module, ranks)
             if frozen:

@@ -6,7 +6,6 @@ gloo. A real `FP32Optimizer` takes the norm and clips, once with all weights and
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import multiprocessing
@@ -16,7 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from megacpp_overlays.repro import Behaviour, Case, TargetAbsent
+from megacpp_overlays.repro import Behaviour, Case, TargetAbsent, cpu_for_gpu
 
 MODULE = "megatron.core.transformer.attention"
 CORE = "megatron.core.transformer.dot_product_attention"
@@ -61,7 +60,7 @@ def _on_rank(module: Any, rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
     kinds = {"of all weights": "", "of sinks": SINKS}
-    with _on_cpu():
+    with cpu_for_gpu():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
         true = {kind: _clipped(module, 1, word) for kind, word in kinds.items()}
         parallel_state.destroy_model_parallel()
@@ -152,27 +151,6 @@ def _share(name: str, whole: Any, ranks: int) -> Any:
 
 def _axis(name: str) -> int:
     return int(name == "linear_proj.weight")
-
-
-@contextlib.contextmanager
-def _on_cpu() -> Any:
-    """Make on the CPU what is asked for on a GPU, and let tensors say that they are on one."""
-    import torch
-    from torch.overrides import TorchFunctionMode
-
-    class OnCpu(TorchFunctionMode):  # type: ignore[misc] # torch is not seen by the type checker
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            given = dict(kwargs or {})
-            if str(given.get("device")).startswith("cuda"):
-                given["device"] = "cpu"
-            found = function(*args, **given)
-            return found.replace("torch.", "torch.cuda.") if function is torch.Tensor.type else found
-
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()  # of GPUs alone
-    with OnCpu():
-        yield
 
 
 def _module() -> Any:

@@ -7,15 +7,14 @@ should be is added up from the gradients: experts of all ranks, and replicas onc
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from megacpp_overlays.repro import Behaviour, Case, TargetAbsent, on_ranks
+from megacpp_overlays.repro import Behaviour, Case, TargetAbsent, cpu_for_gpu, on_ranks
 
 OVERLAY = "layerwise-norm-groups"
 MODULE = "megatron.core.optimizer.layer_wise_optimizer"
@@ -83,7 +82,7 @@ def _stepped(expert_tensor_parallel: int, bias: bool, experts: bool, clip: float
     from megatron.core import parallel_state
 
     ranks = torch.distributed.get_world_size()
-    with _on_cpu():
+    with cpu_for_gpu():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=ranks,
             expert_model_parallel_size=ranks // expert_tensor_parallel,
@@ -172,26 +171,6 @@ def _optimizer(parts: Any, clip: float) -> Any:
     inner = FP32Optimizer(torch.optim.SGD(parts.parameters(), lr=1.0), config, lambda *_: None)
     made = getattr(importlib.import_module(MODULE), CLASS)
     return made([inner], config, ProcessGroupCollection.use_mpu_process_groups())
-
-
-@contextlib.contextmanager
-def _on_cpu() -> Iterator[None]:
-    """Make on the CPU what is asked for on a GPU, and let tensors say that they are on one."""
-    import torch
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-    from torch.overrides import TorchFunctionMode
-
-    class OnCpu(TorchFunctionMode):  # type: ignore[misc] # torch is not seen by the type checker
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            given = dict(kwargs or {})
-            if str(given.get("device")).startswith("cuda"):
-                given["device"] = "cpu"
-            found = function(*args, **given)
-            return found.replace("torch.", "torch.cuda.") if function is torch.Tensor.type else found
-
-    get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()  # of GPUs alone
-    with OnCpu():
-        yield
 
 
 CASES = (

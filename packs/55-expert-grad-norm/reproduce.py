@@ -8,15 +8,14 @@ a few scalars on a GPU; they are made on the CPU here.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from megacpp_overlays.repro import Behaviour, Case, TargetAbsent, on_ranks
+from megacpp_overlays.repro import Behaviour, Case, TargetAbsent, cpu_for_gpu, on_ranks
 
 OVERLAY = "expert-grad-norm"
 MODULE = "megatron.core.tensor_parallel.layers"
@@ -54,7 +53,7 @@ def stepped(ranks: int, *, expert_tensor_parallel: int, expert_parallel: int | N
         expert_parallel: how many such groups have experts of their own; by default all.
         bias: whether linear layers have one, which Megatron allows where no ranks share an expert.
         marked: whether weights of experts have attributes of tensor parallelism; those of `GroupedLinear` of Transformer Engine 2.20 have none.
-        experts: whether there are any, beside the norm.
+        experts: whether the model has experts; it always has a norm.
         dtype: of the parameters.
         clip: the norm that gradients are clipped to.
 
@@ -90,7 +89,7 @@ def _stepped(expert_tensor_parallel: int, expert_parallel: int, bias: bool, mark
     from megatron.core import parallel_state
 
     ranks = torch.distributed.get_world_size()
-    with _on_cpu():
+    with cpu_for_gpu():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=ranks,
             expert_model_parallel_size=expert_parallel,
@@ -215,26 +214,6 @@ def _optimizer(parts: Any, clip: float, dtype: str) -> Any:
         given |= {"pg_collection": _groups()} if "pg_collection" in known else {}
         made += [make(**given)] if chosen else []
     return optimizers.ChainedOptimizer(made)
-
-
-@contextlib.contextmanager
-def _on_cpu() -> Iterator[None]:
-    """Make on the CPU what is asked for on a GPU, and let tensors say that they are on one."""
-    import torch
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-    from torch.overrides import TorchFunctionMode
-
-    class OnCpu(TorchFunctionMode):  # type: ignore[misc] # torch is not seen by the type checker
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            given = dict(kwargs or {})
-            if str(given.get("device")).startswith("cuda"):
-                given["device"] = "cpu"
-            found = function(*args, **given)
-            return found.replace("torch.", "torch.cuda.") if function is torch.Tensor.type else found
-
-    get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()  # of GPUs alone
-    with OnCpu():
-        yield
 
 
 _case = functools.partial(Case, overlay=OVERLAY, device="cpu", versions=("torch",))
