@@ -348,5 +348,11 @@ LISTED: tuple[DeclarationSummary, ...] = (
     DeclarationSummary(
         id="expert-grad-norm", installs=True, off_by_default=False, targets=("megatron.core.tensor_parallel.layers",)
     ),
+    DeclarationSummary(
+        id="fsdp-lone-rank-gradients",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer",),
+    ),
 )
 """Every declaration, by pack and id."""

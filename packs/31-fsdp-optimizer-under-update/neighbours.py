@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from megacpp_overlays.repro import Neighbour, TargetAbsent, beside, on_ranks
+from megacpp_overlays.repro import Neighbour, TargetAbsent, beside, fsdp_on_cpu, on_ranks
 
 PACK = beside(__file__)
 HALVED_AFTER = 2
@@ -35,7 +35,7 @@ def _trained(name: str, sharded: str, *, scheduled: bool = False, **settings: An
         raise TargetAbsent("optimizers are sharded with their model, and no state is built")
 
     def run(rank: int) -> Mapping[str, Any]:
-        PACK._answer_for_a_gpu()
+        fsdp_on_cpu()
         model = _sharded(module, sharded)
         optimizer = getattr(torch.optim, name)(model.parameters(), lr=PACK.RATE, **settings)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, HALVED_AFTER, 0.5) if scheduled else None

@@ -9,7 +9,6 @@ Megatron-FSDP asks for a GPU in several places, and gets the CPU: streams do not
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
@@ -18,7 +17,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from megacpp_overlays.repro import Behaviour, Case, TargetAbsent, on_ranks
+from megacpp_overlays.repro import Behaviour, Case, TargetAbsent, fsdp_on_cpu, on_ranks
 
 PACKAGE = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 MODULE = f"{PACKAGE}.fully_shard"
@@ -44,7 +43,7 @@ def _run() -> Behaviour:
     trainings = list(itertools.product(OPTIMIZERS, SHARDED, ENTRIES))
 
     def run(rank: int) -> Mapping[str, object]:
-        _answer_for_a_gpu()
+        fsdp_on_cpu()
         return {", ".join(training): _train(module, rank, *training) for training in trainings}
 
     numbers = on_ranks(RANKS, run)
@@ -59,33 +58,6 @@ def _run() -> Behaviour:
         seen=f"of {len(found)} optimizers the one of {worst} leaves weights {moved:.1e} off before the first step, which is "
         f"{times:.4f} of what it should be, and {apart:.1e} off after {STEPS}",
     )
-
-
-def _answer_for_a_gpu() -> None:
-    """Let Megatron-FSDP take the CPU for the GPU of this process, which is a fork."""
-    import torch
-
-    class Nothing:
-        """A stream or an event: all that is asked of it is done already."""
-
-        def __getattr__(self, _name: str) -> Any:
-            return lambda *_, **__: Nothing()
-
-    class OnTheCpu:
-        """Torch, with one device."""
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
-        def device(self, *_: Any) -> Any:
-            return torch.device("cpu")
-
-    for name in ("Stream", "Event", "current_stream", "synchronize", "empty_cache"):
-        setattr(torch.cuda, name, lambda *_, **__: Nothing())
-    torch.cuda.stream = lambda _: contextlib.nullcontext()
-    torch.cuda.current_device = lambda: 0
-    torch.Tensor.cuda = lambda self, *_, **__: self
-    vars(importlib.import_module(f"{PACKAGE}.megatron_fsdp"))["torch"] = OnTheCpu()
 
 
 def _train(module: ModuleType, rank: int, name: str, sharded: str, entry: str) -> tuple[float, ...]:

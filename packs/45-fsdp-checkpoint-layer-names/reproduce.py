@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp_overlays.model import Target
-from megacpp_overlays.repro import Behaviour, Blocked, Case, TargetAbsent
+from megacpp_overlays.repro import Behaviour, Blocked, Case, TargetAbsent, fsdp_on_cpu
 
 ADAPTER = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
 WRAPPER = "FullyShardedDataParallel"
@@ -330,24 +330,8 @@ def _rank(find: Callable[[Path], Any], rank: int, ranks: int, folder: str) -> No
 
 
 def _answer_for_a_gpu() -> None:
-    """Let Megatron-FSDP take the CPU for the GPU of this process, which is a fork."""
-    import torch
+    """Let Megatron-FSDP and its adapter take the CPU for the GPU of this process, which is a fork."""
     from torch.distributed import DeviceMesh
-
-    class Nothing:
-        """A stream or an event: all that is asked of it is done already."""
-
-        def __getattr__(self, _name: str) -> Any:
-            return lambda *_, **__: Nothing()
-
-    class OnTheCpu:
-        """Torch, with one device."""
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
-        def device(self, *_: Any) -> Any:
-            return torch.device("cpu")
 
     class Mesh:
         """Makes meshes of the same groups, on the CPU."""
@@ -356,12 +340,7 @@ def _answer_for_a_gpu() -> None:
         def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
             return DeviceMesh.from_group(group, "cpu", *args, **kwargs)
 
-    for name in ("Stream", "Event", "current_stream", "synchronize", "empty_cache"):
-        setattr(torch.cuda, name, lambda *_, **__: Nothing())
-    torch.cuda.stream = lambda _: contextlib.nullcontext()
-    torch.cuda.current_device = lambda: 0
-    torch.Tensor.cuda = lambda self, *_, **__: self
-    vars(importlib.import_module(f"{PACKAGE}.megatron_fsdp"))["torch"] = OnTheCpu()
+    fsdp_on_cpu()
     vars(importlib.import_module(ADAPTER))["DeviceMesh"] = Mesh
 
 

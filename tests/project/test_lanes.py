@@ -52,6 +52,7 @@ EXPECTED = {
     "hybrid-mtp-aux-loss": (M, ("absent", *("active",) * 5)),
     "latent-moe-fc2-init": (M, ("disabled",) * 6),
     "expert-grad-norm": (M, ("active", "active", *("retired",) * 4)),
+    "fsdp-lone-rank-gradients": (M, ("active",) * 6),
     "layerwise-norm-groups": (M, ("absent", "absent", *("active",) * 4)),
     "liger-flce-labelled": (L, ("disabled",) * 6),
     "liger-flce-none-backward": (L, ("active", "active", "active", "retired", "retired", "retired")),

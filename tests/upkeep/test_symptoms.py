@@ -92,7 +92,7 @@ def test_it_says_what_is_so_here_and_what_to_do_next(upstream: Upstream) -> None
 
     broken = launch(*COMMAND, "frobnication", "doubled", env=env)
     upstream.write(FIXED_TEXT)
-    fixed = launch(*COMMAND, "frobnication", "doubled", "--json", env=env)
+    fixed = launch(*COMMAND, "frobnication", "--json", env=env)
 
     assert broken.returncode == 0
     assert "1. double-fix (pack 99)" in broken.stdout

@@ -1,0 +1,199 @@
+"""Megatron-FSDP over several microbatches: what do weights learn whose gradients no other rank has a part of?
+
+That is each expert where expert parallelism takes all data parallel ranks, and each weight where there is one rank. Ranks are forked and meet with gloo, and
+train a real `MegatronFSDP` of a linear layer and of an expert for one step of three microbatches. Compared is the change of each weight with that of the same layers as they
+are: with the sum, or the mean over data parallel ranks, of all microbatches' gradients, which ranks send in fp32 or in bf16.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megacpp_overlays.repro import Behaviour, Case, TargetAbsent, fsdp_on_cpu, on_ranks
+
+OVERLAY = "fsdp-lone-rank-gradients"
+PACKAGE = "megatron.core.distributed.fsdp.src.megatron_fsdp"
+HIDDEN, MICROBATCHES = 4, 3
+SHARDED = "optim_grads_params"
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+"""Relative, of the dtype in which gradients are sent."""
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "means": {"mean": True},
+    "sums": {"mean": False},
+    "means sent in bfloat16": {"mean": True, "sent": "bfloat16"},
+}
+
+
+def _run(ranks: int, weights: tuple[str, ...]) -> Behaviour:
+    said, broken = [], False
+    for way, given in WAYS.items():
+        if "sent" in given and _precision() is None:
+            continue
+        found = learned(ranks, **given)
+        for weight in weights:
+            times, apart = _compared(found, weight)
+            broken |= max(abs(times - 1), apart) > TOLERANCE[given.get("sent", "float32")]
+            said.append(f"{weight}, {way}: {times:.4f} times as much, {apart:.1e} off")
+    return Behaviour(broken=broken, seen=f"{MICROBATCHES} microbatches, data parallel size {ranks}; {'; '.join(said)}")
+
+
+def _compared(found: Mapping[str, list[float]], weight: str) -> tuple[float, float]:
+    """Return how many times as much weights change as they should, by least squares, and how far off that is, relative."""
+    import torch
+
+    changed, right = (
+        torch.tensor([number for name, numbers in found.items() if name.endswith(f", {what}") for number in numbers])
+        for what in (weight, f"right {weight}")
+    )
+    return float((changed * right).sum() / right.square().sum()), float((changed - right).norm() / right.norm())
+
+
+def _module() -> Any:
+    try:
+        return importlib.import_module(f"{PACKAGE}.fully_shard")
+    except ModuleNotFoundError as error:
+        if not PACKAGE.startswith(str(error.name)):
+            raise
+        raise TargetAbsent("there is no Megatron-FSDP") from error
+
+
+def _precision() -> Any:
+    """Return the class that says in which dtype gradients are sent; 0.17.0 has the first."""
+    _module()
+    return getattr(importlib.import_module(f"{PACKAGE}.mixed_precision"), "MixedPrecisionPolicy", None)
+
+
+def learned(
+    ranks: int = 2, *, expert_parallel: int | None = None, sharded: str = SHARDED, mean: bool = True, sent: str | None = None
+) -> Mapping[str, list[float]]:
+    """Return of each rank how much the linear layer and the expert change, and how much they should.
+
+    Args:
+        ranks: all of them, data parallel.
+        expert_parallel: how many ranks have an expert of their own; all by default.
+        sharded: what is sharded, in Megatron-FSDP's words.
+        mean: whether gradients are divided by the number of ranks.
+        sent: dtype in which ranks send gradients; that of the weights, fp32, by default.
+
+    Raises:
+        TargetAbsent: this release has no Megatron-FSDP, or none that sends gradients in another dtype.
+    """
+    _module()
+    if sent is not None and _precision() is None:
+        raise TargetAbsent("gradients are sent in the dtype in which they are kept")
+    return on_ranks(ranks, functools.partial(_learned, expert_parallel or ranks, sharded, mean, sent))
+
+
+def _learned(expert_parallel: int, sharded: str, mean: bool, sent: str | None, rank: int) -> Mapping[str, Any]:
+    import torch
+
+    fsdp_on_cpu()
+    ranks = torch.distributed.get_world_size()
+    plain, copied = _model(), _model()
+    copied.load_state_dict(plain.state_dict())
+    model, optimizer = _sharded(copied, expert_parallel, sharded, mean, sent)
+    holders = {"layer": [*range(ranks)], "expert": _sharing(rank, ranks // expert_parallel)}
+    before = _whole(model, holders)
+    generator = torch.Generator().manual_seed(rank)
+    for number in range(MICROBATCHES):
+        states = torch.randn(3, HIDDEN, generator=generator)
+        model.is_last_microbatch = number == MICROBATCHES - 1
+        for each in (model, plain):
+            each(states).square().mean().backward()
+    model.finish_grad_sync()
+    optimizer.step()
+    after, right = _whole(model, holders), _gradients(plain, holders)
+    found = {name: before[name] - after[name] for name in holders}
+    return {**found, **{f"right {name}": right[name] / (ranks if mean else 1) for name in holders}}
+
+
+def _model() -> Any:
+    """Return a layer and an expert, which Megatron-FSDP knows by its name."""
+    import torch
+
+    torch.manual_seed(56)
+    layer, expert = (torch.nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(2))
+    expert.weight.allreduce = False
+    experts = OrderedDict(experts=torch.nn.Sequential(expert))
+    return torch.nn.Sequential(OrderedDict(layer=layer, moe=torch.nn.Sequential(experts)))
+
+
+def _sharded(model: Any, expert_parallel: int, sharded: str, mean: bool, sent: str | None) -> tuple[Any, Any]:
+    """Return the model with its gradients sharded over data parallel ranks, and an optimizer that subtracts them."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    ranks = torch.distributed.get_world_size()
+    meshes = {
+        "device_mesh": init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("dp", "tp")),
+        "expt_device_mesh": init_device_mesh(
+            "cpu", (expert_parallel, ranks // expert_parallel, 1), mesh_dim_names=("ep", "dp", "tp")
+        )["dp", "tp"],
+    }
+    precision = {} if sent is None else {"mixed_precision_policy": _precision()(grad_comm_dtype=getattr(torch, sent))}
+    model, optimizer = _module().fully_shard(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        **meshes,
+        dp_shard_dim="dp",
+        tp_dim="tp",
+        fsdp_unit_modules=[torch.nn.Linear],
+        zero_dp_strategy=sharded,
+        device=torch.device("cpu"),
+        calculate_per_token_loss=not mean,
+        sync_model_each_microbatch=False,
+        **precision,
+    )
+    model.ddp_config.gradient_reduce_div_fusion = False  # as Megatron's option: gloo cannot multiply while it sums
+    return model, optimizer
+
+
+def _sharing(rank: int, count: int) -> list[int]:
+    """Return the ranks that have the expert of a rank; so many share one."""
+    return [rank // count * count + each for each in range(count)]
+
+
+def _whole(model: Any, holders: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Return each weight as its optimizer has it, in one row, from the ranks that hold parts of it."""
+    import torch
+
+    model._replace_param_with_distributed_if_needed()  # noqa: SLF001 - optimizers are given what it puts there
+    found = {}
+    for name, each in model.named_parameters():
+        is_part = hasattr(each, "to_local")
+        parts = _of_all_ranks((each.to_local() if is_part else each).detach().flatten().clone())
+        kind = _kind(name)
+        found[kind] = torch.cat([parts[rank] for rank in holders[kind]]) if is_part else parts[holders[kind][0]]
+    return found
+
+
+def _gradients(model: Any, holders: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Return the gradient of each weight in one row: the sum over ranks that have the weight."""
+    found = {}
+    for name, each in model.named_parameters():
+        parts = _of_all_ranks(each.grad.flatten())
+        found[_kind(name)] = sum(parts[rank] for rank in holders[_kind(name)])
+    return found
+
+
+def _kind(name: str) -> str:
+    return "expert" if ".experts." in name else "layer"
+
+
+def _of_all_ranks(tensor: Any) -> list[Any]:
+    import torch
+
+    parts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts, tensor)
+    return parts
+
+
+_case = functools.partial(Case, overlay=OVERLAY, device="cpu", versions=("torch",))
+CASES = (
+    _case(name="experts-cpu", run=functools.partial(_run, 2, ("expert", "layer"))),
+    _case(name="one-rank-cpu", run=functools.partial(_run, 1, ("layer",))),
+)
