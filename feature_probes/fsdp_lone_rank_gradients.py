@@ -1,8 +1,7 @@
 """Probe the gradient buffers of Megatron-FSDP, which are not sharded where one rank reduces by itself, and are reduced in each microbatch all the same.
 
 Where parameters or gradients are sharded, gradients of a microbatch are reduced by themselves and added to what earlier ones left. Where the group has one rank, both are the same memory:
-in 0.16 what is there is added to itself, and since 0.17.0 it is scaled once more, or, where gradients are sent in another dtype, added to itself. Up to 0.15.3 gradients are scaled in the buffer for every
-number of ranks, which no seam here repairs. The verdict rests on what makes buffers, on the function that reduces them, on that which scales gradients, and on the hooks that hand gradients over.
+in 0.16 what is there is added to itself, and since 0.17.0 it is scaled once more, or, where gradients are sent in another dtype, added to itself. Up to 0.15.3 it is reduced as other buffers are. The verdict rests on what makes buffers, on the function that reduces them, on that which scales gradients, and on the hooks that hand gradients over.
 
 Source: https://github.com/NVIDIA/Megatron-LM/issues/6660
 """
@@ -17,7 +16,7 @@ CLASS, METHOD, SCALE = "ParamAndGradBuffer", "_init_each_parameter_group_buffers
 TARGET = Target(
     "megatron-core", "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer", f"{CLASS}.{METHOD}"
 )
-IN_PLACE, SCALED = "reduced-in-place", "scaled-in-place"
+IN_PLACE = "reduced-in-place"
 SHARDED = frozenset({"optim_grads", "optim_grads_params"})
 """Strategies under which each microbatch's gradients are reduced."""
 

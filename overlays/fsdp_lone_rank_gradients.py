@@ -84,10 +84,7 @@ OVERLAY = Overlay(
             Replacement(symbol=feature.SCALE, make=_make_scale),
         )
     },
-    unsupported={
-        feature.SCALED: "up to 0.15.3 Megatron-FSDP scales gradients in the buffer for every number of ranks: take 0.16.0 or newer, train with "
-        "calculate_per_token_loss, or with one microbatch"
-    },
+    unsupported={},
     witness=None,
     self_test=observe,
     opt_in=False,

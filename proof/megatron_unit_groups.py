@@ -155,6 +155,7 @@ UNTESTED = {
     "cpu-offload-reload": "newer than the kept runs; Megatron's tests of offloading ask for a GPU",
     "expert-grad-norm": "newer than the kept runs; Megatron's tests of optimizers ask for a GPU",
     "fsdp-lone-rank-gradients": "newer than the kept runs; Megatron's tests of Megatron-FSDP ask for a GPU",
+    "fsdp-reduced-twice": "newer than the kept runs; Megatron's tests of Megatron-FSDP ask for a GPU",
     "expert-rng-resume": "newer than the kept runs; Megatron's tests of a launcher's checkpoints ask for a GPU",
     "global-aux-loss-scale": "newer than the kept runs; Megatron's tests of routers ask for a GPU",
     "hopper-flce-dispatch": "Megatron has no unit test of the fused linear cross entropy",

@@ -354,5 +354,11 @@ LISTED: tuple[DeclarationSummary, ...] = (
         off_by_default=False,
         targets=("megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer",),
     ),
+    DeclarationSummary(
+        id="fsdp-reduced-twice",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer",),
+    ),
 )
 """Every declaration, by pack and id."""

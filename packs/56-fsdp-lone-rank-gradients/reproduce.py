@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -80,9 +81,10 @@ def learned(
         sent: dtype in which ranks send gradients; that of the weights, fp32, by default.
 
     Raises:
-        TargetAbsent: this release has no Megatron-FSDP, or none that sends gradients in another dtype.
+        TargetAbsent: this release has no Megatron-FSDP, none for experts, or none that sends gradients in another dtype.
     """
-    _module()
+    if "expt_device_mesh" not in inspect.signature(_module().fully_shard).parameters:
+        raise TargetAbsent("experts have no ranks of their own")
     if sent is not None and _precision() is None:
         raise TargetAbsent("gradients are sent in the dtype in which they are kept")
     return on_ranks(ranks, functools.partial(_learned, expert_parallel or ranks, sharded, mean, sent))
@@ -104,7 +106,6 @@ def _learned(expert_parallel: int, sharded: str, mean: bool, sent: str | None, r
         model.is_last_microbatch = number == MICROBATCHES - 1
         for each in (model, plain):
             each(states).square().mean().backward()
-    model.finish_grad_sync()
     optimizer.step()
     after, right = _whole(model, holders), _gradients(plain, holders)
     found = {name: before[name] - after[name] for name in holders}

@@ -53,6 +53,7 @@ EXPECTED = {
     "latent-moe-fc2-init": (M, ("disabled",) * 6),
     "expert-grad-norm": (M, ("active", "active", *("retired",) * 4)),
     "fsdp-lone-rank-gradients": (M, ("active",) * 6),
+    "fsdp-reduced-twice": (M, ("active",) * 6),
     "layerwise-norm-groups": (M, ("absent", "absent", *("active",) * 4)),
     "liger-flce-labelled": (L, ("disabled",) * 6),
     "liger-flce-none-backward": (L, ("active", "active", "active", "retired", "retired", "retired")),

@@ -35,6 +35,7 @@ BEYOND: dict[str, Callable[[Found], bool]] = {
     "layerwise-norm-groups": lambda _: True,  # no row has a layer-wise optimizer
     "expert-grad-norm": lambda _: True,  # the releases of the table are repaired
     "fsdp-lone-rank-gradients": lambda _: True,  # no row trains with Megatron-FSDP
+    "fsdp-reduced-twice": lambda _: True,  # no row trains with Megatron-FSDP
     "expert-rng-resume": lambda _: True,  # rows write no checkpoint of a launcher
     "loss-mask-cache": lambda _: True,  # rows have tokens of their own, and no dataset
     "qk-clip-negative-head": lambda _: True,  # largest logits are Transformer Engine's, and no row clips

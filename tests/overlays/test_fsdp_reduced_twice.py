@@ -1,0 +1,81 @@
+"""Megatron-FSDP with the overlay: gradients that are not sharded are reduced once, before the step, where reduction does not overlap.
+
+The case of pack 57 runs on releases, in a process of its own for each; what it cannot show is asked of the pipeline in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from placed_seams import placed, without_overlays
+from places import SUPPORT
+from reproduced_pack import assert_repaired, measured_on
+
+from megacpp_overlays.feature_probes.fsdp_reduced_twice import CLASS, METHOD, OPTIMIZER, TARGET, TWICE
+from megacpp_overlays.overlays.fsdp_reduced_twice import OVERLAY, observe
+
+pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore::UserWarning")]
+
+NEWEST = "0.19.2"
+measured = measured_on("57", "0.16.1", "0.17.1", "0.18.2", NEWEST)
+
+
+def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any) -> None:
+    assert_repaired(measured)
+
+
+def test_the_newest_release_is_right_with_it(megatron_says: Callable[..., Any]) -> None:
+    assert_repaired(megatron_says(NEWEST, SUPPORT / "reproduced.py", "57"))
+
+
+# In this process: what hooks of the newest release reduce
+
+
+@pytest.fixture(scope="module")
+def module() -> Iterator[ModuleType]:
+    """The newest release, without any overlay."""
+    with without_overlays(TARGET.module) as found:
+        yield found
+
+
+def reduces(reduce: Callable[..., None], strategy: str, *, overlap: bool = False, hybrid: bool = False) -> bool:
+    """Return whether the function that hooks call reduces gradients of a model."""
+    settings = SimpleNamespace(overlap_grad_reduce=overlap, data_parallel_sharding_strategy=strategy)
+    index = SimpleNamespace(use_hybrid_fsdp=hybrid)
+    pipeline = SimpleNamespace(buffer=SimpleNamespace(ddp_config=settings, dist_index=index))
+    seen: list[Any] = []
+
+    def parameters() -> Iterator[Any]:
+        seen.append(None)
+        yield from ()
+
+    reduce(pipeline, parameters(), outer_fsdp_group_grad_reduce=hybrid)
+    return bool(seen)
+
+
+def test_the_self_test_sees_whether_hooks_reduce(module: ModuleType) -> None:
+    assert observe(module).broken
+    with placed(OVERLAY, TWICE, module):
+        assert not observe(module).broken
+    assert observe(module).broken
+
+
+@pytest.mark.parametrize(
+    ("shape", "strategies"), [(TWICE, {"optim", "no_shard"}), (OPTIMIZER, {"optim"})], ids=[TWICE, OPTIMIZER]
+)
+def test_hooks_leave_what_is_reduced_before_the_step(module: ModuleType, shape: str, strategies: set[str]) -> None:
+    every = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+    (seam,) = OVERLAY.replacements[shape]
+    made = seam.make(getattr(getattr(module, CLASS), METHOD), module)
+
+    assert {each for each in every if not reduces(made, each)} == strategies
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@pytest.mark.parametrize("given", [{"overlap": True}, {"hybrid": True}], ids=["overlapping", "over outer ranks"])
+def test_hooks_reduce_what_nothing_else_does(module: ModuleType, strategy: str, given: dict[str, bool]) -> None:
+    with placed(OVERLAY, TWICE, module):
+        assert reduces(getattr(getattr(module, CLASS), METHOD), strategy, **given)
