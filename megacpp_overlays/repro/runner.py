@@ -249,6 +249,8 @@ class _Process:
         if root not in {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}:
             path.append(str(root))
         kept |= {LOG: "stderr", variables.SMALL_CALLS.name: "overlay"}  # problems of reproducers are small
+        if self._job.servers is not None:
+            kept[variables.LOG_LEVEL.name] = "warning"  # each rank would look for its model before its first step
         if self._case.device == CPU:
             kept |= forked.NO_GPU  # its ranks are forked, and a fork has no GPU that its parent has used
             if self._job.servers is not None:
