@@ -12,9 +12,9 @@ import importlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from megacpp_overlays.repro import Behaviour, Case, TargetAbsent, fsdp_on_cpu, on_ranks
+from megacpp_overlays.repro import Behaviour, Blocked, Case, TargetAbsent, fsdp_on_cpu, on_ranks
 
 OVERLAY = "fsdp-lone-rank-gradients"
 PACKAGE = "megatron.core.distributed.fsdp.src.megatron_fsdp"
@@ -29,17 +29,17 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def _run(ranks: int, weights: tuple[str, ...]) -> Behaviour:
+def _run(ranks: int, weights: tuple[str, ...], outer: int = 1) -> Behaviour:
     said, broken = [], False
     for way, given in WAYS.items():
         if "sent" in given and _precision() is None:
             continue
-        found = learned(ranks, **given)
+        found = learned(ranks, outer=outer, **given)
         for weight in weights:
             times, apart = _compared(found, weight)
             broken |= max(abs(times - 1), apart) > TOLERANCE[given.get("sent", "float32")]
             said.append(f"{weight}, {way}: {times:.4f} times as much, {apart:.1e} off")
-    return Behaviour(broken=broken, seen=f"{MICROBATCHES} microbatches, data parallel size {ranks}; {'; '.join(said)}")
+    return Behaviour(broken=broken, seen=f"{MICROBATCHES} microbatches, data parallel size {ranks // outer}{f' times {outer}' * (outer > 1)}; {'; '.join(said)}")
 
 
 def _compared(found: Mapping[str, list[float]], weight: str) -> tuple[float, float]:
@@ -69,36 +69,68 @@ def _precision() -> Any:
 
 
 def learned(
-    ranks: int = 2, *, expert_parallel: int | None = None, sharded: str = SHARDED, mean: bool = True, sent: str | None = None
+    ranks: int = 2,
+    *,
+    outer: int = 1,
+    expert_parallel: int | None = None,
+    sharded: str = SHARDED,
+    mean: bool = True,
+    sent: str | None = None,
 ) -> Mapping[str, list[float]]:
     """Return of each rank how much the linear layer and the expert change, and how much they should.
 
     Args:
         ranks: all of them, data parallel.
-        expert_parallel: how many ranks have an expert of their own; all by default.
+        outer: how many groups of ranks have all weights (hybrid sharding).
+        expert_parallel: how many ranks of such a group have an expert of their own; all by default.
         sharded: what is sharded, in Megatron-FSDP's words.
         mean: whether gradients are divided by the number of ranks.
         sent: dtype in which ranks send gradients; that of the weights, fp32, by default.
 
     Raises:
         TargetAbsent: this release has no Megatron-FSDP, none for experts, or none that sends gradients in another dtype.
+        Blocked: its hybrid sharding cannot be asked.
     """
-    if "expt_device_mesh" not in inspect.signature(_module().fully_shard).parameters:
+    known = inspect.signature(_module().fully_shard).parameters
+    if "expt_device_mesh" not in known:
         raise TargetAbsent("experts have no ranks of their own")
+    if outer > 1 and "hybrid_fsdp_expt_group" not in known:
+        raise Blocked("fully_shard of this release takes no hybrid group of experts")
     if sent is not None and _precision() is None:
         raise TargetAbsent("gradients are sent in the dtype in which they are kept")
-    return on_ranks(ranks, functools.partial(_learned, expert_parallel or ranks, sharded, mean, sent))
+    return on_ranks(ranks, functools.partial(_learned, _Ranks(outer, ranks // outer, expert_parallel or ranks // outer), sharded, mean, sent))
 
 
-def _learned(expert_parallel: int, sharded: str, mean: bool, sent: str | None, rank: int) -> Mapping[str, Any]:
+class _Ranks(NamedTuple):
+    """How ranks are arranged."""
+
+    outer: int
+    inner: int
+    expert_parallel: int
+
+    def sharing(self, rank: int) -> dict[str, list[int]]:
+        """Return which ranks of its group hold parts of the weights of a rank, by kind."""
+        first, shared = rank // self.inner * self.inner, self.inner // self.expert_parallel
+        own = rank // shared * shared
+        return {"layer": [*range(first, first + self.inner)], "expert": [*range(own, own + shared)]}
+
+    def adding(self, rank: int) -> dict[str, list[int]]:
+        """Return the ranks of all groups whose gradients add up, by kind."""
+        return {
+            kind: [other % self.inner + group * self.inner for group in range(self.outer) for other in ranks]
+            for kind, ranks in self.sharing(rank).items()
+        }
+
+
+def _learned(arranged: _Ranks, sharded: str, mean: bool, sent: str | None, rank: int) -> Mapping[str, Any]:
     import torch
 
     fsdp_on_cpu()
     ranks = torch.distributed.get_world_size()
     plain, copied = _model(), _model()
     copied.load_state_dict(plain.state_dict())
-    model, optimizer = _sharded(copied, expert_parallel, sharded, mean, sent)
-    holders = {"layer": [*range(ranks)], "expert": _sharing(rank, ranks // expert_parallel)}
+    model, optimizer = _sharded(copied, arranged, sharded, mean, sent)
+    holders = arranged.sharing(rank)
     before = _whole(model, holders)
     generator = torch.Generator().manual_seed(rank)
     for number in range(MICROBATCHES):
@@ -107,7 +139,7 @@ def _learned(expert_parallel: int, sharded: str, mean: bool, sent: str | None, r
         for each in (model, plain):
             each(states).square().mean().backward()
     optimizer.step()
-    after, right = _whole(model, holders), _gradients(plain, holders)
+    after, right = _whole(model, holders), _gradients(plain, arranged.adding(rank))
     found = {name: before[name] - after[name] for name in holders}
     return {**found, **{f"right {name}": right[name] / (ranks if mean else 1) for name in holders}}
 
@@ -123,23 +155,25 @@ def _model() -> Any:
     return torch.nn.Sequential(OrderedDict(layer=layer, moe=torch.nn.Sequential(experts)))
 
 
-def _sharded(model: Any, expert_parallel: int, sharded: str, mean: bool, sent: str | None) -> tuple[Any, Any]:
+def _sharded(model: Any, arranged: _Ranks, sharded: str, mean: bool, sent: str | None) -> tuple[Any, Any]:
     """Return the model with its gradients sharded over data parallel ranks, and an optimizer that subtracts them."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
-    ranks = torch.distributed.get_world_size()
-    meshes = {
-        "device_mesh": init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("dp", "tp")),
-        "expt_device_mesh": init_device_mesh(
-            "cpu", (expert_parallel, ranks // expert_parallel, 1), mesh_dim_names=("ep", "dp", "tp")
-        )["dp", "tp"],
-    }
+    outer, inner, expert_parallel = arranged
+    mesh = init_device_mesh("cpu", (outer, inner, 1), mesh_dim_names=("outer", "dp", "tp"))
+    shape = (outer, expert_parallel, inner // expert_parallel, 1)
+    experts = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "ep", "dp", "tp"))
+    given: dict[str, Any] = {"device_mesh": mesh["dp", "tp"], "expt_device_mesh": experts["dp", "tp"]}
+    if outer > 1:
+        given = {"device_mesh": mesh, "expt_device_mesh": experts["outer", "dp", "tp"], "dp_outer_dim": "outer"}
+        for each, name in ((mesh, "hybrid_fsdp_group"), (experts, "hybrid_fsdp_expt_group")):
+            given[name] = each["outer", "dp"]._flatten(name).get_group()  # noqa: SLF001 - as Megatron-FSDP's documentation has it
     precision = {} if sent is None else {"mixed_precision_policy": _precision()(grad_comm_dtype=getattr(torch, sent))}
     model, optimizer = _module().fully_shard(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        **meshes,
+        **given,
         dp_shard_dim="dp",
         tp_dim="tp",
         fsdp_unit_modules=[torch.nn.Linear],
@@ -151,11 +185,6 @@ def _sharded(model: Any, expert_parallel: int, sharded: str, mean: bool, sent: s
     )
     model.ddp_config.gradient_reduce_div_fusion = False  # as Megatron's option: gloo cannot multiply while it sums
     return model, optimizer
-
-
-def _sharing(rank: int, count: int) -> list[int]:
-    """Return the ranks that have the expert of a rank; so many share one."""
-    return [rank // count * count + each for each in range(count)]
 
 
 def _whole(model: Any, holders: Mapping[str, Sequence[int]]) -> dict[str, Any]:
@@ -173,7 +202,7 @@ def _whole(model: Any, holders: Mapping[str, Sequence[int]]) -> dict[str, Any]:
 
 
 def _gradients(model: Any, holders: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Return the gradient of each weight in one row: the sum over ranks that have the weight."""
+    """Return the gradient of each weight in one row: the sum over ranks that have it."""
     found = {}
     for name, each in model.named_parameters():
         parts = _of_all_ranks(each.grad.flatten())
@@ -197,4 +226,5 @@ _case = functools.partial(Case, overlay=OVERLAY, device="cpu", versions=("torch"
 CASES = (
     _case(name="experts-cpu", run=functools.partial(_run, 2, ("expert", "layer"))),
     _case(name="one-rank-cpu", run=functools.partial(_run, 1, ("layer",))),
+    _case(name="hybrid-cpu", run=functools.partial(_run, 4, ("expert", "layer"), outer=2)),
 )

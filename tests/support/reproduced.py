@@ -16,15 +16,17 @@ from typing import Any
 import megacpp_overlays
 
 # isort: split
-from megacpp_overlays.repro import Case, TargetAbsent, inventory
+from megacpp_overlays.repro import Blocked, Case, TargetAbsent, inventory
 
 PACKS = Path(__file__).parents[2] / "packs"
 
 
 def seen(case: Case) -> dict[str, Any]:
-    """Return what a case sees, or what it lacks."""
+    """Return what a case sees, what it lacks, or why it cannot be asked of this release."""
     try:
         return dataclasses.asdict(case.run())
+    except Blocked as error:
+        return {"blocked": str(error)}
     except TargetAbsent as error:
         return {"absent": str(error)}
 
