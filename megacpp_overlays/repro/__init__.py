@@ -1,7 +1,8 @@
 """The names that a pack's `reproduce.py` and `neighbours.py` are written with; `megacpp-overlays repro` runs them."""
 
 from megacpp_overlays.repro.case import Behaviour, Blocked, Case, TargetAbsent
-from megacpp_overlays.repro.cpu_for_gpu import cpu_for_gpu, fsdp_on_cpu
+from megacpp_overlays.repro.cpu_for_gpu import cpu_for_gpu
+from megacpp_overlays.repro.fsdp import compared, fsdp_on_cpu, fully_shard_module, step_beside
 from megacpp_overlays.repro.neighbour import Neighbour, beside
 from megacpp_overlays.repro.worlds import on_ranks
 
@@ -12,7 +13,10 @@ __all__ = [
     "Neighbour",
     "TargetAbsent",
     "beside",
+    "compared",
     "cpu_for_gpu",
     "fsdp_on_cpu",
+    "fully_shard_module",
     "on_ranks",
+    "step_beside",
 ]

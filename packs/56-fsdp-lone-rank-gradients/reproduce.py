@@ -14,10 +14,19 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megacpp_overlays.repro import Behaviour, Blocked, Case, TargetAbsent, fsdp_on_cpu, on_ranks
+from megacpp_overlays.repro import (
+    Behaviour,
+    Blocked,
+    Case,
+    TargetAbsent,
+    compared,
+    fsdp_on_cpu,
+    fully_shard_module,
+    on_ranks,
+    step_beside,
+)
 
 OVERLAY = "fsdp-lone-rank-gradients"
-PACKAGE = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 HIDDEN, MICROBATCHES = 4, 3
 SHARDED = "optim_grads_params"
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -36,36 +45,15 @@ def _run(ranks: int, weights: tuple[str, ...], outer: int = 1) -> Behaviour:
             continue
         found = learned(ranks, outer=outer, **given)
         for weight in weights:
-            times, apart = _compared(found, weight)
+            times, apart = compared(found, weight)
             broken |= max(abs(times - 1), apart) > TOLERANCE[given.get("sent", "float32")]
             said.append(f"{weight}, {way}: {times:.4f} times as much, {apart:.1e} off")
     return Behaviour(broken=broken, seen=f"{MICROBATCHES} microbatches, data parallel size {ranks // outer}{f' times {outer}' * (outer > 1)}; {'; '.join(said)}")
 
 
-def _compared(found: Mapping[str, list[float]], weight: str) -> tuple[float, float]:
-    """Return how many times as much weights change as they should, by least squares, and how far off that is, relative."""
-    import torch
-
-    changed, right = (
-        torch.tensor([number for name, numbers in found.items() if name.endswith(f", {what}") for number in numbers])
-        for what in (weight, f"right {weight}")
-    )
-    return float((changed * right).sum() / right.square().sum()), float((changed - right).norm() / right.norm())
-
-
-def _module() -> Any:
-    try:
-        return importlib.import_module(f"{PACKAGE}.fully_shard")
-    except ModuleNotFoundError as error:
-        if not PACKAGE.startswith(str(error.name)):
-            raise
-        raise TargetAbsent("there is no Megatron-FSDP") from error
-
-
 def _precision() -> Any:
     """Return the class that says in which dtype gradients are sent; 0.17.0 has the first."""
-    _module()
-    return getattr(importlib.import_module(f"{PACKAGE}.mixed_precision"), "MixedPrecisionPolicy", None)
+    return getattr(importlib.import_module(f"{fully_shard_module().__package__}.mixed_precision"), "MixedPrecisionPolicy", None)
 
 
 def learned(
@@ -91,7 +79,7 @@ def learned(
         TargetAbsent: this release has no Megatron-FSDP, none for experts, or none that sends gradients in another dtype.
         Blocked: its hybrid sharding cannot be asked.
     """
-    known = inspect.signature(_module().fully_shard).parameters
+    known = inspect.signature(fully_shard_module().fully_shard).parameters
     if "expt_device_mesh" not in known:
         raise TargetAbsent("experts have no ranks of their own")
     if outer > 1 and "hybrid_fsdp_expt_group" not in known:
@@ -102,7 +90,7 @@ def learned(
 
 
 class _Ranks(NamedTuple):
-    """How ranks are arranged."""
+    """Sizes of data parallel groups: how many outer groups there are, ranks of each, and how many of these have an expert of their own."""
 
     outer: int
     inner: int
@@ -132,13 +120,7 @@ def _learned(arranged: _Ranks, sharded: str, mean: bool, sent: str | None, rank:
     model, optimizer = _sharded(copied, arranged, sharded, mean, sent)
     holders = arranged.sharing(rank)
     before = _whole(model, holders)
-    generator = torch.Generator().manual_seed(rank)
-    for number in range(MICROBATCHES):
-        states = torch.randn(3, HIDDEN, generator=generator)
-        model.is_last_microbatch = number == MICROBATCHES - 1
-        for each in (model, plain):
-            each(states).square().mean().backward()
-    optimizer.step()
+    step_beside(model, plain, optimizer, rank=rank, microbatches=MICROBATCHES)
     after, right = _whole(model, holders), _gradients(plain, arranged.adding(rank))
     found = {name: before[name] - after[name] for name in holders}
     return {**found, **{f"right {name}": right[name] / (ranks if mean else 1) for name in holders}}
@@ -170,7 +152,7 @@ def _sharded(model: Any, arranged: _Ranks, sharded: str, mean: bool, sent: str |
         for each, name in ((mesh, "hybrid_fsdp_group"), (experts, "hybrid_fsdp_expt_group")):
             given[name] = each["outer", "dp"]._flatten(name).get_group()  # noqa: SLF001 - as Megatron-FSDP's documentation has it
     precision = {} if sent is None else {"mixed_precision_policy": _precision()(grad_comm_dtype=getattr(torch, sent))}
-    model, optimizer = _module().fully_shard(
+    model, optimizer = fully_shard_module().fully_shard(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
         **given,

@@ -7,14 +7,12 @@ the same layers as they are, by the sum, or the mean over ranks, of all microbat
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from megacpp_overlays.repro import Behaviour, Case, TargetAbsent, fsdp_on_cpu, on_ranks
+from megacpp_overlays.repro import Behaviour, Case, compared, fsdp_on_cpu, fully_shard_module, on_ranks, step_beside
 
 OVERLAY = "fsdp-reduced-twice"
-PACKAGE = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 RANKS, HIDDEN, MICROBATCHES = 2, 4, 3
 TOLERANCE = 1e-5
 WAYS: Mapping[str, Mapping[str, Any]] = {
@@ -27,21 +25,10 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 def _run() -> Behaviour:
     said, broken = [], False
     for way, given in WAYS.items():
-        times, apart = _compared(learned(**given))
+        times, apart = compared(learned(**given), "change")
         broken |= max(abs(times - 1), apart) > TOLERANCE
         said.append(f"{way}: {times:.4f} times as much, {apart:.1e} off")
     return Behaviour(broken=broken, seen=f"weights of {RANKS} ranks change in a step of {MICROBATCHES} microbatches; {'; '.join(said)}")
-
-
-def _compared(found: Mapping[str, list[float]]) -> tuple[float, float]:
-    """Return how many times as much weights change as they should, by least squares, and how far off that is, relative."""
-    import torch
-
-    changed, right = (
-        torch.tensor([number for name, numbers in found.items() if name.endswith(f", {what}") for number in numbers])
-        for what in ("change", "right change")
-    )
-    return float((changed * right).sum() / right.square().sum()), float((changed - right).norm() / right.norm())
 
 
 def learned(
@@ -59,17 +46,8 @@ def learned(
     Raises:
         TargetAbsent: this release has no Megatron-FSDP.
     """
-    _module()
+    fully_shard_module()
     return on_ranks(RANKS, functools.partial(_learned, sharded, mean, overlap, microbatches, each_synchronizes))
-
-
-def _module() -> Any:
-    try:
-        return importlib.import_module(f"{PACKAGE}.fully_shard")
-    except ModuleNotFoundError as error:
-        if not PACKAGE.startswith(str(error.name)):
-            raise
-        raise TargetAbsent("there is no Megatron-FSDP") from error
 
 
 def _learned(sharded: str, mean: bool, overlap: bool, microbatches: int, each_synchronizes: bool, rank: int) -> Mapping[str, Any]:
@@ -80,7 +58,7 @@ def _learned(sharded: str, mean: bool, overlap: bool, microbatches: int, each_sy
     torch.manual_seed(57)
     plain, copied = (torch.nn.Sequential(*(torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(2))) for _ in range(2))
     copied.load_state_dict(plain.state_dict())
-    model, optimizer = _module().fully_shard(
+    model, optimizer = fully_shard_module().fully_shard(
         module=copied,
         optimizer=torch.optim.SGD(copied.parameters(), lr=1.0),
         device_mesh=init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("dp", "tp")),
@@ -95,13 +73,7 @@ def _learned(sharded: str, mean: bool, overlap: bool, microbatches: int, each_sy
     )
     model.ddp_config.gradient_reduce_div_fusion = False  # as Megatron's option: gloo cannot multiply while it sums
     before = _whole(model, sharded)
-    generator = torch.Generator().manual_seed(rank)
-    for number in range(microbatches):
-        states = torch.randn(3, HIDDEN, generator=generator)
-        model.is_last_microbatch = number == microbatches - 1
-        for each in (model, plain):
-            each(states).square().mean().backward()
-    optimizer.step()
+    step_beside(model, plain, optimizer, rank=rank, microbatches=microbatches)
     right = torch.cat([each.grad.flatten() for each in plain.parameters()])
     torch.distributed.all_reduce(right)
     return {"change": before - _whole(model, sharded), "right change": right / (RANKS if mean else 1)}

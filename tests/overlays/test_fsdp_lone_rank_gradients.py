@@ -24,7 +24,7 @@ measured = measured_on("56", "0.16.1", "0.17.1", "0.18.2", NEWEST)
 
 
 def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any) -> None:
-    assert_repaired(measured)
+    assert_repaired(measured, may_be_blocked={"hybrid-cpu"})  # which 0.16 cannot be asked
 
 
 def test_the_newest_release_is_right_with_it(megatron_says: Callable[..., Any]) -> None:

@@ -8,7 +8,6 @@ is. Megatron-FSDP asks for a GPU, and gets the CPU.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import sys
@@ -21,6 +20,8 @@ import megacpp_overlays
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from megacpp_overlays.repro import fsdp_on_cpu
+
 PACKAGE = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 ID = "fsdp-optimizer-under-update"
 HIDDEN, STEPS = 4, 3
@@ -31,32 +32,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 WAYS = ("by itself", "with the model", "and nothing is sharded")
 """How an optimizer is prepared."""
-
-
-class Nothing:
-    """A stream or an event: all that is asked of it is done already."""
-
-    def __getattr__(self, _name: str) -> Any:
-        return lambda *_, **__: Nothing()
-
-
-class OneDevice:
-    """Torch, with one device."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def device(self, *_: Any) -> Any:
-        return torch.device("cpu")
-
-
-def answer_for_a_gpu() -> None:
-    for name in ("Stream", "Event", "current_stream", "synchronize", "empty_cache"):
-        setattr(torch.cuda, name, lambda *_, **__: Nothing())
-    torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment,return-value]
-    torch.cuda.current_device = lambda: 0
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
-    vars(importlib.import_module(f"{PACKAGE}.megatron_fsdp"))["torch"] = OneDevice()
 
 
 def layers() -> torch.nn.Module:
@@ -125,7 +100,7 @@ def main() -> None:
     """Answer on standard output."""
     torch.set_num_threads(1)
     importlib.import_module(PACKAGE)
-    answer_for_a_gpu()
+    fsdp_on_cpu()
     with tempfile.TemporaryDirectory() as folder:
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
     records = {each.overlay.id: each for each in megacpp_overlays.audit().records}

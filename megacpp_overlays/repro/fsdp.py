@@ -1,0 +1,85 @@
+"""Megatron-FSDP on gloo ranks of a CPU: its module, a step of it beside the same model without it, and how far apart both are."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from megacpp_overlays.repro.case import TargetAbsent
+
+_PACKAGE = "megatron.core.distributed.fsdp.src.megatron_fsdp"
+_TOKENS = 3
+"""Of one microbatch."""
+
+
+def fully_shard_module() -> Any:
+    """Import the module that shards models and optimizers.
+
+    Raises:
+        TargetAbsent: this release has no Megatron-FSDP.
+    """
+    try:
+        return importlib.import_module(f"{_PACKAGE}.fully_shard")
+    except ModuleNotFoundError as error:
+        if not _PACKAGE.startswith(str(error.name)):
+            raise
+        raise TargetAbsent("there is no Megatron-FSDP") from error
+
+
+def fsdp_on_cpu() -> None:
+    """Let Megatron-FSDP take the CPU for the GPU of this process, which is a fork: streams do nothing, and tensors are where they are."""
+    import torch
+
+    class Nothing:
+        """A stream or an event: all that is asked of it is done already."""
+
+        def __getattr__(self, _name: str) -> Any:
+            return lambda *_, **__: Nothing()
+
+    class TorchOnCpu:
+        """torch with one device."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def device(self, *_: Any) -> Any:
+            return torch.device("cpu")
+
+    for name in ("Stream", "Event", "current_stream", "synchronize", "empty_cache"):
+        setattr(torch.cuda, name, lambda *_, **__: Nothing())
+    torch.cuda.stream = lambda _: contextlib.nullcontext()
+    torch.cuda.current_device = lambda: 0
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    vars(importlib.import_module(f"{_PACKAGE}.megatron_fsdp"))["torch"] = TorchOnCpu()
+    gc.freeze()  # Megatron-FSDP collects garbage often, which would go through all that the fork has inherited
+
+
+def step_beside(model: Any, plain: Any, optimizer: Any, *, rank: int, microbatches: int) -> None:
+    """Run microbatches of this rank through a `MegatronFSDP` and through the same model without it, and step the optimizer of the former.
+
+    Gradients of `plain` are the sums over the microbatches of this rank. Both take tokens of as many channels as their last parameter has columns.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(rank)
+    channels = [*plain.parameters()][-1].shape[-1]
+    for number in range(microbatches):
+        states = torch.randn(_TOKENS, channels, generator=generator)
+        model.is_last_microbatch = number == microbatches - 1
+        for each in (model, plain):
+            each(states).square().mean().backward()
+    optimizer.step()
+
+
+def compared(found: Mapping[str, list[float]], what: str) -> tuple[float, float]:
+    """Return how many times as large the numbers `what` of all ranks are as `right what`, by least squares, and how far off they are, relative."""
+    import torch
+
+    changed, right = (
+        torch.tensor([number for name, numbers in found.items() if name.endswith(f", {each}") for number in numbers])
+        for each in (what, f"right {what}")
+    )
+    return float((changed * right).sum() / right.square().sum()), float((changed - right).norm() / right.norm())
