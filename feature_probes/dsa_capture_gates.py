@@ -20,10 +20,6 @@ POSITIONS = "extract_query_positions_from_position_ids"
 BOUNDS = "build_fused_indexer_varlen_bounds"
 MASK = "build_dsattention_forward_mask"
 LENGTHS = "_validate_nonpacked_cp_uniform_length"
-FUSED_LOSS = "_fused_qk_topk_lighting_with_streaming_sparse_kl"
-"""Spring 2026 only: fused indexer and loss in one; None says that it declines."""
-SINGLE_FILE = {name: f"_{name}" for name in (POSITIONS, BOUNDS, MASK)}
-"""Names in the single file of spring 2026."""
 
 _ID = "dsa-capture-gates"
 _VARIANT = "megatron.core.transformer.experimental_attention_variant"

@@ -22,12 +22,6 @@ from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 SCORES = "_compute_index_scores"
-METHOD = f"DSAIndexer.{SCORES}"
-BACKWARD = "bwd_fused_indexer_loss_naive"
-LOSS = "compute_dsa_indexer_loss"
-TOP_K = "fused_qk_topk_naive"
-FUSED_LOSS = "FusedDSAIndexerLoss"
-"""The autograd function of the loss."""
 TARGET = Target("megatron-core", "megatron.core.transformer.experimental_attention_variant.dsa", SCORES)
 
 FOUR_AXIS_METHOD = "four-axis-method"

@@ -17,8 +17,6 @@ TARGET = Target(
     "megatron-core", "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer", f"{CLASS}.{METHOD}"
 )
 IN_PLACE = "reduced-in-place"
-SHARDED = frozenset({"optim_grads", "optim_grads_params"})
-"""Strategies under which each microbatch's gradients are reduced."""
 
 
 def probe(tree: SourceTree) -> Finding:

@@ -62,11 +62,7 @@ _METHODS = (
 {_END}"""
     ),
 )
-_MORE = {
-    "reduce_group_has_dp=True",
-    "needs_dp_avg=False",
-    "aux_loss_scale_reduce_groups=(self.tp_cp_group,)",
-}
+_MORE = {"reduce_group_has_dp=True", "needs_dp_avg=False", "aux_loss_scale_reduce_groups=(self.tp_cp_group,)"}
 _GIVEN = Pattern("MoEAuxLossAutoScaler.apply(activation, $given)")
 _FACTORS = {
     "",

@@ -17,14 +17,8 @@ from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 _PACKAGE = "mamba_ssm.ops.tilelang.mamba3"
-PLAIN = Target(distribution="mamba-ssm", module=f"{_PACKAGE}.mamba3_mimo_bwd", symbol="mamba_mimo_bwd_combined")
-VARLEN = Target(
-    distribution="mamba-ssm", module=f"{_PACKAGE}.mamba3_mimo_bwd_varlen", symbol="mamba_mimo_bwd_combined_varlen"
-)
-FACTORIES = ("mamba_mimo_bwd_fwd", "mamba_mimo_bwd_bwd")
-"""What makes the two kernels, in both modules."""
-REDUCE = "reduce_grouped_qk_grads_and_bias_triton"
-"""The function that main sums gradients of groups with."""
+PLAIN = Target("mamba-ssm", f"{_PACKAGE}.mamba3_mimo_bwd", "mamba_mimo_bwd_combined")
+VARLEN = Target("mamba-ssm", f"{_PACKAGE}.mamba3_mimo_bwd_varlen", "mamba_mimo_bwd_combined_varlen")
 
 ONE_OR_ALL = "one-or-all-groups"
 

@@ -57,9 +57,7 @@ def _probe(target: Target, tree: SourceTree) -> Finding:
     of_heads = _OF_HEADS.match(found["logits"]) is not None
     of_groups = len(grouped) == 1 and grouped[0].text("logits") == found.text("logits")
     if of_heads is of_groups or not all(map(_refuses, refusing)):
-        raise unknown(
-            source, method, "clip_qk does more than compare largest logits of heads, or of groups, with the threshold"
-        )
+        raise unknown(source, method, "clip_qk does more than compare largest logits with the threshold")
     return broken(
         DIVIDED, at(source, found["logits"], "the threshold is divided by largest logits, negative ones, too")
     )

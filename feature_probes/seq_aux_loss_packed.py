@@ -24,9 +24,6 @@ ROUTER_TARGET = Target(distribution="megatron-core", module="megatron.core.trans
 EXPERTS = "MoELayer.forward"
 EXPERTS_TARGET = Target(distribution="megatron-core", module="megatron.core.transformer.moe.moe_layer", symbol=EXPERTS)
 """Defers routing to a recomputation, which runs in the backward pass."""
-CALLER = f"{LAYER}._forward_mlp"
-CALLER_OF_DEV = f"{LAYER}._forward_mlp_output_with_bias"
-"""Calls the method and then the MoE layer."""
 PARAMS = "megatron.core.packed_seq_params"
 IN_THE_SHARD = "counted-in-the-shard"
 IN_THE_SHARD_OF_DEV = "counted-in-the-shard-before-the-bias"

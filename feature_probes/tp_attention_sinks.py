@@ -19,8 +19,6 @@ from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
 CLASSES = ("SelfAttention", "CrossAttention")
-BASE = "Attention.__init__"
-"""The constructor of both classes' base, which makes the core."""
 TARGET = Target("megatron-core", "megatron.core.transformer.attention", f"{CLASSES[0]}.__init__")
 LATENT_CLASS = "MultiLatentAttention"
 LATENT_CONSTRUCTOR = f"{LATENT_CLASS}.__init__"

@@ -21,13 +21,6 @@ TARGET = Target(distribution="megatron-core", module="megatron.core.distributed.
 BY_NAME, OLD_BY_NAME = "summed-by-name", "layer-norms-summed-by-name"
 
 ATTENTION, ATTENTION_CLASS = "megatron.core.transformer.multi_latent_attention", "MLASelfAttention"
-NET = "megatron.core.ssm.gated_delta_net"
-NETS = {f"{NET}.common": "_GDNBase", NET: "GatedDeltaNet"}
-"""Where the class is that makes and uses the output norm: since 0.19.0, and up to 0.18.2."""
-QUERIES, QUERY_NORM, OUTPUT_NORM = "get_query_key_value_tensors", "q_layernorm", "out_norm"
-GATED_NORM = "_apply_gated_norm"
-NAMES = (QUERY_NORM, "k_layernorm")
-"""What is summed by its name."""
 
 
 def probe(tree: SourceTree) -> Finding:

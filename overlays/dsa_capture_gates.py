@@ -31,6 +31,11 @@ from megacpp_overlays.runtime import dynamo, graph_capture
 from megacpp_overlays.runtime.tensor_notes import TensorNotes
 from megacpp_overlays.source.trees import SourceTree
 
+FUSED_LOSS = "_fused_qk_topk_lighting_with_streaming_sparse_kl"
+"""Spring 2026 only: fused indexer and loss in one; None says that it declines."""
+SINGLE_FILE = {name: f"_{name}" for name in (feature.POSITIONS, feature.BOUNDS, feature.MASK)}
+"""Names in the single file of spring 2026."""
+
 _contiguous: TensorNotes[bool] = TensorNotes()
 """Masks and key positions that were contiguous when their builder returned them."""
 
@@ -265,19 +270,19 @@ def _lengths_witness(module: ModuleType) -> Observation:
 def _dsa_witness(module: ModuleType) -> Observation:
     if hasattr(module, feature.LENGTHS):
         return _lengths_witness(module)
-    positions = _positions_case(module, feature.SINGLE_FILE[feature.POSITIONS])
-    if not positions.broken or not hasattr(module, feature.SINGLE_FILE[feature.BOUNDS]):
+    positions = _positions_case(module, SINGLE_FILE[feature.POSITIONS])
+    if not positions.broken or not hasattr(module, SINGLE_FILE[feature.BOUNDS]):
         return positions
-    return _bounds_witness(module, feature.SINGLE_FILE[feature.BOUNDS], feature.SINGLE_FILE[feature.MASK])
+    return _bounds_witness(module, SINGLE_FILE[feature.BOUNDS], SINGLE_FILE[feature.MASK])
 
 
 def _dsa_self_test(module: ModuleType) -> Observation:
     if hasattr(module, feature.LENGTHS):
         return _lengths_case(module)
-    positions = _positions_case(module, feature.SINGLE_FILE[feature.POSITIONS])
-    if positions.broken or not hasattr(module, feature.SINGLE_FILE[feature.BOUNDS]):
+    positions = _positions_case(module, SINGLE_FILE[feature.POSITIONS])
+    if positions.broken or not hasattr(module, SINGLE_FILE[feature.BOUNDS]):
         return positions
-    bounds = _bounds_self_test(module, feature.SINGLE_FILE[feature.BOUNDS], feature.SINGLE_FILE[feature.MASK])
+    bounds = _bounds_self_test(module, SINGLE_FILE[feature.BOUNDS], SINGLE_FILE[feature.MASK])
     return bounds if bounds.broken else _fused_loss_case(module, bounds)
 
 
@@ -287,10 +292,10 @@ def _fused_loss_case(module: ModuleType, so_far: Observation) -> Observation:
 
     try:
         with graph_capture.rehearsal():
-            declines = getattr(module, feature.FUSED_LOSS)(q=torch.empty(0, device="cpu")) is None
+            declines = getattr(module, FUSED_LOSS)(q=torch.empty(0, device="cpu")) is None
     except TypeError as error:
-        return Observation(broken=True, seen=f"{feature.FUSED_LOSS} in a rehearsal: {error}")
-    return so_far if declines else Observation(broken=True, seen=f"{feature.FUSED_LOSS} does not decline")
+        return Observation(broken=True, seen=f"{FUSED_LOSS} in a rehearsal: {error}")
+    return so_far if declines else Observation(broken=True, seen=f"{FUSED_LOSS} does not decline")
 
 
 def _part(
@@ -330,7 +335,7 @@ def _part(
     )
 
 
-_SINGLE_POSITIONS = Replacement(symbol=feature.SINGLE_FILE[feature.POSITIONS], make=_make_positions)
+_SINGLE_POSITIONS = Replacement(symbol=SINGLE_FILE[feature.POSITIONS], make=_make_positions)
 
 PARTS = (
     _part(
@@ -341,9 +346,9 @@ PARTS = (
             feature.SINGLE: (_SINGLE_POSITIONS,),
             feature.SINGLE_FUSED: (
                 _SINGLE_POSITIONS,
-                Replacement(symbol=feature.SINGLE_FILE[feature.MASK], make=_make_mask),
-                Replacement(symbol=feature.SINGLE_FILE[feature.BOUNDS], make=_make_bounds),
-                Replacement(symbol=feature.FUSED_LOSS, make=_make_fused_loss),
+                Replacement(symbol=SINGLE_FILE[feature.MASK], make=_make_mask),
+                Replacement(symbol=SINGLE_FILE[feature.BOUNDS], make=_make_bounds),
+                Replacement(symbol=FUSED_LOSS, make=_make_fused_loss),
             ),
         },
         _dsa_witness,

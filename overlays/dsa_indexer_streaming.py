@@ -47,8 +47,15 @@ from megacpp_overlays.feature_probes import dsa_indexer_streaming as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread, variable_for
 from megacpp_overlays.runtime.large_results import watch, wave
 
+METHOD = f"DSAIndexer.{feature.SCORES}"
+BACKWARD = "bwd_fused_indexer_loss_naive"
+LOSS = "compute_dsa_indexer_loss"
+TOP_K = "fused_qk_topk_naive"
+FUSED_LOSS = "FusedDSAIndexerLoss"
+"""The autograd function of the loss."""
+
 _ID = "dsa-indexer-streaming"
-_ADVICE = f"{feature.BACKWARD} is not what {_ID} knows; {variable_for(_ID)}=off leaves it to upstream"
+_ADVICE = f"{BACKWARD} is not what {_ID} knows; {variable_for(_ID)}=off leaves it to upstream"
 
 
 def _make_method(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
@@ -215,7 +222,7 @@ def _cases(module: ModuleType, inputs: list[Any], large: list[str]) -> Iterator[
 
     from megacpp_overlays.kernels.index_scores import reference
 
-    backward = getattr(module, feature.BACKWARD, None)
+    backward = getattr(module, BACKWARD, None)
     method = None if hasattr(module, feature.SCORES) else vars(module.DSAIndexer)[feature.SCORES]
     compute = getattr(module, feature.SCORES) if method is None else functools.partial(method, None)
     wide = [each.double() for each in inputs]
@@ -233,14 +240,14 @@ def _cases(module: ModuleType, inputs: list[Any], large: list[str]) -> Iterator[
             above = (torch.softmax(expected + mask, dim=-1) - target) * factor
             with watch(_BOUND, large):
                 manual = backward(*inputs, **loss, **option)
-            yield f"{feature.BACKWARD}{option or ''}", manual, reference.gradients(above, *wide, **option)
-    if (divergence := getattr(module, feature.LOSS, None)) is not None and backward is not None:
+            yield f"{BACKWARD}{option or ''}", manual, reference.gradients(above, *wide, **option)
+    if (divergence := getattr(module, LOSS, None)) is not None and backward is not None:
         given = {name: value for name, value in loss.items() if name != "grad_loss"}
         with watch(_BOUND, large):
             value = divergence((expected + mask).float(), **given)
         terms = target * (target.clamp_min(1e-30).log() - torch.log_softmax(expected + mask, dim=-1))
         mean = torch.where(mask == 0, terms, 0.0).sum() * loss["loss_coeff"] / (_BATCH * _QUERIES)
-        yield feature.LOSS, [value], [mean]
+        yield LOSS, [value], [mean]
 
 
 def _loss() -> tuple[dict[str, Any], Any, Any, float]:
@@ -289,36 +296,36 @@ def _said(large: list[str]) -> str:
     )
 
 
-_BACKWARD = Replacement(symbol=feature.BACKWARD, make=_make_backward)
+_BACKWARD = Replacement(symbol=BACKWARD, make=_make_backward)
 _SCORES = Replacement(symbol=feature.SCORES, make=_make_scores)
 _SCORES_WITH_OPTIONAL_RELU = Replacement(symbol=feature.SCORES, make=_make_scores_with_optional_relu)
 _WITH_LOSS = {
     feature.SOFTENED_LOSS: (
         _SCORES,
-        Replacement(symbol=feature.LOSS, make=_make_softened_loss),
-        Replacement(symbol=feature.BACKWARD, make=_make_softened_backward),
+        Replacement(symbol=LOSS, make=_make_softened_loss),
+        Replacement(symbol=BACKWARD, make=_make_softened_backward),
     ),
     feature.EXACT_LOSS: (
         _SCORES_WITH_OPTIONAL_RELU,
-        Replacement(symbol=feature.LOSS, make=_make_exact_loss),
-        Replacement(symbol=feature.BACKWARD, make=_make_exact_backward),
+        Replacement(symbol=LOSS, make=_make_exact_loss),
+        Replacement(symbol=BACKWARD, make=_make_exact_backward),
     ),
     feature.EXACT_LOSS_EXTERNAL_MASS: (
         _SCORES_WITH_OPTIONAL_RELU,
-        Replacement(symbol=feature.LOSS, make=_make_exact_loss_external_mass),
-        Replacement(symbol=feature.BACKWARD, make=_make_exact_backward_external_mass),
+        Replacement(symbol=LOSS, make=_make_exact_loss_external_mass),
+        Replacement(symbol=BACKWARD, make=_make_exact_backward_external_mass),
     ),
 }
 _OVER_CHOSEN_KEYS = {
     feature.EXACT_LOSS: (
-        Replacement(symbol=f"{feature.FUSED_LOSS}.forward", make=_make_chosen_forward),
-        Replacement(symbol=f"{feature.FUSED_LOSS}.backward", make=_make_chosen_backward),
+        Replacement(symbol=f"{FUSED_LOSS}.forward", make=_make_chosen_forward),
+        Replacement(symbol=f"{FUSED_LOSS}.backward", make=_make_chosen_backward),
     ),
 }
 """What has a sparse loss look at chosen keys alone."""
-_MARKED_TOP_K = Replacement(symbol=feature.TOP_K, make=_make_marked_top_k)
+_MARKED_TOP_K = Replacement(symbol=TOP_K, make=_make_marked_top_k)
 _TOP_K = {
-    feature.SOFTENED_LOSS: Replacement(symbol=feature.TOP_K, make=_make_top_k),
+    feature.SOFTENED_LOSS: Replacement(symbol=TOP_K, make=_make_top_k),
     feature.EXACT_LOSS: _MARKED_TOP_K,
     feature.EXACT_LOSS_EXTERNAL_MASS: _MARKED_TOP_K,
 }
@@ -332,7 +339,7 @@ OVERLAY = Overlay(
     target=feature.TARGET,
     probe=feature.probe,
     replacements={
-        feature.FOUR_AXIS_METHOD: (Replacement(symbol=feature.METHOD, make=_make_method),),
+        feature.FOUR_AXIS_METHOD: (Replacement(symbol=METHOD, make=_make_method),),
         feature.FOUR_AXIS: (_SCORES, _BACKWARD),
         feature.FOUR_AXIS_OPTIONAL_RELU: (_SCORES_WITH_OPTIONAL_RELU, _BACKWARD),
         **{OTHER_TOP_K[shape]: seams for shape, seams in _WITH_LOSS.items()},

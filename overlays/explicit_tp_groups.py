@@ -284,7 +284,7 @@ def _part(
     )
 
 
-_LATENT = {feature.FORWARD: _running}
+_LATENT = {"MultiLatentAttention.forward": _running}
 """Where latents are gathered `mla-rope-key-gradient` has a seam of its own."""
 _SAVES = (feature.DEFAULT, feature.CHECKPOINT)
 """Parts without which the group that a saving layer notes is not used, or not used when what it saved is gathered."""

@@ -18,6 +18,9 @@ from typing import Any
 from megacpp_overlays.feature_probes import fsdp_lone_rank_gradients as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
 
+SHARDED = frozenset({"optim_grads", "optim_grads_params"})
+"""Strategies under which each microbatch's gradients are reduced."""
+
 
 class _OfOneRank(float):
     """Factor of gradients that one rank reduces."""
@@ -27,10 +30,7 @@ def _make_buffers(original: Callable[..., None], _module: ModuleType) -> Callabl
     def _init_each_parameter_group_buffers(self: Any, *arguments: Any, **more: Any) -> None:
         original(self, *arguments, **more)
         settings = self.ddp_config
-        if (
-            settings.data_parallel_sharding_strategy in feature.SHARDED
-            and settings.outer_dp_sharding_strategy == "no_shard"
-        ):
+        if settings.data_parallel_sharding_strategy in SHARDED and settings.outer_dp_sharding_strategy == "no_shard":
             for group in self.parameter_groups:
                 _shard(group.main_grad_buffer)
 

@@ -27,6 +27,11 @@ from megacpp_overlays.feature_probes import mamba3_mimo_gqa_backward as feature
 from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Target, Thread
 from megacpp_overlays.source.trees import SourceTree
 
+FACTORIES = ("mamba_mimo_bwd_fwd", "mamba_mimo_bwd_bwd")
+"""What makes the two kernels, in both modules."""
+REDUCE = "reduce_grouped_qk_grads_and_bias_triton"
+"""The function that main sums gradients of groups with."""
+
 _rehearsed: ContextVar[Mapping[str, Any]] = ContextVar("mamba3_mimo_rehearsed", default=MappingProxyType({}))
 """Names that a self-test puts in the place of upstream's kernels, which need a GPU; for its own calls alone."""
 
@@ -78,7 +83,7 @@ def _launching(names: Mapping[str, Any], stand_ins: list[Any], tensors: tuple[An
 
         return make_kernel
 
-    return {name: swapping(names[name]) for name in feature.FACTORIES}
+    return {name: swapping(names[name]) for name in FACTORIES}
 
 
 # The witness and the self-test run upstream's host code on the CPU, with kernels of our own
@@ -105,7 +110,7 @@ class _Rehearsal:
                 ("bwd_dadt_fused_triton", lambda *_: 0.0),
             )
         }
-        forward, backward = feature.FACTORIES
+        forward, backward = FACTORIES
         self.names = {
             forward: lambda *_: self._remember,
             backward: lambda *_: self._write,
@@ -146,8 +151,8 @@ def _witness(symbol: str) -> Callable[[ModuleType], Observation]:
         """Ask for one group, two and four of four heads: only the second raises, and the others are what is known."""
         import torch
 
-        if feature.REDUCE in vars(module)[symbol].__code__.co_names:  # main's host code, whose sums are a kernel
-            return Observation(broken=False, seen=f"sums with {feature.REDUCE}, which is not rehearsed without a GPU")
+        if REDUCE in vars(module)[symbol].__code__.co_names:  # main's host code, whose sums are a kernel
+            return Observation(broken=False, seen=f"sums with {REDUCE}, which is not rehearsed without a GPU")
         said = {}
         with torch.inference_mode(mode=False), torch.no_grad():
             for groups in (1, _GROUPS, _HEADS):

@@ -31,6 +31,10 @@ from megacpp_overlays.model import Observation, Overlay, Replacement, Target, Th
 from megacpp_overlays.runtime.in_this_thread import Instead, answer
 from megacpp_overlays.runtime.overrides import reaches
 
+CALLER = f"{feature.LAYER}._forward_mlp"
+CALLER_OF_DEV = f"{feature.LAYER}._forward_mlp_output_with_bias"
+"""Calls the method and then the MoE layer."""
+
 _KNOWS = "__megacpp_knows_shares__"
 """Attribute of the seams that take shares: of a router's loss, and of an MoE layer's forward pass."""
 
@@ -224,7 +228,7 @@ def observe(module: ModuleType) -> Observation:
 def _call_of(module: ModuleType) -> Callable[..., Any]:
     """Return the method that calls an MLP."""
     layer = getattr(module, feature.LAYER)
-    of_dev = feature.CALLER_OF_DEV.rpartition(".")[2]
+    of_dev = CALLER_OF_DEV.rpartition(".")[2]
     call: Callable[..., Any] = getattr(layer, of_dev, None) or layer._forward_mlp  # noqa: SLF001 - it is what is replaced
     return call
 
@@ -458,8 +462,8 @@ PARTS = (
         feature.TARGET,
         feature.probe,
         {
-            feature.IN_THE_SHARD: (_UNFLATTEN, Replacement(symbol=feature.CALLER, make=_make_caller)),
-            feature.IN_THE_SHARD_OF_DEV: (_UNFLATTEN, Replacement(symbol=feature.CALLER_OF_DEV, make=_make_caller)),
+            feature.IN_THE_SHARD: (_UNFLATTEN, Replacement(symbol=CALLER, make=_make_caller)),
+            feature.IN_THE_SHARD_OF_DEV: (_UNFLATTEN, Replacement(symbol=CALLER_OF_DEV, make=_make_caller)),
         },
         observe,
         feature.ROUTER_TARGET,

@@ -20,6 +20,9 @@ from megacpp_overlays.feature_probes import tp_attention_sinks as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Target, Thread
 from megacpp_overlays.runtime.in_this_thread import answer
 
+BASE = "Attention.__init__"
+"""The constructor of both classes' base, which makes the core."""
+
 _SHARE = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
 
 
@@ -186,7 +189,7 @@ def _overlay(target: Target, probe: Callable[..., Any], symbol: str, watch: Call
 
 
 PARTS = (
-    _overlay(feature.TARGET, feature.probe, feature.BASE, observe),
+    _overlay(feature.TARGET, feature.probe, BASE, observe),
     _overlay(feature.LATENT_TARGET, feature.probe_latent, feature.LATENT_CONSTRUCTOR, observe_latent),
 )
 OVERLAY, LATENT = PARTS

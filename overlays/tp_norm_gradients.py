@@ -25,7 +25,15 @@ from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
 from megacpp_overlays.runtime.in_this_thread import Instead, answer
 from megacpp_overlays.runtime.overrides import reaches
 
-_SUMMED, _NOT_SUMMED = feature.NAMES[0], ""
+NET = "megatron.core.ssm.gated_delta_net"
+NETS = {f"{NET}.common": "_GDNBase", NET: "GatedDeltaNet"}
+"""Where the class is that makes and uses the output norm: since 0.19.0, and up to 0.18.2."""
+QUERIES, QUERY_NORM, OUTPUT_NORM = "get_query_key_value_tensors", "q_layernorm", "out_norm"
+GATED_NORM = "_apply_gated_norm"
+NAMES = (QUERY_NORM, "k_layernorm")
+"""What is summed by its name."""
+
+_SUMMED, _NOT_SUMMED = NAMES[0], ""
 """Names by which upstream chooses."""
 
 
@@ -57,7 +65,7 @@ class _Named:
         asked: Callable[[Any, str], Any] = self._module.get_attr_wrapped_model
         whole, parts = _gradients(asked(self._chunk, "modules")())
         for name, parameter in asked(self._chunk, "named_parameters")():
-            is_named = self._config.qk_layernorm and any(each in name for each in feature.NAMES)
+            is_named = self._config.qk_layernorm and any(each in name for each in NAMES)
             is_summed = id(parameter) in parts or (is_named and id(parameter) not in whole)
             yield (_SUMMED if is_summed else _NOT_SUMMED), parameter
 
@@ -78,11 +86,11 @@ def _gradients(modules: Any) -> tuple[set[int], set[int]]:
     """Return the ids of norms' parameters of which each rank has the whole gradient, and of those of which it has a part."""
     whole, parts = set[int](), set[int]()
     for each in modules:
-        if _is(each, {feature.ATTENTION: feature.ATTENTION_CLASS}, feature.QUERIES):
+        if _is(each, {feature.ATTENTION: feature.ATTENTION_CLASS}, QUERIES):
             if not each.config.sequence_parallel:
-                whole |= _parameters(each, feature.QUERY_NORM)
-        elif _is(each, feature.NETS, feature.GATED_NORM) and each.tp_size > 1:
-            parts |= _parameters(each, feature.OUTPUT_NORM)
+                whole |= _parameters(each, QUERY_NORM)
+        elif _is(each, NETS, GATED_NORM) and each.tp_size > 1:
+            parts |= _parameters(each, OUTPUT_NORM)
     return whole, parts
 
 
@@ -110,9 +118,9 @@ def observe(module: ModuleType) -> Observation:
     """
     is_old = not hasattr(module, feature.FUNCTION)
     layers = {
-        "latent queries": (feature.ATTENTION, feature.ATTENTION_CLASS, feature.QUERIES, feature.QUERY_NORM),
-        "queries of heads": ("any", "SelfAttention", feature.QUERIES, feature.QUERY_NORM),
-        "outputs": (feature.NET, feature.NETS[feature.NET], feature.GATED_NORM, feature.OUTPUT_NORM),
+        "latent queries": (feature.ATTENTION, feature.ATTENTION_CLASS, QUERIES, QUERY_NORM),
+        "queries of heads": ("any", "SelfAttention", QUERIES, QUERY_NORM),
+        "outputs": (NET, NETS[NET], GATED_NORM, OUTPUT_NORM),
     }
     right = {"latent queries": False, "queries of heads": True, "outputs": True}
     if is_old:
@@ -133,7 +141,7 @@ def _layer(found_in: str, name: str, method: str, norm: str) -> Any:
     held.register_parameter("weight", weight)
     made.add_module(norm, held)
     made.tp_size, made.ddp_config = 2, SimpleNamespace(use_megatron_fsdp=False, use_custom_fsdp=False)
-    made.config = SimpleNamespace(sequence_parallel=False, qk_layernorm=norm == feature.QUERY_NORM)
+    made.config = SimpleNamespace(sequence_parallel=False, qk_layernorm=norm == QUERY_NORM)
     return made
 
 

@@ -3,9 +3,10 @@
 The client is `repro.forked`. DESCRIPTOR is one end of a socket pair. First the server writes a line, which is empty where it can
 serve and says why not otherwise. Then each byte that the client sends has a socket with it, of which the server reads one job as a
 line of JSON, and to which it writes the exit code of that process. A job whose socket is closed early is killed with its process
-group; the server ends with its own socket, however the client ends.
+group; the server ends with its own socket, however the client ends. A job may also be modules to import: then the copy imports them as
+far as they can be, and is a server itself, of which that socket is the control.
 
-The file is run by its path and imports nothing of this package, whose import arms a process.
+The file is run by its path and imports nothing of this package, whose import arms a process, unless a job asks for it.
 """
 
 from __future__ import annotations
@@ -30,9 +31,8 @@ EAGER = "eager"
 """Among the modules: what upstream gives to `torch.compile` runs as it is written."""
 
 
-def serve(control: socket.socket, modules: Sequence[str]) -> None:
-    """Import modules, then fork for each socket that arrives, until the client is gone."""
-    problem = _prepare(modules)
+def serve(control: socket.socket, problem: str) -> None:
+    """Write why this process cannot be copied, or nothing; where it can be, fork for each socket that arrives until the client is gone."""
     gc.collect()  # otherwise the first full collection of each copy goes through what was imported here
     control.sendall(f"{problem}\n".encode())
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are not waited for
@@ -57,9 +57,19 @@ def _prepare(modules: Sequence[str]) -> str:
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
     if PACKAGE in sys.modules:
         return f"{PACKAGE} is imported at the start of this Python, with the settings of that moment"
-    if threading.active_count() > 1:
-        return "there are threads, which no copy has"
-    return ""
+    return _threads()
+
+
+def _load(names: Sequence[str]) -> str:
+    """Import modules as far as they can be; return why this process cannot be copied afterwards, or nothing."""
+    for name in names:
+        with contextlib.suppress(Exception):  # a case that needs it says more
+            importlib.import_module(name)
+    return _threads()
+
+
+def _threads() -> str:
+    return "there are threads, which no copy has" if threading.active_count() > 1 else ""
 
 
 def _import(name: str) -> None:
@@ -76,6 +86,10 @@ def _keep(connection: socket.socket) -> NoReturn:
         job = json.loads(lines.readline() or "null")
     if job is None:
         os._exit(0)
+    if "modules" in job:
+        _set_environment(job)
+        serve(connection, _load(job["modules"]))
+        os._exit(0)
     pid = os.fork()
     if pid == 0:
         connection.close()
@@ -91,6 +105,11 @@ def _keep(connection: socket.socket) -> NoReturn:
     os._exit(0)
 
 
+def _set_environment(job: dict[str, Any]) -> None:
+    os.environ.clear()
+    os.environ.update(job["environment"])
+
+
 def _become(job: dict[str, Any]) -> NoReturn:
     """Run the module of a job as `python -m` does, to the end of this process."""
     code = 1
@@ -101,8 +120,7 @@ def _become(job: dict[str, Any]) -> NoReturn:
         for stream, descriptor in enumerate((nothing, output, output)):
             os.dup2(descriptor, stream)
         os.chdir(job["folder"])
-        os.environ.clear()
-        os.environ.update(job["environment"])
+        _set_environment(job)
         sys.path.insert(0, job["folder"])
         sys.argv = job["words"]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
@@ -119,4 +137,4 @@ def _become(job: dict[str, Any]) -> NoReturn:
 
 if __name__ == "__main__":
     del sys.path[0]  # the folder of this file, whose modules are of this package
-    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    serve(socket.socket(fileno=int(sys.argv[1])), _prepare(sys.argv[2:]))

@@ -1,12 +1,13 @@
 """Processes of cases that are copies of one which has imported torch: half of what a small case costs is that import.
 
-A copy has the variables, the folder and the output of its job, and nothing of this package is imported before. Where no GPU is seen
-it runs eagerly: what `torch.compile` makes on a CPU is the same but for rounding, and costs a C++ compiler up to a minute.
+A copy has the variables, the folder and the output of its job, and nothing of this package or of a target is imported before, unless the
+job names it. Where no GPU is seen it runs eagerly: what `torch.compile` makes on a CPU is the same but for rounding, and costs a C++ compiler up to a minute.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -17,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+import megacpp_overlays
 from megacpp_overlays import variables
 from megacpp_overlays.repro import fork_server, process_group
 
@@ -46,7 +48,7 @@ class ForkServers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._servers: dict[frozenset[tuple[str, str]], _ForkServer] = {}
+        self._servers: dict[tuple[frozenset[tuple[str, str]], tuple[str, ...]], _ForkServer] = {}
 
     def __enter__(self) -> ForkServers:
         return self
@@ -65,10 +67,11 @@ class ForkServers:
         environment: Mapping[str, str],
         output: Path,
         timeout: float,
+        loaded: Sequence[str] = (),
     ) -> str | None:
         """Run a module to its end in a copy of a server; return in words how it ended, or None when it ended well.
 
-        Where this system, or this environment, has no process that can be copied, a Python is started.
+        Where nothing that has `loaded` can be copied, a copy has torch alone; where nothing can be, a Python is started.
 
         Args:
             words: a module, and its arguments.
@@ -76,21 +79,32 @@ class ForkServers:
             environment: all of its variables.
             output: the file that gets what it writes.
             timeout: seconds after which it is ended.
+            loaded: modules that were imported before as far as they can be, in this order. This package among them has armed the
+                process with the variables of the job.
         """
-        server = self._server(environment)
-        if server is not None and server.problem is None:
-            return server.run(words, folder, environment, output, timeout)
+        for modules in dict.fromkeys(((*loaded,), ())):
+            server = self._server(environment, modules)
+            if server is not None and server.problem is None:
+                return server.run(words, folder, environment, output, timeout)
         return run_anew(words, folder=folder, environment=environment, output=output, timeout=timeout)
 
-    def _server(self, environment: Mapping[str, str]) -> _ForkServer | None:
+    def prepare(self, *, environment: Mapping[str, str], loaded: Sequence[str]) -> None:
+        """Start the server that copies with these modules come from, unless it was started; see `run`."""
+        self._server(environment, (*loaded,))
+
+    def _server(self, environment: Mapping[str, str], loaded: tuple[str, ...]) -> _ForkServer | None:
+        """Return the server for an environment, which may be starting; None where this system has none."""
         if not hasattr(os, "pidfd_open"):
             return None
-        inherited = {name: value for name, value in environment.items() if not variables.is_ours(name)}
-        key = frozenset(inherited.items())
+        base = self._server(environment, ()) if loaded else None
+        if base is not None and base.problem is not None:
+            return None
+        is_armed = megacpp_overlays.__name__ in loaded
+        inherited = {name: value for name, value in environment.items() if is_armed or not variables.is_ours(name)}
+        key = frozenset(inherited.items()), loaded
         with self._lock:
             if key not in self._servers:
-                modules = MODULES_ON_CPU if NO_GPU.items() <= inherited.items() else MODULES
-                self._servers[key] = _ForkServer(inherited, modules)
+                self._servers[key] = base.copy(inherited, loaded) if base else _StartedForkServer(inherited)
             return self._servers[key]
 
 
@@ -104,35 +118,31 @@ def run_anew(
 
 
 class _ForkServer:
-    """A running fork server."""
+    """A fork server, which may still import its modules."""
 
-    def __init__(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(  # noqa: S603 - an interpreter, and a file of ours
-                [sys.executable, fork_server.__file__, str(theirs.fileno()), *modules],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
+    def __init__(self, control: socket.socket) -> None:
+        self._socket = control
+        self._starting = threading.Lock()
+
+    @functools.cached_property
+    def _said(self) -> str:
         with self._socket.makefile("r") as lines:
-            said = lines.readline()
-        self.problem = said.strip() or None if said.endswith("\n") else "it ended while it imported torch"
-        """Why no process can be copied, or None."""
+            return lines.readline()
+
+    @property
+    def problem(self) -> str | None:
+        """Why no process can be copied, or None; waits until the server knows."""
+        with self._starting:
+            said = self._said
+        return said.strip() or None if said.endswith("\n") else "it ended while it imported torch"
 
     def run(
         self, words: Sequence[str], folder: Path, environment: Mapping[str, str], output: Path, timeout: float
     ) -> str | None:
         """Run a module in a copy; see `ForkServers.run`."""
-        job = {"words": [*words], "folder": str(folder), "environment": {**environment}, "output": str(output)}
-        ours, theirs = socket.socketpair()
-        with ours:
-            with theirs:
-                socket.send_fds(self._socket, [b"+"], [theirs.fileno()])
-            ours.sendall(f"{json.dumps(job)}\n".encode())
+        with self._begin(
+            {"words": [*words], "folder": str(folder), "environment": {**environment}, "output": str(output)}
+        ) as ours:
             ours.settimeout(timeout)
             try:
                 said = ours.recv(64)
@@ -143,9 +153,44 @@ class _ForkServer:
                 return process_group.too_long(timeout)
         return process_group.in_words(int(said)) if said else "was lost with the process that it is a copy of"
 
+    def copy(self, environment: Mapping[str, str], modules: Sequence[str]) -> _ForkServer:
+        """Return a server that is a copy of this one and imports modules, as far as they can be."""
+        return _ForkServer(self._begin({"modules": [*modules], "environment": {**environment}}))
+
+    def _begin(self, job: Mapping[str, object]) -> socket.socket:
+        """Return a socket of a copy that was given a job."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._socket, [b"+"], [theirs.fileno()])
+        ours.sendall(f"{json.dumps(job)}\n".encode())
+        return ours
+
     def close(self) -> None:
         """End the server. A copy that still runs ends when its caller closes the connection."""
         self._socket.close()
+
+
+class _StartedForkServer(_ForkServer):
+    """A fork server that is a Python of its own."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        super().__init__(ours)
+        modules = MODULES_ON_CPU if NO_GPU.items() <= environment.items() else MODULES
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603 - an interpreter, and a file of ours
+                [sys.executable, fork_server.__file__, str(theirs.fileno()), *modules],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+
+    def close(self) -> None:
+        """See `_ForkServer.close`; returns when the process has ended."""
+        super().close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         self._process.kill()

@@ -6,6 +6,7 @@ A case whose overlay was retired, a case of a gate and a claim run in one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import sysconfig
@@ -52,6 +53,8 @@ class Job:
     """Seconds for one process."""
     servers: forked.ForkServers | None = None
     """What processes are copies of; without it each is a Python of its own."""
+    loaded: tuple[str, ...] = ()
+    """Modules of upstream that copies of `confirm_case` have imported."""
 
 
 def run(job: Job, transcript: Transcript) -> tuple[stamp.Stamp, int]:
@@ -126,6 +129,48 @@ def run_case(job: Job, case: Case, transcript: Transcript) -> tuple[Conclusion, 
         with_all = process.run({part.variable: Switch.ON.value for part in parts if part.off_by_default})
         transcript.say(f"  with every overlay: {_in_words(with_all)}")
         return (*judge.judge(without, with_all), *_neighbours(job, case, without, with_all, transcript))
+
+
+def confirm_case(job: Job, case: Case, transcript: Transcript) -> tuple[Conclusion, ...]:
+    """Run one case of a job, of which the probe says BROKEN, like `run_case` and in less time where it shows the defect and the repair.
+
+    First it runs in copies of two processes that have imported upstream, one without overlays and one with every overlay. There a
+    case cannot see what an import does, so that counts only where upstream is broken and the seams repair it.
+    """
+    return _confirmed_in_copies(job, case, transcript) or run_case(job, case, transcript)
+
+
+def _confirmed_in_copies(job: Job, case: Case, transcript: Transcript) -> tuple[Conclusion, ...]:
+    """Return what a case earns in copies of processes that have imported upstream; nothing where that does not count."""
+    parts = inventory.parts_of(case, job.overlays)
+    if case.device != CPU or case.environment or case.crash_is_broken or any(part.off_by_default for part in parts):
+        return ()
+    lines: list[str] = []
+    shown = Transcript([], lines.append)
+    shown.say(f"case {case.name} (overlay {case.overlay}): {case.device}, upstream is imported before")
+    with tempfile.TemporaryDirectory(prefix="repro-") as folder:
+        process, armed = _Process(job, case, Path(folder), shown), (megacpp_overlays.__name__, *job.loaded)
+        process.prepare(armed)
+        alone = process.run({MODE: Mode.OFF.value}, loaded=job.loaded)
+        if alone.kind is not RunKind.BROKEN:
+            return ()
+        shown.say(f"  upstream alone: {_in_words(alone)}")
+        with_all = process.run({}, loaded=armed)
+        shown.say(f"  with every overlay: {_in_words(with_all)}")
+    if _shows_failure(found := judge.judge(alone, with_all)):
+        return ()
+    if _shows_failure(_neighbours(job, case, alone, with_all, Transcript([], lambda line: None))):
+        alone = without_case(job, case, shown)  # other overlays may change a neighbour; then both sides have them in
+    found += _neighbours(job, case, alone, with_all, shown)
+    if _shows_failure(found):
+        return ()
+    for line in lines:
+        transcript.say(line)
+    return found
+
+
+def _shows_failure(found: Sequence[Conclusion]) -> bool:
+    return any(each.sentinel is Sentinel.FAILED for each in found)
 
 
 def _neighbours(job: Job, case: Case, without: Run, with_all: Run, transcript: Transcript) -> tuple[Conclusion, ...]:
@@ -203,14 +248,14 @@ class _Process:
         self._folder = folder
         self._transcript = transcript
 
-    def run(self, variables: Mapping[str, str], *, options: Sequence[str] = ()) -> Run:
+    def run(self, variables: Mapping[str, str], *, options: Sequence[str] = (), loaded: Sequence[str] = ()) -> Run:
         """Run the case once, with variables added to its environment, and return what it answered."""
         # A folder of its own: `-m` puts it on the path, and whatever upstream writes goes with it.
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         report, output = folder / "report", folder / "output"
         words = ["megacpp_overlays.repro.child", str(self._job.reproducer.resolve()), self._case.name, str(report)]
         copies = self._job.servers if _PROBE_ONLY not in options else None  # a probe imports no torch
-        run_module = copies.run if copies else forked.run_anew
+        run_module = functools.partial(copies.run, loaded=loaded) if copies else forked.run_anew
         ended = run_module(
             [*words, *options],
             folder=folder,
@@ -226,6 +271,11 @@ class _Process:
             if before_last < _MOST:
                 self._transcript.note(f"    | {line}", show=run.kind is RunKind.FAILED and before_last < _TAIL)
         return run
+
+    def prepare(self, loaded: Sequence[str]) -> None:
+        """Start what copies with these modules come from, before the first of them is needed."""
+        if self._job.servers is not None:
+            self._job.servers.prepare(environment=self._environment(), loaded=loaded)
 
     def _without_names(self, run: Run) -> Run:
         clean = self._transcript.clean

@@ -254,6 +254,7 @@ class _CaseRunner:
         self.reproducer = pack.reproducer
         self._pack, self._every, self._overlays, self._how = pack, every, overlays, how
         self._transcript = Transcript([], how.progress)
+        self._loaded = tuple(sorted({each.target.module for each in overlays if each.installs}))
 
     @classmethod
     def of(cls, overlays: Sequence[Erratum], part: Erratum, how: WitnessOptions) -> _CaseRunner:
@@ -275,11 +276,19 @@ class _CaseRunner:
             return (Conclusion(Sentinel.BLOCKED, runner.NO_DEVICE),)
         lines: list[str] = []
         try:
-            return runner.run_case(self._job(case), case, Transcript([], lines.append))
+            run_case = runner.confirm_case if self._is_broken(case) else runner.run_case
+            return run_case(self._job(case), case, Transcript([], lines.append))
         except PackError as error:
             return (Conclusion(Sentinel.FAILED, str(error)),)
         finally:
             self._how.progress("\n".join(lines))  # cases run beside each other
+
+    def _is_broken(self, case: Case) -> bool:
+        """Return whether probes say BROKEN of what a case is about, and seams may repair it."""
+        parts = [part for part in inventory.parts_of(case, self._overlays) if part.installs]
+        tree = CachedTree(InstalledTree())
+        found = [examine_installed(part, tree, self._how.settings) for part in parts]
+        return judge.verdict_of(found) is Verdict.BROKEN
 
     def verdict(
         self,
@@ -375,6 +384,7 @@ class _CaseRunner:
             command="",
             timeout=self._how.timeout,
             servers=self._how.servers,
+            loaded=self._loaded,
         )
 
 

@@ -56,12 +56,11 @@ def _backward() -> Behaviour:
     what = f"mamba_mimo_bwd_fwd for sm_90a, published with TMA lowering {published}"
     if (refused := _error(tilelang, program, {**named, SWITCH: False})) is None:
         return Behaviour(broken=False, seen=f"{what}: on it compiles")
+    if published == "off":
+        raise TargetAbsent(f"{what}: on it {refused}")
     if (problem := _error(tilelang, program, {**named, SWITCH: True})) is not None:
         raise RuntimeError(f"mamba_mimo_bwd_fwd does not compile with TMA lowering off either: {problem}")
-    seen = f"{what}: off it compiles, on it {refused}"
-    if published == "off":
-        raise TargetAbsent(seen)
-    return Behaviour(broken=True, seen=seen)
+    return Behaviour(broken=True, seen=f"{what}: off it compiles, on it {refused}")
 
 
 def _error(tilelang: Any, program: Any, configuration: dict[str, Any]) -> str | None:

@@ -38,7 +38,7 @@ from warm_python import MEGATRON
 from megacpp_overlays.feature_probes import dsa_capture_gates as feature
 from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.model import Overlay, Verdict
-from megacpp_overlays.overlays.dsa_capture_gates import PARTS
+from megacpp_overlays.overlays.dsa_capture_gates import FUSED_LOSS, PARTS, SINGLE_FILE
 from megacpp_overlays.runtime import graph_capture
 from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
 from megacpp_overlays.source.trees import InstalledTree
@@ -63,7 +63,7 @@ class Gates:
         self.parts = [DSA] if single else [LAYOUT, MASKING]
         self.modules = {part: module_of(tree, part.target.module) for part in self.parts}
         self.shapes = {part: found[part.target.module.rpartition(".")[2]] for part in self.parts}
-        self.names = feature.SINGLE_FILE if single else {name: name for name in feature.SINGLE_FILE}
+        self.names = SINGLE_FILE if single else {name: name for name in SINGLE_FILE}
 
     def __getattr__(self, name: str) -> Any:
         plain = {"positions": feature.POSITIONS, "mask": feature.MASK, "bounds": feature.BOUNDS}[name]
@@ -172,7 +172,7 @@ VOUCHED_FOR = {
         *("normalize_cp_comm_type", "get_packed_qk_cu_seqlens"),
     ),
     "single": (
-        *feature.SINGLE_FILE.values(),
+        *SINGLE_FILE.values(),
         *("_build_causal_mask_from_positions", "_get_cp_positions_from_layout"),
     ),
 }
@@ -428,7 +428,7 @@ def test_the_fused_loss_of_spring_declines_only_in_a_capture() -> None:
     module = module_of(SPRING, DSA.target.module)
     vars(module)["lighting_indexer"] = lambda *given: (torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.int64))
     undo = install(DSA, feature.SINGLE_FUSED, module)
-    fused, arguments = vars(module)[feature.FUSED_LOSS], (torch.ones(1), None, None, 2, None, None, 8)
+    fused, arguments = vars(module)[FUSED_LOSS], (torch.ones(1), None, None, 2, None, None, 8)
 
     assert fused(*arguments, loss_coeff=2.0)[1] == 8
     with graph_capture.rehearsal():
@@ -445,7 +445,7 @@ def test_a_fused_loss_that_begins_with_a_repair_is_asked_outside_of_a_capture_an
     module, asked = module_of(tree, DSA.target.module), list[bool]()
     vars(module).update(needs_repair=lambda: True, repaired=lambda q: asked.append(True) or ("indices", q.sum()))
     undo = install(DSA, feature.SINGLE_FUSED, module)
-    fused, arguments = vars(module)[feature.FUSED_LOSS], (torch.ones(3), None, None, 2, None, None, 8)
+    fused, arguments = vars(module)[FUSED_LOSS], (torch.ones(3), None, None, 2, None, None, 8)
 
     assert not DSA.self_test(module).broken
     assert fused(*arguments)[1] == 3
@@ -460,13 +460,13 @@ def test_the_self_test_asks_the_fused_loss_by_name() -> None:
     text = text_of(DirectoryTree(SPRING), DSA.target.module).replace("_sparse_kl(q, k,", "_sparse_kl(q_indexer, k,")
     module = module_of(EditedTree(DirectoryTree(SPRING), DSA.target.module, text), DSA.target.module)
     undo = install(DSA, feature.SINGLE_FUSED, module)
-    loss = vars(module)[feature.FUSED_LOSS]
+    loss = vars(module)[FUSED_LOSS]
     assert not DSA.self_test(module).broken
 
-    vars(module)[feature.FUSED_LOSS] = loss.__wrapped__
+    vars(module)[FUSED_LOSS] = loss.__wrapped__
     assert DSA.self_test(module).broken
 
-    vars(module)[feature.FUSED_LOSS] = loss
+    vars(module)[FUSED_LOSS] = loss
     undo()
 
 
@@ -513,7 +513,7 @@ from pathlib import Path
 from dsa_source import install, module_of
 from megacpp_overlays.runtime import graph_capture
 from megacpp_overlays.feature_probes import dsa_capture_gates as feature
-from megacpp_overlays.overlays.dsa_capture_gates import PARTS
+from megacpp_overlays.overlays.dsa_capture_gates import FUSED_LOSS, PARTS, SINGLE_FILE
 from megacpp_overlays.source.file_trees import ArchiveTree
 
 def answer(validate, sq, skv):

@@ -45,7 +45,7 @@ from megacpp_overlays.kernels.index_scores import function as index_scores
 from megacpp_overlays.kernels.index_scores import reference as index_scores_reference
 from megacpp_overlays.kernels.top_k import function as top_k
 from megacpp_overlays.model import Verdict
-from megacpp_overlays.overlays.dsa_indexer_streaming import OTHER_TOP_K, OVERLAY
+from megacpp_overlays.overlays.dsa_indexer_streaming import BACKWARD, LOSS, OTHER_TOP_K, OVERLAY, TOP_K
 from megacpp_overlays.runtime import large_results
 from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
 from megacpp_overlays.source.trees import SourceTree
@@ -209,7 +209,7 @@ def test_the_witness_does_not_take_other_maths_for_upstreams(newest: SourceTree,
     source = newest.module(feature.TARGET.module)
     assert source is not None
     module = indexer_of(newest)
-    for name in (feature.SCORES, feature.BACKWARD):
+    for name in (feature.SCORES, BACKWARD):
         text = ast.unparse(source.function(name))  # type: ignore[arg-type]
         exec(compile(f"from __future__ import annotations\n{text.replace(old, new)}", "fork.py", "exec"), vars(module))
 
@@ -228,7 +228,7 @@ def test_the_self_test_notices_wrong_scores_wrong_gradients_and_a_wrong_loss(
         assert "away from the definition" in OVERLAY.self_test(patched).seen
     with monkeypatch.context() as patch:
         patch.setattr(index_scores, "gradients", lambda *args, **kwargs: gradients(*args, **kwargs)[::-1])
-        assert OVERLAY.self_test(patched).broken is hasattr(patched, feature.BACKWARD)
+        assert OVERLAY.self_test(patched).broken is hasattr(patched, BACKWARD)
     with monkeypatch.context() as patch:
         patch.setattr(index_scores, "scores", index_scores_reference.scores)
         assert OVERLAY.self_test(patched).broken
@@ -622,7 +622,7 @@ def test_a_backward_that_does_something_else_is_an_error_with_a_way_out(newest: 
     def bwd_fused_indexer_loss_naive(q: Any, weights: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
         return q.abs(), weights, k
 
-    setattr(module, feature.BACKWARD, bwd_fused_indexer_loss_naive)
+    setattr(module, BACKWARD, bwd_fused_indexer_loss_naive)
     without_loss(newest, module)
 
     with pytest.raises(
@@ -788,12 +788,12 @@ def test_attention_asks_for_no_order_of_the_keys(upstream: ModuleType) -> None:
 def test_a_choice_that_is_not_known_is_left_to_upstream_and_the_rest_is_not(version: str, wheel: Wheel) -> None:
     tree = ArchiveTree(wheel("megatron-core", version))
     module = indexer_of(tree)
-    choice, loss = getattr(module, feature.TOP_K), getattr(module, feature.LOSS)
+    choice, loss = getattr(module, TOP_K), getattr(module, LOSS)
 
     undo = install(OVERLAY, OTHER_TOP_K[shape_of(tree)], module)
 
-    assert getattr(module, feature.TOP_K) is choice
-    assert getattr(module, feature.LOSS) is not loss
+    assert getattr(module, TOP_K) is choice
+    assert getattr(module, LOSS) is not loss
     assert not OVERLAY.self_test(module).broken
     undo()
 

@@ -24,7 +24,7 @@ from megacpp_overlays.kernels.mamba3.grouped_head_reduction import sum_groups
 from megacpp_overlays.kernels.mamba3.mimo_reference import Inputs
 from megacpp_overlays.loader import aliases, seams
 from megacpp_overlays.model import Overlay
-from megacpp_overlays.overlays.mamba3_mimo_gqa_backward import PARTS
+from megacpp_overlays.overlays.mamba3_mimo_gqa_backward import FACTORIES, PARTS
 from megacpp_overlays.runtime import graph_capture
 
 pytestmark = pytest.mark.upstream
@@ -278,7 +278,7 @@ def test_heads_that_are_not_divisible_still_raise(
 ) -> None:
     errors = []
     for entry in (upstream, patched):
-        for name in feature.FACTORIES:  # upstream launches its kernels first, out of bounds
+        for name in FACTORIES:  # upstream launches its kernels first, out of bounds
             monkeypatch.setitem(names_behind(entry, symbol), name, lambda *_: lambda *_: None)
         with pytest.raises(ValueError, match="G value of 3 is not currently supported!") as error:
             backward(entry, symbol, inputs(3, heads=4, sequence=12))
@@ -339,7 +339,7 @@ def test_kernels_are_launched_with_the_very_queries_and_keys(
     patched: ModuleType, symbol: str, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[Any, ...]] = []
-    for name in feature.FACTORIES:
+    for name in FACTORIES:
         monkeypatch.setitem(names_behind(patched, symbol), name, lambda *_: lambda *tensors: seen.append(tensors))
     given = inputs(groups, sequence=12)
 
@@ -369,7 +369,7 @@ def test_a_kernel_that_is_not_launched_with_queries_and_keys_is_refused(
 def test_the_sums_read_nothing_from_the_device(
     patched: ModuleType, symbol: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in feature.FACTORIES:
+    for name in FACTORIES:
         monkeypatch.setitem(names_behind(patched, symbol), name, lambda *_: lambda *_: None)
     given = inputs(2, sequence=12)
 

@@ -14,7 +14,7 @@ from trees import STAND_INS
 from megacpp_overlays.feature_probes import dsa_indexer_streaming as feature
 from megacpp_overlays.loader.probing import examine
 from megacpp_overlays.model import Finding, Verdict
-from megacpp_overlays.overlays.dsa_indexer_streaming import OTHER_TOP_K, OVERLAY
+from megacpp_overlays.overlays.dsa_indexer_streaming import BACKWARD, LOSS, METHOD, OTHER_TOP_K, OVERLAY, TOP_K
 from megacpp_overlays.source import forms
 from megacpp_overlays.source.file_trees import DirectoryTree
 from megacpp_overlays.source.trees import ModuleSource, SourceTree
@@ -71,9 +71,9 @@ def defined(text: str, name: str) -> str:
     ("version", "shape", "builds"),
     [
         ("0.16.1", feature.FOUR_AXIS_METHOD, {feature.SCORES}),
-        ("0.17.0", feature.SOFTENED_LOSS, {feature.SCORES, feature.BACKWARD, feature.LOSS}),
-        ("0.18.2", feature.SOFTENED_LOSS, {feature.SCORES, feature.BACKWARD, feature.LOSS}),
-        ("0.19.2", feature.EXACT_LOSS, {feature.SCORES, feature.BACKWARD, feature.LOSS}),
+        ("0.17.0", feature.SOFTENED_LOSS, {feature.SCORES, BACKWARD, LOSS}),
+        ("0.18.2", feature.SOFTENED_LOSS, {feature.SCORES, BACKWARD, LOSS}),
+        ("0.19.2", feature.EXACT_LOSS, {feature.SCORES, BACKWARD, LOSS}),
     ],
 )
 def test_a_release_is_broken_and_the_evidence_names_what_builds(
@@ -125,12 +125,8 @@ def test_no_release_is_due(release: ParsedOnce) -> None:
 @pytest.mark.parametrize(
     ("version", "symbol"),
     [
-        ("0.16.1", feature.METHOD),
-        *(
-            (version, symbol)
-            for version in ("0.17.0", "0.19.2")
-            for symbol in (feature.SCORES, feature.BACKWARD, feature.LOSS, feature.TOP_K)
-        ),
+        ("0.16.1", METHOD),
+        *((version, symbol) for version in ("0.17.0", "0.19.2") for symbol in (feature.SCORES, BACKWARD, LOSS, TOP_K)),
     ],
 )
 def test_no_statement_of_what_is_replaced_may_change(version: str, symbol: str, wheel: Wheel) -> None:
@@ -247,7 +243,7 @@ def test_dsa_whose_scores_have_moved_is_not_called_absent(release: ParsedOnce) -
 
 
 def test_a_backward_that_is_gone_is_not_recognised(newest: ParsedOnce) -> None:
-    text = text_of(newest, DSA).replace(feature.BACKWARD, "bwd_streaming_indexer_loss")
+    text = text_of(newest, DSA).replace(BACKWARD, "bwd_streaming_indexer_loss")
 
     assert examine(OVERLAY, EditedTree(newest, DSA, text)).verdict is Verdict.UNRECOGNISED
 

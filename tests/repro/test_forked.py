@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -36,13 +36,16 @@ def run(
     folder: Path,
     *arguments: str,
     timeout: float = HANG_S,
+    loaded: Sequence[str] = (),
     **variables: str,
 ) -> tuple[str | None, str]:
     """Return in words how a module with this code ended, and what it wrote."""
     folder.joinpath("job.py").write_text(code)
     output = folder / "output"
     environment = {**ENVIRONMENT, **variables}
-    ended = servers.run(["job", *arguments], folder=folder, environment=environment, output=output, timeout=timeout)
+    ended = servers.run(
+        ["job", *arguments], folder=folder, environment=environment, output=output, timeout=timeout, loaded=loaded
+    )
     return ended, output.read_text()
 
 
@@ -160,6 +163,38 @@ def test_no_target_of_an_overlay_is_imported_before_the_job(servers: ForkServers
     assert targets
 
     assert run(servers, f"import sys\nprint(*({targets!r} & sys.modules.keys()))\n", tmp_path) == (None, "\n")
+
+
+def test_what_a_job_names_is_imported_before_it_as_far_as_it_can_be(servers: ForkServers, tmp_path: Path) -> None:
+    (tmp_path / "broken_here.py").write_text("raise OSError('no driver')")
+    code = "import sys\nprint('wave' in sys.modules, 'broken_here' in sys.modules)\n"
+    environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+
+    assert run(servers, code, tmp_path, loaded=("broken_here", "wave"), **environment) == (None, "True False\n")
+    assert run(servers, code, tmp_path, **environment) == (None, "False False\n")
+
+
+def test_a_copy_that_was_armed_before_has_the_settings_of_its_job(servers: ForkServers, tmp_path: Path) -> None:
+    code = (
+        "import sys\nbefore = 'megacpp_overlays' in sys.modules\nimport megacpp_overlays\n"
+        "print(before, megacpp_overlays.audit().mode)\n"
+    )
+
+    for mode in ("strict", "off"):
+        found = run(servers, code, tmp_path, loaded=("megacpp_overlays",), MEGACPP_OVERLAYS=mode)
+        assert found[0] is None
+        assert found[1].splitlines()[-1] == f"True {mode}"
+
+
+def test_what_starts_a_thread_is_not_imported_before(servers: ForkServers, tmp_path: Path) -> None:
+    (tmp_path / "threaded.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
+    )
+    code = "import sys\nprint('threaded' in sys.modules, 'torch' in sys.modules)\n"
+
+    found = run(servers, code, tmp_path, loaded=("threaded",), PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
+
+    assert found == (None, "False True\n")
 
 
 def test_where_the_start_of_python_arms_each_job_has_a_python_of_its_own(tmp_path: Path) -> None:

@@ -424,6 +424,39 @@ def test_with_all_the_cases_of_what_is_recognised_are_run_too(
     assert made.kept == []
 
 
+SEES_AN_IMPORT = """
+import sys
+if "made_target.layers" in sys.modules:
+    return Behaviour(broken=False, seen="it was imported before")
+return Behaviour(broken=double() != 2, seen=f"double(1) = {double()}")
+"""
+FAILS_LATER = """
+import sys
+if "made_target.layers" in sys.modules and double() == 2:
+    raise RuntimeError("in a copy alone")
+return Behaviour(broken=double() != 2, seen=f"double(1) = {double()}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "in_copies"),
+    [(HONEST, True), (SEES_AN_IMPORT, False), (FAILS_LATER, False)],
+    ids=["the defect and the repair", "no defect", "no repair"],
+)
+def test_a_case_that_needs_an_import_of_its_own_runs_once_more(
+    made: Made, body: str, in_copies: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made.upstream.write(BROKEN_TEXT)
+    made.packs.write(body)
+
+    assert made.witness("--all") == 0
+    said = capsys.readouterr()
+    assert (
+        "as recognised: double-fix | case double: BUG_REPRODUCED: double(1) = 3; case double: FIX_VALIDATED" in said.out
+    )
+    assert ("upstream is imported before" in said.err) is in_copies
+
+
 def test_of_limits_what_is_asked_to_a_distribution(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     made.upstream.write(BROKEN_TEXT)
 
