@@ -11,11 +11,12 @@ Source: https://github.com/NVIDIA/Megatron-LM/pull/5099
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
-_ID = "dsa-branchless-scatter"
 _VARIANT = "megatron.core.transformer.experimental_attention_variant"
 DSA = Target(distribution="megatron-core", module=f"{_VARIANT}.dsa", symbol="_scatter_topk_into_index_mask")
 MASKING = Target(distribution="megatron-core", module=f"{_VARIANT}.dsa_masking", symbol="scatter_topk_into_index_mask")
@@ -23,15 +24,10 @@ MASKING = Target(distribution="megatron-core", module=f"{_VARIANT}.dsa_masking",
 BRANCHY = "branch-on-sentinels"
 
 
-def probe_dsa(tree: SourceTree) -> Finding:
-    """Return whether the scatter of a single-file DSA reads from the host."""
-    return _probe(DSA, tree)
+def _probe_of(target: Target) -> Callable[[SourceTree], Finding]:
+    """Return the probe of a scatter that reads from the host: that of a single-file DSA, or of one with a masking module."""
+    without = {f"{target.module}:{target.symbol}": f"defines no {target.symbol}"}
+    return lambda tree: forms.finding("dsa-branchless-scatter", target, tree, without)
 
 
-def probe_masking(tree: SourceTree) -> Finding:
-    """Return whether the scatter of a DSA with a masking module reads from the host."""
-    return _probe(MASKING, tree)
-
-
-def _probe(target: Target, tree: SourceTree) -> Finding:
-    return forms.finding(_ID, target, tree, {f"{target.module}:{target.symbol}": f"defines no {target.symbol}"})
+probe_dsa, probe_masking = _probe_of(DSA), _probe_of(MASKING)

@@ -12,6 +12,8 @@ Source: https://github.com/NVIDIA/Megatron-LM/pull/5099
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
@@ -34,16 +36,11 @@ SINGLE = "single-file"
 SINGLE_FUSED = "single-file-with-fused-indexer"
 
 
-def probe_layout(tree: SourceTree) -> Finding:
-    """Return whether position ids on the GPU are compared on the host."""
-    return forms.finding(_ID, LAYOUT_TARGET, tree, {f"{LAYOUT_TARGET.module}:{POSITIONS}": f"defines no {POSITIONS}"})
+def _probe_of(target: Target, *needed: str) -> Callable[[SourceTree], Finding]:
+    """Return the probe of what is read on the host: position ids, masks with key positions, or lengths of context-parallel ranks."""
+    without = {f"{target.module}:{name}": f"defines no {name}" for name in needed}
+    return lambda tree: forms.finding(_ID, target, tree, without)
 
 
-def probe_masking(tree: SourceTree) -> Finding:
-    """Return whether masks and key positions are compared on the host."""
-    return forms.finding(_ID, MASKING_TARGET, tree, {f"{MASKING_TARGET.module}:{BOUNDS}": f"defines no {BOUNDS}"})
-
-
-def probe_dsa(tree: SourceTree) -> Finding:
-    """Return whether sequence lengths of context-parallel ranks are read on the host."""
-    return forms.finding(_ID, DSA_TARGET, tree)
+probe_layout, probe_masking = _probe_of(LAYOUT_TARGET, POSITIONS), _probe_of(MASKING_TARGET, BOUNDS)
+probe_dsa = _probe_of(DSA_TARGET)

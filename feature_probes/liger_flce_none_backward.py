@@ -18,7 +18,6 @@ MODULE = "liger_kernel.ops.fused_linear_cross_entropy"
 FUNCTION = "LigerFusedLinearCrossEntropyFunction"
 TARGET = Target(distribution="liger-kernel", module=MODULE, symbol=FUNCTION)
 CORE_FORWARD = "fused_linear_cross_entropy_forward"
-KERNEL_MODULE = "liger_kernel.ops.cross_entropy"
 
 DETACHED = "per-token-scalar-backward"
 """The forward pass works on an input without gradient, and then computes none (or no more than the input's)."""

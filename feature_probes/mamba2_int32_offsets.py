@@ -11,6 +11,8 @@ Source: https://github.com/state-spaces/mamba/issues/1015
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
@@ -23,16 +25,10 @@ NORM = Target(distribution="mamba-ssm", module=f"{_PACKAGE}.layernorm_gated", sy
 NARROW = "products-of-32-bits"
 
 
-def probe_scan(tree: SourceTree) -> Finding:
-    """Return whether the kernels of the chunked scan add offsets of 32 bits."""
-    return _probe(tree, SCAN)
-
-
-def probe_norm(tree: SourceTree) -> Finding:
-    """Return whether those of the gated norm do."""
-    return _probe(tree, NORM)
-
-
-def _probe(tree: SourceTree, target: Target) -> Finding:
+def _probe_of(target: Target) -> Callable[[SourceTree], Finding]:
+    """Return the probe of kernels that add offsets of 32 bits."""
     without = {f"{target.module}#{target.symbol}": f"defines no {target.symbol}"}
-    return forms.finding("mamba2-int32-offsets", target, tree, without)
+    return lambda tree: forms.finding("mamba2-int32-offsets", target, tree, without)
+
+
+probe_scan, probe_norm = _probe_of(SCAN), _probe_of(NORM)

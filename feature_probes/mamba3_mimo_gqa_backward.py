@@ -12,6 +12,8 @@ Source: https://github.com/state-spaces/mamba/pull/967
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
@@ -23,11 +25,9 @@ VARLEN = Target("mamba-ssm", f"{_PACKAGE}.mamba3_mimo_bwd_varlen", "mamba_mimo_b
 ONE_OR_ALL = "one-or-all-groups"
 
 
-def probe_plain(tree: SourceTree) -> Finding:
-    """Return what `mamba_mimo_bwd_combined` does with 1 < G < H."""
-    return forms.finding("mamba3-mimo-gqa-backward", PLAIN, tree)
+def _probe_of(target: Target) -> Callable[[SourceTree], Finding]:
+    """Return the probe of what a backward pass does with 1 < G < H."""
+    return lambda tree: forms.finding("mamba3-mimo-gqa-backward", target, tree)
 
 
-def probe_varlen(tree: SourceTree) -> Finding:
-    """Return what `mamba_mimo_bwd_combined_varlen` does with 1 < G < H."""
-    return forms.finding("mamba3-mimo-gqa-backward", VARLEN, tree)
+probe_plain, probe_varlen = _probe_of(PLAIN), _probe_of(VARLEN)

@@ -1,8 +1,7 @@
 """Probe for calls to CUDA in `import megatron.core`.
 
-Megatron-LM main has constants in `megatron.core.ssm.ops.gdp.common` that hold the name and the capability of device 0
-(#6538, 2026-08-17), evaluated when the module is executed. Since #6595 (2026-08-20) an import of `megatron.core` alone
-gets there, by way of the inference contexts. Asking initialises CUDA in the process.
+Constants of `megatron.core.ssm.ops.gdp.common` on main hold the name and the capability of device 0 (#6538); since #6595 an import of `megatron.core` alone
+evaluates them, by way of the inference contexts. That initialises CUDA in the process.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ Source: https://github.com/NVIDIA/Megatron-LM/pull/5996
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
@@ -31,16 +33,9 @@ IN_THE_SHARD_OF_DEV = "counted-in-the-shard-before-the-bias"
 _ABSENT_WITHOUT = {f"{PARAMS}:PackedSeqParams.tokens_per_sample": "a row does not say how long its samples are"}
 
 
-def probe(tree: SourceTree) -> Finding:
-    """Return whether a layer counts samples in its shard."""
-    return forms.finding("seq-aux-loss-packed", TARGET, tree, _ABSENT_WITHOUT)
+def _probe_of(target: Target) -> Callable[[SourceTree], Finding]:
+    """Return the probe of a layer that counts samples in its shard, of what a router does about it, or of what an MoE layer recomputes."""
+    return lambda tree: forms.finding("seq-aux-loss-packed", target, tree, _ABSENT_WITHOUT)
 
 
-def probe_router(tree: SourceTree) -> Finding:
-    """Return the same, with what the router does about it."""
-    return forms.finding("seq-aux-loss-packed", ROUTER_TARGET, tree, _ABSENT_WITHOUT)
-
-
-def probe_experts(tree: SourceTree) -> Finding:
-    """Return the same, with what an MoE layer recomputes."""
-    return forms.finding("seq-aux-loss-packed", EXPERTS_TARGET, tree, _ABSENT_WITHOUT)
+probe, probe_router, probe_experts = map(_probe_of, (TARGET, ROUTER_TARGET, EXPERTS_TARGET))

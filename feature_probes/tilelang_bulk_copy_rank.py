@@ -1,9 +1,7 @@
 """TMA lowering in the Mamba-3 MIMO backward, and a TileLang that copies two axes only.
 
-The kernels keep shared memory with three axes. Up to tilelang 0.1.8 a bulk copy checks that a layout has exactly two and
-ends the compilation; 0.1.9 takes three. mamba-ssm as published switches TMA lowering off in every kernel, so the
-combination only exists where somebody switched it on. Whoever did may have made the memory flat, too, so a kernel must keep
-memory with three axes.
+The kernels keep shared memory with three axes. Up to tilelang 0.1.8 a bulk copy checks that a layout has exactly two and ends the compilation; 0.1.9
+takes three. mamba-ssm as published switches TMA lowering off in every kernel. Where it is on, a kernel must also keep memory with three axes: it may be flat.
 
 The verdict rests on the file of tilelang that lowers a bulk copy: `src/op/copy.cc` up to 0.1.9, `src/backend/cuda/op/copy.cc` in
 0.1.10, `src/cuda/op/copy.cc` since; and on what the decorators of the kernels say.

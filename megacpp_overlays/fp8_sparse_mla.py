@@ -1,7 +1,7 @@
 """Registration of a SparseMLA kernel that takes quantized query and key tensors.
 
-Upstream has none. With the overlay `fp8-quantized-unwrap` active, a kernel that is registered here is asked first
-whenever the query or the key of an absorbed sparse attention is quantized:
+Upstream has no such kernel. With the overlay `fp8-quantized-unwrap` active, a registered kernel is called first whenever
+the query or the key of an absorbed sparse attention is quantized:
 
     from megacpp_overlays import fp8_sparse_mla
 
@@ -18,7 +18,7 @@ from typing import Any
 from megacpp_overlays.errors import RegistryError
 
 Kernel = Callable[..., Any]
-"""Called with exactly the arguments that the caller gave upstream's dispatcher, quantized tensors unopened:
+"""Called with exactly the arguments of upstream's dispatcher; quantized tensors are not dequantized:
 
     query         [sq, b, heads, d]   (quantized or not; at least one of query and key is)
     key           [skv, b, 1, d]
@@ -27,18 +27,18 @@ Kernel = Callable[..., Any]
     v_channels    int
 
 It returns the output, plain [sq, b, heads, v_channels] with gradients for query and key, or None to decline: then the
-quantized tensors are dequantized once and upstream's kernel runs. It is asked at every call, also under CUDA graph
-capture and inside a checkpointed forward pass. What it raises reaches the caller.
+quantized tensors are dequantized once and upstream's kernel runs. It is called every time, also under CUDA graph
+capture and inside a checkpointed forward pass. Its exceptions reach the caller.
 """
 
 _registered: Kernel | None = None
 
 
 def register(kernel: Kernel) -> Callable[[], None]:
-    """Make a kernel the one that is asked first; return the function that forgets it again.
+    """Register the kernel that is called first; return a function that removes it again.
 
     Raises:
-        RegistryError: it cannot be called, or another one is registered.
+        RegistryError: the kernel is not callable, or another one is registered.
     """
     global _registered
     if not callable(kernel):
@@ -56,10 +56,10 @@ def register(kernel: Kernel) -> Callable[[], None]:
 
 
 def registered() -> Kernel | None:
-    """Return the kernel to ask first, or None."""
+    """Return the registered kernel, or None."""
     return _registered
 
 
 def name_of(kernel: Kernel) -> str:
-    """Return the name of a kernel for messages."""
+    """Return the name of a kernel, for messages."""
     return f"{getattr(kernel, '__module__', None)}.{getattr(kernel, '__qualname__', type(kernel).__qualname__)}"

@@ -1,17 +1,17 @@
-"""Divide the loss of a context parallel rank by what all its ranks count: off unless its variable says `on`.
+"""Divide the loss of a context parallel rank by the mean token count of its ranks: off unless its variable says `on`.
 
 Without `calculate_per_token_loss`, `forward_step_calc_loss` divides the sum of the losses on a rank by the number of tokens that
 the loss function counted there. Context parallel ranks hold parts of the same sequences, and DDP takes the mean over them.
 So where a mask leaves one part more tokens than another, a token of the part with fewer weighs more, and a lone
 token on one of n ranks gets an n-th of its gradient. One rank with the whole sequence would divide by all tokens.
 
-The seam stands between the loss function and upstream's division. There it divides by the mean of the ranks' counts, in place as
-upstream does, and lets upstream divide by one; the sum over ranks is one all-reduce of a number for each microbatch. The mean over
-ranks, which DDP takes, then is the sum of all losses over the number of all tokens. A loss function that counts the same on all
-ranks, such as one that summed the counts already, gets upstream's loss to the bit. So does everything else: per-token losses,
-two outputs, one rank, what is no loss.
+The seam wraps the loss function, whose outputs upstream divides. It divides the loss by the mean of the ranks' counts, in place as
+upstream does, and returns a count of one for upstream to divide by. The sum over ranks is one all-reduce of a number for each
+microbatch. DDP's mean over ranks then is the sum of all losses over the number of all tokens. A loss function that counts the same on
+all ranks, such as one that summed the counts already, gets upstream's loss to the bit. So do all other calls: per-token losses, two
+outputs, one rank, non-loss data.
 
-It is off by default because it changes a loss that a run may have been tuned for: by how much is in pack 28.
+It is off by default because it changes a loss that a run may have been tuned for; pack 28 says by how much.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ def _group(model: Any, ranks: int | None, module: ModuleType) -> Any:
 
     Args:
         model: may be wrapped, and may know its groups.
-        ranks: how many the schedule says share a sequence; None stands for the groups of the process.
+        ranks: the schedule's number of ranks that share a sequence; None takes the number of the process groups.
         module: the target.
 
     Raises:
-        RuntimeError: neither the model nor the process has a group of so many.
+        RuntimeError: neither the model nor the process has a group of that size.
     """
     state = module.parallel_state
     if ranks is None:
@@ -108,9 +108,9 @@ _PREDICTION = "megatron.core.transformer.multi_token_prediction"
 
 
 def observe(module: ModuleType) -> Observation:
-    """Let one process play two ranks on the CPU that count three tokens and one: does the mean over ranks weigh tokens alike?
+    """Simulate two ranks on the CPU that count three tokens and one, and check that the mean over ranks weighs tokens alike.
 
-    The ranks are two rows of one tensor, and a sum over ranks is one over rows. Nothing is sent. Losses per token stay sums.
+    The ranks are two rows of one tensor, and a sum over ranks is one over rows. Nothing is sent. Per-token losses must stay sums.
     """
     import torch
 
@@ -148,10 +148,10 @@ def observe(module: ModuleType) -> Observation:
 
 @contextlib.contextmanager
 def _two_ranks(module: ModuleType) -> Iterator[Any]:
-    """Let this thread's sums over ranks be sums over the rows of a tensor, and yield a model that knows such a group.
+    """Replace this thread's all-reduce by a sum over the rows of a tensor, and yield a model with a group of two ranks.
 
-    Upstream imports a class in the function, for whoever predicts more than one token. That cannot be imported yet while Megatron
-    itself is: this thread gets another one.
+    Upstream's function imports a class of multi-token prediction. That import fails while Megatron itself is being imported, so this
+    thread gets a placeholder.
     """
     group = SimpleNamespace(size=lambda: _RANKS)
     names, real = vars(module), builtins.__import__

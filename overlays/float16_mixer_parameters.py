@@ -30,9 +30,26 @@ from typing import Any
 
 from megacpp_overlays.feature_probes import float16_mixer_parameters as feature
 from megacpp_overlays.fp32_marks import MARK, keep_in_fp32
-from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Thread
+from megacpp_overlays.frozen import NamedTuple
+from megacpp_overlays.model import Finding, Observation, Overlay, Replacement, Target, Thread
 from megacpp_overlays.runtime.in_this_thread import Instead, answer
 from megacpp_overlays.source.trees import SourceTree
+
+
+class Mixer(NamedTuple):
+    """A mixer, and the parameters that it creates in fp32."""
+
+    target: Target
+    parameters: tuple[str, ...]
+
+    @property
+    def class_name(self) -> str:
+        """Return the name of the mixer's class."""
+        return self.target.symbol.partition(".")[0]
+
+
+MAMBA = Mixer(feature.MAMBA, ("A_log", "D"))
+GATED_DELTA_PRODUCT = Mixer(feature.GATED_DELTA_PRODUCT, ("A_log",))
 
 
 def _marking(names: tuple[str, ...]) -> Callable[[Callable[..., Any], ModuleType], Callable[..., Any]]:
@@ -50,7 +67,7 @@ def _marking(names: tuple[str, ...]) -> Callable[[Callable[..., Any], ModuleType
     return make
 
 
-def observe(module: ModuleType, mixer: feature.Mixer, *, unbuilt: bool) -> Observation:
+def observe(module: ModuleType, mixer: Mixer, *, unbuilt: bool) -> Observation:
     """Build a small mixer on the CPU: are its fp32 parameters marked?
 
     Args:
@@ -71,7 +88,7 @@ def observe(module: ModuleType, mixer: feature.Mixer, *, unbuilt: bool) -> Obser
     return Observation(broken=not fp32 or marked != fp32, seen=seen)
 
 
-def _build(module: ModuleType, mixer: feature.Mixer) -> Any:
+def _build(module: ModuleType, mixer: Mixer) -> Any:
     import torch
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -117,7 +134,7 @@ def _on_the_cpu(module: ModuleType) -> Iterator[None]:
         names["torch"], names["get_cuda_rng_tracker"] = torch, tracker
 
 
-def _part(mixer: feature.Mixer, probe: Callable[[SourceTree], Finding]) -> Overlay:
+def _part(mixer: Mixer, probe: Callable[[SourceTree], Finding]) -> Overlay:
     return Overlay(
         id="float16-mixer-parameters",
         pack=21,
@@ -157,6 +174,6 @@ def _part(mixer: feature.Mixer, probe: Callable[[SourceTree], Finding]) -> Overl
 
 
 PARTS = (
-    _part(feature.MAMBA, feature.probe_mamba),
-    _part(feature.GATED_DELTA_PRODUCT, feature.probe_gated_delta_product),
+    _part(MAMBA, feature.probe_mamba),
+    _part(GATED_DELTA_PRODUCT, feature.probe_gated_delta_product),
 )

@@ -1,7 +1,7 @@
 """Keep the padding of samples out of the loss mask that Megatron's GPT dataset caches.
 
-What is cached is a mask of ones, so the cache is made one again after the sample that fills it. Where upstream masks in the cache whenever it is read,
-it is given a copy. A cache that somebody else filled is left as it is.
+The cache should be a mask of ones, and the sample that fills it masks its padding there. So the seam sets the cache to ones after that
+sample. Releases that mask in the cache at every read are given a copy. A cache that other code filled is left as it is.
 
 Source: https://github.com/NVIDIA/Megatron-LM/pull/6981
 """
@@ -50,7 +50,7 @@ _PAD = 1
 
 
 def observe(module: ModuleType) -> Observation:
-    """Ask one dataset for two padded samples and for one without padding."""
+    """Read two padded samples and one without padding from one dataset, and count the tokens that have a loss."""
     import numpy as np
 
     samples = ([3, 4, 5, 6, _PAD], [3, _PAD, 5, 6, 7], [3, 4, 5, 6, 7])

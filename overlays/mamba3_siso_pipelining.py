@@ -1,7 +1,7 @@
-"""Say that Mamba-3 SISO may be wrong on Blackwell, before a run finds out by its loss.
+"""Warn that Mamba-3 SISO may be wrong on Blackwell, before the loss of a run shows it.
 
-Which GPUs there are decides, and asking for them must not initialise CUDA. Where it cannot be known, as on a login node,
-the gate says for which devices it matters.
+The decision depends on the GPUs of the host, which are listed without initialising CUDA. Where they are unknown, as on a
+login node, the gate names the devices that are concerned.
 """
 
 from __future__ import annotations

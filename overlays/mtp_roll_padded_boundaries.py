@@ -1,14 +1,14 @@
-"""Roll the documents of a padded packed row where they lie, in Megatron's multi-token prediction.
+"""Roll each document of a padded packed row within its padded boundaries, in Megatron's multi-token prediction.
 
 Multi-token prediction shifts labels, masks, token and position ids of each document by one. For a packed row `roll_tensor`
-takes where documents begin and end from `cu_seqlens_q`, which counts no padding, while the row is laid out by
-`cu_seqlens_q_padded`, and is cut into shares of context parallel ranks by it. From the second document on, labels are then
-those of neighbours, and positions within documents are masked, without a word.
+takes the boundaries of documents from `cu_seqlens_q`, which counts no padding. But `cu_seqlens_q_padded` lays the row out,
+and cuts it into shares of context parallel ranks. From the second document on, labels are then those of neighbours, and
+positions within documents are masked, without a warning.
 
-Upstream's function is called as it is, with a copy of the parameters in which the padded boundaries stand for the others.
-The padding of a document belongs to it then: what is rolled into its last token is the first of its padding, as dev does
-it and as callers mask it. The caller's own object goes through where there is no padding; that is upstream's, bit for bit.
-Nothing is read from the device that upstream does not read.
+Upstream's function is called with a copy of the parameters whose `cu_seqlens_q` has the padded boundaries. Padding then
+belongs to its document: its first token is rolled into the last token of the document, as on dev, and callers mask it.
+Without padding the caller's own object is passed on, and results are upstream's, bit for bit. Nothing is read from the
+device that upstream does not read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _where_documents_lie(params: Any) -> Any:
     padded = getattr(params, "cu_seqlens_q_padded", None)
     if padded is None or padded is params.cu_seqlens_q or params.cu_seqlens_q is None:
         return params
-    copied = copy.copy(params)  # no constructor sees it, which would derive fields anew
+    copied = copy.copy(params)  # without the constructor, which would derive fields anew
     copied.cu_seqlens_q = padded
     return copied
 
@@ -47,7 +47,7 @@ _CASES = (
     ({"cu_seqlens_q": (0, 2, 4), "cu_seqlens_q_padded": (0, 3, 6)}, [2, 3, 0, 5, 6, 0]),
     ({"cu_seqlens_q": (0, 2, 6)}, [2, 0, 4, 5, 6, 0]),
 )
-"""Boundaries of two documents in that row, padded and not, and the row that is rolled."""
+"""Boundaries of two documents in that row, padded and not, and the expected row."""
 
 
 def observe(module: ModuleType) -> Observation:

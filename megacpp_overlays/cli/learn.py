@@ -1,4 +1,4 @@
-"""`megacpp-overlays learn`: run the reproducers on a release that came out, and ship what they show with this package."""
+"""`megacpp-overlays learn`: run the reproducers on a new release, and record their verdicts in this package."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
-    """Learn, print what is known, and return whether everything is decided."""
+    """Learn a release, print the verdicts, and return whether everything is decided."""
     distribution, sign, version = arguments.what.partition("==")
     if bool(sign) is bool(arguments.tree):
         parser.error("name DISTRIBUTION==VERSION, or DISTRIBUTION and --tree")
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         tree = (
-            _commit(distribution, arguments.tree, arguments.name, folder)
+            _tree(distribution, arguments.tree, arguments.name, folder)
             if arguments.tree
             else _release(distribution, version, folder)
         )
@@ -85,10 +85,10 @@ def is_decided(found: ReleaseKnowledge) -> bool:
 
 
 def _release(distribution: str, version: str, folder: Path) -> ReleaseTree:
-    """Return a release, fetched from the index and unpacked.
+    """Fetch a release from the index and unpack it.
 
     Raises:
-        UpkeepError: it cannot be had.
+        UpkeepError: the index has no such version, or none of its files can be fetched.
     """
     with extra():
         from megacpp_overlays.upkeep.matrix import archives, index_answers  # noqa: PLC0415 - see `extra`
@@ -107,8 +107,8 @@ def _release(distribution: str, version: str, folder: Path) -> ReleaseTree:
     raise UpkeepError(f"{distribution} {version}: none of its files can be had")
 
 
-def _commit(distribution: str, text: str, name: str | None, folder: Path) -> ReleaseTree:
-    """Return a folder as it is, or a commit of a repository as a folder.
+def _tree(distribution: str, text: str, name: str | None, folder: Path) -> ReleaseTree:
+    """Return the tree of a folder, or of a commit that is unpacked into a folder.
 
     Raises:
         UpkeepError: there is no such folder or commit, or a folder has no name.
@@ -133,7 +133,7 @@ def _commit(distribution: str, text: str, name: str | None, folder: Path) -> Rel
 
 
 def _newest(distribution: str) -> dict[str, str]:
-    """Return the verdict on each overlay in the newest release of the kept matrix."""
+    """Return the verdicts on the newest release in the kept matrix, by overlay."""
     tables = json.loads((inventory.own_folder() / "matrix.json").read_text(encoding="utf-8"))
     for table in tables["distributions"]:
         if table["distribution"] == distribution:

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     if len(arguments.after) > 1 or arguments.before is None:
         parser.error("an upgrade between locks takes --from LOCK and one --to LOCK; releases are NAME==VERSION")
     before, after = locks.read(arguments.before), locks.read(Path(arguments.after[0]))
-    triage.changes(before, after, overlays)  # no environment is made for what is no upgrade
+    triage.changes(before, after, overlays)  # raises before an environment is made where the locks are the same
     find = functools.partial(environments.of, folder=arguments.environments, create=arguments.create)
     progress = functools.partial(print, file=sys.stderr, flush=True)
     how = triage.RunOptions(packs=packs, timeout=arguments.timeout, progress=progress)
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
 
 
 def _to_releases(arguments: argparse.Namespace, parser: argparse.ArgumentParser, overlays: Sequence[Erratum]) -> bool:
-    """Print what a move to releases does; return whether nothing of it needs a person or a reproducer."""
+    """Print the preview of a move to releases; return whether nothing in it needs a person or a reproducer."""
     if arguments.before is not None:
         parser.error("--to NAME==VERSION starts at what is installed here: leave out --from")
     changes = release_preview.moves(arguments.after, overlays)
@@ -113,7 +113,7 @@ def _preview(
     changes: Sequence[triage.VersionChange],
     overlays: Sequence[Erratum],
 ) -> bool:
-    """Print the preview; return whether nothing of it needs a person or a reproducer."""
+    """Print the preview of a move between locks; return whether nothing in it needs a person or a reproducer."""
     previewed = preview.preview(*sides, overlays)
     if arguments.json:
         before, after = (each.lock for each in sides)

@@ -1,14 +1,13 @@
-"""Hold the definitions that a finding was read from against the running process.
+"""Compare the definitions that a finding was read from with those of the running process.
 
-A finding says what upstream's text does. Another library, or the launcher, may have put its own code in the place of a
-definition that the finding rests on: the function that a seam surrounds, a caller, a helper. The finding says nothing of
-such a process. So every reading is looked up when an overlay is installed and in each audit, which is what ranks compare
-and what is checked before the first step, too. A look-up compares the file and the line of a code object; it compiles
-nothing, and walks over no heap.
+A finding describes upstream's source text. Another library, or the launcher, may have replaced a definition that the
+finding depends on: the function that a seam wraps, a caller, a helper. The finding does not apply to such a process. So
+every reading is resolved when an overlay is installed, in each audit, which ranks compare, and before the first step. A
+check compares the file and the line of a code object; it compiles nothing, and does not walk the heap.
 
-A module that is not loaded cannot differ, and counts when it is; nor can a name that its module lacks. Seams of this
-package, wrapped or not, count as upstream's own: behind them is the original. So does a name that a witness or self-test
-of this package replaces while it runs, and None where the module itself has it for a library that is missing.
+A module that is not loaded, or a name that its module lacks, cannot differ. These count as upstream's own: seams of this
+package, wrapped or not, because they lead to the original; names that a witness or self-test of this package replaces
+while it runs; and None where the module itself assigns it for a missing library.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ _NOTHING = object()
 
 
 class ForeignDefinition(NamedTuple):
-    """A definition that a finding was read from, and that leads to other code in this process."""
+    """A definition that a finding was read from, and whose name leads to other code in this process."""
 
     name: str
     """`package.module.Class.method`."""
     described: str
-    """What it leads to, for a person."""
+    """The other code, for messages."""
     identity: str
-    """What it leads to, the same in every process."""
+    """The other code; the same text in every process."""
 
     def __str__(self) -> str:
         return f"{self.name}, which this finding was read from, is {self.described} in this process"
@@ -49,8 +48,8 @@ def foreign_definitions(finding: Finding | None, *, but: Iterable[str] = ()) -> 
     """Return the definitions of a finding that lead to code which the probe did not read.
 
     Args:
-        finding: of a probe; None has none.
-        but: qualified names that are looked at elsewhere, as the symbols of seams are.
+        finding: of a probe, or None.
+        but: qualified names that are checked elsewhere, such as the symbols of seams.
     """
     if finding is None or not finding.read:
         return []
@@ -63,14 +62,14 @@ def foreign_definitions(finding: Finding | None, *, but: Iterable[str] = ()) -> 
 
 
 def _foreign(readings: list[Reading]) -> ForeignDefinition | None:
-    """Return what a symbol leads to, unless it is one of its definitions; several where a property has a setter."""
+    """Return the other code that a symbol leads to, or None for one of its readings; a property with a setter has several."""
     first = readings[0]
     module: Any = sys.modules.get(first.module)
     if module is None:
         return None
     raw = _attribute(module, first.symbol)
     if raw is _NOTHING:
-        if _own(module).get(first.symbol.partition(".")[0], _NOTHING) is _NOTHING:
+        if _namespace(module).get(first.symbol.partition(".")[0], _NOTHING) is _NOTHING:
             return None  # upstream defines it below `try` or `if`; a call of it raises
         is_complete = issubclass(type(module), ModuleType) and not is_half_imported(module)
         return ForeignDefinition(str(first), "not there", "nothing") if is_complete else None
@@ -80,7 +79,7 @@ def _foreign(readings: list[Reading]) -> ForeignDefinition | None:
 
 
 def _is_optional(reading: Reading) -> bool:
-    """Return whether a module binds a name to None itself, below `try` or `if`, as where an optional library is missing."""
+    """Return whether a module itself binds a name to None below `try` or `if`, as for a missing optional library."""
     source = readable(InstalledTree(), reading.module)
     try:
         bound = source.bindings.of(reading.symbol.partition(".")[0]) if source is not None else []
@@ -92,7 +91,7 @@ def _is_optional(reading: Reading) -> bool:
 
 
 def _set_to_none(node: ast.AST) -> list[ast.expr]:
-    """Return what a statement assigns None to, by itself or with an annotation."""
+    """Return the targets of an assignment of None, annotated or not."""
     match node:
         case ast.Assign(value=ast.Constant(value=None)):
             return node.targets
@@ -102,17 +101,17 @@ def _set_to_none(node: ast.AST) -> list[ast.expr]:
 
 
 def _attribute(module: Any, symbol: str) -> Any:
-    """Return what a module or class itself has under a name."""
+    """Return the raw attribute at a dotted name in a module, without inherited ones."""
     owner = module
     *path, name = symbol.split(".")
     for part in path:
-        owner = _own(owner).get(part, _NOTHING)
+        owner = _namespace(owner).get(part, _NOTHING)
         if not issubclass(type(owner), type):
-            return owner  # something else stands for the class, or nothing
-    return upstream_of(_own(owner).get(name, _NOTHING))
+            return owner  # the class is missing, or another object is in its place
+    return upstream_of(_namespace(owner).get(name, _NOTHING))
 
 
-def _own(owner: Any) -> Mapping[str, Any]:
+def _namespace(owner: Any) -> Mapping[str, Any]:
     try:
         return seams.namespace(owner)
     except Exception:  # noqa: BLE001 - a third-party object in the place of a module; attribute access may raise
@@ -127,7 +126,7 @@ def _is_as_read(raw: Any, reading: Reading, module: Any) -> bool:
     raw = upstream_of(plain_function(raw))
     if (mark := mark_behind(raw)) is not None:
         raw = mark.original
-    file = _own(module).get("__file__")
+    file = _namespace(module).get("__file__")
     for live in layers(raw, reading.wrappers):
         # By type: the proxy of another library's patch answers with the code of the function that it wraps.
         if type(live) is FunctionType:
@@ -144,11 +143,11 @@ def _is_class(raw: Any, reading: Reading) -> bool:
 
 
 def _is_as_imported(raw: Any, reading: Reading) -> bool:
-    """Return whether an imported name leads to what its origin has under it, to a seam, or to upstream's own code."""
+    """Return whether an imported name leads to the attribute of its origin, to a seam, or to upstream's own code."""
     origin, _, name = reading.origin.partition(":")
-    given = upstream_of(_own(sys.modules.get(origin)).get(name, _NOTHING))
+    given = upstream_of(_namespace(sys.modules.get(origin)).get(name, _NOTHING))
     if given is _NOTHING or given is raw or not _is_code(given):
-        return True  # not loaded, the same, or a value that its module may set anew
+        return True  # not loaded, the same, or a value that its module may rebind
     if mark_of(raw) is not None or mark_of(given) is not None:
         return True
     return _is_defined_below(_common_package(reading.module, origin), raw)
@@ -160,9 +159,9 @@ def _common_package(one: str, other: str) -> str:
 
 
 def _is_defined_below(package: str, value: Any) -> bool:
-    """Return whether the code of a function or class is in a package: its origin may have been replaced, and not it."""
+    """Return whether a function or class is defined in a package: then its origin was replaced after the import."""
     function = plain_function(value)
-    # `functools.wraps` copies `__module__`, and not the globals.
+    # By globals: `functools.wraps` copies `__module__`.
     is_function = type(function) is FunctionType
     where = function.__globals__.get("__name__") if is_function else getattr(function, "__module__", None)
     return bool(package) and isinstance(where, str) and f"{where}.".startswith(f"{package}.")

@@ -360,5 +360,11 @@ LISTED: tuple[DeclarationSummary, ...] = (
         off_by_default=False,
         targets=("megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer",),
     ),
+    DeclarationSummary(
+        id="liger-flce-frozen-states",
+        installs=True,
+        off_by_default=False,
+        targets=("liger_kernel.transformers.functional", "liger_kernel.transformers.fused_linear_cross_entropy"),
+    ),
 )
 """Every declaration, by pack and id."""

@@ -1,20 +1,20 @@
-"""Kept witnesses: verdicts that reproducers earned on code that probes do not recognise, bound to that very code.
+"""Kept witnesses: verdicts of reproducers on code that probes do not recognise, bound to that code.
 
 A witness is one small JSON file for a part of an overlay in one environment. `megacpp-overlays witness` writes it. Its verdict:
 
     FIXED    upstream alone has no defect
-    BROKEN   upstream alone has it, with the seams of the named shape it has not, and neighbour cases are the same
+    BROKEN   upstream alone has the defect; the seams of the named shape remove it, and neighbour cases stay the same
 
-Where upstream alone has the defect and no seams were shown to repair it, the witness is BROKEN too, and says so in place of a
+Where upstream alone has the defect and no seams were shown to repair it, the witness is BROKEN with a reason in place of a
 shape: nothing is installed, and no other witness or record counts.
 
-It counts as long as nothing that it is about has changed: the source of every module that the probe read and of every module
-of the upstream that was loaded in the run, what was not there, the probe, the reproducer, the versions of what it ran with,
-and for BROKEN the code of the seams. Otherwise the finding is as it is without one, and says why. Nothing of a file is
-believed beyond that: it must belong to this user or to root, in a folder that nobody else writes into.
+A witness counts while everything that it depends on is unchanged: the source of every module that the probe read and of every
+module of the upstream that was loaded in the run, the absence of modules that were missing, the probe, the reproducer, the
+versions of the distributions, and for BROKEN the code of the seams. Otherwise the finding stays, and its evidence has the
+reason. A file is read only where it belongs to this user or to root, in a folder that no other user can write to.
 
-The witnesses of an image are written by root and count for every user. What such a user proves or disproves is kept in the
-user's own cache, which is asked first.
+The witnesses of an image are written by root and count for every user. The verdicts of such a user are kept in the user's own
+cache, which is read first.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ from megacpp_overlays.version import VERSION
 
 SCHEMA = 1
 LARGEST = 4 << 20
-"""Bytes. A line for each module of the largest upstream is a tenth of it."""
+"""Bytes. A witness of every module of the largest upstream has a tenth of that."""
 UNREADABLE = "unreadable"
-"""Stands for the hash of a file that is there and cannot be read."""
+"""In place of the hash of a file that exists and cannot be read."""
 
 PACKS = Path(__file__).resolve().parents[1] / "packs"
-"""Where the reproducers of this package are; those of a plugin are somewhere else and are not looked for."""
+"""Folder of the reproducers of this package; those of a plugin are elsewhere, and are not compared."""
 _OURS = "megacpp_overlays"
-_OF_PROBES = (f"{_OURS}.feature_probes.", f"{_OURS}.source.", f"{_OURS}.model")
-"""Where the code of probes is, in this package; of a plugin it is the whole package that the probe is in."""
-_OF_SEAMS = (
-    *_OF_PROBES,
+_PROBE_MODULES = (f"{_OURS}.feature_probes.", f"{_OURS}.source.", f"{_OURS}.model")
+"""Modules of this package with the code of probes; for a plugin, its whole package counts."""
+_SEAM_MODULES = (
+    *_PROBE_MODULES,
     *(f"{_OURS}.{name}" for name in ("overlays.", "runtime.", "kernels.", "fp32_marks", "fp8_sparse_mla")),
 )
-"""Where the code of seams is, as well."""
+"""Modules with the code of probes and seams."""
 _DECLARATIONS = frozenset({"Gate", "Overlay"})
 PROSE = frozenset(
     {"breaks", "brief", "concerns", "last_validated", "retire_when", "symptoms", "threads", "title", "until"}
@@ -78,7 +78,7 @@ _WITNESSED = frozenset({Verdict.FIXED.value, Verdict.BROKEN.value})
 _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 
 Sources = Mapping[str, str | None]
-"""Hashes by what was read: `package.module`, or `package:path` for a shipped file; None for what was not there."""
+"""Hashes by source: `package.module`, or `package:path` for a shipped file; None for a source that does not exist."""
 
 
 class UnprovedError(OverlayError):
@@ -86,21 +86,21 @@ class UnprovedError(OverlayError):
 
 
 class RecordingTree:
-    """A tree that notes what it was asked for, and the hash of each answer."""
+    """A tree that records each source that was requested, and its hash."""
 
     def __init__(self, tree: SourceTree) -> None:
         self._tree = tree
         self.sources: dict[str, str | None] = {}
 
     def module(self, name: str) -> ModuleSource | None:
-        """Return the source of a module, and note it."""
+        """Return the source of a module, and record its hash."""
         self.sources[name] = UNREADABLE
         source = self._tree.module(name)
         self.sources[name] = source.sha256 if source else None
         return source
 
     def shipped(self, package: str, path: str) -> ShippedFile | None:
-        """Return a file that is no module, and note it."""
+        """Return a file that is no module, and record its hash."""
         self.sources[f"{package}:{path}"] = UNREADABLE
         file = shipped(self._tree, package, path)
         self.sources[f"{package}:{path}"] = _sha256(file.text.encode()) if file else None
@@ -108,11 +108,11 @@ class RecordingTree:
 
 
 _trials: dict[tuple[str, str], str] = {}
-"""Shapes that a process tries out, by overlay and module; only the process of a reproducer's case has any."""
+"""Shapes on trial in this process, by overlay and module; only the process of a reproducer's case has any."""
 
 
 def try_out(shapes: Mapping[tuple[str, str], str]) -> None:
-    """Take shapes for granted in this process, where they are candidates: it is there to see whether their seams repair.
+    """Accept candidate shapes without proof in this process, which tests whether their seams repair the defect.
 
     Args:
         shapes: by overlay and module.
@@ -121,15 +121,15 @@ def try_out(shapes: Mapping[tuple[str, str], str]) -> None:
 
 
 def proved(erratum: Erratum, finding: Finding, tree: SourceTree, settings: Settings) -> Finding:
-    """Return the verdict of a kept witness, else the finding with the reason why that does not count.
+    """Return the finding with the verdict of a kept witness, or else with the reasons why no witness counts.
 
-    Where there is no witness the finding is returned as it is.
+    Without a witness the finding is returned as it is.
 
     Args:
         erratum: the declaration.
-        finding: what its probe says: it looks repaired, or has candidates.
-        tree: where it was read.
-        settings: say where witnesses are kept.
+        finding: of its probe: it looks repaired, or has candidate shapes.
+        tree: the sources that the probe read.
+        settings: name the folder of witnesses.
     """
     tried = _trials.get((erratum.id, erratum.target.module))
     if tried is not None and tried in finding.candidates:
@@ -140,15 +140,15 @@ def proved(erratum: Erratum, finding: Finding, tree: SourceTree, settings: Setti
             if (found := _witnessed(path, erratum, finding, tree)) is not None:
                 return found
         except MemoryError:  # noqa: PERF203 - two files at most
-            raise  # which says nothing of the witness
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with it, it is no proof
+            raise  # a lack of memory says nothing of the witness
+        except Exception as error:  # noqa: BLE001 - a witness that fails in any way is no proof
             why = one_line(str(error) if isinstance(error, UnprovedError) else f"{type(error).__name__}: {error}")
             reasons.append(Evidence(f"the kept witness does not count: {why}"))
     return replace(finding, evidence=(*finding.evidence, *reasons)) if reasons else finding
 
 
 def _witnessed(path: Path, erratum: Erratum, finding: Finding, tree: SourceTree) -> Finding | None:
-    """Return a finding with the verdict of a kept witness, or None where none is kept.
+    """Return the finding with the verdict of the witness in a file, or None where there is no file.
 
     Raises:
         UnprovedError: it does not count.
@@ -174,7 +174,7 @@ def of_verdict(
     seen: Evidence,
     proof: Proof = Proof.WITNESSED,
 ) -> Finding:
-    """Return a finding with the verdict of a reproducer; a repair that no probe names is in whatever was read, or else in the target."""
+    """Return a finding with the verdict of a reproducer; its repair is the probe's, else all definitions that were read, else the target."""
     bodies = finding.repair or tuple(Body(each.module, each.symbol) for each in finding.read)
     bodies = bodies or (Body(erratum.target.module, ""),)
     return Finding(
@@ -188,7 +188,7 @@ def of_verdict(
 
 
 def folders_of(settings: Settings) -> tuple[Path, ...]:
-    """Return the folders in which witnesses are looked for. The first is this user's: new ones are kept there."""
+    """Return the folders of witnesses, in the order of search. The first is this user's: new ones are kept there."""
     own = files.cache_folder() / "witness"
     given = Path(settings.witnesses) if settings.witnesses is not None else own
     return (own, given) if files.is_of_root_alone(given) else (given,)
@@ -201,7 +201,7 @@ def folder_of(settings: Settings) -> Path:
 
 @contextlib.contextmanager
 def one_at_a_time(settings: Settings) -> Iterator[None]:
-    """Let one process at a time prove what is unproved; others wait in the `with` statement and then find it done.
+    """Let one process at a time run reproducers; others wait in the `with` statement, and then find its witnesses.
 
     Raises:
         OSError: the folder of witnesses is not this user's own, or cannot be made.
@@ -227,8 +227,8 @@ def keep(path: Path, data: Mapping[str, Any], *, shared: bool = False) -> None:
     """Write a witness.
 
     Args:
-        path: of `path_of`.
-        data: of `content`.
+        path: from `path_of`.
+        data: from `content`.
         shared: whether other users may read it.
 
     Raises:
@@ -243,12 +243,12 @@ def keep(path: Path, data: Mapping[str, Any], *, shared: bool = False) -> None:
 
 
 def is_shared(settings: Settings) -> bool:
-    """Return whether others may read what this process keeps: root was given a folder, as in the build of an image."""
+    """Return whether other users may read new witnesses: root has a folder in the settings, as in the build of an image."""
     return settings.witnesses is not None and os.geteuid() == 0
 
 
 def forget(erratum: Erratum, settings: Settings) -> None:
-    """Remove this user's witness, because no case shows anything now; one that cannot be removed stays."""
+    """Remove this user's witness after its reproducer gave no verdict; one that cannot be removed stays."""
     with contextlib.suppress(OSError):
         path_of(erratum, settings).unlink()
 
@@ -266,19 +266,19 @@ def content(
     shape: str | None = None,
     unrepaired: str | None = None,
 ) -> dict[str, Any]:
-    """Return what is kept of a witness of the process that runs.
+    """Return the content of a witness file, for the environment of this process.
 
     Args:
-        erratum: whose part it is.
-        sources: what was read and loaded.
+        erratum: the declaration of the part.
+        sources: hashes of the sources that were read and loaded.
         versions: distributions that the reproducer ran with.
         reproducer: the file of the cases.
         cases: name, device and measurement of each that ran.
-        host: the hardware and the system in words that name no place and nobody; for people, and not compared.
-        date: the day.
-        verdict: what the cases showed.
-        shape: whose seams repair it, where it is BROKEN.
-        unrepaired: what was shown instead, where it is BROKEN and no seams were shown to repair it.
+        host: the hardware and the system, without names of hosts or users; for people, and not compared.
+        date: the day of the run.
+        verdict: of the cases.
+        shape: for BROKEN, the shape whose seams repair the defect.
+        unrepaired: for BROKEN without such a shape, what was shown instead.
     """
     code = seam_sources if verdict is Verdict.BROKEN else probe_sources
     return {
@@ -303,21 +303,21 @@ def content(
 
 
 def probe_sources(erratum: Erratum) -> dict[str, str | None]:
-    """Return the hashes of the code of a probe: the modules of its declaration, and what they import for probes."""
-    return {name: source.sha256 for name, source in _code(erratum, _OF_PROBES).items()}
+    """Return the hashes of the code of a probe: the modules of its declaration, and the probe modules that they import."""
+    return {name: source.sha256 for name, source in _code(erratum, _PROBE_MODULES).items()}
 
 
 def seam_sources(erratum: Erratum) -> dict[str, str | None]:
     """Return the hashes of the code of a probe and of the seams, kernels included."""
-    return {name: source.sha256 for name, source in _code(erratum, _OF_SEAMS).items()}
+    return {name: source.sha256 for name, source in _code(erratum, _SEAM_MODULES).items()}
 
 
 def meaning(erratum: Erratum, *, with_seams: bool) -> dict[str, str]:
     """Return the hashes of the same code without comments, docstrings and the fields of `PROSE`.
 
-    They take milliseconds for each module, so only a verdict that is to outlast edits of prose is bound to them.
+    Each module is parsed for them, in milliseconds, so only a verdict that must outlast edits of prose is bound to them.
     """
-    found = _code(erratum, _OF_SEAMS if with_seams else _OF_PROBES)
+    found = _code(erratum, _SEAM_MODULES if with_seams else _PROBE_MODULES)
     return {name: _meaning(source.text) for name, source in found.items()}
 
 
@@ -327,7 +327,7 @@ def beside(reproducer: Path) -> dict[str, str]:
     return {path.name: _sha256(path.read_bytes()) for path in files_beside}
 
 
-def _code(erratum: Erratum, folders: tuple[str, ...]) -> dict[str, ModuleSource]:
+def _code(erratum: Erratum, prefixes: tuple[str, ...]) -> dict[str, ModuleSource]:
     tree = InstalledTree()
     waiting = _declared_in(erratum)
     top_levels = {name.partition(".")[0] for name in waiting}
@@ -336,7 +336,7 @@ def _code(erratum: Erratum, folders: tuple[str, ...]) -> dict[str, ModuleSource]
         source = tree.module(name := waiting.pop())
         if source is not None and name not in found:
             found[name] = source
-            imported = {each for each in _imported(source.syntax) if _is_in(each, folders, top_levels)}
+            imported = {each for each in _imported(source.syntax) if _is_in(each, prefixes, top_levels)}
             waiting |= imported - found.keys()
     return found
 
@@ -382,17 +382,16 @@ def _imported(syntax: ast.Module) -> Iterator[str]:
             yield from (f"{node.module}.{each.name}" for each in node.names)
 
 
-def _is_in(name: str, folders: tuple[str, ...], top_levels: set[str]) -> bool:
+def _is_in(name: str, prefixes: tuple[str, ...], top_levels: set[str]) -> bool:
     top = name.partition(".")[0]
-    return name.startswith(folders) if top == _OURS else top in top_levels
+    return name.startswith(prefixes) if top == _OURS else top in top_levels
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    """Return what a file holds.
+    """Return the content of a witness file.
 
     Raises:
-        UnprovedError: it is no witness.
-        OSError: it cannot be read.
+        UnprovedError: it cannot be read, or is no witness.
     """
     try:
         files.demand_private_folder(path.parent, or_of_root=True)
@@ -412,7 +411,7 @@ def _is_witness(data: Any) -> bool:
         return False
     if data.get("verdict") not in _WITNESSED:
         return False
-    if not _says_how_it_is_repaired(data):
+    if not _has_valid_repair(data):
         return False
     texts = ("overlay", "target", "date", "reproducer", "python", "machine")
     tables = [data.get(name) for name in ("sources", "versions", "probe")]
@@ -430,14 +429,14 @@ def _is_witness(data: Any) -> bool:
     )
 
 
-def _says_how_it_is_repaired(data: Mapping[str, Any]) -> bool:
-    """Return whether what is BROKEN has a shape or says that no repair was shown, and nothing else has either."""
+def _has_valid_repair(data: Mapping[str, Any]) -> bool:
+    """Return whether a BROKEN witness has one of `shape` and `unrepaired`, and a FIXED one neither."""
     found = [isinstance(data.get(name), str) for name in ("shape", "unrepaired")]
     return sum(found) == (data["verdict"] == Verdict.BROKEN.value) and isinstance(data.get("unrepaired", ""), str)
 
 
 def _is_day(text: str) -> bool:
-    """Return whether a text is a date as `content` has it, such as 2026-11-26."""
+    """Return whether a text is a date in the form of `content`, such as 2026-11-26."""
     if not _DAY.fullmatch(text):
         return False
     try:
@@ -448,10 +447,10 @@ def _is_day(text: str) -> bool:
 
 
 def _compare(data: Mapping[str, Any], erratum: Erratum, tree: SourceTree) -> None:
-    """Hold a witness against what is here.
+    """Compare a witness with this environment.
 
     Raises:
-        UnprovedError: something is not as it was; the text names the first.
+        UnprovedError: something has changed; the text names the first change.
     """
     if (data["overlay"], data["target"]) != (erratum.id, erratum.target.module):
         raise UnprovedError(f"it is about {data['overlay']} on {data['target']}")
@@ -466,7 +465,7 @@ def _compare(data: Mapping[str, Any], erratum: Erratum, tree: SourceTree) -> Non
     for name, was in data["versions"].items():
         if (version := distributions.version(name)) != was:
             raise UnprovedError(f"{name} was {was or 'not installed'} and is {version or 'not installed'}")
-    code = RecordingTree(InstalledTree())  # with equal texts it imports what it imported
+    code = RecordingTree(InstalledTree())  # where these texts are equal, no other module can be imported
     for name in dict.fromkeys([*_declared_in(erratum), *data["probe"]]):
         if sha256_of(code, name) != data["probe"].get(name):
             raise UnprovedError(f"the probe is another one since: {name}")
@@ -478,7 +477,7 @@ def _compare(data: Mapping[str, Any], erratum: Erratum, tree: SourceTree) -> Non
 
 
 class _Hashes:
-    """Hashes of what is installed, each file read once a process as long as it is the same file.
+    """Hashes of installed sources. Each file is read once per process, and again where it was replaced.
 
     Witnesses of one release name the same few hundred modules.
     """
@@ -487,12 +486,12 @@ class _Hashes:
         self._kept: dict[str, tuple[tuple[str, ...], str, tuple[int, ...], str]] = {}
 
     def of(self, name: str, tree: SourceTree) -> str | None:
-        """Return the hash of one of the names of `Sources`, as it is in a tree."""
-        kept = self._kept.get(name)
-        if kept is not None and kept[0] == tuple(sys.path) and kept[1] == _loaded_from(name, kept[1]):
-            with contextlib.suppress(OSError):
-                if kept[2] == _signature(kept[1]):
-                    return kept[3]
+        """Return the hash of a source in a tree; its name is a key of `Sources`."""
+        match self._kept.get(name):
+            case (path, file, signature, sha256) if path == tuple(sys.path) and file == _loaded_from(name, file):
+                with contextlib.suppress(OSError):
+                    if signature == _signature(file):
+                        return sha256
         source = None if ":" in name else readable(tree, name)
         if source is None:
             return sha256_of(RecordingTree(tree), name)
@@ -509,13 +508,13 @@ def _signature(path: str) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _loaded_from(name: str, otherwise: str) -> str:
-    """Return the file that a module was loaded from, or another one where it is not loaded."""
-    return getattr(sys.modules.get(name), "__file__", None) or otherwise
+def _loaded_from(name: str, default: str) -> str:
+    """Return the file that a module was loaded from, or the default where it is not loaded."""
+    return getattr(sys.modules.get(name), "__file__", None) or default
 
 
 def sha256_of(tree: RecordingTree, name: str) -> str | None:
-    """Return the hash of one of the names of `Sources`, as it is in a tree."""
+    """Return the hash of a source in a tree; its name is a key of `Sources`."""
     package, _, path = name.partition(":")
     try:
         if path:
@@ -528,7 +527,7 @@ def sha256_of(tree: RecordingTree, name: str) -> str | None:
 
 
 def _demand_candidate(data: Mapping[str, Any], finding: Finding) -> None:
-    """Raise UnprovedError where a witness has a shape whose seams cannot be placed here."""
+    """Raise UnprovedError where the shape of a witness is no candidate of the finding."""
     if data["verdict"] == Verdict.BROKEN.value and data["shape"] not in finding.candidates:
         raise UnprovedError(f"the seams of shape {data['shape']} cannot be placed")
 

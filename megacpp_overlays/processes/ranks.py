@@ -28,14 +28,14 @@ from megacpp_overlays.source.trees import InstalledTree
 TIMEOUT_S = 300.0
 _LONGEST_S = 31 * 24 * 3600.0
 PATIENCE_S = 15.0
-"""How long a store may take for one answer beyond the timeout, and beyond everything that the exchange itself waits for."""
-_LOOK_S = 0.5
+"""Seconds that a store may take for one answer, in addition to the timeout and to the waits of the exchange itself."""
+_POLL_S = 0.5
 
 
 class _Rendezvous(NamedTuple):
     store: Store
     where: str
-    """The store in words."""
+    """The store, for messages."""
     prefix: str
     ranks: tuple[int, ...]
     rank: int
@@ -49,34 +49,34 @@ def verify(session: Session, group: Any = None, timeout: float | timedelta = TIM
     meeting = _meeting(group)
     audit = session.audit()
     if meeting is not None:
-        told = statement.of(audit, InstalledTree())
-        verdict = _run(meeting, statement.digest(told), told, seconds)
+        own = statement.of(audit, InstalledTree())
+        verdict = _run(meeting, statement.digest(own), own, seconds)
         if not verdict.agreed:
             missing = tuple(rank for rank, _ in verdict.missing)
             raise RanksError(report(verdict), differences=verdict.differences, missing=missing)
     session.log.count(audit)
-    # A conflict under `strict` is raised when all ranks know of it.
+    # Under `strict` a conflict is raised after the exchange, when all ranks know of it.
     audit.raise_if_strict()
     return audit
 
 
 def initialized() -> Any:
-    """Return torch.distributed where it has a process group, or None; it is not imported."""
+    """Return torch.distributed where it is imported and has a process group, or None."""
     distributed = sys.modules.get("torch.distributed")
     is_ready = distributed is not None and distributed.is_available() and distributed.is_initialized()
     return distributed if is_ready else None
 
 
 def _meeting(group: Any) -> _Rendezvous | None:
-    """Return where the ranks of a group meet, or None when there is nobody to meet."""
+    """Return the rendezvous of a group, or None where this rank has no other rank to compare with."""
     if (distributed := initialized()) is None:
         _refuse_if_launched(group)
         return None
     if group is None:
         group = distributed.group.WORLD
     if group is distributed.GroupMember.NON_GROUP_MEMBER or distributed.get_rank(group) < 0:
-        return None  # as in a collective, which is nothing to a rank outside of the group
-    # The fake backend stands for ranks that do not exist.
+        return None  # as in a collective, which does nothing on a rank outside of the group
+    # Other ranks of the fake backend do not exist.
     if distributed.get_world_size(group) == 1 or distributed.get_backend(group) == "fake":
         return None
     ranks = tuple(distributed.get_process_group_ranks(group))
@@ -87,10 +87,10 @@ def _meeting(group: Any) -> _Rendezvous | None:
 
 
 def _attempt() -> str:
-    """Return which attempt of an elastic agent this is, if all ranks are its own.
+    """Return the part of a key that names the attempt of an elastic agent, empty where ranks have several agents.
 
-    The agent keeps its store when it starts ranks anew, so what ranks of an attempt that failed left there must not be
-    read. Agents count for themselves: with several of them the number may not be the same on every rank.
+    The agent keeps its store when it restarts ranks, so keys of a failed attempt must not be read. Each agent counts
+    for itself: with several of them the number may differ between ranks.
     """
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     return f"/attempt {count}" if count and os.environ.get("GROUP_WORLD_SIZE") == "1" else ""
@@ -111,7 +111,7 @@ def _store(distributed: Any) -> Store:
     """Return the store of the default group.
 
     Raises:
-        RanksError: this torch does not hand it out, or the backend has none.
+        RanksError: this torch gives no access to it, or the backend has none.
     """
     try:
         found = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public way to it
@@ -144,21 +144,21 @@ def _in_words(store: Any) -> str:
     return f"the {type(inner).__name__} at {host}:{inner.port} ({keeper})"
 
 
-def _run(meeting: _Rendezvous, digest: str, told: statement.Statement, timeout: float) -> RanksVerdict:
-    """Take part in the exchange on a thread of its own.
+def _run(meeting: _Rendezvous, digest: str, own: statement.Statement, timeout: float) -> RanksVerdict:
+    """Run the exchange on a thread of its own.
 
-    The exchange never waits inside the store, but one question to a host that went away without a word may take as long
-    as TCP likes, and one to a process that was stopped as long as that is.
+    The exchange never waits inside the store. But a request to a host that vanished blocks until TCP gives up, and a
+    request to a stopped process until that process goes on.
     """
     outcome: list[RanksVerdict | Exception] = []
-    clock = _Stoppable()
+    clock = _StoppableClock()
     store = _WatchedStore(meeting.store, clock)
 
     def run() -> None:
         try:
             part = Exchange(store, meeting.prefix, meeting.ranks, meeting.rank, timeout)
-            outcome.append(part.run(digest, told, clock))
-        except Exception as error:  # noqa: BLE001 - it is raised below, on the thread that asked
+            outcome.append(part.run(digest, own, clock))
+        except Exception as error:  # noqa: BLE001 - it is raised below, on the calling thread
             outcome.append(error)
 
     thread = threading.Thread(target=run, name="megacpp_overlays.verify_ranks", daemon=True)
@@ -166,20 +166,20 @@ def _run(meeting: _Rendezvous, digest: str, told: statement.Statement, timeout: 
     try:
         silent = _wait(thread, store, timeout)
     finally:
-        clock.stop()  # an interrupt of the user ends the thread as well
+        clock.stop()  # also after a KeyboardInterrupt, so that the thread ends
     match outcome:
         case [RanksVerdict() as verdict]:
             return verdict
         case [PayloadError() as error]:
             raise RanksError(
                 f"rank {meeting.rank} cannot read what another rank left for it in {meeting.where}: {error}\n\n"
-                "What to do:\n- look for a rank with another megacpp_overlays, and for whoever else writes to the store"
+                "What to do:\n- look for a rank with another megacpp_overlays, or a program that writes to the store"
             ) from error
         case [Exception() as error]:
             raise RanksError(
                 f"rank {meeting.rank} could not ask the other {len(meeting.ranks) - 1}: {meeting.where} failed with "
-                f"{type(error).__name__}: {error}\n\nWhat to do:\n- look at the log of whoever keeps the store first: it "
-                "is gone, or cannot be reached from here"
+                f"{type(error).__name__}: {error}\n\nWhat to do:\n- look at the log of the process that keeps the store: "
+                "it is gone, or cannot be reached from here"
             ) from error
         case _:
             raise RanksError(
@@ -190,47 +190,47 @@ def _run(meeting: _Rendezvous, digest: str, told: statement.Statement, timeout: 
 
 
 def _wait(thread: threading.Thread, store: _WatchedStore, timeout: float) -> float:
-    """Wait for the end of the exchange, as long as the store answers; return for how long it did not."""
+    """Wait until the exchange ends or the store is silent for too long; return the seconds without an answer."""
     longest = timeout + rank_exchange.GRACE_S + rank_exchange.LINGER_S + PATIENCE_S
     waited = silent = 0.0
-    question, before = store.question, time.monotonic()
+    events, before = store.events, time.monotonic()
     while thread.is_alive() and waited < longest and silent < timeout + PATIENCE_S:
-        thread.join(_LOOK_S)
+        thread.join(_POLL_S)
         now = time.monotonic()
-        # This process, too, may have been stopped for a while: then no answer could be heard.
-        spent, before = min(now - before, 2 * _LOOK_S), now
+        # This process, too, may have been stopped for a while: that time is no silence of the store.
+        spent, before = min(now - before, 2 * _POLL_S), now
         waited += spent
-        silent = silent + spent if store.question == question and question % 2 else 0.0
-        question = store.question
+        silent = silent + spent if store.events == events and events % 2 else 0.0
+        events = store.events
     return silent or waited
 
 
 class _WatchedStore:
-    """A store whose silence another thread can notice, and which is asked nothing more when nobody waits for an answer.
+    """A proxy of a store: another thread sees whether a request is pending, and a stopped clock ends all requests.
 
-    A call that was given up must not go on when the host is back: the next one may be there already.
+    An exchange that was given up must not go on when the host is back: the next one may use the store by then.
     """
 
-    def __init__(self, store: Store, clock: _Stoppable) -> None:
+    def __init__(self, store: Store, clock: _StoppableClock) -> None:
         self._store, self._clock = store, clock
-        self.question = 0
-        """Odd while a question waits for its answer; another one for each."""
+        self.events = 0
+        """Counts requests and their ends; odd while a request is pending."""
 
     def __getattr__(self, name: str) -> Any:
         ask = getattr(self._store, name)
 
         def answer(*given: Any) -> Any:
             self._clock.demand_time()
-            self.question += 1
+            self.events += 1
             try:
                 return ask(*given)
             finally:
-                self.question += 1
+                self.events += 1
 
         return answer
 
 
-class _Stoppable(SystemClock):
+class _StoppableClock(SystemClock):
     """The clock of the host, which another thread can stop."""
 
     def __init__(self) -> None:
@@ -243,14 +243,14 @@ class _Stoppable(SystemClock):
     def demand_time(self) -> None:
         """Raise where the clock was stopped."""
         if self._stopped.is_set():
-            raise InterruptedError("nobody waits for the answer any more")
+            raise InterruptedError("the exchange was given up")
 
     def stop(self) -> None:
         self._stopped.set()
 
 
 def report(verdict: RanksVerdict) -> str:
-    """Return what a verdict says, for whoever finds it in the log of one rank; the same on every rank."""
+    """Return a verdict as text for a log; the same on every rank."""
     parts = [_headline(verdict)]
     if verdict.differences:
         parts.append(differences.table(verdict.differences))

@@ -13,11 +13,11 @@ ATTRIBUTE = "__megacpp_seam__"
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What a replacement carries, so that any copy of the loader recognises it and can undo it."""
+    """The mark of a replacement, by which any copy of the loader recognises it and can undo it."""
 
     overlay_id: str
     original: Any
-    """The raw attribute that was there first."""
+    """The raw attribute that was replaced."""
     inherited: bool
     """Whether the owner had no attribute of its own, so that undoing deletes ours."""
     made: Any
@@ -42,13 +42,13 @@ _MOST_WRAPPERS = 16
 
 
 def wrapped(raw: Any) -> Iterator[Any]:
-    """Yield what an attribute leads to by its own account: the function in it, then what `__wrapped__` of each says."""
+    """Yield the function of an attribute, then each function along its `__wrapped__` chain."""
     each = plain_function(raw)
     for _ in range(_MOST_WRAPPERS):
         yield each
         try:
             inner = getattr(each, "__wrapped__", None)
-        except Exception:  # noqa: BLE001 - it is somebody's object, and may do what it likes
+        except Exception:  # noqa: BLE001 - a third-party object; attribute access may raise
             return
         if inner is None:
             return
@@ -56,7 +56,7 @@ def wrapped(raw: Any) -> Iterator[Any]:
 
 
 def mark_behind(raw: Any) -> Mark | None:
-    """Return the mark of the seam that an attribute is or leads to by its own account, or None."""
+    """Return the first mark along the `__wrapped__` chain of an attribute, or None."""
     return next((mark for each in wrapped(raw) if (mark := mark_of(each)) is not None), None)
 
 
@@ -66,5 +66,5 @@ def mark_of(raw: Any) -> Mark | None:
     if type(function) is not FunctionType:  # a proxy answers for what it wraps
         return None
     mark: Mark | None = getattr(function, ATTRIBUTE, None)  # vars() would give every function a dictionary
-    # By name: it may be another copy of this package that put it in.
+    # By name: another copy of this package may have set it.
     return mark if type(mark).__name__ == Mark.__name__ and getattr(mark, "made", None) is function else None

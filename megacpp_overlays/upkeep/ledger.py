@@ -141,7 +141,7 @@ def _name(part: Erratum) -> str:
     while isinstance(probe, functools.partial):
         probe = probe.func
     name: str = getattr(probe, "__qualname__", type(probe).__qualname__)
-    return f"{probe.__module__}.{name.replace('.<locals>.', ': ')}"
+    return f"{probe.__module__}.{name.partition('.<locals>.')[0]}"
 
 
 def _replaced(part: Erratum) -> list[tuple[str, str]]:

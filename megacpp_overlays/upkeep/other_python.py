@@ -1,7 +1,7 @@
-"""A run of this package with the interpreter of another environment.
+"""Runs of this package with the interpreter of another environment.
 
-The process gets this package on its path and nothing else of this one: the switches and the PYTHONPATH of
-the shell do not count there, and neither do the packages that are installed beside this one.
+The process has this package on its path, and nothing else of this environment: neither the switches and the PYTHONPATH
+of the shell, nor the packages that are installed here.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from megacpp_overlays.repro import process_group
 
 _GRACE = 10.0
 """Seconds that a process gets to end what it started."""
-_NOT_THEIRS = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "MEGACPP_", "COVERAGE_")
-"""What the names of variables begin with that are for this environment and not for another."""
+_NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "MEGACPP_", "COVERAGE_")
+"""Prefixes of variables that belong to this environment, and that the process does not inherit."""
 
 
 class Reply(NamedTuple):
-    """What a process in an environment answered."""
+    """The answer of a process in another environment."""
 
     answer: Any
-    """What `inside` wrote as JSON; None where it did not come to that."""
+    """The JSON that `upkeep.inside` wrote, or None."""
     problem: str | None
     """How the process ended and its last line, where it gave no answer."""
 
 
 def ask(python: Path, arguments: Sequence[str], timeout: float) -> Reply:
     """Run `upkeep.inside` with an interpreter and return its answer."""
-    with _place() as (folder, variables), tempfile.TemporaryFile("w+", errors="replace") as said:
+    with _workspace() as (folder, variables), tempfile.TemporaryFile("w+", errors="replace") as out:
         report = folder / "report"
         command = [str(python), "-m", "megacpp_overlays.upkeep.inside", str(report), *arguments]
         ended = process_group.run(
-            command, folder=folder, environment=variables, output=said, timeout=timeout, grace=_GRACE
+            command, folder=folder, environment=variables, output=out, timeout=timeout, grace=_GRACE
         )
         if ended is None:
             return Reply(json.loads(report.read_text()), None)
-        return Reply(None, f"the process {ended}: {_last_line(said)}")
+        return Reply(None, f"the process {ended}: {_last_line(out)}")
 
 
 def output(python: Path, arguments: Sequence[str], timeout: float) -> tuple[str, str | None]:
     """Run an interpreter; return what it printed on stdout, and how it ended in words, or None if it ended well."""
-    with _place() as (folder, variables), contextlib.ExitStack() as stack:
-        said, complained = (stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(2))
+    with _workspace() as (folder, variables), contextlib.ExitStack() as stack:
+        out, errors = (stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(2))
         ended = process_group.run(
             [str(python), *arguments],
             folder=folder,
             environment=variables,
-            output=said,
-            errors=complained,
+            output=out,
+            errors=errors,
             timeout=timeout,
             grace=_GRACE,
         )
-        said.seek(0)
-        return said.read(), f"{ended}: {_last_line(complained)}" if ended else None
+        out.seek(0)
+        return out.read(), f"{ended}: {_last_line(errors)}" if ended else None
 
 
 def _last_line(output: IO[str]) -> str:
@@ -69,10 +69,10 @@ def _last_line(output: IO[str]) -> str:
 
 
 @contextlib.contextmanager
-def _place() -> Iterator[tuple[Path, dict[str, str]]]:
-    """Make an empty folder to run in, and the variables that put this package on the path.
+def _workspace() -> Iterator[tuple[Path, dict[str, str]]]:
+    """Yield an empty working folder, and the environment variables with this package on the path.
 
-    By a link of its own, because the folder that this package is in may be the site-packages of another environment.
+    The path has a link to the package, because the folder of the package may be a site-packages with others.
     """
     with tempfile.TemporaryDirectory(prefix="upkeep-") as name:
         folder = Path(name).resolve()
@@ -85,6 +85,6 @@ def _place() -> Iterator[tuple[Path, dict[str, str]]]:
         kept = {
             name: value
             for name, value in os.environ.items()
-            if name in {PLUGINS, WITNESSES} or not name.startswith(_NOT_THEIRS)
+            if name in {PLUGINS, WITNESSES} or not name.startswith(_NOT_INHERITED)
         }
         yield work, {**kept, LOG: "logging", "PYTHONPATH": str(path), "PYTHONNOUSERSITE": "1"}

@@ -1,4 +1,4 @@
-"""Features against the real Megatron: fields and arguments of its releases, objects of its classes, and what packs build of it."""
+"""Features checked against real Megatron: fields and arguments of its releases, its configuration objects, and those of packs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FILES = (
 )
 BASES = {"ModelParallelConfig": "TransformerConfig"}
 IN_NO_CLASS = {"hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern", "sft", "rl_use_sequence_packing", "use_liger_kernel"}  # fmt: skip
-"""Keys that show a feature and are arguments alone, or of another library."""
+"""Keys that show a feature and are only arguments, or belong to another library."""
 Wheels = Callable[[str, str], Path]
 
 
@@ -55,8 +55,8 @@ def _signs(which: str) -> dict[str, Sign]:
     return {f"{feature.name}-{sign.key}": sign for feature in FEATURES for sign in getattr(feature, which)}
 
 
-def test_each_field_is_one_of_some_release_and_off_by_default(wheel: Wheels) -> None:
-    """So a field that a release does not have is a feature that it does not have."""
+def test_each_field_is_in_some_release_and_off_by_default(wheel: Wheels) -> None:
+    """So a release without the field has no such feature."""
     releases = [_fields(wheel("megatron-core", version)) for version in RELEASES]
     for name, sign in {**_signs("config"), **_signs("shows")}.items():
         defaults = [fields[sign.of, sign.key] for fields in releases if (sign.of, sign.key) in fields]
@@ -72,7 +72,7 @@ def parser(megatron_says: Callable[..., Any]) -> dict[str, Any]:
 
 @pytest.mark.full
 @pytest.mark.upstream
-def test_each_argument_has_the_default_that_is_written_down(parser: dict[str, Any]) -> None:
+def test_each_argument_has_its_recorded_default(parser: dict[str, Any]) -> None:
     gone = {"use_custom_fsdp", "kitchen_config_file", "kitchen_recipe_number", "use_liger_kernel"}
     for name, sign in _signs("arguments").items():
         if sign.key in {PROGRAM, *gone}:
@@ -104,7 +104,7 @@ def test_real_objects_of_a_process_decide_its_features(real: dict[str, Any]) -> 
     assert {*latent["yes"]} == LATENT | {"distributed_optimizer"}
     assert {*LATENT} <= {*dense["no"]}
     assert {"mamba_mixer", "hybrid", "gated_delta", "dsa", "qk_clip", "attention_sinks"} <= {*dense["no"]}
-    assert {*hybrid["yes"]} == {"mamba_mixer", "mamba"}, "told by the layer, where the configuration says nothing"
+    assert {*hybrid["yes"]} == {"mamba_mixer", "mamba"}, "the layer shows them, and the configuration does not"
     for each in (dense, latent, hybrid):
         assert {"packed", "liger_loss", "mamba3", "megatron_fsdp"} <= {*each["undecided"]}
     assert real["latent"]["origin"] == "MLATransformerConfig of this process"

@@ -1,4 +1,4 @@
-"""A kept witness proves what looks repaired as long as nothing that it is about has changed, and is no proof otherwise."""
+"""Kept witnesses: one proves a repair while nothing that it depends on has changed, and proves nothing afterwards."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CODE_OF = witnesses.probe_sources
 
 @dataclass
 class Kept:
-    """A witness of the made-up upstream, which looks repaired and is."""
+    """A witness of the made-up upstream, which looks repaired and is repaired."""
 
     upstream: Upstream
     overlay: Overlay
@@ -75,7 +75,7 @@ class Kept:
         witnesses.keep(self.file, {**data, **changes})
 
     def keep_unrepaired(self) -> None:
-        """Keep for this user that a case showed the defect, and no repair of it."""
+        """Keep a verdict of this user: a case showed the defect, and no repair of it."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(witnesses, "seam_sources", witnesses.probe_sources)
             self.keep(verdict=Verdict.BROKEN.value, unrepaired="case double: double(1) = 3")
@@ -97,7 +97,7 @@ class Kept:
 
 @pytest.fixture(scope="module")
 def code_of_the_probe() -> dict[str, str | None]:
-    """Parsed once: the probes of all made-up upstreams are one."""
+    """Hashes of the probe that all made-up upstreams share, computed once."""
     return CODE_OF(Upstream("nothing", Path("nowhere")).overlay())
 
 
@@ -117,7 +117,7 @@ def kept(
     return made
 
 
-def test_what_was_witnessed_is_retired_and_says_when_and_by_which_case(kept: Kept) -> None:
+def test_a_witnessed_repair_is_retired_and_names_the_day_and_the_case(kept: Kept) -> None:
     record = kept.decide()
 
     assert record.decision is Decision.RETIRED
@@ -129,7 +129,7 @@ def test_what_was_witnessed_is_retired_and_says_when_and_by_which_case(kept: Kep
     )
 
 
-def test_what_the_reproducer_showed_outweighs_what_the_overlay_sees_in_its_target_alone(kept: Kept) -> None:
+def test_a_kept_witness_outweighs_the_observation_of_the_overlay(kept: Kept) -> None:
     kept.overlay = kept.upstream.overlay(witness=lambda _: Observation(broken=True, seen="double(1) = 3"))
     kept.keep(probe=CODE_OF(kept.overlay))
 
@@ -160,7 +160,7 @@ EDITED = LOOKS_REPAIRED_TEXT.replace("return cls.__name__, x + 1", "return cls._
         ("absent", "double = 3\n", "absent was not there, and is now"),
     ],
 )
-def test_after_an_edit_it_does_not_count(kept: Kept, module: str, text: str, says: str) -> None:
+def test_a_witness_does_not_count_after_an_edit(kept: Kept, module: str, text: str, says: str) -> None:
     kept.upstream.write(text, module)
 
     record = kept.decide()
@@ -170,7 +170,7 @@ def test_after_an_edit_it_does_not_count(kept: Kept, module: str, text: str, say
     assert "can prove it here" in record.reason
 
 
-def test_where_a_source_has_gone_or_cannot_be_read_it_does_not_count(kept: Kept) -> None:
+def test_a_witness_does_not_count_where_a_source_is_gone_or_unreadable(kept: Kept) -> None:
     helpers = kept.upstream.folder / kept.upstream.name / "helpers.py"
     helpers.write_bytes(b"# coding: nonsense\n")
     unreadable = probing.examine_installed(kept.overlay, InstalledTree(), Settings(witnesses=str(kept.folder)))
@@ -260,7 +260,7 @@ NOBODY = 65534
 
 @pytest.fixture
 def as_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """Let a test of root become a user who can read what it has written, and has a cache folder."""
+    """Let a test of root become a user who can read its files, and has a cache folder."""
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     home = tmp_path / "home"
@@ -305,7 +305,7 @@ def test_a_witness_of_root_counts_for_every_user(kept: Kept, as_nobody: Callable
     assert examined(kept).proof is Proof.WITNESSED
 
 
-def test_a_witness_that_root_keeps_for_itself_is_read_by_nobody_else(kept: Kept, as_nobody: Callable[[], None]) -> None:
+def test_a_private_witness_of_root_counts_for_no_other_user(kept: Kept, as_nobody: Callable[[], None]) -> None:
     as_nobody()
 
     assert examined(kept).proof is not Proof.WITNESSED
@@ -322,7 +322,7 @@ def test_a_folder_of_root_that_others_may_write_into_proves_nothing(kept: Kept, 
     assert "others may write into it" in found.summary()
 
 
-def test_what_a_user_proves_beside_the_witnesses_of_root_is_kept_in_the_user_s_cache(
+def test_a_verdict_of_a_user_is_kept_in_the_user_s_cache_where_root_has_witnesses(
     kept: Kept, as_nobody: Callable[[], None], tmp_path: Path
 ) -> None:
     shared(kept)
@@ -370,7 +370,7 @@ def test_the_defect_that_a_case_showed_counts_until_the_code_changes(kept: Kept)
     assert f"{kept.upstream.name}.helpers is not as it was witnessed" in after.summary()
 
 
-def test_a_changed_reproducer_of_the_package_ends_it(
+def test_a_witness_does_not_count_after_an_edit_of_its_reproducer(
     kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack = tmp_path / "packs" / "99-double"
@@ -422,7 +422,7 @@ def digest_of_a_plugin(folder: Path, name: str, text: str, monkeypatch: pytest.M
         ('id="scale"', 'id="scales"', False),
     ],
 )
-def test_the_prose_of_a_declaration_is_no_code(
+def test_the_hash_of_code_ignores_the_prose_of_a_declaration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, is_the_same: bool
 ) -> None:
     assert old in DECLARED
@@ -438,7 +438,7 @@ def test_every_field_of_prose_is_a_field_of_declarations() -> None:
     assert {*Erratum.__annotations__} >= witnesses.PROSE
 
 
-def test_the_code_of_a_probe_is_what_it_is_written_with() -> None:
+def test_the_code_of_a_probe_is_its_modules_and_their_imports() -> None:
     from megacpp_overlays.overlays.liger_flce_none_backward import OVERLAY
 
     package = "megacpp_overlays"
@@ -452,7 +452,7 @@ def test_the_code_of_a_probe_is_what_it_is_written_with() -> None:
     assert f"{package}.feature_probes.fp8_quantized_unwrap" not in read
 
 
-def test_what_is_loaded_must_be_what_was_witnessed(kept: Kept) -> None:
+def test_loaded_code_must_be_the_code_that_was_witnessed(kept: Kept) -> None:
     module = kept.upstream.load()
     module.double = lambda x: x + x + 1
 
@@ -464,7 +464,7 @@ def test_what_is_loaded_must_be_what_was_witnessed(kept: Kept) -> None:
 
 
 @pytest.mark.parametrize("text", [BROKEN_TEXT, FIXED_TEXT, LOOKS_REPAIRED_TEXT.replace("twice(x)", "thrice(x)")])
-def test_nothing_is_looked_up_for_what_does_not_look_repaired(
+def test_no_witness_is_looked_up_where_nothing_looks_repaired(
     kept: Kept, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def explode(*_: object) -> Finding:
@@ -476,7 +476,7 @@ def test_nothing_is_looked_up_for_what_does_not_look_repaired(
     assert "asked" not in kept.decide().reason
 
 
-def test_a_gate_is_witnessed_and_may_be_so_after_the_session_was_armed(kept: Kept) -> None:
+def test_a_gate_may_be_witnessed_after_the_session_was_armed(kept: Kept) -> None:
     def probe(tree: SourceTree) -> Finding:
         source = tree.module(kept.upstream.module_name)
         assert source is not None
@@ -500,7 +500,7 @@ def test_a_gate_is_witnessed_and_may_be_so_after_the_session_was_armed(kept: Kep
 
 @pytest.mark.parametrize("order", [("wrapper", "layers"), ("layers", "wrapper")], ids=" then ".join)
 @pytest.mark.parametrize(("is_kept", "decision"), [(True, Decision.ACTIVE), (False, Decision.CONFLICT)])
-def test_an_overlay_is_in_where_a_witness_proves_the_repair_that_it_needs_and_only_there(
+def test_an_overlay_is_active_only_where_a_witness_proves_the_repair_that_it_needs(
     kept: Kept, order: tuple[str, str], is_kept: bool, decision: Decision
 ) -> None:
     kept.upstream.write("def wrap(x):\n    return round(x)\n", "wrapper")
@@ -526,7 +526,7 @@ def test_an_overlay_is_in_where_a_witness_proves_the_repair_that_it_needs_and_on
     assert ("it needs double-fix" in found["keep-bits"].reason) is not is_kept
 
 
-def test_two_ranks_of_which_one_was_witnessed_differ_and_are_told_what_to_do(
+def test_ranks_with_and_without_a_witness_differ_and_the_advice_names_the_command(
     kept: Kept, session: Callable[..., Session], tmp_path: Path
 ) -> None:
     with_it = session(kept.overlay, witnesses=str(kept.folder))
@@ -535,15 +535,15 @@ def test_two_ranks_of_which_one_was_witnessed_differ_and_are_told_what_to_do(
         each.arm()
     kept.upstream.load()
 
-    told = [statement.of(each.audit(), InstalledTree()) for each in (with_it, without)]
+    statements = [statement.of(each.audit(), InstalledTree()) for each in (with_it, without)]
 
-    found = differences.find([StatementGroup(each, (rank,)) for rank, each in enumerate(told)])
+    found = differences.find([StatementGroup(each, (rank,)) for rank, each in enumerate(statements)])
     assert [(each.field, each.values) for each in found] == [("witnessed", (("no", (1,)), ("yes", (0,))))]
     assert "run `megacpp-overlays witness double-fix` in each environment" in found[0].advice
     assert with_it.audit().fingerprint != without.audit().fingerprint
 
 
-def test_a_repair_that_was_read_and_one_that_was_witnessed_are_not_the_same_to_ranks(kept: Kept) -> None:
+def test_a_repair_that_was_read_and_one_that_was_witnessed_have_different_fingerprints(kept: Kept) -> None:
     audit = kept.audit()
     (record,) = audit.records
     assert record.finding is not None
@@ -560,7 +560,7 @@ def test_what_a_case_saw_is_shown_without_escape_sequences(kept: Kept) -> None:
 
 @pytest.mark.parametrize("relative", ["", "caches", "./caches", "~/caches"])
 def test_a_cache_folder_that_is_no_absolute_path_is_ignored(monkeypatch: pytest.MonkeyPatch, relative: str) -> None:
-    """By the XDG Base Directory Specification. It would be another folder in each place that a run is started in."""
+    """The XDG Base Directory Specification says so. A relative path would be another folder in each working directory."""
     monkeypatch.setenv("XDG_CACHE_HOME", relative)
     monkeypatch.setenv("HOME", "/home/somebody")
 

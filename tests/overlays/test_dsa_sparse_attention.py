@@ -51,7 +51,7 @@ Wheel = Callable[[str, str], Path]
 
 
 class Pairs(dict[str, tuple[ModuleType, ModuleType]]):
-    """For each version, the module without the seam and with it: made when they are asked for."""
+    """For each version, the module without the seam and with it, made on demand."""
 
     wheel: Wheel
 
@@ -105,7 +105,7 @@ def away(found: Any, expected: Any) -> float:
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
-# Where it is worth it
+# Sizes that are served
 
 
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
@@ -153,7 +153,7 @@ def test_values_and_gradients_are_upstreams(version: str, dtype: torch.dtype, ma
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_narrow_dtypes_are_about_as_near_to_the_truth_as_upstreams(dtype: torch.dtype) -> None:
-    """At every peakedness: with larger queries fewer keys share a row, and gradients of scores are smaller differences."""
+    """For flat and peaked softmax: with larger queries fewer keys share a row, and gradients of scores are smaller differences."""
     upstream, patched = PAIRS[newest()]
     for seed, sharpness in itertools.product(range(3), (1, 4, 16, 64)):
         leaves = inputs(dtype, seed=seed)
@@ -179,7 +179,7 @@ def test_narrow_dtypes_are_about_as_near_to_the_truth_as_upstreams(dtype: torch.
     kind=st.integers(0, 2),
     seed=st.integers(0, 99),
 )
-def test_any_shape_is_upstreams(rows: int, keys: int, slots: int, kind: int, seed: int) -> None:
+def test_results_of_any_shape_are_upstreams(rows: int, keys: int, slots: int, kind: int, seed: int) -> None:
     upstream, patched = PAIRS[newest()]
     chosen = choices(rows, keys, min(slots, keys), seed)
     generator = torch.Generator().manual_seed(seed)
@@ -274,7 +274,7 @@ def test_a_choice_of_no_key_is_an_error_where_choices_are_checked(
         called(patched, inputs(torch.float32), chosen)
 
 
-def test_what_is_no_number_stays_in_the_key_that_nobody_chose(upstream: ModuleType, patched: ModuleType) -> None:
+def test_nan_stays_in_a_key_that_no_query_chose(upstream: ModuleType, patched: ModuleType) -> None:
     query, key = inputs()
     chosen = choices()
     chosen[chosen == 2] = -1
@@ -285,10 +285,10 @@ def test_what_is_no_number_stays_in_the_key_that_nobody_chose(upstream: ModuleTy
     assert called(patched, [query, key], chosen)[0].isfinite().all()
 
 
-# What goes to upstream's function
+# Calls that go to upstream's function
 
 
-def test_what_no_caller_of_megatrons_gives_is_upstreams(
+def test_calls_that_megatron_never_makes_go_to_upstream(
     upstream: ModuleType, patched: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any, **__: Any) -> None:
@@ -336,7 +336,7 @@ def test_wrong_calls_fail_as_upstreams_do(changed: dict[str, Any], raised: type[
 
 
 @pytest.mark.parametrize("which", [(True, False), (False, True), (True, True)], ids=str)
-def test_quantized_tensors_are_opened_once_and_learn(which: tuple[bool, bool], patched: ModuleType) -> None:
+def test_quantized_tensors_are_dequantized_once_and_learn(which: tuple[bool, bool], patched: ModuleType) -> None:
     plain = [each.detach().to(torch.float8_e5m2).bfloat16().requires_grad_() for each in inputs()]
     expected, gradients = called(patched, plain, choices())
     pair = [quantized(each, requires_grad=True) if wanted else each for each, wanted in zip(plain, which, strict=True)]
@@ -401,7 +401,7 @@ def test_the_witness_does_not_take_other_maths_for_upstreams(changed: Any, upstr
 
 
 @pytest.mark.parametrize("ignored", ["mask", "varlen_starts", "key_positions"])
-def test_the_self_test_notices_masks_that_are_not_heard(ignored: str, patched: ModuleType) -> None:
+def test_the_self_test_notices_masks_that_are_ignored(ignored: str, patched: ModuleType) -> None:
     fork = ModuleType("fork")
     own = getattr(patched, feature.FUNCTION)
     setattr(fork, feature.FUNCTION, lambda *args, **masks: own(*args, **{**masks, ignored: None}))
@@ -409,7 +409,7 @@ def test_the_self_test_notices_masks_that_are_not_heard(ignored: str, patched: M
     assert "away from the definition" in OVERLAY.self_test(fork).seen
 
 
-def test_it_works_in_whatever_state_the_importing_thread_is(patched: ModuleType) -> None:
+def test_the_self_test_works_in_any_torch_state_of_the_importing_thread(patched: ModuleType) -> None:
     before = torch.get_rng_state()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -449,7 +449,7 @@ OFF = {"MEGACPP_OVERLAY_DSA_SPARSE_ATTENTION": "off", "MEGACPP_OVERLAY_SPARSE_ML
 
 @pytest.fixture(scope="module", params=weekly(*VERSIONS))
 def trained(request: pytest.FixtureRequest, wheel: Wheel) -> dict[str, Any]:
-    """What a layer of a release learnt with both overlays, with one of them, and with none."""
+    """Reports of a layer of a release that was trained with both overlays, with one of them, and with none."""
     file = wheel("megatron-core", request.param)
     switches = {
         "both": {},
@@ -461,7 +461,7 @@ def trained(request: pytest.FixtureRequest, wheel: Wheel) -> dict[str, Any]:
     return {name: released_megatron.said(file, script, **every_size, **each) for name, each in switches.items()}
 
 
-def test_a_layer_learns_what_it_learns_without(trained: dict[str, Any]) -> None:
+def test_a_layer_trains_alike_with_and_without_the_overlays(trained: dict[str, Any]) -> None:
     expected = trained["none"]["ways"]
     assert len(expected) == 8
     for name in ("both", "attention alone", "dimensions alone"):
@@ -486,7 +486,7 @@ def test_a_layer_builds_no_scores_of_all_keys(trained: dict[str, Any]) -> None:
         assert ways[loss]["all scores"] < without[loss]["all scores"]  # what is left is the loss's own
 
 
-def test_a_backend_that_declines_ends_in_either(trained: dict[str, Any]) -> None:
+def test_calls_that_a_backend_declines_are_served_by_the_overlays(trained: dict[str, Any]) -> None:
     none, tilelang = 5 * 4, 3 * 4
 
     assert trained["both"]["calls"] == {

@@ -50,7 +50,7 @@ def overlay_on(overlay: Overlay, module: ModuleType) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def upstream() -> Iterator[ModuleType]:
     """The mixer's module in the installed release, as upstream made it."""
-    module = upstream_module(MAMBA.target.module)
+    module = upstream_module(MAMBA.module)
     megacpp_overlays.undo(EXEMPTION.id)
     yield module
     megacpp_overlays.arm()

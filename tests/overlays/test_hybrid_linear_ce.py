@@ -1,7 +1,7 @@
-"""Pack 11: hybrid models that compute the fused linear cross entropy, beside the same models that do not.
+"""Pack 11: hybrid models with the fused linear cross entropy, compared with the same models without it.
 
-On our stand-in for Megatron-LM dev and on every real tree given with `--upstream-tree` that is broken. Each runs in
-interpreters of its own, on the CPU, with the kernels of pack 10.
+They run on our stand-in for Megatron-LM dev, and on every real tree given with `--upstream-tree` that is broken. Each tree
+has interpreters of its own, on the CPU, with the kernels of pack 10.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ STAND_IN = STAND_INS["dev-linear-cross-entropy"]
 CORE = Path("megatron/core")
 TOLERANCE = 3e-6
 """Relative error, in the Frobenius norm, between two float32 models that order their sums differently: some roundings."""
+OTHER_LOSS = "does not give the loss of the scaled logits for each label, as (batch, sequence)"
 
 Report = Callable[..., dict[str, Any]]
 
@@ -54,7 +55,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def environment(tree: Path, **variables: str) -> dict[str, str]:
     """Return the variables of a process that takes its Megatron from a tree."""
     path = os.pathsep.join(map(str, (tree, ROOT, SUPPORT)))
-    # One thread, so that sums are added in one order, and Triton's interpreter, which a CPU needs.
+    # One thread, so that sums are added in one order.
     fixed = {"PYTHONPATH": path, "MEGACPP_OVERLAYS_LOG": "logging", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     return {**os.environ, **fixed, **variables}
 
@@ -74,7 +75,7 @@ def finish(process: warm_python.WarmProcess) -> dict[str, Any]:
 
 @pytest.fixture
 def report(hybrid: Path, reports: dict[object, dict[str, Any]]) -> Report:
-    """Return what `hybrid_linear_ce_report.py` saw on the tree of this test; the same run happens once."""
+    """Return the report of `hybrid_linear_ce_report.py` on the tree of this test; equal runs happen once."""
     pytest.importorskip("triton")
 
     def run(**variables: str) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def report(hybrid: Path, reports: dict[object, dict[str, Any]]) -> Report:
 OFF = {"MEGACPP_OVERLAY_HYBRID_LINEAR_CE": "off"}
 
 
-def test_without_the_overlay_the_first_step_is_the_last(report: Report) -> None:
+def test_without_the_overlay_the_first_step_fails(report: Report) -> None:
     found = report(**OFF)
 
     assert found["decision"] == "disabled"
@@ -97,14 +98,14 @@ def test_without_the_overlay_the_first_step_is_the_last(report: Report) -> None:
     assert found["step with MTP"].startswith("TypeError")
 
 
-def test_with_it_and_the_one_for_the_dispatcher_a_model_trains(report: Report) -> None:
+def test_with_this_overlay_and_that_of_the_dispatcher_a_model_trains(report: Report) -> None:
     found = report()
 
     assert (found["decision"], found["dispatch"]) == ("active", "active"), found["reason"]
     assert (found["step"], found["step with MTP"]) == ("", "")
 
 
-def test_alone_it_leaves_the_device_to_the_dispatcher(report: Report) -> None:
+def test_without_the_overlay_of_the_dispatcher_a_step_needs_cuda(report: Report) -> None:
     found = report(MEGACPP_OVERLAY_HOPPER_FLCE_DISPATCH="off", HYBRID_ONLY="step")
 
     assert found["decision"] == "active"
@@ -128,7 +129,7 @@ def test_the_output_layer_is_the_one_that_other_parts_look_for_by_name(report: R
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_saved_is_the_same(report: Report, name: str) -> None:
+def test_names_parameters_and_sharded_state_are_the_same(report: Report, name: str) -> None:
     found = report()["cases"][name]
 
     assert found["names"]
@@ -180,7 +181,7 @@ def test_an_inner_pipeline_stage_hands_on_hidden_states(report: Report) -> None:
     assert report()["inner stage"] == {"shape": [12, 2, 32], "has a layer": False}
 
 
-def test_ignored_labels_cost_nothing(report: Report) -> None:
+def test_ignored_labels_have_no_loss(report: Report) -> None:
     assert report()["ignored"] == {"ignored": 0.0, "kept": True}
 
 
@@ -188,7 +189,7 @@ def test_what_forward_keeps_on_the_model_is_kept_there(report: Report) -> None:
     assert report()["cache"]
 
 
-def test_an_output_layer_of_somebody_else_is_refused_where_the_loss_is_fused(report: Report) -> None:
+def test_a_foreign_output_layer_is_refused_where_the_loss_is_fused(report: Report) -> None:
     found = report()["refusals"]
 
     assert "not the ColumnParallelLinear of upstream" in found["foreign"]
@@ -228,25 +229,20 @@ def test_two_ranks_share_the_vocabulary(
             "transformer/linear_cross_entropy.py",
             "reshape(columns.shape).t().contiguous()",
             "reshape(columns.shape)",
-            "does not give the loss of the scaled logits for each label, as (batch, sequence)",
+            OTHER_LOSS,
         ),
         (
             "transformer/linear_cross_entropy.py",
             "            hidden, weight, columns,",
             "            hidden * self.config.mup_output_mult, weight, columns,",
-            "does not give the loss of the scaled logits for each label, as (batch, sequence)",
+            OTHER_LOSS,
         ),
-        (
-            "fusions/fused_linear_cross_entropy.py",
-            "        return loss\n",
-            "        return loss / 2\n",
-            "does not give the loss of the scaled logits for each label, as (batch, sequence)",
-        ),
+        ("fusions/fused_linear_cross_entropy.py", "        return loss\n", "        return loss / 2\n", OTHER_LOSS),
         (
             "fusions/fused_linear_cross_entropy.py",
             "labels, tp_group, reduction, ignore_index, sequence_parallel)\n",
             "labels.flip(0), tp_group, reduction, ignore_index, sequence_parallel)\n",
-            "does not give the loss of the scaled logits for each label, as (batch, sequence)",
+            OTHER_LOSS,
         ),
         (
             "models/common/language_module/language_module.py",
@@ -275,7 +271,7 @@ def test_code_that_looks_known_and_computes_something_else_stays_as_it_is(
         "from megacpp_overlays.feature_probes import hybrid_linear_ce as feature;"
         "from megacpp_overlays.feature_probes.findings import broken;"
         "from megacpp_overlays.model import Evidence;"
-        "feature.forms.finding = lambda *_: broken(feature.PLAIN_OUTPUT_LAYER, Evidence('as if read'));"  # the first lock: none of these bodies was read
+        "feature.forms.finding = lambda *_: broken(feature.PLAIN_OUTPUT_LAYER, Evidence('as if read'));"  # past the probe, which knows none of these bodies
         "import megatron.core.models.hybrid.hybrid_model as m;"
         "r = next(r for r in megacpp_overlays.audit().records if r.overlay.pack == 11);"
         "print(r.decision.value, hasattr(m.HybridModel.forward, '__wrapped__'), r.reason)"

@@ -1,6 +1,6 @@
-"""Real routers of multi-token prediction with the overlays: a layer that stands for several predictions has its losses once.
+"""Real routers of multi-token prediction: with the overlays, a layer that serves several predictions counts its losses once.
 
-Both overlays of the pack are tried here. What is measured is in `repeated_routers.py`, in a process of its own for each release.
+Both overlays of the pack are tested. `repeated_routers.py` measures them, in a process of its own for each release.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROUNDING = 1e-5
 
 @pytest.fixture(scope="module", params=daily(WITHOUT_STACK, OLDER, NEWEST))
 def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> tuple[str, Any]:
-    """A release, and what it does with the overlays and without them."""
+    """A release, and its measurements with the overlays and without them."""
     return request.param, megatron_says(request.param, SUPPORT / "repeated_routers.py")
 
 
@@ -42,19 +42,19 @@ def close(one: list[float], other: list[float], *, times: float = 1.0) -> bool:
     return torch.allclose(torch.tensor(one), times * torch.tensor(other), rtol=ROUNDING, atol=ROUNDING)
 
 
-def place(logged: list[float]) -> int:
+def logged_layer(logged: list[float]) -> int:
     (found,) = [number for number, each in enumerate(logged) if each]
     return found
 
 
-def test_upstream_counts_them_once_for_each_prediction(measured: tuple[str, Any]) -> None:
+def test_upstream_counts_losses_once_for_each_prediction(measured: tuple[str, Any]) -> None:
     version, found = measured
 
     assert len(ways(found["off"])) == (2 if version == WITHOUT_STACK else 4)
     for name, way in ways(found["off"]).items():
         times = 1 if name == "told, balance" else 2
         assert close(way["twice"]["gradient"], way["once"]["gradient"], times=times), name
-        assert place(way["once"]["logged"]) == (0 if name.startswith("stacked") else LAYERS), name
+        assert logged_layer(way["once"]["logged"]) == (0 if name.startswith("stacked") else LAYERS), name
 
 
 def test_with_the_overlays_they_count_once_and_are_logged_for_the_prediction(measured: tuple[str, Any]) -> None:
@@ -65,29 +65,29 @@ def test_with_the_overlays_they_count_once_and_are_logged_for_the_prediction(mea
     for name, way in ways(found["on"]).items():
         for several, once in (("twice", "once"), ("thrice, over tokens", "once, over tokens")):
             assert close(way[several]["gradient"], way[once]["gradient"]), name
-            assert place(way[several]["logged"]) == LAYERS, name
+            assert logged_layer(way[several]["logged"]) == LAYERS, name
             assert sum(way[several]["logged"]) == pytest.approx(sum(way[once]["logged"])), name
 
 
-def test_what_is_right_already_is_upstream_s_bit_for_bit(measured: tuple[str, Any]) -> None:
+def test_losses_that_upstream_counts_once_are_the_same_bits(measured: tuple[str, Any]) -> None:
     _, found = measured
 
     for name, way in ways(found["on"]).items():
         alone = found["off"][name]
         assert way["decoder"] == alone["decoder"]
         assert way["a layer each"]["gradient"] == alone["a layer each"]["gradient"]
-        assert place(way["a layer each"]["logged"]) == LAYERS
+        assert logged_layer(way["a layer each"]["logged"]) == LAYERS
         if name.startswith("told"):
             assert way["a layer each"] == alone["a layer each"]
             assert close(way["twice"]["logged"], alone["twice"]["logged"])
 
 
-def test_a_layer_further_back_than_there_are_predictions_has_the_last_place_in_logs(measured: tuple[str, Any]) -> None:
+def test_a_layer_beyond_the_number_of_predictions_is_logged_as_the_last(measured: tuple[str, Any]) -> None:
     version, found = measured
 
     if version != WITHOUT_STACK:
         logged = found["on"]["second place"]["logged"]
-        assert place(logged) == LAYERS
+        assert logged_layer(logged) == LAYERS
         assert sum(logged) == pytest.approx(sum(found["off"]["second place"]["logged"]))
 
 
@@ -132,11 +132,11 @@ def test_the_witness_sees_the_defect_and_the_self_test_its_absence(overlay: Any)
 
 
 @pytest.mark.usefixtures("upstream")
-def test_a_stack_that_tells_the_decoder_too_fails_the_self_test() -> None:
+def test_a_stack_that_marks_the_decoder_too_fails_the_self_test() -> None:
     module, replacement = imported(OVERLAYS[0])
     owner, name = seams.resolve(module, replacement.symbol)
 
-    def tells_all(original: Any) -> Any:
+    def marks_all(original: Any) -> Any:
         def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
             for each in self.layers:
@@ -144,7 +144,7 @@ def test_a_stack_that_tells_the_decoder_too_fails_the_self_test() -> None:
 
         return constructor
 
-    seam = seams.replace(owner, name, tells_all, overlay_id="tells-all")
+    seam = seams.replace(owner, name, marks_all, overlay_id="marks-all")
     try:
         assert OVERLAYS[0].self_test(module).broken
     finally:

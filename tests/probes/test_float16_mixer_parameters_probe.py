@@ -13,7 +13,6 @@ from megacpp_overlays.feature_probes.float16_mixer_parameters import (
     GATED_DELTA_PRODUCT,
     MAMBA,
     UNMARKED,
-    Mixer,
 )
 from megacpp_overlays.loader import probing
 from megacpp_overlays.model import Finding, Verdict
@@ -45,13 +44,13 @@ def newest(wheel: Wheel) -> ParsedOnce:
     return parsed_once(wheel("megatron-core", "0.19.2"))
 
 
-def text_of(tree: SourceTree, module: str = MAMBA.target.module) -> str:
+def text_of(tree: SourceTree, module: str = MAMBA.module) -> str:
     source = tree.module(module)
     assert source is not None
     return source.text
 
 
-def examine(tree: SourceTree, text: str | None, module: str = MAMBA.target.module) -> Finding:
+def examine(tree: SourceTree, text: str | None, module: str = MAMBA.module) -> Finding:
     return probing.examine(PARTS[0], Edited(tree, {module: text}))
 
 
@@ -238,14 +237,12 @@ class GatedDeltaProductMixer(MegatronModule):
     ],
 )
 def test_a_gated_delta_product_needs_the_slices_that_are_known(newest: ParsedOnce, old: str, new: str) -> None:
-    texts = {GATED_DELTA_PRODUCT.target.module: edited(PRODUCT, old, new)}
+    texts = {GATED_DELTA_PRODUCT.module: edited(PRODUCT, old, new)}
 
     assert probing.examine(PARTS[1], Edited(newest, texts)).verdict is Verdict.UNRECOGNISED
 
 
 def test_both_parts_are_one_overlay_that_is_off_by_default() -> None:
-    mixers: tuple[Mixer, ...] = (MAMBA, GATED_DELTA_PRODUCT)
-
-    assert [part.target for part in PARTS] == [mixer.target for mixer in mixers]
+    assert [part.target for part in PARTS] == [MAMBA, GATED_DELTA_PRODUCT]
     assert {part.id for part in PARTS} == {"float16-mixer-parameters"}
     assert all(part.opt_in for part in PARTS)

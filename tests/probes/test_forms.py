@@ -1,4 +1,4 @@
-"""A tree is known by a recorded form where every place of it is as it was, and only there."""
+"""Recorded forms: a tree has the verdict of a form where all places of the form are unchanged, and only there."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def form(
 
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch) -> dict[str, FormRecord]:
-    """What is recorded, which a test fills."""
+    """The recorded forms, which a test fills."""
     kept: dict[str, FormRecord] = {}
     monkeypatch.setattr(forms, "record", lambda overlay, module: kept[f"{overlay} {module}"])
     return kept
@@ -49,7 +49,7 @@ def asked(tree: SourceTree, without: dict[str, str] | None = None) -> Finding:
     return ask(lambda given: forms.finding("adds-twice", TARGET, given, without or {}), tree)
 
 
-def test_a_tree_that_is_as_it_was_has_the_verdict_of_the_form_with_evidence_and_where_it_was_seen(
+def test_an_unchanged_tree_has_the_verdict_of_its_form_with_evidence_and_releases(
     record: dict[str, FormRecord],
 ) -> None:
     record["adds-twice package.layers"] = FormRecord(
@@ -87,7 +87,7 @@ def test_a_repair_that_was_read_names_the_bodies_and_files_that_hold_it(record: 
     ],
     ids=["comments", "another method", "inside a base", "a constant", "an import", "imported with it", "a new method"],
 )
-def test_what_is_no_place_may_change(record: dict[str, FormRecord], old: str, new: str) -> None:
+def test_code_outside_of_the_places_may_change(record: dict[str, FormRecord], old: str, new: str) -> None:
     record["adds-twice package.layers"] = FormRecord(PLACES, (form(layers(), *PLACES),))
 
     assert LAYERS.replace(old, new) != LAYERS
@@ -164,7 +164,7 @@ def test_a_place_that_a_tree_did_not_have_must_not_be_there(record: dict[str, Fo
     assert asked(layers(f"{LAYERS}\n    def backward(self): ...\n")).verdict is Verdict.UNRECOGNISED
 
 
-def test_a_form_may_leave_out_places_of_others_and_the_nearest_is_named(record: dict[str, FormRecord]) -> None:
+def test_a_form_may_ignore_places_and_the_nearest_form_is_named(record: dict[str, FormRecord]) -> None:
     old = form(layers(), *PLACES)
     old = old._replace(digests=(*old.digests[:1], ANY, ANY, ANY), shape="older", trees=("0.7.0",))
     new = form(layers(LAYERS.replace("half(x) +", "half(x) -")), *PLACES)
@@ -183,7 +183,7 @@ def test_a_form_may_leave_out_places_of_others_and_the_nearest_is_named(record: 
     assert "unlike 0.7.0 in package.layers:repaired" in other.summary()
 
 
-def test_what_is_needed_and_not_there_makes_a_defect_absent_and_what_may_be_elsewhere_does_not(
+def test_a_missing_requirement_makes_a_defect_absent_unless_it_may_be_elsewhere(
     record: dict[str, FormRecord],
 ) -> None:
     record["adds-twice package.layers"] = FormRecord(PLACES, (form(layers(), *PLACES),))
@@ -202,7 +202,7 @@ def test_what_is_needed_and_not_there_makes_a_defect_absent_and_what_may_be_else
 
 
 @pytest.fixture
-def remembered_until(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def rehearsal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(knowledge.VARIABLE, "liger-kernel=0.8.1")
     knowledge.until.cache_clear()
     yield
@@ -210,7 +210,7 @@ def remembered_until(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     knowledge.until.cache_clear()
 
 
-@pytest.mark.usefixtures("remembered_until")
+@pytest.mark.usefixtures("rehearsal")
 @pytest.mark.parametrize(
     ("trees", "is_known"), [(("0.8.0", "0.8.2"), True), (("0.8.2",), False), (("main abc",), False)]
 )
@@ -254,7 +254,7 @@ def test_a_shape_that_is_recorded_is_one_that_its_overlay_knows() -> None:
             assert found <= shapes[overlay], (overlay, module)
 
 
-def test_digests_of_a_tree_are_taken_once_and_say_why_there_is_none() -> None:
+def test_a_missing_digest_says_why() -> None:
     digests = TreeDigests(Texts({"package.layers": "def broken(:\n"}))
 
     assert "cannot be parsed" in digests.of("package.layers:broken")

@@ -17,6 +17,8 @@ from megacpp_overlays.model import Body, Finding, Proof, Verdict
 from megacpp_overlays.overlays.liger_flce_none_backward import OVERLAY
 from megacpp_overlays.source.trees import ModuleSource
 
+KERNEL_MODULE = "liger_kernel.ops.cross_entropy"
+
 Wheel = Callable[[str, str], Path]
 
 DETACHED = (Verdict.BROKEN, feature.DETACHED)  # per-token losses; a forward pass without gradients works
@@ -167,14 +169,14 @@ def test_a_changed_release_is_never_repaired(wheel: Wheel, version: str, edit: C
 @pytest.mark.parametrize("version", DAILY)
 def test_a_release_whose_kernel_computes_another_loss_is_not_repaired(wheel: Wheel, version: str) -> None:
     release = wheel("liger-kernel", version)
-    kernel = text_of(release, feature.KERNEL_MODULE)
+    kernel = text_of(release, KERNEL_MODULE)
     changed = kernel.replace("z_loss = lse_square_scale * lse * lse", "z_loss = lse_square_scale * lse")
 
     finding = ask(OVERLAY.probe, Edited(release, cross_entropy=changed))
 
     assert changed != kernel
     assert finding.verdict is Verdict.UNRECOGNISED
-    assert feature.KERNEL_MODULE in finding.summary()
+    assert KERNEL_MODULE in finding.summary()
 
 
 @pytest.mark.parametrize(
@@ -182,7 +184,7 @@ def test_a_release_whose_kernel_computes_another_loss_is_not_repaired(wheel: Whe
 )
 def test_what_the_kernel_reads_beside_itself_counts(wheel: Wheel, tail: str) -> None:
     release = wheel("liger-kernel", "0.8.1")
-    changed = f"{text_of(release, feature.KERNEL_MODULE)}\n{tail}\n"
+    changed = f"{text_of(release, KERNEL_MODULE)}\n{tail}\n"
 
     finding = ask(OVERLAY.probe, Edited(release, cross_entropy=changed))
 
@@ -192,7 +194,7 @@ def test_what_the_kernel_reads_beside_itself_counts(wheel: Wheel, tail: str) -> 
 def test_the_parts_of_two_releases_together_are_not_a_release(wheel: Wheel) -> None:
     older, newer = wheel("liger-kernel", "0.8.0"), wheel("liger-kernel", "0.8.1")
 
-    finding = ask(OVERLAY.probe, Edited(newer, cross_entropy=text_of(older, feature.KERNEL_MODULE)))
+    finding = ask(OVERLAY.probe, Edited(newer, cross_entropy=text_of(older, KERNEL_MODULE)))
 
     assert finding.verdict is Verdict.UNRECOGNISED
 
@@ -246,7 +248,7 @@ def test_a_repair_that_was_edited_is_not_recognised(edit: str) -> None:
 @pytest.mark.parametrize(
     ("module", "old", "new"),
     [
-        (feature.KERNEL_MODULE, "lse_square_scale * lse * lse", "lse_square_scale * lse"),
+        (KERNEL_MODULE, "lse_square_scale * lse * lse", "lse_square_scale * lse"),
         ("liger_kernel.ops.utils", "grad_output = tl.load(grad_output_ptr)", "grad_output = 1.0"),
         ("liger_kernel.backends.dispatch", "def dispatch(", "@patched\ndef dispatch("),
         (

@@ -1,4 +1,4 @@
-"""The probe for tokens of all ranks in place of one rank's: releases without the defect, and edits."""
+"""The probe for token counts of all ranks in place of one rank's: releases without the defect, and edits."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_comes_from_elsewhere_is_not_absent(text: str) -> None:
 
 
 @pytest.mark.parametrize("module", [ROUTER, MAPPINGS])
-def test_without_what_asks_and_what_sums_nothing_is_recognised(module: str) -> None:
+def test_without_the_router_or_the_reduction_nothing_is_recognised(module: str) -> None:
     assert ask(probe, Texts({module: None}, archive("megatron_core-0.19.2"))).verdict is Verdict.UNRECOGNISED
 
 
@@ -85,12 +85,12 @@ def test_without_what_asks_and_what_sums_nothing_is_recognised(module: str) -> N
         "a decorated sum",
     ],
 )  # fmt: skip
-def test_all_that_the_seam_relies_on_must_be_as_it_was_read(module: str, old: str, new: str) -> None:
+def test_an_edit_of_any_code_that_the_seam_relies_on_is_not_recognised(module: str, old: str, new: str) -> None:
     assert edited(module, old, new).verdict is Verdict.UNRECOGNISED
 
 
 @pytest.mark.parametrize("release", COUNTED_ONCE)
-def test_what_multiplies_by_a_count_alone_must_be_as_it_was_read(release: str) -> None:
+def test_an_edit_of_a_release_that_multiplies_by_a_count_alone_is_not_recognised(release: str) -> None:
     for module, old, new in (
         (TARGET.module, "routing_map.sum(dim=0)\n", "other(routing_map)\n"),
         (ROUTER, "    def attach_and_log_", "    @other\n    def attach_and_log_"),

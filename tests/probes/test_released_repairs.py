@@ -1,4 +1,4 @@
-"""FIXED is said of the repairs that releases have, and of no edit of them that leaves the defect in."""
+"""Probes say FIXED of the repairs that releases have, and of no edit of them that leaves the defect in."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_edit_that_leaves_the_defect_in_is_never_fixed(name: str, edit: str) 
     assert finding.verdict is not Verdict.FIXED, finding.summary()
 
 
-def test_what_is_fixed_in_a_given_tree_names_the_repair(upstream_trees: list[Path]) -> None:
+def test_a_verdict_of_fixed_on_a_given_tree_names_the_repair(upstream_trees: list[Path]) -> None:
     for path in upstream_trees:
         for each in registry.load():
             found = ask(each.probe, DirectoryTree(path))

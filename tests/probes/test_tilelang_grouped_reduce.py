@@ -1,4 +1,4 @@
-"""The gate of pack 18 knows which TileLang adds values of grouped sums more than once."""
+"""The gate of pack 18 recognises the TileLang releases that add values of grouped sums more than once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megacpp_overlays.source.file_trees import DirectoryTree
 pytestmark = pytest.mark.upstream
 
 CHECK = "ReduceOp cannot lower a layout where a source index depends on a"
-"""What 0.1.13 and newer say when they refuse a sum."""
+"""The error of 0.1.13 and newer when they refuse a sum."""
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ CHECK = "ReduceOp cannot lower a layout where a source index depends on a"
         ("newest", Verdict.ABSENT),
     ],
 )
-def test_the_verdict_on_what_is_locked(lane: str, verdict: Verdict) -> None:
+def test_the_verdict_on_the_release_of_each_lane(lane: str, verdict: Verdict) -> None:
     assert ask(feature.probe, tree_of(lane)).verdict is verdict
 
 
@@ -59,7 +59,7 @@ def test_other_text_is_not_recognised(edit: dict[str, str] | None) -> None:
     ],
     ids=["edited", "in a comment"],
 )
-def test_a_text_with_the_words_of_the_check_that_nobody_read_is_not_recognised(
+def test_an_edited_text_with_the_words_of_the_check_is_not_recognised(
     lane: str, file: str, edit: dict[str, str]
 ) -> None:
     found = ask(feature.probe, Edited(tree_of(lane), f"tilelang/{file}", edit))

@@ -55,6 +55,7 @@ EXPECTED = {
     "fsdp-lone-rank-gradients": (M, ("active",) * 6),
     "fsdp-reduced-twice": (M, ("active",) * 6),
     "layerwise-norm-groups": (M, ("absent", "absent", *("active",) * 4)),
+    "liger-flce-frozen-states": (L, ("active",) * 6),
     "liger-flce-labelled": (L, ("disabled",) * 6),
     "liger-flce-none-backward": (L, ("active", "active", "active", "retired", "retired", "retired")),
     "hopper-flce-dispatch": (M, ("absent", "absent", "absent", "absent", "absent", "absent")),

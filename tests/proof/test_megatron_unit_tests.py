@@ -1,4 +1,4 @@
-"""Megatron-LM's own unit tests under overlays: how they are run, how the two ways are compared, and what is claimed of that."""
+"""Megatron-LM's own unit tests under overlays: running them, comparing runs with and without overlays, and judging the claims."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def called(**run: Any) -> Kept:
 
 
 def of_one_group(without: Kept, with_overlays: Kept, *again: Kept) -> Kept:
-    """Return what is measured of one group: both ways, and both once more where that is given."""
+    """Return the measurement of one group: the runs without and with overlays, and their repetitions where given."""
     ways = ("without", "with")
     found = {"groups": {"mtp": dict(zip(ways, (without, with_overlays), strict=True))}, "again": {}, "limit_s": 150.0}
     return {**found, "again": {"mtp": dict(zip(ways, again, strict=True))}} if again else found
@@ -149,7 +149,7 @@ def test_each_claim_is_made_to_fail_above() -> None:
         (of_one_group(ran(passed=BOTH), called(passed=BOTH)), REST, "nothing fails"),
     ],
 )
-def test_a_figure_says_what_it_rests_on(found: Kept, claim: str, says: str) -> None:
+def test_a_figure_names_its_counts_and_tests(found: Kept, claim: str, says: str) -> None:
     assert says in figure(found, claim)
 
 
@@ -176,7 +176,7 @@ def call_nothing(measured: Kept) -> None:
     [(lambda _: None, set()), (lose_a_test, {KEPT, REST}), (pass_nothing, {KEPT}), (call_nothing, {USED})],
     ids=["as they are", "a test is lost", "nothing passes", "nothing is called"],
 )
-def test_receipts_that_are_kept_bear_the_claims_and_would_not_if_they_were_otherwise(
+def test_the_kept_receipts_bear_the_claims_and_changed_ones_do_not(
     measured: Kept, change: Callable[[Kept], None], wrong: set[str]
 ) -> None:
     change(measured)
@@ -325,7 +325,7 @@ def test_each_test_of_a_group_has_its_outcome_and_its_error(root: Path) -> None:
     assert (found["stopped"], found["cut"], found["unreached"]) == (None, None, {})
 
 
-def test_where_this_project_is_armed_calls_and_conflicts_are_there_too(root: Path) -> None:
+def test_an_armed_run_reports_calls_and_conflicts_too(root: Path) -> None:
     stock, armed = (run(root, "test_a.py", armed=each) for each in (False, True))
 
     assert "calls" not in stock
@@ -349,7 +349,7 @@ def test_when_the_time_is_over_no_test_is_begun_and_what_was_finished_is_kept(ro
     assert found["conflicts"] == []
 
 
-def test_a_test_that_takes_its_process_with_it_has_failed_and_those_behind_it_are_unreached(root: Path) -> None:
+def test_a_test_that_kills_its_process_has_failed_and_later_ones_are_unreached(root: Path) -> None:
     found = run(root, "test_a.py", "test_d.py")
 
     file = "tests/unit_tests/test_d.py"
@@ -381,18 +381,18 @@ def test_a_process_that_does_not_end_is_ended_with_all_that_it_started(tmp_path:
 
     pid = int(log.read_text())
     deadline = time.monotonic() + HANG_S
-    while alive(pid) and time.monotonic() < deadline:  # a signal that is sent need not have come yet
+    while alive(pid) and time.monotonic() < deadline:  # a signal takes effect with a delay
         time.sleep(0.01)
     assert not alive(pid)
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs: one that ended and waits for its parent does not."""
+    """Return whether a process runs; a zombie does not."""
     state = Path(f"/proc/{pid}/stat")
     return state.exists() and state.read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
 
 
-def test_tests_that_cannot_even_be_looked_for_are_an_error_with_what_pytest_said(root: Path) -> None:
+def test_a_failed_collection_is_an_error_with_the_output_of_pytest(root: Path) -> None:
     from processes import ProofError
 
     (root / "tests/unit_tests/conftest.py").write_text("raise ImportError('no torch of this kind')\n")
@@ -404,7 +404,7 @@ def test_tests_that_cannot_even_be_looked_for_are_an_error_with_what_pytest_said
 # --- the whole of it ---
 
 
-def test_it_is_a_part_of_its_own() -> None:
+def test_the_runner_refuses_this_part_without_a_checkout() -> None:
     done = subprocess.run(
         [PYTHON, ROOT / "proof/run.py", "--only", SUBJECT], capture_output=True, text=True, check=False, timeout=HANG_S
     )

@@ -1,4 +1,4 @@
-"""Small real things for the tests of drift: wheels that pip installs, and git repositories."""
+"""Small real wheels and git repositories for the tests of drift."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def make_wheel(folder: Path, name: str, version: str, files: Mapping[str, str]) 
 
 
 def digest(content: str | bytes, algorithm: str = "sha256") -> str:
-    """Return a hash as RECORD has it."""
+    """Return a hash in the form of a RECORD."""
     raw = content.encode() if isinstance(content, str) else content
     return base64.urlsafe_b64encode(hashlib.new(algorithm, raw).digest()).rstrip(b"=").decode()
 
 
 def install(target: Path, *what: Path | str, find_links: Path | None = None) -> None:
-    """Install with pip into a folder; what has a path of its own is noted as such, what is found by name is not."""
+    """Install with pip into a folder; pip notes the origin of a path, and not of a name that it finds by `find_links`."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
     words = [*command, "--disable-pip-version-check", "--target", str(target), *map(str, what)]
     words += ["--find-links", str(find_links)] if find_links else []
@@ -60,7 +60,7 @@ def install(target: Path, *what: Path | str, find_links: Path | None = None) -> 
 
 
 def without_pythonpath() -> dict[str, str]:
-    """Return the environment without what the run of the tests puts on the path."""
+    """Return the environment variables without the PYTHONPATH of the test run."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
@@ -71,7 +71,7 @@ def installed_in(target: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, 
 
 
 def git(folder: Path, *words: str) -> str:
-    """Run git without anybody's configuration; return what it prints."""
+    """Run git without the configuration of user and system; return its output."""
     own = ("-c", "user.name=A Person", "-c", "user.email=person@example.org", "-c", "init.defaultBranch=main")
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     env = {**kept, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}

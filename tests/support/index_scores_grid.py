@@ -37,7 +37,7 @@ class Entry(NamedTuple):
 
     @property
     def is_statistical(self) -> bool:
-        """Whether errors of random numbers say something."""
+        """Whether the problem is large enough to compare errors of random numbers."""
         return min(self.queries, self.keys) >= 256
 
 
@@ -64,7 +64,7 @@ GRID = {
 
 
 def facts(entry: Entry, device: str) -> dict[str, Any]:
-    """Return what is wrong with whole numbers, and for random ones two errors each: ours, and what it is held to."""
+    """Return the results that are wrong for whole numbers, and for random ones our error and its reference error."""
     tensors = _laid_out(entry, device, *whole(1, *entry[:5]))
     found = compute(*tensors, entry.use_relu)
     wrong = [name for name, *pair in zip(NAMES, found, truths(*tensors, entry.use_relu), strict=True) if _differ(*pair)]
@@ -77,13 +77,13 @@ def compute(grad: Any, q: Any, weights: Any, k: Any, use_relu: bool = True) -> t
 
 
 def truths(grad: Any, q: Any, weights: Any, k: Any, use_relu: bool = True) -> tuple[torch.Tensor, ...]:
-    """Return them in float64."""
+    """Return the results of `compute` in float64, by the reference."""
     exact = [each.double() for each in (q, weights, k)]
     return reference.scores(*exact, use_relu), *reference.gradients(grad.double(), *exact, use_relu)
 
 
 def four_axes(q: Any, weights: Any, k: Any, use_relu: bool = True) -> torch.Tensor:
-    """Return the scores through the four-axis tensor, in float32, as upstream has them."""
+    """Return the scores through the four-axis tensor, in float32, as upstream computes them."""
     products = torch.einsum("sbhd,tbd->sbht", q.float(), k.float())
     return ((products.relu() if use_relu else products) * weights.unsqueeze(-1)).sum(dim=2).transpose(0, 1)
 
@@ -115,7 +115,7 @@ def _differ(found: torch.Tensor, true: torch.Tensor) -> bool:
 
 
 def _errors(entry: Entry, device: str) -> dict[str, tuple[float, float]]:
-    """Hold the scores to a float32 einsum, gradients to a rounding of the true ones, or in float32 to autograd's."""
+    """Return errors with reference errors: scores by a float32 einsum, gradients by rounding, or by autograd in float32."""
     tensors = _laid_out(entry, device, *random(2, *entry[:5]))
     grad, *inputs = tensors
     single = [each.detach().float().requires_grad_() for each in inputs]
@@ -132,7 +132,7 @@ def _errors(entry: Entry, device: str) -> dict[str, tuple[float, float]]:
 
 
 def _laid_out(entry: Entry, device: str, q: Any, weights: Any, k: Any, grad: Any) -> list[torch.Tensor]:
-    """Return the gradient and the inputs, with the strides that are asked for."""
+    """Return the gradient and the inputs, with the strides of the entry."""
     q, weights, k, grad = (each.to(device) for each in (q, weights.to(entry.weights), k, grad))
     inputs = [q, weights, k]
     if entry.layout == INNERMOST:

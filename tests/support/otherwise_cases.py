@@ -56,6 +56,7 @@ from megacpp_overlays.feature_probes import (
     hybrid_mtp_aux_loss,
     latent_moe_fc2_init,
     layerwise_norm_groups,
+    liger_flce_frozen_states,
     liger_flce_labelled,
     liger_flce_none_backward,
     loss_mask_cache,
@@ -275,7 +276,7 @@ CASES = {
     ),
     "mixer": Otherwise(
         float16_mixer_parameters,
-        float16_mixer_parameters.MAMBA.target.module,
+        float16_mixer_parameters.MAMBA.module,
         edits={
             "a class of parameters": ("self.A_log = nn.Parameter(A_log)", "self.A_log = Fp32Parameter(A_log)"),
             "no parameter": ("        self.D = nn.Parameter(\n", "        self.D = KeptInFp32(\n"),
@@ -919,6 +920,18 @@ CASES = {
             "by the caller": ("        needs_grad = _input.requires_grad", "        _input, target = of_labels(_input, target)\n        needs_grad = _input.requires_grad"),
             "a product of some rows": ("torch.mm(_input_chunk, weight.t(), out=logits_chunk)", "mm_of_rows(_input_chunk, weight, target_mask, out=logits_chunk)"),
             "another function": appended("fused_linear_cross_entropy_forward = of_labelled_tokens"),
+        },
+        tree=lambda: archive("liger_kernel-0.8.5"),
+    ),
+    "heads on frozen states": Otherwise(
+        liger_flce_frozen_states,
+        liger_flce_frozen_states.FUNCTION.module,
+        edits={
+            "handed over as learning": ("    apply_args = (\n        input,\n", "    input = as_learning(input, weight, bias)\n    apply_args = (\n        input,\n"),
+            "by the weights": (liger_flce_none_backward.MODULE, "    input_requires_grad = _input.requires_grad if compute_gradients is None else compute_gradients\n", "    input_requires_grad = (_input.requires_grad or weight.requires_grad) if compute_gradients is None else compute_gradients\n"),
+            "by the context": (liger_flce_none_backward.MODULE, "                compute_gradients=False if ctx.defer_grads else None,\n", "                compute_gradients=False if ctx.defer_grads else any(ctx.needs_input_grad),\n"),
+            "by a helper": (liger_flce_none_backward.MODULE, "    input_requires_grad = _input.requires_grad if compute_gradients is None else compute_gradients\n", "    input_requires_grad = learns(_input, weight, bias, compute_gradients)\n"),
+            "another function": appended("liger_fused_linear_cross_entropy = of_any_states(liger_fused_linear_cross_entropy)"),
         },
         tree=lambda: archive("liger_kernel-0.8.5"),
     ),

@@ -1,4 +1,4 @@
-"""Run in a fresh interpreter: what real configuration objects of Megatron say of features, in a process and by their repr; JSON.
+"""Run in a fresh interpreter: features of real configuration objects of Megatron, in a process and by their repr, as JSON.
 
 The release is the one that is first on the path.
 """
@@ -58,7 +58,7 @@ def _latent() -> Any:
 
 
 def _hybrid() -> Any:
-    """A configuration that says nothing of the Mamba layer that it is for."""
+    """Return a configuration that does not mention Mamba, and a Mamba layer that has it."""
     import torch
     from megatron.core.ssm.mamba_mixer import MambaMixer
 
@@ -73,9 +73,9 @@ CASES: dict[str, Callable[[], Any]] = {"dense": _dense, "latent": _latent, "hybr
 
 
 def main() -> None:
-    """Print as JSON what is known of each configuration."""
-    said = os.dup(1)
-    os.dup2(2, 1)  # what upstream prints is no answer
+    """Print the features of each configuration as JSON."""
+    out = os.dup(1)
+    os.dup2(2, 1)  # prints of upstream go to stderr
     report: dict[str, Any] = {}
     for name, make in CASES.items():
         kept = make()
@@ -92,7 +92,7 @@ def main() -> None:
         del kept, config
         gc.collect()
     report["nothing is left"] = process.of_this_process() is None
-    os.write(said, json.dumps(report).encode())
+    os.write(out, json.dumps(report).encode())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run in a fresh interpreter: what the cases of a pack see, with every overlay and with none; JSON.
+"""Run in a fresh interpreter: what the cases of a pack for a CPU see, with every overlay and with none; JSON.
 
     python tests/support/reproduced.py PACK
 
@@ -17,6 +17,7 @@ import megacpp_overlays
 
 # isort: split
 from megacpp_overlays.repro import Blocked, Case, TargetAbsent, inventory
+from megacpp_overlays.repro.case import CPU
 
 PACKS = Path(__file__).parents[2] / "packs"
 
@@ -34,7 +35,7 @@ def seen(case: Case) -> dict[str, Any]:
 def main() -> None:
     """Answer on standard output."""
     (path,) = PACKS.glob(f"{sys.argv[1]}*/reproduce.py")
-    cases = inventory.load_cases(path)
+    cases = [case for case in inventory.load_cases(path) if case.device == CPU]
     report: dict[str, Any] = {"on": {case.name: seen(case) for case in cases}}
     ids = {case.overlay for case in cases}
     records = [each for each in megacpp_overlays.audit().records if each.overlay.id in ids]

@@ -1,13 +1,13 @@
-"""Run in a fresh interpreter: gradients of MLA on tensor parallel ranks, with the overlay and without it; JSON.
+"""Run in a fresh interpreter: gradients of MLA on tensor parallel ranks, with the overlay and without it, as JSON.
 
     python tests/support/shared_keys.py FOLDER RANKS...
 
 The release is the one that is first on the path. Ranks are forked, and meet in the folder as `forked_ranks` says. Each way is a real
-`MLASelfAttention`, or `FusedMLASelfAttention`, with plain scaled products for its core, and is compared with the same
-attention on one rank, which every rank runs for itself. Then the ranks take a few steps, and replicas are compared.
+`MLASelfAttention`, or `FusedMLASelfAttention`, whose core is plain scaled products. It is compared with the same attention
+on one rank, which every rank runs for itself. Then the ranks take a few steps, and replicas are compared.
 
-On the CPU, where Transformer Engine is not installed, Megatron binds none of its replicated linear layers. So the one that its
-specifications for ModelOpt take is bound here, from where Megatron takes it.
+Without Transformer Engine, as on the CPU, Megatron binds no replicated linear layer. So the one of its ModelOpt
+specifications is bound here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ REPLICATED = "linear_q_down_proj", "linear_kv_down_proj", "linear_qkv_down_proj"
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How an attention is built: whether each rank has all of the down projections, or some columns of them."""
+    """Options of an attention; with `columns` ranks share the columns of down projections, else each has all of them."""
 
     columns: bool = False
     sequence: bool = False
@@ -63,9 +63,9 @@ WAYS = {
     "fused, columns, sequence parallel": Way(fused=True, columns=True, sequence=True),
 }
 RIGHT = "replicated, sequence parallel"
-"""What upstream does right."""
+"""The way that is right upstream."""
 ALONE = "one rank"
-"""What each rank did for itself, as a hash of its output and gradients."""
+"""Key of a hash of the output and gradients that each rank computed alone."""
 FEW = 2
 FOUR = ("replicated", "replicated, sequence parallel", "columns", "columns, sequence parallel")
 
@@ -87,14 +87,14 @@ class Core(torch.nn.Module):
 
 
 def make(module: ModuleType, way: Way, ranks: int) -> Any:
-    """Build an attention on tensor parallel groups as they are; its weights are set later."""
+    """Build an attention on the current tensor parallel groups; its weights are set later."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     class Up(ColumnParallelLinear):  # type: ignore[misc]
-        """Takes a whole copy of its input: without a norm that is a view, which NCCL refuses to gather."""
+        """Makes its input contiguous: without a norm it is a view, which NCCL refuses to gather."""
 
         def forward(self, given: torch.Tensor, *args: Any, **more: Any) -> Any:
             return super().forward(given.contiguous(), *args, **more)
@@ -133,7 +133,7 @@ def make(module: ModuleType, way: Way, ranks: int) -> Any:
 
 
 def whole_weights(way: Way) -> dict[str, torch.Tensor]:
-    """Return weights of all ranks together, by the names of the attention that is not fused."""
+    """Return the whole weights, by the names of the attention that is not fused."""
     sizes = {
         "linear_kv_down_proj": (LATENT + ROTARY, HIDDEN),
         "linear_kv_up_proj": (HEADS * (PLAIN + VALUE), LATENT),
@@ -151,14 +151,14 @@ def whole_weights(way: Way) -> dict[str, torch.Tensor]:
 
 
 def share(name: str, whole: torch.Tensor, way: Way, ranks: int, rank: int) -> torch.Tensor:
-    """Return what a rank has of a weight."""
+    """Return the part of a weight that a rank has."""
     if name in REPLICATED and not way.columns:
         return whole
     return whole.chunk(ranks, dim=1 if name == "linear_proj" else 0)[rank]
 
 
 def held(whole: dict[str, torch.Tensor], way: Way, ranks: int, rank: int) -> dict[str, torch.Tensor]:
-    """Return what a rank has, under the names of its own parameters."""
+    """Return the parts of all weights that a rank has, by the names of its parameters."""
     found = {name: share(name, each, way, ranks, rank) for name, each in whole.items()}
     if way.fused:
         found["linear_qkv_down_proj"] = torch.cat([found.pop(each) for each in REPLICATED[:2]])
@@ -180,8 +180,8 @@ def step(attention: Any, way: Way, group: Any = None) -> dict[str, torch.Tensor]
     generator = torch.Generator().manual_seed(26)
     shape = (TOKENS, 1 if way.packed else BATCH, HIDDEN)
     hidden, weights = (torch.randn(*shape, generator=generator).to(DEVICE) for _ in range(2))
-    apart = group is not None and way.sequence
-    if apart:
+    is_split = group is not None and way.sequence
+    if is_split:
         hidden, weights = (each.chunk(group.size())[group.rank()] for each in (hidden, weights))
     hidden = hidden.clone().requires_grad_()
     bounds = torch.tensor([0, TOKENS], dtype=torch.int32, device=DEVICE)
@@ -194,10 +194,10 @@ def step(attention: Any, way: Way, group: Any = None) -> dict[str, torch.Tensor]
     found = {"output": output.detach(), "hidden": hidden.grad}
     for name, each in attention.named_parameters():
         slope = each.grad
-        if apart and getattr(each, "sequence_parallel", False):  # as upstream's finalize_model_grads
+        if is_split and getattr(each, "sequence_parallel", False):  # as upstream's finalize_model_grads
             torch.distributed.all_reduce(slope, group=group)
         found[name.removesuffix(".weight")] = slope.clone()
-    if apart:
+    if is_split:
         for name in ("output", "hidden"):
             parts = [torch.empty_like(found[name]) for _ in range(group.size())]
             torch.distributed.all_gather(parts, found[name].contiguous(), group=group)
@@ -250,7 +250,7 @@ def bits(*results: torch.Tensor) -> str:
 
 
 def alone(module: ModuleType, way: Way) -> dict[str, torch.Tensor]:
-    """Return what the attention that is not fused does on one rank."""
+    """Return the output and gradients of the attention that is not fused, on one rank."""
     way = dataclasses.replace(way, fused=False, sequence=False)
     attention = make(module, way, 1)
     fill(attention, whole_weights(way))
@@ -269,7 +269,7 @@ def ranks_of(ranks: int) -> Iterator[None]:
 
 
 def on_rank(module: ModuleType, ranks: int, names: list[str]) -> dict[str, Any]:
-    """Return what one of several ranks measures."""
+    """Return the measurements of one of several ranks."""
     from megatron.core import parallel_state
 
     torch.set_num_threads(1)
@@ -283,7 +283,7 @@ def on_rank(module: ModuleType, ranks: int, names: list[str]) -> dict[str, Any]:
 
 
 def on_ranks(module: ModuleType, ranks: int, names: list[str], folder: Path) -> list[Any]:
-    """Return what each forked rank found."""
+    """Return the measurements of each forked rank."""
     return forked(ranks, folder, lambda _: on_rank(module, ranks, names))
 
 
@@ -297,12 +297,12 @@ def prepare() -> ModuleType:
     module = importlib.import_module(MODULE)
     module.Linear = importlib.import_module("megatron.core.post_training.modelopt.layers").Linear
     if not isinstance(module.TELinear, type):
-        module.HAVE_TE = False  # 0.16.1 says that it has the class, and there is a mock
+        module.HAVE_TE = False  # 0.16.1 has a mock in place of the class, and says that it has it
     return module
 
 
 def names_for(module: ModuleType, ranks: int) -> list[str]:
-    """Return those ways that a release can go: its fused attention, and with which down projections."""
+    """Return the ways of a release: fused ones where it has the class, and with the down projections that this shares or not."""
     names = tuple(WAYS) if ranks == FEW else FOUR
     fused = getattr(module, "FusedMLASelfAttention", None)
     code = fused and fused._qkv_down_projection
@@ -311,7 +311,7 @@ def names_for(module: ModuleType, ranks: int) -> list[str]:
 
 
 def main() -> None:
-    """Answer on standard output."""
+    """Print the report as JSON."""
     folder, *numbers = sys.argv[1:]
     module = prepare()
     record = next(each for each in megacpp_overlays.audit().records if each.overlay.id == ID)

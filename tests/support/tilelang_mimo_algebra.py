@@ -1,6 +1,6 @@
 """The sums of the Mamba-3 MIMO backward as its kernels write them, in float64 and one head at a time.
 
-The reproducer of pack 17 has the same sums as gradients of the forward. Both are derived apart from each other.
+The reproducer of pack 17 has the same sums as gradients of the forward pass, in a derivation independent of this one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class _Chunk(NamedTuple):
-    """What one chunk of one head works with; steps first, then ranks."""
+    """Tensors of one chunk of one head; the first axis has steps, the second ranks."""
 
     query: Tensor
     key: Tensor

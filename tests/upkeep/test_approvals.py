@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_day")
 
 COMMAND = [sys.executable, "-m", "megacpp_overlays", "pack", "approve", "99", "--packs"]
 END = "\x04"
-"""What a terminal makes an end of input of."""
+"""The character that a terminal turns into an end of input."""
 INTERRUPT = "an interrupt"
 QUESTIONS = ("to record that it may be: ", "as it shall be recorded: ")
 
@@ -56,7 +56,7 @@ def at_a_terminal(packs: Packs, *typed: str) -> tuple[int, str]:
         stdout=terminal,
         stderr=terminal,
         start_new_session=True,
-        # In the background of a shell the tests ignore SIGINT, and what they start would, too.
+        # A background job of a shell ignores SIGINT, and its child processes inherit that.
         preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler),
     )
     os.close(terminal)
@@ -73,14 +73,14 @@ def at_a_terminal(packs: Packs, *typed: str) -> tuple[int, str]:
 
 
 def interrupt(process: subprocess.Popen[bytes], terminal: int) -> None:
-    """Send SIGINT until something is said about it: one between the question and the wait for an answer is not heeded.
+    """Send SIGINT until the process prints; between the question and the wait for an answer it ignores the signal.
 
-    Not until the process ends, which a busy host delays: another one on its way out would be its end.
+    Not until the process ends, which a busy host delays: another signal on its way out would kill it.
     """
     for _ in range(100):
         process.send_signal(signal.SIGINT)
-        said, _, _ = select.select([terminal], [], [], 0.2)
-        if said:
+        printed, _, _ = select.select([terminal], [], [], 0.2)
+        if printed:
             return
 
 
@@ -129,7 +129,7 @@ def test_what_would_be_sent_and_where_is_shown_before_the_words_are_asked_for(pa
     ],
     ids=["yes", "another pack", "shouted", "nothing", "no name", "blank name", "end of input"],
 )
-def test_anything_else_records_nothing(packs: Packs, typed: tuple[str, ...]) -> None:
+def test_other_words_or_no_name_record_nothing(packs: Packs, typed: tuple[str, ...]) -> None:
     code, screen = at_a_terminal(packs, *typed)
 
     assert code == ExitCode.NOT_CHECKED
@@ -182,7 +182,7 @@ def approve(packs: Packs, *answers: str) -> Approval:
         ({"state": "ready"}, "it is not ready; it needs a claim that holds"),
     ],
 )
-def test_what_is_not_to_be_sent_cannot_be_approved(tmp_path: Path, facts: dict[str, str], says: str) -> None:
+def test_a_pack_that_is_not_to_be_sent_cannot_be_approved(tmp_path: Path, facts: dict[str, str], says: str) -> None:
     packs = Packs(tmp_path)
     packs.write(**{"kind": "bug report", **facts})  # type: ignore[arg-type]
 
@@ -214,7 +214,7 @@ def test_earlier_approvals_are_kept_and_the_latest_of_this_content_counts(packs:
     assert approvals.check(packs.folder, packs.standing()).reason == f"on {today()}, by First"
 
 
-def test_an_approval_is_of_what_was_shown_also_when_it_changes_while_a_person_types(packs: Packs) -> None:
+def test_an_approval_is_of_the_content_that_was_shown_although_it_changes_while_a_person_types(packs: Packs) -> None:
     notes = packs.folder / "99-double" / "README.md"
 
     def answer(question: str) -> str:
@@ -238,7 +238,7 @@ def test_an_approval_is_of_what_was_shown_also_when_it_changes_while_a_person_ty
     ],
     ids=["schema", "no approvals", "no digest", "words", "name", "number"],
 )
-def test_a_file_that_was_not_written_by_a_person_who_typed_is_refused(packs: Packs, edit: object, says: str) -> None:
+def test_a_file_that_the_command_cannot_have_written_is_refused(packs: Packs, edit: object, says: str) -> None:
     approve(packs)
     path = packs.folder / approvals.NAME
     data = json.loads(path.read_text())

@@ -89,7 +89,7 @@ def test_no_state_of_the_index_hides_a_change(checkout: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["info/exclude", "core.excludesFile", ".gitignore"])
-def test_code_that_is_ignored_is_added_all_the_same(checkout: Path, tmp_path: Path, where: str) -> None:
+def test_code_that_git_ignores_counts_as_added(checkout: Path, tmp_path: Path, where: str) -> None:
     package = checkout / "src" / "lab_ops"
     rules = {
         "info/exclude": checkout / ".git" / "info" / "exclude",
@@ -130,7 +130,7 @@ def test_no_filter_hides_a_change(checkout: Path, tmp_path: Path, where: str) ->
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_submodule_that_was_changed_is_changed_and_no_filter_of_it_is_run(checkout: Path, tmp_path: Path) -> None:
+def test_a_changed_submodule_is_named_and_its_filters_are_not_run(checkout: Path, tmp_path: Path) -> None:
     package, ran = checkout / "src" / "lab_ops", tmp_path / "ran"
     git(checkout, "-c", "protocol.file.allow=always", "submodule", "--quiet", "add", str(checkout), "src/lab_ops/third")
     git(checkout, "commit", "--quiet", "--message", "a submodule")
@@ -143,7 +143,7 @@ def test_a_submodule_that_was_changed_is_changed_and_no_filter_of_it_is_run(chec
     assert not ran.exists()
 
 
-def test_line_ends_and_large_files_are_as_committed(checkout: Path) -> None:
+def test_converted_line_ends_and_large_files_are_no_change(checkout: Path) -> None:
     package = checkout / "src" / "lab_ops"
     content = b"a large table"
     oid = hashlib.sha256(content).hexdigest()
@@ -172,7 +172,7 @@ def test_a_link_that_became_a_file_is_changed_and_a_mode_is_no_content(checkout:
     assert differences(checkout) == {"lab_ops/linked.py": Kind.CHANGED}
 
 
-def test_a_link_that_leads_out_of_a_checkout_is_named_and_nothing_behind_it_is_told(
+def test_a_link_that_leads_out_of_a_checkout_is_named_and_its_target_is_not_read(
     checkout: Path, tmp_path: Path
 ) -> None:
     package = checkout / "src" / "lab_ops"
@@ -195,7 +195,7 @@ def test_a_link_that_leads_out_of_a_checkout_is_named_and_nothing_behind_it_is_t
     assert written["lab_ops/inner"] == hashlib.sha256(os.fsencode(tmp_path / "outside")).hexdigest()
 
 
-def test_looking_changes_nothing_in_the_repository(checkout: Path) -> None:
+def test_a_comparison_changes_nothing_in_the_repository(checkout: Path) -> None:
     (checkout / "src" / "lab_ops" / "scale.py").write_text("")
     index = (checkout / ".git" / "index").read_bytes()
     hook = checkout / ".git" / "hooks" / "post-index-change"
@@ -219,7 +219,7 @@ def test_variables_of_a_hook_do_not_lead_to_another_repository(
     assert differences(checkout) == {}
 
 
-def test_what_no_commit_has_is_no_checkout(checkout: Path, tmp_path: Path) -> None:
+def test_a_folder_that_no_commit_has_is_no_checkout(checkout: Path, tmp_path: Path) -> None:
     ignored = checkout / "environment" / "lab_ops"  # as site-packages of an environment inside a checkout
     ignored.mkdir(parents=True)
     (ignored / "__init__.py").write_text("")
@@ -241,7 +241,7 @@ def test_a_host_without_git_says_so(checkout: Path, tmp_path: Path, monkeypatch:
         differences(checkout)
 
 
-# Through what the import system finds
+# Distributions that the import system finds
 
 
 def editable(checkout: Path, target: Path, *, top_level: bool = True) -> None:
@@ -300,7 +300,7 @@ def test_a_checkout_with_its_metadata_beside_it_is_its_commit(
     assert (unknown.state, unknown.unchecked) == (DriftState.UNCHECKED, ("it was installed without a RECORD",))
 
 
-def test_a_checkout_on_the_path_shadows_the_release_and_both_are_looked_at(
+def test_a_release_and_a_checkout_that_shadows_it_are_both_compared(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_wheel(tmp_path / "wheels", "lab_ops", "1.0", {"lab_ops/__init__.py": "", "lab_ops/scale.py": "S = 1\n"})
@@ -355,7 +355,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         text=True,
         check=True,
     )
-    # What runs the tests has setuptools and the run-time dependencies; the path file brings them in.
+    # The path file adds the environment of the tests, with setuptools and the run-time dependencies.
     site = Path(library.stdout.strip())
     (site / "tests.pth").write_text(f"{Path(pytest.__file__).parent.parent}\n{ROOT}\n")
     done = subprocess.run(

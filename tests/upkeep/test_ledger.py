@@ -1,4 +1,4 @@
-"""RETIREMENT.md is in step with the declarations, and a check notices when it is not."""
+"""The ledger RETIREMENT.md is in step with the declarations, and a check notices when it is not."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_an_edited_or_missing_ledger_is_out_of_step(
     assert difference([upstream.overlay()], path)
 
 
-def test_a_ledger_that_is_not_there_is_no_diff_of_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_ledger_is_an_error_and_not_a_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ledger", "--check", str(tmp_path / "nope")]) == ExitCode.NOT_CHECKED
 
     assert f"{tmp_path / 'nope'} is not there" in capsys.readouterr().err
@@ -92,7 +92,7 @@ def test_a_retired_overlay_is_a_row_of_the_history_and_nothing_else(upstream: Up
 
 
 @given(st.lists(st.sampled_from(["A word by hand.", "", "| a | table |", "### More", "- a point"]), max_size=6))
-def test_what_people_wrote_into_the_history_stays_below_the_table(lines: list[str]) -> None:
+def test_text_by_hand_in_the_history_stays_below_the_table(lines: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "RETIREMENT.md")
         path.write_text(render([], None) + "\n" + "\n".join(lines))

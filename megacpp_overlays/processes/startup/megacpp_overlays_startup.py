@@ -1,7 +1,7 @@
 """Arms a Python process whose `sitecustomize` is that of opentelemetry-instrument, which imports no other one.
 
-It calls what is announced beside this file as `opentelemetry_pre_instrument`, before it instruments anything. Only a process
-that was asked to arm has this folder on its path, see `sitecustomize` beside this.
+It calls the entry points of the group `opentelemetry_pre_instrument`, of which this folder has one, before it instruments
+anything. Only a process that was asked to arm has this folder on its path, see `sitecustomize.py` in this folder.
 """
 
 import os
@@ -9,7 +9,7 @@ import sys
 
 
 def arm() -> None:
-    """Do what `sitecustomize` does where it comes first, but for the next one: what runs now has taken that place."""
+    """Run the `sitecustomize.py` of this folder, which arms; under another name it imports no next `sitecustomize`."""
     if "megacpp_overlays" in sys.modules:
         return
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "sitecustomize.py")

@@ -18,19 +18,19 @@ from megacpp_overlays.upkeep.drift.records import Kind
 
 
 class DriftState(enum.Enum):
-    """What a difference, or all of a distribution, comes to."""
+    """State of a difference, or of a whole distribution."""
 
     CLEAN = "clean"
     TRACKED = "tracked"
     """It differs, and an entry of the inventory accounts for every difference."""
     UNTRACKED = "untracked"
-    """It differs, and nothing accounts for it."""
+    """It differs, and no entry accounts for a difference."""
     UNCHECKED = "cannot be checked"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackDiff:
-    """One `[[diffs]]` with the pack that has it."""
+    """One `[[diffs]]` entry with its pack."""
 
     pack: str
     """Name of the folder."""
@@ -44,7 +44,7 @@ class PackDiff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """One difference, and what the inventory has to say."""
+    """One difference, and whether an entry of the inventory accounts for it."""
 
     distribution: str
     file: str
@@ -57,7 +57,7 @@ class Account:
 
     @property
     def block(self) -> str | None:
-        """What to paste into a `pack.toml` so that it is tracked; None where no hash can stand for it."""
+        """The `[[diffs]]` entry that would account for the difference; None where it is tracked, or has no hash."""
         if self.state is not DriftState.UNTRACKED or self.sha256 is None:
             return None
         fields = {"distribution": self.distribution, "file": self.file, "sha256": self.sha256}
@@ -65,7 +65,7 @@ class Account:
 
 
 def _in_toml(text: str) -> str:
-    # JSON writes a text as TOML does, but leaves what is not to be seen on a terminal as it is.
+    # A JSON string is a TOML string, but for characters that are not printable.
     written = json.dumps(text, ensure_ascii=False)
     return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in written)
 
@@ -75,7 +75,7 @@ def read(folder: Path) -> tuple[PackDiff, ...]:
 
     Raises:
         UpkeepError: there is no such folder.
-        PackError: a `pack.toml` is not what it should be.
+        PackError: a `pack.toml` is not valid.
     """
     if not folder.is_dir():
         raise UpkeepError(f"--packs {folder}: there is no such folder")
@@ -94,19 +94,18 @@ def account(
     by_key: dict[tuple[str, str], list[PackDiff]] = {}
     for entry in entries:
         by_key.setdefault(entry.key, []).append(entry)
-    return tuple(_one(distribution, each, by_key) for each in differences)
+    return tuple(_account_of(distribution, each, by_key) for each in differences)
 
 
-def _one(distribution: str, each: FileDifference, by_key: Mapping[tuple[str, str], list[PackDiff]]) -> Account:
-    mine = by_key.get((distribution, each.file), [])
-    sha256 = each.sha256
-    match = next((entry for entry in mine if entry.diff.sha256 == sha256), None)
-    packs = ", ".join(dict.fromkeys(entry.pack for entry in mine))
+def _account_of(distribution: str, found: FileDifference, by_key: Mapping[tuple[str, str], list[PackDiff]]) -> Account:
+    entries = by_key.get((distribution, found.file), [])
+    match = next((entry for entry in entries if entry.diff.sha256 == found.sha256), None)
+    packs = ", ".join(dict.fromkeys(entry.pack for entry in entries))
     return Account(
         distribution=distribution,
-        file=each.file,
-        kind=each.kind,
-        sha256=sha256,
+        file=found.file,
+        kind=found.kind,
+        sha256=found.sha256,
         state=DriftState.TRACKED if match else DriftState.UNTRACKED,
         pack=match.pack if match else None,
         note="" if match or not packs else f"{packs} accounts for another version of this file",
@@ -114,6 +113,6 @@ def _one(distribution: str, each: FileDifference, by_key: Mapping[tuple[str, str
 
 
 def stale(entries: Sequence[PackDiff], checked: Mapping[str, Sequence[FileDifference]]) -> tuple[PackDiff, ...]:
-    """Return the entries whose file is as published; those of distributions that were not checked are passed over."""
+    """Return the entries of checked distributions whose file is as published."""
     differing = {(name, each.file) for name, found in checked.items() for each in found}
     return tuple(entry for entry in entries if entry.key[0] in checked and entry.key not in differing)

@@ -17,17 +17,17 @@ _PROOF = "landing is no proof: the probe decides"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """An overlay, or a pack without one, that a landing puts up for retirement."""
+    """An overlay, or a pack without one, that may be retired because a thread of it landed."""
 
     overlay: Erratum | None
     pack: int
     reproducer: bool
-    """Whether the pack has one; asked only where there is no overlay."""
+    """Whether the pack has one; True where there is an overlay."""
     landed: tuple[SweptThread, ...]
 
     @property
     def name(self) -> str:
-        """How it is called in the report."""
+        """The name in the report."""
         return f"{self.overlay.id} (pack {self.pack:02})" if self.overlay else f"pack {self.pack:02}"
 
     @property
@@ -45,7 +45,7 @@ class Candidate:
 
 
 def candidates(sweep: Sweep) -> list[Candidate]:
-    """Return who is up for retirement, overlays by pack and id, then packs."""
+    """Return the candidates for retirement: overlays by pack and id, then packs without one."""
     overlays: dict[str, tuple[Erratum, list[SweptThread]]] = {}
     packs: dict[int, tuple[Pack, list[SweptThread]]] = {}
     for each in sweep.threads:
@@ -62,7 +62,7 @@ def candidates(sweep: Sweep) -> list[Candidate]:
 
 
 def lines(sweep: Sweep) -> list[str]:
-    """Return the report for people: a table, then what happened and what to do."""
+    """Return the report for people: a table, then news, next steps and failures."""
     return [
         *_table(sweep),
         *_section("Since the last look:", [f"{each.waiting}: {each.news}" for each in sweep.threads if each.news]),

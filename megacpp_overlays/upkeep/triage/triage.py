@@ -1,4 +1,4 @@
-"""A triage: for an upgrade, what `outcomes` judges, from the two locks, their environments, and the packs."""
+"""A triage of an upgrade: facts from both locks, their environments and the packs, judged by `outcomes`."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class RunOptions:
 
 
 def changes(before: Lock, after: Lock, overlays: Collection[Erratum]) -> tuple[VersionChange, ...]:
-    """Return what differs between two locks, targets of overlays first.
+    """Return the distributions whose versions differ between two locks, targets of overlays first.
 
     Raises:
-        LockError: nothing does.
+        LockError: the locks pin the same versions.
     """
     targets = {canonicalize_name(overlay.target.distribution) for overlay in overlays}
     found = [
@@ -96,8 +96,8 @@ def triage(
     progress = Progress(len(ids))
     for id in ids:
         overlay = firsts[id]
-        of_this = decided if isinstance(decided, str) else decided.get(id, ())
-        facts = _facts((before, after), overlay, here[id], there[id], of_this, how)
+        parts = decided if isinstance(decided, str) else decided.get(id, ())
+        facts = _facts((before, after), overlay, here[id], there[id], parts, how)
         triaged.append(OverlayTriage(overlay=overlay, facts=facts, ruling=judge(facts)))
         how.progress(progress.done(f"{id}: {triaged[-1].ruling.outcome.value}"))
     return tuple(triaged)
@@ -111,7 +111,7 @@ def _probe(environment: Environment, ids: Collection[str], how: RunOptions) -> M
 def _with_witnesses(
     environment: Environment, probed: Mapping[str, ProbeReport], ids: Collection[str], how: RunOptions
 ) -> Mapping[str, ProbeReport]:
-    """Return what is probed once what looks repaired was proved there, or with the reason why it was not."""
+    """Run the reproducers of overlays that look repaired; return the reports probed anew, with reasons where they prove nothing."""
     looking = [id for id in ids if any(part.looks_repaired for part in probed[id].parts)]
     if not looking:
         return probed
