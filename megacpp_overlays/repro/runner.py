@@ -126,7 +126,7 @@ def run_case(job: Job, case: Case, transcript: Transcript) -> tuple[Conclusion, 
         transcript.say(f"  without the overlay: {_in_words(without)}")
         if without.kind not in {RunKind.BROKEN, RunKind.SOUND}:
             return judge.judge(without, None)
-        with_all = process.run({part.variable: Switch.ON.value for part in parts if part.off_by_default})
+        with_all = process.run(_switches(parts))
         transcript.say(f"  with every overlay: {_in_words(with_all)}")
         return (*judge.judge(without, with_all), *_neighbours(job, case, without, with_all, transcript))
 
@@ -142,20 +142,21 @@ def confirm_case(job: Job, case: Case, transcript: Transcript) -> tuple[Conclusi
 
 def _confirmed_in_copies(job: Job, case: Case, transcript: Transcript) -> tuple[Conclusion, ...]:
     """Return what a case earns in copies of processes that have imported upstream; nothing where that does not count."""
-    parts = inventory.parts_of(case, job.overlays)
-    if case.device != CPU or case.environment or case.crash_is_broken or any(part.off_by_default for part in parts):
+    if case.device != CPU or case.environment or case.crash_is_broken:
         return ()
+    switches = _switches(inventory.parts_of(case, job.overlays))
+    armed = () if switches else (megacpp_overlays.__name__, *job.loaded)
     lines: list[str] = []
     shown = Transcript([], lines.append)
     shown.say(f"case {case.name} (overlay {case.overlay}): {case.device}, upstream is imported before")
     with tempfile.TemporaryDirectory(prefix="repro-") as folder:
-        process, armed = _Process(job, case, Path(folder), shown), (megacpp_overlays.__name__, *job.loaded)
+        process = _Process(job, case, Path(folder), shown)
         process.prepare(armed)
         alone = process.run({MODE: Mode.OFF.value}, loaded=job.loaded)
         if alone.kind is not RunKind.BROKEN:
             return ()
         shown.say(f"  upstream alone: {_in_words(alone)}")
-        with_all = process.run({}, loaded=armed)
+        with_all = process.run(switches, loaded=armed)
         shown.say(f"  with every overlay: {_in_words(with_all)}")
     if _shows_failure(found := judge.judge(alone, with_all)):
         return ()
@@ -167,6 +168,11 @@ def _confirmed_in_copies(job: Job, case: Case, transcript: Transcript) -> tuple[
     for line in lines:
         transcript.say(line)
     return found
+
+
+def _switches(parts: Sequence[Erratum]) -> dict[str, str]:
+    """Return the variables that switch parts on which are off by default."""
+    return {part.variable: Switch.ON.value for part in parts if part.off_by_default}
 
 
 def _shows_failure(found: Sequence[Conclusion]) -> bool:
@@ -219,10 +225,9 @@ def trial_case(job: Job, case: Case, shapes: Mapping[str, str], transcript: Tran
         transcript: gets a line.
     """
     parts = inventory.parts_of(case, job.overlays)
-    switches = {part.variable: Switch.ON.value for part in parts if part.off_by_default}
     with tempfile.TemporaryDirectory(prefix="repro-") as folder:
         process = _Process(job, case, Path(folder), transcript)
-        found = process.run(switches, options=[f"--try={json.dumps(dict(shapes))}"])
+        found = process.run(_switches(parts), options=[f"--try={json.dumps(dict(shapes))}"])
     transcript.say(f"  with the seams of {', '.join(shapes.values()) or 'what was found'}: {_in_words(found)}")
     return found
 

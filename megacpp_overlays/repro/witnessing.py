@@ -270,25 +270,23 @@ class _CaseRunner:
         """Measure upstream alone."""
         return runner.witness_case(self._job(case), case, self._transcript)
 
-    def judged(self, case: Case) -> tuple[Conclusion, ...]:
-        """Measure upstream without the overlay of a case and with every overlay, and compare both with its probe."""
+    def judged(self, case: Case, *, is_broken: bool) -> tuple[Conclusion, ...]:
+        """Measure upstream without the overlay of a case and with every overlay, and compare both with its probe.
+
+        Args:
+            case: that is run.
+            is_broken: whether a probe says so of a part of its overlay that seams may repair.
+        """
         if not runner.can_run(case):
             return (Conclusion(Sentinel.BLOCKED, runner.NO_DEVICE),)
         lines: list[str] = []
         try:
-            run_case = runner.confirm_case if self._is_broken(case) else runner.run_case
+            run_case = runner.confirm_case if is_broken else runner.run_case
             return run_case(self._job(case), case, Transcript([], lines.append))
         except PackError as error:
             return (Conclusion(Sentinel.FAILED, str(error)),)
         finally:
             self._how.progress("\n".join(lines))  # cases run beside each other
-
-    def _is_broken(self, case: Case) -> bool:
-        """Return whether probes say BROKEN of what a case is about, and seams may repair it."""
-        parts = [part for part in inventory.parts_of(case, self._overlays) if part.installs]
-        tree = CachedTree(InstalledTree())
-        found = [examine_installed(part, tree, self._how.settings) for part in parts]
-        return judge.verdict_of(found) is Verdict.BROKEN
 
     def verdict(
         self,
@@ -522,8 +520,11 @@ def confirm(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessO
     progress = Progress(len(first))
     with _with_servers(how) as how, ThreadPoolExecutor(how.workers) as pool:
         begun = [(part, _runner_or_problem(overlays, part, how)) for part in first.values()]
+        broken = _broken(overlays, parts, how.settings)
         cases = [(each, case) for _, each in begun if isinstance(each, _CaseRunner) for case in each.cases]
-        judged = pool.map(lambda pair: pair[0].judged(pair[1]), cases)  # leaves out what waits when this is interrupted
+        judged = pool.map(  # leaves out what waits when this is interrupted
+            lambda pair: pair[0].judged(pair[1], is_broken=pair[1].overlay in broken), cases
+        )
         for part, each in begun:
             if isinstance(each, _CaseRunner):
                 found = _confirmed(part, [(case, one) for case in each.cases for one in next(judged)])
@@ -531,6 +532,13 @@ def confirm(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessO
                 found = replace(_failed(part, str(each)), confirms=True)
             how.progress(progress.done(f"{part.id}: {confirmation(found)}"))
             yield found
+
+
+def _broken(overlays: Sequence[Erratum], parts: Sequence[Erratum], settings: Settings) -> set[str]:
+    """Return the ids of overlays of which a probe says BROKEN, and seams may repair it."""
+    ids, tree = {part.id for part in parts}, CachedTree(InstalledTree())
+    chosen = [part for part in overlays if part.id in ids and part.installs]
+    return {part.id for part in chosen if examine_installed(part, tree, settings).verdict is Verdict.BROKEN}
 
 
 def _runner_or_problem(overlays: Sequence[Erratum], part: Erratum, how: WitnessOptions) -> _CaseRunner | PackError:

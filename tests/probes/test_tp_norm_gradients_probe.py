@@ -13,13 +13,13 @@ from megacpp_overlays.feature_probes.tp_norm_gradients import (
     ATTENTION,
     BY_NAME,
     FUNCTION,
-    NET,
     OLD_BY_NAME,
     OLD_FUNCTION,
     TARGET,
     probe,
 )
 from megacpp_overlays.model import Finding, Verdict
+from megacpp_overlays.overlays.tp_norm_gradients import NET
 from megacpp_overlays.source.file_trees import DirectoryTree
 
 SHAPES = {"0.12.3": OLD_BY_NAME, "0.15.3": BY_NAME, "0.16.0": BY_NAME, "0.19.2": BY_NAME}

@@ -824,8 +824,8 @@ def test_looking_imports_nothing_and_touches_no_device(run_python: Callable[...,
 @pytest.mark.parametrize(
     ("python", "ours"),
     [
-        (ROOT / ".venv/bin/python", {"liger-flce-none-backward"}),
-        pytest.param(ROOT / ".envs/edge/bin/python", set(), marks=pytest.mark.full),
+        (ROOT / ".venv/bin/python", {"liger-flce-none-backward", "liger-flce-frozen-states"}),
+        pytest.param(ROOT / ".envs/edge/bin/python", {"liger-flce-frozen-states"}, marks=pytest.mark.full),
     ],
     ids=["current", "edge"],
 )
