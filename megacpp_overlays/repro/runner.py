@@ -160,14 +160,16 @@ def _confirmed_in_copies(job: Job, case: Case, transcript: Transcript) -> tuple[
         shown.say(f"  with every overlay: {_in_words(with_all)}")
     if _shows_failure(found := judge.judge(alone, with_all)):
         return ()
-    if _shows_failure(_neighbours(job, case, alone, with_all, Transcript([], lambda line: None))):
-        alone = without_case(job, case, shown)  # other overlays may change a neighbour; then both sides have them in
-    found += _neighbours(job, case, alone, with_all, shown)
-    if _shows_failure(found):
+    said = len(lines)
+    if _shows_failure(beside := _neighbours(job, case, alone, with_all, shown)):
+        del lines[said:]
+        # Other overlays may change a neighbour; then both sides of the comparison have them in.
+        beside = _neighbours(job, case, without_case(job, case, shown), with_all, shown)
+    if _shows_failure(beside):
         return ()
     for line in lines:
         transcript.say(line)
-    return found
+    return (*found, *beside)
 
 
 def _switches(parts: Sequence[Erratum]) -> dict[str, str]:
