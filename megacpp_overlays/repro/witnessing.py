@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -165,24 +166,28 @@ def prove(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessOpt
         parts: those that can be proved.
         how: how to run reproducers.
     """
-    waiting = list(dict.fromkeys(part.id for part in parts))
-    progress = Progress(len(waiting))
+    ids = _needed_first(parts)
+    progress = Progress(len(ids))
+    alone: dict[str, list[Run]] = {}
+    ended = {each: threading.Event() for each in ids}
     tried: dict[str, list[Attempt]] = {}
 
     def one(overlay_id: str) -> list[Attempt]:
+        for name in _needs(parts, overlay_id) & {*ids[: ids.index(overlay_id)]}:
+            ended[name].wait()
         chosen = [part for part in parts if part.id == overlay_id]
         lines: list[str] = []
-        found = list(_prove_one(overlays, chosen, replace(how, progress=lines.append)))
+        try:
+            found = list(_prove_one(overlays, chosen, replace(how, progress=lines.append), alone))
+        finally:
+            ended[overlay_id].set()
         verdicts = ", ".join(dict.fromkeys(each.verdict.value if each.verdict else "not proved" for each in found))
         text = f"{overlay_id}: {verdicts}"
         how.progress("\n".join([*lines, f"once more: {text}" if overlay_id in tried else progress.done(text)]))
         return found
 
     with _with_servers(how) as how, ThreadPoolExecutor(how.workers) as pool:
-        while waiting:
-            ready = [each for each in waiting if not _needs(parts, each) & {*waiting}] or waiting
-            waiting = [each for each in waiting if each not in ready]
-            tried |= dict(zip(ready, pool.map(one, ready), strict=True))
+        tried |= dict(zip(ids, pool.map(one, ids), strict=True))
         repaired = {each.overlay for found in tried.values() for each in found if each.verdict is Verdict.BROKEN}
         again = [name for name, found in tried.items() if any(each.unrepaired for each in found) and repaired - {name}]
         tried |= dict(zip(again, pool.map(one, again), strict=True))
@@ -203,11 +208,35 @@ def _needs(parts: Sequence[Erratum], overlay_id: str) -> set[str]:
     return {name for part in parts if part.id == overlay_id for name in getattr(part, "needs", ())}
 
 
-def _prove_one(overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessOptions) -> Iterator[Attempt]:
-    """Prove the parts of one overlay."""
+def _needed_first(parts: Sequence[Erratum]) -> list[str]:
+    """Return the ids of overlays in an order in which each comes after those that it needs, and the needed ones at once."""
+    waiting = list(dict.fromkeys(part.id for part in parts))
+    needed = {name for each in waiting for name in _needs(parts, each)}
+    waiting.sort(key=lambda each: each not in needed)
+    ordered: list[str] = []
+    while waiting:
+        ready = [each for each in waiting if not _needs(parts, each) & {*waiting}] or waiting
+        ordered += ready
+        waiting = [each for each in waiting if each not in ready]
+    return ordered
+
+
+def _prove_one(
+    overlays: Sequence[Erratum], parts: Sequence[Erratum], how: WitnessOptions, alone: dict[str, list[Run]]
+) -> Iterator[Attempt]:
+    """Prove the parts of one overlay.
+
+    Args:
+        overlays: every declaration of this process, in parts.
+        parts: of one overlay.
+        how: how to run reproducers.
+        alone: what its cases measured of upstream alone, by overlay, if they ran before; gets it otherwise.
+    """
     try:
         measuring = _CaseRunner.of(overlays, parts[0], how)
-        ran = [_Ran(case, measuring.alone(case)) for case in measuring.cases]
+        if parts[0].id not in alone:
+            alone[parts[0].id] = [measuring.alone(case) for case in measuring.cases]
+        ran = [_Ran(case, run) for case, run in zip(measuring.cases, alone[parts[0].id], strict=True)]
     except PackError as error:
         yield from (_failed(part, str(error)) for part in parts)
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ class Rounds:
         self.parts = tuple(Upstream(name, folder).overlay(id=name) for name in missing)
         self.how = WitnessOptions(packs=folder, settings=Settings(), progress=self.lines.append)
 
-    def prove_one(self, _: object, parts: Sequence[Any], how: WitnessOptions) -> list[Attempt]:
+    def prove_one(self, _: object, parts: Sequence[Any], how: WitnessOptions, __: object) -> list[Attempt]:
         """Stand for the cases of one overlay."""
         (part,) = parts
         self.tried.append(part.id)
@@ -68,6 +69,22 @@ def test_where_nothing_else_was_proved_no_case_runs_twice(tmp_path: Path, monkey
 
     assert rounds.tried == ["first", "second"]
     assert not any(each.proved for each in found)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_an_overlay_that_is_needed_is_proved_before_those_that_need_it(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that need each other are proved in some order, and nothing waits for ever."""
+    rounds = Rounds(tmp_path, last={"first"}, other=set(), first=set(), one=set(), two=set())
+    needs = {"last": ("first",), "one": ("two",), "two": ("one",)}
+    rounds.parts = tuple(replace(each, needs=needs.get(each.id, ())) for each in rounds.parts)
+    rounds.how = replace(rounds.how, workers=workers)
+
+    found = rounds.prove(monkeypatch)
+
+    assert {each.overlay for each in found if each.proved} == {"last", "other", "first", "one", "two"}
+    assert sorted(rounds.tried) == ["first", "last", "one", "other", "two"]  # each once
 
 
 def ended(number: float, decision: Decision = Decision.ACTIVE) -> Run:
