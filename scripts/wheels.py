@@ -6,7 +6,7 @@
 
 The offline probe tests read many releases of one package, which no requirements file can name together. So files are fetched from
 the index by their hashes; a wheel that it does not list is left to `pip download`, which also looks elsewhere. To add a release:
-`pip download --no-deps --dest FOLDER name==version` (with PLATFORM and one of PYTHONS below), then `record`.
+`pip download --no-deps --only-binary=:all: --dest FOLDER name==version` (with its platform and one of PYTHONS below), then `record`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from megacpp_overlays.upkeep.matrix.releases import ArchiveFile
 # The listed wheels are read and never imported, so every host fetches the same ones. Old releases have none for 3.12.
 PYTHONS = ("3.12", "3.11", "3.10")
 PLATFORM = (
-    "--only-binary=:all:",
     "--platform=manylinux_2_28_x86_64",
     "--platform=manylinux_2_27_x86_64",
     "--platform=manylinux_2_24_x86_64",
@@ -40,6 +39,8 @@ PLATFORM = (
     "--platform=manylinux1_x86_64",
     "--platform=any",
 )
+PLATFORM_OF = {"torch": ("--platform=macosx_14_0_arm64", "--platform=macosx_11_0_arm64")}
+"""Of distributions whose wheels for Linux are large, that of a wheel with the same Python files."""
 SOURCES = frozenset({"mamba-ssm"})
 """Published as source alone, which pip would run."""
 LINE = re.compile(r"(?P<name>[a-z0-9-]+)==(?P<version>[0-9a-z.+]+) --hash=sha256:(?P<sha256>[0-9a-f]{64})")
@@ -145,7 +146,15 @@ def _through_pip(wheel: Wheel, folder: Path) -> str | None:
         wanted = Path(temporary, "wanted.txt")
         wanted.write_text(f"{wheel}\n")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        command += [*PLATFORM, "--require-hashes", "--requirement", str(wanted), "--dest", temporary]
+        command += [
+            "--only-binary=:all:",
+            *PLATFORM_OF.get(wheel.name, PLATFORM),
+            "--require-hashes",
+            "--requirement",
+            str(wanted),
+            "--dest",
+            temporary,
+        ]
         for python in PYTHONS:
             asked = [*command, f"--python-version={python}"]
             done = subprocess.run(asked, capture_output=True, text=True, check=False)

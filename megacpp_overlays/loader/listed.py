@@ -366,5 +366,23 @@ LISTED: tuple[DeclarationSummary, ...] = (
         off_by_default=False,
         targets=("liger_kernel.transformers.functional", "liger_kernel.transformers.fused_linear_cross_entropy"),
     ),
+    DeclarationSummary(
+        id="dcp-fresh-optimizer-state",
+        installs=True,
+        off_by_default=False,
+        targets=("torch.distributed.checkpoint.state_dict",),
+    ),
+    DeclarationSummary(
+        id="loss-parallel-log-softmax",
+        installs=True,
+        off_by_default=False,
+        targets=("torch.distributed.tensor.parallel.loss",),
+    ),
+    DeclarationSummary(
+        id="compile-budget-dropout",
+        installs=True,
+        off_by_default=False,
+        targets=("torch._functorch.partitioners", "torch._functorch._aot_autograd.autograd_cache"),
+    ),
 )
 """Every declaration, by pack and id."""

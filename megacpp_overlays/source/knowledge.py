@@ -46,7 +46,7 @@ def until() -> dict[str, Version]:
         return {}
     from packaging.version import InvalidVersion, Version  # noqa: PLC0415 - of rehearsals alone
 
-    names = _distributions()
+    names = distributions()
     found: dict[str, Version] = {}
     for each in text.split(","):
         name, _, version = each.strip().partition("=")
@@ -59,8 +59,10 @@ def until() -> dict[str, Version]:
     return found
 
 
-def _distributions() -> set[str]:
-    import json  # noqa: PLC0415 - of rehearsals alone
+@functools.cache
+def distributions() -> frozenset[str]:
+    """Return the distributions of which releases are known byte for byte."""
+    import json  # noqa: PLC0415 - of rehearsals and reports
 
     published = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
-    return {each.partition(" ")[0] for each in published}
+    return frozenset(each.partition(" ")[0] for each in published)

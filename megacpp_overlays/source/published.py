@@ -20,11 +20,22 @@ from megacpp_overlays.source.trees import SourceTree, readable
 FILE = Path(__file__).with_name("published.json")
 
 
+_DEPTHS = {"torch": 3}
+"""Of distributions with thousands of files, some of which only builds for some GPUs have: how many names the packages that are digested have at most."""
+
+
 def package_of(target: Target) -> str:
-    """Return the package of a distribution that a target is in: `megatron.core` or `megatron.training` of megatron-core, else the first name."""
+    """Return the package of a distribution that a target is in: `megatron.core` or `megatron.training` of megatron-core, else the first name; see `_DEPTHS`."""
+    if depth := _DEPTHS.get(target.distribution):
+        return ".".join(target.module.split(".")[:-1][:depth])
     namespace, *within = target.distribution.split("-")
     first, *names = target.module.split(".")
     return ".".join([first, *names[: len(within)]]) if first == namespace else first
+
+
+def surroundings_of(target: Target) -> str:
+    """Return the package around a target that is compared with what is loaded: the first name, or `package_of` where that is thousands of files."""
+    return package_of(target) if target.distribution in _DEPTHS else target.module.partition(".")[0]
 
 
 def key_of(target: Target) -> str:
@@ -37,6 +48,7 @@ def release_of(target: Target, tree: SourceTree) -> str | None:
     """Return the release that the package of a target is, or None where its files are those of none that is known.
 
     A second package of a distribution, as `megatron.training`, calls the main one, here `megatron.core`: the files of both must be those of one release.
+    torch has no main one.
 
     Args:
         target: of an overlay.
@@ -47,7 +59,7 @@ def release_of(target: Target, tree: SourceTree) -> str | None:
     """
     key = key_of(target)
     found = _releases_of(key, package_of(target), target.module, tree)
-    if key != target.distribution:
+    if key != target.distribution and target.distribution not in _DEPTHS:
         main = target.distribution.replace("-", ".")
         of_main = _releases_of(target.distribution, main, main, tree)
         found = [release for release in found if release in of_main]
@@ -69,7 +81,7 @@ def _releases_of(key: str, package: str, module: str, tree: SourceTree) -> list[
 
 def has_releases_of(distribution: str) -> bool:
     """Return whether releases of a distribution are told from edited trees."""
-    return bool(_releases(distribution))
+    return distribution in knowledge.distributions()
 
 
 def digest(files: Iterable[tuple[str, bytes]]) -> str:

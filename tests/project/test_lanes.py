@@ -37,6 +37,7 @@ L = "liger-kernel"
 S = "mamba-ssm"
 T = "tilelang"
 TRITON = "triton"
+TORCH = "torch"
 EXPECTED = {
     "cp-local-loss-mean": (M, ("disabled",) * 6),
     "dsa-branchless-scatter": (M, ("absent", "absent", "retired", "retired", "retired", "retired")),
@@ -95,6 +96,9 @@ EXPECTED = {
     "tp-label-smoothing": (M, ("disabled",) * 6),
     "tp-norm-gradients": (M, ("active",) * 6),
     "triton-register-operands": (TRITON, (*("absent",) * 5, "retired")),
+    "compile-budget-dropout": (TORCH, ("active",) * 6),
+    "dcp-fresh-optimizer-state": (TORCH, ("active",) * 6),
+    "loss-parallel-log-softmax": (TORCH, ("active",) * 6),
     "tilelang-zero-extent-iterator": (T, ("gated", "absent", "absent", "absent", "gated", "retired")),
 }
 """Distribution and decision by overlay, the decisions in the order of the lanes."""
@@ -116,6 +120,8 @@ VERSIONS = {
     ("edge", T): "0.1.15",
     **{(lane, TRITON): "3.6.0" for lane in ("spring-2026", "summer-2026", "current", "newest", "mamba3-pinned")},
     ("edge", TRITON): "3.9.0",
+    **{(lane, TORCH): "2.11.0" for lane in ("spring-2026", "summer-2026", "current", "newest", "mamba3-pinned")},
+    ("edge", TORCH): "2.15.0",
 }
 
 

@@ -32,6 +32,9 @@ BEYOND: dict[str, Callable[[Found], bool]] = {
     ),  # for optimizers of one's own: no training step of Megatron-Core calls it
     "scheduler-restore": lambda _: True,  # a launcher restores a schedule, and no training step does
     "cpu-offload-reload": lambda _: True,  # no row loads weights into a model whose optimizer is offloaded
+    "compile-budget-dropout": lambda _: True,  # no row compiles with a budget
+    "dcp-fresh-optimizer-state": lambda _: True,  # no row saves by torch's distributed checkpoints
+    "loss-parallel-log-softmax": lambda _: True,  # no row has losses of DTensors
     "layerwise-norm-groups": lambda _: True,  # no row has a layer-wise optimizer
     "expert-grad-norm": lambda _: True,  # the releases of the table are repaired
     "fsdp-lone-rank-gradients": lambda _: True,  # no row trains with Megatron-FSDP

@@ -28,8 +28,10 @@ from repair_cases import (
 from trees import STAND_INS
 
 from megacpp_overlays.feature_probes import (
+    compile_budget_dropout,
     cp_local_loss_mean,
     cpu_offload_reload,
+    dcp_fresh_optimizer_state,
     dsa_branchless_scatter,
     dsa_capture_gates,
     dsa_indexer_streaming,
@@ -60,6 +62,7 @@ from megacpp_overlays.feature_probes import (
     liger_flce_labelled,
     liger_flce_none_backward,
     loss_mask_cache,
+    loss_parallel_log_softmax,
     mamba2_int32_offsets,
     mamba3_mimo_gqa_backward,
     mamba3_mimo_reduce_layout,
@@ -934,6 +937,55 @@ CASES = {
             "another function": appended("liger_fused_linear_cross_entropy = of_any_states(liger_fused_linear_cross_entropy)"),
         },
         tree=lambda: archive("liger_kernel-0.8.5"),
+    ),
+    "states of fresh optimizers": Otherwise(
+        dcp_fresh_optimizer_state,
+        dcp_fresh_optimizer_state.TARGET.module,
+        edits={
+            "set back": ("    optim.zero_grad(set_to_none=True)\n", "    optim.zero_grad(set_to_none=True)\n    begin_anew(optim)\n"),
+            "made without a step": ("    optim.step(closure=None)\n", "    make_states(optim)\n"),
+            "set back by the caller": ("        _init_optim_state(optim)\n        osd = _state_dict_fn(optim", "        with fresh(optim):\n            _init_optim_state(optim)\n        osd = _state_dict_fn(optim"),
+            "by a decorator": ("def _init_optim_state(", "@begins_anew\ndef _init_optim_state("),
+            "from the outside": appended("_init_optim_state = begins_anew(_init_optim_state)"),
+        },
+        tree=lambda: archive("torch-2.15.0"),
+    ),
+    "parallel losses": Otherwise(
+        loss_parallel_log_softmax,
+        loss_parallel_log_softmax.TARGET.module,
+        edits={
+            "computed": ("    return grad_output.to(input_dtype)\n", "    return through_log_softmax(grad_output, args).to(input_dtype)\n"),
+            "in two passes": ("    return (grad_input + torch.exp(x)) * grad_output\n", "    return grad_input * grad_output\n"),
+            "another pass in the table": ("    aten._log_softmax_backward_data.default: _log_softmax_backward_handler,\n", "    aten._log_softmax_backward_data.default: _jacobian_handler,\n"),
+            "none in the table": ("    aten._log_softmax_backward_data.default: _log_softmax_backward_handler,\n", ""),
+            "when it is enabled": ("_custom_op_handlers.update(customized_loss_ops)\n", "_custom_op_handlers.update({**customized_loss_ops, **OF_LOG_SOFTMAX})\n"),
+            "from the outside": appended("_log_softmax_backward_handler = through(_log_softmax_backward_handler)"),
+        },
+        tree=lambda: archive("torch-2.15.0"),
+    ),
+    "saved values": Otherwise(
+        compile_budget_dropout,
+        compile_budget_dropout.TARGET.module,
+        edits={
+            "random ones at zero": ("        return node_info.inputs\n\n    runtime", "        return node_info.inputs + random_nodes(node_info)\n\n    runtime"),
+            "never taken back": ("                i.dist_from_bw < int(1e9)  # type", "                not draws(i)\n                and i.dist_from_bw < int(1e9)  # type"),
+            "by the budget": ("    memory_budget = config.activation_memory_budget\n", "    memory_budget = 1 if draws_numbers(joint_module) else config.activation_memory_budget\n"),
+            "by a decorator": ("def choose_saved_values_set(", "@with_random_nodes\ndef choose_saved_values_set("),
+            "from the outside": appended("choose_saved_values_set = with_random_nodes(choose_saved_values_set)"),
+        },
+        tree=lambda: archive("torch-2.11.0"),
+    ),
+    "cached graphs": Otherwise(
+        compile_budget_dropout,
+        compile_budget_dropout.CACHE.module,
+        edits={
+            "a key of its own": ('        key = "a" + pickler.get_hash(details)\n', '        key = "b" + pickler.get_hash(details)\n'),
+            "by a decorator": ("def autograd_cache_key(", "@by_what_is_kept\ndef autograd_cache_key("),
+            "cut with random ones": (compile_budget_dropout.TARGET.module, "        return node_info.inputs\n\n    runtime", "        return node_info.inputs + random_nodes(node_info)\n\n    runtime"),
+            "from the outside": appended("autograd_cache_key = by_what_is_kept(autograd_cache_key)"),
+        },
+        probe="probe_cache",
+        tree=lambda: archive("torch-2.11.0"),
     ),
     "groups": Otherwise(
         mamba3_mimo_gqa_backward,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
-from places import SUPPORT
+from places import ROOT, SUPPORT
 from released_megatron import ALL_ON
 from releases import only
 
@@ -44,3 +48,21 @@ def assert_repaired(measured: Any, *, parts: int = 1, may_be_blocked: Collection
     assert all(case["broken"] for name, case in measured["off"].items() if name not in blocked)
     assert not any(case["broken"] for name, case in measured["on"].items() if name not in blocked)
     assert measured["off"].keys() - blocked
+
+
+def reproduced_in(lane: str, pack: str) -> Any:
+    """Return what the cases of a pack see in the environment of a lane, with every overlay and with none.
+
+    Args:
+        lane: `current`, or a folder of `.envs`.
+        pack: two digits of its number.
+    """
+    python = sys.executable if lane == "current" else ROOT / ".envs" / lane / "bin/python"
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [python, "-W", "ignore", SUPPORT / "reproduced.py", pack],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    return json.loads(done.stdout)

@@ -26,7 +26,7 @@ from megacpp_overlays.loader import seams, session
 from megacpp_overlays.loader.import_hooks import is_a_shell, is_half_imported
 from megacpp_overlays.runtime import seam_marks
 from megacpp_overlays.runtime.seam_marks import Mark
-from megacpp_overlays.source import trees
+from megacpp_overlays.source import published, trees
 from megacpp_overlays.upkeep.drift import origins
 from megacpp_overlays.upkeep.drift.outlines import Outline, Outlines
 
@@ -64,7 +64,7 @@ def replaced(packages: Collection[str] | None = None) -> tuple[Substitution, ...
     """Return what somebody else than this package replaced in loaded modules.
 
     Args:
-        packages: top-level packages to look at; None is those of every overlay's target.
+        packages: packages to look at; None is those around every overlay's target.
     """
     return tuple(each for each in look(packages).replaced if each.overlay is None)
 
@@ -72,12 +72,12 @@ def replaced(packages: Collection[str] | None = None) -> tuple[Substitution, ...
 def look(packages: Collection[str] | None = None) -> ProcessDrift:
     """Compare every loaded module of some packages with the package that owns it; see `replaced`."""
     if packages is None:
-        packages = {overlay.target.module.partition(".")[0] for overlay in session.current().overlays}
+        packages = {published.surroundings_of(overlay.target) for overlay in session.current().overlays}
     found: list[Substitution] = []
     unchecked: list[str] = []
     outlines, count = Outlines(), 0
     for name, module in sorted(sys.modules.items()):
-        if name.partition(".")[0] not in packages:
+        if not any(f"{name}.".startswith(f"{each}.") for each in packages):
             continue
         try:
             is_module = issubclass(type(module), ModuleType)

@@ -28,6 +28,7 @@ FEW = (
     "liger_kernel-0.8.5-",
     "megatron_core-0.19.2-",
     "mamba_ssm-2.3.2.",
+    "torch-2.15.0-",
 )
 """Releases that stand for the others where there is little time."""
 
