@@ -384,5 +384,11 @@ LISTED: tuple[DeclarationSummary, ...] = (
         off_by_default=False,
         targets=("torch._functorch.partitioners", "torch._functorch._aot_autograd.autograd_cache"),
     ),
+    DeclarationSummary(
+        id="mix-order-reduction-views",
+        installs=True,
+        off_by_default=False,
+        targets=("torch._inductor.scheduler", "torch._inductor.codecache"),
+    ),
 )
 """Every declaration, by pack and id."""

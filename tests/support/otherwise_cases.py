@@ -70,6 +70,7 @@ from megacpp_overlays.feature_probes import (
     mamba_packed_seq_idx,
     masked_aux_loss_tokens,
     megatron_cuda_on_import,
+    mix_order_reduction_views,
     mla_rope_head_blocks,
     mla_rope_key_gradient,
     mtp_roll_padded_boundaries,
@@ -149,6 +150,7 @@ _UNEVEN = "        if not torch.all(all_lens == sq):\n"
 _GDN = f"{gdn_capture_gates.SINGLE.module}.gdn"
 _LANGUAGE = "megatron.core.models.common.language_module.language_module"
 _MIMO = mamba3_mimo_reduce_layout.TARGET.module
+_SIMD = "torch._inductor.codegen.simd"
 _GRAD_BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 _IDEMPOTENT = "the seam marks the same parameters again, and casts nothing"
 
@@ -983,6 +985,30 @@ CASES = {
             "by a decorator": ("def autograd_cache_key(", "@by_what_is_kept\ndef autograd_cache_key("),
             "cut with random ones": (compile_budget_dropout.TARGET.module, "        return node_info.inputs\n\n    runtime", "        return node_info.inputs + random_nodes(node_info)\n\n    runtime"),
             "from the outside": appended("autograd_cache_key = by_what_is_kept(autograd_cache_key)"),
+        },
+        probe="probe_cache",
+        tree=lambda: archive("torch-2.11.0"),
+    ),
+    "second results": Otherwise(
+        mix_order_reduction_views,
+        mix_order_reduction_views.TARGET.module,
+        edits={
+            "copied to their place": (_SIMD, '            final_reduce = f"{buffer_name} = {ws_name}', '            final_reduce = f"{buffer_name}[:] = {ws_name}'),
+            "not fused": ("        if not config.triton.mix_order_reduction:\n", "        if not config.triton.mix_order_reduction or writes_parts(node1, node2):\n"),
+            "never added": ("        if not self.scheduler.can_fuse(node1, node2, allow_mix_order_reduction=False):\n", "        if writes_parts(node2) or not self.scheduler.can_fuse(node1, node2, allow_mix_order_reduction=False):\n"),
+            "by a helper": (_SIMD, "            V.graph.wrapper_code.writeline(final_reduce)\n", "            write_to_its_place(buffer_name, final_reduce)\n"),
+            "from the outside": appended("MixOrderReduction.can_fuse = classmethod(of_whole_tensors(MixOrderReduction.can_fuse))"),
+        },
+        tree=lambda: archive("torch-2.11.0"),
+    ),
+    "keys of compiled graphs": Otherwise(
+        mix_order_reduction_views,
+        mix_order_reduction_views.CACHE.module,
+        edits={
+            "another tag": ("        self.cache_key_tag = cconfig.cache_key_tag\n", "        self.cache_key_tag = cconfig.cache_key_tag + FUSED\n"),
+            "copied to their place": (_SIMD, '            final_reduce = f"{buffer_name} = {ws_name}', '            final_reduce = f"{buffer_name}[:] = {ws_name}'),
+            "by a decorator": ("    EXCLUDED_KWARGS = [\"graph_id\"]\n\n    def __init__(", "    EXCLUDED_KWARGS = [\"graph_id\"]\n\n    @by_fusions\n    def __init__("),
+            "from the outside": appended("FxGraphHashDetails.__init__ = by_fusions(FxGraphHashDetails.__init__)"),
         },
         probe="probe_cache",
         tree=lambda: archive("torch-2.11.0"),

@@ -1,0 +1,29 @@
+"""Probe Inductor's reductions of two orders in one kernel, whose second result is lost where it is a part of another tensor.
+
+The second result is bound to a new name. Where several results are concatenated, its place in the whole stays as it was allocated. 2.15.0 copies it there (#193061).
+Compiled graphs are cached on disk, by keys that say nothing of overlays, so these are a part of their own.
+
+Source: https://github.com/pytorch/pytorch/issues/193061
+"""
+
+from __future__ import annotations
+
+from megacpp_overlays.model import Finding, Target
+from megacpp_overlays.source import forms
+from megacpp_overlays.source.trees import SourceTree
+
+CLASS, FUSED, DETAILS = "MixOrderReduction", "FusedMixOrderReductions", "FxGraphHashDetails"
+TARGET = Target("torch", "torch._inductor.scheduler", f"{CLASS}.can_fuse")
+CACHE = Target("torch", "torch._inductor.codecache", f"{DETAILS}.__init__")
+ADDED = f"{FUSED}.sub_node_can_fuse"
+BOUND_ANEW, CACHED = "bound-anew", "cached-as-fused"
+
+
+def probe(tree: SourceTree) -> Finding:
+    """Return whether results that are parts of other tensors are bound to new names."""
+    return forms.finding("mix-order-reduction-views", TARGET, tree)
+
+
+def probe_cache(tree: SourceTree) -> Finding:
+    """Return whether graphs that were compiled so are taken from the cache."""
+    return forms.finding("mix-order-reduction-views", CACHE, tree)
