@@ -1,7 +1,6 @@
 """Probe torch.compile's partitioner, which draws random numbers anew in the backward pass where an activation budget makes it compute them again.
 
-With a budget of zero it saves the inputs alone; below one it may take back that random operations are saved. Graphs are cached on disk as they were cut, by a key that
-says nothing of overlays, so that key is a part of its own. Verdicts rest on the choice of saved values, on its caller, and on how the cache is asked.
+Verdicts rest on the choice of saved values, on its caller, and on how the cache of compiled graphs is asked: its keys, which say nothing of overlays, are a part of their own.
 
 Source: https://github.com/pytorch/pytorch/issues/190758
 """

@@ -1,8 +1,7 @@
 """Probe the gradient of Megatron's balancing loss over the global batch, which is divided by the number of data parallel ranks twice.
 
-The loss of a rank is its share: its own probabilities over the tokens of all data parallel ranks. Shares add up to the loss, and gradients of
-data parallel ranks are averaged. The seam relies on scores that reach nothing but that loss, and on a loss that reaches nothing but the log and
-the gradient, so verdicts rest on the router's method, on what attaches the loss, on coefficients, and on the loss itself.
+The loss of a rank is its share: its own probabilities over the tokens of all data parallel ranks. Gradients of data parallel ranks are averaged. The seam
+relies on scores that reach that loss alone, so verdicts rest on the router's method, on what attaches the loss, on coefficients, and on the loss.
 
 Source: https://github.com/NVIDIA/Megatron-LM/issues/3672
 """

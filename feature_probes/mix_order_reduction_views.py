@@ -1,7 +1,6 @@
 """Probe Inductor's reductions of two orders in one kernel, whose second result is lost where it is a part of another tensor.
 
-The second result is bound to a new name. Where several results are concatenated, its place in the whole stays as it was allocated. 2.15.0 copies it there (#193061).
-Compiled graphs are cached on disk, by keys that say nothing of overlays, so these are a part of their own.
+It is bound to a new name, and its place stays as it was allocated. 2.15.0 copies it there. Keys of cached graphs, which say nothing of overlays, are a part of their own.
 
 Source: https://github.com/pytorch/pytorch/issues/193061
 """
