@@ -11,9 +11,9 @@ from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source import forms
 from megacpp_overlays.source.trees import SourceTree
 
-CLASS, FUSED, DETAILS = "MixOrderReduction", "FusedMixOrderReductions", "FxGraphHashDetails"
+CLASS, FUSED, PICKLER = "MixOrderReduction", "FusedMixOrderReductions", "FxGraphCachePickler"
 TARGET = Target("torch", "torch._inductor.scheduler", f"{CLASS}.can_fuse")
-CACHE = Target("torch", "torch._inductor.codecache", f"{DETAILS}.__init__")
+CACHE = Target("torch", "torch._inductor.codecache", f"{PICKLER}.dumps")
 ADDED = f"{FUSED}.sub_node_can_fuse"
 BOUND_ANEW, CACHED = "bound-anew", "cached-as-fused"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from megacpp_overlays.feature_probes import compile_budget_dropout as feature
@@ -99,7 +99,7 @@ def _of_their_own(original: Callable[..., tuple[str, Any]], _module: ModuleType)
 
 
 def observe_key(module: ModuleType) -> Observation:
-    """Ask for the key of no graph, which torch makes up."""
+    """Ask for the key of an object that is no graph, which torch makes up."""
     import random
 
     import torch._functorch.config as settings
@@ -107,7 +107,7 @@ def observe_key(module: ModuleType) -> Observation:
     before = random.getstate()
     try:
         with settings.patch(bypass_autograd_cache_key=True):
-            key, _ = getattr(module, feature.CACHE.symbol)(None, (), None, None)
+            key, _ = getattr(module, feature.CACHE.symbol)(SimpleNamespace(meta={}), (), None, None)
     finally:
         random.setstate(before)
     is_own = key.endswith(_SUFFIX)
@@ -137,7 +137,6 @@ def _part(
         opt_in=False,
         needs_parts=() if target == feature.CACHE else (feature.CACHE.module,),
         symptoms=(
-            "loss is NaN with activation_memory_budget",
             "training is worse with torch.compile and activation_memory_budget",
             "gradients do not belong to the dropout mask of the forward pass",
             "dropout and torch.compile: gradients are wrong",

@@ -15,15 +15,16 @@ from typing import Any
 
 from megacpp_overlays.feature_probes import loss_parallel_log_softmax as feature
 from megacpp_overlays.model import Observation, Overlay, Replacement, Thread
+from megacpp_overlays.runtime.tensor_notes import TensorNotes
 
-_MARK = "_megacpp_rows_sum_to_zero"
-"""Attribute of a local gradient that cross entropy has made."""
+_of_cross_entropy: TensorNotes[bool] = TensorNotes()
+"""Local gradients that cross entropy has made. Autograd adds others to a DTensor out of place, and hooks must not change what they are given."""
 
 
 def _marked(original: Callable[..., Any], _module: ModuleType) -> Callable[..., Any]:
     def nll_loss_and_log_softmax_backward(*arguments: Any, **more: Any) -> Any:
         found = original(*arguments, **more)
-        setattr(found, _MARK, True)
+        _of_cross_entropy.set(found, True)
         return found
 
     return nll_loss_and_log_softmax_backward
@@ -58,7 +59,7 @@ def _operation(module: ModuleType) -> Any:
 
 def _is_cross_entropys(gradient: Any) -> bool:
     """Return whether a gradient is the one that cross entropy has made, to which nothing was added since."""
-    return getattr(getattr(gradient, "_local_tensor", None), _MARK, False) and gradient._version == 0  # noqa: SLF001 - of DTensor, for dispatch
+    return _of_cross_entropy.get(getattr(gradient, "_local_tensor", None)) is not None
 
 
 def _through_log_softmax(module: ModuleType, gradient: Any, output: Any, dimension: int) -> Any:

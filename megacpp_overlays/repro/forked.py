@@ -23,7 +23,9 @@ from megacpp_overlays import variables
 from megacpp_overlays.repro import fork_server, process_group
 
 MODULES = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "triton.language")
-"""Dependencies of Megatron that take longest to import. No overlay has one of them as its target."""
+"""Dependencies of Megatron that take longest to import."""
+PRELOADED = frozenset({"torch"})
+"""Distributions of which a copy has imported targets of overlays: cases about them run in a Python of their own."""
 MODULES_ON_CPU = (
     *MODULES,
     "torch._inductor.compile_fx",

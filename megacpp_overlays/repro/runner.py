@@ -142,7 +142,7 @@ def confirm_case(job: Job, case: Case, transcript: Transcript) -> tuple[Conclusi
 
 def _confirmed_in_copies(job: Job, case: Case, transcript: Transcript) -> tuple[Conclusion, ...]:
     """Return what a case earns in copies of processes that have imported upstream; nothing where that does not count."""
-    if case.device != CPU or case.environment or case.crash_is_broken:
+    if case.device != CPU or case.environment or case.crash_is_broken or _is_preloaded(job, case):
         return ()
     switches = _switches(inventory.parts_of(case, job.overlays))
     armed = () if switches else (megacpp_overlays.__name__, *job.loaded)
@@ -170,6 +170,11 @@ def _confirmed_in_copies(job: Job, case: Case, transcript: Transcript) -> tuple[
     for line in lines:
         transcript.say(line)
     return (*found, *beside)
+
+
+def _is_preloaded(job: Job, case: Case) -> bool:
+    """Return whether a copy may have imported a target of a case before its job."""
+    return any(part.target.distribution in forked.PRELOADED for part in inventory.parts_of(case, job.overlays))
 
 
 def _switches(parts: Sequence[Erratum]) -> dict[str, str]:
@@ -261,7 +266,8 @@ class _Process:
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         report, output = folder / "report", folder / "output"
         words = ["megacpp_overlays.repro.child", str(self._job.reproducer.resolve()), self._case.name, str(report)]
-        copies = self._job.servers if _PROBE_ONLY not in options else None  # a probe imports no torch
+        is_alone = _PROBE_ONLY in options or _is_preloaded(self._job, self._case)  # a probe imports no torch
+        copies = None if is_alone else self._job.servers
         run_module = functools.partial(copies.run, loaded=loaded) if copies else forked.run_anew
         ended = run_module(
             [*words, *options],

@@ -1005,10 +1005,10 @@ CASES = {
         mix_order_reduction_views,
         mix_order_reduction_views.CACHE.module,
         edits={
-            "another tag": ("        self.cache_key_tag = cconfig.cache_key_tag\n", "        self.cache_key_tag = cconfig.cache_key_tag + FUSED\n"),
+            "another prefix": ('    key = "f" + pickler.get_hash(details)\n', '    key = "g" + pickler.get_hash(details)\n'),
             "copied to their place": (_SIMD, '            final_reduce = f"{buffer_name} = {ws_name}', '            final_reduce = f"{buffer_name}[:] = {ws_name}'),
-            "by a decorator": ("    EXCLUDED_KWARGS = [\"graph_id\"]\n\n    def __init__(", "    EXCLUDED_KWARGS = [\"graph_id\"]\n\n    @by_fusions\n    def __init__("),
-            "from the outside": appended("FxGraphHashDetails.__init__ = by_fusions(FxGraphHashDetails.__init__)"),
+            "by a helper": ("            return self._stream.getvalue()\n", "            return by_fusions(self._stream.getvalue())\n"),
+            "from the outside": appended("FxGraphCachePickler.dumps = by_fusions(FxGraphCachePickler.dumps)"),
         },
         probe="probe_cache",
         tree=lambda: archive("torch-2.11.0"),
