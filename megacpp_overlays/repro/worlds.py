@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from megacpp_overlays.errors import OverlayError
@@ -17,6 +21,9 @@ from megacpp_overlays.repro.neighbour import flat
 
 LIMIT_S = 300
 """Of one world."""
+
+STACK_S = 10
+"""To write down where a rank stands that did not end in time."""
 
 
 _inherited: list[dict[str, object]] = []
@@ -37,7 +44,7 @@ def on_ranks(count: int, run: Callable[[int], Mapping[str, object]]) -> dict[str
         run: gets the rank; `torch.distributed` is initialised, Megatron's groups are not.
 
     Raises:
-        RankError: a rank ended in an error, or not in time.
+        RankError: a rank ended in an error, or not in time; then the text has the Python lines at which it stood.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -48,9 +55,11 @@ def on_ranks(count: int, run: Callable[[int], Mapping[str, object]]) -> dict[str
         for each in ranks:
             each.join(max(0.0, ends - time.monotonic()))
         if late := [number for number, each in enumerate(ranks) if each.is_alive()]:
+            stood = {number: _stack(ranks[number], Path(folder, f"{number}.stack")) for number in late}
             for each in ranks:
                 each.kill()
-            raise RankError(f"rank {late[0]} did not end within {LIMIT_S} s")
+            where = "\n".join(f"rank {number} stood at\n{lines}" for number, lines in stood.items())
+            raise RankError(f"rank {late[0]} did not end within {LIMIT_S} s\n{where}")
         found: dict[str, list[float]] = {}
         for rank in range(count):
             answer = Path(folder, str(rank))
@@ -63,12 +72,35 @@ def on_ranks(count: int, run: Callable[[int], Mapping[str, object]]) -> dict[str
     return found
 
 
+def _stack(rank: BaseProcess, file: Path) -> str:
+    """Return the Python stacks of a rank's threads, the innermost call first."""
+    if rank.pid is None or not file.exists():
+        return "its start"
+    os.kill(rank.pid, signal.SIGUSR1)
+    text, ends = "", time.monotonic() + STACK_S
+    while rank.is_alive() and time.monotonic() < ends:
+        time.sleep(0.1)
+        before, text = text, file.read_text().rstrip()
+        if text and text == before:
+            break
+    return text or "an unknown line"
+
+
 def _rank(rank: int, count: int, run: Callable[[int], Mapping[str, object]], folder: str) -> None:
     import torch
 
     torch.set_num_threads(1)
     _keep_inherited_groups()
     answer = Path(folder, str(rank))
+    with answer.with_suffix(".stack").open("w") as stack:
+        faulthandler.register(signal.SIGUSR1, file=stack)
+        _answer(rank, count, run, folder, answer)
+        faulthandler.unregister(signal.SIGUSR1)
+
+
+def _answer(rank: int, count: int, run: Callable[[int], Mapping[str, object]], folder: str, answer: Path) -> None:
+    import torch
+
     try:
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
         said: dict[str, object] = {"numbers": {what: list(flat(value)) for what, value in run(rank).items()}}
@@ -86,7 +118,8 @@ def _rank(rank: int, count: int, run: Callable[[int], Mapping[str, object]], fol
 def _keep_inherited_groups() -> None:
     """Keep process groups of the process that was copied: the end of one waits for its threads, which a copy has not.
 
-    Megatron's `destroy_model_parallel` leaves some in its globals, and the next `initialize_model_parallel` drops them.
+    Some are in garbage that was not collected yet. Megatron's `destroy_model_parallel` leaves some in its globals, and the next `initialize_model_parallel` drops them.
     """
+    gc.freeze()
     if (state := sys.modules.get("megatron.core.parallel_state")) is not None:
         _inherited.append(dict(vars(state)))
