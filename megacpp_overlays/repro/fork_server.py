@@ -64,7 +64,7 @@ def _load(names: Sequence[str]) -> str:
     """Import modules as far as they can be; return why this process cannot be copied afterwards, or nothing."""
     for name in names:
         with contextlib.suppress(Exception):  # a case that needs it says more
-            importlib.import_module(name)
+            _import(name)
     return _threads()
 
 

@@ -22,25 +22,30 @@ import megacpp_overlays
 from megacpp_overlays import variables
 from megacpp_overlays.repro import fork_server, process_group
 
-MODULES = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "triton.language")
-"""Dependencies of Megatron that take longest to import."""
-PRELOADED = frozenset({"torch"})
-"""Distributions of which a copy has imported targets of overlays: cases about them run in a Python of their own."""
-MODULES_ON_CPU = (
-    *MODULES,
-    "torch._inductor.compile_fx",
-    "torch.distributed._tensor.experimental",
-    "torch.distributed.fsdp",
-    "torch.utils.cpp_extension",
+MODULES = (
+    "torch",
+    "triton.language",
     "setuptools",
     "einops",
     "yaml",
     "packaging.version",
     "wrapt",
     "importlib_metadata",
+)
+"""Dependencies of Megatron of which none is a target of an overlay."""
+MORE_MODULES = ("torch._dynamo", "torch.distributed.checkpoint")
+"""Other dependencies of Megatron that take long to import."""
+MORE_MODULES_ON_CPU = (
+    *MORE_MODULES,
+    "torch._inductor.compile_fx",
+    "torch.distributed._tensor.experimental",
+    "torch.distributed.fsdp",
+    "torch.utils.cpp_extension",
     fork_server.EAGER,
 )
 """Those of a process that sees no GPU, and what makes it run eagerly. With a GPU some of them may ask CUDA for devices, and then no copy can use one."""
+PRELOADED = frozenset({"torch"})
+"""Distributions of which these modules are or import targets of overlays: a case about them is a copy without these."""
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """Variables of a process that sees no GPU."""
 
@@ -70,10 +75,11 @@ class ForkServers:
         output: Path,
         timeout: float,
         loaded: Sequence[str] = (),
+        bare: bool = False,
     ) -> str | None:
         """Run a module to its end in a copy of a server; return in words how it ended, or None when it ended well.
 
-        Where nothing that has `loaded` can be copied, a copy has torch alone; where nothing can be, a Python is started.
+        Where nothing that has `loaded` can be copied, a copy has torch and dependencies alone; where nothing can be, a Python is started.
 
         Args:
             words: a module, and its arguments.
@@ -83,8 +89,10 @@ class ForkServers:
             timeout: seconds after which it is ended.
             loaded: modules that were imported before as far as they can be, in this order. This package among them has armed the
                 process with the variables of the job.
+            bare: whether nothing but `MODULES` may be imported before.
         """
-        for modules in dict.fromkeys(((*loaded,), ())):
+        more = _more_modules(environment)
+        for modules in [()] if bare else dict.fromkeys(((*more, *loaded), more)):
             server = self._server(environment, modules)
             if server is not None and server.problem is None:
                 return server.run(words, folder, environment, output, timeout)
@@ -92,22 +100,27 @@ class ForkServers:
 
     def prepare(self, *, environment: Mapping[str, str], loaded: Sequence[str]) -> None:
         """Start the server that copies with these modules come from, unless it was started; see `run`."""
-        self._server(environment, (*loaded,))
+        self._server(environment, (*_more_modules(environment), *loaded))
 
-    def _server(self, environment: Mapping[str, str], loaded: tuple[str, ...]) -> _ForkServer | None:
-        """Return the server for an environment, which may be starting; None where this system has none."""
+    def _server(self, environment: Mapping[str, str], modules: tuple[str, ...]) -> _ForkServer | None:
+        """Return the server for an environment that has these and `MODULES`, which may be starting; None where this system has none."""
         if not hasattr(os, "pidfd_open"):
             return None
-        base = self._server(environment, ()) if loaded else None
+        more = _more_modules(environment)
+        base = self._server(environment, more if modules != more else ()) if modules else None
         if base is not None and base.problem is not None:
             return None
-        is_armed = megacpp_overlays.__name__ in loaded
+        is_armed = megacpp_overlays.__name__ in modules
         inherited = {name: value for name, value in environment.items() if is_armed or not variables.is_ours(name)}
-        key = frozenset(inherited.items()), loaded
+        key = frozenset(inherited.items()), modules
         with self._lock:
             if key not in self._servers:
-                self._servers[key] = base.copy(inherited, loaded) if base else _StartedForkServer(inherited)
+                self._servers[key] = base.copy(inherited, modules) if base else _StartedForkServer(inherited)
             return self._servers[key]
+
+
+def _more_modules(environment: Mapping[str, str]) -> tuple[str, ...]:
+    return MORE_MODULES_ON_CPU if NO_GPU.items() <= environment.items() else MORE_MODULES
 
 
 def run_anew(
@@ -178,10 +191,9 @@ class _StartedForkServer(_ForkServer):
     def __init__(self, environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
         super().__init__(ours)
-        modules = MODULES_ON_CPU if NO_GPU.items() <= environment.items() else MODULES
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - an interpreter, and a file of ours
-                [sys.executable, fork_server.__file__, str(theirs.fileno()), *modules],
+                [sys.executable, fork_server.__file__, str(theirs.fileno()), *MODULES],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

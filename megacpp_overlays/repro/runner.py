@@ -266,9 +266,9 @@ class _Process:
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         report, output = folder / "report", folder / "output"
         words = ["megacpp_overlays.repro.child", str(self._job.reproducer.resolve()), self._case.name, str(report)]
-        is_alone = _PROBE_ONLY in options or _is_preloaded(self._job, self._case)  # a probe imports no torch
-        copies = None if is_alone else self._job.servers
-        run_module = functools.partial(copies.run, loaded=loaded) if copies else forked.run_anew
+        copies = None if _PROBE_ONLY in options else self._job.servers  # a probe imports no torch
+        bare = _is_preloaded(self._job, self._case)
+        run_module = functools.partial(copies.run, loaded=loaded, bare=bare) if copies else forked.run_anew
         ended = run_module(
             [*words, *options],
             folder=folder,

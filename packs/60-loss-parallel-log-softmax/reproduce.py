@@ -70,7 +70,8 @@ def gradients(losses: Mapping[str, Callable[..., Any]], dtype: str = "float64", 
         dtype: of logits.
         is_parallel: whether passes run under `loss_parallel`.
     """
-    importlib.import_module(MODULE)  # ranks are forked
+    for each in (MODULE, "torch._dynamo"):  # ranks are forked, and the first DTensor imports the second
+        importlib.import_module(each)
     return on_ranks(RANKS, functools.partial(_gradients, losses, dtype, is_parallel))
 
 

@@ -37,6 +37,7 @@ def run(
     *arguments: str,
     timeout: float = HANG_S,
     loaded: Sequence[str] = (),
+    bare: bool = False,
     **variables: str,
 ) -> tuple[str | None, str]:
     """Return in words how a module with this code ended, and what it wrote."""
@@ -44,7 +45,13 @@ def run(
     output = folder / "output"
     environment = {**ENVIRONMENT, **variables}
     ended = servers.run(
-        ["job", *arguments], folder=folder, environment=environment, output=output, timeout=timeout, loaded=loaded
+        ["job", *arguments],
+        folder=folder,
+        environment=environment,
+        output=output,
+        timeout=timeout,
+        loaded=loaded,
+        bare=bare,
     )
     return ended, output.read_text()
 
@@ -155,15 +162,18 @@ def test_what_is_compiled_on_a_gpu_runs_as_it_is_written_on_a_cpu(servers: ForkS
 
     assert run(servers, code, tmp_path)[1] == "1.0\n"
     assert run(servers, code, tmp_path, CUDA_VISIBLE_DEVICES="0")[1] == "compiled\n1.0\n"
+    assert run(servers, code, tmp_path, bare=True)[1] == "compiled\n1.0\n"
 
 
 def test_no_target_of_an_overlay_is_imported_before_the_job(servers: ForkServers, tmp_path: Path) -> None:
     """Its seams would come too late."""
     about = [part.target for part in registry.load() if part.installs]
-    targets = {each.module for each in about if each.distribution not in PRELOADED}
-    assert targets
+    targets = {each.module: each.distribution in PRELOADED for each in about}
+    assert set(targets.values()) == {True, False}
 
-    assert run(servers, f"import sys\nprint(*({targets!r} & sys.modules.keys()))\n", tmp_path) == (None, "\n")
+    for names, bare in ({each for each, preloaded in targets.items() if not preloaded}, False), ({*targets}, True):
+        found = run(servers, f"import sys\nprint(*({names!r} & sys.modules.keys()))\n", tmp_path, bare=bare)
+        assert found == (None, "\n")
 
 
 def test_what_a_job_names_is_imported_before_it_as_far_as_it_can_be(servers: ForkServers, tmp_path: Path) -> None:
