@@ -143,7 +143,7 @@ def _part(
         ),
         concerns="every model",
         breaks="with torch.compile and an activation_memory_budget below 1 the backward pass draws dropout anew: gradients belong to another mask than the loss",
-        retire_when="the partitioner saves random numbers whatever the budget",
+        retire_when="the partitioner saves random numbers at every budget",
         brief="dropout with a memory budget",
         until="random numbers are saved",
         threads=(
@@ -151,7 +151,7 @@ def _part(
             Thread(repository="pytorch/pytorch", number=190717, state="open, reported 2026-07-21"),
             Thread(repository="pytorch/pytorch", number=190759, state="open, opened 2026-07-22"),
         ),
-        last_validated="2026-11-28, x86-64 without GPU: torch 2.11.0 and 2.15.0; H200, driver 580.159.04: torch 2.11.0; 2.11.0 to 2.15.0 read",
+        last_validated="2026-11-28, x86-64 without GPU: torch 2.11.0, 2.13.0 and 2.15.0; H200, driver 580.159.04: torch 2.11.0; 2.11.0 to 2.15.0 read",
     )
 
 

@@ -50,11 +50,14 @@ def _begin_anew(optim: Any) -> None:
     """Set state that a step without gradients, rates and decay has moved to what a first step finds."""
     import torch
 
-    own = [kept for name, kept in _FIRST.items() if isinstance(optim, getattr(torch.optim, name))]
+    first: dict[str, float | str] = {_STEP: 0.0}
+    for name, kept in _FIRST.items():
+        if isinstance(optim, getattr(torch.optim, name)):
+            first |= kept
     for group in optim.param_groups:
         for parameter in group["params"]:
             state = optim.state.get(parameter, {})
-            for name, value in {_STEP: 0.0, **dict(pair for kept in own for pair in kept.items())}.items():
+            for name, value in first.items():
                 if name in state:
                     _set(state, name, group[value] if isinstance(value, str) else value)
 
@@ -130,5 +133,5 @@ OVERLAY = Overlay(
             repository="pytorch/torchtitan", number=4382, state="merged, opened 2026-08-30, repairs torchtitan's copy"
         ),
     ),
-    last_validated="2026-11-28, x86-64 without GPU: torch 2.11.0 and 2.15.0; H200, driver 580.159.04: torch 2.11.0; 2.11.0 to 2.15.0 read",
+    last_validated="2026-11-28, x86-64 without GPU: torch 2.11.0, 2.13.0 and 2.15.0; H200, driver 580.159.04: torch 2.11.0; 2.11.0 to 2.15.0 read",
 )

@@ -133,5 +133,5 @@ OVERLAY = Overlay(
         Thread(repository="pytorch/pytorch", number=191606, state="open, opened 2026-07-30"),
         Thread(repository="pytorch/pytorch", number=191479, state="closed, opened 2026-07-29"),
     ),
-    last_validated="2026-11-28, x86-64 without GPU, two gloo ranks: torch 2.11.0 and 2.15.0; 2.11.0 to 2.15.0 read",
+    last_validated="2026-11-28, x86-64 without GPU, two gloo ranks: torch 2.11.0, 2.13.0 and 2.15.0; 2.11.0 to 2.15.0 read",
 )

@@ -1,7 +1,7 @@
 """Leave reductions unfused where Inductor's kernel of two orders would lose a result that is a part of another tensor.
 
 Inductor computes a reduction over rows and one over columns in one kernel, and binds the second result to a new name. A result that has its place in another tensor, as one of
-several that are concatenated, is never written there: the parameter's gradient is whatever is in that memory. Here such a pair is not fused; every other pair is, as upstream decides.
+several that are concatenated, is never written there: the parameter's gradient is uninitialised memory. Here such a pair is not fused; every other pair is, as upstream decides.
 Compiled graphs have keys of their own in torch's caches, so that none is loaded that was compiled without this overlay.
 
 Source: https://github.com/pytorch/pytorch/issues/193061
@@ -128,7 +128,7 @@ def _part(
         ),
         concerns="every model",
         breaks="torch.compile never writes gradients of slices of one parameter that scale and shift several norms, as in AdaLN, once reductions are large: "
-        "they are what is in that memory",
+        "they are uninitialised memory",
         retire_when="the second result of a kernel of two orders is copied to its place",
         brief="reductions of two orders",
         until="torch is 2.15.0 or newer",

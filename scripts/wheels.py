@@ -6,7 +6,7 @@
 
 The offline probe tests read many releases of one package, which no requirements file can name together. So files are fetched from
 the index by their hashes; a wheel that it does not list is left to `pip download`, which also looks elsewhere. To add a release:
-`pip download --no-deps --only-binary=:all: --dest FOLDER name==version` (with its platform and one of PYTHONS below), then `record`.
+`pip download --no-deps --only-binary=:all: --dest FOLDER name==version` (with its platforms and one of PYTHONS below), then `record`.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ from pathlib import Path
 from megacpp_overlays.errors import OverlayError
 from megacpp_overlays.upkeep.matrix.index_answers import configured
 from megacpp_overlays.upkeep.matrix.package_index import PackageIndex
-from megacpp_overlays.upkeep.matrix.releases import ArchiveFile
+from megacpp_overlays.upkeep.matrix.releases import SMALL_BUILDS, ArchiveFile
 
 # The listed wheels are read and never imported, so every host fetches the same ones. Old releases have none for 3.12.
 PYTHONS = ("3.12", "3.11", "3.10")
-PLATFORM = (
-    "--platform=manylinux_2_28_x86_64",
-    "--platform=manylinux_2_27_x86_64",
-    "--platform=manylinux_2_24_x86_64",
-    "--platform=manylinux2014_x86_64",
-    "--platform=manylinux1_x86_64",
-    "--platform=any",
+PLATFORMS = (
+    "manylinux_2_28_x86_64",
+    "manylinux_2_27_x86_64",
+    "manylinux_2_24_x86_64",
+    "manylinux2014_x86_64",
+    "manylinux1_x86_64",
+    "any",
 )
-PLATFORM_OF = {"torch": ("--platform=macosx_14_0_arm64", "--platform=macosx_11_0_arm64")}
-"""Of distributions whose wheels for Linux are large, that of a wheel with the same Python files."""
+"""See `SMALL_BUILDS` for distributions of which other wheels are read."""
 SOURCES = frozenset({"mamba-ssm"})
 """Published as source alone, which pip would run."""
 LINE = re.compile(r"(?P<name>[a-z0-9-]+)==(?P<version>[0-9a-z.+]+) --hash=sha256:(?P<sha256>[0-9a-f]{64})")
@@ -148,7 +147,7 @@ def _through_pip(wheel: Wheel, folder: Path) -> str | None:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
         command += [
             "--only-binary=:all:",
-            *PLATFORM_OF.get(wheel.name, PLATFORM),
+            *(f"--platform={each}" for each in SMALL_BUILDS.get(wheel.name, PLATFORMS)),
             "--require-hashes",
             "--requirement",
             str(wanted),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from packaging.version import Version
 
 VARIABLE = "MEGACPP_KNOWN_UNTIL"
+PUBLISHED = Path(__file__).with_name("published.json")
 
 
 def has(distribution: str, trees: Iterable[str]) -> bool:
@@ -59,10 +60,15 @@ def until() -> dict[str, Version]:
     return found
 
 
-@functools.cache
-def distributions() -> frozenset[str]:
+def distributions() -> set[str]:
     """Return the distributions of which releases are known byte for byte."""
-    import json  # noqa: PLC0415 - of rehearsals and reports
+    return {each.partition(" ")[0] for each in published()}
 
-    published = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
-    return frozenset(each.partition(" ")[0] for each in published)
+
+@functools.cache
+def published() -> dict[str, dict[str, str]]:
+    """Return the digests of published releases as `PUBLISHED` has them; see `source.published`."""
+    import json  # noqa: PLC0415 - not needed to arm
+
+    found: dict[str, dict[str, str]] = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    return found

@@ -8,7 +8,6 @@ for the heads of branches that were read; `scripts/known_findings.py` writes it.
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,9 +16,7 @@ from megacpp_overlays.model import Target
 from megacpp_overlays.source import knowledge
 from megacpp_overlays.source.trees import SourceTree, readable
 
-FILE = Path(__file__).with_name("published.json")
-
-
+FILE = knowledge.PUBLISHED
 _DEPTHS = {"torch": 3}
 """Of distributions with thousands of files, some of which only builds for some GPUs have: how many names the packages that are digested have at most."""
 
@@ -113,9 +110,8 @@ def _content(path: str) -> bytes:
 @functools.cache
 def _releases(key: str) -> dict[str, list[str]]:
     """Return the releases that this process knows of a package, by their digests."""
-    releases: dict[str, dict[str, str]] = json.loads(FILE.read_text(encoding="utf-8"))
     found: dict[str, list[str]] = {}
-    for name, its_digest in releases.get(key, {}).items():
+    for name, its_digest in knowledge.published().get(key, {}).items():
         if knowledge.has(key.partition(" ")[0], [name]):
             found.setdefault(its_digest, []).append(name)
     return found

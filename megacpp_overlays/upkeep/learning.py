@@ -134,8 +134,9 @@ def _digests(tree: ReleaseTree, parts: Sequence[Erratum]) -> dict[str, str]:
     packages = {published.key_of(each.target): published.package_of(each.target) for each in parts}
     folders = {key: tree.folder.joinpath(*package.split(".")) for key, package in packages.items()}
     found = {key: published.digest_of_folder(str(each.resolve())) for key, each in folders.items() if each.is_dir()}
-    if not found:
-        raise UpkeepError(f"{tree.folder}: it has no package {packages.get(tree.distribution, tree.distribution)}")
+    needed = {tree.distribution} & packages.keys() or packages.keys()  # torch has no main package
+    if missing := sorted(packages[key] for key in needed - found.keys()):
+        raise UpkeepError(f"{tree.folder}: it has no package {', '.join(missing)}")
     return found
 
 

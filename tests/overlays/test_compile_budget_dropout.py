@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -12,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from placed_seams import placed, without_overlays
+from installed import python_of
+from placed_seams import assert_same_bits, assert_self_test, placed, stock, without_overlays
 from places import ROOT
 from reproduced_pack import assert_repaired, reproduced_in
 from torch.utils.checkpoint import checkpoint
 
 from megacpp_overlays.feature_probes.compile_budget_dropout import CACHE, CACHED, DRAWN_AGAIN, TARGET
-from megacpp_overlays.overlays.compile_budget_dropout import PARTS, observe, observe_key
+from megacpp_overlays.overlays.compile_budget_dropout import PARTS
 from megacpp_overlays.repro import beside, neighbour
 
 pytestmark = pytest.mark.upstream
@@ -52,7 +52,7 @@ print(bool((weight.grad - right).abs().max() < 1e-3 * right.abs().max()), counte
 @pytest.mark.full  # Inductor compiles C++ for the CPU, which takes a minute
 @pytest.mark.parametrize("lane", ["current", "edge"])
 def test_a_graph_that_was_cached_without_the_overlay_is_not_loaded_with_it(lane: str, tmp_path: Path) -> None:
-    python = sys.executable if lane == "current" else ROOT / ".envs" / lane / "bin/python"
+    python = python_of(lane)
 
     def run(**switched: str) -> str:
         path = {"PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
@@ -68,11 +68,7 @@ def test_a_graph_that_was_cached_without_the_overlay_is_not_loaded_with_it(lane:
 # In this process
 
 
-@pytest.fixture(scope="module")
-def module() -> Iterator[ModuleType]:
-    """The partitioner without any overlay."""
-    with without_overlays(TARGET.module) as found:
-        yield found
+module = stock(TARGET.module)
 
 
 @pytest.fixture
@@ -83,26 +79,17 @@ def repaired(module: ModuleType) -> Iterator[ModuleType]:
 
 
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: ModuleType) -> None:
-    assert observe(module).broken
-    with placed(CUT, DRAWN_AGAIN, module):
-        assert not observe(module).broken
-    assert observe(module).broken
+    assert_self_test(CUT, module, DRAWN_AGAIN)
 
 
 def test_keys_of_cached_graphs_are_their_own(module: ModuleType) -> None:
     with without_overlays(CACHE.module) as cache:
-        assert observe_key(cache).broken
-        with placed(KEY, CACHED, cache):
-            assert not observe_key(cache).broken
+        assert_self_test(KEY, cache, CACHED)
 
 
 @pytest.mark.parametrize("each", neighbour.load(FOLDER), ids=lambda each: each.name)
 def test_what_is_right_without_the_overlay_has_the_same_bits(each: neighbour.Neighbour, module: ModuleType) -> None:
-    without = neighbour.measured(each)
-    with placed(CUT, DRAWN_AGAIN, module):
-        found = neighbour.measured(each)
-
-    assert neighbour.problem(each, without, found) is None
+    assert_same_bits(each, CUT, module, DRAWN_AGAIN)
 
 
 def two_layers(rows: Any, weight: Any) -> Any:

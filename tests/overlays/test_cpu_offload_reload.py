@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from placed_seams import placed, without_overlays
+from placed_seams import assert_same_bits, assert_self_test, placed, stock
 from places import ROOT
 from releases import newest
 from reproduced_pack import assert_repaired, measured_on
 
 from megacpp_overlays.feature_probes.cpu_offload_reload import CLASS, METHOD, STALE, TARGET
-from megacpp_overlays.overlays.cpu_offload_reload import OVERLAY, observe
+from megacpp_overlays.overlays.cpu_offload_reload import OVERLAY
 from megacpp_overlays.repro import beside, neighbour
 
 pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore")]
@@ -36,11 +36,7 @@ def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any
 # In this process
 
 
-@pytest.fixture(scope="module")
-def module() -> Iterator[ModuleType]:
-    """The newest release, without any overlay."""
-    with without_overlays(TARGET.module) as found:
-        yield found
+module = stock(TARGET.module)
 
 
 @pytest.fixture
@@ -51,10 +47,7 @@ def refreshing(module: ModuleType) -> Iterator[ModuleType]:
 
 
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: ModuleType) -> None:
-    assert observe(module).broken
-    with placed(OVERLAY, STALE, module):
-        assert not observe(module).broken
-    assert observe(module).broken
+    assert_self_test(OVERLAY, module, STALE)
 
 
 def test_the_newest_release_is_broken_without_the_overlay_and_right_with_it(module: ModuleType) -> None:
@@ -65,12 +58,7 @@ def test_the_newest_release_is_broken_without_the_overlay_and_right_with_it(modu
 
 @pytest.mark.parametrize("each", neighbour.load(FOLDER), ids=lambda each: each.name)
 def test_what_is_right_without_the_overlay_has_the_same_bits(each: neighbour.Neighbour, module: ModuleType) -> None:
-    without = neighbour.measured(each)
-    with placed(OVERLAY, STALE, module):
-        found = neighbour.measured(each)
-
-    assert not without.failed
-    assert neighbour.problem(each, without, found) is None
+    assert_same_bits(each, OVERLAY, module, STALE)
 
 
 def test_moments_stay_as_they_are(module: ModuleType) -> None:

@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from placed_seams import placed, without_overlays
+from placed_seams import assert_same_bits, assert_self_test, placed, stock, without_overlays
 from places import ROOT
 from reproduced_pack import assert_repaired, reproduced_in
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from megacpp_overlays.feature_probes.dcp_fresh_optimizer_state import STEPPED, TARGET
-from megacpp_overlays.overlays.dcp_fresh_optimizer_state import OVERLAY, observe
+from megacpp_overlays.overlays.dcp_fresh_optimizer_state import OVERLAY
 from megacpp_overlays.repro import beside, neighbour
 
 pytestmark = pytest.mark.upstream
@@ -33,11 +33,7 @@ def test_a_release_is_broken_without_the_overlay_and_right_with_it(lane: str) ->
 # In this process
 
 
-@pytest.fixture(scope="module")
-def module() -> Iterator[ModuleType]:
-    """The function's module without any overlay."""
-    with without_overlays(TARGET.module) as found:
-        yield found
+module = stock(TARGET.module)
 
 
 @pytest.fixture(scope="module")
@@ -48,19 +44,12 @@ def repaired(module: ModuleType) -> Iterator[ModuleType]:
 
 
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: ModuleType) -> None:
-    assert observe(module).broken
-    with placed(OVERLAY, STEPPED, module):
-        assert not observe(module).broken
-    assert observe(module).broken
+    assert_self_test(OVERLAY, module, STEPPED)
 
 
 @pytest.mark.parametrize("each", neighbour.load(FOLDER), ids=lambda each: each.name)
 def test_what_is_right_without_the_overlay_has_the_same_bits(each: neighbour.Neighbour, module: ModuleType) -> None:
-    without = neighbour.measured(each)
-    with placed(OVERLAY, STEPPED, module):
-        found = neighbour.measured(each)
-
-    assert neighbour.problem(each, without, found) is None
+    assert_same_bits(each, OVERLAY, module, STEPPED)
 
 
 DECAY = st.sampled_from([0.0, 0.1])

@@ -11,12 +11,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from placed_seams import placed, without_overlays
+from placed_seams import assert_self_test, placed, stock
 from places import SUPPORT
 from reproduced_pack import assert_repaired, measured_on
 
 from megacpp_overlays.feature_probes.expert_grad_norm import BY_LAYER, COPY, TARGET, TEST
-from megacpp_overlays.overlays.expert_grad_norm import OVERLAY, observe
+from megacpp_overlays.overlays.expert_grad_norm import OVERLAY
 
 pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -41,11 +41,7 @@ def test_the_last_release_that_is_broken_is_right_with_it(megatron_says: Callabl
 # In this process: the functions of the newest release, which say of a parameter what those of 0.18.2 do
 
 
-@pytest.fixture(scope="module")
-def module() -> Iterator[ModuleType]:
-    """The newest release, without any overlay."""
-    with without_overlays(TARGET.module) as found:
-        yield found
+module = stock(TARGET.module)
 
 
 @pytest.fixture
@@ -70,10 +66,7 @@ def repaired(module: ModuleType) -> Iterator[ModuleType]:
 
 
 def test_the_self_test_sees_whether_copies_are_known(module: ModuleType) -> None:
-    assert observe(module).broken
-    with placed(OVERLAY, BY_LAYER, module):
-        assert not observe(module).broken
-    assert observe(module).broken
+    assert_self_test(OVERLAY, module, BY_LAYER)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,12 @@ Cases of pack 52 run on releases, in a process of its own for each; everything e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from placed_seams import placed, without_overlays
+from placed_seams import assert_same_bits, placed, stock
 from places import ROOT
 from releases import newest
 from reproduced_pack import assert_repaired, measured_on
@@ -37,11 +36,7 @@ def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any
 # In this process
 
 
-@pytest.fixture(scope="module")
-def module() -> Iterator[ModuleType]:
-    """The newest release, without any overlay."""
-    with without_overlays(TARGET.module) as found:
-        yield found
+module = stock(TARGET.module)
 
 
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: ModuleType) -> None:
@@ -61,12 +56,7 @@ def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: Modul
     ],
 )
 def test_what_is_right_without_the_overlay_has_the_same_bits(each: neighbour.Neighbour, module: ModuleType) -> None:
-    without = neighbour.measured(each)
-    with placed(OVERLAY, REPLICAS, module):
-        found = neighbour.measured(each)
-
-    assert not without.failed
-    assert neighbour.problem(each, without, found) is None
+    assert_same_bits(each, OVERLAY, module, REPLICAS)
 
 
 def drawn(found: dict[str, list[float]], when: str) -> list[float]:

@@ -10,12 +10,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from placed_seams import placed, without_overlays
+from placed_seams import assert_self_test, placed, stock
 from places import SUPPORT
 from reproduced_pack import assert_repaired, measured_on
 
 from megacpp_overlays.feature_probes.fsdp_reduced_twice import CLASS, METHOD, OPTIMIZER, TARGET, TWICE
-from megacpp_overlays.overlays.fsdp_reduced_twice import OVERLAY, observe
+from megacpp_overlays.overlays.fsdp_reduced_twice import OVERLAY
 
 pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -34,11 +34,7 @@ def test_the_newest_release_is_right_with_it(megatron_says: Callable[..., Any]) 
 # In this process: what hooks of the newest release reduce
 
 
-@pytest.fixture(scope="module")
-def module() -> Iterator[ModuleType]:
-    """The newest release, without any overlay."""
-    with without_overlays(TARGET.module) as found:
-        yield found
+module = stock(TARGET.module)
 
 
 def reduces(reduce: Callable[..., None], strategy: str, *, overlap: bool = False, hybrid: bool = False) -> bool:
@@ -57,10 +53,7 @@ def reduces(reduce: Callable[..., None], strategy: str, *, overlap: bool = False
 
 
 def test_the_self_test_sees_whether_hooks_reduce(module: ModuleType) -> None:
-    assert observe(module).broken
-    with placed(OVERLAY, TWICE, module):
-        assert not observe(module).broken
-    assert observe(module).broken
+    assert_self_test(OVERLAY, module, TWICE)
 
 
 @pytest.mark.parametrize(

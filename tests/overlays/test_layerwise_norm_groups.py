@@ -10,13 +10,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from placed_seams import placed, without_overlays
+from placed_seams import assert_self_test, placed, stock
 from places import SUPPORT
 from releases import newest
 from reproduced_pack import assert_repaired, measured_on
 
 from megacpp_overlays.feature_probes.layerwise_norm_groups import CLASS, NO_GROUPS, TARGET
-from megacpp_overlays.overlays.layerwise_norm_groups import OVERLAY, observe
+from megacpp_overlays.overlays.layerwise_norm_groups import OVERLAY
 
 pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -36,11 +36,7 @@ def test_the_newest_release_is_broken_without_the_overlay_and_right_with_it(mega
 # In this process
 
 
-@pytest.fixture(scope="module")
-def module() -> Iterator[ModuleType]:
-    """The newest release, without any overlay."""
-    with without_overlays(TARGET.module) as found:
-        yield found
+module = stock(TARGET.module)
 
 
 @pytest.fixture
@@ -51,10 +47,7 @@ def repaired(module: ModuleType) -> Iterator[ModuleType]:
 
 
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: ModuleType) -> None:
-    assert observe(module).broken
-    with placed(OVERLAY, NO_GROUPS, module):
-        assert not observe(module).broken
-    assert observe(module).broken
+    assert_self_test(OVERLAY, module, NO_GROUPS)
 
 
 def made(module: ModuleType, groups: Any, **attributes: Any) -> tuple[Any, Any]:

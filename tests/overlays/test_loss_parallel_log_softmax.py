@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import pytest
-from placed_seams import placed, without_overlays
-from places import ROOT, SUPPORT
-from reproduced_pack import assert_repaired, reproduced_in
+from placed_seams import assert_self_test, placed, stock
+from reproduced_pack import answer_of, assert_repaired, reproduced_in
 
 from megacpp_overlays.feature_probes.loss_parallel_log_softmax import IDENTITY, TARGET
-from megacpp_overlays.overlays.loss_parallel_log_softmax import OVERLAY, observe
+from megacpp_overlays.overlays.loss_parallel_log_softmax import OVERLAY
 
 pytestmark = pytest.mark.upstream
 
@@ -29,11 +24,7 @@ def test_a_release_is_broken_without_the_overlay_and_right_with_it(lane: str) ->
 # In this process
 
 
-@pytest.fixture(scope="module")
-def module() -> Iterator[ModuleType]:
-    """The module of `loss_parallel` without any overlay."""
-    with without_overlays(TARGET.module) as found:
-        yield found
+module = stock(TARGET.module)
 
 
 @pytest.fixture
@@ -44,19 +35,13 @@ def repaired(module: ModuleType) -> Iterator[ModuleType]:
 
 
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: ModuleType) -> None:
-    assert observe(module).broken
-    with placed(OVERLAY, IDENTITY, module):
-        assert not observe(module).broken
-    assert observe(module).broken
+    assert_self_test(OVERLAY, module, IDENTITY)
 
 
 @pytest.fixture(scope="module")
 def found() -> Any:
     """What losses and neighbours come to in a process that has run no backward pass: ranks are its copies."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-W", "ignore", SUPPORT / "loss_parallel_ranks.py"]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, check=True)
-    return json.loads(done.stdout)
+    return answer_of("loss_parallel_ranks.py")
 
 
 def test_what_is_right_without_the_overlay_has_the_same_bits(found: Any) -> None:

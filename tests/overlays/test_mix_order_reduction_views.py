@@ -11,21 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from placed_seams import placed, without_overlays
+from placed_seams import assert_self_test, placed, stock, without_overlays
 
 from megacpp_overlays.feature_probes.mix_order_reduction_views import BOUND_ANEW, CACHE, CACHED, CLASS, FUSED, TARGET
-from megacpp_overlays.overlays.mix_order_reduction_views import PARTS, observe, observe_key
+from megacpp_overlays.overlays.mix_order_reduction_views import PARTS, observe_key
 
 pytestmark = pytest.mark.upstream
 
 FUSION, KEY = PARTS
 
 
-@pytest.fixture(scope="module")
-def module() -> Iterator[ModuleType]:
-    """Inductor's scheduler without any overlay."""
-    with without_overlays(TARGET.module) as found:
-        yield found
+module = stock(TARGET.module)
 
 
 @pytest.fixture
@@ -36,10 +32,7 @@ def repaired(module: ModuleType) -> Iterator[ModuleType]:
 
 
 def test_the_self_tests_see_the_defect_and_its_absence(module: ModuleType) -> None:
-    assert observe(module).broken
-    with placed(FUSION, BOUND_ANEW, module):
-        assert not observe(module).broken
-    assert observe(module).broken
+    assert_self_test(FUSION, module, BOUND_ANEW)
 
 
 def reduction(*written: Any, contiguous: bool = False, second_half: Sequence[Any] = ()) -> Any:

@@ -13,13 +13,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from placed_seams import placed, without_overlays
+from placed_seams import assert_same_bits, assert_self_test, placed, stock
 from places import ROOT
 from releases import newest
 from reproduced_pack import assert_repaired, measured_on
 
 from megacpp_overlays.feature_probes.scheduler_restore import ADDED, ADDED_EARLY, CLASS, TARGET
-from megacpp_overlays.overlays.scheduler_restore import OVERLAY, observe
+from megacpp_overlays.overlays.scheduler_restore import OVERLAY
 from megacpp_overlays.repro import beside, neighbour
 
 pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore:Could not determine rank:UserWarning")]
@@ -49,11 +49,7 @@ def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any
 # In this process
 
 
-@pytest.fixture(scope="module")
-def module() -> Iterator[ModuleType]:
-    """The newest release, without any overlay."""
-    with without_overlays(TARGET.module) as found:
-        yield found
+module = stock(TARGET.module)
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +60,7 @@ def restoring(module: ModuleType) -> Iterator[ModuleType]:
 
 
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: ModuleType) -> None:
-    assert observe(module).broken
-    for shape in (ADDED, ADDED_EARLY):
-        with placed(OVERLAY, shape, module):
-            assert not observe(module).broken
-    assert observe(module).broken
+    assert_self_test(OVERLAY, module, ADDED, ADDED_EARLY)
 
 
 def test_the_newest_release_is_broken_without_the_overlay_and_right_with_it(module: ModuleType) -> None:
@@ -79,11 +71,7 @@ def test_the_newest_release_is_broken_without_the_overlay_and_right_with_it(modu
 
 @pytest.mark.parametrize("each", neighbour.load(FOLDER), ids=lambda each: each.name)
 def test_what_is_right_without_the_overlay_has_the_same_bits(each: neighbour.Neighbour, module: ModuleType) -> None:
-    without = neighbour.measured(each)
-    with placed(OVERLAY, ADDED_EARLY, module):
-        found = neighbour.measured(each)
-
-    assert neighbour.problem(each, without, found) is None
+    assert_same_bits(each, OVERLAY, module, ADDED_EARLY)
 
 
 @given(saved=STEPS, used=STEPS, more=STEPS, arguments=ARGUMENTS, other=ARGUMENTS)

@@ -6,6 +6,7 @@ armed before the first module of the launcher, and to decide about the modules o
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import installed
 import pytest
 from places import HANG_S, ROOT
 
@@ -28,12 +30,7 @@ USED_BY_ALL = {"float16-fp32-exemption", "fully-reshardable-padding", "scheduler
 pytestmark = [pytest.mark.full, pytest.mark.upstream, pytest.mark.unmeasured_children]
 
 
-def python_of(lane: str) -> str:
-    """Return the Python of a lane; without the lane, skip."""
-    found = ROOT / ".envs" / lane / "bin/python"
-    if not found.exists():
-        pytest.skip(f"there is no .envs/{lane}: `make launchers` sets it up")
-    return str(found)
+python_of = functools.partial(installed.python_of, made_by="make launchers")
 
 
 def launch(words: list[Any], folder: Path, *, path: tuple[Path, ...] = (), **variables: str) -> Any:

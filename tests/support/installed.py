@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +19,21 @@ def tree_of(lane: str) -> DirectoryTree:
     if not found:
         pytest.skip(f"there is no .envs/{lane}: run `make setup`")
     return DirectoryTree(found[0])
+
+
+def python_of(lane: str, *, made_by: str = "make setup") -> str:
+    """Return the Python of a lane, `current` for this one; the test is skipped where the lane is not set up.
+
+    Args:
+        lane: `current`, or a folder of `.envs`.
+        made_by: the command that sets it up.
+    """
+    if lane == "current":
+        return sys.executable
+    found = ROOT / ".envs" / lane / "bin/python"
+    if not found.exists():
+        pytest.skip(f"there is no .envs/{lane}: run `{made_by}`")
+    return str(found)
 
 
 class Edited:

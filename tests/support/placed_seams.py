@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
+import pytest
 from upstream_imports import upstream_module
 
 import megacpp_overlays
 from megacpp_overlays.loader import seams
 from megacpp_overlays.model import Overlay
+from megacpp_overlays.repro import Neighbour, neighbour
 
 
 @contextlib.contextmanager
@@ -40,3 +43,33 @@ def without_overlays(name: str) -> Iterator[ModuleType]:
     found = upstream_module(name)
     with overlays_out():
         yield found
+
+
+def stock(name: str) -> Any:
+    """Return a fixture, to be bound to `module`: a module of upstream without any overlay, for the rest of a file."""
+
+    @pytest.fixture(scope="module", name="module")
+    def found() -> Iterator[ModuleType]:
+        with without_overlays(name) as module:
+            yield module
+
+    return found
+
+
+def assert_self_test(overlay: Overlay, module: ModuleType, *shapes: str) -> None:
+    """Check that the self-test of an overlay sees the defect without seams, before and after, and its absence with those of each shape."""
+    assert overlay.self_test(module).broken
+    for shape in shapes:
+        with placed(overlay, shape, module):
+            assert not overlay.self_test(module).broken
+    assert overlay.self_test(module).broken
+
+
+def assert_same_bits(each: Neighbour, overlay: Overlay, module: ModuleType, *shapes: str) -> None:
+    """Check that a neighbour is the same without seams and with those of each shape."""
+    without = neighbour.measured(each)
+    assert not without.failed
+    for shape in shapes:
+        with placed(overlay, shape, module):
+            found = neighbour.measured(each)
+        assert neighbour.problem(each, without, found) is None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
+from installed import python_of
 from places import ROOT, SUPPORT
 from released_megatron import ALL_ON
 from releases import only
@@ -54,15 +54,15 @@ def reproduced_in(lane: str, pack: str) -> Any:
     """Return what the cases of a pack see in the environment of a lane, with every overlay and with none.
 
     Args:
-        lane: `current`, or a folder of `.envs`.
+        lane: see `python_of`.
         pack: two digits of its number.
     """
-    python = sys.executable if lane == "current" else ROOT / ".envs" / lane / "bin/python"
+    return answer_of("reproduced.py", pack, lane=lane)
+
+
+def answer_of(script: str, *words: str, lane: str = "current") -> Any:
+    """Return the JSON that a script of `tests/support` prints in a fresh interpreter of a lane."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [python, "-W", "ignore", SUPPORT / "reproduced.py", pack],
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        check=True,
-    )
+    command = [python_of(lane), "-W", "ignore", SUPPORT / script, *words]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, check=True)
     return json.loads(done.stdout)

@@ -19,6 +19,7 @@ from probing import Texts
 from megacpp_overlays import cli
 from megacpp_overlays.cli.codes import ExitCode
 from megacpp_overlays.cli.learn import is_decided
+from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader import known, learned, registry, witnesses
 from megacpp_overlays.loader.decide import NOT_REPAIRED, decide
@@ -81,6 +82,24 @@ def test_what_was_learned_of_a_release_decides_without_a_witness_until_its_form_
     assert decisions == ["active", "unproved"]
     kept = json.loads((checkout / "megacpp_overlays/loader/learned.json").read_text())
     assert kept["liger-kernel"]["0.9.0"][f"{OVERLAY} liger_kernel.ops.fused_linear_cross_entropy"]["shape"] == SHAPE
+
+
+@pytest.mark.parametrize(
+    ("distribution", "there"),
+    [
+        ("megatron-core", ("megatron/training",)),
+        ("torch", ("torch/distributed/checkpoint",)),
+        ("liger-kernel", ()),
+    ],
+)
+def test_a_tree_that_lacks_a_package_is_refused(tmp_path: Path, distribution: str, there: tuple[str, ...]) -> None:
+    """The main package of a distribution has to be there; of one without a main package, as torch, all that targets are in."""
+    for each in there:
+        (tmp_path / each).mkdir(parents=True)
+    how = LearnOptions(Path(sys.executable), workers=1, root=tmp_path)
+
+    with pytest.raises(UpkeepError, match=f"it has no package .*{distribution.partition('-')[0]}"):
+        learning.learn(ReleaseTree(distribution, "9.9", tmp_path), registry.load(), how)
 
 
 @pytest.mark.parametrize("only", [(), (OVERLAY,)], ids=["a whole release", "one overlay once more"])

@@ -72,6 +72,22 @@ def test_of_several_wheels_the_same_one_is_read_on_every_machine(names: list[str
     assert files[-1].name == SOURCE
 
 
+@given(
+    st.permutations(
+        [
+            "torch-2.13.0-cp312-cp312-macosx_14_0_arm64.whl",
+            "torch-2.13.0-cp313-cp313-macosx_14_0_arm64.whl",
+            "torch-2.13.0-cp312-cp312-manylinux_2_28_x86_64.whl",
+            "torch-2.13.0-cp312-cp312-win_amd64.whl",
+        ]
+    )
+)
+def test_of_torch_a_small_wheel_is_read_on_every_machine(names: list[str]) -> None:
+    files = release("2.13.0", map(file, names), None).files
+
+    assert files[0].name == "torch-2.13.0-cp312-cp312-macosx_14_0_arm64.whl"
+
+
 @pytest.mark.parametrize(
     ("names", "first"),
     [

@@ -22,9 +22,9 @@ to be the same choice on every machine."""
 _OLDEST = {"triton": Version("3.3.1"), "torch": Version("2.11.0")}
 """Of distributions whose archives are large, the oldest release that is read: of triton the last one before the defect of
 pack 43, of torch the one that the lanes have."""
-_BUILDS = {"torch": "macosx"}
-"""Of distributions whose wheels for Linux have half a gigabyte of kernels, the platform whose wheels are read: their Python files are
-the same but for `version.py`."""
+SMALL_BUILDS = {"torch": ("macosx_14_0_arm64", "macosx_11_0_arm64")}
+"""Of distributions whose wheels for Linux have half a gigabyte of kernels, the platforms whose wheels are read: their Python files are
+the same but for `version.py` and a few that only builds for CUDA have."""
 
 
 def is_read(distribution: str, version: str) -> bool:
@@ -107,7 +107,7 @@ def _preference(file: ArchiveFile) -> tuple[int, bool, bool, int, str]:
     """Order the files of a release: a pure wheel, another wheel, a source distribution.
 
     Wheels of one release have the same Python files, so of several the one for x86-64 and the Python next to 3.12 is
-    read, whatever machine this is; see `_BUILDS` for exceptions.
+    read on every machine; `SMALL_BUILDS` has exceptions.
     """
     if not file.is_wheel:
         return 2, False, False, 0, file.name
@@ -122,9 +122,9 @@ def _preference(file: ArchiveFile) -> tuple[int, bool, bool, int, str]:
     ]
     away = min((abs(minor - _MINOR) for minor in minors), default=99)
     newer = min(minors, default=99) > _MINOR
-    build = _BUILDS.get(name)
-    is_read = any(tag.platform.startswith(build) if build else tag.platform.endswith("x86_64") for tag in tags)
-    return 1, not is_read, newer, away, file.name
+    small = SMALL_BUILDS.get(name, ())
+    is_first = any(tag.platform in small if small else tag.platform.endswith("x86_64") for tag in tags)
+    return 1, not is_first, newer, away, file.name
 
 
 def to_data(answer: IndexAnswer) -> dict[str, Any]:
