@@ -33,6 +33,8 @@ class Outline:
         """Every module that is imported, wherever."""
         self.changing: set[str] = set()
         """Names that functions of the module set."""
+        self.runs_text = False
+        """Whether it calls `exec`, which may make functions in a namespace of their own."""
         for node, prefix in _nodes(source.syntax):
             self._add(node, prefix, package)
 
@@ -43,6 +45,8 @@ class Outline:
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
             for name in (target.id for target in node.targets if isinstance(target, ast.Name)):
                 self.defined.setdefault(f"{prefix}{name}", set())
+        elif isinstance(node, ast.Call):
+            self.runs_text |= isinstance(node.func, ast.Name) and node.func.id == "exec"
         elif isinstance(node, ast.Global):
             self.changing.update(node.names)
         elif isinstance(node, ast.Import | ast.ImportFrom):

@@ -227,7 +227,8 @@ class _Comparison:
             return package == self._package
         code = live.__code__
         if code.co_filename.startswith("<"):  # made when it ran, such as the methods of a data class
-            return package == self._package and not self._must_end_here(symbol)
+            is_own = package == self._package or (self._outline.runs_text and "__name__" not in live.__globals__)
+            return is_own and not self._must_end_here(symbol)
         named = (live.__qualname__, code.co_name)  # a wrapper has the first from what it wraps, and not the second
         if code.co_filename == self._outline.path and named == (symbol, symbol.rpartition(".")[2]):
             lines = self._outline.defined.get(symbol, {code.co_firstlineno})
