@@ -24,6 +24,7 @@ from megacpp_overlays.loader.audit import Audit
 from megacpp_overlays.model import UNDECIDED, Decision, Erratum, Record
 from megacpp_overlays.repro import inventory
 from megacpp_overlays.repro.witnessing import WitnessOptions
+from megacpp_overlays.source import distributions
 from megacpp_overlays.source.published import key_of
 from megacpp_overlays.source.trees import InstalledTree
 from megacpp_overlays.upkeep import audit_diff
@@ -242,8 +243,8 @@ def pre_flight(
 ) -> Audit:
     """Import every target that is installed, and audit.
 
-    A target that cannot be imported here cannot be vouched for, so it counts as a conflict. One of a package beside that of its
-    distribution waits where another package is missing: `megatron.training` of megatron-core needs some that megatron-core does not ask for.
+    A target that cannot be imported here cannot be vouched for, so it counts as a conflict. Where another package is missing, one of a package beside that of its
+    distribution waits, as `megatron.training` of megatron-core needs some that megatron-core does not ask for, and so does one that needs what its distribution asks for as an extra.
 
     Args:
         current: the session of this process.
@@ -252,7 +253,7 @@ def pre_flight(
         said: keeps what other libraries say meanwhile, and has it told on stderr what is imported; None lets them speak.
     """
     failures: dict[str, str] = {}
-    lacking: dict[str, str] = {}
+    lacking: dict[str, ModuleNotFoundError] = {}
     waiting = dict(_to_import(current.audit().records, ids))
     counts = Counter(waiting.values())
     for module, distribution in waiting.items():
@@ -265,7 +266,7 @@ def pre_flight(
         except Exception as error:  # noqa: BLE001 - upstream code may fail in any way; the report says how
             failures[module] = f"{type(error).__name__}: {error}"
             if isinstance(error, ModuleNotFoundError) and _outermost(error.name or module) != _outermost(module):
-                lacking[module] = str(error)
+                lacking[module] = error
     audit = current.audit(deep=deep)
     return replace(audit, records=tuple(_with_failure(record, failures, lacking) for record in audit.records))
 
@@ -283,12 +284,15 @@ def _to_import(records: Sequence[Record], ids: Sequence[str]) -> Iterator[tuple[
             yield record.overlay.target.module, record.overlay.target.distribution
 
 
-def _with_failure(record: Record, failures: dict[str, str], lacking: dict[str, str]) -> Record:
+def _with_failure(record: Record, failures: dict[str, str], lacking: dict[str, ModuleNotFoundError]) -> Record:
     target = record.overlay.target
     failure, missing = failures.get(target.module), lacking.get(target.module)
     if record.decision is not Decision.ARMED or failure is None:
         return record
-    if missing is not None and key_of(target) != target.distribution:
+    if missing is not None and (
+        key_of(target) != target.distribution
+        or distributions.is_extra(target.distribution, _outermost(missing.name or ""))
+    ):
         return replace(record, reason=f"{target.module} cannot be imported here and waits: {missing}")
     reason = f"{record.overlay.target.module} is installed but cannot be imported here: {failure}"
     return replace(record, decision=Decision.CONFLICT, reason=reason)

@@ -38,6 +38,28 @@ def without_place(described: str | None) -> str | None:
     return (described or "").partition(",")[0] or None
 
 
+def is_extra(distribution: str, package: str) -> bool:
+    """Return whether a distribution asks for a package in an extra and not otherwise.
+
+    Args:
+        distribution: that is installed.
+        package: its name as it is imported, or of its distribution.
+    """
+    from importlib import metadata  # noqa: PLC0415 - not needed to arm
+
+    from packaging.requirements import Requirement  # noqa: PLC0415
+    from packaging.utils import canonicalize_name  # noqa: PLC0415
+
+    try:
+        asked = [Requirement(each) for each in metadata.requires(distribution) or ()]
+    except metadata.PackageNotFoundError:
+        return False
+    of_package = [each for each in asked if canonicalize_name(each.name) == canonicalize_name(package)]
+    return bool(of_package) and not any(
+        each.marker is None or each.marker.evaluate({"extra": ""}) for each in of_package
+    )
+
+
 def _look_up(distribution: str) -> tuple[str | None, Path | None]:
     try:
         from importlib import metadata  # noqa: PLC0415 - wrapt has imported it; `importlib_metadata` takes 10 ms more

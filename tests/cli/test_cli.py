@@ -79,6 +79,41 @@ def test_a_target_beside_the_package_of_its_distribution_waits_where_another_pac
     assert found["reason"].endswith("cannot be imported here and waits: No module named 'a_package_that_is_missing'")
 
 
+@pytest.mark.parametrize(
+    ("asked", "decision"),
+    [
+        ('Requires-Dist: a-package-that-is-missing>=1; extra == "dev"', "armed"),
+        ("Requires-Dist: a-package-that-is-missing>=1", "conflict"),
+        (
+            'Requires-Dist: a-package-that-is-missing>=1\nRequires-Dist: a-package-that-is-missing[all]; extra == "all"',
+            "conflict",
+        ),
+        ('Requires-Dist: another-package; extra == "dev"', "conflict"),
+        ("", "conflict"),
+    ],
+)
+def test_a_target_waits_where_a_package_is_missing_that_its_distribution_asks_for_as_an_extra(
+    upstream: Upstream,
+    session: SessionMaker,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    asked: str,
+    decision: str,
+) -> None:
+    upstream.write("import a_package_that_is_missing\n" + BROKEN_TEXT)
+    described = upstream.folder / f"{upstream.name}-1.0.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {upstream.name}\nVersion: 1.0\n{asked}\n")
+    made = session(upstream.overlay())
+    made.arm()
+    monkeypatch.setattr(sessions, "current", lambda: made)
+
+    assert cli.main(["audit", "--json"]) == (decision == "conflict")
+
+    (found,) = json.loads(capsys.readouterr().out)["decisions"]
+    assert found["decision"] == decision
+
+
 @pytest.mark.parametrize("arguments", [[], ["audti"], ["audit", "--jsn"], ["ledger", "--check"]])
 def test_wrong_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
