@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megacpp_overlays.feature_probes.findings import absent, finding_of
 from megacpp_overlays.model import Finding, Target, Verdict
 from megacpp_overlays.source import forms
+from megacpp_overlays.source.findings import absent, finding_of
 from megacpp_overlays.source.trees import SourceTree
 
 HELPER = "get_tensor_model_parallel_group_if_none"

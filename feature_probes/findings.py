@@ -1,44 +1,5 @@
-"""Findings and evidence in few words."""
+"""Names of `source.findings` for probes of plugins that were written when it was here."""
 
-from __future__ import annotations
+from megacpp_overlays.source.findings import absent, at, broken, finding_of, unknown, unrecognised
 
-import ast
-from collections.abc import Callable
-
-from megacpp_overlays.errors import SourceError
-from megacpp_overlays.model import Evidence, Finding, Verdict
-from megacpp_overlays.source.trees import ModuleSource, SourceTree, answer
-
-
-def at(source: ModuleSource, node: ast.AST, seen: str) -> Evidence:
-    """Return evidence with the place of a node."""
-    return Evidence(seen=seen, file=source.path, line=getattr(node, "lineno", None))
-
-
-def broken(shape: str, *seen: Evidence) -> Finding:
-    """Return the finding of a recognised shape."""
-    return Finding(verdict=Verdict.BROKEN, shape=shape, evidence=seen)
-
-
-def absent(seen: str, source: ModuleSource | None = None) -> Finding:
-    """Return the finding where there is nothing to repair, with the module that was looked at."""
-    where = Evidence(seen=seen, file=source.path if source else None)
-    return Finding(verdict=Verdict.ABSENT, shape=None, evidence=(where,))
-
-
-def unrecognised(*seen: Evidence) -> Finding:
-    """Return the finding that installs nothing."""
-    return Finding(verdict=Verdict.UNRECOGNISED, shape=None, evidence=seen)
-
-
-def unknown(source: ModuleSource, node: ast.AST | None, seen: str) -> SourceError:
-    """Return the error that a probe raises at something which no known form has; it is the evidence of its finding."""
-    return SourceError(seen, file=source.path, line=getattr(node, "lineno", None))
-
-
-def finding_of(probe: Callable[[SourceTree], Finding], tree: SourceTree) -> Finding:
-    """Return the finding of a probe that another one builds on; what it raises is UNRECOGNISED, as the loader has it."""
-    try:
-        return answer(probe, tree)
-    except SourceError as error:
-        return unrecognised(Evidence(seen=str(error), file=error.file, line=error.line))
+__all__ = ["absent", "at", "broken", "finding_of", "unknown", "unrecognised"]

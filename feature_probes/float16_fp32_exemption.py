@@ -17,10 +17,10 @@ from __future__ import annotations
 import ast
 
 from megacpp_overlays.feature_probes import float16_distributed_order, float16_optimizer_state_ids
-from megacpp_overlays.feature_probes.findings import finding_of, unknown, unrecognised
 from megacpp_overlays.fp32_marks import MAMBA3, MARK
 from megacpp_overlays.model import Evidence, Finding, Target, Verdict
 from megacpp_overlays.source import forms
+from megacpp_overlays.source.findings import finding_of, unknown, unrecognised
 from megacpp_overlays.source.trees import SourceTree
 
 TARGET = Target(distribution="megatron-core", module="megatron.core.transformer.module", symbol="Float16Module")

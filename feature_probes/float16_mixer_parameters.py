@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megacpp_overlays.feature_probes import float16_fp32_exemption
-from megacpp_overlays.feature_probes.findings import finding_of, unrecognised
 from megacpp_overlays.model import Evidence, Finding, Target, Verdict
 from megacpp_overlays.source import forms
+from megacpp_overlays.source.findings import finding_of, unrecognised
 from megacpp_overlays.source.trees import SourceTree
 
 UNMARKED = "unmarked-fp32-parameters"

@@ -14,9 +14,9 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 
-from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
 from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source.definitions import called, plain_function, statements, words
+from megacpp_overlays.source.findings import absent, at, broken, unknown
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import FunctionNode, ModuleSource, SourceTree, parameters
 

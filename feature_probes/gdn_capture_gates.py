@@ -10,9 +10,9 @@ The verdict rests on the method, on its class, and on each forward pass that cal
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes.findings import absent
 from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source import forms
+from megacpp_overlays.source.findings import absent
 from megacpp_overlays.source.trees import SourceTree
 
 _ID = "gdn-capture-gates"

@@ -10,9 +10,9 @@ Source: https://github.com/NVIDIA/Megatron-LM/pull/6748
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes.findings import unknown
 from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source import forms
+from megacpp_overlays.source.findings import unknown
 from megacpp_overlays.source.trees import SourceTree
 
 CONSTRUCTOR = "HybridStack.__init__"

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megacpp_overlays.feature_probes import liger_flce_none_backward as loss
-from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
 from megacpp_overlays.model import Finding, Target, Verdict
 from megacpp_overlays.source.definitions import binders, plain_function, ways_out
+from megacpp_overlays.source.findings import absent, at, broken, unknown
 from megacpp_overlays.source.trees import SourceTree
 
 FUNCTION = Target("liger-kernel", "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy")

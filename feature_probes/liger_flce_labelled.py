@@ -11,8 +11,8 @@ on. Before them the same parts are only read for gradients per token.
 from __future__ import annotations
 
 from megacpp_overlays.feature_probes import liger_flce_none_backward as per_token
-from megacpp_overlays.feature_probes.findings import absent, at, broken, finding_of, unknown, unrecognised
 from megacpp_overlays.model import Evidence, Finding, Target, Verdict
+from megacpp_overlays.source.findings import absent, at, broken, finding_of, unknown, unrecognised
 from megacpp_overlays.source.trees import SourceTree
 
 TARGET = Target(distribution="liger-kernel", module=per_token.MODULE, symbol=per_token.FUNCTION)

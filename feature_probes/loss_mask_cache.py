@@ -8,9 +8,9 @@ Source: https://github.com/NVIDIA/Megatron-LM/pull/6981
 
 from __future__ import annotations
 
-from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
 from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source.definitions import plain_class, plain_function, words
+from megacpp_overlays.source.findings import absent, at, broken, unknown
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import SourceTree
 

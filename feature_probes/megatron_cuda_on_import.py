@@ -9,9 +9,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
 from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source.definitions import words
+from megacpp_overlays.source.findings import absent, at, broken, unknown
 from megacpp_overlays.source.trees import FunctionNode, SourceTree
 
 _PACKAGE = "megatron.core.ssm.ops.gdp"

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import ast
 
-from megacpp_overlays.feature_probes.findings import absent, at, broken, unknown
 from megacpp_overlays.model import Finding, Target
 from megacpp_overlays.source.definitions import plain_class, plain_function
+from megacpp_overlays.source.findings import absent, at, broken, unknown
 from megacpp_overlays.source.patterns import Pattern
 from megacpp_overlays.source.trees import SourceTree
 

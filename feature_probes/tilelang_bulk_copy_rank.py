@@ -12,10 +12,10 @@ from __future__ import annotations
 import ast
 
 from megacpp_overlays.errors import SourceError
-from megacpp_overlays.feature_probes.findings import absent, at, broken, unrecognised
 from megacpp_overlays.model import Evidence, Finding, Target, Verdict
 from megacpp_overlays.source import forms
 from megacpp_overlays.source.definitions import calls
+from megacpp_overlays.source.findings import absent, at, broken, unrecognised
 from megacpp_overlays.source.trees import ModuleSource, SourceTree, check_length
 
 _PACKAGE = "mamba_ssm.ops.tilelang.mamba3"

@@ -200,7 +200,7 @@ def test_an_upstream_that_divides_once_more_keeps_its_refusal(
     code = (
         "import megacpp_overlays, torch;"
         "from megacpp_overlays.feature_probes import hopper_flce_dispatch as feature;"
-        "from megacpp_overlays.feature_probes.findings import broken;"
+        "from megacpp_overlays.source.findings import broken;"
         "from megacpp_overlays.model import Evidence;"
         "feature.forms.finding = lambda *_: broken(feature.BLACKWELL_ONLY, Evidence('as if read'));"  # the first lock: neither body was read
         "import megatron.core.fusions.fused_linear_cross_entropy as m;"

@@ -269,7 +269,7 @@ def test_code_that_looks_known_and_computes_something_else_stays_as_it_is(
     code = (
         "import megacpp_overlays;"
         "from megacpp_overlays.feature_probes import hybrid_linear_ce as feature;"
-        "from megacpp_overlays.feature_probes.findings import broken;"
+        "from megacpp_overlays.source.findings import broken;"
         "from megacpp_overlays.model import Evidence;"
         "feature.forms.finding = lambda *_: broken(feature.PLAIN_OUTPUT_LAYER, Evidence('as if read'));"  # past the probe, which knows none of these bodies
         "import megatron.core.models.hybrid.hybrid_model as m;"

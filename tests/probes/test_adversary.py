@@ -16,12 +16,12 @@ from adversary.otherwise import WAYS
 from adversary.outline import Outline, hits
 from probing import Texts, ask
 
-from megacpp_overlays.feature_probes.findings import absent, at, broken
 from megacpp_overlays.frozen import replace
 from megacpp_overlays.loader import registry
 from megacpp_overlays.model import Body, Erratum, Finding, Proof, Replacement, Verdict
 from megacpp_overlays.overlays import float16_optimizer_state_ids
 from megacpp_overlays.source import fingerprint, forms
+from megacpp_overlays.source.findings import absent, at, broken
 from megacpp_overlays.source.trees import SourceTree
 
 PART = float16_optimizer_state_ids.OVERLAY
