@@ -390,5 +390,8 @@ LISTED: tuple[DeclarationSummary, ...] = (
         off_by_default=False,
         targets=("torch._inductor.scheduler", "torch._inductor.codecache"),
     ),
+    DeclarationSummary(
+        id="liger-glm4v-norms", installs=True, off_by_default=False, targets=("liger_kernel.transformers.monkey_patch",)
+    ),
 )
 """Every declaration, by pack and id."""

@@ -48,6 +48,8 @@ class WitnessOptions:
     """Fork servers for the processes of cases. If None, `prove` and `confirm` start their own."""
 
 
+_ALONE = frozenset({"liger-kernel"})
+"""Distributions whose cases run in Triton's interpreter, and so in no copy of a process that has imported upstream."""
 MOST_TRIALS = 6
 """Combinations of shapes of the parts of an overlay that are tried out."""
 
@@ -283,7 +285,8 @@ class _CaseRunner:
         self.reproducer = pack.reproducer
         self._pack, self._every, self._overlays, self._how = pack, every, overlays, how
         self._transcript = Transcript([], how.progress)
-        self._loaded = tuple(sorted({each.target.module for each in overlays if each.installs}))
+        targets = {each.target for each in overlays if each.installs}
+        self._loaded = tuple(sorted({each.module for each in targets if each.distribution not in _ALONE}))
 
     @classmethod
     def of(cls, overlays: Sequence[Erratum], part: Erratum, how: WitnessOptions) -> _CaseRunner:

@@ -32,6 +32,7 @@ BEYOND: dict[str, Callable[[Found], bool]] = {
     ),  # for optimizers of one's own: no training step of Megatron-Core calls it
     "scheduler-restore": lambda _: True,  # a launcher restores a schedule, and no training step does
     "cpu-offload-reload": lambda _: True,  # no row loads weights into a model whose optimizer is offloaded
+    "liger-glm4v-norms": lambda _: True,  # no row has a model of transformers
     "compile-budget-dropout": lambda _: True,  # no row compiles with a budget
     "dcp-fresh-optimizer-state": lambda _: True,  # no row saves by torch's distributed checkpoints
     "mix-order-reduction-views": lambda _: True,  # no row compiles for a GPU

@@ -50,19 +50,22 @@ def assert_repaired(measured: Any, *, parts: int = 1, may_be_blocked: Collection
     assert measured["off"].keys() - blocked
 
 
-def reproduced_in(lane: str, pack: str) -> Any:
+def reproduced_in(lane: str, pack: str, **variables: str) -> Any:
     """Return what the cases of a pack see in the environment of a lane, with every overlay and with none.
 
     Args:
         lane: see `python_of`.
         pack: two digits of its number.
+        variables: of its environment.
     """
-    return answer_of("reproduced.py", pack, lane=lane)
+    return answer_of("reproduced.py", pack, lane=lane, **variables)
 
 
-def answer_of(script: str, *words: str, lane: str = "current") -> Any:
+def answer_of(script: str, *words: str, lane: str = "current", **variables: str) -> Any:
     """Return the JSON that a script of `tests/support` prints in a fresh interpreter of a lane."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [python_of(lane), "-W", "ignore", SUPPORT / script, *words]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, check=True)
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path, **variables}, stdout=subprocess.PIPE, check=True
+    )
     return json.loads(done.stdout)
