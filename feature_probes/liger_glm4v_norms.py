@@ -1,7 +1,4 @@
-"""Probe Liger's kernels of a GLM-4V model that exists, whose norms write in place into gradients that residuals share.
-
-Verdicts rest on what applies them, and on the backward pass.
-"""
+"""Probe Liger's kernels of a GLM-4V model that exists, whose norms write in place into gradients that residuals share."""
 
 from __future__ import annotations
 

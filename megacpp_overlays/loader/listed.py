@@ -393,5 +393,11 @@ LISTED: tuple[DeclarationSummary, ...] = (
     DeclarationSummary(
         id="liger-glm4v-norms", installs=True, off_by_default=False, targets=("liger_kernel.transformers.monkey_patch",)
     ),
+    DeclarationSummary(
+        id="expert-gradient-groups",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.transformer.moe.moe_layer",),
+    ),
 )
 """Every declaration, by pack and id."""

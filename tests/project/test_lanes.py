@@ -87,6 +87,7 @@ EXPECTED = {
     "cpu-offload-reload": (M, ("active",) * 6),
     "loss-mask-cache": (M, ("active",) * 6),
     "qk-clip-negative-head": (M, ("active",) * 6),
+    "expert-gradient-groups": (M, ("active", "active", *("retired",) * 4)),
     "scheduler-restore": (M, ("active",) * 6),
     "seq-aux-loss-packed": (M, ("absent", "absent", *("active",) * 4)),
     "residual-norm-recompute-alias": (M, ("absent", *("active",) * 5)),

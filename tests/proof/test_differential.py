@@ -38,6 +38,7 @@ BEYOND: dict[str, Callable[[Found], bool]] = {
     "mix-order-reduction-views": lambda _: True,  # no row compiles for a GPU
     "loss-parallel-log-softmax": lambda _: True,  # no row has losses of DTensors
     "layerwise-norm-groups": lambda _: True,  # no row has a layer-wise optimizer
+    "expert-gradient-groups": lambda _: True,  # the releases of the table are repaired
     "expert-grad-norm": lambda _: True,  # the releases of the table are repaired
     "fsdp-lone-rank-gradients": lambda _: True,  # no row trains with Megatron-FSDP
     "fsdp-reduced-twice": lambda _: True,  # no row trains with Megatron-FSDP
