@@ -75,5 +75,5 @@ OVERLAY = Overlay(
     until="linear layers mark such experts",
     retire_when="every supported megatron-core marks experts whose tensor parallel size is another one than that of layers",
     threads=(Thread(repository="NVIDIA/Megatron-LM", number=5916, state="merged 2026-07-25, released in 0.19.0"),),
-    last_validated="2026-11-29, x86-64 without GPU, torch 2.11.0: megatron-core 0.13.1, 0.14.0, 0.15.3, 0.16.1 and 0.18.2; 0.10.0 to 0.18.2 and dev read",
+    last_validated="2026-11-29, x86-64 without GPU, torch 2.11.0: megatron-core 0.13.1, 0.14.0, 0.15.3, 0.16.1, 0.18.2 and dev d48bd6be0a; 0.10.0 to 0.18.2 read",
 )

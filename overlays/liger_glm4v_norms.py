@@ -1,7 +1,7 @@
 """Let Liger's norms of GLM-4V leave the gradient that they get as it is.
 
-The backward pass of such a norm writes its result into the gradient of its output unless it is told not to. Behind a sum that gradient is the residual's, too. Where
-kernels are applied to a model that exists, its norms write elsewhere, as they do in models that are built after Liger's classes are in.
+By default the backward pass of Liger's norm overwrites the gradient of its output. Where the output is added to a residual, that tensor is the gradient of the residual, too.
+Norms of a model to which kernels are applied allocate the gradient of their input, as norms of models do that are built with Liger's classes.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ OVERLAY = Overlay(
         "GLM-4.1V does not train with Liger, grad_norm is far larger than without",
     ),
     concerns="liger_loss",
-    breaks="gradients of a GLM-4V model to which Liger's kernels are applied, as with `use_liger_kernel=True`, are those of another model; its loss is right",
+    breaks="gradients of a GLM-4V model to which Liger's kernels are applied, as with `use_liger_kernel=True`, are wrong; its loss is right",
     brief="gradients of GLM-4V",
     until="Liger lets these norms write elsewhere",
     retire_when="every supported liger-kernel passes in_place=False for norms of GLM-4V before a sum",
     threads=(),
-    last_validated="2026-11-29, x86-64 in the Triton interpreter, torch 2.11.0 and 2.15.0, transformers 5.23.0: liger-kernel 0.6.5 to 0.8.5; 0.6.2 to 0.6.4 read",
+    last_validated="2026-11-29, x86-64 in the Triton interpreter, torch 2.11.0 and 2.15.0, transformers 5.23.0: liger-kernel 0.6.5 to 0.8.5 and main ead96b61; 0.6.2 to 0.6.4 read",
 )

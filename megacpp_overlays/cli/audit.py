@@ -243,8 +243,8 @@ def pre_flight(
 ) -> Audit:
     """Import every target that is installed, and audit.
 
-    A target that cannot be imported here cannot be vouched for, so it counts as a conflict. Where another package is missing, one of a package beside that of its
-    distribution waits, as `megatron.training` of megatron-core needs some that megatron-core does not ask for, and so does one that needs what its distribution asks for as an extra.
+    A target that cannot be imported here counts as a conflict. Where a package is missing that its distribution does not require, it waits: one that is asked for as an extra,
+    and any that a second package of the distribution needs, as `megatron.training` of megatron-core does.
 
     Args:
         current: the session of this process.

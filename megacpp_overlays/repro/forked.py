@@ -45,7 +45,7 @@ MORE_MODULES_ON_CPU = (
 )
 """Those of a process that sees no GPU, and what makes it run eagerly. With a GPU some of them may ask CUDA for devices, and then no copy can use one."""
 PRELOADED = frozenset({"torch"})
-"""Distributions of which these modules are or import targets of overlays: a case about them is a copy without these."""
+"""Distributions with targets of overlays among what these modules import: their cases run in copies that have `MODULES` alone."""
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """Variables of a process that sees no GPU."""
 

@@ -23,7 +23,7 @@ LIMIT_S = 300
 """Of one world."""
 
 STACK_S = 10
-"""To write down where a rank stands that did not end in time."""
+"""Longest wait for the stack of a rank that is late."""
 
 
 _inherited: list[dict[str, object]] = []

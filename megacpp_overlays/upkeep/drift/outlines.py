@@ -34,7 +34,7 @@ class Outline:
         self.changing: set[str] = set()
         """Names that functions of the module set."""
         self.runs_text = False
-        """Whether it calls `exec`, which may make functions in a namespace of their own."""
+        """Whether it calls `exec`: functions may be made of text, in a namespace that names no module."""
         for node, prefix in _nodes(source.syntax):
             self._add(node, prefix, package)
 
