@@ -180,6 +180,11 @@ FEATURES: tuple[Feature, ...] = (
         "packed rows",
         shows=tuple(Sign(key, Criterion.TRUE) for key in ("sft", "rl_use_sequence_packing")),
     ),
+    Feature(
+        "conversations",
+        "fine-tuning on conversations",
+        arguments=(Sign("sft", Criterion.TRUE, default=(False,)), _IS_MEGATRON_LM),
+    ),
     Feature("tensor_parallel", "tensor parallelism", config=(_TENSOR,), arguments=(_TENSOR,)),
     _switch("sequence_parallel", "sequence parallelism"),
     Feature("context_parallel", "context parallelism", config=_CONTEXT, arguments=_CONTEXT),
@@ -215,6 +220,7 @@ FEATURES: tuple[Feature, ...] = (
         arguments=(*_FSDP, _IS_MEGATRON_LM),
         classes=("MegatronFSDP",),
     ),
+    _switch("torch_fsdp2", "Torch FSDP2", "use_torch_fsdp2"),
     Feature(
         "recompute",
         "recomputation",

@@ -399,5 +399,26 @@ LISTED: tuple[DeclarationSummary, ...] = (
         off_by_default=False,
         targets=("megatron.core.transformer.moe.moe_layer",),
     ),
+    DeclarationSummary(
+        id="trainer-moe-aux-loss", installs=True, off_by_default=True, targets=("transformers.trainer",)
+    ),
+    DeclarationSummary(
+        id="fsdp-decoupled-grad-sums",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.distributed.finalize_model_grads",),
+    ),
+    DeclarationSummary(
+        id="sft-end-of-turn-loss",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.training.datasets.sft_dataset",),
+    ),
+    DeclarationSummary(
+        id="fsdp2-per-token-loss",
+        installs=True,
+        off_by_default=False,
+        targets=("megatron.core.distributed.torch_fully_sharded_data_parallel",),
+    ),
 )
 """Every declaration, by pack and id."""

@@ -38,6 +38,7 @@ S = "mamba-ssm"
 T = "tilelang"
 TRITON = "triton"
 TORCH = "torch"
+TRANSFORMERS = "transformers"
 EXPECTED = {
     "cp-local-loss-mean": (M, ("disabled",) * 6),
     "dsa-branchless-scatter": (M, ("absent", "absent", "retired", "retired", "retired", "retired")),
@@ -54,6 +55,8 @@ EXPECTED = {
     "latent-moe-fc2-init": (M, ("disabled",) * 6),
     "expert-grad-norm": (M, ("active", "active", *("retired",) * 4)),
     "fsdp-lone-rank-gradients": (M, ("active",) * 6),
+    "fsdp-decoupled-grad-sums": (M, ("absent", *("active",) * 5)),
+    "fsdp2-per-token-loss": (M, ("absent", "absent", *("active",) * 4)),
     "fsdp-reduced-twice": (M, ("active",) * 6),
     "layerwise-norm-groups": (M, ("absent", "absent", *("active",) * 4)),
     "liger-flce-frozen-states": (L, ("active",) * 6),
@@ -88,6 +91,7 @@ EXPECTED = {
     "loss-mask-cache": (M, ("active",) * 6),
     "qk-clip-negative-head": (M, ("active",) * 6),
     "expert-gradient-groups": (M, ("active", "active", *("retired",) * 4)),
+    "sft-end-of-turn-loss": (M, ("absent", "armed", *("active",) * 4)),
     "scheduler-restore": (M, ("active",) * 6),
     "seq-aux-loss-packed": (M, ("absent", "absent", *("active",) * 4)),
     "residual-norm-recompute-alias": (M, ("absent", *("active",) * 5)),
@@ -102,6 +106,7 @@ EXPECTED = {
     "dcp-fresh-optimizer-state": (TORCH, ("active",) * 6),
     "loss-parallel-log-softmax": (TORCH, ("active",) * 6),
     "mix-order-reduction-views": (TORCH, (*("active",) * 5, "retired")),
+    "trainer-moe-aux-loss": (TRANSFORMERS, (*("absent",) * 4, "disabled", "disabled")),
     "tilelang-zero-extent-iterator": (T, ("gated", "absent", "absent", "absent", "gated", "retired")),
 }
 """Distribution and decision by overlay, the decisions in the order of the lanes."""
@@ -125,6 +130,7 @@ VERSIONS = {
     ("edge", TRITON): "3.9.0",
     **{(lane, TORCH): "2.11.0" for lane in ("spring-2026", "summer-2026", "current", "newest", "mamba3-pinned")},
     ("edge", TORCH): "2.15.0",
+    **{(lane, TRANSFORMERS): "5.23.0" for lane in ("mamba3-pinned", "edge")},
 }
 
 

@@ -32,6 +32,7 @@ BEYOND: dict[str, Callable[[Found], bool]] = {
     ),  # for optimizers of one's own: no training step of Megatron-Core calls it
     "scheduler-restore": lambda _: True,  # a launcher restores a schedule, and no training step does
     "cpu-offload-reload": lambda _: True,  # no row loads weights into a model whose optimizer is offloaded
+    "trainer-moe-aux-loss": lambda _: True,  # no row has a Trainer
     "liger-glm4v-norms": lambda _: True,  # no row has a model of transformers
     "compile-budget-dropout": lambda _: True,  # no row compiles with a budget
     "dcp-fresh-optimizer-state": lambda _: True,  # no row saves by torch's distributed checkpoints
@@ -41,8 +42,11 @@ BEYOND: dict[str, Callable[[Found], bool]] = {
     "expert-gradient-groups": lambda _: True,  # the releases of the table are repaired
     "expert-grad-norm": lambda _: True,  # the releases of the table are repaired
     "fsdp-lone-rank-gradients": lambda _: True,  # no row trains with Megatron-FSDP
+    "fsdp-decoupled-grad-sums": lambda _: True,  # no row trains with Megatron-FSDP
+    "fsdp2-per-token-loss": lambda _: True,  # no row trains with Torch FSDP2
     "fsdp-reduced-twice": lambda _: True,  # no row trains with Megatron-FSDP
     "expert-rng-resume": lambda _: True,  # rows write no checkpoint of a launcher
+    "sft-end-of-turn-loss": lambda _: True,  # rows have tokens of their own, and no dataset
     "loss-mask-cache": lambda _: True,  # rows have tokens of their own, and no dataset
     "qk-clip-negative-head": lambda _: True,  # largest logits are Transformer Engine's, and no row clips
 }

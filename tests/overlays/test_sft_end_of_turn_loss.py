@@ -1,0 +1,85 @@
+"""Megatron's dataset of conversations with the overlay: ends of turns have a loss where padding is the same token, and padding has none.
+
+Cases and neighbours of pack 67 run on releases, in a process of its own for each, and with a tokenizer of transformers in a lane that has it. What they cannot show is asked of the dataset in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from placed_seams import assert_self_test, placed, stock
+from places import SUPPORT
+from reproduced_pack import assert_repaired, measured_on, reproduced_in
+
+from megacpp_overlays.feature_probes.sft_end_of_turn_loss import MASKED, TARGET
+from megacpp_overlays.overlays.sft_end_of_turn_loss import OVERLAY
+from megacpp_overlays.runtime.bare_instances import bare
+
+pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore::UserWarning")]
+
+NEWEST, OF_TRANSFORMERS = "0.19.2", "tokenizer-of-transformers-cpu"
+measured = measured_on("67", "0.18.2", NEWEST)
+module = stock(TARGET.module)
+
+
+def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any) -> None:
+    assert_repaired(measured, may_be_blocked={OF_TRANSFORMERS})
+
+
+def test_the_newest_release_is_right_with_it(megatron_says: Callable[..., Any]) -> None:
+    assert_repaired(megatron_says(NEWEST, SUPPORT / "reproduced.py", "67"), may_be_blocked={OF_TRANSFORMERS})
+
+
+@pytest.mark.full
+def test_it_is_right_with_a_tokenizer_of_transformers() -> None:
+    assert_repaired(reproduced_in("mamba3-pinned", "67"))
+
+
+def test_the_self_test_sees_the_defect_and_its_absence(module: ModuleType) -> None:
+    assert_self_test(OVERLAY, module, MASKED)
+
+
+END, NONE = 2, -1
+
+
+def sample(module: ModuleType, tokens: list[int], *, length: int, ranks: int = 1) -> dict[str, list[Any]]:
+    """Return the sample of one conversation, all of which is learned, with a tokenizer that pads with the end."""
+    tokenizer = SimpleNamespace(
+        pad=END, eod=END, tokenize_conversation=lambda *_, **__: (np.array(tokens), np.array(tokens))
+    )
+    config = SimpleNamespace(
+        tokenizer=tokenizer,
+        sequence_length=length,
+        context_parallel_size=ranks,
+        reset_position_ids=False,
+        create_attention_mask=False,
+        reset_attention_mask=False,
+    )
+    lines = [[{"role": "system"}]]
+    dataset = bare(module.SFTDataset, config=config, dataset=lines, indices=np.zeros(1, int), _pad_token_id=NONE)
+    with placed(OVERLAY, MASKED, module):
+        served = dataset[0]
+    assert config.tokenizer is tokenizer
+    assert tokenizer.pad == END
+    return {name: served[name].tolist() for name in ("tokens", "labels", "loss_mask")}
+
+
+def test_a_sample_that_is_cut_off_has_no_loss_behind_its_last_token(module: ModuleType) -> None:
+    found = sample(module, [5, END, 6, 7, 8], length=3)
+
+    assert found == {"tokens": [5, END, 6], "labels": [END, 6, END], "loss_mask": [1.0, 1.0, 0.0]}
+
+
+def test_padding_for_context_parallel_ranks_has_no_loss(module: ModuleType) -> None:
+    found = sample(module, [5, 6, END], length=8, ranks=2)
+
+    assert found["tokens"] == [5, 6, END, *[END] * 5]
+    assert found["loss_mask"] == [1.0, 1.0, *[0.0] * 6]
+
+
+def test_a_conversation_that_ends_with_several_ends_learns_each(module: ModuleType) -> None:
+    assert sample(module, [5, END, END], length=4)["loss_mask"] == [1.0, 1.0, 0.0, 0.0]
