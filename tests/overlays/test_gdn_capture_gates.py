@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,19 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from dsa_source import EditedTree, install, statement_edits, text_of, verdicts
+from dsa_source import install
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensor_writes import COPIES, WRITES, Copy, Write
-from warm_python import MEGATRON
 
-from megacpp_overlays.feature_probes.gdn_capture_gates import COMMON, READ_LENGTHS, SINGLE
-from megacpp_overlays.loader.probing import examine
-from megacpp_overlays.model import Overlay, Verdict
+from megacpp_overlays.feature_probes.gdn_capture_gates import READ_LENGTHS
+from megacpp_overlays.model import Overlay
 from megacpp_overlays.overlays.gdn_capture_gates import PARTS
 from megacpp_overlays.runtime import graph_capture
-from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
-from megacpp_overlays.source.trees import InstalledTree
+from megacpp_overlays.source.file_trees import ArchiveTree
 
 Wheel = Callable[[str, str], Path]
 IN_ONE_FILE, IN_A_BASE_CLASS = PARTS
@@ -79,64 +75,6 @@ def warmed_up(resolve: Resolver, tensor: torch.Tensor, **given_values: int) -> t
     for role in ROLES:
         assert resolve(tensor, role, **given_values) is tensor
     return tensor
-
-
-# Probe
-
-
-def test_every_tree_is_recognised(tree: Path) -> None:
-    assert Verdict.UNRECOGNISED.value not in verdicts(PARTS, DirectoryTree(tree)).values()
-
-
-@pytest.mark.unmeasured
-@pytest.mark.parametrize(("version", "part"), LAYOUTS, ids=["one file", "base class"])
-def test_no_statement_of_the_checks_may_change(version: str, part: Overlay, wheel: Wheel) -> None:
-    tree = ArchiveTree(wheel("megatron-core", version))
-    for what, changed in statement_edits(text_of(tree, part.target.module), part.target.symbol):
-        finding = examine(part, EditedTree(tree, part.target.module, changed))
-        assert finding.verdict is Verdict.UNRECOGNISED, what
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ('"cu_seqlens_kv",\n', '"cu_seqlens_k",\n'),
-        ("torch.equal(cu_seqlens_q, cu_seqlens_kv)", "torch.equal(cu_seqlens_q, cu_seqlens_kv - 0)"),
-        ("assert torch.equal(cu_seqlens_q, cu_seqlens_kv)", "assert bool((cu_seqlens_q == cu_seqlens_kv).all())"),
-    ],
-)
-def test_another_caller_is_not_recognised(old: str, new: str, wheel: Wheel) -> None:
-    tree, caller = ArchiveTree(wheel("megatron-core", "0.19.2")), f"{SINGLE.module}.gdn"
-    text = text_of(tree, caller)
-    assert text.count(old) == 1
-
-    finding = examine(IN_A_BASE_CLASS, EditedTree(tree, caller, text.replace(old, new)))
-
-    assert finding.verdict is Verdict.UNRECOGNISED
-
-
-@pytest.mark.parametrize(
-    "line", ["@traced\nclass _GDNBase", "_GDNBase = None\nclass _GDNBase"], ids=["decorated", "twice"]
-)
-def test_another_class_is_not_recognised(line: str, wheel: Wheel) -> None:
-    tree = ArchiveTree(wheel("megatron-core", "0.19.2"))
-    text = text_of(tree, COMMON.module).replace("class _GDNBase", line)
-
-    assert examine(IN_A_BASE_CLASS, EditedTree(tree, COMMON.module, text)).verdict is Verdict.UNRECOGNISED
-
-
-def test_a_body_without_known_reads_is_no_repair_until_it_was_read(wheel: Wheel) -> None:
-    tree = ArchiveTree(wheel("megatron-core", "0.19.2"))
-    text = text_of(tree, COMMON.module)
-    for old, new in (
-        ("cu_seqlens[-1].cpu().item()", "int(cu_seqlens[-1])"),
-        ("(seq_lengths % cp_size != 0).any()", "(seq_lengths % cp_size != 0).sum() > 0"),
-        ("{seq_lengths.tolist()}", "{seq_lengths}"),
-    ):
-        assert old in text
-        text = text.replace(old, new)
-
-    assert examine(IN_A_BASE_CLASS, EditedTree(tree, COMMON.module, text)).verdict is Verdict.UNRECOGNISED
 
 
 # Outside a capture
@@ -356,30 +294,3 @@ def test_the_witness_agrees_and_the_self_test_notices_the_seam(upstream: Resolve
     undo = install(part, READ_LENGTHS, module)
     assert not part.self_test(module).broken
     undo()
-
-
-LOAD = """
-import json, pickle, warnings
-warnings.simplefilter("ignore")
-import megacpp_overlays
-from megatron.core.ssm.gated_delta_net.gdn import GatedDeltaNet
-import torch
-records = [r for r in megacpp_overlays.audit().records if r.overlay.id == "gdn-capture-gates" and r.seams]
-function = GatedDeltaNet._resolve_cu_seqlens
-print(json.dumps(dict(
-    decisions=[r.decision.value for r in records], seams=[s for r in records for s in r.seams],
-    pickled=pickle.loads(pickle.dumps(function)) is function, cuda=torch.cuda.is_initialized(),
-)))
-"""
-
-
-@pytest.mark.upstream
-@pytest.mark.skipif(
-    examine(IN_A_BASE_CLASS, InstalledTree()).verdict is not Verdict.BROKEN, reason="another megatron-core is installed"
-)
-def test_loaded_in_a_fresh_process_it_is_active_and_pickles_by_reference(run_python: Any, tmp_path: Path) -> None:
-    done = json.loads(
-        run_python(LOAD, after=MEGATRON, MEGACPP_OVERLAYS_LOG=str(tmp_path / "log")).stdout.splitlines()[-1]
-    )
-
-    assert done == {"decisions": ["active"], "seams": [str(COMMON)], "pickled": True, "cuda": False}
