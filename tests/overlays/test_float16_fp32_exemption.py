@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import io
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib import metadata
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,54 +12,57 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from placed_seams import assert_same_bits, assert_self_test, placed, stock
+from places import ROOT, SUPPORT
 from releases import newest, only
-from unpacked import unpacked
-from upstream_imports import upstream_module
+from reproduced_pack import assert_repaired, measured_on
 from warm_python import MEGATRON
 
-import megacpp_overlays
 from megacpp_overlays import fp32_marks
 from megacpp_overlays.errors import OverlayError
-from megacpp_overlays.feature_probes.float16_fp32_exemption import MARKS_HONOURED, TARGET
+from megacpp_overlays.feature_probes.float16_fp32_exemption import BLANKET_CAST, MARKS_HONOURED, TARGET
 from megacpp_overlays.fp32_marks import declare, keep_in_fp32, keeps_in_fp32
-from megacpp_overlays.loader import seams
-from megacpp_overlays.model import Overlay
 from megacpp_overlays.overlays.float16_fp32_exemption import OVERLAY
+from megacpp_overlays.repro import Neighbour, neighbour
 
 EXACT = 1 + 2**-23
 """The first fp32 number after 1; both half precisions round it to 1."""
+PACK = "16"
+NEIGHBOURS = [each for each in neighbour.load(ROOT / "packs/16-float16-fp32-exemption") if each.overlay == OVERLAY.id]
+
+measured = measured_on(PACK, "0.14.0")
 
 
-@pytest.fixture(scope="module")
-def megatron() -> Iterator[ModuleType]:
-    """The target of the installed release, as upstream made it."""
-    module = upstream_module(TARGET.module)
-    megacpp_overlays.undo(OVERLAY.id)
-    yield module
-    megacpp_overlays.arm()
+def test_a_release_is_broken_without_the_overlays_and_right_with_them(measured: Any) -> None:
+    assert_repaired(measured, parts=3, may_be_blocked={"distributed-cpu"})
 
 
-@contextlib.contextmanager
-def overlay_on(overlay: Overlay, module: ModuleType) -> Iterator[None]:
-    """Put in the seams of an overlay's one released shape."""
-    shape = next(iter(overlay.replacements))
-    placed = []
-    try:
-        for replacement in overlay.replacements[shape]:
-            owner, name = seams.resolve(module, replacement.symbol)
-            make = replacement.make
-            placed.append(seams.replace(owner, name, lambda f, make=make: make(f, module), overlay_id=overlay.id))
-        yield
-    finally:
-        for seam in reversed(placed):
-            seam.undo()
+def test_the_newest_release_is_broken_without_the_overlays_and_right_with_them(
+    megatron_says: Callable[..., Any],
+) -> None:
+    assert_repaired(megatron_says(newest(), SUPPORT / "reproduced.py", PACK), parts=3)
+
+
+# In this process
+
+
+module = stock(TARGET.module)
+
+
+def test_the_self_test_sees_the_defect_and_its_absence(module: ModuleType) -> None:
+    assert_self_test(OVERLAY, module, BLANKET_CAST)
+
+
+@pytest.mark.parametrize("each", NEIGHBOURS, ids=lambda each: each.name)
+def test_what_is_right_without_the_overlay_has_the_same_bits(each: Neighbour, module: ModuleType) -> None:
+    assert_same_bits(each, OVERLAY, module, BLANKET_CAST)
 
 
 @pytest.fixture
-def wrap(megatron: ModuleType) -> Iterator[Callable[..., Any]]:
+def wrap(module: ModuleType) -> Iterator[Callable[..., Any]]:
     """Wrap a module with the overlay on: `wrap(model)`, `wrap(model, "fp16")`."""
-    with overlay_on(OVERLAY, megatron):
-        yield lambda model, dtype="bf16": megatron.Float16Module(config(dtype), model)
+    with placed(OVERLAY, BLANKET_CAST, module):
+        yield lambda model, dtype="bf16": module.Float16Module(config(dtype), model)
 
 
 def config(dtype: str | None = "bf16") -> SimpleNamespace:
@@ -109,10 +106,6 @@ def is_exact(parameter: torch.Tensor) -> bool:
     return parameter.dtype is torch.float32 and bool((parameter == EXACT).all())
 
 
-def dtypes(module: torch.nn.Module) -> dict[str, torch.dtype]:
-    return {name: value.dtype for name, value in (*module.named_parameters(), *module.named_buffers())}
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_mamba3_keeps_its_seven_parameters_and_nothing_else(
     wrap: Callable[..., Any], mamba3: type[Mixer], dtype: str
@@ -153,15 +146,6 @@ def test_a_subclass_inherits_the_declaration(wrap: Callable[..., Any], mamba3: t
     assert model.in_proj.weight.dtype is torch.bfloat16
 
 
-def test_without_the_overlay_the_bits_are_gone(megatron: ModuleType, mamba3: type[Mixer]) -> None:
-    model = mamba3()
-
-    megatron.Float16Module(config(), model)
-
-    assert model.D.dtype is torch.bfloat16
-    assert bool((model.D == 1).all())
-
-
 def test_attributes_gradient_and_hooks_stay(wrap: Callable[..., Any]) -> None:
     model = torch.nn.Linear(2, 2)
     weight = keep_in_fp32(model.weight)
@@ -182,20 +166,6 @@ def test_attributes_gradient_and_hooks_stay(wrap: Callable[..., Any]) -> None:
     assert len(calls) == 1
 
 
-def test_every_registration_of_a_tied_parameter_is_exempt(wrap: Callable[..., Any]) -> None:
-    one, other = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
-    other.weight = one.weight
-    one.register_parameter("again", one.weight)
-    keep_in_fp32(one.weight)
-    model = torch.nn.ModuleList([one, torch.nn.Linear(2, 2), other])
-
-    wrap(model)
-
-    assert one.weight is one.again is other.weight
-    assert one.weight.dtype is torch.float32
-    assert model[1].weight.dtype is torch.bfloat16
-
-
 def test_a_declared_registration_exempts_the_tied_one_elsewhere(wrap: Callable[..., Any]) -> None:
     @keeps_in_fp32("weight")
     class Head(torch.nn.Linear):
@@ -210,16 +180,6 @@ def test_a_declared_registration_exempts_the_tied_one_elsewhere(wrap: Callable[.
     assert embedding.weight.dtype is torch.float32
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_a_marked_parameter_that_is_not_fp32_is_left_to_upstream(wrap: Callable[..., Any], dtype: torch.dtype) -> None:
-    model = torch.nn.Linear(2, 2).to(dtype)
-    keep_in_fp32(model.weight)
-
-    wrap(model)
-
-    assert model.weight.dtype is torch.bfloat16
-
-
 def test_a_meta_parameter_keeps_its_dtype(wrap: Callable[..., Any]) -> None:
     model = torch.nn.Linear(2, 2, device="meta")
     keep_in_fp32(model.bias)
@@ -228,16 +188,6 @@ def test_a_meta_parameter_keeps_its_dtype(wrap: Callable[..., Any]) -> None:
 
     assert (model.bias.dtype, model.weight.dtype) == (torch.float32, torch.bfloat16)
     assert model.bias.is_meta
-
-
-def test_int_and_complex_parameters_are_as_upstream_leaves_them(wrap: Callable[..., Any]) -> None:
-    model = torch.nn.Module()
-    model.register_parameter("count", torch.nn.Parameter(torch.arange(2), requires_grad=False))
-    model.register_parameter("phase", torch.nn.Parameter(torch.ones(2, dtype=torch.complex64)))
-
-    wrap(model)
-
-    assert (model.count.dtype, model.phase.dtype) == (torch.int64, torch.complex64)
 
 
 def test_a_parameter_that_is_none_stays_none(wrap: Callable[..., Any], mamba3: type[Mixer]) -> None:
@@ -301,6 +251,50 @@ def test_a_module_with_an_apply_of_its_own_finds_its_parameters(wrap: Callable[.
     assert "_apply" not in vars(model)
 
 
+class Container(torch.nn.Module):
+    """A parent that looks at an exempt parameter of its child while it is cast."""
+
+    def __init__(self, child: torch.nn.Module) -> None:
+        super().__init__()
+        self.child = child
+        self.plain = torch.nn.Parameter(torch.full((3,), EXACT))
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._apply(*args, **kwargs)
+        self.seen = [parameter for parameter in (self.child.dt_bias, self.plain) if parameter is not None]
+        return result
+
+
+class OwnCast(torch.nn.Module):
+    """A root that saves and restores a parameter around its cast, as home-made fixes do."""
+
+    def __init__(self, child: torch.nn.Module) -> None:
+        super().__init__()
+        self.child = child
+
+    def bfloat16(self) -> Any:
+        before = self.child.dt_bias.data.clone()
+        result = super().bfloat16()
+        self.child.dt_bias.data = before
+        return result
+
+
+@pytest.mark.parametrize("parent", [Container, OwnCast])
+def test_a_parent_with_a_cast_of_its_own_finds_the_parameters_of_its_children(
+    wrap: Callable[..., Any], mamba3: type[Mixer], parent: type[torch.nn.Module]
+) -> None:
+    model = parent(mamba3())
+    before = dict(model.named_parameters())
+
+    wrap(model)
+
+    assert is_exact(model.child.dt_bias)
+    assert dict(model.named_parameters()) == before
+    if parent is Container:
+        assert len(model.seen) == 2
+        assert model.plain.dtype is torch.bfloat16
+
+
 def test_a_recurrent_module_still_knows_its_weights(wrap: Callable[..., Any]) -> None:
     model = torch.nn.LSTM(2, 2)
     keep_in_fp32(model.weight_ih_l0)
@@ -311,64 +305,12 @@ def test_a_recurrent_module_still_knows_its_weights(wrap: Callable[..., Any]) ->
     assert model._flat_weights[0] is model.weight_ih_l0
 
 
-def test_arguments_may_be_given_by_keyword(megatron: ModuleType, mamba3: type[Mixer]) -> None:
-    model = mamba3()
-    with overlay_on(OVERLAY, megatron):
-        wrapped = megatron.Float16Module(module=model, config=config())
-
-    assert wrapped.module is model
-    assert is_exact(model.D)
-
-
 def test_wrapping_a_wrapped_model_keeps_it(wrap: Callable[..., Any], mamba3: type[Mixer]) -> None:
     model = mamba3()
 
     wrap(wrap(model))
 
     assert is_exact(model.D)
-
-
-def test_a_subclass_of_the_wrapper_is_covered(megatron: ModuleType, mamba3: type[Mixer]) -> None:
-    class Wrapper(megatron.Float16Module):  # type: ignore[name-defined, misc]
-        def __init__(self, config: Any, module: Any, extra: int) -> None:
-            super().__init__(config, module)
-            self.extra = extra
-
-    model = mamba3()
-    with overlay_on(OVERLAY, megatron):
-        wrapped = Wrapper(config(), model, extra=1)
-
-    assert wrapped.extra == 1
-    assert is_exact(model.D)
-
-
-def test_every_virtual_pipeline_chunk_is_covered(wrap: Callable[..., Any], mamba3: type[Mixer]) -> None:
-    chunks = [torch.nn.Sequential(torch.nn.Linear(4, 4), mamba3()) for _ in range(3)]
-    for stage, chunk in enumerate(chunks):
-        chunk.vp_stage = stage
-
-    wrapped = [wrap(chunk) for chunk in chunks]
-
-    assert [each.vp_stage for each in wrapped] == [0, 1, 2]
-    assert all(is_exact(chunk[1].D) and chunk[0].weight.dtype is torch.bfloat16 for chunk in chunks)
-
-
-def test_bits_survive_a_saved_state_dict(wrap: Callable[..., Any], mamba3: type[Mixer]) -> None:
-    saved, fresh = wrap(mamba3()), wrap(mamba3())
-    with torch.no_grad():
-        fresh.module.D.zero_()
-    file = io.BytesIO()
-    torch.save(saved.state_dict(), file)
-    file.seek(0)
-
-    fresh.load_state_dict(torch.load(file))
-
-    assert is_exact(fresh.module.D)
-    assert dtypes(fresh) == dtypes(saved)
-
-
-def test_a_copy_of_a_wrapped_model_keeps_bits(wrap: Callable[..., Any], mamba3: type[Mixer]) -> None:
-    assert is_exact(copy.deepcopy(wrap(mamba3()).module).D)
 
 
 def test_nothing_stays_on_the_model(wrap: Callable[..., Any], mamba3: type[Mixer]) -> None:
@@ -382,37 +324,12 @@ def test_nothing_stays_on_the_model(wrap: Callable[..., Any], mamba3: type[Mixer
     assert not wrapped._forward_pre_hooks
 
 
-def test_the_seam_pickles_and_names_itself_like_upstream(megatron: ModuleType) -> None:
-    original = megatron.Float16Module.__init__
-    with overlay_on(OVERLAY, megatron):
-        seam = megatron.Float16Module.__init__
-        assert seam is not original
-        assert pickle.loads(pickle.dumps(megatron.Float16Module)) is megatron.Float16Module
-        assert pickle.loads(pickle.dumps(seam)) is seam
-        assert (seam.__module__, seam.__qualname__) == (original.__module__, original.__qualname__)
-
-
-def test_undoing_returns_exactly_the_original(megatron: ModuleType) -> None:
-    original = vars(megatron.Float16Module)["__init__"]
-
-    with overlay_on(OVERLAY, megatron):
-        assert vars(megatron.Float16Module)["__init__"] is not original
-
-    assert vars(megatron.Float16Module)["__init__"] is original
-
-
-def test_the_witness_sees_the_defect_and_its_end(megatron: ModuleType) -> None:
-    assert OVERLAY.self_test(megatron).broken
-    with overlay_on(OVERLAY, megatron):
-        assert not OVERLAY.self_test(megatron).broken
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_the_witness_does_not_depend_on_defaults(megatron: ModuleType, dtype: torch.dtype) -> None:
+def test_the_witness_does_not_depend_on_defaults(module: ModuleType, dtype: torch.dtype) -> None:
     torch.set_default_dtype(dtype)
     try:
-        with torch.device("meta"), overlay_on(OVERLAY, megatron):
-            assert not OVERLAY.self_test(megatron).broken
+        with torch.device("meta"), placed(OVERLAY, BLANKET_CAST, module):
+            assert not OVERLAY.self_test(module).broken
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -508,13 +425,13 @@ def test_a_declaration_names_something() -> None:
         keeps_in_fp32()
 
 
-def test_a_wrapper_around_something_that_is_no_module_is_left_to_upstream(megatron: ModuleType) -> None:
+def test_a_wrapper_around_something_that_is_no_module_is_left_to_upstream(module: ModuleType) -> None:
     class Foreign:
         def bfloat16(self) -> Foreign:
             return self
 
-    with overlay_on(OVERLAY, megatron), pytest.raises(TypeError, match="not a Module subclass"):
-        megatron.Float16Module(config(), Foreign())
+    with placed(OVERLAY, BLANKET_CAST, module), pytest.raises(TypeError, match="not a Module subclass"):
+        module.Float16Module(config(), Foreign())
 
 
 # The other shape: upstream honours marks, the overlay sets them.
@@ -569,7 +486,7 @@ def test_the_witness_tells_honoured_marks_from_set_ones(honouring: type) -> None
 # Any tree of modules: exempt tensors untouched, all others as upstream's cast of the same tree.
 
 TENSORS = st.tuples(
-    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.complex64]),
     st.sampled_from(["parameter", "parameter", "buffer", "cache", "none"]),
     st.booleans(),  # marked
     st.integers(0, 5),  # with 0, tied to the first parameter that was made
@@ -607,7 +524,7 @@ def tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 @settings(deadline=None, max_examples=60)
 @given(tree=TREES, dtype=st.sampled_from(["bf16", "fp16"]))
-def test_any_tree_ends_as_upstreams_cast_except_for_what_is_exempt(megatron: ModuleType, tree: Any, dtype: str) -> None:
+def test_any_tree_ends_as_upstreams_cast_except_for_what_is_exempt(module: ModuleType, tree: Any, dtype: str) -> None:
     model, reference = grow(tree, []), grow(tree, [])
     before = dict(tensors(model))
     bits = {name: value.detach().clone() for name, value in before.items()}
@@ -619,9 +536,9 @@ def test_any_tree_ends_as_upstreams_cast_except_for_what_is_exempt(megatron: Mod
         and getattr(value, "keep_in_fp32", False)
     }
 
-    megatron.Float16Module(config(dtype), reference)
-    with overlay_on(OVERLAY, megatron):
-        megatron.Float16Module(config(dtype), model)
+    module.Float16Module(config(dtype), reference)
+    with placed(OVERLAY, BLANKET_CAST, module):
+        module.Float16Module(config(dtype), model)
 
     assert [name for name, _ in tensors(model)] == [name for name, _ in tensors(reference)]
     for (name, value), (_, expected) in zip(tensors(model), tensors(reference), strict=True):
@@ -632,7 +549,7 @@ def test_any_tree_ends_as_upstreams_cast_except_for_what_is_exempt(megatron: Mod
         assert torch.equal(value.detach(), wanted), name
 
 
-# The whole way, in a fresh interpreter, on releases old and new.
+# What it needs, in a fresh interpreter.
 
 WHOLE_WAY = """
 import warnings
@@ -654,88 +571,16 @@ print(record.decision.value, record.shape, model.weight.dtype, model.weight[0, 0
 """
 
 
-@pytest.fixture(scope="module")
-def folders_of(wheel: Callable[[str, str], Path]) -> Callable[[str], list[Path]]:
-    def folders(version: str) -> list[Path]:
-        if version == metadata.version("megatron-core"):
-            return []  # it is on the path
-        return [unpacked(wheel("megatron-core", version))]
-
-    return folders
-
-
-def whole_way(done: subprocess.CompletedProcess[str]) -> str:
-    return done.stdout.strip().splitlines()[-1]
-
-
-@pytest.mark.parametrize("version", only(["0.14.0", newest()], [newest()]))
-def test_the_lane_installs_it_on_a_release(
-    version: str, folders_of: Callable[[str], list[Path]], run_python: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
-    seen = whole_way(run_python(WHOLE_WAY, *folders_of(version), after=MEGATRON))
-
-    assert seen.startswith("active blanket-cast torch.float32 True torch.bfloat16 False ")
-
-
-def test_switched_off_upstream_is_as_it_was(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    seen = whole_way(run_python(WHOLE_WAY, after=MEGATRON, **{OVERLAY.variable: "off"}))
-
-    assert seen.startswith("disabled ")
-    assert " torch.bfloat16 False torch.bfloat16 False " in seen
-
-
 @pytest.mark.parametrize(
-    "neighbour", only(["float16-optimizer-state-ids", "float16-distributed-order"], ["float16-distributed-order"])
+    "needed", only(["float16-optimizer-state-ids", "float16-distributed-order"], ["float16-distributed-order"])
 )
 def test_without_an_overlay_that_saves_such_a_model_upstream_is_as_it_was(
-    neighbour: str, run_python: Callable[..., subprocess.CompletedProcess[str]]
+    needed: str, run_python: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     """Both optimizers are imported after `Float16Module`, or not at all: what they would be decides."""
-    seen = whole_way(run_python(WHOLE_WAY, after=MEGATRON, MEGACPP_OVERLAYS_DISABLE=neighbour))
+    done = run_python(WHOLE_WAY, after=MEGATRON, MEGACPP_OVERLAYS_DISABLE=needed)
+
+    seen = done.stdout.strip().splitlines()[-1]
 
     assert seen.startswith("conflict blanket-cast torch.bfloat16 False torch.bfloat16 False ")
-    assert f"it needs {neighbour}, which is disabled here: " in seen
-
-
-class Container(torch.nn.Module):
-    """A parent that looks at an exempt parameter of its child while it is cast."""
-
-    def __init__(self, child: torch.nn.Module) -> None:
-        super().__init__()
-        self.child = child
-        self.plain = torch.nn.Parameter(torch.full((3,), EXACT))
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        result = super()._apply(*args, **kwargs)
-        self.seen = [parameter for parameter in (self.child.dt_bias, self.plain) if parameter is not None]
-        return result
-
-
-class OwnCast(torch.nn.Module):
-    """A root that saves and restores a parameter around its cast, as home-made fixes do."""
-
-    def __init__(self, child: torch.nn.Module) -> None:
-        super().__init__()
-        self.child = child
-
-    def bfloat16(self) -> Any:
-        before = self.child.dt_bias.data.clone()
-        result = super().bfloat16()
-        self.child.dt_bias.data = before
-        return result
-
-
-@pytest.mark.parametrize("parent", [Container, OwnCast])
-def test_a_parent_with_a_cast_of_its_own_finds_the_parameters_of_its_children(
-    wrap: Callable[..., Any], mamba3: type[Mixer], parent: type[torch.nn.Module]
-) -> None:
-    model = parent(mamba3())
-    before = dict(model.named_parameters())
-
-    wrap(model)
-
-    assert is_exact(model.child.dt_bias)
-    assert dict(model.named_parameters()) == before
-    if parent is Container:
-        assert len(model.seen) == 2
-        assert model.plain.dtype is torch.bfloat16
+    assert f"it needs {needed}, which is disabled here: " in seen

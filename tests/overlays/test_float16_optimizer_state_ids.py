@@ -6,182 +6,41 @@ real torch optimizer and Megatron's own sharding helpers; the whole way is in te
 
 from __future__ import annotations
 
-import ast
-import contextlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from placed_seams import assert_same_bits, assert_self_test, overlays_out, placed
+from places import ROOT
 from upstream_imports import upstream_module
 
-import megacpp_overlays
-from megacpp_overlays.feature_probes import float16_distributed_order, float16_optimizer_state_ids
-from megacpp_overlays.loader import probing, seams
-from megacpp_overlays.model import Finding, Overlay, Verdict
+from megacpp_overlays.feature_probes.float16_distributed_order import STALE_ORDER
+from megacpp_overlays.feature_probes.float16_optimizer_state_ids import FLOAT16_IDS
 from megacpp_overlays.overlays import float16_distributed_order as distributed_order
 from megacpp_overlays.overlays import float16_optimizer_state_ids as state_ids
-from megacpp_overlays.source import forms
-from megacpp_overlays.source.file_trees import ArchiveTree
-from megacpp_overlays.source.fingerprint import fingerprint
-from megacpp_overlays.source.trees import ModuleSource
+from megacpp_overlays.repro import Neighbour, neighbour
 
-PROBES = (float16_optimizer_state_ids, float16_distributed_order)
+OVERLAYS = (state_ids.OVERLAY, distributed_order.OVERLAY)
+NEIGHBOURS = [
+    each for each in neighbour.load(ROOT / "packs/16-float16-fp32-exemption") if each.overlay == state_ids.OVERLAY.id
+]
 B, F = torch.bfloat16, torch.float32
-
-
-class TextTree:
-    """One module given as text."""
-
-    def __init__(self, name: str, text: str) -> None:
-        self.source = ModuleSource(name, "given.py", text)
-
-    def module(self, name: str) -> ModuleSource | None:
-        return self.source if name == self.source.name else None
-
-
-def text_of(probe: ModuleType, wheel: Callable[[str, str], Path], version: str = "0.19.2") -> str:
-    source = ArchiveTree(wheel("megatron-core", version)).module(probe.TARGET.module)
-    assert source is not None
-    return source.text
-
-
-def examine(probe: ModuleType, text: str) -> Finding:
-    return probing.examine(overlay_of(probe), TextTree(probe.TARGET.module, text))
-
-
-def overlay_of(probe: ModuleType) -> Overlay:
-    (overlay,) = (each.OVERLAY for each in (state_ids, distributed_order) if each.OVERLAY.target == probe.TARGET)
-    return overlay
-
-
-# Probes
-
-
-@pytest.mark.parametrize("probe", PROBES, ids=["ids", "order"])
-def test_what_is_not_there_is_absent(probe: ModuleType) -> None:
-    assert probe.probe(TextTree("other", "")).verdict is Verdict.ABSENT
-    assert examine(probe, "class Other: pass").verdict is Verdict.ABSENT
-
-
-@pytest.mark.unmeasured
-@pytest.mark.parametrize("probe", PROBES, ids=["ids", "order"])
-@pytest.mark.parametrize("times", [0, 2], ids=["missing", "doubled"])
-def test_a_statement_of_a_known_body_may_not_be(
-    probe: ModuleType, times: int, wheel: Callable[[str, str], Path]
-) -> None:
-    """The last one stands for all: a body is compared by its digest, in which every statement counts."""
-    text = text_of(probe, wheel)
-    record = forms.record(overlay_of(probe).id, probe.TARGET.module)
-    within = f"{probe.TARGET.module}:{probe.TARGET.symbol}."
-    methods = [place.removeprefix(within) for place in record.places if place.startswith(within)]
-    assert len(methods) >= 3
-    for method in methods:
-        syntax = ast.parse(text)
-        body = function(syntax, probe.TARGET.symbol, method).body
-        body[-1:] = [body[-1]] * times or [ast.Pass()]
-        changed = ast.unparse(ast.fix_missing_locations(syntax))
-        assert examine(probe, changed).verdict is Verdict.UNRECOGNISED, method
-
-
-def function(syntax: ast.Module, class_name: str, method: str) -> ast.FunctionDef:
-    cls = next(node for node in syntax.body if isinstance(node, ast.ClassDef) and node.name == class_name)
-    return next(node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == method)
-
-
-@pytest.mark.unmeasured
-@pytest.mark.parametrize("probe", PROBES, ids=["ids", "order"])
-@pytest.mark.parametrize(
-    "edit",
-    ["decorate", "parameter", "rename", "twice", "rebind", "patch", "setattr", "import", "star", "global", "except"],
-)
-def test_other_edits_are_not_recognised(probe: ModuleType, edit: str, wheel: Callable[[str, str], Path]) -> None:
-    symbol = probe.TARGET.symbol
-    syntax = ast.parse(text_of(probe, wheel))
-    method = function(syntax, symbol, "__init__")
-    cls = next(node for node in syntax.body if isinstance(node, ast.ClassDef) and node.name == symbol)
-    match edit:
-        case "decorate":
-            method.decorator_list = [ast.Name("patched")]
-        case "parameter":
-            method.args.kwonlyargs, method.args.kw_defaults = [ast.arg("extra")], [None]
-        case "rename":
-            method.name = "__setup__"
-        case "twice":
-            cls.body.append(method)
-        case "rebind":
-            cls.body += ast.parse("__init__ = patched(__init__)").body
-        case "patch":
-            syntax.body += ast.parse(f"{symbol}.__init__ = patched").body
-        case "setattr":
-            syntax.body += ast.parse(f"setattr({symbol}, '__init__', patched)").body
-        case "import":
-            syntax.body += ast.parse(f"from elsewhere import {symbol}").body
-        case "star":
-            syntax.body += ast.parse("from elsewhere import *").body
-        case "global":
-            syntax.body += ast.parse(f"def swap():\n    global {symbol}\n    {symbol} = patched").body
-        case "except":
-            syntax.body += ast.parse(f"try: run()\nexcept Error as {symbol}: pass").body
-
-    assert examine(probe, ast.unparse(ast.fix_missing_locations(syntax))).verdict is Verdict.UNRECOGNISED
-
-
-@pytest.mark.parametrize("probe", PROBES, ids=["ids", "order"])
-def test_layout_and_comments_do_not_matter(probe: ModuleType, wheel: Callable[[str, str], Path]) -> None:
-    text = ast.unparse(ast.parse(text_of(probe, wheel)))  # loses every comment
-
-    assert examine(probe, text).verdict is Verdict.BROKEN
-
-
-def test_a_fingerprint_sees_signature_decorators_and_statements() -> None:
-    def of(text: str) -> str:
-        node = ast.parse(text).body[0]
-        assert isinstance(node, ast.FunctionDef)
-        return fingerprint(node)
-
-    plain = of("def f(a):\n    return g(a)")
-    assert of('def f(a):\n    """Say."""\n\n    # why\n    return g( a )') == plain
-    others = ["def f(a, b=1):\n    return g(a)", "@h\ndef f(a):\n    return g(a)", "def f(a):\n    return g(a, 0)"]
-    assert len({plain, *map(of, others)}) == 4
-
-
-# Behaviour
 
 
 @pytest.fixture(scope="module")
 def megatron() -> Iterator[SimpleNamespace]:
-    """Both targets of the installed release, as upstream made them."""
-    overlays = (state_ids.OVERLAY, distributed_order.OVERLAY)
-    optimizer, distributed = (upstream_module(overlay.target.module) for overlay in overlays)
-    for overlay in overlays:
-        megacpp_overlays.undo(overlay.id)
-    yield SimpleNamespace(optimizer=optimizer, distributed=distributed)
-    megacpp_overlays.arm()
+    """Both targets of the installed release, without any overlay."""
+    modules = [upstream_module(each.target.module) for each in OVERLAYS]
+    with overlays_out():
+        yield SimpleNamespace(optimizer=modules[0], distributed=modules[1])
 
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron asks which rank it logs for."""
     monkeypatch.setenv("RANK", "0")
-
-
-@contextlib.contextmanager
-def overlay_on(overlay: Overlay, module: ModuleType) -> Iterator[None]:
-    """Put in the seams of an overlay's one released shape."""
-    shape = next(iter(overlay.replacements))
-    placed = []
-    try:
-        for replacement in overlay.replacements[shape]:
-            owner, name = seams.resolve(module, replacement.symbol)
-            make = replacement.make
-            placed.append(seams.replace(owner, name, lambda f, make=make: make(f, module), overlay_id=overlay.id))
-        yield
-    finally:
-        for seam in reversed(placed):
-            seam.undo()
 
 
 class Trained:
@@ -252,19 +111,10 @@ def test_without_the_overlay_mixed_state_cannot_be_saved(megatron: SimpleNamespa
         Trained(megatron, *groups).sharded()
 
 
-def test_without_the_overlay_idle_parameters_hide_that_names_are_swapped(megatron: SimpleNamespace) -> None:
-    trained = Trained(megatron, [B, F, B], idle=1)
-
-    saved = moments_by_name(trained.sharded())
-
-    native = trained.inner.state[trained.model["group0.1"]]["exp_avg"]
-    assert saved["optimizer.state.exp_avg.group0.2"] is native
-
-
 @pytest.mark.parametrize("groups", MIXED, ids=str)
 def test_every_state_is_saved_under_the_name_of_its_parameter(megatron: SimpleNamespace, groups: Any) -> None:
     trained = Trained(megatron, *groups)
-    with overlay_on(state_ids.OVERLAY, megatron.optimizer):
+    with placed(state_ids.OVERLAY, FLOAT16_IDS, megatron.optimizer):
         state = trained.sharded()
 
     saved = moments_by_name(state)
@@ -283,7 +133,7 @@ def test_every_state_is_saved_under_the_name_of_its_parameter(megatron: SimpleNa
 def test_state_comes_back_through_names_alone(megatron: SimpleNamespace, groups: Any) -> None:
     saved, fresh = Trained(megatron, *groups, seed=1), Trained(megatron, *groups, seed=2)
     assert not torch.equal(saved.moments[0], fresh.moments[0])
-    with overlay_on(state_ids.OVERLAY, megatron.optimizer):
+    with placed(state_ids.OVERLAY, FLOAT16_IDS, megatron.optimizer):
         stored = {entry.key: entry.data.detach().clone() for entry in entries(saved.sharded())}
         loaded = read_back(fresh.sharded(), stored)
     fresh.optimizer.load_state_dict(loaded)
@@ -301,7 +151,7 @@ def test_of_a_native_parameter_no_copy_is_written(megatron: SimpleNamespace, gro
     from megatron.core.dist_checkpointing.mapping import is_main_replica
 
     trained = Trained(megatron, *groups)
-    with overlay_on(state_ids.OVERLAY, megatron.optimizer):
+    with placed(state_ids.OVERLAY, FLOAT16_IDS, megatron.optimizer):
         copies = list(entries(trained.sharded()["fp32_from_fp16_params"]))
 
     written = sorted(each.key for each in copies if is_main_replica(each.replica_id))
@@ -328,7 +178,7 @@ def test_a_frozen_parameter_in_a_group_shifts_nothing(megatron: SimpleNamespace)
     trained.inner.param_groups[0]["params"].insert(0, frozen)
     trained.model["frozen"] = frozen
 
-    with overlay_on(state_ids.OVERLAY, megatron.optimizer):
+    with placed(state_ids.OVERLAY, FLOAT16_IDS, megatron.optimizer):
         state = trained.sharded()
 
     first = trained.optimizer.fp32_from_float16_groups[0][0]
@@ -337,15 +187,9 @@ def test_a_frozen_parameter_in_a_group_shifts_nothing(megatron: SimpleNamespace)
     assert keys == ["group0.0", "group0.1"]
 
 
-def test_without_native_fp32_parameters_the_state_is_upstreams(megatron: SimpleNamespace) -> None:
-    trained = Trained(megatron, [B, B], [B])
-    plain = trained.sharded()
-    with overlay_on(state_ids.OVERLAY, megatron.optimizer):
-        covered = trained.sharded()
-
-    pairs = list(zip(entries(plain), entries(covered), strict=True))
-    assert len(pairs) == 9
-    assert all(one.key == other.key and one.data is other.data for one, other in pairs)
+@pytest.mark.parametrize("each", NEIGHBOURS, ids=lambda each: each.name)
+def test_what_is_right_without_the_overlay_has_the_same_bits(each: Neighbour, megatron: SimpleNamespace) -> None:
+    assert_same_bits(each, state_ids.OVERLAY, megatron.optimizer, FLOAT16_IDS)
 
 
 def test_groups_are_back_even_when_upstream_fails(megatron: SimpleNamespace) -> None:
@@ -353,22 +197,16 @@ def test_groups_are_back_even_when_upstream_fails(megatron: SimpleNamespace) -> 
     groups = trained.optimizer.float16_groups, trained.optimizer.fp32_from_float16_groups
     del trained.model["group0.1"]
 
-    with overlay_on(state_ids.OVERLAY, megatron.optimizer), pytest.raises(KeyError):
+    with placed(state_ids.OVERLAY, FLOAT16_IDS, megatron.optimizer), pytest.raises(KeyError):
         trained.sharded()
 
     assert trained.optimizer.float16_groups is groups[0]
     assert trained.optimizer.fp32_from_float16_groups is groups[1]
 
 
-def test_each_witness_sees_its_defect_and_its_end(megatron: SimpleNamespace) -> None:
-    for overlay, module in (
-        (state_ids.OVERLAY, megatron.optimizer),
-        (distributed_order.OVERLAY, megatron.distributed),
-    ):
-        assert overlay.self_test(module).broken
-        with overlay_on(overlay, module):
-            assert not overlay.self_test(module).broken
-        assert overlay.self_test(module).broken
+def test_each_self_test_sees_its_defect_and_its_absence(megatron: SimpleNamespace) -> None:
+    assert_self_test(state_ids.OVERLAY, megatron.optimizer, FLOAT16_IDS)
+    assert_self_test(distributed_order.OVERLAY, megatron.distributed, STALE_ORDER)
 
 
 # The distributed optimizer
@@ -413,14 +251,14 @@ def test_positions_are_those_of_the_installed_groups(megatron: SimpleNamespace) 
     assert sizes(optimizer) != [8, 4, 6, 5]
 
     groups[0]["params"] = list(parameters)
-    constructor, _ = distributed_order.OVERLAY.replacements["stale-order"]
+    constructor, _ = distributed_order.OVERLAY.replacements[STALE_ORDER]
     constructor.make(build, megatron.distributed)(optimizer)
     assert sizes(optimizer) == [8, 4, 6, 5]
 
 
 def test_an_optimizer_without_groups_is_left_alone(megatron: SimpleNamespace) -> None:
     """A rank without parameters, and Megatron-FSDP: upstream's constructor returns early."""
-    constructor, _ = distributed_order.OVERLAY.replacements["stale-order"]
+    constructor, _ = distributed_order.OVERLAY.replacements[STALE_ORDER]
     optimizer = SimpleNamespace()
 
     constructor.make(lambda self, stub: setattr(self, "is_stub_optimizer", stub), megatron.distributed)(optimizer, True)

@@ -18,15 +18,9 @@ from trees import STAND_INS
 
 from megacpp_overlays.loader import seams
 from megacpp_overlays.loader.probing import examine
-from megacpp_overlays.model import Finding, Overlay, Verdict
+from megacpp_overlays.model import Overlay, Verdict
 from megacpp_overlays.source.file_trees import DirectoryTree
 from megacpp_overlays.source.trees import ModuleSource, SourceTree
-
-RELEASES = (
-    *("0.14.0", "0.15.0", "0.15.1", "0.15.2", "0.15.3", "0.16.0", "0.16.1"),
-    *("0.17.0", "0.17.1", "0.18.0", "0.18.2", "0.19.0", "0.19.2"),
-)
-
 
 _numbers = itertools.count()
 
@@ -45,13 +39,6 @@ def text_of(tree: SourceTree, name: str) -> str:
     source = tree.module(name)
     assert source is not None
     return source.text
-
-
-def edited(tree: SourceTree, part: Overlay, old: str, new: str) -> Finding:
-    """Return what a part's probe says after one place of its target was changed."""
-    text = text_of(tree, part.target.module)
-    assert text.count(old) == 1, (old, text.count(old))
-    return examine(part, EditedTree(tree, part.target.module, text.replace(old, new)))
 
 
 def statement_edits(text: str, symbol: str) -> Iterator[tuple[str, str]]:
