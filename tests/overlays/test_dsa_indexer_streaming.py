@@ -142,6 +142,23 @@ def assert_alike(found: list[Any], expected: list[Any], *, tolerance: float = 2e
         assert away <= tolerance * max(size, typical * one.numel() ** 0.5), (away, size)
 
 
+def assert_trains_alike(
+    upstream: ModuleType, patched: ModuleType, tolerance: float = 1e-5, dtype: torch.dtype = torch.float32, **loss: Any
+) -> None:
+    """Compare the fused loss and its gradients, of the same inputs."""
+    (expected_loss, expected), (found_loss, found) = (
+        trained(module, inputs_of(7, 9, dtype=dtype), **loss) for module in (upstream, patched)
+    )
+    assert_alike([found_loss], [expected_loss])
+    assert_alike(found, expected, tolerance=tolerance)
+    assert all(each.count_nonzero() for each in found)
+
+
+def known_losses(module: ModuleType) -> list[dict[str, Any]]:
+    """Return the losses that this version takes."""
+    return [loss for loss in LOSSES.values() if supported(module, **loss) == loss]
+
+
 # Where it is worth it
 
 
@@ -252,22 +269,6 @@ def test_it_works_in_whatever_state_the_importing_thread_is(patched: ModuleType)
     assert not torch.cuda.is_initialized()
 
 
-def test_names_and_defaults_are_upstreams(indexer_tree: SourceTree, upstream: ModuleType, patched: ModuleType) -> None:
-    import inspect
-
-    replaced = [each.symbol for each in OVERLAY.replacements[shape_of(indexer_tree)] if "." not in each.symbol]
-    for name in replaced:
-        seam, original = getattr(patched, name), getattr(upstream, name)
-        assert inspect.signature(seam) == inspect.signature(original)
-        own = inspect.signature(inspect.getclosurevars(seam).nonlocals["function"]).parameters  # below what counts
-        theirs = inspect.signature(original).parameters
-        if "args" in own:  # upstream's own backward takes them
-            assert [*own] == ["q", "weights", "k", "args", "kwargs"]
-        else:
-            assert {n: p.default for n, p in own.items()} == {n: p.default for n, p in theirs.items()}
-            assert [*own] == [*theirs]
-
-
 # Scores
 
 
@@ -324,20 +325,6 @@ def pairs(wheel: Wheel) -> Iterator[None]:
     PAIRS.clear()
 
 
-def test_scores_are_new_and_may_be_written_to(patched: ModuleType) -> None:
-    q, weights, k = inputs_of(4, 6)
-    first = scores_of(patched)(q, weights, k)
-    kept = first.detach().clone()
-
-    first += causal(4, 6)
-    first.sigmoid().sum().backward()
-
-    second = scores_of(patched)(q, weights, k)
-    assert torch.equal(second, kept)
-    assert q.grad is not None
-    assert q.grad.isfinite().all()
-
-
 def test_the_sparse_loss_writes_its_mask_into_the_scores(upstream: ModuleType, patched: ModuleType) -> None:
     """As `DSAIndexer.forward_with_scores` and `compute_dsa_indexer_loss` do between them."""
     results = []
@@ -360,18 +347,9 @@ def test_the_sparse_loss_writes_its_mask_into_the_scores(upstream: ModuleType, p
 @pytest.mark.usefixtures("with_loss")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_fused_loss_trains_as_upstreams(upstream: ModuleType, patched: ModuleType, dtype: torch.dtype) -> None:
-    known = [loss for loss in LOSSES.values() if supported(upstream, **loss) == loss]
-    assert len(known) >= 2
-    for loss in known:
-        for option in options(upstream):
-            inputs = inputs_of(7, 9, dtype=dtype)
-            expected_loss, expected = trained(upstream, inputs, **loss, **option)
-
-            found_loss, found = trained(patched, inputs, **loss, **option)
-
-            assert_alike([found_loss], [expected_loss])
-            assert_alike(found, expected, tolerance=1e-5 if dtype == torch.float32 else 1e-2)
-            assert all(each.count_nonzero() for each in found)
+    assert len(known_losses(upstream)) >= 2
+    for loss, option in itertools.product(known_losses(upstream), options(upstream)):
+        assert_trains_alike(upstream, patched, 1e-5 if dtype == torch.float32 else 1e-2, dtype, **loss, **option)
 
 
 CHOSEN: dict[str, dict[str, Any]] = {
@@ -396,6 +374,9 @@ def over_chosen_keys(queries: int = 7, keys: int = 9) -> dict[str, Any]:
     }
 
 
+HAS_KERNELS = chosen_keys.has_kernels
+
+
 @pytest.fixture
 def chosen_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Note each choice of keys in blocks of queries, where PyTorch's are taken for kernels."""
@@ -414,19 +395,14 @@ def chosen_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("kind", CHOSEN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_sparse_loss_over_chosen_keys_trains_as_upstreams(
-    kind: str, dtype: torch.dtype, newest: SourceTree, chosen_calls: list[str]
+    kind: str, dtype: torch.dtype, chosen_calls: list[str]
 ) -> None:
-    upstream, patched = indexer_of(newest), indexer_of(newest)
-    undo = installed(newest, patched)
+    upstream, patched = PAIRS[releases.newest()]
     given = {**over_chosen_keys(), **CHOSEN[kind]}
 
-    expected_loss, expected = trained(upstream, inputs_of(7, 9, dtype=dtype), **given)
-    found_loss, found = trained(patched, inputs_of(7, 9, dtype=dtype), **given)
-    undo()
+    assert_trains_alike(upstream, patched, 1e-5 if dtype == torch.float32 else 1e-2, dtype, **given)
 
     assert chosen_calls == ["choose"]
-    assert_alike([found_loss], [expected_loss])
-    assert_alike(found, expected, tolerance=1e-5 if dtype == torch.float32 else 1e-2)
 
 
 @pytest.mark.parametrize(
@@ -439,31 +415,18 @@ def test_a_sparse_loss_over_chosen_keys_trains_as_upstreams(
     ],
     ids=["dense", "mask", "positions of keys", "keys of each head"],
 )
-def test_other_losses_go_the_way_of_all_scores(
-    other: dict[str, Any], newest: SourceTree, chosen_calls: list[str]
-) -> None:
-    upstream, patched = indexer_of(newest), indexer_of(newest)
-    undo = installed(newest, patched)
-    given = {**over_chosen_keys(), **other}
+def test_other_losses_go_the_way_of_all_scores(other: dict[str, Any], chosen_calls: list[str]) -> None:
+    upstream, patched = PAIRS[releases.newest()]
 
-    expected_loss, expected = trained(upstream, inputs_of(7, 9), **given)
-    found_loss, found = trained(patched, inputs_of(7, 9), **given)
-    undo()
+    assert_trains_alike(upstream, patched, **{**over_chosen_keys(), **other})
 
     assert chosen_calls == []
-    assert_alike([found_loss, *found], [expected_loss, *expected], tolerance=1e-5)
 
 
-def test_a_small_sparse_loss_is_upstreams_own(
-    newest: SourceTree, chosen_calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_sparse_loss_is_upstreams_own(chosen_calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "_calls_of_every_size", 0)
-    upstream, patched = indexer_of(newest), indexer_of(newest)
-    undo = installed(newest, patched)
 
-    expected = trained(upstream, inputs_of(7, 9), **over_chosen_keys())
-    found = trained(patched, inputs_of(7, 9), **over_chosen_keys())
-    undo()
+    expected, found = (trained(module, inputs_of(7, 9), **over_chosen_keys()) for module in PAIRS[releases.newest()])
 
     assert chosen_calls == []
     assert torch.equal(found[0], expected[0])
@@ -471,20 +434,18 @@ def test_a_small_sparse_loss_is_upstreams_own(
 
 
 def test_without_kernels_a_sparse_loss_goes_the_way_of_all_scores(
-    newest: SourceTree, chosen_calls: list[str], monkeypatch: pytest.MonkeyPatch
+    chosen_calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()
-    patched = indexer_of(newest)
-    undo = installed(newest, patched)
-    with measured.serving_calls_of_every_size():
-        found, _ = trained(patched, inputs_of(7, 9), **over_chosen_keys())
-    undo()
+    monkeypatch.setattr(chosen_keys, "has_kernels", HAS_KERNELS)
+    _, patched = PAIRS[releases.newest()]
+
+    found, _ = trained(patched, inputs_of(7, 9), **over_chosen_keys())
 
     assert chosen_calls == []
     assert found > 0
 
 
-def test_targets_of_chosen_keys_are_summed_over_ranks(newest: SourceTree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_of_chosen_keys_are_summed_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks with the same heads: the sum is twice as large, and once it is normalised the loss is that of one rank."""
     summed: list[tuple[int, ...]] = []
 
@@ -494,68 +455,26 @@ def test_targets_of_chosen_keys_are_summed_over_ranks(newest: SourceTree, monkey
 
     monkeypatch.setattr(torch.distributed, "all_reduce", twice)
     monkeypatch.setattr(chosen_keys, "has_kernels", lambda *_: True)
-    patched = indexer_of(newest)
-    undo = installed(newest, patched)
+    _, patched = PAIRS[releases.newest()]
     ranks = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2))
 
     alone = trained(patched, inputs_of(7, 9), **over_chosen_keys())
     together = trained(patched, inputs_of(7, 9), ranks, **over_chosen_keys())
-    undo()
 
     assert summed == [(2, 7, 3)]
     assert_alike([together[0], *together[1]], [alone[0], *alone[1]])
 
 
-def test_nothing_of_all_queries_and_keys_is_held(newest: SourceTree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_all_queries_and_keys_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chosen_keys, "has_kernels", lambda *_: True)
     monkeypatch.setattr(query_blocks, "_BLOCK_BYTES", 4 * 2 * 300 * 20)
     monkeypatch.setattr(in_torch, "_BLOCK_ELEMENTS", 1000)
-    patched = indexer_of(newest)
-    undo = installed(newest, patched)
+    _, patched = PAIRS[releases.newest()]
+
     with Largest() as largest:
         trained(patched, inputs_of(300, 300, dim=2), **over_chosen_keys(300, 300))
-    undo()
 
     assert 0 < largest.elements <= 300 * 300  # a mask that the case itself makes, and does not hand over
-
-
-@pytest.mark.usefixtures("with_loss")
-def test_neither_direction_holds_four_axes(upstream: ModuleType, patched: ModuleType) -> None:
-    four_axes = 8 * 2 * 32 * 6
-
-    with Largest() as before:
-        trained(upstream, inputs_of(8, 6, heads=32, dim=2))
-    with Largest() as after:
-        trained(patched, inputs_of(8, 6, heads=32, dim=2))
-
-    assert before.elements >= four_axes
-    assert after.elements < four_axes / 2
-
-
-@pytest.mark.usefixtures("with_loss")
-def test_what_others_imported_by_name_leads_to_the_seams(indexer_tree: SourceTree) -> None:
-    """As `csa` on dev does with the top-k and with the loss."""
-    module = indexer_of(indexer_tree)
-    csa = SimpleNamespace(FusedDSAIndexerLoss=module.FusedDSAIndexerLoss)
-    topk = module.fused_qk_topk_naive
-    undo = installed(indexer_tree, module)
-    q, weights, k = (each.detach() for each in inputs_of(8, 6, heads=32, dim=2))
-    with Largest() as seen:
-        topk(q, k, weights, 3)
-        trained(csa, inputs_of(8, 6, heads=32, dim=2))  # type: ignore[arg-type]
-
-    assert seen.elements < 8 * 2 * 32 * 6 / 2
-    undo()
-    with Largest() as seen:
-        topk(q, k, weights, 3)
-    assert seen.elements >= 8 * 2 * 32 * 6
-
-
-def test_inputs_may_be_given_by_name(upstream: ModuleType, patched: ModuleType) -> None:
-    q, weights, k = inputs_of(4, 6)
-    found = scores_of(patched)(k=k, q=q, weights=weights) if hasattr(patched, feature.SCORES) else None
-    if found is not None:
-        assert_alike([found], [scores_of(upstream)(q, weights, k)])
 
 
 @pytest.mark.usefixtures("with_loss")
@@ -584,13 +503,6 @@ def test_two_threads_may_go_backward_at_once(upstream: ModuleType, patched: Modu
             assert_alike(result, expected[number], tolerance=1e-5)
 
 
-@pytest.mark.usefixtures("with_loss")
-def test_a_rerun_gives_the_same_bits(patched: ModuleType) -> None:
-    first, second = (trained(patched, inputs_of(9, 7, dtype=torch.bfloat16))[1] for _ in range(2))
-
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-
-
 def without_loss(tree: SourceTree, module: ModuleType) -> Any:
     """Put in the seams that do where the body of the loss is not known; return what takes them out."""
     return install(OVERLAY, WITHOUT_LOSS[shape_of(tree)], module)
@@ -602,15 +514,8 @@ def test_a_loss_that_is_not_known_is_left_to_upstream_and_trains_alike(version: 
     module = indexer_of(tree)
     loss_of_upstream = module.compute_dsa_indexer_loss
     undo = without_loss(tree, module)
-    for loss in LOSSES.values():
-        if supported(upstream, **loss) == loss:
-            for option in options(upstream):
-                inputs = inputs_of(7, 9)
-                assert_alike(
-                    trained(module, inputs, **loss, **option)[1],
-                    trained(upstream, inputs, **loss, **option)[1],
-                    tolerance=1e-5,
-                )
+    for loss, option in itertools.product(known_losses(upstream), options(upstream)):
+        assert_trains_alike(upstream, module, **loss, **option)
     assert module.compute_dsa_indexer_loss is loss_of_upstream
     assert not OVERLAY.self_test(module).broken
     undo()
@@ -741,12 +646,8 @@ def test_a_mask_of_another_dtype_is_refused_as_upstream_does(upstream: ModuleTyp
 
 @pytest.mark.usefixtures("with_known_loss", "by_the_kernel")
 def test_the_loss_over_the_keys_that_are_chosen_so_trains_alike(upstream: ModuleType, patched: ModuleType) -> None:
-    for loss in LOSSES.values():
-        if supported(upstream, **loss) == loss:
-            inputs = inputs_of(7, 9)
-            (of_theirs, theirs), (of_ours, ours) = (trained(each, inputs, **loss) for each in (upstream, patched))
-            assert_alike([of_ours], [of_theirs])
-            assert_alike(ours, theirs, tolerance=1e-5)
+    for loss in known_losses(upstream):
+        assert_trains_alike(upstream, patched, **loss)
 
 
 @pytest.mark.usefixtures("with_known_loss")
@@ -852,14 +753,8 @@ def test_blocks_of_queries_change_nothing(
     upstream: ModuleType, patched: ModuleType, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS", elements)
-    for loss in LOSSES.values():
-        if supported(upstream, **loss) == loss:
-            inputs = inputs_of(7, 9)
-            (loss_of_theirs, theirs), (ours_loss, ours) = (
-                trained(each, inputs, **loss) for each in (upstream, patched)
-            )
-            assert_alike([ours_loss], [loss_of_theirs])
-            assert_alike(ours, theirs, tolerance=1e-5)
+    for loss in known_losses(upstream):
+        assert_trains_alike(upstream, patched, **loss)
 
 
 def test_a_packed_query_without_a_batch_axis_is_taken() -> None:
@@ -876,12 +771,7 @@ def test_a_mask_with_finite_numbers_counts_as_it_does_upstream() -> None:
     upstream, patched = PAIRS[releases.newest()]
     mask = (causal(7, 9) + numbers(7, 9, seed=3)).masked_fill(numbers(7, 9, seed=4) > 1.5, float("-inf"))
     for sparse in (False, True):
-        inputs = inputs_of(7, 9)
-        (of_theirs, theirs), (of_ours, ours) = (
-            trained(each, inputs, mask=mask, sparse_loss=sparse) for each in (upstream, patched)
-        )
-        assert_alike([of_ours], [of_theirs])
-        assert_alike(ours, theirs, tolerance=1e-5)
+        assert_trains_alike(upstream, patched, mask=mask, sparse_loss=sparse)
 
 
 @pytest.mark.parametrize(
@@ -957,74 +847,7 @@ def largest(graph: Any) -> int:
     return max(value.numel() for value in values if isinstance(value, torch.Tensor))
 
 
-# The real module, through the loader
-
-
-REAL = """
-import json, sys, warnings
-sys.path[:0] = {tests!r}
-warnings.simplefilter("ignore")
-import torch
-torch.set_default_dtype(torch.bfloat16)
-torch.set_default_device("meta")
-before = torch.get_rng_state()
-import megacpp_overlays
-from megatron.core.transformer.experimental_attention_variant import dsa
-unchanged = torch.equal(before, torch.get_rng_state()) and torch.get_default_dtype() is torch.bfloat16
-torch.set_default_device("cpu")
-torch.set_default_dtype(torch.float32)
-(record,) = [r for r in megacpp_overlays.audit().records if r.overlay.id == "dsa-indexer-streaming"]
-out = dict(decision=record.decision.value, reason=record.reason, seams=len(record.seams), unchanged=unchanged,
-           cuda=torch.cuda.is_initialized(), interpreted=[n for n in sys.modules if n.endswith("index_scores.in_triton")])
-from dsa_indexer import LOSSES, inputs_of, supported, trained
-def all_cases():
-    found = {{}}
-    for name, loss in LOSSES.items():
-        if set(supported(dsa, **loss)) == set(loss):
-            inputs = inputs_of(7, 9, dtype={dtype})
-            found[name] = trained(dsa, inputs, use_relu={relu}, **loss)[1]
-    return found
-ours = all_cases()
-megacpp_overlays.undo("dsa-indexer-streaming")
-theirs = all_cases()
-megacpp_overlays.arm()
-(record,) = [r for r in megacpp_overlays.audit().records if r.overlay.id == "dsa-indexer-streaming"]
-out["again"] = record.decision.value
-out["away"] = {{
-    name: max(((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(ours[name], theirs[name]))
-    for name in ours
-}}
-out["same"] = sum(all(map(torch.equal, ours[name], theirs[name])) for name in ours)
-print(json.dumps(out))
-"""
-
-
-@pytest.mark.full  # rows of the differential test have sparse attention every day
-@pytest.mark.upstream
-@pytest.mark.parametrize(
-    ("dtype", "relu"), [*itertools.product((torch.float32, torch.bfloat16), (True, False))], ids=str
-)
-def test_the_installed_megatron_trains_alike_with_the_overlay_and_without(
-    dtype: torch.dtype, relu: bool, run_python: Callable[..., Any]
-) -> None:
-    done = run_python(
-        REAL.format(tests=[str(SUPPORT)], dtype=dtype, relu=relu),
-        after=MEGATRON,
-        TRITON_INTERPRET="1",
-        OMP_NUM_THREADS="1",
-        MEGACPP_OVERLAYS_LOG="logging",
-        MEGACPP_OVERLAYS_SMALL_CALLS="overlay",
-    )
-    found = json.loads(done.stdout.splitlines()[-1])
-
-    assert (found["decision"], found["again"], found["seams"]) == ("active", "active", 6)
-    assert found["unchanged"]
-    assert not found["cuda"]
-    assert "dsa_kernel_backend" in found["reason"]
-    assert not found["interpreted"]
-    assert len(found["away"]) == 8
-    for name, away in found["away"].items():
-        assert away < (1e-5 if dtype is torch.float32 else 1e-2), name
+# Tensor parallelism
 
 
 RANKS = """

@@ -4,47 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import inspect
 import os
-import subprocess
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import warm_python
+from placed_seams import assert_self_test, placed
 from places import HANG_S, SUPPORT
-from unpacked import unpacked
 from upstream_imports import upstream_module
 from warm_python import MEGATRON
 
 import megacpp_overlays
+from megacpp_overlays.feature_probes.float16_fp32_exemption import BLANKET_CAST
 from megacpp_overlays.feature_probes.float16_mixer_parameters import MAMBA, UNMARKED
 from megacpp_overlays.fp32_marks import MARK
-from megacpp_overlays.loader import seams
-from megacpp_overlays.model import Overlay
 from megacpp_overlays.overlays import float16_fp32_exemption
 from megacpp_overlays.overlays.float16_mixer_parameters import PARTS
 
 OVERLAY = PARTS[0]
 EXEMPTION = float16_fp32_exemption.OVERLAY
 NAMES = ("A_log", "D")
-
-
-@contextlib.contextmanager
-def overlay_on(overlay: Overlay, module: ModuleType) -> Iterator[None]:
-    """Put in the seam of an overlay's first shape."""
-    (replacement,) = next(iter(overlay.replacements.values()))
-    owner, name = seams.resolve(module, replacement.symbol)
-    placed = seams.replace(owner, name, lambda f: replacement.make(f, module), overlay_id=overlay.id)
-    try:
-        yield
-    finally:
-        placed.undo()
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +105,10 @@ def wrap(model: torch.nn.Module, dtype: str = "bf16") -> Any:
 def test_both_parameters_of_a_real_mixer_keep_their_bits(
     mixer_module: ModuleType, build: Callable[..., Any], dtype: str, options: dict[str, Any]
 ) -> None:
-    with overlay_on(OVERLAY, mixer_module), overlay_on(EXEMPTION, importlib.import_module(EXEMPTION.target.module)):
+    with (
+        placed(OVERLAY, UNMARKED, mixer_module),
+        placed(EXEMPTION, BLANKET_CAST, importlib.import_module(EXEMPTION.target.module)),
+    ):
         mixer = build(**options)
         parameters = {name: getattr(mixer, name) for name in NAMES}
         before = {name: value.detach().clone() for name, value in parameters.items()}
@@ -140,59 +127,19 @@ def test_both_parameters_of_a_real_mixer_keep_their_bits(
     assert others == {half}
 
 
-def test_nothing_but_the_two_parameters_is_marked(mixer_module: ModuleType, build: Callable[..., Any]) -> None:
-    with overlay_on(OVERLAY, mixer_module):
-        mixer = build()
-
-    assert {name for name, value in mixer.named_parameters() if getattr(value, MARK, False)} == set(NAMES)
-
-
-def test_without_the_overlay_upstream_casts_both(build: Callable[..., Any]) -> None:
-    mixer = build()
-    before = mixer.A_log.detach().clone()
-    with overlay_on(EXEMPTION, importlib.import_module(EXEMPTION.target.module)):
-        wrap(mixer)
-
-    assert mixer.A_log.dtype is mixer.D.dtype is torch.bfloat16
-    assert not torch.equal(mixer.A_log.float(), before)
-
-
 def test_marks_alone_change_nothing_where_nothing_honours_them(
     mixer_module: ModuleType, build: Callable[..., Any]
 ) -> None:
-    with overlay_on(OVERLAY, mixer_module):
+    with placed(OVERLAY, UNMARKED, mixer_module):
         mixer = build()
     wrap(mixer)
 
     assert mixer.A_log.dtype is torch.bfloat16
 
 
-def test_a_subclass_is_covered(mixer_module: ModuleType, build: Callable[..., Any], monkeypatch: Any) -> None:
-    class Tuned(mixer_module.MambaMixer):  # type: ignore[name-defined, misc]
-        pass
-
-    with overlay_on(OVERLAY, mixer_module):
-        monkeypatch.setattr(mixer_module, "MambaMixer", Tuned)
-        mixer = build()
-
-    assert type(mixer) is Tuned
-    assert getattr(mixer.A_log, MARK)
-
-
 def test_a_constructor_that_fails_fails_as_before(mixer_module: ModuleType, build: Callable[..., Any]) -> None:
-    with overlay_on(OVERLAY, mixer_module), pytest.raises(AssertionError):
+    with placed(OVERLAY, UNMARKED, mixer_module), pytest.raises(AssertionError):
         build(norm_before_gate=True)
-
-
-def test_the_signature_and_the_original_stay(mixer_module: ModuleType) -> None:
-    original = vars(mixer_module.MambaMixer)["__init__"]
-    before = inspect.signature(original)
-
-    with overlay_on(OVERLAY, mixer_module):
-        assert inspect.signature(mixer_module.MambaMixer.__init__) == before
-        assert vars(mixer_module.MambaMixer)["__init__"] is not original
-
-    assert vars(mixer_module.MambaMixer)["__init__"] is original
 
 
 def test_a_parameter_that_was_created_in_half_precision_is_not_marked(
@@ -200,7 +147,7 @@ def test_a_parameter_that_was_created_in_half_precision_is_not_marked(
 ) -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with overlay_on(OVERLAY, mixer_module):
+        with placed(OVERLAY, UNMARKED, mixer_module):
             mixer = build()
             assert not OVERLAY.self_test(mixer_module).broken
     finally:
@@ -214,12 +161,10 @@ def test_a_parameter_that_was_created_in_half_precision_is_not_marked(
 # The witness and the self-test
 
 
-def test_the_witness_sees_the_defect_and_the_self_test_its_end(mixer_module: ModuleType) -> None:
+def test_the_witness_sees_the_defect_and_the_self_test_its_absence(mixer_module: ModuleType) -> None:
     assert OVERLAY.witness is not None
     assert OVERLAY.witness(mixer_module).broken
-    assert OVERLAY.self_test(mixer_module).broken
-    with overlay_on(OVERLAY, mixer_module):
-        assert not OVERLAY.self_test(mixer_module).broken
+    assert_self_test(OVERLAY, mixer_module, UNMARKED)
 
 
 def test_where_no_mixer_can_be_built_neither_stands_in_the_way(
@@ -281,37 +226,7 @@ def test_another_thread_keeps_its_device_meanwhile(mixer_module: ModuleType, mon
     assert seen == [(7, "theirs"), "cpu"]
 
 
-# The whole way, in processes of their own
-
-WHOLE_WAY = """
-import warnings
-warnings.simplefilter("ignore")
-import megacpp_overlays
-from megatron.core.ssm import mamba_mixer
-from megatron.core.transformer.module import Float16Module
-record = next(r for r in megacpp_overlays.audit().records if r.overlay.target.module == mamba_mixer.__name__)
-print(record.decision.value, record.shape, hasattr(mamba_mixer.MambaMixer.__init__, "__wrapped__"), record.reason)
-"""
-
-
-@pytest.fixture(scope="module")
-def oldest(wheel: Callable[[str, str], Path]) -> Path:
-    return unpacked(wheel("megatron-core", "0.14.0"))
-
-
-def test_it_is_off_by_default(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    seen = run_python(WHOLE_WAY, after=MEGATRON).stdout.strip().splitlines()[-1]
-
-    assert seen.startswith(f"disabled {UNMARKED} False off by default")
-    assert f"{OVERLAY.variable}=on" in seen
-
-
-def test_its_variable_switches_it_on_in_the_oldest_release(
-    oldest: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
-    seen = run_python(WHOLE_WAY, oldest, after=MEGATRON, **{OVERLAY.variable: "on"}).stdout.strip().splitlines()[-1]
-
-    assert seen.startswith(f"active {UNMARKED} True ")
+# Through files
 
 
 @pytest.fixture(scope="module")
