@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pickle
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ import pytest
 import torch
 import warm_python
 from fp8_dispatch import AsFloat8, Kernel, TraceableKernel, inputs, kernel_in, kinds, part_of, quantized, seam_in
-from placed_seams import without_overlays
+from placed_seams import stock
 from places import HANG_S, ROOT, SUPPORT
 from trees import STAND_INS
 from warm_python import MEGATRON
@@ -66,11 +65,7 @@ def test_on_a_tree(tree: Path) -> None:
 # On the release that is installed here
 
 
-@pytest.fixture(scope="module")
-def module() -> Iterator[ModuleType]:
-    """The dispatcher's module as upstream made it, whatever overlays the tests before left in this process."""
-    with without_overlays(RELEASE.target.module) as found:
-        yield found
+module = stock(RELEASE.target.module)
 
 
 @pytest.fixture
@@ -217,13 +212,17 @@ def test_a_registered_kernel_is_not_asked_by_the_self_test(module: ModuleType, s
 # The log line
 
 
+@pytest.fixture
+def dispatch(module: ModuleType, kernel: Kernel) -> Any:
+    """A seam of its own: the one of the lane is kept when it is undone, and remembers what it said."""
+    (replacement,) = RELEASE.replacements[feature.GUARD_FOOLED]
+    return replacement.make(module.fused_sparse_mla_absorbed, module)  # type: ignore[attr-defined]
+
+
 def test_one_line_for_each_tensor_names_recipe_and_bytes(
-    module: ModuleType, kernel: Kernel, caplog: pytest.LogCaptureFixture
+    module: ModuleType, dispatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     query, key, _ = inputs()
-    # A seam of its own: the one of the lane is kept when it is undone, and remembers what it said.
-    (replacement,) = RELEASE.replacements[feature.GUARD_FOOLED]
-    dispatch = replacement.make(module.fused_sparse_mla_absorbed, module)  # type: ignore[attr-defined]
     with caplog.at_level(logging.DEBUG, "megacpp_overlays"):
         for _ in range(3):
             dispatch(quantized(query), quantized(key), inputs()[2], 0.5, 512)
@@ -239,10 +238,8 @@ def test_one_line_for_each_tensor_names_recipe_and_bytes(
         )
 
 
-def test_the_line_says_who_took_it(module: ModuleType, kernel: Kernel, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_line_says_who_took_it(dispatch: Any, caplog: pytest.LogCaptureFixture) -> None:
     query, key, indices = inputs()
-    (replacement,) = RELEASE.replacements[feature.GUARD_FOOLED]
-    dispatch = replacement.make(module.fused_sparse_mla_absorbed, module)  # type: ignore[attr-defined]
 
     def fp8_kernel(*_: Any) -> int:
         return 1
@@ -257,12 +254,8 @@ def test_the_line_says_who_took_it(module: ModuleType, kernel: Kernel, caplog: p
     assert re.search(r"; handed as it is to .*fp8_kernel$", record.getMessage())
 
 
-def test_what_upstream_declined_is_not_said_to_have_lost_fp8(
-    module: ModuleType, kernel: Kernel, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_upstream_declined_is_not_said_to_have_lost_fp8(dispatch: Any, caplog: pytest.LogCaptureFixture) -> None:
     query, key, indices = inputs()
-    (replacement,) = RELEASE.replacements[feature.GUARD_FOOLED]
-    dispatch = replacement.make(module.fused_sparse_mla_absorbed, module)  # type: ignore[attr-defined]
     opened = quantized(query)
     with caplog.at_level(logging.DEBUG, "megacpp_overlays"):
         for _ in range(2):
@@ -276,14 +269,12 @@ def test_what_upstream_declined_is_not_said_to_have_lost_fp8(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_rank_warns_and_names_itself(
-    rank: int, module: ModuleType, kernel: Kernel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    rank: int, dispatch: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pipeline stage that is not rank 0's may have all the layers."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
     query, key, indices = inputs()
-    (replacement,) = RELEASE.replacements[feature.GUARD_FOOLED]
-    dispatch = replacement.make(module.fused_sparse_mla_absorbed, module)  # type: ignore[attr-defined]
     with caplog.at_level(logging.DEBUG, "megacpp_overlays"):
         dispatch(quantized(query), key, indices, 0.5, 512)
     (record,) = caplog.records
@@ -327,10 +318,6 @@ def test_it_traces_in_one_graph_where_upstream_did(module: ModuleType, seam: Any
         compiled.sum().backward()
     assert torch.equal(compiled, expected)
     assert all(torch.equal(leaf.grad, gradient) for leaf, gradient in zip(leaves, gradients, strict=True))
-
-
-def test_it_pickles_by_reference(module: ModuleType, seam: Any) -> None:
-    assert pickle.loads(pickle.dumps(module.fused_sparse_mla_absorbed)) is seam.function  # type: ignore[attr-defined]
 
 
 def test_the_self_test_leaves_the_kernel_as_it_was(module: ModuleType, seam: Any) -> None:
@@ -418,17 +405,3 @@ def test_two_self_tests_at_once_leave_the_kernel_as_it_was(module: ModuleType) -
             module.fused_sparse_mla_absorbed = original  # type: ignore[attr-defined]
         assert module.SparseMLA is None  # type: ignore[attr-defined]
     assert len(seen) == 2
-
-
-@without_tilelang
-def test_the_loader_makes_it_active_without_tilelang(run_python: Callable[..., Any]) -> None:
-    code = (
-        "import warnings; warnings.simplefilter('ignore')\n"
-        "import megacpp_overlays, sys\n"
-        f"import {feature.TARGET.module} as tilelang_dsa\n"
-        "rows = megacpp_overlays.audit().as_dict()['decisions']\n"
-        f"(row,) = (row for row in rows if row['target'] == '{feature.TARGET}')\n"
-        "print(row['decision'], tilelang_dsa.SparseMLA, 'transformer_engine' in sys.modules)\n"
-    )
-    done = run_python(code, ROOT, after=MEGATRON)
-    assert done.stdout.splitlines()[-1] == "active None False", done.stdout + done.stderr

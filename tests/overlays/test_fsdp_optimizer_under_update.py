@@ -1,7 +1,7 @@
 """Megatron-FSDP's optimizers with the overlay: each makes the updates that it makes of a model that is not sharded.
 
-What a real `MegatronFSDP` trains is in `sharded_optimizers.py`, in a process of its own for each release. The real
-`fully_shard_optimizer` prepares every optimizer of torch in this process, for plain parameters.
+The cases and the neighbours of pack 31 run on releases, in a process of its own for each. The real `fully_shard_optimizer` prepares
+every optimizer of torch in this process, for plain parameters.
 """
 
 from __future__ import annotations
@@ -12,61 +12,33 @@ from typing import Any
 
 import pytest
 import torch
-from placed_seams import placed, without_overlays
-from places import SUPPORT
-from releases import daily, newest
-from sharded_optimizers import OPTIMIZERS, WAYS
+from placed_seams import assert_witness_and_self_test, placed, stock
+from releases import newest
+from reproduced_pack import assert_neighbours_are_the_same, assert_repaired, measured_on
 
 from megacpp_overlays.feature_probes.fsdp_optimizer_under_update import COUNTED, TARGET
 from megacpp_overlays.overlays.fsdp_optimizer_under_update import OVERLAY
 
 pytestmark = pytest.mark.upstream
 
-OLDEST, NEWEST = "0.17.1", newest()
 FIRST_OF_ADAM = 1.344
 """By how much the first update is too small, where a step of nothing was counted and nothing decayed: torch's usual betas."""
 
-
-@pytest.fixture(scope="module", params=daily(OLDEST, "0.18.2", NEWEST))
-def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
-    """What a release does with the overlay and without it."""
-    return megatron_says(request.param, SUPPORT / "sharded_optimizers.py")
+measured = measured_on("31", "0.17.1", "0.18.2", newest(), daily=[newest()], neighbours=True)
 
 
-def test_upstream_decays_weights_before_the_first_step_and_counts_that(measured: Any) -> None:
-    for name, found in measured["off"].items():
-        for way in WAYS:
-            assert found[way]["trained"][0] != found["plain"][0]
-            if name != "SGD":  # which counts nothing
-                assert [steps for _, steps in found[way]["state"][0]] == [1.0] * len(found[way]["state"][0])
+def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any) -> None:
+    assert_repaired(measured)
 
 
-def test_with_the_overlay_every_weight_is_that_of_a_model_that_is_not_sharded(measured: Any) -> None:
-    assert measured["decision"] == "active"
-    assert set(measured["on"]) == set(OPTIMIZERS)
-    for name, found in measured["on"].items():
-        for way in WAYS:
-            assert found[way]["trained"] == found["plain"], (name, way)
-
-
-def test_a_checkpoint_finds_state_of_every_parameter_before_the_first_step(measured: Any) -> None:
-    for name, found in measured["on"].items():
-        for way in WAYS:
-            before, after = found[way]["state"]
-            assert len(before) == len(after) == 4
-            assert [names for names, _ in before] == [names for names, _ in after]
-            assert {steps for _, steps in before} == {0.0}
-            assert before == measured["off"][name][way]["state"][0] or name != "SGD"
+def test_what_is_right_without_the_overlay_has_the_same_bits(measured: Any) -> None:
+    assert_neighbours_are_the_same(measured)
 
 
 # In this process
 
 
-@pytest.fixture(scope="module")
-def module() -> Iterator[ModuleType]:
-    """The newest release, without any overlay."""
-    with without_overlays(TARGET.module) as found:
-        yield found
+module = stock(TARGET.module)
 
 
 @pytest.fixture
@@ -100,6 +72,11 @@ def prepared(module: ModuleType, optimizer: Any) -> Any:
     return module.fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=False)
 
 
+def state_of(optimizer: Any) -> list[tuple[list[str], float]]:
+    """Return what a checkpoint would be loaded into: names of the state of each parameter, and how many steps it counts."""
+    return [(sorted(each), float(each.get("step", 0))) for each in optimizer.state.values()]
+
+
 EVERY: dict[str, dict[str, Any]] = {
     "Adadelta": {"weight_decay": 0.1},
     "Adagrad": {"weight_decay": 0.1, "initial_accumulator_value": 0.5},
@@ -122,10 +99,12 @@ def test_every_optimizer_of_torch_updates_as_if_nobody_had_prepared_it(seam: Mod
 
     prepared(seam, ours)
 
-    assert ours.state
+    before = state_of(ours)
+    assert {steps for _, steps in before} == {0.0}
     for one, other in zip(updated(ours), updated(plain), strict=True):
         # Moments of an exponential average of zeros are zero; those of a maximum have an epsilon, as after a step of zeros.
         assert torch.allclose(one, other, rtol=1e-6, atol=1e-7)
+    assert [names for names, _ in state_of(ours)] == [names for names, _ in before]
 
 
 def test_upstream_makes_adam_s_first_update_too_small(module: ModuleType) -> None:
@@ -238,13 +217,7 @@ def test_settings_are_put_back_where_the_step_raises(seam: ModuleType) -> None:
 
 
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: ModuleType) -> None:
-    assert OVERLAY.witness is not None
-    assert OVERLAY.witness(module).broken
-    with placed(OVERLAY, COUNTED, module):
-        assert not OVERLAY.self_test(module).broken
-        with torch.inference_mode():
-            assert not OVERLAY.self_test(module).broken
-    assert OVERLAY.self_test(module).broken
+    assert_witness_and_self_test(OVERLAY, module, COUNTED)
 
 
 @pytest.mark.parametrize(

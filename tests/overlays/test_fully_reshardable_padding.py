@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 from launched_reshardable import ID, differences, dumped, launch, saved, step
+from placed_seams import assert_self_test, without_overlays
 from releases import only
 from unpacked import unpacked
-from upstream_imports import upstream_module
 
-import megacpp_overlays
 from megacpp_overlays.errors import CheckpointError
+from megacpp_overlays.feature_probes.fully_reshardable_padding import PADDED_SLICES
 from megacpp_overlays.overlays import fully_reshardable_padding as overlay
 from megacpp_overlays.upkeep.checkpoint import masters
 
@@ -514,11 +514,6 @@ def test_a_parameter_that_no_model_has_is_named_by_its_shape() -> None:
         loading.check()
 
 
-def test_undo_puts_upstream_back() -> None:
-    module = upstream_module(overlay.TARGET.module)
-    try:
-        megacpp_overlays.undo(ID)
-        assert overlay.observe(module).broken
-    finally:
-        megacpp_overlays.arm()
-    assert not overlay.observe(module).broken
+def test_the_self_test_sees_the_defect_and_its_absence() -> None:
+    with without_overlays(overlay.TARGET.module) as module:
+        assert_self_test(overlay.OVERLAY, module, PADDED_SLICES)

@@ -167,10 +167,6 @@ def test_cpu_tensors_get_a_clear_error(report: Report) -> None:
     assert report()["cpu tensors"].startswith(expected)
 
 
-def test_the_seam_pickles_by_reference(report: Report) -> None:
-    assert report()["pickles"]
-
-
 def test_cuda_is_never_initialised(report: Report) -> None:
     found = report()
 

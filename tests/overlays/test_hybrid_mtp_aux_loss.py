@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from placed_seams import overlays_out
+from placed_seams import assert_witness_and_self_test, overlays_out, placed
 from places import SUPPORT
 from releases import daily, newest
 from repeated_routers import IDS, LAYERS
@@ -116,19 +116,12 @@ def imported(overlay: Any) -> tuple[ModuleType, Replacement]:
 
 @pytest.mark.usefixtures("upstream")
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence(overlay: Any) -> None:
-    module, replacement = imported(overlay)
+    module, _ = imported(overlay)
 
-    owner, name = seams.resolve(module, replacement.symbol)
-    assert overlay.witness(module).broken
-    seam = seams.replace(owner, name, lambda f: replacement.make(f, module), overlay_id=overlay.id)
-    try:
+    assert_witness_and_self_test(overlay, module, *overlay.replacements)
+    (shape,) = overlay.replacements
+    with placed(overlay, shape, module):
         assert not overlay.witness(module).broken
-        assert not overlay.self_test(module).broken
-        with torch.inference_mode():
-            assert not overlay.self_test(module).broken
-    finally:
-        seam.undo()
-    assert overlay.self_test(module).broken
 
 
 @pytest.mark.usefixtures("upstream")

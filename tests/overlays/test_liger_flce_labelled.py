@@ -153,10 +153,6 @@ def test_kept_logits_give_the_same(releases: Releases, run_python: Callable[...,
         assert max(result["errors"].values()) < limit(name), (name, reduction)
 
 
-def test_it_is_off_unless_it_is_asked_for(releases: Releases, run_python: Callable[..., Any]) -> None:
-    assert releases.report(run_python, NEWEST, [])["decision"] == "disabled"
-
-
 def test_older_releases_are_a_conflict_that_says_so(report: Report) -> None:
     found = report("0.8.1", [])
 

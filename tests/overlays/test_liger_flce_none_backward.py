@@ -186,11 +186,6 @@ def test_all_outputs_are_upstream_s_to_the_last_bit_where_metrics_are_among_them
 
 
 @each_release
-def test_undoing_brings_back_the_defect(whole: Whole, version: str) -> None:
-    assert whole(version)["undone"]["errors"]["weight"] > 0.5
-
-
-@each_release
 def test_a_second_derivative_is_refused(whole: Whole, version: str) -> None:
     assert "once_differentiable" in whole(version)["second derivative"]
 
@@ -204,28 +199,6 @@ def test_a_repaired_upstream_retires_the_overlay_and_is_right(report: Report, ve
     assert found["decision"] == "retired"
     for name in cases:
         check(found["cases"][name], name, decision="retired")
-
-
-def test_a_release_that_returns_one_number_is_a_conflict_that_says_so(report: Report) -> None:
-    found = report("0.6.2", [])
-
-    assert (found["decision"], found["shape"]) == ("conflict", feature.SCALAR_NONE)
-    assert "returns the sum of the losses" in found["reason"]
-
-
-def test_arming_after_the_import_reaches_the_names_that_others_took(
-    releases: Releases, run_python: Callable[..., Any]
-) -> None:
-    code = """
-from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as function
-forward = function.forward
-import megacpp_overlays
-record = next(record for record in megacpp_overlays.audit().records if record.overlay.pack == 9)
-assert record.decision.value == "active", record
-assert hasattr(forward, "__megacpp_seam__")
-assert forward is function.forward
-"""
-    releases.python(run_python, "0.8.1", code, TRITON_INTERPRET="1")
 
 
 CALL = """
@@ -522,7 +495,7 @@ def test_the_witness_sees_that_the_ascend_backend_will_be_exported(tmp_path: Pat
 
 @pytest.mark.gpu
 @each_case("cuda")
-def test_gradients_are_right_for_every_token_on_a_gpu(whole: Whole, version: str, name: str) -> None:
+def test_gradients_are_right_for_every_token_on_a_gpu(report: Report, version: str, name: str) -> None:
     found = report(version, runs(version, "cuda"), device="cuda", scale=37)
 
     assert found["decision"] == "active"
@@ -531,18 +504,17 @@ def test_gradients_are_right_for_every_token_on_a_gpu(whole: Whole, version: str
 
 @pytest.mark.gpu
 @each_release
-def test_on_a_gpu_everything_else_stays_upstream_s_to_the_last_bit(whole: Whole, version: str) -> None:
+def test_on_a_gpu_everything_else_stays_upstream_s_to_the_last_bit(report: Report, version: str) -> None:
     found = report(version, runs(version, "cuda"), device="cuda", scale=37)
 
     assert found["same"] == {"mean": True, "sum": True}
     assert found["same with metrics"] or version not in WITH_METRICS
     assert_nearer_to_the_truth(found)
-    assert found["undone"]["errors"]["weight"] > 0.5
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("version", RETIRED)
-def test_a_repaired_upstream_is_right_on_a_gpu(whole: Whole, version: str) -> None:
+def test_a_repaired_upstream_is_right_on_a_gpu(report: Report, version: str) -> None:
     cases = ["zero first", "every option", "softcap", "autocast"]
 
     found = report(version, cases, device="cuda", scale=37)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 import threading
@@ -151,19 +150,6 @@ def assert_near(found: Any, expected: torch.Tensor, tolerance: float) -> None:
 
 
 # Gradients
-
-
-@pytest.mark.parametrize("groups", [1, 2, 4, 8])
-@pytest.mark.parametrize("symbol", SYMBOLS)
-def test_gradients_are_those_of_autograd_in_float64(patched: ModuleType, symbol: str, groups: int) -> None:
-    given = inputs(groups, sequence=12)
-    expected = truth(given, BOUNDS if symbol == feature.VARLEN.symbol else None)
-
-    found = backward(patched, symbol, given)
-
-    assert len(found) == 14
-    for one, name in zip(found, NAMES, strict=True):
-        assert_near(one, getattr(expected, name), 1e-6)  # buffers of upstream are float32
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
@@ -379,15 +365,6 @@ def test_the_sums_read_nothing_from_the_device(
     assert read == []
 
 
-@pytest.mark.parametrize("symbol", SYMBOLS)
-def test_gradients_are_the_same_on_every_run(patched: ModuleType, symbol: str) -> None:
-    given = inputs(4, sequence=12, dtype=torch.bfloat16)
-    first = backward(patched, symbol, given)
-
-    for _ in range(3):
-        assert all(one.equal(other) for one, other in zip(backward(patched, symbol, given), first, strict=True))
-
-
 def test_threads_do_not_disturb_each_other(patched: ModuleType) -> None:
     cases = [(symbol, inputs(groups, sequence=12)) for symbol in SYMBOLS for groups in (1, 2, 4, 8)]
     expected = [backward(patched, symbol, given) for symbol, given in cases]
@@ -601,8 +578,7 @@ def test_the_self_test_refuses_kernels_that_get_something_else(patched: ModuleTy
 
 
 REPORT = """
-import sys
-entry = load("mamba3_mimo")
+load("mamba3_mimo")
 names = ("mamba3_mimo", "mamba3_mimo_bwd", "mamba3_mimo_bwd_varlen")
 held = [vars(load(name)).get(symbol) for name in names for symbol in (
     "mamba_mimo_bwd_combined", "mamba_mimo_bwd_combined_varlen")]
@@ -613,33 +589,12 @@ print(torch.cuda.is_initialized())
 """
 
 
-@pytest.mark.parametrize("first", ["overlays", "upstream"])
-def test_every_live_name_leads_to_the_seam(first: str, release: Path, stand_ins: Path, run_python: Any) -> None:
-    order = [IMPORT + 'load("mamba3_mimo")\n', "import megacpp_overlays\n"]
-    code = "".join(order if first == "upstream" else [order[1], IMPORT]) + REPORT
+def test_every_live_name_leads_to_the_seam(release: Path, stand_ins: Path, run_python: Any) -> None:
+    code = f"import megacpp_overlays\n{IMPORT}{REPORT}"
 
     said = run_python(code, release, stand_ins, MEGACPP_OVERLAYS_LOG="logging").stdout.splitlines()
 
     assert said == ["5 of 5", "['active']", "False"]
-
-
-def test_switched_off_nothing_is_replaced(release: Path, stand_ins: Path, run_python: Any) -> None:
-    variables = {"MEGACPP_OVERLAYS_LOG": "logging", "MEGACPP_OVERLAY_MAMBA3_MIMO_GQA_BACKWARD": "off"}
-
-    said = run_python(f"import megacpp_overlays\n{IMPORT}{REPORT}", release, stand_ins, **variables).stdout.splitlines()
-
-    assert said == ["0 of 5", "['disabled']", "False"]
-
-
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("tilelang", "einops")), reason="needs tilelang and einops"
-)
-def test_the_seams_go_in_beside_a_real_tilelang(release: Path, run_python: Any) -> None:
-    code = f"import warnings\nwarnings.simplefilter('ignore')\nimport megacpp_overlays\n{IMPORT}{REPORT}"
-
-    said = run_python(code, release, MEGACPP_OVERLAYS_LOG="logging").stdout.splitlines()
-
-    assert said[-3:] == ["5 of 5", "['active']", "False"]
 
 
 # The reproducer

@@ -5,19 +5,19 @@ What is measured is in `masked_balances.py`, in a process of its own for each re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from masked_balances import IDS, KINDS, MASKS
-from placed_seams import placed, without_overlays
+from placed_seams import assert_witness_and_self_test, stock
 from places import SUPPORT
 from releases import newest, weekly
 
 from megacpp_overlays.feature_probes.masked_aux_loss_tokens import COUNTED_TWICE, TARGET
-from megacpp_overlays.overlays.masked_aux_loss_tokens import OVERLAY, observe
+from megacpp_overlays.overlays.masked_aux_loss_tokens import OVERLAY
 
 pytestmark = pytest.mark.upstream
 
@@ -110,28 +110,11 @@ def test_all_else_is_upstream_s_bit_for_bit(measured: Any) -> None:
 # In this process
 
 
-@pytest.fixture(scope="module")
-def module() -> Iterator[ModuleType]:
-    """The newest release, without any overlay."""
-    with without_overlays(TARGET.module) as found:
-        yield found
+module = stock(TARGET.module)
 
 
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: ModuleType) -> None:
-    assert observe(module).broken
-    with placed(OVERLAY, COUNTED_TWICE, module):
-        assert not observe(module).broken
-        with torch.inference_mode():
-            assert not observe(module).broken
-    assert observe(module).broken
-
-
-def test_what_stands_for_a_sum_over_ranks_is_taken_out_again(module: ModuleType) -> None:
-    summing = module.reduce_from_tensor_model_parallel_region  # type: ignore[attr-defined] # upstream has it
-
-    observe(module)
-
-    assert module.reduce_from_tensor_model_parallel_region is summing  # type: ignore[attr-defined]
+    assert_witness_and_self_test(OVERLAY, module, COUNTED_TWICE)
 
 
 @pytest.mark.parametrize(("is_masked", "right"), [(True, 5 / 2), (False, 5)])

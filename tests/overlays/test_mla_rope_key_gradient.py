@@ -5,25 +5,22 @@ What is measured is in `shared_keys.py`, which runs in a process of its own for 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from placed_seams import assert_self_test, placed, stock
 from places import SUPPORT
 from releases import newest, weekly
 from shared_keys import ALONE, FOUR, RIGHT
-from upstream_imports import upstream_module
 
-import megacpp_overlays
-from megacpp_overlays.feature_probes.mla_rope_key_gradient import TARGET
-from megacpp_overlays.model import Decision
+from megacpp_overlays.feature_probes.mla_rope_key_gradient import BEHIND, TARGET
+from megacpp_overlays.overlays.mla_rope_key_gradient import OVERLAY
 
 pytestmark = pytest.mark.upstream
 
-ID = "mla-rope-key-gradient"
 OLDEST, NEWEST = "0.14.0", newest()
 RANKS = {OLDEST: ["2"], "0.16.1": ["2"], "0.17.1": ["2"], "0.18.2": ["2"], NEWEST: ["2", "4"]}
 ROUNDING = 1e-5
@@ -94,23 +91,11 @@ def test_the_ways_are_those_that_a_release_can_go(measured: tuple[str, Any]) -> 
 # In this process
 
 
-@pytest.fixture
-def module() -> Iterator[ModuleType]:
-    found = upstream_module(TARGET.module)
-    megacpp_overlays.arm()
-    yield found
-    megacpp_overlays.arm()
+module = stock(TARGET.module)
 
 
-def test_undone_upstream_sums_nothing_again_and_the_witness_sees_the_defect(module: ModuleType) -> None:
-    record = next(each for each in megacpp_overlays.audit().records if each.overlay.id == ID)
-    assert record.decision is Decision.ACTIVE, record.reason
-
-    seen = record.overlay.self_test(module)
-    megacpp_overlays.undo()
-
-    assert not seen.broken
-    assert record.overlay.witness(module).broken
+def test_the_self_test_sees_the_defect_and_its_absence(module: ModuleType) -> None:
+    assert_self_test(OVERLAY, module, BEHIND)
 
 
 class Group:
@@ -133,7 +118,7 @@ def test_what_is_right_already_is_handed_on_as_the_same_tensor(
     config = SimpleNamespace(q_lora_rank=None, kv_lora_rank=4, qk_pos_emb_head_dim=2, sequence_parallel=parts)
     attention = SimpleNamespace(config=config, tp_group=Group(ranks), linear_kv_down_proj=lambda _hidden: (given, None))
 
-    with contextlib.nullcontext() if grads else torch.no_grad():
+    with placed(OVERLAY, BEHIND, module), torch.set_grad_enabled(grads):
         _, found = module.MLASelfAttention._qkv_down_projection(attention, torch.ones(2, 1, 3))
 
     assert found is given

@@ -1,20 +1,19 @@
 """Real routers and pipeline stages under padding masks with the overlays: tokens are counted, and masks are those of a rank's tokens.
 
-Both overlays of the pack are tried here. What is measured is in `masked_stages.py`, in a process of its own for each release.
+Both overlays of the pack are tried here. Its cases and neighbours run on releases, in a process of their own for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from masked_stages import HIDDEN, IDS, RANKS, ROWS, TOKENS, mask
-from placed_seams import overlays_out, placed
-from places import SUPPORT
-from releases import daily, newest
+from placed_seams import assert_witness_and_self_test, overlays_out
+from releases import newest
+from reproduced_pack import assert_neighbours_are_the_same, assert_repaired, measured_on
 from upstream_imports import upstream_module
 
 from megacpp_overlays.loader import seams
@@ -22,72 +21,18 @@ from megacpp_overlays.overlays import expert_bias_padding_mask, pipeline_padding
 
 pytestmark = pytest.mark.upstream
 
-RELEASES = ("0.16.1", "0.18.2", newest())
 COUNTS, STAGES = OVERLAYS = (expert_bias_padding_mask.OVERLAY, pipeline_padding_mask.OVERLAY)
-CUT = ("first", "states given", "later", "later, cut before", "own group")
+TOKENS, RANKS = 8, 2
+
+measured = measured_on("34", "0.16.1", "0.18.2", newest(), daily=[newest()], neighbours=True)
 
 
-@pytest.fixture(scope="module", params=daily(*RELEASES))
-def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
-    """What a release does with the overlays and without them."""
-    answer = megatron_says(request.param, SUPPORT / "masked_stages.py")
-    assert answer["decisions"] == dict.fromkeys(IDS, "active")
-    assert len(answer["ranks"]) == RANKS
-    return answer
+def test_a_release_is_broken_without_the_overlays_and_right_with_them(measured: Any) -> None:
+    assert_repaired(measured, parts=2)
 
 
-def test_upstream_ends_in_an_error_or_counts_what_is_padding(measured: Any) -> None:
-    off = measured["router"]["off"]
-
-    assert "must match the size" in off["more tokens"]["error"]
-    assert off["as many tokens"]["counted"] != off["as many tokens"]["right"]
-
-
-def test_tokens_are_counted_without_padding_and_nothing_else_changes(measured: Any) -> None:
-    on, off = measured["router"]["on"], measured["router"]["off"]
-
-    for way in ("more tokens", "as many tokens", "no mask"):
-        assert on[way]["counted"] == on[way]["right"], way
-    for way in ("no mask", "no bias"):
-        assert on[way] == off[way]
-    assert on["no bias"]["counted"] is None
-    assert on["as many tokens"]["gradient"] == off["as many tokens"]["gradient"]
-
-
-def test_upstream_cuts_on_the_first_stage_and_for_the_default_group_alone(measured: Any) -> None:
-    for rank in measured["ranks"]:
-        off = rank["off"]
-        assert {way: off[way] == off["right"] for way in CUT} == {
-            "first": True,
-            "states given": False,
-            "later": False,
-            "later, cut before": True,
-            "own group": False,
-        }
-        assert "must match the size" in off["later, run"]
-
-
-def test_each_rank_has_the_mask_of_its_own_tokens(measured: Any) -> None:
-    rights = [rank["on"]["right"] for rank in measured["ranks"]]
-
-    assert rights[0] != rights[1]
-    for rank in measured["ranks"]:
-        for way in CUT:
-            assert rank["on"][way] == rank["on"]["right"], way
-        assert rank["on"]["later, run"] == [TOKENS // RANKS, ROWS, HIDDEN]
-
-
-def test_a_mask_that_is_not_one_of_all_ranks_is_left_alone(measured: Any) -> None:
-    for rank in measured["ranks"]:
-        for way in (
-            "later, of another length",
-            "later, without a mask",
-            "nothing to compare with",
-            "own group, of another length",
-            "rest",
-        ):
-            assert rank["on"][way] == rank["off"][way], way
-        assert "does not match input_ids" in rank["on"]["own group, of another length"]
+def test_what_is_right_without_the_overlays_has_the_same_bits(measured: Any) -> None:
+    assert_neighbours_are_the_same(measured)
 
 
 # In this process
@@ -101,19 +46,11 @@ def modules() -> Iterator[dict[str, ModuleType]]:
         yield found
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS, ids=IDS)
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda each: each.id)
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence(
     overlay: Any, modules: dict[str, ModuleType]
 ) -> None:
-    module = modules[overlay.target.module]
-
-    assert overlay.witness(module).broken
-    for shape in overlay.replacements:
-        with placed(overlay, shape, module):
-            assert not overlay.self_test(module).broken
-            with torch.inference_mode():
-                assert not overlay.self_test(module).broken
-    assert overlay.self_test(module).broken
+    assert_witness_and_self_test(overlay, modules[overlay.target.module], *overlay.replacements)
 
 
 def test_counts_without_a_mask_fail_the_self_test(modules: dict[str, ModuleType]) -> None:
@@ -166,17 +103,67 @@ def test_upstream_counts_with_its_own_arguments_otherwise(given: Any, asked: dic
     assert bool(chosen.all())
 
 
-def test_a_stage_without_sequence_parallelism_is_upstream_s(modules: dict[str, ModuleType]) -> None:
-    seen: list[Any] = []
+MASK = torch.arange(TOKENS)[None] >= torch.tensor([6, 3])[:, None]
+"""Of two rows, which are padded from these tokens on."""
+OWN_ROWS = torch.zeros(TOKENS // RANKS, 2, 3)
+"""Hidden states of a rank's tokens."""
+
+
+def handed_on(
+    given: Any, *, rank: int = 1, states: Any = None, arrived: Any = None, embeds: bool = False, sequence: bool = True
+) -> Any:
+    """Return the mask that a stage hands on.
+
+    Args:
+        given: the mask that it is given.
+        rank: of a tensor parallel group that is not the default one.
+        states: what the caller gives in the place of embeddings.
+        arrived: what the stage before sent.
+        embeds: whether it is the first stage.
+        sequence: whether there is sequence parallelism.
+    """
+
+    def upstream(self: Any, input_ids: Any, decoder_input: Any = None, padding_mask: Any = None) -> Any:
+        return "a", "b", "c", "d", "e", padding_mask, "rest"
+
     ((replacement,), _) = STAGES.replacements.values()
+    prepare = replacement.make(upstream, ModuleType("models"))
+    model = SimpleNamespace(
+        config=SimpleNamespace(sequence_parallel=sequence),
+        pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: RANKS, rank=lambda: rank)),
+        decoder=SimpleNamespace(input_tensor=arrived),
+        pre_process=embeds,
+    )
+    *first, mask, last = prepare(model, torch.zeros(2, TOKENS), decoder_input=states, padding_mask=given)
+    assert (first, last) == (["a", "b", "c", "d", "e"], "rest")
+    return mask
 
-    def upstream(self: Any, input_ids: Any, padding_mask: Any = None) -> None:
-        seen.append((self, input_ids, padding_mask))
 
-    prepare = replacement.make(upstream, modules[STAGES.target.module])
-    model = SimpleNamespace(config=SimpleNamespace(sequence_parallel=False))
-    given = mask()
-    prepare(model, None, given)
-    prepare(model, input_ids=None, padding_mask=given)
+@pytest.mark.parametrize(
+    "asked",
+    [{"arrived": OWN_ROWS}, {"states": OWN_ROWS, "embeds": True}, {"embeds": True}],
+    ids=["a later stage", "the first stage with states that are given", "the first stage"],
+)
+def test_each_rank_has_the_mask_of_its_own_tokens(asked: dict[str, Any]) -> None:
+    for rank, own in enumerate(MASK.chunk(RANKS, dim=1)):
+        assert torch.equal(handed_on(MASK, rank=rank, **asked), own)
 
-    assert seen == [(model, None, given)] * 2
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        (MASK[:, :-1], {"arrived": OWN_ROWS}),
+        (MASK[:, : TOKENS // RANKS], {"arrived": OWN_ROWS}),
+        (None, {"arrived": OWN_ROWS}),
+        (MASK, {}),
+        (MASK, {"arrived": OWN_ROWS, "sequence": False}),
+    ],
+    ids=["of another length", "cut before", "none", "nothing to compare with", "no sequence parallelism"],
+)
+def test_a_mask_that_is_not_one_of_all_ranks_is_left_alone(given: Any, asked: dict[str, Any]) -> None:
+    assert handed_on(given, **asked) is given
+
+
+def test_a_mask_of_other_tokens_than_those_to_embed_is_refused_as_upstream_does() -> None:
+    with pytest.raises(AssertionError, match="does not match input_ids"):
+        handed_on(MASK[:, :-1], embeds=True)

@@ -11,17 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from placed_seams import assert_witness_and_self_test, placed, stock
 from places import SUPPORT
 from releases import newest, weekly
-from upstream_imports import upstream_module
 
-import megacpp_overlays
 from megacpp_overlays.feature_probes.mtp_roll_padded_boundaries import TARGET
-from megacpp_overlays.model import Decision
+from megacpp_overlays.overlays.mtp_roll_padded_boundaries import OVERLAY
 
 pytestmark = pytest.mark.upstream
 
-ID = "mtp-roll-padded-boundaries"
 PADDED = ("padded", "padded with a tail", "first alone padded", "short")
 AS_UPSTREAM = ("not padded", "not padded, and told", "one document")
 SHARED_AS_UPSTREAM = ("not padded", "one document")
@@ -120,12 +118,19 @@ def test_rows_without_padding_are_upstream_s_bit_for_bit(on: tuple[str, Any], of
 # In this process
 
 
+module = stock(TARGET.module)
+
+
 @pytest.fixture
-def module() -> Iterator[ModuleType]:
-    found = upstream_module(TARGET.module)
-    megacpp_overlays.arm()
-    yield found
-    megacpp_overlays.arm()
+def rolling(module: ModuleType) -> Iterator[ModuleType]:
+    """The newest release with the seam."""
+    (shape,) = OVERLAY.replacements
+    with placed(OVERLAY, shape, module):
+        yield module
+
+
+def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: ModuleType) -> None:
+    assert_witness_and_self_test(OVERLAY, module, *OVERLAY.replacements)
 
 
 def params(**fields: Any) -> Any:
@@ -134,31 +139,21 @@ def params(**fields: Any) -> Any:
     return PackedSeqParams(qkv_format="thd", **fields)
 
 
-def bounds(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+def test_documents_end_at_padded_boundaries(rolling: ModuleType) -> None:
+    padded = params(
+        cu_seqlens_q=torch.tensor([0, 2, 4], dtype=torch.int32),
+        cu_seqlens_q_padded=torch.tensor([0, 3, 6], dtype=torch.int32),
+    )
+
+    rolled, _ = rolling.roll_tensor(torch.arange(1, 7)[None], packed_seq_params=padded)
+
+    assert rolled.tolist() == [[2, 3, 0, 5, 6, 0]]
 
 
-def test_undone_the_roll_is_upstream_s_again_and_the_witness_sees_the_defect(module: ModuleType) -> None:
-    record = next(each for each in megacpp_overlays.audit().records if each.overlay.id == ID)
-    assert record.decision is Decision.ACTIVE, record.reason
-    padded = params(cu_seqlens_q=bounds(0, 2, 4), cu_seqlens_q_padded=bounds(0, 3, 6))
-    row = torch.arange(1, 7)[None]
-
-    right, _ = module.roll_tensor(row, packed_seq_params=padded)
-    seen = record.overlay.self_test(module)
-    megacpp_overlays.undo()
-    wrong, _ = module.roll_tensor(row, packed_seq_params=padded)
-
-    assert not seen.broken
-    assert record.overlay.witness(module).broken
-    assert right.tolist() == [[2, 3, 0, 5, 6, 0]]
-    assert wrong.tolist() != right.tolist()
-
-
-def test_without_the_boundaries_that_upstream_asks_for_it_refuses_as_before(module: ModuleType) -> None:
+def test_without_the_boundaries_that_upstream_asks_for_it_refuses_as_before(rolling: ModuleType) -> None:
     with pytest.raises(AssertionError, match="cu_seqlens_q"):
-        module.roll_tensor(torch.arange(6)[None], packed_seq_params=params(cu_seqlens_q_padded=bounds(0, 6)))
+        rolling.roll_tensor(torch.arange(6)[None], packed_seq_params=params(cu_seqlens_q_padded=torch.tensor([0, 6])))
 
 
-def test_nothing_is_rolled_to_nothing(module: ModuleType) -> None:
-    assert module.roll_tensor(None, packed_seq_params=params()) == (None, None)
+def test_nothing_is_rolled_to_nothing(rolling: ModuleType) -> None:
+    assert rolling.roll_tensor(None, packed_seq_params=params()) == (None, None)

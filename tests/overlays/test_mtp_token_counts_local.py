@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from placed_seams import placed
+from placed_seams import assert_witness_and_self_test, placed
 from places import SUPPORT
 from released_megatron import ALL_ON
 from releases import daily, newest
@@ -278,19 +278,8 @@ def module() -> ModuleType:
     return upstream_module(TARGET.module)
 
 
-def test_the_witness_sees_the_defect_and_the_self_test_its_absence_and_neither_leaves_a_trace(
-    module: ModuleType,
-) -> None:
-    before = dict(vars(module))
-
-    assert OVERLAY.witness is not None
-    assert OVERLAY.witness(module).broken
-    with placed(OVERLAY, LOCAL, module):
-        assert not OVERLAY.self_test(module).broken
-        with torch.inference_mode():
-            assert not OVERLAY.self_test(module).broken
-    assert OVERLAY.witness(module).broken
-    assert dict(vars(module)) == before
+def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: ModuleType) -> None:
+    assert_witness_and_self_test(OVERLAY, module, LOCAL)
 
 
 def test_half_of_the_seams_and_a_loss_that_is_scaled_otherwise_fail_the_self_test(module: ModuleType) -> None:

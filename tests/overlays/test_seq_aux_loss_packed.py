@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from packed_shards import RANKS, WIDTH
-from placed_seams import overlays_out, placed
+from placed_seams import assert_witness_and_self_test, overlays_out
 from places import SUPPORT
 from releases import newest, weekly
 from upstream_imports import upstream_module
@@ -100,17 +100,7 @@ def modules() -> Iterator[dict[str, ModuleType]]:
 
 @pytest.mark.parametrize("part", PARTS, ids=["router", "experts", "layer"])
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence(part: Any, modules: dict[str, ModuleType]) -> None:
-    module = modules[part.target.module]
-    before = dict(vars(module))
-
-    assert part.witness is not None
-    assert part.witness(module).broken
-    with placed(part, IN_THE_SHARD, module):
-        assert not part.self_test(module).broken
-        with torch.inference_mode():
-            assert not part.self_test(module).broken
-    assert part.self_test(module).broken
-    assert dict(vars(module)) == before
+    assert_witness_and_self_test(part, modules[part.target.module], IN_THE_SHARD)
 
 
 def seam(part: Any, name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,6 @@ from megacpp_overlays import fp8_sparse_mla
 from megacpp_overlays.feature_probes import dsa_sparse_attention, fp8_quantized_unwrap
 from megacpp_overlays.feature_probes import sparse_mla_dimensions as feature
 from megacpp_overlays.kernels.sparse_attention import function as sparse_attention
-from megacpp_overlays.loader import registry
 from megacpp_overlays.overlays import fp8_quantized_unwrap as fp8
 from megacpp_overlays.overlays.sparse_mla_dimensions import OVERLAY
 from megacpp_overlays.source.file_trees import ArchiveTree
@@ -193,16 +192,6 @@ def together(request: pytest.FixtureRequest, file: Path) -> Iterator[tuple[Modul
     for each in undo:  # also in the order in which they went in
         each()
     assert dict(vars(module)) == before
-
-
-def test_no_symbol_is_replaced_by_both() -> None:
-    places = [
-        {(each.target.module, item.symbol) for items in each.replacements.values() for item in items}
-        for each in (RELEASE, OVERLAY)
-    ]
-
-    assert not places[0] & places[1]
-    assert {"fp8-quantized-unwrap", "sparse-mla-dimensions"} <= {each.id for each in registry.load()}
 
 
 def test_each_does_its_part_whatever_the_other_does(together: tuple[ModuleType, set[str]]) -> None:

@@ -1,19 +1,19 @@
 """A real attention on tensor parallel ranks with the overlay: the norm that gradients are clipped by has the sinks of all ranks.
 
-What is measured is in `reproduce.py` of pack 37, which runs in a process of its own for each release, and forks ranks.
+The cases of pack 37 run on releases, in a process of its own for each, and fork ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from placed_seams import placed, without_overlays
-from places import SUPPORT
-from releases import newest, weekly
+from placed_seams import assert_witness_and_self_test, placed, without_overlays
+from releases import newest
+from reproduced_pack import assert_repaired, measured_on
 
 from megacpp_overlays.feature_probes.tp_attention_sinks import NOT_MARKED
 from megacpp_overlays.model import Overlay
@@ -21,25 +21,11 @@ from megacpp_overlays.overlays.tp_attention_sinks import LATENT, OVERLAY, PARTS
 
 pytestmark = pytest.mark.upstream
 
-RELEASES = ("0.15.0", "0.16.1", "0.17.1", "0.18.2", newest())
-CASES = ("norm-cpu", "norm-latent-cpu")
+measured = measured_on("37", "0.15.0", "0.16.1", "0.17.1", "0.18.2", newest())
 
 
-@pytest.fixture(scope="module", params=weekly(*RELEASES))
-def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
-    """What a release does with the overlay and without it."""
-    return megatron_says(request.param, SUPPORT / "reproduced.py", "37")
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_upstream_s_norm_lacks_sinks_of_the_second_rank(case: str, measured: Any) -> None:
-    assert measured["off"][case]["broken"]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_norms_and_clipped_gradients_are_those_of_one_rank(case: str, measured: Any) -> None:
-    assert {decision for _, decision, _ in measured["decisions"]} == {"active"}, measured["decisions"]
-    assert not measured["on"][case]["broken"], measured["on"][case]["seen"]
+def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any) -> None:
+    assert_repaired(measured, parts=2)
 
 
 # In this process
@@ -59,17 +45,9 @@ def module(part: Overlay) -> Iterator[ModuleType]:
 
 
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence(part: Overlay, module: ModuleType) -> None:
-    observe = part.witness
-    assert observe is not None
-    assert observe is part.self_test
-    before = dict(vars(module))
-    assert observe(module).broken
-    with placed(part, NOT_MARKED, module):
-        assert not observe(module).broken
-        with torch.device("meta"), torch.inference_mode():
-            assert not observe(module).broken
-    assert observe(module).broken
-    assert vars(module) == before
+    assert_witness_and_self_test(part, module, NOT_MARKED)
+    with placed(part, NOT_MARKED, module), torch.device("meta"):
+        assert not part.self_test(module).broken
 
 
 def test_the_witness_of_latent_attention_needs_no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:

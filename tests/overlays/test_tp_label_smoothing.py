@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from placed_seams import placed
+from placed_seams import assert_witness_and_self_test, placed
 from places import SUPPORT
 from released_megatron import ALL_ON
 from releases import daily, newest
@@ -140,19 +140,8 @@ def module() -> ModuleType:
     return upstream_module(TARGET.module)
 
 
-def test_the_witness_sees_the_defect_and_the_self_test_its_absence_and_neither_leaves_a_trace(
-    module: ModuleType,
-) -> None:
-    before = dict(vars(module))
-
-    assert OVERLAY.witness is not None
-    assert OVERLAY.witness(module).broken
-    with placed(OVERLAY, OWN_SHARE_OF_A_GROUP, module):
-        assert not OVERLAY.self_test(module).broken
-        with torch.inference_mode():
-            assert not OVERLAY.self_test(module).broken
-    assert OVERLAY.witness(module).broken
-    assert dict(vars(module)) == before
+def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: ModuleType) -> None:
+    assert_witness_and_self_test(OVERLAY, module, OWN_SHARE_OF_A_GROUP)
 
 
 def test_a_self_test_answers_its_own_thread_alone(module: ModuleType) -> None:

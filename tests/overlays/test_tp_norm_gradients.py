@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from placed_seams import placed, without_overlays
+from placed_seams import assert_witness_and_self_test, placed, stock
 from places import SUPPORT
 from releases import newest, weekly
 
 from megacpp_overlays.feature_probes.tp_norm_gradients import ATTENTION, BY_NAME, FUNCTION, TARGET
-from megacpp_overlays.overlays.tp_norm_gradients import OVERLAY, observe
+from megacpp_overlays.overlays.tp_norm_gradients import OVERLAY
 
 pytestmark = pytest.mark.upstream
 
@@ -114,28 +114,11 @@ def test_all_else_is_upstream_s_bit_for_bit_and_so_is_what_upstream_does_right(m
 # In this process
 
 
-@pytest.fixture(scope="module")
-def module() -> Iterator[ModuleType]:
-    """The newest release, without any overlay."""
-    with without_overlays(TARGET.module) as found:
-        yield found
+module = stock(TARGET.module)
 
 
 def test_the_witness_sees_the_defect_and_the_self_test_its_absence(module: ModuleType) -> None:
-    assert observe(module).broken
-    with placed(OVERLAY, BY_NAME, module):
-        assert not observe(module).broken
-        with torch.inference_mode():
-            assert not observe(module).broken
-    assert observe(module).broken
-
-
-def test_what_stands_for_ranks_is_taken_out_again(module: ModuleType) -> None:
-    before = dict(vars(module))
-
-    observe(module)
-
-    assert vars(module) == before
+    assert_witness_and_self_test(OVERLAY, module, BY_NAME)
 
 
 class Attention(torch.nn.Module):

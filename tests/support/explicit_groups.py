@@ -3,40 +3,43 @@
     STATES="on off" python tests/support/explicit_groups.py FOLDER LAYOUTS...
 
 The release is the one that is first on the path. Four ranks are forked, and meet in the folder as `forked_ranks` says. A layout says which
-are the default tensor parallel groups of the process. Layers are built on pairs of ranks, and given other values on each pair; what a rank has
-is compared with its share of what the same layer does on one rank with the values of its pair.
+are the default tensor parallel groups of the process. Layers are those of the cases of pack 44, also with sequence parallelism and with fused
+down projections, and a prediction layer. They are built on pairs of ranks, and given other values on each pair; what a rank has is compared
+with its share of what the same layer does on one rank with the values of its pair.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import inspect
 import json
 import os
 import sys
-import warnings
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import megacpp_overlays
 
 # isort: split
 import torch
 from forked_ranks import on_ranks as forked
-from shared_keys import Core, apart, bits, ranks_of
+from places import ROOT
+from shared_keys import apart, bits, ranks_of
 
+from megacpp_overlays.repro import neighbour
+
+NEAR: Any = neighbour.load_file(ROOT / "packs/44-explicit-tp-groups/neighbours.py")
+PACK = NEAR.PACK
 ID = "explicit-tp-groups"
-LATENT = "megatron.core.transformer.multi_latent_attention"
-LLAVA = "megatron.core.models.multimodal.llava_model"
 PREDICTION = "megatron.core.transformer.multi_token_prediction"
-HIDDEN, HEADS, RANK, WIDTH, ROTARY = 16, 4, 8, 6, 4
-TOKENS, BATCH, RANKS, PAIR = 8, 2, 4, 2
+RANKS = 4
 PAIRS = {"crossed": ([0, 2], [1, 3]), "default": ([0, 1], [2, 3]), "wide": ([0, 1], [2, 3]), "narrow": ([0, 1], [2, 3])}
 DEFAULTS = {"crossed": 2, "default": 2, "wide": 4, "narrow": 1}
 """How many ranks that follow each other are a default group."""
+FUSED = "linear_qkv_down_proj.weight"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,283 +58,145 @@ WAYS = {
     "latent attention, sequence parallel": Way("latent", sequence=True),
     "latent attention, fused": Way("latent", fused=True),
     "latent attention, fused, sequence parallel": Way("latent", fused=True, sequence=True),
-    "combined embeddings": Way("llava", sequence=True),
+    "combined embeddings": Way("llava"),
     "predictions": Way("prediction"),
     "layers": Way("block"),
 }
 
 
-def groups_of(group: Any, alone: Any) -> Any:
-    """Return a collection of groups with that one for tensor parallelism, and of one rank for all else."""
-    module = importlib.import_module("megatron.core.process_groups_config")
-    kind = getattr(module, "ProcessGroupCollection", None) or module.ModelCommProcessGroups
-    found = kind()
-    for name in ("cp", "pp", "dp", "dp_cp", "ep", "tp_cp", "embd"):
-        setattr(found, name, alone)
-    found.tp = group
-    return found
-
-
-def common(way: Way, ranks: int) -> dict[str, Any]:
-    return {
-        "num_layers": 1,
-        "hidden_size": HIDDEN,
-        "num_attention_heads": HEADS,
-        "add_bias_linear": False,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "tensor_model_parallel_size": ranks,
-        "sequence_parallel": way.sequence and ranks > 1,
-        "use_cpu_initialization": True,
-    }
-
-
-def given(groups: Any) -> dict[str, Any]:
-    """Return groups under the name that a release knows them by."""
-    return {"model_comm_pgs" if type(groups).__name__.startswith("ModelComm") else "pg_collection": groups}
-
-
-class Scaled(Core):
-    """A core attention that is given no scale."""
-
-    def __init__(self, **_: Any) -> None:
-        super().__init__(softmax_scale=0.5)
-
-
-def cross(way: Way, groups: Any) -> Any:
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.attention import CrossAttention, CrossAttentionSubmodules
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    parts = CrossAttentionSubmodules(
-        linear_q=ColumnParallelLinear,
-        linear_kv=ColumnParallelLinear,
-        core_attention=Scaled,
-        linear_proj=RowParallelLinear,
-    )
-    config = TransformerConfig(**common(way, groups.tp.size()))
-    return CrossAttention(config, parts, layer_number=1, **given(groups))
-
-
-def latent(way: Way, groups: Any) -> Any:
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
-
-    module = importlib.import_module(LATENT)
-    ranks = groups.tp.size()
-    config = MLATransformerConfig(
-        **common(way, ranks),
-        q_lora_rank=RANK,
-        kv_lora_rank=RANK,
-        qk_head_dim=WIDTH,
-        qk_pos_emb_head_dim=ROTARY,
-        v_head_dim=WIDTH,
-        rope_type="rope",
-        apply_rope_fusion=False,
-        **({"transformer_impl": "local"} if hasattr(MLATransformerConfig, "transformer_impl") else {}),
-    )
-    down = ColumnParallelLinear
-    downs = {"linear_qkv_down_proj": down} if way.fused else {"linear_q_down_proj": down, "linear_kv_down_proj": down}
-    parts = module.MLASelfAttentionSubmodules(
-        linear_q_proj=ColumnParallelLinear,
-        linear_q_up_proj=ColumnParallelLinear,
-        linear_kv_up_proj=ColumnParallelLinear,
-        core_attention=ModuleSpec(module=Core),
-        linear_proj=RowParallelLinear,
-        q_layernorm=IdentityOp,
-        kv_layernorm=IdentityOp,
-        **downs,
-    )
-    kind = getattr(module, "FusedMLASelfAttention" if way.fused else "MLASelfAttention")
-    return kind(config, parts, layer_number=1, **given(groups))
-
-
-class Combined(torch.nn.Module):
-    """Embeddings of text and pictures that a real LLaVA model shares out over its language model's ranks, behind a weight."""
-
-    def __init__(self, way: Way, groups: Any) -> None:
-        super().__init__()
-        ranks = groups.tp.size()
-        model = importlib.import_module(LLAVA).LLaVAModel
-        self.weight = torch.nn.Parameter(torch.ones(HIDDEN, HIDDEN))
-        holder = SimpleNamespace(
-            pre_process=True,
-            post_process=False,
-            context_parallel_lm=1,
-            sequence_parallel_lm=way.sequence,
-            tensor_model_parallel_size_lm=ranks,
-            tp_comm_overlap_lm=False,
-            **given(groups),
-        )
-        self.share = lambda values: model._process_embedding_token_parallel(holder, values, None, None, None)[0]
-
-    def forward(self, values: Any, *_: Any, **__: Any) -> Any:
-        return self.share(values @ self.weight), None
-
-
-def llava(way: Way, groups: Any) -> Any:
-    return Combined(way, groups)
-
-
-class Layer(torch.nn.Module):
+class Inner(torch.nn.Module):
     """A layer of a prediction head."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
         self.layer_number = 1
-        self.weight = torch.nn.Parameter(torch.ones(HIDDEN, HIDDEN))
+        self.weight = torch.nn.Parameter(torch.ones(PACK.HIDDEN, PACK.HIDDEN))
 
     def forward(self, hidden_states: Any, **_: Any) -> Any:
         return (hidden_states @ self.weight).tanh(), None
 
 
-RECOMPUTED = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-    "distribute_saved_activations": True,
-}
+class Norm(torch.nn.Module):
+    """A norm without weights."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    def forward(self, values: Any) -> Any:
+        return torch.nn.functional.layer_norm(values, values.shape[-1:])
 
 
 class Predicting(torch.nn.Module):
     """A real prediction layer that recomputes itself and shares out what it saves."""
 
-    def __init__(self, way: Way, groups: Any) -> None:
+    def __init__(self, groups: dict[str, Any]) -> None:
         super().__init__()
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        class Norm(torch.nn.Module):
-            def __init__(self, **_: Any) -> None:
-                super().__init__()
-
-            def forward(self, values: Any) -> Any:
-                return torch.nn.functional.layer_norm(values, values.shape[-1:])
-
         module = importlib.import_module(PREDICTION)
         config = TransformerConfig(
-            **common(way, groups.tp.size()),
+            **PACK._common(groups),
             mtp_num_layers=1,
-            **RECOMPUTED,
+            recompute_granularity="full",
+            recompute_method="uniform",
+            recompute_num_layers=1,
+            distribute_saved_activations=True,
         )
         kind = module.MultiTokenPredictionLayerSubmodules
         inner = "mtp_model_layer" if "mtp_model_layer" in kind.__dataclass_fields__ else "transformer_layer"
-        parts = kind(enorm=Norm, hnorm=Norm, eh_proj=ColumnParallelLinear, layer_norm=Norm, **{inner: Layer})
-        self.layer = module.MultiTokenPredictionLayer(config, parts, layer_number=1, **given(groups))
+        parts = kind(enorm=Norm, hnorm=Norm, eh_proj=ColumnParallelLinear, layer_norm=Norm, **{inner: Inner})
+        self.head = module.MultiTokenPredictionLayer(config, parts, layer_number=1, **groups)
         self.train()
 
-    def forward(self, values: Any, *_: Any, **__: Any) -> Any:
-        tokens = torch.arange(TOKENS)[None].repeat(BATCH, 1)
-        return self.layer(
+    def forward(self, values: Any) -> Any:
+        tokens = torch.arange(PACK.TOKENS)[None]
+        found, *_ = self.head(
             input_ids=tokens,
             position_ids=tokens,
             hidden_states=values,
             attention_mask=None,
             embedding=lambda input_ids, position_ids: values.detach() * 0.5,
         )
+        return found
 
 
-def prediction(way: Way, groups: Any) -> Any:
-    return Predicting(way, groups)
+def fused(build: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return what builds the attention of the pack with one down projection for queries, keys and values."""
+    module: Any = importlib.import_module(PACK.LATENT)
+    parts_of = module.MLASelfAttentionSubmodules
+
+    def parts(*, linear_q_down_proj: Any, linear_kv_down_proj: Any, **others: Any) -> Any:
+        assert linear_q_down_proj is linear_kv_down_proj
+        return parts_of(linear_qkv_down_proj=linear_q_down_proj, **others)
+
+    def with_one(groups: Any) -> Any:
+        ours = {"MLASelfAttention": module.FusedMLASelfAttention, "MLASelfAttentionSubmodules": parts}
+        with mock.patch.multiple(module, **ours):
+            return build(groups)
+
+    return with_one
 
 
-class Stack(torch.nn.Module):
-    """A real block of one layer that recomputes itself and shares out what it saves."""
+class OfPart(torch.nn.Module):
+    """A layer that is given a rank's part of the sequence."""
 
-    def __init__(self, way: Way, groups: Any) -> None:
+    def __init__(self, layer: Any, group: Any) -> None:
         super().__init__()
-        from megatron.core.transformer.spec_utils import ModuleSpec
-        from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
-        from megatron.core.transformer.transformer_config import TransformerConfig
+        self.layer, self.group = layer, group
 
-        config = TransformerConfig(**common(way, groups.tp.size()), **RECOMPUTED)
-        layers = TransformerBlockSubmodules(layer_specs=[ModuleSpec(module=Layer)], layer_norm=None)
-        self.layer = TransformerBlock(config, layers, post_layer_norm=False, **given(groups))
-        self.train()
-
-    def forward(self, values: Any, *_: Any, **__: Any) -> Any:
-        return self.layer(hidden_states=values, attention_mask=None), None
+    def forward(self, values: Any) -> Any:
+        return self.layer(values.chunk(self.group.size())[self.group.rank()])
 
 
-def block(way: Way, groups: Any) -> Any:
-    return Stack(way, groups)
-
-
-BUILDERS = {"block": block, "cross": cross, "latent": latent, "llava": llava, "prediction": prediction}
-
-
-def fused_sizes(name: str, size: int) -> list[int]:
-    """Return the sizes of what is fused in a weight, each of which is shared out by itself."""
-    return [RANK, RANK + ROTARY] if name == "linear_qkv_down_proj.weight" else [size]
-
-
-def is_whole(name: str) -> bool:
-    """Return whether each rank has all of a weight."""
-    return name == "weight" or name.rpartition(".")[0].endswith(("mtp_model_layer", "transformer_layer", "layers.0"))
-
-
-def share(name: str, whole: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
-    """Return what a rank has of a weight or its gradient."""
-    if is_whole(name):
-        return whole
-    parts = whole.split(fused_sizes(name, whole.shape[0]))
-    return torch.cat([each.chunk(ranks, dim=int(name == "linear_proj.weight"))[rank] for each in parts])
-
-
-def fill(layer: Any, group: Any) -> None:
-    """Give a layer its share of weights that depend on their names alone."""
-    generator = torch.Generator().manual_seed(44)
-    ranks = group.size()
-    with torch.no_grad():
-        for name, each in sorted(layer.named_parameters(), key=lambda found: found[0]):
-            whole_on = 1 if is_whole(name) else ranks
-            axis = int(name == "linear_proj.weight")
-            shape = [size * (whole_on if number == axis else 1) for number, size in enumerate(each.shape)]
-            each.copy_(share(name, torch.randn(*shape, generator=generator) * 0.4, ranks, group.rank()))
-
-
-def step(way: Way, groups: Any, pair: int) -> dict[str, torch.Tensor]:
+def step(way: Way, group: Any, alone: Any, pair: int) -> dict[str, torch.Tensor]:
     """Run a layer forwards and backwards on the values of a pair, and return what its parameters and inputs learn."""
-    group = groups.tp
-    layer = BUILDERS[way.kind](way, groups)
-    fill(layer, group)
-    generator = torch.Generator().manual_seed(45 + pair)
-    hidden, states, weights = (torch.randn(TOKENS, BATCH, HIDDEN, generator=generator) for _ in range(3))
-    is_cut = way.sequence and group.size() > 1
-
-    def cut(values: torch.Tensor) -> torch.Tensor:
-        return values.chunk(group.size())[group.rank()].clone() if is_cut else values.clone()
-
-    hidden = (hidden.clone() if way.kind == "llava" else cut(hidden)).requires_grad_()
-    found = layer(hidden, None, key_value_states=cut(states)) if way.kind == "cross" else layer(hidden, None)
-    output = found[0]
-    weights = cut(weights)
-    if output.shape == weights.shape:
-        (output * weights).sum().backward()
+    sequence = way.sequence and group.size() > 1
+    common = PACK._common
+    if way.kind == "prediction":
+        build, is_cut = Predicting, False
     else:
-        output.sum().backward()
-    return {
-        "output": output.detach(),
-        "hidden": hidden.grad,
-        **{name: each.grad for name, each in layer.named_parameters()},
-    }
+        build, _, is_cut = NEAR._layer(CASES[way.kind])
+    with mock.patch.object(PACK, "_common", lambda groups: {**common(groups), "sequence_parallel": sequence}):
+        layer = (fused(build) if way.fused else build)(PACK._groups(group, alone))
+    layer = OfPart(layer, group) if sequence else layer
+    found: dict[str, torch.Tensor] = PACK._step(layer, group, pair, is_cut=is_cut or sequence)
+    return {name.removeprefix("layer."): each for name, each in found.items()} if sequence else found
+
+
+CASES = {"cross": PACK._cross, "latent": PACK._latents, "llava": PACK._embeddings, "block": PACK._saved}
+
+
+def axis_of(theirs: Callable[[str], int | None]) -> Callable[[str], int | None]:
+    """Return what says along which axis ranks share a weight, also of a prediction layer."""
+    return lambda name: 0 if name.endswith("eh_proj.weight") else theirs(name)
+
+
+def share_of(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what shares weights out, and what is fused in a weight by itself."""
+
+    def share(name: str, whole: torch.Tensor, group: Any, *, is_cut: bool) -> Any:
+        if not name.endswith(FUSED):
+            return theirs(name, whole, group, is_cut=is_cut)
+        parts = whole.split([PACK.RANK, PACK.RANK + PACK.ROTARY])
+        return torch.cat([theirs(name, each, group, is_cut=is_cut) for each in parts])
+
+    return share
 
 
 def expected(way: Way, name: str, true: torch.Tensor, group: Any) -> torch.Tensor:
     """Return what a rank has of what one rank has."""
-    if name == "hidden" and way.kind == "llava":
-        return true
-    if name in {"output", "hidden"}:
-        return true.chunk(group.size())[group.rank()] if way.sequence else true
-    return share(name, true, group.size(), group.rank())
+    if name == "hidden" and way.sequence:
+        parts = [each if rank == group.rank() else each * 0 for rank, each in enumerate(true.chunk(group.size()))]
+        return torch.cat(parts)
+    found: torch.Tensor = PACK._share(name, true, group, is_cut=way.sequence or way.kind == "llava")
+    return found
 
 
-def compared(way: Way, groups: Any, pair: int, true: dict[str, torch.Tensor]) -> dict[str, Any]:
+def compared(way: Way, group: Any, alone: Any, pair: int, true: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Return how far what this rank has is from what one rank has."""
-    found = step(way, groups, pair)
-    wanted = {name: expected(way, name, each, groups.tp) for name, each in true.items()}
+    found = step(way, group, alone, pair)
+    wanted = {name: expected(way, name, each, group) for name, each in true.items()}
     return {
         "output": apart(found["output"], wanted["output"]),
         "gradients": max(apart(found[name], wanted[name]) for name in wanted if name != "output"),
@@ -341,30 +206,27 @@ def compared(way: Way, groups: Any, pair: int, true: dict[str, torch.Tensor]) ->
 
 def on_rank(number: int, layout: str, names: list[str]) -> dict[str, Any]:
     """Return what one of the ranks measures in a layout."""
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
     torch.set_num_threads(1)
-    get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()  # of GPUs alone
     alone = [torch.distributed.new_group([each]) for each in range(RANKS)][number]
     pairs = PAIRS[layout]
     pair = next(index for index, ranks in enumerate(pairs) if number in ranks)
     with ranks_of(1):
-        true = {name: step(WAYS[name], groups_of(alone, alone), pair) for name in names}
+        true = {name: step(WAYS[name], alone, alone, pair) for name in names}
     with ranks_of(DEFAULTS[layout]):
         from megatron.core import parallel_state
 
         made = [torch.distributed.new_group(ranks) for ranks in pairs]
         group = parallel_state.get_tensor_model_parallel_group() if layout == "default" else made[pair]
-        report = {name: compared(WAYS[name], groups_of(group, alone), pair, true[name]) for name in names}
+        report = {name: compared(WAYS[name], group, alone, pair, true[name]) for name in names}
         torch.distributed.barrier()
     return report
 
 
 def names_for() -> list[str]:
     """Return the ways that a release can go."""
-    latents, pictures, predictions = (importlib.import_module(name) for name in (LATENT, LLAVA, PREDICTION))
-    fused = getattr(latents, "FusedMLASelfAttention", None)
-    code = fused and fused._qkv_down_projection
+    latents, pictures, predictions = (PACK._imported(name) for name in (PACK.LATENT, PACK.LLAVA, PREDICTION))
+    attention = getattr(latents, "FusedMLASelfAttention", None)
+    code = attention and attention._qkv_down_projection
     layer = predictions.MultiTokenPredictionLayer
     forward, recomputed = (
         inspect.signature(each).parameters for each in (layer.forward, getattr(layer, "_checkpointed_forward", print))
@@ -380,26 +242,14 @@ def names_for() -> list[str]:
     return [name for name, way in WAYS.items() if can["fused"] or not way.fused if can.get(way.kind, True)]
 
 
-def prepare() -> list[str]:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    module = importlib.import_module(LATENT)
-    if not isinstance(getattr(module, "TELinear", None), type):
-        vars(module).update(HAVE_TE=False)
-        if hasattr(module, "Linear"):
-            module.Linear = importlib.import_module("megatron.core.post_training.modelopt.layers").Linear
-    numbers = importlib.import_module("megatron.core.tensor_parallel.random")
-    vars(numbers).update(_get_cuda_rng_state=lambda *_, **__: None, _set_cuda_rng_state=lambda *_, **__: None)
-    for name in (LLAVA, PREDICTION, "megatron.core.transformer.attention"):
-        importlib.import_module(name)
-    return names_for()
-
-
 def main() -> None:
     """Answer on standard output."""
     folder, *layouts = sys.argv[1:]
-    names = prepare()
+    torch.set_num_threads(1)
+    for name in (PACK.UTILS, PACK.NUMBERS, PACK.ATTENTION, PACK.BLOCK):
+        PACK._imported(name)
+    names = names_for()
+    vars(PACK).update(_axis=axis_of(PACK._axis), _share=share_of(PACK._share))
     records = [each for each in megacpp_overlays.audit().records if each.overlay.id == ID]
     report: dict[str, Any] = {
         "decisions": {each.overlay.target.module: [each.decision.value, each.reason] for each in records}

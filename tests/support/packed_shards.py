@@ -2,7 +2,7 @@
 
     python tests/support/packed_shards.py
 
-The release is the one that is first on the path. A real MoE layer runs forward and backward on two and on four gloo ranks, with samples
+The release is the one that is first on the path. The MoE layer of pack 32 runs forward and backward on two and on four gloo ranks, with samples
 as a batch and as a packed row, and nothing else is learnt from than its router's balancing loss.
 """
 
@@ -14,55 +14,33 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import megacpp_overlays
 
 # isort: split
 import torch
 from forked_ranks import on_ranks
+from places import ROOT
 
-LAYER = "megatron.core.transformer.transformer_layer"
+from megacpp_overlays.repro import neighbour
+
+PACK = neighbour.beside(str(ROOT / "packs/32-seq-aux-loss-packed/neighbours.py"))
+CONFIG = "megatron.core.transformer.transformer_config"
 OVERLAY = "seq-aux-loss-packed"
-WIDTH, EXPERTS, HIDDEN = 8, 4, 8
+WIDTH, HIDDEN = PACK.WIDTH, PACK.HIDDEN
 RANKS = (2, 4)
 SAMPLES = (1, 2, 3, 4)
 RECOMPUTED: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
 
 def layer(ranks: int, **asked: Any) -> Any:
-    """Return an MoE layer without attention, with weights that are the same on all ranks."""
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    module = importlib.import_module(LAYER)
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HIDDEN,
-        ffn_hidden_size=HIDDEN,
-        moe_ffn_hidden_size=HIDDEN,
-        num_attention_heads=ranks,
-        num_moe_experts=EXPERTS,
-        moe_router_topk=2,
-        moe_router_load_balancing_type="seq_aux_loss",
-        moe_aux_loss_coeff=0.5,
-        tensor_model_parallel_size=ranks,
-        sequence_parallel=True,
-        add_bias_linear=False,
-        use_cpu_initialization=True,
-        hidden_dropout=0.0,
-        **asked,
-    )
-    experts = get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
-    parts = module.TransformerLayerSubmodules(mlp=experts, mlp_bda=get_bias_dropout_add)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    made = module.TransformerLayer(config, parts, layer_number=1, pg_collection=groups)
-    with torch.no_grad():
-        for each in made.parameters():
-            each.fill_(0.01)
-        made.mlp.router.weight.copy_(torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(3)))
-    return made.train()
+    """Return the MoE layer of the pack on so many ranks, with other settings."""
+    module: Any = importlib.import_module(CONFIG)
+    theirs = module.TransformerConfig
+    settings = {"tensor_model_parallel_size": ranks, "num_attention_heads": ranks, **asked}
+    with mock.patch.object(module, "TransformerConfig", lambda **given: theirs(**{**given, **settings})):
+        return PACK._layer()
 
 
 def row(samples: int, *, packed: bool, width: int = WIDTH, masked: bool = False) -> tuple[Any, dict[str, Any]]:
@@ -184,7 +162,7 @@ def main() -> None:
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda **_: None  # type: ignore[attr-defined] # a recomputation asks for it
     random._set_cuda_rng_state = lambda *_, **__: None  # type: ignore[attr-defined]
-    importlib.import_module(LAYER)
+    importlib.import_module(PACK.LAYER)
     importlib.import_module("megatron.core.models.gpt.moe_module_specs")
     decisions = [each.decision.value for each in megacpp_overlays.audit().records if each.overlay.id == OVERLAY]
     with tempfile.TemporaryDirectory() as folder:

@@ -65,6 +65,20 @@ def assert_self_test(overlay: Overlay, module: ModuleType, *shapes: str) -> None
     assert overlay.self_test(module).broken
 
 
+def assert_witness_and_self_test(overlay: Overlay, module: ModuleType, *shapes: str) -> None:
+    """Check `assert_self_test`, the same in inference mode and of the witness, and that none of it leaves a trace in the module."""
+    import torch
+
+    before = dict(vars(module))
+    assert overlay.witness is not None
+    assert overlay.witness(module).broken
+    assert_self_test(overlay, module, *shapes)
+    for shape in shapes:
+        with placed(overlay, shape, module), torch.inference_mode():
+            assert not overlay.self_test(module).broken
+    assert dict(vars(module)) == before
+
+
 def assert_same_bits(each: Neighbour, overlay: Overlay, module: ModuleType, *shapes: str) -> None:
     """Check that a neighbour is the same without seams and with those of each shape."""
     without = neighbour.measured(each)

@@ -15,20 +15,24 @@ from released_megatron import ALL_ON
 from releases import only
 
 
-def measured_on(pack: str, *releases: str, switched_on: bool = False) -> Any:
+def measured_on(
+    pack: str, *releases: str, switched_on: bool = False, daily: Collection[str] = (), neighbours: bool = False
+) -> Any:
     """Return a fixture, to be bound to `measured`: what each release does with the overlay and without it.
-
-    Its tests are marked `full`: those of every day run the newest release in their own process.
 
     Args:
         pack: two digits of its number.
         releases: of megatron-core.
         switched_on: whether overlays that are off by default are on.
+        daily: releases whose tests are not marked `full`: none where tests of every day run the newest one in their own process.
+        neighbours: whether those of the pack are run, too.
     """
+    words = ["neighbours"] if neighbours else []
 
-    @pytest.fixture(scope="module", params=only(releases, ()), name="measured")
+    @pytest.fixture(scope="module", params=only(releases, daily), name="measured")
     def measured(request: pytest.FixtureRequest, megatron_says: Callable[..., Any]) -> Any:
-        return megatron_says(request.param, SUPPORT / "reproduced.py", pack, **(ALL_ON if switched_on else {}))
+        switches = ALL_ON if switched_on else {}
+        return megatron_says(request.param, SUPPORT / "reproduced.py", pack, *words, **switches)
 
     return measured
 
@@ -48,6 +52,19 @@ def assert_repaired(measured: Any, *, parts: int = 1, may_be_blocked: Collection
     assert all(case["broken"] for name, case in measured["off"].items() if name not in blocked)
     assert not any(case["broken"] for name, case in measured["on"].items() if name not in blocked)
     assert measured["off"].keys() - blocked
+
+
+def assert_neighbours_are_the_same(measured: Any, *, may_be_absent: Collection[str] = ()) -> None:
+    """Check that neighbours are with the overlay what they are without it, and that each was measured.
+
+    Args:
+        measured: of one release, with neighbours.
+        may_be_absent: neighbours that some of the releases cannot be asked.
+    """
+    found = measured["neighbours"]
+    assert found["problems"] == []
+    assert {*found["absent"]} <= {*may_be_absent}
+    assert found["measured"]
 
 
 def reproduced_in(lane: str, pack: str, **variables: str) -> Any:

@@ -86,8 +86,8 @@ class Core(torch.nn.Module):
         return found[:, 0] if packed else found
 
 
-def make(module: ModuleType, way: Way, ranks: int) -> Any:
-    """Build an attention on the current tensor parallel groups; its weights are set later."""
+def make(module: ModuleType, way: Way, ranks: int, *, norm: Any = None, qk_layernorm: bool = False) -> Any:
+    """Build an attention on the current tensor parallel groups, without norms or with some; its weights are set later."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -115,6 +115,7 @@ def make(module: ModuleType, way: Way, ranks: int) -> Any:
         sequence_parallel=way.sequence and ranks > 1,
         use_cpu_initialization=True,
         apply_rope_fusion=False,
+        qk_layernorm=qk_layernorm,
         **({"transformer_impl": "local"} if hasattr(MLATransformerConfig, "transformer_impl") else {}),
     )
     downs = {"linear_qkv_down_proj": down} if way.fused else {"linear_q_down_proj": down, "linear_kv_down_proj": down}
@@ -124,8 +125,8 @@ def make(module: ModuleType, way: Way, ranks: int) -> Any:
         linear_kv_up_proj=Up,
         core_attention=ModuleSpec(module=Core),
         linear_proj=RowParallelLinear,
-        q_layernorm=IdentityOp,
-        kv_layernorm=IdentityOp,
+        q_layernorm=norm or IdentityOp,
+        kv_layernorm=norm or IdentityOp,
         **downs,
     )
     cls = module.FusedMLASelfAttention if way.fused else module.MLASelfAttention

@@ -25,17 +25,18 @@ from typing import Any
 import megacpp_overlays
 
 # isort: split
+import shared_keys
 import torch
 from forked_ranks import DEVICE, ON_CPU
 from forked_ranks import on_ranks as forked
-from shared_keys import Core, apart, bits, ranks_of
+from shared_keys import HEADS, HIDDEN, LATENT, ROTARY, Core, apart, bits, ranks_of
 
 ID = "tp-norm-gradients"
 FINALIZER = "megatron.core.distributed.finalize_model_grads"
 ATTENTION = "megatron.core.transformer.multi_latent_attention"
 NET = "megatron.core.ssm.gated_delta_net"
 LAYERS = "megatron.core.post_training.modelopt.layers"
-HIDDEN, HEADS, LATENT, WIDTH, ROTARY = 16, 4, 8, 6, 4
+WIDTH = 6
 TOKENS, BATCH, STEPS, RATE = 8, 2, 3, 1e-3
 
 
@@ -113,37 +114,8 @@ def common(way: Way, ranks: int) -> dict[str, Any]:
 
 
 def latent(way: Way, ranks: int) -> Any:
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
-
-    module = importlib.import_module(ATTENTION)
-    down = ColumnParallelLinear if way.columns else module.Linear  # type: ignore[attr-defined] # bound below
-    config = MLATransformerConfig(
-        **common(way, ranks),
-        q_lora_rank=LATENT,
-        kv_lora_rank=LATENT,
-        qk_head_dim=WIDTH,
-        qk_pos_emb_head_dim=ROTARY,
-        v_head_dim=WIDTH,
-        rope_type="rope",
-        apply_rope_fusion=False,
-        **({"transformer_impl": "local"} if hasattr(MLATransformerConfig, "transformer_impl") else {}),
-    )
-    downs = {"linear_qkv_down_proj": down} if way.fused else {"linear_q_down_proj": down, "linear_kv_down_proj": down}
-    submodules = module.MLASelfAttentionSubmodules(  # type: ignore[attr-defined]
-        linear_q_proj=ColumnParallelLinear,
-        linear_q_up_proj=ColumnParallelLinear,
-        linear_kv_up_proj=ColumnParallelLinear,
-        core_attention=ModuleSpec(module=Core),
-        linear_proj=RowParallelLinear,
-        q_layernorm=Norm,
-        kv_layernorm=Norm,
-        **downs,
-    )
-    return getattr(module, "FusedMLASelfAttention" if way.fused else "MLASelfAttention")(
-        config, submodules, layer_number=1
-    )
+    asked = shared_keys.Way(columns=way.columns, sequence=way.sequence, fused=way.fused)
+    return shared_keys.make(importlib.import_module(ATTENTION), asked, ranks, norm=Norm, qk_layernorm=way.named)
 
 
 def heads(way: Way, ranks: int) -> Any:
