@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from placed_seams import assert_self_test, placed, stock
-from places import SUPPORT
 from reproduced_pack import assert_repaired, measured_on
 
 from megacpp_overlays.feature_probes.fsdp_reduced_twice import CLASS, METHOD, OPTIMIZER, TARGET, TWICE
@@ -20,15 +19,11 @@ from megacpp_overlays.overlays.fsdp_reduced_twice import OVERLAY
 pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 NEWEST = "0.19.2"
-measured = measured_on("57", "0.16.1", "0.17.1", "0.18.2", NEWEST)
+measured = measured_on("57", "0.16.1", "0.17.1", "0.18.2", NEWEST, daily=[NEWEST])
 
 
 def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any) -> None:
     assert_repaired(measured)
-
-
-def test_the_newest_release_is_right_with_it(megatron_says: Callable[..., Any]) -> None:
-    assert_repaired(megatron_says(NEWEST, SUPPORT / "reproduced.py", "57"))
 
 
 # In this process: what hooks of the newest release reduce

@@ -5,13 +5,12 @@ Cases of pack 54 run on releases, in a process of its own for each; what they ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from placed_seams import assert_self_test, placed, stock
-from places import SUPPORT
 from releases import newest
 from reproduced_pack import assert_repaired, measured_on
 
@@ -22,15 +21,11 @@ pytestmark = [pytest.mark.upstream, pytest.mark.filterwarnings("ignore::UserWarn
 
 CONFIG = SimpleNamespace(overlap_param_gather=False, bf16=False)
 GROUPS = SimpleNamespace(tp="of layers", expt_tp="of experts")
-measured = measured_on("54", "0.19.0", newest())
+measured = measured_on("54", "0.19.0", newest(), daily=[newest()])
 
 
 def test_a_release_is_broken_without_the_overlay_and_right_with_it(measured: Any) -> None:
     assert_repaired(measured)
-
-
-def test_the_newest_release_is_broken_without_the_overlay_and_right_with_it(megatron_says: Callable[..., Any]) -> None:
-    assert_repaired(megatron_says(newest(), SUPPORT / "reproduced.py", "54"))
 
 
 # In this process

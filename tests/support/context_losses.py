@@ -9,7 +9,6 @@ tokens of a microbatch that count, in float64 on whole sequences.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import sys
@@ -22,7 +21,7 @@ import megacpp_overlays
 
 # isort: split
 import torch
-from forked_ranks import DEVICE, at_most, on_ranks
+from forked_ranks import DEVICE, at_most, bits, on_ranks
 
 MODULE = "megatron.core.pipeline_parallel.schedules"
 ID = "cp-local-loss-mean"
@@ -51,11 +50,6 @@ def own(whole: torch.Tensor, ranks: int) -> torch.Tensor:
     rank = parallel_state.get_context_parallel_rank()
     chunks = whole.chunk(2 * ranks, dim=1)
     return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]], dim=1) if ranks > 1 else whole
-
-
-def bits(*results: torch.Tensor) -> str:
-    """Return a hash of tensors."""
-    return hashlib.sha256(b"".join(each.contiguous().cpu().numpy().tobytes() for each in results)).hexdigest()[:16]
 
 
 class Step:

@@ -24,8 +24,8 @@ import megacpp_overlays
 
 # isort: split
 import torch
-from forked_ranks import DEVICE, ON_CPU, at_most, on_ranks
-from rolled_rows import HIDDEN, LAYERS, SCALE, VOCABULARY, Packing, bits, relative
+from forked_ranks import DEVICE, ON_CPU, at_most, bits, on_ranks
+from rolled_rows import HIDDEN, LAYERS, SCALE, VOCABULARY, Packing, relative
 
 from megacpp_overlays.feature_probes.mtp_roll_padded_boundaries import UNPADDED
 from megacpp_overlays.feature_probes.mtp_token_counts_local import LOCAL, TARGET

@@ -25,9 +25,10 @@ import megacpp_overlays
 
 # isort: split
 import torch
+from forked_ranks import bits
 from forked_ranks import on_ranks as forked
 from places import ROOT
-from shared_keys import apart, bits, ranks_of
+from shared_keys import apart, ranks_of
 
 from megacpp_overlays.repro import neighbour
 

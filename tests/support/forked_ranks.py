@@ -8,6 +8,7 @@ are on several hosts, for it refuses two ranks of one host on one device.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import multiprocessing
 import os
@@ -25,6 +26,11 @@ def at_most(ranks: int) -> int:
     import torch
 
     return ranks if ON_CPU else min(ranks, max(2, torch.cuda.device_count()))  # it asks NVML, and touches no device
+
+
+def bits(*results: Any) -> str:
+    """Return a hash of tensors."""
+    return hashlib.sha256(b"".join(each.contiguous().cpu().numpy().tobytes() for each in results)).hexdigest()[:16]
 
 
 def on_ranks(count: int, folder: Path, find: Callable[[int], Any]) -> list[Any]:

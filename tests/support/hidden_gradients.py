@@ -11,15 +11,15 @@ import json
 import sys
 import tempfile
 import warnings
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from places import ROOT
 
 import megacpp_overlays
+from megacpp_overlays.repro import neighbour
 
+PACK = neighbour.beside(str(ROOT / "packs/40-graph-hidden-recompute-grads/neighbours.py"))
 OVERLAY = "graph-hidden-recompute-grads"
 TOKENS, BATCH, HIDDEN = 8, 1, 32
 BOTH, ALL = ["layernorm", "core_attn"], ["layernorm", "mla_up_proj", "core_attn"]
@@ -42,13 +42,7 @@ MLA: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 def as_on_a_cpu() -> None:
     """Let a host without a GPU or Transformer Engine run layers: no state of CUDA's random numbers, and no FP8."""
-    torch.cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    torch.cuda.current_device = lambda: "cpu"
-    random = importlib.import_module("megatron.core.tensor_parallel.random")
-    if not hasattr(random, "FP8GlobalStateManager"):
-        random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
-        random.activation_recompute_forward = lambda **_: nullcontext()
-        random.fp8_autocast = lambda **_: nullcontext()
+    PACK._as_on_a_cpu(torch)
     attention = importlib.import_module("megatron.core.transformer.multi_latent_attention")
     if not isinstance(getattr(attention, "TELinear", torch.nn.Bilinear), type):
         attention.TELinear = torch.nn.Bilinear  # a class that no layer is of, for 0.16.1, which asks for one
@@ -65,9 +59,8 @@ class Walk:
 
     def __call__(self, layer: Any, args: Any, kwargs: Any) -> Any:
         from megatron.core.transformer.cuda_graphs import _CudaGraphRunner
-        from megatron.core.transformer.module import MegatronModule
 
-        outputs = super(MegatronModule, layer).__call__(*args, **kwargs)
+        outputs = PACK._captured(layer, args, kwargs)
         self.found = connected(_CudaGraphRunner, layer, outputs)
         return outputs
 
@@ -79,18 +72,6 @@ def connected(runners: Any, layer: Any, outputs: Any) -> set[str]:
     vars(runner)["base_module"] = layer
     found = {id(each) for each in runner.get_connected_params(outputs)}
     return {name for name, each in layer.named_parameters() if id(each) in found}
-
-
-class Attention(torch.nn.Module):
-    """Plain attention in place of the core, which has its mask on a GPU."""
-
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
-        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return mixed.permute(2, 0, 1, 3).flatten(2)
 
 
 def configured(options: dict[str, Any], recomputed: list[str], *, mla: bool) -> Any:
@@ -125,7 +106,7 @@ def made(config: Any, *, mla: bool) -> Any:
 
     torch.manual_seed(3)
     spec = get_gpt_layer_local_spec(multi_latent_attention=mla, normalization=config.normalization)
-    spec.submodules.self_attention.submodules.core_attention = Attention
+    spec.submodules.self_attention.submodules.core_attention = PACK._attention()
     return build_module(spec, config=config, layer_number=1)
 
 
@@ -150,7 +131,6 @@ def facts(options: dict[str, Any], recomputed: list[str], *, mla: bool) -> dict[
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     importlib.import_module("megatron.core.transformer.transformer_layer")
     as_on_a_cpu()

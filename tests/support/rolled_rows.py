@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import importlib
 import itertools
 import json
@@ -24,7 +23,7 @@ import megacpp_overlays
 
 # isort: split
 import torch
-from forked_ranks import DEVICE, on_ranks
+from forked_ranks import DEVICE, bits, on_ranks
 
 MODULE = "megatron.core.transformer.multi_token_prediction"
 ID = "mtp-roll-padded-boundaries"
@@ -182,11 +181,6 @@ def per_token(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 def relative(found: torch.Tensor, true: torch.Tensor) -> float:
     return float((found - true).abs().max() / true.abs().max().clamp(min=1e-30))
-
-
-def bits(*results: torch.Tensor) -> str:
-    """Return a hash of tensors."""
-    return hashlib.sha256(b"".join(each.contiguous().cpu().numpy().tobytes() for each in results)).hexdigest()[:16]
 
 
 def share(module: ModuleType, packing: Packing, group: Any) -> dict[str, Any]:

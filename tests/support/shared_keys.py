@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import importlib
 import json
 import sys
@@ -28,7 +27,7 @@ import megacpp_overlays
 
 # isort: split
 import torch
-from forked_ranks import DEVICE, ON_CPU
+from forked_ranks import DEVICE, ON_CPU, bits
 from forked_ranks import on_ranks as forked
 
 MODULE = "megatron.core.transformer.multi_latent_attention"
@@ -243,11 +242,6 @@ def drift(attention: Any, way: Way, group: Any, down: str) -> float:
 def apart(found: torch.Tensor, true: torch.Tensor) -> float:
     """Return the largest difference, of the largest value."""
     return float((found - true).abs().max() / true.abs().max())
-
-
-def bits(*results: torch.Tensor) -> str:
-    """Return a hash of tensors."""
-    return hashlib.sha256(b"".join(each.contiguous().cpu().numpy().tobytes() for each in results)).hexdigest()[:16]
 
 
 def alone(module: ModuleType, way: Way) -> dict[str, torch.Tensor]:

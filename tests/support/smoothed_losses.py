@@ -9,7 +9,6 @@ float64, with the probabilities that upstream's comment names.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import inspect
 import json
@@ -22,7 +21,7 @@ import megacpp_overlays
 
 # isort: split
 import torch
-from forked_ranks import DEVICE, at_most, on_ranks
+from forked_ranks import DEVICE, at_most, bits, on_ranks
 
 MODULE = "megatron.core.tensor_parallel.cross_entropy"
 ID = "tp-label-smoothing"
@@ -74,11 +73,6 @@ def apart(found: list[torch.Tensor], true: list[torch.Tensor]) -> list[float]:
     """Return how far losses are apart and how far gradients."""
     losses, slopes = true
     return [float((found[0] - losses).abs().max()), float((found[1] - own(slopes)).abs().max())]
-
-
-def bits(*results: torch.Tensor) -> str:
-    """Return a hash of tensors."""
-    return hashlib.sha256(b"".join(each.contiguous().cpu().numpy().tobytes() for each in results)).hexdigest()[:16]
 
 
 def facts(module: ModuleType) -> dict[str, Any]:

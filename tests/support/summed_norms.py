@@ -27,9 +27,9 @@ import megacpp_overlays
 # isort: split
 import shared_keys
 import torch
-from forked_ranks import DEVICE, ON_CPU
+from forked_ranks import DEVICE, ON_CPU, bits
 from forked_ranks import on_ranks as forked
-from shared_keys import HEADS, HIDDEN, LATENT, ROTARY, Core, apart, bits, ranks_of
+from shared_keys import HEADS, HIDDEN, LATENT, ROTARY, Core, apart, ranks_of
 
 ID = "tp-norm-gradients"
 FINALIZER = "megatron.core.distributed.finalize_model_grads"
