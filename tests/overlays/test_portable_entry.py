@@ -166,17 +166,6 @@ def test_a_gradient_of_another_shape_than_the_loss_is_refused(
         entry.backward_on_any_device(torch.ones(shape), *saved, reduction, -100, None, 0, 1, False)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 1000, 8192, 100_000, 10_000_000])
-def test_a_block_of_logits_is_bounded_and_never_narrow(tokens: int) -> None:
-    from megacpp_overlays.kernels.linear_cross_entropy.memory import Memory
-
-    classes = Memory().classes_with(tokens * 4, 0, 1 << 18)
-
-    assert classes >= 256
-    assert classes % 256 == 0
-    assert classes * tokens * 4 <= max(256 * 2**20, 256 * tokens * 4)
-
-
 # Single facts, and drawn inputs, from one interpreter.
 
 
