@@ -149,11 +149,12 @@ def test_a_matrix_over_files_needs_none(tmp_path: Path) -> None:
     assert "no answer of the index is in the cache" in done.stderr
 
 
-def test_asking_a_host_says_what_to_install() -> None:
-    done = without_http("sweep")
+@pytest.mark.parametrize("command", ["sweep", "matrix"])
+def test_asking_a_host_says_what_to_install(command: str) -> None:
+    done = without_http(command)
 
     assert done.returncode == ExitCode.MISSING_EXTRA
-    assert "pip install " in done.stderr
+    assert "needs requests, of the extra `upkeep`: pip install 'pypi-simple>=1.6' " in done.stderr
     assert "megacpp-overlays[" not in done.stderr, "no index has this project: the name may be anybody's"
 
 

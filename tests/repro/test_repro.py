@@ -27,6 +27,7 @@ from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream, install_plugin
 from made_up_checkout import Checkout
 from places import HANG_S, ROOT, SUPPORT
 from releases import only
+from repositories import commit_all, git
 
 from megacpp_overlays import cli
 from megacpp_overlays.loader import registry, retired
@@ -572,19 +573,10 @@ def test_the_commit_of_a_tree_is_not_that_of_a_repository_in_the_environment(
 ) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
-    git(tmp_path, "init", "--quiet")
-    git(tmp_path, "add", "--all")
-    git(tmp_path, "commit", "--quiet", "--message", "one")
-    commit = git(tmp_path, "rev-parse", "HEAD")[:12]
+    commit = commit_all(tmp_path)[:12]
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "nowhere"))
 
     assert trees.describe(tmp_path, ["package"])["commit"] == commit
-
-
-def git(folder: Path, *arguments: str) -> str:
-    who = ("-c", "user.name=tests", "-c", "user.email=tests@example.invalid", "-c", "commit.gpgsign=false")
-    done = subprocess.run(["git", "-C", str(folder), *who, *arguments], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
 
 
 def test_the_name_of_a_tree_is_the_one_that_git_gives_it(tmp_path: Path) -> None:
@@ -595,9 +587,7 @@ def test_the_name_of_a_tree_is_the_one_that_git_gives_it(tmp_path: Path) -> None
     (package / "run.sh").chmod(0o755)
     (package / "link").symlink_to("a.py")
     (package / "empty").mkdir()
-    git(tmp_path, "init", "--quiet")
-    git(tmp_path, "add", "--all")
-    git(tmp_path, "commit", "--quiet", "--message", "one")
+    commit = commit_all(tmp_path)
     (package / "__pycache__").mkdir()
     (package / "__pycache__" / "a.cpython-312.pyc").write_bytes(b"\0")
 
@@ -606,7 +596,7 @@ def test_the_name_of_a_tree_is_the_one_that_git_gives_it(tmp_path: Path) -> None
     assert trees.tree_id(package) == git(tmp_path, "rev-parse", "HEAD:package")
     assert described == {
         "package": git(tmp_path, "rev-parse", "HEAD:package")[:12],
-        "commit": git(tmp_path, "rev-parse", "HEAD")[:12],
+        "commit": commit[:12],
     }
     (package / "a.py").write_text("changed\n")
     assert trees.describe(tmp_path, ["package"])["commit"].endswith(" modified")

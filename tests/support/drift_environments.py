@@ -1,4 +1,4 @@
-"""Small real wheels and git repositories for the tests of drift."""
+"""Small real wheels for the tests of drift."""
 
 from __future__ import annotations
 
@@ -68,21 +68,3 @@ def installed_in(target: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, 
     """Put a folder first on the path, and return what is installed in it."""
     monkeypatch.syspath_prepend(target)
     return installations.find_all([str(target)])
-
-
-def git(folder: Path, *words: str) -> str:
-    """Run git without the configuration of user and system; return its output."""
-    own = ("-c", "user.name=A Person", "-c", "user.email=person@example.org", "-c", "init.defaultBranch=main")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    env = {**kept, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
-    done = subprocess.run(["git", *own, *words], cwd=folder, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def commit_all(folder: Path) -> str:
-    """Commit everything in a folder, in a repository of its own; return the commit."""
-    git(folder, "init", "--quiet")
-    git(folder, "add", "--all")
-    git(folder, "commit", "--quiet", "--message", "all of it")
-    return git(folder, "rev-parse", "HEAD")

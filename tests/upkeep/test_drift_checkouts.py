@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from drift_environments import commit_all, git, install, installed_in, make_wheel, without_pythonpath
+from drift_environments import install, installed_in, make_wheel, without_pythonpath
 from made_up import Upstream
 from places import ROOT
+from repositories import commit_all, git
 
 from megacpp_overlays.repro.git import GitError
 from megacpp_overlays.upkeep.drift import checkouts, drift

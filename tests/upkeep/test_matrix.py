@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from index_server import OTHER, PACKAGE, Index, module, sdist, serving, wheel
 from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream, gate_of
+from repositories import commit_all, git, write_files
 
 from megacpp_overlays import cli
 from megacpp_overlays.cli.codes import ExitCode
@@ -294,40 +293,42 @@ def test_wrong_usage_exits_2(run: Run, arguments: list[str]) -> None:
 # --- what goes wrong ---
 
 
-def test_a_release_that_cannot_be_fetched_says_so_and_fails(index: Index, run: Run) -> None:
+WHEEL = f"{PACKAGE}-2.0.0-py3-none-any.whl"
+WHOLE = wheel({**module(BROKEN_TEXT), "more.py": ""})
+UNREADABLE = {
+    "of another kind": (f"{PACKAGE}-2.0.0.zip", WHOLE, "it has no wheel and no tar.gz with a SHA-256"),
+    "not what the index lists": (WHEEL, WHOLE, "does not have the SHA-256 that the index lists"),
+    "damaged": (
+        WHEEL,
+        WHOLE.replace(b"x + x + 1", b"x + x + 2"),
+        f"{WHEEL}: cannot read {PACKAGE}/layers.py: BadZipFile",
+    ),
+}
+"""Files of a release that cannot be read, and what is said of it."""
+
+
+@pytest.mark.parametrize("how", UNREADABLE)
+def test_a_release_that_cannot_be_read_is_a_hole_with_the_reason_and_such_a_matrix_is_not_kept(
+    index: Index, run: Run, tmp_path: Path, how: str
+) -> None:
+    name, content, says = UNREADABLE[how]
     publish_history(index)
-    index.served[f"{PACKAGE}-0.10.1-py3-none-any.whl"] = b"cut"
+    index.publish(name, content)
+    if how == "not what the index lists":
+        index.served[name] = b"cut"
 
     code, out, _ = run()
+    written, _, err = run("--write", tmp_path / "packs")
 
+    [row] = [line for line in out.splitlines() if line.startswith("2.0.0 ")]
     assert code == 1
-    assert "not read: " in out
-    assert "does not have the SHA-256 that the index lists" in out
-    assert "ABSENT, BROKEN since 0.10.0 (2026-02-01), FIXED since 1.0.0 (2026-03-01)" in out, "the others still count"
-
-
-def test_a_damaged_wheel_is_not_read_and_no_form_that_a_probe_does_not_know(index: Index, run: Run) -> None:
-    whole = wheel(module(BROKEN_TEXT))
-    damaged = whole.replace(b"x + x + 1", b"x + x + 2")
-    assert damaged != whole
-    index.publish(f"{PACKAGE}-1.0-py3-none-any.whl", damaged)
-
-    code, out, _ = run()
-
-    assert code == 1
-    [row] = [line for line in out.splitlines() if line.startswith("1.0 ")]
-    assert f"not read: {PACKAGE}-1.0-py3-none-any.whl: cannot read {PACKAGE}/layers.py: BadZipFile" in row
+    assert "not read: " in row
+    assert says in row
     assert "UNRECOGNISED" not in row
-
-
-def test_a_release_that_was_built_in_a_far_future_has_no_date(index: Index, run: Run) -> None:
-    content = sdist(f"{PACKAGE}-1.0", module(BROKEN_TEXT), 10**18)
-    index.publish(f"{PACKAGE}-1.0.tar.gz", content, None)
-    index.has_project_json = False
-
-    code, out, _ = run()
-
-    assert (code, ["1.0", "no", "date", "BROKEN"] in words(out)) == (0, True)
+    assert "ABSENT, BROKEN since 0.10.0 (2026-02-01), FIXED since 1.0.0 (2026-03-01)" in out, "the others still count"
+    assert written == ExitCode.NOT_CHECKED
+    assert f"not every release can be read\n  {PACKAGE} 2.0.0: " in err
+    assert not (tmp_path / "packs").exists()
 
 
 def test_a_release_without_any_file_that_can_be_read_says_so(index: Index, run: Run) -> None:
@@ -377,20 +378,6 @@ def test_where_that_source_distribution_cannot_be_read_the_wheel_says_nothing(
     assert f"{PACKAGE} 1.0.0: {source}" in err
 
 
-def test_a_release_that_only_has_files_of_other_kinds_is_a_hole_and_not_gone(
-    index: Index, run: Run, tmp_path: Path
-) -> None:
-    publish_history(index)
-    index.publish(f"{PACKAGE}-0.5.0.zip", wheel(module(BROKEN_TEXT)))
-
-    code, out, _ = run()
-
-    assert code == 1
-    assert ["0.5.0"] in [row[:1] for row in words(out)]
-    assert "it has no wheel and no tar.gz with a SHA-256" in out
-    assert run("--write", tmp_path / "packs")[0] == ExitCode.NOT_CHECKED
-
-
 def test_without_upload_dates_the_date_is_when_it_was_built_and_says_so(index: Index, run: Run) -> None:
     index.speaks_json, index.has_project_json = False, False
     index.publish(f"{PACKAGE}-1.0.0-py3-none-any.whl", wheel(module(BROKEN_TEXT)), None)
@@ -438,24 +425,6 @@ def test_after_one_run_offline_gives_the_same_table_and_asks_nobody(index: Index
     assert (code, out, index.asked) == (0, before, [])
 
 
-def test_without_an_answer_the_cache_is_used_and_that_is_said(index: Index, run: Run) -> None:
-    publish_history(index)
-    _, before, _ = run()
-    index.status = 503
-
-    code, out, err = run()
-
-    assert (code, out) == (0, before)
-    assert "the configured index answers with an error (HTTP 503)" in err
-
-
-def test_offline_and_without_a_cache_there_is_a_way_out(run: Run) -> None:
-    code, _, err = run("--offline")
-
-    assert code == ExitCode.NOT_CHECKED
-    assert f"{PACKAGE}: offline, and no answer of the index is in the cache" in err
-
-
 def test_offline_a_release_that_is_not_in_the_cache_says_so(index: Index, run: Run, tmp_path: Path) -> None:
     publish_history(index)
     run()
@@ -467,43 +436,22 @@ def test_offline_a_release_that_is_not_in_the_cache_says_so(index: Index, run: R
     assert "1.0.0-py3-none-any.whl is not in the cache; run once with a network" in out
 
 
-def test_releases_in_another_folder_are_not_fetched(index: Index, run: Run, tmp_path: Path) -> None:
-    publish_history(index)
-    wheels = tmp_path / "wheels"
-    wheels.mkdir()
-    for name, content in index.files.items():
-        (wheels / name).write_bytes(content)
-
-    assert run("--archives", wheels)[0] == 0
-
-    assert not [path for path in index.asked if path.startswith("/files/")]
-
-
 # --- trees ---
 
 
-def git(folder: Path, *arguments: str) -> str:
-    identity = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.invalid", "-c", "commit.gpgsign=false")
-    env = {**os.environ, "GIT_COMMITTER_DATE": "2026-05-06T23:30:00-0200"}
-    done = subprocess.run(
-        ["git", *identity, *arguments], cwd=folder, check=True, capture_output=True, text=True, env=env
-    )
-    return done.stdout.strip()
+COMMITTED = "2026-05-06T23:30:00-0200"
+"""A moment that is a day later in UTC."""
 
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """A repository whose branch `old` is broken and whose branch `main` is repaired, on top of it."""
     folder = tmp_path / "repository"
-    (folder / "src" / PACKAGE).mkdir(parents=True)
-    git(folder, "init", "--quiet", "--initial-branch", "old")
-    for branch, text in (("old", BROKEN_TEXT), ("main", FIXED_TEXT)):
-        if branch == "main":
-            git(folder, "checkout", "--quiet", "-b", branch)
-        for name, content in module(text).items():
-            (folder / "src" / name).write_text(content)
-        git(folder, "add", "--all")
-        git(folder, "commit", "--quiet", "--message", branch)
+    write_files(folder / "src", module(BROKEN_TEXT))
+    commit_all(folder, date=COMMITTED)
+    git(folder, "branch", "old")
+    write_files(folder / "src", module(FIXED_TEXT))
+    commit_all(folder, date=COMMITTED)
     return folder
 
 
@@ -530,14 +478,8 @@ def test_trees_are_rows_named_by_revision_commit_and_date(
 
 def test_a_checkout_with_the_package_at_its_top_is_named_by_its_commit(index: Index, run: Run, tmp_path: Path) -> None:
     publish_history(index)
-    folder = tmp_path / "checkout"
-    (folder / PACKAGE).mkdir(parents=True)
-    for name, content in module(BROKEN_TEXT).items():
-        (folder / name).write_text(content)
-    git(folder, "init", "--quiet")
-    git(folder, "add", "--all")
-    git(folder, "commit", "--quiet", "--message", "made up")
-    commit = git(folder, "rev-parse", "HEAD")[:12]
+    folder = write_files(tmp_path / "checkout", module(BROKEN_TEXT))
+    commit = commit_all(folder, date=COMMITTED)[:12]
 
     assert ["checkout", "2026-05-07", "committed", "BROKEN", commit] in words(run("--tree", folder)[1])
     (folder / PACKAGE / "layers.py").write_text(FIXED_TEXT)
@@ -546,69 +488,60 @@ def test_a_checkout_with_the_package_at_its_top_is_named_by_its_commit(index: In
 
 def test_a_folder_that_is_no_checkout_is_named_by_what_is_in_it(index: Index, run: Run, tmp_path: Path) -> None:
     publish_history(index)
-    (tmp_path / "plain" / PACKAGE).mkdir(parents=True)
-    for name, content in module(BROKEN_TEXT).items():
-        (tmp_path / "plain" / name).write_text(content)
+    plain = write_files(tmp_path / "plain", module(BROKEN_TEXT))
 
-    (row,) = [
-        row
-        for row in words(run("--tree", tmp_path / "plain", "--evidence")[1])
-        if row[:1] == ["plain"] and len(row) > 3
-    ]
+    (row,) = [row for row in words(run("--tree", plain)[1]) if row[:1] == ["plain"]]
 
     assert row[1:4] == ["no", "date", "BROKEN"]
     assert row[4] == PACKAGE
     assert len(row[5]) == 12
 
 
+@pytest.fixture
+def wrong_trees(repository: Path, tmp_path: Path) -> Path:
+    """A folder with trees that cannot be read, beside the repository."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "without").mkdir()
+    commit_all(tmp_path / "without")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / PACKAGE).symlink_to(repository / "src" / PACKAGE)
+    outer = tmp_path / "outer"
+    (outer / PACKAGE).mkdir(parents=True)
+    git(outer, "init", "--quiet")
+    git(outer, "update-index", "--add", "--cacheinfo", f"160000,{git(repository, 'rev-parse', 'main')},{PACKAGE}")
+    git(outer, "commit", "--quiet", "--message", "points to it")
+    return tmp_path
+
+
 @pytest.mark.parametrize(
     ("named", "says"),
     [
         ("nowhere", "there is no such folder"),
-        ("{repository}@nonsense", "has no commit 'nonsense'"),
-        ("{empty}", f"it has no folder {PACKAGE}, and is no repository"),
-        ("{other}", f"it has no folder {PACKAGE}"),
+        ("repository@nonsense", "has no commit 'nonsense'; try PATH@BRANCH, PATH@TAG or PATH@COMMIT"),
+        ("empty@main", "git finds no repository there"),
+        ("empty", f"it has no folder {PACKAGE}, and is no repository"),
+        ("without", f"it has no folder {PACKAGE}"),
+        ("linked", "a link there leads out of the tree, to "),
+        ("linked", "give the folder that it leads to"),
+        ("outer@main", f"{PACKAGE} is a submodule; give PATH of it"),
+        (f"outer/{PACKAGE}@main", f"{PACKAGE} is a submodule; give PATH of it"),
     ],
 )
-def test_a_tree_that_is_none_is_an_error(run: Run, repository: Path, tmp_path: Path, named: str, says: str) -> None:
-    for name in ("empty", "other"):
-        (tmp_path / name).mkdir()
-    git(tmp_path / "other", "init", "--quiet")
-    git(tmp_path / "other", "commit", "--quiet", "--allow-empty", "--message", "nothing in it")
-
-    code, _, err = run(
-        "--tree", named.format(repository=repository, empty=tmp_path / "empty", other=tmp_path / "other")
-    )
+def test_a_tree_that_cannot_be_read_is_an_error_with_the_way_out(
+    wrong_trees: Path, run: Run, named: str, says: str
+) -> None:
+    code, _, err = run("--tree", wrong_trees / named)
 
     assert code == ExitCode.NOT_CHECKED
     assert says in err
 
 
-def test_a_tree_whose_package_is_a_link_out_of_it_is_an_error_with_the_way_out(
-    index: Index, run: Run, repository: Path, tmp_path: Path
-) -> None:
-    publish_history(index)
-    (tmp_path / "tree").mkdir()
-    (tmp_path / "tree" / PACKAGE).symlink_to(repository / "src" / PACKAGE)
-
-    code, _, err = run("--tree", tmp_path / "tree")
-
-    assert code == ExitCode.NOT_CHECKED
-    assert f"a link there leads out of the tree, to {repository}" in err
-    assert "give the folder that it leads to" in err
-
-
 @pytest.fixture
 def mono(tmp_path: Path) -> Path:
     """A repository with a broken package in its folder `libs/upstream`, and a repaired one of the same name at its top."""
-    folder = tmp_path / "mono"
-    for top, text in (("libs/upstream/", BROKEN_TEXT), ("", FIXED_TEXT)):
-        for name, content in module(text).items():
-            (folder / top / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / top / name).write_text(content)
-    git(folder, "init", "--quiet", "--initial-branch", "main")
-    git(folder, "add", "--all")
-    git(folder, "commit", "--quiet", "--message", "made up")
+    folder = write_files(tmp_path / "mono", module(FIXED_TEXT))
+    write_files(folder / "libs/upstream", module(BROKEN_TEXT))
+    commit_all(folder)
     return folder
 
 
@@ -621,23 +554,6 @@ def test_a_commit_is_read_from_the_folder_of_the_repository_that_was_named(index
     assert verdict(mono / "libs" / "upstream") == "BROKEN"
     assert verdict(mono) == "FIXED"
     assert f"it has no folder {PACKAGE}" in run("--tree", f"{mono / 'libs'}@main")[2]
-
-
-@pytest.mark.parametrize("named", ["{outer}@main", "{outer}/made_up_upstream@main"], ids=["beside it", "inside it"])
-def test_a_package_that_is_a_submodule_is_an_error_with_the_way_out(
-    run: Run, repository: Path, tmp_path: Path, named: str
-) -> None:
-    outer = tmp_path / "outer"
-    (outer / PACKAGE).mkdir(parents=True)
-    commit = git(repository, "rev-parse", "main")
-    git(outer, "init", "--quiet", "--initial-branch", "main")
-    git(outer, "update-index", "--add", "--cacheinfo", f"160000,{commit},{PACKAGE}")
-    git(outer, "commit", "--quiet", "--message", "points to it")
-
-    code, _, err = run("--tree", named.format(outer=outer))
-
-    assert code == ExitCode.NOT_CHECKED
-    assert f"{PACKAGE} is a submodule; give PATH of it" in err
 
 
 def test_a_partial_clone_without_the_files_is_an_error_and_fetches_nothing(
@@ -875,17 +791,6 @@ def test_with_an_index_what_came_and_went_since_makes_it_stale(kept: Path, run: 
     assert run("--offline", "--check", kept)[0] == 0, "offline, only the probes count"
 
 
-def test_a_matrix_with_a_hole_is_not_kept(index: Index, run: Run, tmp_path: Path) -> None:
-    publish_history(index)
-    index.served[f"{PACKAGE}-0.10.1-py3-none-any.whl"] = b"cut"
-
-    code, _, err = run("--write", tmp_path / "packs")
-
-    assert code == ExitCode.NOT_CHECKED
-    assert f"not every release can be read\n  {PACKAGE} 0.10.1: " in err
-    assert not (tmp_path / "packs").exists()
-
-
 def test_a_check_without_the_archives_is_an_error_that_names_them(kept: Path, run: Run, tmp_path: Path) -> None:
     for path in (tmp_path / "cache" / "files").iterdir():
         path.unlink()
@@ -949,22 +854,11 @@ def table(rows: list[Row], made: Upstream) -> Table:
     return Table(distribution="d", asked="2026-11-21", columns=columns, rows=tuple(rows))
 
 
-@pytest.mark.parametrize(
-    ("verdicts", "over_all"),
-    [
-        ([Verdict.FIXED, Verdict.BROKEN, Verdict.UNRECOGNISED], Verdict.BROKEN),
-        ([Verdict.FIXED, Verdict.UNRECOGNISED], Verdict.UNRECOGNISED),
-        ([Verdict.ABSENT, Verdict.FIXED], Verdict.FIXED),
-        ([Verdict.ABSENT, Verdict.ABSENT], Verdict.ABSENT),
-    ],
-)
-def test_one_broken_part_is_broken_and_absent_parts_are_not_shown_beside_others(
-    verdicts: list[Verdict], over_all: Verdict
-) -> None:
-    cell = Cell(parts=tuple(map(part, verdicts)))
+def test_absent_parts_are_not_shown_beside_others() -> None:
+    absent, fixed = part(Verdict.ABSENT), part(Verdict.FIXED)
 
-    assert cell.verdict is over_all
-    assert all(each.verdict is not Verdict.ABSENT for each in cell.telling) or over_all is Verdict.ABSENT
+    assert Cell(parts=(absent, fixed)).telling == (fixed,)
+    assert Cell(parts=(absent, absent)).telling == (absent, absent)
 
 
 @pytest.mark.parametrize(
@@ -984,11 +878,8 @@ def test_what_is_broken_is_left_alone_where_every_shape_of_it_is(
 def test_parts_of_an_overlay_share_a_column_and_say_their_module(made: Upstream, tmp_path: Path) -> None:
     second = Target(PACKAGE, f"{PACKAGE}.other", "double")
     parts = [made.overlay(), made.overlay(target=second)]
-    for name, text in module(BROKEN_TEXT).items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
 
-    found = matrix.probe(parts, DirectoryTree(tmp_path))
+    found = matrix.probe(parts, DirectoryTree(write_files(tmp_path, module(BROKEN_TEXT))))
     (column,) = matrix.columns(parts)
 
     assert [each.module for each in found["double-fix"].parts] == [f"{PACKAGE}.layers", f"{PACKAGE}.other"]
@@ -1045,17 +936,3 @@ def test_a_table_survives_being_kept_and_read(found: list[Verdict | None], seen:
     with tempfile.TemporaryDirectory() as name:
         Path(name, "matrix.json").write_text(matrix_file.to_text([whole]))
         assert matrix_file.read(Path(name)) == (whole,)
-
-
-def test_the_command_says_what_to_install_where_the_extra_is_missing(
-    run_python: Callable[..., subprocess.CompletedProcess[str]],
-) -> None:
-    code = (
-        "import sys; sys.modules['pypi_simple'] = None\n"
-        "from megacpp_overlays import cli; sys.exit(cli.main(['matrix']))"
-    )
-
-    done = run_python(code, check=False, MEGACPP_OVERLAYS_LOG="logging")
-
-    assert done.returncode == ExitCode.MISSING_EXTRA
-    assert "needs pypi_simple, of the extra `upkeep`: pip install 'pypi-simple>=1.6' " in done.stderr

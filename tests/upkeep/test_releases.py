@@ -9,7 +9,6 @@ import json
 import os
 import stat
 import struct
-import subprocess
 import tarfile
 import tracemalloc
 import zipfile
@@ -22,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from index_server import JSON, NAME, PACKAGE, Index, module, sdist, serving, wheel
 from releases import only
+from repositories import commit_all, git, write_files
 
 from megacpp_overlays.errors import SourceError, UpkeepError
 from megacpp_overlays.source.file_trees import ArchiveTree, DirectoryTree
@@ -522,18 +522,6 @@ def test_the_cache_is_where_caches_are(
 # --- what is in them ---
 
 
-def git(folder: Path, *arguments: str) -> None:
-    identity = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.invalid", "-c", "commit.gpgsign=false")
-    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
-
-
-def write(folder: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
-
-
 @pytest.mark.parametrize("top", ["", "src/"], ids=["at the top", "below src"])
 @pytest.mark.parametrize("kind", ["wheel", "sdist", "folder", "commit", "bare"])
 def test_every_kind_of_tree_gives_the_same_source_with_the_same_path(tmp_path: Path, kind: str, top: str) -> None:
@@ -545,11 +533,9 @@ def test_every_kind_of_tree_gives_the_same_source_with_the_same_path(tmp_path: P
         (tmp_path / SOURCE).write_bytes(sdist(f"{PACKAGE}-1.0", {**files, "README": "no Python"}))
         tree = ArchiveTree(tmp_path / SOURCE, prefix="")
     elif kind == "folder":
-        tree = DirectoryTree(write(tmp_path, files), prefix="")
+        tree = DirectoryTree(write_files(tmp_path, files), prefix="")
     else:
-        git(write(tmp_path / "work", files), "init", "--quiet")
-        git(tmp_path / "work", "add", "--all")
-        git(tmp_path / "work", "commit", "--quiet", "--message", "made up")
+        commit_all(write_files(tmp_path / "work", files))
         git(tmp_path, "clone", "--quiet", "--bare", "work", "bare")
         (tmp_path / "work" / f"{top}{PACKAGE}" / "layers.py").write_text("changed, and not committed")
         tree = CommitTree(tmp_path / ("work" if kind == "commit" else "bare"), "HEAD")
@@ -568,13 +554,11 @@ def test_every_kind_of_tree_gives_the_same_source_with_the_same_path(tmp_path: P
 
 
 def committed(folder: Path, files: dict[str, str], links: dict[str, str]) -> Path:
-    write(folder, files)
+    write_files(folder, files)
     for name, target in links.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).symlink_to(target)
-    git(folder, "init", "--quiet")
-    git(folder, "add", "--all")
-    git(folder, "commit", "--quiet", "--message", "made up")
+    commit_all(folder)
     return folder
 
 
@@ -618,19 +602,21 @@ def test_a_package_that_is_a_link_to_a_folder_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "says"),
+    ("links", "says"),
     [
-        ("/etc/hostname", "leads out of the repository"),
-        ("../../other.py", "leads out of the repository"),
-        ("missing.py", "leads to nothing"),
-        ("layers.py", "leads to itself"),
+        ({f"{PACKAGE}/layers.py": "missing.py"}, "leads to nothing"),
+        ({f"{PACKAGE}/layers.py": "../lib/missing.py", "lib": PACKAGE}, "leads to nothing"),
+        ({f"{PACKAGE}/layers.py": "layers.py"}, "leads to itself"),
     ],
+    ids=["nothing", "nothing behind another link", "itself"],
 )
-def test_a_committed_link_that_leads_nowhere_is_an_error(tmp_path: Path, target: str, says: str) -> None:
-    folder = committed(tmp_path / "work", {f"{PACKAGE}/__init__.py": ""}, {f"{PACKAGE}/layers.py": target})
+def test_a_committed_link_that_leads_nowhere_is_an_error(tmp_path: Path, links: dict[str, str], says: str) -> None:
+    folder = committed(tmp_path, {f"{PACKAGE}/__init__.py": ""}, links)
 
-    with CommitTree(folder, "HEAD") as tree, pytest.raises(SourceError, match=f"^{PACKAGE}/layers.py: .*{says}"):
-        tree.module(f"{PACKAGE}.layers")
+    with CommitTree(folder, "HEAD") as tree:
+        assert tree.module(f"{PACKAGE}.missing") is None
+        with pytest.raises(SourceError, match=f"^{PACKAGE}/layers.py: a link there {says}"):
+            tree.module(f"{PACKAGE}.layers")
 
 
 SECRET = "token = 'of somebody'\n"
@@ -651,7 +637,9 @@ SECRET = "token = 'of somebody'\n"
 )
 def test_no_link_leads_out_of_a_tree(tmp_path: Path, kind: str, link: str, target: str) -> None:
     """A tree that others made says what lies in it, and nothing of what lies beside it."""
-    outside = write(tmp_path / "outside", {"layers.py": SECRET, "__init__.py": SECRET, f"{PACKAGE}/layers.py": SECRET})
+    outside = write_files(
+        tmp_path / "outside", {"layers.py": SECRET, "__init__.py": SECRET, f"{PACKAGE}/layers.py": SECRET}
+    )
     files = {"README": ""} if link == PACKAGE else {f"{PACKAGE}/__init__.py": ""}
     tree = committed(tmp_path / "tree", files, {link: target.format(outside=outside)})
 
@@ -742,20 +730,10 @@ def test_what_a_wheel_calls_a_link_is_the_file_that_an_installer_makes_of_it(tmp
     assert source.text == "/etc/hostname"
 
 
-def test_a_link_whose_target_goes_through_another_link_to_nothing_is_an_error(tmp_path: Path) -> None:
-    links = {f"{PACKAGE}/layers.py": "../lib/missing.py", "lib": PACKAGE}
-
-    with CommitTree(committed(tmp_path, {f"{PACKAGE}/__init__.py": ""}, links), "HEAD") as tree:
-        assert tree.module(f"{PACKAGE}.missing") is None
-        with pytest.raises(SourceError, match=f"^{PACKAGE}/layers.py: a link there leads to nothing"):
-            tree.module(f"{PACKAGE}.layers")
-
-
 @pytest.mark.parametrize("what", ["layers.py", ""], ids=["a file", "a tree"])
 def test_an_object_that_git_cannot_deliver_is_no_absent_file(tmp_path: Path, what: str) -> None:
     folder = committed(tmp_path, {f"{PACKAGE}/layers.py": "x = 1\n"}, {})
-    found = ["git", "rev-parse", f"HEAD:{PACKAGE}/{what}".rstrip("/")]
-    name = subprocess.run(found, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+    name = git(folder, "rev-parse", f"HEAD:{PACKAGE}/{what}".rstrip("/"))
     (folder / ".git" / "objects" / name[:2] / name[2:]).unlink()
 
     with pytest.raises(UpkeepError, match="git cannot give"), CommitTree(folder, "HEAD") as tree:
@@ -775,17 +753,6 @@ def test_a_damaged_archive_is_an_error_that_names_it(tmp_path: Path, name: str) 
 
     with pytest.raises(SourceError, match=f"{name}: cannot open"):
         ArchiveTree(tmp_path / name)
-
-
-def test_a_repository_without_the_commit_and_a_folder_without_one_say_so(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    git(tmp_path / "empty", "init", "--quiet")
-
-    with pytest.raises(UpkeepError, match="has no commit 'nonsense'"):
-        CommitTree(tmp_path / "empty", "nonsense")
-    (tmp_path / "plain").mkdir()
-    with pytest.raises(UpkeepError, match="git finds no repository"):
-        CommitTree(Path("/nonexistent"), "main")
 
 
 @pytest.mark.parametrize(
@@ -892,9 +859,7 @@ def test_a_member_that_was_written_at_no_time_dates_nothing(tmp_path: Path, when
 
 def test_a_large_blob_of_a_commit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.py").write_text("x = 1\n")
-    git(tmp_path, "init", "--quiet")
-    git(tmp_path, "add", "a.py")
-    git(tmp_path, "commit", "--quiet", "--message", "made up")
+    commit_all(tmp_path)
     monkeypatch.setattr("megacpp_overlays.files.LARGEST", 5)
 
     with pytest.raises(SourceError, match=r"a.py: it is larger than 5 bytes"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from datetime import date, datetime, timedelta, timezone
@@ -670,15 +669,6 @@ def test_a_budget_that_the_host_tells_is_passed_on(scene: Scene, capsys: pytest.
 
     assert "2 requests to http://127.0.0.1" in (said := capsys.readouterr().err)
     assert "58 left" in said
-
-
-def test_without_the_extra_it_says_what_to_install(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    code = "import sys; sys.modules['requests'] = None; from megacpp_overlays import cli; sys.exit(cli.main(['sweep']))"
-
-    done = run_python(code, ROOT, check=False)
-
-    assert done.returncode == ExitCode.MISSING_EXTRA
-    assert "needs requests, of the extra `upkeep`: pip install " in done.stderr
 
 
 def test_where_nobody_waits_there_is_nothing_to_say() -> None:
