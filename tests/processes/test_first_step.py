@@ -257,14 +257,6 @@ def test_a_file_that_cannot_be_written_is_found_before_the_launcher_starts(
 
 
 @pytest.mark.full
-def test_no_optimizer_steps_without_what_is_required(upstream: Upstream, env: dict[str, str]) -> None:
-    done = launch(*RUN, "--require", "double-fix=retired,absent", write(upstream, TRAINS), env=env)
-
-    assert (done.returncode, done.stdout) == (1, "before step 0\n")
-    assert "RequirementError: double-fix has to be retired or absent and is active" in done.stderr
-
-
-@pytest.mark.full
 def test_a_run_with_what_it_requires_goes_on_and_does_so_where_the_file_cannot_be_written_any_more(
     upstream: Upstream, env: dict[str, str], tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import HANG_S, ROOT, SUPPORT
+from places import HANG_S, ROOT
 
 Kept = dict[str, Any]
 PYTHON = ROOT / ".envs/proof/bin/python"
@@ -216,32 +216,6 @@ def test_only_latent_models_are_given_words_of_sparse_attention(on_gpus: bool) -
         "kernels": True,
     }
     assert all(pattern_of(given) == model.pattern for model, given in words.items())
-
-
-@pytest.mark.full
-@pytest.mark.upstream
-def test_what_the_stack_adds_trains_on_the_released_megatron() -> None:
-    variables = {
-        "CUDA_VISIBLE_DEVICES": "",
-        "TORCHDYNAMO_DISABLE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TRITON_INTERPRET": "0",
-    }
-    path = os.pathsep.join(map(str, (ROOT / "proof/on_cpu", ROOT / "proof/launchers")))
-
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", SUPPORT / "local_stack_steps.py", "every_layer_stack", "D+-E/+E"],
-        env={**os.environ, **variables, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_S,
-    )
-
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["losses"] == sorted(found["losses"], reverse=True)
-    assert found["without a gradient"] == []
 
 
 # --- Triton's interpreter in the place of a GPU ---

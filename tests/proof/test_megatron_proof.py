@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from places import HANG_S, ROOT, SUPPORT
+from repositories import commit_all
 
 Kept = dict[str, Any]
 PYTHON = ROOT / ".envs/proof/bin/python"
@@ -508,22 +509,15 @@ def test_the_hash_of_what_git_does_not_know_is_of_every_file(checkout: Path, tmp
 def test_a_checkout_that_git_knows_is_named_by_its_commit(checkout: Path, tmp_path: Path) -> None:
     from megatron_checkout import copied
 
-    def git(*words: str) -> str:
-        identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-        done = subprocess.run(["git", "-C", checkout, *identity, *words], check=True, capture_output=True, text=True)
-        return done.stdout.strip()
-
-    git("init", "--quiet")
-    git("add", ".")
-    git("commit", "--quiet", "--message", "first")
+    commit = commit_all(checkout)
     (copy := tmp_path / "copy").mkdir()
 
-    assert copied(checkout, copy).commit == git("rev-parse", "HEAD")
+    assert copied(checkout, copy).commit == commit
 
     (checkout / "pretrain_hybrid.py").write_text("edited = True\n")
     (later := tmp_path / "later").mkdir()
 
-    assert copied(checkout, later).commit == f"{git('rev-parse', 'HEAD')}-dirty"
+    assert copied(checkout, later).commit == f"{commit}-dirty"
 
 
 def test_a_folder_that_is_no_checkout_ends_with_the_way_out(tmp_path: Path) -> None:
@@ -540,34 +534,6 @@ def test_a_folder_that_is_no_checkout_ends_with_the_way_out(tmp_path: Path) -> N
     assert "give a checkout of https://github.com/NVIDIA/Megatron-LM" in done.stdout
 
 
-def test_a_subject_that_needs_a_checkout_is_not_offered_without_one() -> None:
-    done = subprocess.run(
-        [PYTHON, ROOT / "proof/run.py", "--only", "megatron-tests"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_S,
-    )
-
-    assert done.returncode == 2
-    assert "--only megatron-tests: without --megatron-lm there are trainer, liger-tests" in done.stderr
-
-
-def test_page_that_is_kept_is_that_of_the_receipts(tmp_path: Path) -> None:
-    results = ROOT / "proof/results"
-
-    done = subprocess.run(
-        [PYTHON, ROOT / "proof/run.py", "--page", results / "megatron-cpu.json", "--write", tmp_path / "page.md"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_S,
-    )
-
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "page.md").read_text() == (results / "megatron-cpu.md").read_text()
-
-
 def test_the_readme_says_how_many_overlays_were_active(receipts: Kept) -> None:
     active = sum(decision == "active" for decision in launch(receipts, OVERLAYS)["decisions"].values())
 
@@ -579,7 +545,8 @@ def test_the_readme_says_how_many_overlays_were_active(receipts: Kept) -> None:
 
 @pytest.mark.full
 @pytest.mark.upstream
-def test_the_stack_that_the_launcher_is_given_trains_on_the_released_megatron() -> None:
+@pytest.mark.parametrize("words", [(), ("every_layer_stack", "D+-E/+E")], ids=["sparse attention", "every layer"])
+def test_the_stack_that_the_launcher_is_given_trains_on_the_released_megatron(words: tuple[str, ...]) -> None:
     variables = {
         "CUDA_VISIBLE_DEVICES": "",
         "TORCHDYNAMO_DISABLE": "1",
@@ -589,7 +556,7 @@ def test_the_stack_that_the_launcher_is_given_trains_on_the_released_megatron() 
     path = os.pathsep.join(map(str, (ROOT / "proof/on_cpu", ROOT / "proof/launchers")))
 
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", SUPPORT / "local_stack_steps.py"],
+        [sys.executable, "-W", "ignore", SUPPORT / "local_stack_steps.py", *words],
         env={**os.environ, **variables, "PYTHONPATH": path},
         capture_output=True,
         text=True,

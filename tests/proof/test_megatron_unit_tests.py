@@ -6,13 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from places import HANG_S, ROOT
+from running import demand_end
 
 Kept = dict[str, Any]
 PYTHON = ROOT / ".envs/proof/bin/python"
@@ -378,18 +378,7 @@ def test_a_process_that_does_not_end_is_ended_with_all_that_it_started(tmp_path:
     log = tmp_path / "log"
 
     assert waited([sys.executable, "-c", code], dict(os.environ), tmp_path, log, 5.0) is None
-
-    pid = int(log.read_text())
-    deadline = time.monotonic() + HANG_S
-    while alive(pid) and time.monotonic() < deadline:  # a signal takes effect with a delay
-        time.sleep(0.01)
-    assert not alive(pid)
-
-
-def alive(pid: int) -> bool:
-    """Return whether a process runs; a zombie does not."""
-    state = Path(f"/proc/{pid}/stat")
-    return state.exists() and state.read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
+    demand_end(log.read_text().strip())
 
 
 def test_a_failed_collection_is_an_error_with_the_output_of_pytest(root: Path) -> None:
@@ -402,15 +391,6 @@ def test_a_failed_collection_is_an_error_with_the_output_of_pytest(root: Path) -
 
 
 # --- the whole of it ---
-
-
-def test_the_runner_refuses_this_part_without_a_checkout() -> None:
-    done = subprocess.run(
-        [PYTHON, ROOT / "proof/run.py", "--only", SUBJECT], capture_output=True, text=True, check=False, timeout=HANG_S
-    )
-
-    assert done.returncode == 2
-    assert f"--only {SUBJECT}: without --megatron-lm there are trainer, liger-tests" in done.stderr
 
 
 def test_a_checkout_without_tests_ends_with_the_way_out(tmp_path: Path) -> None:

@@ -228,6 +228,7 @@ def test_an_archive_that_is_not_there_fails_the_claims_and_names_the_command_tha
         ),
         (["--page", "/nowhere.json"], "there are no receipts /nowhere.json: `make proof-cpu` leaves"),
         (["--only", "trainers"], "invalid choice: 'trainers' (choose from"),
+        (["--only", "megatron-tests"], "--only megatron-tests: without --megatron-lm there are trainer, liger-tests"),
     ],
 )
 def test_wrong_usage_ends_at_once_and_names_the_way_out(words: list[str], says: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from places import HANG_S, ROOT
+from running import demand_end
 
 from megacpp_overlays.loader import registry
 from megacpp_overlays.repro.forked import NO_GPU, PRELOADED, ForkServers
@@ -54,18 +55,6 @@ def run(
         bare=bare,
     )
     return ended, output.read_text()
-
-
-def is_running(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-def demand_end(pid: int) -> None:
-    ends = time.monotonic() + HANG_S
-    while is_running(pid) and time.monotonic() < ends:
-        time.sleep(0.01)
-    assert not is_running(pid)
 
 
 @pytest.mark.parametrize(

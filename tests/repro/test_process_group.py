@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from places import HANG_S, ROOT
+from places import ROOT
+from running import demand_end, is_running
 
 from megacpp_overlays.repro import process_group
 
@@ -46,11 +47,7 @@ def test_what_it_started_ends_with_it(tmp_path: Path) -> None:
 
     assert run(code, tmp_path) is None
 
-    child = Path("/proc", (tmp_path / "child").read_text(), "stat")
-    deadline = time.monotonic() + 60
-    while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"
+    demand_end((tmp_path / "child").read_text())
 
 
 def test_one_that_takes_too_long_may_end_what_it_started_first(tmp_path: Path) -> None:
@@ -80,16 +77,13 @@ def test_what_it_started_ends_with_whoever_asked_for_it_however_that_ends(tmp_pa
     while not (tmp_path / "pids").exists():
         assert asker.poll() is None
         time.sleep(0.01)
-    started = [Path("/proc", pid, "stat") for pid in (tmp_path / "pids").read_text().split()]
+    started = (tmp_path / "pids").read_text().split()
     assert all(map(is_running, started))
 
     asker.kill()
     asker.wait()
 
-    deadline = time.monotonic() + HANG_S
-    while any(map(is_running, started)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(is_running, started))
+    demand_end(*started)
 
 
 def test_nothing_is_left_of_whoever_watches(tmp_path: Path) -> None:
@@ -98,13 +92,6 @@ def test_nothing_is_left_of_whoever_watches(tmp_path: Path) -> None:
     assert run("pass", tmp_path) is None
 
     assert children_of(os.getpid()) == before
-
-
-def is_running(stat: Path) -> bool:
-    try:
-        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def children_of(pid: int) -> list[str]:

@@ -66,20 +66,6 @@ def examine(target: Path, packs: Path, monkeypatch: pytest.MonkeyPatch, *, quick
     return drift.examine(["lab-ops"], installed_in(target, monkeypatch), accounts.read(packs), (), quick=quick)
 
 
-def test_a_change_that_a_pack_accounts_for_is_tracked(
-    target: Path, packs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    account_for(packs, FIXED)
-    (target / "lab_ops" / "ops.py").write_text(FIXED)
-
-    report = examine(target, packs, monkeypatch)
-
-    assert report.clean
-    assert report.rows[0].state is DriftState.TRACKED
-    assert [(each.file, each.pack) for each in report.rows[0].differences] == [("lab_ops/ops.py", "07-lab-ops")]
-    assert report.stale == ()
-
-
 def test_another_change_of_the_same_file_is_untracked_and_says_which_pack_has_another_version(
     target: Path, packs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,17 +100,6 @@ def test_a_file_that_is_gone_is_not_the_change_that_a_pack_accounts_for(
     (missing,) = examine(target, packs, monkeypatch).untracked
 
     assert (missing.kind, missing.sha256, missing.block) == (Kind.MISSING, None, None)
-
-
-def test_an_entry_whose_file_is_as_published_is_stale_and_no_drift(
-    target: Path, packs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    account_for(packs, FIXED)
-
-    report = examine(target, packs, monkeypatch)
-
-    assert report.clean
-    assert [(each.pack, each.diff.file) for each in report.stale] == [("07-lab-ops", "lab_ops/ops.py")]
 
 
 def test_a_quick_look_still_reads_the_files_that_the_inventory_names(

@@ -358,7 +358,7 @@ REPLACEMENTS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-SYMBOLS = ("plain", "decorated", "hidden", "managed", "guarded", "compiled", "closed")
+SYMBOLS = ("plain", "decorated", "hidden", "managed", "guarded", "compiled", "closed", "square")
 
 
 @pytest.mark.parametrize(
@@ -419,51 +419,30 @@ def test_replaced_methods_of_every_kind_are_found(
     assert set(owners(look())) == {f"Layer.{symbol}"}
 
 
-def test_nested_and_generated_classes_are_looked_into(
+def test_nested_generated_and_branching_classes_are_looked_into(
     module: types.ModuleType, look: Callable[[], ProcessDrift]
 ) -> None:
     module.Layer.Inner.run = theirs
     module.Point.norm = theirs
     module.Colour.name_of = theirs
     module.Pair.total = theirs
+    module.Branched.run = theirs
 
-    assert set(owners(look())) == {"Layer.Inner.run", "Point.norm", "Colour.name_of", "Pair.total"}
-
-
-def test_a_method_put_over_an_inherited_one_is_found(
-    module: types.ModuleType, look: Callable[[], ProcessDrift]
-) -> None:
-    module.Child.forward = theirs
-    module.Child.kind = "other"  # no function
-
-    assert set(owners(look())) == {"Child.forward"}
+    assert set(owners(look())) == {"Layer.Inner.run", "Point.norm", "Colour.name_of", "Pair.total", "Branched.run"}
 
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: functools.partial(theirs, 1), Callee, lambda: functools.partialmethod(theirs)],
-    ids=["partial", "object", "partialmethod"],
+    [lambda: theirs, lambda: functools.partial(theirs, 1), Callee, lambda: functools.partialmethod(theirs)],
+    ids=["function", "partial", "object", "partialmethod"],
 )
-def test_an_object_put_over_an_inherited_method_is_found(
+def test_what_is_put_over_an_inherited_method_is_found_and_data_is_not(
     module: types.ModuleType, look: Callable[[], ProcessDrift], make: Callable[[], Any]
 ) -> None:
     module.Child.forward = make()
+    module.Child.kind = "other"
 
     assert set(owners(look())) == {"Child.forward"}
-
-
-def test_methods_of_a_class_that_branches_define_are_compared(
-    module: types.ModuleType, look: Callable[[], ProcessDrift]
-) -> None:
-    module.Branched.run = theirs
-
-    assert set(owners(look())) == {"Branched.run"}
-
-
-def test_a_replaced_lambda_is_found(module: types.ModuleType, look: Callable[[], ProcessDrift]) -> None:
-    module.square = lambda x: x  # type: ignore[attr-defined]
-
-    assert set(owners(look())) == {"square"}
 
 
 # Names that a module imports

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import importlib.metadata
 import json
@@ -11,11 +10,11 @@ import platform
 import shutil
 import subprocess
 import sys
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from drift_environments import make_wheel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packaging.markers import default_environment
@@ -263,25 +262,11 @@ def test_without_an_environment_the_error_says_where_it_was_looked_for_and_what_
 @pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with one wheel, which uv takes instead of an index."""
-    folder = tmp_path / "wheels"
-    folder.mkdir()
-    files = {
-        "made_one.py": b"",
-        "made_one-1.0.dist-info/METADATA": b"Metadata-Version: 2.1\nName: made-one\nVersion: 1.0\n",
-        "made_one-1.0.dist-info/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    record = "made_one-1.0.dist-info/RECORD"
-    rows = [
-        f"{name},sha256={base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b'=').decode()},{len(content)}"
-        for name, content in files.items()
-    ]
-    with zipfile.ZipFile(folder / "made_one-1.0-py3-none-any.whl", "w") as wheel:
-        for name, content in {**files, record: "\n".join([*rows, f"{record},,", ""]).encode()}.items():
-            wheel.writestr(name, content)
-    monkeypatch.setenv("UV_FIND_LINKS", str(folder))
+    make_wheel(tmp_path / "wheels", "made_one", "1.0", {"made_one.py": ""})
+    monkeypatch.setenv("UV_FIND_LINKS", str(tmp_path / "wheels"))
     monkeypatch.setenv("UV_NO_INDEX", "1")
     monkeypatch.setenv("UV_OFFLINE", "1")
-    return folder
+    return tmp_path / "wheels"
 
 
 def lock_of_wheels(tmp_path: Path, wheels: Path) -> Lock:

@@ -20,6 +20,7 @@ import pytest
 from made_environments import Packs
 from made_up import BROKEN_TEXT, FIXED_TEXT, Upstream
 from places import HANG_S, ROOT
+from running import demand_end
 
 from megacpp_overlays.errors import UpkeepError
 from megacpp_overlays.loader import session as sessions
@@ -197,18 +198,7 @@ def test_a_process_that_does_not_end_is_ended_with_what_it_started(
 
     assert asked.problem is not None
     assert asked.problem.startswith("the process took more than 5 seconds")
-    assert has_ended(int(note.read_text()))
-
-
-def has_ended(pid: int) -> bool:
-    for _ in range(100):
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
-                return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.1)
-    return False
+    demand_end(note.read_text())
 
 
 def test_a_command_that_is_asked_to_end_leaves_nothing_behind(
@@ -239,7 +229,7 @@ def test_a_command_that_is_asked_to_end_leaves_nothing_behind(
         code = process.wait(HANG_S)
 
     assert code == 128 + signal.SIGTERM
-    assert has_ended(int(note.read_text()))
+    demand_end(note.read_text())
 
 
 @pytest.mark.parametrize(

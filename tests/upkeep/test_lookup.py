@@ -198,13 +198,6 @@ def test_the_first_release_with_the_commit_is_found(host: Host, client: Client) 
     assert not [path for path in host.paths() if "v0.8.3" in path or "v0.8.0" in path]
 
 
-def test_a_release_of_the_very_commit_counts(host: Host, client: Client) -> None:
-    host.releases(REPOSITORY, release("v1", "2026-07-30"))
-    host.compare(REPOSITORY, COMMIT, "v1", "identical")
-
-    assert find(client, merged()).released_in == "v1"
-
-
 def test_a_merge_in_no_release_says_when_that_was_seen(host: Host, client: Client) -> None:
     host.releases(REPOSITORY, release("v1.0.1", "2026-08-18"))
     host.compare(REPOSITORY, COMMIT, "v1.0.1", "diverged")
@@ -232,16 +225,6 @@ def test_a_pre_release_counts_only_where_no_release_does(host: Host, client: Cli
 
     assert (alone.released_in, alone.prerelease) == (None, trial["tag_name"])
     assert (beside.released_in, beside.prerelease) == ("v1.2", None)
-
-
-def test_a_merge_to_a_release_branch_is_found_though_the_newest_release_lacks_it(host: Host, client: Client) -> None:
-    host.releases(REPOSITORY, release("core_v0.19.0", "2026-08-19"), release("core_v0.18.2", "2026-08-01"))
-    host.compare(REPOSITORY, COMMIT, "core_v0.18.2", "ahead")
-    host.compare(REPOSITORY, COMMIT, "core_v0.19.0", "diverged")
-
-    found = find(client, merged(base="core_r0.18.0"))
-
-    assert (found.released_in, found.released) == ("core_v0.18.2", date(2026, 8, 1))
 
 
 @settings(max_examples=25, deadline=None)  # it asks a server

@@ -178,19 +178,6 @@ def test_a_launcher_that_still_undoes_it_goes_on_with_a_word(retired: Checkout) 
     assert f"{ID} was retired on " in done.stderr
 
 
-@pytest.mark.full
-def test_its_reproducer_guards_every_lane(retired: Checkout) -> None:
-    retired.lane("broken", "1.0")
-
-    sound = retired.python("-m", "megacpp_overlays", "repro", "99", interpreter=retired.interpreter("fixed"))
-    broken = retired.python("-m", "megacpp_overlays", "repro", "99", interpreter=retired.interpreter("broken"))
-
-    assert sound.returncode == 0, sound.stdout
-    assert "BUG_NOT_PRESENT: double(1) = 2 (case double)" in sound.stdout
-    assert broken.returncode == 1
-    assert "FAILED: the bug is back, or this release never had the repair: double-fix was retired on" in broken.stdout
-
-
 def test_a_second_retirement_says_when_the_first_was(retired: Checkout) -> None:
     done = retire(retired)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import github_host
 import pytest
-from github_host import Host, Reply, release
+from github_host import NOT_FOUND, Host, Reply, release
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up import Upstream
@@ -297,31 +297,25 @@ def test_a_stored_copy_is_asked_for_even_if_it_says_released(scene: Scene) -> No
     assert "/repos/o/r/pulls/1" in scene.host.paths()
 
 
+@pytest.mark.parametrize(
+    ("reply", "says"),
+    [(Reply(b"<html>"), "the answer is not the JSON that it should be"), (NOT_FOUND, "not there")],
+    ids=["no answer", "gone"],
+)
 def test_a_thread_without_an_answer_keeps_the_old_one_and_is_named(
-    scene: Scene, capsys: pytest.CaptureFixture[str]
+    scene: Scene, capsys: pytest.CaptureFixture[str], reply: Reply, says: str
 ) -> None:
-    scene.host.put("/repos/o/r/pulls/1", Reply(b"<html>"))
+    scene.host.put("/repos/o/r/pulls/1", reply)
     scene.host.issue("o/r", 2, state="closed", state_reason="not_planned", closed_at="2026-09-01T00:00:00Z")
 
     assert scene.run("--write") == 1
 
     out = capsys.readouterr().out
     assert "No answer this time:" in out
-    assert f"o/r#1: {scene.host.address}/repos/o/r/pulls/1: the answer is not the JSON that it should be" in out
+    [line] = [line for line in out.splitlines() if f"o/r#1: {scene.host.address}/repos/o/r/" in line]
+    assert says in line
     assert scene.saved()["o/r", 1] == answer(number=1, declared="open")
     assert scene.saved()["o/r", 2].reason == "not_planned"
-
-
-def test_a_thread_that_is_gone_says_so_and_keeps_the_old_answer(
-    scene: Scene, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scene.host.replies.clear()
-    scene.host.pull("o/r", 1)
-
-    assert scene.run("--write") == 1
-
-    assert "o/r#2: " in capsys.readouterr().out
-    assert scene.saved()["o/r", 2] == answer(number=2, declared="open", kind="issue", base=None)
 
 
 def test_a_release_that_cannot_be_looked_for_leaves_the_merge(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
@@ -492,6 +486,7 @@ def test_a_token_that_is_not_taken_ends_the_sweep(
 
     err = capsys.readouterr().err
     assert "does not take the token" in err
+    assert "GITHUB_TOKEN or GH_TOKEN" in err
     assert "secret" not in err
     assert scene.host.requests[0].headers["Authorization"] == "Bearer secret"
 
@@ -630,12 +625,6 @@ def test_an_address_from_the_environment_is_used(scene: Scene, monkeypatch: pyte
     assert cli.main(["sweep", "--packs", str(scene.packs)]) == 0
 
     assert len(scene.host.requests) == 2
-
-
-def test_a_wrong_address_is_an_error(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
-    assert scene.run(api="api.github.com") == ExitCode.NOT_CHECKED
-
-    assert "is no address of an API" in capsys.readouterr().err
 
 
 def test_another_cache_can_be_named(scene: Scene, tmp_path: Path) -> None:

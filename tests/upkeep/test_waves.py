@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_up_packs import Packs, searched, thread
+from made_up_packs import Packs, thread
 
 from megacpp_overlays import cli
 from megacpp_overlays.repro.pack_file import PRIORITIES
@@ -249,10 +249,3 @@ def test_the_packs_of_this_repository_have_a_plan(capsys: pytest.CaptureFixture[
     ]
     assert sorted(named) == sorted(set(named))
     assert all(each["reasons"] for each in data["others"])
-
-
-def test_a_search_that_is_written_down_is_a_fact_of_the_pack(tmp_path: Path) -> None:
-    packs = Packs(tmp_path)
-    packs.ready(1, more=searched())
-
-    assert packs.standing(1).is_ready
